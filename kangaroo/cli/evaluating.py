@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from rich.console import Console
 from kangaroo.api import load_target
 from kangaroo.cli.command import command, in_group, plain, sweep_folder, varied
 from kangaroo.cli.schema import EvaluateCommand
-from kangaroo.data import store
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.drafters.vanilla import Vanilla
@@ -24,13 +22,12 @@ from kangaroo.evaluation.race import race
 from kangaroo.evaluation.study import report as study_report
 from kangaroo.evaluation.study.study import study_of
 from kangaroo.models.target import TargetModel
-from kangaroo.training import compare as adapters
 from kangaroo.training import curves
 from kangaroo.utils import tracking
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.provenance import flat, made_by, provenance
+from kangaroo.utils.provenance import flat, provenance
 from kangaroo.utils.ranks import check_alone, join
-from kangaroo.utils.tracking import NoTrackerConfig, Tracker
+from kangaroo.utils.tracking import NoTracker, NoTrackerConfig
 
 # files of a run that are kept with it
 RESULTS = (".json", ".jsonl", ".md", ".png")
@@ -44,15 +41,11 @@ def evaluate(config: EvaluateCommand) -> float | None:
     one run or in the jobs of a sweep, the table that compares them, or that of a study. Returns
     the speedup of the drafter, or tokens/s where vanilla did not run.
 
-    With `results` write what follows from results that are there; with `compare.adapters` measure
-    adapters on held-out text.
+    With `results` write what follows from results that are there.
     """
-    if config.results is not None or config.compare.adapters:
+    if config.results is not None:
         check_alone()
-        if config.results is not None:
-            _write_page(Path(config.results), config.page)
-        else:
-            _compare_adapters(config)
+        _write_page(Path(config.results), config.page)
         return None
     sweep, output = sweep_folder(), Path(config.output)
     if sweep is not None and sweep.resolve() not in output.resolve().parents:
@@ -117,7 +110,7 @@ def _write_page(results: Path, page_name: str | None) -> None:
         raise ConfigError(f"results={results} is no folder; pass the output= of a run.")
     if page_name is None:
         curves.write(results)
-        log.info("%s and %s are in %s", curves.TABLE, curves.PLOT, results)
+        log.info("%s is in %s", curves.PLOT, results)
         return
     file = Path(page_name)
     if file.is_file() and study_report.STUDY.search(file.read_text(encoding="utf-8")):
@@ -125,22 +118,6 @@ def _write_page(results: Path, page_name: str | None) -> None:
     else:
         comparison.write_page(results, file)
     log.info("%s tells the results of %s", file, results)
-
-
-def _compare_adapters(config: EvaluateCommand) -> None:
-    """Measure finished adapters on the data's held-out part; write the table."""
-    if config.data is None:
-        raise ConfigError("compare.adapters= needs text: add experiment=compare, or data=.")
-    lm, tokenizer = load_target(config.model)
-    config.data.make(lm, tokenizer)
-    samples, about = store.load(Path(config.data.path))
-    output = Path(config.output)
-    rows = adapters.compare(lm, samples, config.compare)
-    table = f"{adapters.markdown(rows)}\n{made_by()}\n"
-    facts = {"rows": rows, "settings": asdict(config.compare), "data": about} | provenance()
-    (output / "compare.json").write_text(json.dumps(facts, indent=2) + "\n")
-    (output / "compare.md").write_text(table)
-    log.info("compare.md and compare.json are in %s\n%s", output, table)
 
 
 def _drafters(config: EvaluateCommand) -> dict[str, DrafterConfig]:
@@ -169,7 +146,7 @@ def _race(
     race(lm, tokenizer, racers, first.turns[0], limit, sampling, Console())
 
 
-def _track(results: list[dict[str, Any]], config: EvaluateCommand, tracker: Tracker) -> None:
+def _track(results: list[dict[str, Any]], config: EvaluateCommand, tracker: NoTracker) -> None:
     """Hand a finished run's results to the tracker."""
     overall, folder = {r["drafter"]: r["overall"] for r in results}, Path(config.output)
     numbers = scalars(results[0]["overall"] if len(results) == 1 else flat(overall))

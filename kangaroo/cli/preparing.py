@@ -9,9 +9,9 @@ from pathlib import Path
 from kangaroo.api import load_target
 from kangaroo.cli.command import command
 from kangaroo.cli.schema import DatastoreCommand, LayersCommand, SplitCommand
-from kangaroo.data import splitting, store
+from kangaroo.data import store
 from kangaroo.data.filters import list_reasons
-from kangaroo.data.reading import Source
+from kangaroo.data.reading import Source, split
 from kangaroo.drafters import datastore, layer_search
 from kangaroo.models.loading import options_of
 from kangaroo.utils.folders import command_line
@@ -52,9 +52,10 @@ def prepare_layers(config: LayersCommand) -> None:
 def prepare_split(config: SplitCommand) -> None:
     """Split questions into some to learn from and some to measure on."""
     unreadable = Counter[str]() if config.skip_bad else None
-    parts = splitting.split(Source(config.source), config.held, config.seed, unreadable)
+    parts = split(Source(config.source), config.held, config.seed, unreadable)
     parts.write(Path(config.output))
-    tasks = ", ".join(f"{count} of {task}" for task, count in parts.tasks.items())
+    held = Counter(question["category"] for question in parts.held_out)
+    tasks = ", ".join(f"{count} of {task}" for task, count in held.items())
     log.info(
         f"{len(parts.training)} questions to learn from, {len(parts.held_out)} held out ({tasks}); "
         f"{parts.left_out} left out, since they share a passage with those. In {config.output}."

@@ -17,7 +17,7 @@ from omegaconf import MISSING, OmegaConf
 from kangaroo.api import hardware_here
 from kangaroo.chat import ChatConfig
 from kangaroo.data.conversations import ConversationsConfig
-from kangaroo.data.mix import MixConfig
+from kangaroo.data.making import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.layer_search import SearchConfig
@@ -30,7 +30,6 @@ from kangaroo.evaluation.tune import TuneConfig
 from kangaroo.heads.base import HeadConfig
 from kangaroo.models.loading import ModelConfig
 from kangaroo.serving.config import ServeConfig
-from kangaroo.training.compare import CompareConfig
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.utils.discovery import classes
@@ -71,7 +70,7 @@ class DraftingCommand:
 @dataclass
 class EvaluateCommand(DraftingCommand, EvaluateConfig):
     """`evaluate.py`: a target, a drafter, and what they are asked; or finished results that a page
-    is made of; or adapters, measured on text that they were not trained on.
+    is made of.
     """
 
     output: str = MISSING
@@ -82,8 +81,6 @@ class EvaluateCommand(DraftingCommand, EvaluateConfig):
     race: bool = False  # before that, the first question by each method, side by side as they write
     results: str | None = None  # a folder of finished results, which nothing is added to
     page: str | None = None  # the Markdown file that tells them
-    compare: CompareConfig = field(default_factory=CompareConfig)
-    data: Any = None  # whose end the adapters of `compare` are measured on
 
 
 @dataclass

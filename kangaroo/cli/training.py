@@ -6,6 +6,8 @@ import logging
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
+
 from kangaroo.api import load_target
 from kangaroo.cli.command import command, in_group, plain
 from kangaroo.cli.schema import TrainCommand
@@ -15,18 +17,19 @@ from kangaroo.heads import adapter_files
 from kangaroo.models.loading import ModelConfig, meta_model, options_of
 from kangaroo.models.target import TargetModel
 from kangaroo.training import backend, curves
-from kangaroo.training.estimate import Devices, Text, estimate, foresee
-from kangaroo.training.loop import Trainer, resolve_options
+from kangaroo.training.estimate import Devices, foresee
+from kangaroo.training.loop import Trainer
 from kangaroo.utils.folders import command_line
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranks import Ranks, join
-from kangaroo.utils.tracking import NoTrackerConfig, Tracker
+from kangaroo.utils.tracking import NoTracker, NoTrackerConfig
 
 log = logging.getLogger(__name__)
 
 SLOW_BFLOAT16 = (
     "PyTorch multiplies bfloat16 slowly on this processor, which has no AVX-512: training takes "
-    "some five times as long as with model.dtype=float32. The text can be written in bfloat16 "
+    "some five times as long as with model.dtype=float32, and ten times with trainer.muon=true, "
+    "whatever the format. The text can be written in bfloat16 "
     f"first ({command_line('make_data')}), and the adapter serves either format."
 )
 
@@ -39,18 +42,13 @@ def train(config: TrainCommand) -> float | None:
     in_group(config.logger, config.model.name)
     with join() as ranks:
         backend.check(config.trainer, ranks)
-        check_format(config.model)
-        devices = say_what_it_takes(config, ranks)
+        check_format(config.model, config.trainer.muon)
+        say_what_it_takes(config, ranks)
         if config.estimate:
             return None
         lm = _target_with_data(config, ranks)
         output, recipes = Path(config.output), [config.adapter, *config.more.values()]
         samples, about = store.load(Path(config.data.path))
-        config.trainer = resolve_options(config.trainer, lm, output, ranks)
-        text = Text.of(config.data, config.trainer.max_length)
-        expected = estimate(lm, recipes, config.trainer, text, ranks.world)
-        log.info("%s", expected.summary(text))
-        devices.check("training", expected.memory)
         logger = config.logger if ranks.is_first else NoTrackerConfig()
         origin = {"dataset": about, "provenance": provenance()}
         # before a tracker has begun a run: this may refuse
@@ -73,31 +71,24 @@ def make_data(config: TrainCommand) -> None:
             _target_with_data(config, ranks)
 
 
-def check_format(model: ModelConfig) -> None:
-    """Warn where training would be slow in the model's number format."""
-    if Devices.of(model).place == "cpu" and not torch_multiplies(model.dtype.torch):
+def check_format(model: ModelConfig, muon: bool = False) -> None:
+    """Warn where training would be slow in the model's number format, or Muon in its own."""
+    multiplied = torch.bfloat16 if muon else model.dtype.torch
+    if Devices.of(model).place == "cpu" and not torch_multiplies(multiplied):
         log.warning("%s", SLOW_BFLOAT16)
 
 
-def say_what_it_takes(config: TrainCommand, ranks: Ranks, holds_out: bool = True) -> Devices:
-    """Log what the run takes on the devices that it finds, which are returned.
-
-    Args:
-        holds_out: false where the run only writes the data.
+def say_what_it_takes(config: TrainCommand, ranks: Ranks, holds_out: bool = True) -> None:
+    """Log what the run takes on the devices that it finds; `holds_out` is false where it only
+    writes the data.
 
     Errors: `ConfigError` where it cannot fit, or would hold out all that there is.
     """
-    lm, output = meta_model(config.model), Path(config.output)
-    recipes = [config.adapter, *config.more.values()]
-    devices, expected, lines = foresee(
-        lm, recipes, config.model, config.data, config.trainer, ranks.world, holds_out
-    )
-    for line in lines:
+    lm, recipes = meta_model(config.model), [config.adapter, *config.more.values()]
+    parts = config.model, config.data, config.trainer, ranks.world
+    for line in foresee(lm, recipes, *parts, holds_out):
         log.info("%s", line)
-    if ranks.is_first:
-        expected.check_disk(output)
     ranks.wait()  # who loads its target earlier takes memory that others count
-    return devices
 
 
 def _target_with_data(config: TrainCommand, ranks: Ranks) -> TargetModel:
@@ -120,7 +111,7 @@ def _rate(numbers: dict[str, float]) -> float:
     return numbers["compression_rate"]
 
 
-def _report(folder: Path, model: ModelConfig, tracker: Tracker) -> dict[str, float]:
+def _report(folder: Path, model: ModelConfig, tracker: NoTracker) -> dict[str, float]:
     """Hand a trained adapter to the tracker, and say how to measure it. Returns its numbers."""
     saved = adapter_files.read_config(str(folder))
     described = asdict(saved)

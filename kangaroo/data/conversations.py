@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo.data import store
 from kangaroo.data.filters import answers, cut, cut_by, list_reasons
-from kangaroo.data.making import (
-    BYTES_PER_TOKEN,
-    Part,
-    WrittenConfig,
-    check_room,
-    finish,
-    write_parts,
-)
+from kangaroo.data.making import WrittenConfig, finish, write_shards
 from kangaroo.data.reading import Source, read, regular
 from kangaroo.data.writing import Dialogue, DialogueWriter
 from kangaroo.models.prompts import Message, Sample, masked_ids
@@ -34,7 +27,6 @@ from kangaroo.utils.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
-CHARACTERS = 3  # a token; most texts have more
 # settings that change no shard; a shard's name says which conversations it answers
 NOT_IN_SHARDS = """
     source subset split revision column limit skip_bad keep_system regenerate filters
@@ -80,8 +72,8 @@ class ConversationsConfig(WrittenConfig):
     ) -> None:
         """Write the dataset to `path`, or what is still missing of it; processes as in synthesis.
 
-        Errors: `DataError` for a source that cannot be read or has nothing usable, or a full disk;
-        `ConfigError` for a template that does not show which part is the assistant's.
+        Errors: `DataError` for a source that cannot be read or has nothing usable; `ConfigError`
+        for a template that does not show which part is the assistant's.
         """
         if self.teacher and not self.regenerate:
             raise ConfigError(
@@ -99,9 +91,12 @@ class ConversationsConfig(WrittenConfig):
         if ranks.broadcast(store.is_of(path, settings)):
             return
         if self.regenerate:
-            parts = self._parts(conversations)
+            writers = {}
+            for number, first in enumerate(range(0, len(conversations), self.shard_size)):
+                some = conversations[first : first + self.shard_size]
+                writers[f"{number:05d}-{_hash(some)}"] = partial(self._write, number, some)
             of_shards = self.settings(lm, leave_out=NOT_IN_SHARDS)
-            raw = write_parts(lm, tokenizer, self, parts, self.max_length, of_shards, ranks)
+            raw = write_shards(lm, tokenizer, self, writers, self.max_length, of_shards, ranks)
             dropped["too long"] = len(conversations) - len(raw)  # there was no room for an answer
         elif ranks.is_first:
             raw = self._as_they_are(tokenizer, conversations, dropped)
@@ -111,8 +106,8 @@ class ConversationsConfig(WrittenConfig):
     def _usable(
         self, conversations: Sequence[list[Message]], dropped: Counter[str]
     ) -> list[list[Message]]:
-        """The turns that are used of each conversation that has something to learn from; those that
-        are dropped or cut are counted. Errors: `DataError` where nothing is left."""
+        """The turns that are used of each conversation; those that are dropped or cut are counted.
+        Errors: `DataError` where nothing is left."""
         usable, last = [], "user" if self.regenerate else "assistant"
         unused = {"assistant"} if self.regenerate else set()
         unused |= set() if self.keep_system else {"system"}
@@ -132,23 +127,8 @@ class ConversationsConfig(WrittenConfig):
             )
         return usable
 
-    def _parts(self, conversations: Sequence[list[Message]]) -> list[Part]:
-        """The shards in which they are answered."""
-        parts = []
-        for number, first in enumerate(range(0, len(conversations), self.shard_size)):
-            some = conversations[first : first + self.shard_size]
-            questions = sum(map(_questions, some))
-            prompt_tokens = _characters(some) // CHARACTERS
-            write = partial(self._write, number, some)
-            parts.append(Part(f"{number:05d}-{_hash(some)}", questions, prompt_tokens, write))
-        return parts
-
     def _write(
-        self,
-        number: int,
-        conversations: Sequence[list[Message]],
-        writer: DialogueWriter,
-        done: Callable[[], object],
+        self, number: int, conversations: Sequence[list[Message]], writer: DialogueWriter
     ) -> list[Dialogue]:
         """One shard's conversations."""
         dialogues, temperature = self.begin_shard(number, len(conversations))
@@ -165,8 +145,9 @@ class ConversationsConfig(WrittenConfig):
         for dialogue in dialogues:
             proceed(dialogue)
         # a further question takes room for the longest conversation
-        more = proceed if any(_questions(turns) > 1 for turns in conversations) else None
-        writer.answer(dialogues, self.max_answer_tokens, temperature, done, more)
+        several = any(sum(m["role"] == "user" for m in turns) > 1 for turns in conversations)
+        more = proceed if several else None
+        writer.answer(dialogues, self.max_answer_tokens, temperature, more)
         return dialogues
 
     def _as_they_are(
@@ -175,11 +156,7 @@ class ConversationsConfig(WrittenConfig):
         conversations: Sequence[list[Message]],
         dropped: Counter[str],
     ) -> list[Sample]:
-        """Conversations as samples, each up to the last answer that ends within `max_length`; those
-        that are dropped or cut are counted."""
-        folder = Path(self.path).parent
-        folder.mkdir(parents=True, exist_ok=True)
-        check_room(folder, _characters(conversations) // CHARACTERS * BYTES_PER_TOKEN)
+        """Samples, each up to the last answer within `max_length`; dropped and cut ones counted."""
         samples = []
         for messages in tqdm(conversations, unit="conversation", desc="tokenising"):
             ids, mask = masked_ids(tokenizer, messages)
@@ -194,16 +171,7 @@ class ConversationsConfig(WrittenConfig):
         return samples
 
 
-def _questions(messages: Sequence[Message]) -> int:
-    return sum(turn["role"] == "user" for turn in messages)
-
-
-def _characters(conversations: Sequence[list[Message]]) -> int:
-    return sum(len(turn["content"]) for turns in conversations for turn in turns)
-
-
 def _hash(conversations: Sequence[list[Message]]) -> str:
-    """Hash of their text, in order."""
     digest = hashlib.sha256()
     for messages in conversations:
         digest.update(json.dumps(messages).encode())

@@ -40,22 +40,16 @@ class FilterConfig(Ranged):
 def select(
     samples: Iterable[Sample], config: FilterConfig, dropped: Counter[str]
 ) -> Iterator[Sample]:
-    """Samples in order, cut before their first degenerate turn, or dropped.
-
-    What is dropped depends on earlier samples alone, so a dataset that grows keeps what it had. No
-    question is in both the training part and the held-out part at the end.
-
-    Args:
-        dropped: counts each dropped or cut conversation by its reason.
-    """
+    """Samples in order, cut before their first degenerate turn, or dropped, which `dropped` counts
+    by reason. A dataset that grows keeps what it had, and no question is in both the training part
+    and the held-out part at the end."""
     earlier = Questions(config.near_duplicate)
     for sample in samples:
         keep, reason = healthy_turns(sample, config)
+        question = next(m["content"] for m in sample["messages"] if m["role"] == "user")
         if keep == 0:
             dropped[reason] += 1
-        elif again := earlier.met(
-            next(m["content"] for m in sample["messages"] if m["role"] == "user")
-        ):
+        elif again := earlier.met(question):
             dropped[again] += 1
         elif reason:
             dropped[cut_by(reason)] += 1
@@ -118,13 +112,9 @@ def repetition(items: Sequence[object]) -> float:
 
 
 class Questions:
-    """The questions so far, and whether a further one is new.
-
-    Near duplicates are found by MinHash with banding (Broder 1997; Leskovec et al., Mining of
-    Massive Datasets, chapter 3): only questions that share a band are compared.
-
-    Args:
-        similarity: two questions that are at least this similar count as the same.
+    """The questions so far, and whether a further one is new, which one of at least this similarity
+    is not. By MinHash with banding (Broder 1997; Leskovec et al., Mining of Massive Datasets,
+    chapter 3): only questions that share a band are compared.
     """
 
     def __init__(self, similarity: float):

@@ -1,10 +1,13 @@
-"""Conversations that others wrote: ShareGPT or chat form, from a file or any `datasets` id."""
+"""Conversations that others wrote, in ShareGPT or chat form, from a file or any `datasets` id, and
+a split of them into some to train on and some to measure on."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
+import os
+import random
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +30,8 @@ FORMS = (
 )
 LOADERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 HUB_FILE = "hf://datasets/"  # followed by owner/name/file
+TRAINING, HELD_OUT = "training.jsonl", "held_out.jsonl"  # what a split writes
+SHARED = 20  # words in a row: passages that questions share, rather than words that ask
 SOURCES = (
     "a .json, .jsonl, .parquet, .csv or .arrow file, a folder of such files, a hub id, or "
     f"{HUB_FILE}owner/name/file"
@@ -45,28 +50,16 @@ class Source:
 
 
 class BadRecord(ValueError):
-    """A record that cannot be read.
-
-    Args:
-        reason: what is wrong, in words that other records share, so that it can be counted.
-        details: the same of this record.
-    """
-
-    def __init__(self, reason: str, details: str):
-        super().__init__(details)
-        self.reason = reason
+    """A record that cannot be read, and why."""
 
 
 def read(
     source: Source, limit: int | None, left_out: Counter[str] | None = None
 ) -> list[list[Message]]:
-    """The conversations of a source, at most `limit`, unchanged.
+    """The conversations of a source, at most `limit`, unchanged; `left_out` counts the records that
+    cannot be read, by reason, and None refuses the first one.
 
-    Args:
-        left_out: counts the records that cannot be read, by reason; None refuses the first one.
-
-    Errors: `DataError` says which record cannot be read and what is expected, or why the source
-    cannot be read.
+    Errors: `DataError` says which record cannot be read, or why the source cannot be.
     """
     records = itertools.islice(named_records(source, left_out), limit)
     conversations = [messages for _, messages in records]
@@ -82,7 +75,7 @@ def named_records(
     """Every record of a source as it is, and its conversation; otherwise as `read`."""
     for number, record in enumerate(_records(source), start=1):
         try:
-            messages = _messages(_turns(record, source.column))
+            messages = [_message(turn) for turn in _turns(record, source.column)]
         except BadRecord as error:
             if left_out is None:
                 raise DataError(
@@ -90,18 +83,15 @@ def named_records(
                     "data.skip_bad=true (skip_bad=true of prepare split) leaves out what cannot "
                     "be read, and counts it."
                 ) from error
-            left_out[error.reason] += 1
+            left_out[str(error)] += 1
         else:
             yield record, messages
 
 
 def regular(messages: list[Message]) -> tuple[list[Message], str]:
-    """The longest beginning in which user and assistant take turns, user first, and what is wrong
-    with the turn that ends it; an empty string at the conversation's own end.
-
-    A system turn at the start is kept, turns of the assistant before the first user turn are left
-    out, and an empty turn ends the conversation.
-    """
+    """The longest beginning in which user and assistant take turns, after a system turn, without
+    turns of the assistant before the first user turn; and what is wrong with the turn that ends it,
+    if one does."""
     usable = [m for m in messages[:1] if m["role"] == "system" and m["content"].strip()]
     turns = list(itertools.dropwhile(lambda m: m["role"] != "user", messages))
     if not turns:
@@ -126,6 +116,7 @@ def is_local(source: str) -> bool:
 
 def _records(source: Source) -> Iterator[Any]:
     # imported where it is used: it takes seconds, which other commands need not wait for
+    from datasets import load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 
     try:
@@ -140,31 +131,24 @@ def _records(source: Source) -> Iterator[Any]:
             return _from_json(path)
         if is_local(source.path) and not path.exists():
             raise DataError(f"there is no '{path}'. Pass data.source= {SOURCES}.")
-        return iter(_from_datasets(source, path))
+        if path.is_file():
+            if path.suffix not in LOADERS:
+                raise ValueError(f"nothing reads files that end in '{path.suffix}'.")
+            loader = LOADERS[path.suffix]
+            table: Iterable[Any] = load_dataset(loader, data_files=str(path), split="train")
+        elif (path / "state.json").is_file():
+            table = load_from_disk(path)
+        else:
+            name = str(path) if path.is_dir() else source.path
+            options = {"split": source.split, "revision": source.revision}
+            table = load_dataset(name, source.subset, **options)
+        return iter(table)
     except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
         raise DataError(
             f"data.source={source.path} (subset {source.subset}, split {source.split}, revision "
             f"{source.revision}) cannot be read: {error} Pass {SOURCES}; the hub needs a network, "
             "and a gated dataset needs `hf auth login`."
         ) from error
-
-
-def _from_datasets(source: Source, path: Path) -> Iterable[Any]:
-    from datasets import DatasetDict, load_dataset, load_from_disk
-
-    if path.is_file():
-        if path.suffix not in LOADERS:
-            raise ValueError(f"nothing reads files that end in '{path.suffix}'.")
-        return load_dataset(LOADERS[path.suffix], data_files=str(path), split="train")
-    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        loaded = load_from_disk(path)
-        if not isinstance(loaded, DatasetDict):
-            return loaded
-        if source.split not in loaded:
-            raise ValueError(f"its splits are {', '.join(loaded)}; pass data.split=.")
-        return loaded[source.split]
-    name = str(path) if path.is_dir() else source.path
-    return load_dataset(name, source.subset, split=source.split, revision=source.revision)
 
 
 def _from_json(path: Path) -> Iterator[Any]:
@@ -180,19 +164,15 @@ def _from_json(path: Path) -> Iterator[Any]:
             if start.lstrip().startswith("["):
                 yield from json.load(file)
                 return
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    try:
-                        yield json.loads(line)
-                    except (ValueError, RecursionError) as error:
-                        form = "a file is one JSON list, or one object per line"
-                        yield BadRecord("not JSON", f"line {number} is not JSON ({error}); {form}")
+            for line in filter(str.strip, file):
+                try:
+                    yield json.loads(line)
+                except (ValueError, RecursionError):
+                    yield BadRecord("a line that is not JSON")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error}); convert it.") from error
     except (ValueError, RecursionError) as error:  # too many digits, too many brackets
         raise DataError(f"{path} is not JSON: {error}.") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _turns(record: Any, column: str | None) -> list[Any]:
@@ -200,57 +180,106 @@ def _turns(record: Any, column: str | None) -> list[Any]:
     if isinstance(record, BadRecord):
         raise record
     if not isinstance(record, dict):
-        raise BadRecord("no object", f"it is a {type(record).__name__}, not an object")
+        raise BadRecord(f"a {type(record).__name__}, not an object")
     # a table, or a file of several kinds of records, has null where a field is absent
     record = {name: value for name, value in record.items() if value is not None}
     name = next((name for name in ([column] if column else COLUMNS) if name in record), None)
     if name is None:
         raise BadRecord(
-            "no conversation",
-            f"it has no {repr(column) if column else 'conversation'} among its fields "
-            f"({', '.join(record) or 'none'}); name the right one with data.column=",
+            f"no {repr(column) if column else 'conversation'} among its fields "
+            f"({', '.join(record) or 'none'}); name the right one with data.column="
         )
     turns = record[name]
     if isinstance(turns, str):
         try:
             turns = json.loads(turns)
         except (ValueError, RecursionError) as error:
-            raise BadRecord("not JSON", f"'{name}' is text, but not JSON ({error})") from error
+            raise BadRecord(f"'{name}' is text, but not JSON") from error
     if not isinstance(turns, list):
-        details = f"'{name}' is a {type(turns).__name__}, not a list of turns"
-        raise BadRecord("no list of turns", details)
+        raise BadRecord(f"'{name}' is a {type(turns).__name__}, not a list of turns")
     if name == QUESTION:
-        return [
+        turns = [
             {"from": "user", "value": turn} if isinstance(turn, str) else turn for turn in turns
         ]
+    for turn in turns:
+        if not isinstance(turn, dict):
+            raise BadRecord(f"a turn that is a {type(turn).__name__}, not an object")
+        role = _first(turn, "role", "from")  # before texts: a tool's turn may lack one
+        if not isinstance(role, str) or role not in ROLES:
+            raise BadRecord(f"a turn of role {role!r} (in 'role' or 'from')")
     return turns
 
 
-def _messages(turns: list[Any]) -> list[Message]:
-    roles = [_role(i, turn) for i, turn in enumerate(turns, start=1)]  # a tool's may lack text too
-    messages = []
-    for number, (role, turn) in enumerate(zip(roles, turns, strict=True), start=1):
-        try:
-            content = mended(content_text(_first(turn, "content", "value")))
-        except ValueError as error:
-            details = f"turn {number}: its 'content' or 'value' {error}"
-            raise BadRecord("turn without text", details) from error
-        messages.append(Message(role=role, content=content))
-    return messages
-
-
-def _role(number: int, turn: Any) -> str:
-    if not isinstance(turn, dict):
-        details = f"turn {number} is a {type(turn).__name__}, not an object"
-        raise BadRecord("turn that is no object", details)
-    role = _first(turn, "role", "from")
-    if not isinstance(role, str) or role not in ROLES:
-        reason = "tool turn" if role == "tool" else "turn of another role"
-        details = f"turn {number} has the role {role!r} (in 'role' or 'from'); known are "
-        raise BadRecord(reason, details + ", ".join(ROLES))
-    return ROLES[role]
+def _message(turn: dict[str, Any]) -> Message:
+    try:
+        content = mended(content_text(_first(turn, "content", "value")))
+    except ValueError as error:
+        raise BadRecord(f"a turn whose 'content' or 'value' {error}") from error
+    return Message(role=ROLES[_first(turn, "role", "from")], content=content)
 
 
 def _first(turn: dict[str, Any], *names: str) -> Any:
     """The first of a turn's fields that has a value: tables have null where one is absent."""
     return next((turn[name] for name in names if turn.get(name) is not None), None)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Two lists with no question in common: records as their source has them, and questions of a
+    bench; and how many questions are in neither, since they share a passage with the second."""
+
+    training: list[dict[str, Any]]
+    held_out: list[dict[str, Any]]
+    left_out: int
+
+    def write(self, folder: Path) -> None:
+        """Both as files of JSON lines, whole or not at all; `mended`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, records in ((TRAINING, self.training), (HELD_OUT, self.held_out)):
+            partial = folder / f"{name}.partial"
+            lines = (mended(json.dumps(record, ensure_ascii=False)) for record in records)
+            partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            os.replace(partial, folder / name)
+
+
+def split(source: Source, held: int, seed: int, left_out: Counter[str] | None = None) -> Split:
+    """Shuffle questions and hold some out of each task: a record's field `task` or `category`, or
+    `all`. One that has `SHARED` words in a row in common with one that is held out is in neither
+    list: many ask about the same passage. `left_out` is that of `read`.
+
+    Errors: `DataError` for a source that cannot be read, is empty, or has a task with no more than
+    `held` questions.
+    """
+    questions = []
+    for record, messages in named_records(source, left_out):
+        turns = [m["content"] for m in messages if m["role"] == "user" and m["content"].strip()]
+        if turns:
+            questions.append((record, turns))
+    if not questions:
+        raise DataError(f"{source.path} holds no questions.")
+    random.Random(seed).shuffle(questions)
+    by_task = defaultdict(list)
+    for record, turns in questions:
+        task = mended(str(record.get("task") or record.get("category") or "all"))
+        by_task[task].append((record, turns))
+    for task, some in by_task.items():
+        if len(some) <= held:
+            raise DataError(
+                f"task '{task}' of {source.path} has {len(some)} questions, and {held} were to be "
+                f"held out. Pass held= below {len(some)}, or a file that has more."
+            )
+    held_out = [(task, turns) for task in sorted(by_task) for _, turns in by_task[task][:held]]
+    passages = {run for _, turns in held_out for run in _runs(turns)}
+    rest = [item for some in by_task.values() for item in some[held:]]
+    random.Random(seed).shuffle(rest)
+    training = [record for record, turns in rest if passages.isdisjoint(_runs(turns))]
+    bench = [
+        {"question_id": number, "category": task, "turns": turns}
+        for number, (task, turns) in enumerate(held_out)
+    ]
+    return Split(training, bench, len(rest) - len(training))
+
+
+def _runs(turns: list[str]) -> set[tuple[str, ...]]:
+    texts = [turn.split() for turn in turns]
+    return {tuple(ws[i : i + SHARED]) for ws in texts for i in range(len(ws) - SHARED + 1)}

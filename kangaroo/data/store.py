@@ -1,8 +1,7 @@
 """A dataset on disk: a folder of shards in progress; in the end one of `datasets`, with provenance.
 
 Records of the target's distributions (`topk_logits.py`), one for each token of the assistant, lie
-in a file of their own: an array in numpy's format, sample after sample. It is read where it lies,
-and memory holds what is used alone.
+in an array of numpy's format beside it, which is read where it lies.
 """
 
 from __future__ import annotations
@@ -28,16 +27,12 @@ PROVENANCE, RECORDS, SETTINGS = "provenance.json", "teacher.npy", "settings.json
 def save(
     samples: list[Sample], path: Path, settings: dict[str, Any], facts: dict[str, Any]
 ) -> None:
-    """Write samples and their provenance, which comes last and marks the dataset as complete.
-
-    Args:
-        settings: all that the dataset is a function of.
-        facts: what else is known about it, as JSON values.
-    """
+    """Write samples and their provenance, which comes last and marks the dataset as complete:
+    settings are all that it is a function of, facts what else is known, as JSON values."""
     (path / PROVENANCE).unlink(missing_ok=True)  # until the end it is no dataset
     from datasets import Dataset  # here, since it takes seconds to import
 
-    Dataset.from_list([dict(without_records(sample)) for sample in samples]).save_to_disk(path)
+    Dataset.from_list([_text(sample) for sample in samples]).save_to_disk(path)
     save_records(path / RECORDS, samples)
     recorded = {
         "settings": settings,
@@ -69,11 +64,8 @@ def about(path: Path) -> dict[str, Any]:
 
 
 def load(path: Path) -> tuple[list[Sample], dict[str, Any]]:
-    """The samples and their provenance.
-
-    Errors: `DataError` where the folder is no such dataset, or its samples are not those that its
-    provenance describes; `CorruptFile` where the records of the target's distributions are not.
-    """
+    """The samples and their provenance. Errors: `DataError` where the folder is no such dataset, or
+    not what its provenance describes; `CorruptFile` where its records cannot be read."""
     from datasets import load_from_disk
 
     recorded = about(path)
@@ -99,13 +91,8 @@ def fingerprint(samples: list[Sample]) -> str:
 
 
 class Shards:
-    """A folder of shards, each a pure function of the folder's settings and of its own name.
-
-    Args:
-        settings: all that a shard's content depends on; with `teacher`, its samples have records.
-
-    Errors: `DataError` for a folder begun with other settings.
-    """
+    """A folder of shards, each a pure function of the folder's settings and of its own name. With
+    `teacher` in the settings, samples have records. Errors: `DataError` for other settings."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
         self.folder, self.keeps = folder, bool(settings.get("teacher"))
@@ -133,7 +120,7 @@ class Shards:
         part = self.path(name).with_suffix(".part")
         with part.open("w", encoding="utf-8") as file:
             for sample in samples:
-                file.write(json.dumps(without_records(sample)) + "\n")
+                file.write(json.dumps(_text(sample)) + "\n")
         os.replace(part, self.path(name))
 
     def read(self, name: str) -> list[Sample]:
@@ -170,10 +157,8 @@ def save_records(path: Path, samples: Sequence[Sample]) -> None:
 
 
 def attach_records(path: Path, samples: Sequence[Sample], whole: Path) -> None:
-    """Give every sample its records.
-
-    Errors: `CorruptFile` where they are not those of these samples, and `whole` is to be deleted.
-    """
+    """Give every sample its records. Errors: `CorruptFile` where they are not those of these
+    samples, and `whole` is to be deleted."""
     if not samples:
         return
     counts = [sum(sample["loss_mask"]) for sample in samples]
@@ -190,23 +175,16 @@ def attach_records(path: Path, samples: Sequence[Sample], whole: Path) -> None:
         sample["teacher"] = records[start:stop]
 
 
-def without_records(sample: Sample) -> Sample:
-    """The sample as it stands in text."""
-    return Sample(
-        messages=sample["messages"],
-        input_ids=sample["input_ids"],
-        loss_mask=sample["loss_mask"],
-    )
+def _text(sample: Sample) -> dict[str, Any]:
+    """The sample without records."""
+    return {name: value for name, value in sample.items() if name != "teacher"}
 
 
 def documents(
     dataset: str | None, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """The token ids of each document of a datastore, and the origin of all as JSON values.
-
-    Args:
-        dataset: folder of a finished dataset; each conversation is a document.
-        texts: files; each is a document, without BOS or other special tokens.
+    """The token ids of each document of a datastore, and the origin of all as JSON values: each
+    conversation of a dataset is one, and each of the text files, without special tokens.
 
     Errors: `DataError` where there is nothing, or a file cannot be read as text.
     """

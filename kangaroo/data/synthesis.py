@@ -1,14 +1,12 @@
 """Self-synthesis: the target writes its own training conversations; nothing is downloaded.
 
 An aligned model that reads the chat template's user header writes a question (Magpie, arXiv
-2406.08464). It then answers that question, and the adapter learns to predict the answer. After the
-conversation and another header, it writes what the user says next.
+2406.08464), and then answers it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.data import store
-from kangaroo.data.making import Part, WrittenConfig, finish, write_parts
+from kangaroo.data.making import WrittenConfig, finish, write_shards
 from kangaroo.data.writing import Dialogue, DialogueWriter
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Count, Filled, NotNegative
@@ -50,34 +48,23 @@ class SynthesisConfig(WrittenConfig):
     def make(
         self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
     ) -> None:
-        """Write the dataset to `path`, or what is still missing of it.
+        """Write the dataset to `path`, or what is still missing of it. The processes share the
+        shards; the first makes the dataset, and the others do not wait for it.
 
-        Args:
-            ranks: the processes that share the shards between them. The first makes the dataset,
-                and the others do not wait for it. None: there is only this process.
-
-        Errors: `DataError` where no conversation is usable, the disk has no room, or the folder was
-        begun with other settings.
+        Errors: `DataError` where nothing is usable, or the folder was begun with other settings.
         """
         path, settings, ranks = Path(self.path), self.settings(lm), ranks or Ranks()
         if ranks.broadcast(store.is_of(path, settings)):
             return
-        parts = []
-        for number in range(self.shards):
-            answers = self.shard_size * self.turns[number % len(self.turns)]
-            prompt_tokens = answers * self.max_question_tokens
-            write = partial(self._write, number)
-            parts.append(Part(f"{number:05d}", answers, prompt_tokens, write))
+        writers = {f"{number:05d}": partial(self._write, number) for number in range(self.shards)}
         of_shards = self.settings(lm, leave_out=("shards", "filters"))
-        raw = write_parts(lm, tokenizer, self, parts, lm.context, of_shards, ranks)
+        raw = write_shards(lm, tokenizer, self, writers, lm.context, of_shards, ranks)
         if ranks.is_first:
             count = self.shards * self.shard_size
             dropped = Counter({"no finished question": count - len(raw)})
             finish(path, settings, raw, count, dropped, self.filters, lm.name)
 
-    def _write(
-        self, number: int, writer: DialogueWriter, done: Callable[[], object]
-    ) -> list[Dialogue]:
+    def _write(self, number: int, writer: DialogueWriter) -> list[Dialogue]:
         """One shard's conversations, turn by turn: all questions, then all answers."""
         dialogues, temperature = self.begin_shard(number, self.shard_size)
         for dialogue in dialogues:
@@ -85,5 +72,5 @@ class SynthesisConfig(WrittenConfig):
         for _ in range(self.turns[number % len(self.turns)]):
             limits = self.max_question_tokens, self.question_temperature
             writer.ask(dialogues, *limits, self.keep_unfinished_questions)
-            writer.answer(dialogues, self.max_answer_tokens, temperature, done)
+            writer.answer(dialogues, self.max_answer_tokens, temperature)
         return dialogues

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.vanilla import Vanilla
@@ -25,8 +27,7 @@ class Dialogue:
         opening: how its first user turn begins.
         open: whether another turn may follow.
         input_ids, loss_mask: up to the last answer; empty before the first.
-        topk_logits: a record for each token of the assistant (`topk_logits.py`), where these are
-            kept.
+        topk_logits: a record for each token of the assistant, where these are kept.
     """
 
     seed: int
@@ -55,11 +56,9 @@ class Dialogue:
         self.loss_mask = [*mask, *[1] * len(said.tokens)]
 
     def _carried(self, prompt: Sequence[int], mask: Sequence[int], like: np.ndarray) -> np.ndarray:
-        """Records for the earlier answers in a prompt.
-
-        They are tokenised from their text there. After the first token that is not the one that
-        was written, the distributions are others too, and not known.
-        """
+        """Records for the earlier answers in a prompt, where they are tokenised from their text:
+        after the first token that is not the one that was written, the distributions are others,
+        and not known."""
         carried = np.zeros(sum(mask), like.dtype)
         if self.topk_logits is None:
             return carried
@@ -79,9 +78,7 @@ class DialogueWriter:
         longest: no conversation grows beyond this many tokens, nor beyond the model's context; a
             turn that might do so is not begun, and closes its dialogue.
         keep: likeliest tokens that are kept of every distribution an answer is written from.
-
-    Attributes:
-        written: how many tokens it has written.
+        bar: shows how many tokens it has written, as `written` does.
     """
 
     def __init__(
@@ -90,38 +87,32 @@ class DialogueWriter:
         tokenizer: PreTrainedTokenizerBase,
         batch_size: int,
         longest: int,
-        keep: int = 0,
+        keep: int,
+        bar: tqdm[Any],
     ):
-        self.tokenizer, self.batch_size, self.keep = tokenizer, batch_size, keep
+        self.tokenizer, self.batch_size, self.keep, self.bar = tokenizer, batch_size, keep, bar
         self.engine = Engine(lm, Vanilla(), tokenizer, prefix_cache=True)
-        self.longest = min(longest, lm.context)
-        self.written = 0
+        self.longest, self.written = min(longest, lm.context), 0
 
     def ask(
-        self,
-        dialogues: Iterable[Dialogue],
-        max_tokens: int,
-        temperature: float,
-        keep_unfinished: bool,
+        self, dialogues: Iterable[Dialogue], max_tokens: int, temperature: float, keeps_cut: bool
     ) -> None:
-        """Let the target write the next user turn of every open dialogue; an empty one closes it.
-
-        Args:
-            keep_unfinished: keep a turn that reached `max_tokens`; false closes its dialogue.
-        """
+        """Let the target write the next user turn of every open dialogue. An empty one closes it,
+        and so does one that reaches `max_tokens`, unless `keeps_cut`."""
         going, requests = [], []
         for dialogue in filter(lambda dialogue: dialogue.open, dialogues):
             header, end = user_header(self.tokenizer, dialogue.messages)
-            header += self.tokenizer(_opening(dialogue), add_special_tokens=False).input_ids
+            opening = "" if dialogue.messages else dialogue.opening
+            header += self.tokenizer(opening, add_special_tokens=False).input_ids
             dialogue.open = len(header) + max_tokens <= self.longest
             if dialogue.open:
-                going.append(dialogue)
+                going.append((dialogue, opening, end))
                 requests.append(Request(header, max_tokens, dialogue.seed, [end]))
         generations = self._decode(requests, temperature)
-        for dialogue, request, question in zip(going, requests, generations, strict=True):
-            text = plain_text(self.tokenizer, question.tokens).removesuffix(request.stop[0])
-            text = (_opening(dialogue) + text).strip()
-            dialogue.open = bool(text) and (question.finish != "length" or keep_unfinished)
+        for (dialogue, opening, end), question in zip(going, generations, strict=True):
+            text = plain_text(self.tokenizer, question.tokens).removesuffix(end)
+            text = (opening + text).strip()
+            dialogue.open = bool(text) and (question.finish != "length" or keeps_cut)
             if dialogue.open:
                 dialogue.messages.append(Message(role="user", content=text))
 
@@ -130,7 +121,6 @@ class DialogueWriter:
         dialogues: Iterable[Dialogue],
         max_tokens: int,
         temperature: float,
-        done: Callable[[], object],
         proceed: Callable[[Dialogue], object] | None = None,
     ) -> None:
         """Let the target answer the user turn that ends every open dialogue.
@@ -139,7 +129,6 @@ class DialogueWriter:
         that reaches `max_tokens` is kept and closes its dialogue.
 
         Args:
-            done: called after every answer.
             proceed: called after an answer that leaves its dialogue open; where it adds a user
                 turn, that is answered at once, and what went before is not read again.
         """
@@ -153,7 +142,6 @@ class DialogueWriter:
             dialogue.messages.append(Message(role="assistant", content=text))
             dialogue.append(request.prompt, mask, said)
             dialogue.open = said.finish != "length"
-            done()
             if dialogue.open and proceed:
                 proceed(dialogue)
             following = self._prompt(dialogue, max_tokens)
@@ -183,17 +171,13 @@ class DialogueWriter:
         longest: int | None = None,
     ) -> list[Generation]:
         """A generation for each request, in their order; of those that `after` lets follow each
-        other, the last. `after` and `longest` are those of `Engine.completions`."""
+        other (see `Engine.completions`), the last."""
 
         def following(index: int, generation: Generation) -> Request | None:
             self.written += len(generation.tokens)
+            self.bar.update(len(generation.tokens))
             return after(index, generation)
 
         limits = Sampling(temperature=temperature), self.batch_size, keep
         texts = dict(self.engine.completions(requests, *limits, following, longest))
         return [texts[index] for index in range(len(requests))]
-
-
-def _opening(dialogue: Dialogue) -> str:
-    """How the next user turn begins: only the first one is not left to the target."""
-    return "" if dialogue.messages else dialogue.opening

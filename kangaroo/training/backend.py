@@ -1,14 +1,12 @@
 """Sums gradients over micro-batches and processes, and moves the adapters: torch or DeepSpeed.
 
-The sum is exact, so it does not matter which process computed which micro-batch, or in what order:
-a run ends with the same weights at any number of processes, also where that changed on the way.
+The sum is exact, so a run ends with the same weights at any number of processes, also where that
+changed on the way.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -19,51 +17,48 @@ from torch import Tensor, nn
 
 from kangaroo.heads.base import Trainable
 from kangaroo.training.config import TrainerConfig
-from kangaroo.training.muon import MOMENTUM, Muon
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import TORCHRUN, command_line, install
 from kangaroo.utils.ranks import Ranks
 
-# Gradients are rounded to multiples of 2^-44, five digits below AdamW's eps of 1e-8. Multiples of
-# it add up without rounding in float64 as long as sums stay below 2^9, far above any gradient of a
-# mean loss; beyond that they round as any sum does.
+# Gradients are rounded to multiples of 2^-44, five digits below AdamW's eps of 1e-8. In float64
+# these add up without rounding as long as sums stay below 2^9, far above any gradient of a mean.
 GRID = 2.0**44
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's names
+MOMENTS, MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"  # AdamW's names, and Muon's
 
 
 def check(config: TrainerConfig, ranks: Ranks) -> None:
-    """Raise `ConfigError` where options and processes do not fit, before anything is loaded."""
+    """Errors: `ConfigError` where options and processes do not fit, before anything is loaded."""
     if config.zero_stage and find_spec("deepspeed") is None:
         raise ConfigError(
-            f"trainer=deepspeed needs the package deepspeed: {install('deepspeed')}. "
-            "trainer=default needs nothing, and trains the same weights in as many processes."
-        )
-    if config.muon and config.zero_stage:
-        raise ConfigError(
-            f"trainer.muon=true and trainer.zero_stage={config.zero_stage} exclude each other: "
-            "DeepSpeed spreads AdamW alone here. Leave one of them out."
+            f"trainer=deepspeed needs the package deepspeed: {install('deepspeed')}; or "
+            "trainer=default, which trains the same weights."
         )
     if config.shard_target and ranks.world == 1:
+        more = command_line("train", launcher=TORCHRUN, trainer__shard_target=True)
         raise ConfigError(
             "trainer.shard_target=true spreads the target over processes, and there is one. Leave "
-            "it out, or start more: "
-            f"{command_line('train', launcher=TORCHRUN, trainer__shard_target=True)}"
+            f"it out, or start more: {more}"
         )
-    if config.shard_target and config.cache_target_states:
-        raise ConfigError(
-            "trainer.cache_target_states=true and trainer.shard_target=true exclude each other: "
-            "all processes run a sharded target at once, and one that remembers would not."
-        )
+    for one, other, why in (
+        ("muon", "zero_stage", "DeepSpeed has AdamW alone here"),
+        ("cache_target_states", "shard_target", "all processes run a sharded target at once"),
+    ):
+        if getattr(config, one) and getattr(config, other):
+            raise ConfigError(
+                f"trainer.{one} and trainer.{other} exclude each other: {why}. Leave one out."
+            )
 
 
 class TorchBackend:
     """AdamW, or Muon for matrices and AdamW for all else, whole in every process.
 
+    Every process calls the same methods.
+
     Args:
         adapters: each is clipped by itself, and has its own learning rate. They begin as those of
             rank 0.
         options: with `accumulate` as a number.
-        ranks: the processes whose gradients are summed; each calls the same methods.
     """
 
     def __init__(self, adapters: Sequence[nn.Module], options: TrainerConfig, ranks: Ranks):
@@ -86,11 +81,8 @@ class TorchBackend:
             parameter.grad = None
 
     def step(self, rates: Sequence[float]) -> None:
-        """One optimizer step with all gradients collected since the last, clipped.
-
-        Args:
-            rates: the learning rate of each adapter in this step.
-        """
+        """One optimizer step with all gradients collected since the last, clipped, by the learning
+        rate of each adapter."""
         for total, parameter in zip(self.sums, self.parameters.values(), strict=False):
             self.ranks.add_up(total)
             parameter.grad = (total / GRID).to(parameter.dtype)
@@ -107,10 +99,7 @@ class TorchBackend:
 
     def state(self) -> dict[str, Any]:
         """Weights and the optimizers' moments in float32 on the CPU, by name: whole, whoever holds
-        them.
-
-        Every process has to call this. Before the first step there are no moments.
-        """
+        them; no moments before the first step."""
         weights = {name: p.detach().cpu().clone() for name, p in self.parameters.items()}
         return {"steps": self.steps, "weights": weights} | self._moments()
 
@@ -128,8 +117,10 @@ class TorchBackend:
         others = [[p for p in a.parameters() if id(p) not in by_muon] for a in self.adapters]
         self.optimizers: list[torch.optim.Optimizer] = [self._adamw(others)]
         if self.options.muon:
-            groups = [{"params": group} for group in matrices]
-            self.optimizers.append(Muon(groups, weight_decay=self.options.weight_decay))
+            # with AdamW's learning rates (arXiv 2502.16982, section 2.2)
+            like_adamw: Any = {"adjust_lr_fn": "match_rms_adamw"}
+            groups, decay = [{"params": group} for group in matrices], self.options.weight_decay
+            self.optimizers.append(torch.optim.Muon(groups, weight_decay=decay, **like_adamw))
 
     def _adamw(self, groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.AdamW:
         options, named = self.options, [{"params": group} for group in groups]
@@ -163,25 +154,19 @@ class TorchBackend:
 def matrices_of(adapter: nn.Module) -> list[Tensor]:
     """What Muon moves: the weights of linear layers, but for LM heads of the adapter's own."""
     assert isinstance(adapter, Trainable)
-    heads = {id(head) for head in adapter.own_heads()}
-    linear = [m for m in adapter.modules() if isinstance(m, nn.Linear) and id(m) not in heads]
-    return [layer.weight for layer in linear]
+    heads = set(adapter.own_heads())
+    linear = (module for module in adapter.modules() if isinstance(module, nn.Linear))
+    return [module.weight for module in linear if module not in heads]
 
 
 class DeepSpeedBackend(TorchBackend):
-    """The same step with AdamW's state spread over processes by DeepSpeed ZeRO.
-
-    DeepSpeed never sees a micro-batch: it is handed the step's sum. So each adapter is clipped by
-    itself, and the sum stays exact.
-    """
+    """The same step with AdamW's state spread over processes by DeepSpeed ZeRO, which is handed the
+    step's sum alone."""
 
     def _begin(self) -> None:
         device = next(iter(self.parameters.values())).device
         # else DeepSpeed takes the first kind that the machine has
         os.environ.setdefault("DS_ACCELERATOR", device.type)
-        # imported, DeepSpeed tries the machine's compiler; run, it calls what torch renamed
-        logging.getLogger("compilers").setLevel(logging.WARNING)
-        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
         import deepspeed
 
         if device.type == "cpu":
@@ -198,11 +183,10 @@ class DeepSpeedBackend(TorchBackend):
         }
         self.engines: list[Any] = []
         self.twins: list[nn.Parameter] = []
-        # an engine for each adapter: of several parameter groups in one, DeepSpeed links the
-        # moments of the first alone
+        # of several parameter groups in one engine, DeepSpeed links the moments of the first alone
         for adapter in self.adapters:
-            # DeepSpeed acts on every backward pass through its parameters. It gets twins, which
-            # share their memory with the adapter's but not their gradients.
+            # it acts on every backward pass through its parameters, so it gets twins, which share
+            # their memory with the adapter's but not their gradients
             twins = nn.ParameterList(p.detach().clone() for p in adapter.parameters())
             optimizer, alone = self._adamw([list(twins)]), {"dist_init_required": False}
             engine = deepspeed.initialize(model=twins, optimizer=optimizer, config=config, **alone)

@@ -20,41 +20,28 @@ from kangaroo.training.config import TrainerConfig
 from kangaroo.utils.errors import ConfigError, DataError
 
 
-@dataclass
 class Work:
-    """What a run trains on, and what it holds out.
+    """What a run trains on, and what it holds out. Errors: those of the two checks.
 
-    Args:
-        training, held_out: samples to train on, and those that are never trained on.
-        tokens: how many of each training sample are read.
-        positions: how many of those are learnt.
+    Attributes:
+        tokens, positions: how many of each training sample are read, and how many of those learnt.
         batches: the micro-batches of all epochs, as indices into `training`.
     """
 
-    training: Sequence[Sample]
-    held_out: Sequence[Sample]
-    tokens: list[int]
-    positions: list[int]
-    batches: list[list[int]]
-
-    @staticmethod
-    def of(samples: Sequence[Sample], config: TrainerConfig) -> Work:
-        """Errors: `DataError` for a sample without trainable tokens, `ConfigError` where nothing is
-        left to train on."""
+    def __init__(self, samples: Sequence[Sample], config: TrainerConfig):
         check_trainable(samples, config.max_length)
         check_holdout(config.holdout, len(samples))
-        training = samples[: -config.holdout]
-        tokens = lengths_of(training, config.max_length)
+        self.training, self.held_out = samples[: -config.holdout], samples[-config.holdout :]
+        self.tokens = lengths_of(self.training, config.max_length)
         stored = bool(config.use_stored_logits)
-        wanted = (wanted_of(sample, config.max_length, stored) for sample in training)
-        positions = [int(wanted_T.sum()) for wanted_T in wanted]
+        wanted = (wanted_of(sample, config.max_length, stored) for sample in self.training)
+        self.positions = [int(wanted_T.sum()) for wanted_T in wanted]
         same = (config.accumulate or 1) if config.cache_target_states else 0
-        batches = [
+        self.batches = [
             batch
             for epoch in range(config.epochs)
-            for batch in plan(tokens, config.batch_tokens, config.seed, epoch, same)
+            for batch in plan(self.tokens, config.batch_tokens, config.seed, epoch, same)
         ]
-        return Work(training, samples[-config.holdout :], tokens, positions, batches)
 
 
 def check_holdout(holdout: int, count: int) -> None:
@@ -67,7 +54,7 @@ def check_holdout(holdout: int, count: int) -> None:
 
 
 def check_trainable(samples: Sequence[Sample], max_length: int) -> None:
-    """Raise `DataError` where a sample has no token to learn from: it would pass in silence."""
+    """Errors: `DataError` for a sample without a token to learn from: it would pass in silence."""
     for index, sample in enumerate(samples):
         if any(sample["loss_mask"][1:max_length]):
             continue
@@ -75,8 +62,7 @@ def check_trainable(samples: Sequence[Sample], max_length: int) -> None:
         text = "; ".join(f"{m['role']}: {m['content'][:200]!r}" for m in sample["messages"])
         raise DataError(
             f"sample {index} has no trainable token among its first {max_length}: the assistant's "
-            f"are {spans or 'none'}, and the first of all has nothing to be predicted from. Raise "
-            f"trainer.max_length or drop the sample. It reads: {text}"
+            f"are {spans or 'none'}. Raise trainer.max_length or drop the sample. It reads: {text}"
         )
 
 
@@ -99,14 +85,12 @@ def frequent_tokens(samples: Sequence[Sample]) -> Tensor:
 def plan(
     lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, same: int = 0
 ) -> list[list[int]]:
-    """Micro-batches of at most `batch_tokens` padded tokens (or one sample), in shuffled order.
-
-    Samples of similar length go together, so that little is padding.
+    """Micro-batches of at most `batch_tokens` padded tokens (or one sample) of similar lengths, in
+    shuffled order.
 
     Args:
-        same: unless 0, the micro-batches of epoch 0 in another order. The n-th of a step of so many
-            is the n-th of another, but for a few, and so stays with the process that has its
-            target states.
+        same: unless 0, the micro-batches of epoch 0 in another order, in which the n-th of a step
+            of so many nearly always is the n-th of another: its process has its target states.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     if same and epoch:
@@ -128,14 +112,12 @@ def plan(
 
 @dataclass
 class Tokens:
-    """A micro-batch, a row for each sample.
+    """A micro-batch, a row for each sample, padded on the right.
 
     Args:
-        input_BT: token ids, padded on the right, where a causal mask hides them.
         wanted_BT: true where the *next* token was written by the assistant: there, and only there,
             the adapter would have drafted.
-        stored: where the target's distributions were stored, those of the wanted positions, row
-            after row: likeliest tokens and their chances, each `[M, J]`.
+        stored: likeliest tokens and their chances at those positions, each `[M, J]`.
     """
 
     input_BT: Tensor
@@ -145,8 +127,7 @@ class Tokens:
 
 def wanted_of(sample: Sample, length: int, stored: bool = False) -> np.ndarray:
     """`[length - 1]`: which of a sample's tokens, from the second on, are learnt: the assistant's,
-    but for those whose distribution should have been stored and is not known.
-    """
+    but for those whose distribution should have been `stored` and is not known."""
     wanted_T = np.array(sample["loss_mask"][:length], dtype=bool)
     if stored:
         wanted_T[wanted_T] = topk_logits.known(sample["teacher"][: wanted_T.sum()])
@@ -163,11 +144,8 @@ def row_width(lengths: Sequence[int], device: torch.device) -> int:
 def collate(
     samples: Sequence[Sample], max_length: int, device: torch.device, stored: bool = False
 ) -> Tokens:
-    """Cut samples at `max_length` tokens, and pad them on the right.
-
-    Args:
-        stored: the distributions to learn are those that were stored.
-    """
+    """Cut samples at `max_length` tokens, and pad them on the right; with the distributions that
+    were stored, if it is those that are learnt."""
     lengths = lengths_of(samples, max_length)
     input_BT = torch.zeros(len(samples), row_width(lengths, device), dtype=torch.long)
     wanted_BT = torch.zeros_like(input_BT, dtype=torch.bool)

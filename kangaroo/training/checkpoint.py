@@ -14,42 +14,24 @@ from kangaroo.utils.errors import ConfigError, CorruptFile
 from kangaroo.utils.provenance import changes
 
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
-# options by the names that runs from before have them under, and those that are no more
-RENAMED = {"kept": "use_stored_logits", "remember": "cache_target_states"}
-DROPPED = ("packing", False), ("average", None)
 
 
 @dataclass
 class Progress:
-    """How far a run has come.
+    """How far a run has come, and its last results, by name."""
 
-    Args:
-        step: optimizer steps done.
-        tokens: tokens that the frozen target has read.
-        assistant_tokens: positions that entered the loss.
-        seconds: of the optimizer steps, on the machine's clock.
-        held_out: results of the last held-out evaluation.
-        facts: what drafters have to know, by adapter, from that evaluation.
-        decoded: results of the last decoding of held-out prompts.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    assistant_tokens: int = 0
-    seconds: float = 0.0
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # read by the target
+    assistant_tokens: int = 0  # positions that entered the loss
+    seconds: float = 0.0  # of the optimizer steps, on the machine's clock
     held_out: dict[str, float] = field(default_factory=dict)
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each adapter's drafter
     decoded: dict[str, float] = field(default_factory=dict)
 
 
 class Checkpoint:
-    """Weights, moments, progress and metrics (one JSON line a step) of a run, in one folder.
-
-    The state is whole whatever number of processes wrote it; one of them reads and writes.
-
-    Args:
-        settings: what the run was asked to do; a folder begun with other settings is refused.
-        data: fingerprint of the training data.
+    """Weights, moments, progress and metrics (one JSON line a step) of a run, in one folder, which
+    one process reads and writes. One begun with other settings or data (a fingerprint) is refused.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], data: str):
@@ -102,11 +84,9 @@ def begun_with(folder: Path) -> dict[str, Any]:
 
 def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
     try:
-        state = torch.load(path, weights_only=True, mmap=mmap)
+        state: dict[str, Any] = torch.load(path, weights_only=True, mmap=mmap)
     except (RuntimeError, EOFError, OSError) as error:
         raise CorruptFile(
             f"checkpoint '{path}' cannot be read ({error}); delete it to train anew."
         ) from error
-    identity = {RENAMED.get(k, k): v for k, v in state["identity"].items()}
-    state["identity"] = {k: v for k, v in identity.items() if (k, v) not in DROPPED}
     return state

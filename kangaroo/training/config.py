@@ -22,7 +22,7 @@ LOGIT_BYTES = 26  # of a logit in half precision: it, p, log q and gradients
 MOVES_NOTHING = """
     evaluate_every save_every decode_every decode_prompts decode_tokens zero_stage shard_target
 """.split()  # options that no weight depends on
-ADDED_LATER = "use_stored_logits", "muon"
+ADDED_LATER = "use_stored_logits", "muon"  # runs from before do not have them
 
 
 @dataclass
@@ -38,22 +38,20 @@ class TrainerConfig(Ranged):
         use_stored_logits: learn from the distributions that were stored when the data was written
             (`data.teacher`): the target runs no layer that no adapter reads, nor its head. None:
             where the data has them.
-        muon: linear layers, but for LM heads, are moved by Muon (Jordan et al. 2024), which makes
-            the step of a matrix orthogonal, and all else by AdamW.
+        muon: linear layers, but for LM heads, are moved by Muon, and all else by AdamW.
         accumulate: micro-batches an optimizer step, in all processes together; None is one in each
             process, and a run that is resumed keeps the number it began with.
         clip: largest gradient norm of each adapter.
         max_length: samples are cut here.
         holdout: this many samples at the end are never trained on.
-        loss_chunk: assistant positions whose logits exist at a time; None is what `loss_chunk_of`
-            says, and a run that is resumed keeps the number it began with.
+        loss_chunk: assistant positions whose logits exist at a time; None is `loss_chunk_of`, or
+            what a run that is resumed began with.
         evaluate_every, save_every, decode_every: optimizer steps, and once more after the last.
         decode_prompts: held-out prompts to decode for real; 0 is none. A sharded target decodes
             nothing.
         decode_tokens: new tokens of each.
         seed: order of the samples.
-        vocabulary: draft from this many of the training data's most frequent tokens, or all
-            of those if they are fewer; None is the whole vocabulary.
+        vocabulary: draft from this many of the data's most frequent tokens; None is from all.
         zero_stage: 0 is plain torch, each process with AdamW's whole state; 1 and 2 are DeepSpeed
             ZeRO, which spreads it.
         shard_target: each process holds a part of the target's layers and gathers one at a time.
@@ -91,7 +89,6 @@ class TrainerConfig(Ranged):
     def identity(self) -> dict[str, Any]:
         """The options that move a weight: a run goes on with the same ones only."""
         settings = {k: v for k, v in asdict(self).items() if k not in MOVES_NOTHING}
-        # as in runs from before there were such options
         return {k: v for k, v in settings.items() if v or k not in ADDED_LATER}
 
 

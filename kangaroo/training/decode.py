@@ -6,11 +6,9 @@ import copy
 from collections.abc import Sequence
 
 from kangaroo.data.filters import answers
-from kangaroo.drafters.base import Drafter, TrainedConfig
-from kangaroo.drafters.chain import Chain
+from kangaroo.drafters.base import TrainedConfig
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import StepRecord
-from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.metrics import compression_rate, ctar
 from kangaroo.heads.adapter_files import kept_dtype
 from kangaroo.heads.base import Trainable
@@ -29,13 +27,8 @@ _ROWS = 8  # prompts decoded at a time: bounds the cache, whose rows are as long
 def prompts_of(
     samples: Sequence[Sample], count: int, longest: int, new_tokens: int
 ) -> list[list[int]]:
-    """The first `count` samples up to their last answer, but for those that are too long.
-
-    Args:
-        longest: tokens of a prompt.
-
-    Errors: `ConfigError` where there is none.
-    """
+    """The first `count` samples up to their last answer, if these are at most `longest` tokens.
+    Errors: `ConfigError` where there is none."""
     starts = [answers(sample["loss_mask"])[-1][0] for sample in samples]
     pairs = zip(samples, starts, strict=True)
     prompts = [sample["input_ids"][:start] for sample, start in pairs if 0 < start <= longest]
@@ -43,7 +36,7 @@ def prompts_of(
         raise ConfigError(
             f"none of the {len(samples)} held-out samples has a prompt of 1 to {longest} tokens to "
             f"decode {new_tokens} more from. Lower trainer.decode_tokens, or pass "
-            "trainer.decode_prompts=0 to decode nothing."
+            "trainer.decode_prompts=0."
         )
     return prompts[:count]
 
@@ -51,37 +44,23 @@ def prompts_of(
 def decode(
     lm: TargetModel, trained: Sequence[Trainee], prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> dict[str, float]:
-    """What every adapter, as it would be saved now, is worth when decoding at threshold 0.
+    """What every adapter, as it would be saved now, is worth when decoding at threshold 0: greedy,
+    with `STEPS` draft tokens.
 
     Returns, under `decode/<name>/`: `compression_rate`, tokens a forward of the target with the
-    bonus token counted (1 without a drafter), and `ctar1`, ... as of `kangaroo.evaluation.metrics`,
-    greedy with `STEPS` draft tokens; `sampled_acceptance`, the share of draft tokens accepted at
-    temperature 1 by the rejection rule, one a round, which is what `expected_acceptance` expects;
-    not for drafters that do not tell what their tokens were drawn from, as Medusa's, nor where
-    every text ended with its first token, before anything was drafted.
+    bonus token counted (1 without a drafter), and `ctar1`, ... as of `kangaroo.evaluation.metrics`.
     """
-
-    def rounds(drafter: Drafter, sampling: Sampling) -> list[StepRecord]:
-        engine = Engine(lm, drafter, always_drafts=True)
-        done = engine.generate(prompts, new_tokens, sampling, batch_size=_ROWS)
-        return [record for generation in done for record in generation.steps]
-
     metrics: dict[str, float] = {}
     for trainee in trained:
-        name = f"decode/{trainee.name}"
-        adapter, heads = frozen(lm, trainee)
         method = DRAFTERS[trainee.recipe.architecture.drafter]
-        drafter = method.chain(STEPS).of(lm, adapter, heads)
-        greedy = rounds(drafter, Sampling())
-        reached = ctar([record.accepted for record in greedy], STEPS)
-        written = sum(len(record.tokens) for record in greedy)
-        metrics |= compression(name, reached, compression_rate(written, len(greedy)))
-        if isinstance(drafter, Chain):  # which says what its tokens were drawn from
-            single = method.chain(1).of(lm, adapter, heads)
-            sampled = rounds(single, Sampling(temperature=1.0, rule=Rule.rejection))
-            if drafted := sum(record.drafted for record in sampled):
-                share = sum(record.accepted for record in sampled) / drafted
-                metrics[f"{name}/sampled_acceptance"] = share
+        drafter = method.chain(STEPS).of(lm, *frozen(lm, trainee))
+        engine = Engine(lm, drafter, always_drafts=True)
+        done = engine.generate(prompts, new_tokens, Sampling(), batch_size=_ROWS)
+        steps = [record for generation in done for record in generation.steps]
+        reached = ctar([record.accepted for record in steps], STEPS)
+        written = sum(len(record.tokens) for record in steps)
+        rate = compression_rate(written, len(steps))
+        metrics |= compression(f"decode/{trainee.name}", reached, rate)
     return metrics
 
 

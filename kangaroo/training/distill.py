@@ -1,10 +1,9 @@
 """Grade adapters against the target in chunks, so that logits never stand whole in memory.
 
 The target's distributions are computed by its head, or were stored when the data was written. A
-stored one has the likeliest tokens and the mass of all others together. So the adapter's is
-compared as one over as many outcomes: each of these tokens, and any other one. With a draft
-vocabulary, stored tokens outside of it fall out, as they do from a whole distribution; which of the
-others lie outside is not known, and they count as inside.
+stored one is over the likeliest tokens and any other one, so the adapter's is compared over as many
+outcomes. Of tokens that are not stored it is not known which lie in a draft vocabulary: they count
+as inside.
 
 Shapes: M assistant positions of a batch, C of them in a chunk, D hidden size, K draft vocabulary,
 V vocabulary, J stored tokens, O outcomes, F results.
@@ -12,22 +11,25 @@ V vocabulary, J stored tokens, O outcomes, F results.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from ctypes import byref
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kangaroo.cpu import native
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 from kangaroo.training.losses import Loss, divergence, overlap
-from kangaroo.training.outcomes import outcomes
 
+LEAST = 1e-30  # a probability whose logarithm and reciprocal float32 can still hold
 MEASURES = ("loss", "agreement", "expected_acceptance", "positions")
 
 
-def parts(count: int, size: int) -> list[slice]:
-    """So many positions, in parts of a size."""
+def _parts(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
@@ -36,12 +38,11 @@ class WholeDistributions:
 
     Args:
         state_MD: the target's normed final states.
-        chunk_size: positions whose logits exist at a time. None: the head is not run here, since
-            all tokens are drafted from and so each part will run it whole.
+        chunk_size: positions whose logits exist at a time. None: all tokens are drafted from, so
+            that `chances` runs the whole head, and not before.
 
     Attributes:
-        top_M, total_M: the target's likeliest tokens, and the logarithms of the sums of all
-            exponentiated logits; there once `chances` has been asked for every part.
+        top_M, total_M: the likeliest tokens, and the logarithms of the sums of exponentials.
         single_tokens: which of the outcomes are single tokens.
     """
 
@@ -53,13 +54,13 @@ class WholeDistributions:
         self.top_M = torch.empty(len(state_MD), dtype=torch.long, device=lm.device)
         self.total_M = torch.empty(len(state_MD), device=lm.device)
         self.computed = 0  # positions, from the first on
-        for part in parts(len(state_MD), chunk_size) if chunk_size else ():
+        for part in _parts(len(state_MD), chunk_size) if chunk_size else ():
             self._sum_up(part, lm.head(state_MD[part]).to(lm.device).float())
 
     @torch.no_grad()
     def chances(self, part: slice, head: DraftHead) -> Tensor:
-        """Probabilities `[C, O]` of the outcomes at some positions; 0 for what the target's head
-        over the draft vocabulary cannot draft."""
+        """Probabilities `[C, O]` of the outcomes, by the target's head over the draft vocabulary;
+        0 for what cannot be drafted."""
         logits_CK = head(self.state_MD[part]).float()
         if part.start >= self.computed:
             assert head.vocabulary_K is None
@@ -80,10 +81,7 @@ class WholeDistributions:
 class StoredDistributions:
     """The same where distributions were stored; the outcomes are these tokens, and any other one.
 
-    Args:
-        state_MD: the target's normed final states; of width 0 where no adapter reads them.
-        tokens_MJ, chances_MJ: the target's likeliest tokens, and their probabilities.
-        head: the target's, over the draft vocabulary.
+    `state_MD` is of width 0 where no adapter reads it.
     """
 
     single_tokens = slice(-1)
@@ -103,11 +101,11 @@ class StoredDistributions:
         self.top_M = tokens_MJ[:, 0].clone()  # a view would hold on to all of them
 
     def chances(self, part: slice, head: DraftHead) -> Tensor:
-        """As of `WholeDistributions`."""
+        """See `WholeDistributions`."""
         return self.p_MO[part]
 
     def compare(self, part: slice, logits_CK: Tensor) -> tuple[Tensor, Tensor]:
-        """As of `WholeDistributions`."""
+        """See `WholeDistributions`."""
         return outcomes(logits_CK, self.index_MJ[part], self.inside_MJ[part])
 
 
@@ -116,17 +114,12 @@ TargetDistributions = WholeDistributions | StoredDistributions
 
 @dataclass
 class Student:
-    """One adapter at one draft step, and what `distill` says of it.
-
-    Args:
-        state_MD: its normed states.
-        valid_M: where it would have drafted at this step.
-        weight: of its loss.
+    """One adapter at one draft step: its normed states, where it would have drafted, the weight of
+    its loss; and what `distill` says of it.
 
     Attributes:
-        sums_F: sums over its valid positions: loss (unweighted), positions where adapter and target
-            have the same likeliest token, `sum min(p, q)` over single tokens, and their number.
-        agrees_M: where those likeliest tokens are the same.
+        sums_F: of `MEASURES` over its valid positions; `expected_acceptance` is `sum min(p, q)`.
+        agrees_M: where adapter and target have the same likeliest token.
         gradients: of the weighted sum of losses, with respect to the student's states and, where it
             is trained, the head's weight; empty if none were asked for.
     """
@@ -148,11 +141,8 @@ def distill(
     chunk_size: int,
     backward: bool,
 ) -> None:
-    """Grade every student against the target, in chunks.
-
-    Args:
-        head: the target's, over the students' draft vocabulary.
-        backward: also compute gradients, which the caller passes on, once for all chunks.
+    """Grade every student against the target, in chunks; with `backward` also its gradients, which
+    the caller passes on, once for all chunks. `head` is the target's, over their draft vocabulary.
     """
     for student in students:
         student.sums_F = torch.zeros(len(MEASURES), device=student.valid_M.device)
@@ -160,14 +150,13 @@ def distill(
         leaves = [student.state_MD, *student.head.trained]
         zeros = [(x, torch.zeros_like(x, dtype=torch.float32)) for x in leaves if backward]
         student.gradients = zeros
-    for part in parts(len(target.state_MD), chunk_size):
+    for part in _parts(len(target.state_MD), chunk_size):
         p_CO = target.chances(part, head)
         for student in students:
             _grade(student, part, target, p_CO)
 
 
 def _grade(student: Student, part: slice, target: TargetDistributions, p_CO: Tensor) -> None:
-    """One chunk of one student, added to its results."""
     head, valid_C, backward = student.head, student.valid_M[part], bool(student.gradients)
     with torch.set_grad_enabled(backward):
         # a leaf of its own: the adapter's graph is walked once, after the last chunk
@@ -188,3 +177,62 @@ def _grade(student: Student, part: slice, target: TargetDistributions, p_CO: Ten
     overlap_C = overlap(p_CJ, log_q_CJ) * valid_C
     results = loss_C.detach().sum(), agrees_C.sum(), overlap_C.sum(), valid_C.sum()
     student.sums_F += torch.stack(results)
+
+
+def outcomes(logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities `[C, O]` of some tokens and of all others together, in float32, any for
+    those that are not inside; and the argmax `[C]`.
+
+    On a CPU by native code (`cpp/outcomes.h`), without a copy of the logits in float32.
+    """
+    on_cpu = logits_CK.device.type == "cpu" and logits_CK.dtype in native.DTYPES
+    if on_cpu and native.library() is not None:
+        return NativeOutcomes.apply(logits_CK, index_CJ, inside_CJ)
+    logits_CK, best_C = logits_CK.float(), logits_CK.argmax(-1)
+    total_C1 = logits_CK.logsumexp(-1, keepdim=True)
+    rows_C1 = torch.arange(len(logits_CK), device=logits_CK.device)[:, None]
+    places = rows_C1.expand_as(index_CJ)[inside_CJ], index_CJ[inside_CJ]
+    others_CK = logits_CK.index_put(places, logits_CK.new_tensor(-torch.inf))
+    rest_C1 = others_CK.logsumexp(-1, keepdim=True) - total_C1
+    log_q_CJ = logits_CK.gather(1, index_CJ) - total_C1
+    return torch.cat([log_q_CJ, rest_C1.clamp(min=math.log(LEAST))], -1), best_C
+
+
+class NativeOutcomes(torch.autograd.Function):
+    """`outcomes` by native code, which writes down the gradient of the logits at once.
+
+    With g of the outcomes, s its sum and q the probabilities, a token among the outcomes has
+    `g - s q`, any other `(g_rest / q_rest - s) q`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        count, tokens = index_CJ.shape
+        log_q_CO, largest_C, rest_C = (torch.empty(n) for n in ((count, tokens + 1), count, count))
+        best_C = torch.empty(count, dtype=torch.long)
+        known = logits_CK, index_CJ, inside_CJ, log_q_CO, largest_C, rest_C
+        _call("find_outcomes", [*known, best_C])
+        ctx.save_for_backward(*known)
+        ctx.mark_non_differentiable(best_C)
+        return log_q_CO, best_C
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        known = list(ctx.saved_tensors)
+        gradient_CK = torch.empty_like(known[0])
+        _call("outcomes_back", known, gradients[0], gradient_CK)
+        return gradient_CK, None, None
+
+
+def _call(name: str, fields: list[Tensor], *arguments: Tensor) -> None:
+    """Call native code with the `fields` of its `NativeOutcomes`, in their order, and arguments."""
+    library = native.library()
+    assert library is not None
+    (rows, logits), dtype = fields[0].shape, fields[0].dtype
+    sizes = rows, logits, fields[1].shape[1], torch.get_num_threads()
+    held = [tensor.contiguous() for tensor in (*fields, *arguments)]  # as long as the call
+    pointers = [native.pointer(tensor) for tensor in held]
+    structure = native.NativeOutcomes(*sizes, *pointers[: len(fields)])
+    native.function(library, name, dtype)(byref(structure), *pointers[len(fields) :])

@@ -1,13 +1,11 @@
 """Whether a training fits the devices at hand, and how long it takes there: from shapes alone.
 
-Sizes are in bytes. What lies in memory for the whole run is exact, what a step adds to it rough,
-without the allocator's waste. Arithmetic counts products with weights.
+Sizes are in bytes. What lies in memory for the whole run is exact, what a step adds to it rough.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,39 +20,33 @@ from torch.utils.benchmark import Timer
 
 from kangaroo.data import reading, store
 from kangaroo.data.conversations import ConversationsConfig
-from kangaroo.data.mix import MixConfig
+from kangaroo.data.making import MixConfig
 from kangaroo.data.synthesis import SynthesisConfig
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import check_holdout
-from kangaroo.training.checkpoint import CHECKPOINT
 from kangaroo.training.config import TrainerConfig, loss_chunk_of
 from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.utils.errors import ConfigError
 
 Data: TypeAlias = SynthesisConfig | ConversationsConfig | MixConfig
 
-# Dense half-precision FLOP/s by NVIDIA's data sheets, by a part of the driver's name.
-PEAK = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12}
 FIXES = {  # by the part that takes most
-    "target": "Choose a smaller model, start fewer processes where they share that memory, or "
-    "spread it: trainer.shard_target=true in several processes, model.device_map=auto on "
-    "several GPUs",
+    "target": "Choose a smaller model, or spread it: trainer.shard_target=true in several "
+    "processes, model.device_map=auto on several GPUs",
     "adapters": "Train fewer adapters at a time",
     "a micro-batch": "Pass a smaller trainer.batch_tokens= or trainer.max_length=",
     "logits": "Pass a smaller trainer.loss_chunk=, or trainer.vocabulary=",
-    "remembered states": "Pass trainer.cache_target_states=false, or ask for less data",
 }
-# Assumed: the share of the peak that training reaches; tokens of a chat template around a turn; of
-# data that is not there yet how many conversations (ShareGPT's in the released code), their mean
-# tokens, and the share of the assistant.
-UTILISATION, TEMPLATE, CONVERSATIONS, LENGTH, LEARNT = 0.4, 32, 68_000, 1024, 0.75
+# Assumed: the share of a large product's speed that training reaches; tokens of a template around a
+# turn; of data to come the conversations (ShareGPT's), their mean tokens, the assistant's share.
+UTILISATION, TEMPLATE, CONVERSATIONS, LENGTH, LEARNT = 0.5, 32, 68_000, 1024, 0.75
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What each process computes on: its name, its free memory, all the memory of its first GPU (0
-    for a CPU), and that device as torch names it."""
+    """What each process computes on: its name, free memory, all the memory of its first GPU (0 for
+    a CPU), and that device as torch names it."""
 
     name: str
     free: int
@@ -63,43 +55,41 @@ class Devices:
 
     @staticmethod
     def of(model: ModelConfig) -> Devices:
-        """What the target of this process goes to, as `models.load` places it. The processes of a
-        machine have a GPU each; they share the CPU's memory, and the GPUs of a device map."""
+        """What the target of this process goes to. The processes of a machine have a GPU each; they
+        share the CPU's memory, and the GPUs of a device map."""
         sharing, spread = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), model.device_map is not None
         if not torch.cuda.is_available() or (model.device == "cpu" and not spread):
             return Devices("CPU", psutil.virtual_memory().available // sharing)
-        if spread:
-            room = [torch.cuda.mem_get_info(gpu) for gpu in range(torch.cuda.device_count())]
-            name = f"{len(room)} x {torch.cuda.get_device_name(0)}"
-            return Devices(name, sum(free for free, _ in room) // sharing, room[0][1], "cuda:0")
         index = None if model.device == "auto" else torch.device(model.device).index
-        gpu = torch.cuda.current_device() if index is None else index
-        name, memory = torch.cuda.get_device_name(gpu), torch.cuda.mem_get_info(gpu)
-        return Devices(name, *memory, f"cuda:{gpu}")
+        one = torch.cuda.current_device() if index is None else index
+        gpus = list(range(torch.cuda.device_count())) if spread else [one]
+        room = [torch.cuda.mem_get_info(gpu) for gpu in gpus]
+        free = sum(free for free, _ in room) // (sharing if spread else 1)
+        name = f"{len(gpus)} x " * spread + torch.cuda.get_device_name(gpus[0])
+        return Devices(name, free, room[0][1], f"cuda:{gpus[0]}")
 
-    def speed(self, dtype: torch.dtype) -> tuple[float, str]:
-        """FLOP/s, and where that is from: a data sheet, or a product of matrices, timed here."""
-        if sheet := [peak for name, peak in PEAK.items() if name in self.name]:
-            return sheet[0], "by its data sheet"
+    def speed(self, dtype: torch.dtype) -> float:
+        """FLOP/s of a large product of matrices, measured."""
         size = 1024 if self.place == "cpu" else 8192
         x, y = torch.randn(2, size, size, device=self.place).to(dtype)
         timer = Timer("x @ y", globals={"x": x, "y": y}, num_threads=torch.get_num_threads())
-        return 2 * size**3 / timer.blocked_autorange(min_run_time=0.5).median, "measured"
+        return 2 * size**3 / timer.blocked_autorange(min_run_time=0.5).median
 
     def check(self, what: str, memory: dict[str, int], fix: str = "") -> None:
-        """Raise `ConfigError` where a process has no room for these parts."""
+        """Errors: `ConfigError` where a process has no room for these parts."""
         if (needed := sum(memory.values())) > self.free:
-            fix = fix or FIXES[max(memory, key=memory.__getitem__)]
+            parts = sorted(memory, key=memory.__getitem__, reverse=True)
+            most = ", ".join(f"{part} {memory[part] / 1e9:.1f} GB" for part in parts[:3])
             raise ConfigError(
-                f"{what} takes {needed / 1e9:.1f} GB in each process ({_listed(memory)}), and "
-                f"{self.name} has {self.free / 1e9:.1f} GB free for each. {fix}."
+                f"{what} takes {needed / 1e9:.1f} GB in each process ({most}, ...), and "
+                f"{self.name} has {self.free / 1e9:.1f} GB free. {fix or FIXES[parts[0]]}."
             )
 
 
 @dataclass(frozen=True)
 class Text:
-    """How much text there is: conversations, tokens, those of the assistant, tokens of the longest
-    at most, likeliest tokens kept of each distribution (`data.teacher`), and how that is known."""
+    """How much text there is: conversations, tokens, those of the assistant, of the longest at
+    most, likeliest tokens kept of each distribution (`data.teacher`), and how that is known."""
 
     conversations: int
     tokens: int
@@ -111,17 +101,17 @@ class Text:
     @staticmethod
     def of(data: Data, max_length: int) -> Text:
         """What lies in the data's folder or will, at most `max_length` tokens a conversation.
-
-        Errors: `DataError` where a part of a mix is missing, or a local source cannot be read.
-        """
+        Errors: `DataError` where a part of a mix is missing, or a local source cannot be read."""
         lengths, source = [max_length], "assumed"
         if isinstance(data, SynthesisConfig):
-            lengths = [min(_turn(data) * turns, max_length) for turns in data.turns]
+            turn = data.max_question_tokens + data.max_answer_tokens
+            lengths = [min(turn * turns, max_length) for turns in data.turns]
         elif isinstance(data, ConversationsConfig):
             lengths = [min(data.max_length, max_length)]
-        is_there = store.is_complete(Path(data.path))
-        if is_there or isinstance(data, MixConfig):
-            folders = [data.path] if is_there or not isinstance(data, MixConfig) else data.paths
+        folders = data.paths if isinstance(data, MixConfig) else []
+        if store.is_complete(Path(data.path)):
+            folders = [data.path]
+        if folders or isinstance(data, MixConfig):
             parts = [store.about(Path(folder)) for folder in folders]
             names = "conversations", "tokens", "assistant_tokens"
             count, tokens, learnt = (sum(part[name] for part in parts) for name in names)
@@ -140,43 +130,15 @@ class Text:
         return Text(count, tokens, int(LEARNT * tokens), max(lengths), data.teacher, source)
 
 
-@dataclass(frozen=True)
-class TrainingEstimate:
-    """What one run takes: optimizer steps, memory of each process by part, disk for checkpoints and
-    adapters, and FLOPs of all processes together."""
-
-    steps: int
-    memory: dict[str, int]
-    disk: int
-    flops: float
-
-    def check_disk(self, output: Path) -> None:
-        """Raise `ConfigError` where `output` has no room for it."""
-        output.mkdir(parents=True, exist_ok=True)
-        last, free = output / CHECKPOINT, shutil.disk_usage(output).free
-        if self.disk - (last.stat().st_size if last.exists() else 0) > free:
-            raise ConfigError(
-                f"checkpoints and adapters take {self.disk / 1e9:.2f} GB, and {output} has "
-                f"{free / 1e9:.2f} GB left. Make room, or pass output= a folder on another disk."
-            )
-
-    def summary(self, text: Text) -> str:
-        """One line for the log."""
-        return (
-            f"expect {self.steps} steps, about {sum(self.memory.values()) / 1e9:.1f} GB of memory "
-            f"in each process ({_listed(self.memory)}), {self.disk / 1e9:.2f} GB of disk, for "
-            f"{text.conversations} conversations, {text.tokens} tokens ({text.source})"
-        )
-
-
 def estimate(
     lm: TargetModel,
     recipes: Sequence[AdapterRecipe],
     config: TrainerConfig,
     text: Text,
     processes: int = 1,
-) -> TrainingEstimate:
-    """What `train` takes with the same arguments; `lm` may have no weights."""
+) -> tuple[int, dict[str, int], float]:
+    """Optimizer steps of a training with these arguments, memory of each process by part, but for
+    what `cache_target_states` keeps, and FLOPs of all together. `lm` may have no weights."""
     width, whole, size = lm.config.hidden_size, lm.config.vocab_size, lm.dtype.itemsize
     layers, epochs, vocabulary = _count(lm.layers), config.epochs, config.vocabulary or whole
     with FakeTensorMode():  # tensors have shapes and types, and no numbers
@@ -195,13 +157,11 @@ def estimate(
     batch = longest * max(1, config.batch_tokens // longest)  # tokens of a micro-batch
     wanted = batch * text.learnt // text.tokens
 
-    def states(tokens: int, learnt: int) -> int:  # of the target, which adapters learn from
-        learnt *= not stored or lm.n_layers in deep
-        return ((len(taps) + len(deep)) * tokens + learnt) * width * size
-
     # a sharded target: its share of all layers, and the one that runs
     spared = layers - layers // processes - layers // lm.n_layers if config.shard_target else 0
-    in_layer = 3 * (width + lm.config.intermediate_size) * size  # of a token
+    in_layer = 3 * (width + lm.config.intermediate_size)  # of a token
+    final = 0 if stored and lm.n_layers not in deep else wanted
+    states = batch * in_layer + ((len(taps) + len(deep)) * batch + final) * width
     # weights and gradients; AdamW's moments, spread with a copy of the weights; the exact sum
     moments = 12 / processes if config.zero_stage else 8
     # of a position: the teacher's, then p, log q and gradients; stored: q, its exponent, gradient
@@ -209,14 +169,10 @@ def estimate(
     memory = {
         "target": (_count(lm) - spared + (config.vocabulary or 0) * width) * size,
         "adapters": int(parameters * (8 + moments + 8 * (accumulate > 1))),
-        "a micro-batch": batch * in_layer + states(batch, wanted),
+        "a micro-batch": states * size,
         "logits": min(config.chunk, wanted) * logits,
     }
-    if config.cache_target_states:  # of the process with most micro-batches
-        records = 9 * tokens + (learnt * (12 + 13 * stored) if stored else 0)
-        part = -(-accumulate // processes) / accumulate
-        memory["remembered states"] = int(part * (states(tokens, learnt) + records))
-
+    # two for each weight and token
     looks, of_head = 1 if config.cache_target_states else epochs, 2.0 * width * learnt
     flops = looks * 2.0 * layers * tokens
     flops = flops * max(taps | deep) / lm.n_layers if stored else flops + looks * of_head * whole
@@ -232,24 +188,21 @@ def estimate(
         flops += 6.0 * weights * tokens * passes * epochs
         flops += (3 if heads else 2) * of_head * vocabulary * steps * epochs
     micro_batches = -(-tokens // config.batch_tokens) * epochs
-    # two checkpoints, while one is replaced; lists of frequent tokens
-    disk = (24 + size) * parameters + 4 * len(planned) * min(text.learnt, whole)
-    return TrainingEstimate(-(-micro_batches // accumulate), memory, disk, flops)
+    return -(-micro_batches // accumulate), memory, flops
 
 
-def check_writing(lm: TargetModel, data: Data, devices: Devices) -> list[str]:
-    """What it takes that the target writes the data, for the log; nothing where it does not.
-
-    Errors: `ConfigError` where a process has no room for the target, or not for its texts.
-    """
+def check_writing(lm: TargetModel, data: Data, devices: Devices) -> None:
+    """Errors: `ConfigError` where a process has no room for the target, or for the texts that it
+    has yet to write."""
     memory = {"target": _count(lm) * lm.dtype.itemsize}
     devices.check("loading the target", memory)
     given = isinstance(data, ConversationsConfig) and not data.regenerate
     if isinstance(data, MixConfig) or given or store.is_complete(Path(data.path)):
-        return []
-    rows, longest = min(data.batch_size, data.shard_size), lm.context
+        return
+    longest, rows = lm.context, min(data.batch_size, data.shard_size)
     if isinstance(data, SynthesisConfig):
-        longest = min(longest, max(data.turns) * (_turn(data) + 2 * TEMPLATE))
+        turn = data.max_question_tokens + data.max_answer_tokens + 2 * TEMPLATE
+        longest = min(longest, max(data.turns) * turn)
     else:
         longest = min(longest, data.max_length)
     row = longest * lm.cache_like(1, 1, [lm.device] * lm.n_layers).bytes()
@@ -257,12 +210,7 @@ def check_writing(lm: TargetModel, data: Data, devices: Devices) -> list[str]:
     memory["keys and values"] = rows * row
     what = f"writing the data, {rows} texts of up to {longest} tokens at a time,"
     fix = f"Pass data.batch_size={fitting}" if fitting > 0 else "Ask for shorter texts"
-    there = "train on text that is there (data=conversations data.regenerate=false)"
-    devices.check(what, memory, f"{fix}, or {there}")
-    return [
-        f"expect {sum(memory.values()) / 1e9:.1f} GB of memory while the target writes the data, "
-        f"{rows} texts at a time (data.batch_size)"
-    ]
+    devices.check(what, memory, f"{fix}, or data=conversations data.regenerate=false")
 
 
 def foresee(
@@ -273,44 +221,30 @@ def foresee(
     trainer: TrainerConfig,
     processes: int,
     holds_out: bool = True,
-) -> tuple[Devices, TrainingEstimate, list[str]]:
-    """The devices that a run trains on, what it will take there, and both as lines for the log.
-
-    Errors: `ConfigError` where it cannot fit, or would hold out all that there is. Remembered
-    states do not count yet: until the data are there, how much text they are is not known for sure.
-    """
+) -> list[str]:
+    """What a run takes on the devices that it finds, as lines for the log. Errors: `ConfigError`
+    where it cannot fit, or would hold out all that there is."""
     # a sharded target is read, and writes, on the CPU, and then goes to the GPUs part by part
     parted = replace(model, device_map=None) if trainer.shard_target else model
     devices = Devices.of(parted)
     reads = replace(parted, device="cpu") if trainer.shard_target else model
-    writing = check_writing(lm, data, Devices.of(reads))
+    check_writing(lm, data, Devices.of(reads))
     text = Text.of(data, trainer.max_length)
     if holds_out and not store.is_complete(Path(data.path)):  # that may be another one, and go
         check_holdout(trainer.holdout, text.conversations)
     chunk = trainer.loss_chunk or loss_chunk_of(devices.total, lm.config.vocab_size)
     trainer = replace(trainer, loss_chunk=chunk)
-    expected = estimate(lm, recipes, trainer, text, processes)
-    memory = {k: size for k, size in expected.memory.items() if k != "remembered states"}
+    steps, memory, flops = estimate(lm, recipes, trainer, text, processes)
     devices.check("training", memory)
-    peak, source = devices.speed(lm.dtype)
-    hours = expected.flops / (UTILISATION * peak) / 3600 / processes
-    lines = [
+    speed = devices.speed(lm.dtype)
+    hours = flops / (UTILISATION * speed) / 3600 / processes
+    return [
         f"on {processes} x {devices.name}, {devices.free / 1e9:.1f} GB free for each",
-        expected.summary(text),
+        f"expect {steps} steps and about {sum(memory.values()) / 1e9:.1f} GB of memory in each "
+        f"process, for {text.conversations} conversations, {text.tokens} tokens ({text.source})",
         f"expect about {hours:.2g} hours of training, {hours / trainer.epochs:.2g} an epoch, at "
-        f"{UTILISATION:.0%} (assumed) of {peak / 1e12:.3g} TFLOP/s ({source})",
+        f"{UTILISATION:.0%} (assumed) of {speed / 1e12:.3g} TFLOP/s (measured)",
     ]
-    return devices, expected, lines + writing
-
-
-def _listed(memory: dict[str, int]) -> str:
-    parts = sorted(memory.items(), key=lambda part: -part[1])[:3]
-    return ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in parts) + ", ..."
-
-
-def _turn(data: SynthesisConfig) -> int:
-    """Tokens of a question and its answer."""
-    return data.max_question_tokens + data.max_answer_tokens
 
 
 def _count(module: nn.Module) -> int:

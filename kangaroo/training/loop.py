@@ -1,8 +1,5 @@
 """Train adapters on a frozen target: one forward of the target gives inputs and teacher for all.
 
-Read it top to bottom: the run, one step, held-out results, saving. What a micro-batch teaches is in
-`micro_batch.py`.
-
 Shapes: S draft steps of all adapters, F results of each, A adapters, W draft tokens, K draft
 vocabulary.
 """
@@ -17,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from kangaroo.engine.clock import running
@@ -37,7 +33,7 @@ from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError, Diverged
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranks import Ranks
-from kangaroo.utils.tracking import Tracker
+from kangaroo.utils.tracking import NoTracker
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +47,7 @@ class Trainer:
     Args:
         output: each adapter is saved in a folder of its own there.
         about: provenance of the data, saved with the adapters.
-        ranks: the processes that share the work, all with these arguments; the first one alone
-            writes files. None: there is only this one.
+        ranks: the processes that share the work; the first one alone writes files.
 
     Errors: `DataError` for a sample without trainable tokens, `ConfigError` where nothing is left
     to train on or `output` holds the checkpoint of other settings.
@@ -73,7 +68,7 @@ class Trainer:
         config = replace(config, use_stored_logits=stored)
         self.config = config = resolve_options(config, lm, output, self.ranks)
         self.accumulate = config.accumulate or 1
-        self.work = Work.of(samples, config)
+        self.work = Work(samples, config)
         self.total = math.ceil(len(self.work.batches) / self.accumulate)  # optimizer steps
         # a sharded target is run by all processes at once, and gathers its layers for every token
         decoded = 0 if config.shard_target else config.decode_prompts
@@ -96,7 +91,7 @@ class Trainer:
             self.backend.load_state(state)
         self.target_states: dict[tuple[int, ...], TargetOutputs] = {}  # where they are cached
 
-    def train(self, tracker: Tracker) -> list[Path]:
+    def train(self, tracker: NoTracker) -> list[Path]:
         """All steps that are left; the folders of the adapters. Errors: `Diverged`."""
         progress, output, is_first = self.progress, self.checkpoint.folder, self.ranks.is_first
         if progress.step:
@@ -105,21 +100,20 @@ class Trainer:
         bar = tqdm(total=self.total, initial=progress.step, **shown)
         while progress.step < self.total:
             metrics = self._step()
-            self._check_finite([name for name, x in metrics.items() if not math.isfinite(x)])
+            if broken := [name for name, value in metrics.items() if not math.isfinite(value)]:
+                raise self._diverged(broken[0])
             metrics |= self._measure()
             if is_first:
                 self.checkpoint.log(progress.step, metrics)
                 tracker.log(metrics, progress.step)
             if self._is_due(self.config.save_every):
                 state = self.backend.state()  # on the host: to look at it costs a device no time
-                broken = adapter_files.not_finite(state["weights"]) is not None
-                self._check_finite(["a weight"] if broken else [])
+                if adapter_files.not_finite(state["weights"]) is not None:
+                    raise self._diverged("a weight")
                 if is_first:
                     self.checkpoint.save(state, progress)
             bar.update()
-            name = f"train/{self.trained[0].name}"
-            loss, agree = metrics[f"{name}/loss"], metrics[f"{name}/agreement"]
-            bar.set_postfix(loss=f"{loss:.3f}", agree=f"{agree:.3f}")
+            bar.set_postfix(loss=f"{metrics[f'train/{self.trained[0].name}/loss']:.3f}")
         bar.close()
         if is_first:
             for trainee in self.trained:
@@ -137,8 +131,7 @@ class Trainer:
         positions = max(sum(work.positions[i] for batch in group for i in batch), 1)
         sums = []
         for batch, counts in self.ranks.scatter(group):
-            outputs = self.target_states.get(tuple(batch))
-            outputs = outputs or _forward(self.lm, work.training, batch, config, trained)
+            outputs = self.target_states.get(tuple(batch)) or self._look_at(work.training, batch)
             if config.cache_target_states:
                 self.target_states[tuple(batch)] = outputs
             weight = counts / positions
@@ -156,24 +149,27 @@ class Trainer:
         progress.tokens += tokens
         progress.assistant_tokens += positions
         metrics = results.named("train", trained, [x.recipe.steps for x in trained], sums_SF)
-        metrics["tokens"] = progress.tokens
-        metrics["tokens_per_second"] = tokens / seconds
+        metrics |= {"tokens": progress.tokens, "tokens_per_second": tokens / seconds}
         metrics["peak_memory_gib"] = memory.peak(self.lm.device) / 2**30
         named = zip(trained, rates, strict=True)
         return metrics | {f"train/{x.name}/learning_rate": rate for x, rate in named}
 
-    def _check_finite(self, broken: Sequence[str]) -> None:
-        """Errors: `Diverged` where something is not finite any more; the last checkpoint has what
-        came before."""
-        if broken:
-            fix = "Train anew, with a lower trainer.learning_rate="
-            if self.checkpoint.path.exists():
-                fix = f"'{self.checkpoint.folder}' keeps the last checkpoint before that. {fix} "
-                fix += "and another output="
-            raise Diverged(
-                f"{broken[0]} is not finite at step {self.progress.step} of {self.total}: the "
-                f"training has diverged. {fix}."
-            )
+    def _look_at(self, samples: Sequence[Sample], batch: Sequence[int]) -> TargetOutputs:
+        """The frozen forward of a micro-batch."""
+        chosen, stored = [samples[i] for i in batch], bool(self.config.use_stored_logits)
+        tokens = collate(chosen, self.config.max_length, self.lm.device, stored)
+        return forward_target(self.lm, tokens, self.trained, self.config.chunk)
+
+    def _diverged(self, what: str) -> Diverged:
+        """The error where something is not finite any more."""
+        fix = "Train anew, with a lower trainer.learning_rate="
+        if self.checkpoint.path.exists():
+            fix = f"'{self.checkpoint.folder}' keeps the last checkpoint before that. {fix} and "
+            fix += "another output="
+        return Diverged(
+            f"{what} is not finite at step {self.progress.step} of {self.total}: the training has "
+            f"diverged. {fix}."
+        )
 
     def _is_due(self, every: int) -> bool:
         """Whether it is time for what is done every so many steps, and again after the last."""
@@ -184,15 +180,34 @@ class Trainer:
         config, progress = self.config, self.progress
         metrics: dict[str, float] = {}
         if self._is_due(config.evaluate_every):
-            held_out = self.work.held_out
-            measured = evaluate(self.lm, self.trained, held_out, config, self.ranks)
-            progress.held_out, progress.facts = measured
+            progress.held_out, progress.facts = self.evaluate()
             metrics |= progress.held_out
         # one process decodes: the others need nothing of it and wait where they next meet
         if self.prompts and self.ranks.is_first and self._is_due(config.decode_every):
             progress.decoded = decode(self.lm, self.trained, self.prompts, config.decode_tokens)
             metrics |= progress.decoded
         return metrics
+
+    def evaluate(self) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+        """Held-out results of every adapter, `held_out/<name>/<result>`, and by name what its
+        drafter has to know (`Trainable.facts`)."""
+        config, samples, trained = self.config, self.work.held_out, self.trained
+        batches = plan(lengths_of(samples, config.max_length), config.batch_tokens, seed=0, epoch=0)
+        measured = []
+        for batch, _ in self.ranks.scatter(batches):
+            outputs = self._look_at(samples, batch)
+            students, tallies = grade(self.lm, outputs, trained, config.chunk, STEPS)
+            wanted_BT = outputs.tokens.wanted_BT
+            accepted = [
+                results.accepted(steps, wanted_BT, trainee.recipe.architecture.longest(STEPS))
+                for trainee, steps in zip(trained, students, strict=True)
+            ]
+            measured.append((results.sums(students).cpu(), torch.stack(accepted).cpu(), tallies))
+        sums, counts, tallied = zip(*self.ranks.gather(measured, len(batches)), strict=True)
+        of_each = zip(trained, zip(*tallied, strict=True), strict=True)
+        facts = {x.name: x.adapter.facts(torch.stack(tally).sum(0)) for x, tally in of_each}
+        sums_SF, accepted_AW = torch.stack(sums).sum(0), torch.stack(counts).sum(0)
+        return results.held_out(trained, sums_SF, accepted_AW), facts
 
     def _save(self, trainee: Trainee, folder: Path) -> None:
         progress, name = asdict(self.progress), trainee.name
@@ -222,31 +237,24 @@ def uses_stored_logits(
     """
     if config.use_stored_logits is False:
         return False
-    stored, wrong = about.get("teacher"), ""
-    if not all("teacher" in sample for sample in samples):
-        wrong = "this dataset has no kept distributions"
-    elif stored and stored["model"] != lm.name:
-        wrong = (
-            f"this dataset has distributions of '{stored['model']}', and the target is '{lm.name}'"
-        )
-    if wrong and config.use_stored_logits:
+    model = (about.get("teacher") or {"model": lm.name})["model"]
+    if all("teacher" in sample for sample in samples) and model == lm.name:
+        log.info("learning from kept distributions: the target runs as far as adapters read")
+        return True
+    if config.use_stored_logits:
         raise ConfigError(
-            f"trainer.use_stored_logits=true: {wrong}. Let the target write its own with "
+            f"trainer.use_stored_logits=true: this dataset has no kept distributions of '{lm.name}'"
+            f"{'' if model == lm.name else f' but of {model!r}'}. Let it write its own with "
             "data.teacher=32 (and another data.path=), or leave trainer.use_stored_logits out."
         )
-    if not wrong:
-        log.info("learning from kept distributions: the target runs as far as adapters read")
-    elif stored:
-        log.info("kept distributions are not used: %s", wrong)
-    return not wrong
+    return False
 
 
 def resolve_options(
     config: TrainerConfig, lm: TargetModel, output: Path, ranks: Ranks
 ) -> TrainerConfig:
     """The options with `accumulate` and `loss_chunk` as numbers: the given ones, else those of the
-    run in `output`, else one micro-batch for each process, and what suits the first process's
-    device.
+    run in `output`, else one micro-batch for each process, and what suits the first one's device.
     """
     begun = begun_with(output) if ranks.is_first else {}
     # a sharded target goes there later
@@ -256,45 +264,3 @@ def resolve_options(
     accumulate, chunk = ranks.broadcast(usual)
     accumulate, chunk = config.accumulate or accumulate, config.loss_chunk or chunk
     return replace(config, accumulate=accumulate, loss_chunk=chunk)
-
-
-def evaluate(
-    lm: TargetModel,
-    trained: Sequence[Trainee],
-    samples: Sequence[Sample],
-    config: TrainerConfig,
-    ranks: Ranks,
-) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-    """Held-out results of every adapter, `held_out/<name>/<result>`, and by name what its drafter
-    has to know (`Trainable.facts`).
-    """
-    batches = plan(lengths_of(samples, config.max_length), config.batch_tokens, seed=0, epoch=0)
-
-    def measure(batch: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        outputs = _forward(lm, samples, batch, config, trained)
-        students, tallies = grade(lm, outputs, trained, config.chunk, STEPS)
-        wanted_BT = outputs.tokens.wanted_BT
-        accepted = [
-            results.accepted(steps, wanted_BT, trainee.recipe.architecture.longest(STEPS))
-            for trainee, steps in zip(trained, students, strict=True)
-        ]
-        return results.sums(students).cpu(), torch.stack(accepted).cpu(), tallies
-
-    measured = [measure(batch) for batch, _ in ranks.scatter(batches)]
-    sums, accepted, tallies = zip(*ranks.gather(measured, len(batches)), strict=True)
-    counted = zip(trained, zip(*tallies, strict=True), strict=True)
-    facts = {x.name: x.adapter.facts(torch.stack(tally).sum(0)) for x, tally in counted}
-    sums_SF, accepted_AW = torch.stack(sums).sum(0), torch.stack(accepted).sum(0)
-    return results.held_out(trained, sums_SF, accepted_AW), facts
-
-
-def _forward(
-    lm: TargetModel,
-    samples: Sequence[Sample],
-    batch: Sequence[int],
-    config: TrainerConfig,
-    trained: Sequence[Trainee],
-) -> TargetOutputs:
-    chosen, stored = [samples[i] for i in batch], bool(config.use_stored_logits)
-    tokens = collate(chosen, config.max_length, lm.device, stored)
-    return forward_target(lm, tokens, trained, config.chunk)

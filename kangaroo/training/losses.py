@@ -42,8 +42,8 @@ def divergence(loss: Loss, p_CK: Tensor, log_q_CK: Tensor) -> Tensor:
 
     Args:
         p_CK: the target's probabilities of the draft vocabulary's tokens; what is missing to 1 lies
-            outside of it, and no adapter can win it. From stored distributions, one outcome stands
-            for many tokens (`distill.py`): `alpha` then takes them as if they overlapped fully.
+            outside of it. Where one outcome stands for many tokens (`StoredDistributions`), `alpha`
+            takes these as if they overlapped fully.
     """
     if loss is Loss.cross_entropy:
         return -(p_CK * log_q_CK).sum(-1)

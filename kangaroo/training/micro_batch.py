@@ -28,13 +28,8 @@ from kangaroo.training.recipe import Trainee
 
 @dataclass
 class TargetOutputs:
-    """A text as the frozen target sees it.
-
-    Args:
-        taps: hidden states `[B, T, D]` by the number of layers below them.
-        deep: states after the target's final norm, likewise, where an adapter reads them.
-        distributions: what the target says at the assistant's positions.
-    """
+    """A text as the frozen target sees it: hidden states `[B, T, D]` by the number of layers below
+    them, `deep` ones normed, and what it says at the assistant's positions."""
 
     tokens: Tokens
     meta: ForwardMeta
@@ -47,10 +42,8 @@ class TargetOutputs:
 def forward_target(
     lm: TargetModel, tokens: Tokens, trained: Sequence[Trainee], loss_chunk: int
 ) -> TargetOutputs:
-    """The one frozen forward that all adapters learn from.
-
-    With stored distributions it leaves out the head, and ends where the last adapter reads.
-    """
+    """The one frozen forward that all adapters learn from; with stored distributions it leaves out
+    the head, and ends where the last adapter reads."""
     rows, width = tokens.input_BT.shape
     meta = replace(lm.chunk(0, width, row=0, n_slots=width), rows=slice(0, rows))
     read = {tap for trainee in trained for tap in trainee.adapter.taps}
@@ -78,10 +71,8 @@ def train_step(
     loss_chunk: int,
     weight: float,
 ) -> list[list[Student]]:
-    """Add `weight` x the gradient of each adapter's summed loss to its parameters.
-
-    Returns each adapter's draft steps, graded.
-    """
+    """Add `weight` x the gradient of each adapter's summed loss to its parameters; its draft steps,
+    graded."""
     students = [
         _students(lm, outputs, trainee, trainee.recipe.steps, weight) for trainee in trained
     ]
@@ -104,7 +95,7 @@ def grade(
     lm: TargetModel, outputs: TargetOutputs, trained: Sequence[Trainee], loss_chunk: int, steps: int
 ) -> tuple[list[list[Student]], list[Tensor]]:
     """Of each adapter the first `steps` draft steps, as far as they differ, graded; and its tally
-    for what its drafter has to know."""
+    (`Trainable.tally`)."""
     students = [
         _students(lm, outputs, trainee, trainee.recipe.architecture.graded_steps(steps))
         for trainee in trained
@@ -121,7 +112,6 @@ def grade(
 def _students(
     lm: TargetModel, outputs: TargetOutputs, trainee: Trainee, steps: int, weight: float = 1.0
 ) -> list[Student]:
-    """An adapter at each of its draft steps."""
     adapter, wanted_BT = trainee.adapter, outputs.tokens.wanted_BT
     parameter = next(adapter.parameters())
     taps = {tap: outputs.taps[tap].to(parameter) for tap in adapter.taps}
@@ -149,6 +139,5 @@ def _students(
 
 
 def _together(students: Sequence[Student]) -> tuple[list[Tensor], Tensor]:
-    """The states of all draft steps, and `[steps, M]` where they are valid."""
     states = [student.state_MD for student in students]
     return states, torch.stack([student.valid_M for student in students])

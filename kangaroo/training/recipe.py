@@ -35,10 +35,9 @@ class AdapterRecipe(Ranged):
             in a row; only for kinds that read their own states.
         step_decay: each further step's loss weighs this much of the one before.
         learning_rate: peak; None takes the trainer's.
-        start: folder or hub id of an adapter to go on from, of the same kind or without some
-            of its parts, which then begin as ones that add nothing; `random` is torch's
-            initialisation, as in the released code of the paper; None starts from the target's own
-            weights.
+        start: folder or hub id of an adapter to go on from, of the same kind or without some of its
+            parts, which then add nothing at first; `random`, as in the released code of the paper;
+            None starts from the target's own weights.
     """
 
     name: str = "???"
@@ -53,26 +52,19 @@ class AdapterRecipe(Ranged):
     @property
     def steps(self) -> int:
         """How many draft tokens in a row it is trained for. Errors: `ConfigError`."""
-        steps: int = self.architecture.steps(self.draft_steps)
-        return steps
+        return int(self.architecture.steps(self.draft_steps))
 
     def places(self, lm: TargetModel) -> dict[str, int]:
         """Exit layers by the names of their adapters."""
-        only = self.architecture.fixed_exit(lm)
-        if only is not None:
+        if (only := self.architecture.fixed_exit(lm)) is not None:
             return {self.name: only}
         return {f"{self.name}-exit{layer}": layer for layer in self.exit_layers}
 
 
 @dataclass
 class Trainee:
-    """An adapter in training.
-
-    Args:
-        name: of its folder and its results, such as "attention-exit3".
-        heads: what it drafts with: one for each draft step, the last for all further ones.
-        targets: the target's head over the same draft vocabulary.
-    """
+    """An adapter in training: `heads` it drafts with, one for each draft step, the last for all
+    further ones; `targets` is the target's head over the same draft vocabulary."""
 
     name: str
     adapter: Trainable
@@ -99,14 +91,10 @@ def trainees(
     shard_on: torch.device | None = None,
     seed: int = 0,
 ) -> list[Trainee]:
-    """Untrained adapters in float32, one a recipe and exit layer.
+    """Untrained adapters in float32, one a recipe and exit layer; `seed` is of weights that start
+    at random. With `shard_on` the target is spread over all processes, each computing there.
 
-    Args:
-        vocabulary_K: the tokens to draft from, ascending; None is all of them.
-        shard_on: spread the target over all processes, each computing here.
-        seed: of weights that start at random.
-
-    Errors: `ConfigError` where two would have the same name.
+    Errors: `ConfigError` where two would have the same name; those of `go_on_from`.
     """
     adapters: dict[str, tuple[AdapterRecipe, Trainable]] = {}
     for recipe in recipes:
@@ -133,10 +121,8 @@ def trainees(
 
 
 def go_on_from(path: str, adapter: Trainable, lm: TargetModel) -> None:
-    """Give `adapter` the weights of a trained one.
-
-    Errors: `ConfigError` where that is another kind of adapter; what `adapter_files.load` raises.
-    """
+    """Give `adapter` the weights of a trained one. Errors: `ConfigError` where that is another kind
+    of adapter; what `adapter_files.load` raises."""
     trained, _ = adapter_files.load(path, lm, Trainable)  # type: ignore[type-abstract]
     if isinstance(trained, Adapter) and type(adapter) is Adapter:
         trained = trained.grown(lm, adapter.architecture)
@@ -147,7 +133,7 @@ def go_on_from(path: str, adapter: Trainable, lm: TargetModel) -> None:
     kinds = [f"for exit layer {a.exit_layer} with {a.architecture}" for a in (trained, adapter)]
     if kinds[0] != kinds[1]:
         raise ConfigError(f"adapter.start={path} is {kinds[0]}; this one is {kinds[1]}.")
-    shapes = [{name: x.shape for name, x in a.state_dict().items()} for a in (trained, adapter)]
-    if shapes[0] != shapes[1]:
-        raise ConfigError(f"adapter.start={path} has a head of its own over another vocabulary.")
-    adapter.load_state_dict(trained.state_dict())
+    try:
+        adapter.load_state_dict(trained.state_dict())
+    except RuntimeError as error:
+        raise ConfigError(f"adapter.start={path} is over another vocabulary: {error}") from error

@@ -27,12 +27,9 @@ def sums(students: Sequence[Sequence[Student]]) -> Tensor:
 def named(
     prefix: str, trained: Sequence[Trainee], counts: Sequence[int], sums_SF: Tensor
 ) -> dict[str, float]:
-    """Means per position, where there was a position: `<prefix>/<adapter>/<result>` for the first
-    draft token, `<prefix>/<adapter>/step2/<result>` for the second, ...
-
-    Args:
-        counts: the draft steps of each adapter.
-    """
+    """Means per position, where there was one: `<prefix>/<adapter>/<result>` for the first draft
+    token, `<prefix>/<adapter>/step2/<result>` for the second, ...; `counts` are the draft steps of
+    each adapter."""
     names = [
         trainee.name if step == 1 else f"{trainee.name}/step{step}"
         for trainee, count in zip(trained, counts, strict=True)
@@ -47,13 +44,7 @@ def named(
 
 
 def held_out(trained: Sequence[Trainee], sums_SF: Tensor, accepted_AW: Tensor) -> dict[str, float]:
-    """Means per position, also for the later draft tokens of fused adapters, CTAR, and with it the
-    compression rate (`rate_of_ctar`).
-
-    Args:
-        sums_SF: of all draft steps of all adapters.
-        accepted_AW: of each adapter, see `accepted`.
-    """
+    """Means per position of all draft steps, and of each adapter CTAR and the compression rate."""
     counts = [trainee.recipe.architecture.graded_steps(STEPS) for trainee in trained]
     metrics = named("held_out", trained, counts, sums_SF)
     of_each = zip(trained, sums_SF.split(counts), accepted_AW.tolist(), strict=True)
@@ -64,14 +55,8 @@ def held_out(trained: Sequence[Trainee], sums_SF: Tensor, accepted_AW: Tensor) -
 
 
 def accepted(steps: Sequence[Student], wanted_BT: Tensor, most: int = STEPS) -> Tensor:
-    """`[W]`: from how many positions the first 1, 2, ... draft tokens would all be accepted.
-
-    Greedy, along texts that the target wrote: had a draft begun at every position, each of its
-    tokens would be judged as the grades of its step say.
-
-    Args:
-        most: a draft has no more tokens than this.
-    """
+    """`[W]`: from how many positions the first 1, 2, ... draft tokens, `most` at most, would all be
+    accepted: greedy, had a draft begun at every position of texts that the target wrote."""
     counts, alive_BT = [], wanted_BT
     for step in range(STEPS):
         agrees_BT = torch.zeros_like(wanted_BT)

@@ -54,7 +54,7 @@ class NotLossless(KangarooError):
 
 
 class ProcessLost(KangarooError):
-    """A process of a run has ended while the others still needed it."""
+    """A process that was needed has ended."""
 
 
 class MissingPackage(KangarooError):

@@ -23,8 +23,7 @@ LONGEST_NAME = 200  # bytes; file systems take 255, with what stands before it (
 
 
 def of_project(name: str) -> Path:
-    """`configs`, `adapters` or `integrations/transformers`: in the installed package, else beside
-    the package in a checkout."""
+    """A folder of the project: in the installed package, else beside the package in a checkout."""
     installed = PACKAGE / name
     return installed if installed.is_dir() else PACKAGE.parent / name
 
@@ -32,13 +31,8 @@ def of_project(name: str) -> Path:
 def command_line(
     command: str, *words: str, launcher: str = "python", **options: str | bool | Path
 ) -> str:
-    """A command as a user types it: in a checkout by its script, else by the installed program.
-
-    Args:
-        words: what stands after its name, as it is.
-        launcher: `TORCHRUN` starts several processes.
-        options: settings by name, `__` for a dot, as `drafter__adapter=folder`.
-    """
+    """A command as a user types it, in a checkout by its script, else by the installed program;
+    `words` stand after its name as they are, and options have `__` for a dot."""
     name, *action = command.split()
     if (PACKAGE / "configs").is_dir():
         program = "kangaroo" if launcher == "python" else f"{launcher} -m kangaroo"
@@ -50,9 +44,7 @@ def command_line(
 
 
 def install(extra: str) -> str:
-    """The command that installs what only some uses need. PyPI's kangaroo is another project, so
-    the folder of this one's sources is named; only a checkout knows it.
-    """
+    """The command that installs what only some uses need. PyPI's kangaroo is another project."""
     if (PACKAGE / "configs").is_dir():
         return f'pip install "CHECKOUT[{extra}]"'
     return f'pip install -e "{PACKAGE.parent}[{extra}]"'
@@ -83,10 +75,8 @@ def cache_folder() -> Path:
 
 @contextmanager
 def sole_writer(folder: Path, rank: int) -> Iterator[None]:
-    """Let no other process of that rank write into a folder until this one leaves, or ends.
-
-    Errors: `ConfigError` where one does already.
-    """
+    """Let no other process of that rank write into a folder until this one leaves, or ends. Errors:
+    `ConfigError` where one does already."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / f".lock-{rank}")
     try:
@@ -103,10 +93,8 @@ def sole_writer(folder: Path, rank: int) -> Iterator[None]:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Where to write what `folder` is to hold. It appears whole, at the end, or not at all.
-
-    Errors: `ConfigError` where there is something already.
-    """
+    """Where to write what `folder` is to hold, which appears whole, at the end, or not at all.
+    Errors: `ConfigError` where there is something already."""
     if folder.exists():
         raise ConfigError(
             f"'{folder}' is there already, and nothing is written over it. Pass output= another "
@@ -121,12 +109,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 def named_by(overrides: list[str], excluded: list[str], part: str) -> str:
     """What the command line says (`drafter.steps=4`), as a part of a folder's name, each after a
-    comma.
-
-    Args:
-        excluded: names that are left out.
-        part: "drafter" takes the drafter's own, by their short names; "others" all but these.
-    """
+    comma: of `part` "drafter" its own options, by their short names, else all others."""
     parts = []
     for override in overrides:
         name, _, value = override.lstrip("+~").partition("=")

@@ -12,8 +12,7 @@ from torch import nn
 
 def peak(device: torch.device) -> int:
     """The most that this process has held so far: on GPUs what torch allocated on the fullest one,
-    else the resident memory, libraries included, or what the process had that started it.
-    """
+    else the resident memory, libraries included."""
     if device.type == "cuda":
         return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -37,11 +37,7 @@ def provenance() -> dict[str, Any]:
 
 
 def machine(about: dict[str, Any]) -> str:
-    """What computed, in words.
-
-    Args:
-        about: what `provenance` returned.
-    """
+    """What computed, in words, of what `provenance` returned."""
     hardware = about["hardware"]
     names = ", ".join(name for name in (hardware["cuda"], hardware["cpu"]) if name)
     return f"{names}, CPU threads: {hardware['threads']}"
@@ -59,13 +55,8 @@ def made_by() -> str:
 @cache
 def processor() -> str:
     """The processor's model, as the system calls it."""
-    if sys.platform == "darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    try:
-        names = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        names = []
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
     return names[0] if names else platform.processor() or platform.machine()
 
 
@@ -74,11 +65,9 @@ def git_revision() -> str | None:
     checkout = PACKAGE.parent
     if not (checkout / ".git").exists():  # an installed package may lie in somebody's repository
         return None
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        return subprocess.check_output(
-            command, cwd=checkout, stderr=subprocess.DEVNULL, text=True
-        ).strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -1,7 +1,4 @@
-"""The range of every number that a user may set: written beside its field, as part of its type.
-
-    steps: DraftSize = 6
-    turns: Filled[Count] = field(default_factory=lambda: [1])
+"""The range of every number that a user may set: part of its field's type (`steps: DraftSize = 6`).
 
 A dataclass that is `Ranged` refuses others when it is made; the command line does so before, and
 names their place there. Hydra sees the plain types.
@@ -63,13 +60,10 @@ Count = Annotated[int, Range(1, MOST)]
 CountOrZero = Annotated[int, Range(0, MOST)]
 TextLength = Annotated[int, Range(2, MOST)]  # in tokens: of fewer, none is predicted
 Index = Annotated[int, Range(-MOST, MOST)]  # of a list; a negative one counts from its end
-# As numpy's generators take it. Others are made of `seed * 1_000_003 + i`, a signed number of 64
-# bits.
-Seed = Annotated[int, Range(0, (1 << 32) - 1)]
+Seed = Annotated[int, Range(0, (1 << 32) - 1)]  # numpy's; `seed * 1_000_003 + i` is a TextSeed
 TextSeed = Annotated[int, Range(-SEEDS, SEEDS - 1)]
 NoiseSeed = Annotated[int, Range(-SEEDS, SEEDS - 1 - MOST)]  # each row adds its number
-# The nodes of a draft. Each is held against each other one, in every row, and has a slot there.
-MOST_NODES = 1024
+MOST_NODES = 1024  # of a draft: each is held against each other one, and has a slot, in every row
 DraftSize = Annotated[int, Range(1, MOST_NODES)]
 Layers = Annotated[int, Range(1, 1024)]  # each is made, and no model has as many
 Positive = Annotated[float, Range(above=0)]
@@ -92,30 +86,19 @@ def check_nodes(count: int, **options: int) -> None:
     """Errors: `ConfigError` where options of a drafter make more nodes than a draft may have."""
     if count > MOST_NODES:
         settings = ", ".join(f"drafter.{name}={value}" for name, value in options.items())
-        raise ConfigError(
-            f"{settings} make {count} nodes in a round; {MOST_NODES} is the most. Lower one of "
-            "them."
-        )
+        raise ConfigError(f"{settings} make {count} nodes, of {MOST_NODES} at most. Lower one.")
 
 
 def check(kind: type, values: Mapping[str, Any], place: str = "") -> None:
-    """Refuse values that do not lie in the ranges of a dataclass's fields.
-
-    Args:
-        values: by field; those that are not there are not looked at.
-        place: what the message puts before a field's name, such as "trainer.".
-
-    Errors: `ConfigError` names the first one with its range.
-    """
+    """Refuse values, by field, that do not lie in the ranges of a dataclass's fields. Errors:
+    `ConfigError` names the first one with its range, after a place such as "trainer."."""
     for name, hint in _types(kind).items():
-        wanted = _wanted(hint, values[name]) if name in values else None
-        if wanted is not None:
+        if name in values and (wanted := _wanted(hint, values[name])) is not None:
             raise ConfigError(f"{place}{name}={values[name]!r} must be {wanted}.")
 
 
 @functools.cache
 def _types(kind: type) -> dict[str, Any]:
-    """Of the fields of a dataclass, by name."""
     hints = get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in fields(kind)}
 

@@ -16,21 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kangaroo.utils.errors import ConfigError, ProcessLost
+from kangaroo.utils.errors import ConfigError
 
 T = TypeVar("T")
-
-
-@contextmanager
-def _all_there() -> Iterator[None]:
-    """Errors: `ProcessLost` where a process has ended while others wait for it."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise ProcessLost(
-            "another process of this run has ended; its message is above or below this line. Fix "
-            "that, then start the same command again: it continues where it was stopped."
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -53,16 +41,13 @@ class Ranks:
         return torch.device("cuda", torch.cuda.current_device())
 
     def scatter(self, items: Sequence[T]) -> list[tuple[T, bool]]:
-        """This process's share: items `rank`, `rank + world`, ...
-
-        All shares have the same length, since all processes run a sharded target at once. The bool
-        is false for an item that only fills a share up and must not count.
-        """
+        """This process's share: items `rank`, `rank + world`, ... All shares have the same length,
+        since all processes run a sharded target at once; the bool is false for an item that only
+        fills a share up and must not count."""
         rounds = -(-len(items) // self.world)
         mine = range(self.rank, rounds * self.world, self.world)
         return [(items[i % len(items)], i < len(items)) for i in mine]
 
-    @_all_there()
     def all_gather(self, value: T) -> list[T]:
         """The values of all processes, by rank; each a small object that can be pickled."""
         if self.world == 1:
@@ -76,7 +61,6 @@ class Ranks:
         shares = self.all_gather(results)
         return [shares[i % self.world][i // self.world] for i in range(count)]
 
-    @_all_there()
     def broadcast(self, value: T) -> T:
         """The value of process 0, in all of them; what the others pass is not used."""
         if self.world == 1:
@@ -85,13 +69,11 @@ class Ranks:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    @_all_there()
     def add_up(self, value: Tensor) -> None:
         """Replace the tensor of every process by the sum of all, in place."""
         if self.world > 1:
             dist.all_reduce(value)
 
-    @_all_there()
     def copy_from(self, rank: int, value: Tensor) -> None:
         """Replace the tensor of every process by that of one, in place."""
         if self.world > 1:
@@ -104,11 +86,8 @@ class Ranks:
 
 @contextmanager
 def join() -> Iterator[Ranks]:
-    """Join the processes that torchrun started, each on its own GPU; without it, there is one.
-
-    Enter it before a model is loaded, since the model goes to this process's GPU. The first process
-    alone logs, and none leaves before all have come to the end.
-    """
+    """Join the processes that torchrun started, each on its own GPU, before a model is loaded;
+    without it, there is one. The first alone logs, and none leaves before all are at the end."""
     if "WORLD_SIZE" not in os.environ:
         yield Ranks()
         return
@@ -130,8 +109,7 @@ def check_alone() -> None:
     """Errors: `ConfigError` where torchrun started several processes of a command for one."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
-        script = Path(sys.argv[0]).name
         raise ConfigError(
-            f"{script} runs in one process, and torchrun started {world}. They would all do the "
-            "same and overwrite each other's files. Start it without torchrun."
+            f"{Path(sys.argv[0]).name} runs in one process, and torchrun started {world}, which "
+            "would overwrite each other's files. Start it without torchrun."
         )

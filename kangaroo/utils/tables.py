@@ -32,10 +32,7 @@ def terminal(
     bold: Collection[str] = (),
 ) -> Table:
     """The same for a rich console, all as it is: where room is short, the widest columns fold.
-
-    Args:
-        bold: first cells of rows that sum up those above.
-    """
+    `bold` are first cells of rows that sum up those above."""
     table = Table(
         title=title and Text(title),
         title_justify="left",
@@ -72,11 +69,8 @@ def span(ends: Sequence[float], between: str = " to ") -> str:
 
 
 def estimate(value: float | None, ends: Sequence[float] | None, same: float | None = None) -> str:
-    """A value and its interval, which is left out where there is none, or where it has no width.
-
-    Args:
-        same: the value that says that there is no difference.
-    """
+    """A value and its interval, left out where there is none, or where it has no width; `same` is
+    the value that says that there is no difference."""
     if value is None or ends is None or ends[0] == ends[1]:
         return number(value)
     text = f"{number(value)} ({span(ends, ' to ' if min(ends) < 0 else '-')})"

@@ -17,12 +17,12 @@ from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import install
 from kangaroo.utils.provenance import flat
 
-ID, LAST_STEP = "wandb_id", "wandb_step"  # of a run, files in its folder
+ID = "wandb_id"  # of a run, a file in its folder
 NAME = 128  # characters that a run's name may have
 
 
-class Tracker:
-    """A tracker takes metrics by name, plots and files; this one keeps none."""
+class NoTracker:
+    """For runs whose files are enough; others take metrics by name, plots and files."""
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Metrics of a step; steps ascend."""
@@ -37,7 +37,7 @@ class Tracker:
         such as "adapter", and `about` what a reader wants to know before fetching it.
         """
 
-    def __enter__(self) -> Tracker:
+    def __enter__(self) -> NoTracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -46,12 +46,7 @@ class Tracker:
 
 def forget(output: Path) -> None:
     """What `output` holds is measured anew: a run of its own in W&B, too."""
-    for name in (ID, LAST_STEP):
-        (output / name).unlink(missing_ok=True)
-
-
-class NoTracker(Tracker):
-    """For runs whose files are enough."""
+    (output / ID).unlink(missing_ok=True)
 
 
 @dataclass
@@ -87,7 +82,7 @@ class WandbConfig:
         return Wandb(self, settings, output)
 
 
-class Wandb(Tracker):
+class Wandb(NoTracker):
     """A run of Weights & Biases."""
 
     def __init__(self, config: WandbConfig, settings: dict[str, Any], output: Path):
@@ -99,9 +94,6 @@ class Wandb(Tracker):
             ) from error
         output.mkdir(parents=True, exist_ok=True)
         self.wandb = wandb
-        # A run on disk is not told how far its earlier parts came.
-        self.last = output / LAST_STEP
-        logged = int((self.last.exists() and self.last.read_text()) or -1)
         place: dict[str, Any] = {}
         if "WANDB_SWEEP_ID" not in os.environ:  # else the sweep's agent says where, and which run
             file = output / ID
@@ -117,13 +109,10 @@ class Wandb(Tracker):
             config=flat(settings),
             resume="allow",
         )
-        self.first = max(self.run.starting_step, logged + 1)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """W&B has the steps done again since a checkpoint, and would warn of each."""
-        if step >= self.first:
+        if step >= self.run.starting_step:  # W&B has those done again since a checkpoint
             self.run.log(metrics, step=step)
-            self.last.write_text(str(step))
 
     def result(self, metrics: dict[str, float], plots: Sequence[Path]) -> None:
         self.run.log({f"plots/{plot.stem}": self.wandb.Image(str(plot)) for plot in plots})

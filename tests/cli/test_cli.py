@@ -29,12 +29,6 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.folders import sole_writer
 
 FEW = ["max_new_tokens=6", "question_every=40", "warmup=0"]
-WRITTEN = [  # by the target: few and short texts
-    "data.shard_size=16",
-    "data.max_question_tokens=16",
-    "data.max_answer_tokens=160",
-    "data.keep_unfinished_questions=true",
-]
 
 
 def test_every_command_has_a_script_and_a_function():
@@ -198,14 +192,6 @@ def test_killed_synthesis_and_training_end_with_the_same_adapter(tmp_path):
     assert run("train.py", *settings, cwd=killed).returncode == 0
     weights = Path("outputs/train/tiny/attention-exit2") / WEIGHTS
     assert (whole / weights).read_bytes() == (killed / weights).read_bytes()
-    compare = "model=tiny output=compared compare.holdout=8 compare.prompts=2 compare.new_tokens=8"
-    adapters = f"compare.adapters=[{weights.parent}]"
-    # the data of experiment=debug, which is for train.py
-    options = ["experiment=compare", *compare.split(), adapters, "data.shards=4", *WRITTEN]
-    compared = run("evaluate.py", *options, cwd=whole)
-    assert compared.returncode == 0, compared.stderr
-    rows = json.loads((whole / "compared/compare.json").read_text())["rows"]
-    assert [row["adapter"] for row in rows] == ["attention-exit2"]
 
 
 INTERRUPTED = """

@@ -1,41 +1,24 @@
 """Self-synthesis: what it writes, how it resumes, and what it says beforehand."""
 
 import json
-import logging
 import shutil
-from collections import namedtuple
 from dataclasses import replace
 
 import data_cases
 import pytest
 from data_cases import HEALTHY, NO_FILTERS, settings
 
-from kangaroo.data import making, store
-from kangaroo.data.filters import FilterConfig, answers
-from kangaroo.data.mix import MixConfig
+from kangaroo.data import store
+from kangaroo.data.filters import FilterConfig
+from kangaroo.data.making import MixConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
-from kangaroo.models import loading as models
-from kangaroo.models.prompts import masked_ids, prompt_ids, user_header
-from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, PromptError
+from kangaroo.models.prompts import prompt_ids, user_header
+from kangaroo.utils.errors import CorruptFile, DataError
 
 target = pytest.fixture(scope="module")(data_cases.target)
 brief = pytest.fixture(scope="module")(data_cases.brief)
-
-
-def test_user_header_is_the_template_up_to_the_question(target):
-    _, tokenizer = target
-    header, end = user_header(tokenizer)
-    assert (tokenizer.decode(header), end) == ("<|im_start|>user\n", "<|im_end|>")
-    tokenizer = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ConfigError, match="no chat template"):
-        prompt_ids(tokenizer, [{"role": "user", "content": "Hi"}])
-    tokenizer.chat_template = models.chat_template("vicuna")
-    header, end = user_header(tokenizer)
-    assert tokenizer.decode(header).endswith("USER: ") and end == "ASSISTANT:"
-    with pytest.raises(PromptError, match="empty"):
-        prompt_ids(tokenizer, [{"role": "user", "content": "  "}])
 
 
 def test_shards_hold_what_the_engine_writes_for_their_seeds(target, tmp_path):
@@ -77,59 +60,12 @@ def test_other_filters_put_the_same_shards_together_anew(target, tmp_path):
         settings(tmp_path / "data", filters=FilterConfig(1)).make(*target)
 
 
-def test_later_turns_are_written_into_the_conversation_so_far(brief, tmp_path):
-    lm, tokenizer = brief
-    fields = {"shards": 2, "shard_size": 8, "turns": [1, 3], "max_answer_tokens": 30}
-    settings(tmp_path / "data", filters=HEALTHY, **fields).make(lm, tokenizer)
-    lines = [
-        [json.loads(line) for line in path.read_text().splitlines()]
-        for path in sorted((tmp_path / "data.shards").glob("*.jsonl"))
-    ]
-    assert {len(sample["messages"]) for sample in lines[0]} == {2}
-    assert max(len(sample["messages"]) for sample in lines[1]) == 6
-    for sample in lines[1]:
-        messages, spans = sample["messages"], answers(sample["loss_mask"])
-        assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
-        assert len(spans) == len(messages) // 2
-        prompt, earlier = masked_ids(tokenizer, messages[:-1], add_generation_prompt=True)
-        assert prompt == prompt_ids(tokenizer, messages[:-1])  # what decoding would see
-        assert sample["input_ids"][: len(prompt)] == prompt
-        assert sample["loss_mask"] == earlier + [1] * (len(sample["input_ids"]) - len(prompt))
-        for (start, stop), said in zip(spans, messages[1::2], strict=True):
-            text = tokenizer.decode(sample["input_ids"][start:stop], skip_special_tokens=True)
-            assert text == said["content"]
-
-
 def test_no_turn_is_begun_that_the_context_has_no_room_for(brief, tmp_path, monkeypatch):
     lm, tokenizer = brief
     monkeypatch.setattr(lm.config, "max_position_embeddings", 120)
     settings(tmp_path / "data", shards=1, turns=[50], max_answer_tokens=30).make(lm, tokenizer)
     samples, _ = store.load(tmp_path / "data")
     assert samples and all(len(sample["input_ids"]) <= 120 for sample in samples)
-
-
-def test_tokens_and_disk_are_said_before_anything_is_written(target, tmp_path, caplog, monkeypatch):
-    with caplog.at_level(logging.INFO):
-        settings(tmp_path / "data").make(*target)
-    announced, wrote = caplog.messages[:2]
-    assert "3 of 3 shards to write: up to 240 tokens" in announced  # 3 * 4 * (8 + 12)
-    assert "MB on disk" in announced and "tokens/s" in wrote
-    usage = namedtuple("usage", "total used free")(10**6, 10**6 - 100, 100)
-    monkeypatch.setattr(making.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(DataError, match="Make room"):
-        settings(tmp_path / "full").make(*target)
-    assert not list((tmp_path / "full.shards").glob("*.jsonl"))
-
-
-def test_questions_begin_with_their_openings_in_turn(target, tmp_path):
-    openings = ["Summarize: The", "", "Translate: "]
-    settings(tmp_path / "data", openings=openings, filters=NO_FILTERS, turns=[2]).make(*target)
-    samples, about = store.load(tmp_path / "data")
-    assert len(samples) == 12 and about["settings"]["openings"] == openings
-    for i, sample in enumerate(samples):
-        assert sample["messages"][0]["content"].startswith(openings[i % 3].strip())
-        if len(sample["messages"]) > 2:  # a second question is the target's own
-            assert not sample["messages"][2]["content"].startswith("Summarize")
 
 
 def test_a_mix_holds_the_parts_spread_alike(target, tmp_path):

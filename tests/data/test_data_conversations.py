@@ -6,14 +6,13 @@ from collections import Counter
 import data_cases
 import pytest
 from data_cases import HEALTHY
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 
 from kangaroo.data import reading, store
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.filters import answers
 from kangaroo.data.reading import Source, read, regular
 from kangaroo.models.prompts import masked_ids, prompt_ids
-from kangaroo.serving.protocol import ChatMessage
 from kangaroo.training.batches import check_trainable
 from kangaroo.utils.errors import DataError
 
@@ -68,21 +67,16 @@ def test_every_form_gives_the_same_conversations(tmp_path):
         b"\xef\xbb\xbf" + "\n\n".join(map(json.dumps, records)).encode() + b"\n\n"
     )
     table.to_parquet(tmp_path / "table.parquet")
-    table.save_to_disk(tmp_path / "saved")
-    DatasetDict({"train": table, "test": table.select([0])}).save_to_disk(tmp_path / "splits")
     folder = tmp_path / "folder"
     folder.mkdir()
     table.to_parquet(folder / "train-00000.parquet")
-    Dataset.from_list([{"messages": json.dumps(talk)} for talk in TALKS]).to_csv(
-        tmp_path / "cells.csv"
-    )
-    files = "list.json lines.json mark.jsonl table.parquet saved splits folder cells.csv"
-    for name in files.split():
+    cells = Dataset.from_list([{"messages": json.dumps(talk)} for talk in TALKS])
+    cells.to_csv(tmp_path / "cells.csv")
+    table.save_to_disk(tmp_path / "saved")
+    files = "list.json lines.json mark.jsonl table.parquet folder cells.csv saved"
+    for name in [*files.split(), "saved/data-00000-of-00001.arrow"]:
         assert read(Source(str(tmp_path / name)), None) == TALKS, name
     assert read(Source(str(tmp_path / "list.json")), 2) == TALKS[:2]
-    assert read(Source(str(tmp_path / "splits"), split="test"), None) == TALKS[:1]
-    with pytest.raises(DataError, match="its splits are train, test"):
-        read(Source(str(tmp_path / "splits"), split="tset"), None)
 
 
 def test_a_benchs_questions_and_a_column_that_is_named_are_read(tmp_path, target):
@@ -94,9 +88,7 @@ def test_a_benchs_questions_and_a_column_that_is_named_are_read(tmp_path, target
     assert regular(messages) == (kept, "two user turns in a row")
     path.write_text(json.dumps({"prompt": "x", "talk": chat("Why?", "So.")}))
     assert read(Source(str(path), column="talk"), None) == [chat("Why?", "So.")]
-    with pytest.raises(DataError, match=r"1: it has no .*\(prompt, talk\).*data\.column"):
-        read(Source(str(path)), None)
-    with pytest.raises(DataError, match="no 'text' among its fields"):
+    with pytest.raises(DataError, match=r"no 'text' among its fields .*column"):
         read(Source(str(path), column="text"), None)
     # half a surrogate pair becomes a character that tokenizers take
     path.write_text('{"messages": [{"role": "user", "content": "a \\ud83e b"}]}')
@@ -108,21 +100,19 @@ def test_a_benchs_questions_and_a_column_that_is_named_are_read(tmp_path, target
     ("text", "message"),
     [
         ("", "holds no conversations"),
-        ("[]", "holds no conversations"),
-        ("[{}]", r"record 1: it has no conversation among its fields \(none\)"),
-        ("[1]", "record 1: it is a int, not an object"),
-        ('{"messages": []', r"record 1: line 1 is not JSON.*data\.skip_bad=true"),
+        ("[{}]", r"record 1: no conversation among its fields \(none\)"),
+        ("[1]", "record 1: a int, not an object"),
+        ('{"messages": []', r"record 1: a line that is not JSON.*data\.skip_bad=true"),
         ('[{"messages": []}', "is not JSON"),
         ('{"messages": []}\n{"messages": "hello"}', "record 2: 'messages' is text, but not JSON"),
         ('{"messages": {"role": "user"}}', "'messages' is a dict, not a list"),
-        ('{"messages": ["hello"]}', "turn 1 is a str, not an object"),
-        ('{"messages": [{"role": "robot", "content": "x"}]}', "role 'robot'.*known are system"),
-        ('{"messages": [{"speaker": "user", "content": "x"}]}', "turn 1 has the role None"),
-        ('{"messages": [{"role": ["user"], "content": "x"}]}', r"the role \['user'\]"),
+        ('{"messages": ["hello"]}', "a turn that is a str, not an object"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "role 'robot'.*looks like"),
+        ('{"messages": [{"role": ["user"], "content": "x"}]}', r"a turn of role \['user'\]"),
         ('{"messages": [{"role": "user", "content": ["x"]}]}', r"a part .* no text \(part 1, str"),
         ('{"messages": [{"role": "user", "content": {}}]}', "is of type dict, neither text nor"),
-        ('{"conversations": [{"from": "human", "text": "x"}]}', "turn 1: .*'value' is null"),
-        ('{"messages": ' + "1" * 5000 + "}", "line 1 is not JSON"),
+        ('{"conversations": [{"from": "human", "text": "x"}]}', "a turn .*'value' is null"),
+        ('{"messages": ' + "1" * 5000 + "}", "a line that is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ('{"messages": "größe"}'.encode("latin-1"), "not UTF-8"),
         (None, "there is no"),
@@ -136,15 +126,6 @@ def test_what_is_malformed_is_named_with_its_place(tmp_path, text, message):
         read(Source(str(path)), None)
 
 
-def test_what_nothing_reads_is_refused(tmp_path):
-    (tmp_path / "talks.xml").write_text("<a/>")
-    with pytest.raises(DataError, match=r"nothing reads files that end in '.xml'"):
-        read(Source(str(tmp_path / "talks.xml")), None)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="cannot be read"):
-        read(Source(str(tmp_path / "empty")), None)
-
-
 def test_what_is_null_is_as_good_as_absent(tmp_path):
     """In a table every record has all fields."""
     absent = {"role": None, "content": None, "messages": None}
@@ -156,34 +137,15 @@ def test_what_is_null_is_as_good_as_absent(tmp_path):
     (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, records)))
     for name in ("talks.parquet", "talks.jsonl"):
         assert read(Source(str(tmp_path / name)), None) == TALKS[:2], name
-    with pytest.raises(DataError, match=r"record 2: it has no 'conversations' .*\(messages\)"):
+    with pytest.raises(DataError, match=r"record 2: no 'conversations' .*\(messages\)"):
         read(Source(str(tmp_path / "talks.jsonl"), column="conversations"), None)
 
 
-def test_text_parts_are_text_as_the_server_takes_them(tmp_path):
-    parts = [{"type": "text", "text": "Why"}, {"type": "text", "text": " so?", "image_url": None}]
-    asked = [{"role": "user", "content": parts}]
-    path = written(tmp_path, [asked])
-    assert read(Source(str(path)), None) == [chat("Why so?")]
-    Dataset.from_list([{"messages": asked}]).to_parquet(tmp_path / "talks.parquet")
-    assert read(Source(str(tmp_path / "talks.parquet")), None) == [chat("Why so?")]
-    assert ChatMessage(role="user", content=[parts[0]]).text == "Why"
-    parts[1]["type"] = "image_url"
-    with pytest.raises(DataError, match=r"no text \(part 2, of type 'image_url'"):
-        read(Source(str(written(tmp_path, [asked]))), None)
-
-
 BAD = [
-    ("not JSON", '{"messages": ['),
-    ("not JSON", '{"messages": "hello"}'),
-    ("no object", "7"),
-    ("no conversation", '{"text": "a"}'),
-    ("no list of turns", '{"messages": {"role": "user"}}'),
-    ("turn that is no object", '{"messages": ["hello"]}'),
-    ("turn of another role", '{"messages": [{"role": "robot", "content": "x"}]}'),
-    ("turn without text", '{"conversations": [{"from": "human", "value": null}]}'),
+    ("a line that is not JSON", '{"messages": ['),
+    ("a int, not an object", "7"),
     (
-        "tool turn",
+        "a turn of role 'tool' (in 'role' or 'from')",
         '{"messages": [{"role": "user", "content": "How warm?"}, {"role": "assistant", '
         '"content": null, "tool_calls": []}, {"role": "tool", "content": "7"}]}',
     ),
@@ -214,7 +176,7 @@ def test_what_is_left_out_is_counted_by_what_was_wrong(target, tmp_path, caplog)
     cut = sum(reason.startswith("later turns") for reason in reasons)
     assert len(samples) == len(TALKS) + cut == about["asked"] - reasons.total() + cut
     path.write_text(BAD[-1][1])
-    with pytest.raises(DataError, match=r"holds no conversations \(1 tool turn\)"):
+    with pytest.raises(DataError, match=r"holds no conversations \(1 a turn of role 'tool'"):
         config(tmp_path, path, skip_bad=True, **options).make(*target)
 
 
@@ -261,20 +223,6 @@ def test_text_as_it_is_gets_the_templates_mask(target, tmp_path):
         assert (sample["input_ids"], sample["loss_mask"]) == (ids[:end], mask[:end])
     check_trainable(samples, 2048)
     assert len(samples) == 5
-
-
-def test_a_conversation_ends_before_the_turn_that_is_too_long(target, tmp_path):
-    lm, tokenizer = target
-    lengths = [len(masked_ids(tokenizer, talk[:2])[0]) for talk in TALKS]
-    limit = sorted(lengths)[2]
-    source = written(tmp_path)
-    config(tmp_path, source, regenerate=False, max_length=limit).make(lm, tokenizer)
-    samples, about = store.load(tmp_path / "data")
-    assert 0 < len(samples) < 5 and all(len(sample["messages"]) == 2 for sample in samples)
-    assert about["dropped"] == {
-        "too long": 5 - len(samples),
-        "later turns: too long": len(samples),
-    }
 
 
 def test_answers_are_the_targets_with_its_earlier_answers_before_them(target, tmp_path):
@@ -327,10 +275,3 @@ def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
         config(tmp_path, written(tmp_path), max_length=10).make(*target)
     with pytest.raises(DataError, match="max_length=10 there, 2048 now"):
         config(tmp_path, written(tmp_path)).make(*target)
-
-
-def test_system_turns_can_be_left_out(target, tmp_path):
-    source = written(tmp_path, [chat("Why?", "So.", system="Rhyme.")])
-    config(tmp_path, source, regenerate=False, keep_system=False).make(*target)
-    (sample,), _ = store.load(tmp_path / "data")
-    assert sample["messages"] == chat("Why?", "So.")

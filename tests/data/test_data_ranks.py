@@ -9,9 +9,7 @@ import pytest
 from data_cases import settings, target
 
 from kangaroo.data.conversations import ConversationsConfig
-from kangaroo.data.mix import MixConfig
 from kangaroo.data.store import Shards
-from kangaroo.utils.errors import DataError
 from kangaroo.utils.ranks import Ranks
 
 
@@ -106,28 +104,3 @@ def test_any_number_of_processes_write_the_same_bytes(world, tmp_path, conversat
         assert [int(writers[name]) % world for name in sorted(writers)] == [
             number % world for number in range(len(writers))
         ]
-
-
-def test_only_what_is_missing_is_dealt(tmp_path, monkeypatch):
-    make(settings(tmp_path / "data", shards=4), 1)
-    before = written(tmp_path, "data")
-    for number in (1, 3):
-        (tmp_path / f"data.shards/{number:05d}.jsonl").unlink()
-    (tmp_path / "data/provenance.json").unlink()
-    writers = written_by_rank(monkeypatch)
-    make(settings(tmp_path / "data", shards=4), 2)
-    assert sorted(writers) == ["00001", "00003"] and len(set(writers.values())) == 2
-    assert written(tmp_path, "data") == before
-
-
-def test_the_first_process_alone_makes_the_dataset(tmp_path, conversations, monkeypatch):
-    config = conversations("as-they-are")
-    config.regenerate = False
-    with pytest.raises(DataError, match="with an answer"):  # and no process waits for another
-        make(config, 2)
-    make(settings(tmp_path / "part", shards=1), 1)
-    mixed = MixConfig(path=str(tmp_path / "mixed"), paths=[str(tmp_path / "part")])
-    mixed.make(*target(), Ranks(1, 2))
-    assert not (tmp_path / "mixed").exists()
-    mixed.make(*target(), Ranks(0, 2))
-    assert (tmp_path / "mixed/provenance.json").exists()

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import subprocess
 import sys
-import time
 from contextlib import contextmanager
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from pathlib import Path
+from importlib.util import module_from_spec, spec_from_file_location
 
-import psutil
 import pytest
 from commands import ROOT
 
-from kangaroo.utils.errors import ConfigError, DataError, ProcessLost
+from kangaroo.utils.errors import ConfigError
 
 SCRIPT = ROOT / "integrations/load_test/load_test.py"
 found = spec_from_file_location("load_test", SCRIPT)
@@ -126,74 +120,3 @@ def test_a_run_that_was_stopped_measures_what_is_missing(tmp_path):
     assert len(run(tmp_path, ask=all_of_them)[0]) == 12  # goes on with a third round
     with pytest.raises(ConfigError, match="requests=2 there, 3 now"):
         run(tmp_path, "--requests", "3", ask=all_of_them)
-
-
-def test_what_is_no_result_is_told(tmp_path, monkeypatch):
-    file, texts = tmp_path / "0-1-ours.json", {"a question": "an answer", "another": "one more"}
-    failed = {"info": {"error": "400 Bad Request"}}
-    for text, requests, told in (
-        (written(texts, errored=[failed]), 3, "2 of 3 requests were answered: 400 Bad Request"),
-        (written(texts, tokens=4), 2, "4 to 4 tokens instead of 5"),
-        ("{", 2, r"is no result of guidellm\. Delete it"),
-    ):
-        file.write_text(text)
-        with pytest.raises(DataError, match=told):
-            load_test.read(file, requests, 5)
-    file.write_text(written(dict([*texts.items()][:1])))
-    with pytest.raises(load_test.TooFew, match=r"1 of 2 .* guidellm asked no more\. Run it again"):
-        load_test.read(file, 2, 5)
-    (tmp_path / "ending.py").write_text("print('why it ended'); raise SystemExit(3)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(load_test, "CLIENT", "ending")
-    server = load_test.Server("http://127.0.0.1:9", tmp_path / "log")
-    with pytest.raises(ProcessLost, match=r"(?s)ended with code 3.*0-1-ours.*why it ended"):
-        load_test.ask(server, tmp_path / "p", 1, 1, file)
-    with (
-        pytest.raises(ConfigError, match="Start it first"),
-        load_test.serving("http://127.0.0.1:9", file),
-    ):
-        pass
-    with pytest.raises(SystemExit):
-        load_test.parsed(["--users", "64"])
-
-
-def command(here: Path, serve: str = "") -> subprocess.Popen[str]:
-    words = "vanilla kangaroo='drafter=kangaroo drafter.adapter=untrained:2' --requests 2 --users 1"
-    words += f" 2 --rounds 1 --max-new-tokens 8 --serve 'model=tiny max_batch_size=2 {serve}'"
-    return subprocess.Popen(
-        [sys.executable, SCRIPT, *shlex.split(words)],
-        cwd=here,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("guidellm") is None, reason="needs kangaroo[load]")
-def test_the_command_goes_on_after_a_kill_and_leaves_no_server(tmp_path):
-    first = tmp_path / "outputs/load/cells/0-1-vanilla.json"
-    killed = command(tmp_path)
-    while not first.exists():
-        assert killed.poll() is None, killed.communicate()[0]
-        time.sleep(0.1)
-    left = psutil.Process(killed.pid).children(recursive=True)
-    killed.kill()
-    killed.wait()
-    _, alive = psutil.wait_procs(left, timeout=60)
-    assert not alive, "servers and client end with the command"
-    kept = first.stat().st_mtime_ns
-    again = command(tmp_path)
-    told, _ = again.communicate(timeout=600)
-    assert again.returncode == 0 and "1 of 4 cells are in" in told, told
-    assert first.stat().st_mtime_ns == kept
-    summary = json.loads((tmp_path / "outputs/load/load.json").read_text())
-    assert [(row["users"], row["method"]) for row in summary["rows"]] == [
-        *((1, "vanilla"), (1, "kangaroo"), (2, "vanilla"), (2, "kangaroo"))
-    ]
-    assert all(row["as_vanilla"] == [2, 2] for row in summary["rows"])
-    (tmp_path / "other").mkdir()
-    nowhere = command(tmp_path / "other", "model.path=nowhere/at-all")
-    told, _ = nowhere.communicate(timeout=600)
-    assert nowhere.returncode == 1 and "ModelNotFound: 'nowhere/at-all'" in told, told

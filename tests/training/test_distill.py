@@ -130,22 +130,6 @@ def test_gradients_through_a_float16_head_are_float32s(loss, size, own_head):
         assert gradient.norm() == pytest.approx(float(wanted.norm()), rel=1e-3)
 
 
-@pytest.mark.parametrize("loss", [Loss.cross_entropy, Loss.hybrid], ids=lambda loss: loss.value)
-@pytest.mark.parametrize("own_head", [False, True])
-def test_an_adapter_learns_under_a_float16_target_what_it_would_under_a_float32_one(loss, own_head):
-    """All the way to its weights, at 50,000 positions a step."""
-    gradients = []
-    for dtype in (torch.float32, torch.float16):
-        lm = like_vicunas(dtype)
-        made = trainees(lm, [recipe(loss=loss, own_head=own_head)], None)
-        tokens = collate([sample(ids, 5) for ids in random_prompts(40, 41, 42)], 200, lm.device)
-        train_step(lm, forward_target(lm, tokens, made, 64), made, 64, weight=1 / 50_000)
-        gradients.append([parameter.grad for parameter in made[0].adapter.parameters()])
-    for exact, half in zip(*gradients, strict=True):
-        assert half.dtype == torch.float32
-        assert cosine(exact, half) > 0.999  # matrix products in bfloat16
-
-
 class Heads(TorchFunctionMode):
     """Counts the states that heads of each size read at a time."""
 

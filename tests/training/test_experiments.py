@@ -14,8 +14,7 @@ from kangaroo import cli
 from kangaroo.heads.adapter_files import read_config
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
-for name in ("methods", "compare"):  # which evaluate.py takes: tests/project/test_page_commands.py
-    EXPERIMENTS.remove(name)
+EXPERIMENTS.remove("methods")  # which evaluate.py takes: tests/project/test_page_commands.py
 SETTINGS = """
     model=tiny output=out trainer.zero_stage=0 trainer.shard_target=false trainer.holdout=4
     trainer.batch_tokens=256 trainer.epochs=1 trainer.save_every=100 trainer.decode_prompts=2

@@ -1,6 +1,5 @@
 """What a training run tells: decoding beside teacher forcing, names, the table and the plot."""
 
-import csv
 import json
 import sys
 from types import SimpleNamespace
@@ -12,10 +11,7 @@ from training_cases import recipe, run, sample, samples
 
 from kangaroo.drafters.eagle import EagleConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine.budget import Budget
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.evaluation import metrics as evaluation
 from kangaroo.heads import eagle_head
 from kangaroo.heads.adapter_files import WEIGHTS, read_config
@@ -25,7 +21,7 @@ from kangaroo.training.checkpoint import METRICS, read_metrics
 from kangaroo.training.decode import decode, frozen, prompts_of
 from kangaroo.training.micro_batch import forward_target, grade
 from kangaroo.training.recipe import trainees
-from kangaroo.utils.errors import ConfigError, DataError
+from kangaroo.utils.errors import DataError
 from kangaroo.utils.tracking import WandbConfig, forget
 
 VARIANTS = [{}, {"fused": True}, {"own_head": True}]
@@ -101,29 +97,7 @@ def test_rounds_told_from_teacher_forced_grades_are_those_of_decoding(changes):
         assert counted == [sum(a >= w for a in everywhere) for w in range(1, 7)]
 
 
-def test_expected_acceptance_is_what_sampling_accepts():
-    lm = tiny()
-    trainee, prompts = trained(lm), random_prompts(*[6] * 8, seed=5)
-    measured = decode(lm, [trainee], prompts, 150)[f"decode/{NAME}/sampled_acceptance"]
-    sampling = Sampling(temperature=1.0, rule=Rule.rejection)
-    done = Engine(lm, Vanilla()).generate(prompts, 150, sampling)
-    texts = [prompt + one.tokens for prompt, one in zip(prompts, done, strict=True)]
-    own, _ = graded(lm, trainee, texts, prompts)
-    _, agreed, expected, positions = own[0].sums_F.tolist()
-    # some 800 rounds: a deviation of 0.018 for each side's texts, which are not the same
-    assert abs(measured - expected / positions) < 0.06
-    assert abs(agreed - expected) / positions > 0.06  # greedy agreement is told apart
-
-    # the share of draft tokens, though prefills have none
-    measured = decode(lm, [trainee], prompts, 2)[f"decode/{NAME}/sampled_acceptance"]
-    drafter = KangarooConfig.chain(1).of(lm, *frozen(lm, trainee))
-    done = Engine(lm, drafter).generate(prompts, 2, sampling)
-    assert [[step.drafted for step in one.steps] for one in done] == [[0, 1]] * 8
-    assert 0 < measured == sum(one.steps[1].accepted for one in done) / 8
-    assert f"decode/{NAME}/sampled_acceptance" not in decode(lm, [trainee], prompts, 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("changes", [*VARIANTS, EAGLE], ids=str)
 def test_what_training_decodes_is_what_the_saved_adapter_decodes(tmp_path, changes, dtype):
     lm, data = tiny(dtype=dtype), samples(8)
@@ -137,17 +111,6 @@ def test_what_training_decodes_is_what_the_saved_adapter_decodes(tmp_path, chang
     assert [told[f"ctar{w}"] for w in range(1, 7)] == reached + [0.0] * (6 - len(reached))
     written = sum(len(generation.tokens) for generation in done)
     assert told["compression_rate"] == written / sum(len(g.steps) for g in done)
-
-
-def test_what_is_decoded_in_a_batch_is_what_one_text_at_a_time_gives(monkeypatch):
-    """Though a batch would not draft where that costs more than it brings."""
-    monkeypatch.setattr(Budget, "cost", lambda self, rows, nodes: [1.0 + n for n in range(nodes)])
-    lm = tiny(deep_scale=0.5).compile_for_decoding()
-    trainee, prompts = trained(lm), random_prompts(5, 6, 7, 8)
-    together = decode(lm, [trainee], prompts, 12)
-    monkeypatch.setattr("kangaroo.training.decode._ROWS", 1)
-    assert together == decode(lm, [trainee], prompts, 12)
-    assert together[f"decode/{NAME}/ctar1"] > 0
 
 
 def test_decoding_leaves_no_trace_in_training(tmp_path):
@@ -167,17 +130,6 @@ def test_decoding_leaves_no_trace_in_training(tmp_path):
     assert (often / WEIGHTS).read_bytes() == (never / WEIGHTS).read_bytes()
 
 
-def test_a_prompt_ends_where_the_last_answer_begins():
-    two_turns = sample([1, 2, 3, 4, 5, 6, 7], 0) | {"loss_mask": [0, 1, 1, 0, 0, 1, 1]}
-    unasked, long = sample([1, 2, 3], 0), sample(list(range(9)), 8)
-    some = [two_turns, unasked, long, sample([8, 9, 10], 2)]
-    assert prompts_of(some, 9, longest=7, new_tokens=3) == [[1, 2, 3, 4, 5], [8, 9]]
-    assert prompts_of(some, 1, longest=7, new_tokens=3) == [[1, 2, 3, 4, 5]]
-    assert prompts_of([unasked], 0, longest=7, new_tokens=3) == []
-    with pytest.raises(ConfigError, match=r"none of the 2 held-out samples .* 1 to 7 .*prompts=0"):
-        prompts_of([unasked, long], 1, longest=7, new_tokens=3)
-
-
 def test_every_metric_is_named_after_when_and_of_whom_it_was_taken(tmp_path):
     folder = run(tiny(), tmp_path, recipe(name="fused", fused=True, draft_steps=2))
     *_, last = read_metrics(tmp_path)
@@ -189,19 +141,13 @@ def test_every_metric_is_named_after_when_and_of_whom_it_was_taken(tmp_path):
         "peak_memory_gib",
         *(f"train/{name}/{figure}" for figure in [*MEANS, *steps[:3], "learning_rate"]),
         *(f"held_out/{name}/{figure}" for figure in MEANS + steps + RATES),
-        *(f"decode/{name}/{figure}" for figure in [*RATES, "sampled_acceptance"]),
+        *(f"decode/{name}/{figure}" for figure in RATES),
     }
     assert 0.05 < last["peak_memory_gib"] < 100
     progress = read_config(str(folder)).training["progress"]
     assert set(progress["held_out"]) == {*MEANS, *steps, *RATES}
-    assert set(progress["decoded"]) == {*RATES, "sampled_acceptance"}
+    assert set(progress["decoded"]) == set(RATES)
     assert progress["tokens"] == last["tokens"]
-
-    rows = read_metrics(tmp_path)  # the table holds what the metrics hold
-    with (tmp_path / curves.TABLE).open(newline="") as file:
-        table = list(csv.DictReader(file))
-    told = [{k: float(v) for k, v in row.items() if v} for row in table]
-    assert told == rows and len(rows) > 3
     assert (tmp_path / curves.PLOT).read_bytes().startswith(b"\x89PNG")
 
 
@@ -218,33 +164,20 @@ def test_a_run_that_is_still_writing_can_be_drawn(tmp_path):
     whole = {"step": 1, "train/a/loss": 2.0}
     (tmp_path / METRICS).write_text(json.dumps(whole) + '\n{"step": 2, "train/a/lo')
     curves.write(tmp_path)
-    assert (tmp_path / curves.TABLE).read_text().splitlines() == ["step,train/a/loss", "1,2.0"]
-
-
-def test_a_long_run_is_drawn_as_means_of_steps_and_exact_dots():
-    rows = [{"step": s, "train/a/loss": s % 2, "train/b/loss": 7.0} for s in range(1, 1001)]
-    rows[499]["held_out/b/loss"] = 3.0
-    loss = curves.draw(rows, "test").axes[0]
-    lines = [line.get_xydata() for line in loss.get_lines()]
-    means, seven = lines[0], lines[3]
-    assert len(means) <= 60 and abs(means[:, 1] - 0.5).max() < 0.05 and (seven[:, 1] == 7).all()
-    assert lines[4].tolist() == [[500.0, 3.0]]
+    assert (tmp_path / curves.PLOT).is_file()
 
 
 def test_steps_that_wandb_knows_are_not_logged_again(tmp_path, monkeypatch):
-    logged, starts = [], iter([58, 0])  # a part on disk is not told what W&B has
+    logged = []
 
     def init(**settings):
         assert settings["name"] == "/".join(tmp_path.parts[-2:])
-        return SimpleNamespace(
-            starting_step=next(starts), log=lambda metrics, step: logged.append(step)
-        )
+        return SimpleNamespace(starting_step=58, log=lambda metrics, step: logged.append(step))
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    for steps in ((57, 58, 59), (59, 60)):  # the checkpoint held step 56
-        tracker = WandbConfig().start({}, tmp_path)
-        for step in steps:
-            tracker.log({"loss": 1.0}, step)
-    assert logged == [58, 59, 60]
+    tracker = WandbConfig().start({}, tmp_path)
+    for step in (57, 58, 59):  # the checkpoint held step 56
+        tracker.log({"loss": 1.0}, step)
+    assert logged == [58, 59]
     forget(tmp_path)
     assert not list(tmp_path.glob("wandb_*"))

@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import yaml
-from commands import python
 from helpers import recipe_of
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -75,11 +73,3 @@ def test_another_checkpoint_takes_the_recipe_of_the_model_that_is_named():
     assert config.data.path == "outputs/data/sharegpt/mine"
     config = composed("model=tiny", "recipe=vicuna-13b")
     assert config.adapter.exit_layers == [3] and config.trainer.learning_rate == 5e-5
-
-
-def test_the_command_shows_the_papers_recipe(tmp_path):
-    shown = python("train.py", "model=vicuna-7b", "--cfg", "job", cwd=tmp_path)
-    assert shown.returncode == 0, shown.stderr
-    config = yaml.safe_load(shown.stdout)
-    assert config["adapter"]["exit_layers"] == [2] and config["data"]["regenerate"] is False
-    assert config["trainer"]["warmup_steps"] == 2000

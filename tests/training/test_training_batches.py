@@ -4,18 +4,15 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 import training_cases
 from helpers import adapter_for, admit_text, random_prompts, tiny
-from torch.overrides import TorchFunctionMode
-from training_cases import VARIANTS, config, curve, recipe, sample, samples, taught, train
+from training_cases import VARIANTS, config, recipe, sample, samples, taught, train
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.heads.adapter_files import WEIGHTS
-from kangaroo.models import attention
-from kangaroo.training.batches import check_trainable, collate, frequent_tokens, plan, row_width
+from kangaroo.training.batches import check_trainable, collate, plan, row_width
 from kangaroo.training.config import schedule
 from kangaroo.training.micro_batch import forward_target, grade
 from kangaroo.training.recipe import trainees
@@ -63,40 +60,6 @@ def test_a_remembered_micro_batch_has_the_same_place_in_a_step(step):
         assert moved < step
 
 
-class Masks(TorchFunctionMode):
-    """Whether each attention had a mask, or was plainly causal."""
-
-    def __init__(self):
-        self.seen = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention:
-            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-            self.seen.append("causal" if mask is None and kwargs["is_causal"] else "mask")
-        return function(*args, **kwargs)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("changes", [{}, {"attention_layers": 2}], ids=str)
-def test_no_attention_of_training_has_a_mask_on_a_gpu(family, changes, monkeypatch):
-    """So each runs as flash attention there. On a CPU an adapter computes only what is read."""
-    lm = tiny(family)
-    tokens = collate([sample(ids, 3) for ids in random_prompts(20, 5, 17, seed=1)], 100, lm.device)
-    layers, own = lm.n_layers * ["causal"], changes.get("attention_layers", 1)
-    with Masks() as on_a_cpu:
-        (grades,), gradients = taught(lm, [tokens], **changes)
-    assert on_a_cpu.seen == layers + (own - 1) * ["causal"] + ["mask"]
-    monkeypatch.setattr(attention, "skips_unseen", lambda device: True)
-    with Masks() as on_a_gpu:
-        (others,), other_gradients = taught(lm, [tokens], **changes)
-    assert on_a_gpu.seen == layers + own * ["causal"]
-    # float32, attention summed in another order
-    torch.testing.assert_close(grades, others, rtol=1e-5, atol=1e-4)
-    for gradient, other in zip(gradients, other_gradients, strict=True):
-        torch.testing.assert_close(gradient, other, rtol=1e-3, atol=1e-5)
-
-
 def test_wanted_positions_are_those_before_a_token_of_the_assistant():
     two_turns = sample([1, 2, 3, 4, 5, 6, 7], 0) | {"loss_mask": [0, 0, 1, 1, 0, 0, 1]}
     tokens = collate([two_turns, sample([8, 9], 1)], 100, torch.device("cpu"))
@@ -112,7 +75,7 @@ def test_rows_are_aligned_on_a_gpu_alone():
 
 
 def test_a_sample_without_trainable_tokens_is_refused_and_shown():
-    refused = r"sample 1 has no trainable token among its first 5: .* 6 to 8,.*user: 'Why\?'"
+    refused = r"sample 1 has no trainable token among its first 5: .* 6 to 8\..*user: 'Why\?'"
     with pytest.raises(DataError, match=refused):
         check_trainable([sample(list(range(9)), 3), sample(list(range(9)), 6)], max_length=5)
 
@@ -165,15 +128,3 @@ def test_remembering_runs_the_target_in_the_first_epoch_alone_and_changes_nothin
     (kept,) = train(lm, data, settings, tmp_path / "kept")
     assert (looked, len(runs) - looked) == (3, 2)  # two epochs, or one, and the held-out sample
     assert (plain / WEIGHTS).read_bytes() == (kept / WEIGHTS).read_bytes()
-
-
-def test_accumulation_takes_that_many_micro_batches_a_step(tmp_path):
-    for accumulate in (1, 3):
-        settings = config(accumulate=accumulate)
-        train(tiny(), samples(11), settings, tmp_path / str(accumulate))
-    assert len(curve(tmp_path / "3")) == math.ceil(len(curve(tmp_path / "1")) / 3)
-
-
-def test_frequent_tokens_are_those_of_the_assistant_in_order():
-    some = [sample([9, 9, 5, 4, 5, 4, 8], 2), sample([1, 4], 1)]
-    assert frequent_tokens(some).tolist() == [4, 5, 8]

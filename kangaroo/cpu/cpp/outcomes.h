@@ -1,5 +1,5 @@
 // Training from kept distributions: a student's probabilities of a few tokens and of all others together,
-// and the gradient of its logits. kangaroo/training/outcomes.py is the definition.
+// and the gradient of its logits. kangaroo/training/distill.py is the definition.
 //
 // Names: C rows of logits, K logits of each, J tokens of each, O = J + 1 outcomes.
 
