@@ -2,15 +2,11 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from cases import Case, case_of
-from commands import ROOT
 from helpers import adapter_for
 
 import kangaroo.engine.stepper
@@ -72,7 +68,8 @@ def test_the_certificate_adds_up_and_a_killed_run_goes_on_decoding_nothing_again
 ):
     """Killed in the middle of a line."""
     certificate = run.soak(SOAKED, tmp_path / "whole", 300)
-    assert certificate["tokens"] == sum(cell["tokens"] for cell in lines(tmp_path / "whole")) >= 300
+    written = sum(cell["counts"]["tokens"] for cell in lines(tmp_path / "whole"))
+    assert certificate["tokens"] == written >= 300
     assert certificate["differences"] == [] and certificate["different_texts"] == 0
     for groups in certificate["by"].values():
         assert sum(group["tokens"] for group in groups.values()) == certificate["tokens"]
@@ -147,28 +144,12 @@ def test_what_is_broken_is_caught_and_stays_in_the_records(broken, tmp_path, mon
     assert len(lines(tmp_path)) == 1
     certificate = json.loads((tmp_path / run.CERTIFICATE).read_text())
     assert certificate["different_texts"] == len(certificate["differences"]) > 0
-    found = certificate["differences"][0]
-    assert found["label"] == "bug" and found["cell"].startswith(f"0/{broken} (llama, greedy, ")
-    assert found["vanilla"] != found["found"]
-    row = f"| {found['seed']} | {found['position']} |"
-    assert row in (tmp_path / "certificate.md").read_text()
+    first = certificate["differences"][0]
+    assert (first["label"], first["drafter"], first["target"]) == ("bug", broken, "llama")
+    assert first["vanilla"] != first["found"]
     monkeypatch.undo()
     # the report has all that makes the difference again
     (text,) = Engine(run.target("llama", "cpu"), PromptLookup(1, 4)).generate(
-        [found["prompt"]], found["max_new_tokens"], seeds=[found["seed"]]
+        [first["prompt"]], first["max_new_tokens"], seeds=[first["seed"]]
     )
-    assert text.tokens[found["position"]] == found["vanilla"][0]
-
-
-def test_pytest_runs_it_by_its_mark_alone(tmp_path):
-    environment = {"SOAK_TOKENS": "1", "SOAK_OUTPUT": "out", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
-    for mark, said in ("soak", "texts that differ: 0."), ("not slow", "1 skipped"):
-        done = subprocess.run(
-            [*command, "-m", mark, ROOT / "tests/soak/test_soak.py"],
-            cwd=tmp_path,
-            env=os.environ | environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0 and said in done.stdout, done.stdout
+    assert text.tokens[first["position"]] == first["vanilla"][0]
