@@ -182,17 +182,6 @@ def all_cases():
     ]
 
 
-def test_tiles_on_an_h100_are_the_measured_ones(monkeypatch):
-    monkeypatch.setattr(launching, "card_of", lambda device: CARDS[90])
-    weight = torch.empty(1, dtype=torch.float16)
-    gate_up = launching.tile(weight, 11008, matrices=2, most=128)
-    assert gate_up == launching.Tile(128, 128, 8, (3, 3, 2))
-    assert launching.tile(weight, 4096, parts=4) == launching.Tile(64, 128, 4, (4, 4, 4))
-    small = launching.Tile(16, 64, 2, (4, 4, 4))
-    assert launching.tile(weight, 576, parts=4) == small
-    assert launching.tile(weight, 1536, matrices=2, most=128) == small
-
-
 PRODUCTS = {f"{name}_kernel" for name in ("qkv", "linear", "gate_up", "choose", "attend")}
 BETWEEN = "embed", "norm", "path", "combine", "choice", "rotate", "gate"
 OTHERS = {f"{name}_kernel" for name in BETWEEN}

@@ -11,14 +11,13 @@ from scale_worker import train_tiny
 from strict_graphs import CaptureError, DanglingGraph, StrictGraphs, StrictRecorder
 
 from kangaroo.cuda import graphs as graphs_module
-from kangaroo.cuda.graphs import GraphRecorder, Graphs
+from kangaroo.cuda.graphs import Graphs
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import clock
 from kangaroo.engine.cache import KVCache
 from kangaroo.engine.engine import Engine
-from kangaroo.evaluation.lossless import target_logits
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.export import draft_model
 from kangaroo.models.target import TargetModel
@@ -29,11 +28,6 @@ PROMPTS = random_prompts(5, 30, 9)
 
 def cache() -> KVCache:
     return KVCache(1, 8, 1, 4, torch.float32, [torch.device("cpu")])
-
-
-def untimed(line: str) -> dict[str, float]:
-    timed = ("tokens_per_second", "peak_memory_gib")
-    return {name: value for name, value in json.loads(line).items() if name not in timed}
 
 
 def texts_of(engine: Engine, prompts, new_tokens: int, **options) -> list[list[int]]:
@@ -161,15 +155,6 @@ def test_engines_made_and_dropped_in_turn_write_the_same_and_leave_nothing():
     assert not lm.acceleration.graphs.made and not lm.acceleration.graphs.watched
 
 
-def test_the_judge_of_forks_records_nothing_and_is_right():
-    lm, eager = graphed(tiny()), tiny()
-    for text in random_prompts(*range(3, 33)):
-        torch.testing.assert_close(
-            target_logits(lm, text), target_logits(eager, text), rtol=0, atol=1e-5
-        )
-    assert not lm.acceleration.graphs.made
-
-
 @pytest.mark.parametrize("drafts", ["kangaroo", "draft model"])
 def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(drafts, monkeypatch):
     lm = graphed(tiny())
@@ -198,9 +183,6 @@ def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(drafts, monk
     assert large <= set(made) and len({key[0] for key in made}) <= 3
 
 
-# only decoding is recorded
-
-
 def test_a_prompt_in_chunks_is_not_recorded():
     """Equal prompts in one batch: chunks of one shape, which differ in their row alone."""
     lm = graphed(tiny())
@@ -210,24 +192,6 @@ def test_a_prompt_in_chunks_is_not_recorded():
     assert texts_of(engine, prompts, 12) == expected
     passes = [key for key in lm.acceleration.graphs.made if "verify" in key and "block" not in key]
     assert len(passes) == 1 and lm.acceleration.graphs.made[passes[0]].inputs[0].shape == (2, 1)
-
-
-def test_training_decodes_by_graphs_and_records_nothing_else(tmp_path):
-    recipes = [recipe_of(name="attention", exit_layers=[1])]
-    for name, lm in {"eager": tiny(), "graphs": graphed(tiny())}.items():
-        train_tiny(tmp_path / name, {"epochs": 2}, lm=lm, recipes=recipes)
-        if lm.acceleration.graphs is not None:
-            # what decodes alone: the pending token's shallow pass, drafts and verifications
-            names = {key[0] for key in lm.acceleration.graphs.calls}
-            assert names == {"block", "root", "round", "draft", "verify", "observe"}
-    eager, graphs = (
-        [untimed(line) for line in (tmp_path / name / METRICS).read_text().splitlines()]
-        for name in ("eager", "graphs")
-    )
-    assert eager == graphs
-
-
-# time and device
 
 
 def test_recording_takes_none_of_the_steps_time(monkeypatch):
@@ -246,37 +210,6 @@ def test_recording_takes_none_of_the_steps_time(monkeypatch):
     engine = Engine(lm, Kangaroo(lm, adapter_for(lm), 3, 0.0))
     (done,) = engine.generate(PROMPTS[:1], 20)
     assert seconds[0] >= 4000 and done.seconds == pytest.approx(0, abs=1e-6)
-
-
-def test_streams_and_events_are_of_the_models_device(monkeypatch):
-    """On `cuda:1` while the current device is another."""
-    current, seen = ["cuda:0"], []
-
-    class Device:
-        def __init__(self, device):
-            self.device = str(device)
-
-        def __enter__(self):
-            self.before, current[0] = current[0], self.device
-
-        def __exit__(self, *_):
-            current[0] = self.before
-
-    class Event:
-        def __init__(self, enable_timing):
-            pass
-
-        def record(self, stream):
-            seen.append(stream)
-
-    monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: seen.append(current[0]))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: str(device or current[0]))
-    device = torch.device("cuda:1")
-    GraphRecorder(device)
-    clock.mark(device)
-    assert seen == ["cuda:1", "cuda:1"]
 
 
 @pytest.mark.gpu
