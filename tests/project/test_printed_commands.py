@@ -1,18 +1,16 @@
-"""Every command that a message prints is whole: it composes, and with less to do it runs."""
+"""Every command that a message prints is whole: it composes."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
 from commands import talks
 from helpers import adapter_for
 from hydra import compose, initialize_config_dir
-from stand_ins import BRIEF, FEW, ONE, SHORT, TUNED, typed
 
 from kangaroo import cli
 from kangaroo.cli.training import SLOW_BFLOAT16
@@ -22,7 +20,7 @@ from kangaroo.evaluation import bench
 from kangaroo.evaluation.study import report
 from kangaroo.heads import adapter_files
 from kangaroo.hub import card
-from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load, random_model
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load, random_model
 from kangaroo.models.target import TargetModel
 from kangaroo.training import backend
 from kangaroo.training.config import TrainerConfig
@@ -33,16 +31,6 @@ from kangaroo.utils.ranks import Ranks
 WORDS = r"(?: (?:'[^']*'|--[\w-]+=[^\s`),]+|[\w.@+~]+=[^\s`),]+))*"
 SCRIPT = r"(\S+\.py(?: (?:import|export|push|pull|datastore|layers|split)\b)?)"
 COMMAND = re.compile(rf"(?:python|torchrun --nproc-per-node=N) {SCRIPT}({WORDS})")
-# What is appended, so that it takes seconds.
-SMALLER = {
-    "train.py": f"{ONE} {BRIEF} {SHORT}",
-    "evaluate.py": f"{FEW} model.dtype=float32",
-    "scripts/prepare.py layers": f"search.budget=4 search.conversations=2 {SHORT}",
-    "scripts/prepare.py datastore": SHORT,
-    "scripts/tune.py": f"bench.path=questions.jsonl {TUNED}",
-    "scripts/convert.py import": "exit_layer=2 output=imported",
-    "scripts/make_data.py": f"model=tiny {ONE} {BRIEF} {SHORT}",
-}
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
@@ -98,10 +86,6 @@ TEXTS = {
 }
 
 
-# By test_paper.py, and by test_commands.py in two processes.
-ELSEWHERE = {"a study not measured yet", "one process for many", "tensor parallelism"}
-
-
 @pytest.fixture(scope="module")
 def targets():
     lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
@@ -127,35 +111,6 @@ def test_a_printed_command_composes(name, targets, here, monkeypatch):
         named = {"model", "model.path", "trainer.shard_target", "experiment", "source"}
         assert name == "slow training" or {word.partition("=")[0] for word in words} & named
         assert config.get("model") is None or config.model.path
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in TEXTS if name not in ELSEWHERE])
-def test_a_printed_command_runs(name, targets, here, made, monkeypatch):
-    text = text_of(name, targets, here, monkeypatch)
-    shutil.copytree(made, here, dirs_exist_ok=True)
-    random_model().save_pretrained(here / "FOLDER")
-    byte_tokenizer().save_pretrained(here / "FOLDER")
-    shutil.copytree(here / "adapters/tiny", here / "my adapters/tiny")
-    (here / "kangaroo-tiny-v1.3").rename(here / "CHECKPOINT")
-    for script, words in commands(text):
-        words = [word.replace("vicuna-7b", "tiny") for word in words]
-        shown = typed(script, f"{shlex.join(words)} {SMALLER.get(script, '')}", here)
-        for printed in commands(shown):  # such as "measure it"
-            typed(printed[0], f"{shlex.join(printed[1])} {SMALLER[printed[0]]}", here)
-
-
-def test_where_the_package_is_installed_the_program_is_named(tmp_path, monkeypatch):
-    options = {"model": "tiny", "drafter__adapter": "my adapters/x", "trainer__shard_target": True}
-    told = """model=tiny 'drafter.adapter="my adapters/x"' trainer.shard_target=true"""
-    torchrun = {"launcher": folders.TORCHRUN}
-    assert folders.command_line("evaluate", **options) == f"python evaluate.py {told}"
-    assert folders.command_line("tune", **options) == f"python scripts/tune.py {told}"
-    (tmp_path / "configs").mkdir()
-    monkeypatch.setattr(folders, "PACKAGE", tmp_path)
-    assert folders.command_line("tune", **options) == f"kangaroo tune {told}"
-    started = f"{folders.TORCHRUN} -m kangaroo train {told}"
-    assert folders.command_line("train", **torchrun, **options) == started
 
 
 @pytest.mark.parametrize(
