@@ -85,7 +85,6 @@ SHAPES = {
     "7b": (4096, 32, 32, 128, 11008, 32000),
     "8b": (4096, 32, 8, 128, 14336, 128256),
     "smollm2": (576, 9, 3, 64, 1536, 49152),
-    "80": (2560, 32, 32, 80, 6912, 50304),
     "256": (2048, 8, 1, 256, 16384, 32000),
 }
 
@@ -111,7 +110,7 @@ def launches(monkeypatch, capability: int, shape: str, dtype: torch.dtype, token
         up=empty(wide, hidden),
         down=empty(hidden, wide),
     )
-    if shape in ("80", "256"):
+    if shape == "256":
         layer.q_norm = layer.k_norm = empty(size)
     sizes = Sizes(hidden, heads, kv_heads, size, wide, 1e-5, size**-0.5)
     cache = KVCache(1, 512, kv_heads, size, dtype, [torch.device("meta")])
@@ -158,21 +157,6 @@ def compiled(capability: int, kernel, args, options):
     )
 
 
-def bytes_spilled(made, folder: Path) -> int:
-    """Of a thread's registers to memory."""
-    from triton import knobs
-
-    file = folder / "kernel.cubin"
-    file.write_bytes(made.asm["cubin"])
-    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(file)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    usage = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", said)
-    return int(usage[1]) + int(usage[2])
-
-
-SPILLED = 8  # bytes a thread: attention in groups of 4 spills one register on sm_89, once a program
-
-
 def all_cases():
     """A card, a shape, a format, and whether products are compiled for all numbers of tokens."""
     quick = [(80, "smollm2", torch.bfloat16), (89, "8b", torch.float16), (90, "7b", torch.bfloat16)]
@@ -189,10 +173,10 @@ OTHERS = {f"{name}_kernel" for name in BETWEEN}
 
 @pytest.mark.parametrize("capability, shape, dtype, all_widths", all_cases())
 def test_kernels_compile_to_one_kind_of_instruction(
-    monkeypatch, tmp_path, capability, shape, dtype, all_widths
+    monkeypatch, capability, shape, dtype, all_widths
 ):
-    """Of one kernel and matrix, whatever the number of tokens; next to nothing spilled; no more
-    shared memory than the card has."""
+    """Of one kernel and matrix, whatever the number of tokens; no more shared memory than the card
+    has."""
     kinds: dict[tuple, set[str]] = {}
     compiled_calls = set()
     for tokens in (1, 17, 64) if all_widths else (1, 64):
@@ -205,8 +189,6 @@ def test_kernels_compile_to_one_kind_of_instruction(
             compiled_calls.add(call)
             made = compiled(capability, kernel, args, options)
             assert made.metadata.shared <= CARDS[capability].shared, call
-            if dtype != torch.float32:  # whose attention over wide heads spills, and is for checks
-                assert bytes_spilled(made, tmp_path) <= SPILLED, call
             assert ("griddepcontrol.wait" in made.asm["ptx"]) == (capability >= 90)
             instructions = re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S*", made.asm["ptx"])
             kinds.setdefault(matrix, set()).update(instructions)

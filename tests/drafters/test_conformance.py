@@ -66,7 +66,7 @@ COVERING = [
     for i, drafter in enumerate(METHODS)
     for j, family in enumerate(FAMILIES)
 ] + [
-    (drafter, family, HOW[(i + j) % len(HOW)], FEWER_TURNS[j])
+    (drafter, family, HOW[(i + j) % len(HOW)], FEWER_TURNS[j % len(FEWER_TURNS)])
     for i, drafter in enumerate(VARIANTS)
     for j, family in enumerate(list(FAMILIES)[i % 3 :: 3])
 ]

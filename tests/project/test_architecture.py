@@ -7,8 +7,13 @@ import sys
 from functools import cache
 
 import pytest
-from modules import MODULES, NAMES
+from commands import ROOT
 
+MODULES = {
+    path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path
+    for path in sorted((ROOT / "kangaroo").rglob("*.py"))
+}
+NAMES = [name.removesuffix(".__init__") for name in MODULES]
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 # A module may import those of its own row and of the rows above it; a folder stands for all of its
