@@ -16,6 +16,7 @@ from cases import (
     DRAFTERS,
     FAMILIES,
     HOW,
+    METHODS,
     MIXED,
     NEW_TOKENS,
     PROMPTS,
@@ -54,11 +55,10 @@ from kangaroo.models.target import TargetModel
 LONGER = random_prompts(5, 55, 1, 120)
 
 
-# A variant of a method is named after it: a method runs on every family, a variant on a third of
-# them. Over these the batches take turns, the cheapest most often, and so do the samplings: as 7
-# and 5 have no common divisor, every sampling meets every batch.
-VARIANTS = [name for name in DRAFTERS if any(name.startswith(f"{other}-") for other in DRAFTERS)]
-METHODS = [name for name in DRAFTERS if name not in VARIANTS]
+# A method runs on every family, a variant on a third of them. Over these the batches take turns,
+# the cheapest most often, and so do the samplings: as 7 and 5 have no common divisor, every
+# sampling meets every batch.
+VARIANTS = [name for name in DRAFTERS if name not in METHODS]
 TURNS = ["alone", "ragged", "admitted", "ragged", "ragged", "admitted", "ragged"]
 FEWER_TURNS = ["alone", "ragged", "admitted", "ragged"]
 COVERING = [
