@@ -133,17 +133,6 @@ def test_optional_libraries_are_imported_where_they_are_used(library):
             assert library not in {module.split(".")[0] for module in names}, name
 
 
-# what transformers calls the parts of a layer
-HF_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "rotary_emb"}
-
-
-def test_only_the_model_and_the_adapter_know_transformers_layers():
-    for name, tree in TREES.items():
-        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        if part(name) not in ("models.layer_weights", "heads", "models.target", "models"):
-            assert not attributes & HF_PARTS, name
-
-
 def test_a_file_can_be_read_in_one_go_and_prints_nothing():
     for name, path in MODULES.items():
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, name
