@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from cases import DRAFTERS, Case
-from helpers import adapter_for, graphed, random_prompts, tiny, vanilla_texts
+from helpers import adapter_for, graphed, random_prompts, tiny
 from strict_graphs import Tape
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -49,19 +49,6 @@ def test_a_growing_text_is_recorded_anew_at_powers_of_two_alone(name, most):
     growing(engine, batch, seed=1)
     further = len(set(made) - before)
     assert further <= (0 if name == "kangaroo" else most // 4)  # of other widths
-
-
-def test_settings_and_seeds_are_read_from_the_device(top_p=0.9):
-    """Texts by unlike settings replay the same graphs, and each is its own."""
-    lm, made = graphed(tiny()), set()
-    engine = Engine(lm, Kangaroo(lm, adapter_for(lm), 3, 0.0))
-    batch = engine.open(1, 60, Sampling(temperature=0.8, top_p=top_p))
-    for seed, prompt in enumerate(PROMPTS):
-        how = Sampling(temperature=0.8 + seed / 5, top_p=top_p, seed=seed)
-        written_out(engine, batch, [prompt], max_new_tokens=20, seed=seed, sampling=how)
-        assert batch.texts[0] == vanilla_texts(tiny(), [prompt], 20, how)[0]
-        made = made or set(lm.acceleration.graphs.made)
-    assert all("block" in key for key in set(lm.acceleration.graphs.made) - made)  # of a width
 
 
 LAUNCHES = {

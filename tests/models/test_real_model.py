@@ -15,7 +15,7 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.evaluation.config import EvaluateConfig, MethodSpec
 from kangaroo.evaluation.run import Evaluator
-from kangaroo.models.prompts import Message, prompt_ids
+from kangaroo.models.prompts import prompt_ids
 from kangaroo.models.target import TargetModel
 
 ADAPTER = str(ROOT / "adapters/smollm2-135m")
@@ -53,7 +53,6 @@ def by_vanilla(target):
     return decoded
 
 
-# in turn; the whole demo bench, a slow test, is decoded both ways by every method
 @pytest.mark.parametrize(
     "name, sampling", list(zip(SHIPPED, itertools.cycle(SAMPLINGS), strict=False))
 )
@@ -78,40 +77,6 @@ def test_the_shipped_fused_adapter_writes_what_vanilla_writes(target, by_vanilla
     assert [g.tokens for g in kangaroo.generate(some, 12, batch_size=3)] == texts
     (alone,) = kangaroo.generate(some[:1], 12, batch_size=1)
     assert alone.tokens == texts[0] and len(alone.steps) < len(alone.tokens)
-
-
-def conversations(target, engine, bench, new_tokens, sampling):
-    """Tokens of every turn of a bench, the engine's own answers in the prompts, many at a time."""
-    _, tokenizer = target
-    questions = load_questions(bench)
-    messages = [[Message(role="user", content=q.turns[0])] for q in questions]
-    written = {}
-    for turn in range(2):
-        open_ = [i for i, q in enumerate(questions) if len(q.turns) > turn]
-        prompts = [prompt_ids(tokenizer, messages[i]) for i in open_]
-        seeds = [1000 * questions[i].question_id + turn for i in open_]
-        done = engine.generate(prompts, new_tokens, sampling, batch_size=16, seeds=seeds)
-        for i, generation in zip(open_, done, strict=True):
-            written[i, turn] = generation.tokens
-            answer = tokenizer.decode(generation.tokens, skip_special_tokens=True)
-            messages[i].append(Message(role="assistant", content=answer))
-            if len(questions[i].turns) > turn + 1:
-                messages[i].append(Message(role="user", content=questions[i].turns[turn + 1]))
-    return written
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", SHIPPED)
-def test_the_whole_demo_bench_by_every_method(target, monkeypatch, name, temperature):
-    monkeypatch.chdir(ROOT)
-    lm, sampling = target[0], Sampling(temperature=temperature)
-    config = OmegaConf.to_object(composed("evaluate", f"drafter={name}").drafter)
-    vanilla, drafted = (
-        conversations(target, Engine(lm, drafter), BenchConfig(), 32, sampling)
-        for drafter in (Vanilla(), config.build(lm))
-    )
-    assert drafted == vanilla and len(vanilla) == 82
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Decode until so many tokens are compared with vanilla's, and certify that none was another.
 
-A *cell* is one drafter in one setting, all of it from a seed. A finished cell is one line of the
-records, on disk as soon as it is known, so a killed run loses the cell at hand and nothing else.
+A *cell* is one drafter in one setting, all of it from a seed.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from kangaroo.models.loading import Dtype
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import tables
 from kangaroo.utils.errors import NotLossless
-from kangaroo.utils.provenance import git_revision, provenance
+from kangaroo.utils.provenance import provenance
 from kangaroo.utils.tables import share
 
 SOAKED = {name: build for name, build in DRAFTERS.items() if name not in SCRIPTED}
@@ -144,28 +143,22 @@ def soak(
     dtype: Dtype = Dtype.float32,
 ) -> dict[str, Any]:
     """Decode by each drafter in turn until so many tokens are compared. Write `certificate.json`
-    and `certificate.md`, and return the former. What `folder` holds already is gone on from.
+    and `certificate.md`, and return the former.
 
-    Errors: `NotLossless`, after everything is written; `ConfigError`, `CorruptFile`.
+    Errors: `NotLossless`, after everything is written.
     """
-    settings = {"seed": seed, "device": device, "dtype": dtype.value}
-    records.enter(folder, settings | {"git_revision": git_revision()}, {}, True)
-    cells = list(records.lines(folder, lambda fields: Cell(**fields)))
-    done = {(cell.number, cell.drafter) for cell in cells}
-    writer, bar = records.Writer(folder, 0), tqdm(total=tokens, unit_scale=True)
-    bar.update(total := sum(cell.counts["tokens"] for cell in cells))
-    for number, name in ((number, name) for number in itertools.count() for name in builds):
-        if total >= tokens:
-            break
-        if (number, name) not in done:
+    began, cells = provenance(), list[Cell]()
+    cases = ((number, name) for number in itertools.count() for name in builds)
+    with tqdm(total=tokens, unit_scale=True) as bar:
+        while bar.n < tokens:
+            number, name = next(cases)
             setting = setting_of(number, seed, device, dtype.torch)
-            cells.append(cell := decode(number, name, setting, builds[name], seed))
-            writer.append(cell)
-            bar.update(cell.counts["tokens"])
-            total += cell.counts["tokens"]
-    writer.close()
-    bar.close()
-    certificate = certify(cells, records.begun(folder))
+            cells.append(decode(number, name, setting, builds[name], seed))
+            bar.update(cells[-1].counts["tokens"])
+    settings = {"seed": seed, "device": device, "dtype": dtype.value}
+    certificate = certify(cells) | {"settings": settings, "provenance": began}
+    certificate["finished"] = provenance()["time"]
+    folder.mkdir(parents=True, exist_ok=True)
     records.write_json(folder / CERTIFICATE, certificate)
     (folder / "certificate.md").write_text(markdown(certificate), encoding="utf-8")
     if certificate["differences"]:
@@ -236,8 +229,8 @@ def differences(setting: Setting, done: Mapping[int, Generation]) -> Iterator[di
         }
 
 
-def certify(cells: Sequence[Cell], begun: dict[str, Any]) -> dict[str, Any]:
-    """What the cells say together; `begun` has the settings, and the first start's provenance."""
+def certify(cells: Sequence[Cell]) -> dict[str, Any]:
+    """What the cells say together."""
 
     def totals(some: Sequence[Cell]) -> dict[str, int]:
         sums = sum((Counter(cell.counts) for cell in some), Counter())
@@ -263,8 +256,6 @@ def certify(cells: Sequence[Cell], begun: dict[str, Any]) -> dict[str, Any]:
         "by": {heading: by(heading) for heading in BY},
         "cells": len(cells),
         "seconds": sum(cell.seconds for cell in cells),
-        "settings": begun["settings"],
-        "provenance": begun["provenance"] | {"finished": provenance()["time"]},
     }
 
 
@@ -286,7 +277,7 @@ def markdown(certificate: dict[str, Any]) -> str:
     ]
     about = certificate["provenance"]
     lines = [
-        f"git {about['git_revision']}, begun {about['time']}, finished {about['finished']}, "
+        f"git {about['git_revision']}, begun {about['time']}, finished {certificate['finished']}, "
         f"{certificate['seconds'] / 60:.0f} minutes of decoding in {certificate['cells']} cells",
         *circumstances(about),
         ", ".join(f"{name}={value}" for name, value in certificate["settings"].items()),
