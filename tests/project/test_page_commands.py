@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -83,31 +82,6 @@ WITHIN = {
     for line in re.findall(r"`(?:python )?((?:evaluate|train)\.py [^`]+)`", page.read_text())
     if not re.search(r"=(X|\.\.\.)?( |$)| -m ", line)
 }
-
-
-PROBE = """
-import atexit, os, signal, sys
-assert not hasattr(sys, "left_behind")
-atexit.register(print, "at exit")
-print(sys.argv[1:], os.getcwd(), os.environ.get("ASKED"), sys.stdin.read(), __name__, sys.path[0])
-os.environ["ASKED"] = sys.left_behind = "by an earlier run"
-"""
-
-
-@pytest.mark.parametrize(
-    "end, code",
-    [("raise SystemExit('no')", 1), ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL)],
-)
-def test_a_command_is_a_process_of_its_own(end, code, tmp_path, monkeypatch):
-    """Though its imports are those of a process before it (`commands.py`)."""
-    script = tmp_path / "probe.py"
-    script.write_text(PROBE + end)
-    monkeypatch.setenv("ASKED", "yes")
-    done = python(str(script), "a", "b c", cwd=tmp_path)
-    assert done.returncode == code
-    if code > 0:
-        assert done.stdout == f"['a', 'b c'] {tmp_path} yes  __main__ {tmp_path}\nat exit\n"
-        assert "no\n" in done.stderr
 
 
 def marked(line: str) -> object:

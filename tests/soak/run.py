@@ -76,8 +76,6 @@ class Cell:
     each a `records.Fork` with all that makes it again.
     """
 
-    number: int
-    drafter: str
     options: dict[str, Any]
     counts: dict[str, int]
     seconds: float
@@ -192,7 +190,7 @@ def decode(number: int, name: str, setting: Setting, build: Build, seed: int) ->
         for index, generation in engine.completions(requests, SAMPLINGS[setting.sampling], rows):
             done[wave[index]] = generation
     steps = [step for generation in done.values() for step in generation.steps]
-    options = {"sampling": setting.sampling, "target": setting.family, "rows at a time": rows}
+    options = dict(zip(BY, (name, setting.sampling, setting.family, rows), strict=True))
     counts = {
         "texts": len(done),
         "tokens": sum(len(setting.texts[index]) for index in done),
@@ -201,8 +199,6 @@ def decode(number: int, name: str, setting: Setting, build: Build, seed: int) ->
         "ended_by_eos": sum(generation.finish == "eos" for generation in done.values()),
     }
     return Cell(
-        number,
-        name,
         options | {"exit_layer": exit_layer, "prefill_chunk": chunk, "always_drafts": always},
         counts,
         running() - started,
@@ -240,19 +236,14 @@ def certify(cells: Sequence[Cell]) -> dict[str, Any]:
     def by(heading: str) -> dict[str, dict[str, int]]:
         groups: dict[str, list[Cell]] = {}
         for cell in cells:
-            value = ({"drafter": cell.drafter} | cell.options)[heading]
-            groups.setdefault(str(value), []).append(cell)
+            groups.setdefault(str(cell.options[heading]), []).append(cell)
         return {value: totals(some) for value, some in groups.items()}
 
     sums = totals(cells)
     return sums | {
         "verdict": f"{sums['tokens']:,} tokens in {sums['texts']:,} texts were compared with "
         f"vanilla's; texts that differ: {sums['different_texts']}.",
-        "differences": [
-            {"drafter": cell.drafter} | cell.options | difference
-            for cell in cells
-            for difference in cell.differences
-        ],
+        "differences": [cell.options | text for cell in cells for text in cell.differences],
         "by": {heading: by(heading) for heading in BY},
         "cells": len(cells),
         "seconds": sum(cell.seconds for cell in cells),
