@@ -193,6 +193,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "tree-from-exit": lambda case: RandomTree(case.lm, case.texts, entry=EXIT),
 }
 
+# The others are variants, named after their method.
+METHODS = [n for n in DRAFTERS if not any(n.startswith(f"{method}-") for method in DRAFTERS)]
+
 TREES = {"medusa"} | {name for name in DRAFTERS if "tree" in name}
 
 SCRIPTED = {"oracle", "adversary", "sometimes", "tree", "tree-shared", "tree-from-exit"}

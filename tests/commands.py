@@ -14,6 +14,7 @@ import os
 import re
 import runpy
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,23 +33,36 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 STREAMS = ("stdin", "stdout", "stderr")
 
 
-def python(script: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def python(
+    script: str, *options: str, cwd: Path, processes: int = 1
+) -> subprocess.CompletedProcess[str]:
     """`python SCRIPT OPTIONS...` as typed in `cwd`; the script is named from the project's root, an
-    action of its stands behind it.
+    action of its stands behind it. Several processes know of each other as torchrun's do.
     """
     file, *action = script.split()
     command = [str(ROOT / file), *action, *options]
+    environments = [dict(os.environ)]
+    if processes > 1:
+        shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+        environments = [os.environ | shared | rank for rank in ranks]
     with tempfile.TemporaryDirectory() as folder:
         streams = {name: str(Path(folder, name)) for name in STREAMS}
         Path(streams["stdin"]).touch()
-        told = {"environment": dict(os.environ), "argv": command, "cwd": str(cwd)}
+        job = {"environments": environments, "argv": command, "cwd": str(cwd), "streams": streams}
         to, answers = server().stdin, server().stdout
         assert to is not None and answers is not None
-        to.write(json.dumps(told | {"streams": streams}) + "\n")
+        to.write(json.dumps(job) + "\n")
         to.flush()
         code = int(answers.readline())
         written = [Path(streams[name]).read_text() for name in STREAMS[1:]]
     return subprocess.CompletedProcess(command, code, *written)
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as listening:
+        return listening.getsockname()[1]
 
 
 @cache
@@ -63,11 +77,13 @@ def server() -> subprocess.Popen[str]:
 def next_job() -> dict:
     """In each child the job that it is for; the server itself ends here with its input."""
     for line in iter(sys.stdin.readline, ""):
-        child = os.fork()
-        if child == 0:
-            return json.loads(line)
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        job, children = json.loads(line), []
+        for environment in job["environments"]:
+            children.append(os.fork())
+            if children[-1] == 0:
+                return job | {"environment": environment}
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(next(filter(None, codes), 0), flush=True)
     raise SystemExit
 
 
@@ -105,7 +121,7 @@ if __name__ == "__main__":
     gc.freeze()  # what no collection looks at stays one copy for all
     job = next_job()
     for number, name in enumerate(STREAMS):
-        opened = os.open(job["streams"][name], os.O_RDWR | os.O_CREAT)
+        opened = os.open(job["streams"][name], os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, number)
         os.close(opened)
     os.environ.clear()

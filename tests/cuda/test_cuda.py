@@ -49,8 +49,6 @@ def test_kernels_compute_what_they_should(mark, interpreted):
     [
         (torch.float64, (4, 2, 16), True, "torch.float64"),
         (torch.float16, (4, 2, 15), True, "size 15"),
-        (torch.float16, (4, 2, 320), True, "size 320"),
-        (torch.float16, (32, 1, 16), True, "32 query heads"),
         (torch.float16, (4, 2, 16), False, "hooks"),
         (torch.float16, (4, 2, 16), True, "Triton cannot run here"),  # on a CPU
         (torch.float16, (4, 2, 16), True, "triton is not installed"),
@@ -85,7 +83,6 @@ SHAPES = {
     "7b": (4096, 32, 32, 128, 11008, 32000),
     "8b": (4096, 32, 8, 128, 14336, 128256),
     "smollm2": (576, 9, 3, 64, 1536, 49152),
-    "80": (2560, 32, 32, 80, 6912, 50304),
     "256": (2048, 8, 1, 256, 16384, 32000),
 }
 
@@ -111,7 +108,7 @@ def launches(monkeypatch, capability: int, shape: str, dtype: torch.dtype, token
         up=empty(wide, hidden),
         down=empty(hidden, wide),
     )
-    if shape in ("80", "256"):
+    if shape == "256":
         layer.q_norm = layer.k_norm = empty(size)
     sizes = Sizes(hidden, heads, kv_heads, size, wide, 1e-5, size**-0.5)
     cache = KVCache(1, 512, kv_heads, size, dtype, [torch.device("meta")])
@@ -158,21 +155,6 @@ def compiled(capability: int, kernel, args, options):
     )
 
 
-def bytes_spilled(made, folder: Path) -> int:
-    """Of a thread's registers to memory."""
-    from triton import knobs
-
-    file = folder / "kernel.cubin"
-    file.write_bytes(made.asm["cubin"])
-    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(file)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    usage = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", said)
-    return int(usage[1]) + int(usage[2])
-
-
-SPILLED = 8  # bytes a thread: attention in groups of 4 spills one register on sm_89, once a program
-
-
 def all_cases():
     """A card, a shape, a format, and whether products are compiled for all numbers of tokens."""
     quick = [(80, "smollm2", torch.bfloat16), (89, "8b", torch.float16), (90, "7b", torch.bfloat16)]
@@ -182,17 +164,6 @@ def all_cases():
     ]
 
 
-def test_tiles_on_an_h100_are_the_measured_ones(monkeypatch):
-    monkeypatch.setattr(launching, "card_of", lambda device: CARDS[90])
-    weight = torch.empty(1, dtype=torch.float16)
-    gate_up = launching.tile(weight, 11008, matrices=2, most=128)
-    assert gate_up == launching.Tile(128, 128, 8, (3, 3, 2))
-    assert launching.tile(weight, 4096, parts=4) == launching.Tile(64, 128, 4, (4, 4, 4))
-    small = launching.Tile(16, 64, 2, (4, 4, 4))
-    assert launching.tile(weight, 576, parts=4) == small
-    assert launching.tile(weight, 1536, matrices=2, most=128) == small
-
-
 PRODUCTS = {f"{name}_kernel" for name in ("qkv", "linear", "gate_up", "choose", "attend")}
 BETWEEN = "embed", "norm", "path", "combine", "choice", "rotate", "gate"
 OTHERS = {f"{name}_kernel" for name in BETWEEN}
@@ -200,10 +171,10 @@ OTHERS = {f"{name}_kernel" for name in BETWEEN}
 
 @pytest.mark.parametrize("capability, shape, dtype, all_widths", all_cases())
 def test_kernels_compile_to_one_kind_of_instruction(
-    monkeypatch, tmp_path, capability, shape, dtype, all_widths
+    monkeypatch, capability, shape, dtype, all_widths
 ):
-    """Of one kernel and matrix, whatever the number of tokens; next to nothing spilled; no more
-    shared memory than the card has."""
+    """Of one kernel and matrix, whatever the number of tokens; no more shared memory than the card
+    has."""
     kinds: dict[tuple, set[str]] = {}
     compiled_calls = set()
     for tokens in (1, 17, 64) if all_widths else (1, 64):
@@ -216,8 +187,6 @@ def test_kernels_compile_to_one_kind_of_instruction(
             compiled_calls.add(call)
             made = compiled(capability, kernel, args, options)
             assert made.metadata.shared <= CARDS[capability].shared, call
-            if dtype != torch.float32:  # whose attention over wide heads spills, and is for checks
-                assert bytes_spilled(made, tmp_path) <= SPILLED, call
             assert ("griddepcontrol.wait" in made.asm["ptx"]) == (capability >= 90)
             instructions = re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S*", made.asm["ptx"])
             kinds.setdefault(matrix, set()).update(instructions)

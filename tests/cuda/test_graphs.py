@@ -11,14 +11,13 @@ from scale_worker import train_tiny
 from strict_graphs import CaptureError, DanglingGraph, StrictGraphs, StrictRecorder
 
 from kangaroo.cuda import graphs as graphs_module
-from kangaroo.cuda.graphs import GraphRecorder, Graphs
+from kangaroo.cuda.graphs import Graphs
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import clock
 from kangaroo.engine.cache import KVCache
 from kangaroo.engine.engine import Engine
-from kangaroo.evaluation.lossless import target_logits
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.export import draft_model
 from kangaroo.models.target import TargetModel
@@ -31,30 +30,12 @@ def cache() -> KVCache:
     return KVCache(1, 8, 1, 4, torch.float32, [torch.device("cpu")])
 
 
-def untimed(line: str) -> dict[str, float]:
-    timed = ("tokens_per_second", "peak_memory_gib")
-    return {name: value for name, value in json.loads(line).items() if name not in timed}
-
-
 def texts_of(engine: Engine, prompts, new_tokens: int, **options) -> list[list[int]]:
     done = engine.generate(prompts, new_tokens, **options)
     return [p + g.tokens for p, g in zip(prompts, done, strict=True)]
 
 
 # ---- what the stand-in refuses, as CUDA would or should ----------------------------------------
-
-
-def test_a_recording_computes_nothing_and_a_replay_leaves_but_what_it_wrote_elsewhere():
-    passing, there = [], torch.ones(3)
-
-    def work():
-        passing.append(there + 1)
-        there.copy_(passing[-1] * 2)
-
-    replay = StrictRecorder()(work)  # it runs twice to warm up
-    assert there.tolist() == [10, 10, 10] and passing[-1].isnan().all()
-    replay()
-    assert there.tolist() == [22, 22, 22] and passing[-1].isnan().all()
 
 
 WAITS = {
@@ -84,18 +65,6 @@ def test_a_replay_on_freed_or_moved_memory_fails():
         replay()
 
 
-def test_a_pool_whose_last_tape_is_gone_cannot_be_recorded_into():
-    record, there = StrictRecorder(), torch.ones(3)
-    first = record(lambda: there.add_(1))
-    second = record(lambda: there.add_(1))
-    del first
-    third = record(lambda: there.add_(1))  # the second one keeps the pool
-    del second, third
-    gc.collect()
-    with pytest.raises(CaptureError, match="gone"):
-        record(lambda: there.add_(1))
-
-
 # recording and replaying
 
 
@@ -115,12 +84,6 @@ def test_work_is_recorded_once_and_replayed_with_new_inputs():
     graphs((own,), ("b",), work, torch.tensor([5.0, 6.0]))
     graphs((cache(),), ("b",), work, torch.tensor([5.0]))
     assert len(graphs.made) == 3  # and the last cache is gone already
-
-
-def test_work_inside_work_becomes_part_of_it():
-    graphs, own, one = StrictGraphs(), cache(), torch.tensor([1.0])
-    outer = graphs((own,), ("a",), lambda x: graphs((own,), ("b",), lambda y: (y + 1,), x), one)
-    assert outer[0].item() == 2 and len(graphs.made) == 1
 
 
 def test_what_is_held_is_not_copied_again():
@@ -153,7 +116,7 @@ def test_engines_made_and_dropped_in_turn_write_the_same_and_leave_nothing():
     lm = graphed(tiny())
     expected = vanilla_texts(tiny(), PROMPTS, 12)
     adapter = adapter_for(lm)
-    for turn in range(6):
+    for turn in range(4):
         drafter = Vanilla() if turn % 3 == 0 else Kangaroo(lm, adapter, 1 + turn % 3, 0.3)
         assert texts_of(Engine(lm, drafter), PROMPTS, 12, batch_size=1 + turn % 2) == expected
     del drafter
@@ -161,23 +124,10 @@ def test_engines_made_and_dropped_in_turn_write_the_same_and_leave_nothing():
     assert not lm.acceleration.graphs.made and not lm.acceleration.graphs.watched
 
 
-def test_the_judge_of_forks_records_nothing_and_is_right():
-    lm, eager = graphed(tiny()), tiny()
-    for text in random_prompts(*range(3, 33)):
-        torch.testing.assert_close(
-            target_logits(lm, text), target_logits(eager, text), rtol=0, atol=1e-5
-        )
-    assert not lm.acceleration.graphs.made
-
-
-@pytest.mark.parametrize("drafts", ["kangaroo", "draft model"])
-def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(drafts, monkeypatch):
+def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(monkeypatch):
+    """A draft model's, too."""
     lm = graphed(tiny())
-    adapter = adapter_for(lm)
-    if drafts == "kangaroo":
-        drafter = Kangaroo(lm, adapter, 2, 0.0)
-    else:
-        drafter = DraftModel(lm, TargetModel(draft_model(lm, adapter)), 2)
+    drafter = DraftModel(lm, TargetModel(draft_model(lm, adapter_for(lm))), 2)
     engine = Engine(lm, drafter)
     engine.generate(PROMPTS[:1], 10)
     old = [weakref.ref(engine.cache), weakref.ref(drafter.cache)]
@@ -198,9 +148,6 @@ def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(drafts, monk
     assert large <= set(made) and len({key[0] for key in made}) <= 3
 
 
-# only decoding is recorded
-
-
 def test_a_prompt_in_chunks_is_not_recorded():
     """Equal prompts in one batch: chunks of one shape, which differ in their row alone."""
     lm = graphed(tiny())
@@ -210,24 +157,6 @@ def test_a_prompt_in_chunks_is_not_recorded():
     assert texts_of(engine, prompts, 12) == expected
     passes = [key for key in lm.acceleration.graphs.made if "verify" in key and "block" not in key]
     assert len(passes) == 1 and lm.acceleration.graphs.made[passes[0]].inputs[0].shape == (2, 1)
-
-
-def test_training_decodes_by_graphs_and_records_nothing_else(tmp_path):
-    recipes = [recipe_of(name="attention", exit_layers=[1])]
-    for name, lm in {"eager": tiny(), "graphs": graphed(tiny())}.items():
-        train_tiny(tmp_path / name, {"epochs": 2}, lm=lm, recipes=recipes)
-        if lm.acceleration.graphs is not None:
-            # what decodes alone: the pending token's shallow pass, drafts and verifications
-            names = {key[0] for key in lm.acceleration.graphs.calls}
-            assert names == {"block", "root", "round", "draft", "verify", "observe"}
-    eager, graphs = (
-        [untimed(line) for line in (tmp_path / name / METRICS).read_text().splitlines()]
-        for name in ("eager", "graphs")
-    )
-    assert eager == graphs
-
-
-# time and device
 
 
 def test_recording_takes_none_of_the_steps_time(monkeypatch):
@@ -248,47 +177,15 @@ def test_recording_takes_none_of_the_steps_time(monkeypatch):
     assert seconds[0] >= 4000 and done.seconds == pytest.approx(0, abs=1e-6)
 
 
-def test_streams_and_events_are_of_the_models_device(monkeypatch):
-    """On `cuda:1` while the current device is another."""
-    current, seen = ["cuda:0"], []
-
-    class Device:
-        def __init__(self, device):
-            self.device = str(device)
-
-        def __enter__(self):
-            self.before, current[0] = current[0], self.device
-
-        def __exit__(self, *_):
-            current[0] = self.before
-
-    class Event:
-        def __init__(self, enable_timing):
-            pass
-
-        def record(self, stream):
-            seen.append(stream)
-
-    monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: seen.append(current[0]))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: str(device or current[0]))
-    device = torch.device("cuda:1")
-    GraphRecorder(device)
-    clock.mark(device)
-    assert seen == ["cuda:1", "cuda:1"]
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("parts", [{}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("device", range(max(1, torch.cuda.device_count())))
-def test_cuda_graphs_write_what_eager_decoding_writes(parts, device):
+def test_cuda_graphs_write_what_eager_decoding_writes(device):
     def on_gpu() -> TargetModel:
         return TargetModel(tiny().hf.to(f"cuda:{device}"))
 
     texts = vanilla_texts(on_gpu(), PROMPTS, 40)
     lm = on_gpu().compile_for_decoding()
-    adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts))
+    adapter = adapter_for(lm, architecture=AdapterHeadConfig(fused=True))
     for drafter in (Vanilla(), Kangaroo(lm, adapter, 4, 0.3)):
         recorded = Graphs.seconds
         assert texts_of(Engine(lm, drafter), PROMPTS, 40, batch_size=2) == texts

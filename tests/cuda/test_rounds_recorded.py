@@ -5,21 +5,17 @@ import itertools
 import pytest
 import torch
 from cases import DRAFTERS, Case
-from helpers import adapter_for, graphed, random_prompts, tiny, vanilla_texts
+from helpers import adapter_for, graphed, random_prompts, tiny
 from strict_graphs import Tape
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.vanilla import Vanilla, VanillaConfig
+from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.warm_up import warm_up
-from kangaroo.models.loading import TINY, ModelConfig, byte_tokenizer
-from kangaroo.serving import serve
-from kangaroo.serving.config import ServeConfig
-from kangaroo.serving.scheduler import Scheduler
 
 PROMPTS = random_prompts(5, 30, 9)
 
@@ -35,13 +31,11 @@ def written_out(engine: Engine, batch: Batch, prompts: list[list[int]], **option
 def growing(engine: Engine, batch: Batch, seed: int) -> None:
     """Some steps at many lengths of a text, from 1 to 2000 slots."""
     (text,) = random_prompts(2000, seed=seed)
-    for length in (1, 30, 150, 300, 480, 700, 1000, 1300, 1700, 1980):
-        written_out(engine, batch, [text[:length]], max_new_tokens=12)
+    for length in (1, 150, 300, 700, 1300, 1980):
+        written_out(engine, batch, [text[:length]], max_new_tokens=8)
 
 
-@pytest.mark.parametrize(
-    "name, most", [("vanilla", 8), ("kangaroo", 36), ("kangaroo-tree", 100), ("hybrid-tree", 100)]
-)
+@pytest.mark.parametrize("name, most", [("kangaroo", 36), ("hybrid-tree", 100)])
 def test_a_growing_text_is_recorded_anew_at_powers_of_two_alone(name, most):
     lm = graphed(tiny(max_position_embeddings=4096))
     engine = Engine(lm, DRAFTERS[name](Case(lm, adapter_for(lm), [])))
@@ -54,25 +48,15 @@ def test_a_growing_text_is_recorded_anew_at_powers_of_two_alone(name, most):
     before = set(made)
     growing(engine, batch, seed=1)
     further = len(set(made) - before)
-    assert further <= (0 if name in ("vanilla", "kangaroo") else most // 4)  # of other widths
+    assert further <= (0 if name == "kangaroo" else most // 4)  # of other widths
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_settings_and_seeds_are_read_from_the_device(top_p):
-    """Texts by unlike settings replay the same graphs, and each is its own."""
-    lm, made = graphed(tiny()), set()
-    engine = Engine(lm, Kangaroo(lm, adapter_for(lm), 3, 0.0))
-    batch = engine.open(1, 60, Sampling(temperature=0.8, top_p=top_p))
-    for seed, prompt in enumerate(PROMPTS):
-        how = Sampling(temperature=0.8 + seed / 5, top_p=top_p, seed=seed)
-        written_out(engine, batch, [prompt], max_new_tokens=20, seed=seed, sampling=how)
-        assert batch.texts[0] == vanilla_texts(tiny(), [prompt], 20, how)[0]
-        made = made or set(lm.acceleration.graphs.made)
-    assert all("block" in key for key in set(lm.acceleration.graphs.made) - made)  # of a width
-
-
-LAUNCHES = {"vanilla": (2, 16), "kangaroo": (8, 30), "kangaroo-tree-stops": (14, 35)}
-LAUNCHES |= {"hybrid-tree": (11, 48), "eagle-tree": (11, 35)}
+LAUNCHES = {
+    "vanilla": (2, 16),
+    "kangaroo": (8, 30),
+    "hybrid-tree": (11, 48),
+    "eagle-tree": (11, 35),
+}
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -97,7 +81,7 @@ def test_a_round_is_few_launches(name, monkeypatch):
     lm = graphed(tiny())
     engine = Engine(lm, DRAFTERS[name](Case(lm, adapter_for(lm), [])))
     batch = engine.open(1, 200, Sampling(temperature=0.7))
-    engine.admit(batch, 0, Request(random_prompts(60)[0], 120))
+    engine.admit(batch, 0, Request(random_prompts(60)[0], 60))
     seen = []
     for _ in range(24):
         before = len(lm.acceleration.graphs.made)
@@ -124,22 +108,3 @@ def test_what_was_warmed_up_is_not_recorded_again():
     native = Engine(tiny().compile_for_decoding(), Vanilla())
     warm_up(native, 2, 100)
     assert native.cache is None  # where nothing is recorded, nothing is done
-
-
-def test_a_server_is_ready_once_it_has_recorded(monkeypatch):
-    lm, recorded = graphed(tiny()), []
-
-    def run(server, sockets):
-        recorded.append(len(lm.acceleration.graphs.made))
-        for listening in sockets:
-            listening.close()
-        assert schedulers[0].close(60)
-
-    schedulers = []
-    start = Scheduler.start
-    monkeypatch.setattr(Scheduler, "start", lambda self: schedulers.append(start(self)) or self)
-    monkeypatch.setattr(serve, "load_target", lambda model: (lm, byte_tokenizer()))
-    monkeypatch.setattr("uvicorn.Server.run", run)
-    config = ServeConfig(port=0, max_batch_size=1, max_model_len=40)
-    serve.serve(ModelConfig("tiny", TINY, device="cpu"), VanillaConfig(), config)
-    assert recorded[0] > 0

@@ -45,8 +45,8 @@ def test_costs_lie_on_lines_and_half_of_what_was_hidden_is_expected_to_show():
 
 
 def test_costs_are_measured_once_a_machine(monkeypatch, tmp_path):
+    lm = tiny().compile_for_decoding()  # the library is the usual cache's
     monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
-    lm = tiny().compile_for_decoding()
     found = costs.measured(lm)
     assert found.widths[0] == 1 and sorted(found.seconds) == found.seconds and found.seconds[0] > 0
     (file,) = (tmp_path / "costs").iterdir()

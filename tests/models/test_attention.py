@@ -27,13 +27,12 @@ def test_the_end_of_a_prompt_needs_no_mask(group, width, extent):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_texts_are_the_same_by_the_gpus_paths(family, monkeypatch):
+def test_texts_are_the_same_by_the_gpus_paths(monkeypatch):
     """Prompts without masks, on the CPU."""
     prompts = random_prompts(5, 40, 130)
-    expected = vanilla_texts(tiny(family), prompts, 16)
+    expected = vanilla_texts(tiny(), prompts, 16)
     monkeypatch.setattr(model, "has_flash", lambda device, dtype: True)
-    lm = tiny(family)
+    lm = tiny()
     adapter = adapter_for(lm)
     for drafter in (Vanilla(), Kangaroo(lm, adapter, 4, 0.3), KangarooTree(lm, adapter, 3, 0.0)):
         for rows in (1, 2):

@@ -11,10 +11,8 @@ from kangaroo.utils.errors import ModelNotFound, UnsupportedModel
 # of the hub's safetensors files, in parameters
 PUBLISHED = {
     "lmsys/vicuna-7b-v1.3": 6_738_415_616,
-    "lmsys/vicuna-13b-v1.3": 13_015_864_320,
     "lmsys/vicuna-33b-v1.3": 32_528_943_616,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
-    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,

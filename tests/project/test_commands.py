@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from commands import PAGES, ROOT, shown
+from commands import PAGES, ROOT, free_port, python, shown
 from stand_ins import BRIEF, FEW, ONE, SHORT
 
 from kangaroo import cli
@@ -30,8 +29,6 @@ APPENDED = {
     "evaluate.py bench=spec_bench": f"model=tiny {FEW}",
     "evaluate.py model=vicuna-7b bench=spec_bench": FEW,
 }
-# Three Python processes with all imports take half a minute: one line is enough for every change.
-FAST = "train.py model=vicuna-7b"
 LINES = list({" ".join(words): words for page in PAGES for words in shown(page)}.values())
 
 
@@ -39,16 +36,6 @@ def typed(line):
     """A command without torchrun and its options."""
     first = next(i for i, word in enumerate(line) if word.endswith(".py"))
     return " ".join(line[first:])
-
-
-def marked(line):
-    is_slow = typed(line) != FAST or "--nnodes=4" in line
-    return pytest.param(line, id=" ".join(line[1:]), marks=[pytest.mark.slow] * is_slow)
-
-
-def free_port():
-    with socket.create_server(("localhost", 0)) as server:
-        return server.getsockname()[1]
 
 
 def start(line, folder):
@@ -73,12 +60,6 @@ def start(line, folder):
     return [subprocess.Popen(command, cwd=folder, env=environment, **pipes) for _ in range(nodes)]
 
 
-def run(line, folder):
-    for process in start(line, folder):
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
-
-
 def bytes_of(folder, pattern):
     """The content of all files of a kind, by name."""
     files = sorted((folder / "outputs").rglob(pattern))
@@ -89,12 +70,31 @@ def test_every_torchrun_line_has_its_stand_ins():
     assert {typed(line) for line in LINES} == set(APPENDED)
 
 
-@pytest.mark.parametrize("line", [marked(line) for line in LINES])
+def test_two_processes_train_one_adapter(here):
+    """Each forked, and told of the other as torchrun tells it; torchrun itself imports anew."""
+    words = ["model=tiny", *SHAREGPT.split()]
+    done = python("train.py", *words, cwd=here, processes=2)
+    assert done.returncode == 0, done.stderr
+    check_trained(here)
+
+
+def check_trained(here):
+    (about,) = bytes_of(here, "attention-exit2/config.json").values()
+    assert json.loads(about)["training"]["processes"] == 2 and bytes_of(here, WEIGHTS)
+
+
+def run(line, folder):
+    for process in start(line, folder):
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", LINES, ids=lambda line: " ".join(line[1:]))
 def test_a_line_of_the_pages_runs_in_two_processes(line, here):
     run(line, here)
     if typed(line).startswith("train.py"):
-        (about,) = bytes_of(here, "attention-exit2/config.json").values()
-        assert json.loads(about)["training"]["processes"] == 2 and bytes_of(here, WEIGHTS)
+        check_trained(here)
     elif typed(line).startswith("scripts/make_data.py"):
         assert bytes_of(here, "*.arrow") and not bytes_of(here, "*.safetensors")
     else:
@@ -136,7 +136,7 @@ def test_a_process_killed_in_writing_and_in_training_changes_no_byte(here):
         assert bytes_of(here, pattern) == bytes_of(alone, pattern) != {}
 
 
-@pytest.mark.parametrize("name", ["chat", "speed", "convert_import", "prepare_layers"])
+@pytest.mark.parametrize("name", ["chat", "convert_import"])
 def test_a_command_for_one_process_refuses_more(name, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "argv", ["it.py", f"hydra.run.dir={tmp_path}"])

@@ -15,7 +15,7 @@ import pytest
 from cases import BATCHES, CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of
 from commands import ROOT
 from helpers import adapter_for
-from modules import NAMES
+from test_architecture import NAMES
 
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.kangaroo import Kangaroo
@@ -39,8 +39,7 @@ def bigram(tmp_path_factory):
         yield importlib.import_module("bigram")
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("sampling, batch", list(zip(SAMPLINGS, [*BATCHES, "alone"], strict=True)))
 def test_the_shown_drafter_writes_what_vanilla_decoding_writes(bigram, sampling, batch):
     case = case_of("llama", sampling)
     drafter = bigram.BigramConfig().build(case.lm)

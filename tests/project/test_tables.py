@@ -31,11 +31,6 @@ def test_a_page_and_a_terminal_have_the_same_rows():
     assert list(ROWS[0]) in words and all(list(row.values()) in words for row in ROWS)
 
 
-def test_where_room_is_short_nothing_is_cut_off():
-    text = printed(tables.terminal([{"a": "x" * 30, "b": "y" * 9}] * 2), 20)
-    assert text.count("x") == 60 and text.count("y") == 18 and "…" not in text
-
-
 def test_what_a_user_named_stays_within_its_cell_as_it_is():
     rows = [{"task": "a|b\nc", "[bold]": "[/x] :smile:"}]
     assert tables.markdown(rows).splitlines()[2] == r"| a\|b c | [/x] :smile: |"

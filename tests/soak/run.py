@@ -1,12 +1,12 @@
 """Decode until so many tokens are compared with vanilla's, and certify that none was another.
 
-A *cell* is one drafter in one setting, all of it from a seed. A finished cell is one line of the
-records, on disk as soon as it is known, so a killed run loses the cell at hand and nothing else.
+A *cell* is one drafter in one setting, all of it from a seed.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
@@ -32,7 +32,7 @@ from kangaroo.models.loading import Dtype
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import tables
 from kangaroo.utils.errors import NotLossless
-from kangaroo.utils.provenance import git_revision, provenance
+from kangaroo.utils.provenance import provenance
 from kangaroo.utils.tables import share
 
 SOAKED = {name: build for name, build in DRAFTERS.items() if name not in SCRIPTED}
@@ -52,16 +52,14 @@ EOS_SHARE = 0.75  # of the settings; in the others every text ends at its limit
 BATCHES = (1, 4, 20, 20)  # rows at a time; the largest twice, since it is the cheapest
 FEWEST = 8  # requests of a cell, and at least twice as many as rows, so that rows are refilled
 CERTIFICATE = "certificate.json"
-BY = {"drafter": "drafter", "sampling": "sampling", "target": "family", "rows at a time": "batch"}
+BY = ("drafter", "sampling", "target", "rows at a time")  # what the certificate has tables of
 
 Build = Callable[[Case], Drafter]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Requests to one target, and what vanilla decoding writes for each of them, alone. Prompts may
-    enter in chunks of these sizes without another text.
-    """
+    """Requests to one target, and what vanilla decoding writes for each of them, alone."""
 
     family: str
     sampling: str
@@ -74,45 +72,24 @@ class Setting:
 
 @dataclass(frozen=True)
 class Cell:
-    """All requests of a setting by one drafter.
-
-    Args:
-        options: the engine's, as they were drawn.
-        tokens: that vanilla wrote, and that were compared.
-        seconds: of decoding, without vanilla's.
-        differences: texts that are not vanilla's, each a `records.Fork` with all that makes it
-            again; `found` and `vanilla` are the tokens there, empty where a text has ended.
+    """Requests of a setting by one drafter; `differences` are the texts that are not vanilla's,
+    each a `records.Fork` with all that makes it again.
     """
 
-    number: int
-    drafter: str
     options: dict[str, Any]
-    family: str
-    sampling: str
-    batch: int
-    texts: int
-    tokens: int
-    drafted: int
-    accepted: int
-    ended_by_eos: int
+    counts: dict[str, int]
     seconds: float
     differences: list[dict[str, Any]]
-
-    @property
-    def where(self) -> str:
-        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.number}/{self.drafter} ({self.family}, {self.sampling}, {options})"
 
 
 @cache
 def target(family: str, device: str, dtype: torch.dtype = torch.float32) -> TargetModel:
-    name, compiled = family.removesuffix(COMPILED), family.endswith(COMPILED)
-    architecture, fields = ARCHITECTURES[name]
+    architecture, fields = ARCHITECTURES[family.removesuffix(COMPILED)]
     hf = tiny_model(architecture, **fields)
     for parameter in hf.parameters():  # RoPE's frequencies stay in float32
         parameter.data = parameter.data.to(dtype)
     lm = TargetModel(hf.requires_grad_(False).to(device))
-    return lm.compile_for_decoding() if compiled else lm
+    return lm.compile_for_decoding() if family.endswith(COMPILED) else lm
 
 
 @lru_cache(1)  # its drafters come one after the other
@@ -164,28 +141,22 @@ def soak(
     dtype: Dtype = Dtype.float32,
 ) -> dict[str, Any]:
     """Decode by each drafter in turn until so many tokens are compared. Write `certificate.json`
-    and `certificate.md`, and return the former. What `folder` holds already is gone on from.
+    and `certificate.md`, and return the former.
 
-    Errors: `NotLossless`, after everything is written; `ConfigError`, `CorruptFile`.
+    Errors: `NotLossless`, after everything is written.
     """
-    settings = {"seed": seed, "device": device, "dtype": dtype.value}
-    records.enter(folder, settings | {"git_revision": git_revision()}, {}, True)
-    cells = list(records.lines(folder, lambda fields: Cell(**fields)))
-    done = {(cell.number, cell.drafter) for cell in cells}
-    writer, bar = records.Writer(folder, 0), tqdm(total=tokens, unit_scale=True)
-    bar.update(total := sum(cell.tokens for cell in cells))
-    for number, name in ((number, name) for number in itertools.count() for name in builds):
-        if total >= tokens:
-            break
-        if (number, name) not in done:
+    began, cells = provenance(), list[Cell]()
+    cases = ((number, name) for number in itertools.count() for name in builds)
+    with tqdm(total=tokens, unit_scale=True) as bar:
+        while bar.n < tokens:
+            number, name = next(cases)
             setting = setting_of(number, seed, device, dtype.torch)
-            cells.append(cell := decode(number, name, setting, builds[name], seed))
-            writer.append(cell)
-            bar.update(cell.tokens)
-            total += cell.tokens
-    writer.close()
-    bar.close()
-    certificate = certify(cells, records.begun(folder))
+            cells.append(decode(number, name, setting, builds[name], seed))
+            bar.update(cells[-1].counts["tokens"])
+    settings = {"seed": seed, "device": device, "dtype": dtype.value}
+    certificate = certify(cells) | {"settings": settings, "provenance": began}
+    certificate["finished"] = provenance()["time"]
+    folder.mkdir(parents=True, exist_ok=True)
     records.write_json(folder / CERTIFICATE, certificate)
     (folder / "certificate.md").write_text(markdown(certificate), encoding="utf-8")
     if certificate["differences"]:
@@ -204,24 +175,13 @@ def decode(number: int, name: str, setting: Setting, build: Build, seed: int) ->
     all others have ended, in the cache that the engine has kept.
     """
     started, draw, lm = running(), Random(f"{seed}/tiny/{number}/{name}"), setting.lm
-    options = {
-        "exit_layer": draw.randrange(1, lm.n_layers),
-        "prefill_chunk": draw.choice(setting.prefill_chunks),
-        "batch": draw.choice(BATCHES),
-        "always_drafts": draw.choice((True, False)),
-    }
+    exit_layer, chunk = draw.randrange(1, lm.n_layers), draw.choice(setting.prefill_chunks)
+    rows, always = draw.choice(BATCHES), draw.choice((True, False))
     texts = zip(setting.requests, setting.texts, strict=True)
-    case = Case(
-        lm,
-        adapter_for(lm, int(options["exit_layer"])),
-        [[*request.prompt, *text] for request, text in texts],
-    )
-    engine = Engine(
-        *(lm, build(case)),
-        prefill_chunk=options["prefill_chunk"],
-        always_drafts=bool(options["always_drafts"]),
-    )
-    engine.eos_ids, rows = setting.eos_ids, options["batch"]
+    known = [[*request.prompt, *text] for request, text in texts]
+    drafter = build(Case(lm, adapter_for(lm, exit_layer), known))
+    engine = Engine(lm, drafter, prefill_chunk=chunk, always_drafts=always)
+    engine.eos_ids = setting.eos_ids
     count = min(max(FEWEST, 2 * rows), len(setting.requests))
     chosen = draw.sample(range(len(setting.requests)), count)
     done: dict[int, Generation] = {}
@@ -230,20 +190,19 @@ def decode(number: int, name: str, setting: Setting, build: Build, seed: int) ->
         for index, generation in engine.completions(requests, SAMPLINGS[setting.sampling], rows):
             done[wave[index]] = generation
     steps = [step for generation in done.values() for step in generation.steps]
+    options = dict(zip(BY, (name, setting.sampling, setting.family, rows), strict=True))
+    counts = {
+        "texts": len(done),
+        "tokens": sum(len(setting.texts[index]) for index in done),
+        "drafted": sum(step.drafted for step in steps),
+        "accepted": sum(step.accepted for step in steps),
+        "ended_by_eos": sum(generation.finish == "eos" for generation in done.values()),
+    }
     return Cell(
-        number=number,
-        drafter=name,
-        options=options,
-        family=setting.family,
-        sampling=setting.sampling,
-        batch=rows,
-        texts=len(done),
-        tokens=sum(len(setting.texts[index]) for index in done),
-        drafted=sum(step.drafted for step in steps),
-        accepted=sum(step.accepted for step in steps),
-        ended_by_eos=sum(generation.finish == "eos" for generation in done.values()),
-        seconds=running() - started,
-        differences=list(differences(setting, done)),
+        options | {"exit_layer": exit_layer, "prefill_chunk": chunk, "always_drafts": always},
+        counts,
+        running() - started,
+        list(differences(setting, done)),
     )
 
 
@@ -266,26 +225,28 @@ def differences(setting: Setting, done: Mapping[int, Generation]) -> Iterator[di
         }
 
 
-def certify(cells: Sequence[Cell], begun: dict[str, Any]) -> dict[str, Any]:
-    """What the cells say together; `begun` has the settings, and the first start's provenance."""
+def certify(cells: Sequence[Cell]) -> dict[str, Any]:
+    """What the cells say together."""
 
-    def totals(field: str = "", value: object = None) -> dict[str, int]:
-        some = [cell for cell in cells if not field or getattr(cell, field) == value]
-        counts = ("texts", "tokens", "drafted", "accepted", "ended_by_eos")
-        sums = {count: sum(getattr(cell, count) for cell in some) for count in counts}
-        return sums | {"different_texts": sum(len(cell.differences) for cell in some)}
+    def totals(some: Sequence[Cell]) -> dict[str, int]:
+        sums = sum((Counter(cell.counts) for cell in some), Counter())
+        sums["different_texts"] = sum(len(cell.differences) for cell in some)
+        return {count: sums[count] for count in (*cells[0].counts, "different_texts")}
 
-    values = {field: dict.fromkeys(getattr(cell, field) for cell in cells) for field in BY.values()}
-    sums = totals()
+    def by(heading: str) -> dict[str, dict[str, int]]:
+        groups: dict[str, list[Cell]] = {}
+        for cell in cells:
+            groups.setdefault(str(cell.options[heading]), []).append(cell)
+        return {value: totals(some) for value, some in groups.items()}
+
+    sums = totals(cells)
     return sums | {
         "verdict": f"{sums['tokens']:,} tokens in {sums['texts']:,} texts were compared with "
         f"vanilla's; texts that differ: {sums['different_texts']}.",
-        "differences": [{"cell": cell.where, **d} for cell in cells for d in cell.differences],
-        "by": {name: {str(v): totals(f, v) for v in values[f]} for name, f in BY.items()},
+        "differences": [cell.options | text for cell in cells for text in cell.differences],
+        "by": {heading: by(heading) for heading in BY},
         "cells": len(cells),
         "seconds": sum(cell.seconds for cell in cells),
-        "settings": begun["settings"],
-        "provenance": begun["provenance"] | {"finished": provenance()["time"]},
     }
 
 
@@ -305,11 +266,9 @@ def markdown(certificate: dict[str, Any]) -> str:
         ]
         for name, groups in certificate["by"].items()
     ]
-    headings = ("cell", "seed", "position", "vanilla", "found", "gap", "label")
-    different = [{name: str(d[name]) for name in headings} for d in certificate["differences"]]
     about = certificate["provenance"]
     lines = [
-        f"git {about['git_revision']}, begun {about['time']}, finished {about['finished']}, "
+        f"git {about['git_revision']}, begun {about['time']}, finished {certificate['finished']}, "
         f"{certificate['seconds'] / 60:.0f} minutes of decoding in {certificate['cells']} cells",
         *circumstances(about),
         ", ".join(f"{name}={value}" for name, value in certificate["settings"].items()),
@@ -319,7 +278,7 @@ def markdown(certificate: dict[str, Any]) -> str:
         f"**{certificate['verdict']}**",
         "What is decoded, and how: docs/evaluation.md, 'A million tokens'. *accepted* is the "
         "share of draft tokens: were it 0 or 100% everywhere, little would be tested.",
-        *(tables.markdown(rows) for rows in [*sheets, different] if rows),
+        *map(tables.markdown, sheets),
         listed(lines),
     ]
     return "\n\n".join(parts) + "\n"

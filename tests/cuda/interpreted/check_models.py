@@ -6,8 +6,6 @@ Shapes: B or R rows, N nodes or tokens of a row, T tokens of a text, S slots.
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from helpers import VOCABULARY, tiny_model
@@ -126,7 +124,7 @@ def path_to(node: int) -> list[int]:
 
 # Name, options, format, starts, and the leaves that are decoded alone.
 BITS = [
-    ("llama", {"num_key_value_heads": 1, "num_hidden_layers": 1}, torch.bfloat16, [3, 61], [7]),
+    ("llama", {"num_key_value_heads": 1, "num_hidden_layers": 1}, torch.bfloat16, [3, 62], [6]),
     ("llama", {"head_dim": 64, "num_attention_heads": 8}, torch.bfloat16, [128, 129], [4, 6, 7]),
     ("qwen3", {"head_dim": 32}, torch.float16, [63, 64], [4, 6, 7]),
     ("qwen2", {"head_dim": 80}, torch.float32, [120, 127], [4, 6, 7]),
@@ -152,7 +150,7 @@ def test_each_node_of_a_tree_in_a_batch_has_the_bits_of_its_token_alone(case):
 
 
 @pytest.mark.parametrize(
-    "width", [pytest.param(x, marks=slow) for x in (2, 7, 16, 17, 33, 65, 121)] + [19]
+    "width", [pytest.param(x, marks=slow) for x in (2, 7, 16, 19, 33, 65, 121)] + [17]
 )
 def test_a_chain_of_any_width_has_the_bits_of_one_token(width):
     """Wider ones fill further accumulators, and more programs; some tokens of a long one are
@@ -165,30 +163,6 @@ def test_a_chain_of_any_width_has_the_bits_of_one_token(width):
     for n in {1, width - 1}:
         logits = by_kernels(lm, cache, alone, [60 + n], tokens_1N[:, n : n + 1])
         assert torch.equal(logits[0, 0], together[0, n])
-
-
-@slow
-@pytest.mark.parametrize("seed", range(6))
-def test_random_trees_have_the_bits_of_their_paths(seed):
-    chance = random.Random(seed)
-    name = chance.choice(list(FAMILIES))
-    size = chance.choice([16, 24, 32, 48, 80, 96])
-    dtype = chance.choice([torch.float16, torch.bfloat16, torch.float32])
-    group = chance.choice([1, 2, 4, 8])
-    options = {"head_dim": size, "num_attention_heads": 8, "num_key_value_heads": 8 // group}
-    lm, nodes = model(name, dtype, **options), chance.randint(2, 12)
-    parents = [0] + [chance.randrange(node) for node in range(1, nodes)]
-    start, tokens_1N = chance.choice([0, 50, 63, 64, 65, 127, 150]), random_tokens(1, nodes)
-    tree = Tree(torch.tensor([parents], device=DEVICE), max_depth=nodes)
-    together = by_kernels(lm, filled_cache(lm, 1), tree, [start], tokens_1N)
-    node, path = nodes - 1, [nodes - 1]
-    while node:
-        node = parents[node]
-        path.insert(0, node)
-    chain_1N = tokens_1N[:, torch.tensor(path, device=DEVICE)]
-    chain = Tree.chain(len(path), DEVICE)
-    logits = by_kernels(lm, filled_cache(lm, 1), chain, [start], chain_1N)
-    assert torch.equal(logits[0], together[0, path])
 
 
 def over_texts(lm: TargetModel, tokens_RT: Tensor, taps: tuple[int, ...] = ()) -> Tensor:
@@ -210,7 +184,7 @@ def with_stack(lm: TargetModel) -> TargetModel:
     "name", [x if x.startswith("q") else pytest.param(x, marks=slow) for x in FAMILIES]
 )
 def test_kernels_compute_what_the_modules_compute_of_whole_texts(name, dtype, monkeypatch):
-    lm, tokens_RT = model(name, dtype), random_tokens(2, 19)
+    lm, tokens_RT = model(name, dtype), random_tokens(2, 9)
     expected = over_texts(lm, tokens_RT, (1,))
     calls, run = [], Stack.run_text
     monkeypatch.setattr(Stack, "run_text", lambda *args: calls.append(1) or run(*args))
@@ -222,14 +196,14 @@ def test_kernels_compute_what_the_modules_compute_of_whole_texts(name, dtype, mo
 
 
 def test_a_texts_bits_depend_on_no_other_row_and_no_padding_and_a_mask_is_for_modules():
-    lm, tokens_RT = with_stack(model("qwen3", torch.float32)), random_tokens(3, 12)
+    lm, tokens_RT = with_stack(model("qwen3", num_hidden_layers=1)), random_tokens(3, 6)
     together = over_texts(lm, tokens_RT)[0]
-    others = torch.cat([random_tokens(4, 12)[3:], tokens_RT[1:]])
+    others = torch.cat([random_tokens(4, 6)[3:], tokens_RT[1:]])
     assert torch.equal(over_texts(lm, others)[0, 1:], together[1:])
     changed = tokens_RT.clone()
-    changed[1, 7:] = 0
-    assert torch.equal(over_texts(lm, changed)[0, 1, :7], together[1, :7])
-    meta, x_RTD = lm.chunk(0, 12, 0, 12), lm.embed(tokens_RT)
+    changed[1, 4:] = 0
+    assert torch.equal(over_texts(lm, changed)[0, 1, :4], together[1, :4])
+    meta, x_RTD = lm.chunk(0, 6, 0, 6), lm.embed(tokens_RT)
     assert lm.cuda_layers.takes_text(x_RTD, meta)
-    meta.bias_R1TE = torch.ones(1, 1, 12, 12, dtype=torch.bool, device=DEVICE).tril()
+    meta.bias_R1TE = torch.ones(1, 1, 6, 6, dtype=torch.bool, device=DEVICE).tril()
     assert not lm.cuda_layers.takes_text(x_RTD, meta)
