@@ -84,17 +84,16 @@ class WritesIntoTheCommittedCache(PromptLookup):
         return super().propose(batch)
 
 
-def accepts_one_too_many(decide):
+def accepts_one_too_many(accept):
     """A verifier that takes the first draft token unseen."""
 
-    def decided(draft, logits_BNV, positions_BN, sampling, seeds_B):
+    def accepted(draft, choice_BN):
         if draft.tree.size > 1:
-            drafted_B1 = draft.tokens_BN[:, 1:2]
-            best_BV = torch.zeros_like(logits_BNV[:, 0]).scatter(1, drafted_B1, 1e9)
-            logits_BNV[:, 0] += torch.where(draft.valid_BN[:, 1:2], best_BV, 0.0)
-        return decide(draft, logits_BNV, positions_BN, sampling, seeds_B)
+            valid_B, first_B = draft.valid_BN[:, 1], draft.tokens_BN[:, 1]
+            choice_BN[:, 0] = torch.where(valid_B, first_B, choice_BN[:, 0])
+        return accept(draft, choice_BN)
 
-    return decided
+    return accepted
 
 
 def altering(case: Case) -> Kangaroo:
