@@ -60,13 +60,14 @@ class Devices:
         sharing, spread = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), model.device_map is not None
         if not torch.cuda.is_available() or (model.device == "cpu" and not spread):
             return Devices("CPU", psutil.virtual_memory().available // sharing)
+        if spread:
+            room = [torch.cuda.mem_get_info(gpu) for gpu in range(torch.cuda.device_count())]
+            name = f"{len(room)} x {torch.cuda.get_device_name(0)}"
+            return Devices(name, sum(free for free, _ in room) // sharing, room[0][1], "cuda:0")
         index = None if model.device == "auto" else torch.device(model.device).index
-        one = torch.cuda.current_device() if index is None else index
-        gpus = list(range(torch.cuda.device_count())) if spread else [one]
-        room = [torch.cuda.mem_get_info(gpu) for gpu in gpus]
-        free = sum(free for free, _ in room) // (sharing if spread else 1)
-        name = f"{len(gpus)} x " * spread + torch.cuda.get_device_name(gpus[0])
-        return Devices(name, free, room[0][1], f"cuda:{gpus[0]}")
+        gpu = torch.cuda.current_device() if index is None else index
+        name, memory = torch.cuda.get_device_name(gpu), torch.cuda.mem_get_info(gpu)
+        return Devices(name, *memory, f"cuda:{gpu}")
 
     def speed(self, dtype: torch.dtype) -> float:
         """FLOP/s of a large product of matrices, measured."""
@@ -148,8 +149,7 @@ def estimate(
     parameters = sum(_count(adapter) for _, adapter in planned)
     taps = {tap for _, adapter in planned for tap in adapter.taps}
     deep = {tap for _, adapter in planned if (tap := adapter.deep_tap) is not None}
-    # likeliest tokens that are read of each distribution
-    stored = 0 if config.use_stored_logits is False else text.likeliest
+    stored = 0 if config.use_stored_logits is False else text.likeliest  # of each distribution
     share = max(0, 1 - config.holdout / text.conversations)
     tokens, learnt = int(share * text.tokens), int(share * text.learnt)
     accumulate = config.accumulate or processes  # micro-batches of a step
@@ -192,8 +192,7 @@ def estimate(
 
 
 def check_writing(lm: TargetModel, data: Data, devices: Devices) -> None:
-    """Errors: `ConfigError` where a process has no room for the target, or for the texts that it
-    has yet to write."""
+    """Errors: `ConfigError` where a process has no room for the target, or to write the data."""
     memory = {"target": _count(lm) * lm.dtype.itemsize}
     devices.check("loading the target", memory)
     given = isinstance(data, ConversationsConfig) and not data.regenerate
@@ -226,14 +225,14 @@ def foresee(
     where it cannot fit, or would hold out all that there is."""
     # a sharded target is read, and writes, on the CPU, and then goes to the GPUs part by part
     parted = replace(model, device_map=None) if trainer.shard_target else model
-    devices = Devices.of(parted)
     reads = replace(parted, device="cpu") if trainer.shard_target else model
+    devices = Devices.of(parted)
     check_writing(lm, data, Devices.of(reads))
     text = Text.of(data, trainer.max_length)
     if holds_out and not store.is_complete(Path(data.path)):  # that may be another one, and go
         check_holdout(trainer.holdout, text.conversations)
-    chunk = trainer.loss_chunk or loss_chunk_of(devices.total, lm.config.vocab_size)
-    trainer = replace(trainer, loss_chunk=chunk)
+    suiting = loss_chunk_of(devices.total, lm.config.vocab_size)
+    trainer = replace(trainer, loss_chunk=trainer.loss_chunk or suiting)
     steps, memory, flops = estimate(lm, recipes, trainer, text, processes)
     devices.check("training", memory)
     speed = devices.speed(lm.dtype)
