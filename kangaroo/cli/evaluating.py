@@ -17,13 +17,13 @@ from kangaroo.data import store
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.evaluation import comparison, report, run
+from kangaroo.evaluation import comparison
 from kangaroo.evaluation.config import MethodSpec, questions_of
 from kangaroo.evaluation.metrics import scalars
 from kangaroo.evaluation.race import race
+from kangaroo.evaluation.run import Evaluator
 from kangaroo.evaluation.study import report as study_report
 from kangaroo.evaluation.study.study import study_of
-from kangaroo.models.target import TargetModel
 from kangaroo.training import compare as adapters
 from kangaroo.training import curves
 from kangaroo.utils import tracking
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 
 @command(shared=True, goes_on=True)
 def evaluate(config: EvaluateCommand) -> float | None:
-    """Measure a drafter on a bench; print the table and write the files. Of several drafters, in
-    one run or in the jobs of a sweep, the table that compares them, or that of a study. Returns
-    the speedup of the drafter, or tokens/s where vanilla did not run.
+    """Measure drafters on a bench; print and write the table that compares what a run, or a sweep's
+    jobs so far, have measured, or that of a study. Returns the speedup of the first drafter, or
+    tokens/s where vanilla did not run.
 
     With `results` write what follows from results that are there; with `compare.adapters` measure
     adapters on held-out text.
@@ -76,10 +76,13 @@ def evaluate(config: EvaluateCommand) -> float | None:
             for name, drafter in drafters.items()
         ]
         if config.race and ranks.is_first:
-            _race(config, methods, lm, tokenizer)
+            (first, *_), limit = questions_of(config)
+            racers = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
+            sampling = replace(config.sampling, seed=config.seed)
+            race(lm, tokenizer, racers, first.turns[0], limit, sampling, Console())
         logger = config.logger if ranks.is_first else NoTrackerConfig()
         # before a tracker has begun a run: this may refuse
-        evaluator = run.Evaluator(
+        evaluator = Evaluator(
             lm, tokenizer, methods, config, model_name=config.model.name, ranks=ranks
         )
         if ranks.is_first and not config.resume:
@@ -92,13 +95,9 @@ def evaluate(config: EvaluateCommand) -> float | None:
                 results = evaluator.finish(
                     log=lambda numbers: tracker.log(numbers, _answered(numbers))
                 )
-                if ranks.is_first and len(results) == 1:
-                    Console().print(report.terminal_table(results[0]))
-                    log.info("answers, summary, report and plots are in %s", config.output)
             finally:
                 # whatever became of this one; a text that is not vanilla's has to show there
-                several = sweep is not None or len(drafters) > 1 or config.noise_floor
-                if ranks.is_first and (several or config.study is not None):
+                if ranks.is_first:
                     _compare(config, sweep or output)
             if ranks.is_first:
                 _track(results, config, tracker)
@@ -157,16 +156,6 @@ def _answered(numbers: dict[str, float]) -> int:
     names of metrics begin with theirs.
     """
     return int(next(n for name, n in numbers.items() if name.split(".")[-1] == "questions"))
-
-
-def _race(
-    config: EvaluateCommand, methods: list[MethodSpec], lm: TargetModel, tokenizer: Any
-) -> None:
-    """Show the first turn of the first question by vanilla decoding and all methods."""
-    (first, *_), limit = questions_of(config)
-    racers = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
-    sampling = replace(config.sampling, seed=config.seed)
-    race(lm, tokenizer, racers, first.turns[0], limit, sampling, Console())
 
 
 def _track(results: list[dict[str, Any]], config: EvaluateCommand, tracker: Tracker) -> None:

@@ -1,5 +1,5 @@
 """The metrics of an evaluation. `METRICS`, at the end, is the one place to add one: `summary.json`,
-W&B, the tables and their explanations are made from it.
+W&B and the tables are made from it, and docs/evaluation.md says what each means.
 
 A *round* is one forward of the target: the prefill, which gives the first token, or a verification.
 The bonus token (the target's own, after the accepted draft tokens) counts as emitted, never as
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Flag, auto
 from functools import partial
 from typing import Any
 
@@ -26,20 +25,6 @@ from kangaroo.utils.tables import Row, number, share, span
 
 Results = dict[str, Any]  # all metrics of some questions, by name
 CTAR = "ctar"
-PARTS = ("prefill", "draft", "verify", "host")  # of the method's time
-
-
-class Place(Flag):
-    """A table of metrics: by task or by method, as a page or in the terminal's 80 columns."""
-
-    tasks = auto()
-    tasks_terminal = auto()
-    methods = auto()
-    methods_terminal = auto()
-    pages = tasks | methods
-    by_task = tasks | tasks_terminal
-    by_method = methods | methods_terminal
-    everywhere = by_task | by_method
 
 
 @dataclass(frozen=True)
@@ -49,17 +34,15 @@ class Metric:
     Args:
         name: in `summary.json` and W&B.
         of: computes it; None where it does not apply (no such baseline, no draft).
-        heading: of its column; empty where it has none.
-        places: the tables with that column.
-        meaning: for readers of a report; empty where another metric's says it.
+        heading: of its column in a table of methods; empty where it has none.
+        in_terminal: whether it has that column in the terminal's 80 columns too.
     """
 
     name: str
     of: Callable[[Sequence[Record]], Any]
     heading: str = ""
-    places: Place = Place.pages
+    in_terminal: bool = False
     show: Callable[[Any], str] = number
-    meaning: str = ""
 
 
 def metrics(records: Sequence[Record]) -> Results:
@@ -79,21 +62,15 @@ def scalars(results: Results) -> dict[str, float]:
     return single | ends
 
 
-def cells(results: Results, place: Place) -> Row:
+def cells(results: Results, in_terminal: bool = False) -> Row:
     """The part of a table's row that metrics fill."""
-    columns = [metric for metric in METRICS if metric.heading and place in metric.places]
+    columns = [m for m in METRICS if m.heading and (m.in_terminal or not in_terminal)]
     # a summary of an earlier version lacks what has been added since
     row = {metric.heading: metric.show(results.get(metric.name)) for metric in columns}
-    if place in Place.pages:
+    if not in_terminal:
         drafts, shares = results["acceptance_rate"] is not None, [*results["ctar"], 0.0, 0.0, 0.0]
         row |= {f"CTAR({w + 1})": number(shares[w] if drafts else None) for w in range(3)}
     return row
-
-
-def definitions(place: Place) -> list[str]:
-    """What the metrics of a table and those without a column mean, in Markdown."""
-    listed = [m for m in METRICS if m.meaning and (place in m.places or not m.heading)]
-    return [f"**{m.heading or m.name}** (`{m.name}`): {m.meaning}" for m in listed]
 
 
 def runs(records: Iterable[Record], name: str = METHOD) -> list[MethodRun]:
@@ -271,7 +248,7 @@ def acceptance(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def seconds_of(part: str, records: Sequence[Record]) -> float:
-    """A part of the method's time: one of `PARTS`."""
+    """A part of the method's time: "prefill", or "draft", "verify" or "host" of the rounds."""
     if part == "prefill":
         return sum(map(prefill_seconds, runs(records)))
     return sum(sum(getattr(run, f"{part}_seconds")) for run in runs(records))
@@ -281,88 +258,25 @@ speed_of = partial(rate, "tokens_per_second")
 tenths = partial(number, digits=1)
 
 METRICS = [
-    Metric("questions", len, "questions", Place.tasks, str),
+    Metric("questions", len),
     Metric("tokens", lambda records: sum(len(run.tokens) for run in runs(records))),
+    Metric("speedup", partial(against, "vanilla", speedup), "speedup", True),
+    Metric("speedup_ci95", partial(against, "vanilla", interval), "95%", True, ends),
     Metric(
-        "speedup",
-        partial(against, "vanilla", speedup),
-        "speedup",
-        Place.everywhere,
-        meaning="seconds of vanilla decoding (same engine, cache and kernels, a drafter that "
-        "proposes nothing) over seconds of the method, prefill included, summed over questions; in "
-        "each turn both are timed up to the same number of tokens.",
+        "decoding_speedup", partial(against, "vanilla", speedup, prefill=False), "decoding", True
     ),
-    Metric(
-        "speedup_ci95",
-        partial(against, "vanilla", interval),
-        "95%",
-        Place.everywhere,
-        ends,
-        "the interval of the speedup at 95%: a bootstrap over questions.",
-    ),
-    Metric(
-        "decoding_speedup",
-        partial(against, "vanilla", speedup, prefill=False),
-        "decoding",
-        Place.pages | Place.methods_terminal,
-        meaning="the speedup of decoding alone: the same ratio without the time until the first "
-        "token.",
-    ),
-    Metric(
-        "hf_speedup",
-        partial(against, "hf", speedup),
-        "vs hf",
-        Place.by_method,
-        meaning="the speedup against `generate` of transformers, which tells no rounds: a text of "
-        "its that is longer than the method's counts in proportion.",
-    ),
-    Metric("hf_speedup_ci95", partial(against, "hf", interval), "95% vs hf", Place.methods, ends),
-    Metric(
-        "spec_bench_speedup",
-        spec_bench_speedup,
-        "Spec-Bench",
-        Place.by_task,
-        meaning="by the formula of Spec-Bench's own report: a ratio of mean tokens/s, in which "
-        "vanilla's tokens are its text tokenised again, EOS not counted. It favours the method on "
-        "short answers.",
-    ),
-    Metric(
-        "compression_rate",
-        partial(rate, "compression_rate", METHOD),
-        "CR",
-        Place.everywhere,
-        meaning="tokens emitted per forward of the target, bonus token included; vanilla's is 1.",
-    ),
-    Metric(
-        "ctar",
-        lambda records: ctar([count for run in runs(records) for count in run.accepted]),
-        meaning="CTAR(w), the consistent token acceptance rate, is the share of rounds whose first "
-        "w draft tokens were all accepted, up to the most that ever were. The compression rate is "
-        "1 + their sum, but for rounds that an EOS or the limit cut, which have no bonus token.",
-    ),
+    Metric("hf_speedup", partial(against, "hf", speedup), "vs hf", True),
+    Metric("hf_speedup_ci95", partial(against, "hf", interval), "95% vs hf", show=ends),
+    Metric("spec_bench_speedup", spec_bench_speedup),
+    Metric("compression_rate", partial(rate, "compression_rate", METHOD), "CR", True),
+    Metric("ctar", lambda records: ctar([n for run in runs(records) for n in run.accepted])),
     Metric("speculative_decoding", acceptance),
-    Metric(
-        "acceptance_rate",
-        partial(rate, "acceptance_rate", METHOD),
-        "accepted",
-        show=share,
-        meaning="accepted over drafted tokens; all nodes of a tree are drafted.",
-    ),
-    Metric(
-        "tokens_per_second",
-        partial(speed_of, METHOD),
-        "tokens/s",
-        Place.everywhere,
-        tenths,
-        "all tokens (EOS included) over all seconds, prefill included, of each method's own texts; "
-        "hf is `generate` of transformers.",
-    ),
-    Metric(
-        "vanilla_tokens_per_second", partial(speed_of, "vanilla"), "vanilla", Place.by_task, tenths
-    ),
-    Metric("hf_tokens_per_second", partial(speed_of, "hf"), "hf", Place.by_task, tenths),
-    *(  # they add up to the method's time
-        Metric(f"{part}_seconds", partial(seconds_of, part), f"{part}, s", Place.tasks, tenths)
-        for part in PARTS
-    ),
+    Metric("acceptance_rate", partial(rate, "acceptance_rate", METHOD), "accepted", show=share),
+    Metric("tokens_per_second", partial(speed_of, METHOD), "tokens/s", True, tenths),
+    Metric("vanilla_tokens_per_second", partial(speed_of, "vanilla")),
+    Metric("hf_tokens_per_second", partial(speed_of, "hf")),
+    Metric("prefill_seconds", partial(seconds_of, "prefill")),  # these four add up to its time
+    Metric("draft_seconds", partial(seconds_of, "draft")),
+    Metric("verify_seconds", partial(seconds_of, "verify")),
+    Metric("host_seconds", partial(seconds_of, "host")),
 ]

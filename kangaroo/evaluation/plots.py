@@ -1,4 +1,4 @@
-"""The plots of an evaluation, and of methods side by side: each a figure made from a summary."""
+"""The plot of methods side by side, and the colours of all plots."""
 
 from __future__ import annotations
 
@@ -23,27 +23,13 @@ NAMES = {  # of tasks, where they are not their own
     "rag": "RAG",
 }
 
-Results = dict[str, Any]
-
-
-def groups(summary: dict[str, Any]) -> list[tuple[str, Results]]:
-    """The metrics of each task and of all, by name."""
-    return [*summary["by_task"].items(), ("overall", summary["overall"])]
-
 
 def about(summary: dict[str, Any]) -> str:
-    """What the plots are of, in words; of a comparison without a drafter."""
-    method = f" with {summary['drafter']}" if "drafter" in summary else ""
-    return "{model}{method} on {bench}, {dtype}, {device}".format(method=method, **summary)
+    """What the plots are of, in words."""
+    return "{model} on {bench}, {dtype}, {device}".format(**summary)
 
 
-def speedup(summary: dict[str, Any]) -> Figure:
-    """Speedup over vanilla by task, and overall."""
-    *tasks, overall = groups(summary)
-    return speedup_bars([overall, *tasks], about(summary), accent="overall")
-
-
-def speedup_bars(rows: Sequence[tuple[str, Results]], subtitle: str, accent: str) -> Figure:
+def speedup_bars(rows: Sequence[tuple[str, dict[str, Any]]], subtitle: str, accent: str) -> Figure:
     """Speedups with their intervals and the compression rates, their upper bound; the first row on
     top.
 
@@ -70,7 +56,7 @@ def speedup_bars(rows: Sequence[tuple[str, Results]], subtitle: str, accent: str
     axes.plot([], [], color=INK, linewidth=1.4, label="95% interval")
     axes.plot([], [], "D", color=INK, markersize=5, label="compression rate")
     axes.plot([], [], color=INK, linewidth=1, linestyle=":", label="vanilla")
-    axes.set_yticks(range(len(rows)), [NAMES.get(name, name) for name, _ in rows])
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
@@ -88,8 +74,3 @@ def speedup_of_methods(comparison: dict[str, Any]) -> Figure:
     methods = comparison["methods"]
     rows = [(method["name"].replace(",", "\n", 1), method["overall"]) for method in methods]
     return speedup_bars(rows, about(comparison), accent=rows[0][0])
-
-
-def tasks(methods: Sequence[dict[str, Any]]) -> list[str]:
-    """The bench's, and "overall"."""
-    return [*max((method["by_task"] for method in methods), key=len), "overall"]

@@ -132,10 +132,7 @@ def read(folder: Path) -> list[Record]:
 
 
 def lines(folder: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
-    """What each line of all ranks' files holds, oldest first.
-
-    Args:
-        parse: It makes a record of the fields of a line.
+    """What `parse` makes of the fields of each line of all ranks' files.
 
     Errors: `CorruptFile` for a line that is no record; one cut short at the end is left out.
     """
@@ -154,11 +151,8 @@ def lines(folder: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
 def enter(
     folder: Path, settings: dict[str, Any], drafter_cost: dict[str, Any], resume: bool
 ) -> None:
-    """Make `folder` this run's, or go on with the run that it holds.
-
-    Args:
-        settings: by name; they must be those the run began with.
-        drafter_cost: what is known of it before anything is asked.
+    """Make `folder` this run's, or go on with the run that it holds, of the same settings. What a
+    drafter costs is noted as far as it is known before anything is asked.
 
     Errors: `ConfigError` names the settings that differ.
     """

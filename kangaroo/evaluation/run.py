@@ -1,6 +1,5 @@
-"""Run an evaluation: every question by every method in turn, then the files from the records.
-
-What is measured are one or several drafters, the *methods*, and the baselines that they share.
+"""Run an evaluation: every question by every method, a drafter, and by the baselines that they
+share, in turn; then the files from the records.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule
 from kangaroo.evaluation import records as store
-from kangaroo.evaluation import report, summary
+from kangaroo.evaluation import summary
 from kangaroo.evaluation.bench import Question, seed_of
 from kangaroo.evaluation.config import (
     Baseline,
@@ -83,7 +82,16 @@ class Evaluator:
         # of each method, the questions that all of them have answered
         self.records = [[r for r in answered if r.question_id in complete] for answered in records]
         self.engines = [Engine(lm, method.drafter) for method in methods]
-        self.decoders = self._decoders()
+        # the methods by their index, baselines by their name; vanilla first, far from the last
+        # method, which is vanilla again
+        self.decoders: dict[int | str, Decoder] = {}
+        if Baseline.vanilla in config.baselines:
+            vanilla = Engine(lm, Vanilla())
+            self.decoders["vanilla"] = by_engine(vanilla, tokenizer, config.sampling)
+        for i, engine in enumerate(self.engines):
+            self.decoders[i] = by_engine(engine, tokenizer, config.sampling)
+        if Baseline.hf in config.baselines:
+            self.decoders["hf"] = by_transformers(lm, tokenizer, config.sampling)
         comparable = config.sampling.greedy or config.sampling.rule is Rule.match
         self.compares = comparable and "vanilla" in self.decoders
 
@@ -96,24 +104,9 @@ class Evaluator:
             cost = {"parameters": parameters, "training": method.made_by}
             store.enter(folder, named | shared | flat(method.settings), cost, config.resume)
 
-    def _decoders(self) -> dict[int | str, Decoder]:
-        """The methods by their index, baselines by their name; vanilla first, far from the last
-        method, which is vanilla again.
-        """
-        sampling, baselines = self.config.sampling, self.config.baselines
-        decoders: dict[int | str, Decoder] = {}
-        if Baseline.vanilla in baselines:
-            vanilla = Engine(self.lm, Vanilla())
-            decoders["vanilla"] = by_engine(vanilla, self.tokenizer, sampling)
-        for i, engine in enumerate(self.engines):
-            decoders[i] = by_engine(engine, self.tokenizer, sampling)
-        if Baseline.hf in baselines:
-            decoders["hf"] = by_transformers(self.lm, self.tokenizer, sampling)
-        return decoders
-
     def finish(self, log: Log | None = None) -> list[dict[str, Any]]:
         """Ask all that is left, write each method's artefacts to its folder, and return the
-        summaries. Where there are several, the baselines get a summary too, as methods.
+        summaries. The baselines get a summary too, as methods, in folders of their own.
 
         Args:
             log: called after each question with the metrics of all that are answered; of several
@@ -124,13 +117,22 @@ class Evaluator:
         """
         self._answer_share(log)
         self.ranks.wait()
-        results = [self._report(folder) for folder in self.folders]
+        results = []
+        for folder in self.folders:
+            records = store.read(folder)
+            if len(records) < len(self.questions):
+                raise DataError(
+                    f"'{folder}' holds {len(records)} of {len(self.questions)} questions after the "
+                    "run; under torchrun it must be a folder that all ranks share."
+                )
+            results.append(summary.summarise(records, store.begun(folder)))
+            if self.ranks.is_first:
+                summary.write(records, results[-1], folder)
         self.ranks.wait()
-        if self.ranks.is_first:  # the others wait while it reports
-            if len(self.folders) > 1:
-                for baseline in self.config.baselines:
-                    output = Path(self.config.output)
-                    summary.write_baseline(baseline.value, self.folders[0], output)
+        if self.ranks.is_first:
+            for baseline in self.config.baselines:
+                output = Path(self.config.output)
+                summary.write_baseline(baseline.value, self.folders[0], output)
             for result, folder in zip(results, self.folders, strict=True):
                 check_lossless(result, folder)
         return results
@@ -153,33 +155,16 @@ class Evaluator:
             for writer, answered, record in zip(writers, self.records, records, strict=True):
                 writer.append(record)
                 answered.append(record)
-            numbers = [scalars(metrics(answered)) for answered in self.records]
+            numbers = {
+                method.name: scalars(metrics(answered))
+                for method, answered in zip(self.methods, self.records, strict=True)
+            }
+            first = next(iter(numbers.values()))
             if log is not None:
-                names = [method.name for method in self.methods]
-                several = {
-                    f"{name}.{metric}": value
-                    for name, of_method in zip(names, numbers, strict=True)
-                    for metric, value in of_method.items()
-                }
-                log(several if len(numbers) > 1 else numbers[0])
-            shown = ("speedup", "compression_rate")
-            bar.set_postfix({name: numbers[0][name] for name in shown if name in numbers[0]})
+                log(flat(numbers) if len(numbers) > 1 else first)
+            bar.set_postfix({k: first[k] for k in ("speedup", "compression_rate") if k in first})
         for writer in writers:
             writer.close()
-
-    def _report(self, folder: Path) -> dict[str, Any]:
-        """The summary of a complete run; the first rank writes the artefacts."""
-        records = store.read(folder)
-        if len(records) < len(self.questions):
-            raise DataError(
-                f"'{folder}' holds {len(records)} of {len(self.questions)} questions after the "
-                "run; under torchrun it must be a folder that all ranks share."
-            )
-        result = summary.summarise(records, store.begun(folder))
-        if self.ranks.is_first:
-            summary.write(records, result, folder)
-            report.write(result, folder)
-        return result
 
     def order(self, index: int, world: int) -> list[int | str]:
         """Who answers the question of this index, in turn; it changes, so that a machine that slows

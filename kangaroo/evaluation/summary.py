@@ -104,11 +104,8 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
 
 
 def answer(record: Record, name: str, model_id: str) -> dict[str, Any]:
-    """One question as a line of Spec-Bench's answer files.
-
-    `accept_lengths` has an entry a round: accepted draft tokens + 1, so 1 for the prefill and for
-    each of vanilla's tokens. Turn by turn their sum is `new_tokens`, or one more where an EOS or
-    the limit cut the bonus token off.
+    """One question as a line of Spec-Bench's answer files. `accept_lengths` has accepted draft
+    tokens + 1 of each round, the prefill's too.
     """
     turns = runs([record], name)
     choice = {
@@ -142,9 +139,8 @@ def write(records: Sequence[Record], summary: dict[str, Any], folder: Path) -> N
 
 
 def write_baseline(name: str, method: Path, output: Path) -> None:
-    """A baseline's own `summary.json`, as if it were a method that was measured against itself, so
-    that it has a row beside the methods: in a folder of its name in `output`, from the records of
-    a method, which hold its runs.
+    """A baseline's own `summary.json`, as of a method that was measured against itself, in a folder
+    of its name in `output`; from the records of a method, which hold its runs.
     """
     records = [
         replace(

@@ -6,6 +6,8 @@ from importlib.metadata import version
 
 import pytest
 from helpers import EXIT, VOCABULARY, adapter_for, random_prompts, tiny, vanilla_texts
+from kangaroo.evaluation.speed.bandwidth import Reads
+from kangaroo.evaluation.speed.batches import WIDTHS, throughput
 from rich.console import Console
 
 from kangaroo.drafters.kangaroo import Kangaroo
@@ -14,8 +16,6 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.speed import report
-from kangaroo.evaluation.speed.bandwidth import Reads
-from kangaroo.evaluation.speed.batches import WIDTHS, throughput
 from kangaroo.evaluation.speed.speed import (
     SpeedConfig,
     against_vanilla,

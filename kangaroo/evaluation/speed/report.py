@@ -38,19 +38,15 @@ def write(result: dict[str, Any], output: Path, console: Console) -> None:
     """Save what `speed.measure` returned, `speed.json`, `speed.md` and `speed.png`, and show it."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
-    (output / "speed.md").write_text(markdown(result), encoding="utf-8")
+    sections = {title: tables.markdown(rows) for title, rows in sheets(result).items()}
+    text = "".join(f"**{title}**\n\n{table}\n\n" for title, table in sections.items())
+    (output / "speed.md").write_text(f"{text}{notes(result)}\n", encoding="utf-8")
     title = f"{result['model']}, {result['dtype']}, {machine(result['provenance'])}"
     figure = plots.speedup_bars(list(result["methods"].items()), title, accent="kangaroo")
     figure.savefig(output / "speed.png", dpi=150)
     for heading, rows in sheets(result).items():
         console.print(tables.terminal(rows, heading))
     console.print(notes(result), f"Saved in {output}.", sep="\n", markup=False, highlight=False)
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """The tables and notes."""
-    parts = [f"**{title}**\n\n{tables.markdown(rows)}" for title, rows in sheets(result).items()]
-    return "\n\n".join([*parts, notes(result).replace("\n", "\n\n")]) + "\n"
 
 
 def sheets(result: dict[str, Any]) -> dict[str, list[Row]]:
@@ -90,16 +86,12 @@ def _cells(values: dict[str, Any], columns: dict[str, tuple[str, int]]) -> Row:
 def notes(result: dict[str, Any]) -> str:
     """What the tables need to be read."""
     settings, about = result["settings"], result["provenance"]
-    versions = about["versions"]
     before, after = (result["bandwidth"][when] / 1e9 for when in ("before", "after"))
     return (
-        f"hf is transformers' generate, hf_lookup the same with its prompt lookup. Limits are the "
-        f"time in which the memory could deliver what is read: {before:.1f} GB/s before, "
-        f"{after:.1f} GB/s after, of which they take the higher; a vanilla token reads "
-        f"{result['weights'] / 1e6:.1f} MB of weights.\n"
-        f"{result['model']}, {result['dtype']}, {result['device']}, {machine(about)}; greedy, "
-        f"batch 1, past any EOS; {settings['prompts']} prompts x {settings['max_new_tokens']} "
-        f"tokens x {settings['repeats']} repeats; {result['drafter']}.\n"
-        f"git {about['git_revision']}, torch {versions['torch']}, transformers "
-        f"{versions['transformers']}, {about['time']}."
+        f"Memory: {before:.1f} GB/s before, {after:.1f} GB/s after; limits take the higher. A "
+        f"vanilla token reads {result['weights'] / 1e6:.1f} MB of weights. {result['model']}, "
+        f"{result['dtype']}, {machine(about)}; {settings['prompts']} prompts x "
+        f"{settings['max_new_tokens']} tokens x {settings['repeats']} repeats; "
+        f"{result['drafter']}. git {about['git_revision']}, torch {about['versions']['torch']}, "
+        f"transformers {about['versions']['transformers']}, {about['time']}."
     )

@@ -6,7 +6,6 @@ Shapes: Q questions.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +15,13 @@ import numpy as np
 import yaml
 
 from kangaroo.evaluation import statistics
-from kangaroo.evaluation.comparison import shared
+from kangaroo.evaluation.comparison import shared, summaries_in
 from kangaroo.evaluation.metrics import CTAR, pairs
-from kangaroo.evaluation.records import BASELINES, SUMMARY, Record, read
+from kangaroo.evaluation.plots import NAMES
+from kangaroo.evaluation.records import BASELINES, Record, read
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import changes
+from kangaroo.utils.tables import short
 
 PUBLISHED = Path(__file__).with_name("published.yaml")
 OVERALL = "overall"  # beside the tasks
@@ -55,14 +56,11 @@ class StudyConfig:
 
     Args:
         name: of its files, and of the published values that belong to it.
-        title: of its table and its plot.
         x: what changes along the plot: `method`, `task`, `position` (in the draft), `parameters`,
             or a setting by its name in results, such as `drafter.threshold`.
         curve: what each curve has in common, in the same words; None where there is but one.
-        x_label, curve_label: what the page calls them.
         metrics: `speedup`, `compression_rate`, `acceptance_rate`, or `ctar1`, `ctar2` ... for
             CTAR(1) and so on; not read for `x=position`, which has CTAR.
-        log_x: a logarithmic axis.
         labels: what methods are called in words.
         note: what a reader of the table has to know.
         claims: findings of the paper to be checked.
@@ -75,7 +73,6 @@ class StudyConfig:
     x_label: str = ""
     curve_label: str = ""
     metrics: list[str] = field(default_factory=lambda: ["compression_rate", "speedup"])
-    log_x: bool = False
     labels: dict[str, str] = field(default_factory=dict)
     note: str = ""
     claims: list[Claim] = field(default_factory=list)
@@ -163,6 +160,13 @@ class Study:
     published: list[Point]
     checked: list[Checked]
 
+    def word(self, x: Place) -> str:
+        """A place, or a curve, in a table or along a plot."""
+        if isinstance(x, float):
+            prefix = "w = " if self.config.x == "position" else ""
+            return short(x) if self.config.x == "parameters" else f"{prefix}{x:g}"
+        return "-" if x is None else NAMES.get(x, x)
+
 
 def study_of(config: StudyConfig, folder: Path) -> Study | None:
     """The study of the results below `folder`; None where there are none yet.
@@ -184,13 +188,9 @@ def study_of(config: StudyConfig, folder: Path) -> Study | None:
 def measured(config: StudyConfig, folder: Path) -> list[Measured]:
     """All methods with results below `folder`, in the order of the study's labels, then by name."""
     methods = [
-        Measured(
-            file.parent.relative_to(folder).as_posix(),
-            json.loads(file.read_text(encoding="utf-8")),
-            read(file.parent),
-        )
-        for file in sorted(folder.rglob(SUMMARY))
-        if file.parent.name not in BASELINES.values()
+        Measured(name, summary, read(place if (place := folder / name).is_dir() else folder))
+        for name, summary in summaries_in(folder).items()
+        if Path(name).name not in BASELINES.values()
     ]
     for method in methods[1:]:
         if difference := changes(*(fixed(config, x.summary) for x in (methods[0], method))):
@@ -225,8 +225,7 @@ def points_of(config: StudyConfig, method: Measured) -> list[Point]:
     parts: dict[Place, tuple[list[Record], dict[str, str]]]
     if config.x == "position":
         longest = max(1, len(method.summary["overall"]["ctar"]))
-        positions = range(1, longest + 1)
-        parts = {float(w): (method.records, {CTAR: f"{CTAR}{w}"}) for w in positions}
+        parts = {float(w): (method.records, {CTAR: f"{CTAR}{w}"}) for w in range(1, longest + 1)}
     elif config.x == "task":
         tasks = dict.fromkeys([*(record.task for record in method.records), OVERALL])
         parts = {task: (of_task(method.records, task), metrics) for task in tasks}
@@ -292,17 +291,15 @@ def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
     Errors: `ConfigError` where the two were not asked the same questions.
     """
     by_name = {method.name: of_task(method.records, claim.task) for method in methods}
-    if claim.more not in by_name or claim.less not in by_name:
+    both = [by_name[name] for name in (claim.more, claim.less) if name in by_name]
+    if len(both) < 2 or not any(both):
         return None
-    both = by_name[claim.more], by_name[claim.less]
     more_ids, less_ids = ([record.question_id for record in records] for records in both)
     if more_ids != less_ids:
         raise ConfigError(
             f"'{claim.more}' and '{claim.less}' were not asked the same questions, so they cannot "
             "be compared in pairs. Measure them again (resume=false)."
         )
-    if not more_ids:
-        return None
     more, less = (value_of(records, claim.metric) for records in both)
     if more is None or less is None:
         return None
