@@ -29,8 +29,7 @@ from kangaroo.training import curves
 from kangaroo.utils import tracking
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import flat, made_by, provenance
-from kangaroo.utils.ranks import check_alone, join
-from kangaroo.utils.tracking import NoTrackerConfig, Tracker
+from kangaroo.utils.tracking import Tracker
 
 # files of a run that are kept with it
 RESULTS = (".json", ".jsonl", ".md", ".png")
@@ -38,7 +37,7 @@ RESULTS = (".json", ".jsonl", ".md", ".png")
 log = logging.getLogger(__name__)
 
 
-@command(shared=True, goes_on=True)
+@command(goes_on=True)
 def evaluate(config: EvaluateCommand) -> float | None:
     """Measure drafters on a bench; print and write the table that compares what a run, or a sweep's
     jobs so far, have measured, or that of a study. Returns the speedup of the first drafter, or
@@ -47,12 +46,11 @@ def evaluate(config: EvaluateCommand) -> float | None:
     With `results` write what follows from results that are there; with `compare.adapters` measure
     adapters on held-out text.
     """
-    if config.results is not None or config.compare.adapters:
-        check_alone()
-        if config.results is not None:
-            _write_page(Path(config.results), config.page)
-        else:
-            _compare_adapters(config)
+    if config.results is not None:
+        _tell(Path(config.results), config.page)
+        return None
+    if config.compare.adapters:
+        _compare_adapters(config)
         return None
     sweep, output = sweep_folder(), Path(config.output)
     if sweep is not None and sweep.resolve() not in output.resolve().parents:
@@ -62,68 +60,55 @@ def evaluate(config: EvaluateCommand) -> float | None:
         )
     in_group(config.logger, config.model.name)
     drafters = _drafters(config)
-    with join() as ranks:
-        # an adapter that is not there is named before gigabytes of target are fetched
-        settings = {name: drafter.settings() for name, drafter in drafters.items()}
-        lm, tokenizer = load_target(config.model)
-        methods = [
-            MethodSpec(
-                name,
-                drafter.build(lm),
-                {"model": asdict(config.model), "drafter": settings[name]},
-                drafter.made_by(),
-            )
-            for name, drafter in drafters.items()
-        ]
-        if config.race and ranks.is_first:
-            (first, *_), limit = questions_of(config)
-            racers = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
-            sampling = replace(config.sampling, seed=config.seed)
-            race(lm, tokenizer, racers, first.turns[0], limit, sampling, Console())
-        logger = config.logger if ranks.is_first else NoTrackerConfig()
-        # before a tracker has begun a run: this may refuse
-        evaluator = Evaluator(
-            lm, tokenizer, methods, config, model_name=config.model.name, ranks=ranks
+    # an adapter that is not there is named before gigabytes of target are fetched
+    settings = {name: drafter.settings() for name, drafter in drafters.items()}
+    lm, tokenizer = load_target(config.model)
+    methods = [
+        MethodSpec(
+            name,
+            drafter.build(lm),
+            {"model": asdict(config.model), "drafter": settings[name]},
+            drafter.made_by(),
         )
-        if ranks.is_first and not config.resume:
-            tracking.forget(output)
-        about = plain(config) | {"provenance": provenance()}
-        if isinstance(first_drafter := methods[0].drafter, EarlyExit):
-            about["drafter.exit_layer"] = first_drafter.exit_layer  # an axis of a sweep's plots
-        with logger.start(about, output) as tracker:
-            try:
-                results = evaluator.finish(
-                    log=lambda numbers: tracker.log(numbers, _answered(numbers))
-                )
-            finally:
-                # whatever became of this one; a text that is not vanilla's has to show there
-                if ranks.is_first:
-                    _compare(config, sweep or output)
-            if ranks.is_first:
-                _track(results, config, tracker)
-        overall = results[0]["overall"]
-        speedup: float | None = overall["speedup"]
-        return overall["tokens_per_second"] if speedup is None else speedup
+        for name, drafter in drafters.items()
+    ]
+    if config.race:
+        (first, *_), limit = questions_of(config)
+        racers = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
+        sampling = replace(config.sampling, seed=config.seed)
+        race(lm, tokenizer, racers, first.turns[0], limit, sampling, Console())
+    # before a tracker has begun a run: this may refuse
+    evaluator = Evaluator(lm, tokenizer, methods, config, model_name=config.model.name)
+    if not config.resume:
+        tracking.forget(output)
+    about = plain(config) | {"provenance": provenance()}
+    if isinstance(first_drafter := methods[0].drafter, EarlyExit):
+        about["drafter.exit_layer"] = first_drafter.exit_layer  # an axis of a sweep's plots
+    with config.logger.start(about, output) as tracker:
+        try:
+            results = evaluator.finish(lambda numbers: tracker.log(numbers, _answered(numbers)))
+        finally:
+            # whatever became of this one; a text that is not vanilla's has to show there
+            _compare(config, sweep or output)
+        _track(results, config, tracker)
+    overall = results[0]["overall"]
+    speedup: float | None = overall["speedup"]
+    return overall["tokens_per_second"] if speedup is None else speedup
 
 
-def _write_page(results: Path, page_name: str | None) -> None:
-    """A study's page, or a page of the methods below a folder; without a page to write to, the
-    curves of a training run, which may still be going on.
+def _tell(results: Path, page: str | None) -> None:
+    """Write a study's page, or without one the curves of a training run, which may be going on.
 
     Errors: `ConfigError`, `DataError`.
     """
     if not results.is_dir():
         raise ConfigError(f"results={results} is no folder; pass the output= of a run.")
-    if page_name is None:
+    if page is None:
         curves.write(results)
         log.info("%s and %s are in %s", curves.TABLE, curves.PLOT, results)
-        return
-    file = Path(page_name)
-    if file.is_file() and study_report.STUDY.search(file.read_text(encoding="utf-8")):
-        study_report.rewrite(file, results)
     else:
-        comparison.write_page(results, file)
-    log.info("%s tells the results of %s", file, results)
+        study_report.rewrite(Path(page), results)
+        log.info("%s tells the results of %s", page, results)
 
 
 def _compare_adapters(config: EvaluateCommand) -> None:

@@ -11,12 +11,12 @@ import json
 import logging
 import os
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pyarrow import ArrowException, parquet
 from transformers import PreTrainedTokenizerBase
@@ -34,6 +34,7 @@ DEMO = "demo"
 OF_SPEC_BENCH = (DEMO, "spec_bench")  # benches with its categories
 # What SPEED-Bench's files hold where a source's licence keeps a question out of them.
 UNFILLED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+T = TypeVar("T")
 MTBENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
 
@@ -73,19 +74,13 @@ def bench_name(path: str | None) -> str:
 
 @dataclass
 class Question:
-    """Turns of a user; the method under test answers each before it sees the next.
+    """Turns of a user; the method under test answers each before it sees the next."""
 
-    Args:
-        question_id: of 64 bits; where a bench has words, 60 bits of their hash.
-        reference: answers, one a turn, where the bench has them; nothing here reads them.
-        task: what it is reported under; empty is its category.
-    """
-
-    question_id: int
+    question_id: int  # of 64 bits; where a bench has words, 60 bits of their hash
     category: str
     turns: list[str]
-    reference: list[str] | None = None
-    task: str = ""
+    reference: list[str] | None = None  # answers, one a turn; nothing here reads them
+    task: str = ""  # what it is reported under; empty is its category
 
     def __post_init__(self) -> None:
         self.task = self.task or self.category
@@ -117,6 +112,12 @@ def seed_of(question_id: int, turn: int, seed: int) -> int:
 def task_of(category: str) -> str:
     """The task of a category of Spec-Bench's: MT-bench's eight are one, the others themselves."""
     return "mt_bench" if category in MTBENCH else category
+
+
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """So many of some items, evenly spread over them: over a bench's tasks where it is sorted."""
+    count = min(count, len(items))
+    return [items[(2 * i + 1) * len(items) // (2 * count)] for i in range(count)]
 
 
 def fingerprint(questions: list[Question]) -> str:

@@ -1,5 +1,4 @@
-"""Methods side by side: `comparison.json`, `report.md` and a plot from the summaries of a folder,
-or the same as a page of the documentation.
+"""Methods side by side: `comparison.json`, `report.md` and a plot from the summaries of a folder.
 
 Methods of one run took turns on every question. Those of the jobs of a sweep were timed against
 baselines of their own, so that speedups can be compared even where the machine was slower at one
@@ -8,30 +7,24 @@ time than at another; tokens/s cannot.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from kangaroo.evaluation import plots, statistics
-from kangaroo.evaluation.metrics import cells
+from kangaroo.evaluation import plots
+from kangaroo.evaluation.metrics import cells, interval, ratio_of_ratios
 from kangaroo.evaluation.records import AGAIN, BASELINES, SUMMARY, write_json
 from kangaroo.utils import tables
-from kangaroo.utils.errors import ConfigError, DataError
+from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import changes, machine
 from kangaroo.utils.tables import Row, estimate, short
 
-PAGE = (
-    "Made by `python evaluate.py results=OUTPUT page=FILE` from a finished run; beside it are "
-    "[all metrics]({name}.json) and [a line for each question and method]({name}.csv). "
-    "docs/evaluation.md says what the columns mean."
-)
+TITLE = "{model} on {bench}: methods compared"
 SPEEDUPS = "speedup: of the whole time, prompts included; decoding: from the first token on."
 Comparison = dict[str, Any]
 Method = dict[str, Any]  # an entry of a comparison's `methods`
@@ -41,15 +34,12 @@ Question = dict[str, Any]  # an entry of `by_question` in a summary
 # --- from summaries to a comparison
 
 
-def compare(folder: Path, names: Collection[str] | None = None) -> Comparison | None:
+def compare(folder: Path) -> Comparison | None:
     """All finished evaluations below `folder`, the fastest first; None where there is none.
-
-    Args:
-        names: those that are compared; None compares all.
 
     Errors: `ConfigError` where they were not asked the same in the same way; names the settings.
     """
-    summaries = {k: v for k, v in summaries_in(folder).items() if names is None or k in names}
+    summaries = summaries_in(folder)
     if not summaries:
         return None
     first, *others = summaries
@@ -126,8 +116,8 @@ def compare_pair(
     result |= {"speed_ratio": None, "speed_ratio_ci95": None}
     if fours and not any(None in four for four in fours):
         values_Q4 = np.array(fours)
-        result["speed_ratio"] = float(statistics.ratio_of_ratios(values_Q4.sum(0)))
-        result["speed_ratio_ci95"] = statistics.interval(values_Q4, statistics.ratio_of_ratios)
+        result["speed_ratio"] = float(ratio_of_ratios(values_Q4.sum(0)))
+        result["speed_ratio_ci95"] = interval(values_Q4, ratio_of_ratios)
     return result
 
 
@@ -141,45 +131,19 @@ def write(comparison: Comparison, folder: Path) -> None:
     plots.speedup_of_methods(comparison).savefig(folder / "speedup.png", dpi=150)
 
 
-def write_page(results: Path, page: Path) -> None:
-    """The comparison below a folder as a page, its plot in `img/`, and beside it, of its name, what
-    it follows from: the comparison, and a line for each question and method.
-
-    Errors: `DataError` for a folder without results; those of `compare`.
-    """
-    comparison, name = compare(results), page.stem
-    if comparison is None:
-        raise DataError(f"'{results}' holds no finished evaluation; pass the output= of one.")
-    (page.parent / "img").mkdir(parents=True, exist_ok=True)
-    plots.speedup_of_methods(comparison).savefig(page.parent / f"img/{name}_speedup.png", dpi=120)
-    write_json(page.with_suffix(".json"), comparison)
-    summaries = summaries_in(results)
-    rows = [
-        {"method": method["name"]}
-        | {k: round(v, 6) if isinstance(v, float) else v for k, v in question.items()}
-        for method in comparison["methods"]
-        for question in summaries[method["name"]]["by_question"]
-    ]
-    with page.with_suffix(".csv").open("w", encoding="utf-8", newline="") as stream:
-        table = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
-    page.write_text(markdown(comparison, name), encoding="utf-8")
-
-
-def markdown(comparison: Comparison, page: str | None = None) -> str:
+def markdown(comparison: Comparison, image: str = "speedup.png") -> str:
     """The whole report.
 
     Args:
-        page: the name of the documentation's page that it is, and of the files beside it.
+        image: where the plot lies, from where the report is read.
     """
     methods, pairs = comparison["methods"], pair_table(comparison["paired"])
     parts = [
-        f"# {title(comparison)}",
+        f"# {TITLE.format(**comparison)}",
         size(comparison),
-        PAGE.format(name=page) if page else "",
+        "docs/evaluation.md says what the columns mean. Intervals are at 95%.",
         tables.markdown(rows_of(methods)),
-        f"![speedup by method]({f'img/{page}_' if page else ''}speedup.png)",
+        f"![speedup by method]({image})",
         conclusion(comparison),
         f"## Speed, row over column\n\n{tables.markdown(pairs)}" if pairs else "",
     ]
@@ -194,19 +158,15 @@ def markdown(comparison: Comparison, page: str | None = None) -> str:
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    """The main table, and what it comes to in a line that can be copied whole."""
-    console.print(terminal_table(comparison))
-    if sentence := conclusion(comparison):
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-
-
-def terminal_table(comparison: Comparison) -> Table:
-    """The main table, for a rich console of 80 columns."""
+    """The main table in 80 columns, and what it comes to in a line that can be copied whole."""
     rows = rows_of(comparison["methods"], in_terminal=True)
     for row in rows:
         row["method"] = row["method"].replace(",", " ")  # each setting may have a line
         del row["training"], row["params"], row["memory"]  # 80 columns have no room for them
-    return tables.terminal(rows, title(comparison), f"{size(comparison)} {SPEEDUPS}")
+    caption = f"{size(comparison)} {SPEEDUPS}"
+    console.print(tables.terminal(rows, TITLE.format(**comparison), caption))
+    if sentence := conclusion(comparison):
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
 # --- tables
@@ -220,7 +180,7 @@ def rows_of(methods: Sequence[Method], in_terminal: bool = False) -> list[Row]:
         | {
             "params": short(method["drafter_cost"]["parameters"]),
             "memory": f"{short(method['drafter_cost']['bytes'])}B",
-            "lossless": lossless_cell(method["lossless"]),
+            "lossless": _lossless(**method["lossless"]),
             "training": ", ".join(
                 f"{name.replace('_', ' ')}: {value if isinstance(value, str) else short(value)}"
                 for name, value in method["drafter_cost"]["training"].items()
@@ -258,26 +218,17 @@ def pair_table(pairs: Sequence[dict[str, Any]]) -> list[Row]:
     ]
 
 
-def lossless_cell(lossless: dict[str, Any]) -> str:
+def _lossless(identical: int | None, turns: int, forks: dict[str, int], **_: Any) -> str:
     """Turns that are vanilla's, of all, with the bugs where there are any."""
-    if lossless["identical"] is None:
-        return "-"
-    text, bugs = f"{lossless['identical']}/{lossless['turns']}", lossless["forks"].get("bug")
-    return f"{text}, bugs: {bugs}" if bugs else text
+    bugs = f", bugs: {forks['bug']}" if "bug" in forks else ""
+    return "-" if identical is None else f"{identical}/{turns}{bugs}"
 
 
 # --- in words
 
 
-def title(comparison: Comparison) -> str:
-    """The table's title."""
-    return f"{comparison['model']} on {comparison['bench']}: methods compared"
-
-
 def size(comparison: Comparison) -> str:
-    """What was asked, who answered but a part of it, and what the same method differs by from
-    itself, where that was measured.
-    """
+    """What was asked, and who answered but a part of it."""
     settings = comparison["settings"]
     temperature = settings["sampling.temperature"]
     parts = [
@@ -287,15 +238,8 @@ def size(comparison: Comparison) -> str:
         f"{comparison['dtype']} on {comparison['device']}."
     ]
     for method in comparison["methods"]:
-        results, name = method["overall"], method["name"]
-        if (count := results["questions"]) < comparison["questions"]:
-            parts.append(f"{name} answered {count} of them and is compared on these.")
-        if name == AGAIN and results["speedup_ci95"] is not None:
-            shown = cells(results)
-            parts.append(
-                f"Noise floor: vanilla decoded once more is {shown['speedup']} times as fast as "
-                f"vanilla ({shown['95%']})."
-            )
+        if (count := method["overall"]["questions"]) < comparison["questions"]:
+            parts.append(f"{method['name']} answered {count} of them and is compared on these.")
     return " ".join(parts)
 
 
@@ -311,11 +255,10 @@ def conclusion(comparison: Comparison) -> str:
     name = fastest["name"]
     limits = {"vanilla": fastest["overall"]["speedup_ci95"]}
     for pair in comparison["paired"]:
-        ends = pair["speed_ratio_ci95"]
-        if pair["row"] == name and pair["column"] != AGAIN:
-            limits[pair["column"]] = ends
-        elif pair["column"] == name and pair["row"] != AGAIN:
-            limits[pair["row"]] = ends and [1 / end for end in reversed(ends)]
+        row, column, ends = pair["row"], pair["column"], pair["speed_ratio_ci95"]
+        if name in (row, column) and AGAIN not in (row, column):
+            other = column if row == name else row
+            limits[other] = ends if row == name or ends is None else [1 / ends[1], 1 / ends[0]]
     if None in limits.values():
         return f"{name} was the fastest drafter; a single question does not show which is."
     alike = [other for other, (low, high) in limits.items() if low <= 1 <= high]

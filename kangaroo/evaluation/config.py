@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from kangaroo.drafters.base import Drafter
-from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions
-from kangaroo.evaluation.records import AGAIN, BASELINES
+from kangaroo.evaluation.records import BASELINES
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import flat
@@ -44,8 +43,6 @@ class EvaluateConfig(Ranged):
         hf_every: of the questions asked, transformers answers every n-th: it takes most of the time
             of a run, and a part of the questions tells its speed as well.
         warmup: the first question is answered this often by every method, and discarded.
-        noise_floor: vanilla answers a second time, as a method called "vanilla again": what its
-            speedup differs from 1 by is noise. It takes as long as the vanilla baseline.
         resume: false forgets what `output` holds.
     """
 
@@ -61,18 +58,13 @@ class EvaluateConfig(Ranged):
     baselines: list[Baseline] = field(default_factory=lambda: list(Baseline))
     hf_every: Count = 1
     warmup: CountOrZero = 3
-    noise_floor: bool = False
     resume: bool = True
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A drafter that is measured.
-
-    Args:
-        settings: whatever else fixes the result (the model's and the drafter's settings, a hash of
-            an adapter's weights); a run is resumed under the same settings only.
-        made_by: what it took to make the drafter (`DrafterConfig.made_by`).
+    """A drafter that is measured, with the settings of model and drafter, under which alone a run
+    is resumed, and what it took to make it (`DrafterConfig.made_by`).
     """
 
     name: str
@@ -104,23 +96,8 @@ def questions_of(config: EvaluateConfig) -> tuple[list[Question], int]:
     return chosen, config.bench.max_new_tokens if limit is None else limit
 
 
-def vanilla_again(first: MethodSpec, config: EvaluateConfig) -> MethodSpec:
-    """Vanilla decoding once more, beside the baseline.
-
-    Errors: `ConfigError` where there is no such baseline.
-    """
-    if Baseline.vanilla not in config.baselines:
-        raise ConfigError(
-            "noise_floor=true decodes vanilla a second time, but vanilla is not in baselines=. Add "
-            "it there, or leave noise_floor out."
-        )
-    shared = {name: value for name, value in first.settings.items() if name != "drafter"}
-    return MethodSpec(AGAIN, Vanilla(), shared)
-
-
 def folders(methods: Sequence[MethodSpec], config: EvaluateConfig) -> list[Path]:
-    """Where the results of each are: in `output`, or where there are several in a folder of its own
-    name there.
+    """Where the results of each are: in `output`, of several in a folder of its name there.
 
     Errors: `ConfigError` for a name that is another's.
     """

@@ -5,7 +5,10 @@ A *round* is one forward of the target: the prefill, which gives the first token
 The bonus token (the target's own, after the accepted draft tokens) counts as emitted, never as
 accepted, and so does the token of the prefill.
 
-Shapes: Q questions.
+Questions differ more than methods do: one that is hard to draft is hard for every drafter. So two
+intervals may overlap while the difference is plain, and methods are compared on the same questions.
+
+Shapes: Q questions, R resamples, K values of a question.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ import numpy as np
 
 from kangaroo.engine.acceptance import Acceptance
 from kangaroo.evaluation.records import METHOD, MethodRun, Record
-from kangaroo.evaluation.statistics import interval, speedup
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.tables import Row, number, share, span
 
 Results = dict[str, Any]  # all metrics of some questions, by name
 CTAR = "ctar"
+RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,8 @@ def has(record: Record, name: str) -> bool:
 
 
 def ctar(accepted: Sequence[int], longest: int | None = None) -> list[float]:
-    """CTAR(1), CTAR(2), ...: the share of rounds whose first w draft tokens were all accepted. A
-    tree's are those of one path: how many nodes it had does not matter.
-
-    Args:
-        accepted: draft tokens of each round.
-        longest: the last w; None is the most that were ever accepted.
+    """CTAR(1), CTAR(2), ...: the share of rounds whose first w draft tokens, in a tree those of one
+    path, were all accepted; up to `longest`, or the most that ever were.
     """
     accepted_R = np.asarray(accepted)
     last = int(accepted_R.max(initial=0)) if longest is None else longest
@@ -147,6 +146,43 @@ def pairs(records: Sequence[Record], metric: str) -> np.ndarray:
     return np.array([paired_seconds(record) for record in records], float)
 
 
+# --- ratios of totals over questions, and their intervals
+
+
+def ratio(totals_K: np.ndarray) -> np.ndarray:
+    """The first of the last axis over the second."""
+    return totals_K[..., 0] / totals_K[..., 1]
+
+
+def difference(totals_4: np.ndarray) -> np.ndarray:
+    """A ratio less another one."""
+    return ratio(totals_4[..., :2]) - ratio(totals_4[..., 2:])
+
+
+def ratio_of_ratios(totals_4: np.ndarray) -> np.ndarray:
+    """A ratio over another one."""
+    return ratio(totals_4[..., :2]) / ratio(totals_4[..., 2:])
+
+
+def speedup(pairs_Q2: np.ndarray) -> float:
+    """The ratio of totals. Of each pair the first is the baseline's seconds."""
+    return float(ratio(pairs_Q2.sum(0)))
+
+
+def interval(
+    values_QK: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = ratio
+) -> list[float] | None:
+    """95% interval of a statistic of totals `[..., K]`: percentile bootstrap over questions, the
+    same every time. All values of a question are drawn together, so what methods have in common on
+    it is in no interval of their difference. A single question has none.
+    """
+    if len(values_QK) < 2:
+        return None
+    rng = np.random.default_rng(0)
+    picked_RQ = rng.integers(len(values_QK), size=(RESAMPLES, len(values_QK)))
+    return np.percentile(statistic(values_QK[picked_RQ].sum(1)), [2.5, 97.5]).tolist()
+
+
 # --- speed against a baseline
 
 
@@ -160,11 +196,8 @@ def prefill_seconds(run: MethodRun) -> float:
 
 
 def seconds_until(run: MethodRun, count: int) -> float:
-    """Seconds until the first `count` tokens were there; a round they cut counts in proportion.
-
-    hf tells no rounds: it is charged its mean time a token, prefill included.
-    """
-    if not run.emitted:
+    """Seconds until the first `count` tokens were there; a round they cut counts in proportion."""
+    if not run.emitted:  # earlier records of transformers tell no rounds
         return run.seconds * count / len(run.tokens)
     tokens = np.cumsum([0, *run.emitted])
     seconds = prefill_seconds(run) + np.cumsum([0.0, *_round_seconds(run)])
@@ -174,11 +207,9 @@ def seconds_until(run: MethodRun, count: int) -> float:
 def paired_seconds(
     record: Record, baseline: str = "vanilla", prefill: bool = True
 ) -> tuple[float, float]:
-    """Seconds of a baseline and of the method for the same number of tokens, with the prefill or
-    without.
-
-    In each turn both get as many tokens as the shorter of the two texts has, so that a text which
-    ended elsewhere (another EOS after a fork, hf's own noise under sampling) favours nobody.
+    """Seconds of a baseline and of the method, with the prefill or without; in each turn for as
+    many tokens as the shorter of the two texts has: a text that ended elsewhere (another EOS after
+    a fork, hf's own noise under sampling) favours nobody.
     """
     theirs = method = 0.0
     for turn in record.turns:
@@ -195,11 +226,7 @@ def against(
     records: Sequence[Record],
     prefill: bool = True,
 ) -> Any:
-    """`speedup` or `interval` of the questions that a baseline answered; None where it did not, or
-    where the prefill is left out and the method tells no rounds.
-    """
-    if not prefill and not all(run.emitted for run in runs(records)):
-        return None
+    """`speedup` or `interval` over the questions that a baseline answered; None without any."""
     seconds = [paired_seconds(r, baseline, prefill) for r in records if has(r, baseline)]
     return statistic(np.array(seconds)) if seconds else None
 
@@ -207,11 +234,8 @@ def against(
 def spec_bench_speedup(records: Sequence[Record]) -> float | None:
     """Mean over questions of tokens/s, the method's over vanilla's; None without vanilla.
 
-    The method's tokens are those it wrote. Vanilla's are counted by tokenising its text again, less
-    one for the BOS: so its EOS is not counted, and with a tokenizer that adds no BOS one more token
-    is missing. Both favour the method on short answers.
-
-    Source: Spec-Bench, evaluation/speed.py.
+    Vanilla's tokens are counted by tokenising its text again, less one for the BOS: so its EOS is
+    not counted, which favours the method on short answers. Source: Spec-Bench, evaluation/speed.py.
     """
     method, vanilla = [], []
     for record in records:

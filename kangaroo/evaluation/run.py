@@ -26,7 +26,6 @@ from kangaroo.evaluation.config import (
     folders,
     questions_of,
     settings_of,
-    vanilla_again,
 )
 from kangaroo.evaluation.footprint import footprint
 from kangaroo.evaluation.lossless import fork
@@ -35,9 +34,8 @@ from kangaroo.evaluation.metrics import metrics, scalars
 from kangaroo.evaluation.records import BASELINES, METHOD, Record, Turn
 from kangaroo.models.prompts import Message
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import ConfigError, DataError, NotLossless
+from kangaroo.utils.errors import ConfigError, NotLossless
 from kangaroo.utils.provenance import flat, git_revision
-from kangaroo.utils.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +44,6 @@ Log = Callable[[dict[str, float]], None]
 
 class Evaluator:
     """An evaluation before its first question: everything is checked, and the folders are its own.
-
-    Args:
-        ranks: the processes that share the questions out, of which the first writes the artefacts.
-            None: there is only this one.
 
     Errors: `ConfigError`, `DataError`, `CorruptFile`, `PromptError`.
     """
@@ -62,19 +56,18 @@ class Evaluator:
         config: EvaluateConfig,
         *,
         model_name: str,
-        ranks: Ranks | None = None,
     ):
-        if config.noise_floor:
-            methods = [*methods, vanilla_again(methods[0], config)]
         self.lm, self.tokenizer, self.config = lm, tokenizer, config
-        self.methods, self.ranks = methods, ranks or Ranks()
-        self.folders = folders(methods, config)
+        self.methods, self.folders = methods, folders(methods, config)
         self.questions, self.limit = questions_of(config)
         for question in self.questions:  # whether it fits; later turns have answers in them
             question.prompt(lm, tokenizer, [Message(role="user", content=question.turns[0])])
-        if self.ranks.is_first:
-            self._enter(model_name)
-        self.ranks.wait()  # no rank reads before the folders are this run's
+        shared = settings_of(lm, config, self.questions, self.limit)
+        for method, folder in zip(methods, self.folders, strict=True):
+            named = {"model": model_name, "drafter": method.name}
+            parameters = footprint(method.drafter, [lm]).parameters
+            cost = {"parameters": parameters, "training": method.made_by}
+            store.enter(folder, named | shared | flat(method.settings), cost, config.resume)
         records = [store.read(folder) for folder in self.folders]
         complete = set.intersection(*({r.question_id for r in answered} for answered in records))
         if complete:
@@ -82,8 +75,8 @@ class Evaluator:
         # of each method, the questions that all of them have answered
         self.records = [[r for r in answered if r.question_id in complete] for answered in records]
         self.engines = [Engine(lm, method.drafter) for method in methods]
-        # the methods by their index, baselines by their name; vanilla first, far from the last
-        # method, which is vanilla again
+        # the methods by their index, baselines by their name; vanilla first, far from a last method
+        # that is vanilla again
         self.decoders: dict[int | str, Decoder] = {}
         if Baseline.vanilla in config.baselines:
             vanilla = Engine(lm, Vanilla())
@@ -95,15 +88,6 @@ class Evaluator:
         comparable = config.sampling.greedy or config.sampling.rule is Rule.match
         self.compares = comparable and "vanilla" in self.decoders
 
-    def _enter(self, model_name: str) -> None:
-        config = self.config
-        shared = settings_of(self.lm, config, self.questions, self.limit)
-        for method, folder in zip(self.methods, self.folders, strict=True):
-            named = {"model": model_name, "drafter": method.name}
-            parameters = footprint(method.drafter, [self.lm]).parameters
-            cost = {"parameters": parameters, "training": method.made_by}
-            store.enter(folder, named | shared | flat(method.settings), cost, config.resume)
-
     def finish(self, log: Log | None = None) -> list[dict[str, Any]]:
         """Ask all that is left, write each method's artefacts to its folder, and return the
         summaries. The baselines get a summary too, as methods, in folders of their own.
@@ -113,45 +97,31 @@ class Evaluator:
                 methods as `name.metric`.
 
         Errors: `NotLossless`, after all artefacts are written, where a text leaves vanilla's and
-        rounding does not explain it; `PromptError`, `DataError`.
+        rounding does not explain it; `PromptError`.
         """
-        self._answer_share(log)
-        self.ranks.wait()
+        self._answer(log)
         results = []
         for folder in self.folders:
-            records = store.read(folder)
-            if len(records) < len(self.questions):
-                raise DataError(
-                    f"'{folder}' holds {len(records)} of {len(self.questions)} questions after the "
-                    "run; under torchrun it must be a folder that all ranks share."
-                )
-            results.append(summary.summarise(records, store.begun(folder)))
-            if self.ranks.is_first:
-                summary.write(records, results[-1], folder)
-        self.ranks.wait()
-        if self.ranks.is_first:
-            for baseline in self.config.baselines:
-                output = Path(self.config.output)
-                summary.write_baseline(baseline.value, self.folders[0], output)
-            for result, folder in zip(results, self.folders, strict=True):
-                check_lossless(result, folder)
+            results.append(summary.summarise(store.read(folder), store.begun(folder)))
+            store.write_json(folder / store.SUMMARY, results[-1])
+        for baseline in self.config.baselines:
+            output = Path(self.config.output)
+            summary.write_baseline(baseline.value, self.folders[0], output)
+        for result, folder in zip(results, self.folders, strict=True):
+            check_lossless(result, folder)
         return results
 
-    def _answer_share(self, log: Log | None) -> None:
-        """Answer this rank's share of the questions, but for those that are answered already."""
-        ranks, complete = self.ranks, {record.question_id for record in self.records[0]}
-        share = list(enumerate(self.questions))[ranks.rank :: ranks.world]
-        missing = [(i, question) for i, question in share if question.question_id not in complete]
-        if not missing:
-            return
-        for _ in range(self.config.warmup):
+    def _answer(self, log: Log | None) -> None:
+        """Ask the questions that are not answered already."""
+        complete = {record.question_id for record in self.records[0]}
+        questions = list(enumerate(self.questions))
+        missing = [(i, each) for i, each in questions if each.question_id not in complete]
+        for _ in range(self.config.warmup if missing else 0):
             self.ask(self.questions[0], list(self.decoders))
-        writers = [store.Writer(folder, ranks.rank) for folder in self.folders]
-        done = len(share) - len(missing)
-        hidden = not ranks.is_first
-        bar = tqdm(missing, "", len(share), initial=done, unit="question", disable=hidden)
+        writers = [store.Writer(folder) for folder in self.folders]
+        bar = tqdm(missing, "", len(questions), initial=len(complete), unit="question")
         for i, question in bar:
-            records = self.ask(question, self.order(i, ranks.world))
+            records = self.ask(question, self.order(i))
             for writer, answered, record in zip(writers, self.records, records, strict=True):
                 writer.append(record)
                 answered.append(record)
@@ -166,13 +136,13 @@ class Evaluator:
         for writer in writers:
             writer.close()
 
-    def order(self, index: int, world: int) -> list[int | str]:
+    def order(self, index: int) -> list[int | str]:
         """Who answers the question of this index, in turn; it changes, so that a machine that slows
-        down favours nobody. `world` processes share the questions out.
+        down favours nobody.
         """
         with_hf = index % self.config.hf_every == 0
         names = [name for name in self.decoders if name != "hf" or with_hf]
-        return names[::-1] if index // world % 2 else names
+        return names[::-1] if index % 2 else names
 
     def ask(self, question: Question, names: Sequence[int | str]) -> list[Record]:
         """All turns by these decoders in this order, a record a method; the conversation goes on

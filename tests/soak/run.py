@@ -172,7 +172,7 @@ def soak(
     records.enter(folder, settings | {"git_revision": git_revision()}, {}, True)
     cells = list(records.lines(folder, lambda fields: Cell(**fields)))
     done = {(cell.number, cell.drafter) for cell in cells}
-    writer, bar = records.Writer(folder, 0), tqdm(total=tokens, unit_scale=True)
+    writer, bar = records.Writer(folder), tqdm(total=tokens, unit_scale=True)
     bar.update(total := sum(cell.tokens for cell in cells))
     for number, name in ((number, name) for number in itertools.count() for name in builds):
         if total >= tokens:

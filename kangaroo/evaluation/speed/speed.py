@@ -6,7 +6,6 @@ prompt, so that a machine that slows down slows all of them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -28,9 +27,7 @@ from kangaroo.evaluation.speed.trials import Method, Texts, take_turns, write_by
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import provenance
-from kangaroo.utils.ranges import Count, Filled, Ranged
-
-log = logging.getLogger(__name__)
+from kangaroo.utils.ranges import Count, Filled, Ranged, TextLength
 
 CORE = ("hf", "vanilla", "kangaroo")  # always measured, and at every context
 
@@ -44,8 +41,8 @@ class SpeedConfig(Ranged):
         max_new_tokens: written for each.
         repeats: how often every method writes every text.
         hf_lookup: whether transformers' own prompt lookup is measured too.
-        contexts: prompt lengths at which the time a token is measured, in tokens; verifications at
-            the first.
+        contexts: prompt lengths, in tokens, at which the time a token is measured, those that the
+            model has room for; verifications at the first.
         context_tokens: written at each.
         batches: how many rows are decoded at a time.
         bandwidth_megabytes: what is read to measure the memory; far more than its caches.
@@ -53,11 +50,11 @@ class SpeedConfig(Ranged):
 
     bench: BenchConfig = field(default_factory=BenchConfig)
     prompts: Count = 12
-    max_new_tokens: Count = 128
+    max_new_tokens: TextLength = 128
     repeats: Count = 2
     hf_lookup: bool = True
     contexts: Filled[Count] = field(default_factory=lambda: [256, 512, 1024, 2048, 4096])
-    context_tokens: Count = 24
+    context_tokens: TextLength = 24
     batches: Filled[Count] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
     bandwidth_megabytes: Count = 1024
 
@@ -84,7 +81,9 @@ def measure(
             f"drafters beside it by other names than {', '.join(CORE)}: +drafter@more.mine=mine."
         )
     drafters: dict[str, Drafter] = {"vanilla": Vanilla(), "kangaroo": drafter, **(more or {})}
-    contexts = fitting_contexts(lm, list(drafters.values()), config)
+    contexts = [n for n in config.contexts if n + config.context_tokens <= lm.context]
+    if not contexts:
+        raise ConfigError(f"no context of speed.contexts={config.contexts} fits the model.")
     tokens = config.max_new_tokens
     prompts = trials.question_prompts(tokenizer, config.prompts, config.bench, lm.context - tokens)
     methods: dict[str, Method] = {"hf": partial(generate, lm)}
@@ -140,27 +139,6 @@ def measure(
         "batches": batches,
         "provenance": provenance(),
     }
-
-
-def fitting_contexts(
-    lm: TargetModel, drafters: Sequence[Drafter], config: SpeedConfig
-) -> list[int]:
-    """Those of `config.contexts` that the model has room for.
-
-    Errors: `ConfigError` for settings that leave nothing to measure.
-    """
-    widest = max(drafter.max_nodes for drafter in drafters)
-    if min(config.max_new_tokens, config.context_tokens) < widest + 2:
-        raise ConfigError(
-            f"speed.max_new_tokens and speed.context_tokens must be {widest + 2} or more: the "
-            f"first token is timed with the prompt, and a round can write {widest + 1}."
-        )
-    fitting = [n for n in config.contexts if n + config.context_tokens <= lm.context]
-    for length in sorted(set(config.contexts) - set(fitting)):
-        log.warning("context %d is left out: the model's context is %d", length, lm.context)
-    if not fitting:
-        raise ConfigError(f"no context of speed.contexts={config.contexts} fits the model.")
-    return fitting
 
 
 def summarise(

@@ -5,7 +5,6 @@ The first step of a text, its prefill, is timed apart; what comes after it is de
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.evaluation import statistics
-from kangaroo.evaluation.bench import BenchConfig, load_questions
+from kangaroo.evaluation.bench import BenchConfig, load_questions, spread
+from kangaroo.evaluation.metrics import interval, speedup
 from kangaroo.models.prompts import Message, prompt_ids
 from kangaroo.utils.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 Method = Callable[[list[int], int], Generation]  # takes a prompt and a number of new tokens
 Texts = list[list[Generation]]  # of each prompt, each time it was given
@@ -70,8 +67,8 @@ def against_vanilla(vanilla: Texts, method: Texts) -> dict[str, Any]:
         [[np.mean([seconds_a_token(text) for text in texts]) for texts in pair] for pair in pairs]
     )
     return {
-        "speedup": statistics.speedup(seconds_P2),
-        "speedup_ci95": statistics.interval(seconds_P2),
+        "speedup": speedup(seconds_P2),
+        "speedup_ci95": interval(seconds_P2),
         "equal_texts": sum(a[0].tokens == b[0].tokens for a, b in pairs),
     }
 
@@ -79,23 +76,20 @@ def against_vanilla(vanilla: Texts, method: Texts) -> dict[str, Any]:
 def question_prompts(
     tokenizer: PreTrainedTokenizerBase, count: int, bench: BenchConfig, longest: int
 ) -> list[list[int]]:
-    """First turns of a bench, evenly spread over its file and so over its tasks; those of more than
-    `longest` tokens are left out, with a warning.
+    """First turns of a bench, evenly spread over its file and so over its tasks, of those that have
+    at most `longest` tokens.
 
-    Errors: `ConfigError` where none is left.
+    Errors: `ConfigError` where there are none.
     """
     firsts = [question.turns[0] for question in load_questions(bench)]
     prompts = [prompt_ids(tokenizer, [Message(role="user", content=first)]) for first in firsts]
     fitting = [prompt for prompt in prompts if len(prompt) <= longest]
-    if left_out := len(prompts) - len(fitting):
-        log.warning("%d questions are left out: they have over %d tokens", left_out, longest)
     if not fitting:
         raise ConfigError(
             f"no question of {bench.name} has at most {longest} tokens, which is what the model's "
             "context leaves; lower speed.max_new_tokens or pass another bench."
         )
-    count = min(count, len(fitting))
-    return [fitting[(2 * i + 1) * len(fitting) // (2 * count)] for i in range(count)]
+    return spread(fitting, count)
 
 
 def long_prompt(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:

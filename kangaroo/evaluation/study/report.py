@@ -1,4 +1,4 @@
-"""A study's table and files, `NAME.json`, `NAME.md` and `NAME.png`, and its place on a page.
+"""A study's table and files, `NAME.json` and `NAME.md`, and its place on a page.
 
 A page, such as `docs/results/paper.md`, has a pair of comments for each study, `<!-- study: NAME
 -->` and `<!-- end -->`, and one for what they say together, `<!-- summary -->`. What stands between
@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from kangaroo.evaluation import comparison
 from kangaroo.evaluation.comparison import assigned, circumstances, listed
 from kangaroo.evaluation.metrics import CTAR
-from kangaroo.evaluation.plots import about
 from kangaroo.evaluation.records import write_json
-from kangaroo.evaluation.study import plots
 from kangaroo.evaluation.study.study import (
     AGREES,
     DISAGREES,
@@ -30,19 +28,20 @@ from kangaroo.evaluation.study.study import (
     OPEN,
     Checked,
     Estimate,
+    Place,
     Study,
     fixed,
     in_order,
 )
 from kangaroo.utils import tables
 from kangaroo.utils.folders import command_line
-from kangaroo.utils.tables import Row, number
+from kangaroo.utils.tables import Row, number, short
 
 PAPER = "Liu et al., NeurIPS 2024, arXiv 2404.18911"
 HEADINGS = {"compression_rate": "CR", "acceptance_rate": "accepted", CTAR: "CTAR(w)"}
 STUDY = re.compile(r"(<!-- study: (\w+) -->\n).*?(<!-- end -->)", re.S)
 SUMMARY = re.compile(r"(<!-- summary -->\n).*?(<!-- end -->)", re.S)
-IMAGES = Path("img/paper")  # from where the page lies
+NAMES = {"mt_bench": "MT-bench", "qa": "QA", "math_reasoning": "math", "rag": "RAG"}  # of tasks
 
 
 # --- tables
@@ -50,28 +49,28 @@ IMAGES = Path("img/paper")  # from where the page lies
 
 def table(study: Study, intervals: bool = True) -> list[Row]:
     """A row for each curve, ours and below it those of the paper; the places are columns."""
-    points = [*study.points, *study.published]
-    metrics = list(study.points[0].values)
+    points, config = [*study.points, *study.published], study.config
+    names, places = list(study.points[0].values), in_order(point.x for point in points)
     values = {(point.curve, point.model, point.x): point.values for point in points}
     rows = []
     for curve in in_order(point.curve for point in points):
         for model in dict.fromkeys(point.model for point in points):
-            at_places = {
-                x: values.get((curve, model, x), {}) for x in in_order(point.x for point in points)
-            }
+            at_places = {x: values.get((curve, model, x), {}) for x in places}
             if any(at_places.values()):
-                head = {study.config.curve_label or "method": study.word(curve)}
-                rows.append(
-                    head
-                    | {" / ".join(map(heading_of, metrics)): model}
-                    | {
-                        study.word(x): " / ".join(shown(v.get(m), intervals) for m in metrics)
-                        if any(v.get(m) for m in metrics)
-                        else "-"
-                        for x, v in at_places.items()
-                    }
-                )
+                row = {config.curve_label: word(config.curve, curve)} if config.curve else {}
+                row[" / ".join(map(heading_of, names))] = model
+                for x, of_place in at_places.items():
+                    cells = [shown(of_place.get(name), intervals) for name in names]
+                    row[word(config.x, x)] = " / ".join(cells) if any(of_place.values()) else "-"
+                rows.append(row)
     return rows
+
+
+def word(kind: str | None, x: Place) -> str:
+    """A place, or a curve, as a cell; `kind` is that of `StudyConfig.x` or `curve`."""
+    if isinstance(x, float):
+        return short(x) if kind == "parameters" else f"{x:g}"
+    return "-" if x is None else NAMES.get(x, x)
 
 
 def claim_rows(checked: Sequence[Checked]) -> list[Row]:
@@ -110,31 +109,24 @@ def write(study: Study, folder: Path) -> None:
     result = {
         "study": asdict(study.config),
         **{key: first[key] for key in ("model", "bench", "dtype", "device", "questions")},
-        "max_new_tokens": first["settings"]["max_new_tokens"],
-        "points": [{"method": point.source} | asdict(point) for point in study.points],
-        "published": [asdict(point) for point in study.published],
-        "checked": [asdict(result) for result in study.checked],
+        "points": [point._asdict() for point in study.points],
+        "checked": [{"says": each.claim.says, "verdict": each.verdict} for each in study.checked],
         "table": table(study),
         "provenance": {method.name: method.summary["provenance"] for method in study.methods},
     }
     write_json(folder / f"{name}.json", result)
-    text = f"# {study.config.title}\n\n{body(study, f'{name}.png')}\n"
+    text = f"# {study.config.title}\n\n{body(study)}\n"
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
-    plots.plot(study, about(first)).savefig(folder / f"{name}.png", dpi=120)
 
 
 def terminal_table(study: Study) -> Table:
     """What was measured, without the paper's values, for a rich console of 80 columns."""
-    rows = table(replace(study, published=[]), intervals=False)
+    rows = table(study._replace(published=[]), intervals=False)
     return tables.terminal(rows, study.config.title, size(study))
 
 
-def body(study: Study, image: str) -> str:
-    """The study as Markdown, without a title.
-
-    Args:
-        image: where the plot lies, from where the Markdown is read.
-    """
+def body(study: Study) -> str:
+    """The study as Markdown, without a title."""
     reasons = [
         f"*{result.claim.says}* ({result.verdict}): {result.claim.why.strip()}"
         for result in study.checked
@@ -143,7 +135,6 @@ def body(study: Study, image: str) -> str:
     parts = [
         size(study),
         tables.markdown(table(study)),
-        f"![{study.config.title}]({image})",
         *([tables.markdown(claim_rows(study.checked))] if study.checked else []),
         *([listed(reasons)] if reasons else []),
         *([study.config.note.strip()] if study.config.note else []),
@@ -160,14 +151,13 @@ def size(study: Study) -> str:
     first, texts = summaries[0], [summary["lossless"] for summary in summaries]
     compared = [each for each in texts if each["identical"] is not None]
     same, turns = (sum(each[key] for each in compared) for key in ("identical", "turns"))
-    greedy = all(summary["settings"]["sampling.temperature"] == 0 for summary in summaries)
-    task = first["settings"].get("task")
+    sampling = dict.fromkeys(each["settings"]["sampling.temperature"] for each in summaries)
+    temperature = ", ".join(map(str, sampling)) if len(sampling) > 1 else next(iter(sampling))
+    settings = first["settings"] | {"sampling.temperature": temperature}
+    asked = {"turns": texts[0]["turns"], "settings": settings, "methods": []}
     return (
-        f"{first['model']} on {first['bench']}: {first['questions']} questions"
-        f"{f' of the task {task}' if task else ''}, {texts[0]['turns']} turns, at most "
-        f"{first['settings']['max_new_tokens']} new tokens, {'greedy' if greedy else 'sampled'}, "
-        f"batch 1, {first['dtype']} on {first['device']}. Intervals are at 95%. Texts that are "
-        f"vanilla's: {same} of {turns}."
+        f"{first['model']} on {first['bench']}: {comparison.size(first | asked)} Texts that are "
+        f"vanilla's: {same} of {turns}. Intervals are at 95%; columns are by `{study.config.x}`."
     )
 
 
@@ -197,8 +187,6 @@ def rewrite(page: Path, results: Path) -> None:
         # in whichever folder its answers are
         if file := next(iter(sorted(results.glob(f"*/{name}.json"))), None):
             files[name] = file
-            (page.parent / IMAGES).mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file.with_suffix(".png"), page.parent / IMAGES / f"{name}.png")
     text = STUDY.sub(lambda m: f"{m[1]}\n{section(m[2], files.get(m[2]))}\n\n{m[3]}", text)
     studies = [json.loads(file.read_text(encoding="utf-8")) for file in files.values()]
     text = SUMMARY.sub(lambda m: f"{m[1]}\n{summary(studies)}\n\n{m[2]}", text)
@@ -209,32 +197,16 @@ def section(name: str, file: Path | None) -> str:
     """A study's part of the page."""
     if file is None:
         return f"Not measured yet: `{command_line('evaluate', experiment=f'paper/{name}')}`."
-    _, text = file.with_suffix(".md").read_text(encoding="utf-8").split("\n\n", 1)
-    return text.replace(f"]({name}.png)", f"]({(IMAGES / name).as_posix()}.png)").rstrip()
+    return file.with_suffix(".md").read_text(encoding="utf-8").split("\n\n", 1)[1].rstrip()
 
 
 def summary(studies: Sequence[dict[str, Any]]) -> str:
-    """How large the studies were, and which findings of the paper they found again."""
+    """Which findings of the paper the studies found again."""
     if not studies:
         return "Nothing was measured yet."
-    checked = [(study["study"]["name"], each) for study in studies for each in study["checked"]]
-    counts, first = Counter(result["verdict"] for _, result in checked), studies[0]
-    questions, longest = (
-        " to ".join(map(str, sorted({min(some), max(some)})))
-        for some in ([study[key] for study in studies] for key in ("questions", "max_new_tokens"))
+    counts, first = Counter(each["verdict"] for x in studies for each in x["checked"]), studies[0]
+    return (
+        f"{first['model']}, {first['dtype']} on {first['device']}: of {counts.total()} findings of "
+        f"the paper that were checked, {counts[AGREES]} agree, {counts[DISAGREES]} disagree, and "
+        f"{counts[OPEN]} are open."
     )
-    parts = [
-        f"{first['model']}, {first['dtype']} on {first['device']}: each experiment asked "
-        f"{questions} questions of {first['bench']}, with at most {longest} new tokens.",
-        f"Of {counts.total()} findings of the paper that were checked, {counts[AGREES]} agree, "
-        f"{counts[DISAGREES]} disagree, and {counts[OPEN]} are open.",
-    ]
-    rows = [
-        {
-            "finding of the paper": result["claim"]["says"],
-            "experiment": f"`{name}`",
-            "verdict": f"**{result['verdict']}**",
-        }
-        for name, result in checked
-    ]
-    return "\n\n".join([*parts, *([tables.markdown(rows)] if rows else [])])

@@ -1,5 +1,5 @@
-"""A study: which results of one evaluation, or of a sweep's, make a table and a plot; its points,
-the paper's (`published.yaml`), and which findings of the paper are found again.
+"""A study: which results of one evaluation, or of a sweep's, make a table; its points, the paper's
+(`published.yaml`), and which findings of the paper are found again.
 
 Shapes: Q questions.
 """
@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 
-from kangaroo.evaluation import statistics
+from kangaroo.evaluation import metrics
 from kangaroo.evaluation.comparison import shared, summaries_in
 from kangaroo.evaluation.metrics import CTAR, pairs
-from kangaroo.evaluation.plots import NAMES
 from kangaroo.evaluation.records import BASELINES, Record, read
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import changes
-from kangaroo.utils.tables import short
 
 PUBLISHED = Path(__file__).with_name("published.yaml")
 OVERALL = "overall"  # beside the tasks
@@ -29,7 +27,7 @@ HERE = "here"  # the model of our points
 AGREES, DISAGREES, OPEN = "agrees", "disagrees", "open"
 LEAST = 8  # questions; a bootstrap over fewer is too sure
 
-Place = float | str | None  # along the plot; None is a method that has no such setting
+Place = float | str | None  # along the table; None is a method that has no such setting
 
 
 @dataclass
@@ -56,9 +54,9 @@ class StudyConfig:
 
     Args:
         name: of its files, and of the published values that belong to it.
-        x: what changes along the plot: `method`, `task`, `position` (in the draft), `parameters`,
-            or a setting by its name in results, such as `drafter.threshold`.
-        curve: what each curve has in common, in the same words; None where there is but one.
+        x: what the columns are: `method`, `task`, `position` (in the draft), `parameters`, or a
+            setting by its name in results, such as `drafter.threshold`.
+        curve: what the rows are, in the same words; None where there is but one.
         metrics: `speedup`, `compression_rate`, `acceptance_rate`, or `ctar1`, `ctar2` ... for
             CTAR(1) and so on; not read for `x=position`, which has CTAR.
         labels: what methods are called in words.
@@ -70,8 +68,7 @@ class StudyConfig:
     title: str
     x: str = "method"
     curve: str | None = None
-    x_label: str = ""
-    curve_label: str = ""
+    curve_label: str = "method"
     metrics: list[str] = field(default_factory=lambda: ["compression_rate", "speedup"])
     labels: dict[str, str] = field(default_factory=dict)
     note: str = ""
@@ -99,73 +96,41 @@ class Measured:
         return as_place(self.summary["settings"].get(name))
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A ratio; `low` and `high` are the ends of its 95% interval, None for a single question and
-    for published values.
-    """
+class Estimate(NamedTuple):
+    """A ratio and its 95% interval, None for a single question and for published values."""
 
     value: float
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def ends(self) -> list[float] | None:
-        """The interval."""
-        return None if self.low is None or self.high is None else [self.low, self.high]
+    ends: list[float] | None = None
 
 
-@dataclass(frozen=True)
-class Point:
-    """What was measured at a place of a plot, here or in the paper.
+class Point(NamedTuple):
+    """What was measured at a place of a table, here or in the paper."""
 
-    Args:
-        model: `HERE`, or the target of the paper.
-        source: the name of the method, or where in the paper it is from.
-        curve: what its curve has in common; empty where there is but one.
-        values: by metric; None where it does not apply.
-    """
-
-    model: str
-    source: str
-    curve: Place
+    model: str  # `HERE`, or the target of the paper
+    source: str  # the name of the method, or where in the paper it is from
+    curve: Place  # what its row has in common; empty where there is but one
     x: Place
-    values: dict[str, Estimate | None]
+    values: dict[str, Estimate | None]  # by metric; None where it does not apply
 
 
-@dataclass(frozen=True)
-class Checked:
-    """A claim and what a study says of it.
-
-    Args:
-        difference: of `more` less `less`, with its paired interval.
-        verdict: agrees or disagrees where the interval leaves no doubt; else, and where there were
-            fewer than `LEAST` questions, open.
-    """
+class Checked(NamedTuple):
+    """A claim and what a study says of it."""
 
     claim: Claim
     more: Estimate
     less: Estimate
-    difference: Estimate
+    difference: Estimate  # of `more` less `less`, with its paired interval
     verdict: str
 
 
-@dataclass(frozen=True)
-class Study:
-    """What was measured, in the order of the plot, and what it is compared with."""
+class Study(NamedTuple):
+    """What was measured, and what it is compared with."""
 
     config: StudyConfig
     methods: list[Measured]
     points: list[Point]
     published: list[Point]
     checked: list[Checked]
-
-    def word(self, x: Place) -> str:
-        """A place, or a curve, in a table or along a plot."""
-        if isinstance(x, float):
-            prefix = "w = " if self.config.x == "position" else ""
-            return short(x) if self.config.x == "parameters" else f"{prefix}{x:g}"
-        return "-" if x is None else NAMES.get(x, x)
 
 
 def study_of(config: StudyConfig, folder: Path) -> Study | None:
@@ -177,10 +142,6 @@ def study_of(config: StudyConfig, folder: Path) -> Study | None:
     if not methods:
         return None
     points = [point for method in methods for point in points_of(config, method)]
-    curves, along = (
-        in_order(places) for places in zip(*((p.curve, p.x) for p in points), strict=True)
-    )
-    points.sort(key=lambda point: (curves.index(point.curve), along.index(point.x)))
     checked = [check(claim, methods) for claim in config.claims]
     return Study(config, methods, points, published(config), [x for x in checked if x])
 
@@ -221,26 +182,26 @@ def as_place(value: Any) -> Place:
 
 def points_of(config: StudyConfig, method: Measured) -> list[Point]:
     """A method's points, one for each of its places."""
-    metrics = {name: name for name in config.metrics}
+    names = {name: name for name in config.metrics}
     parts: dict[Place, tuple[list[Record], dict[str, str]]]
     if config.x == "position":
         longest = max(1, len(method.summary["overall"]["ctar"]))
         parts = {float(w): (method.records, {CTAR: f"{CTAR}{w}"}) for w in range(1, longest + 1)}
     elif config.x == "task":
         tasks = dict.fromkeys([*(record.task for record in method.records), OVERALL])
-        parts = {task: (of_task(method.records, task), metrics) for task in tasks}
+        parts = {task: (of_task(method.records, task), names) for task in tasks}
     else:
-        parts = {config.label(method.place(config.x)): (method.records, metrics)}
+        parts = {config.label(method.place(config.x)): (method.records, names)}
     curve = curve_of(config, method)
     return [
-        Point(HERE, method.name, curve, x, {k: value_of(records, m) for k, m in names.items()})
-        for x, (records, names) in parts.items()
+        Point(HERE, method.name, curve, x, {k: value_of(records, m) for k, m in of.items()})
+        for x, (records, of) in parts.items()
     ]
 
 
 def curve_of(config: StudyConfig, method: Measured) -> Place:
-    """What a method's curve has in common; of one without such a setting, or without a place along
-    the plot, its name. Where the jobs of a sweep measured several drafters, theirs too.
+    """What a method's row has in common; of one without such a setting, or without a place along
+    the table, its name. Where the jobs of a sweep measured several drafters, theirs too.
     """
     has_place = config.x in ("task", "position") or method.place(config.x) is not None
     common = "" if config.curve is None else method.place(config.curve)
@@ -257,11 +218,10 @@ def of_task(records: Sequence[Record], task: str | None) -> list[Record]:
 
 
 def estimate(
-    totals_QK: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = statistics.ratio
+    totals_QK: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = metrics.ratio
 ) -> Estimate:
     """A statistic of totals over questions, with its interval."""
-    value = float(statistic(totals_QK.sum(0)))
-    return Estimate(value, *statistics.interval(totals_QK, statistic) or ())
+    return Estimate(float(statistic(totals_QK.sum(0))), metrics.interval(totals_QK, statistic))
 
 
 def value_of(records: Sequence[Record], metric: str) -> Estimate | None:
@@ -305,12 +265,15 @@ def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
         return None
     # resampled together: what makes a question hard for both does not widen the interval
     values_Q4 = np.hstack([pairs(records, claim.metric) for records in both])
-    difference = estimate(values_Q4, statistics.difference)
+    difference = estimate(values_Q4, metrics.difference)
     return Checked(claim, more, less, difference, verdict(difference, len(values_Q4)))
 
 
 def verdict(difference: Estimate, questions: int) -> str:
-    """What the interval of a difference that should be positive says."""
-    if questions < LEAST or difference.low is None or difference.high is None:
+    """What the interval of a difference that should be positive says; open where it leaves a doubt,
+    or there were fewer than `LEAST` questions.
+    """
+    if questions < LEAST or difference.ends is None:
         return OPEN
-    return AGREES if difference.low > 0 else DISAGREES if difference.high < 0 else OPEN
+    low, high = difference.ends
+    return AGREES if low > 0 else DISAGREES if high < 0 else OPEN
