@@ -14,7 +14,6 @@ from kangaroo.api import load_target
 from kangaroo.cli.command import command, in_group, plain, sweep_folder, varied
 from kangaroo.cli.schema import EvaluateCommand
 from kangaroo.data import store
-from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.evaluation import comparison
@@ -59,7 +58,11 @@ def evaluate(config: EvaluateCommand) -> float | None:
             "compared. Leave it out, or pass hydra.sweep.dir= instead."
         )
     in_group(config.logger, config.model.name)
-    drafters = _drafters(config)
+    drafters = varied(config.drafter, config.variants)
+    for name in drafters.keys() & config.more.keys():
+        raise ConfigError(f"more.{name} is drafter={name} again.")
+    # an experiment's settings stay where ~drafter@more.NAME has left their drafter out
+    drafters |= {k: more for k, more in config.more.items() if not isinstance(more, dict)}
     # an adapter that is not there is named before gigabytes of target are fetched
     settings = {name: drafter.settings() for name, drafter in drafters.items()}
     lm, tokenizer = load_target(config.model)
@@ -127,19 +130,8 @@ def _compare_adapters(config: EvaluateCommand) -> None:
     log.info("compare.md and compare.json are in %s\n%s", output, table)
 
 
-def _drafters(config: EvaluateCommand) -> dict[str, DrafterConfig]:
-    """What is measured, by name."""
-    drafters = varied(config.drafter, config.variants)
-    for name in drafters.keys() & config.more.keys():
-        raise ConfigError(f"more.{name} is drafter={name} again.")
-    # an experiment's settings stay where ~drafter@more.NAME has left their drafter out
-    return drafters | {k: more for k, more in config.more.items() if not isinstance(more, dict)}
-
-
 def _answered(numbers: dict[str, float]) -> int:
-    """How many questions metrics are of, which is also a run's step; of several methods the
-    names of metrics begin with theirs.
-    """
+    """How many questions metrics, of several methods `name.metric`, are of: a run's step."""
     return int(next(n for name, n in numbers.items() if name.split(".")[-1] == "questions"))
 
 
@@ -155,7 +147,7 @@ def _track(results: list[dict[str, Any]], config: EvaluateCommand, tracker: Trac
 
 
 def _compare(config: EvaluateCommand, folder: Path) -> None:
-    """Print and write the study, or the table, of what a run or a sweep has measured so far."""
+    """Print and write the study, or the table, of what there is."""
     if config.study is not None:
         if study := study_of(config.study, folder):
             study_report.write(study, folder)

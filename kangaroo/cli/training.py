@@ -59,9 +59,10 @@ def train(config: TrainCommand) -> float | None:
             folders = trainer.train(tracker)
             if not ranks.is_first:
                 return None
-            best = max((_report(folder, config.model, tracker) for folder in folders), key=_rate)
+            numbers = [_report(folder, config.model, tracker) for folder in folders]
+            best = max(numbers, key=lambda each: each["compression_rate"])
             tracker.result(best, [folders[0].parent / curves.PLOT])
-            return _rate(best)
+            return best["compression_rate"]
 
 
 @command(shared=True)
@@ -80,10 +81,8 @@ def check_format(model: ModelConfig) -> None:
 
 
 def say_what_it_takes(config: TrainCommand, ranks: Ranks, holds_out: bool = True) -> Devices:
-    """Log what the run takes on the devices that it finds, which are returned.
-
-    Args:
-        holds_out: false where the run only writes the data.
+    """Log what the run takes on the devices that it finds, which are returned; `holds_out` is false
+    where it only writes the data.
 
     Errors: `ConfigError` where it cannot fit, or would hold out all that there is.
     """
@@ -110,14 +109,9 @@ def _target_with_data(config: TrainCommand, ranks: Ranks) -> TargetModel:
     config.data.make(lm, tokenizer, ranks)
     ranks.wait()
     about = store.about(Path(config.data.path))
-    counts = about["conversations"], about["tokens"], about["assistant_tokens"]
-    counted = "%d conversations, %d tokens, %d of the assistant, from %s"
-    log.info(counted, *counts, config.data.path)
+    counts = (about[name] for name in ("conversations", "tokens", "assistant_tokens"))
+    log.info("%d conversations, %d tokens, %d of the assistant, from %s", *counts, config.data.path)
     return lm
-
-
-def _rate(numbers: dict[str, float]) -> float:
-    return numbers["compression_rate"]
 
 
 def _report(folder: Path, model: ModelConfig, tracker: Tracker) -> dict[str, float]:
