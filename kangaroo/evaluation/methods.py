@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
 from kangaroo.engine.clock import now, running
@@ -86,7 +86,8 @@ def generate(
     rounds tell their whole time as that of the host, and no drafts.
     """
     sampling, watch = sampling or Sampling(), _Stopwatch()
-    settings = {  # what is unset, it would take from the model's own generation config
+    settings: dict[str, Any] = {  # what is unset, it takes from the model's own generation config
+        "max_new_tokens": max_new_tokens,
         "do_sample": not sampling.greedy,
         "temperature": 1.0 if sampling.greedy else sampling.temperature,
         "top_p": 1.0 if sampling.greedy else sampling.top_p,
@@ -97,19 +98,13 @@ def generate(
         "pad_token_id": 0,
         "use_cache": True,
     }
-    config = GenerationConfig(max_new_tokens=max_new_tokens, **settings)
     tokens_1T = torch.tensor([prompt], device=lm.device)
     mask_1T = torch.ones_like(tokens_1T)
     with transformers_attention(lm), torch.random.fork_rng():
         torch.manual_seed(seed)
+        settings |= {"attention_mask": mask_1T, "streamer": watch} | speculation
         start = running()
-        written_1T = lm.hf.generate(
-            tokens_1T,
-            attention_mask=mask_1T,
-            generation_config=config,
-            streamer=watch,
-            **speculation,
-        )
+        written_1T = lm.hf.generate(tokens_1T, **settings)
     tokens, steps, at = written_1T[0, len(prompt) :].tolist(), [], 0
     (first, _), *_ = rounds = watch.marks[1:]
     before = first

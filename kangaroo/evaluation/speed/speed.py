@@ -175,5 +175,5 @@ def summarise(
         "compression_rate": compression_rate(decoded, rounds),
         "drafted_per_round": drafted / rounds,
         **{f"{part}_ms": took and 1e3 * took / rounds for part, took in parts.items()},
-        "draft_over_limit": draft and draft_limit and draft / draft_limit,
+        "draft_over_limit": draft / draft_limit if draft and drafted and draft_limit else None,
     }
