@@ -67,20 +67,7 @@ def test_speed_benchs_questions_come_from_a_parquet_file_or_the_hub(tmp_path, mo
     assert asked == [(("nvidia/SPEED-Bench", "qualitative"), {"split": "test"})]
 
 
-def test_a_bench_on_the_hub_needs_a_network_once():
-    with pytest.raises(DataError, match=r"\(qualitative\) cannot be read from the .*\. Go online"):
-        load_questions(BenchConfig("b", hub="nvidia/SPEED-Bench", subset="qualitative"))
-
-
-def test_a_download_is_kept(tmp_path, cache):
-    config, home = served(tmp_path)
-    assert load_questions(config)[0].turns == ["Why?"]
-    home.unlink()
-    assert load_questions(config)[0].turns == ["Why?"]
-    assert [file.name for file in cache.iterdir()] == ["far.jsonl"]
-
-
-def test_a_wrong_checksum_is_refused_and_a_damaged_file_in_the_cache_is_named(tmp_path, cache):
+def test_a_download_is_kept_and_a_wrong_checksum_refused(tmp_path, cache):
     config, home = served(tmp_path)
     content = home.read_bytes()
     home.write_text(json.dumps(GOOD | {"turns": ["How?"]}))
@@ -88,7 +75,10 @@ def test_a_wrong_checksum_is_refused_and_a_damaged_file_in_the_cache_is_named(tm
         load_questions(config)
     assert not cache.exists()  # nothing is kept
     home.write_bytes(content)
-    load_questions(config)
+    assert load_questions(config)[0].turns == ["Why?"]
+    home.unlink()
+    assert load_questions(config)[0].turns == ["Why?"]
+    assert [file.name for file in cache.iterdir()] == ["far.jsonl"]
     (cache / "far.jsonl").write_text("{}")
     with pytest.raises(CorruptFile, match=r"far\.jsonl' have sha256 .* Delete it"):
         load_questions(config)
@@ -100,6 +90,11 @@ def test_a_wrong_checksum_is_refused_and_a_damaged_file_in_the_cache_is_named(tm
         (BenchConfig("dmeo"), ConfigError, r"no bench 'dmeo' is shipped, only demo"),
         (BenchConfig("far", url="http://127.0.0.1:9/x"), DataError, r"127.* .*bench\.path="),
         (BenchConfig(path="none.jsonl"), DataError, r"bench\.path=none\.jsonl .*: No such file"),
+        (
+            BenchConfig("b", hub="a/b", subset="c"),
+            DataError,
+            r"a/b \(c\) cannot be read from the h",
+        ),
     ],
 )
 def test_questions_that_are_nowhere_are_named_with_the_way_out(config, error, told, cache):

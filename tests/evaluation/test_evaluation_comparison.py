@@ -113,12 +113,9 @@ def test_a_comparison_stands_without_baselines_and_with_a_single_question(tmp_pa
     assert {row[name] for name in ("speedup", "95%", "vs hf", "95% vs hf")} == {"-"}
 
 
-NAMES = ["kangaroo", "prompt_lookup", "transformers", "vanilla"]
-LONG = "kangaroo,adapter=adapters-smollm2-135m-fused,steps=4,threshold=0.6"
-
-
-@pytest.mark.parametrize("names", [NAMES, ["kangaroo,threshold=0.4", "medusa", LONG]])
-def test_the_terminals_table_fits_80_columns_and_folds_no_drafters_name(names, tmp_path):
+def test_the_terminals_table_fits_80_columns_and_folds_no_drafters_name(tmp_path):
+    long = "kangaroo,adapter=adapters-smollm2-135m-fused,steps=4,threshold=0.6"
+    names = ["prompt_lookup", "transformers", "vanilla", long]
     for name in names:
         job(tmp_path, name)
     result = comparison.compare(tmp_path)
@@ -127,9 +124,6 @@ def test_the_terminals_table_fits_80_columns_and_folds_no_drafters_name(names, t
         method["lossless"] |= {"turns": 82, "identical": 82}
     text = shown(result)
     assert "…" not in text and all(f"{name.split(',')[0]} " in text for name in names)
-    assert (
-        "speedup: of the whole time, prompts included; decoding: from the first token on." in text
-    )
 
 
 @pytest.mark.parametrize(
@@ -230,14 +224,6 @@ def test_methods_that_differ_by_chance_show_no_difference(timed):
     low, high = pair["speed_ratio_ci95"]
     text = f"{pair['speed_ratio']:.2f} ({low:.2f}-{high:.2f}), no difference shown"
     assert comparison.pair_table([pair]) == [{"": "a", "b": text}]
-
-
-def test_over_vanilla_it_is_the_speedup_with_its_interval(timed):
-    vanilla, seconds = timed
-    questions = by_question(seconds, vanilla)
-    pair = compared(kangaroo=questions, vanilla=by_question(vanilla, vanilla))
-    assert pair["speed_ratio"] == pytest.approx(vanilla.sum() / seconds.sum())
-    assert pair["speed_ratio_ci95"] == ends(questions)
 
 
 def test_jobs_of_a_sweep_are_compared_by_their_own_baselines(timed):

@@ -178,21 +178,19 @@ def test_other_settings_are_refused_by_name(finished, bench):
 
 def test_resume_false_measures_again(bench, tmp_path, monkeypatch):
     evaluate_tiny(tmp_path, bench, question_end=1)
-    before = store.read(tmp_path)[0].finished
     evaluate_tiny(tmp_path, bench, question_end=1, max_new_tokens=5, resume=False)
-    (record,) = store.read(tmp_path)
-    assert record.finished > before
-    assert len(record.turns[0].runs[METHOD].tokens) == 5
+    assert len(store.read(tmp_path)[0].turns[0].runs[METHOD].tokens) == 5
     monkeypatch.setattr(kangaroo.engine.engine.Engine, "generate", None)
     with pytest.raises(TypeError):
         evaluate_tiny(tmp_path, bench, question_end=1, resume=False)
     assert not (tmp_path / "summary.json").exists()  # it told of texts that are gone
 
 
-def test_a_part_of_the_questions_is_taken_by_their_indices(bench, tmp_path):
+def test_a_part_of_the_questions_is_taken_by_their_indices_and_baselines_left_out(bench, tmp_path):
     settings = {"question_begin": 1, "question_end": 4, "question_every": 2, "warmup": 0}
-    evaluate_tiny(tmp_path, bench, **settings)
+    summary = evaluate_tiny(tmp_path, bench, baselines=[Baseline.hf], **settings)
     assert [record.question_id for record in store.read(tmp_path)] == [90, 322]
+    assert summary["overall"]["speedup"] is None and summary["overall"]["hf_speedup"] > 0
     with pytest.raises(ConfigError, match="question_begin=9, question_end=None select none of"):
         evaluate_tiny(tmp_path, bench, question_begin=9)
 
@@ -226,21 +224,17 @@ def test_sampled_texts_follow_from_the_seed(rule, bench, tmp_path):
     assert results[0]["overall"]["hf_tokens_per_second"] > 0
 
 
-def test_answers_end_where_the_context_does(tmp_path):
+def test_answers_end_where_the_context_does_and_a_first_turn_needs_room(tmp_path, monkeypatch):
     file = write_questions(tmp_path / "one.jsonl", [{"turns": ["x" * 50]}])
     lm = tiny_lm(max_position_embeddings=120)
     evaluate_tiny(tmp_path / "out", file, lm, max_new_tokens=1000)
     (turn,) = store.read(tmp_path / "out")[0].turns
     assert turn.prompt_tokens + turn.max_new_tokens == 120
-
-
-def test_a_first_turn_without_room_is_refused_before_anything_is_decoded(tmp_path, monkeypatch):
-    questions = [QUESTIONS[0], {"question_id": 7, "turns": ["x" * 200]}]
-    file = write_questions(tmp_path / "two.jsonl", questions)
+    write_questions(file, [QUESTIONS[0], {"question_id": 7, "turns": ["x" * 200]}])
     monkeypatch.setattr(kangaroo.engine.engine.Engine, "generate", None)
     with pytest.raises(PromptError, match=r"question 7, turn 0 has .* the model's context is 120"):
-        evaluate_tiny(tmp_path / "out", file, tiny_lm(max_position_embeddings=120))
-    assert not (tmp_path / "out").exists()
+        evaluate_tiny(tmp_path / "none", file, lm)
+    assert not (tmp_path / "none").exists()
 
 
 def test_ids_of_64_bits_and_odd_categories_break_nothing(tmp_path):
@@ -263,12 +257,6 @@ def test_the_model_has_the_engines_attention_after_hf_failed(bench, tmp_path, mo
     with pytest.raises(RuntimeError, match="no"):
         evaluate_tiny(tmp_path, bench, lm)
     assert lm.config._attn_implementation == ATTENTION
-
-
-def test_baselines_can_be_left_out(bench, tmp_path):
-    summary = evaluate_tiny(tmp_path, bench, baselines=[Baseline.hf], question_end=1)
-    assert summary["overall"]["speedup"] is None
-    assert summary["overall"]["hf_tokens_per_second"] > 0
 
 
 def test_an_engine_that_accepts_wrong_tokens_fails_the_run(bench, tmp_path, monkeypatch):
@@ -313,10 +301,8 @@ def test_each_has_its_own_folder_and_they_share_the_baselines_runs(together):
     for a, b in zip(*(store.read(output / name) for name in BOTH), strict=True):
         for turn, other in zip(a.turns, b.turns, strict=True):
             assert turn.runs["vanilla"] == other.runs["vanilla"]
-            assert turn.runs.get("hf") == other.runs.get("hf")
             assert turn.runs[METHOD] != other.runs[METHOD]
     for summary in summaries:
-        assert summary["questions"] == 5 and summary["settings"]["drafter.of"] in BOTH
         assert summary["lossless"]["identical"] == summary["lossless"]["turns"] == 7
 
 

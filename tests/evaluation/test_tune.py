@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import python, questions
-from helpers import adapter_for
+from helpers import adapter_for, saved_adapter, tiny_target
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -19,9 +19,6 @@ from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.evaluation.bench import BenchConfig, Question, load_questions
 from kangaroo.evaluation.tune import TuneConfig, split, write_settings
-from kangaroo.heads import adapter_files
-from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 
 
@@ -68,11 +65,9 @@ BRIEF = (
 
 def test_the_command_tunes_and_evaluate_takes_what_it_wrote(tmp_path: Path):
     """As typed: two adapters, the page, its plot, and the drafter in use by its file."""
-    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    lm = tiny_target()
     for name, exit_layer in (("tiny", 2), ("tiny-deep", 3)):
-        adapter = adapter_for(lm, exit_layer)
-        about = adapter_files.describe(lm, adapter, {})
-        adapter_files.save(adapter, about, None, tmp_path / "adapters" / name)
+        saved_adapter(lm, adapter_for(lm, exit_layer), tmp_path / "adapters" / name, None)
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions())))
 
     def typed(*command: str):
