@@ -113,7 +113,7 @@ def test_the_page_says_what_has_not_run_and_keeps_what_people_wrote(tmp_path):
 def test_the_page_has_what_each_stage_wrote(tmp_path):
     """A report's further tables, after its first plot, compare each with each."""
     for stage, text in {
-        "7b": "**Decoding speed**",
+        "7b": "**Decoding speed, and parts of a round**",
         "methods": "# Methods\n\n| hybrid |\n\n![plot](a.png)\n\n| pairs |",
         "soak": "# Certificate\n\ntexts that differ: 0.",
     }.items():
@@ -130,6 +130,6 @@ def test_the_page_has_what_each_stage_wrote(tmp_path):
     assert made.count("Done in 61 s on NVIDIA H100; torch ") == len(STAGES)
     assert "`pytest -m gpu`: 80 passed, 3 skipped in 61.20s." in made
     assert "3 steps by the paper's recipe" in made and "**20,000 tokens/s**" in made
-    for words in ("**Decoding speed**", "| hybrid |", "texts that differ: 0.", "16.3 GiB"):
+    for words in ("**Decoding speed, and", "| hybrid |", "texts that differ: 0.", "16.3 GiB"):
         assert words in made
     assert "pairs" not in made and "# Methods" not in made

@@ -31,7 +31,7 @@ from kangaroo.utils.errors import KangarooError
 from kangaroo.utils.ranks import Ranks
 
 WORDS = r"(?: (?:'[^']*'|--[\w-]+=[^\s`),]+|[\w.@+~]+=[^\s`),]+))*"
-SCRIPT = r"(\S+\.py(?: (?:import|export|push|pull|datastore|layers|split)\b)?)"
+SCRIPT = r"(\S+\.py(?: (?:import|export|push|datastore|layers|split)\b)?)"
 COMMAND = re.compile(rf"(?:python|torchrun --nproc-per-node=N) {SCRIPT}({WORDS})")
 # What is appended, so that it takes seconds.
 SMALLER = {
@@ -93,7 +93,7 @@ TEXTS = {
     ),
     "slow training": lambda lm, other: SLOW_BFLOAT16,
     "a study not measured yet": lambda lm, other: report.section("table1", None),
-    "a pulled adapter": lambda lm, other: card.measure(TINY, "kangaroo", "adapters/tiny"),
+    "an adapter of the hub": lambda lm, other: card.measure(TINY, "kangaroo", "adapters/tiny"),
     "that of a folder": lambda lm, other: card.measure("FOLDER", "kangaroo", "my adapters/tiny"),
 }
 
