@@ -63,18 +63,11 @@ def evaluate(config: EvaluateCommand) -> float | None:
         raise ConfigError(f"more.{name} is drafter={name} again.")
     # an experiment's settings stay where ~drafter@more.NAME has left their drafter out
     drafters |= {k: more for k, more in config.more.items() if not isinstance(more, dict)}
-    # an adapter that is not there is named before gigabytes of target are fetched
-    settings = {name: drafter.settings() for name, drafter in drafters.items()}
+    for drafter in drafters.values():
+        drafter.settings()  # an adapter that is not there is told before gigabytes are fetched
     lm, tokenizer = load_target(config.model)
-    methods = [
-        MethodSpec(
-            name,
-            drafter.build(lm),
-            {"model": asdict(config.model), "drafter": settings[name]},
-            drafter.made_by(),
-        )
-        for name, drafter in drafters.items()
-    ]
+    model = asdict(config.model)
+    methods = [MethodSpec.of(name, each, lm, model) for name, each in drafters.items()]
     if config.race:
         (first, *_), limit = questions_of(config)
         racers = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}

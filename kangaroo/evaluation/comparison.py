@@ -31,9 +31,6 @@ Method = dict[str, Any]  # an entry of a comparison's `methods`
 Question = dict[str, Any]  # an entry of `by_question` in a summary
 
 
-# --- from summaries to a comparison
-
-
 def compare(folder: Path) -> Comparison | None:
     """All finished evaluations below `folder`, the fastest first; None where there is none.
 
@@ -121,9 +118,6 @@ def compare_pair(
     return result
 
 
-# --- the files
-
-
 def write(comparison: Comparison, folder: Path) -> None:
     """`comparison.json`, `report.md` and its plot."""
     write_json(folder / "comparison.json", comparison)
@@ -167,9 +161,6 @@ def show(comparison: Comparison, console: Console) -> None:
     console.print(tables.terminal(rows, TITLE.format(**comparison), caption))
     if sentence := conclusion(comparison):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-
-
-# --- tables
 
 
 def rows_of(methods: Sequence[Method], in_terminal: bool = False) -> list[Row]:
@@ -222,9 +213,6 @@ def _lossless(identical: int | None, turns: int, forks: dict[str, int], **_: Any
     """Turns that are vanilla's, of all, with the bugs where there are any."""
     bugs = f", bugs: {forks['bug']}" if "bug" in forks else ""
     return "-" if identical is None else f"{identical}/{turns}{bugs}"
-
-
-# --- in words
 
 
 def size(comparison: Comparison) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.base import Drafter, DrafterConfig
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions
 from kangaroo.evaluation.records import BASELINES
@@ -72,6 +72,14 @@ class MethodSpec:
     settings: dict[str, Any] = field(default_factory=dict)
     made_by: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls, name: str, drafter: DrafterConfig, lm: TargetModel, model: dict[str, Any]
+    ) -> MethodSpec:
+        """Of a drafter's config; `model` are the target's settings."""
+        settings = {"model": model, "drafter": drafter.settings()}
+        return cls(name, drafter.build(lm), settings, drafter.made_by())
+
 
 def questions_of(config: EvaluateConfig) -> tuple[list[Question], int]:
     """The questions of a run, and the most new tokens of a turn.
@@ -119,19 +127,16 @@ def settings_of(
 ) -> dict[str, Any]:
     """What fixes the result, by name."""
     cuda = lm.device.type == "cuda"
+    asked = ("task", "question_begin", "question_end", "question_every")
+    how = ("seed", "hf_every", "warmup")
     return {
         "bench": config.bench.name,
         "bench.fingerprint": fingerprint(questions),
-        "task": config.task,
-        "question_begin": config.question_begin,
-        "question_end": config.question_end,
-        "question_every": config.question_every,
+        **{name: getattr(config, name) for name in asked},
         "max_new_tokens": limit,
         "dtype": str(lm.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(lm.device) if cuda else lm.device.type,
         **flat({"sampling": asdict(config.sampling)}),
-        "seed": config.seed,
+        **{name: getattr(config, name) for name in how},
         "baselines": [baseline.value for baseline in config.baselines],
-        "hf_every": config.hf_every,
-        "warmup": config.warmup,
     }

@@ -86,9 +86,6 @@ def has(record: Record, name: str) -> bool:
     return name in record.turns[0].runs
 
 
-# --- ratios of what is counted
-
-
 def ctar(accepted: Sequence[int], longest: int | None = None) -> list[float]:
     """CTAR(1), CTAR(2), ...: the share of rounds whose first w draft tokens, in a tree those of one
     path, were all accepted; up to `longest`, or the most that ever were.
@@ -146,9 +143,6 @@ def pairs(records: Sequence[Record], metric: str) -> np.ndarray:
     return np.array([paired_seconds(record) for record in records], float)
 
 
-# --- ratios of totals over questions, and their intervals
-
-
 def ratio(totals_K: np.ndarray) -> np.ndarray:
     """The first of the last axis over the second."""
     return totals_K[..., 0] / totals_K[..., 1]
@@ -181,9 +175,6 @@ def interval(
     rng = np.random.default_rng(0)
     picked_RQ = rng.integers(len(values_QK), size=(RESAMPLES, len(values_QK)))
     return np.percentile(statistic(values_QK[picked_RQ].sum(1)), [2.5, 97.5]).tolist()
-
-
-# --- speed against a baseline
 
 
 def _round_seconds(run: MethodRun) -> np.ndarray:
@@ -244,9 +235,6 @@ def spec_bench_speedup(records: Sequence[Record]) -> float | None:
             method.append(sum(len(run.tokens) for run in a) / sum(run.seconds for run in a))
             vanilla.append(sum(run.retokenised - 1 for run in b) / sum(run.seconds for run in b))
     return float(np.mean(method) / np.mean(vanilla)) if method and np.mean(vanilla) else None
-
-
-# --- the table of all
 
 
 def ends(limits: Sequence[float] | None) -> str:

@@ -91,15 +91,7 @@ def tune(
             warmup=1,
             resume=config.resume,
         )
-        methods = [
-            MethodSpec(
-                name,
-                settings[name].build(lm),
-                {"model": model, "drafter": settings[name].settings()},
-                settings[name].made_by(),
-            )
-            for name in names
-        ]
+        methods = [MethodSpec.of(name, settings[name], lm, model) for name in names]
         return Evaluator(lm, tokenizer, methods, evaluation, model_name=model["name"]).finish()
 
     names, tried = list(settings), []

@@ -44,9 +44,6 @@ SUMMARY = re.compile(r"(<!-- summary -->\n).*?(<!-- end -->)", re.S)
 NAMES = {"mt_bench": "MT-bench", "qa": "QA", "math_reasoning": "math", "rag": "RAG"}  # of tasks
 
 
-# --- tables
-
-
 def table(study: Study, intervals: bool = True) -> list[Row]:
     """A row for each curve, ours and below it those of the paper; the places are columns."""
     points, config = [*study.points, *study.published], study.config
@@ -98,9 +95,6 @@ def heading_of(metric: str) -> str:
     """A metric as a heading."""
     position = metric.removeprefix(CTAR)
     return f"CTAR({position})" if position.isdecimal() else HEADINGS.get(metric, metric)
-
-
-# --- files
 
 
 def write(study: Study, folder: Path) -> None:
@@ -170,9 +164,6 @@ def provenance_lines(study: Study) -> list[str]:
     lines.append(assigned(fixed(study.config, study.methods[0].summary)))
     lines += [f"{point.model}: {PAPER}, {point.source}" for point in study.published]
     return list(dict.fromkeys(lines))
-
-
-# --- the page
 
 
 def rewrite(page: Path, results: Path) -> None:
