@@ -5,6 +5,7 @@ from kangaroo.cli.evaluating import evaluate
 from kangaroo.cli.preparing import (
     convert_export,
     convert_import,
+    convert_pull,
     convert_push,
     prepare_datastore,
     prepare_layers,
@@ -13,6 +14,6 @@ from kangaroo.cli.preparing import (
 from kangaroo.cli.schema import CONFIGS
 from kangaroo.cli.training import make_data, train
 
-__all__ = ["CONFIGS", "chat", "convert_export", "convert_import", "convert_push", "evaluate"]
-__all__ += ["make_data", "prepare_datastore", "prepare_layers", "prepare_split", "serve", "speed"]
-__all__ += ["train", "tune"]
+__all__ = ["CONFIGS", "chat", "convert_export", "convert_import", "convert_pull", "convert_push"]
+__all__ += ["evaluate", "make_data", "prepare_datastore", "prepare_layers", "prepare_split"]
+__all__ += ["serve", "speed", "train", "tune"]

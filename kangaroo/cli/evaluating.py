@@ -28,7 +28,8 @@ from kangaroo.training import curves
 from kangaroo.utils import tracking
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import flat, made_by, provenance
-from kangaroo.utils.tracking import Tracker
+from kangaroo.utils.ranks import Ranks, check_alone, join
+from kangaroo.utils.tracking import NoTrackerConfig, Tracker
 
 # files of a run that are kept with it
 RESULTS = (".json", ".jsonl", ".md", ".png")
@@ -36,7 +37,7 @@ RESULTS = (".json", ".jsonl", ".md", ".png")
 log = logging.getLogger(__name__)
 
 
-@command(goes_on=True)
+@command(shared=True, goes_on=True)
 def evaluate(config: EvaluateCommand) -> float | None:
     """Measure drafters on a bench; print and write the table that compares what a run, or a sweep's
     jobs so far, have measured, or that of a study. Returns the speedup of the first drafter, or
@@ -45,12 +46,19 @@ def evaluate(config: EvaluateCommand) -> float | None:
     With `results` write what follows from results that are there; with `compare.adapters` measure
     adapters on held-out text.
     """
+    if config.results is None and not config.compare.adapters:
+        with join() as ranks:
+            return _measure(config, ranks)
+    check_alone()
     if config.results is not None:
         _tell(Path(config.results), config.page)
-        return None
-    if config.compare.adapters:
+    else:
         _compare_adapters(config)
-        return None
+    return None
+
+
+def _measure(config: EvaluateCommand, ranks: Ranks) -> float | None:
+    """Measure the drafters; the first of the processes alone prints, tracks and compares."""
     sweep, output = sweep_folder(), Path(config.output)
     if sweep is not None and sweep.resolve() not in output.resolve().parents:
         raise ConfigError(
@@ -68,25 +76,29 @@ def evaluate(config: EvaluateCommand) -> float | None:
     lm, tokenizer = load_target(config.model)
     model = asdict(config.model)
     methods = [MethodSpec.of(name, each, lm, model) for name, each in drafters.items()]
-    if config.race:
+    if config.race and ranks.is_first:
         (first, *_), limit = questions_of(config)
         racers = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
         sampling = replace(config.sampling, seed=config.seed)
         race(lm, tokenizer, racers, first.turns[0], limit, sampling, Console())
     # before a tracker has begun a run: this may refuse
-    evaluator = Evaluator(lm, tokenizer, methods, config, model_name=config.model.name)
-    if not config.resume:
+    name = config.model.name
+    evaluator = Evaluator(lm, tokenizer, methods, config, model_name=name, ranks=ranks)
+    if ranks.is_first and not config.resume:
         tracking.forget(output)
     about = plain(config) | {"provenance": provenance()}
     if isinstance(first_drafter := methods[0].drafter, EarlyExit):
         about["drafter.exit_layer"] = first_drafter.exit_layer  # an axis of a sweep's plots
-    with config.logger.start(about, output) as tracker:
+    logger = config.logger if ranks.is_first else NoTrackerConfig()
+    with logger.start(about, output) as tracker:
         try:
             results = evaluator.finish(lambda numbers: tracker.log(numbers, _answered(numbers)))
         finally:
             # whatever became of this one; a text that is not vanilla's has to show there
-            _compare(config, sweep or output)
-        _track(results, config, tracker)
+            if ranks.is_first:
+                _compare(config, sweep or output)
+        if ranks.is_first:
+            _track(results, config, tracker)
     overall = results[0]["overall"]
     speedup: float | None = overall["speedup"]
     return overall["tokens_per_second"] if speedup is None else speedup

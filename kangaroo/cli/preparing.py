@@ -1,5 +1,5 @@
-"""`convert`: adapters from other software, for other software, and to the hub; and `prepare`: what
-some drafters need besides an adapter, and questions.
+"""`convert`: adapters from other software, for other software, to the hub and from it; and
+`prepare`: what some drafters need besides an adapter, and questions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from kangaroo.data.reading import Source
 from kangaroo.drafters import datastore, layer_search
 from kangaroo.heads import adapter_files, export, official
 from kangaroo.hub import transfer
-from kangaroo.hub.transfer import PushConfig
+from kangaroo.hub.card import measure
+from kangaroo.hub.transfer import PullConfig, PushConfig
 from kangaroo.models.loading import meta_model, options_of
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line
@@ -78,6 +79,14 @@ def convert_push(config: PushConfig) -> None:
         log.info("%s holds what would be uploaded to %s: %s", config.output, config.repo, names)
     else:
         log.info("uploaded: %s", address)
+
+
+@command()
+def convert_pull(config: PullConfig) -> None:
+    """Fetch an adapter, check it, and say how to measure it."""
+    adapter, folder = transfer.pull(config), config.output
+    use = measure(adapter.target, adapter.architecture.drafter, folder)
+    log.info("%s: exit layer %d of %s; %s", folder, adapter.exit_layer, adapter.target, use)
 
 
 @command()

@@ -1,5 +1,5 @@
 """What an evaluation keeps of each question: a line of JSON, on disk as soon as it is known, from
-which all else follows.
+which all else follows. Each rank writes a file of its own; reading takes them together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ METHOD = "method"  # the drafter under test, beside the baselines "vanilla" and 
 AGAIN = "vanilla_again"  # a method: vanilla decoding a second time, to see what noise does
 # What the baselines are called where they are methods among others, by what records call them.
 BASELINES = {"vanilla": "vanilla", "hf": "transformers"}
-RUN, RECORDS, SUMMARY = "run.json", "records-0.jsonl", "summary.json"
+RUN, RECORDS, SUMMARY = "run.json", "records-*.jsonl", "summary.json"
 
 T = TypeVar("T")
 
@@ -88,10 +88,10 @@ class Record:
 
 
 class Writer:
-    """Appends records to a file; what was written survives a kill -9 and a power cut."""
+    """Appends records to a rank's file; what was written survives a kill -9 and a power cut."""
 
-    def __init__(self, folder: Path):
-        file = folder / RECORDS
+    def __init__(self, folder: Path, rank: int = 0):
+        file = folder / RECORDS.replace("*", str(rank))
         self.stream = file.open("ab")
         self.stream.truncate(len(_whole_lines(file)))  # a line that a killed run left unfinished
 
@@ -107,26 +107,26 @@ class Writer:
 
 
 def read(folder: Path) -> list[Record]:
-    """All records by question id. Errors: those of `lines`."""
+    """All ranks' records by question id. Errors: those of `lines`."""
     records = {record.question_id: record for record in lines(folder, _record)}
     return [records[question_id] for question_id in sorted(records)]
 
 
 def lines(folder: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
-    """What `parse` makes of the fields of each line.
+    """What `parse` makes of the fields of each line of all ranks' files.
 
     Errors: `CorruptFile` for a line that is no record; one cut short at the end is left out.
     """
-    file = folder / RECORDS
-    for number, line in enumerate(_whole_lines(file).splitlines(), start=1):
-        try:
-            record = parse(json.loads(line))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CorruptFile(
-                f"'{file}', line {number} is no record ({error}). Delete that line, and what it "
-                "held is measured again."
-            ) from error
-        yield record
+    for file in sorted(folder.glob(RECORDS)):
+        for number, line in enumerate(_whole_lines(file).splitlines(), start=1):
+            try:
+                record = parse(json.loads(line))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise CorruptFile(
+                    f"'{file}', line {number} is no record ({error}). Delete that line, and what "
+                    "it held is measured again."
+                ) from error
+            yield record
 
 
 def enter(
@@ -146,8 +146,8 @@ def enter(
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for old in (RECORDS, SUMMARY):
-        (folder / old).unlink(missing_ok=True)
+    for old in (*folder.glob(RECORDS), folder / SUMMARY):
+        old.unlink(missing_ok=True)
     about = {"settings": settings, "drafter_cost": drafter_cost, "provenance": provenance()}
     write_json(file, about)
 
@@ -165,7 +165,7 @@ def begun(folder: Path) -> dict[str, Any]:
 
 
 def _whole_lines(file: Path) -> bytes:
-    content = file.read_bytes() if file.is_file() else b""
+    content = file.read_bytes()
     return content[: content.rfind(b"\n") + 1]
 
 

@@ -34,8 +34,9 @@ from kangaroo.evaluation.metrics import metrics, scalars
 from kangaroo.evaluation.records import BASELINES, METHOD, Record, Turn
 from kangaroo.models.prompts import Message
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import ConfigError, NotLossless
+from kangaroo.utils.errors import ConfigError, DataError, NotLossless
 from kangaroo.utils.provenance import flat, git_revision
+from kangaroo.utils.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,10 @@ Log = Callable[[dict[str, float]], None]
 
 class Evaluator:
     """An evaluation before its first question: everything is checked, and the folders are its own.
+
+    Args:
+        ranks: the processes that share the questions out, of which the first writes what is not a
+            record. None: there is only this one.
 
     Errors: `ConfigError`, `DataError`, `CorruptFile`, `PromptError`.
     """
@@ -56,7 +61,9 @@ class Evaluator:
         config: EvaluateConfig,
         *,
         model_name: str,
+        ranks: Ranks | None = None,
     ):
+        self.ranks = ranks or Ranks()
         self.lm, self.tokenizer, self.config = lm, tokenizer, config
         self.methods, self.folders = methods, folders(methods, config)
         self.questions, self.limit = questions_of(config)
@@ -67,7 +74,9 @@ class Evaluator:
             named = {"model": model_name, "drafter": method.name}
             parameters = footprint(method.drafter, [lm]).parameters
             cost = {"parameters": parameters, "training": method.made_by}
-            store.enter(folder, named | shared | flat(method.settings), cost, config.resume)
+            if self.ranks.is_first:
+                store.enter(folder, named | shared | flat(method.settings), cost, config.resume)
+        self.ranks.wait()  # no rank reads before the folders are this run's
         records = [store.read(folder) for folder in self.folders]
         complete = set.intersection(*({r.question_id for r in answered} for answered in records))
         if complete:
@@ -89,21 +98,24 @@ class Evaluator:
         self.compares = comparable and "vanilla" in self.decoders
 
     def finish(self, log: Log | None = None) -> list[dict[str, Any]]:
-        """Ask all that is left, write each method's artefacts to its folder, and return the
-        summaries. The baselines get a summary too, as methods, in folders of their own.
+        """Ask all that is left, each rank its share; the first then writes each method's artefacts
+        to its folder. Returns the summaries. The baselines get a summary too, as methods, in
+        folders of their own.
 
         Args:
             log: called after each question with the metrics of all that are answered; of several
                 methods as `name.metric`.
 
         Errors: `NotLossless`, after all artefacts are written, where a text leaves vanilla's and
-        rounding does not explain it; `PromptError`.
+        rounding does not explain it; `PromptError`; `DataError` where ranks share no folder.
         """
         self._answer(log)
-        results = []
-        for folder in self.folders:
-            results.append(summary.summarise(store.read(folder), store.begun(folder)))
-            store.write_json(folder / store.SUMMARY, results[-1])
+        self.ranks.wait()
+        results = [self._summarised(folder) for folder in self.folders]
+        if not self.ranks.is_first:
+            return results
+        for result, folder in zip(results, self.folders, strict=True):
+            store.write_json(folder / store.SUMMARY, result)
         for baseline in self.config.baselines:
             output = Path(self.config.output)
             summary.write_baseline(baseline.value, self.folders[0], output)
@@ -111,15 +123,25 @@ class Evaluator:
             check_lossless(result, folder)
         return results
 
+    def _summarised(self, folder: Path) -> dict[str, Any]:
+        records = store.read(folder)
+        if len(records) < len(self.questions):
+            raise DataError(
+                f"'{folder}' holds {len(records)} of {len(self.questions)} questions after the "
+                "run; under torchrun it must be a folder that all ranks share."
+            )
+        return summary.summarise(records, store.begun(folder))
+
     def _answer(self, log: Log | None) -> None:
-        """Ask the questions that are not answered already."""
-        complete = {record.question_id for record in self.records[0]}
-        questions = list(enumerate(self.questions))
-        missing = [(i, each) for i, each in questions if each.question_id not in complete]
+        """Ask those of this rank's share of the questions that are not answered already."""
+        ranks, complete = self.ranks, {record.question_id for record in self.records[0]}
+        share = list(enumerate(self.questions))[ranks.rank :: ranks.world]
+        missing = [(i, each) for i, each in share if each.question_id not in complete]
         for _ in range(self.config.warmup if missing else 0):
             self.ask(self.questions[0], list(self.decoders))
-        writers = [store.Writer(folder) for folder in self.folders]
-        bar = tqdm(missing, "", len(questions), initial=len(complete), unit="question")
+        writers = [store.Writer(folder, ranks.rank) for folder in self.folders]
+        done, hidden = len(share) - len(missing), not ranks.is_first
+        bar = tqdm(missing, "", len(share), initial=done, unit="question", disable=hidden)
         for i, question in bar:
             records = self.ask(question, self.order(i))
             for writer, answered, record in zip(writers, self.records, records, strict=True):
@@ -142,7 +164,7 @@ class Evaluator:
         """
         with_hf = index % self.config.hf_every == 0
         names = [name for name in self.decoders if name != "hf" or with_hf]
-        return names[::-1] if index % 2 else names
+        return names[::-1] if index // self.ranks.world % 2 else names
 
     def ask(self, question: Question, names: Sequence[int | str]) -> list[Record]:
         """All turns by these decoders in this order, a record a method; the conversation goes on

@@ -1,13 +1,15 @@
-"""Adapters to the hub: whole and checked, in one commit with a card."""
+"""Adapters to the hub, whole and checked, in one commit with a card; and from it."""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -19,7 +21,7 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import CONFIG, VOCABULARY, WEIGHTS, AdapterConfig
 from kangaroo.hub.card import card
 from kangaroo.utils.errors import ConfigError, CorruptFile, HubError
-from kangaroo.utils.folders import of_project
+from kangaroo.utils.folders import new_folder, of_project
 
 CARD, SUMS = "README.md", "SHA256SUMS"
 # what is sent of an adapter's folder
@@ -51,6 +53,21 @@ class PushConfig:
     dry_run: bool = False
     base_model: str | None = None
     license: str | None = None
+
+
+@dataclass
+class PullConfig:
+    """An adapter from the hub.
+
+    Args:
+        repo: the repository, USER/NAME.
+        output: the adapter's folder, which must not be there yet.
+        revision: branch, tag or commit; None is the repository's main branch.
+    """
+
+    repo: str
+    output: str
+    revision: str | None = None
 
 
 def check(folder: Path) -> AdapterConfig:
@@ -108,7 +125,7 @@ def push(config: PushConfig) -> str | None:
     if config.dry_run:
         return None
     api = HfApi()
-    try:
+    with _explained(f"'{config.repo}' was not uploaded"):
         api.create_repo(config.repo, private=config.private, exist_ok=True)
         if config.revision is not None:
             api.create_branch(config.repo, branch=config.revision, exist_ok=True)
@@ -118,15 +135,43 @@ def push(config: PushConfig) -> str | None:
             commit_message="Upload an adapter with Kangaroo",
             revision=config.revision,
         )
+    return str(done.commit_url)
+
+
+def pull(config: PullConfig) -> AdapterConfig:
+    """Fetch an adapter into a folder that appears whole or not at all, and say what it is.
+
+    Errors: `ConfigError` for a folder that is there, or a name that is none; those of `check`, for
+    what is no adapter; `HubError` where the hub cannot be reached or refuses.
+    """
+    _check_repo(config.repo)
+    with new_folder(Path(config.output)) as folder:
+        with _explained(f"'{config.repo}' was not fetched"):
+            # through the hub's cache, where what breaks off goes on
+            names = [*FILES, CARD]
+            cached = snapshot_download(config.repo, revision=config.revision, allow_patterns=names)
+        described = check(Path(cached))
+        for name in names:
+            if (file := Path(cached, name)).is_file():
+                shutil.copy(file, folder)
+    return described
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
     except (HTTPError, ValueError, OSError) as error:  # the hub's own errors are OSErrors
         reason = "the hub cannot be reached. Go online, and unset HF_HUB_OFFLINE"
         if isinstance(error, HfHubHTTPError):
-            reason = "the hub refused. To write it needs a token of yours that may: hf auth login"
+            reason = (
+                "the hub refused. Check the name. To write, and to read what is private, it needs "
+                "a token of yours that may: hf auth login"
+            )
         elif isinstance(error, ValueError):
             reason = "the hub refused what was sent"
         line = " ".join(str(error).split())
-        raise HubError(f"'{config.repo}' was not uploaded: {reason}. ({line})") from error
-    return str(done.commit_url)
+        raise HubError(f"{what}: {reason}. ({line})") from error
 
 
 def _check_repo(name: str, option: str = "repo") -> None:

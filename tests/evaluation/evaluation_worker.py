@@ -16,6 +16,7 @@ from kangaroo.evaluation.config import EvaluateConfig, MethodSpec
 from kangaroo.evaluation.run import Evaluator
 from kangaroo.models.loading import byte_tokenizer, random_model
 from kangaroo.models.target import TargetModel
+from kangaroo.utils.ranks import join
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import adapter_for
@@ -38,7 +39,7 @@ def tiny_lm(**overrides):
     return TargetModel(random_model(deep_scale=0.15, **overrides))
 
 
-def evaluate_several(output, bench_file, names, lm=None, log=None, **changes):
+def evaluate_several(output, bench_file, names, lm=None, ranks=None, log=None, **changes):
     """Kangaroo, and prompt lookup where there are two names, on a random six-layer model over
     bytes, in float32.
     """
@@ -48,15 +49,17 @@ def evaluate_several(output, bench_file, names, lm=None, log=None, **changes):
     methods = [MethodSpec(name, drafter, {"drafter": {"of": name}}) for name, drafter in pairs]
     settings = {"output": str(output), "max_new_tokens": 16, "warmup": 1} | changes
     config = EvaluateConfig(bench=BenchConfig("tiny", path=str(bench_file)), **settings)
-    return Evaluator(lm, byte_tokenizer(), methods, config, model_name="tiny").finish(log)
+    about = {"model_name": "tiny", "ranks": ranks}
+    return Evaluator(lm, byte_tokenizer(), methods, config, **about).finish(log)
 
 
-def evaluate_tiny(output, bench_file, lm=None, **changes):
+def evaluate_tiny(output, bench_file, lm=None, ranks=None, **changes):
     """Kangaroo alone."""
-    (summary,) = evaluate_several(output, bench_file, ["kangaroo"], lm, **changes)
+    (summary,) = evaluate_several(output, bench_file, ["kangaroo"], lm, ranks, **changes)
     return summary
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    evaluate_tiny(sys.argv[1], sys.argv[2])
+    with join() as ranks:
+        evaluate_tiny(sys.argv[1], sys.argv[2], ranks=ranks)

@@ -1,6 +1,7 @@
-"""Whole evaluations on a tiny model: artefacts, resuming, forks, several methods."""
+"""Whole evaluations on a tiny model: artefacts, resuming, ranks, forks, several methods."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -30,7 +31,8 @@ from kangaroo.evaluation.run import Evaluator
 from kangaroo.models.attention import ATTENTION
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import prompt_ids
-from kangaroo.utils.errors import ConfigError, CorruptFile, NotLossless, PromptError
+from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, NotLossless, PromptError
+from kangaroo.utils.ranks import Ranks
 
 WORKER = Path(__file__).parent / "evaluation_worker.py"
 BOTH = ("kangaroo", "lookup")
@@ -290,6 +292,22 @@ def test_forks_between_tied_tokens_do_not_fail_the_run(bench, tmp_path, monkeypa
     assert forks
     assert {(fork["label"], fork["gap"]) for fork in forks} == {("near-tie", 0.0)}
     assert summary["lossless"]["identical"] == 7 - len(forks)
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_questions(finished, bench, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*torchrun, WORKER, tmp_path, bench], check=True, env=environment)
+    files = [tmp_path / f"records-{rank}.jsonl" for rank in (0, 1)]
+    assert [file.read_bytes().count(b"\n") for file in files] == [3, 2]
+    assert artefacts(tmp_path) == artefacts(finished[0])
+
+
+def test_ranks_that_share_no_folder_are_told(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(Ranks, "wait", lambda ranks: None)
+    with pytest.raises(DataError, match=r"holds 3 of 5 questions .* folder that all ranks share"):
+        evaluate_tiny(tmp_path, bench, ranks=Ranks(0, 2), baselines=ONLY_VANILLA)
 
 
 # --- several methods

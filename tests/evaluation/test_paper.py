@@ -182,6 +182,7 @@ def test_an_experiment_is_one_command_that_goes_on_where_it_was_stopped(here):
     told = typed(*line, cwd=here)
     assert "Length of a draft" in told
     folder = here / "outputs/paper/tiny/steps"
+    assert (folder / "steps.png").is_file()
     found = json.loads((folder / "steps.json").read_text())
     methods = [point["source"] for point in found["points"]]
     assert len(methods) == 11 and AGAIN in methods and len(found["checked"]) == 3

@@ -1,4 +1,4 @@
-"""What the paper's experiments say follows from records: values, findings, tables, the page."""
+"""What the paper's experiments say follows from records: values, findings, tables, plots, pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paper_cases import NAMES, composed, methods_of
 
 from kangaroo.evaluation.metrics import difference, pairs
 from kangaroo.evaluation.records import AGAIN
-from kangaroo.evaluation.study import report
+from kangaroo.evaluation.study import plots, report
 from kangaroo.evaluation.study.study import (
     AGREES,
     DISAGREES,
@@ -56,7 +56,7 @@ def test_what_makes_a_question_hard_for_both_does_not_widen_the_interval():
     assert verdict(plain, 7) == OPEN  # a bootstrap over so few questions is too sure
 
 
-# --- tables and files
+# --- tables, plots and files
 
 
 @pytest.fixture
@@ -108,6 +108,31 @@ def test_vanilla_decoded_again_has_no_place_along_the_table(tmp_path):
     found = study_of(StudyConfig("exits", "Exits", x="drafter.exit_layer"), tmp_path)
     assert {(p.curve, p.x) for p in found.points} == {("", 2), (AGAIN, None)}
     assert {*report.table(found)[0]} == {"CR / speedup", "-", "2"}
+
+
+def test_a_plot_has_a_panel_for_each_metric_and_model_and_the_tables_curves(results):
+    finish(results / AGAIN, answered(1.0))
+    study = study_of(STUDY, results)
+    figure = plots.plot(study)
+    panels = {panel.get_title(loc="left"): panel for panel in figure.axes}
+    metrics = ("compression rate", "speedup")
+    assert list(panels) == [f"{x}, {model}" for x in metrics for model in ("here", "Vicuna-7B")]
+    places = [x.get_text() for x in figure.axes[-1].get_xticklabels()]
+    assert places == ["0", "0.3", "0.5", "0.6", "0.7", "0.9"]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == [AGAIN, "steps 4", "steps 6", "steps 8"]
+    theirs = dict(zip(labels, panels["speedup, Vicuna-7B"].containers, strict=True))
+    assert theirs["steps 8"][0].get_xydata().tolist() == [[0, 1.11], [2, 1.48]]
+    here = dict(zip(labels, panels["speedup, here"].containers, strict=True))
+    for steps in (4.0, 6.0):
+        points = [p.values["speedup"] for p in study.points if p.curve == steps]
+        line, _, (intervals,) = here[f"steps {steps:g}"]
+        assert line.get_xydata().tolist() == [[0, points[0].value], [3, points[1].value]]
+        ends = [segment[:, 1] for segment in intervals.get_segments()]
+        assert np.allclose(ends, [point.ends for point in points])
+    # vanilla again has no place along them, and so is a level
+    levels = [list(line.get_ydata()) for line in panels["compression rate, here"].lines]
+    assert [3, 3] in levels
 
 
 def test_drafters_of_the_jobs_of_a_sweep_have_rows_of_their_own(tmp_path):
@@ -164,7 +189,7 @@ def test_positions_are_places_with_the_share_of_rounds_that_reach_them(tmp_path)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_study_has_a_table_of_all_that_it_measures(name, tmp_path):
+def test_every_study_has_a_table_and_a_plot_of_all_that_it_measures(name, tmp_path):
     config = composed(name)
     for i, method in enumerate(methods_of(name)):
         numbers = dict.fromkeys(("steps", "exit_layer", "nodes"), i) | {"threshold": i / 10}
@@ -176,6 +201,8 @@ def test_every_study_has_a_table_of_all_that_it_measures(name, tmp_path):
     told = json.loads((tmp_path / f"{name}.json").read_text())
     assert len(told["checked"]) == len(config.study.claims)
     assert told["provenance"].keys() == {one.name for one in found.methods}
+    assert f"]({name}.png)" in (tmp_path / f"{name}.md").read_text()
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert " | here | " in (tmp_path / f"{name}.md").read_text() or "| here |" in report.body(found)
 
 
@@ -214,5 +241,7 @@ def test_the_page_keeps_its_own_words_and_gets_what_was_measured(results, tmp_pa
     assert "Not measured yet: `python evaluate.py experiment=paper/tree`." in text
     assert "of 2 findings of the paper that were checked, 1 agree, 1 disagree, and 0 are" in text
     assert "m on b: 8 questions, 8 turns, at most 8 new tokens, greedy" in text
+    assert "![Thresholds](img/paper/threshold.png)" in text
+    assert (tmp_path / "img/paper/threshold.png").is_file()
     report.rewrite(file, folder)
     assert file.read_text() == text

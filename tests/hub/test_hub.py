@@ -21,9 +21,9 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import CONFIG, WEIGHTS
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.hub.card import card
-from kangaroo.hub.transfer import FILES, PushConfig, check, push
+from kangaroo.hub.transfer import FILES, PullConfig, PushConfig, check, pull, push
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.utils.errors import ConfigError, CorruptFile, HubError
+from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
 
 SHIPPED = sorted(path.parent for path in ROOT.glob(f"adapters/*/{WEIGHTS}"))
 REPO = "someone/an-adapter"
@@ -75,6 +75,25 @@ def test_an_adapter_goes_to_the_hub_whole_in_one_commit(hub, adapter):
     files = hub.uploaded(REPO)
     assert "notes.txt" not in files and {*FILES, "README.md", "SHA256SUMS"} <= files.keys()
     assert all(files[name] == (adapter / name).read_bytes() for name in FILES)
+
+
+def test_what_is_pulled_is_what_was_pushed(hub, adapter):
+    push(pushing(adapter, revision="trial", private=True))
+    asked = PullConfig(REPO, "adapters/theirs", "trial")
+    assert pull(asked) == adapter_files.read_config(str(adapter))
+    theirs = Path("adapters/theirs")
+    assert {file.name for file in theirs.iterdir()} == {*FILES, "README.md"}
+    assert all((theirs / name).read_bytes() == (adapter / name).read_bytes() for name in FILES)
+    with pytest.raises(ConfigError, match="'adapters/theirs' is there already"):
+        pull(asked)
+    hub.uploaded(REPO).clear()
+    for revision, error, told in (
+        ("main", AdapterNotFound, f"holds no {WEIGHTS}; it is not an adapter's folder"),
+        ("nowhere", HubError, r"was not fetched: the hub refused\..*Invalid rev id: nowhere"),
+    ):
+        with pytest.raises(error, match=told):
+            pull(PullConfig(REPO, "adapters/other", revision))
+    assert [file.name for file in Path("adapters").iterdir()] == ["theirs"]  # nothing is left
 
 
 def test_the_cards_example_answers_as_the_adapter_in_its_folder_does(hub, adapter, capsys):
@@ -172,7 +191,7 @@ def test_what_the_hub_says_of_a_failure_is_told(hub, adapter, monkeypatch):
         push(pushing(adapter))
 
 
-def test_the_command_offline(adapter, tmp_path):
+def test_the_commands_offline(adapter, tmp_path):
     """As in all tests; the folder to upload is there for later."""
     words = "scripts/convert.py push", "source=made", f"repo={REPO}"
     done = python(*words, "dry_run=true", cwd=tmp_path)
@@ -182,6 +201,10 @@ def test_the_command_offline(adapter, tmp_path):
     told = "HubError: 'someone/an-adapter' was not uploaded: the hub cannot be reached. Go online"
     assert done.returncode == 1 and done.stderr.startswith(told)
     assert "Traceback" not in done.stderr
+    done = python("scripts/convert.py pull", f"repo={REPO}", "output=adapters/x", cwd=tmp_path)
+    told = "HubError: 'someone/an-adapter' was not fetched: the hub cannot be reached. Go online"
+    assert done.returncode == 1 and done.stderr.startswith(told)
+    assert "Traceback" not in done.stderr and list((tmp_path / "adapters").iterdir()) == []
 
 
 def front_matter(text):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from commands import PAGES, ROOT, shown
-from stand_ins import BRIEF, ONE, SHORT
+from stand_ins import BRIEF, FEW, ONE, SHORT
 
 from kangaroo import cli
 from kangaroo.heads.adapter_files import WEIGHTS
@@ -27,6 +27,8 @@ APPENDED = {
     "train.py model=vicuna-7b trainer=deepspeed": SHAREGPT,
     "train.py model=vicuna-33b trainer.shard_target=true": SHAREGPT,
     "scripts/make_data.py model=vicuna-7b recipe=own_text": f"{ONE} {BRIEF} {SHORT}",
+    "evaluate.py bench=spec_bench": f"model=tiny {FEW}",
+    "evaluate.py model=vicuna-7b bench=spec_bench": FEW,
 }
 # Three Python processes with all imports take half a minute: one line is enough for every change.
 FAST = "train.py model=vicuna-7b"
@@ -93,8 +95,17 @@ def test_a_line_of_the_pages_runs_in_two_processes(line, here):
     if typed(line).startswith("train.py"):
         (about,) = bytes_of(here, "attention-exit2/config.json").values()
         assert json.loads(about)["training"]["processes"] == 2 and bytes_of(here, WEIGHTS)
-    else:
+    elif typed(line).startswith("scripts/make_data.py"):
         assert bytes_of(here, "*.arrow") and not bytes_of(here, "*.safetensors")
+    else:
+        records = bytes_of(here, "records-*.jsonl").values()
+        assert [content.count(b"\n") for content in records] == [3, 2]
+        (summary,) = (
+            s
+            for f, s in bytes_of(here, "summary.json").items()
+            if "/vanilla/" not in f and "/transformers/" not in f
+        )
+        assert json.loads(summary)["lossless"]["identical"] == 5
 
 
 def kill_second(running, path):

@@ -33,7 +33,7 @@ AS_TYPED = {
 # test_paper.py, test_sweeps.py (where Optuna is installed) or test_hub.py run.
 ELSEWHERE = re.compile(
     r"serve\.py|load_test|OUTPUT|\.\.\.|evaluate\.py results=|search=optuna|"
-    r"push (?!.*dry_run=true)"
+    r"push (?!.*dry_run=true)|convert\.py pull"
 )
 
 

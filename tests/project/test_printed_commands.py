@@ -31,7 +31,7 @@ from kangaroo.utils.errors import KangarooError
 from kangaroo.utils.ranks import Ranks
 
 WORDS = r"(?: (?:'[^']*'|--[\w-]+=[^\s`),]+|[\w.@+~]+=[^\s`),]+))*"
-SCRIPT = r"(\S+\.py(?: (?:import|export|push|datastore|layers|split)\b)?)"
+SCRIPT = r"(\S+\.py(?: (?:import|export|push|pull|datastore|layers|split)\b)?)"
 COMMAND = re.compile(rf"(?:python|torchrun --nproc-per-node=N) {SCRIPT}({WORDS})")
 # What is appended, so that it takes seconds.
 SMALLER = {

@@ -1,4 +1,4 @@
-"""A study's table and files, `NAME.json` and `NAME.md`, and its place on a page.
+"""A study's table and files, `NAME.json`, `NAME.md` and `NAME.png`, and its place on a page.
 
 A page, such as `docs/results/paper.md`, has a pair of comments for each study, `<!-- study: NAME
 -->` and `<!-- end -->`, and one for what they say together, `<!-- summary -->`. What stands between
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from kangaroo.evaluation import comparison
 from kangaroo.evaluation.comparison import assigned, circumstances, listed
 from kangaroo.evaluation.metrics import CTAR
 from kangaroo.evaluation.records import write_json
+from kangaroo.evaluation.study import plots
 from kangaroo.evaluation.study.study import (
     AGREES,
     DISAGREES,
@@ -28,20 +30,20 @@ from kangaroo.evaluation.study.study import (
     OPEN,
     Checked,
     Estimate,
-    Place,
     Study,
     fixed,
     in_order,
+    word,
 )
 from kangaroo.utils import tables
 from kangaroo.utils.folders import command_line
-from kangaroo.utils.tables import Row, number, short
+from kangaroo.utils.tables import Row, number
 
 PAPER = "Liu et al., NeurIPS 2024, arXiv 2404.18911"
 HEADINGS = {"compression_rate": "CR", "acceptance_rate": "accepted", CTAR: "CTAR(w)"}
 STUDY = re.compile(r"(<!-- study: (\w+) -->\n).*?(<!-- end -->)", re.S)
 SUMMARY = re.compile(r"(<!-- summary -->\n).*?(<!-- end -->)", re.S)
-NAMES = {"mt_bench": "MT-bench", "qa": "QA", "math_reasoning": "math", "rag": "RAG"}  # of tasks
+IMAGES = Path("img/paper")  # from where the page lies
 
 
 def table(study: Study, intervals: bool = True) -> list[Row]:
@@ -61,13 +63,6 @@ def table(study: Study, intervals: bool = True) -> list[Row]:
                     row[word(config.x, x)] = " / ".join(cells) if any(of_place.values()) else "-"
                 rows.append(row)
     return rows
-
-
-def word(kind: str | None, x: Place) -> str:
-    """A place, or a curve, as a cell; `kind` is that of `StudyConfig.x` or `curve`."""
-    if isinstance(x, float):
-        return short(x) if kind == "parameters" else f"{x:g}"
-    return "-" if x is None else NAMES.get(x, x)
 
 
 def claim_rows(checked: Sequence[Checked]) -> list[Row]:
@@ -111,6 +106,7 @@ def write(study: Study, folder: Path) -> None:
     write_json(folder / f"{name}.json", result)
     text = f"# {study.config.title}\n\n{body(study)}\n"
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    plots.plot(study).savefig(folder / f"{name}.png", dpi=120)
 
 
 def terminal_table(study: Study) -> Table:
@@ -129,6 +125,7 @@ def body(study: Study) -> str:
     parts = [
         size(study),
         tables.markdown(table(study)),
+        f"![{study.config.title}]({study.config.name}.png)",
         *([tables.markdown(claim_rows(study.checked))] if study.checked else []),
         *([listed(reasons)] if reasons else []),
         *([study.config.note.strip()] if study.config.note else []),
@@ -167,7 +164,8 @@ def provenance_lines(study: Study) -> list[str]:
 
 
 def rewrite(page: Path, results: Path) -> None:
-    """Write what was measured into a page: each study, and the summary of all of them.
+    """Write what was measured into a page: each study, its plot beside the page, and the summary
+    of all of them.
 
     Args:
         results: a model's folder, in which `evaluate.py experiment=paper/...` wrote.
@@ -178,6 +176,8 @@ def rewrite(page: Path, results: Path) -> None:
         # in whichever folder its answers are
         if file := next(iter(sorted(results.glob(f"*/{name}.json"))), None):
             files[name] = file
+            (page.parent / IMAGES).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file.with_suffix(".png"), page.parent / IMAGES / f"{name}.png")
     text = STUDY.sub(lambda m: f"{m[1]}\n{section(m[2], files.get(m[2]))}\n\n{m[3]}", text)
     studies = [json.loads(file.read_text(encoding="utf-8")) for file in files.values()]
     text = SUMMARY.sub(lambda m: f"{m[1]}\n{summary(studies)}\n\n{m[2]}", text)
@@ -188,7 +188,8 @@ def section(name: str, file: Path | None) -> str:
     """A study's part of the page."""
     if file is None:
         return f"Not measured yet: `{command_line('evaluate', experiment=f'paper/{name}')}`."
-    return file.with_suffix(".md").read_text(encoding="utf-8").split("\n\n", 1)[1].rstrip()
+    _, text = file.with_suffix(".md").read_text(encoding="utf-8").split("\n\n", 1)
+    return text.replace(f"]({name}.png)", f"]({(IMAGES / name).as_posix()}.png)").rstrip()
 
 
 def summary(studies: Sequence[dict[str, Any]]) -> str:

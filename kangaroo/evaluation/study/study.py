@@ -1,5 +1,5 @@
-"""A study: which results of one evaluation, or of a sweep's, make a table; its points, the paper's
-(`published.yaml`), and which findings of the paper are found again.
+"""A study: which results of one evaluation, or of a sweep's, make a table and a plot; its points,
+the paper's (`published.yaml`), and which findings of the paper are found again.
 
 Shapes: Q questions.
 """
@@ -20,14 +20,18 @@ from kangaroo.evaluation.metrics import CTAR, pairs
 from kangaroo.evaluation.records import BASELINES, Record, read
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import changes
+from kangaroo.utils.tables import short
 
 PUBLISHED = Path(__file__).with_name("published.yaml")
 OVERALL = "overall"  # beside the tasks
 HERE = "here"  # the model of our points
 AGREES, DISAGREES, OPEN = "agrees", "disagrees", "open"
 LEAST = 8  # questions; a bootstrap over fewer is too sure
+NAMES = {"mt_bench": "MT-bench", "qa": "QA", "math_reasoning": "math", "rag": "RAG"}  # of tasks
 
-Place = float | str | None  # along the table; None is a method that has no such setting
+Place = (
+    float | str | None
+)  # along the table and the plot; None is a method that has no such setting
 
 
 @dataclass
@@ -173,6 +177,13 @@ def in_order(places: Iterable[Place]) -> list[Place]:
     each = list(dict.fromkeys(places))
     numbers = sorted(x for x in each if isinstance(x, float))
     return [*(x for x in each if not isinstance(x, float)), *numbers]
+
+
+def word(kind: str | None, x: Place) -> str:
+    """A place, or a curve, as a cell; `kind` is that of `StudyConfig.x` or `curve`."""
+    if isinstance(x, float):
+        return short(x) if kind == "parameters" else f"{x:g}"
+    return "-" if x is None else NAMES.get(x, x)
 
 
 def as_place(value: Any) -> Place:
