@@ -44,5 +44,5 @@ Evaluator(lm, tokenizer, methods, config, model_name=model.name).finish()
 
 results = comparison.compare(options.output)  # of all in that folder
 comparison.write(results, options.output)
-Console().print(comparison.terminal_table(results))
+comparison.show(results, Console())
 print(f"The whole report: {options.output / 'report.md'}")

@@ -16,7 +16,7 @@ COMMANDS = {
     "convert import": "turn a checkpoint of the authors' code into an adapter",
     "convert export": "write an adapter for other software",
     "convert push": "upload an adapter with its model card to the hub",
-    "convert pull": "fetch an adapter from the hub",
+    "convert pull": "download an adapter from the hub into a folder",
     "prepare datastore": "make documents searchable, for drafters that look things up",
     "prepare layers": "search the layers that a draft may skip",
     "prepare split": "split questions into some to learn from and some to measure on",
@@ -31,8 +31,7 @@ def main(script: str = "") -> None:
     """
     words = [*script.split(), *sys.argv[1:]]
     if words[len(script.split()) :][:1] in ([], ["-h"], ["--help"]):
-        width = max(map(len, COMMANDS))
-        lines = [f"  {n:{width}}  {what}\n" for n, what in COMMANDS.items() if n.startswith(script)]
+        lines = [f"  {n:17}  {what}\n" for n, what in COMMANDS.items() if n.startswith(script)]
         sys.stdout.write(f"usage: kangaroo COMMAND [option=value ...]\n\n{''.join(lines)}")
         sys.stdout.write("\n`kangaroo COMMAND --help` lists a command's options.\n")
         return

@@ -81,9 +81,7 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
     """
     if isinstance(drafter, DrafterConfig):
         if settings:
-            raise ConfigError(
-                f"{', '.join(settings)} given beside drafter=; set it in that config."
-            )
+            raise ConfigError(f"{', '.join(settings)} given beside drafter=; set it there.")
         if getattr(drafter, "adapter", None) == "???":
             raise ConfigError(
                 f"{type(drafter).__name__} needs adapter=, a folder or a hub id; "
@@ -121,9 +119,8 @@ def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for name, value in settings.items():
         if name not in names:
-            raise ConfigError(
-                f"there is no setting '{name}'; {kind.__name__} has {', '.join(names)}."
-            )
+            known = f"{kind.__name__} has {', '.join(names)}"
+            raise ConfigError(f"there is no setting '{name}'; {known}.")
         hint = hints[name]
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kinds = [get_origin(part) or part for part in parts]
@@ -143,7 +140,6 @@ def hardware_here() -> str:
 
 
 def _written(file: str) -> dict[str, Any]:
-    """What stands in a file of `configs`."""
     return cast(dict[str, Any], yaml.safe_load((CONFIGS / file).read_text("utf-8")))
 
 
@@ -216,7 +212,7 @@ class Model:
 
 
 def _listed(prompts: Any) -> tuple[list[Any], bool]:
-    """The prompts, and whether it was one that is no list of prompts."""
+    """The prompts, and whether it was a single one."""
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         return [prompts], True
     parts = list(prompts)
@@ -225,7 +221,6 @@ def _listed(prompts: Any) -> tuple[list[Any], bool]:
 
 
 def _conversation(prompt: Any) -> list[Message]:
-    """A prompt as messages; `PromptError` where it is none."""
     if isinstance(prompt, str):
         return [Message(role="user", content=prompt)]
     if not isinstance(prompt, list | tuple | Mapping):
@@ -247,7 +242,6 @@ def _conversation(prompt: Any) -> list[Message]:
 
 
 def _stops(stop: Any) -> list[str]:
-    """Stop strings as a list; `ConfigError` for what is none."""
     if stop is None:
         return []
     strings = [stop] if isinstance(stop, str) or not isinstance(stop, Iterable) else list(stop)
@@ -262,7 +256,6 @@ def _stops(stop: Any) -> list[str]:
 
 
 def _sampling(settings: dict[str, Any]) -> Sampling:
-    """The settings that were given by name, with a random seed where it is None."""
     if settings.get("seed", 0) is None:
         settings = settings | {"seed": secrets.randbits(31)}
     return build(Sampling, settings)

@@ -26,7 +26,6 @@ class ChatConfig(Ranged):
     """How the chat answers."""
 
     max_new_tokens: Count = 512  # of one answer
-    color: bool = True  # show accepted draft tokens in colour
     system: str | None = None  # a system prompt; None leaves it to the chat template
 
 
@@ -79,8 +78,8 @@ def chat(
             batch = _roomy(engine, batch, len(prompt) + limit, sampling)
             stream = engine.stream(prompt, limit, sampling, batch=batch)
             for text, drafted in pieces(iter(stream), tokenizer):
-                style = "green" if drafted and config.color else ""
-                console.print(Text(text, style=style), end="", soft_wrap=True)
+                shown = Text(text, style="green" if drafted else "")
+                console.print(shown, end="", soft_wrap=True)
         except PromptError as error:
             explained = f"{error} (an empty line begins a new conversation)"
             console.print(explained, style="red", markup=False)

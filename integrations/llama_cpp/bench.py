@@ -17,8 +17,13 @@ from kangaroo.api import load_target, model_config
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.evaluation.speed.speed import against_vanilla
-from kangaroo.evaluation.speed.trials import question_prompts, take_turns, timed_engine
+from kangaroo.evaluation.speed.trials import (
+    against_vanilla,
+    question_prompts,
+    seconds_a_token,
+    take_turns,
+    write_by_engine,
+)
 from kangaroo.models.embedded import EMBEDDED, embedded_gguf
 from kangaroo.utils import tables
 from kangaroo.utils.tables import estimate
@@ -38,7 +43,7 @@ def main() -> None:
     files = {f"llama.cpp, {FORMATS.get(lm.dtype)}": gguf_file(lm)}
     if lm.name == EMBEDDED:
         files["llama.cpp, 4 bits"] = embedded_gguf()
-    methods = {"vanilla": timed_engine(Engine(lm, Vanilla()))}
+    methods = {"vanilla": partial(write_by_engine, Engine(lm, Vanilla()))}
     with ExitStack() as processes:
         context = max(map(len, prompts)) + options.tokens
         for name, file in files.items():
@@ -47,8 +52,8 @@ def main() -> None:
         trials = take_turns(methods, prompts, options.tokens, options.repeats, "answers")
     rows = []
     for name, texts in trials.items():
-        every = [trial for of_prompt in texts for trial in of_prompt]
-        rate = sum(t.decoded for t in every) / sum(t.decode_seconds for t in every)
+        every = [text for of_prompt in texts for text in of_prompt]
+        rate = len(every) / sum(map(seconds_a_token, every))  # texts are equally long
         result = against_vanilla(texts, trials["vanilla"])
         times = estimate(result["speedup"], result["speedup_ci95"], same=1.0)
         texts_alike = f"{result['equal_texts']} of {len(prompts)}"

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from kangaroo.engine.clock import running
-from kangaroo.evaluation.speed.trials import Trial
+from kangaroo.engine.requests import Generation, StepRecord
 from kangaroo.utils.errors import ProcessLost
 
 PROCESS = Path(__file__).with_name("process.py")
@@ -52,7 +52,7 @@ def server(gguf: Path, context: int) -> Iterator[str]:
             process.kill()  # it has nothing to put in order
 
 
-def ask(address: str, prompt: list[int], new_tokens: int) -> Trial:
+def ask(address: str, prompt: list[int], new_tokens: int) -> Generation:
     """Greedy decoding past any EOS. Lines are noted as they come and read when all are there.
 
     Errors: `ProcessLost` where the server has ended, or refuses.
@@ -84,5 +84,7 @@ def ask(address: str, prompt: list[int], new_tokens: int) -> Trial:
         connection.close()
     chunks = [json.loads(line.removeprefix(b"data:")) for line in lines[:-1]]  # the last sums up
     tokens = [token for chunk in chunks for token in chunk["tokens"]]
-    seconds = marks[len(chunks) - 1] - marks[0]
-    return Trial(len(prompt), tokens, marks[0] - start, seconds, [(1, 0)] * (len(tokens) - 1))
+    steps = [StepRecord(tokens[:1], 0, 0, 0.0, 0.0)]
+    for chunk, before, mark in zip(chunks[1:], marks, marks[1:], strict=False):
+        steps.append(StepRecord(chunk["tokens"], 0, 0, 0.0, 0.0, host_seconds=mark - before))
+    return Generation(tokens, steps, "length", prefill_seconds=marks[0] - start)

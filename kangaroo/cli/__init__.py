@@ -1,26 +1,19 @@
 """The commands; with `cli/schema.py`, their types, `cli/command.py` alone knows Hydra."""
 
-from kangaroo.cli.converting import convert_export, convert_import, convert_pull, convert_push
 from kangaroo.cli.decoding import chat, serve, speed, tune
 from kangaroo.cli.evaluating import evaluate
-from kangaroo.cli.preparing import prepare_datastore, prepare_layers, prepare_split
+from kangaroo.cli.preparing import (
+    convert_export,
+    convert_import,
+    convert_pull,
+    convert_push,
+    prepare_datastore,
+    prepare_layers,
+    prepare_split,
+)
 from kangaroo.cli.schema import CONFIGS
 from kangaroo.cli.training import make_data, train
 
-__all__ = [
-    "CONFIGS",
-    "chat",
-    "convert_export",
-    "convert_import",
-    "convert_pull",
-    "convert_push",
-    "evaluate",
-    "make_data",
-    "prepare_datastore",
-    "prepare_layers",
-    "prepare_split",
-    "serve",
-    "speed",
-    "train",
-    "tune",
-]
+__all__ = ["CONFIGS", "chat", "convert_export", "convert_import", "convert_pull", "convert_push"]
+__all__ += ["evaluate", "make_data", "prepare_datastore", "prepare_layers", "prepare_split"]
+__all__ += ["serve", "speed", "train", "tune"]

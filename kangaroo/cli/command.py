@@ -46,8 +46,7 @@ def command(
 
     Args:
         shared: several processes can share the work; else torchrun may start but one.
-        goes_on: what it writes to its output is gone on with by the same command: two at a time
-            would mix what they write.
+        goes_on: the same command goes on with what its output holds: two at a time would mix it.
     """
 
     def decorate(run: Callable[[Any], float | None]) -> Callable[[], None]:
@@ -89,10 +88,7 @@ def command(
 
 
 def check_ranges(config: DictConfig, place: str = "") -> None:
-    """Refuse numbers outside of their ranges by their place on the command line.
-
-    Errors: `ConfigError`.
-    """
+    """Refuse numbers outside of their ranges by their place on the command line."""
     kind = OmegaConf.get_type(config)
     values = {str(k): config[k] for k in config if not OmegaConf.is_missing(config, k)}
     if kind is not None and is_dataclass(kind):
@@ -133,8 +129,6 @@ def varied(drafter: DrafterConfig, options: dict[str, list[Any]]) -> dict[str, D
             merged = OmegaConf.merge(OmegaConf.structured(drafter), chosen)
             drafters[name] = cast(DrafterConfig, OmegaConf.to_object(merged))
         except OmegaConfBaseException as error:
-            problem = str(error).splitlines()[0]
-            raise ConfigError(
-                f"variants={options} for drafter={drafter.name}: {problem}."
-            ) from error
+            told = f"variants={options} for drafter={drafter.name}: {str(error).splitlines()[0]}."
+            raise ConfigError(told) from error
     return drafters

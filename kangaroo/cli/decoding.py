@@ -46,7 +46,7 @@ def tune(config: TuneCommand) -> None:
     settings = {"model": plain(config)["model"], "use": use}
     report = tuning.tune(lm, tokenizer, drafters, config.drafter, config, **settings)
     comparison.show(report, Console())
-    log.info("%s and %s are in %s", tuning.PAGE, tuning.SETTINGS, Path(config.output))
+    log.info("%s, %s and report/ are in %s", tuning.SETTINGS, tuning.NUMBERS, config.output)
     log.info("use it: %s", use)
 
 

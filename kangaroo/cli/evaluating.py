@@ -12,21 +12,20 @@ from rich.console import Console
 from kangaroo.api import load_target
 from kangaroo.cli.command import command, in_group, plain, sweep_folder, varied
 from kangaroo.cli.schema import EvaluateCommand
-from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.evaluation import comparison, report, run
+from kangaroo.evaluation import comparison
 from kangaroo.evaluation.config import MethodSpec, questions_of
 from kangaroo.evaluation.metrics import scalars
 from kangaroo.evaluation.race import race
+from kangaroo.evaluation.run import Evaluator
 from kangaroo.evaluation.study import report as study_report
 from kangaroo.evaluation.study.study import study_of
-from kangaroo.models.target import TargetModel
 from kangaroo.training import curves
 from kangaroo.utils import tracking
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import flat, provenance
-from kangaroo.utils.ranks import check_alone, join
+from kangaroo.utils.ranks import Ranks, check_alone, join
 from kangaroo.utils.tracking import NoTracker, NoTrackerConfig
 
 # files of a run that are kept with it
@@ -37,16 +36,22 @@ log = logging.getLogger(__name__)
 
 @command(shared=True, goes_on=True)
 def evaluate(config: EvaluateCommand) -> float | None:
-    """Measure a drafter on a bench; print the table and write the files. Of several drafters, in
-    one run or in the jobs of a sweep, the table that compares them, or that of a study. Returns
-    the speedup of the drafter, or tokens/s where vanilla did not run.
+    """Measure drafters on a bench; print and write the table that compares what a run, or a sweep's
+    jobs so far, have measured, or that of a study. Returns the speedup of the first drafter, or
+    tokens/s where vanilla did not run.
 
     With `results` write what follows from results that are there.
     """
-    if config.results is not None:
-        check_alone()
-        _write_page(Path(config.results), config.page)
-        return None
+    if config.results is None:
+        with join() as ranks:
+            return _measure(config, ranks)
+    check_alone()
+    _tell(Path(config.results), config.page)
+    return None
+
+
+def _measure(config: EvaluateCommand, ranks: Ranks) -> float | None:
+    """Measure the drafters; the first of the processes alone prints, tracks and compares."""
     sweep, output = sweep_folder(), Path(config.output)
     if sweep is not None and sweep.resolve() not in output.resolve().parents:
         raise ConfigError(
@@ -54,96 +59,62 @@ def evaluate(config: EvaluateCommand) -> float | None:
             "compared. Leave it out, or pass hydra.sweep.dir= instead."
         )
     in_group(config.logger, config.model.name)
-    drafters = _drafters(config)
-    with join() as ranks:
-        # an adapter that is not there is named before gigabytes of target are fetched
-        settings = {name: drafter.settings() for name, drafter in drafters.items()}
-        lm, tokenizer = load_target(config.model)
-        methods = [
-            MethodSpec(
-                name,
-                drafter.build(lm),
-                {"model": asdict(config.model), "drafter": settings[name]},
-                drafter.made_by(),
-            )
-            for name, drafter in drafters.items()
-        ]
-        if config.race and ranks.is_first:
-            _race(config, methods, lm, tokenizer)
-        logger = config.logger if ranks.is_first else NoTrackerConfig()
-        # before a tracker has begun a run: this may refuse
-        evaluator = run.Evaluator(
-            lm, tokenizer, methods, config, model_name=config.model.name, ranks=ranks
-        )
-        if ranks.is_first and not config.resume:
-            tracking.forget(output)
-        about = plain(config) | {"provenance": provenance()}
-        if isinstance(first_drafter := methods[0].drafter, EarlyExit):
-            about["drafter.exit_layer"] = first_drafter.exit_layer  # an axis of a sweep's plots
-        with logger.start(about, output) as tracker:
-            try:
-                results = evaluator.finish(
-                    log=lambda numbers: tracker.log(numbers, _answered(numbers))
-                )
-                if ranks.is_first and len(results) == 1:
-                    Console().print(report.terminal_table(results[0]))
-                    log.info("answers, summary, report and plots are in %s", config.output)
-            finally:
-                # whatever became of this one; a text that is not vanilla's has to show there
-                several = sweep is not None or len(drafters) > 1 or config.noise_floor
-                if ranks.is_first and (several or config.study is not None):
-                    _compare(config, sweep or output)
+    drafters = varied(config.drafter, config.variants)
+    for name in drafters.keys() & config.more.keys():
+        raise ConfigError(f"more.{name} is drafter={name} again.")
+    # an experiment's settings stay where ~drafter@more.NAME has left their drafter out
+    drafters |= {k: more for k, more in config.more.items() if not isinstance(more, dict)}
+    for drafter in drafters.values():
+        drafter.settings()  # an adapter that is not there is told before gigabytes are fetched
+    lm, tokenizer = load_target(config.model)
+    model = asdict(config.model)
+    methods = [MethodSpec.of(name, each, lm, model) for name, each in drafters.items()]
+    if config.race and ranks.is_first:
+        (first, *_), limit = questions_of(config)
+        racers = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
+        sampling = replace(config.sampling, seed=config.seed)
+        race(lm, tokenizer, racers, first.turns[0], limit, sampling, Console())
+    # before a tracker has begun a run: this may refuse
+    name = config.model.name
+    evaluator = Evaluator(lm, tokenizer, methods, config, model_name=name, ranks=ranks)
+    if ranks.is_first and not config.resume:
+        tracking.forget(output)
+    about = plain(config) | {"provenance": provenance()}
+    if isinstance(first_drafter := methods[0].drafter, EarlyExit):
+        about["drafter.exit_layer"] = first_drafter.exit_layer  # an axis of a sweep's plots
+    logger = config.logger if ranks.is_first else NoTrackerConfig()
+    with logger.start(about, output) as tracker:
+        try:
+            results = evaluator.finish(lambda numbers: tracker.log(numbers, _answered(numbers)))
+        finally:
+            # whatever became of this one; a text that is not vanilla's has to show there
             if ranks.is_first:
-                _track(results, config, tracker)
-        overall = results[0]["overall"]
-        speedup: float | None = overall["speedup"]
-        return overall["tokens_per_second"] if speedup is None else speedup
+                _compare(config, sweep or output)
+        if ranks.is_first:
+            _track(results, config, tracker)
+    overall = results[0]["overall"]
+    speedup: float | None = overall["speedup"]
+    return overall["tokens_per_second"] if speedup is None else speedup
 
 
-def _write_page(results: Path, page_name: str | None) -> None:
-    """A study's page, or a page of the methods below a folder; without a page to write to, the
-    curves of a training run, which may still be going on.
+def _tell(results: Path, page: str | None) -> None:
+    """Write a study's page, or without one the curves of a training run, which may be going on.
 
     Errors: `ConfigError`, `DataError`.
     """
     if not results.is_dir():
         raise ConfigError(f"results={results} is no folder; pass the output= of a run.")
-    if page_name is None:
+    if page is None:
         curves.write(results)
         log.info("%s is in %s", curves.PLOT, results)
-        return
-    file = Path(page_name)
-    if file.is_file() and study_report.STUDY.search(file.read_text(encoding="utf-8")):
-        study_report.rewrite(file, results)
     else:
-        comparison.write_page(results, file)
-    log.info("%s tells the results of %s", file, results)
-
-
-def _drafters(config: EvaluateCommand) -> dict[str, DrafterConfig]:
-    """What is measured, by name."""
-    drafters = varied(config.drafter, config.variants)
-    for name in drafters.keys() & config.more.keys():
-        raise ConfigError(f"more.{name} is drafter={name} again.")
-    # an experiment's settings stay where ~drafter@more.NAME has left their drafter out
-    return drafters | {k: more for k, more in config.more.items() if not isinstance(more, dict)}
+        study_report.rewrite(Path(page), results)
+        log.info("%s tells the results of %s", page, results)
 
 
 def _answered(numbers: dict[str, float]) -> int:
-    """How many questions metrics are of, which is also a run's step; of several methods the
-    names of metrics begin with theirs.
-    """
+    """How many questions metrics, of several methods `name.metric`, are of: a run's step."""
     return int(next(n for name, n in numbers.items() if name.split(".")[-1] == "questions"))
-
-
-def _race(
-    config: EvaluateCommand, methods: list[MethodSpec], lm: TargetModel, tokenizer: Any
-) -> None:
-    """Show the first turn of the first question by vanilla decoding and all methods."""
-    (first, *_), limit = questions_of(config)
-    racers = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
-    sampling = replace(config.sampling, seed=config.seed)
-    race(lm, tokenizer, racers, first.turns[0], limit, sampling, Console())
 
 
 def _track(results: list[dict[str, Any]], config: EvaluateCommand, tracker: NoTracker) -> None:
@@ -158,7 +129,7 @@ def _track(results: list[dict[str, Any]], config: EvaluateCommand, tracker: NoTr
 
 
 def _compare(config: EvaluateCommand, folder: Path) -> None:
-    """Print and write the study, or the table, of what a run or a sweep has measured so far."""
+    """Print and write the study, or the table, of what there is."""
     if config.study is not None:
         if study := study_of(config.study, folder):
             study_report.write(study, folder)

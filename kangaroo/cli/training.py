@@ -57,9 +57,10 @@ def train(config: TrainCommand) -> float | None:
             folders = trainer.train(tracker)
             if not ranks.is_first:
                 return None
-            best = max((_report(folder, config.model, tracker) for folder in folders), key=_rate)
+            numbers = [_report(folder, config.model, tracker) for folder in folders]
+            best = max(numbers, key=lambda each: each["compression_rate"])
             tracker.result(best, [folders[0].parent / curves.PLOT])
-            return _rate(best)
+            return best["compression_rate"]
 
 
 @command(shared=True)
@@ -101,9 +102,8 @@ def _target_with_data(config: TrainCommand, ranks: Ranks) -> TargetModel:
     config.data.make(lm, tokenizer, ranks)
     ranks.wait()
     about = store.about(Path(config.data.path))
-    counts = about["conversations"], about["tokens"], about["assistant_tokens"]
-    counted = "%d conversations, %d tokens, %d of the assistant, from %s"
-    log.info(counted, *counts, config.data.path)
+    counts = (about[name] for name in ("conversations", "tokens", "assistant_tokens"))
+    log.info("%d conversations, %d tokens, %d of the assistant, from %s", *counts, config.data.path)
     return lm
 
 

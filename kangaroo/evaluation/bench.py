@@ -11,12 +11,12 @@ import json
 import logging
 import os
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pyarrow import ArrowException, parquet
 from transformers import PreTrainedTokenizerBase
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 SPLIT = "outputs/questions"  # where a message says to write a bench
 DEMO = "demo"
 OF_SPEC_BENCH = (DEMO, "spec_bench")  # benches with its categories
-CONVERSATION = {"conversations", "conversation", "messages"}  # where files for training have it
 # What SPEED-Bench's files hold where a source's licence keeps a question out of them.
 UNFILLED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+T = TypeVar("T")
 MTBENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
 
@@ -74,19 +74,13 @@ def bench_name(path: str | None) -> str:
 
 @dataclass
 class Question:
-    """Turns of a user; the method under test answers each before it sees the next.
+    """Turns of a user; the method under test answers each before it sees the next."""
 
-    Args:
-        question_id: of 64 bits; where a bench has words, 60 bits of their hash.
-        reference: answers, one a turn, where the bench has them; nothing here reads them.
-        task: what it is reported under; empty is its category.
-    """
-
-    question_id: int
+    question_id: int  # of 64 bits; where a bench has words, 60 bits of their hash
     category: str
     turns: list[str]
-    reference: list[str] | None = None
-    task: str = ""
+    reference: list[str] | None = None  # answers, one a turn; nothing here reads them
+    task: str = ""  # what it is reported under; empty is its category
 
     def __post_init__(self) -> None:
         self.task = self.task or self.category
@@ -120,28 +114,10 @@ def task_of(category: str) -> str:
     return "mt_bench" if category in MTBENCH else category
 
 
-def load_questions(config: BenchConfig) -> list[Question]:
-    """The bench's questions in the order of its file.
-
-    Errors: `DataError` for a file that is missing, cannot be downloaded or is malformed,
-    `CorruptFile` for a wrong checksum, `ConfigError` where no such bench is shipped.
-    """
-    name = f"{config.name}.jsonl"
-    if config.path is not None:
-        return parse(_local(config, Path(config.path)), config.path, config.name)
-    if config.url is not None:
-        file = cache_folder() / "benches" / name
-        return parse(_downloaded(config, config.url, file), str(file), config.name)
-    if config.hub is not None:
-        return parse(_from_hub(config.hub, config.subset), config.hub, config.name)
-    shipped = resources.files(__package__) / "benches"
-    if not (shipped / name).is_file():
-        names = sorted(entry.name for entry in shipped.iterdir() if entry.name.endswith(".jsonl"))
-        raise ConfigError(
-            f"no bench '{config.name}' is shipped (there is {', '.join(names)}); pass bench.path= "
-            "or bench.url=."
-        )
-    return parse((shipped / name).read_bytes(), name, config.name)
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """So many of some items, evenly spread over them: over a bench's tasks where it is sorted."""
+    count = min(count, len(items))
+    return [items[(2 * i + 1) * len(items) // (2 * count)] for i in range(count)]
 
 
 def fingerprint(questions: list[Question]) -> str:
@@ -149,6 +125,27 @@ def fingerprint(questions: list[Question]) -> str:
     fields = [asdict(question).items() for question in questions]
     content = json.dumps([{k: v for k, v in each if k != "task"} for each in fields])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def load_questions(config: BenchConfig) -> list[Question]:
+    """The bench's questions in the order of its file.
+
+    Errors: `DataError` for a file that is missing, cannot be downloaded or is malformed,
+    `CorruptFile` for a wrong checksum, `ConfigError` where no such bench is shipped.
+    """
+    if config.path is not None:
+        return parse(_local(config, Path(config.path)), config.path, config.name)
+    if config.url is not None:
+        file = cache_folder() / "benches" / f"{config.name}.jsonl"
+        return parse(_downloaded(config, config.url, file), str(file), config.name)
+    if config.hub is not None:
+        return parse(_from_hub(config.hub, config.subset), config.hub, config.name)
+    shipped = resources.files(__package__) / "benches" / f"{config.name}.jsonl"
+    if not shipped.is_file():
+        raise ConfigError(
+            f"no bench '{config.name}' is shipped, only {DEMO}; pass bench.path= or bench.url=."
+        )
+    return parse(shipped.read_bytes(), config.name, config.name)
 
 
 def _local(config: BenchConfig, path: Path) -> bytes:
@@ -176,42 +173,40 @@ def _from_hub(name: str, subset: str | None) -> bytes:
     try:
         return _as_lines(load_dataset(name, subset, split="test"))
     except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
-        reason = str(error).rstrip(".")
         raise DataError(
-            f"{name} ({subset}) cannot be read from the hub: {reason}. Go online once (and where "
-            "its licence has to be accepted, do that at its page), or pass bench.path=."
+            f"{name} ({subset}) cannot be read from the hub: {str(error).rstrip('.')}. Go online "
+            "once (and where its licence has to be accepted, do that at its page), or pass "
+            "bench.path=."
         ) from error
 
 
 def _downloaded(config: BenchConfig, url: str, file: Path) -> bytes:
     """The file in the cache, which is downloaded where it is not there."""
-    if file.is_file():
+    source, fix, content = f"'{file}'", "Delete it, so that it is downloaded again", b""
+    if is_there := file.is_file():
         content = file.read_bytes()
-        _check(config, content, f"'{file}'", "Delete it, so that it is downloaded again")
-        return content
-    try:
-        with urllib.request.urlopen(url, timeout=30) as response:
-            content = response.read()
-    except (OSError, http.client.HTTPException) as error:
-        raise DataError(
-            f"{url} cannot be downloaded ({error}). Go online once, or fetch the file elsewhere "
-            "and pass bench.path=."
-        ) from error
-    _check(config, content, url, "Try again, or check what stands between you and that address")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{file.name}.{os.getpid()}")  # ranks may download at the same time
-    partial.write_bytes(content)
-    os.replace(partial, file)
-    return content
-
-
-def _check(config: BenchConfig, content: bytes, source: str, fix: str) -> None:
+    else:
+        source, fix = url, "Try again, or check what stands between you and that address"
+        try:
+            with urllib.request.urlopen(url, timeout=30) as response:
+                content = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise DataError(
+                f"{url} cannot be downloaded ({error}). Go online once, or fetch the file "
+                "elsewhere and pass bench.path=."
+            ) from error
     digest = hashlib.sha256(content).hexdigest()
     if config.sha256 and digest != config.sha256:
         raise CorruptFile(
             f"the questions of {config.name} from {source} have sha256 {digest}, not "
             f"{config.sha256}. {fix}, or pass bench.path=."
         )
+    if not is_there:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f"{file.name}.{os.getpid()}")  # ranks may download at a time
+        partial.write_bytes(content)
+        os.replace(partial, file)
+    return content
 
 
 def parse(content: bytes, where: str, name: str) -> list[Question]:
@@ -220,21 +215,22 @@ def parse(content: bytes, where: str, name: str) -> list[Question]:
     """
     questions: dict[int, Question] = {}
     unfilled = 0
-    listed = content.lstrip().startswith(b"[")  # one value of several lines
-    for number, line in enumerate([content] if listed else content.splitlines(), start=1):
+    for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            fields = json.loads(line)
-            _check_kind(fields[0] if listed and fields else fields, where)
-            question = _question(fields, {"question_id": number, "category": name})
+            question = _question(json.loads(line), {"question_id": number, "category": name})
+            if question.question_id in questions:
+                raise ValueError(f"question_id {question.question_id} again")
         except (ValueError, RecursionError) as error:  # too many digits, too many brackets
-            raise DataError(f"{where}, line {number}: {error}.") from error
+            form = command_line("prepare split", source=where, output=SPLIT)
+            raise DataError(
+                f"{where}, line {number}: {error}. A bench has one question a line, such as "
+                f'{{"turns": ["Why?"]}}; of conversations this makes one: {form}'
+            ) from error
         if any(turn.startswith(UNFILLED) for turn in question.turns):
             unfilled += 1
             continue
-        if question.question_id in questions:
-            raise DataError(f"{where}, line {number}: question_id {question.question_id} again.")
         if name in OF_SPEC_BENCH:
             question.task = task_of(question.category)
         questions[question.question_id] = question
@@ -249,32 +245,19 @@ def parse(content: bytes, where: str, name: str) -> list[Question]:
     return list(questions.values())
 
 
-def _check_kind(fields: Any, where: str) -> None:
-    """Raise `DataError` for a conversation that an assistant has answered."""
-    if isinstance(fields, dict) and fields.keys() & CONVERSATION:
-        raise DataError(
-            f"{where} holds conversations, as ShareGPT's files do; a bench holds questions, one a "
-            f'line, such as {{"turns": ["Why?"]}}. This writes one, {SPLIT}/held_out.jsonl: '
-            f"{command_line('prepare split', source=where, output=SPLIT)}"
-        )
-
-
 def _question(fields: Any, defaults: dict[str, Any]) -> Question:
     if not isinstance(fields, dict):
-        raise ValueError("a question is a JSON object, one a line")
+        raise ValueError("it is no JSON object")
     whole(json.dumps(fields, ensure_ascii=False))
     fields = defaults | {name: value for name, value in fields.items() if value is not None}
-    if isinstance(fields["question_id"], str):
-        fields["question_id"] = int(
-            hashlib.sha256(fields["question_id"].encode()).hexdigest()[:15], 16
-        )
+    if isinstance(words := fields["question_id"], str):
+        fields["question_id"] = int(hashlib.sha256(words.encode()).hexdigest()[:15], 16)
     if type(fields["question_id"]) is not int or abs(fields["question_id"]) >= 2**63:
         raise ValueError("question_id must be an integer of 64 bits")
     if not isinstance(fields["category"], str):
         raise ValueError("category must be a string")
     turns = fields.get("turns")
-    if not turns or not isinstance(turns, list):
-        raise ValueError("turns must be a list of at least one string")
-    if not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise ValueError("every turn must be a string that is not blank")
+    are_strings = isinstance(turns, list) and all(isinstance(x, str) and x.strip() for x in turns)
+    if not turns or not are_strings:
+        raise ValueError("turns must be a list of at least one string, none of them blank")
     return Question(fields["question_id"], fields["category"], turns, fields.get("reference"))

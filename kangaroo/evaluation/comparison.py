@@ -1,5 +1,4 @@
-"""Methods side by side: `comparison.json`, `report.md` and a plot from the summaries of a folder,
-or the same as a page of the documentation.
+"""Methods side by side: `comparison.json`, `report.md` and a plot from the summaries of a folder.
 
 Methods of one run took turns on every question. Those of the jobs of a sweep were timed against
 baselines of their own, so that speedups can be compared even where the machine was slower at one
@@ -8,71 +7,36 @@ time than at another; tokens/s cannot.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from kangaroo.evaluation import plots, report, statistics
-from kangaroo.evaluation.metrics import Place, cells, definitions
-from kangaroo.evaluation.plots import groups, tasks
+from kangaroo.evaluation import plots
+from kangaroo.evaluation.metrics import cells, interval, ratio_of_ratios
 from kangaroo.evaluation.records import AGAIN, BASELINES, SUMMARY, write_json
 from kangaroo.utils import tables
-from kangaroo.utils.errors import ConfigError, DataError
-from kangaroo.utils.provenance import changes
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.provenance import changes, machine
 from kangaroo.utils.tables import Row, estimate, short
 
-PAGE = (
-    "Made by `python evaluate.py results=OUTPUT page=FILE` from a finished run. The "
-    "[comparison]({name}.json) has all metrics, and [one line for each question and "
-    "method]({name}.csv) has its tokens, rounds and seconds. Every speedup is over vanilla "
-    "decoding on the same engine, on the same questions, for the same number of tokens; intervals "
-    "are at 95%, by a bootstrap over questions."
-)
-ROW = (
-    "**method**: one whose evaluation is complete, the fastest first. Where one failed or is not "
-    "finished there is no row. Jobs of a sweep ran one after the other: where the machine was not "
-    "equally free, compare speedups, not tokens/s."
-)
+TITLE = "{model} on {bench}: methods compared"
 SPEEDUPS = "speedup: of the whole time, prompts included; decoding: from the first token on."
-PAIRED = (
-    "**row over column**: how many times as fast the row's method is, with the 95% interval of "
-    "that ratio: a bootstrap in which both have the same questions. The intervals of two speedups "
-    "may overlap where this one says which is faster. Where it contains 1, no difference is shown. "
-    "Each interval holds by itself: of twenty pairs that do not differ, about one seems to."
-)
-COST = (
-    "**params**: weights that the method has beyond the target's; what it shares is not counted.",
-    "**memory**: what the method held beyond the target and its KV cache, at the most, after any "
-    "question: weights, copied rows of the head, its own caches, datastores.",
-    "**lossless**: turns whose text is vanilla's token for token, of all turns; a dash where texts "
-    "were not compared. A **bug** is a fork that rounding does not explain; transformers' own "
-    "modules round differently.",
-    "**training**: what it took to make the method for this target.",
-)
 Comparison = dict[str, Any]
 Method = dict[str, Any]  # an entry of a comparison's `methods`
 Question = dict[str, Any]  # an entry of `by_question` in a summary
 
 
-# --- from summaries to a comparison
-
-
-def compare(folder: Path, names: Collection[str] | None = None) -> Comparison | None:
+def compare(folder: Path) -> Comparison | None:
     """All finished evaluations below `folder`, the fastest first; None where there is none.
-
-    Args:
-        names: Only those of these names are compared; None compares all.
 
     Errors: `ConfigError` where they were not asked the same in the same way; names the settings.
     """
-    summaries = {k: v for k, v in summaries_in(folder).items() if names is None or k in names}
+    summaries = summaries_in(folder)
     if not summaries:
         return None
     first, *others = summaries
@@ -98,11 +62,19 @@ def compare(folder: Path, names: Collection[str] | None = None) -> Comparison | 
 
 
 def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """Of all finished evaluations below a folder, by their places there."""
-    return {
-        file.parent.relative_to(folder).as_posix(): json.loads(file.read_text(encoding="utf-8"))
-        for file in sorted(folder.rglob(SUMMARY))
-    }
+    """Of all finished evaluations below a folder, by their places there; by its drafter that of the
+    folder itself. A sweep's jobs leave the rows of their baselines out.
+    """
+    summaries: dict[str, dict[str, Any]] = {}
+    for file in sorted(folder.rglob(SUMMARY)):
+        place = file.parent
+        of_job = place.parent != folder and (place.parent / SUMMARY).exists()
+        if place.name in BASELINES.values() and of_job:
+            continue
+        summary = json.loads(file.read_text(encoding="utf-8"))
+        name = place.relative_to(folder).as_posix() if place != folder else summary["drafter"]
+        summaries.setdefault(name, summary)
+    return summaries
 
 
 def shared(summary: dict[str, Any]) -> dict[str, Any]:
@@ -141,12 +113,9 @@ def compare_pair(
     result |= {"speed_ratio": None, "speed_ratio_ci95": None}
     if fours and not any(None in four for four in fours):
         values_Q4 = np.array(fours)
-        result["speed_ratio"] = float(statistics.ratio_of_ratios(values_Q4.sum(0)))
-        result["speed_ratio_ci95"] = statistics.interval(values_Q4, statistics.ratio_of_ratios)
+        result["speed_ratio"] = float(ratio_of_ratios(values_Q4.sum(0)))
+        result["speed_ratio_ci95"] = interval(values_Q4, ratio_of_ratios)
     return result
-
-
-# --- the files
 
 
 def write(comparison: Comparison, folder: Path) -> None:
@@ -156,89 +125,53 @@ def write(comparison: Comparison, folder: Path) -> None:
     plots.speedup_of_methods(comparison).savefig(folder / "speedup.png", dpi=150)
 
 
-def write_page(results: Path, page: Path) -> None:
-    """The comparison below a folder as a page, its plot in `img/`, and beside it, of its name, what
-    it follows from: the comparison, and a line for each question and method.
-
-    Errors: `DataError` for a folder without results; those of `compare`.
-    """
-    comparison, name = compare(results), page.stem
-    if comparison is None:
-        raise DataError(f"'{results}' holds no finished evaluation; pass the output= of one.")
-    (page.parent / "img").mkdir(parents=True, exist_ok=True)
-    plots.speedup_of_methods(comparison).savefig(page.parent / f"img/{name}_speedup.png", dpi=120)
-    write_json(page.with_suffix(".json"), comparison)
-    summaries = summaries_in(results)
-    rows = [
-        {"method": method["name"]}
-        | {k: round(v, 6) if isinstance(v, float) else v for k, v in question.items()}
-        for method in comparison["methods"]
-        for question in summaries[method["name"]]["by_question"]
-    ]
-    with page.with_suffix(".csv").open("w", encoding="utf-8", newline="") as stream:
-        table = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
-    page.write_text(markdown(comparison, name), encoding="utf-8")
-
-
-def markdown(comparison: Comparison, page: str | None = None) -> str:
+def markdown(comparison: Comparison, image: str = "speedup.png") -> str:
     """The whole report.
 
     Args:
-        page: the name of the documentation's page that it is, and of the files beside it.
+        image: where the plot lies, from where the report is read.
     """
     methods, pairs = comparison["methods"], pair_table(comparison["paired"])
     parts = [
-        f"# {title(comparison)}",
+        f"# {TITLE.format(**comparison)}",
         size(comparison),
-        *([PAGE.format(name=page)] if page else []),
-        tables.markdown(rows_of(methods, Place.methods)),
-        f"![speedup by method]({f'img/{page}_' if page else ''}speedup.png)",
-        *filter(None, [conclusion(comparison)]),
-        *(["## Speed, row over column", tables.markdown(pairs)] if pairs else []),
-        "## Speedup over vanilla by task",
-        tables.markdown(by_task(methods, "speedup")),
-        "## Compression rate by task",
-        tables.markdown(by_task(methods, "compression_rate")),
-        "## Speedup by Spec-Bench's own formula",
-        tables.markdown(by_task(methods, "spec_bench_speedup")),
-        "## How to read this",
-        report.listed([ROW, PAIRED, *definitions(Place.methods), *COST]),
-        "## Provenance",
-        report.listed(provenance_lines(comparison)),
+        "docs/evaluation.md says what the columns mean. Intervals are at 95%.",
+        tables.markdown(rows_of(methods)),
+        f"![speedup by method]({image})",
+        conclusion(comparison),
+        f"## Speed, row over column\n\n{tables.markdown(pairs)}" if pairs else "",
     ]
-    return "\n\n".join(parts) + "\n"
+    for heading, metric in (
+        ("Speedup over vanilla by task", "speedup"),
+        ("Compression rate by task", "compression_rate"),
+        ("Speedup by Spec-Bench's own formula", "spec_bench_speedup"),
+    ):
+        parts += [f"## {heading}", tables.markdown(by_task(methods, metric))]
+    parts += ["## Provenance", listed(provenance_lines(comparison))]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    """The main table, and what it comes to in a line that can be copied whole."""
-    console.print(terminal_table(comparison))
+    """The main table in 80 columns, and what it comes to in a line that can be copied whole."""
+    rows = rows_of(comparison["methods"], in_terminal=True)
+    for row in rows:
+        row["method"] = row["method"].replace(",", " ")  # each setting may have a line
+        del row["training"], row["params"], row["memory"]  # 80 columns have no room for them
+    caption = f"{size(comparison)} {SPEEDUPS}"
+    console.print(tables.terminal(rows, TITLE.format(**comparison), caption))
     if sentence := conclusion(comparison):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
-def terminal_table(comparison: Comparison) -> Table:
-    """The main table, for a rich console of 80 columns."""
-    rows = rows_of(comparison["methods"], Place.methods_terminal)
-    for row in rows:
-        row["method"] = row["method"].replace(",", " ")  # each setting may have a line
-        del row["training"], row["params"], row["memory"]  # 80 columns have no room for them
-    return tables.terminal(rows, title(comparison), f"{size(comparison)} {SPEEDUPS}")
-
-
-# --- tables
-
-
-def rows_of(methods: Sequence[Method], place: Place) -> list[Row]:
+def rows_of(methods: Sequence[Method], in_terminal: bool = False) -> list[Row]:
     """A row a method; so do the functions below."""
     return [
         {"method": method["name"]}
-        | cells(method["overall"], place)
+        | cells(method["overall"], in_terminal)
         | {
             "params": short(method["drafter_cost"]["parameters"]),
             "memory": f"{short(method['drafter_cost']['bytes'])}B",
-            "lossless": lossless_cell(method["lossless"]),
+            "lossless": _lossless(**method["lossless"]),
             "training": ", ".join(
                 f"{name.replace('_', ' ')}: {value if isinstance(value, str) else short(value)}"
                 for name, value in method["drafter_cost"]["training"].items()
@@ -251,12 +184,13 @@ def rows_of(methods: Sequence[Method], place: Place) -> list[Row]:
 
 def by_task(methods: Sequence[Method], metric: str) -> list[Row]:
     """One metric of every method under every task, with its interval where there is one."""
+    tasks = [*max((method["by_task"] for method in methods), key=len), "overall"]
     return [
         {"method": method["name"]}
         | {
             task: estimate(m.get(metric), m.get(f"{metric}_ci95"), same=1.0)
-            for task in tasks(methods)
-            for m in [dict(groups(method)).get(task, {})]
+            for task in tasks
+            for m in [(method["by_task"] | {"overall": method["overall"]}).get(task, {})]
         }
         for method in methods
     ]
@@ -275,37 +209,25 @@ def pair_table(pairs: Sequence[dict[str, Any]]) -> list[Row]:
     ]
 
 
-def lossless_cell(lossless: dict[str, Any]) -> str:
+def _lossless(identical: int | None, turns: int, forks: dict[str, int], **_: Any) -> str:
     """Turns that are vanilla's, of all, with the bugs where there are any."""
-    if lossless["identical"] is None:
-        return "-"
-    text, bugs = f"{lossless['identical']}/{lossless['turns']}", lossless["forks"].get("bug")
-    return f"{text}, bugs: {bugs}" if bugs else text
-
-
-# --- in words
-
-
-def title(comparison: Comparison) -> str:
-    """The table's title."""
-    return f"{comparison['model']} on {comparison['bench']}: methods compared"
+    bugs = f", bugs: {forks['bug']}" if "bug" in forks else ""
+    return "-" if identical is None else f"{identical}/{turns}{bugs}"
 
 
 def size(comparison: Comparison) -> str:
-    """What was asked, who answered but a part of it, and what the same method differs by from
-    itself, where that was measured.
-    """
-    parts = [report.size(comparison | {"lossless": {"turns": comparison["turns"]}})]
+    """What was asked, and who answered but a part of it."""
+    settings = comparison["settings"]
+    temperature = settings["sampling.temperature"]
+    parts = [
+        f"{comparison['questions']} questions, {comparison['turns']} turns, at most "
+        f"{settings['max_new_tokens']} new tokens, "
+        f"{f'temperature {temperature}' if temperature else 'greedy'}, batch 1, "
+        f"{comparison['dtype']} on {comparison['device']}."
+    ]
     for method in comparison["methods"]:
-        results, name = method["overall"], method["name"]
-        if (count := results["questions"]) < comparison["questions"]:
-            parts.append(f"{name} answered {count} of them and is compared on these.")
-        if name == AGAIN and results["speedup_ci95"] is not None:
-            shown = cells(results, Place.methods)
-            parts.append(
-                f"Noise floor: vanilla decoded once more is {shown['speedup']} times as fast as "
-                f"vanilla ({shown['95%']})."
-            )
+        if (count := method["overall"]["questions"]) < comparison["questions"]:
+            parts.append(f"{method['name']} answered {count} of them and is compared on these.")
     return " ".join(parts)
 
 
@@ -321,11 +243,10 @@ def conclusion(comparison: Comparison) -> str:
     name = fastest["name"]
     limits = {"vanilla": fastest["overall"]["speedup_ci95"]}
     for pair in comparison["paired"]:
-        ends = pair["speed_ratio_ci95"]
-        if pair["row"] == name and pair["column"] != AGAIN:
-            limits[pair["column"]] = ends
-        elif pair["column"] == name and pair["row"] != AGAIN:
-            limits[pair["row"]] = ends and [1 / end for end in reversed(ends)]
+        row, column, ends = pair["row"], pair["column"], pair["speed_ratio_ci95"]
+        if name in (row, column) and AGAIN not in (row, column):
+            other = column if row == name else row
+            limits[other] = ends if row == name or ends is None else [1 / ends[1], 1 / ends[0]]
     if None in limits.values():
         return f"{name} was the fastest drafter; a single question does not show which is."
     alike = [other for other, (low, high) in limits.items() if low <= 1 <= high]
@@ -340,8 +261,24 @@ def provenance_lines(comparison: Comparison) -> Iterator[str]:
     methods = comparison["methods"]
     about = [method["provenance"] for method in methods]
     yield from dict.fromkeys(f"`{each['command']}`" for each in about)
-    yield from dict.fromkeys(line for each in about for line in report.circumstances(each))
-    yield report.assigned(comparison["settings"])
+    yield from dict.fromkeys(line for each in about for line in circumstances(each))
+    yield assigned(comparison["settings"])
     for method, each in zip(methods, about, strict=True):
-        settings = report.assigned(method["settings"])
+        settings = assigned(method["settings"])
         yield f"`{method['name']}`: git {each['git_revision']}, {each['time']}; {settings}"
+
+
+def circumstances(about: dict[str, Any]) -> Iterator[str]:
+    """Versions and hardware, a line each."""
+    yield ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
+    yield machine(about)
+
+
+def assigned(settings: dict[str, Any]) -> str:
+    """Settings as they are written on the command line."""
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def listed(lines: Iterable[str]) -> str:
+    """A Markdown list."""
+    return "\n".join(f"- {line}" for line in lines)

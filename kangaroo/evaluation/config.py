@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from kangaroo.drafters.base import Drafter
-from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.drafters.base import Drafter, DrafterConfig
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions
-from kangaroo.evaluation.records import AGAIN, BASELINES
+from kangaroo.evaluation.records import BASELINES
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import flat
@@ -44,8 +43,6 @@ class EvaluateConfig(Ranged):
         hf_every: of the questions asked, transformers answers every n-th: it takes most of the time
             of a run, and a part of the questions tells its speed as well.
         warmup: the first question is answered this often by every method, and discarded.
-        noise_floor: vanilla answers a second time, as a method called "vanilla again": what its
-            speedup differs from 1 by is noise. It takes as long as the vanilla baseline.
         resume: false forgets what `output` holds.
     """
 
@@ -61,24 +58,27 @@ class EvaluateConfig(Ranged):
     baselines: list[Baseline] = field(default_factory=lambda: list(Baseline))
     hf_every: Count = 1
     warmup: CountOrZero = 3
-    noise_floor: bool = False
     resume: bool = True
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A drafter that is measured.
-
-    Args:
-        settings: whatever else fixes the result (the model's and the drafter's settings, a hash of
-            an adapter's weights); a run is resumed under the same settings only.
-        made_by: what it took to make the drafter (`DrafterConfig.made_by`).
+    """A drafter that is measured, with the settings of model and drafter, under which alone a run
+    is resumed, and what it took to make it (`DrafterConfig.made_by`).
     """
 
     name: str
     drafter: Drafter
     settings: dict[str, Any] = field(default_factory=dict)
     made_by: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, name: str, drafter: DrafterConfig, lm: TargetModel, model: dict[str, Any]
+    ) -> MethodSpec:
+        """Of a drafter's config; `model` are the target's settings."""
+        settings = {"model": model, "drafter": drafter.settings()}
+        return cls(name, drafter.build(lm), settings, drafter.made_by())
 
 
 def questions_of(config: EvaluateConfig) -> tuple[list[Question], int]:
@@ -104,23 +104,8 @@ def questions_of(config: EvaluateConfig) -> tuple[list[Question], int]:
     return chosen, config.bench.max_new_tokens if limit is None else limit
 
 
-def vanilla_again(first: MethodSpec, config: EvaluateConfig) -> MethodSpec:
-    """Vanilla decoding once more, beside the baseline.
-
-    Errors: `ConfigError` where there is no such baseline.
-    """
-    if Baseline.vanilla not in config.baselines:
-        raise ConfigError(
-            "noise_floor=true decodes vanilla a second time, but vanilla is not in baselines=. Add "
-            "it there, or leave noise_floor out."
-        )
-    shared = {name: value for name, value in first.settings.items() if name != "drafter"}
-    return MethodSpec(AGAIN, Vanilla(), shared)
-
-
 def folders(methods: Sequence[MethodSpec], config: EvaluateConfig) -> list[Path]:
-    """Where the results of each are: in `output`, or where there are several in a folder of its own
-    name there.
+    """Where the results of each are: in `output`, of several in a folder of its name there.
 
     Errors: `ConfigError` for a name that is another's.
     """
@@ -142,19 +127,16 @@ def settings_of(
 ) -> dict[str, Any]:
     """What fixes the result, by name."""
     cuda = lm.device.type == "cuda"
+    asked = ("task", "question_begin", "question_end", "question_every")
+    how = ("seed", "hf_every", "warmup")
     return {
         "bench": config.bench.name,
         "bench.fingerprint": fingerprint(questions),
-        "task": config.task,
-        "question_begin": config.question_begin,
-        "question_end": config.question_end,
-        "question_every": config.question_every,
+        **{name: getattr(config, name) for name in asked},
         "max_new_tokens": limit,
         "dtype": str(lm.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(lm.device) if cuda else lm.device.type,
         **flat({"sampling": asdict(config.sampling)}),
-        "seed": config.seed,
+        **{name: getattr(config, name) for name in how},
         "baselines": [baseline.value for baseline in config.baselines],
-        "hf_every": config.hf_every,
-        "warmup": config.warmup,
     }

@@ -1,18 +1,16 @@
-"""What a drafter holds in memory beyond the target: found by walking whatever it refers to."""
+"""What a drafter holds in memory beyond the target, by walking whatever it refers to."""
 
 from __future__ import annotations
 
+import gc
 import types
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-PLAIN = (str, bytes, int, float, type(None), type, torch.dtype, torch.device)
-CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+LEAVES = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 
 class Footprint(NamedTuple):
@@ -39,13 +37,13 @@ def footprint(drafter: object, shared: Sequence[object]) -> Footprint:
 
 
 def _memory(roots: Sequence[object], seen: set[int]) -> Iterator[tuple[tuple[str, int], int, int]]:
-    """Each tensor's or array's memory below `roots`: where it begins, its bytes, and how many
-    elements of it are a weight. Objects whose ids are in `seen` are passed over, others are added.
+    """Where each tensor's or array's memory begins, its bytes, and how many elements are a weight;
+    of what is not `seen`.
     """
     todo: list[Any] = list(roots)
     while todo:
         item = todo.pop()
-        if isinstance(item, PLAIN + CODE) or id(item) in seen:
+        if isinstance(item, LEAVES) or id(item) in seen:
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
@@ -56,8 +54,5 @@ def _memory(roots: Sequence[object], seen: set[int]) -> Iterator[tuple[tuple[str
             while isinstance(item.base, np.ndarray):
                 item = item.base
             yield ("cpu", item.ctypes.data), item.nbytes, 0
-        elif isinstance(item, list | tuple | set | frozenset | deque):
-            todo.extend(item)
         else:
-            fields = item if isinstance(item, dict) else getattr(item, "__dict__", {})
-            todo.extend(fields.values())
+            todo.extend(gc.get_referents(item))

@@ -34,18 +34,13 @@ def fork(
     """The first difference between two texts that continue `prompt`, judged by teacher forcing."""
     if method == vanilla:
         return None
-    position = first_difference(method, vanilla)
-    if position == min(len(method), len(vanilla)):  # same limit, same EOS, yet one goes on
+    shorter = min(len(method), len(vanilla))
+    position = next((i for i in range(shorter) if method[i] != vanilla[i]), shorter)
+    if position == shorter:  # same limit, same EOS, yet one goes on
         return Fork(position, None, "bug")
     logits_V = target_logits(lm, prompt + vanilla[:position])
     tokens, place = (method[position], vanilla[position]), len(prompt) + position
     return Fork(position, *judge(logits_V, *tokens, lm.dtype, sampling, seed, place))
-
-
-def first_difference(a: list[int], b: list[int]) -> int:
-    """Index of the first token that differs; the shorter length where one begins the other."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def judge(
@@ -57,11 +52,8 @@ def judge(
     seed: int,
     position: int,
 ) -> tuple[float | None, str]:
-    """Gap and label of a fork: a near-tie if rounding could have made either token the choice.
-
-    Args:
-        method, vanilla: the two tokens.
-        position: where they stand in the whole text, prompt included.
+    """Gap and label of a fork: a near-tie if rounding could have made either of the two tokens the
+    choice at this position of the whole text.
 
     The pair may be moved against each other by `slack`: half of it raises one token, half lowers
     the other, and then that token must win, after filters, temperature and noise. So both have to

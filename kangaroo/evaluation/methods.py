@@ -1,7 +1,6 @@
 """The decoders that are timed side by side: our engine with some drafter, and `generate`.
 
-Each takes the prompt's ids, the most new tokens and a seed, and returns a `MethodRun`. Tokenising
-is outside the time; prefill, and the allocation of the cache, are inside.
+Tokenising is outside the time; prefill, and the allocation of the cache, are inside.
 """
 
 from __future__ import annotations
@@ -11,17 +10,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
+from transformers.generation import BaseStreamer
 
-from kangaroo.engine.clock import now
+from kangaroo.engine.clock import now, running
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import StepRecord
+from kangaroo.engine.requests import Generation, StepRecord
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.records import MethodRun
 from kangaroo.models.attention import ATTENTION
 from kangaroo.models.prompts import plain_text
 from kangaroo.models.target import TargetModel
 
+# Takes a prompt's ids, the most new tokens, and a seed.
 Decoder = Callable[[list[int], int, int], MethodRun]
 
 
@@ -31,8 +32,20 @@ def by_engine(engine: Engine, tokenizer: PreTrainedTokenizerBase, sampling: Samp
     def decode(prompt: list[int], max_new_tokens: int, seed: int) -> MethodRun:
         start = now(engine.lm.device)
         (generation,) = engine.generate([prompt], max_new_tokens, sampling, seeds=[seed])
-        seconds = now(engine.lm.device) - start
-        return as_run(tokenizer, generation.tokens, generation.finish, seconds, generation.steps)
+        return _as_run(tokenizer, generation, now(engine.lm.device) - start)
+
+    return decode
+
+
+def by_transformers(
+    lm: TargetModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+) -> Decoder:
+    """`generate`; sampled by noise of its own, so that its time can be compared, its text can't."""
+    eos_ids = lm.eos_ids()
+
+    def decode(prompt: list[int], max_new_tokens: int, seed: int) -> MethodRun:
+        generation = generate(lm, prompt, max_new_tokens, sampling, seed, eos_ids)
+        return _as_run(tokenizer, generation, generation.seconds)
 
     return decode
 
@@ -47,34 +60,34 @@ def transformers_attention(lm: TargetModel) -> Iterator[None]:
         lm.hf.set_attn_implementation(ATTENTION)
 
 
-def by_transformers(
-    lm: TargetModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
-) -> Decoder:
-    """`generate` with transformers' own cache and attention. Under sampling its noise is its own,
-    so that its time can be compared, its text can't.
+class _Stopwatch(BaseStreamer):
+    """Notes when `generate` hands over the prompt and the tokens of each round, and how many."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[float, int]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.marks.append((running(), value.numel()))
+
+    def end(self) -> None:
+        pass
+
+
+def generate(
+    lm: TargetModel,
+    prompt: list[int],
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    eos_ids: Collection[int] = (),
+    **speculation: Any,
+) -> Generation:
+    """transformers' `generate` with its own cache and attention, and its own way to speculate. Its
+    rounds tell their whole time as that of the host, and no drafts.
     """
-    eos_ids = lm.eos_ids()
-    settings = generate_settings(sampling, eos_ids)
-
-    def decode(prompt: list[int], max_new_tokens: int, seed: int) -> MethodRun:
-        config = GenerationConfig(max_new_tokens=max_new_tokens, **settings)
-        tokens_1T = torch.tensor([prompt], device=lm.device)
-        with transformers_attention(lm), torch.random.fork_rng():
-            torch.manual_seed(seed)
-            start = now(lm.device)
-            written_1T = lm.hf.generate(
-                tokens_1T, attention_mask=torch.ones_like(tokens_1T), generation_config=config
-            )
-            seconds = now(lm.device) - start
-        tokens = written_1T[0, len(prompt) :].tolist()
-        return as_run(tokenizer, tokens, "eos" if tokens[-1] in eos_ids else "length", seconds, [])
-
-    return decode
-
-
-def generate_settings(sampling: Sampling, eos_ids: Collection[int]) -> dict[str, Any]:
-    """What `generate` gets: what is unset, it would take from the model's own generation config."""
-    return {
+    sampling, watch = sampling or Sampling(), _Stopwatch()
+    settings: dict[str, Any] = {  # what is unset, it takes from the model's own generation config
+        "max_new_tokens": max_new_tokens,
         "do_sample": not sampling.greedy,
         "temperature": 1.0 if sampling.greedy else sampling.temperature,
         "top_p": 1.0 if sampling.greedy else sampling.top_p,
@@ -85,21 +98,33 @@ def generate_settings(sampling: Sampling, eos_ids: Collection[int]) -> dict[str,
         "pad_token_id": 0,
         "use_cache": True,
     }
+    tokens_1T = torch.tensor([prompt], device=lm.device)
+    mask_1T = torch.ones_like(tokens_1T)
+    with transformers_attention(lm), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        settings |= {"attention_mask": mask_1T, "streamer": watch} | speculation
+        start = running()
+        written_1T = lm.hf.generate(tokens_1T, **settings)
+    tokens, steps, at = written_1T[0, len(prompt) :].tolist(), [], 0
+    (first, _), *_ = rounds = watch.marks[1:]
+    before = first
+    for mark, count in rounds:
+        record = StepRecord(tokens[at : at + count], 0, 0, 0.0, 0.0, host_seconds=mark - before)
+        steps.append(record)
+        before, at = mark, at + count
+    finish = "eos" if tokens[-1] in eos_ids else "length"
+    return Generation(tokens, steps, finish, prefill_seconds=first - start)
 
 
-def as_run(
-    tokenizer: PreTrainedTokenizerBase,
-    tokens: list[int],
-    finish: str,
-    seconds: float,
-    steps: list[StepRecord],
+def _as_run(
+    tokenizer: PreTrainedTokenizerBase, generation: Generation, seconds: float
 ) -> MethodRun:
     """A text and its times as records keep them: to the microsecond, so that they stay small."""
-    text = plain_text(tokenizer, tokens).strip()  # as Spec-Bench does
+    text, steps = plain_text(tokenizer, generation.tokens).strip(), generation.steps
     return MethodRun(
-        tokens=tokens,
-        text=text,
-        finish=finish,
+        tokens=generation.tokens,
+        text=text,  # stripped as Spec-Bench does
+        finish=generation.finish,
         retokenised=len(tokenizer(text).input_ids),
         seconds=seconds,
         emitted=[len(step.tokens) for step in steps],

@@ -1,18 +1,20 @@
 """The metrics of an evaluation. `METRICS`, at the end, is the one place to add one: `summary.json`,
-W&B, the tables and their explanations are made from it.
+W&B and the tables are made from it, and docs/evaluation.md says what each means.
 
 A *round* is one forward of the target: the prefill, which gives the first token, or a verification.
 The bonus token (the target's own, after the accepted draft tokens) counts as emitted, never as
 accepted, and so does the token of the prefill.
 
-Shapes: Q questions.
+Questions differ more than methods do: one that is hard to draft is hard for every drafter. So two
+intervals may overlap while the difference is plain, and methods are compared on the same questions.
+
+Shapes: Q questions, R resamples, K values of a question.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Flag, auto
 from functools import partial
 from typing import Any
 
@@ -20,26 +22,12 @@ import numpy as np
 
 from kangaroo.engine.requests import Acceptance
 from kangaroo.evaluation.records import METHOD, MethodRun, Record
-from kangaroo.evaluation.statistics import interval, speedup
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.tables import Row, number, share, span
 
 Results = dict[str, Any]  # all metrics of some questions, by name
 CTAR = "ctar"
-PARTS = ("prefill", "draft", "verify", "host")  # of the method's time
-
-
-class Place(Flag):
-    """A table of metrics: by task or by method, as a page or in the terminal's 80 columns."""
-
-    tasks = auto()
-    tasks_terminal = auto()
-    methods = auto()
-    methods_terminal = auto()
-    pages = tasks | methods
-    by_task = tasks | tasks_terminal
-    by_method = methods | methods_terminal
-    everywhere = by_task | by_method
+RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -49,17 +37,15 @@ class Metric:
     Args:
         name: in `summary.json` and W&B.
         of: computes it; None where it does not apply (no such baseline, no draft).
-        heading: of its column; empty where it has none.
-        places: the tables with that column.
-        meaning: for readers of a report; empty where another metric's says it.
+        heading: of its column in a table of methods; empty where it has none.
+        in_terminal: whether it has that column in the terminal's 80 columns too.
     """
 
     name: str
     of: Callable[[Sequence[Record]], Any]
     heading: str = ""
-    places: Place = Place.pages
+    in_terminal: bool = False
     show: Callable[[Any], str] = number
-    meaning: str = ""
 
 
 def metrics(records: Sequence[Record]) -> Results:
@@ -79,21 +65,15 @@ def scalars(results: Results) -> dict[str, float]:
     return single | ends
 
 
-def cells(results: Results, place: Place) -> Row:
+def cells(results: Results, in_terminal: bool = False) -> Row:
     """The part of a table's row that metrics fill."""
-    columns = [metric for metric in METRICS if metric.heading and place in metric.places]
+    columns = [m for m in METRICS if m.heading and (m.in_terminal or not in_terminal)]
     # a summary of an earlier version lacks what has been added since
     row = {metric.heading: metric.show(results.get(metric.name)) for metric in columns}
-    if place in Place.pages:
+    if not in_terminal:
         drafts, shares = results["acceptance_rate"] is not None, [*results["ctar"], 0.0, 0.0, 0.0]
         row |= {f"CTAR({w + 1})": number(shares[w] if drafts else None) for w in range(3)}
     return row
-
-
-def definitions(place: Place) -> list[str]:
-    """What the metrics of a table and those without a column mean, in Markdown."""
-    listed = [m for m in METRICS if m.meaning and (place in m.places or not m.heading)]
-    return [f"**{m.heading or m.name}** (`{m.name}`): {m.meaning}" for m in listed]
 
 
 def runs(records: Iterable[Record], name: str = METHOD) -> list[MethodRun]:
@@ -106,16 +86,9 @@ def has(record: Record, name: str) -> bool:
     return name in record.turns[0].runs
 
 
-# --- ratios of what is counted
-
-
 def ctar(accepted: Sequence[int], longest: int | None = None) -> list[float]:
-    """CTAR(1), CTAR(2), ...: the share of rounds whose first w draft tokens were all accepted. A
-    tree's are those of one path: how many nodes it had does not matter.
-
-    Args:
-        accepted: draft tokens of each round.
-        longest: the last w; None is the most that were ever accepted.
+    """CTAR(1), CTAR(2), ...: the share of rounds whose first w draft tokens, in a tree those of one
+    path, were all accepted; up to `longest`, or the most that ever were.
     """
     accepted_R = np.asarray(accepted)
     last = int(accepted_R.max(initial=0)) if longest is None else longest
@@ -170,7 +143,38 @@ def pairs(records: Sequence[Record], metric: str) -> np.ndarray:
     return np.array([paired_seconds(record) for record in records], float)
 
 
-# --- speed against a baseline
+def ratio(totals_K: np.ndarray) -> np.ndarray:
+    """The first of the last axis over the second."""
+    return totals_K[..., 0] / totals_K[..., 1]
+
+
+def difference(totals_4: np.ndarray) -> np.ndarray:
+    """A ratio less another one."""
+    return ratio(totals_4[..., :2]) - ratio(totals_4[..., 2:])
+
+
+def ratio_of_ratios(totals_4: np.ndarray) -> np.ndarray:
+    """A ratio over another one."""
+    return ratio(totals_4[..., :2]) / ratio(totals_4[..., 2:])
+
+
+def speedup(pairs_Q2: np.ndarray) -> float:
+    """The ratio of totals. Of each pair the first is the baseline's seconds."""
+    return float(ratio(pairs_Q2.sum(0)))
+
+
+def interval(
+    values_QK: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = ratio
+) -> list[float] | None:
+    """95% interval of a statistic of totals `[..., K]`: percentile bootstrap over questions, the
+    same every time. All values of a question are drawn together, so what methods have in common on
+    it is in no interval of their difference. A single question has none.
+    """
+    if len(values_QK) < 2:
+        return None
+    rng = np.random.default_rng(0)
+    picked_RQ = rng.integers(len(values_QK), size=(RESAMPLES, len(values_QK)))
+    return np.percentile(statistic(values_QK[picked_RQ].sum(1)), [2.5, 97.5]).tolist()
 
 
 def _round_seconds(run: MethodRun) -> np.ndarray:
@@ -183,11 +187,8 @@ def prefill_seconds(run: MethodRun) -> float:
 
 
 def seconds_until(run: MethodRun, count: int) -> float:
-    """Seconds until the first `count` tokens were there; a round they cut counts in proportion.
-
-    hf tells no rounds: it is charged its mean time a token, prefill included.
-    """
-    if not run.emitted:
+    """Seconds until the first `count` tokens were there; a round they cut counts in proportion."""
+    if not run.emitted:  # earlier records of transformers tell no rounds
         return run.seconds * count / len(run.tokens)
     tokens = np.cumsum([0, *run.emitted])
     seconds = prefill_seconds(run) + np.cumsum([0.0, *_round_seconds(run)])
@@ -197,11 +198,9 @@ def seconds_until(run: MethodRun, count: int) -> float:
 def paired_seconds(
     record: Record, baseline: str = "vanilla", prefill: bool = True
 ) -> tuple[float, float]:
-    """Seconds of a baseline and of the method for the same number of tokens, with the prefill or
-    without.
-
-    In each turn both get as many tokens as the shorter of the two texts has, so that a text which
-    ended elsewhere (another EOS after a fork, hf's own noise under sampling) favours nobody.
+    """Seconds of a baseline and of the method, with the prefill or without; in each turn for as
+    many tokens as the shorter of the two texts has: a text that ended elsewhere (another EOS after
+    a fork, hf's own noise under sampling) favours nobody.
     """
     theirs = method = 0.0
     for turn in record.turns:
@@ -218,11 +217,7 @@ def against(
     records: Sequence[Record],
     prefill: bool = True,
 ) -> Any:
-    """`speedup` or `interval` of the questions that a baseline answered; None where it did not, or
-    where the prefill is left out and the method tells no rounds.
-    """
-    if not prefill and not all(run.emitted for run in runs(records)):
-        return None
+    """`speedup` or `interval` over the questions that a baseline answered; None without any."""
     seconds = [paired_seconds(r, baseline, prefill) for r in records if has(r, baseline)]
     return statistic(np.array(seconds)) if seconds else None
 
@@ -230,11 +225,8 @@ def against(
 def spec_bench_speedup(records: Sequence[Record]) -> float | None:
     """Mean over questions of tokens/s, the method's over vanilla's; None without vanilla.
 
-    The method's tokens are those it wrote. Vanilla's are counted by tokenising its text again, less
-    one for the BOS: so its EOS is not counted, and with a tokenizer that adds no BOS one more token
-    is missing. Both favour the method on short answers.
-
-    Source: Spec-Bench, evaluation/speed.py.
+    Vanilla's tokens are counted by tokenising its text again, less one for the BOS: so its EOS is
+    not counted, which favours the method on short answers. Source: Spec-Bench, evaluation/speed.py.
     """
     method, vanilla = [], []
     for record in records:
@@ -243,9 +235,6 @@ def spec_bench_speedup(records: Sequence[Record]) -> float | None:
             method.append(sum(len(run.tokens) for run in a) / sum(run.seconds for run in a))
             vanilla.append(sum(run.retokenised - 1 for run in b) / sum(run.seconds for run in b))
     return float(np.mean(method) / np.mean(vanilla)) if method and np.mean(vanilla) else None
-
-
-# --- the table of all
 
 
 def ends(limits: Sequence[float] | None) -> str:
@@ -271,7 +260,7 @@ def acceptance(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def seconds_of(part: str, records: Sequence[Record]) -> float:
-    """A part of the method's time: one of `PARTS`."""
+    """A part of the method's time: "prefill", or "draft", "verify" or "host" of the rounds."""
     if part == "prefill":
         return sum(map(prefill_seconds, runs(records)))
     return sum(sum(getattr(run, f"{part}_seconds")) for run in runs(records))
@@ -281,88 +270,25 @@ speed_of = partial(rate, "tokens_per_second")
 tenths = partial(number, digits=1)
 
 METRICS = [
-    Metric("questions", len, "questions", Place.tasks, str),
+    Metric("questions", len),
     Metric("tokens", lambda records: sum(len(run.tokens) for run in runs(records))),
+    Metric("speedup", partial(against, "vanilla", speedup), "speedup", True),
+    Metric("speedup_ci95", partial(against, "vanilla", interval), "95%", True, ends),
     Metric(
-        "speedup",
-        partial(against, "vanilla", speedup),
-        "speedup",
-        Place.everywhere,
-        meaning="seconds of vanilla decoding (same engine, cache and kernels, a drafter that "
-        "proposes nothing) over seconds of the method, prefill included, summed over questions; in "
-        "each turn both are timed up to the same number of tokens.",
+        "decoding_speedup", partial(against, "vanilla", speedup, prefill=False), "decoding", True
     ),
-    Metric(
-        "speedup_ci95",
-        partial(against, "vanilla", interval),
-        "95%",
-        Place.everywhere,
-        ends,
-        "the interval of the speedup at 95%: a bootstrap over questions.",
-    ),
-    Metric(
-        "decoding_speedup",
-        partial(against, "vanilla", speedup, prefill=False),
-        "decoding",
-        Place.pages | Place.methods_terminal,
-        meaning="the speedup of decoding alone: the same ratio without the time until the first "
-        "token.",
-    ),
-    Metric(
-        "hf_speedup",
-        partial(against, "hf", speedup),
-        "vs hf",
-        Place.by_method,
-        meaning="the speedup against `generate` of transformers, which tells no rounds: a text of "
-        "its that is longer than the method's counts in proportion.",
-    ),
-    Metric("hf_speedup_ci95", partial(against, "hf", interval), "95% vs hf", Place.methods, ends),
-    Metric(
-        "spec_bench_speedup",
-        spec_bench_speedup,
-        "Spec-Bench",
-        Place.by_task,
-        meaning="by the formula of Spec-Bench's own report: a ratio of mean tokens/s, in which "
-        "vanilla's tokens are its text tokenised again, EOS not counted. It favours the method on "
-        "short answers.",
-    ),
-    Metric(
-        "compression_rate",
-        partial(rate, "compression_rate", METHOD),
-        "CR",
-        Place.everywhere,
-        meaning="tokens emitted per forward of the target, bonus token included; vanilla's is 1.",
-    ),
-    Metric(
-        "ctar",
-        lambda records: ctar([count for run in runs(records) for count in run.accepted]),
-        meaning="CTAR(w), the consistent token acceptance rate, is the share of rounds whose first "
-        "w draft tokens were all accepted, up to the most that ever were. The compression rate is "
-        "1 + their sum, but for rounds that an EOS or the limit cut, which have no bonus token.",
-    ),
+    Metric("hf_speedup", partial(against, "hf", speedup), "vs hf", True),
+    Metric("hf_speedup_ci95", partial(against, "hf", interval), "95% vs hf", show=ends),
+    Metric("spec_bench_speedup", spec_bench_speedup),
+    Metric("compression_rate", partial(rate, "compression_rate", METHOD), "CR", True),
+    Metric("ctar", lambda records: ctar([n for run in runs(records) for n in run.accepted])),
     Metric("speculative_decoding", acceptance),
-    Metric(
-        "acceptance_rate",
-        partial(rate, "acceptance_rate", METHOD),
-        "accepted",
-        show=share,
-        meaning="accepted over drafted tokens; all nodes of a tree are drafted.",
-    ),
-    Metric(
-        "tokens_per_second",
-        partial(speed_of, METHOD),
-        "tokens/s",
-        Place.everywhere,
-        tenths,
-        "all tokens (EOS included) over all seconds, prefill included, of each method's own texts; "
-        "hf is `generate` of transformers.",
-    ),
-    Metric(
-        "vanilla_tokens_per_second", partial(speed_of, "vanilla"), "vanilla", Place.by_task, tenths
-    ),
-    Metric("hf_tokens_per_second", partial(speed_of, "hf"), "hf", Place.by_task, tenths),
-    *(  # they add up to the method's time
-        Metric(f"{part}_seconds", partial(seconds_of, part), f"{part}, s", Place.tasks, tenths)
-        for part in PARTS
-    ),
+    Metric("acceptance_rate", partial(rate, "acceptance_rate", METHOD), "accepted", show=share),
+    Metric("tokens_per_second", partial(speed_of, METHOD), "tokens/s", True, tenths),
+    Metric("vanilla_tokens_per_second", partial(speed_of, "vanilla")),
+    Metric("hf_tokens_per_second", partial(speed_of, "hf")),
+    Metric("prefill_seconds", partial(seconds_of, "prefill")),  # these four add up to its time
+    Metric("draft_seconds", partial(seconds_of, "draft")),
+    Metric("verify_seconds", partial(seconds_of, "verify")),
+    Metric("host_seconds", partial(seconds_of, "host")),
 ]

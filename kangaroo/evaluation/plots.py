@@ -1,4 +1,4 @@
-"""The plots of an evaluation, and of methods side by side: each a figure made from a summary."""
+"""The plot of methods side by side, and the colours of all plots."""
 
 from __future__ import annotations
 
@@ -10,40 +10,14 @@ from matplotlib.figure import Figure
 
 from kangaroo.evaluation.records import AGAIN
 
-rcParams["text.parse_math"] = False  # a task's name may hold dollars
+rcParams["text.parse_math"] = False  # a name may hold dollars
 
 METHOD, VANILLA, HF = "#d9772b", "#3b6fb6", "#8a8f98"
 FURTHER = "#e9b184"  # of what is not in the foreground
 INK, FAINT = "#222222", "#dddddd"
-COLORS = ["#d9772b", "#3b6fb6", "#54a24b", "#7a5195", "#b79a20", "#72b7b2", "#9d755d", "#c65b9b"]
-NAMES = {  # of tasks, where they are not their own
-    "mt_bench": "MT-bench",
-    "qa": "QA",
-    "math_reasoning": "math",
-    "rag": "RAG",
-}
-
-Results = dict[str, Any]
 
 
-def groups(summary: dict[str, Any]) -> list[tuple[str, Results]]:
-    """The metrics of each task and of all, by name."""
-    return [*summary["by_task"].items(), ("overall", summary["overall"])]
-
-
-def about(summary: dict[str, Any]) -> str:
-    """What the plots are of, in words; of a comparison without a drafter."""
-    method = f" with {summary['drafter']}" if "drafter" in summary else ""
-    return "{model}{method} on {bench}, {dtype}, {device}".format(method=method, **summary)
-
-
-def speedup(summary: dict[str, Any]) -> Figure:
-    """Speedup over vanilla by task, and overall."""
-    *tasks, overall = groups(summary)
-    return speedup_bars([overall, *tasks], about(summary), accent="overall")
-
-
-def speedup_bars(rows: Sequence[tuple[str, Results]], subtitle: str, accent: str) -> Figure:
+def speedup_bars(rows: Sequence[tuple[str, dict[str, Any]]], subtitle: str, accent: str) -> Figure:
     """Speedups with their intervals and the compression rates, their upper bound; the first row on
     top.
 
@@ -52,30 +26,24 @@ def speedup_bars(rows: Sequence[tuple[str, Results]], subtitle: str, accent: str
     """
     figure = Figure(figsize=(7.6, 1.9 + 0.42 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    axes.set_title("Speedup over vanilla decoding", fontsize=11, loc="left", pad=18)
-    place: dict[str, Any] = dict(xycoords="axes fraction", textcoords="offset points")
-    axes.annotate(subtitle, (0, 1), (0, 4), fontsize=8, color="#666666", **place)
+    axes.set_title(f"Speedup over vanilla decoding, {subtitle}", fontsize=8, loc="left")
     for y, (name, m) in enumerate(rows):
         if m["speedup"] is None:
             continue
         color = {"vanilla": VANILLA, AGAIN: VANILLA, "transformers": HF}.get(name, FURTHER)
         axes.barh(y, m["speedup"], height=0.62, color=METHOD if name == accent else color)
         if m["speedup_ci95"] is not None:
-            axes.plot(m["speedup_ci95"], [y, y], color=INK, linewidth=1.4, solid_capstyle="butt")
-        if m["compression_rate"] is not None:  # transformers tells no rounds
-            x = m["compression_rate"]
-            axes.plot(x, y, marker="D", markersize=5, color=INK, linestyle="")
+            axes.plot(m["speedup_ci95"], [y, y], color=INK, linewidth=1.4)
+        axes.plot(m["compression_rate"], y, "D", markersize=5, color=INK)
         axes.text(0.02, y, f" {m['speedup']:.2f}x", va="center", fontsize=9, color=INK)
-    axes.axvline(1, color=INK, linewidth=1, linestyle=":")
+    axes.axvline(1, color=INK, linewidth=1, linestyle=":", label="vanilla")
     axes.plot([], [], color=INK, linewidth=1.4, label="95% interval")
     axes.plot([], [], "D", color=INK, markersize=5, label="compression rate")
-    axes.plot([], [], color=INK, linewidth=1, linestyle=":", label="vanilla")
-    axes.set_yticks(range(len(rows)), [NAMES.get(name, name) for name, _ in rows])
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
     axes.tick_params(labelsize=9)
-    axes.tick_params(axis="y", length=0)
+    axes.set_axisbelow(True)
     axes.set_xlim(left=0)
     axes.grid(axis="x", color=FAINT, linewidth=0.8)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
@@ -87,9 +55,5 @@ def speedup_of_methods(comparison: dict[str, Any]) -> Figure:
     # a drafter's settings have a line of their own
     methods = comparison["methods"]
     rows = [(method["name"].replace(",", "\n", 1), method["overall"]) for method in methods]
-    return speedup_bars(rows, about(comparison), accent=rows[0][0])
-
-
-def tasks(methods: Sequence[dict[str, Any]]) -> list[str]:
-    """The bench's, and "overall"."""
-    return [*max((method["by_task"] for method in methods), key=len), "overall"]
+    subtitle = "{model} on {bench}, {dtype}, {device}".format(**comparison)
+    return speedup_bars(rows, subtitle, accent=rows[0][0])

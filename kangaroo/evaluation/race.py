@@ -29,10 +29,8 @@ ABOUT = "Decoded in turn, shown at the measured speeds; green: drafted and accep
 
 @dataclass
 class Runner:
-    """A method's answer and when each part of it was there.
-
-    Args:
-        pieces: (seconds since the prompt was given, text, whether it was drafted).
+    """A method's answer, and the seconds from the prompt to each piece of it, in whole characters;
+    the last says whether it was drafted.
     """
 
     name: str
@@ -41,9 +39,8 @@ class Runner:
 
     def text(self, now: float) -> Text:
         """What was there after so many seconds, drafts in green."""
-        return Text.assemble(
-            *((text, "green" if drafted else "") for at, text, drafted in self.pieces if at <= now)
-        )
+        there = (piece for piece in self.pieces if piece[0] <= now)
+        return Text.assemble(*((text, "green" if drafted else "") for _, text, drafted in there))
 
 
 def race(
@@ -69,14 +66,14 @@ def race(
             (answer,) = engine.generate([prompt], limit, sampling, seeds=[sampling.seed])
         runners.append(Runner(name, answer, list(timed_pieces(answer, tokenizer))))
     console.print(Text(question, style="bold"), soft_wrap=not console.is_interactive)
+    end = max(runner.generation.seconds for runner in runners)
     if not console.is_interactive:
         for runner in runners:
             console.print(Text(f"\n{runner.name}: {summary(runner.generation)}"), soft_wrap=True)
-            console.print(runner.text(runner.generation.seconds), soft_wrap=True)
+            console.print(runner.text(end), soft_wrap=True)
         return
     console.print(ABOUT, style="dim", highlight=False)
-    start, end = time.perf_counter(), max(runner.generation.seconds for runner in runners)
-    lines = max(1, console.height - MARGIN)
+    start, lines = time.perf_counter(), max(1, console.height - MARGIN)
     with Live(console=console, auto_refresh=False) as live:
         while (now := time.perf_counter() - start) < end:
             live.update(frame(runners, now, console, lines), refresh=True)
@@ -87,7 +84,7 @@ def race(
 def timed_pieces(
     answer: Generation, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[float, str, bool]]:
-    """The answer's text in whole characters, each with the end of the step that completed it."""
+    """A `Runner`'s pieces, each with the end of the step that completed it."""
     seconds = answer.prefill_seconds
 
     def tokens() -> Iterator[Token]:
@@ -102,10 +99,8 @@ def timed_pieces(
 
 
 def frame(runners: list[Runner], now: float, console: Console, lines: int = 0) -> Table:
-    """The answers after so many seconds, and the speeds of those that are done by then.
-
-    Args:
-        lines: show so many of the last lines; 0 shows all.
+    """The answers after so many seconds, of each the last `lines` (0: all), and the speeds of those
+    that are done by then.
     """
     table = Table(box=box.SIMPLE_HEAD, expand=True, show_footer=True)
     width = console.width // len(runners) - 3  # between columns

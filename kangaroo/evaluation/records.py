@@ -1,7 +1,5 @@
-"""What an evaluation keeps of each question: a line of JSON, on disk as soon as it is known.
-
-Every number and file of a report follows from these lines. Each rank writes a file of its own;
-reading takes them together.
+"""What an evaluation keeps of each question: a line of JSON, on disk as soon as it is known, from
+which all else follows. Each rank writes a file of its own; reading takes them together.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ from kangaroo.utils.errors import ConfigError, CorruptFile
 from kangaroo.utils.provenance import changes, provenance
 
 METHOD = "method"  # the drafter under test, beside the baselines "vanilla" and "hf"
-AGAIN = "vanilla again"  # a method: vanilla decoding a second time, to see what noise does
+AGAIN = "vanilla_again"  # a method: vanilla decoding a second time, to see what noise does
 # What the baselines are called where they are methods among others, by what records call them.
 BASELINES = {"vanilla": "vanilla", "hf": "transformers"}
-RUN, SUMMARY = "run.json", "summary.json"
+RUN, RECORDS, SUMMARY = "run.json", "records-*.jsonl", "summary.json"
 
 T = TypeVar("T")
 
@@ -36,7 +34,7 @@ class MethodRun:
         retokenised: how many tokens the tokenizer makes of `text`, those it adds itself included:
             Spec-Bench's report counts a baseline by them.
         seconds: wall clock from the prompt's ids to the last token: allocation, prefill, all steps.
-        emitted, accepted, drafted: tokens of each round, the prefill's first; empty for hf.
+        emitted, accepted, drafted: tokens of each round, the prefill's first.
         draft_seconds, verify_seconds, host_seconds: time of each; 0 for the prefill's.
     """
 
@@ -55,52 +53,35 @@ class MethodRun:
 
 @dataclass
 class Fork:
-    """Where a method's text leaves vanilla's.
+    """Where a method's text leaves vanilla's."""
 
-    Args:
-        position: of the first token that differs, among the turn's new ones.
-        gap: how far the lower of the two tokens lies below the best score, by teacher forcing; None
-            where a text ends too early or a filter removed the token.
-        label: "near-tie" where rounding explains the fork, else "bug".
-    """
-
-    position: int
+    position: int  # of the first token that differs, among the turn's new ones
+    # how far the lower of the two tokens lies below the best score, by teacher forcing; None where
+    # a text ends too early or a filter removed the token
     gap: float | None
-    label: str
+    label: str  # "near-tie" where rounding explains the fork, else "bug"
 
 
 @dataclass
 class Turn:
-    """One turn as every method answered it, all from the same prompt.
-
-    Args:
-        max_new_tokens: after the cap by the room that the prompt leaves in the context.
-        runs: by name: the method and its baselines.
-        fork: None where method and vanilla agree, or are not expected to.
-    """
+    """One turn as every method answered it, all from the same prompt."""
 
     prompt_tokens: int
-    max_new_tokens: int
-    runs: dict[str, MethodRun]
-    fork: Fork | None
+    max_new_tokens: int  # after the cap by the room that the prompt leaves in the context
+    runs: dict[str, MethodRun]  # by name: the method and its baselines
+    fork: Fork | None  # None where method and vanilla agree, or are not expected to
 
 
 @dataclass
 class Record:
-    """One question, answered.
-
-    Args:
-        finished: Unix time.
-        drafter_bytes: memory that the method then held beyond the target, see `footprint`.
-        task: what it is reported under.
-    """
+    """One question, answered."""
 
     question_id: int
     category: str
     turns: list[Turn]
-    finished: float
-    drafter_bytes: int = 0
-    task: str = ""
+    finished: float  # Unix time
+    drafter_bytes: int = 0  # that the method then held beyond the target, see `footprint`
+    task: str = ""  # what it is reported under
 
     def __post_init__(self) -> None:
         self.task = self.task or task_of(self.category)  # earlier records do not say it
@@ -109,8 +90,8 @@ class Record:
 class Writer:
     """Appends records to a rank's file; what was written survives a kill -9 and a power cut."""
 
-    def __init__(self, folder: Path, rank: int):
-        file = folder / f"records-{rank}.jsonl"
+    def __init__(self, folder: Path, rank: int = 0):
+        file = folder / RECORDS.replace("*", str(rank))
         self.stream = file.open("ab")
         self.stream.truncate(len(_whole_lines(file)))  # a line that a killed run left unfinished
 
@@ -132,14 +113,11 @@ def read(folder: Path) -> list[Record]:
 
 
 def lines(folder: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
-    """What each line of all ranks' files holds, oldest first.
-
-    Args:
-        parse: It makes a record of the fields of a line.
+    """What `parse` makes of the fields of each line of all ranks' files.
 
     Errors: `CorruptFile` for a line that is no record; one cut short at the end is left out.
     """
-    for file in sorted(folder.glob("records-*.jsonl")):
+    for file in sorted(folder.glob(RECORDS)):
         for number, line in enumerate(_whole_lines(file).splitlines(), start=1):
             try:
                 record = parse(json.loads(line))
@@ -154,11 +132,8 @@ def lines(folder: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
 def enter(
     folder: Path, settings: dict[str, Any], drafter_cost: dict[str, Any], resume: bool
 ) -> None:
-    """Make `folder` this run's, or go on with the run that it holds.
-
-    Args:
-        settings: by name; they must be those the run began with.
-        drafter_cost: what is known of it before anything is asked.
+    """Make `folder` this run's, or go on with the run that it holds, of the same settings. What a
+    drafter costs is noted as far as it is known before anything is asked.
 
     Errors: `ConfigError` names the settings that differ.
     """
@@ -171,7 +146,7 @@ def enter(
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for old in (*folder.glob("records-*.jsonl"), folder / SUMMARY):
+    for old in (*folder.glob(RECORDS), folder / SUMMARY):
         old.unlink(missing_ok=True)
     about = {"settings": settings, "drafter_cost": drafter_cost, "provenance": provenance()}
     write_json(file, about)

@@ -1,6 +1,5 @@
-"""Run an evaluation: every question by every method in turn, then the files from the records.
-
-What is measured are one or several drafters, the *methods*, and the baselines that they share.
+"""Run an evaluation: every question by every method, a drafter, and by the baselines that they
+share, in turn; then the files from the records.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule
 from kangaroo.evaluation import records as store
-from kangaroo.evaluation import report, summary
+from kangaroo.evaluation import summary
 from kangaroo.evaluation.bench import Question, seed_of
 from kangaroo.evaluation.config import (
     Baseline,
@@ -27,7 +26,6 @@ from kangaroo.evaluation.config import (
     folders,
     questions_of,
     settings_of,
-    vanilla_again,
 )
 from kangaroo.evaluation.footprint import footprint
 from kangaroo.evaluation.lossless import fork
@@ -49,8 +47,8 @@ class Evaluator:
     """An evaluation before its first question: everything is checked, and the folders are its own.
 
     Args:
-        ranks: the processes that share the questions out, of which the first writes the artefacts.
-            None: there is only this one.
+        ranks: the processes that share the questions out, of which the first writes what is not a
+            record. None: there is only this one.
 
     Errors: `ConfigError`, `DataError`, `CorruptFile`, `PromptError`.
     """
@@ -65,16 +63,19 @@ class Evaluator:
         model_name: str,
         ranks: Ranks | None = None,
     ):
-        if config.noise_floor:
-            methods = [*methods, vanilla_again(methods[0], config)]
+        self.ranks = ranks or Ranks()
         self.lm, self.tokenizer, self.config = lm, tokenizer, config
-        self.methods, self.ranks = methods, ranks or Ranks()
-        self.folders = folders(methods, config)
+        self.methods, self.folders = methods, folders(methods, config)
         self.questions, self.limit = questions_of(config)
         for question in self.questions:  # whether it fits; later turns have answers in them
             question.prompt(lm, tokenizer, [Message(role="user", content=question.turns[0])])
-        if self.ranks.is_first:
-            self._enter(model_name)
+        shared = settings_of(lm, config, self.questions, self.limit)
+        for method, folder in zip(methods, self.folders, strict=True):
+            named = {"model": model_name, "drafter": method.name}
+            parameters = footprint(method.drafter, [lm]).parameters
+            cost = {"parameters": parameters, "training": method.made_by}
+            if self.ranks.is_first:
+                store.enter(folder, named | shared | flat(method.settings), cost, config.resume)
         self.ranks.wait()  # no rank reads before the folders are this run's
         records = [store.read(folder) for folder in self.folders]
         complete = set.intersection(*({r.question_id for r in answered} for answered in records))
@@ -83,111 +84,87 @@ class Evaluator:
         # of each method, the questions that all of them have answered
         self.records = [[r for r in answered if r.question_id in complete] for answered in records]
         self.engines = [Engine(lm, method.drafter) for method in methods]
-        self.decoders = self._decoders()
+        # the methods by their index, baselines by their name; vanilla first, far from a last method
+        # that is vanilla again
+        self.decoders: dict[int | str, Decoder] = {}
+        if Baseline.vanilla in config.baselines:
+            vanilla = Engine(lm, Vanilla())
+            self.decoders["vanilla"] = by_engine(vanilla, tokenizer, config.sampling)
+        for i, engine in enumerate(self.engines):
+            self.decoders[i] = by_engine(engine, tokenizer, config.sampling)
+        if Baseline.hf in config.baselines:
+            self.decoders["hf"] = by_transformers(lm, tokenizer, config.sampling)
         comparable = config.sampling.greedy or config.sampling.rule is Rule.match
         self.compares = comparable and "vanilla" in self.decoders
 
-    def _enter(self, model_name: str) -> None:
-        config = self.config
-        shared = settings_of(self.lm, config, self.questions, self.limit)
-        for method, folder in zip(self.methods, self.folders, strict=True):
-            named = {"model": model_name, "drafter": method.name}
-            parameters = footprint(method.drafter, [self.lm]).parameters
-            cost = {"parameters": parameters, "training": method.made_by}
-            store.enter(folder, named | shared | flat(method.settings), cost, config.resume)
-
-    def _decoders(self) -> dict[int | str, Decoder]:
-        """The methods by their index, baselines by their name; vanilla first, far from the last
-        method, which is vanilla again.
-        """
-        sampling, baselines = self.config.sampling, self.config.baselines
-        decoders: dict[int | str, Decoder] = {}
-        if Baseline.vanilla in baselines:
-            vanilla = Engine(self.lm, Vanilla())
-            decoders["vanilla"] = by_engine(vanilla, self.tokenizer, sampling)
-        for i, engine in enumerate(self.engines):
-            decoders[i] = by_engine(engine, self.tokenizer, sampling)
-        if Baseline.hf in baselines:
-            decoders["hf"] = by_transformers(self.lm, self.tokenizer, sampling)
-        return decoders
-
     def finish(self, log: Log | None = None) -> list[dict[str, Any]]:
-        """Ask all that is left, write each method's artefacts to its folder, and return the
-        summaries. Where there are several, the baselines get a summary too, as methods.
+        """Ask all that is left, each rank its share; the first then writes each method's artefacts
+        to its folder. Returns the summaries. The baselines get a summary too, as methods, in
+        folders of their own.
 
         Args:
             log: called after each question with the metrics of all that are answered; of several
                 methods as `name.metric`.
 
         Errors: `NotLossless`, after all artefacts are written, where a text leaves vanilla's and
-        rounding does not explain it; `PromptError`, `DataError`.
+        rounding does not explain it; `PromptError`; `DataError` where ranks share no folder.
         """
-        self._answer_share(log)
+        self._answer(log)
         self.ranks.wait()
-        results = [self._report(folder) for folder in self.folders]
-        self.ranks.wait()
-        if self.ranks.is_first:  # the others wait while it reports
-            if len(self.folders) > 1:
-                for baseline in self.config.baselines:
-                    output = Path(self.config.output)
-                    summary.write_baseline(baseline.value, self.folders[0], output)
-            for result, folder in zip(results, self.folders, strict=True):
-                check_lossless(result, folder)
+        results = [self._summarised(folder) for folder in self.folders]
+        if not self.ranks.is_first:
+            return results
+        for result, folder in zip(results, self.folders, strict=True):
+            store.write_json(folder / store.SUMMARY, result)
+        for baseline in self.config.baselines:
+            output = Path(self.config.output)
+            summary.write_baseline(baseline.value, self.folders[0], output)
+        for result, folder in zip(results, self.folders, strict=True):
+            check_lossless(result, folder)
         return results
 
-    def _answer_share(self, log: Log | None) -> None:
-        """Answer this rank's share of the questions, but for those that are answered already."""
-        ranks, complete = self.ranks, {record.question_id for record in self.records[0]}
-        share = list(enumerate(self.questions))[ranks.rank :: ranks.world]
-        missing = [(i, question) for i, question in share if question.question_id not in complete]
-        if not missing:
-            return
-        for _ in range(self.config.warmup):
-            self.ask(self.questions[0], list(self.decoders))
-        writers = [store.Writer(folder, ranks.rank) for folder in self.folders]
-        done = len(share) - len(missing)
-        hidden = not ranks.is_first
-        bar = tqdm(missing, "", len(share), initial=done, unit="question", disable=hidden)
-        for i, question in bar:
-            records = self.ask(question, self.order(i, ranks.world))
-            for writer, answered, record in zip(writers, self.records, records, strict=True):
-                writer.append(record)
-                answered.append(record)
-            numbers = [scalars(metrics(answered)) for answered in self.records]
-            if log is not None:
-                names = [method.name for method in self.methods]
-                several = {
-                    f"{name}.{metric}": value
-                    for name, of_method in zip(names, numbers, strict=True)
-                    for metric, value in of_method.items()
-                }
-                log(several if len(numbers) > 1 else numbers[0])
-            shown = ("speedup", "compression_rate")
-            bar.set_postfix({name: numbers[0][name] for name in shown if name in numbers[0]})
-        for writer in writers:
-            writer.close()
-
-    def _report(self, folder: Path) -> dict[str, Any]:
-        """The summary of a complete run; the first rank writes the artefacts."""
+    def _summarised(self, folder: Path) -> dict[str, Any]:
         records = store.read(folder)
         if len(records) < len(self.questions):
             raise DataError(
                 f"'{folder}' holds {len(records)} of {len(self.questions)} questions after the "
                 "run; under torchrun it must be a folder that all ranks share."
             )
-        result = summary.summarise(records, store.begun(folder))
-        if self.ranks.is_first:
-            summary.write(records, result, folder)
-            report.write(result, folder)
-        return result
+        return summary.summarise(records, store.begun(folder))
 
-    def order(self, index: int, world: int) -> list[int | str]:
+    def _answer(self, log: Log | None) -> None:
+        """Ask those of this rank's share of the questions that are not answered already."""
+        ranks, complete = self.ranks, {record.question_id for record in self.records[0]}
+        share = list(enumerate(self.questions))[ranks.rank :: ranks.world]
+        missing = [(i, each) for i, each in share if each.question_id not in complete]
+        for _ in range(self.config.warmup if missing else 0):
+            self.ask(self.questions[0], list(self.decoders))
+        writers = [store.Writer(folder, ranks.rank) for folder in self.folders]
+        done, hidden = len(share) - len(missing), not ranks.is_first
+        bar = tqdm(missing, "", len(share), initial=done, unit="question", disable=hidden)
+        for i, question in bar:
+            records = self.ask(question, self.order(i))
+            for writer, answered, record in zip(writers, self.records, records, strict=True):
+                writer.append(record)
+                answered.append(record)
+            numbers = {
+                method.name: scalars(metrics(answered))
+                for method, answered in zip(self.methods, self.records, strict=True)
+            }
+            first = next(iter(numbers.values()))
+            if log is not None:
+                log(flat(numbers) if len(numbers) > 1 else first)
+            bar.set_postfix({k: first[k] for k in ("speedup", "compression_rate") if k in first})
+        for writer in writers:
+            writer.close()
+
+    def order(self, index: int) -> list[int | str]:
         """Who answers the question of this index, in turn; it changes, so that a machine that slows
-        down favours nobody. `world` processes share the questions out.
+        down favours nobody.
         """
         with_hf = index % self.config.hf_every == 0
         names = [name for name in self.decoders if name != "hf" or with_hf]
-        return names[::-1] if index // world % 2 else names
+        return names[::-1] if index // self.ranks.world % 2 else names
 
     def ask(self, question: Question, names: Sequence[int | str]) -> list[Record]:
         """All turns by these decoders in this order, a record a method; the conversation goes on

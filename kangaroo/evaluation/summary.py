@@ -1,9 +1,7 @@
-"""From records to result files: `summary.json`, and the answers in Spec-Bench's schema."""
+"""From records to `summary.json`, of a method and of the baselines beside it."""
 
 from __future__ import annotations
 
-import json
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,10 +22,7 @@ from kangaroo.evaluation.records import (
 
 
 def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any]:
-    """All metrics of a run, overall and by task.
-
-    Args:
-        about: what `records.begun` returns; its settings name model, drafter, bench, dtype, device.
+    """All metrics of a run, overall and by task; `about` is what `records.begun` returns.
 
     `drafter_cost` is what the method adds to the target: `parameters`, `bytes` (the most that it
     held after any question, see `footprint`) and `training` (`DrafterConfig.made_by`).
@@ -52,10 +47,8 @@ def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any
 
 
 def of_question(record: Record) -> dict[str, Any]:
-    """Totals over the turns of a question.
-
-    `paired_seconds` and `vanilla_paired_seconds` are of the method and of vanilla for the same
-    number of tokens, None where vanilla did not run; `seconds` are of all `tokens`.
+    """Totals over the turns of a question; the paired seconds are of the method and of vanilla for
+    the same number of tokens, None where vanilla did not run.
     """
     tokens, seconds = totals([record], "tokens_per_second")
     vanilla, method = paired_seconds(record) if has(record, "vanilla") else (None, None)
@@ -103,48 +96,9 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
     }
 
 
-def answer(record: Record, name: str, model_id: str) -> dict[str, Any]:
-    """One question as a line of Spec-Bench's answer files.
-
-    `accept_lengths` has an entry a round: accepted draft tokens + 1, so 1 for the prefill and for
-    each of vanilla's tokens. Turn by turn their sum is `new_tokens`, or one more where an EOS or
-    the limit cut the bonus token off.
-    """
-    turns = runs([record], name)
-    choice = {
-        "index": 0,
-        "turns": [run.text for run in turns],
-        "decoding_steps": [len(run.emitted) or len(run.tokens) for run in turns],
-        "new_tokens": [len(run.tokens) for run in turns],
-        "wall_time": [run.seconds for run in turns],
-        "accept_lengths": [
-            count + 1 for run in turns for count in run.accepted or [0] * len(run.tokens)
-        ],
-    }
-    return {
-        "question_id": record.question_id,
-        "category": record.category,
-        "answer_id": uuid.uuid5(uuid.NAMESPACE_URL, f"{model_id}/{record.question_id}").hex,
-        "model_id": model_id,
-        "choices": [choice],
-        "tstamp": record.finished,
-    }
-
-
-def write(records: Sequence[Record], summary: dict[str, Any], folder: Path) -> None:
-    """`answers.jsonl`, `baseline.jsonl` (vanilla's, where it ran) and `summary.json`."""
-    files = {"answers": (METHOD, summary["drafter"]), "baseline": ("vanilla", "vanilla")}
-    for file, (name, shown) in files.items():
-        if runs(records, name):
-            lines = [json.dumps(answer(r, name, f"{summary['model']}-{shown}")) for r in records]
-            (folder / f"{file}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    write_json(folder / SUMMARY, summary)
-
-
 def write_baseline(name: str, method: Path, output: Path) -> None:
-    """A baseline's own `summary.json`, as if it were a method that was measured against itself, so
-    that it has a row beside the methods: in a folder of its name in `output`, from the records of
-    a method, which hold its runs.
+    """A baseline's own `summary.json`, as of a method that was measured against itself, in a folder
+    of its name in `output`; from the records of a method, which hold its runs.
     """
     records = [
         replace(

@@ -1,10 +1,8 @@
-"""Adapters to the hub and from it: whole, checked, and never over something that is there."""
+"""Adapters to the hub, whole and checked, in one commit with a card; and from it."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,25 +14,20 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     HTTPError,  # a connection that fails, as the hub's client raises it
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
 )
 from huggingface_hub.utils import validate_repo_id
 
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import CONFIG, VOCABULARY, WEIGHTS, AdapterConfig
 from kangaroo.hub.card import card
-from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
+from kangaroo.utils.errors import ConfigError, CorruptFile, HubError
 from kangaroo.utils.folders import new_folder, of_project
 
-CARD, SUMS, ORIGIN = "README.md", "SHA256SUMS", "hub.json"
-# what is sent of an adapter's folder, and fetched: the first two it must have
+CARD, SUMS = "README.md", "SHA256SUMS"
+# what is sent of an adapter's folder
 FILES = (WEIGHTS, CONFIG, VOCABULARY)
 # what transformers' `generate(custom_generate=...)` looks for, taken from integrations/transformers
 CODE, CODE_FILES = "custom_generate", ("generate.py", "requirements.txt")
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -50,7 +43,6 @@ class PushConfig:
         dry_run: write the folder, and upload nothing.
         base_model: hub id of the target, where the adapter's config does not say it.
         license: of the adapter, an identifier of the hub's such as apache-2.0; None states none.
-        message: of the commit.
     """
 
     source: str
@@ -61,7 +53,6 @@ class PushConfig:
     dry_run: bool = False
     base_model: str | None = None
     license: str | None = None
-    message: str = "Upload an adapter with Kangaroo"
 
 
 @dataclass
@@ -118,7 +109,7 @@ def prepare(config: PushConfig) -> Path:
         shutil.copy(of_project("integrations/transformers") / name, output / CODE)
     for name in names:
         shutil.copy(source / name, output)
-    hashes = {name: _sha256(output / name) for name in names}
+    hashes = {name: hashlib.sha256((output / name).read_bytes()).hexdigest() for name in names}
     (output / SUMS).write_text("".join(f"{sha}  {name}\n" for name, sha in hashes.items()))
     text = card(described, config.repo, hashes, config.base_model, config.license)
     (output / CARD).write_text(text, encoding="utf-8")
@@ -134,53 +125,53 @@ def push(config: PushConfig) -> str | None:
     if config.dry_run:
         return None
     api = HfApi()
-    with _told(f"'{config.repo}' was not uploaded"):
+    with _explained(f"'{config.repo}' was not uploaded"):
         api.create_repo(config.repo, private=config.private, exist_ok=True)
         if config.revision is not None:
             api.create_branch(config.repo, branch=config.revision, exist_ok=True)
         done = api.upload_folder(
             repo_id=config.repo,
             folder_path=folder,
-            commit_message=config.message,
+            commit_message="Upload an adapter with Kangaroo",
             revision=config.revision,
         )
     return str(done.commit_url)
 
 
 def pull(config: PullConfig) -> AdapterConfig:
-    """Fetch an adapter into a folder that appears whole or not at all, and say what it is. What
-    was stopped goes on where it was, in the hub's cache.
+    """Fetch an adapter into a folder that appears whole or not at all, and say what it is.
 
-    Errors: `ConfigError` where the folder is there already; `AdapterNotFound` where there is no
-    such repository or revision, or it holds no adapter; `CorruptFile`; `HubError`.
+    Errors: `ConfigError` for a folder that is there, or a name that is none; those of `check`, for
+    what is no adapter; `HubError` where the hub cannot be reached or refuses.
     """
     _check_repo(config.repo)
-    with new_folder(Path(config.output)) as partial:
-        with _told(f"'{config.repo}' was not fetched"):
-            about = HfApi().model_info(config.repo, revision=config.revision)
-        there = {file.rfilename for file in about.siblings or ()}
-        for name in FILES[:2]:
-            if name not in there:
-                raise AdapterNotFound(
-                    f"'{config.repo}' on the hub holds no {name}; it is no adapter."
-                )
-        names = [name for name in (*FILES, CARD, SUMS) if name in there]
-        with _told(f"'{config.repo}' was not fetched whole"):
-            # of this commit, whatever is committed meanwhile
-            cached = snapshot_download(config.repo, revision=about.sha, allow_patterns=names)
+    with new_folder(Path(config.output)) as folder:
+        with _explained(f"'{config.repo}' was not fetched"):
+            # through the hub's cache, where what breaks off goes on
+            names = [*FILES, CARD]
+            cached = snapshot_download(config.repo, revision=config.revision, allow_patterns=names)
+        described = check(Path(cached))
         for name in names:
-            shutil.copy(Path(cached, name), partial)
-        try:
-            _check_sums(partial)
-            described = check(partial)
-        except (CorruptFile, AdapterNotFound) as error:
-            raise CorruptFile(
-                f"what '{config.repo}' holds at {about.sha} is no whole adapter: {error} If it "
-                f"fails again without '{cached}', its owner has to push it again."
-            ) from error
-        origin = {"repo": config.repo, "revision": config.revision, "commit": about.sha}
-        (partial / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
+            if (file := Path(cached, name)).is_file():
+                shutil.copy(file, folder)
     return described
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (HTTPError, ValueError, OSError) as error:  # the hub's own errors are OSErrors
+        reason = "the hub cannot be reached. Go online, and unset HF_HUB_OFFLINE"
+        if isinstance(error, HfHubHTTPError):
+            reason = (
+                "the hub refused. Check the name. To write, and to read what is private, it needs "
+                "a token of yours that may: hf auth login"
+            )
+        elif isinstance(error, ValueError):
+            reason = "the hub refused what was sent"
+        line = " ".join(str(error).split())
+        raise HubError(f"{what}: {reason}. ({line})") from error
 
 
 def _check_repo(name: str, option: str = "repo") -> None:
@@ -192,59 +183,3 @@ def _check_repo(name: str, option: str = "repo") -> None:
         raise ConfigError(
             f"{option}='{name}' is no name of a repository: {error} Write USER/NAME."
         ) from error
-
-
-# By what the hub's client raises: what a user gets, why, and what to do.
-FAULTS = (
-    (RevisionNotFoundError, AdapterNotFound, "it has no such revision"),
-    (
-        RepositoryNotFoundError,
-        AdapterNotFound,
-        "the hub has no such repository, or you may not see it, or not write to it. Check the "
-        "name, and: hf auth login",
-    ),
-    (ValueError, HubError, "the hub refused what was sent"),
-    (
-        HfHubHTTPError,
-        HubError,
-        "the hub refused. To write, and to read what is private, it needs a token of yours that "
-        "may: hf auth login",
-    ),
-    (
-        (HTTPError, LocalEntryNotFoundError, ConnectionError, TimeoutError),
-        HubError,
-        "the hub cannot be reached. Go online, and unset HF_HUB_OFFLINE; the same command then "
-        "goes on",
-    ),
-)
-
-
-@contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Say what failed in our words."""
-    try:
-        yield
-    except Exception as error:
-        for raised, kind, reason in FAULTS:
-            if isinstance(error, raised):
-                line = " ".join(str(error).split())
-                raise kind(f"{what}: {reason}. ({line})") from error
-        raise
-
-
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _check_sums(folder: Path) -> None:
-    """Compare the files with the hashes that came with them, as `sha256sum -c` does.
-
-    Errors: `CorruptFile`.
-    """
-    if not (folder / SUMS).is_file():
-        log.warning("there is no %s with it: its files can be read, but not compared", SUMS)
-        return
-    for line in (folder / SUMS).read_text(encoding="utf-8").splitlines():
-        expected, _, name = line.partition("  ")
-        if name not in FILES or not (folder / name).is_file() or _sha256(folder / name) != expected:
-            raise CorruptFile(f"'{name}' is not the file that {SUMS} was made of.")

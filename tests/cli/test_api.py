@@ -8,10 +8,9 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 from commands import ROOT
 from composing import DRAFTERS, MODELS, composed
-from helpers import adapter_for
+from helpers import adapter_for, saved_adapter
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
@@ -25,7 +24,6 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Token
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.engine.streaming import pieces
-from kangaroo.heads import adapter_files
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.prompts import prompt_ids
 from kangaroo.utils.errors import (
@@ -151,10 +149,10 @@ def test_no_limit_is_the_room_of_the_context(model, monkeypatch):
         model.generate("Why?" * 20, None)
 
 
-def test_numbers_of_numpy_are_numbers(model):
-    expected = model.generate("Why?", 24, temperature=0.5, top_k=5, seed=3)
+def test_numbers_of_numpy_are_numbers_and_a_rule_goes_by_its_name(model):
+    expected = model.generate("Why?", 24, temperature=0.5, top_k=5, seed=3, rule=Rule.match)
     numbers = {"temperature": np.float64(0.5), "top_k": np.int64(5), "seed": np.int32(3)}
-    assert model.generate("Why?", np.int64(24), **numbers) == expected
+    assert model.generate("Why?", np.int64(24), **numbers, rule="match") == expected
 
 
 @pytest.mark.parametrize("text, end, count", [("aé€", None, 3), ("a€", -1, 2)])
@@ -180,13 +178,10 @@ def test_a_piece_keeps_the_space_that_a_tokenizer_strips_at_the_start_of_a_text(
     assert len(shown) == 5
 
 
-def test_a_name_stands_for_what_the_command_line_takes_it_for():
+def test_a_name_stands_for_what_the_command_line_takes_it_for(tmp_path, monkeypatch):
     for name in MODELS:
         config = OmegaConf.to_object(composed("train", f"model={name}").model)
         assert model_config(name) == config == model_config(config.path)
-
-
-def test_another_hub_id_or_a_folder_stands_for_itself(tmp_path, monkeypatch):
     (tmp_path / "Some-7B").mkdir()
     monkeypatch.chdir(tmp_path)
     for path in ("someone/Some-7B", "random:small:someone/Some-7B", "Some-7B"):
@@ -199,9 +194,7 @@ def test_the_models_adapter_is_the_default_and_looked_for_before_the_model(tmp_p
         with pytest.raises(AdapterNotFound, match=f"no adapter at 'adapters/{name}'"):
             kangaroo.load(name)
     lm, _ = load_target(model_config("tiny"))
-    adapter = adapter_for(lm)
-    about, folder = adapter_files.describe(lm, adapter, {}), "outputs/train/tiny/attention-exit2"
-    adapter_files.save(adapter, about, torch.tensor([3]), tmp_path / folder)
+    saved_adapter(lm, adapter_for(lm), tmp_path / "outputs/train/tiny/attention-exit2")
     drafter = kangaroo.load("tiny", steps=3, threshold=0.2).engine.drafter
     assert (drafter.exit_layer, drafter.steps, drafter.threshold) == (2, 3, 0.2)
 
@@ -214,6 +207,7 @@ def test_the_models_adapter_is_the_default_and_looked_for_before_the_model(tmp_p
         {"drafter": "hybrid", "adapter": ADAPTER, "steps": 2},
         {"drafter": "cascade", "first": VanillaConfig(), "second": "lookahead"},
         {"drafter": "draft_verify", "skip": [1, 2]},
+        {"drafter": "kangaroo", "adapter": ADAPTER, "steps": 2},
     ],
     ids=str,
 )

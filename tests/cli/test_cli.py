@@ -11,11 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from commands import ROOT, talks
 from commands import python as run
 from composing import DRAFTERS, MODELS, composed
-from helpers import adapter_for
+from helpers import adapter_for, saved_adapter, tiny_target
 from omegaconf import OmegaConf
 
 from kangaroo import __main__, cli
@@ -23,10 +22,8 @@ from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.drafters.rest import RestConfig
-from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import WEIGHTS
-from kangaroo.models.loading import Dtype, ModelConfig, load
-from kangaroo.models.target import TargetModel
+from kangaroo.models.loading import ModelConfig
 from kangaroo.utils.folders import sole_writer
 
 FEW = ["max_new_tokens=6", "question_every=40", "warmup=0"]
@@ -54,19 +51,16 @@ def test_the_console_command_lists_them_without_loading_torch():
         ("convert", ["scripts/convert.py", "export", "to=vllm"], "scripts/convert.py export"),
     ],
 )
-def test_a_command_runs_under_its_name(monkeypatch, script, argv, expected):
+def test_a_command_runs_under_its_name(monkeypatch, capsys, script, argv, expected):
     seen = []
     monkeypatch.setattr(cli, "convert_export", lambda: seen.append(sys.argv))
     monkeypatch.setattr(sys, "argv", argv)
     __main__.main(script)
     assert seen == [[expected, "to=vllm"]]
-
-
-def test_a_script_with_several_commands_lists_them(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["scripts/convert.py"])
-    __main__.main("convert")
+    monkeypatch.setattr(sys, "argv", argv[:1])
+    __main__.main(script)  # a script with several commands lists its own
     shown = capsys.readouterr().out
-    assert "convert push " in shown and "train" not in shown
+    assert "convert push " in shown and ("train " in shown) == (script == "")
 
 
 @pytest.mark.parametrize(
@@ -201,12 +195,11 @@ INTERRUPTED = """
 import os, signal
 from kangaroo import cli
 from kangaroo.data.conversations import ConversationsConfig
-from kangaroo.evaluation import run
 
 def stop(*given, **options):
     os.kill(os.getpid(), signal.SIGINT)
 
-ConversationsConfig.make = run.Evaluator = stop
+ConversationsConfig.make = stop
 cli.NAME()
 """
 
@@ -319,10 +312,9 @@ def test_a_sweep_compares_what_has_finished_and_goes_on_where_it_failed(tmp_path
     assert list(compared()) == ["vanilla"]
     measured = (folder / "vanilla/records-0.jsonl").read_bytes()
 
-    lm = TargetModel(load(ModelConfig("tiny", "random:tiny", dtype=Dtype.float32, device="cpu"))[0])
-    adapter = adapter_for(lm)
-    about = adapter_files.describe(lm, adapter, {"progress": {"assistant_tokens": 7}})
-    adapter_files.save(adapter, about, torch.tensor([3]), tmp_path / "adapters/tiny")
+    lm = tiny_target()
+    adapter, training = adapter_for(lm), {"progress": {"assistant_tokens": 7}}
+    saved_adapter(lm, adapter, tmp_path / "adapters/tiny", training=training)
     done = sweep("logger=wandb", "logger.mode=offline")
     assert done.returncode == 0, done.stderr
     assert (folder / "vanilla/records-0.jsonl").read_bytes() == measured
@@ -367,23 +359,16 @@ def test_further_drafters_stand_beside_the_first(command, there):
         assert list(composed(command, f"~drafter@more.{name}").more) == there[1:]
 
 
-def test_a_sweeps_folder_is_named_by_all_but_the_drafter_and_its_jobs_by_that():
+def test_a_sweeps_folder_is_named_by_all_but_the_drafter_and_its_jobs_by_that(tmp_path):
     options = ["model=tiny", "drafter.threshold=0.4", "seed=1", "logger=wandb", "drafter=kangaroo"]
     sweep = composed("evaluate", *options).hydra.sweep
     assert sweep.dir == "outputs/evaluate/tiny/compare-demo,seed=1"
     assert sweep.subdir == "kangaroo,threshold=0.4"
-    assert composed("evaluate", "drafter=vanilla").hydra.sweep.subdir == "vanilla"
-
-
-def test_a_folder_may_be_named_by_many_settings(tmp_path):
-    """Its name has no more bytes than file systems take."""
     options = ["model=tiny", "drafter=prompt_lookup", "question_every=0"]
     for name in (f"variant_{i}" for i in range(10)):
         options += [f"+drafter@more.{name}=prompt_lookup", f"more.{name}.num_pred_tokens=3"]
     result = run("evaluate.py", *options, cwd=tmp_path)
     assert "ConfigError: question_every=0 must be a whole number, 1 or more" in result.stderr
+    # its name has no more bytes than file systems take
     (folder,) = (tmp_path / "outputs/evaluate/tiny/prompt_lookup-demo").iterdir()
     assert folder.name.startswith("more.variant_0.num_pred_tokens=3,")
-    sweep = composed("evaluate", *options).hydra.sweep.dir
-    assert sweep != composed("evaluate", *options[:-1]).hydra.sweep.dir
-    (tmp_path / sweep).mkdir(parents=True)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from commands import ROOT, python
-from helpers import adapter_for
+from helpers import adapter_for, saved_adapter, tiny_target
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -24,9 +24,6 @@ from omegaconf import OmegaConf
 from kangaroo import cli
 from kangaroo.cli import evaluating
 from kangaroo.evaluation.metrics import METRICS
-from kangaroo.heads import adapter_files
-from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.tracking import WandbConfig
 
@@ -128,11 +125,9 @@ def test_a_choice_runs_as_the_agent_starts_it(name, tmp_path, monkeypatch):
     from wandb.sdk.lib import config_util
 
     study, point = STUDIES[name], next(each_value(STUDIES[name]))
-    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    lm = tiny_target()
     for folder in ("adapters/tiny", "outputs/train/tiny/attention-exit1"):
-        adapter = adapter_for(lm)
-        about = adapter_files.describe(lm, adapter, {})
-        adapter_files.save(adapter, about, None, tmp_path / folder)
+        saved_adapter(lm, adapter_for(lm), tmp_path / folder, None)
     point = {
         key: value.replace("smollm2-135m", "tiny") if isinstance(value, str) else value
         for key, value in point.items()
@@ -160,7 +155,7 @@ def test_a_choice_runs_as_the_agent_starts_it(name, tmp_path, monkeypatch):
     (kept,) = (tmp_path / f"outputs/sweep/{name}-{SWEEP}/{RUN}").rglob("*.wandb")
     assert f"-{RUN}" in kept.name
     artifact, plot = {
-        "evaluate.py": (b"answers.jsonl", b"images/plots/speedup"),
+        "evaluate.py": (b"records-0.jsonl", b"images/plots/speedup"),
         "train.py": (b"adapter.safetensors", b"images/plots/curves"),
     }[study["program"]]
     metric, group = study["metric"]["name"].encode(), f"{name}-{SWEEP}".encode()

@@ -5,7 +5,7 @@ import json
 
 from rich.console import Console
 
-from kangaroo.evaluation import summary
+from kangaroo.evaluation import comparison, summary
 from kangaroo.evaluation.records import METHOD, MethodRun, Record, Turn, Writer
 
 
@@ -32,7 +32,7 @@ def vanilla_run(count, seconds=1.0, **others):
 
 
 def hf_run(count, seconds):
-    """An answer of transformers, which tells no rounds."""
+    """An answer of an earlier record of transformers, which tells no rounds."""
     return MethodRun(list(range(count)), "text", "length", count, seconds, *([] for _ in range(6)))
 
 
@@ -77,7 +77,7 @@ def summarised(records, cost=None, **settings):
 def finish(folder, records, cost=None, **settings):
     """A finished run, called as its folder where nothing else is said."""
     folder.mkdir(parents=True)
-    writer = Writer(folder, 0)
+    writer = Writer(folder)
     for each in records:
         writer.append(each)
     writer.close()
@@ -85,8 +85,9 @@ def finish(folder, records, cost=None, **settings):
     (folder / "summary.json").write_text(json.dumps(result))
 
 
-def printed(shown):
-    """A table as a terminal of 80 columns shows it."""
+def shown(compared):
+    """A comparison as a terminal of 80 columns shows it."""
     text = io.StringIO()
-    Console(width=80, file=text).print(shown)
-    return text.getvalue()
+    comparison.show(compared, Console(width=80, file=text))
+    assert max(map(len, text.getvalue().partition(":")[0].splitlines())) <= 80
+    return " ".join(text.getvalue().split())

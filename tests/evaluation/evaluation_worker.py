@@ -47,9 +47,8 @@ def evaluate_several(output, bench_file, names, lm=None, ranks=None, log=None, *
     drafters = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0.2), PromptLookup()
     pairs = zip(names, drafters, strict=False)
     methods = [MethodSpec(name, drafter, {"drafter": {"of": name}}) for name, drafter in pairs]
-    bench = BenchConfig(changes.pop("bench_name", "tiny"), path=str(bench_file))
     settings = {"output": str(output), "max_new_tokens": 16, "warmup": 1} | changes
-    config = EvaluateConfig(bench=bench, **settings)
+    config = EvaluateConfig(bench=BenchConfig("tiny", path=str(bench_file)), **settings)
     about = {"model_name": "tiny", "ranks": ranks}
     return Evaluator(lm, byte_tokenizer(), methods, config, **about).finish(log)
 

@@ -10,12 +10,12 @@ from omegaconf import OmegaConf
 
 from kangaroo import cli
 from kangaroo.cli.command import varied
+from kangaroo.evaluation.records import AGAIN
 
 NAMES = """
     table1 adapter_ablation exit_layer threshold steps position parameters temperature tree
 """.split()
 FILES = {path.stem for path in (ROOT / "configs/experiment/paper").glob("*.yaml")}
-EMBEDDED, VICUNA = "smollm2-135m", "vicuna-7b"
 
 
 @cache
@@ -36,15 +36,15 @@ def jobs(name, *overrides):
 
 
 def methods_of(name):
-    """The names of the folders that an experiment's results lie in."""
+    """The names of the folders that an experiment's results lie in, but for the noise floor's."""
     config = composed(name)
     names = [*varied(config.drafter, config.variants), *config.more]
+    names.remove(AGAIN)
     if name != "temperature":
         return names
     params = jobs(name).sweeper.params
-    assert len(names) == 1
     return [
-        f"temperature={temperature},Rule.{rule}"
+        f"temperature={temperature},Rule.{rule}/{names[0]}"
         for temperature in str(params["sampling.temperature"]).split(",")
         for rule in params["sampling.rule"].split(",")
     ]

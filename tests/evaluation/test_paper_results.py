@@ -1,4 +1,4 @@
-"""What the paper's experiments say follows from records: values, findings, tables, the page."""
+"""What the paper's experiments say follows from records: values, findings, tables, plots, pages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 from evaluation_records import finish, record, run, vanilla_run
 from paper_cases import NAMES, composed, methods_of
 
-from kangaroo.evaluation import statistics
-from kangaroo.evaluation.metrics import pairs
-from kangaroo.evaluation.study import report
-from kangaroo.evaluation.study.plots import Scale, plot
+from kangaroo.evaluation.metrics import difference, pairs
+from kangaroo.evaluation.records import AGAIN
+from kangaroo.evaluation.study import plots, report
 from kangaroo.evaluation.study.study import (
     AGREES,
     DISAGREES,
@@ -48,19 +47,16 @@ def test_what_makes_a_question_hard_for_both_does_not_widen_the_interval():
     fast, slow = (pairs(answered(hard * x, ids=range(12)), "speedup") for x in (1.0, 1.1))
     a, b = estimate(fast), estimate(slow)
     assert value_of(answered(1.0, ids=[1]), "compression_rate") == Estimate(3.0)  # has none
-    difference, reverse, none = (
-        estimate(np.hstack(both), statistics.difference)
-        for both in ((fast, slow), (slow, fast), (fast, fast))
+    plain, reverse, none = (
+        estimate(np.hstack(both), difference) for both in ((fast, slow), (slow, fast), (fast, fast))
     )
-    assert a.low < b.high
-    assert difference.low > 0 and difference.value == pytest.approx(a.value - b.value)
-    assert verdict(difference, 12) == AGREES
-    assert verdict(reverse, 12) == DISAGREES
-    assert verdict(none, 12) == OPEN
-    assert verdict(difference, 7) == OPEN  # a bootstrap over so few questions is too sure
+    assert a.ends[0] < b.ends[1]
+    assert plain.ends[0] > 0 and plain.value == pytest.approx(a.value - b.value)
+    assert [verdict(each, 12) for each in (plain, reverse, none)] == [AGREES, DISAGREES, OPEN]
+    assert verdict(plain, 7) == OPEN  # a bootstrap over so few questions is too sure
 
 
-# --- tables, plots, files
+# --- tables, plots and files
 
 
 @pytest.fixture
@@ -85,7 +81,6 @@ STUDY = StudyConfig(
     "threshold",
     "Thresholds",
     x="drafter.threshold",
-    x_label="threshold",
     curve="drafter.steps",
     curve_label="steps",
     claims=[
@@ -95,73 +90,76 @@ STUDY = StudyConfig(
 )
 
 
-def test_settings_are_places_and_curves_and_the_baseline_is_neither(results):
-    found = study_of(STUDY, results)
-    assert [(p.curve, p.x) for p in found.points] == [(4, 0), (4, 0.6), (6, 0), (6, 0.6)]
-    assert len(found.methods) == 4
+def test_rows_are_curves_with_the_papers_below_and_the_baseline_is_none(results):
+    rows = report.table(study_of(STUDY, results))
+    by_row = {(row["steps"], row["CR / speedup"]): row for row in rows}
+    assert list(by_row) == [
+        *(("4", "here"), ("4", "Vicuna-7B"), ("6", "here"), ("6", "Vicuna-7B"), ("8", "Vicuna-7B"))
+    ]
+    assert list(rows[0])[2:] == ["0", "0.3", "0.5", "0.6", "0.7", "0.9"]
+    assert by_row["6", "here"]["0.6"].startswith("3.00 / ") and by_row["4", "here"]["0.3"] == "-"
+    assert by_row["6", "Vicuna-7B"]["0.6"] == "2.06 / 1.50"
+    assert by_row["8", "Vicuna-7B"]["0.5"] == "2.13 / 1.48"
 
 
-def test_the_papers_values_stand_beside_ours_and_what_it_alone_has_is_a_row(results):
-    found = report.table(study_of(STUDY, results))
-    by_place = {(row["steps"], row["threshold"]): row for row in found}
-    assert by_place["6", "0.6"]["Vicuna-7B: speedup"] == "1.50"
-    assert by_place["6", "0.6"]["CR"].startswith("3.00")
-    assert by_place["4", "0.6"]["Vicuna-7B: speedup"] == "-"
-    assert by_place["8", "0.5"]["CR"] == "-" and by_place["8", "0.5"]["Vicuna-7B: CR"] == "2.13"
-
-
-def test_vanilla_decoded_again_is_a_level_with_its_name(tmp_path):
-    """It has no setting of a drafter, and so no place along the plot."""
+def test_vanilla_decoded_again_has_no_place_along_the_table(tmp_path):
     finish(tmp_path / "exit2", answered(1.0), **{"drafter.exit_layer": 2})
-    finish(tmp_path / "vanilla again", answered(1.0))
-    exits = StudyConfig("exits", "Exits", x="drafter.exit_layer", x_label="exit layer")
-    found = study_of(exits, tmp_path)
-    assert [(p.curve, p.x) for p in found.points] == [("", 2), ("vanilla again", None)]
-    assert [row["exit layer"] for row in report.table(found)] == ["2", "vanilla again"]
-    report.write(found, tmp_path)
+    finish(tmp_path / AGAIN, answered(1.0))
+    found = study_of(StudyConfig("exits", "Exits", x="drafter.exit_layer"), tmp_path)
+    assert {(p.curve, p.x) for p in found.points} == {("", 2), (AGAIN, None)}
+    assert {*report.table(found)[0]} == {"CR / speedup", "-", "2"}
 
 
-def test_a_word_among_numbers_makes_all_of_them_words_along_the_plot(tmp_path):
-    for threshold in (0.4, "auto", 0.9):
-        finish(tmp_path / str(threshold), answered(1.0), **{"drafter.threshold": threshold})
-    study = StudyConfig("thresholds", "Thresholds", x="drafter.threshold", x_label="eta")
-    points = study_of(study, tmp_path).points
-    (panel, *_) = plot(study, points, [], "").axes
-    assert [label.get_text() for label in panel.get_xticklabels()] == ["auto", "0.4", "0.9"]
-    left, right = panel.get_xlim()
-    scale = Scale(study, points)
-    assert [scale.at(point.x, "") for point in points] == [0, 1, 2] and left < 0 and right > 2
+def test_a_plot_has_a_panel_for_each_metric_and_model_and_the_tables_curves(results):
+    finish(results / AGAIN, answered(1.0))
+    study = study_of(STUDY, results)
+    figure = plots.plot(study)
+    panels = {panel.get_title(loc="left"): panel for panel in figure.axes}
+    metrics = ("compression rate", "speedup")
+    assert list(panels) == [f"{x}, {model}" for x in metrics for model in ("here", "Vicuna-7B")]
+    places = [x.get_text() for x in figure.axes[-1].get_xticklabels()]
+    assert places == ["0", "0.3", "0.5", "0.6", "0.7", "0.9"]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == [AGAIN, "steps 4", "steps 6", "steps 8"]
+    theirs = dict(zip(labels, panels["speedup, Vicuna-7B"].containers, strict=True))
+    assert theirs["steps 8"][0].get_xydata().tolist() == [[0, 1.11], [2, 1.48]]
+    here = dict(zip(labels, panels["speedup, here"].containers, strict=True))
+    for steps in (4.0, 6.0):
+        points = [p.values["speedup"] for p in study.points if p.curve == steps]
+        line, _, (intervals,) = here[f"steps {steps:g}"]
+        assert line.get_xydata().tolist() == [[0, points[0].value], [3, points[1].value]]
+        ends = [segment[:, 1] for segment in intervals.get_segments()]
+        assert np.allclose(ends, [point.ends for point in points])
+    # vanilla again has no place along them, and so is a level
+    levels = [list(line.get_ydata()) for line in panels["compression rate, here"].lines]
+    assert [3, 3] in levels
 
 
-def test_drafters_of_the_jobs_of_a_sweep_have_curves_of_their_own(tmp_path):
+def test_drafters_of_the_jobs_of_a_sweep_have_rows_of_their_own(tmp_path):
     for rule in ("match", "rejection"):
-        for drafter in ("kangaroo", "vanilla again"):
+        for drafter in ("kangaroo", AGAIN):
             settings = {"sampling.rule": rule, "sampling.temperature": 0.5}
             finish(tmp_path / rule / drafter, answered(1.0), **settings)
     found = study_of(composed("temperature").study, tmp_path)
-    assert [point.curve for point in found.points] == [
+    assert {point.curve for point in found.points} == {
         f"{rule}, {drafter}"
         for rule in ("matched noise", "rejection sampling")
-        for drafter in ("kangaroo", "vanilla again")
-    ]
-    assert "sampled" in report.size(found)
+        for drafter in ("kangaroo", AGAIN)
+    }
+    assert "temperature 0.5" in report.size(found)
 
 
 def test_a_claim_is_checked_and_its_reason_is_told_only_if_it_does_not_agree(results):
     found = study_of(STUDY, results)
     assert [one.verdict for one in found.checked] == [AGREES, DISAGREES]
-    reasons = [x for x in report.body(found, "x.png").splitlines() if x.endswith("It is not.")]
+    reasons = [x for x in report.body(found).splitlines() if x.endswith("It is not.")]
     assert reasons == ["- *and it is not* (disagrees): It is not."]
 
 
-def test_what_was_not_measured_is_left_out(results, tmp_path):
+def test_what_was_not_measured_is_left_out_and_what_was_asked_otherwise_refused(results, tmp_path):
     shutil.rmtree(results / CLAIM.more)
     assert study_of(STUDY, results).checked == []
     assert study_of(STUDY, tmp_path / "nowhere") is None
-
-
-def test_what_was_asked_otherwise_is_not_in_one_study(results):
-    shutil.rmtree(results / CLAIM.more)
     settings = {"drafter.steps": 6, "drafter.threshold": 0.6}
     finish(results / CLAIM.more, answered(1.0, ids=range(3)), **settings)
     with pytest.raises(ConfigError, match="were not asked the same questions"):
@@ -176,31 +174,22 @@ def test_methods_by_task_are_rows_with_the_papers_below(tmp_path):
     qa, rag = answered(1.0, ids=[0, 1]), answered(1.0, ids=[2, 3], category="rag")
     for name in ("kangaroo", "lookahead"):
         finish(tmp_path / name, [*qa, *rag])
-    first, second, *_ = found = report.table(study_of(study, tmp_path))
-    assert [row["method"] for row in found] == 3 * ["Kangaroo, no tree"] + 3 * ["Lookahead"]
-    assert list(first) == ["method", "CR / speedup", "QA", "RAG", "overall"]
-    assert first["overall"].startswith("3.00 / ")
-    assert second == {
-        "method": "Kangaroo, no tree",
-        "CR / speedup": "Vicuna-7B",
-        "QA": "1.87 / 1.43",
-        "RAG": "2.05 / 1.52",
-        "overall": "- / 1.50",
-    }
+    first, second, *_ = report.table(study_of(study, tmp_path))
+    assert first["method"] == second["method"] == "Kangaroo, no tree"
+    assert first["overall"].startswith("3.00 / ") and first["MT-bench"] == "-"
+    told = {"CR / speedup": "Vicuna-7B", "QA": "1.87 / 1.43", "overall": "- / 1.50"}
+    assert told.items() <= second.items()
 
 
 def test_positions_are_places_with_the_share_of_rounds_that_reach_them(tmp_path):
     finish(tmp_path / "kangaroo", answered(1.0, (3, 1)))
-    found = study_of(composed("position").study, tmp_path)
-    assert [(p.x, p.values["ctar"].value) for p in found.points] == [(1, 1), (2, 0.5), (3, 0.5)]
-    (row,) = report.table(found)
-    assert row == {"method": "Kangaroo", "CTAR(w)": "here"} | {
-        f"w = {w}": x for w, x in ((1, "1.00"), (2, "0.50"), (3, "0.50"))
-    }
+    (row,) = report.table(study_of(composed("position").study, tmp_path))
+    first = {"method": "Kangaroo", "CTAR(w)": "here"}
+    assert row == first | {"1": "1.00", "2": "0.50", "3": "0.50"}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_study_has_a_plot_with_all_its_curves(name, tmp_path):
+def test_every_study_has_a_table_and_a_plot_of_all_that_it_measures(name, tmp_path):
     config = composed(name)
     for i, method in enumerate(methods_of(name)):
         numbers = dict.fromkeys(("steps", "exit_layer", "nodes"), i) | {"threshold": i / 10}
@@ -209,12 +198,12 @@ def test_every_study_has_a_plot_with_all_its_curves(name, tmp_path):
         finish(tmp_path / method, records, task=None, **settings)
     found = study_of(config.study, tmp_path)
     report.write(found, tmp_path)
-    assert {f"{name}.{kind}" for kind in ("json", "md", "png")} <= {
-        x.name for x in tmp_path.iterdir()
-    }
     told = json.loads((tmp_path / f"{name}.json").read_text())
     assert len(told["checked"]) == len(config.study.claims)
     assert told["provenance"].keys() == {one.name for one in found.methods}
+    assert f"]({name}.png)" in (tmp_path / f"{name}.md").read_text()
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert " | here | " in (tmp_path / f"{name}.md").read_text() or "| here |" in report.body(found)
 
 
 # --- the page
@@ -250,8 +239,8 @@ def test_the_page_keeps_its_own_words_and_gets_what_was_measured(results, tmp_pa
     text = file.read_text()
     assert "Written by hand." in text and "\nBetween.\n" in text and "\nold\n" not in text
     assert "Not measured yet: `python evaluate.py experiment=paper/tree`." in text
-    assert "Of 2 findings of the paper that were checked, 1 agree, 1 disagree, and 0 are" in text
-    assert "asked 8 questions of b, with at most 8 new tokens" in text
+    assert "of 2 findings of the paper that were checked, 1 agree, 1 disagree, and 0 are" in text
+    assert "m on b: 8 questions, 8 turns, at most 8 new tokens, greedy" in text
     assert "![Thresholds](img/paper/threshold.png)" in text
     assert (tmp_path / "img/paper/threshold.png").is_file()
     report.rewrite(file, folder)

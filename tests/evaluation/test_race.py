@@ -57,12 +57,9 @@ def run(target, **options) -> str:
     return console.file.getvalue()
 
 
-def test_a_terminal_shows_drafts_in_green_and_all_speeds_at_the_end(target):
+def test_a_terminal_shows_drafts_in_green_and_a_pipe_each_answer_once(target):
     text = run(target, force_terminal=True, height=24)
     assert "\x1b[32m" in text and text.rpartition("vanilla")[2].count("tokens/s") == 2
-
-
-def test_a_pipe_gets_each_answer_once_without_escape_codes(target):
     text = run(target)
     assert "\x1b[" not in text and text.count("tokens/s") == 2
     answers = re.fullmatch(r"Why\?\n\nvanilla: .*?\n(.*)\n\nkangaroo: .*?\n(.*)\n", text, re.DOTALL)

@@ -13,11 +13,8 @@ import sys
 import pytest
 import torch
 from commands import ROOT, python
-from helpers import adapter_for
+from helpers import adapter_for, saved_adapter, tiny_target
 
-from kangaroo.heads import adapter_files
-from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import KangarooError, PromptError
 
 FOLDER = ROOT / "integrations/spec_bench"
@@ -37,10 +34,8 @@ def checkout(tmp_path_factory):
     (here / "data/spec_bench").mkdir(parents=True)
     lines = [json.dumps(question) + "\n" for question in QUESTIONS]
     (here / "data/spec_bench/question.jsonl").write_text("".join(lines))
-    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
-    adapter = adapter_for(lm)
-    about = adapter_files.describe(lm, adapter, {})
-    adapter_files.save(adapter, about, torch.tensor([3]), here / "adapters/tiny")
+    lm = tiny_target()
+    saved_adapter(lm, adapter_for(lm), here / "adapters/tiny")
     return here
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from commands import python, questions
-from helpers import adapter_for
+from helpers import adapter_for, saved_adapter, tiny_target
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -20,23 +19,15 @@ from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.evaluation.bench import BenchConfig, Question, load_questions
 from kangaroo.evaluation.tune import TuneConfig, split, write_settings
-from kangaroo.heads import adapter_files
-from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 
 
 def test_no_question_is_for_tuning_and_for_reporting():
-    bench = load_questions(BenchConfig())
-    first, again = (split(bench, TuneConfig("out", seed=1)) for _ in range(2))
-    tuning, reporting = ({q.question_id for q in part} for part in first)
-    assert (len(tuning), len(reporting)) == (18, 24) and not tuning & reporting
-    assert first == again != split(bench, TuneConfig("out", seed=2))
-    for part, each in zip(first, (3, 4), strict=True):  # of each of the six tasks
-        assert set(Counter(question.task for question in part).values()) == {each}
-
-
-def test_more_questions_than_there_are_cannot_be_split():
+    tuning, reporting = split(load_questions(BenchConfig()), TuneConfig("out"))
+    both = {q.question_id for q in tuning} | {q.question_id for q in reporting}
+    assert (len(tuning), len(reporting), len(both)) == (12, 24, 36)
+    for part in (tuning, reporting):
+        assert len({question.task for question in part}) == 6
     bench = [Question(i, "qa", ["?"]) for i in range(5)]
     with pytest.raises(ConfigError, match="no more than the 5 questions"):
         split(bench, TuneConfig("out", tuning_questions=3, reporting_questions=3))
@@ -74,11 +65,9 @@ BRIEF = (
 
 def test_the_command_tunes_and_evaluate_takes_what_it_wrote(tmp_path: Path):
     """As typed: two adapters, the page, its plot, and the drafter in use by its file."""
-    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
+    lm = tiny_target()
     for name, exit_layer in (("tiny", 2), ("tiny-deep", 3)):
-        adapter = adapter_for(lm, exit_layer)
-        about = adapter_files.describe(lm, adapter, {})
-        adapter_files.save(adapter, about, None, tmp_path / "adapters" / name)
+        saved_adapter(lm, adapter_for(lm, exit_layer), tmp_path / "adapters" / name, None)
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions())))
 
     def typed(*command: str):
@@ -88,22 +77,20 @@ def test_the_command_tunes_and_evaluate_takes_what_it_wrote(tmp_path: Path):
     command = f"model=tiny bench.path=questions.jsonl {BRIEF}"
     typed("scripts/tune.py", *command.split())
     output = tmp_path / "outputs/tune/tiny"
-    page, numbers = (output / "tune.md").read_text(), json.loads((output / "tune.json").read_text())
-    assert "none is in both" in page and f"**`{numbers['best']}`**" in page
+    numbers = json.loads((output / "tune.json").read_text())
     assert not set(numbers["tuning"]) & set(numbers["reporting"])
-    first, second = ([each["name"] for each in names] for names in numbers["rounds"])
+    tried, best = [each["name"] for each in numbers["tried"]], numbers["best"]
     chains = {f"kangaroo,threshold={x},steps={n}" for x in (0.0, 0.6) for n in range(1, 6)}
-    assert set(first) == chains | {"hybrid,min_gain_per_step=1.5,nodes=5", "deep"}
-    assert set(second) == {"today", *first[:4]} and numbers["best"] == second[0]
-    report = json.loads((output / "report/comparison.json").read_text())
-    names = {method["name"] for method in report["methods"]}
-    assert names - {"vanilla"} == {"today", numbers["best"]}
-    assert (output / "report/speedup.png").stat().st_size > 5000  # evaluate's own
+    others = {"today", "hybrid,min_gain_per_step=1.5,nodes=5", "deep"}
+    assert set(tried) == chains | others and best == tried[0]
+    report = json.loads((output / "report" / best / "comparison.json").read_text())
+    assert {method["name"] for method in report["methods"]} == {"today", best, "vanilla"}
+    assert (output / "report" / best / "speedup.png").stat().st_size > 5000  # evaluate's own
     records = {file: file.read_bytes() for file in output.rglob("records-0.jsonl")}
-    assert len(records) >= len(first) + len(second) + 1
+    assert len(records) >= len(tried) + 1
     (output / "tune.json").unlink()
     typed("scripts/tune.py", *command.split())  # goes on, decoding nothing
-    assert json.loads((output / "tune.json").read_text())["rounds"] == numbers["rounds"]
+    assert json.loads((output / "tune.json").read_text())["tried"] == numbers["tried"]
     assert all(file.read_bytes() == before for file, before in records.items())
     use = "--config-dir=outputs/tune/tiny drafter=tuned model=tiny bench.path=questions.jsonl"
     options = f"{use} question_end=1 max_new_tokens=6 warmup=0 baselines=[vanilla] output=used"

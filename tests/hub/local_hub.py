@@ -73,7 +73,6 @@ class Hub:
     requests: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)  # bytes of each file
-    cut: set[str] = field(default_factory=set)  # files whose transfer breaks off half-way
     is_down: bool = False
 
     def uploaded(self, name: str) -> dict[str, bytes]:
@@ -173,19 +172,12 @@ class Hub:
         commit, files = self.commit_of(request, repo, revision)
         if name not in files:
             raise Refused(404, "Entry not found", "EntryNotFound")
-        data, status, begin = files[name], 200, 0
-        etag = f'"{entry(name, data)["oid"]}"'
-        headers = {"X-Repo-Commit": commit, "ETag": etag, "Accept-Ranges": "bytes"}
-        if rest := re.fullmatch(r"bytes=(\d+)-", request.headers.get("Range", "")):
-            status, begin = 206, int(rest[1])
-            headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-        headers["Content-Length"] = str(len(data) - begin)
+        data, etag = files[name], f'"{entry(name, files[name])["oid"]}"'
+        headers = {"X-Repo-Commit": commit, "ETag": etag, "Content-Length": str(len(data))}
         if request.method == "HEAD":
-            return httpx.Response(status, headers=headers)
-        if name in self.cut:
-            return httpx.Response(status, headers=headers, content=broken(data[begin:]))
-        self.sent[name] = self.sent.get(name, 0) + len(data) - begin
-        return httpx.Response(status, headers=headers, content=data[begin:])
+            return httpx.Response(200, headers=headers)
+        self.sent[name] = self.sent.get(name, 0) + len(data)
+        return httpx.Response(200, headers=headers, content=data)
 
 
 def is_allowed(request: Any) -> bool:
@@ -195,11 +187,6 @@ def is_allowed(request: Any) -> bool:
 def must_be_allowed(request: Any) -> None:
     if not is_allowed(request):
         raise Refused(401, "Invalid username or password.")
-
-
-def broken(data: bytes) -> Iterator[bytes]:
-    yield data[: len(data) // 2]
-    raise httpx.ReadError("the connection was lost")
 
 
 NAME = r"(?P<repo>[^/]+/[^/]+)"

@@ -267,35 +267,23 @@ def test_what_is_not_done_is_refused_by_name(tmp_path, changes, told):
     assert state_of(hf) == before
 
 
-def test_a_hook_on_the_whole_model_is_refused(tmp_path):
-    hf = target()
+def test_a_prompt_or_a_model_that_does_not_fit_is_refused(tmp_path):
+    hf = target(max_position_embeddings=32)
     folder = pushed(hf, tmp_path)
+    with pytest.raises(PromptError, match="the model's context is 32"):
+        ours(hf, folder, **padded(), max_new_tokens=40)
+    ids = torch.ones(1, 5, dtype=torch.long)
+    for mask in ([1, 1, 1, 0, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0]):
+        with pytest.raises(PromptError, match="pad on the left"):
+            ours(hf, folder, input_ids=ids, attention_mask=torch.tensor([mask]))
     hf.register_forward_hook(lambda module, inputs, output: None)
     with pytest.raises(ConfigError, match="a forward hook on the whole LlamaForCausalLM"):
         ours(hf, folder, **padded(), max_new_tokens=5)
-
-
-@pytest.mark.parametrize("mask", [[1, 1, 1, 0, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0]])
-def test_padding_elsewhere_is_refused(tmp_path, mask):
-    hf = target()
-    ids = torch.ones(1, 5, dtype=torch.long)
-    with pytest.raises(PromptError, match="pad on the left"):
-        ours(hf, pushed(hf, tmp_path), input_ids=ids, attention_mask=torch.tensor([mask]))
-
-
-def test_a_text_beyond_the_context_is_refused(tmp_path):
-    hf = target(max_position_embeddings=32)
-    with pytest.raises(PromptError, match="the model's context is 32"):
-        ours(hf, pushed(hf, tmp_path), **padded(), max_new_tokens=40)
-
-
-def test_a_model_of_another_architecture_or_shape_is_refused(tmp_path):
-    folder = pushed(target(), tmp_path)
-    hf = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2))
-    with pytest.raises(UnsupportedModel, match="is a gpt2 model"):
-        ours(hf, folder, **padded(), max_new_tokens=5)
     with pytest.raises(AdapterMismatch, match="was trained for"):
         ours(target(num_hidden_layers=3), folder, **padded(), max_new_tokens=5)
+    other = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2))
+    with pytest.raises(UnsupportedModel, match="is a gpt2 model"):
+        ours(other, folder, **padded(), max_new_tokens=5)
 
 
 def test_another_adapter_may_be_named(tmp_path):

@@ -29,7 +29,7 @@ AS_TYPED = {
 }
 
 # Lines with gaps that a reader fills; and those that test_serving.py, test_load_test.py,
-# test_paper.py, test_result_page.py, test_sweeps.py (where Optuna is installed) or test_hub.py run.
+# test_paper.py, test_sweeps.py (where Optuna is installed) or test_hub.py run.
 ELSEWHERE = re.compile(
     r"serve\.py|load_test|OUTPUT|\.\.\.|evaluate\.py results=|search=optuna|"
     r"push (?!.*dry_run=true)|convert\.py pull"

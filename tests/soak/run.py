@@ -26,8 +26,8 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.evaluation import records
+from kangaroo.evaluation.comparison import circumstances, listed
 from kangaroo.evaluation.lossless import fork
-from kangaroo.evaluation.report import circumstances, listed
 from kangaroo.models.loading import Dtype
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import tables

@@ -40,18 +40,20 @@ def _stage(results: Path, name: str) -> str:
     if not record:
         return "Not run."
     ran = json.loads(record)
-    about, status, end = ran["about"], ran["status"], f"Done in {ran['seconds']} s"
-    last = ""
+    about, status, last = ran["about"], ran["status"], ""
+    end = {0: f"Done in {ran['seconds']} s"} | dict.fromkeys(
+        (124, 137),
+        f"**Ran out of its {ran['limit']} s**",  # of timeout(1)
+    )
     if status:
-        end = f"**Failed after {ran['seconds']} s, with status {status}**"
         lines = re.split(r"[\r\n]+", _text(results / f"{name}.log").strip())
         last = "\n".join(["```", *lines[-LAST_LINES:], "```"])
-    if status in (124, 137):  # of timeout(1)
-        end = f"**Ran out of its {ran['limit']} s**"
+    failed = f"**Failed after {ran['seconds']} s, with status {status}**"
     place = about["hardware"]["cuda"] or "a CPU, which says nothing of a GPU"
-    torch, transformers = about["versions"]["torch"], about["versions"]["transformers"]
-    versions = f"torch {torch}, transformers {transformers}, revision {about['git_revision']}"
-    first = f"{end} on {place}; {versions}, {about['time']}."
+    first = (
+        f"{end.get(status, failed)} on {place}; torch {about['versions']['torch']}, transformers "
+        f"{about['versions']['transformers']}, revision {about['git_revision']}, {about['time']}."
+    )
     report = _report(name, _text(results / STAGES[name][1]))
     return "\n\n".join(filter(None, (first, report, last)))
 
@@ -76,6 +78,4 @@ def _text(file: Path) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or not Path(sys.argv[1]).is_dir():
-        sys.exit(f"{sys.argv[1:]} must be the folder that scripts/gpu.sh wrote, and a page.")
     write(*map(Path, sys.argv[1:]))

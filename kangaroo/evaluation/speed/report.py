@@ -15,18 +15,15 @@ from kangaroo.utils.provenance import machine
 from kangaroo.utils.tables import Row, estimate, number, share
 
 # Columns of tables: heading, a result's key, decimals.
-SPEEDS = {
+METHODS = {
     "tokens/s": ("tokens_per_second", 1),
     "ms/token": ("ms_per_token", 2),
     "limit, ms": ("limit_ms_per_token", 2),
-    "first round, ms": ("first_ms", 0),
+    "first, ms": ("first_ms", 0),
     "vanilla's texts": ("equal_texts", 0),
-}
-ROUNDS = {
-    "tokens": ("compression_rate", 2),
+    "CR": ("compression_rate", 2),
     "draft tokens": ("drafted_per_round", 2),
     "draft, ms": ("draft_ms", 2),
-    "over its limit": ("draft_over_limit", 2),
     "verify, ms": ("verify_ms", 2),
     "host, ms": ("host_ms", 2),
 }
@@ -38,7 +35,9 @@ def write(result: dict[str, Any], output: Path, console: Console) -> None:
     """Save what `speed.measure` returned, `speed.json`, `speed.md` and `speed.png`, and show it."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
-    (output / "speed.md").write_text(markdown(result), encoding="utf-8")
+    sections = {title: tables.markdown(rows) for title, rows in sheets(result).items()}
+    text = "".join(f"**{title}**\n\n{table}\n\n" for title, table in sections.items())
+    (output / "speed.md").write_text(f"{text}{notes(result)}\n", encoding="utf-8")
     title = f"{result['model']}, {result['dtype']}, {machine(result['provenance'])}"
     figure = plots.speedup_bars(list(result["methods"].items()), title, accent="kangaroo")
     figure.savefig(output / "speed.png", dpi=150)
@@ -47,24 +46,17 @@ def write(result: dict[str, Any], output: Path, console: Console) -> None:
     console.print(notes(result), f"Saved in {output}.", sep="\n", markup=False, highlight=False)
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The tables and notes."""
-    parts = [f"**{title}**\n\n{tables.markdown(rows)}" for title, rows in sheets(result).items()]
-    return "\n\n".join([*parts, notes(result).replace("\n", "\n\n")]) + "\n"
-
-
 def sheets(result: dict[str, Any]) -> dict[str, list[Row]]:
     """All tables, by title."""
-    methods, contexts = result["methods"].items(), result["contexts"]
+    contexts = result["contexts"]
     return {
-        "Decoding speed": [
-            {"method": name}
-            | _cells(m, SPEEDS)
-            | {"times vanilla": estimate(m["speedup"], m["speedup_ci95"], same=1.0)}
-            for name, m in methods
-        ],
-        "A round: one forward of the target": [
-            {"method": name} | _cells(m, ROUNDS) for name, m in methods
+        "Decoding speed, and parts of a round": [
+            {
+                "method": name,
+                "times vanilla": estimate(m["speedup"], m["speedup_ci95"], same=1.0),
+            }
+            | _cells(m, METHODS)
+            for name, m in result["methods"].items()
         ],
         "ms/token over the context": [
             {"context": str(c["context"]), "KV, MB": number(c["kv_bytes"] / 1e6, 1)}
@@ -90,16 +82,12 @@ def _cells(values: dict[str, Any], columns: dict[str, tuple[str, int]]) -> Row:
 def notes(result: dict[str, Any]) -> str:
     """What the tables need to be read."""
     settings, about = result["settings"], result["provenance"]
-    versions = about["versions"]
     before, after = (result["bandwidth"][when] / 1e9 for when in ("before", "after"))
     return (
-        f"hf is transformers' generate, hf_lookup the same with its prompt lookup. Limits are the "
-        f"time in which the memory could deliver what is read: {before:.1f} GB/s before, "
-        f"{after:.1f} GB/s after, of which they take the higher; a vanilla token reads "
-        f"{result['weights'] / 1e6:.1f} MB of weights.\n"
-        f"{result['model']}, {result['dtype']}, {result['device']}, {machine(about)}; greedy, "
-        f"batch 1, past any EOS; {settings['prompts']} prompts x {settings['max_new_tokens']} "
-        f"tokens x {settings['repeats']} repeats; {result['drafter']}.\n"
-        f"git {about['git_revision']}, torch {versions['torch']}, transformers "
-        f"{versions['transformers']}, {about['time']}."
+        f"Memory: {before:.1f} GB/s before, {after:.1f} GB/s after; limits take the higher. A "
+        f"vanilla token reads {result['weights'] / 1e6:.1f} MB of weights. {result['model']}, "
+        f"{result['dtype']}, {machine(about)}; {settings['prompts']} prompts x "
+        f"{settings['max_new_tokens']} tokens x {settings['repeats']} repeats; "
+        f"{result['drafter']}. git {about['git_revision']}, torch {about['versions']['torch']}, "
+        f"transformers {about['versions']['transformers']}, {about['time']}."
     )

@@ -6,33 +6,28 @@ prompt, so that a machine that slows down slows all of them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
+from functools import partial
 from statistics import median
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
-from kangaroo.evaluation import statistics
 from kangaroo.evaluation.bench import BenchConfig
+from kangaroo.evaluation.methods import generate
 from kangaroo.evaluation.metrics import compression_rate
 from kangaroo.evaluation.speed import trials
-from kangaroo.evaluation.speed.bandwidth import Reads, memory_bandwidth
-from kangaroo.evaluation.speed.batches import throughput, verifications
-from kangaroo.evaluation.speed.trials import Trial, take_turns, timed_engine, timed_generate
+from kangaroo.evaluation.speed.passes import Reads, memory_bandwidth, throughput, verifications
+from kangaroo.evaluation.speed.trials import Method, Texts, take_turns, write_by_engine
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import provenance
-from kangaroo.utils.ranges import Count, Filled, Ranged
-
-log = logging.getLogger(__name__)
+from kangaroo.utils.ranges import Count, Filled, Ranged, TextLength
 
 CORE = ("hf", "vanilla", "kangaroo")  # always measured, and at every context
 
@@ -46,20 +41,20 @@ class SpeedConfig(Ranged):
         max_new_tokens: written for each.
         repeats: how often every method writes every text.
         hf_lookup: whether transformers' own prompt lookup is measured too.
-        contexts: prompt lengths at which the time a token is measured, in tokens; verifications at
-            the first.
+        contexts: prompt lengths, in tokens, at which the time a token is measured, those that the
+            model has room for; verifications at the first.
         context_tokens: written at each.
-        batches: how many rows are decoded at a time; each row writes twice.
+        batches: how many rows are decoded at a time.
         bandwidth_megabytes: what is read to measure the memory; far more than its caches.
     """
 
     bench: BenchConfig = field(default_factory=BenchConfig)
     prompts: Count = 12
-    max_new_tokens: Count = 128
+    max_new_tokens: TextLength = 128
     repeats: Count = 2
     hf_lookup: bool = True
     contexts: Filled[Count] = field(default_factory=lambda: [256, 512, 1024, 2048, 4096])
-    context_tokens: Count = 24
+    context_tokens: TextLength = 24
     batches: Filled[Count] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
     bandwidth_megabytes: Count = 1024
 
@@ -80,21 +75,22 @@ def measure(
     Errors: `ConfigError` for another drafter than Kangaroo, and for settings that leave nothing to
     measure.
     """
-    if not isinstance(drafter, Kangaroo):
+    if not isinstance(drafter, Kangaroo) or set(CORE) & set(more or {}):
         raise ConfigError(
             "the speed benchmark looks at Kangaroo's steps; pass drafter=kangaroo, and other "
-            "drafters beside it: +drafter@more.mine=mine."
+            f"drafters beside it by other names than {', '.join(CORE)}: +drafter@more.mine=mine."
         )
-    if taken := set(CORE) & set(more or {}):
-        raise ConfigError(f"more.{min(taken)}: that name is taken; call it otherwise.")
     drafters: dict[str, Drafter] = {"vanilla": Vanilla(), "kangaroo": drafter, **(more or {})}
-    contexts = fitting_contexts(lm, list(drafters.values()), config)
+    contexts = [n for n in config.contexts if n + config.context_tokens <= lm.context]
+    if not contexts:
+        raise ConfigError(f"no context of speed.contexts={config.contexts} fits the model.")
     tokens = config.max_new_tokens
     prompts = trials.question_prompts(tokenizer, config.prompts, config.bench, lm.context - tokens)
-    methods = {"hf": timed_generate(lm)}
+    methods: dict[str, Method] = {"hf": partial(generate, lm)}
     if config.hf_lookup:
-        methods["hf_lookup"] = timed_generate(lm, prompt_lookup_num_tokens=10)
-    methods |= {name: timed_engine(Engine(lm, each)) for name, each in drafters.items()}
+        methods["hf_lookup"] = partial(generate, lm, prompt_lookup_num_tokens=10)
+    for name, each in drafters.items():
+        methods[name] = partial(write_by_engine, Engine(lm, each))
 
     before = memory_bandwidth(lm.device, config.bandwidth_megabytes)
     take_turns(methods, prompts[:1], tokens, 1, "warm-up")
@@ -123,13 +119,16 @@ def measure(
         "bandwidth": {"before": before, "after": after},
         "weights": plain.round(length=0, drafted=0),
         "methods": {
-            name: summarise([*chain(*texts)], reads.get(name), rate)
-            | against_vanilla(answers["vanilla"], texts)
+            name: summarise(prompts, texts, reads.get(name), rate)
+            | trials.against_vanilla(answers["vanilla"], texts)
             for name, texts in answers.items()
         },
         "contexts": [
             {"context": length, "kv_bytes": plain.n_layers * plain.kv * length}
-            | {name: summarise(grown[name][i], read, rate) for name, read in reads.items()}
+            | {
+                name: summarise([long_prompts[i]], [grown[name][i]], read, rate)
+                for name, read in reads.items()
+            }
             for i, length in enumerate(contexts)
         ],
         "verifications": [
@@ -142,66 +141,39 @@ def measure(
     }
 
 
-def fitting_contexts(
-    lm: TargetModel, drafters: Sequence[Drafter], config: SpeedConfig
-) -> list[int]:
-    """Those of `config.contexts` that the model has room for.
-
-    Errors: `ConfigError` for settings that leave nothing to measure.
+def summarise(
+    prompts: Sequence[list[int]], texts: Texts, reads: Reads | None, bandwidth: float
+) -> dict[str, Any]:
+    """The results of one method, with the limit by what its rounds read and by the bandwidth, in
+    bytes a second; None for what is not known.
     """
-    widest = max(drafter.max_nodes for drafter in drafters)
-    if min(config.max_new_tokens, config.context_tokens) < widest + 2:
-        raise ConfigError(
-            f"speed.max_new_tokens and speed.context_tokens must be {widest + 2} or more: the "
-            f"first token is timed with the prompt, and a round can write {widest + 1}."
-        )
-    fitting = [n for n in config.contexts if n + config.context_tokens <= lm.context]
-    for length in sorted(set(config.contexts) - set(fitting)):
-        log.warning("context %d is left out: the model's context is %d", length, lm.context)
-    if not fitting:
-        raise ConfigError(f"no context of speed.contexts={config.contexts} fits the model.")
-    return fitting
-
-
-def summarise(texts: Sequence[Trial], reads: Reads | None, bandwidth: float) -> dict[str, Any]:
-    """The results of one method, over its texts, with the limit by what its rounds read and by the
-    bandwidth, in bytes a second; None for what is not known.
-    """
-    decoded, drafted = sum(t.decoded for t in texts), sum(t.drafted for t in texts)
-    seconds, rounds = sum(t.decode_seconds for t in texts), sum(len(t.rounds) for t in texts)
-    draft, verify = sum(t.draft_seconds for t in texts), sum(t.verify_seconds for t in texts)
-    parts = {"draft": draft, "verify": verify, "host": seconds - draft - verify}
-    sizes = [(n, k) for t in texts for n, (_, k) in zip(t.lengths(), t.rounds, strict=True)]
+    sizes, steps = [], []
+    for prompt, of_prompt in zip(prompts, texts, strict=True):
+        for text in of_prompt:
+            length = len(prompt) + len(text.steps[0].tokens)
+            for step in text.steps[1:]:
+                sizes.append((length, step.drafted))
+                steps.append(step)
+                length += len(step.tokens)
+    decoded, rounds = sum(len(step.tokens) for step in steps), len(steps)
+    drafted, seconds = sum(step.drafted for step in steps), sum(step.seconds for step in steps)
+    parts: dict[str, float | None] = {
+        part: sum(getattr(step, f"{part}_seconds") for step in steps)
+        for part in ("draft", "verify", "host")
+    }
+    draft = parts["draft"]
     limit = reads and sum(reads.round(*size) for size in sizes) / bandwidth
     draft_limit = reads and sum(reads.draft(*size) for size in sizes) / bandwidth
+    if not parts["verify"]:  # transformers does not tell its parts
+        parts = dict.fromkeys(parts)
     return {
         "tokens_per_second": decoded / seconds,
         "ms_per_token": 1e3 * seconds / decoded,
         "limit_ms_per_token": limit and 1e3 * limit / decoded,
         "share_of_limit": limit and limit / seconds,
-        "first_ms": 1e3 * median(t.first_seconds for t in texts),
+        "first_ms": 1e3 * median(text.prefill_seconds for each in texts for text in each),
         "compression_rate": compression_rate(decoded, rounds),
         "drafted_per_round": drafted / rounds,
-        **{f"{part}_ms": 1e3 * took / rounds if verify else None for part, took in parts.items()},
-        "draft_over_limit": draft / draft_limit if draft_limit and drafted else None,
-    }
-
-
-def against_vanilla(
-    vanilla: Sequence[Sequence[Trial]], method: Sequence[Sequence[Trial]]
-) -> dict[str, Any]:
-    """How many times as fast as vanilla it decodes, by the trials of each prompt: the ratio of
-    totals of their mean times a token, with its interval; and how often it wrote vanilla's text.
-    """
-    pairs = list(zip(vanilla, method, strict=True))
-    seconds_P2 = np.array(
-        [
-            [np.mean([t.decode_seconds / t.decoded for t in trials]) for trials in pair]
-            for pair in pairs
-        ]
-    )
-    return {
-        "speedup": statistics.speedup(seconds_P2),
-        "speedup_ci95": statistics.interval(seconds_P2),
-        "equal_texts": sum(a[0].tokens == b[0].tokens for a, b in pairs),
+        **{f"{part}_ms": took and 1e3 * took / rounds for part, took in parts.items()},
+        "draft_over_limit": draft / draft_limit if draft and drafted and draft_limit else None,
     }

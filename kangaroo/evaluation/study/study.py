@@ -6,29 +6,32 @@ Shapes: Q questions.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 
-from kangaroo.evaluation import statistics
-from kangaroo.evaluation.comparison import shared
+from kangaroo.evaluation import metrics
+from kangaroo.evaluation.comparison import shared, summaries_in
 from kangaroo.evaluation.metrics import CTAR, pairs
-from kangaroo.evaluation.records import BASELINES, SUMMARY, Record, read
+from kangaroo.evaluation.records import BASELINES, Record, read
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import changes
+from kangaroo.utils.tables import short
 
 PUBLISHED = Path(__file__).with_name("published.yaml")
 OVERALL = "overall"  # beside the tasks
 HERE = "here"  # the model of our points
 AGREES, DISAGREES, OPEN = "agrees", "disagrees", "open"
 LEAST = 8  # questions; a bootstrap over fewer is too sure
+NAMES = {"mt_bench": "MT-bench", "qa": "QA", "math_reasoning": "math", "rag": "RAG"}  # of tasks
 
-Place = float | str | None  # along the plot; None is a method that has no such setting
+Place = (
+    float | str | None
+)  # along the table and the plot; None is a method that has no such setting
 
 
 @dataclass
@@ -55,14 +58,11 @@ class StudyConfig:
 
     Args:
         name: of its files, and of the published values that belong to it.
-        title: of its table and its plot.
-        x: what changes along the plot: `method`, `task`, `position` (in the draft), `parameters`,
-            or a setting by its name in results, such as `drafter.threshold`.
-        curve: what each curve has in common, in the same words; None where there is but one.
-        x_label, curve_label: what the page calls them.
+        x: what the columns are: `method`, `task`, `position` (in the draft), `parameters`, or a
+            setting by its name in results, such as `drafter.threshold`.
+        curve: what the rows are, in the same words; None where there is but one.
         metrics: `speedup`, `compression_rate`, `acceptance_rate`, or `ctar1`, `ctar2` ... for
             CTAR(1) and so on; not read for `x=position`, which has CTAR.
-        log_x: a logarithmic axis.
         labels: what methods are called in words.
         note: what a reader of the table has to know.
         claims: findings of the paper to be checked.
@@ -72,10 +72,8 @@ class StudyConfig:
     title: str
     x: str = "method"
     curve: str | None = None
-    x_label: str = ""
-    curve_label: str = ""
+    curve_label: str = "method"
     metrics: list[str] = field(default_factory=lambda: ["compression_rate", "speedup"])
-    log_x: bool = False
     labels: dict[str, str] = field(default_factory=dict)
     note: str = ""
     claims: list[Claim] = field(default_factory=list)
@@ -102,60 +100,35 @@ class Measured:
         return as_place(self.summary["settings"].get(name))
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A ratio; `low` and `high` are the ends of its 95% interval, None for a single question and
-    for published values.
-    """
+class Estimate(NamedTuple):
+    """A ratio and its 95% interval, None for a single question and for published values."""
 
     value: float
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def ends(self) -> list[float] | None:
-        """The interval."""
-        return None if self.low is None or self.high is None else [self.low, self.high]
+    ends: list[float] | None = None
 
 
-@dataclass(frozen=True)
-class Point:
-    """What was measured at a place of a plot, here or in the paper.
+class Point(NamedTuple):
+    """What was measured at a place of a table, here or in the paper."""
 
-    Args:
-        model: `HERE`, or the target of the paper.
-        source: the name of the method, or where in the paper it is from.
-        curve: what its curve has in common; empty where there is but one.
-        values: by metric; None where it does not apply.
-    """
-
-    model: str
-    source: str
-    curve: Place
+    model: str  # `HERE`, or the target of the paper
+    source: str  # the name of the method, or where in the paper it is from
+    curve: Place  # what its row has in common; empty where there is but one
     x: Place
-    values: dict[str, Estimate | None]
+    values: dict[str, Estimate | None]  # by metric; None where it does not apply
 
 
-@dataclass(frozen=True)
-class Checked:
-    """A claim and what a study says of it.
-
-    Args:
-        difference: of `more` less `less`, with its paired interval.
-        verdict: agrees or disagrees where the interval leaves no doubt; else, and where there were
-            fewer than `LEAST` questions, open.
-    """
+class Checked(NamedTuple):
+    """A claim and what a study says of it."""
 
     claim: Claim
     more: Estimate
     less: Estimate
-    difference: Estimate
+    difference: Estimate  # of `more` less `less`, with its paired interval
     verdict: str
 
 
-@dataclass(frozen=True)
-class Study:
-    """What was measured, in the order of the plot, and what it is compared with."""
+class Study(NamedTuple):
+    """What was measured, and what it is compared with."""
 
     config: StudyConfig
     methods: list[Measured]
@@ -173,10 +146,6 @@ def study_of(config: StudyConfig, folder: Path) -> Study | None:
     if not methods:
         return None
     points = [point for method in methods for point in points_of(config, method)]
-    curves, along = (
-        in_order(places) for places in zip(*((p.curve, p.x) for p in points), strict=True)
-    )
-    points.sort(key=lambda point: (curves.index(point.curve), along.index(point.x)))
     checked = [check(claim, methods) for claim in config.claims]
     return Study(config, methods, points, published(config), [x for x in checked if x])
 
@@ -184,13 +153,9 @@ def study_of(config: StudyConfig, folder: Path) -> Study | None:
 def measured(config: StudyConfig, folder: Path) -> list[Measured]:
     """All methods with results below `folder`, in the order of the study's labels, then by name."""
     methods = [
-        Measured(
-            file.parent.relative_to(folder).as_posix(),
-            json.loads(file.read_text(encoding="utf-8")),
-            read(file.parent),
-        )
-        for file in sorted(folder.rglob(SUMMARY))
-        if file.parent.name not in BASELINES.values()
+        Measured(name, summary, read(place if (place := folder / name).is_dir() else folder))
+        for name, summary in summaries_in(folder).items()
+        if Path(name).name not in BASELINES.values()
     ]
     for method in methods[1:]:
         if difference := changes(*(fixed(config, x.summary) for x in (methods[0], method))):
@@ -214,6 +179,13 @@ def in_order(places: Iterable[Place]) -> list[Place]:
     return [*(x for x in each if not isinstance(x, float)), *numbers]
 
 
+def word(kind: str | None, x: Place) -> str:
+    """A place, or a curve, as a cell; `kind` is that of `StudyConfig.x` or `curve`."""
+    if isinstance(x, float):
+        return short(x) if kind == "parameters" else f"{x:g}"
+    return "-" if x is None else NAMES.get(x, x)
+
+
 def as_place(value: Any) -> Place:
     """Numbers are floats, so that 6 and 6.0 are one place."""
     return float(value) if isinstance(value, int | float) else value
@@ -221,27 +193,26 @@ def as_place(value: Any) -> Place:
 
 def points_of(config: StudyConfig, method: Measured) -> list[Point]:
     """A method's points, one for each of its places."""
-    metrics = {name: name for name in config.metrics}
+    names = {name: name for name in config.metrics}
     parts: dict[Place, tuple[list[Record], dict[str, str]]]
     if config.x == "position":
         longest = max(1, len(method.summary["overall"]["ctar"]))
-        positions = range(1, longest + 1)
-        parts = {float(w): (method.records, {CTAR: f"{CTAR}{w}"}) for w in positions}
+        parts = {float(w): (method.records, {CTAR: f"{CTAR}{w}"}) for w in range(1, longest + 1)}
     elif config.x == "task":
         tasks = dict.fromkeys([*(record.task for record in method.records), OVERALL])
-        parts = {task: (of_task(method.records, task), metrics) for task in tasks}
+        parts = {task: (of_task(method.records, task), names) for task in tasks}
     else:
-        parts = {config.label(method.place(config.x)): (method.records, metrics)}
+        parts = {config.label(method.place(config.x)): (method.records, names)}
     curve = curve_of(config, method)
     return [
-        Point(HERE, method.name, curve, x, {k: value_of(records, m) for k, m in names.items()})
-        for x, (records, names) in parts.items()
+        Point(HERE, method.name, curve, x, {k: value_of(records, m) for k, m in of.items()})
+        for x, (records, of) in parts.items()
     ]
 
 
 def curve_of(config: StudyConfig, method: Measured) -> Place:
-    """What a method's curve has in common; of one without such a setting, or without a place along
-    the plot, its name. Where the jobs of a sweep measured several drafters, theirs too.
+    """What a method's row has in common; of one without such a setting, or without a place along
+    the table, its name. Where the jobs of a sweep measured several drafters, theirs too.
     """
     has_place = config.x in ("task", "position") or method.place(config.x) is not None
     common = "" if config.curve is None else method.place(config.curve)
@@ -258,11 +229,10 @@ def of_task(records: Sequence[Record], task: str | None) -> list[Record]:
 
 
 def estimate(
-    totals_QK: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = statistics.ratio
+    totals_QK: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = metrics.ratio
 ) -> Estimate:
     """A statistic of totals over questions, with its interval."""
-    value = float(statistic(totals_QK.sum(0)))
-    return Estimate(value, *statistics.interval(totals_QK, statistic) or ())
+    return Estimate(float(statistic(totals_QK.sum(0))), metrics.interval(totals_QK, statistic))
 
 
 def value_of(records: Sequence[Record], metric: str) -> Estimate | None:
@@ -292,28 +262,29 @@ def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
     Errors: `ConfigError` where the two were not asked the same questions.
     """
     by_name = {method.name: of_task(method.records, claim.task) for method in methods}
-    if claim.more not in by_name or claim.less not in by_name:
+    both = [by_name[name] for name in (claim.more, claim.less) if name in by_name]
+    if len(both) < 2 or not any(both):
         return None
-    both = by_name[claim.more], by_name[claim.less]
     more_ids, less_ids = ([record.question_id for record in records] for records in both)
     if more_ids != less_ids:
         raise ConfigError(
             f"'{claim.more}' and '{claim.less}' were not asked the same questions, so they cannot "
             "be compared in pairs. Measure them again (resume=false)."
         )
-    if not more_ids:
-        return None
     more, less = (value_of(records, claim.metric) for records in both)
     if more is None or less is None:
         return None
     # resampled together: what makes a question hard for both does not widen the interval
     values_Q4 = np.hstack([pairs(records, claim.metric) for records in both])
-    difference = estimate(values_Q4, statistics.difference)
+    difference = estimate(values_Q4, metrics.difference)
     return Checked(claim, more, less, difference, verdict(difference, len(values_Q4)))
 
 
 def verdict(difference: Estimate, questions: int) -> str:
-    """What the interval of a difference that should be positive says."""
-    if questions < LEAST or difference.low is None or difference.high is None:
+    """What the interval of a difference that should be positive says; open where it leaves a doubt,
+    or there were fewer than `LEAST` questions.
+    """
+    if questions < LEAST or difference.ends is None:
         return OPEN
-    return AGREES if difference.low > 0 else DISAGREES if difference.high < 0 else OPEN
+    low, high = difference.ends
+    return AGREES if low > 0 else DISAGREES if high < 0 else OPEN

@@ -1,0 +1,153 @@
+"""What passes of the target read and take: the memory's limit, verifications by their width, and
+rows decoded together.
+
+At batch 1 a forward reads every weight for a handful of tokens, so the time to read them bounds the
+speed from above, whatever the arithmetic.
+
+Shapes: N nodes, D hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.clock import now
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling, pick
+from kangaroo.engine.tree import Tree
+from kangaroo.heads.layer import Layer
+from kangaroo.models.target import TargetModel
+from kangaroo.utils import memory
+from kangaroo.utils.memory import weights
+
+log = logging.getLogger(__name__)
+
+REPEATS = 31
+WIDTHS = [*range(1, 9), 12, 16, 32, 64]
+CACHES = 0.8  # of the memory that is free; the rest is for what a pass computes
+
+
+class Reads:
+    """Bytes that rounds of decoding read, everything once a forward: vanilla, or with an adapter
+    that drafts from a vocabulary of that size; None is the whole one. Of the embedding table that
+    is one row a token, unless the head is tied to it.
+    """
+
+    def __init__(
+        self, lm: TargetModel, adapter: Layer | None = None, vocabulary: int | None = None
+    ):
+        self.exit_layer = 0 if adapter is None else adapter.exit_layer
+        self.n_layers, self.kv = lm.n_layers, lm.cache_like(1, 1, [lm.device]).bytes()
+        self.shallow = weights(*lm.layers[: self.exit_layer])
+        self.deep = weights(*lm.layers[self.exit_layer :])
+        table, head = lm.hf.model.embed_tokens.weight, weights(lm.head)
+        self.head = weights(lm.hf.model.norm) + head
+        self.draft_head = head if vocabulary is None else head * vocabulary // len(table)
+        self.row = table.shape[1] * table.element_size()
+        parts = [] if adapter is None else adapter.named_children()
+        # a head of its own counts as the draft head, which it is
+        self.adapter = weights(*(module for name, module in parts if name != "head"))
+        self.adapter_depth = 0 if adapter is None else adapter.depth
+
+    def draft(self, length: int, drafted: int) -> int:
+        """Of the drafting in one round after `length` tokens: the pending token and each draft
+        token pass the shallow layers, each draft token comes from the adapter and the head.
+        """
+        below, keys_below = self.row + self.shallow, self.exit_layer * self.kv
+        beside, keys_beside = self.adapter + self.draft_head, self.adapter_depth * self.kv
+        shallow = sum(below + keys_below * (length + i) for i in range(drafted + 1))
+        return shallow + sum(beside + keys_beside * (length + i) for i in range(drafted))
+
+    def verify(self, length: int, drafted: int) -> int:
+        """Of the one forward through the layers above the exit that ends a round."""
+        above = self.n_layers - self.exit_layer
+        return self.deep + self.head + above * self.kv * (length + drafted)
+
+    def round(self, length: int, drafted: int) -> int:
+        """Of a draft of so many tokens and its verification."""
+        return self.draft(length, drafted) + self.verify(length, drafted)
+
+
+def memory_bandwidth(device: torch.device, megabytes: int) -> float:
+    """Bytes a second in reading a buffer of so many 2**20 bytes in order, as weights are."""
+    source = torch.ones(megabytes * 2**20 // 8, dtype=torch.int64, device=device)
+    return source.nbytes / median_seconds(source.sum, device, repeats=15)
+
+
+def median_seconds(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Of one call, after two that warm up; the device is waited for after each, as a step's is."""
+    seconds = []
+    for _ in range(repeats + 2):
+        start = now(device)
+        work()
+        seconds.append(now(device) - start)
+    return statistics.median(seconds[2:])
+
+
+@torch.no_grad()
+def verifications(lm: TargetModel, exit_layer: int, length: int) -> dict[int, float]:
+    """Seconds of the layers above the exit, the head and the choices, after a context of so many
+    tokens, by the number of tokens in the pass.
+    """
+    layers, n_slots = range(exit_layer, lm.n_layers), length + max(WIDTHS)
+    cache, generator = lm.new_cache(1, n_slots), torch.Generator(lm.device).manual_seed(0)
+    start_B = torch.tensor([length - 1], device=lm.device)
+    seeds_B = torch.zeros(1, dtype=torch.long, device=lm.device)
+    seconds = {}
+    for width in WIDTHS:
+        shape = (1, width, lm.config.hidden_size)
+        x_1ND = torch.randn(shape, generator=generator, device=lm.device).to(lm.dtype)
+        meta = lm.forward_meta(Tree.chain(width, lm.device), start_B, length + width, n_slots)
+
+        def verify(x_1ND: torch.Tensor = x_1ND, meta: Any = meta) -> None:
+            deep_1ND, _ = lm.run(x_1ND, cache, meta, layers)
+            pick(lm.logits(deep_1ND), meta.positions_RT, Sampling(), seeds_B)
+
+        seconds[width] = median_seconds(verify, lm.device, REPEATS)
+    return seconds
+
+
+def throughput(
+    lm: TargetModel,
+    drafter: Kangaroo,
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    sizes: Sequence[int],
+) -> list[dict[str, Any]]:
+    """Tokens a second of decoding by vanilla and Kangaroo at every batch size, on the same texts.
+    Sizes whose cache would not fit the device's memory are left out, with a warning.
+    """
+    results = []
+    token = lm.n_layers * lm.cache_like(1, 1, [lm.device]).bytes()
+    row = token * (max(map(len, prompts)) + new_tokens)
+    for size in sizes:
+        if size * row > CACHES * memory.free(lm.device):
+            log.warning("batch %d is left out: its cache would take %d bytes", size, size * row)
+            continue
+        texts = [prompts[i % len(prompts)] for i in range(size)]
+        vanilla, kangaroo = (
+            tokens_per_second(Engine(lm, each), texts, new_tokens) for each in (Vanilla(), drafter)
+        )
+        rates = {"vanilla": vanilla, "kangaroo": kangaroo, "ratio": kangaroo / vanilla}
+        results.append({"batch": size} | rates)
+    return results
+
+
+def tokens_per_second(engine: Engine, texts: Sequence[list[int]], new_tokens: int) -> float:
+    """Of decoding texts together, past any EOS, until the first is complete."""
+    device, longest = engine.lm.device, max(map(len, texts)) + new_tokens
+    batch = engine.open(len(texts), longest, Sampling())
+    for row, text in enumerate(texts):
+        engine.admit(batch, row, Request(text, new_tokens, ignore_eos=True))
+    written, start = 0, now(device)
+    while not any(batch.done):
+        written += sum(len(record.tokens) for record in engine.step(batch))
+    return written / (now(device) - start)
