@@ -10,7 +10,7 @@ import ctypes
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from torch.nn.attention.bias import CausalBias
 
 from kangaroo.cpu.huge_pages import zeros
 
-TOKEN_AXES = 1, 1, 2, 1, 1  # of each of `ForwardMeta.tensors`
+TOKEN_AXES = 1, 1, 2, 1, 1, 2, 1, 1  # of each of `ForwardMeta.tensors`
 BUCKET = 64  # attention reads the occupied slots rounded up to this, so few shapes occur
 LEAST_RECORDED = 256  # where each shape is recorded as a graph: this, or a larger power of two
 
@@ -38,6 +38,8 @@ class ForwardMeta:
         extent: how many slots attention reads.
         rows: the range of batch rows that the block covers.
         recordable: a step of decoding, whose shape comes again and may be recorded as a graph.
+        windowed: what layers with a window read in place of mask, cosine and sine, if there are
+            such layers.
     """
 
     slots_RT: Tensor
@@ -47,6 +49,14 @@ class ForwardMeta:
     rows: slice
     rope: tuple[Tensor, Tensor]
     recordable: bool = False
+    windowed: tuple[Tensor | None, Tensor, Tensor] | None = None
+
+    def of_layer(self, windowed: bool) -> ForwardMeta:
+        """The block as a layer with a window reads it, or as one without."""
+        if not windowed or self.windowed is None:
+            return self
+        bias_R1TE, *rope = self.windowed
+        return replace(self, bias_R1TE=bias_R1TE, rope=tuple(rope), windowed=None)
 
     def narrow(self, start: int, width: int) -> ForwardMeta:
         """The `width` tokens from `start` on, or as many as there are: views, so that a drafter
@@ -75,26 +85,35 @@ class ForwardMeta:
     def join(metas: Sequence[ForwardMeta]) -> ForwardMeta:
         """Blocks of the same rows and extent as one block."""
         kinds = zip(*(meta.tensors() for meta in metas), strict=True)
-        joined = (torch.cat(kind, axis) for kind, axis in zip(kinds, TOKEN_AXES, strict=True))
+        joined = (torch.cat(kind, axis) for kind, axis in zip(kinds, TOKEN_AXES, strict=False))
         return metas[0].with_tensors(*joined)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What differs between two steps whose blocks have one shape; see `with_tensors`."""
-        assert self.bias_R1TE is not None
-        return (self.slots_RT, self.positions_RT, self.bias_R1TE, *self.rope)
+        tensors = self.slots_RT, self.positions_RT, self.bias_R1TE, *self.rope
+        tensors += self.windowed or ()
+        assert not any(x is None for x in tensors)
+        return tensors
 
     def with_tensors(
-        self, slots_RT: Tensor, positions_RT: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor
+        self,
+        slots_RT: Tensor,
+        positions_RT: Tensor,
+        bias: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        *windowed: Tensor | None,
     ) -> ForwardMeta:
         """A block of the same rows and extent with other tensors, in the order of `tensors`."""
-        here = self.extent, self.rows, (cos, sin), self.recordable
+        here = self.extent, self.rows, (cos, sin), self.recordable, windowed or None
         return ForwardMeta(slots_RT, positions_RT, bias, *here)
 
     def _each(self, change: Callable[[Tensor, int], Tensor]) -> ForwardMeta:
         """The block with `change(tensor, axis of its tokens)` in place of each tensor."""
-        bias = None if self.bias_R1TE is None else change(self.bias_R1TE, 2)
-        slots_RT, positions_RT = change(self.slots_RT, 1), change(self.positions_RT, 1)
-        return self.with_tensors(slots_RT, positions_RT, bias, *(change(x, 1) for x in self.rope))
+        tensors = self.slots_RT, self.positions_RT, self.bias_R1TE, *self.rope
+        tensors += self.windowed or ()
+        pairs = zip(tensors, TOKEN_AXES, strict=False)
+        return self.with_tensors(*(None if x is None else change(x, axis) for x, axis in pairs))
 
 
 class KVCache:

@@ -18,7 +18,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.records import MethodRun
-from kangaroo.models.attention import ATTENTION
+from kangaroo.models.attention import ATTENTION, usual_attention
 from kangaroo.models.prompts import plain_text
 from kangaroo.models.target import TargetModel
 
@@ -40,7 +40,7 @@ def by_engine(engine: Engine, tokenizer: PreTrainedTokenizerBase, sampling: Samp
 @contextmanager
 def transformers_attention(lm: TargetModel) -> Iterator[None]:
     """Give the model its usual attention back, since `generate` brings its own cache."""
-    lm.hf.set_attn_implementation("sdpa")
+    lm.hf.set_attn_implementation(usual_attention(lm.hf))
     try:
         yield
     finally:

@@ -83,6 +83,11 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
     head = weights.get("head.weight")
     vocabulary = None if head is None or len(head) == lm.config.vocab_size else len(head)
     check(adapter.architecture, vocabulary)
+    if hasattr(lm.layers[0], "post_feedforward_layernorm"):
+        raise ConfigError(
+            f"an adapter of {lm.name} cannot become a draft model: {lm.config.model_type} layers "
+            "have norms after their parts, and an adapter has none. Decode with it here."
+        )
     first, last = adapter.exit_layer, adapter.exit_layer + adapter.depth - 1
     state = _shallow_state(lm, first) | {  # a part that the adapter does not have adds nothing
         f"model.layers.{layer}.{name}": torch.zeros_like(weight)
@@ -101,14 +106,14 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
     state["model.norm.weight"] = weights["norm.weight"]
     if head is not None:
         state["lm_head.weight"] = head
-    return _model(lm, last + 1, state, own_head=head is not None)
+    return _model(lm, last + 1, state, first, own_head=head is not None)
 
 
 def truncated(lm: TargetModel, layers: int) -> PreTrainedModel:
     """The target's first layers with its own norm and head: a draft that nobody trained."""
     state = _shallow_state(lm, layers)
     state["model.norm.weight"] = lm.hf.state_dict()["model.norm.weight"]
-    return _model(lm, layers, state)
+    return _model(lm, layers, state, layers)
 
 
 def _shallow_state(lm: TargetModel, layers: int) -> dict[str, Tensor]:
@@ -118,17 +123,20 @@ def _shallow_state(lm: TargetModel, layers: int) -> dict[str, Tensor]:
 
 
 def _model(
-    lm: TargetModel, layers: int, state: dict[str, Tensor], own_head: bool = False
+    lm: TargetModel,
+    layers: int,
+    state: dict[str, Tensor],
+    exit_layer: int,
+    own_head: bool = False,
 ) -> PreTrainedModel:
     config: Any = deepcopy(lm.config)
     config.num_hidden_layers = layers
     if own_head:  # of the target's, the config knows whether it is tied
         config.tie_word_embeddings = False
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1] * layers  # all of full attention
-    model: Any = AutoModelForCausalLM.from_config(
-        config, attn_implementation="sdpa", dtype=lm.dtype
-    )
+        types = lm.config.layer_types  # the layers above the exit are such as that one
+        config.layer_types = [types[min(layer, exit_layer)] for layer in range(layers)]
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=lm.dtype)
     model.load_state_dict(state, strict=True, assign=True)
     model.tie_weights()
     # The target's special tokens. How the target samples is not the draft's matter, and what some

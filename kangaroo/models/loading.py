@@ -141,7 +141,7 @@ def options_of(model: str, name: str | None = None) -> dict[str, str]:
 
 
 def load(
-    config: ModelConfig, attn_implementation: str = "sdpa"
+    config: ModelConfig, attn_implementation: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The frozen target, in eval mode, and its tokenizer.
 

@@ -10,6 +10,7 @@ R rows of a block.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -29,7 +30,7 @@ from kangaroo.engine.cache import ForwardMeta, KVCache, occupied
 from kangaroo.engine.tree import Tree
 from kangaroo.models.attention import ATTENTION, attention, has_flash
 from kangaroo.models.layer_weights import fingerprint, is_plain, layer_weights
-from kangaroo.models.supported import check_supported, eos_ids
+from kangaroo.models.supported import FULL, WINDOWED, check_supported, eos_ids, ropes, window_of
 
 PROMPT_CHUNK = 1024  # tokens of a prompt that bound its memory, without native code
 
@@ -58,7 +59,9 @@ class TargetModel(nn.Module):
         self.native_head: native.Head | None = None
         self.cuda_layers: Any = None  # as the native ones: `kangaroo.cuda.layers`
         self.cuda_head: Any = None
-        self.rope_table: tuple[Tensor, Tensor] | None = None
+        self.window, self.windowed = window_of(self.config)
+        self.has_two_ropes = len(ropes(self.config)) > 1
+        self.rope_tables: dict[bool, tuple[Tensor, Tensor]] = {}  # of layers without a window, with
         self.outgrown_tables: list[tuple[Tensor, Tensor]] = []  # graphs read where they lie
 
     def compile_for_decoding(self, huge_pages: bool = True) -> TargetModel:
@@ -128,28 +131,6 @@ class TargetModel(nn.Module):
         """The most positions that the model was made for."""
         return self.config.max_position_embeddings
 
-    def shard(self, device: torch.device) -> None:
-        """Spread the layers' weights over all processes; a layer is whole only while it runs, and
-        this process computes on `device`.
-
-        All processes then have to run the same layers in the same order. Embedding, final norm and
-        head stay whole: the loss reads the head far more often than once a batch.
-        """
-        # imported here: it takes most of a second, and only training at scale needs it
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        _ = self.fingerprint  # while layers are whole
-        self.acceleration = Acceleration()  # what decodes holds on to whole layers
-        self.native_layers = self.native_head = self.cuda_layers = self.cuda_head = None
-        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-        for layer in self.layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-        for module in (self.hf.model.embed_tokens, self.hf.model.rotary_emb, self.hf.model.norm):
-            module.to(device)
-        self.head.to(device)
-        self.device, self.layer_devices = device, [device] * self.n_layers
-
     def eos_ids(self) -> list[int]:
         """Every token that ends a text."""
         return eos_ids(self.hf)
@@ -201,9 +182,10 @@ class TargetModel(nn.Module):
         key = ("block", use, tree.is_chain, tree.size, tree.max_depth, extent, n_slots, below)
         tokens, inputs = len(start_B) * tree.size, (start_B, *parents)
         tensors = self.acceleration.replay((cache,), key, work, *inputs, tokens=tokens)
-        slots_BN, positions_BN, bias_B1NE, cos, sin = tensors
-        rows = slice(0, len(start_B))
-        return ForwardMeta(slots_BN, positions_BN, bias_B1NE, extent, rows, (cos, sin), True)
+        slots_BN, positions_BN, bias_B1NE, *rope = tensors
+        here, rows = (slots_BN, positions_BN, bias_B1NE), slice(0, len(start_B))
+        meta = ForwardMeta(*here, extent, rows, tuple(rope[:2]), recordable=True)
+        return meta.with_tensors(*tensors)
 
     def _placed(
         self, tree: Tree, start_B: Tensor, extent: int, n_slots: int, below: int
@@ -223,13 +205,35 @@ class TargetModel(nn.Module):
         return self.forward_meta_of(slots_BN, positions_BN, ~seen_BNE, n_slots)
 
     def forward_meta_of(
-        self, slots_BN: Tensor, positions_BN: Tensor, hidden_BNE: Tensor, n_slots: int
+        self,
+        slots_BN: Tensor,
+        positions_BN: Tensor,
+        hidden_BNE: Tensor,
+        n_slots: int,
+        positions_BE: Tensor | None = None,
     ) -> ForwardMeta:
-        """A block of all rows; `hidden_BNE` is true for the slots that a token does not see."""
+        """A block of all rows; `hidden_BNE` is true for the slots that a token does not see.
+
+        Args:
+            positions_BE: of what lies in the slots; None where all drafted tokens are the block's.
+        """
         bias_B1NE = self._bias(hidden_BNE)[:, None]
         rope = self.rope_within(n_slots, positions_BN)
         rows, extent = slice(0, len(slots_BN)), hidden_BNE.shape[-1]
-        return ForwardMeta(slots_BN, positions_BN, bias_B1NE, extent, rows, rope, recordable=True)
+        meta = ForwardMeta(slots_BN, positions_BN, bias_B1NE, extent, rows, rope, recordable=True)
+        if self.window is None:
+            return meta
+        if positions_BE is None:
+            slots_BE = torch.arange(extent, device=slots_BN.device).repeat(len(slots_BN), 1)
+            positions_BE = slots_BE.scatter(1, slots_BN, positions_BN)
+        hidden_BNE = hidden_BNE | self._outside(positions_BN, positions_BE)
+        rope = self.rope_within(n_slots, positions_BN, True) if self.has_two_ropes else rope
+        return replace(meta, windowed=(self._bias(hidden_BNE)[:, None], *rope))
+
+    def _outside(self, positions_RT: Tensor, positions_RE: Tensor) -> Tensor:
+        """`[R, T, E]`: which tokens lie before another one's window."""
+        assert self.window is not None
+        return positions_RE[:, None] <= positions_RT[..., None] - self.window
 
     def _bias(self, hidden: Tensor) -> Tensor:
         bias = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
@@ -249,29 +253,43 @@ class TargetModel(nn.Module):
             extent = occupied(n_slots, stop)
             slots_E = torch.arange(extent, device=self.device)
             bias = self._bias(slots_E > positions_RT[..., None])[None]
-        return ForwardMeta(positions_RT, positions_RT, bias, extent, rows, rope)
+        meta = ForwardMeta(positions_RT, positions_RT, bias, extent, rows, rope)
+        if self.window is None:
+            return meta
+        if stop > self.window:
+            slots_1E = torch.arange(extent, device=self.device)[None]
+            hidden_1TE = slots_1E[:, None] > positions_RT[..., None]
+            bias = self._bias(hidden_1TE | self._outside(positions_RT, slots_1E))[None]
+        rope = self.rope(positions_RT, True) if self.has_two_ropes else rope
+        return replace(meta, windowed=(bias, *rope))
 
-    def rope(self, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
+    def rope(self, positions_BN: Tensor, windowed: bool = False) -> tuple[Tensor, Tensor]:
         """Cosine and sine `[B, N, head size]` by the model's own rotary embedding."""
         like = torch.empty(0, dtype=self.dtype, device=positions_BN.device)
-        return self.hf.model.rotary_emb(like, position_ids=positions_BN)
+        kind = WINDOWED if windowed or all(self.windowed) else FULL
+        by_kind = {"layer_type": kind} if self.has_two_ropes else {}
+        return self.hf.model.rotary_emb(like, position_ids=positions_BN, **by_kind)
 
-    def rope_within(self, n_slots: int, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
+    def rope_within(
+        self, n_slots: int, positions_BN: Tensor, windowed: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """The same by a table, for positions below `n_slots`: less work in every step."""
-        if self.rope_table is None or len(self.rope_table[0]) < n_slots:
-            if self.rope_table is not None:
-                self.outgrown_tables.append(self.rope_table)
+        table = self.rope_tables.get(windowed)
+        if table is None or len(table[0]) < n_slots:
+            if table is not None:
+                self.outgrown_tables.append(table)
             positions_1S = torch.arange(n_slots, device=positions_BN.device)[None]
-            cos_1SC, sin_1SC = self.rope(positions_1S)
-            self.rope_table = cos_1SC[0], sin_1SC[0]
-        cos_SC, sin_SC = self.rope_table
+            cos_1SC, sin_1SC = self.rope(positions_1S, windowed)
+            table = self.rope_tables[windowed] = cos_1SC[0], sin_1SC[0]
+        cos_SC, sin_SC = table
         return cos_SC[positions_BN], sin_SC[positions_BN]
 
     def embed(self, tokens_BN: Tensor) -> Tensor:
         """The tokens' embeddings, `[B, N, D]`."""
         kernels, table = self.acceleration.kernels, self.hf.model.embed_tokens
         if kernels is None or torch.is_grad_enabled():
-            return table(tokens_BN)
+            factor = getattr(self.config, "embedding_multiplier", 1)  # Granite's
+            return table(tokens_BN) if factor == 1 else table(tokens_BN) * factor
         return kernels.embed(tokens_BN, table.weight)
 
     def run(
@@ -347,11 +365,12 @@ class TargetModel(nn.Module):
             if view is None or device != x_BND.device:
                 x_BND, meta = x_BND.to(device), meta.to(device)
                 view = cache.at(meta) if cache is not None else None
+            here = meta.of_layer(self.windowed[index])
             x_BND = self.layers[index](
                 x_BND,
-                attention_mask=meta.bias_R1TE,
-                position_ids=meta.positions_RT,
-                position_embeddings=meta.rope,
+                attention_mask=here.bias_R1TE,
+                position_ids=here.positions_RT,
+                position_embeddings=here.rope,
                 past_key_values=view,
             )
         return x_BND
@@ -378,4 +397,11 @@ class TargetModel(nn.Module):
         """`[B, N, V]` from a normed state."""
         # as a matrix: for a strided slice, torch's 3-d matmul would copy the head's whole weight
         logits = self.head(normed_BND.flatten(0, 1).to(self.head.weight.device)).to(self.device)
-        return logits.unflatten(0, normed_BND.shape[:2])
+        return self.finish_logits(logits).unflatten(0, normed_BND.shape[:2])
+
+    def finish_logits(self, products: Tensor) -> Tensor:
+        """The logits, from the head's products: Granite scales these, Gemma 2 caps them."""
+        scaling = getattr(self.config, "logits_scaling", 1)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        logits = products if scaling == 1 else products / scaling
+        return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -49,6 +49,7 @@ from kangaroo.engine.requests import Request, StepRecord
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.engine.stepper import TensorStepper
 from kangaroo.evaluation.lossless import fork
+from kangaroo.models.attention import usual_attention
 from kangaroo.models.target import TargetModel
 
 LONGER = random_prompts(5, 55, 1, 120)
@@ -300,7 +301,7 @@ def test_graphs_leave_vanillas_text_only_at_near_ties_of_half_precision(
 def test_greedy_vanilla_decoding_writes_what_transformers_writes(family):
     case = case_of(family, "greedy")
     hf = case.lm.hf
-    hf.set_attn_implementation("sdpa")
+    hf.set_attn_implementation(usual_attention(hf))
     try:
         for prompt, text in zip(PROMPTS, case.texts, strict=True):
             tokens = torch.tensor([prompt])
