@@ -82,9 +82,9 @@ class Level(NamedTuple):
     @staticmethod
     def split(tensors: Tensors, block: int) -> tuple[Level, Tensors]:
         """A level, whose block has so many tensors, and what comes after it."""
-        fields = len(Level._fields) - 1
-        end = fields + block
-        return Level(*tensors[:fields], layout=tensors[fields:end]), tensors[end:]
+        number, parents, tokens, score, f, hidden, *others = tensors
+        layout = tuple(others[:block])
+        return Level(number, parents, tokens, score, f, hidden, layout), tuple(others[block:])
 
 
 class KangarooTree(EarlyExit):

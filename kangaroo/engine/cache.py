@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,8 +38,7 @@ class ForwardMeta:
         extent: how many slots attention reads.
         rows: the range of batch rows that the block covers.
         recordable: a step of decoding, whose shape comes again and may be recorded as a graph.
-        windowed: what layers with a window read in place of mask, cosine and sine, if there are
-            such layers.
+        windowed: mask, cosine and sine that layers with a window read instead, if there are such.
     """
 
     slots_RT: Tensor
@@ -49,14 +48,14 @@ class ForwardMeta:
     rows: slice
     rope: tuple[Tensor, Tensor]
     recordable: bool = False
-    windowed: tuple[Tensor | None, Tensor, Tensor] | None = None
+    windowed: tuple[Any, ...] = ()
 
     def of_layer(self, windowed: bool) -> ForwardMeta:
         """The block as a layer with a window reads it, or as one without."""
-        if not windowed or self.windowed is None:
+        if not windowed or not self.windowed:
             return self
-        bias_R1TE, *rope = self.windowed
-        return replace(self, bias_R1TE=bias_R1TE, rope=tuple(rope), windowed=None)
+        bias_R1TE, cos, sin = self.windowed
+        return replace(self, bias_R1TE=bias_R1TE, rope=(cos, sin), windowed=())
 
     def narrow(self, start: int, width: int) -> ForwardMeta:
         """The `width` tokens from `start` on, or as many as there are: views, so that a drafter
@@ -90,30 +89,21 @@ class ForwardMeta:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What differs between two steps whose blocks have one shape; see `with_tensors`."""
-        tensors = self.slots_RT, self.positions_RT, self.bias_R1TE, *self.rope
-        tensors += self.windowed or ()
-        assert not any(x is None for x in tensors)
-        return tensors
+        assert self.bias_R1TE is not None
+        return (self.slots_RT, self.positions_RT, self.bias_R1TE, *self.rope, *self.windowed)
 
-    def with_tensors(
-        self,
-        slots_RT: Tensor,
-        positions_RT: Tensor,
-        bias: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        *windowed: Tensor | None,
-    ) -> ForwardMeta:
+    def with_tensors(self, slots_RT: Tensor, positions_RT: Tensor, *seen: Any) -> ForwardMeta:
         """A block of the same rows and extent with other tensors, in the order of `tensors`."""
-        here = self.extent, self.rows, (cos, sin), self.recordable, windowed or None
+        bias, cos, sin, *windowed = seen
+        here = self.extent, self.rows, (cos, sin), self.recordable, tuple(windowed)
         return ForwardMeta(slots_RT, positions_RT, bias, *here)
 
     def _each(self, change: Callable[[Tensor, int], Tensor]) -> ForwardMeta:
         """The block with `change(tensor, axis of its tokens)` in place of each tensor."""
-        tensors = self.slots_RT, self.positions_RT, self.bias_R1TE, *self.rope
-        tensors += self.windowed or ()
-        pairs = zip(tensors, TOKEN_AXES, strict=False)
-        return self.with_tensors(*(None if x is None else change(x, axis) for x, axis in pairs))
+        seen: tuple[Any, ...] = (self.bias_R1TE, *self.rope, *self.windowed)
+        pairs = zip(seen, TOKEN_AXES[2:], strict=False)
+        changed = (None if x is None else change(x, axis) for x, axis in pairs)
+        return self.with_tensors(change(self.slots_RT, 1), change(self.positions_RT, 1), *changed)
 
 
 class KVCache:

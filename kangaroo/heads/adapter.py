@@ -9,7 +9,6 @@ Shapes: B rows, N tokens of a block, D hidden size, K draft vocabulary, V vocabu
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -145,12 +144,11 @@ class Adapter(Layer):
         grown = Adapter(lm, self.exit_layer, parts)
         grown.head = self.head
         grown.copy_layers(lm, self.exit_layer)
+        last: list[Tensor]
         last = [attention.get_parameter("o_proj.weight") for _, attention in grown.attentions[1:]]
         if parts.feed_forward:
-            down = r"(experts\.)?down_proj(\.weight)?"
-            last += [
-                x for name, x in grown.feed_forward.named_parameters() if re.fullmatch(down, name)
-            ]
+            weights = grown.get_submodule("feed_forward").named_parameters()
+            last += [weight for name, weight in weights if "down_proj" in name]
         if parts.fused:
             last.append(grown.fuse.weight)
         for weight in last:

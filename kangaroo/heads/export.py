@@ -26,6 +26,7 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import HeadConfig
 from kangaroo.models import loading as models
+from kangaroo.models.layer_weights import packed_linears
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
@@ -83,10 +84,13 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
     head = weights.get("head.weight")
     vocabulary = None if head is None or len(head) == lm.config.vocab_size else len(head)
     check(adapter.architecture, vocabulary)
+    reason = "its weights are quantized" if packed_linears(lm.layers) else None
     if hasattr(lm.layers[0], "post_feedforward_layernorm"):
+        reason = f"{lm.config.model_type} layers have norms after their parts, and an adapter none"
+    if reason is not None:
         raise ConfigError(
-            f"an adapter of {lm.name} cannot become a draft model: {lm.config.model_type} layers "
-            "have norms after their parts, and an adapter has none. Decode with it here."
+            f"an adapter of {lm.name} cannot become a draft model: {reason}. Decode with it here "
+            "(drafter=kangaroo)."
         )
     first, last = adapter.exit_layer, adapter.exit_layer + adapter.depth - 1
     state = _shallow_state(lm, first) | {  # a part that the adapter does not have adds nothing

@@ -28,14 +28,21 @@ def layer_weights(layer: nn.Module) -> LayerWeights:
     )
 
 
+def can_record(hf: PreTrainedModel) -> bool:
+    """Whether a step may be recorded as a CUDA graph: not where experts or linear layers of another
+    library may wait for the host."""
+    foreign = any(type(linear) is not nn.Linear for linear in packed_linears(hf).values())
+    return not foreign and not any(hasattr(layer.mlp, "experts") for layer in hf.model.layers)
+
+
 def norms_before(layer: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     """The norms that a layer has before its attention and before its feed-forward part: OLMo 2 has
     none there, and what Llama calls `post_attention_layernorm` is in Gemma another one."""
-    before_attention = getattr(layer, "input_layernorm", None)
-    if before_attention is None:
+    norms = dict(layer.named_children())
+    if "input_layernorm" not in norms:
         return None, None
-    after = layer.post_attention_layernorm
-    return before_attention, getattr(layer, "pre_feedforward_layernorm", after)
+    after_attention = norms["post_attention_layernorm"]
+    return norms["input_layernorm"], norms.get("pre_feedforward_layernorm", after_attention)
 
 
 def packed_linears(module: nn.Module) -> dict[str, nn.Module]:
@@ -89,7 +96,7 @@ def is_plain(hf: PreTrainedModel) -> bool:
     """Whether a model computes what its weights say: it is of a family that native code knows, has
     no hooks, no windows, no layers without rotation (SmolLM3's), and no weights, such as LoRA's,
     but those that native code reads, all of one number format."""
-    if hf.config.model_type not in PLAIN or window_of(hf.config)[0]:
+    if hf.config.model_type not in PLAIN or window_of(hf.config)[0] or packed_linears(hf):
         return False
     if not all(getattr(layer.self_attn, "use_rope", True) for layer in hf.model.layers):
         return False

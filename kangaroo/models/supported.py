@@ -24,12 +24,6 @@ def check_supported(config: PretrainedConfig) -> None:
             f"'{name}' is a {config.model_type} model; supported are {', '.join(SUPPORTED)}. "
             f"{FIXES.get(config.model_type, 'Choose another model.path.')}"
         )
-    if quantization := getattr(config, "quantization_config", None):
-        fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
-        raise UnsupportedModel(
-            f"'{name}' is quantised ({fields.get('quant_method', 'format not named')}), which is "
-            "not supported yet. Pass the checkpoint that it was made from, in bfloat16 or float16."
-        )
     if getattr(config, "use_bidirectional_attention", None):
         raise UnsupportedModel(
             f"'{name}' attends to later tokens too (use_bidirectional_attention), so it is made to "

@@ -29,7 +29,8 @@ from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.cache import ForwardMeta, KVCache, occupied
 from kangaroo.engine.tree import Tree
 from kangaroo.models.attention import ATTENTION, attention, has_flash
-from kangaroo.models.layer_weights import fingerprint, is_plain, layer_weights
+from kangaroo.models.layer_weights import can_record, fingerprint, is_plain, layer_weights
+from kangaroo.models.quantizing import check_head
 from kangaroo.models.supported import FULL, WINDOWED, check_supported, eos_ids, ropes, window_of
 
 PROMPT_CHUNK = 1024  # tokens of a prompt that bound its memory, without native code
@@ -46,6 +47,7 @@ class TargetModel(nn.Module):
     def __init__(self, hf: PreTrainedModel):
         super().__init__()
         check_supported(hf.config)
+        check_head(hf)
         hf.set_attn_implementation(ATTENTION)
         self.hf = hf.eval().requires_grad_(False)
         self.config = hf.config
@@ -53,6 +55,7 @@ class TargetModel(nn.Module):
         self.head = hf.lm_head
         self.dtype = self.head.weight.dtype
         self.device = hf.model.embed_tokens.weight.device
+        self.weight_bits: int | None = None  # of a quantized `meta_model`, whose weights tell less
         self.layer_devices = [next(layer.parameters()).device for layer in self.layers]
         self.acceleration = Acceleration()
         self.native_layers: native.Stack | None = None
@@ -77,7 +80,7 @@ class TargetModel(nn.Module):
         plain = is_plain(self.hf) and self.config.hidden_act == "silu"
         device, *others = {*self.layer_devices, self.head.weight.device}
         if device.type == "cuda" and not others:
-            graphs = Graphs(self.device)
+            graphs = Graphs(self.device) if can_record(self.hf) else None
             kernels = cuda.usable_layers(dtype, sizes, plain, self.device)
         elif device.type == "cpu" and not others and plain and dtype in native.DTYPES:
             library = native.library() if sizes.head_size <= native.WIDEST_HEAD else None
@@ -88,7 +91,9 @@ class TargetModel(nn.Module):
 
     def decode_by(self, acceleration: Acceleration) -> TargetModel:
         """Leave a step of decoding to what is faster."""
-        layers = acceleration.part("Stack", list(map(layer_weights, self.layers)))
+        reads_weights = acceleration.library or acceleration.kernels
+        weights = list(map(layer_weights, self.layers)) if reads_weights else []
+        layers = acceleration.part("Stack", weights)
         head = acceleration.part("Head", self.head.weight)
         if acceleration.kernels is None:
             self.native_layers, self.native_head = layers, head
@@ -182,10 +187,9 @@ class TargetModel(nn.Module):
         key = ("block", use, tree.is_chain, tree.size, tree.max_depth, extent, n_slots, below)
         tokens, inputs = len(start_B) * tree.size, (start_B, *parents)
         tensors = self.acceleration.replay((cache,), key, work, *inputs, tokens=tokens)
-        slots_BN, positions_BN, bias_B1NE, *rope = tensors
+        slots_BN, positions_BN, bias_B1NE, cos, sin, *windowed = tensors
         here, rows = (slots_BN, positions_BN, bias_B1NE), slice(0, len(start_B))
-        meta = ForwardMeta(*here, extent, rows, tuple(rope[:2]), recordable=True)
-        return meta.with_tensors(*tensors)
+        return ForwardMeta(*here, extent, rows, (cos, sin), True, tuple(windowed))
 
     def _placed(
         self, tree: Tree, start_B: Tensor, extent: int, n_slots: int, below: int

@@ -29,6 +29,7 @@ from cases import (
     samplings,
 )
 from helpers import (
+    ARCHITECTURES,
     adapter_for,
     graphed,
     random_prompts,
@@ -52,11 +53,13 @@ from kangaroo.evaluation.lossless import fork
 from kangaroo.models.attention import usual_attention
 from kangaroo.models.target import TargetModel
 
+OTHERS = [*ARCHITECTURES][list(ARCHITECTURES).index("smollm3") :]
 LONGER = random_prompts(5, 55, 1, 120)
 
 
 # Every drafter on every family; over them the batches take turns, the cheapest most often, and so
-# do the samplings. As 7 and 5 have no common divisor, every sampling meets every batch.
+# do the samplings. As 7 and 5 have no common divisor, every sampling meets every batch. Of the
+# families that transformers' modules run, each drafter has two in the fast tests.
 TURNS = ["alone", "ragged", "admitted", "ragged", "ragged", "admitted", "ragged"]
 
 
@@ -91,7 +94,18 @@ def check(drafter: str, family: str, sampling: str, batch: str) -> None:
     assert [p + done[i].tokens for i, p in enumerate(PROMPTS)] == case.texts
 
 
-@pytest.mark.parametrize("drafter, family, sampling, batch", COVERING)
+def tier(drafter: str, family: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Of the covering's cases."""
+    if family not in OTHERS or drafter in ("kangaroo", "kangaroo-tree"):
+        return ()
+    turn = list(DRAFTERS).index(drafter) + OTHERS.index(family)
+    return () if turn % (len(OTHERS) // 2) == 0 else (pytest.mark.slow,)
+
+
+@pytest.mark.parametrize(
+    "drafter, family, sampling, batch",
+    [pytest.param(*case, marks=tier(*case[:2])) for case in COVERING],
+)
 def test_drafter_writes_what_vanilla_decoding_writes(drafter, family, sampling, batch):
     check(drafter, family, sampling, batch)
 
