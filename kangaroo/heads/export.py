@@ -26,6 +26,7 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import HeadConfig
 from kangaroo.models import loading as models
+from kangaroo.models.attention import usual_attention
 from kangaroo.models.layer_weights import packed_linears
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.target import TargetModel
@@ -140,7 +141,8 @@ def _model(
     if getattr(config, "layer_types", None):
         types = lm.config.layer_types  # the layers above the exit are such as that one
         config.layer_types = [types[min(layer, exit_layer)] for layer in range(layers)]
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=lm.dtype)
+    options: dict[str, Any] = {"attn_implementation": usual_attention(lm.hf), "dtype": lm.dtype}
+    model: Any = AutoModelForCausalLM.from_config(config, **options)
     model.load_state_dict(state, strict=True, assign=True)
     model.tie_weights()
     # The target's special tokens. How the target samples is not the draft's matter, and what some

@@ -19,6 +19,7 @@ from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, lo
 from kangaroo.utils.errors import (
     ConfigError,
     CorruptFile,
+    MissingPackage,
     ModelNotFound,
     ModelTooLarge,
     UnsupportedModel,
@@ -151,8 +152,8 @@ CHANGES = [
     ({"rope_parameters": SCALED | {"partial_rotary_factor": 0.5}}, UnsupportedModel, "or=0.5 with"),
     ({"model_type": "no-such-kind"}, UnsupportedModel, "no-such-kind"),
     *(
-        ({"quantization_config": {"quant_method": name}}, UnsupportedModel, rf"\({name}\)")
-        for name in ("gptq", "awq", "bitsandbytes", "compressed-tensors", "fp8")
+        ({"quantization_config": {"quant_method": name}}, MissingPackage, rf"\({name}\).*=int8")
+        for name in ("gptq", "awq", "bitsandbytes", "compressed-tensors")
     ),
 ]
 
