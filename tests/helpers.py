@@ -27,8 +27,8 @@ from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.heads.eagle_head import EagleHead
-from kangaroo.models.attention import usual_attention
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load, random_model
+from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
 from kangaroo.training.recipe import AdapterRecipe
 

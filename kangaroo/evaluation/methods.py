@@ -18,8 +18,9 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.records import MethodRun
-from kangaroo.models.attention import ATTENTION, usual_attention
+from kangaroo.models.attention import ATTENTION
 from kangaroo.models.prompts import plain_text
+from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
 
 Decoder = Callable[[list[int], int, int], MethodRun]

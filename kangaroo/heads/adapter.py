@@ -88,13 +88,13 @@ class Adapter(Layer):
         vocabulary_K: Tensor | None = None,
     ):
         parts = architecture or AdapterHeadConfig()
-        deep_tap = lm.n_layers - 1 if parts.fused else None
-        super().__init__(lm, parts, exit_layer, deep_tap, like=exit_layer)
         if not 0 < exit_layer < lm.n_layers:
             raise AdapterMismatch(
                 f"exit layer {exit_layer} does not lie inside the target's {lm.n_layers} layers; "
                 f"choose 1 to {lm.n_layers - 1}."
             )
+        deep_tap = lm.n_layers - 1 if parts.fused else None
+        super().__init__(lm, parts, exit_layer, deep_tap, like=exit_layer)
         layer, size = lm.layers[exit_layer], lm.config.hidden_size
         if parts.fused:
             self.shallow_norm, self.deep_norm = lm.new_norm(), lm.new_norm()

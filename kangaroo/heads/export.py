@@ -26,9 +26,9 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import HeadConfig
 from kangaroo.models import loading as models
-from kangaroo.models.attention import usual_attention
 from kangaroo.models.layer_weights import packed_linears
 from kangaroo.models.loading import ModelConfig
+from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import new_folder

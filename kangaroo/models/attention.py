@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
-from transformers import PreTrainedModel
 
 ATTENTION = "kangaroo"  # the name under which transformers finds it
 
@@ -103,11 +102,6 @@ def where_read(
     out_RNHC, _ = attention(torch.nn.Identity(), q_RHNC, *keys, bias_R1NE, scaling, softcap=softcap)
     out_RHTC = out_RNHC.new_zeros(q_RHTC.shape)  # autocast may have changed the dtype
     return out_RHTC.scatter(2, places_RHNC, out_RNHC.transpose(1, 2)).transpose(1, 2)
-
-
-def usual_attention(hf: PreTrainedModel) -> str:
-    """What transformers' own generation attends by: torch's kernels, if they compute the same."""
-    return "sdpa" if hf._supports_sdpa else "eager"
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:

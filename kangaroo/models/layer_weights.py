@@ -32,7 +32,12 @@ def can_record(hf: PreTrainedModel) -> bool:
     """Whether a step may be recorded as a CUDA graph: not where experts or linear layers of another
     library may wait for the host."""
     foreign = any(type(linear) is not nn.Linear for linear in packed_linears(hf).values())
-    return not foreign and not any(hasattr(layer.mlp, "experts") for layer in hf.model.layers)
+    return not foreign and not has_experts(hf)
+
+
+def has_experts(hf: PreTrainedModel) -> bool:
+    """Whether it is a mixture of experts."""
+    return any(hasattr(layer.mlp, "experts") for layer in hf.model.layers)
 
 
 def norms_before(layer: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from kangaroo.models.layer_weights import FORMATS, packed_linears
+from kangaroo.models.layer_weights import FORMATS, has_experts, packed_linears
 from kangaroo.utils.errors import ConfigError, MissingPackage, UnsupportedModel
 from kangaroo.utils.folders import install
 
@@ -53,16 +53,16 @@ def quantize(
             f"'{model.config.name_or_path}' is quantized already ({method}); leave "
             f"model.quantization={quantization.value} out."
         )
+    if has_experts(model):
+        raise UnsupportedModel(
+            f"model.quantization={quantization.value} is for linear layers, and most weights of a "
+            f"{model.config.model_type} model are experts'. Pass model.path= a checkpoint that is "
+            "quantized already (FP8, AWQ)."
+        )
     modules: Any = model
     for layer in modules.model.layers:
-        if hasattr(layer.mlp, "experts"):
-            raise UnsupportedModel(
-                f"model.quantization={quantization.value} is for linear layers, and most weights "
-                f"of a {model.config.model_type} model are experts'. Pass model.path= a checkpoint "
-                "that is quantized already (FP8, AWQ)."
-            )
         layer = layer if device is None else layer.to(device)
-        weight = layer.self_attn.o_proj.weight
+        weight = next(layer.parameters())
         if quantization is Quantization.int8:
             how = ao.Int8WeightOnlyConfig()
         elif weight.is_cuda and weight.dtype is torch.bfloat16:  # torch has a kernel for that

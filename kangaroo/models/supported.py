@@ -65,6 +65,11 @@ def ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
     return [parameters] if "rope_type" in parameters else list(parameters.values())
 
 
+def usual_attention(hf: PreTrainedModel) -> str:
+    """What transformers' own generation attends by: torch's kernels, if they compute the same."""
+    return "sdpa" if hf._supports_sdpa else "eager"
+
+
 def eos_ids(hf: PreTrainedModel) -> list[int]:
     """Every token that ends a text: Llama 3 has several, named by the generation config."""
     eos = hf.generation_config.eos_token_id

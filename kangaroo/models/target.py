@@ -33,6 +33,7 @@ from kangaroo.models.layer_weights import can_record, fingerprint, is_plain, lay
 from kangaroo.models.quantizing import check_head
 from kangaroo.models.supported import FULL, WINDOWED, check_supported, eos_ids, ropes, window_of
 
+Pair = tuple[Tensor, Tensor]
 PROMPT_CHUNK = 1024  # tokens of a prompt that bound its memory, without native code
 
 AttentionInterface.register(ATTENTION, attention)
@@ -64,8 +65,8 @@ class TargetModel(nn.Module):
         self.cuda_head: Any = None
         self.window, self.windowed = window_of(self.config)
         self.has_two_ropes = len(ropes(self.config)) > 1
-        self.rope_tables: dict[bool, tuple[Tensor, Tensor]] = {}  # of layers without a window, with
-        self.outgrown_tables: list[tuple[Tensor, Tensor]] = []  # graphs read where they lie
+        self.rope_tables: dict[bool, Pair] = {}  # of layers without a window, with
+        self.outgrown_tables: list[Pair] = []  # graphs read where they lie
 
     def compile_for_decoding(self, huge_pages: bool = True) -> TargetModel:
         """Decode in native code on a CPU, where the model is of its kind and there is a compiler;
@@ -91,9 +92,8 @@ class TargetModel(nn.Module):
 
     def decode_by(self, acceleration: Acceleration) -> TargetModel:
         """Leave a step of decoding to what is faster."""
-        reads_weights = acceleration.library or acceleration.kernels
-        weights = list(map(layer_weights, self.layers)) if reads_weights else []
-        layers = acceleration.part("Stack", weights)
+        reads = acceleration.library or acceleration.kernels
+        layers = acceleration.part("Stack", [layer_weights(x) for x in self.layers if reads])
         head = acceleration.part("Head", self.head.weight)
         if acceleration.kernels is None:
             self.native_layers, self.native_head = layers, head
@@ -177,12 +177,13 @@ class TargetModel(nn.Module):
         """
         extent = self.extent(n_slots, used + below)
         if recorded is None or self.acceleration.graphs is None:
-            return self._placed(tree, start_B, extent, n_slots, below)
+            return self.forward_meta_of(*tree.place(start_B, extent, below), n_slots)
         (use, cache), parents = recorded, () if tree.is_chain else (tree.parents_BN,)
 
         def work(start_B: Tensor, *parents: Tensor) -> tuple[Tensor, ...]:
             step_tree = Tree(parents[0], tree.max_depth) if parents else tree
-            return self._placed(step_tree, start_B, extent, n_slots, below).tensors()
+            place = step_tree.place(start_B, extent, below)
+            return self.forward_meta_of(*place, n_slots).tensors()
 
         key = ("block", use, tree.is_chain, tree.size, tree.max_depth, extent, n_slots, below)
         tokens, inputs = len(start_B) * tree.size, (start_B, *parents)
@@ -190,23 +191,6 @@ class TargetModel(nn.Module):
         slots_BN, positions_BN, bias_B1NE, cos, sin, *windowed = tensors
         here, rows = (slots_BN, positions_BN, bias_B1NE), slice(0, len(start_B))
         return ForwardMeta(*here, extent, rows, (cos, sin), True, tuple(windowed))
-
-    def _placed(
-        self, tree: Tree, start_B: Tensor, extent: int, n_slots: int, below: int
-    ) -> ForwardMeta:
-        device = start_B.device
-        slots_E = torch.arange(extent, device=device)
-        offsets_BN = start_B[:, None] + torch.arange(tree.size, device=device)
-        if tree.is_chain and not below:
-            hidden_BNE = slots_E > offsets_BN[..., None]
-            return self.forward_meta_of(offsets_BN, offsets_BN, hidden_BNE, n_slots)
-        slots_BN = offsets_BN % extent
-        positions_BN = (start_B[:, None] + tree.depth_BN).clamp(min=0)
-        seen_BNE = (slots_E < start_B[:, None])[:, None].repeat(1, tree.size, 1)
-        itself_NN = torch.eye(tree.size, dtype=torch.bool, device=device)
-        seen_BNN = tree.ancestors_BNN & ((offsets_BN >= 0)[:, None] | itself_NN)
-        seen_BNE.scatter_(2, slots_BN[:, None].expand_as(seen_BNN), seen_BNN)
-        return self.forward_meta_of(slots_BN, positions_BN, ~seen_BNE, n_slots)
 
     def forward_meta_of(
         self,
@@ -230,14 +214,16 @@ class TargetModel(nn.Module):
         if positions_BE is None:
             slots_BE = torch.arange(extent, device=slots_BN.device).repeat(len(slots_BN), 1)
             positions_BE = slots_BE.scatter(1, slots_BN, positions_BN)
-        hidden_BNE = hidden_BNE | self._outside(positions_BN, positions_BE)
         rope = self.rope_within(n_slots, positions_BN, True) if self.has_two_ropes else rope
-        return replace(meta, windowed=(self._bias(hidden_BNE)[:, None], *rope))
+        return self._with_window(meta, hidden_BNE, positions_BE, rope)
 
-    def _outside(self, positions_RT: Tensor, positions_RE: Tensor) -> Tensor:
-        """`[R, T, E]`: which tokens lie before another one's window."""
+    def _with_window(
+        self, meta: ForwardMeta, hidden_RTE: Tensor, positions_RE: Tensor, rope: Pair
+    ) -> ForwardMeta:
+        """The block, with this `rope` and a mask for layers that do not see past their window."""
         assert self.window is not None
-        return positions_RE[:, None] <= positions_RT[..., None] - self.window
+        outside_RTE = positions_RE[:, None] <= meta.positions_RT[..., None] - self.window
+        return replace(meta, windowed=(self._bias(hidden_RTE | outside_RTE)[:, None], *rope))
 
     def _bias(self, hidden: Tensor) -> Tensor:
         bias = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
@@ -260,23 +246,18 @@ class TargetModel(nn.Module):
         meta = ForwardMeta(positions_RT, positions_RT, bias, extent, rows, rope)
         if self.window is None:
             return meta
-        if stop > self.window:
-            slots_1E = torch.arange(extent, device=self.device)[None]
-            hidden_1TE = slots_1E[:, None] > positions_RT[..., None]
-            bias = self._bias(hidden_1TE | self._outside(positions_RT, slots_1E))[None]
+        slots_1E = torch.arange(extent, device=self.device)[None]
         rope = self.rope(positions_RT, True) if self.has_two_ropes else rope
-        return replace(meta, windowed=(bias, *rope))
+        return self._with_window(meta, slots_1E[:, None] > positions_RT[..., None], slots_1E, rope)
 
-    def rope(self, positions_BN: Tensor, windowed: bool = False) -> tuple[Tensor, Tensor]:
+    def rope(self, positions_BN: Tensor, windowed: bool = False) -> Pair:
         """Cosine and sine `[B, N, head size]` by the model's own rotary embedding."""
         like = torch.empty(0, dtype=self.dtype, device=positions_BN.device)
         kind = WINDOWED if windowed or all(self.windowed) else FULL
         by_kind = {"layer_type": kind} if self.has_two_ropes else {}
         return self.hf.model.rotary_emb(like, position_ids=positions_BN, **by_kind)
 
-    def rope_within(
-        self, n_slots: int, positions_BN: Tensor, windowed: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def rope_within(self, n_slots: int, positions_BN: Tensor, windowed: bool = False) -> Pair:
         """The same by a table, for positions below `n_slots`: less work in every step."""
         table = self.rope_tables.get(windowed)
         if table is None or len(table[0]) < n_slots:

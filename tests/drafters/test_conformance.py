@@ -50,7 +50,7 @@ from kangaroo.engine.requests import Request, StepRecord
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.engine.stepper import TensorStepper
 from kangaroo.evaluation.lossless import fork
-from kangaroo.models.attention import usual_attention
+from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
 
 # Of these, which transformers' modules run, the fast tests have two or three with each drafter, and

@@ -152,8 +152,13 @@ CHANGES = [
     ({"rope_parameters": SCALED | {"partial_rotary_factor": 0.5}}, UnsupportedModel, "or=0.5 with"),
     ({"model_type": "no-such-kind"}, UnsupportedModel, "no-such-kind"),
     *(
-        ({"quantization_config": {"quant_method": name}}, MissingPackage, rf"\({name}\).*=int8")
-        for name in ("gptq", "awq", "bitsandbytes", "compressed-tensors")
+        ({"quantization_config": fields}, MissingPackage, rf"\({fields['quant_method']}\).*=int8")
+        for fields in (
+            {"quant_method": "gptq", "bits": 4},
+            {"quant_method": "awq", "bits": 4},
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            {"quant_method": "compressed-tensors"},
+        )
     ),
 ]
 
