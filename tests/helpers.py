@@ -58,15 +58,8 @@ GRANITE = {
     "logits_scaling": 0.5,
 }
 SMALL_EXPERTS = {"moe_intermediate_size": 32, "decoder_sparse_step": 2}  # every second is dense
-# Families of targets: transformers' model type, and fields that differ from `tiny_model`'s.
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama-tied": ("llama", {"tie_word_embeddings": True}),
-    "llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
-    "llama-ungrouped": ("llama", {"num_key_value_heads": 4}),
-    "mistral": ("mistral", {}),
-    "qwen2-biased": ("qwen2", {}),
-    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+# Families that transformers' modules run; see `ARCHITECTURES`.
+BY_MODULES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),  # every second layer does not rotate
     "mistral-window": ("mistral", {"sliding_window": 7}),
     "phi3-window": ("phi3", {"sliding_window": 20}),
@@ -78,6 +71,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2} | SMALL_EXPERTS),
 }
+# Families of targets: transformers' model type, and fields that differ from `tiny_model`'s.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-ungrouped": ("llama", {"num_key_value_heads": 4}),
+    "mistral": ("mistral", {}),
+    "qwen2-biased": ("qwen2", {}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+} | BY_MODULES
 
 
 def tiny_model(architecture: str = "llama", deep_scale: float = 0.15, **overrides: object):

@@ -29,7 +29,7 @@ from cases import (
     samplings,
 )
 from helpers import (
-    ARCHITECTURES,
+    BY_MODULES,
     adapter_for,
     graphed,
     random_prompts,
@@ -53,10 +53,10 @@ from kangaroo.evaluation.lossless import fork
 from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
 
-# Of these, which transformers' modules run, the fast tests have two or three with each drafter, and
-# the slow ones the full product for those of `MOST`.
-OTHERS = [*ARCHITECTURES][list(ARCHITECTURES).index("mistral-window") :]
-MOST, PLAIN = ("kangaroo", "kangaroo-tree"), set(FAMILIES) - set(OTHERS)
+# Of these, which transformers' modules run, the fast tests have two with each drafter, and the slow
+# ones the full product with those of `MOST` alone.
+OTHERS, MOST = list(BY_MODULES), ("kangaroo", "kangaroo-tree")
+PLAIN = set(FAMILIES) - set(OTHERS)
 LONGER = random_prompts(5, 55, 1, 120)
 
 

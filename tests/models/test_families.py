@@ -7,7 +7,7 @@ import pytest
 import torch
 import training_cases
 from cases import DRAFTERS, NEW_TOKENS, PROMPTS, Case, samplings
-from helpers import ARCHITECTURES, EXIT, adapter_for, random_prompts, tiny, vanilla_texts
+from helpers import BY_MODULES, EXIT, adapter_for, random_prompts, tiny, vanilla_texts
 from torch.nn.attention.bias import causal_lower_right
 from training_cases import config, recipe, samples, train
 from transformers import Gemma3TextConfig, MistralConfig, Phi3Config, Qwen2Config
@@ -28,11 +28,11 @@ from kangaroo.utils.errors import ConfigError
 
 nothing_is_drawn = pytest.fixture(autouse=True)(training_cases.nothing_is_drawn)
 
-OTHERS = list(ARCHITECTURES)[list(ARCHITECTURES).index("mistral-window") :]
+OTHERS = list(BY_MODULES)
 
 
 def family(name):
-    architecture, fields = ARCHITECTURES[name]
+    architecture, fields = BY_MODULES[name]
     return tiny(architecture, **fields)
 
 
