@@ -51,7 +51,7 @@ from kangaroo.engine.sampling import Sampling, candidates, pick
 from kangaroo.heads import medusa_heads
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.heads.export import draft_model
+from kangaroo.heads.export import draft_model, truncated
 from kangaroo.heads.medusa_heads import MedusaHeads
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import AUTO
@@ -79,7 +79,9 @@ def kangaroo(lm: TargetModel, **parts: int) -> Kangaroo:
 
 
 def draft_lm(case: Case) -> TargetModel:
-    draft, kernels = TargetModel(draft_model(case.lm, case.adapter)), case.lm.acceleration.kernels
+    has_norms_after = hasattr(case.lm.layers[0], "post_feedforward_layernorm")
+    hf = truncated(case.lm, EXIT) if has_norms_after else draft_model(case.lm, case.adapter)
+    draft, kernels = TargetModel(hf), case.lm.acceleration.kernels
     if kernels is not None:
         return draft.decode_by(Acceleration(sizes=draft.sizes(), kernels=kernels))
     return draft.compile_for_decoding() if case.lm.acceleration.library else draft

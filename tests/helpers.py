@@ -27,6 +27,7 @@ from kangaroo.heads.base import Trainable
 from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load, random_model
+from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
 from kangaroo.training.recipe import AdapterRecipe
 
@@ -40,6 +41,35 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0}  # both are felt
+GLOBAL_LAST = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+LOCAL_ROPE = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "query_pre_attn_scalar": 8,
+}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.5,
+}
+SMALL_EXPERTS = {"moe_intermediate_size": 32, "decoder_sparse_step": 2}  # every second is dense
+# Families that transformers' modules run; see `ARCHITECTURES`.
+BY_MODULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),  # every second layer does not rotate
+    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "phi3-window": ("phi3", {"sliding_window": 20}),
+    "gemma2": ("gemma2", {"sliding_window": 9, "query_pre_attn_scalar": 8} | CAPS),
+    "gemma3": ("gemma3_text", {"sliding_window": 9, "layer_types": GLOBAL_LAST} | LOCAL_ROPE),
+    "granite": ("granite", GRANITE),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"sliding_window": 6}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2} | SMALL_EXPERTS),
+}
 # Families of targets: transformers' model type, and fields that differ from `tiny_model`'s.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -49,8 +79,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
     "qwen2-biased": ("qwen2", {}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
-    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),  # every second layer does not rotate
-}
+} | BY_MODULES
 
 
 def tiny_model(architecture: str = "llama", deep_scale: float = 0.15, **overrides: object):
@@ -71,7 +100,9 @@ def tiny_model(architecture: str = "llama", deep_scale: float = 0.15, **override
     for parameter in hf.parameters():
         if parameter.ndim == 1:  # norms start at one and biases at zero: both would hide mistakes
             parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
-    hf.model.norm.weight.data *= 2  # as sure of its tokens, here and there, as a trained model
+    zero = float(architecture.startswith("gemma"))  # whose weights count from one
+    norm = hf.model.norm.weight.data
+    norm.copy_(2 * (norm + zero) - zero)  # as sure of its tokens, here and there, as a trained one
     return hf
 
 
@@ -129,9 +160,10 @@ def eagle_for(lm: TargetModel) -> EagleHead:
     head.copy_layers(lm, lm.n_layers - 1)
     head.join.weight.data = torch.cat([torch.zeros(size, size), torch.eye(size)], 1)
     generator = torch.Generator().manual_seed(3)
-    for name in ("join", "attention.o_proj", "feed_forward.down_proj"):
-        weight = head.get_parameter(f"{name}.weight").data
-        weight += 0.1 * torch.randn(weight.shape, generator=generator)
+    last = ("join.weight", "o_proj.weight", "down_proj.weight", "experts.down_proj")
+    for name, weight in head.named_parameters():
+        if name.endswith(last):
+            weight.data += 0.1 * torch.randn(weight.shape, generator=generator)
     return head.to(lm.device, lm.dtype).requires_grad_(False)
 
 
@@ -184,7 +216,7 @@ def vanilla_texts(
 
 def forward_logits(lm: TargetModel, tokens: Sequence[int]) -> Tensor:
     """Logits `[T, V]` by transformers' own forward and attention."""
-    lm.hf.set_attn_implementation("sdpa")
+    lm.hf.set_attn_implementation(usual_attention(lm.hf))
     try:
         with torch.no_grad():
             return lm.hf(torch.tensor([list(tokens)])).logits[0]

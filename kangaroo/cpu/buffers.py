@@ -179,8 +179,7 @@ def native_target(lm: TargetModel, cache: KVCache) -> tuple[Structure, tuple[Ten
     stack, head = lm.native_layers, lm.native_head
     assert stack is not None and head is not None
     lm.rope_within(cache.n_slots, torch.zeros(1, 1, dtype=torch.long))
-    assert lm.rope_table is not None
-    cos_SC, sin_SC = lm.rope_table
+    cos_SC, sin_SC = lm.rope_tables[False]
     target = native.NativeTarget(
         sizes=lm.sizes().native(),
         stack=stack.native(cache, range(lm.n_layers)),
@@ -189,4 +188,4 @@ def native_target(lm: TargetModel, cache: KVCache) -> tuple[Structure, tuple[Ten
         cos=cos_SC.data_ptr(),
         sin=sin_SC.data_ptr(),
     )
-    return target, lm.rope_table
+    return target, lm.rope_tables[False]

@@ -61,7 +61,7 @@ class KangarooTreeConfig(EarlyExitConfig):
 class Level(NamedTuple):
     """Nodes of one depth, all of which have passed the shallow layers: their places in the draft,
     those of their parents, confidence, shallow states, true for the slots that they do not see; and
-    their block."""
+    the tensors of their block."""
 
     number_BL: Tensor
     parents_BL: Tensor
@@ -69,14 +69,14 @@ class Level(NamedTuple):
     score_BL: Tensor
     f_BLD: Tensor
     hidden_BLE: Tensor
-    slots_BL: Tensor
-    positions_BL: Tensor
-    bias_B1LE: Tensor
-    cos_BLC: Tensor
-    sin_BLC: Tensor
+    layout: Tensors
 
-
-FIELDS, LAYOUT = len(Level._fields), slice(6, None)  # of a level: all, and those of its block
+    @staticmethod
+    def split(tensors: Tensors, block: int) -> tuple[Level, Tensors]:
+        """A level, whose block has so many tensors, and what comes after it."""
+        number, parents, tokens, score, f, hidden, *others = tensors
+        layout = tuple(others[:block])
+        return Level(number, parents, tokens, score, f, hidden, layout), tuple(others[block:])
 
 
 class KangarooTree(EarlyExit):
@@ -123,14 +123,16 @@ class KangarooTree(EarlyExit):
         meta, draws = self.pin_round(batch, meta)
         pending = batch.last(1), meta, self.shallow_BWD, batch.length_B
         tensors = self.replay(batch, ("root",), partial(self.start_tree, batch), *pending)
-        levels, (f_BND, *deep), read = [Level(*tensors[:FIELDS])], tensors[FIELDS:], meta
+        block = len(meta.tensors())
+        root, (f_BND, *deep) = Level.split(tensors, block)
+        levels, read = [root], meta
         valid = [np.ones_like(active)]
         for step in range(1, self.steps + 1):
             # a graph a level, so that none overwrites what the round still reads of another
             key, work = ("level", step, batch.sampling.kind), partial(self.grow, batch, step)
             last = levels[-1].number_BL, levels[-1].score_BL, levels[-1].hidden_BLE
             tensors = self.replay(batch, key, work, f_BND, read, *last, *draws, *deep)
-            level, (best_B, *deep) = Level(*tensors[:FIELDS]), tensors[FIELDS:]
+            level, (best_B, *deep) = Level.split(tensors, block)
             levels.append(level)
             valid.append(active)
             if step == self.steps:
@@ -139,7 +141,7 @@ class KangarooTree(EarlyExit):
                 active = active & (np.array(best_B.tolist(), np.float32) > limits[:, step])
                 if not active.any():
                     break
-            read, f_BND = meta.with_tensors(*level[LAYOUT]), level.f_BLD
+            read, f_BND = meta.with_tensors(*level.layout), level.f_BLD
         limited = self.auto or batch.active > 1
         worth = self.min_node_chances(batch.budget, batch.active) if limited else []
         return self._pruned(batch, meta, levels, np.stack(valid, 1), worth)
@@ -188,11 +190,20 @@ class KangarooTree(EarlyExit):
         hidden_BLE = take(hidden_BLE, of_parent_BL).scatter(2, slots_BL[..., None], False)
         tokens_BL = candidates_BLC.flatten(1).gather(1, index_BL)
         at_BL = (length_B[:, None] - 1 + step).expand(-1, self.top_k)
-        new_meta = self.lm.forward_meta_of(slots_BL, at_BL, hidden_BLE, batch.n_slots)
+        place = slots_BL, at_BL, hidden_BLE, batch.n_slots, self.positions(length_B, meta.extent)
+        new_meta = self.lm.forward_meta_of(*place)
         f_BLD = self.run_shallow(tokens_BL, batch, new_meta)
         level = number_BL, parents_BL, tokens_BL, score_BL, f_BLD, hidden_BLE, *new_meta.tensors()
         further = (take(adapted_BLD, of_parent_BL),) if self.reads_deep else ()
         return *level, score_BL.amax(1), *further
+
+    def positions(self, length_B: Tensor, extent: int) -> Tensor | None:
+        """Of what lies in the slots, `[B, E]`; None where no window asks for them."""
+        if self.lm.window is None:
+            return None
+        slots_E, length_B1 = torch.arange(extent, device=length_B.device), length_B[:, None]
+        depth_BE = (slots_E - length_B1 + self.top_k) // self.top_k  # of a drafted node
+        return torch.minimum(slots_E, length_B1 - 1 + depth_BE.clamp(min=0))
 
     def _pruned(
         self,
@@ -211,7 +222,8 @@ class KangarooTree(EarlyExit):
         """
         count, device = len(levels), batch.length_B.device
         most = 1 + (count - 1) * self.top_k
-        _, parents, tokens, score, states, _, *layout = zip(*levels, strict=True)
+        _, parents, tokens, score, states, _, layouts = zip(*levels, strict=True)
+        layout = list(zip(*layouts, strict=True))
 
         def ranked(valid_BS: Tensor, worth_W: Tensor, *parts: Tensor) -> Tensors:
             parents_BN, score_BN = torch.cat(parts[:count], 1), torch.cat(parts[count:], 1)

@@ -10,8 +10,9 @@ import ctypes
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.nn.attention.bias import CausalBias
 
 from kangaroo.cpu.huge_pages import zeros
 
-TOKEN_AXES = 1, 1, 2, 1, 1  # of each of `ForwardMeta.tensors`
+TOKEN_AXES = 1, 1, 2, 1, 1, 2, 1, 1  # of each of `ForwardMeta.tensors`
 BUCKET = 64  # attention reads the occupied slots rounded up to this, so few shapes occur
 LEAST_RECORDED = 256  # where each shape is recorded as a graph: this, or a larger power of two
 
@@ -37,6 +38,7 @@ class ForwardMeta:
         extent: how many slots attention reads.
         rows: the range of batch rows that the block covers.
         recordable: a step of decoding, which may be recorded as a graph.
+        windowed: mask, cosine and sine that layers with a window read instead, if there are such.
     """
 
     slots_RT: Tensor
@@ -46,6 +48,14 @@ class ForwardMeta:
     rows: slice
     rope: tuple[Tensor, Tensor]
     recordable: bool = False
+    windowed: tuple[Any, ...] = ()
+
+    def of_layer(self, windowed: bool) -> ForwardMeta:
+        """The block as a layer with a window reads it, or as one without."""
+        if not windowed or not self.windowed:
+            return self
+        bias_R1TE, cos, sin = self.windowed
+        return replace(self, bias_R1TE=bias_R1TE, rope=(cos, sin), windowed=())
 
     def narrow(self, start: int, width: int) -> ForwardMeta:
         """The `width` tokens from `start` on, or as many as there are: views."""
@@ -73,26 +83,26 @@ class ForwardMeta:
     def join(metas: Sequence[ForwardMeta]) -> ForwardMeta:
         """Blocks of the same rows and extent as one block."""
         kinds = zip(*(meta.tensors() for meta in metas), strict=True)
-        joined = (torch.cat(kind, axis) for kind, axis in zip(kinds, TOKEN_AXES, strict=True))
+        joined = (torch.cat(kind, axis) for kind, axis in zip(kinds, TOKEN_AXES, strict=False))
         return metas[0].with_tensors(*joined)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What differs between two steps whose blocks have one shape; see `with_tensors`."""
         assert self.bias_R1TE is not None
-        return (self.slots_RT, self.positions_RT, self.bias_R1TE, *self.rope)
+        return (self.slots_RT, self.positions_RT, self.bias_R1TE, *self.rope, *self.windowed)
 
-    def with_tensors(
-        self, slots_RT: Tensor, positions_RT: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor
-    ) -> ForwardMeta:
+    def with_tensors(self, slots_RT: Tensor, positions_RT: Tensor, *seen: Any) -> ForwardMeta:
         """A block of the same rows and extent with other tensors, in the order of `tensors`."""
-        here = self.extent, self.rows, (cos, sin), self.recordable
+        bias, cos, sin, *windowed = seen
+        here = self.extent, self.rows, (cos, sin), self.recordable, tuple(windowed)
         return ForwardMeta(slots_RT, positions_RT, bias, *here)
 
     def _each(self, change: Callable[[Tensor, int], Tensor]) -> ForwardMeta:
         """The block with `change(tensor, axis of its tokens)` in place of each tensor."""
-        bias = None if self.bias_R1TE is None else change(self.bias_R1TE, 2)
-        slots_RT, positions_RT = change(self.slots_RT, 1), change(self.positions_RT, 1)
-        return self.with_tensors(slots_RT, positions_RT, bias, *(change(x, 1) for x in self.rope))
+        seen: tuple[Any, ...] = (self.bias_R1TE, *self.rope, *self.windowed)
+        pairs = zip(seen, TOKEN_AXES[2:], strict=False)
+        changed = (None if x is None else change(x, axis) for x, axis in pairs)
+        return self.with_tensors(change(self.slots_RT, 1), change(self.positions_RT, 1), *changed)
 
 
 Chunk = tuple[Tensor, ForwardMeta, dict[int, Tensor]]  # of a prompt, as `Drafter.prefill` takes it

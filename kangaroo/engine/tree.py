@@ -52,6 +52,23 @@ class Tree:
         """Edges from the root to each node; 0 at the root."""
         return self.ancestors_BNN.sum(-1) - 1
 
+    def place(self, start_B: Tensor, extent: int, below: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots and positions of the nodes, `[B, N]`, and which of `extent` slots each does not
+        see, `[B, N, extent]`; the arguments are those of `TargetModel.forward_meta`.
+        """
+        device = start_B.device
+        slots_E = torch.arange(extent, device=device)
+        offsets_BN = start_B[:, None] + torch.arange(self.size, device=device)
+        if self.is_chain and not below:
+            return offsets_BN, offsets_BN, slots_E > offsets_BN[..., None]
+        slots_BN = offsets_BN % extent
+        positions_BN = (start_B[:, None] + self.depth_BN).clamp(min=0)
+        seen_BNE = (slots_E < start_B[:, None])[:, None].repeat(1, self.size, 1)
+        itself_NN = torch.eye(self.size, dtype=torch.bool, device=device)
+        seen_BNN = self.ancestors_BNN & ((offsets_BN >= 0)[:, None] | itself_NN)
+        seen_BNE.scatter_(2, slots_BN[:, None].expand_as(seen_BNN), seen_BNN)
+        return slots_BN, positions_BN, ~seen_BNE
+
     @staticmethod
     @cache  # without a limit, since graphs read where it lies
     def chain(size: int, device: torch.device) -> Tree:

@@ -20,6 +20,7 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.records import MethodRun
 from kangaroo.models.attention import ATTENTION
 from kangaroo.models.prompts import plain_text
+from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
 
 # Takes a prompt's ids, the most new tokens, and a seed.
@@ -53,7 +54,7 @@ def by_transformers(
 @contextmanager
 def transformers_attention(lm: TargetModel) -> Iterator[None]:
     """Give the model its usual attention back, since `generate` brings its own cache."""
-    lm.hf.set_attn_implementation("sdpa")
+    lm.hf.set_attn_implementation(usual_attention(lm.hf))
     try:
         yield
     finally:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from kangaroo.cpu import native
 from kangaroo.heads import base
 from kangaroo.heads.layer import Layer
-from kangaroo.models.layer_weights import attention_weights, feed_forward_weights
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, ConfigError
 from kangaroo.utils.ranges import Layers
@@ -88,12 +87,13 @@ class Adapter(Layer):
         vocabulary_K: Tensor | None = None,
     ):
         parts = architecture or AdapterHeadConfig()
-        super().__init__(parts, exit_layer, lm.n_layers - 1 if parts.fused else None)
         if not 0 < exit_layer < lm.n_layers:
             raise AdapterMismatch(
                 f"exit layer {exit_layer} does not lie inside the target's {lm.n_layers} layers; "
                 f"choose 1 to {lm.n_layers - 1}."
             )
+        deep_tap = lm.n_layers - 1 if parts.fused else None
+        super().__init__(lm, parts, exit_layer, deep_tap, like=exit_layer)
         layer, size = lm.layers[exit_layer], lm.config.hidden_size
         if parts.fused:
             self.shallow_norm, self.deep_norm = lm.new_norm(), lm.new_norm()
@@ -119,7 +119,9 @@ class Adapter(Layer):
         assert self.norm is not None
         self.norm.load_state_dict(lm.hf.model.norm.state_dict())
         with torch.no_grad():
-            self.norm.get_parameter("weight").mul_(0.3)
+            zero = 1 - lm.new_norm().get_parameter("weight")  # Gemma's weights count from one
+            weight = self.norm.get_parameter("weight")
+            weight.copy_((weight + zero) * 0.3 - zero)
             if self.architecture.fused:
                 self.fuse.weight.zero_()  # begins as if it saw the shallow state alone
         if self.head is not None:
@@ -139,13 +141,14 @@ class Adapter(Layer):
         grown = Adapter(lm, self.exit_layer, parts)
         grown.head = self.head
         grown.copy_layers(lm, self.exit_layer)
-        last = [attention_weights(attention)["o"] for _, attention in grown.attentions[1:]]
+        last: list[Tensor]
+        last = [attention.get_parameter("o_proj.weight") for _, attention in grown.attentions[1:]]
         if parts.feed_forward:
-            last.append(feed_forward_weights(grown.get_submodule("feed_forward"))["down"])
+            weights = grown.get_submodule("feed_forward").named_parameters()
+            last += [weight for name, weight in weights if "down_proj" in name]
         if parts.fused:
             last.append(grown.fuse.weight)
         for weight in last:
-            assert weight is not None
             nn.init.zeros_(weight)
         grown.load_state_dict(self.state_dict(), strict=False)
         return grown

@@ -33,6 +33,11 @@ FIXED = """
     model_type hidden_size intermediate_size num_hidden_layers vocab_size num_attention_heads
     num_key_value_heads head_dim rope_parameters rms_norm_eps tie_word_embeddings
 """.split()  # fields of a target's config that fix what it computes
+OF_FAMILIES = """
+    sliding_window query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
+    embedding_multiplier residual_multiplier attention_multiplier logits_scaling
+    num_experts num_local_experts num_experts_per_tok moe_intermediate_size
+""".split()  # such as only some families have
 TRAINED = Path("outputs/train")
 
 log = logging.getLogger(__name__)
@@ -70,6 +75,7 @@ def target_hash(lm: TargetModel) -> str:
     """Hash of the config fields that fix what the target computes, whatever else its file holds."""
     config = lm.config.to_dict()
     fields = {name: config.get(name) for name in FIXED}
+    fields |= {name: config[name] for name in OF_FAMILIES if config.get(name) is not None}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -35,6 +35,7 @@ class DraftHead:
         else:  # gathered once: a copy of this part alone, in memory alone
             self.weight_KD = lm.head.weight[vocabulary_K.to(lm.head.weight.device)]
         self.table_KR: Tensor | None = None  # for the last R numbers of each state, if it has them
+        self.finish = lm.finish_logits
         self.native: Any = None  # `native.Head`, or that of `kangaroo.cuda.layers`
         self.chooses = False
 
@@ -64,7 +65,7 @@ class DraftHead:
         if self.table_KR is not None:
             near_MK = F.linear(adapted_MD[:, size:].to(self.table_KR), self.table_KR)
             logits_MK = logits_MK + near_MK.to(logits_MK)
-        return logits_MK.to(self.device)
+        return self.finish(logits_MK).to(self.device)
 
     def choose(self, adapted_MD: Tensor) -> tuple[Tensor, Tensor] | None:
         """The likeliest token of each and its chance, both `[M, 1]`; see `TargetModel.choose`."""

@@ -51,7 +51,8 @@ class EagleHead(Layer):
     architecture: EagleHeadConfig
 
     def __init__(self, lm: TargetModel, architecture: EagleHeadConfig | None = None):
-        super().__init__(architecture or EagleHeadConfig(), exit_layer=0, deep_tap=lm.n_layers)
+        parts, deepest = architecture or EagleHeadConfig(), lm.n_layers
+        super().__init__(lm, parts, exit_layer=0, deep_tap=deepest, like=deepest - 1)
         last, size = lm.layers[-1], lm.config.hidden_size
         self.join = nn.Linear(2 * size, size)
         self.attention = type(last.self_attn)(lm.config, layer_idx=0)

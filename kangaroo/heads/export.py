@@ -25,7 +25,9 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import HeadConfig
 from kangaroo.models import loading as models
+from kangaroo.models.layer_weights import packed_linears
 from kangaroo.models.loading import ModelConfig
+from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import new_folder
@@ -76,6 +78,14 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
     head = weights.get("head.weight")
     vocabulary = None if head is None or len(head) == lm.config.vocab_size else len(head)
     check(adapter.architecture, vocabulary)
+    reason = "its weights are quantized" if packed_linears(lm.layers) else None
+    if hasattr(lm.layers[0], "post_feedforward_layernorm"):
+        reason = f"{lm.config.model_type} layers have norms after their parts, and an adapter none"
+    if reason is not None:
+        raise ConfigError(
+            f"an adapter of {lm.name} cannot become a draft model: {reason}. Decode with it here "
+            "(drafter=kangaroo)."
+        )
     first, last = adapter.exit_layer, adapter.exit_layer + adapter.depth - 1
     shallow = ("model.embed_tokens.", "lm_head.", *(f"model.layers.{i}." for i in range(first)))
     state = {name: w for name, w in lm.hf.state_dict().items() if name.startswith(shallow)}
@@ -101,10 +111,10 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
     if head is not None:  # of the target's, the config knows whether it is tied
         config.tie_word_embeddings = False
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1] * (last + 1)  # all of full attention
-    model: Any = AutoModelForCausalLM.from_config(
-        config, attn_implementation="sdpa", dtype=lm.dtype
-    )
+        types = lm.config.layer_types  # the layers above the exit are such as that one
+        config.layer_types = [types[min(layer, first)] for layer in range(last + 1)]
+    options: dict[str, Any] = {"attn_implementation": usual_attention(lm.hf), "dtype": lm.dtype}
+    model: Any = AutoModelForCausalLM.from_config(config, **options)
     model.load_state_dict(state, strict=True, assign=True)
     model.tie_weights()
     # The target's special tokens. How the target samples is not the draft's matter, and what some

@@ -19,7 +19,12 @@ from kangaroo.cpu import native
 from kangaroo.cpu.native import LayerWeights
 from kangaroo.engine.cache import BlockCache, ForwardMeta
 from kangaroo.heads.base import HeadConfig, Trainable
-from kangaroo.models.layer_weights import attention_weights, feed_forward_weights
+from kangaroo.models.layer_weights import (
+    attention_weights,
+    copy_weights,
+    feed_forward_weights,
+    norms_before,
+)
 from kangaroo.models.target import TargetModel
 
 if TYPE_CHECKING:
@@ -32,10 +37,23 @@ class Layer(Trainable):
     """Attention layers, a feed-forward part, or both, each with the norm before it that it has, and
     the norm at the end; a subclass makes them, and says what goes in. With a `deep_tap` it also
     reads that state of the token before each, or its own in that place.
+
+    Of a family that has norms after its attention (OLMo 2, Gemma) it has none there. Where a layer
+    of the target adds only a part of what it computes (Granite), so does this. A window is that of
+    the target's layer `like`.
     """
 
-    def __init__(self, architecture: HeadConfig, exit_layer: int, deep_tap: int | None):
+    def __init__(
+        self,
+        lm: TargetModel,
+        architecture: HeadConfig,
+        exit_layer: int,
+        deep_tap: int | None,
+        like: int,
+    ):
         super().__init__(architecture, exit_layer, [exit_layer], deep_tap)
+        self.windowed = lm.windowed[like]
+        self.added = getattr(lm.config, "residual_multiplier", 1)
         self.input_norm: nn.Module | None = None
         self.attention: nn.Module | None = None
         self.further = nn.ModuleList()  # attention layers, each with the norm before it
@@ -78,6 +96,7 @@ class Layer(Trainable):
             read_BN: where a head reads it: all others have keys and values, and a state of zeros.
         """
         x_BND, native_layer = self.mix_inputs(f_BND, deep_BND), self.native_layer
+        meta = meta.of_layer(self.windowed)
         if native_layer and isinstance(past, BlockCache) and native_layer.takes(x_BND, meta):
             return native_layer(x_BND, past.cache, meta, range(self.depth), weight(self.norm))
         attentions = self.attentions
@@ -89,7 +108,7 @@ class Layer(Trainable):
                 past_key_values=past,
                 read_RT=read_BN if place == len(attentions) else None,
             )
-            x_BND = x_BND + attended_BND
+            x_BND = x_BND + self.added * attended_BND
         if read_BN is None:
             return self.above_attention(x_BND)
         made_MD = self.above_attention(x_BND[read_BN])
@@ -114,7 +133,8 @@ class Layer(Trainable):
         """The feed-forward part and the last norm, of any tokens X."""
         if self.feed_forward is not None:
             assert self.middle_norm is not None
-            x_XD = x_XD + self.feed_forward(self.middle_norm(x_XD))
+            normed_1XD = self.middle_norm(x_XD).reshape(1, -1, x_XD.shape[-1])  # for experts
+            x_XD = x_XD + self.added * self.feed_forward(normed_1XD).view_as(x_XD)
         return x_XD if self.norm is None else self.norm(x_XD)
 
     def states(
@@ -130,7 +150,7 @@ class Layer(Trainable):
         (training-time test, EAGLE-3, arXiv 2503.01840)."""
         if steps > 1:
             read_BT = None  # later steps read states where no head does
-        f_BTD, past = taps[self.exit_layer], Unrolled()
+        f_BTD, past, meta = taps[self.exit_layer], Unrolled(), meta.of_layer(self.windowed)
         states: list[Tensor] = []
         for step in range(1, steps + 1):
             deep_BTD = before(deep_BTD, meta.positions_RT)
@@ -142,13 +162,13 @@ class Layer(Trainable):
         """Begin with the weights of a layer of the target, and attention of those above it, as far
         as there are any."""
         layer = lm.layers[first]
-        parts = [(self.middle_norm, layer.post_attention_layernorm), (self.feed_forward, layer.mlp)]
+        parts = [(self.middle_norm, norms_before(layer)[1]), (self.feed_forward, layer.mlp)]
         for place, (norm, attention) in enumerate(self.attentions, first):
             layer = lm.layers[min(place, lm.n_layers - 1)]
-            parts += [(norm, layer.input_layernorm), (attention, layer.self_attn)]
+            parts += [(norm, norms_before(layer)[0]), (attention, layer.self_attn)]
         for part, theirs in parts:
-            if part is not None:
-                part.load_state_dict(theirs.state_dict())
+            if part is not None and theirs is not None:
+                copy_weights(part, theirs, lm.dtype)
 
     def native_inputs(self) -> dict[str, Structure] | None:
         """What native rounds make the layer's input with, by its name in `NativeDrafting`, where it
@@ -157,6 +177,9 @@ class Layer(Trainable):
 
     def accelerate(self, lm: TargetModel) -> Self:
         """Draft in native code if the target decodes in it."""
+        self.native_layer = None
+        if not (lm.acceleration.library or lm.acceleration.kernels):
+            return self
         layers: list[dict[str, Any]] = [
             attention_weights(attention) | {"attention_norm": weight(norm)}
             for norm, attention in self.attentions

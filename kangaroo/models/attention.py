@@ -23,6 +23,7 @@ def attention(
     bias_R1TE: Tensor | None,
     scaling: float,
     read_RT: Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention that never expands grouped keys and values.
@@ -33,8 +34,9 @@ def attention(
     Args:
         bias_R1TE: what is added to the scores, or a boolean mask, true where a token is seen; or a
             `CausalBias` for the last tokens of a prompt, which needs no memory; None for a whole
-            text.
+            text. A window is part of it.
         read_RT: the tokens whose output is read, in training: for others it may be zeros.
+        softcap: what scores come near to at most, before the mask (Gemma 2, arXiv 2408.00118).
 
     Returns the output `[R, T, H, C]` and, as transformers expects, no weights.
     """
@@ -44,13 +46,18 @@ def attention(
     attend = partial(F.scaled_dot_product_attention, scale=scaling)
     if read_RT is not None and (bias_R1TE is not None or not skips_unseen(q_RHTC.device)):
         assert not isinstance(bias_R1TE, CausalBias)
-        return where_read(q_RHTC, k_RKEC, v_RKEC, bias_R1TE, scaling, read_RT), None
-    if bias_R1TE is None or isinstance(bias_R1TE, CausalBias):
-        if bias_R1TE is None and extent != width:  # transformers' generate: silently wrong
-            raise ValueError(
-                f"{width} queries without a mask for {extent} keys: for transformers' own "
-                "generate call set_attn_implementation('sdpa') first."
-            )
+        return where_read(q_RHTC, k_RKEC, v_RKEC, bias_R1TE, scaling, read_RT, softcap), None
+    if bias_R1TE is None and extent != width:  # transformers' generate: silently wrong
+        raise ValueError(
+            f"{width} queries without a mask for {extent} keys: for transformers' own "
+            "generate call set_attn_implementation('sdpa') first."
+        )
+    if softcap is not None:
+        if bias_R1TE is None or isinstance(bias_R1TE, CausalBias):
+            seen_TE = torch.ones(width, extent, dtype=torch.bool, device=q_RHTC.device)
+            bias_R1TE = seen_TE.tril(extent - width)[None, None]
+        attend = partial(capped_attention, scale=scaling, softcap=softcap)
+    elif bias_R1TE is None or isinstance(bias_R1TE, CausalBias):
         causal = bias_R1TE is None and width > 1
         out = attend(q_RHTC, k_RKEC, v_RKEC, bias_R1TE, enable_gqa=group > 1, is_causal=causal)
         return out.transpose(1, 2), None
@@ -60,6 +67,16 @@ def attention(
     return out.reshape(rows, heads, width, size).transpose(1, 2), None
 
 
+def capped_attention(
+    q_RKTC: Tensor, k_RKEC: Tensor, v_RKEC: Tensor, bias: Tensor, scale: float, softcap: float
+) -> Tensor:
+    """Attention whose scores are `softcap * tanh(score / softcap)`; torch has no kernel."""
+    scores_RKTE = softcap * torch.tanh(q_RKTC @ k_RKEC.mT * (scale / softcap))
+    is_mask = bias.dtype == torch.bool
+    scores_RKTE = scores_RKTE.masked_fill(~bias, -torch.inf) if is_mask else scores_RKTE + bias
+    return scores_RKTE.softmax(-1, dtype=torch.float32).to(v_RKEC.dtype) @ v_RKEC
+
+
 def where_read(
     q_RHTC: Tensor,
     k_RKEC: Tensor,
@@ -67,6 +84,7 @@ def where_read(
     bias_R1TE: Tensor | None,
     scaling: float,
     read_RT: Tensor,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of as many tokens of each row as the row with most of them is read at, N: in a row
     with fewer, of some others too. Elsewhere the output `[R, T, H, C]` is zero.
@@ -80,9 +98,8 @@ def where_read(
     else:
         bias_RTE = bias_R1TE[:, 0].expand(rows, -1, -1)
         bias_R1NE = bias_RTE.gather(1, index_RN[..., None].expand(-1, -1, extent))[:, None]
-    out_RNHC, _ = attention(
-        torch.nn.Identity(), q_RHTC.gather(2, places_RHNC), k_RKEC, v_RKEC, bias_R1NE, scaling
-    )
+    q_RHNC, keys = q_RHTC.gather(2, places_RHNC), (k_RKEC, v_RKEC)
+    out_RNHC, _ = attention(torch.nn.Identity(), q_RHNC, *keys, bias_R1NE, scaling, softcap=softcap)
     out_RHTC = out_RNHC.new_zeros(q_RHTC.shape)  # autocast may have changed the dtype
     return out_RHTC.scatter(2, places_RHNC, out_RNHC.transpose(1, 2)).transpose(1, 2)
 

@@ -22,10 +22,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from kangaroo.models.quantizing import method_of
 from kangaroo.models.supported import check_supported
 from kangaroo.utils.errors import (
     CorruptFile,
     KangarooError,
+    MissingPackage,
     ModelNotFound,
     ModelTooLarge,
     UnsupportedModel,
@@ -51,8 +53,11 @@ def read_checkpoint(
         raise ModelNotFound(
             f"there is no folder '{source}'. Pass model.path= a checkpoint's folder or a hub id."
         )
+    method = None
     try:
-        check_supported(AutoConfig.from_pretrained(source, revision=revision))
+        config = AutoConfig.from_pretrained(source, revision=revision)
+        check_supported(config)
+        method = method_of(config).get("quant_method")
         tokenizer = read_tokenizer(source, revision)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
@@ -64,7 +69,7 @@ def read_checkpoint(
     except (KangarooError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises whatever comes of what a file holds
-        raise _failure(source, revision, error) from error
+        raise _failure(source, revision, error, method) from error
     model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would use random numbers
         raise CorruptFile(
@@ -117,10 +122,23 @@ def check_placed(model: PreTrainedModel) -> None:
     )
 
 
-def _failure(source: str, revision: str | None, error: Exception) -> KangarooError:
+def _failure(
+    source: str, revision: str | None, error: Exception, method: str | None
+) -> KangarooError:
+    """
+    Args:
+        method: how the checkpoint is quantized, if it is.
+    """
     if damage := _damage(source, revision):
         return damage
     reason = _first_line(error)
+    if method is not None and not isinstance(error, OSError):
+        kind = MissingPackage if isinstance(error, ImportError) else UnsupportedModel
+        return kind(
+            f"'{source}' is quantized ({method}), and transformers cannot load it here: {reason}. "
+            "Install what it asks for, or pass the checkpoint that it was made from, with "
+            "model.quantization=int8 or int4."
+        )
     if isinstance(error, OSError) and os.path.isdir(source):
         return ModelNotFound(
             f"the folder '{source}' holds no complete checkpoint: {reason}. "

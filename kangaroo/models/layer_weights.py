@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kangaroo.cpu.native import LayerWeights
+from kangaroo.models.supported import PLAIN, window_of
 
 FINGERPRINTED = 256  # numbers of each weight
+FORMATS = torch.float32, torch.bfloat16, torch.float16  # in which weights are multiplied
 
 
 def layer_weights(layer: nn.Module) -> LayerWeights:
@@ -22,6 +26,59 @@ def layer_weights(layer: nn.Module) -> LayerWeights:
         **attention_weights(layer.self_attn),
         **feed_forward_weights(layer.mlp),
     )
+
+
+def can_record(hf: PreTrainedModel) -> bool:
+    """Whether a step may be recorded as a CUDA graph: not where experts or linear layers of another
+    library may wait for the host."""
+    foreign = any(type(linear) is not nn.Linear for linear in packed_linears(hf).values())
+    return not foreign and not has_experts(hf)
+
+
+def has_experts(hf: PreTrainedModel) -> bool:
+    """Whether it is a mixture of experts."""
+    return any(hasattr(layer.mlp, "experts") for layer in hf.model.layers)
+
+
+def norms_before(layer: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """The norms that a layer has before its attention and before its feed-forward part: OLMo 2 has
+    none there, and what Llama calls `post_attention_layernorm` is in Gemma another one."""
+    norms = dict(layer.named_children())
+    if "input_layernorm" not in norms:
+        return None, None
+    after_attention = norms["post_attention_layernorm"]
+    return norms["input_layernorm"], norms.get("pre_feedforward_layernorm", after_attention)
+
+
+def packed_linears(module: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers in a module whose weights lie otherwise than they are multiplied with, as
+    quantized ones do, by name."""
+    linears = {name: part for name, part in module.named_modules() if hasattr(part, "in_features")}
+    return {name: part for name, part in linears.items() if not _holds_weight(part)}
+
+
+def _holds_weight(linear: nn.Module) -> bool:
+    weight = getattr(linear, "weight", None)
+    in_place = type(linear) is nn.Linear and "forward" not in vars(linear)
+    return in_place and type(weight) is nn.Parameter and weight.dtype in FORMATS
+
+
+@torch.no_grad()
+def copy_weights(part: nn.Module, theirs: nn.Module, dtype: torch.dtype) -> None:
+    """Give a part of a head the weights of the target's; of a quantized one those that it
+    multiplies with, whatever its format: they are its products with unit vectors."""
+    packed = packed_linears(theirs)
+    inside = tuple(f"{name}." for name in packed)
+    state = {k: x for k, x in theirs.state_dict().items() if not inside or not k.startswith(inside)}
+    for name, linear in packed.items():
+        tensors = chain(linear.parameters(), linear.buffers())
+        size: Any = linear.in_features
+        units_1II = torch.eye(size, dtype=dtype, device=next(tensors).device)[None]
+        products_IO, bias_O = linear(units_1II)[0], getattr(linear, "bias", None)
+        if bias_O is not None:
+            state[f"{name}.bias"], products_IO = bias_O, products_IO - bias_O
+        state[f"{name}.weight"] = products_IO.T
+    part.load_state_dict(state)
 
 
 def attention_weights(attention: nn.Module) -> dict[str, Tensor | None]:
@@ -41,9 +98,11 @@ def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Tensor | None]:
 
 
 def is_plain(hf: PreTrainedModel) -> bool:
-    """Whether a model computes what its weights say: it has no hooks, no layers without rotation
-    (SmolLM3's), and no weights, such as LoRA's, but those that native code reads, all of one number
-    format."""
+    """Whether a model computes what its weights say: it is of a family that native code knows, has
+    no hooks, no windows, no layers without rotation (SmolLM3's), and no weights, such as LoRA's,
+    but those that native code reads, all of one number format."""
+    if hf.config.model_type not in PLAIN or window_of(hf.config)[0] or packed_linears(hf):
+        return False
     if not all(getattr(layer.self_attn, "use_rope", True) for layer in hf.model.layers):
         return False
     for module in hf.modules():
@@ -65,6 +124,8 @@ def fingerprint(model: nn.Module) -> str | None:
     for parameter in model.parameters():
         if parameter.is_meta:
             return None
+        if type(parameter) is not nn.Parameter:  # packed, in a format of its own
+            continue
         first = parameter.detach().flatten()[:FINGERPRINTED].bfloat16().cpu()
         first = first.masked_fill(first.abs() < 2**-16, 0)  # not exact in float16
         digest.update(first.view(torch.uint8).numpy().tobytes())

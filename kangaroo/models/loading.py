@@ -29,6 +29,7 @@ from kangaroo.models.checkpoints import check_placed, read_checkpoint, read_toke
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
 from kangaroo.models.known_configs import SHAPES, shape_of
 from kangaroo.models.prompts import chat_template, turn_end
+from kangaroo.models.quantizing import Quantization, bits_of, check_torchao, quantize
 from kangaroo.models.random_models import (
     RANDOM,
     TINY,
@@ -73,6 +74,8 @@ class ModelConfig:
         device_map: `auto` spreads the layers over all GPUs, whatever `device` says; `sequential`
             fills one GPU before the next; None uses one device.
         chat_template: name of a template in `models/templates`; None uses the tokenizer's own.
+        quantization: keep the weights of the layers in int8 or int4 (torchao); None leaves a
+            checkpoint as it is, which may be quantized already.
         eos_token: a token that ends a text as well as those that the checkpoint names, such as
             `<|im_end|>`; None is no further one.
         compiled: decode in code made for this machine (`TargetModel.compile_for_decoding`).
@@ -85,6 +88,7 @@ class ModelConfig:
     device: str = "auto"
     device_map: str | None = None
     chat_template: str | None = None
+    quantization: Quantization | None = None
     eos_token: str | None = None
     compiled: bool = True
 
@@ -141,13 +145,15 @@ def options_of(model: str, name: str | None = None) -> dict[str, str]:
 
 
 def load(
-    config: ModelConfig, attn_implementation: str = "sdpa"
+    config: ModelConfig, attn_implementation: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The frozen target, in eval mode, and its tokenizer.
 
-    Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `ModelTooLarge`; `ConfigError` for a
-    template or an `eos_token` that is not there.
+    Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `ModelTooLarge`, `MissingPackage`;
+    `ConfigError` for a template or an `eos_token` that is not there.
     """
+    if config.quantization is not None:
+        check_torchao(config.quantization)
     template = None if config.chat_template is None else chat_template(config.chat_template)
     device = config.device
     if device == "auto":
@@ -165,9 +171,9 @@ def load(
         path = config.path.removeprefix(RANDOM)
         model, tokenizer = random_of_shape(path, device, **options), byte_tokenizer()
     else:
-        model, tokenizer = read_checkpoint(
-            _source(config.path), config.revision, device_map=config.device_map or device, **options
-        )
+        place = config.device_map or ("cpu" if config.quantization else device)
+        source = _source(config.path)
+        model, tokenizer = read_checkpoint(source, config.revision, device_map=place, **options)
     if template is not None:
         tokenizer.chat_template = template
     if config.eos_token is not None:
@@ -180,6 +186,8 @@ def load(
     model.config.name_or_path = config.path  # messages show this, not a folder of the cache
     if config.device_map is not None:
         check_placed(model)
+    if config.quantization is not None:
+        quantize(model, config.quantization, None if config.device_map else device)
     return model.eval().requires_grad_(False), tokenizer
 
 
@@ -218,7 +226,9 @@ def meta_model(config: ModelConfig) -> TargetModel:
             "model.path."
         ) from error
     hf.config.name_or_path = config.path
-    return TargetModel(hf)
+    lm = TargetModel(hf)
+    lm.weight_bits = bits_of(shape, config.quantization)
+    return lm
 
 
 def _shape(config: ModelConfig) -> PretrainedConfig:

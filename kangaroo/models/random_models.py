@@ -28,7 +28,7 @@ def random_model(
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     deep_scale: float = 1.0,
     **overrides: Any,
 ) -> PreTrainedModel:
@@ -64,8 +64,12 @@ def random_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, **options)
     for layer in model.model.layers[config.num_hidden_layers // 3 :]:
-        layer.self_attn.o_proj.weight.data *= deep_scale
-        layer.mlp.down_proj.weight.data *= deep_scale
+        last = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
+        for name, weight in layer.named_parameters():
+            if name.endswith(last):
+                weight.data *= deep_scale
+            elif hasattr(layer, "post_feedforward_layernorm") and name.startswith("post_"):
+                weight.data += deep_scale - 1  # from one; Gemma's, which count from there, from 0
     # only the parameters: the frequencies of RoPE stay float32, as in a loaded checkpoint
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

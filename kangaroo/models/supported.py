@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kangaroo.utils.errors import UnsupportedModel
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+PLAIN = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # what native code and kernels know
+BY_MODULES = ("gemma2", "gemma3_text", "granite", "mixtral", "olmo2", "olmo3", "phi3", "qwen3_moe")
+SUPPORTED = (*PLAIN, *BY_MODULES)
+FIXES = {"gemma3": "Pass a checkpoint of its text model alone (a gemma3_text model)."}
+UNIFORM = ("mistral", "mixtral", "phi3", "qwen3_moe")  # all layers have the window, or none has
+FULL, WINDOWED = "full_attention", "sliding_attention"  # a layer's kind, as configs call it
 
 
 def check_supported(config: PretrainedConfig) -> None:
@@ -14,37 +21,53 @@ def check_supported(config: PretrainedConfig) -> None:
     name = config.name_or_path or config.model_type
     if config.model_type not in SUPPORTED:
         raise UnsupportedModel(
-            f"'{name}' is a {config.model_type} model; supported are {', '.join(SUPPORTED)}."
+            f"'{name}' is a {config.model_type} model; supported are {', '.join(SUPPORTED)}. "
+            f"{FIXES.get(config.model_type, 'Choose another model.path.')}"
         )
-    if quantization := getattr(config, "quantization_config", None):
-        fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    if getattr(config, "use_bidirectional_attention", None):
         raise UnsupportedModel(
-            f"'{name}' is quantised ({fields.get('quant_method', 'format not named')}), which is "
-            "not supported yet. Pass the checkpoint that it was made from, in bfloat16 or float16."
+            f"'{name}' attends to later tokens too (use_bidirectional_attention), so it is made to "
+            "embed texts, not to write them. Pass a model that writes."
         )
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    windowed = "sliding_attention" in layer_types or (
-        config.model_type == "mistral" and config.sliding_window is not None
-    )
-    if windowed:
-        raise UnsupportedModel(
-            f"'{name}' uses sliding-window attention (window {config.sliding_window}), which is "
-            "not supported. A model trained with full attention is needed, or one whose config "
-            "sets sliding_window to null."
-        )
-    rope_type = config.rope_parameters["rope_type"]
+    for rope in ropes(config):
+        _check_rope(name, config.model_type, rope)
+
+
+def _check_rope(name: str, model_type: str, rope: dict[str, Any]) -> None:
+    rope_type, part = rope["rope_type"], rope.get("partial_rotary_factor", 1.0)
     if rope_type in ("dynamic", "longrope"):
         raise UnsupportedModel(
             f"'{name}' uses '{rope_type}' RoPE, whose frequencies change with the length of the "
             "text, so cached keys would not fit. Supported: default, linear, llama3, yarn."
         )
-    part = config.rope_parameters.get("partial_rotary_factor", 1.0)
     if rope_type != "default" and part != 1.0:  # the default one takes no notice of it
         raise UnsupportedModel(
             f"'{name}' has partial_rotary_factor={part} with '{rope_type}' RoPE, but a "
-            f"{config.model_type} model rotates whole heads. Leave it out of config.json, if the "
+            f"{model_type} model rotates whole heads. Leave it out of config.json, if the "
             "model was trained without."
         )
+
+
+def window_of(config: PretrainedConfig) -> tuple[int | None, list[bool]]:
+    """How many tokens, itself among them, a token of a windowed layer sees, and which layers are
+    windowed; None where no text outgrows the window, so that it changes nothing."""
+    window, context = getattr(config, "sliding_window", None), config.max_position_embeddings
+    kinds = None if config.model_type in UNIFORM else getattr(config, "layer_types", None)
+    windowed = [kind == WINDOWED for kind in kinds or [WINDOWED if window else FULL]]
+    if not any(windowed) or ((window or context) >= context and len(ropes(config)) == 1):
+        return None, [False] * config.num_hidden_layers
+    return window or context, windowed if kinds else windowed * config.num_hidden_layers
+
+
+def ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """The parameters of a model's RoPE; several where its kinds of layers differ in them."""
+    parameters = config.rope_parameters
+    return [parameters] if "rope_type" in parameters else list(parameters.values())
+
+
+def usual_attention(hf: PreTrainedModel) -> str:
+    """What transformers' own generation attends by: torch's kernels, if they compute the same."""
+    return "sdpa" if hf._supports_sdpa else "eager"
 
 
 def eos_ids(hf: PreTrainedModel) -> list[int]:

@@ -10,6 +10,7 @@ R rows of a block.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -28,9 +29,11 @@ from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.cache import ForwardMeta, KVCache, occupied
 from kangaroo.engine.tree import Tree
 from kangaroo.models.attention import ATTENTION, attention, has_flash
-from kangaroo.models.layer_weights import fingerprint, is_plain, layer_weights
-from kangaroo.models.supported import check_supported, eos_ids
+from kangaroo.models.layer_weights import can_record, fingerprint, is_plain, layer_weights
+from kangaroo.models.quantizing import check_head
+from kangaroo.models.supported import FULL, WINDOWED, check_supported, eos_ids, ropes, window_of
 
+Pair = tuple[Tensor, Tensor]
 PROMPT_CHUNK = 1024  # tokens of a prompt that bound its memory, without native code
 
 AttentionInterface.register(ATTENTION, attention)
@@ -45,6 +48,7 @@ class TargetModel(nn.Module):
     def __init__(self, hf: PreTrainedModel):
         super().__init__()
         check_supported(hf.config)
+        check_head(hf)
         hf.set_attn_implementation(ATTENTION)
         self.hf = hf.eval().requires_grad_(False)
         self.config = hf.config
@@ -52,14 +56,17 @@ class TargetModel(nn.Module):
         self.head = hf.lm_head
         self.dtype = self.head.weight.dtype
         self.device = hf.model.embed_tokens.weight.device
+        self.weight_bits: int | None = None  # of a quantized `meta_model`, whose weights tell less
         self.layer_devices = [next(layer.parameters()).device for layer in self.layers]
         self.acceleration = Acceleration()
         self.native_layers: native.Stack | None = None
         self.native_head: native.Head | None = None
         self.cuda_layers: Any = None  # as the native ones: `kangaroo.cuda.layers`
         self.cuda_head: Any = None
-        self.rope_table: tuple[Tensor, Tensor] | None = None
-        self.outgrown_tables: list[tuple[Tensor, Tensor]] = []  # graphs read where they lie
+        self.window, self.windowed = window_of(self.config)
+        self.has_two_ropes = len(ropes(self.config)) > 1
+        self.rope_tables: dict[bool, Pair] = {}  # of layers without a window, with
+        self.outgrown_tables: list[Pair] = []  # graphs read where they lie
 
     def compile_for_decoding(self, huge_pages: bool = True) -> TargetModel:
         """Decode in native code on a CPU, where the model is of its kind and there is a compiler;
@@ -74,7 +81,7 @@ class TargetModel(nn.Module):
         plain = is_plain(self.hf) and self.config.hidden_act == "silu"
         device, *others = {*self.layer_devices, self.head.weight.device}
         if device.type == "cuda" and not others:
-            graphs = Graphs(self.device)
+            graphs = Graphs(self.device) if can_record(self.hf) else None
             kernels = cuda.usable_layers(dtype, sizes, plain, self.device)
         elif device.type == "cpu" and not others and plain and dtype in native.DTYPES:
             library = native.library() if sizes.head_size <= native.WIDEST_HEAD else None
@@ -85,7 +92,8 @@ class TargetModel(nn.Module):
 
     def decode_by(self, acceleration: Acceleration) -> TargetModel:
         """Leave a step of decoding to what is faster."""
-        layers = acceleration.part("Stack", list(map(layer_weights, self.layers)))
+        reads = acceleration.library or acceleration.kernels
+        layers = acceleration.part("Stack", [layer_weights(x) for x in self.layers if reads])
         head = acceleration.part("Head", self.head.weight)
         if acceleration.kernels is None:
             self.native_layers, self.native_head = layers, head
@@ -128,28 +136,6 @@ class TargetModel(nn.Module):
         """The most positions that the model was made for."""
         return self.config.max_position_embeddings
 
-    def shard(self, device: torch.device) -> None:
-        """Spread the layers' weights over all processes; a layer is whole only while it runs, and
-        this process computes on `device`.
-
-        All processes then have to run the same layers in the same order. Embedding, final norm and
-        head stay whole: the loss reads the head far more often than once a batch.
-        """
-        # imported here: it takes most of a second, and only training at scale needs it
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        _ = self.fingerprint  # while layers are whole
-        self.acceleration = Acceleration()  # what decodes holds on to whole layers
-        self.native_layers = self.native_head = self.cuda_layers = self.cuda_head = None
-        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-        for layer in self.layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-        for module in (self.hf.model.embed_tokens, self.hf.model.rotary_emb, self.hf.model.norm):
-            module.to(device)
-        self.head.to(device)
-        self.device, self.layer_devices = device, [device] * self.n_layers
-
     def eos_ids(self) -> list[int]:
         """Every token that ends a text."""
         return eos_ids(self.hf)
@@ -191,45 +177,53 @@ class TargetModel(nn.Module):
         """
         extent = self.extent(n_slots, used + below)
         if recorded is None or self.acceleration.graphs is None:
-            return self._placed(tree, start_B, extent, n_slots, below)
+            return self.forward_meta_of(*tree.place(start_B, extent, below), n_slots)
         (use, cache), parents = recorded, () if tree.is_chain else (tree.parents_BN,)
 
         def work(start_B: Tensor, *parents: Tensor) -> tuple[Tensor, ...]:
             step_tree = Tree(parents[0], tree.max_depth) if parents else tree
-            return self._placed(step_tree, start_B, extent, n_slots, below).tensors()
+            place = step_tree.place(start_B, extent, below)
+            return self.forward_meta_of(*place, n_slots).tensors()
 
         key = ("block", use, tree.is_chain, tree.size, tree.max_depth, extent, n_slots, below)
         tokens, inputs = len(start_B) * tree.size, (start_B, *parents)
         tensors = self.acceleration.replay((cache,), key, work, *inputs, tokens=tokens)
-        slots_BN, positions_BN, bias_B1NE, cos, sin = tensors
-        rows = slice(0, len(start_B))
-        return ForwardMeta(slots_BN, positions_BN, bias_B1NE, extent, rows, (cos, sin), True)
-
-    def _placed(
-        self, tree: Tree, start_B: Tensor, extent: int, n_slots: int, below: int
-    ) -> ForwardMeta:
-        device = start_B.device
-        slots_E = torch.arange(extent, device=device)
-        offsets_BN = start_B[:, None] + torch.arange(tree.size, device=device)
-        if tree.is_chain and not below:
-            hidden_BNE = slots_E > offsets_BN[..., None]
-            return self.forward_meta_of(offsets_BN, offsets_BN, hidden_BNE, n_slots)
-        slots_BN = offsets_BN % extent
-        positions_BN = (start_B[:, None] + tree.depth_BN).clamp(min=0)
-        seen_BNE = (slots_E < start_B[:, None])[:, None].repeat(1, tree.size, 1)
-        itself_NN = torch.eye(tree.size, dtype=torch.bool, device=device)
-        seen_BNN = tree.ancestors_BNN & ((offsets_BN >= 0)[:, None] | itself_NN)
-        seen_BNE.scatter_(2, slots_BN[:, None].expand_as(seen_BNN), seen_BNN)
-        return self.forward_meta_of(slots_BN, positions_BN, ~seen_BNE, n_slots)
+        slots_BN, positions_BN, bias_B1NE, cos, sin, *windowed = tensors
+        here, rows = (slots_BN, positions_BN, bias_B1NE), slice(0, len(start_B))
+        return ForwardMeta(*here, extent, rows, (cos, sin), True, tuple(windowed))
 
     def forward_meta_of(
-        self, slots_BN: Tensor, positions_BN: Tensor, hidden_BNE: Tensor, n_slots: int
+        self,
+        slots_BN: Tensor,
+        positions_BN: Tensor,
+        hidden_BNE: Tensor,
+        n_slots: int,
+        positions_BE: Tensor | None = None,
     ) -> ForwardMeta:
-        """A block of all rows; `hidden_BNE` is true for the slots that a token does not see."""
+        """A block of all rows; `hidden_BNE` is true for the slots that a token does not see.
+
+        Args:
+            positions_BE: of what lies in the slots; None where all drafted tokens are the block's.
+        """
         bias_B1NE = self._bias(hidden_BNE)[:, None]
         rope = self.rope_within(n_slots, positions_BN)
         rows, extent = slice(0, len(slots_BN)), hidden_BNE.shape[-1]
-        return ForwardMeta(slots_BN, positions_BN, bias_B1NE, extent, rows, rope, recordable=True)
+        meta = ForwardMeta(slots_BN, positions_BN, bias_B1NE, extent, rows, rope, recordable=True)
+        if self.window is None:
+            return meta
+        if positions_BE is None:
+            slots_BE = torch.arange(extent, device=slots_BN.device).repeat(len(slots_BN), 1)
+            positions_BE = slots_BE.scatter(1, slots_BN, positions_BN)
+        rope = self.rope_within(n_slots, positions_BN, True) if self.has_two_ropes else rope
+        return self._with_window(meta, hidden_BNE, positions_BE, rope)
+
+    def _with_window(
+        self, meta: ForwardMeta, hidden_RTE: Tensor, positions_RE: Tensor, rope: Pair
+    ) -> ForwardMeta:
+        """The block, with this `rope` and a mask for layers that do not see past their window."""
+        assert self.window is not None
+        outside_RTE = positions_RE[:, None] <= meta.positions_RT[..., None] - self.window
+        return replace(meta, windowed=(self._bias(hidden_RTE | outside_RTE)[:, None], *rope))
 
     def _bias(self, hidden: Tensor) -> Tensor:
         bias = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
@@ -249,29 +243,38 @@ class TargetModel(nn.Module):
             extent = occupied(n_slots, stop)
             slots_E = torch.arange(extent, device=self.device)
             bias = self._bias(slots_E > positions_RT[..., None])[None]
-        return ForwardMeta(positions_RT, positions_RT, bias, extent, rows, rope)
+        meta = ForwardMeta(positions_RT, positions_RT, bias, extent, rows, rope)
+        if self.window is None:
+            return meta
+        slots_1E = torch.arange(extent, device=self.device)[None]
+        rope = self.rope(positions_RT, True) if self.has_two_ropes else rope
+        return self._with_window(meta, slots_1E[:, None] > positions_RT[..., None], slots_1E, rope)
 
-    def rope(self, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
+    def rope(self, positions_BN: Tensor, windowed: bool = False) -> Pair:
         """Cosine and sine `[B, N, head size]` by the model's own rotary embedding."""
         like = torch.empty(0, dtype=self.dtype, device=positions_BN.device)
-        return self.hf.model.rotary_emb(like, position_ids=positions_BN)
+        kind = WINDOWED if windowed or all(self.windowed) else FULL
+        by_kind = {"layer_type": kind} if self.has_two_ropes else {}
+        return self.hf.model.rotary_emb(like, position_ids=positions_BN, **by_kind)
 
-    def rope_within(self, n_slots: int, positions_BN: Tensor) -> tuple[Tensor, Tensor]:
+    def rope_within(self, n_slots: int, positions_BN: Tensor, windowed: bool = False) -> Pair:
         """The same by a table, for positions below `n_slots`: less work in every step."""
-        if self.rope_table is None or len(self.rope_table[0]) < n_slots:
-            if self.rope_table is not None:
-                self.outgrown_tables.append(self.rope_table)
+        table = self.rope_tables.get(windowed)
+        if table is None or len(table[0]) < n_slots:
+            if table is not None:
+                self.outgrown_tables.append(table)
             positions_1S = torch.arange(n_slots, device=positions_BN.device)[None]
-            cos_1SC, sin_1SC = self.rope(positions_1S)
-            self.rope_table = cos_1SC[0], sin_1SC[0]
-        cos_SC, sin_SC = self.rope_table
+            cos_1SC, sin_1SC = self.rope(positions_1S, windowed)
+            table = self.rope_tables[windowed] = cos_1SC[0], sin_1SC[0]
+        cos_SC, sin_SC = table
         return cos_SC[positions_BN], sin_SC[positions_BN]
 
     def embed(self, tokens_BN: Tensor) -> Tensor:
         """The tokens' embeddings, `[B, N, D]`."""
         kernels, table = self.acceleration.kernels, self.hf.model.embed_tokens
         if kernels is None or torch.is_grad_enabled():
-            return table(tokens_BN)
+            factor = getattr(self.config, "embedding_multiplier", 1)  # Granite's
+            return table(tokens_BN) if factor == 1 else table(tokens_BN) * factor
         return kernels.embed(tokens_BN, table.weight)
 
     def run(
@@ -347,11 +350,12 @@ class TargetModel(nn.Module):
             if view is None or device != x_BND.device:
                 x_BND, meta = x_BND.to(device), meta.to(device)
                 view = cache.at(meta) if cache is not None else None
+            here = meta.of_layer(self.windowed[index])
             x_BND = self.layers[index](
                 x_BND,
-                attention_mask=meta.bias_R1TE,
-                position_ids=meta.positions_RT,
-                position_embeddings=meta.rope,
+                attention_mask=here.bias_R1TE,
+                position_ids=here.positions_RT,
+                position_embeddings=here.rope,
                 past_key_values=view,
             )
         return x_BND
@@ -378,4 +382,11 @@ class TargetModel(nn.Module):
         """`[B, N, V]` from a normed state."""
         # as a matrix: for a strided slice, torch's 3-d matmul would copy the head's whole weight
         logits = self.head(normed_BND.flatten(0, 1).to(self.head.weight.device)).to(self.device)
-        return logits.unflatten(0, normed_BND.shape[:2])
+        return self.finish_logits(logits).unflatten(0, normed_BND.shape[:2])
+
+    def finish_logits(self, products: Tensor) -> Tensor:
+        """The logits, from the head's products: Granite scales these, Gemma 2 caps them."""
+        scaling = getattr(self.config, "logits_scaling", 1)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        logits = products if scaling == 1 else products / scaling
+        return logits if cap is None else torch.tanh(logits / cap) * cap

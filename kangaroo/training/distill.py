@@ -55,7 +55,7 @@ class WholeDistributions:
         self.total_M = torch.empty(len(state_MD), device=lm.device)
         self.computed = 0  # positions, from the first on
         for part in _parts(len(state_MD), chunk_size) if chunk_size else ():
-            self._sum_up(part, lm.head(state_MD[part]).to(lm.device).float())
+            self._sum_up(part, lm.read_out(state_MD[None, part])[0].float())
 
     @torch.no_grad()
     def chances(self, part: slice, head: DraftHead) -> Tensor:

@@ -167,7 +167,7 @@ def estimate(
     # of a position: the teacher's, then p, log q and gradients; stored: q, its exponent, gradient
     logits = vocabulary * 3 * size if stored else max(whole * (size + 8), vocabulary * (size + 24))
     memory = {
-        "target": (_count(lm) - spared + (config.vocabulary or 0) * width) * size,
+        "target": target_bytes(lm) + ((config.vocabulary or 0) * width - spared) * size,
         "adapters": int(parameters * (8 + moments + 8 * (accumulate > 1))),
         "a micro-batch": states * size,
         "logits": min(config.chunk, wanted) * logits,
@@ -191,9 +191,16 @@ def estimate(
     return -(-micro_batches // accumulate), memory, flops
 
 
+def target_bytes(lm: TargetModel) -> int:
+    """What the target's weights take, those of its layers as they are quantized."""
+    whole, layers, size = _count(lm), _count(lm.layers), lm.dtype.itemsize
+    saved = 0 if lm.weight_bits is None else layers * (8 * size - lm.weight_bits) // 8
+    return whole * size - saved
+
+
 def check_writing(lm: TargetModel, data: Data, devices: Devices) -> None:
     """Errors: `ConfigError` where a process has no room for the target, or to write the data."""
-    memory = {"target": _count(lm) * lm.dtype.itemsize}
+    memory = {"target": target_bytes(lm)}
     devices.check("loading the target", memory)
     given = isinstance(data, ConversationsConfig) and not data.regenerate
     if isinstance(data, MixConfig) or given or store.is_complete(Path(data.path)):

@@ -14,6 +14,7 @@ from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.block import BlockHead
 from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.sharding import shard
 from kangaroo.models.target import TargetModel
 from kangaroo.training.losses import Loss
 from kangaroo.utils.errors import ConfigError
@@ -110,7 +111,7 @@ def trainees(
                 go_on_from(recipe.start, adapter, lm)
             adapters[name] = recipe, adapter.float()
     if shard_on is not None:
-        lm.shard(shard_on)  # the layers that adapters start from had to be whole
+        shard(lm, shard_on)  # the layers that adapters start from had to be whole
     targets = DraftHead(lm, None, vocabulary_K)
     trained = []
     for name, (recipe, adapter) in adapters.items():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import resource
 import sys
+from itertools import chain
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def peak(device: torch.device) -> int:
@@ -33,5 +34,14 @@ def free(device: torch.device) -> int:
 
 
 def weights(*modules: nn.Module) -> int:
-    """The size of the modules' parameters."""
-    return sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+    """The size of the modules' parameters, and of buffers, in which some quantized ones lie."""
+    tensors = (chain(module.parameters(), module.buffers()) for module in modules)
+    return sum(map(_bytes, chain.from_iterable(tensors)))
+
+
+def _bytes(tensor: Tensor) -> int:
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor.numel() * tensor.element_size()
+    flatten = getattr(tensor, "__tensor_flatten__", None)  # of torchao's, which hold others
+    parts = [] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
+    return sum(map(_bytes, parts)) if parts else tensor.numel() * tensor.element_size()

@@ -29,6 +29,7 @@ from cases import (
     samplings,
 )
 from helpers import (
+    BY_MODULES,
     adapter_for,
     graphed,
     random_prompts,
@@ -49,8 +50,13 @@ from kangaroo.engine.requests import Request, StepRecord
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.engine.stepper import TensorStepper
 from kangaroo.evaluation.lossless import fork
+from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
 
+# Of these, which transformers' modules run, the fast tests have two with each drafter, and the slow
+# ones the full product with those of `MOST` alone.
+OTHERS, MOST = list(BY_MODULES), ("kangaroo", "kangaroo-tree")
+PLAIN = set(FAMILIES) - set(OTHERS)
 LONGER = random_prompts(5, 55, 1, 120)
 
 
@@ -91,14 +97,27 @@ def check(drafter: str, family: str, sampling: str, batch: str) -> None:
     assert [p + done[i].tokens for i, p in enumerate(PROMPTS)] == case.texts
 
 
-@pytest.mark.parametrize("drafter, family, sampling, batch", COVERING)
+def tier(drafter: str, family: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Of the covering's cases."""
+    if family not in OTHERS or drafter in MOST:
+        return ()
+    turn = list(DRAFTERS).index(drafter) + OTHERS.index(family)
+    return () if turn % (len(OTHERS) // 2) == 0 else (pytest.mark.slow,)
+
+
+@pytest.mark.parametrize(
+    "drafter, family, sampling, batch",
+    [pytest.param(*case, marks=tier(*case[:2])) for case in COVERING],
+)
 def test_drafter_writes_what_vanilla_decoding_writes(drafter, family, sampling, batch):
     check(drafter, family, sampling, batch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "drafter, family",
+    [pair for pair in itertools.product(DRAFTERS, FAMILIES) if {*pair} & {*PLAIN, *MOST}],
+)
 def test_so_it_does_in_every_sampling_and_batch(drafter, family):
     for sampling, batch in itertools.product(HOW, BATCHES):
         check(drafter, family, sampling, batch)
@@ -296,7 +315,7 @@ def test_graphs_leave_vanillas_text_only_at_near_ties_of_half_precision(
 def test_greedy_vanilla_decoding_writes_what_transformers_writes(family):
     case = case_of(family, "greedy")
     hf = case.lm.hf
-    hf.set_attn_implementation("sdpa")
+    hf.set_attn_implementation(usual_attention(hf))
     try:
         for prompt, text in zip(PROMPTS, case.texts, strict=True):
             tokens = torch.tensor([prompt])

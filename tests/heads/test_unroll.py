@@ -37,13 +37,14 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order
 FUSED = [{}, {"feed_forward": True}, {"attention_layers": 2}]
 
 
-@pytest.fixture(scope="module", params=[*FUSED, "eagle"], ids=str)
+@pytest.fixture(scope="module", params=[*FUSED, "eagle", "window"], ids=str)
 def fused(request) -> tuple[TargetModel, Layer]:
     """Layers that read deep states."""
-    lm = tiny()
+    lm = tiny("mistral", sliding_window=6) if request.param == "window" else tiny()
     if request.param == "eagle":
         return lm, eagle_for(lm)
-    return lm, adapter_for(lm, architecture=AdapterHeadConfig(**request.param, fused=True))
+    parts = {} if request.param == "window" else request.param
+    return lm, adapter_for(lm, architecture=AdapterHeadConfig(**parts, fused=True))
 
 
 def states(lm: TargetModel, ids: list[int], layers: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from cases import FAMILIES
 from helpers import LLAMA3_ROPE, forward_logits, random_parents, random_prompts, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import Gemma3Config, Gemma3TextConfig, GemmaConfig, LlamaConfig
 
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.cache import BUCKET
@@ -174,16 +174,12 @@ def test_an_architecture_that_is_not_llama_like_is_refused_by_name():
         tiny("gemma")
 
 
-def test_sliding_windows_are_refused_with_their_width():
-    with pytest.raises(UnsupportedModel, match=r"sliding-window.*4096"):
-        check_supported(MistralConfig(name_or_path="mistralai/Mistral-7B-v0.1"))
-    with pytest.raises(UnsupportedModel, match=r"sliding-window.*100"):
-        tiny("mistral", sliding_window=100)
-    windowed = {"use_sliding_window": True, "sliding_window": 128}
-    with pytest.raises(UnsupportedModel, match=r"sliding-window.*128"):
-        check_supported(Qwen2Config(num_hidden_layers=4, max_window_layers=2, **windowed))
-    check_supported(Qwen2Config(num_hidden_layers=4, max_window_layers=4, **windowed))  # no layer
-    check_supported(MistralConfig(sliding_window=None))
+def test_what_only_looks_like_a_family_is_refused_with_the_fix():
+    with pytest.raises(UnsupportedModel, match=r"is a gemma3 model; .*gemma3_text model"):
+        check_supported(Gemma3Config(name_or_path="google/gemma-3-4b-it"))
+    both_ways = Gemma3TextConfig(use_bidirectional_attention=True, num_hidden_layers=6)
+    with pytest.raises(UnsupportedModel, match=r"use_bidirectional_attention.*a model that writes"):
+        check_supported(both_ways)
 
 
 def test_ropes_that_change_with_length_are_refused_by_name():

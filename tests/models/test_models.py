@@ -16,6 +16,7 @@ from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, lo
 from kangaroo.utils.errors import (
     ConfigError,
     CorruptFile,
+    MissingPackage,
     ModelNotFound,
     ModelTooLarge,
     UnsupportedModel,
@@ -136,8 +137,15 @@ CHANGES = [
     ({"intermediate_size": 96}, CorruptFile, r"\[64, 128\].*\[64, 96\].*18 weights"),
     ({"rope_parameters": SCALED | {"partial_rotary_factor": 0.5}}, UnsupportedModel, "or=0.5 with"),
     ({"model_type": "no-such-kind"}, UnsupportedModel, "no-such-kind"),
-    ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModel, r"\(awq\)"),
-    ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedModel, r"\(fp8\)"),
+    *(
+        ({"quantization_config": fields}, MissingPackage, rf"\({fields['quant_method']}\).*=int8")
+        for fields in (
+            {"quant_method": "gptq", "bits": 4},
+            {"quant_method": "awq", "bits": 4},
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            {"quant_method": "compressed-tensors"},
+        )
+    ),
 ]
 
 

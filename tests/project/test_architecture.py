@@ -23,7 +23,7 @@ ORDER = [
     {"engine.cache", "engine.sampling", "models.attention", "models.supported"},
     {"engine.tree", "engine.topk_logits", "engine.requests", "models.prompts"},
     {"engine.verify", "engine.budget", "cpu.native", "cuda"},
-    {"engine.acceleration", "engine.clock", "models.layer_weights"},
+    {"engine.acceleration", "engine.clock", "models.layer_weights", "models.quantizing"},
     {"engine.batch", "models.target"},
     {"engine.costs"},
     {"models"},

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from cases import DRAFTERS, SCRIPTED, Case
-from helpers import ARCHITECTURES, VOCABULARY, adapter_for, tiny_model
+from helpers import ARCHITECTURES, BY_MODULES, VOCABULARY, adapter_for, tiny_model
 from tqdm import tqdm
 
 from kangaroo.drafters.base import Drafter
@@ -45,7 +45,11 @@ SAMPLINGS = {
     "top-k": Sampling(temperature=1.5, top_k=5, top_p=0.95),
 }
 COMPILED = ", compiled"
-FAMILIES = [f"{name}{how}" for name in ARCHITECTURES for how in (COMPILED, "")]
+FAMILIES = [
+    f"{name}{how}"
+    for name in ARCHITECTURES
+    for how in (("",) if name in BY_MODULES else (COMPILED, ""))
+]
 REQUESTS = 40
 PROMPT, LIMIT = (1, 100), (1, 160)  # tokens of a prompt, and the most of its text
 EOS_SHARE = 0.75  # of the settings; in the others every text ends at its limit
