@@ -1,12 +1,13 @@
 """Kangaroo with a tree: an adapter drafts the likeliest continuations until all grow unlikely.
 
 Shapes: B rows, N draft nodes (node 0 is the pending token), L nodes of a level, C candidates of
-each, E occupied slots, W window, S levels, D hidden size, K draft vocabulary.
+each, M candidates of a level, E occupied slots, W window, S levels, D hidden size, K draft
+vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -68,6 +69,9 @@ class Level(NamedTuple):
         score_BL: confidence.
         f_BLD: shallow states.
         hidden_BLE: true for the slots that they do not see.
+        children_BM, chances_BM: the tokens that they were chosen from, all candidates of the level
+            above in its order, and their confidence.
+        places_BL: where they stand among these.
         slots_BL, positions_BL, bias_B1LE, cos_BLC, sin_BLC: of their block.
     """
 
@@ -77,6 +81,9 @@ class Level(NamedTuple):
     score_BL: Tensor
     f_BLD: Tensor
     hidden_BLE: Tensor
+    children_BM: Tensor
+    chances_BM: Tensor
+    places_BL: Tensor
     slots_BL: Tensor
     positions_BL: Tensor
     bias_B1LE: Tensor
@@ -84,7 +91,7 @@ class Level(NamedTuple):
     sin_BLC: Tensor
 
 
-FIELDS, LAYOUT = len(Level._fields), slice(6, None)  # of a level: all, and those of its block
+FIELDS, LAYOUT = len(Level._fields), slice(9, None)  # of a level: all, and those of its block
 
 
 class KangarooTree(EarlyExit):
@@ -170,7 +177,7 @@ class KangarooTree(EarlyExit):
         slots_E = torch.arange(meta.extent, device=pending_B1.device)
         hidden_B1E = (slots_E >= length_B[:, None])[:, None]
         none_B1, sure_B1 = torch.zeros_like(pending_B1), torch.ones_like(pending_B1).float()
-        itself = meta.narrow(self.window, 1).tensors()
+        itself = pending_B1, sure_B1, none_B1, *meta.narrow(self.window, 1).tensors()
         return none_B1, none_B1, pending_B1, sure_B1, f_B1D, hidden_B1E, *itself, *first
 
     def grow(
@@ -203,8 +210,9 @@ class KangarooTree(EarlyExit):
         how = batch.sampling.reading(settings_B3)
         candidates_BLC = self.head.candidates(logits_BLK, positions_BL, how, seeds_B, self.top_k)
         confidence_BLC = logits_BLK.float().softmax(-1).topk(self.top_k).values
-        score_BLC = score_BL[..., None] * confidence_BLC
-        score_BL, index_BL = score_BLC.flatten(1).topk(self.top_k)
+        children_BM = candidates_BLC.flatten(1)
+        chances_BM = (score_BL[..., None] * confidence_BLC).flatten(1)
+        score_BL, index_BL = chances_BM.topk(self.top_k)
         of_parent_BL = index_BL // self.top_k
         parents_BL = number_BL.gather(1, of_parent_BL)
         first = 1 + (step - 1) * self.top_k
@@ -212,11 +220,12 @@ class KangarooTree(EarlyExit):
         number_BL = number_BL.expand(rows, -1)
         slots_BL = length_B[:, None] - 1 + number_BL
         hidden_BLE = take(hidden_BLE, of_parent_BL).scatter(2, slots_BL[..., None], False)
-        tokens_BL = candidates_BLC.flatten(1).gather(1, index_BL)
+        tokens_BL = children_BM.gather(1, index_BL)
         at_BL = (length_B[:, None] - 1 + step).expand(-1, self.top_k)
         new_meta = self.lm.forward_meta_of(slots_BL, at_BL, hidden_BLE, batch.n_slots)
         f_BLD = self.run_shallow(tokens_BL, batch, new_meta)
-        level = number_BL, parents_BL, tokens_BL, score_BL, f_BLD, hidden_BLE, *new_meta.tensors()
+        level = number_BL, parents_BL, tokens_BL, score_BL, f_BLD, hidden_BLE
+        level += children_BM, chances_BM, index_BL, *new_meta.tensors()
         further = (take(adapted_BLD, of_parent_BL),) if self.reads_deep else ()
         return *level, score_BL.amax(1), *further
 
@@ -236,13 +245,12 @@ class KangarooTree(EarlyExit):
             worth: as of `best_count`; of one text alone the drafter's own rule decides.
         """
         count, device = len(levels), batch.length_B.device
-        most = 1 + (count - 1) * self.top_k
-        _, parents, tokens, score, states, _, *layout = zip(*levels, strict=True)
+        parents, score, *others = self.offered(levels)
+        sizes = [of_level.shape[1] for of_level in score]
+        most = sum(sizes)
 
-        def ranked(valid_BS: Tensor, worth_W: Tensor, *parts: Tensor) -> Tensors:
+        def ranked(valid_BN: Tensor, worth_W: Tensor, *parts: Tensor) -> Tensors:
             parents_BN, score_BN = torch.cat(parts[:count], 1), torch.cat(parts[count:], 1)
-            levels_S = (torch.arange(most, device=device) + self.top_k - 1) // self.top_k
-            valid_BN = valid_BS[:, levels_S]
             keep_BN = kept(score_BN, parents_BN, valid_BN, self.nodes, self.min_confidence)
             if len(worth_W):
                 rank_BN = ranks(-torch.where(keep_BN, score_BN, -1.0))
@@ -258,8 +266,11 @@ class KangarooTree(EarlyExit):
             )
             keep_BN = keep_BN.gather(1, index_BN)
             parents_BN = new_number_BN.gather(1, parents_BN.gather(1, index_BN)) * keep_BN
-            tokens, states, *layout = (parts[i : i + count] for i in range(0, len(parts), count))
+            tokens, *others = (parts[i : i + count] for i in range(0, len(parts), count))
             tokens_BN = torch.cat(tokens, 1).gather(1, index_BN)
+            if not others:
+                return tokens_BN, keep_BN, parents_BN
+            states, *layout = others
             metas = [meta.with_tensors(*of_level) for of_level in zip(*layout, strict=True)]
             whole = ForwardMeta.join(metas).take(index_BN).tensors()
             return tokens_BN, keep_BN, parents_BN, take(torch.cat(states, 1), index_BN), *whole
@@ -268,24 +279,31 @@ class KangarooTree(EarlyExit):
             nodes, caches = batch.size * most, self.caches(batch)
             return self.lm.acceleration.replay(caches, key, work, *inputs, tokens=nodes)
 
-        uploaded = torch.from_numpy(valid).to(device), torch.tensor(worth).to(device)
+        valid = torch.from_numpy(valid.repeat(sizes, 1))
+        uploaded = valid.to(device), torch.tensor(worth).to(device)
         largest, *order = replay(("rank", count), ranked, *uploaded, *parents, *score)
         # one sync a round
         size = self.lm.acceleration.width(int(largest), min(self.nodes + 1, most))
-        inputs = *order, *tokens, *states, *chain.from_iterable(layout)
+        inputs = *order, *chain.from_iterable(others)
         tensors = replay(("prune", count, size), taken, *inputs)
-        tokens_BN, keep_BN, parents_BN, f_BND, *whole = tensors
+        tokens_BN, keep_BN, parents_BN, *made = tensors
         is_chain = self.top_k == 1
         depth = min(count, size) - 1
         self.proposed = Draft(
             tokens_BN=tokens_BN,
             tree=Tree.chain(size, device) if is_chain else Tree(parents_BN, depth),
             valid_BN=keep_BN,
-            hidden_BND=f_BND,
+            hidden_BND=made[0] if made else None,
             entry=self.exit_layer,
-            meta=meta.with_tensors(*whole),
+            meta=meta.with_tensors(*made[1:]) if made else None,
         )
         return self.proposed
+
+    def offered(self, levels: list[Level]) -> Sequence[Sequence[Tensor]]:
+        """Of the nodes that may be verified, by level: parents, confidence, tokens; then what is
+        computed already, if anything is: their states, and what makes their block."""
+        of = Level(*zip(*levels, strict=True))
+        return of.parents_BL, of.score_BL, of.tokens_BL, of.f_BLD, *of[LAYOUT]
 
 
 def kept(

@@ -249,12 +249,20 @@ def look(lm: TargetModel, sample: Sample, max_length: int) -> JudgedText:
     meta = lm.chunk(0, length, row=0, n_slots=length + count)
     x_1TD, _ = lm.run(lm.embed(tokens_1T), cache, meta, range(lm.n_layers))
     top_M = lm.logits(x_1TD[:, wanted_M]).argmax(-1)[0]
-    # a draft's token sees the whole target's keys of the text before it, and its own
-    slots_1M = torch.arange(length, length + count, device=lm.device)[None]
-    slots_E = torch.arange(length + count, device=lm.device)
-    hidden_1ME = (slots_E >= wanted_M[:, None]) & (slots_E != slots_1M[0][:, None])
-    drafts = lm.forward_meta_of(slots_1M, wanted_M[None], hidden_1ME[None], length + count)
+    drafts = first_drafts(lm, wanted_M, length, cache.n_slots)
     return JudgedText(tokens_1T[:, wanted_M], top_M, cache, drafts)
+
+
+def first_drafts(
+    lm: TargetModel, positions_M: Tensor, first_slot: int, n_slots: int
+) -> ForwardMeta:
+    """A block of a text's tokens once more, at free slots from `first_slot` on, as if each were the
+    first to be drafted: it sees the whole target's keys of the text before it, and its own."""
+    count, device = len(positions_M), positions_M.device
+    slots_M = torch.arange(first_slot, first_slot + count, device=device)
+    slots_E = torch.arange(lm.extent(n_slots, first_slot + count), device=device)
+    hidden_ME = (slots_E >= positions_M[:, None]) & (slots_E != slots_M[:, None])
+    return lm.forward_meta_of(slots_M[None], positions_M[None], hidden_ME[None], n_slots)
 
 
 @torch.no_grad()

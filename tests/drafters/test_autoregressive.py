@@ -1,4 +1,4 @@
-"""What a draft model and a target with skipped layers draft.
+"""What a draft model and a target without its last layers, or without some of them, draft.
 
 Shapes: B rows, N draft nodes.
 """
@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.draft_model import DraftModel, DraftModelConfig
 from kangaroo.drafters.draft_verify import DraftVerify, DraftVerifyConfig
+from kangaroo.drafters.layerskip import LayerSkipConfig
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.engine import Engine
@@ -81,8 +83,8 @@ def another_model() -> TargetModel:
     return tiny("llama", rope_parameters=rope, num_hidden_layers=2)
 
 
-def written_by(model: TargetModel, sampling: Sampling) -> Expected:
-    """What a model writes after a whole text, without a cache."""
+def written_by(model: TargetModel, sampling: Sampling, layers: int | None = None) -> Expected:
+    """What a model writes after a whole text, without a cache, by its first layers or all."""
 
     @torch.no_grad()
     def expected(text: list[int], seed: int, count: int) -> list[int]:
@@ -91,7 +93,7 @@ def written_by(model: TargetModel, sampling: Sampling) -> Expected:
             tokens = [*text, *drafted]
             meta = model.chunk(0, len(tokens), row=0, n_slots=len(tokens))
             x_1TD, _ = model.run(
-                model.embed(torch.tensor([tokens])), None, meta, range(model.n_layers)
+                model.embed(torch.tensor([tokens])), None, meta, range(layers or model.n_layers)
             )
             position = torch.tensor([[len(tokens)]])
             token = pick(model.logits(x_1TD[:, -1:]), position, sampling, torch.tensor([seed]))
@@ -146,6 +148,16 @@ def test_so_it_does_in_native_rounds_also_after_rounds_without_drafts(case, own,
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("exit_layer", [1, 3])
+def test_layerskip_drafts_what_the_first_layers_write(case, sampling, exit_layer):
+    drafter = LayerSkipConfig(exit_layer=exit_layer, steps=3, threshold=0).build(case.lm)
+    expected = written_by(case.lm, sampling, exit_layer)
+    assert len(drafts_are(drafter, drafter, case, sampling, expected)) > 2
+    cascade = Cascade(case.lm, Sometimes(case.texts), drafter)
+    drafts_are(drafter, cascade, case, sampling, expected)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("skip", [[1], [1, 3], [0, 1, 2]])
 def test_skipped_layers_read_the_whole_targets_keys_of_the_text(case, sampling, skip):
     lm = case.lm
@@ -173,15 +185,27 @@ def test_skipped_layers_read_the_whole_targets_keys_of_the_text(case, sampling, 
     assert skip == [0, 1, 2] or len(accepted) > 2
 
 
+def first_layers(lm: TargetModel, count: int):
+    """What `generate(assistant_early_exit=count)` makes its assistant of."""
+    hf = deepcopy(lm.hf)
+    hf.set_attn_implementation("sdpa")
+    hf.model.layers, hf.config.num_hidden_layers = hf.model.layers[:count], count
+    return hf
+
+
+@pytest.mark.parametrize("early_exit", [False, True], ids=["draft model", "layerskip"])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_rounds_are_those_of_transformers_assisted_generation(case, steps):
+def test_rounds_are_those_of_transformers_assisted_generation(case, steps, early_exit):
     """Same drafts, same acceptance: an implementation that is not ours."""
-    model = assistant(draft_model(case.lm, case.adapter))
+    hf = first_layers(case.lm, 2) if early_exit else draft_model(case.lm, case.adapter)
+    model = assistant(hf)
     config = model.generation_config
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = steps, "constant"
     config.assistant_confidence_threshold = 0.0
     for prompt in PROMPTS:
-        drafter = DraftModel(case.lm, draft_lm(case), steps)
+        drafter: Drafter = DraftModel(case.lm, draft_lm(case), steps)
+        if early_exit:
+            drafter = LayerSkipConfig(exit_layer=2, steps=steps, threshold=0).build(case.lm)
         (ours,) = Engine(case.lm, drafter).generate([prompt], NEW_TOKENS)
         # theirs drafts before its prefill, ours after: so it begins after the token of ours
         begun = [*prompt, ours.tokens[0]]
