@@ -317,6 +317,13 @@ def test_a_target_whose_tokenizer_is_gone_is_named(tmp_path):
         DraftModelConfig(model=draft).build(lm)
 
 
+def test_a_layerskip_checkpoint_is_known_and_exits_after_a_quarter_of_its_layers(case):
+    lm = loaded("random:small:facebook/layerskip-llama2-7B")
+    assert LayerSkipConfig().build(lm).exit_layer == lm.n_layers // 4
+    with pytest.raises(ConfigError, match=r"exit_layer=4 .* the target's 4 layers; .* 1 to 3"):
+        LayerSkipConfig(exit_layer=4).build(case.lm)
+
+
 def test_one_of_model_and_adapter_is_needed(case):
     with pytest.raises(ConfigError, match=r"needs drafter\.model= or drafter\.adapter="):
         DraftModelConfig().build(case.lm)
