@@ -32,7 +32,7 @@ from helpers import (
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.block import Block
 from kangaroo.drafters.cascade import Cascade
-from kangaroo.drafters.clasp import Clasp
+from kangaroo.drafters.clasp import ClaspConfig
 from kangaroo.drafters.datastore import Datastore, index
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.draft_verify import DraftVerify
@@ -171,8 +171,10 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "layerskip-stops": lambda case: LayerSkipConfig(steps=4, threshold=0.3).build(case.lm),
     "swift": lambda case: SwiftConfig(steps=4, threshold=0, goal=1.0).build(case.lm),
     "swift-stops": lambda case: SwiftConfig(steps=3, threshold=0.3, window=9).build(case.lm),
-    "clasp": lambda case: Clasp(case.lm, 0.5, steps=4, threshold=0),
-    "clasp-stops": lambda case: Clasp(case.lm, 0.3, interval=4, steps=4, threshold=0.3),
+    "clasp": lambda case: ClaspConfig(steps=4, threshold=0).build(case.lm),
+    "clasp-stops": lambda case: ClaspConfig(
+        skip_share=0.3, interval=4, steps=4, threshold=0.3
+    ).build(case.lm),
     "cascade": lambda case: Cascade(
         case.lm, Sometimes(case.texts), Kangaroo(case.lm, case.adapter, 4, 0.3)
     ),

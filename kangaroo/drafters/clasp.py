@@ -1,6 +1,6 @@
 """CLaSp: the skipped layers are those without which the last token's final state changes least.
 
-Shapes: B rows, J counts of skipped layers, E occupied slots, D hidden size.
+Shapes: B rows, J counts of skipped layers, D hidden size.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kangaroo.drafters import layer_search
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.layer_choice import LayerChoice
 from kangaroo.drafters.layer_search import Subset
@@ -45,7 +46,7 @@ class ClaspConfig(DrafterConfig):
 
     def build(self, lm: TargetModel) -> Clasp:
         """Errors: `ConfigError`."""
-        return Clasp(lm, self.skip_share, self.interval, self.steps, self.threshold)
+        return Clasp(lm, self)
 
 
 class Clasp(LayerChoice):
@@ -56,22 +57,15 @@ class Clasp(LayerChoice):
     The states of a layer are tokens of one pass: each sees the text before it, and itself.
     """
 
-    def __init__(
-        self,
-        lm: TargetModel,
-        skip_share: float = 0.5,
-        interval: int = 1,
-        steps: int = 6,
-        threshold: float | str = 0.6,
-    ):
-        self.count, self.interval = round(skip_share * lm.n_layers), interval
+    def __init__(self, lm: TargetModel, options: ClaspConfig):
+        self.interval, self.count = options.interval, round(options.skip_share * lm.n_layers)
         if not 0 < self.count < lm.n_layers:
             raise ConfigError(
-                f"drafter.skip_share={skip_share} is {self.count} of the target's {lm.n_layers} "
-                "layers; drafts must skip some, and not all."
+                f"drafter.skip_share={options.skip_share} is {self.count} of the target's "
+                f"{lm.n_layers} layers; drafts must skip some, and not all."
             )
         first = tuple(range(1, 1 + self.count))  # until the first choice, before the first draft
-        super().__init__(lm, lm, first, steps, threshold, judged=self.count + 1)
+        super().__init__(lm, lm, first, options.steps, options.threshold, self.count + 1)
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
@@ -92,31 +86,23 @@ class Clasp(LayerChoice):
     def programme(self, batch: Batch) -> Tensor:
         """Whether the state for a layer and a count went through the layer, `[B, layers, J]`."""
         lm, size = self.lm, self.count + 1
-        j_J = torch.arange(size, device=batch.length_B.device)
-        at_B = (batch.length_B - 2).clamp(min=0)
-        slots_BJ = batch.base_B[:, None] + j_J
-        slots_E = torch.arange(lm.extent(batch.n_slots, batch.used + size), device=j_J.device)
-        before_BJE = (slots_E < at_B[:, None])[:, None]
-        hidden_BJE = ~before_BJE & (slots_E != slots_BJ[..., None])
-        at_BJ = at_B[:, None].expand(-1, size)
-        meta = lm.forward_meta_of(slots_BJ, at_BJ, hidden_BJE, batch.n_slots)
+        at_BJ = (batch.length_B[:, None] - 2).clamp(min=0).expand(-1, size)
+        place = at_BJ, batch.base_B, batch.used + size, batch.n_slots
+        meta = layer_search.first_drafts(lm, *place)
         x_BJD, keeps = lm.embed(batch.last(2)[:, :1]).expand(-1, size, -1), []
         for layer in range(lm.n_layers):
             through_BJD, _ = lm.run(x_BJD, batch.cache, meta, range(layer, layer + 1))
             past_BJD = x_BJD.to(through_BJD.device).roll(1, 1)
-            whole_B1D = through_BJD[:, :1]
-            near_BJ, far_BJ = (nearness(x, whole_B1D) for x in (through_BJD, past_BJD))
-            j_J = j_J.to(through_BJD.device)
-            # without a skipped layer there is no choice, nor where all so far are
-            keep_BJ = ((near_BJ >= far_BJ) & (j_J <= layer)) | (j_J == 0)
+            near_BJ, far_BJ = (
+                torch.cosine_similarity(x_BJD.float(), through_BJD[:, :1].float(), -1)
+                for x_BJD in (through_BJD, past_BJD)
+            )
+            keep_BJ = near_BJ >= far_BJ
+            keep_BJ[:, layer + 1 :] = False  # these are skipped as all before were
+            keep_BJ[:, 0] = True  # without a skipped layer there is no choice
             x_BJD = torch.where(keep_BJ[..., None], through_BJD, past_BJD)
-            keeps.append(keep_BJ.to(batch.length_B.device))
+            keeps.append(keep_BJ.to(lm.device))
         return torch.stack(keeps, 1)
-
-
-def nearness(x_BJD: Tensor, y_B1D: Tensor) -> Tensor:
-    """The cosine of their angle, `[B, J]`."""
-    return torch.cosine_similarity(x_BJD.float(), y_B1D.float(), -1)
 
 
 def skipped(keeps: Sequence[Sequence[bool]], count: int) -> Subset:

@@ -13,7 +13,6 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from kangaroo.drafters import layer_search
 from kangaroo.drafters.base import Stateless
 from kangaroo.drafters.chain import Autoregressive, DraftToken, limits_of
 from kangaroo.drafters.layer_search import Subset
@@ -21,6 +20,7 @@ from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.tree import Draft
 from kangaroo.models.target import TargetModel
+from kangaroo.utils.memory import weights
 
 
 class LayerChoice(Stateless, Autoregressive):
@@ -47,13 +47,13 @@ class LayerChoice(Stateless, Autoregressive):
     ):
         super().__init__(lm, steps, threshold, window=0)
         self.cut, self.first, self.max_nodes = cut, first, max(steps, judged)
-        # what a token saves without each layer, in vanilla steps
-        self.savings = [1 - layer_search.draft_cost(cut, [i]) for i in range(cut.n_layers)]
+        whole = weights(*cut.layers, lm.head)
+        self.shares = [weights(layer) / whole for layer in cut.layers]  # of a vanilla step
         self.draft_cost = self.cost_without(first)
 
     def cost_without(self, skip: Collection[int]) -> float:
         """Of a drafted token, in vanilla steps."""
-        return 1 - sum(self.savings[layer] for layer in skip)
+        return 1 - sum(self.shares[layer] for layer in skip)
 
     @abstractmethod
     def restart(self, row: int, text: list[int]) -> None:
@@ -94,9 +94,9 @@ class LayerChoice(Stateless, Autoregressive):
             first, *_, last = [*group] * 2
             kept_B11 = None
             if not all(kept):
-                kept_B11 = torch.ones(batch.size, 1, 1, dtype=torch.bool)
-                kept_B11[rows, 0, 0] = torch.tensor(kept)
-                kept_B11 = kept_B11.to(self.lm.device)
+                in_row = dict(zip(rows, kept, strict=True))
+                kept_B = torch.tensor([in_row.get(row, True) for row in range(batch.size)])
+                kept_B11 = kept_B[:, None, None].to(self.lm.device)
             runs += [(range(first, last + 1), kept_B11)] if any(kept) else []
         return runs
 

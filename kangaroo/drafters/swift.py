@@ -1,6 +1,6 @@
 """SWIFT: attention and feed-forward parts are skipped, other ones from one round to the next.
 
-Shapes: M positions of a text, D hidden size, E occupied slots.
+Shapes: M positions of a text, D hidden size.
 """
 
 from __future__ import annotations
@@ -112,16 +112,15 @@ class Swift(LayerChoice):
 
     def matchness(self, batch: Batch, row: int, skip: Subset, count: int) -> float:
         """The share of a row's last `count` tokens that would have been right as first drafts."""
-        lm, text, last = self.lm, batch.texts[row], len(batch.texts[row]) - 1
-        positions_M = torch.arange(last - count, last, device=lm.device)
-        of_row = slice(row, row + 1)
-        meta = layer_search.first_drafts(lm, positions_M, last, batch.n_slots)
-        meta = replace(meta, rows=of_row, recordable=False)
+        lm, text, of_row = self.lm, batch.texts[row], slice(row, row + 1)
+        base_1, at = batch.base_B[of_row], torch.arange(-count, 0, device=lm.device)
+        place = base_1[:, None] + at, base_1, len(text) - 1 + count, batch.n_slots
+        meta = replace(layer_search.first_drafts(lm, *place), rows=of_row, recordable=False)
         x_1MD = lm.embed(torch.tensor([text[-count - 1 : -1]], device=lm.device))
         for layers in layer_search.runs(skip, self.cut.n_layers):
             x_1MD, _ = self.cut.run(x_1MD, batch.cache, meta, layers)
         how = batch.sampling.reading(batch.settings_B3[of_row])
-        drafted_1M = pick(lm.logits(x_1MD), positions_M[None] + 1, how, batch.seeds_B[of_row])
+        drafted_1M = pick(lm.logits(x_1MD), place[0] + 1, how, batch.seeds_B[of_row])
         pairs = zip(drafted_1M[0].tolist(), text[-count:], strict=True)  # a sync
         return sum(drafted == token for drafted, token in pairs) / count
 

@@ -6,7 +6,6 @@ Shapes: R rows, T tokens a row, D hidden size.
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -64,11 +63,9 @@ def without(layer: nn.Module, name: str, part: nn.Module) -> nn.Module:
 
 def halves(layer: LayerWeights) -> tuple[LayerWeights, LayerWeights]:
     """The weights of its attention, and those of its feed-forward part."""
-    of_feed_forward = {"feed_forward_norm", "gate", "up", "down"}
-    weights = {field.name: getattr(layer, field.name) for field in fields(layer)}
-    attention = {name: w for name, w in weights.items() if name not in of_feed_forward}
-    feed_forward = {name: weights[name] for name in of_feed_forward}
-    return LayerWeights(**attention), LayerWeights(**feed_forward)
+    weights = vars(layer)
+    fed = {name: weights[name] for name in ("feed_forward_norm", "gate", "up", "down")}
+    return LayerWeights(**weights | dict.fromkeys(fed)), LayerWeights(**fed)
 
 
 class HalfStack:

@@ -12,7 +12,7 @@ import torch
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS
 from helpers import random_prompts, tiny, tiny_model
 
-from kangaroo.drafters.clasp import Clasp, ClaspConfig
+from kangaroo.drafters.clasp import ClaspConfig
 from kangaroo.drafters.layer_search import expected_speedup, runs
 from kangaroo.drafters.swift import Swift, SwiftConfig, evenly
 from kangaroo.engine.engine import Engine
@@ -78,7 +78,7 @@ def skipped_by_definition(lm, text, count):
 def test_clasp_skips_what_the_recursion_says(monkeypatch, sampling, count):
     """In each row of a batch, before each round."""
     lm, seen = tiny(num_hidden_layers=6, deep_scale=0.5), set()
-    drafter = Clasp(lm, count / 6, steps=3, threshold=0)
+    drafter = ClaspConfig(skip_share=count / 6, steps=3, threshold=0).build(lm)
     improve = drafter.improve
 
     def check(batch, rows):
@@ -95,7 +95,7 @@ def test_clasp_skips_what_the_recursion_says(monkeypatch, sampling, count):
 
 def test_clasp_chooses_again_after_an_interval(monkeypatch):
     lm, lengths = tiny(), []
-    drafter = Clasp(lm, 0.5, interval=5, steps=2, threshold=0)
+    drafter = ClaspConfig(interval=5, steps=2, threshold=0).build(lm)
     programme = drafter.programme
     monkeypatch.setattr(
         drafter, "programme", lambda b: lengths.append(len(b.texts[0])) or programme(b)
