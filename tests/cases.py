@@ -167,14 +167,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "draft-model-auto": lambda case: cheap(DraftModel(case.lm, draft_lm(case), 4, AUTO)),
     "draft_verify": lambda case: DraftVerify(case.lm, [1, 3], steps=4, threshold=0),
     "draft_verify-stops": lambda case: DraftVerify(case.lm, [2], steps=4, threshold=0.3),
-    "layerskip": lambda case: LayerSkipConfig(exit_layer=2, steps=4, threshold=0).build(case.lm),
-    "layerskip-stops": lambda case: LayerSkipConfig(steps=4, threshold=0.3).build(case.lm),
-    "swift": lambda case: SwiftConfig(steps=4, threshold=0, goal=1.0).build(case.lm),
-    "swift-stops": lambda case: SwiftConfig(steps=3, threshold=0.3, window=9).build(case.lm),
-    "clasp": lambda case: ClaspConfig(steps=4, threshold=0).build(case.lm),
-    "clasp-stops": lambda case: ClaspConfig(
-        skip_share=0.3, interval=4, steps=4, threshold=0.3
-    ).build(case.lm),
+    "layerskip": lambda case: LayerSkipConfig(exit_layer=2, steps=4, threshold=0.1).build(case.lm),
+    "swift": lambda case: SwiftConfig(steps=4, threshold=0, window=9).build(case.lm),
+    "clasp": lambda case: ClaspConfig(interval=2, steps=4, threshold=0.1).build(case.lm),
     "cascade": lambda case: Cascade(
         case.lm, Sometimes(case.texts), Kangaroo(case.lm, case.adapter, 4, 0.3)
     ),

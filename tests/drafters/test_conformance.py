@@ -151,7 +151,7 @@ NATIVE = {
         *("hybrid-tree", "hybrid-tree-stops", "draft-model", "draft-model-stops", "kangaroo-auto"),
         *("kangaroo-tree-auto", "draft-model-auto", "block-auto"),
         *("kangaroo-tree", "kangaroo-tree-stops", "kangaroo-tree-least", "kangaroo-tree-of-one"),
-        *("block", "block-stops", "block-vocabulary", "layerskip", "layerskip-stops"),
+        *("block", "block-stops", "block-vocabulary", "layerskip"),
         *("kangaroo-fused", "kangaroo-fused-layer", "kangaroo-tree-fused", "hybrid-tree-fused"),
         *("suffix", "suffix-store", "token-recycling-tree", "token-recycling-tree-kept"),
         "cascade-token-recycling-tree",

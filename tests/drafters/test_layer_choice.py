@@ -77,7 +77,7 @@ def skipped_by_definition(lm, text, count):
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_clasp_skips_what_the_recursion_says(monkeypatch, sampling, count):
     """In each row of a batch, before each round."""
-    lm, seen = tiny(num_hidden_layers=6, deep_scale=0.5), set()
+    lm, seen = tiny(num_hidden_layers=6, deep_scale=0.5).compile_for_decoding(), set()
     drafter = ClaspConfig(skip_share=count / 6, steps=3, threshold=0).build(lm)
     improve = drafter.improve
 
@@ -107,13 +107,13 @@ def test_clasp_chooses_again_after_an_interval(monkeypatch):
 
 @pytest.mark.parametrize("sampling", GREEDY_AND_SAMPLED, ids=["greedy", "sampled"])
 def test_swift_keeps_the_best_set_by_the_tokens_that_were_written(monkeypatch, sampling):
-    lm, improved = tiny(num_hidden_layers=6, deep_scale=0.7), []
-    drafter = SwiftConfig(window=12, steps=3, threshold=0, goal=1.0).build(lm)
+    lm, improved = tiny(num_hidden_layers=6, deep_scale=0.7).compile_for_decoding(), []
+    drafter = SwiftConfig(window=10, steps=3, threshold=0, goal=1.0).build(lm)
     measure = drafter.matchness
 
     def check(batch, row, skip, count):
         text, seed, known = batch.texts[row], batch.seeds[row], drafter.searches[row].prompt
-        assert 8 <= count == min(12, len(text) - known)
+        assert 8 <= count == min(10, len(text) - known)
         right = measure(batch, row, skip, count)
         places = range(len(text) - count, len(text))
         drafts = [first_draft(lm, drafter.cut, text[:i], skip, sampling, seed) for i in places]
@@ -123,24 +123,23 @@ def test_swift_keeps_the_best_set_by_the_tokens_that_were_written(monkeypatch, s
         return right
 
     monkeypatch.setattr(drafter, "matchness", check)
-    Engine(lm, drafter, always_drafts=True).generate(random_prompts(9, 20), 40, sampling)
+    Engine(lm, drafter, always_drafts=True).generate(random_prompts(9, 20), 28, sampling)
     assert any(improved) and not all(improved)
     assert any(skip != drafter.first for skip in drafter.skips)
 
 
 def rounds(drafter, lm, prompts, rows):
     done = Engine(lm, drafter, always_drafts=True).generate(
-        prompts, 40, SAMPLINGS["sampled"], batch_size=rows, seeds=range(7, 7 + len(prompts))
+        prompts, 24, SAMPLINGS["sampled"], batch_size=rows, seeds=range(7, 7 + len(prompts))
     )
     return [[(step.tokens, step.drafted) for step in generation.steps] for generation in done]
 
 
 @pytest.mark.parametrize("name", ["swift", "clasp"])
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
-def test_a_text_drafts_alike_alone_after_others_and_beside_them(monkeypatch, name, compiled):
+def test_a_text_drafts_alike_alone_after_others_and_beside_them(monkeypatch, name):
     """Each row chooses for itself, by its text alone, and begins anew with the next."""
-    lm, prompts = tiny(num_hidden_layers=6, deep_scale=0.7), random_prompts(9, 20, 14)
-    lm = lm.compile_for_decoding() if compiled else lm
+    lm = tiny(num_hidden_layers=6, deep_scale=0.7).compile_for_decoding()
+    prompts = random_prompts(9, 20, 14)
     config = {"swift": SwiftConfig, "clasp": ClaspConfig}[name](steps=3, threshold=0)
     alone = rounds(config.build(lm), lm, prompts, 1)
     assert max(drafted for text in alone for _, drafted in text) == 3
@@ -152,7 +151,7 @@ def test_a_text_drafts_alike_alone_after_others_and_beside_them(monkeypatch, nam
         return choose(rows, batch)
 
     monkeypatch.setattr(drafter, "choose_runs", observed)
-    assert [rounds(drafter, lm, prompts, count) for count in (3, 2, 1)] == [alone] * 3
+    assert [rounds(drafter, lm, prompts, count) for count in (3, 2)] == [alone] * 2
     assert any(differing)
 
 
