@@ -279,23 +279,23 @@ class KangarooTree(EarlyExit):
             nodes, caches = batch.size * most, self.caches(batch)
             return self.lm.acceleration.replay(caches, key, work, *inputs, tokens=nodes)
 
-        valid = torch.from_numpy(valid.repeat(sizes, 1))
-        uploaded = valid.to(device), torch.tensor(worth).to(device)
+        valid_BN = torch.from_numpy(valid.repeat(sizes, 1))
+        uploaded = valid_BN.to(device), torch.tensor(worth).to(device)
         largest, *order = replay(("rank", count), ranked, *uploaded, *parents, *score)
         # one sync a round
         size = self.lm.acceleration.width(int(largest), min(self.nodes + 1, most))
         inputs = *order, *chain.from_iterable(others)
         tensors = replay(("prune", count, size), taken, *inputs)
-        tokens_BN, keep_BN, parents_BN, *made = tensors
+        tokens_BN, keep_BN, parents_BN, *computed = tensors
         is_chain = self.top_k == 1
         depth = min(count, size) - 1
         self.proposed = Draft(
             tokens_BN=tokens_BN,
             tree=Tree.chain(size, device) if is_chain else Tree(parents_BN, depth),
             valid_BN=keep_BN,
-            hidden_BND=made[0] if made else None,
+            hidden_BND=computed[0] if computed else None,
             entry=self.exit_layer,
-            meta=meta.with_tensors(*made[1:]) if made else None,
+            meta=meta.with_tensors(*computed[1:]) if computed else None,
         )
         return self.proposed
 

@@ -112,8 +112,8 @@ def test_swift_keeps_the_best_set_by_the_tokens_that_were_written(monkeypatch, s
     measure = drafter.matchness
 
     def check(batch, row, skip, count):
-        text, seed, known = batch.texts[row], batch.seeds[row], drafter.searches[row].prompt
-        assert 8 <= count == min(10, len(text) - known)
+        text, seed, prompt = batch.texts[row], batch.seeds[row], drafter.searches[row].prompt
+        assert 8 <= count == min(10, len(text) - prompt)
         right = measure(batch, row, skip, count)
         places = range(len(text) - count, len(text))
         drafts = [first_draft(lm, drafter.cut, text[:i], skip, sampling, seed) for i in places]
