@@ -61,5 +61,5 @@ class EagleTree(KangarooTree):
         for above in levels[:-1]:
             parents.append((first + above.places_BL).repeat_interleave(self.top_k, 1))
             first += above.children_BM.shape[1]
-        of = Level(*zip(*levels, strict=True))
-        return parents, of.chances_BM, of.children_BM
+        chances = [level.chances_BM for level in levels]
+        return parents, chances, [level.children_BM for level in levels]

@@ -302,8 +302,8 @@ class KangarooTree(EarlyExit):
     def offered(self, levels: list[Level]) -> Sequence[Sequence[Tensor]]:
         """Of the nodes that may be verified, by level: parents, confidence, tokens; then what is
         computed already, if anything is: their states, and what makes their block."""
-        of = Level(*zip(*levels, strict=True))
-        return of.parents_BL, of.score_BL, of.tokens_BL, of.f_BLD, *of[LAYOUT]
+        parts = "parents_BL", "score_BL", "tokens_BL", "f_BLD", *Level._fields[LAYOUT]
+        return [[getattr(level, part) for level in levels] for part in parts]
 
 
 def kept(
