@@ -32,18 +32,22 @@ from helpers import (
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.block import Block
 from kangaroo.drafters.cascade import Cascade
+from kangaroo.drafters.clasp import ClaspConfig
 from kangaroo.drafters.datastore import Datastore, index
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.draft_verify import DraftVerify
+from kangaroo.drafters.eagle import EagleTree
 from kangaroo.drafters.expected_gain import Costs
 from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.drafters.layerskip import LayerSkipConfig
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.medusa import Medusa
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.drafters.suffix import Suffix
+from kangaroo.drafters.swift import SwiftConfig
 from kangaroo.drafters.token_recycling import TokenRecycling
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.acceleration import Acceleration
@@ -156,6 +160,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "draft-model-auto": lambda case: cheap(DraftModel(case.lm, draft_lm(case), 4, AUTO)),
     "draft_verify": lambda case: DraftVerify(case.lm, [1, 3], steps=4, threshold=0),
     "draft_verify-stops": lambda case: DraftVerify(case.lm, [2], steps=4, threshold=0.3),
+    "layerskip": lambda case: LayerSkipConfig(exit_layer=2, steps=4, threshold=0.1).build(case.lm),
+    "swift": lambda case: SwiftConfig(steps=4, threshold=0, window=9).build(case.lm),
+    "clasp": lambda case: ClaspConfig(interval=2, steps=4, threshold=0.1).build(case.lm),
     "cascade": lambda case: Cascade(Sometimes(case.texts), Kangaroo(case.lm, case.adapter, 4, 0.3)),
     "cascade-of-trees": lambda case: Cascade(
         Sometimes(case.texts), KangarooTree(case.lm, case.adapter, 3, 0, None, 3, 8)
@@ -177,6 +184,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "eagle": lambda case: Kangaroo(case.lm, eagle_for(case.lm), 4, threshold=0),
     "eagle-stops": lambda case: Kangaroo(case.lm, eagle_for(case.lm), 4, threshold=0.2),
     "eagle-tree": lambda case: KangarooTree(case.lm, eagle_for(case.lm), 3, 0, None, 3, 9),
+    "eagle-2-tree": lambda case: EagleTree(case.lm, eagle_for(case.lm), 3, 0, None, 3, 9, 0.0),
     "prompt-lookup": lambda case: PromptLookup(),
     "prompt-lookup-short": lambda case: PromptLookup(2, 4),
     "rest-tree": lambda case: Rest(datastore_of(case), RestConfig(steps=5, num_draft=9)),

@@ -1,12 +1,13 @@
 """Kangaroo with a tree: an adapter drafts the likeliest continuations until all grow unlikely.
 
 Shapes: B rows, N draft nodes (node 0 is the pending token), L nodes of a level, C candidates of
-each, E occupied slots, W window, S levels, D hidden size, K draft vocabulary.
+each, M candidates of a level, E occupied slots, W window, S levels, D hidden size, K draft
+vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -60,8 +61,9 @@ class KangarooTreeConfig(EarlyExitConfig):
 
 class Level(NamedTuple):
     """Nodes of one depth, all of which have passed the shallow layers: their places in the draft,
-    those of their parents, confidence, shallow states, true for the slots that they do not see; and
-    the tensors of their block."""
+    those of their parents, confidence, shallow states, true for the slots that they do not see; all
+    candidates of the level above that they were chosen from, their confidence, and where the nodes
+    stand among these; and the tensors of their block."""
 
     number_BL: Tensor
     parents_BL: Tensor
@@ -69,14 +71,17 @@ class Level(NamedTuple):
     score_BL: Tensor
     f_BLD: Tensor
     hidden_BLE: Tensor
+    children_BM: Tensor
+    chances_BM: Tensor
+    places_BL: Tensor
     layout: Tensors
 
     @staticmethod
     def split(tensors: Tensors, block: int) -> tuple[Level, Tensors]:
         """A level, whose block has so many tensors, and what comes after it."""
-        number, parents, tokens, score, f, hidden, *others = tensors
-        layout = tuple(others[:block])
-        return Level(number, parents, tokens, score, f, hidden, layout), tuple(others[block:])
+        alone = len(Level._fields) - 1
+        layout, others = tensors[alone : alone + block], tensors[alone + block :]
+        return Level._make((*tensors[:alone], layout)), others
 
 
 class KangarooTree(EarlyExit):
@@ -156,7 +161,7 @@ class KangarooTree(EarlyExit):
         slots_E = torch.arange(meta.extent, device=pending_B1.device)
         hidden_B1E = (slots_E >= length_B[:, None])[:, None]
         none_B1, sure_B1 = torch.zeros_like(pending_B1), torch.ones_like(pending_B1).float()
-        itself = meta.narrow(self.window, 1).tensors()
+        itself = pending_B1, sure_B1, none_B1, *meta.narrow(self.window, 1).tensors()
         return none_B1, none_B1, pending_B1, sure_B1, f_B1D, hidden_B1E, *itself, *first
 
     def grow(
@@ -179,8 +184,9 @@ class KangarooTree(EarlyExit):
         how = batch.sampling.reading(settings_B3)
         candidates_BLC = self.head.candidates(logits_BLK, positions_BL, how, seeds_B, self.top_k)
         confidence_BLC = logits_BLK.float().softmax(-1).topk(self.top_k).values
-        score_BLC = score_BL[..., None] * confidence_BLC
-        score_BL, index_BL = score_BLC.flatten(1).topk(self.top_k)
+        children_BM = candidates_BLC.flatten(1)
+        chances_BM = (score_BL[..., None] * confidence_BLC).flatten(1)
+        score_BL, index_BL = chances_BM.topk(self.top_k)
         of_parent_BL = index_BL // self.top_k
         parents_BL = number_BL.gather(1, of_parent_BL)
         first = 1 + (step - 1) * self.top_k
@@ -188,12 +194,13 @@ class KangarooTree(EarlyExit):
         number_BL = number_BL.expand(rows, -1)
         slots_BL = length_B[:, None] - 1 + number_BL
         hidden_BLE = take(hidden_BLE, of_parent_BL).scatter(2, slots_BL[..., None], False)
-        tokens_BL = candidates_BLC.flatten(1).gather(1, index_BL)
+        tokens_BL = children_BM.gather(1, index_BL)
         at_BL = (length_B[:, None] - 1 + step).expand(-1, self.top_k)
         place = slots_BL, at_BL, hidden_BLE, batch.n_slots, self.positions(length_B, meta.extent)
         new_meta = self.lm.forward_meta_of(*place)
         f_BLD = self.run_shallow(tokens_BL, batch, new_meta)
-        level = number_BL, parents_BL, tokens_BL, score_BL, f_BLD, hidden_BLE, *new_meta.tensors()
+        level: Tensors = number_BL, parents_BL, tokens_BL, score_BL, f_BLD, hidden_BLE
+        level += children_BM, chances_BM, index_BL, *new_meta.tensors()
         further = (take(adapted_BLD, of_parent_BL),) if self.reads_deep else ()
         return *level, score_BL.amax(1), *further
 
@@ -221,14 +228,12 @@ class KangarooTree(EarlyExit):
             worth: as of `best_count`; empty leaves it to `kept`.
         """
         count, device = len(levels), batch.length_B.device
-        most = 1 + (count - 1) * self.top_k
-        _, parents, tokens, score, states, _, layouts = zip(*levels, strict=True)
-        layout = list(zip(*layouts, strict=True))
+        parents, score, *others = self.offered(levels)
+        sizes = [of_level.shape[1] for of_level in score]
+        most = sum(sizes)
 
-        def ranked(valid_BS: Tensor, worth_W: Tensor, *parts: Tensor) -> Tensors:
+        def ranked(valid_BN: Tensor, worth_W: Tensor, *parts: Tensor) -> Tensors:
             parents_BN, score_BN = torch.cat(parts[:count], 1), torch.cat(parts[count:], 1)
-            levels_S = (torch.arange(most, device=device) + self.top_k - 1) // self.top_k
-            valid_BN = valid_BS[:, levels_S]
             keep_BN = kept(score_BN, parents_BN, valid_BN, self.nodes, self.min_confidence)
             if len(worth_W):
                 rank_BN = ranks(-torch.where(keep_BN, score_BN, -1.0))
@@ -244,8 +249,11 @@ class KangarooTree(EarlyExit):
             )
             keep_BN = keep_BN.gather(1, index_BN)
             parents_BN = new_number_BN.gather(1, parents_BN.gather(1, index_BN)) * keep_BN
-            tokens, states, *layout = (parts[i : i + count] for i in range(0, len(parts), count))
+            tokens, *others = (parts[i : i + count] for i in range(0, len(parts), count))
             tokens_BN = torch.cat(tokens, 1).gather(1, index_BN)
+            if not others:
+                return tokens_BN, keep_BN, parents_BN
+            states, *layout = others
             metas = [meta.with_tensors(*of_level) for of_level in zip(*layout, strict=True)]
             whole = ForwardMeta.join(metas).take(index_BN).tensors()
             return tokens_BN, keep_BN, parents_BN, take(torch.cat(states, 1), index_BN), *whole
@@ -254,24 +262,32 @@ class KangarooTree(EarlyExit):
             nodes, caches = batch.size * most, self.caches(batch)
             return self.lm.acceleration.replay(caches, key, work, *inputs, tokens=nodes)
 
-        uploaded = torch.from_numpy(valid).to(device), torch.tensor(worth).to(device)
+        valid_BN = torch.from_numpy(valid.repeat(sizes, 1))
+        uploaded = valid_BN.to(device), torch.tensor(worth).to(device)
         largest, *order = replay(("rank", count), ranked, *uploaded, *parents, *score)
         # one sync a round
         size = self.lm.acceleration.width(int(largest), min(self.nodes + 1, most))
-        inputs = *order, *tokens, *states, *chain.from_iterable(layout)
+        inputs = *order, *chain.from_iterable(others)
         tensors = replay(("prune", count, size), taken, *inputs)
-        tokens_BN, keep_BN, parents_BN, f_BND, *whole = tensors
+        tokens_BN, keep_BN, parents_BN, *computed = tensors
         is_chain = self.top_k == 1
         depth = min(count, size) - 1
         self.proposed = Draft(
             tokens_BN=tokens_BN,
             tree=Tree.chain(size, device) if is_chain else Tree(parents_BN, depth),
             valid_BN=keep_BN,
-            hidden_BND=f_BND,
+            hidden_BND=computed[0] if computed else None,
             entry=self.exit_layer,
-            meta=meta.with_tensors(*whole),
+            meta=meta.with_tensors(*computed[1:]) if computed else None,
         )
         return self.proposed
+
+    def offered(self, levels: list[Level]) -> Sequence[Sequence[Tensor]]:
+        """Of the nodes that may be verified, by level: parents, confidence, tokens; then what is
+        computed already, if anything is: their states, and what makes their block."""
+        parts = "parents_BL", "score_BL", "tokens_BL", "f_BLD"
+        of_nodes = [[getattr(level, part) for level in levels] for part in parts]
+        return [*of_nodes, *zip(*(level.layout for level in levels), strict=True)]
 
 
 def kept(

@@ -1,6 +1,6 @@
 """Which of a target's layers a draft may skip: a search by how often it then agrees, and its file.
 
-Shapes: T tokens of a conversation, M assistant positions, D hidden size.
+Shapes: B rows, T tokens of a conversation, M assistant positions, D hidden size, E occupied slots.
 """
 
 from __future__ import annotations
@@ -191,12 +191,20 @@ def look(lm: TargetModel, sample: Sample, max_length: int) -> JudgedText:
     meta = lm.chunk(0, length, row=0, n_slots=length + count)
     x_1TD, _ = lm.run(lm.embed(tokens_1T), cache, meta, range(lm.n_layers))
     top_M = lm.logits(x_1TD[:, wanted_M]).argmax(-1)[0]
-    # a draft's token sees the whole target's keys of the text before it, and its own
-    slots_1M = torch.arange(length, length + count, device=lm.device)[None]
-    slots_E = torch.arange(length + count, device=lm.device)
-    hidden_1ME = (slots_E >= wanted_M[:, None]) & (slots_E != slots_1M[0][:, None])
-    drafts = lm.forward_meta_of(slots_1M, wanted_M[None], hidden_1ME[None], length + count)
+    start_1 = torch.tensor([length], device=lm.device)
+    drafts = first_drafts(lm, wanted_M[None], start_1, cache.n_slots, cache.n_slots)
     return JudgedText(tokens_1T[:, wanted_M], top_M, cache, drafts)
+
+
+def first_drafts(
+    lm: TargetModel, positions_BM: Tensor, start_B: Tensor, used: int, n_slots: int
+) -> ForwardMeta:
+    """A block of a text's tokens once more, at free slots from `start` on and below `used`, as if
+    each were the first to be drafted: it sees the keys of the text before it, and its own."""
+    slots_BM = start_B[:, None] + torch.arange(positions_BM.shape[1], device=start_B.device)
+    slots_E = torch.arange(lm.extent(n_slots, used), device=start_B.device)
+    hidden_BME = (slots_E >= positions_BM[..., None]) & (slots_E != slots_BM[..., None])
+    return lm.forward_meta_of(slots_BM, positions_BM, hidden_BME, n_slots)
 
 
 @torch.no_grad()

@@ -44,6 +44,7 @@ SHAPES = {
     "lmsys/vicuna-33b-v1.3": _shape("llama", 32000, 6656, 17920, 60, 52, 52, 2048),
     "meta-llama/Llama-2-7b-chat-hf": _VICUNA_7B | _LLAMA_2,
     "meta-llama/Llama-2-13b-chat-hf": _VICUNA_13B | _LLAMA_2,
+    "facebook/layerskip-llama2-7B": _VICUNA_7B | _LLAMA_2,
     "meta-llama/Llama-3.2-1B-Instruct": _shape(
         "llama", 128256, 2048, 8192, 16, 32, 8, 131072, tie_word_embeddings=True, **_llama_3(32.0)
     ),

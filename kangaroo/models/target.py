@@ -338,7 +338,7 @@ class TargetModel(nn.Module):
                 return (self.cuda_layers(x_BND, cache, meta, layers),)
             return (self._eager(x_BND, cache, meta, layers),)
 
-        key = ("layers", layers, meta.rows.start)
+        key = ("layers", self.n_layers, layers, meta.rows.start)
         return self.acceleration.step((cache,), key, work, x_BND, meta, keep=True)[0]
 
     def _eager(

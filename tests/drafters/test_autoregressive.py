@@ -1,5 +1,8 @@
-"""What a draft model and a target with skipped layers draft, and two drafters in one: each follows
-what the other drafted."""
+"""What a draft model and a target without its last layers, or without some of them, draft, and two
+drafters in one: each follows what the other drafted.
+
+Shapes: B rows, N draft nodes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -34,6 +38,7 @@ from kangaroo.drafters.draft_model import DraftModel, DraftModelConfig
 from kangaroo.drafters.draft_verify import DraftVerify, DraftVerifyConfig
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.drafters.layerskip import LayerSkipConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
@@ -73,8 +78,8 @@ def another_model() -> TargetModel:
     return tiny("llama", rope_parameters=rope, num_hidden_layers=2)
 
 
-def written_by(model: TargetModel, sampling: Sampling) -> Callable:
-    """What a model writes after a whole text, without a cache."""
+def written_by(model: TargetModel, sampling: Sampling, layers: int | None = None) -> Callable:
+    """What a model writes after a whole text, without a cache, by its first layers or all."""
 
     @torch.no_grad()
     def expected(text: list[int], seed: int, count: int) -> list[int]:
@@ -83,7 +88,7 @@ def written_by(model: TargetModel, sampling: Sampling) -> Callable:
             tokens = [*text, *drafted]
             meta = model.chunk(0, len(tokens), row=0, n_slots=len(tokens))
             x_1TD, _ = model.run(
-                model.embed(torch.tensor([tokens])), None, meta, range(model.n_layers)
+                model.embed(torch.tensor([tokens])), None, meta, range(layers or model.n_layers)
             )
             position = torch.tensor([[len(tokens)]])
             token = pick(model.logits(x_1TD[:, -1:]), position, sampling, torch.tensor([seed]))
@@ -138,6 +143,16 @@ def test_so_it_does_in_native_rounds_also_after_rounds_without_drafts(case, own,
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("exit_layer", [1, 3])
+def test_layerskip_drafts_what_the_first_layers_write(case, sampling, exit_layer):
+    drafter = LayerSkipConfig(exit_layer=exit_layer, steps=3, threshold=0).build(case.lm)
+    expected = written_by(case.lm, sampling, exit_layer)
+    check_chains(drafter, expected)
+    assert len(accepted(drafter, case, sampling)) > 2
+    accepted(Cascade(Sometimes(case.texts), drafter), case, sampling)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("skip", [[1], [1, 3], [0, 1, 2]])
 def test_skipped_layers_read_the_whole_targets_keys_of_the_text(case, sampling, skip):
     lm = case.lm
@@ -165,15 +180,27 @@ def test_skipped_layers_read_the_whole_targets_keys_of_the_text(case, sampling, 
     assert len(accepted(drafter, case, sampling)) > 2 or skip == [0, 1, 2]
 
 
+def first_layers(lm: TargetModel, count: int):
+    """What `generate(assistant_early_exit=count)` makes its assistant of."""
+    hf = deepcopy(lm.hf)
+    hf.set_attn_implementation("sdpa")
+    hf.model.layers, hf.config.num_hidden_layers = hf.model.layers[:count], count
+    return hf
+
+
+@pytest.mark.parametrize("early_exit", [False, True], ids=["draft model", "layerskip"])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_rounds_are_those_of_transformers_assisted_generation(case, steps):
+def test_rounds_are_those_of_transformers_assisted_generation(case, steps, early_exit):
     """Same drafts, same acceptance: an implementation that is not ours."""
-    model = assistant(draft_model(case.lm, case.adapter))
+    hf = first_layers(case.lm, 2) if early_exit else draft_model(case.lm, case.adapter)
+    model = assistant(hf)
     config = model.generation_config
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = steps, "constant"
     config.assistant_confidence_threshold = 0.0
     for prompt in PROMPTS:
-        drafter = DraftModel(case.lm, draft_lm(case), steps)
+        drafter: Drafter = DraftModel(case.lm, draft_lm(case), steps)
+        if early_exit:
+            drafter = LayerSkipConfig(exit_layer=2, steps=steps, threshold=0).build(case.lm)
         (ours,) = Engine(case.lm, drafter).generate([prompt], NEW_TOKENS)
         # theirs drafts before its prefill, ours after: so it begins after the token of ours
         begun = [*prompt, ours.tokens[0]]
@@ -240,6 +267,13 @@ def test_vocabularies_of_the_same_tokens_may_be_padded_to_other_sizes(tmp_path, 
     assert rule is not Rule.match or texts == vanilla_texts(lm, prompts, 40, sampling)
     assert max(map(max, texts)) < sizes[0]
     assert sum(step.accepted for one in done for step in one.steps)
+
+
+def test_a_layerskip_checkpoint_is_known_and_exits_after_a_quarter_of_its_layers(case):
+    lm = loaded("random:small:facebook/layerskip-llama2-7B")
+    assert LayerSkipConfig().build(lm).exit_layer == lm.n_layers // 4
+    with pytest.raises(ConfigError, match=r"exit_layer=4 .* the target's 4 layers; .* 1 to 3"):
+        LayerSkipConfig(exit_layer=4).build(case.lm)
 
 
 def test_one_of_model_and_adapter_is_needed(case):

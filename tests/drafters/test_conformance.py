@@ -172,7 +172,7 @@ NATIVE = {
         *("hybrid-tree", "hybrid-tree-stops", "draft-model", "draft-model-stops", "kangaroo-auto"),
         *("kangaroo-tree-auto", "draft-model-auto", "block-auto"),
         *("kangaroo-tree", "kangaroo-tree-stops", "kangaroo-tree-least", "kangaroo-tree-of-one"),
-        *("block", "block-stops", "block-vocabulary"),
+        *("block", "block-stops", "block-vocabulary", "layerskip"),
         *("kangaroo-fused", "kangaroo-fused-layer", "kangaroo-tree-fused", "hybrid-tree-fused"),
         *("suffix", "token-recycling-tree", "cascade-token-recycling-tree"),
     )

@@ -25,7 +25,8 @@ from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import OrAuto
 
 COMMANDS = [name.replace(" ", "_") for name in __main__.COMMANDS]  # of configs, or sections
-DRAFTERS = "hybrid kangaroo_tree eagle medusa lookahead draft_model draft_verify vanilla".split()
+DRAFTERS = """hybrid kangaroo_tree eagle medusa lookahead draft_model draft_verify vanilla layerskip
+swift clasp""".split()
 BESIDES = {  # what a command has if it is asked for
     "train": ["data=conversations", "data.source=x", "adapter=eagle"],
     "make_data": ["adapter=medusa"],

@@ -219,7 +219,7 @@ template <class T>
 void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, const Sight& sight, T* x,
                 const T* final_norm = nullptr) {
   static thread_local Scratch<T> scratch;
-  if (!tokens.total || !stack.count) return;
+  if (!tokens.total || (!stack.count && !final_norm)) return;
   auto grow = [](auto& v, i64 size) { if (i64(v.size()) < size) v.resize(size); };
   i64 of_heads = tokens.total * s.heads * s.head_size;
   grow(scratch.qkv, tokens.total * (s.heads + 2 * s.kv_heads) * s.head_size);

@@ -1,0 +1,67 @@
+"""LayerSkip: a model that was trained to exit early drafts with its own final norm and head.
+
+Shapes: B rows, N tokens of a block, D hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kangaroo.drafters.base import DrafterConfig
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.heads.adapter import AdapterHeadConfig
+from kangaroo.heads.layer import Layer
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, DraftSize
+
+
+@dataclass
+class LayerSkipConfig(DrafterConfig):
+    """LayerSkip's self-speculative decoding (arXiv 2404.16710, section 4.3): Kangaroo without an
+    adapter, for models that were trained with losses at early exits. Any model takes it; one
+    without this training drafts nonsense.
+
+    Args:
+        exit_layer: how many layers draft (the paper's E); null is a quarter of them, as its 8 of
+            Llama-2-7B's 32.
+        steps: at most this many draft tokens a round (the paper's d).
+        threshold: stop drafting once the top-1 probability falls to this, or with `auto` once a
+            further token would not pay; the paper never stops early, which is 0.
+    """
+
+    name: str = "layerskip"
+    exit_layer: Count | None = None
+    steps: DraftSize = 6
+    threshold: AutoThreshold = AUTO
+
+    def build(self, lm: TargetModel) -> Kangaroo:
+        """Errors: `ConfigError` for an exit layer that does not lie inside the target."""
+        exit_layer = self.exit_layer or max(lm.n_layers // 4, 1)
+        if exit_layer >= lm.n_layers:
+            raise ConfigError(
+                f"drafter.exit_layer={exit_layer} does not lie inside the target's {lm.n_layers} "
+                f"layers; choose 1 to {lm.n_layers - 1}."
+            )
+        return Kangaroo(lm, FinalNorm(lm, exit_layer), self.steps, self.threshold)
+
+
+class FinalNorm(Layer):
+    """In an adapter's place the target's final norm: it has no keys, and nothing to train."""
+
+    depth = 0
+
+    def __init__(self, lm: TargetModel, exit_layer: int):
+        super().__init__(lm, AdapterHeadConfig(), exit_layer, None, exit_layer)
+        self.norm = lm.hf.model.norm
+
+    def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
+        assert self.norm is not None
+        return f_BND.to(self.norm.get_parameter("weight").device)
+
+    def accelerate(self, lm: TargetModel) -> FinalNorm:
+        """Norm where the target's layers run, of which none is between."""
+        self.native_layer = lm.native_layers or lm.cuda_layers
+        return self

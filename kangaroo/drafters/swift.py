@@ -1,0 +1,131 @@
+"""SWIFT: attention and feed-forward parts are skipped, other ones from one round to the next.
+
+Shapes: M positions of a text, D hidden size.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from kangaroo.drafters import layer_search
+from kangaroo.drafters.base import DrafterConfig
+from kangaroo.drafters.layer_choice import LayerChoice
+from kangaroo.drafters.layer_search import Subset
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.sampling import pick
+from kangaroo.models.half_layers import HalfLayers
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.ranges import AUTO, AutoThreshold, Chance, CountOrZero, DraftSize, Seed, Share
+
+LEAST_JUDGED = 8  # written tokens that a set is judged by at least
+
+
+@dataclass
+class SwiftConfig(DrafterConfig):
+    """SWIFT (arXiv 2410.06916): before a round another set of skipped parts is tried on the last
+    tokens that were written, in one pass, and taken where it is better than the one at hand.
+
+    In the paper a set is random and of a fixed size, or every 25th time from Bayesian optimisation,
+    and its matchness alone decides; here it is a neighbour of the best one so far, of any size, and
+    the speedup decides that its matchness lets expect. In the paper the search goes on over all
+    texts; here each text begins it anew, so that it is the same whatever came before. Drafts are
+    chains here, without further candidates at each token.
+
+    Args:
+        skip_share: of the attention and feed-forward parts, that a text begins without (the paper's
+            r): evenly spaced, without the first and the last layer's.
+        window: written tokens that a set is tried on (gamma); from 8 on it is those there are.
+        proposals: sets that are tried in a text (S), the first of them that it begins with.
+        goal: the matchness that ends the search.
+        steps: at most this many draft tokens a round.
+        threshold: stop drafting once the top-1 probability falls to this (the paper's epsilon), or
+            with `auto` once a further token would not pay.
+        seed: of the sets that are tried.
+    """
+
+    name: str = "swift"
+    skip_share: Share = 0.45
+    window: DraftSize = 32
+    proposals: CountOrZero = 32
+    goal: Chance = 0.95
+    steps: DraftSize = 6
+    threshold: AutoThreshold = AUTO
+    seed: Seed = 0
+
+    def build(self, lm: TargetModel) -> Swift:
+        return Swift(lm, self)
+
+
+@dataclass
+class Search:
+    """Of one text.
+
+    Args:
+        prompt: tokens of its prompt.
+        left: sets that may still be tried.
+        speedup: that is expected of the best set so far.
+    """
+
+    prompt: int
+    left: int
+    rng: random.Random
+    speedup: float = 0.0
+    tried: set[Subset] = field(default_factory=set)
+
+
+class Swift(LayerChoice):
+    def __init__(self, lm: TargetModel, options: SwiftConfig):
+        halves, self.options = HalfLayers(lm), options
+        first = evenly(range(2, halves.n_layers - 2), options.skip_share, halves.n_layers)
+        super().__init__(lm, halves, first, options.steps, options.threshold, options.window)
+
+    def begin(self, batch: Batch) -> None:
+        super().begin(batch)
+        self.searches: dict[int, Search] = {}
+
+    def restart(self, row: int, text: list[int]) -> None:
+        rng, options = random.Random(self.options.seed), self.options
+        self.searches[row] = Search(len(text) - 1, options.proposals, rng)
+
+    def improve(self, batch: Batch, rows: Sequence[int]) -> None:
+        for row in rows:
+            search, layers = self.searches[row], self.cut.n_layers
+            count = min(len(batch.texts[row]) - search.prompt, self.options.window)
+            if not search.left or count < LEAST_JUDGED:
+                continue
+            subset, search.left = self.skips[row], search.left - 1
+            if search.tried:
+                subset = layer_search.neighbour(subset, layers, search.rng)
+            if subset in search.tried:
+                continue
+            search.tried.add(subset)
+            matchness = self.matchness(batch, row, subset, count)
+            cost = self.cost_without(subset)
+            speedup = layer_search.expected_speedup(matchness, cost, self.steps)
+            if speedup >= search.speedup:
+                self.skips[row], search.speedup = subset, speedup
+                search.left *= matchness < self.options.goal
+
+    def matchness(self, batch: Batch, row: int, skip: Subset, count: int) -> float:
+        """The share of a row's last `count` tokens that would have been right as first drafts."""
+        lm, text, of_row = self.lm, batch.texts[row], slice(row, row + 1)
+        base_1, at = batch.base_B[of_row], torch.arange(-count, 0, device=lm.device)
+        place = base_1[:, None] + at, base_1, len(text) - 1 + count, batch.n_slots
+        meta = replace(layer_search.first_drafts(lm, *place), rows=of_row, recordable=False)
+        x_1MD = lm.embed(torch.tensor([text[-count - 1 : -1]], device=lm.device))
+        for layers in layer_search.runs(skip, self.cut.n_layers):
+            x_1MD, _ = self.cut.run(x_1MD, batch.cache, meta, layers)
+        how = batch.sampling.reading(batch.settings_B3[of_row])
+        drafted_1M = pick(lm.logits(x_1MD), place[0] + 1, how, batch.seeds_B[of_row])
+        pairs = zip(drafted_1M[0].tolist(), text[-count:], strict=True)  # a sync
+        return sum(drafted == token for drafted, token in pairs) / count
+
+
+def evenly(places: range, share: float, of: int) -> Subset:
+    """So many of the places, that share of `of` or all, with even gaps."""
+    count = min(round(share * of), len(places))
+    return tuple(places[int((i + 0.5) * len(places) / count)] for i in range(count))

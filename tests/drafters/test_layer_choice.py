@@ -1,0 +1,198 @@
+"""Layers that are chosen while decoding: SWIFT's search, CLaSp's programme, and half layers.
+
+Shapes: B rows, D hidden size.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS
+from helpers import random_prompts, tiny, tiny_model
+
+from kangaroo.drafters.clasp import ClaspConfig
+from kangaroo.drafters.layer_search import expected_speedup, runs
+from kangaroo.drafters.swift import Swift, SwiftConfig, evenly
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling, pick
+from kangaroo.models.half_layers import HalfLayers
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import ConfigError
+
+GREEDY_AND_SAMPLED = [Sampling(), SAMPLINGS["sampled"]]
+
+
+def filled(lm: TargetModel, text: list[int]):
+    """The whole target's keys of a text but for its last token, and where that goes."""
+    last = len(text) - 1
+    cache = lm.new_cache(1, len(text))
+    if last:
+        meta = lm.chunk(0, last, row=0, n_slots=cache.n_slots)
+        lm.run(lm.embed(torch.tensor([text[:-1]])), cache, meta, range(lm.n_layers))
+    return cache, lm.chunk(last, last + 1, row=0, n_slots=cache.n_slots)
+
+
+@torch.no_grad()
+def first_draft(lm, cut, text, skip, sampling, seed):
+    """What follows a text by the layers that are left."""
+    cache, meta = filled(lm, text)
+    x_11D = lm.embed(torch.tensor([text[-1:]]))
+    for layers in runs(skip, cut.n_layers):
+        x_11D, _ = cut.run(x_11D, cache, meta, layers)
+    position = torch.tensor([[len(text)]])
+    return int(pick(lm.logits(x_11D), position, sampling, torch.tensor([seed])))
+
+
+@torch.no_grad()
+def skipped_by_definition(lm, text, count):
+    """CLaSp's recursion on dictionaries, a state at a time."""
+    cache, meta = filled(lm, text)
+
+    def through(layer, x_11D):
+        return lm.run(x_11D, cache, meta, range(layer, layer + 1))[0]
+
+    def cosine(x_11D, y_11D):
+        return float(torch.cosine_similarity(x_11D[0, 0], y_11D[0, 0], 0))
+
+    whole = lm.embed(torch.tensor([text[-1:]]))
+    best = {0: (whole, ())}  # by the number of skipped layers so far: state, and which they are
+    for layer in range(lm.n_layers):
+        whole, above = through(layer, whole), {}
+        for skips in range(min(count, layer + 1) + 1):
+            choices = []
+            if skips in best:
+                state, skip = best[skips]
+                choices.append((through(layer, state), skip))
+            if skips - 1 in best:
+                state, skip = best[skips - 1]
+                choices.append((state, (*skip, layer)))
+            above[skips] = max(choices, key=lambda choice: cosine(choice[0], whole))
+        best = above
+    return best[count][1]
+
+
+@pytest.mark.parametrize("sampling", GREEDY_AND_SAMPLED, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_clasp_skips_what_the_recursion_says(monkeypatch, sampling, count):
+    """In each row of a batch, before each round."""
+    lm, seen = tiny(num_hidden_layers=6, deep_scale=0.5).compile_for_decoding(), set()
+    drafter = ClaspConfig(skip_share=count / 6, steps=3, threshold=0).build(lm)
+    improve = drafter.improve
+
+    def check(batch, rows):
+        improve(batch, rows)
+        for row in rows:
+            assert drafter.skips[row] == skipped_by_definition(lm, batch.texts[row][:-1], count)
+            seen.add(drafter.skips[row])
+
+    monkeypatch.setattr(drafter, "improve", check)
+    engine = Engine(lm, drafter, prefill_chunk=CHUNK, always_drafts=True)
+    engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
+    assert len(seen) > 1
+
+
+def test_clasp_chooses_again_after_an_interval(monkeypatch):
+    lm, lengths = tiny(), []
+    drafter = ClaspConfig(interval=5, steps=2, threshold=0).build(lm)
+    programme = drafter.programme
+    monkeypatch.setattr(
+        drafter, "programme", lambda b: lengths.append(len(b.texts[0])) or programme(b)
+    )
+    Engine(lm, drafter).generate(random_prompts(4), 30)
+    assert lengths[0] == 5
+    assert all(5 <= after - before < 8 for before, after in pairwise(lengths))
+
+
+@pytest.mark.parametrize("sampling", GREEDY_AND_SAMPLED, ids=["greedy", "sampled"])
+def test_swift_keeps_the_best_set_by_the_tokens_that_were_written(monkeypatch, sampling):
+    lm, improved = tiny(num_hidden_layers=6, deep_scale=0.7).compile_for_decoding(), []
+    drafter = SwiftConfig(window=10, steps=3, threshold=0, goal=1.0).build(lm)
+    measure = drafter.matchness
+
+    def check(batch, row, skip, count):
+        text, seed, prompt = batch.texts[row], batch.seeds[row], drafter.searches[row].prompt
+        assert 8 <= count == min(10, len(text) - prompt)
+        right = measure(batch, row, skip, count)
+        places = range(len(text) - count, len(text))
+        drafts = [first_draft(lm, drafter.cut, text[:i], skip, sampling, seed) for i in places]
+        assert right == sum(map(int.__eq__, drafts, text[-count:])) / count
+        speedup = expected_speedup(right, drafter.cost_without(skip), 3)
+        improved.append(speedup >= drafter.searches[row].speedup)
+        return right
+
+    monkeypatch.setattr(drafter, "matchness", check)
+    Engine(lm, drafter, always_drafts=True).generate(random_prompts(9, 20), 28, sampling)
+    assert any(improved) and not all(improved)
+    assert any(skip != drafter.first for skip in drafter.skips)
+
+
+def rounds(drafter, lm, prompts, rows):
+    done = Engine(lm, drafter, always_drafts=True).generate(
+        prompts, 24, SAMPLINGS["sampled"], batch_size=rows, seeds=range(7, 7 + len(prompts))
+    )
+    return [[(step.tokens, step.drafted) for step in generation.steps] for generation in done]
+
+
+@pytest.mark.parametrize("name", ["swift", "clasp"])
+def test_a_text_drafts_alike_alone_after_others_and_beside_them(monkeypatch, name):
+    """Each row chooses for itself, by its text alone, and begins anew with the next."""
+    lm = tiny(num_hidden_layers=6, deep_scale=0.7).compile_for_decoding()
+    prompts = random_prompts(9, 20, 14)
+    config = {"swift": SwiftConfig, "clasp": ClaspConfig}[name](steps=3, threshold=0)
+    alone = rounds(config.build(lm), lm, prompts, 1)
+    assert max(drafted for text in alone for _, drafted in text) == 3
+    drafter, differing = config.build(lm), []
+    choose = drafter.choose_runs
+
+    def observed(rows, batch):
+        differing.append(len({drafter.skips[row] for row in rows}) > 1)
+        return choose(rows, batch)
+
+    monkeypatch.setattr(drafter, "choose_runs", observed)
+    assert [rounds(drafter, lm, prompts, count) for count in (3, 2)] == [alone] * 2
+    assert any(differing)
+
+
+def test_swift_ends_its_search_at_its_goal_and_after_its_proposals():
+    lm = tiny()
+    for options, left in (({"goal": 0.0}, 0), ({"proposals": 3}, 0), ({"proposals": 0}, 0)):
+        drafter = SwiftConfig(steps=2, threshold=0, **options).build(lm)
+        Engine(lm, drafter).generate(random_prompts(5), 40)
+        search = drafter.searches[0]
+        assert search.left == left and len(search.tried) <= options.get("proposals", 1)
+
+
+def test_the_first_set_is_evenly_spaced_and_keeps_the_outer_layers():
+    assert evenly(range(2, 18), 0.2, 20) == (4, 8, 12, 16)
+    assert evenly(range(2, 6), 0.45, 8) == (2, 3, 4, 5)
+    assert evenly(range(2, 2), 0.45, 4) == ()
+    assert isinstance(SwiftConfig().build(tiny(num_hidden_layers=2)), Swift)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.95])
+def test_a_share_of_no_layer_or_of_all_is_refused(share):
+    with pytest.raises(ConfigError, match=r"drafter\.skip_share=.* of the target's 4 layers"):
+        ClaspConfig(skip_share=share).build(tiny())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@torch.no_grad()
+def test_half_layers_are_the_parts_of_a_layer(family, compiled):
+    lm = TargetModel(tiny_model(family))
+    lm = lm.compile_for_decoding() if compiled else lm
+    cut, (text,) = HalfLayers(lm), random_prompts(9)
+    cache, meta = filled(lm, text)
+    x_11D = lm.embed(torch.tensor([text[-1:]]))
+    for index, layer in enumerate(lm.layers):
+        whole, _ = lm.run(x_11D, cache, meta, range(index, index + 1))
+        attended, _ = cut.run(x_11D, cache, meta, range(2 * index, 2 * index + 1))
+        both, _ = cut.run(attended, cache, meta, range(2 * index + 1, 2 * index + 2))
+        torch.testing.assert_close(both, whole)
+        fed, _ = cut.run(x_11D, cache, meta, range(2 * index + 1, 2 * index + 2))
+        torch.testing.assert_close(fed, x_11D + layer.mlp(layer.post_attention_layernorm(x_11D)))
+        x_11D = whole
+    whole, _ = cut.run(lm.embed(torch.tensor([text[-1:]])), cache, meta, range(cut.n_layers))
+    torch.testing.assert_close(whole, x_11D)
