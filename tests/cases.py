@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -55,7 +56,7 @@ from kangaroo.engine.sampling import Sampling, candidates, pick
 from kangaroo.heads import medusa_heads
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.heads.export import draft_model, truncated
+from kangaroo.heads.export import draft_model
 from kangaroo.heads.medusa_heads import MedusaHeads
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import AUTO
@@ -82,9 +83,19 @@ def kangaroo(lm: TargetModel, **parts: int) -> Kangaroo:
     return Kangaroo(lm, adapter_for(lm, exit_layer, AdapterHeadConfig(**parts)), 4, 0.3)
 
 
+def first_layers(lm: TargetModel, count: int):
+    """What `generate(assistant_early_exit=count)` makes its assistant of."""
+    hf = deepcopy(lm.hf)
+    hf.set_attn_implementation("sdpa" if hf.config.model_type != "gemma2" else "eager")
+    hf.model.layers, hf.config.num_hidden_layers = hf.model.layers[:count], count
+    if getattr(hf.config, "layer_types", None):
+        hf.config.layer_types = hf.config.layer_types[:count]
+    return hf
+
+
 def draft_lm(case: Case) -> TargetModel:
     has_norms_after = hasattr(case.lm.layers[0], "post_feedforward_layernorm")
-    hf = truncated(case.lm, EXIT) if has_norms_after else draft_model(case.lm, case.adapter)
+    hf = first_layers(case.lm, EXIT) if has_norms_after else draft_model(case.lm, case.adapter)
     draft, kernels = TargetModel(hf), case.lm.acceleration.kernels
     if kernels is not None:
         return draft.decode_by(Acceleration(sizes=draft.sizes(), kernels=kernels))

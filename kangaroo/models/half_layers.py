@@ -30,6 +30,7 @@ class HalfLayers(TargetModel):
             for name, part in (("mlp", NoFeedForward()), ("self_attn", NoAttention()))
         )
         self.layer_devices = [device for device in lm.layer_devices for _ in range(2)]
+        self.windowed = [windowed for windowed in lm.windowed for _ in range(2)]
         self.acceleration = lm.acceleration
         if lm.native_layers or lm.cuda_layers:
             parts = [half for layer in lm.layers for half in halves(layer_weights(layer))]

@@ -10,7 +10,6 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from cases import (
     case_of,
     draft_lm,
     drafted_without_cache,
+    first_layers,
 )
 from helpers import Sometimes, check_chains, tiny, tiny_model, vanilla_texts
 from tokenizers import Tokenizer
@@ -178,14 +178,6 @@ def test_skipped_layers_read_the_whole_targets_keys_of_the_text(case, sampling, 
     drafter = DraftVerify(lm, skip, steps=3, threshold=0)
     check_chains(drafter, expected)
     assert len(accepted(drafter, case, sampling)) > 2 or skip == [0, 1, 2]
-
-
-def first_layers(lm: TargetModel, count: int):
-    """What `generate(assistant_early_exit=count)` makes its assistant of."""
-    hf = deepcopy(lm.hf)
-    hf.set_attn_implementation("sdpa")
-    hf.model.layers, hf.config.num_hidden_layers = hf.model.layers[:count], count
-    return hf
 
 
 @pytest.mark.parametrize("early_exit", [False, True], ids=["draft model", "layerskip"])
