@@ -1,4 +1,4 @@
-"""Repairs of vLLM 0.32.0 without Triton: speculation, by any method, at a temperature above 0.
+"""Repairs of vLLM 0.32 and 0.33 without Triton: speculation, by any method, at a temperature above 0.
 
 `_expand_kernel_impl` converts its output to int64 and fills the converted copy, so that the
 temperature, top-k and top-p of drafted positions are read from memory that nobody wrote. And top-k

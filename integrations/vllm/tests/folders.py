@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
-from kangaroo.heads.export import draft_model
 from kangaroo.models.loading import random_model
 from kangaroo.models.target import TargetModel
 
@@ -97,8 +96,3 @@ def save_adapter(
     if vocabulary_K is not None:
         state["vocabulary"] = vocabulary_K
     return save(config, state, folder)
-
-
-def save_draft_model(lm: TargetModel, adapter: Adapter, folder: Path) -> Path:
-    """What `scripts/convert.py export to=draft_model` writes."""
-    return save_model(draft_model(lm, adapter), folder)

@@ -1,0 +1,132 @@
+"""Whether a vLLM that this package was not tested with has what it builds on, as it was."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import logging
+import textwrap
+from importlib import import_module
+from typing import Any
+
+from kangaroo_vllm.checks import Unsupported
+
+TESTED = ("0.32.0", "0.33.0")  # versions of vLLM
+
+# What is called: the arguments that this package gives, or, of a class that it takes apart, which
+# members it reads.
+CALLED = {
+    "vllm.compilation.backends:set_model_tag": "tag",
+    "vllm.compilation.decorators:support_torch_compile": "dynamic_arg_dims",
+    "vllm.distributed:tensor_model_parallel_all_reduce": "input_",
+    "vllm.forward_context:get_forward_context": "",
+    "vllm.forward_context:set_forward_context": (
+        "attn_metadata vllm_config num_tokens slot_mapping"
+    ),
+    "vllm.model_executor.layers.layernorm:RMSNorm": "hidden_size eps",
+    "vllm.model_executor.model_loader.utils:process_weights_after_loading": (
+        "model model_config target_device"
+    ),
+    "vllm.model_executor.models.llama:LlamaAttention": (
+        "config hidden_size num_heads num_kv_heads max_position_embeddings bias bias_o_proj "
+        "cache_config prefix"
+    ),
+    "vllm.model_executor.models.llama:LlamaMLP": (
+        "hidden_size intermediate_size hidden_act bias prefix"
+    ),
+    "vllm.model_executor.models.llama:LlamaForCausalLM.compute_logits": "self hidden_states",
+    "vllm.model_executor.models.utils:AutoWeightsLoader": "module",
+    "vllm.model_executor.models.utils:AutoWeightsLoader.load_weights": "self weights mapper",
+    "vllm.model_executor.models.utils:WeightsMapper": "orig_to_new_stacked",
+    "vllm.utils.torch_utils:set_default_torch_dtype": "dtype",
+    "vllm.v1.attention.backend:AttentionMetadataBuilder.build": (
+        "self common_prefix_len common_attn_metadata fast_build"
+    ),
+    "vllm.v1.attention.backend:CommonAttentionMetadata": (
+        "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_reqs "
+        "num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping"
+    ),
+    "vllm.v1.attention.backend:subclass_attention_backend": (
+        "name_prefix attention_backend_cls builder_cls"
+    ),
+}
+
+# What is replaced, or calls this package: digests of the code.
+CODE = {
+    "vllm.model_executor.models.llama:LlamaAttention.forward": "4e2c69360faa",
+    "vllm.model_executor.models.llama:LlamaDecoderLayer.forward": "b1136578122e",
+    "vllm.model_executor.models.llama:LlamaModel.forward": "11a7a8c178dc",
+    "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer": "bc24eb1e4d3d",
+}
+
+
+def check() -> None:
+    """Warn of a vLLM that is not among `TESTED`.
+
+    Errors: `Unsupported` for one in which something that this package builds on has changed.
+    """
+    import vllm
+
+    changed = changes()
+    tested = " and ".join(TESTED)
+    if changed:
+        raise Unsupported(
+            f"kangaroo-vllm was tested with vLLM {tested}, and this is vLLM {vllm.__version__}, "
+            f"where this has changed: {'; '.join(changed)}. Install a vLLM of these, or a "
+            "kangaroo-vllm made for this one; without it, an adapter exported with to=draft_model "
+            "runs in any vLLM."
+        )
+    if vllm.__version__.partition("+")[0] not in TESTED:
+        logging.getLogger("vllm").warning(
+            "kangaroo-vllm was tested with vLLM %s, not with %s; all that it builds on is as it was.",
+            tested,
+            vllm.__version__,
+        )
+
+
+def changes() -> list[str]:
+    """What this vLLM has otherwise, by name."""
+    changed = []
+    for name, given in CALLED.items():
+        parameters = _parameters(_resolve(name))
+        if parameters is None:
+            changed.append(f"{name} is not there")
+            continue
+        missing = set(given.split()) - parameters.keys()
+        required = {x for x, needs_value in parameters.items() if needs_value} - set(given.split())
+        for what, names in (("takes no", missing), ("needs", required)):
+            if names:
+                changed.append(f"{name} {what} {', '.join(sorted(names))}")
+    for name, expected in CODE.items():
+        value = _resolve(name)
+        if value is None or digest(value) != expected:
+            changed.append(name if value else f"{name} is not there")
+    return changed
+
+
+def digest(value: Any) -> str:
+    """Of a function's code, whatever its comments and its layout."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
+
+
+def _resolve(name: str) -> Any:
+    module, _, path = name.partition(":")
+    try:
+        value: Any = import_module(module)
+        for part in path.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError):
+        return None
+    return value
+
+
+def _parameters(value: Any) -> dict[str, bool] | None:
+    """Of a call, by name, whether one has to be given."""
+    if value is None:
+        return None
+    return {
+        name: x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
+        for name, x in inspect.signature(value).parameters.items()
+    }
