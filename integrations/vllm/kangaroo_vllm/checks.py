@@ -149,7 +149,7 @@ def options(vllm_config: Any) -> Options:
     if not isinstance(folder, str):
         raise Unsupported(
             f"which adapter is to draft? Name its folder: --additional-config "
-            f"'{{\"kangaroo\": \"FOLDER\"}}', not {folder!r}. It is written by {EXPORT}"
+            f'\'{{"kangaroo": "FOLDER"}}\', not {folder!r}. It is written by {EXPORT}'
         )
     if threshold is not None and not _is_number(threshold, 0, 1):
         raise Unsupported(

@@ -24,6 +24,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata, subclass_attention_backend
 
+from kangaroo_vllm.checks import Unsupported
 from kangaroo_vllm.model import KangarooAdapter
 
 
@@ -112,7 +113,10 @@ class SplitTarget:
 
         backend, split = attention.get_attn_backend(), self
         if any(x.get_attn_backend() is not backend for x in shallow):
-            raise AssertionError("the adapter's attention has another backend than the target's")
+            raise Unsupported(
+                "vLLM gives the target's attention another backend than the adapter's. Name one by "
+                "--attention-backend."
+            )
 
         class Builder(backend.get_builder_cls()):  # type: ignore[misc]
             def build(
@@ -158,7 +162,9 @@ class SplitTarget:
         assert self.step is not None
         size, device = self.builder.kv_cache_spec.block_size, self.step.seq_lens.device
         places = [row.position for row in rows]
-        slots = [row.blocks[p // size] * size + p % size for row, p in zip(rows, places, strict=True)]
+        slots = [
+            row.blocks[p // size] * size + p % size for row, p in zip(rows, places, strict=True)
+        ]
         slots_R = torch.tensor(slots, device=device)
         positions_R = torch.tensor(places, device=device)
         ids_R = torch.tensor([row.ids[-1] for row in rows], dtype=torch.int32, device=device)

@@ -19,6 +19,7 @@ TESTED = ("0.32.0", "0.33.0")  # versions of vLLM
 CALLED = {
     "vllm.compilation.backends:set_model_tag": "tag",
     "vllm.compilation.decorators:support_torch_compile": "dynamic_arg_dims",
+    "vllm.config:set_current_vllm_config": "vllm_config",
     "vllm.distributed:tensor_model_parallel_all_reduce": "input_",
     "vllm.forward_context:get_forward_context": "",
     "vllm.forward_context:set_forward_context": (
@@ -39,6 +40,7 @@ CALLED = {
     "vllm.model_executor.models.utils:AutoWeightsLoader": "module",
     "vllm.model_executor.models.utils:AutoWeightsLoader.load_weights": "self weights mapper",
     "vllm.model_executor.models.utils:WeightsMapper": "orig_to_new_stacked",
+    "vllm.triton_utils.dispatcher:register_kernels": "overrides",
     "vllm.utils.torch_utils:set_default_torch_dtype": "dtype",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.build": (
         "self common_prefix_len common_attn_metadata fast_build"
@@ -50,6 +52,7 @@ CALLED = {
     "vllm.v1.attention.backend:subclass_attention_backend": (
         "name_prefix attention_backend_cls builder_cls"
     ),
+    "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": "logits k p",
 }
 
 # What is replaced, or calls this package: digests of the code.
@@ -57,6 +60,7 @@ CODE = {
     "vllm.model_executor.models.llama:LlamaAttention.forward": "4e2c69360faa",
     "vllm.model_executor.models.llama:LlamaDecoderLayer.forward": "b1136578122e",
     "vllm.model_executor.models.llama:LlamaModel.forward": "11a7a8c178dc",
+    "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": "f03164e2ce12",
     "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer": "bc24eb1e4d3d",
 }
 

@@ -96,3 +96,28 @@ def save_adapter(
     if vocabulary_K is not None:
         state["vocabulary"] = vocabulary_K
     return save(config, state, folder)
+
+
+def save_int8(lm: TargetModel, folder: Path) -> Path:
+    """The target with weights and activations of eight bits, as llm-compressor writes it."""
+    state = {}
+    for name, tensor in lm.hf.state_dict().items():
+        if name.endswith("proj.weight"):
+            scale_O1 = tensor.abs().amax(1, keepdim=True) / 127
+            state[f"{name}_scale"], tensor = scale_O1, (tensor / scale_O1).round().to(torch.int8)
+        state[name] = tensor
+    bits = {"num_bits": 8, "type": "int"}
+    group = {
+        "targets": ["Linear"],
+        "weights": bits | {"strategy": "channel", "dynamic": False, "symmetric": True},
+        # vLLM's other kernel for CPUs takes no float32
+        "input_activations": bits | {"strategy": "token", "dynamic": True, "symmetric": False},
+    }
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    config = lm.hf.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    return save(config | {"quantization_config": quantization}, state, folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import counted, prompts, written
-from folders import adapter_for, save_adapter, save_model, tiny
+from folders import adapter_for, save_adapter, save_int8, save_model, tiny
 from kangaroo_vllm.target import Below
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -174,3 +174,16 @@ def test_drafts_end_with_the_pages_that_a_row_has(serve, alone):
         assert written(llm, prompts()) == alone
         counts = counted(llm)
     assert 5 * counts["drafts"] < counts["draft_tokens"] < 6 * counts["drafts"]
+
+
+@pytest.mark.parametrize("drafter", ["half", "layer"])
+def test_a_quantized_target_drafts_for_itself(drafter, serve, alone, lm, folders, tmp_path):
+    """Its own layers of eight bits, the adapter in float32."""
+    folders["int8"] = save_int8(lm, tmp_path / "int8")
+    with serve(threshold=None, target="int8") as llm:
+        expected = written(llm, prompts())
+    assert expected != alone
+    with serve(drafter, target="int8") as llm:
+        assert written(llm, prompts()) == expected
+        counts = counted(llm)
+    assert counts["accepted_tokens"] > 0.15 * counts["draft_tokens"]
