@@ -1,4 +1,4 @@
-"""Kangaroo's drafter (arXiv 2404.18911) inside vLLM: `"method": "custom_class"`, `"model": "kangaroo_vllm.Kangaroo"`."""
+"""Kangaroo's drafter (arXiv 2404.18911) inside vLLM, which imports it for `custom_class`."""
 
 from kangaroo_vllm.proposer import Kangaroo
 

@@ -1,8 +1,8 @@
-"""Repairs of vLLM 0.32 and 0.33 without Triton: speculation, by any method, at a temperature above 0.
+"""Repairs of vLLM 0.32 and 0.33 without Triton: any speculation at a temperature above 0.
 
 The kernel that gives each token its request's sampling options converts its output to int64 and
 fills the converted copy, so that the temperature, top-k and top-p of drafted positions are read
-from memory that nobody wrote. And top-k fails where a step verifies no draft, as the first one does.
+from memory that nobody wrote. And top-k fails where a step verifies no draft, as the first does.
 """
 
 from __future__ import annotations

@@ -5,10 +5,8 @@ Shapes: R rows that draft, K draft vocabulary.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import torch
 from numpy.typing import NDArray
 from torch import nn
 from vllm.config import VllmConfig

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -227,7 +227,7 @@ class SplitTarget:
         drafted_places: list[int] = []
         drafted_states: list[Tensor] = []
         counts: list[int] = []
-        for i, (first, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        for i, (first, end) in enumerate(pairwise(starts)):
             # a single token has no draft before it
             slot = int(self.step.slot_mapping[first]) if drafted and end - first > 1 else -1
             states_D = self._computed(drafted.get(slot), i, input_ids[first:end], positions[first])

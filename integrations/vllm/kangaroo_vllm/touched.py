@@ -6,8 +6,8 @@ import ast
 import hashlib
 import inspect
 import logging
+import pkgutil
 import textwrap
-from importlib import import_module
 from typing import Any
 
 from kangaroo_vllm.checks import Unsupported
@@ -83,7 +83,7 @@ def check() -> None:
         )
     if vllm.__version__.partition("+")[0] not in TESTED:
         logging.getLogger("vllm").warning(
-            "kangaroo-vllm was tested with vLLM %s, not with %s; all that it builds on is as it was.",
+            "kangaroo-vllm was tested with vLLM %s, not with %s; what it builds on is as it was.",
             tested,
             vllm.__version__,
         )
@@ -92,20 +92,25 @@ def check() -> None:
 def changes() -> list[str]:
     """What this vLLM has otherwise, by name."""
     changed = []
-    for name, given in CALLED.items():
-        parameters = _parameters(_resolve(name))
-        if parameters is None:
+    for name in (*CALLED, *CODE):
+        try:
+            value = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
             changed.append(f"{name} is not there")
             continue
-        missing = set(given.split()) - parameters.keys()
-        required = {x for x, needs_value in parameters.items() if needs_value} - set(given.split())
-        for what, names in (("takes no", missing), ("needs", required)):
+        if name in CODE:
+            changed += [name] * (digest(value) != CODE[name])
+            continue
+        parameters, given = inspect.signature(value).parameters, set(CALLED[name].split())
+        needed = {
+            parameter.name
+            for parameter in parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        }
+        for what, names in (("takes no", given - parameters.keys()), ("needs", needed - given)):
             if names:
                 changed.append(f"{name} {what} {', '.join(sorted(names))}")
-    for name, expected in CODE.items():
-        value = _resolve(name)
-        if value is None or digest(value) != expected:
-            changed.append(name if value else f"{name} is not there")
     return changed
 
 
@@ -113,24 +118,3 @@ def digest(value: Any) -> str:
     """Of a function's code, whatever its comments and its layout."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
-
-
-def _resolve(name: str) -> Any:
-    module, _, path = name.partition(":")
-    try:
-        value: Any = import_module(module)
-        for part in path.split("."):
-            value = getattr(value, part)
-    except (ImportError, AttributeError):
-        return None
-    return value
-
-
-def _parameters(value: Any) -> dict[str, bool] | None:
-    """Of a call, by name, whether one has to be given."""
-    if value is None:
-        return None
-    return {
-        name: x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
-        for name, x in inspect.signature(value).parameters.items()
-    }

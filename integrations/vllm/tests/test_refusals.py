@@ -139,7 +139,10 @@ def changed_forward(self, positions, hidden_states, residual):
     ],
 )
 def test_a_vllm_in_which_something_has_changed_is_refused(name, value, told, monkeypatch):
-    monkeypatch.setattr(f"vllm.{name}", value)
+    if value is None:
+        monkeypatch.delattr(f"vllm.{name}")
+    else:
+        monkeypatch.setattr(f"vllm.{name}", value)
     with pytest.raises(Unsupported, match=rf"where this has changed: vllm\.[^;]*{told}"):
         touched.check()
 
