@@ -1,8 +1,8 @@
 """For transformers' maintainers: an assistant guesses its mask: python examples/assistant_mask.py
 
-`generate` drops an attention mask that masks nothing, and so hands its assistant none. The assistant
-then takes pad tokens of the text for padding, hides them, and drafts badly. With one pad token in
-the prompt, an assistant that is the model itself is wrong: the model needs more passes for its text.
+`generate` drops an attention mask that masks nothing, and so hands its assistant none. The
+assistant then takes pad tokens of the text for padding, hides them, and drafts badly. With one pad
+token in the prompt even an assistant that is the model itself is wrong: its text takes more passes.
 """
 
 import copy
