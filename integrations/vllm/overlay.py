@@ -1,8 +1,8 @@
 """vLLM's CPU wheel with the Python files of another release: overlay.py VERSION FOLDER [PIP_ARGS]
 
-For releases that have no CPU wheel. The compiled parts stay those of the wheel that is installed, and
-the kernels for CPUs are called as before as long as that release does not call others. With FOLDER
-in PYTHONPATH and VLLM_TARGET_DEVICE=cpu it is the vLLM that is imported.
+For releases that have no CPU wheel. The compiled parts stay those of the installed wheel; what such
+a release calls of them has to be there. With FOLDER in PYTHONPATH and VLLM_TARGET_DEVICE=cpu it is
+the vLLM that is imported.
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ CODE = {
     "vllm.model_executor.models.llama:LlamaModel.forward": "11a7a8c178dc",
     "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": "f03164e2ce12",
     "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer": "bc24eb1e4d3d",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids": "34f2b80c01b7",
 }
 
 
@@ -115,6 +116,8 @@ def changes() -> list[str]:
 
 
 def digest(value: Any) -> str:
-    """Of a function's code, whatever its comments and its layout."""
+    """Of a function's code, or of its branch for `custom_class`, whatever its comments and layout."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
+    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    code = [x.body for x in branches if "'custom_class'" in ast.unparse(x.test)] or [tree.body]
+    return hashlib.sha256("\n".join(map(ast.unparse, code[0])).encode()).hexdigest()[:12]
