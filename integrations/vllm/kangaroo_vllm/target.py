@@ -253,11 +253,11 @@ class SplitTarget:
     ) -> list[Tensor]:
         """The states of this row's first tokens that drafting has computed.
 
-        A draft may have been cut, say by a grammar, and its row's slot been given to another text.
-        It is the same text if all its blocks are the same, and then so are the keys below.
+        A draft may have been cut, say by a grammar, and its slot been given to another text, which
+        then enters with other blocks.
         """
-        assert self.step is not None
-        if row is None or row.start != int(position):
+        assert self.step is not None and self.step.is_prefilling is not None
+        if row is None or row.start != int(position) or self.step.is_prefilling[index]:
             return []
         count = min(len(row.states_D), len(ids_N) - 1)
         blocks = self.step.block_table_tensor[index, : len(row.blocks)].tolist()

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import logging
 import pkgutil
+import re
 import textwrap
 from typing import Any
 
@@ -14,46 +15,34 @@ from kangaroo_vllm.checks import Unsupported
 
 TESTED = ("0.32.0", "0.33.0")  # versions of vLLM
 
-# What is called: the arguments that this package gives, or, of a class that it takes apart, which
-# members it reads.
-CALLED = {
-    "vllm.compilation.backends:set_model_tag": "tag",
-    "vllm.compilation.decorators:support_torch_compile": "dynamic_arg_dims",
-    "vllm.config:set_current_vllm_config": "vllm_config",
-    "vllm.distributed:tensor_model_parallel_all_reduce": "input_",
-    "vllm.forward_context:get_forward_context": "",
-    "vllm.forward_context:set_forward_context": (
-        "attn_metadata vllm_config num_tokens slot_mapping"
-    ),
-    "vllm.model_executor.layers.layernorm:RMSNorm": "hidden_size eps",
-    "vllm.model_executor.model_loader.utils:process_weights_after_loading": (
-        "model model_config target_device"
-    ),
-    "vllm.model_executor.models.llama:LlamaAttention": (
-        "config hidden_size num_heads num_kv_heads max_position_embeddings bias bias_o_proj "
-        "cache_config prefix"
-    ),
-    "vllm.model_executor.models.llama:LlamaMLP": (
-        "hidden_size intermediate_size hidden_act bias prefix"
-    ),
-    "vllm.model_executor.models.llama:LlamaForCausalLM.compute_logits": "self hidden_states",
-    "vllm.model_executor.models.utils:AutoWeightsLoader": "module",
-    "vllm.model_executor.models.utils:AutoWeightsLoader.load_weights": "self weights mapper",
-    "vllm.model_executor.models.utils:WeightsMapper": "orig_to_new_stacked",
-    "vllm.triton_utils.dispatcher:register_kernels": "overrides",
-    "vllm.utils.torch_utils:set_default_torch_dtype": "dtype",
-    "vllm.v1.attention.backend:AttentionMetadataBuilder.build": (
-        "self common_prefix_len common_attn_metadata fast_build"
-    ),
-    "vllm.v1.attention.backend:CommonAttentionMetadata": (
-        "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound num_reqs "
-        "num_actual_tokens max_query_len max_seq_len block_table_tensor slot_mapping"
-    ),
-    "vllm.v1.attention.backend:subclass_attention_backend": (
-        "name_prefix attention_backend_cls builder_cls"
-    ),
-    "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p": "logits k p",
-}
+# What is called, and the arguments that this package gives.
+CALLED = """
+vllm.compilation.backends:set_model_tag tag
+vllm.compilation.decorators:support_torch_compile dynamic_arg_dims
+vllm.config:set_current_vllm_config vllm_config
+vllm.distributed:tensor_model_parallel_all_reduce input_
+vllm.forward_context:get_forward_context
+vllm.forward_context:set_forward_context attn_metadata vllm_config num_tokens slot_mapping
+vllm.model_executor.layers.layernorm:RMSNorm hidden_size eps
+vllm.model_executor.model_loader.utils:process_weights_after_loading model model_config
+    target_device
+vllm.model_executor.models.llama:LlamaAttention config hidden_size num_heads num_kv_heads
+    max_position_embeddings bias bias_o_proj cache_config prefix
+vllm.model_executor.models.llama:LlamaMLP hidden_size intermediate_size hidden_act bias prefix
+vllm.model_executor.models.llama:LlamaForCausalLM.compute_logits self hidden_states
+vllm.model_executor.models.utils:AutoWeightsLoader module
+vllm.model_executor.models.utils:AutoWeightsLoader.load_weights self weights mapper
+vllm.model_executor.models.utils:WeightsMapper orig_to_new_stacked
+vllm.triton_utils.dispatcher:register_kernels overrides
+vllm.utils.torch_utils:set_default_torch_dtype dtype
+vllm.v1.attention.backend:AttentionMetadataBuilder.build self common_prefix_len
+    common_attn_metadata fast_build
+vllm.v1.attention.backend:CommonAttentionMetadata query_start_loc query_start_loc_cpu seq_lens
+    seq_lens_cpu_upper_bound num_reqs num_actual_tokens max_query_len max_seq_len
+    block_table_tensor slot_mapping is_prefilling
+vllm.v1.attention.backend:subclass_attention_backend name_prefix attention_backend_cls builder_cls
+vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p logits k p
+"""
 
 # What is replaced, or calls this package: digests of the code.
 CODE = {
@@ -93,7 +82,8 @@ def check() -> None:
 def changes() -> list[str]:
     """What this vLLM has otherwise, by name."""
     changed = []
-    for name in (*CALLED, *CODE):
+    called = {name: given for name, *given in map(str.split, re.split(r"\n(?=v)", CALLED.strip()))}
+    for name in (*called, *CODE):
         try:
             value = pkgutil.resolve_name(name)
         except (ImportError, AttributeError):
@@ -102,7 +92,7 @@ def changes() -> list[str]:
         if name in CODE:
             changed += [name] * (digest(value) != CODE[name])
             continue
-        parameters, given = inspect.signature(value).parameters, set(CALLED[name].split())
+        parameters, given = inspect.signature(value).parameters, set(called[name])
         needed = {
             parameter.name
             for parameter in parameters.values()
@@ -116,7 +106,7 @@ def changes() -> list[str]:
 
 
 def digest(value: Any) -> str:
-    """Of a function's code, or of its branch for `custom_class`, whatever its comments and layout."""
+    """Of a function's code, or of its branch for `custom_class`; comments and layout may differ."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
     branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
     code = [x.body for x in branches if "'custom_class'" in ast.unparse(x.test)] or [tree.body]
