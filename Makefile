@@ -79,9 +79,16 @@ test-llama: setup  ## run the tests of integrations/llama_cpp
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
+# make test-vllm VLLM=0.33.0: a release without a CPU wheel (integrations/vllm/overlay.py)
+VLLM ?= 0.32.0
+VLLM_OVERLAY := $(if $(filter-out 0.32.0,$(VLLM)),$(VLLM_VENV)/vllm-$(VLLM))
 
-test-vllm: $(VLLM_STAMP)  ## run the tests of the vLLM plugin, in .venv-vllm
-	$(VLLM_BIN)/python -m pytest -q --durations=10 integrations/vllm $(ARGS)
+test-vllm: $(VLLM_STAMP) $(VLLM_OVERLAY)  ## run the tests of the vLLM plugin, in .venv-vllm
+	PYTHONPATH=$(abspath $(VLLM_OVERLAY)) VLLM_TARGET_DEVICE=cpu \
+	  $(VLLM_BIN)/python -m pytest -q --durations=10 integrations/vllm $(ARGS)
+
+$(VLLM_VENV)/vllm-%: $(VLLM_STAMP)
+	$(VLLM_BIN)/python integrations/vllm/overlay.py $* $@ $(PIP_ARGS)
 
 $(VLLM_STAMP): integrations/vllm/requirements.txt integrations/vllm/pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)

@@ -11,8 +11,8 @@ def assistant(model: PreTrainedModel) -> PreTrainedModel:
     """The same model, given a mask.
 
     transformers 5.23 hands its assistant no attention mask where nothing is masked. The assistant
-    then takes the whole text again, on top of its cache, in every round, and drafts after a text
-    that repeats itself. With a mask it goes on where it stopped.
+    then takes every pad token of the text for padding, and drafts after a text without them
+    (`examples/assistant_mask.py`). With a mask it sees the text as it is.
     """
     wrapped = cast(Any, model)
     generate = wrapped.generate

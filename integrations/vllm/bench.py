@@ -65,22 +65,24 @@ def asked() -> argparse.Namespace:
 
 def ways(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """What may draft, by name: arguments of `vllm.LLM`."""
-    kangaroo = {
-        "method": "draft_model",
-        "model": args.kangaroo,
-        "num_speculative_tokens": args.steps,
-    }
-    schedule = [[1, args.largest, args.steps], [args.largest + 1, 1024, 0]]
-    by_size = kangaroo | {"num_speculative_tokens_per_batch_size": schedule}
-    own = {}
-    if args.threshold is not None:
-        own["additional_config"] = {"kangaroo_threshold": args.threshold}
-    found: dict[str, dict[str, Any]] = {"none": {}}
+    steps = {"num_speculative_tokens": args.steps}
+    methods: dict[str, dict[str, Any]] = {"none": {}}
     if args.draft_model:
-        found["draft model"] = {"speculative_config": kangaroo | {"model": args.draft_model}}
-    found["Kangaroo"] = own | {"speculative_config": kangaroo}
-    found[f"Kangaroo, up to {args.largest}"] = own | {"speculative_config": by_size}
-    return found
+        draft_model = {"method": "draft_model", "model": args.draft_model}
+        methods["draft model"] = {"speculative_config": draft_model | steps}
+    custom = steps | {"method": "custom_class", "model": "kangaroo_vllm.Kangaroo"}
+    ours = {"kangaroo": args.kangaroo}
+    if args.threshold is not None:
+        ours["kangaroo_threshold"] = args.threshold
+    for name, largest in (
+        ("", {}),
+        (f", up to {args.largest}", {"kangaroo_max_batch": args.largest}),
+    ):
+        methods[f"Kangaroo{name}"] = {
+            "speculative_config": custom,
+            "additional_config": ours | largest,
+        }
+    return methods
 
 
 def answers(llm: Any, prompts: list[list[int]], tokens: int, at_once: int) -> Result:

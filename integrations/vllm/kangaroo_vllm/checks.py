@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-TESTED = ("0.32.0",)  # versions of vLLM
 FORMAT = 1  # of the folder
 
 # Fields of a target's config that have to be the same in the folder's.
@@ -21,18 +20,8 @@ class Unsupported(ValueError):
     """This package cannot run that, or not with these options; the message says what to change."""
 
 
-def unknown_version(version: str) -> str:
-    """What is said to users of another vLLM."""
-    tested = " or ".join(TESTED)
-    return (
-        f"kangaroo-vllm was tested with vLLM {tested}, and this is vLLM {version}: it replaces "
-        f"parts that change from version to version. Install vLLM {tested}, or a kangaroo-vllm "
-        "made for this one; without it, an adapter exported with to=draft_model runs in any vLLM."
-    )
-
-
 @dataclass(frozen=True)
-class Adapter:
+class AdapterFacts:
     """What a folder's config says of its adapter.
 
     Args:
@@ -52,7 +41,7 @@ class Adapter:
     threshold: float
 
 
-def read(config: Any) -> Adapter:
+def read(config: Any) -> AdapterFacts:
     """The adapter that a folder's config describes.
 
     Errors: `Unsupported` for a folder that the exporter did not write, or for another kind.
@@ -83,7 +72,7 @@ def read(config: Any) -> Adapter:
             f"this adapter is for a target of type '{config.model_type}', and kangaroo-vllm runs "
             "targets of type 'llama' alone. Export to=draft_model instead."
         )
-    return Adapter(
+    return AdapterFacts(
         said["exit_layer"],
         said["target_layers"],
         parts["feed_forward"],
@@ -93,7 +82,7 @@ def read(config: Any) -> Adapter:
     )
 
 
-def check_target(adapter: Adapter, config: Any, target: Any) -> None:
+def check_target(adapter: AdapterFacts, config: Any, target: Any) -> None:
     """Refuse a target that the adapter was not trained for.
 
     Args:
@@ -113,38 +102,36 @@ def check_target(adapter: Adapter, config: Any, target: Any) -> None:
         )
 
 
-def threshold(adapter: Adapter, vllm_config: Any) -> float:
-    """What the user asks for, or the folder's."""
-    additional = vllm_config.additional_config or {}
-    asked = additional.get("kangaroo_threshold", adapter.threshold)
-    if isinstance(asked, bool) or not isinstance(asked, (int, float)) or not 0 <= asked < 1:
-        raise Unsupported(
-            f"kangaroo_threshold must be a number from 0 (never stop early) to below 1, not "
-            f"{asked!r}."
-        )
-    if asked > 0 and vllm_config.scheduler_config.async_scheduling:
-        raise Unsupported(
-            f"a threshold ({asked}) makes drafts of unlike lengths, which asynchronous scheduling "
-            "cannot take. Pass --no-async-scheduling, or "
-            "--additional-config '{\"kangaroo_threshold\": 0}'."
-        )
-    return float(asked)
-
-
-def check_options(vllm_config: Any) -> None:
-    """Refuse what was not tried or cannot be.
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for by `--additional-config`.
 
     Args:
-        vllm_config: the target's.
+        folder: of the adapter, or its hub id.
+        threshold: None is the folder's.
+        max_batch: more rows than this at the same time draft nothing.
+    """
+
+    folder: str
+    threshold: float | None
+    max_batch: int
+
+
+def options(vllm_config: Any) -> Options:
+    """The options, once it is clear that vLLM's other ones go with this package.
+
+    Errors: `Unsupported`.
     """
     parallel = vllm_config.parallel_config
     refused = {
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
         "data parallelism (--data-parallel-size)": parallel.data_parallel_size > 1,
         "LoRA (--enable-lora)": vllm_config.lora_config is not None,
-        "a quantized target (--quantization)": vllm_config.quant_config is not None,
         "KV transfer (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "prompt embeddings (--enable-prompt-embeds)": vllm_config.model_config.enable_prompt_embeds,
+        "sampled drafts (draft_sample_method)": (
+            vllm_config.speculative_config.draft_sample_method != "greedy"
+        ),
         "CUDA graphs (pass --enforce-eager)": (
             vllm_config.compilation_config.cudagraph_mode.name != "NONE"
         ),
@@ -155,12 +142,25 @@ def check_options(vllm_config: Any) -> None:
                 f"kangaroo-vllm does not run with {what}. Leave it out, or use an adapter exported "
                 "with to=draft_model."
             )
-
-
-def check_runner(vllm_config: Any) -> None:
-    """Refuse the model runner that does not make our proposer."""
-    if vllm_config.use_v2_model_runner:
+    additional = dict(vllm_config.additional_config or {})
+    folder = additional.get("kangaroo")
+    threshold = additional.get("kangaroo_threshold")
+    max_batch = additional.get("kangaroo_max_batch", 2**31)
+    if not isinstance(folder, str):
         raise Unsupported(
-            "kangaroo-vllm runs with vLLM's Model Runner V1: set VLLM_USE_V2_MODEL_RUNNER=0, or "
-            "use an adapter exported with to=draft_model."
+            f"which adapter is to draft? Name its folder: --additional-config "
+            f'\'{{"kangaroo": "FOLDER"}}\', not {folder!r}. It is written by {EXPORT}'
         )
+    if threshold is not None and not _is_number(threshold, 0, 1):
+        raise Unsupported(
+            f"kangaroo_threshold must be a number from 0 (never stop early) to below 1, not "
+            f"{threshold!r}."
+        )
+    if not isinstance(max_batch, int) or not _is_number(max_batch, 0, 2**31 + 1):
+        raise Unsupported(f"kangaroo_max_batch must be a whole number from 0, not {max_batch!r}.")
+    return Options(folder, threshold, max_batch)
+
+
+def _is_number(value: Any, least: float, below: float) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and least <= value < below

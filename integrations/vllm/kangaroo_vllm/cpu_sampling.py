@@ -1,14 +1,17 @@
-"""Repairs of vLLM 0.32.0 without Triton: speculation, by any method, at a temperature above 0.
+"""Repairs of vLLM 0.32 and 0.33 without Triton: any speculation at a temperature above 0.
 
-`_expand_kernel_impl` converts its output to int64 and fills the converted copy, so that the
-temperature, top-k and top-p of drafted positions are read from memory that nobody wrote. And top-k
-fails where a step verifies no draft at all, as the first one does.
+The kernel that gives each token its request's sampling options converts its output to int64 and
+fills the converted copy, so that the temperature, top-k and top-p of drafted positions are read
+from memory that nobody wrote. And top-k fails where a step verifies no draft, as the first does.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from vllm.triton_utils.dispatcher import register_kernels
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 
 def expand(
@@ -25,14 +28,12 @@ def expand(
     output.copy_(values.to(output.dtype).repeat_interleave(counts))
 
 
+def filtered(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
+    """vLLM's, where there are logits."""
+    return apply_top_k_top_p(logits, k, p) if len(logits) else logits
+
+
 def repair() -> None:
     """Put both right; a second call changes nothing."""
-    from vllm.utils import cpu_triton_utils
-    from vllm.v1.sample import rejection_sampler
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
-    def filtered(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
-        return apply_top_k_top_p(logits, k, p) if len(logits) else logits
-
-    cpu_triton_utils._expand_kernel_impl = expand
+    register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": expand})
     rejection_sampler.apply_top_k_top_p = filtered

@@ -21,7 +21,7 @@ os.environ |= {
 
 import pytest
 import torch
-from folders import adapter_for, save_adapter, save_draft_model, save_model, tiny
+from folders import adapter_for, save_adapter, save_model, tiny
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -48,7 +48,6 @@ def folders(lm: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         "layer": save_adapter(lm, layer, root / "layer"),
         "own_head": save_adapter(lm, own, root / "own_head"),
         "half": save_adapter(lm, attention, root / "half", frequent_K),
-        "draft_model": save_draft_model(lm, attention, root / "draft_model"),
     }
 
 
@@ -63,16 +62,21 @@ def serve(folders: dict[str, Path]) -> Serve:
         threshold: float | None = 0.0,
         speculative: dict[str, Any] | None = None,
         target: str = "target",
+        max_batch: int | None = None,
         **options: Any,
     ) -> Iterator[LLM]:
         if drafter is not None:
             options["speculative_config"] = {
-                "method": "draft_model",
-                "model": str(folders[drafter]),
+                "method": "custom_class",
+                "model": "kangaroo_vllm.Kangaroo",
                 "num_speculative_tokens": steps,
             } | (speculative or {})
-        if threshold is not None:
-            options["additional_config"] = {"kangaroo_threshold": threshold}
+            ours = {
+                "kangaroo": str(folders[drafter]),
+                "kangaroo_threshold": threshold,
+                "kangaroo_max_batch": max_batch,
+            }
+            options["additional_config"] = {k: x for k, x in ours.items() if x is not None}
         defaults = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True}
         llm = LLM(
             str(folders[target]),

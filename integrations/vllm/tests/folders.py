@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
-from kangaroo.heads.export import draft_model
 from kangaroo.models.loading import random_model
 from kangaroo.models.target import TargetModel
 
@@ -99,6 +98,26 @@ def save_adapter(
     return save(config, state, folder)
 
 
-def save_draft_model(lm: TargetModel, adapter: Adapter, folder: Path) -> Path:
-    """What `scripts/convert.py export to=draft_model` writes."""
-    return save_model(draft_model(lm, adapter), folder)
+def save_int8(lm: TargetModel, folder: Path) -> Path:
+    """The target with weights and activations of eight bits, as llm-compressor writes it."""
+    state = {}
+    for name, tensor in lm.hf.state_dict().items():
+        if name.endswith("proj.weight"):
+            scale_O1 = tensor.abs().amax(1, keepdim=True) / 127
+            state[f"{name}_scale"], tensor = scale_O1, (tensor / scale_O1).round().to(torch.int8)
+        state[name] = tensor
+    bits = {"num_bits": 8, "type": "int"}
+    group = {
+        "targets": ["Linear"],
+        "weights": bits | {"strategy": "channel", "dynamic": False, "symmetric": True},
+        # vLLM's other kernel for CPUs takes no float32
+        "input_activations": bits | {"strategy": "token", "dynamic": True, "symmetric": False},
+    }
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    config = lm.hf.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    return save(config | {"quantization_config": quantization}, state, folder)

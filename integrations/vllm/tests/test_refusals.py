@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import logging
+import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
-import kangaroo_vllm
 import pytest
 from folders import save_model
-from kangaroo_vllm import checks
+from kangaroo_vllm import checks, touched
 from kangaroo_vllm.checks import Unsupported
 from vllm.config import CUDAGraphMode
 
@@ -89,59 +92,71 @@ def test_lora_is_named(refused):
     [
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
         ("parallel_config", "data_parallel_size", 2, "data parallelism"),
-        ("", "quant_config", object(), "a quantized target"),
         ("", "kv_transfer_config", object(), "--kv-transfer-config"),
         ("model_config", "enable_prompt_embeds", True, "--enable-prompt-embeds"),
+        ("speculative_config", "draft_sample_method", "probabilistic", "sampled drafts"),
         ("compilation_config", "cudagraph_mode", CUDAGraphMode.FULL, "--enforce-eager"),
+        ("", "additional_config", {}, "which adapter is to draft?"),
+        ("", "additional_config", {"kangaroo": "folder", "kangaroo_max_batch": 1.5}, "max_batch"),
     ],
 )
 def test_options_that_were_not_tried_are_named(section, field, value, named):
-    one = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1)
     config = SimpleNamespace(
-        parallel_config=one,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
         lora_config=None,
-        quant_config=None,
         kv_transfer_config=None,
         model_config=SimpleNamespace(enable_prompt_embeds=False),
+        speculative_config=SimpleNamespace(draft_sample_method="greedy"),
         compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE),
+        additional_config={"kangaroo": "folder"},
     )
-    checks.check_options(config)
+    checks.options(config)
     setattr(getattr(config, section) if section else config, field, value)
     with pytest.raises(Unsupported, match=named):
-        checks.check_options(config)
+        checks.options(config)
 
 
-def test_the_other_model_runner_is_named():
-    checks.check_runner(SimpleNamespace(use_v2_model_runner=False))
-    with pytest.raises(Unsupported, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        checks.check_runner(SimpleNamespace(use_v2_model_runner=True))
+@pytest.mark.parametrize("version, warned", [(touched.TESTED[0], 0), ("0.99.0", 1)])
+def test_another_vllm_that_is_as_it_was_warns(version, warned, monkeypatch):
+    said = []
+    monkeypatch.setattr("vllm.__version__", version)
+    monkeypatch.setattr(logging.getLogger("vllm"), "warning", lambda *words: said.append(words))
+    touched.check()
+    assert len(said) == warned and all("0.99.0" in words for words in said)
 
 
-def test_asynchronous_scheduling_needs_drafts_of_one_length():
-    scheduling = SimpleNamespace(async_scheduling=True)
-    config = SimpleNamespace(additional_config=None, scheduler_config=scheduling)
-    adapter = checks.Adapter(2, 6, False, False, None, 0.6)
-    with pytest.raises(Unsupported, match="--no-async-scheduling"):
-        checks.threshold(adapter, config)
-    config.additional_config = {"kangaroo_threshold": 0}
-    assert checks.threshold(adapter, config) == 0
+def changed_forward(self, positions, hidden_states, residual):
+    return hidden_states + residual, residual
 
 
-def test_another_vllm_is_named_when_the_adapter_loads_and_not_before(
-    serve, folders, tmp_path, monkeypatch
-):
-    # a new folder: vLLM keeps in mind which class belongs to one that it knows
-    folders["new"] = shutil.copytree(folders["attention"], tmp_path / "new")
-    monkeypatch.setattr("vllm.__version__", "0.33.0")
-    kangaroo_vllm.register()
-    try:
-        with serve(threshold=None):
-            pass
-        with (
-            pytest.raises(Unsupported, match=r"tested with vLLM 0\.32\.0, and this is vLLM 0\.33"),
-            serve("new", threshold=None),
-        ):
-            pass
-    finally:
-        monkeypatch.undo()
-        kangaroo_vllm.register()
+@pytest.mark.parametrize(
+    "name, value, told",
+    [
+        ("forward_context.set_forward_context", lambda attn_metadata: 0, "takes no num_tokens, sl"),
+        ("forward_context.get_forward_context", lambda step: 0, "get_forward_context needs step"),
+        ("compilation.backends.set_model_tag", None, "set_model_tag is not there"),
+        ("model_executor.models.llama.LlamaDecoderLayer.forward", changed_forward, "Layer.forward"),
+    ],
+)
+def test_a_vllm_in_which_something_has_changed_is_refused(name, value, told, monkeypatch):
+    if value is None:
+        monkeypatch.delattr(f"vllm.{name}")
+    else:
+        monkeypatch.setattr(f"vllm.{name}", value)
+    with pytest.raises(Unsupported, match=rf"where this has changed: vllm\.[^;]*{told}"):
+        touched.check()
+
+
+def test_what_is_touched_is_all_that_is_imported():
+    """Of vLLM, in the code of this package."""
+    names = set()
+    for path in Path(touched.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
+                names |= {f"{node.module}:{x.name}" for x in node.names}
+    listed = set(re.findall(r"vllm[\w.]*:\w+", touched.CALLED + " ".join(touched.CODE)))
+    assert names - listed == {
+        "vllm.config:VllmConfig",
+        "vllm.triton_utils:HAS_TRITON",
+        "vllm.v1.sample:rejection_sampler",
+    }

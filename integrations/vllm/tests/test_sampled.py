@@ -46,12 +46,9 @@ def test_two_samples_of_vllm_alone_pass_and_another_temperature_fails(serve, alo
     assert p_value(other[:, 1], alone[:, 1]) < 1e-6
 
 
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("drafter, threshold", [("layer", 0.0), ("half", 0.3)])
-def test_sampled_tokens_have_vllms_distribution(method, drafter, threshold, serve, alone):
-    speculative = {"draft_sample_method": method}
-    options = {"threshold": threshold, "speculative": speculative, "max_num_seqs": 256}
-    with serve(drafter, **options) as llm:
+def test_sampled_tokens_have_vllms_distribution(drafter, threshold, serve, alone):
+    with serve(drafter, threshold=threshold, max_num_seqs=256) as llm:
         ours = sampled(llm, 3)
         assert counted(llm)["accepted_tokens"] > 0.05 * counted(llm)["draft_tokens"]
     for position in range(TOKENS):
@@ -67,6 +64,6 @@ def test_greedy_and_sampled_requests_share_a_batch(serve):
     mixed = [SamplingParams(temperature=t, max_tokens=24, detokenize=False) for t in (0.0, 0.8) * 3]
     with serve(threshold=None) as llm:
         expected = written(llm, prompts(), max_tokens=24)[::2]
-    with serve("half", speculative={"draft_sample_method": "probabilistic"}) as llm:
+    with serve("half") as llm:
         done = llm.generate(ids, mixed, use_tqdm=False)
     assert [list(x.outputs[0].token_ids) for x in done[::2]] == expected
