@@ -162,14 +162,12 @@ def _from_json(path: Path) -> Iterator[Any]:
                     yield json.loads(line)
                 except (ValueError, RecursionError):
                     yield BadRecord("a line that is not JSON")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error}); convert it.") from error
-    except (ValueError, RecursionError) as error:  # too many digits, too many brackets
-        raise DataError(f"{path} is not JSON: {error}.") from error
+    except (ValueError, RecursionError) as error:  # also where there are too many brackets
+        raise DataError(f"{path} is not JSON in UTF-8: {error}.") from error
 
 
 def _turns(record: Any, column: str | None) -> list[Any]:
-    """The list of turns in a record; a cell of a table may hold it as JSON text."""
+    """The list of turns in a record, each an object of a role that is used."""
     if isinstance(record, BadRecord):
         raise record
     if not isinstance(record, dict):
@@ -183,11 +181,6 @@ def _turns(record: Any, column: str | None) -> list[Any]:
             f"({', '.join(record) or 'none'}); name the right one with data.column="
         )
     turns = record[name]
-    if isinstance(turns, str):
-        try:
-            turns = json.loads(turns)
-        except (ValueError, RecursionError) as error:
-            raise BadRecord(f"'{name}' is text, but not JSON") from error
     if not isinstance(turns, list):
         raise BadRecord(f"'{name}' is a {type(turns).__name__}, not a list of turns")
     if name == QUESTION:
