@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What wants a GPU, in 16 minutes on one: stages of at most five, the most valuable first. All of them, or
-# those that are named; then docs/gpu.md says what they found. A stage that is done is not done again; one
+# those that are named; then docs/results/gpu.md says what they found. A stage that is done is not done again; one
 # that fails or runs out of its time stops no other, and the same command tries it again. No network is needed.
 #
 #   scripts/gpu.sh                                # all, into outputs/gpu
@@ -20,7 +20,7 @@ export HF_HUB_OFFLINE=1
 
 RESULTS=${RESULTS:-outputs/gpu}
 PYTHON=${PYTHON:-python}
-PAGE=${PAGE:-docs/gpu.md}
+PAGE=${PAGE:-docs/results/gpu.md}
 STAGES=(check 7b 8b methods train soak)
 SECONDS_OF=(300 175 100 240 80 80)
 # sizes of the work; DRY does less of each
@@ -34,7 +34,7 @@ EVALUATE=(bench=demo question_every=3 max_new_tokens=64)
 CONVERSATIONS=264 # of nearly 2,048 tokens, 4 in a micro-batch: 32 steps
 TOKENS=100000
 if [ -n "${DRY:-}" ]; then
-  [ "$PAGE" != docs/gpu.md ] || PAGE=$RESULTS/gpu.md
+  [ "$PAGE" != docs/results/gpu.md ] || PAGE=$RESULTS/gpu.md
   TESTS=(tests/project/test_tables.py)
   SHAPE=random:small:
   SECONDS_OF=(600 600 600 600 600 600)

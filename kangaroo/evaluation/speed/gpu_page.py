@@ -25,7 +25,7 @@ LAST_LINES = 12
 
 def write(results: Path, file: Path) -> None:
     """Write the results into a page, below what people wrote in it."""
-    by_hand = (_text(file) or "# On a GPU\n").partition(MARK)[0].rstrip()
+    by_hand = (_text(file) or "# On a GPU: results\n").partition(MARK)[0].rstrip()
     file.write_text(f"{by_hand}\n\n{MARK}\n\n{page(results)}", encoding="utf-8")
 
 
