@@ -6,6 +6,7 @@ Shapes: B rows, N tokens of a block, D hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,6 +17,9 @@ from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, DraftSize
+
+if TYPE_CHECKING:
+    from ctypes import Structure
 
 
 @dataclass
@@ -60,6 +64,9 @@ class FinalNorm(Layer):
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         assert self.norm is not None
         return f_BND.to(self.norm.get_parameter("weight").device)
+
+    def native_inputs(self) -> dict[str, Structure]:
+        return {}
 
     def accelerate(self, lm: TargetModel) -> FinalNorm:
         """Norm where the target's layers run, of which none is between."""
