@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kangaroo.utils.memory import parts
+
 PLAIN = (str, bytes, int, float, type(None), type, torch.dtype, torch.device)
 CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
@@ -49,9 +51,11 @@ def _memory(roots: Sequence[object], seen: set[int]) -> Iterator[tuple[tuple[str
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
-            storage = item.untyped_storage()
             weight = item.numel() if isinstance(item, nn.Parameter) else 0
-            yield (str(item.device), storage.data_ptr()), storage.nbytes(), weight
+            for part in parts(item):
+                storage = part.untyped_storage()
+                yield (str(item.device), storage.data_ptr()), storage.nbytes(), weight
+                weight = 0  # of a quantized one, the scales are none
         elif isinstance(item, np.ndarray):
             while isinstance(item.base, np.ndarray):
                 item = item.base
