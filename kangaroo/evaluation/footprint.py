@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
+from kangaroo.utils.memory import parts
+
 LEAVES = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 
@@ -47,9 +49,11 @@ def _memory(roots: Sequence[object], seen: set[int]) -> Iterator[tuple[tuple[str
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
-            storage = item.untyped_storage()
             weight = item.numel() if isinstance(item, nn.Parameter) else 0
-            yield (str(item.device), storage.data_ptr()), storage.nbytes(), weight
+            for part in parts(item):
+                storage = part.untyped_storage()
+                yield (str(item.device), storage.data_ptr()), storage.nbytes(), weight
+                weight = 0  # of a quantized one, the scales are none
         elif isinstance(item, np.ndarray):
             while isinstance(item.base, np.ndarray):
                 item = item.base

@@ -35,13 +35,13 @@ def free(device: torch.device) -> int:
 
 def weights(*modules: nn.Module) -> int:
     """The size of the modules' parameters, and of buffers, in which some quantized ones lie."""
-    tensors = (chain(module.parameters(), module.buffers()) for module in modules)
-    return sum(map(_bytes, chain.from_iterable(tensors)))
+    tensors = (x for module in modules for x in chain(module.parameters(), module.buffers()))
+    return sum(part.numel() * part.element_size() for x in tensors for part in parts(x))
 
 
-def _bytes(tensor: Tensor) -> int:
-    if type(tensor) in (Tensor, nn.Parameter):
-        return tensor.numel() * tensor.element_size()
-    flatten = getattr(tensor, "__tensor_flatten__", None)  # of torchao's, which hold others
-    parts = [] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
-    return sum(map(_bytes, parts)) if parts else tensor.numel() * tensor.element_size()
+def parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that one of another type, such as torchao's, consists of; a plain one itself."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if type(tensor) in (Tensor, nn.Parameter) or flatten is None:
+        return [tensor]
+    return [getattr(tensor, name) for name in flatten()[0]]

@@ -5,12 +5,16 @@ import json
 import pytest
 import torch
 from cases import CHUNK, DRAFTERS, HOW, NEW_TOKENS, PROMPTS, Case, samplings
-from helpers import adapter_for, tiny, tiny_model, vanilla_texts
+from helpers import adapter_for, random_prompts, tiny, tiny_model, vanilla_texts
 from torch import nn
+from training_cases import config, nothing_is_drawn, recipe, samples, train
 
+from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
+from kangaroo.evaluation.footprint import footprint
+from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.export import draft_model
 from kangaroo.models import quantizing
@@ -27,6 +31,7 @@ from kangaroo.models.loading import (
 )
 from kangaroo.models.quantizing import Quantization, quantize
 from kangaroo.models.target import TargetModel
+from kangaroo.training.checkpoint import read_metrics
 from kangaroo.training.estimate import target_bytes
 from kangaroo.utils.errors import ConfigError, MissingPackage, UnsupportedModel
 from kangaroo.utils.memory import weights
@@ -101,6 +106,21 @@ def test_an_adapter_begins_with_what_the_quantized_layer_multiplies_with(name):
     torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-5)  # sums of 32 in float32
     exact = tiny("qwen2").layers[2].self_attn.q_proj
     assert (theirs(x) - exact(x)).abs().max() > 1e-4  # it is quantized
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_adapter_learns_on_a_quantized_target_and_drafts_for_it(name, tmp_path, monkeypatch):
+    nothing_is_drawn(monkeypatch)
+    lm, settings = TARGETS[name](), config(epochs=6, holdout=1, learning_rate=1e-2)
+    (folder,) = train(lm, samples(6), settings, tmp_path, recipes=[recipe(name="plain")])
+    key = f"train/{folder.name}/loss"
+    losses = [row[key] for row in read_metrics(tmp_path) if key in row]
+    assert sum(losses[-4:]) < sum(losses[:4]) - 0.2
+    adapter, heads = adapter_files.load(str(folder), lm, Adapter)
+    prompt = random_prompts(30)
+    (done,) = Engine(lm, Kangaroo(lm, adapter, 3, 0.0, heads[0])).generate(prompt, 20)
+    assert prompt[0] + done.tokens == vanilla_texts(lm, prompt, 20)[0]
+    assert footprint(lm, []).bytes < footprint(tiny("qwen2"), []).bytes
 
 
 @pytest.mark.parametrize("name", TARGETS)
