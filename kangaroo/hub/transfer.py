@@ -20,7 +20,7 @@ from huggingface_hub.utils import validate_repo_id
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import CONFIG, VOCABULARY, WEIGHTS, AdapterConfig
 from kangaroo.hub.card import card
-from kangaroo.utils.errors import ConfigError, CorruptFile, HubError
+from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
 from kangaroo.utils.folders import new_folder, of_project
 
 CARD, SUMS = "README.md", "SHA256SUMS"
@@ -150,11 +150,13 @@ def pull(config: PullConfig) -> AdapterConfig:
             # through the hub's cache, where what breaks off goes on
             names = [*FILES, CARD]
             cached = snapshot_download(config.repo, revision=config.revision, allow_patterns=names)
-        described = check(Path(cached))
         for name in names:
             if (file := Path(cached, name)).is_file():
                 shutil.copy(file, folder)
-    return described
+        try:
+            return check(folder)
+        except (AdapterNotFound, CorruptFile) as error:
+            raise type(error)(f"'{config.repo}' holds no whole adapter: {error}") from error
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def test_a_plot_has_a_panel_for_each_metric_and_model_and_the_tables_curves(resu
     study = study_of(STUDY, results)
     figure = plots.plot(study)
     panels = {panel.get_title(loc="left"): panel for panel in figure.axes}
-    metrics = ("compression rate", "speedup")
+    metrics = ("CR", "speedup")
     assert list(panels) == [f"{x}, {model}" for x in metrics for model in ("here", "Vicuna-7B")]
     places = [x.get_text() for x in figure.axes[-1].get_xticklabels()]
     assert places == ["0", "0.3", "0.5", "0.6", "0.7", "0.9"]
@@ -131,7 +131,7 @@ def test_a_plot_has_a_panel_for_each_metric_and_model_and_the_tables_curves(resu
         ends = [segment[:, 1] for segment in intervals.get_segments()]
         assert np.allclose(ends, [point.ends for point in points])
     # vanilla again has no place along them, and so is a level
-    levels = [list(line.get_ydata()) for line in panels["compression rate, here"].lines]
+    levels = [list(line.get_ydata()) for line in panels["CR, here"].lines]
     assert [3, 3] in levels
 
 

@@ -20,7 +20,6 @@ from rich.table import Table
 
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation.comparison import assigned, circumstances, listed
-from kangaroo.evaluation.metrics import CTAR
 from kangaroo.evaluation.records import write_json
 from kangaroo.evaluation.study import plots
 from kangaroo.evaluation.study.study import (
@@ -32,6 +31,7 @@ from kangaroo.evaluation.study.study import (
     Estimate,
     Study,
     fixed,
+    heading_of,
     in_order,
     word,
 )
@@ -40,7 +40,6 @@ from kangaroo.utils.folders import command_line
 from kangaroo.utils.tables import Row, number
 
 PAPER = "Liu et al., NeurIPS 2024, arXiv 2404.18911"
-HEADINGS = {"compression_rate": "CR", "acceptance_rate": "accepted", CTAR: "CTAR(w)"}
 STUDY = re.compile(r"(<!-- study: (\w+) -->\n).*?(<!-- end -->)", re.S)
 SUMMARY = re.compile(r"(<!-- summary -->\n).*?(<!-- end -->)", re.S)
 IMAGES = Path("img/paper")  # from where the page lies
@@ -84,12 +83,6 @@ def shown(value: Estimate | None, interval: bool = True) -> str:
     if value is None:
         return number(None)
     return tables.estimate(value.value, value.ends if interval else None)
-
-
-def heading_of(metric: str) -> str:
-    """A metric as a heading."""
-    position = metric.removeprefix(CTAR)
-    return f"CTAR({position})" if position.isdecimal() else HEADINGS.get(metric, metric)
 
 
 def write(study: Study, folder: Path) -> None:

@@ -27,6 +27,7 @@ OVERALL = "overall"  # beside the tasks
 HERE = "here"  # the model of our points
 AGREES, DISAGREES, OPEN = "agrees", "disagrees", "open"
 LEAST = 8  # questions; a bootstrap over fewer is too sure
+HEADINGS = {"compression_rate": "CR", "acceptance_rate": "accepted", CTAR: "CTAR(w)"}
 NAMES = {"mt_bench": "MT-bench", "qa": "QA", "math_reasoning": "math", "rag": "RAG"}  # of tasks
 
 Place = (
@@ -184,6 +185,12 @@ def word(kind: str | None, x: Place) -> str:
     if isinstance(x, float):
         return short(x) if kind == "parameters" else f"{x:g}"
     return "-" if x is None else NAMES.get(x, x)
+
+
+def heading_of(metric: str) -> str:
+    """A metric as a heading."""
+    position = metric.removeprefix(CTAR)
+    return f"CTAR({position})" if position.isdecimal() else HEADINGS.get(metric, metric)
 
 
 def as_place(value: Any) -> Place:
