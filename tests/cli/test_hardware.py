@@ -21,7 +21,7 @@ def drafter(name, *options, command="evaluate"):
     return {key: value for key, value in asdict(config).items() if key not in PLACES}
 
 
-@pytest.mark.parametrize("name", sorted(CPU.keys() - {"paper"}))
+@pytest.mark.parametrize("name", sorted(CPU.keys() & CONFIGS.keys()))
 def test_sizes_are_those_measured_on_a_cpu_or_on_a_gpu_the_papers(name, monkeypatch):
     papers = {k: v for k, v in asdict(CONFIGS[name]()).items() if k not in PLACES}
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -30,6 +30,12 @@ def test_sizes_are_those_measured_on_a_cpu_or_on_a_gpu_the_papers(name, monkeypa
     assert papers == papers | GPU[name] and CPU[name].keys() == GPU[name].keys()
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert drafter(name) == papers
+
+
+@pytest.mark.parametrize("hardware, sizes", [("cpu", (3, 7)), ("gpu", (10, 59))])
+def test_eagle_2s_tree_has_sizes_though_its_class_is_eagles(hardware, sizes):
+    options = drafter("eagle_tree", f"hardware={hardware}")
+    assert (options["top_k"], options["nodes"]) == sizes
 
 
 def test_every_command_has_them_and_the_command_line_wins(monkeypatch):
