@@ -1,13 +1,9 @@
 """The command line: every config composes, typos are refused, errors come without a traceback."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 from commands import ROOT, talks
@@ -21,17 +17,10 @@ from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.drafters.rest import RestConfig
-from kangaroo.heads.adapter_files import WEIGHTS
 from kangaroo.models.loading import ModelConfig
 from kangaroo.utils.folders import sole_writer
 
 FEW = ["max_new_tokens=6", "question_every=40", "warmup=0"]
-WRITTEN = [  # by the target: few and short texts
-    "data.shard_size=16",
-    "data.max_question_tokens=16",
-    "data.max_answer_tokens=160",
-    "data.keep_unfinished_questions=true",
-]
 
 
 def test_every_command_has_a_script_and_a_function():
@@ -160,46 +149,6 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_goes_on(scri
     assert "ConfigError: another process writes into 'out' now. Wait for it" in result.stderr
     with sole_writer(tmp_path / "out", rank=0):
         pass
-
-
-def kill_when(path, script, *overrides, cwd):
-    """Start a command and kill it, without a chance to clean up, as soon as `path` exists."""
-    command = [sys.executable, ROOT / script, *overrides]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 120
-    while not path.exists():
-        assert process.poll() is None and time.monotonic() < deadline, f"{path} never came"
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-
-
-@pytest.mark.slow
-def test_killed_synthesis_and_training_end_with_the_same_adapter(tmp_path):
-    settings = ["experiment=debug", "data.shards=4", "data.max_answer_tokens=160"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, killed):
-        folder.mkdir()
-    assert run("train.py", *settings, cwd=whole).returncode == 0
-    shards = killed / "outputs/data/self_synthesis/tiny.shards"
-    kill_when(shards / "00001.part", "train.py", *settings, cwd=killed)
-    assert not (killed / "outputs/data/self_synthesis/tiny").exists()
-    kill_when(killed / "outputs/train/tiny/checkpoint.pt", "train.py", *settings, cwd=killed)
-    assert not (killed / "outputs/train/tiny/attention-exit2").exists()
-    assert run("train.py", *settings, cwd=killed).returncode == 0
-    weights = Path("outputs/train/tiny/attention-exit2") / WEIGHTS
-    assert (whole / weights).read_bytes() == (killed / weights).read_bytes()
-    compare = "model=tiny output=compared compare.holdout=8 compare.prompts=2 compare.new_tokens=8"
-    adapters = f"compare.adapters=[{weights.parent}]"
-    # the data of experiment=debug, which is for train.py
-    options = ["experiment=compare", *compare.split(), adapters, "data.shards=4", *WRITTEN]
-    compared = run("evaluate.py", *options, cwd=whole)
-    assert compared.returncode == 0, compared.stderr
-    rows = json.loads((whole / "compared/compare.json").read_text())["rows"]
-    assert [row["adapter"] for row in rows] == ["attention-exit2"]
 
 
 INTERRUPTED = """
