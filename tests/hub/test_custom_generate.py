@@ -101,23 +101,6 @@ def test_the_tokens_are_generates_own(tmp_path, family, attention):
     assert torch.equal(ours(hf, folder, **asked), expected)
 
 
-@pytest.mark.parametrize("pad", [PAD, EOS[0]], ids=["pad", "pad is an eos"])
-def test_each_row_of_a_batch_is_what_the_model_writes_for_it_alone(tmp_path, pad):
-    """Texts with pad tokens in their midst, of unlike lengths and ends."""
-    hf = target(pad_token_id=pad)
-    prompts = [*random_prompts(1, 3, 12, seed=5), *PROMPTS, [3, PAD, 4], [9, EOS[0], PAD, 5, 1]]
-    asked = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-    found = ours(hf, pushed(hf, tmp_path), **padded(prompts), **asked)
-    ends, longest = set(), max(map(len, prompts))
-    for prompt, row in zip(prompts, found[:, longest:].tolist(), strict=True):
-        tokens = torch.tensor([prompt])
-        mask = torch.ones_like(tokens)
-        alone = hf.generate(tokens, attention_mask=mask, **asked)[0, len(prompt) :].tolist()
-        assert row == alone + [pad] * (len(row) - len(alone))
-        ends.add(len(alone))
-    assert len(ends) > 2 and max(ends) == found.shape[1] - longest
-
-
 @pytest.mark.parametrize("kind", ["fused", "medusa", "eagle"])
 def test_whatever_was_trained_may_draft(tmp_path, kind):
     hf = target()
