@@ -21,7 +21,8 @@ from kangaroo.heads.base import HeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.ranges import AUTO, AutoThreshold, CountOrZero, DraftSize, Ranged
+from kangaroo.utils.errors import AdapterMismatch
+from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, CountOrZero, DraftSize, Ranged
 
 
 class Drafter(Protocol):
@@ -129,6 +130,7 @@ class EarlyExitConfig(TrainedConfig):
     Args:
         adapter: folder or hub id of the adapter; `untrained:` and an exit layer is one that drafts
             nonsense in as much time as a trained one.
+        exit_layer: refuse an adapter of another exit layer; null takes the adapter's own.
         steps: at most this many draft tokens in a row (the paper's gamma).
         threshold: stop drafting once confidence falls to this (the paper's eta); 0 never stops
             early, `auto` once a further token would not pay, by what it costs on this device and
@@ -138,6 +140,7 @@ class EarlyExitConfig(TrainedConfig):
             adapter was saved with.
     """
 
+    exit_layer: Count | None = None
     steps: DraftSize = 6
     threshold: AutoThreshold = AUTO
     vocabulary: CountOrZero | None = None
@@ -151,6 +154,13 @@ class EarlyExitConfig(TrainedConfig):
 
     def load(self, lm: TargetModel) -> tuple[Layer, list[DraftHead]]:
         if (exit_layer := self._untrained()) is None:
+            trained_for = adapter_files.read_config(self.adapter).exit_layer
+            if self.exit_layer not in (None, trained_for):
+                raise AdapterMismatch(
+                    f"adapter '{self.adapter}' was trained for exit layer {trained_for}, and "
+                    f"drafter.exit_layer={self.exit_layer} was asked for. Leave it unset, or pass "
+                    "drafter.adapter= one of that exit layer."
+                )
             return adapter_files.load(self.adapter, lm, self.kind, self.vocabulary)
         layer = self.parts().build(lm, exit_layer, None).start_from(lm)
         assert isinstance(layer, self.kind)
