@@ -21,6 +21,10 @@ RUNS = {
     "add_a_drafter.py": ("--model tiny", "writes the same: True"),
     # if it says 3 passes twice, transformers is mended: drop tests/assistant.py, too
     "assistant_mask.py": ("", r"5\]: 3 passes\n.*5\]: \d{2} passes\n$"),
+    "fine_tune.py": (
+        "--model tiny --output {here}/tuned --files examples --steps 3 --width 64",
+        r"files, \d+ tokens.*tuned is fine-tuned",
+    ),
     "evaluate_two_methods.py": (
         f"{TINY} --questions 2 --max-new-tokens 8 --output {{here}}",
         r"tiny on demo: methods compared(?=.*kangaroo)(?=.*prompt_lookup)",
