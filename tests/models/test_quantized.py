@@ -76,7 +76,7 @@ TARGETS = {
     "int4": lambda: by_torchao(Quantization.int4),
 }
 SOME = ["kangaroo", "kangaroo-tree", "kangaroo-fused-layer", "eagle-tree", "block", "hybrid-tree"]
-SOME += ["draft_verify", "medusa", "kangaroo-vocabulary", "prompt-lookup-reference"]
+SOME += ["draft_verify", "medusa", "kangaroo-vocabulary", "prompt-lookup-short"]
 
 
 @pytest.mark.parametrize("name", TARGETS)
