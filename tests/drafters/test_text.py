@@ -18,7 +18,8 @@ from kangaroo.engine.costs import VerifyCosts
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.evaluation.speed.trials import timed_engine, timed_generate
+from kangaroo.evaluation.methods import generate
+from kangaroo.evaluation.speed.trials import write_by_engine
 
 SIZES = [(1, 1), (2, 10), (3, 10), (5, 3)]  # n-grams, draft tokens
 
@@ -67,18 +68,18 @@ def test_drafts_are_transformers_candidates(ngram, count, alphabet, eos):
 def test_as_many_rounds_as_transformers_generate_takes(ngram):
     """So tokens a forward are the same, round by round."""
     lm = tiny("llama", eos_token_id=5)
-    own = timed_engine(Engine(lm, PromptLookup(ngram, 10)))
-    theirs = timed_generate(lm, prompt_lookup_num_tokens=10, max_matching_ngram_size=ngram)
+    engine = Engine(lm, PromptLookup(ngram, 10))
+    speculation = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": ngram}
     accepted = 0
     for prompt in random_prompts(40, 7, 150):
         prompt = prompt + prompt[: len(prompt) // 2]
-        ours = own(prompt, 60)
+        ours = write_by_engine(engine, prompt, 60)
         # theirs drafts before its prefill, ours after: so it begins after the token of ours
-        other = theirs([*prompt, ours.tokens[0]], 59)
+        other = generate(lm, [*prompt, ours.tokens[0]], 59, **speculation)
         assert ours.tokens[1:] == other.tokens
-        _, *written = [count for count, _ in ours.rounds]
-        assert written == [count for count, _ in other.rounds]  # its first one is timed apart
-        accepted += 59 - len(ours.rounds)
+        written = [len(step.tokens) for step in ours.steps[1:]]
+        assert written == [len(step.tokens) for step in other.steps]
+        accepted += 59 - len(written)
     assert accepted > 10
 
 

@@ -22,6 +22,7 @@ from serving_cases import (
     target,
 )
 
+import kangaroo.engine.engine
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request, StepRecord
@@ -331,7 +332,7 @@ CALLS: dict[str, Callable[[Engine, int, tuple], bool]] = {
     "match_prefix": lambda engine, number, given: given[2] == GUILTY,
     "shared": lambda engine, number, given: given[1] == GUILTY,
     # when the row takes part in steps already
-    "first": lambda engine, number, given: engine.batch.texts[given[0]] == GUILTY,
+    "write_first": lambda engine, number, given: given[0].texts[given[1]] == GUILTY,
     "step": lambda engine, number, given: steps_guilty(engine) and given[1],  # where it drafts
     "record": lambda engine, number, given: number > 6 and given[3].prompt == GUILTY,
 }
@@ -342,7 +343,8 @@ def test_what_fails_for_one_request_ends_that_one_alone(monkeypatch, method):
     engine = engine_of(target())
     with scheduling(engine) as scheduler:
         written(scheduler, [3, 4])  # the batch is open
-        owner = engine.batch if hasattr(Batch, method) else engine
+        owners = engine.batch, engine, kangaroo.engine.engine
+        owner = next(owner for owner in owners if hasattr(owner, method))
         failed = failing(monkeypatch, owner, method, partial(CALLS[method], engine))
         check_crowd(scheduler, FAILED)
     assert len(failed) == (2 if method == "step" else 1)

@@ -24,8 +24,9 @@ from soak.run import FAMILIES, SAMPLINGS, SOAKED, alone, setting_of
 def test_every_drafter_and_family_and_sampling_is_soaked():
     case, names = case_of("llama", "greedy"), classes("kangaroo.drafters", DrafterConfig)
     kinds = {type(build(case)).__name__.lower() for build in SOAKED.values()}
-    assert kinds == {name.replace("_", "") for name in names if name != "eagle"}
-    assert "eagle" in SOAKED  # whose class is Kangaroo's
+    of_kangaroo = {"eagle", "layerskip"}  # whose class is Kangaroo's
+    assert kinds == {name.replace("_", "") for name in names} - of_kangaroo | {"eagletree"}
+    assert of_kangaroo < SOAKED.keys()
     numbers = range(len(FAMILIES) * len(SAMPLINGS))  # without a common divisor they all meet
     assert len({(n % len(FAMILIES), n % len(SAMPLINGS)) for n in numbers}) == len(numbers)
     assert all(max(run.FEWEST, 2 * rows) > rows for rows in run.BATCHES)  # rows are refilled
