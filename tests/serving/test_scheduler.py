@@ -332,7 +332,9 @@ CALLS: dict[str, Callable[[Engine, int, tuple], bool]] = {
     "match_prefix": lambda engine, number, given: given[2] == GUILTY,
     "shared": lambda engine, number, given: given[1] == GUILTY,
     # when the row takes part in steps already
-    "write_first": lambda engine, number, given: given[0].texts[given[1]] == GUILTY,
+    "write_first": lambda engine, number, given: (
+        given[0] is engine.batch and given[0].texts[given[1]] == GUILTY
+    ),
     "step": lambda engine, number, given: steps_guilty(engine) and given[1],  # where it drafts
     "record": lambda engine, number, given: number > 6 and given[3].prompt == GUILTY,
 }
