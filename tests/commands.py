@@ -33,27 +33,19 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 STREAMS = ("stdin", "stdout", "stderr")
 
 
-def python(
-    script: str, *options: str, cwd: Path, processes: int = 1
-) -> subprocess.CompletedProcess[str]:
+def python(script: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """`python SCRIPT OPTIONS...` as typed in `cwd`; the script is named from the project's root, an
-    action of its stands behind it. Several processes know of each other as torchrun's do.
+    action of its stands behind it.
     """
     file, *action = script.split()
     command = [str(ROOT / file), *action, *options]
-    environments = [dict(os.environ)]
-    if processes > 1:
-        shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-        shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-        environments = [os.environ | shared | rank for rank in ranks]
     with tempfile.TemporaryDirectory() as folder:
         streams = {name: str(Path(folder, name)) for name in STREAMS}
         Path(streams["stdin"]).touch()
-        job = {"environments": environments, "argv": command, "cwd": str(cwd), "streams": streams}
+        job = {"environment": dict(os.environ), "argv": command, "cwd": str(cwd)}
         to, answers = server().stdin, server().stdout
         assert to is not None and answers is not None
-        to.write(json.dumps(job) + "\n")
+        to.write(json.dumps(job | {"streams": streams}) + "\n")
         to.flush()
         code = int(answers.readline())
         written = [Path(streams[name]).read_text() for name in STREAMS[1:]]
@@ -77,13 +69,11 @@ def server() -> subprocess.Popen[str]:
 def next_job() -> dict:
     """In each child the job that it is for; the server itself ends here with its input."""
     for line in iter(sys.stdin.readline, ""):
-        job, children = json.loads(line), []
-        for environment in job["environments"]:
-            children.append(os.fork())
-            if children[-1] == 0:
-                return job | {"environment": environment}
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        print(next(filter(None, codes), 0), flush=True)
+        child = os.fork()
+        if child == 0:
+            return json.loads(line)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
     raise SystemExit
 
 
