@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Structure, byref
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,10 +27,10 @@ class DraftBuffers:
         count: nodes of each row, `[B]`; 0 for one that takes no part.
         token, parent, place, has_state: of each node, `[B, N]`; node 0 is the pending token.
         end: the node that a row's chain ends with, `[B]`.
-        choices: the best ones for the last token that was drafted, `[B, C]`, the drafted one first.
+        choices: the best ones for the last draft token, `[B, C]`, the drafted one first.
         chances: the probabilities of as many likeliest tokens, before temperature and noise.
-        written, path: the tokens that a verification writes, and after which nodes, `[B, N]`; of
-            each row, `accepted` and one.
+        written, path: what a verification writes, and after which nodes, `[B, N]`; of each row,
+            `accepted` and one.
 
     Args:
         capacity: nodes that a row may have.
@@ -81,12 +82,10 @@ class DraftBuffers:
         )
         target, self.held = native_target(lm, cache)
         self.pointers = byref(target), drafting and byref(drafting), byref(rows)
-        library = lm.acceleration.library
-        assert library is not None
-        self._draft = native.function(library, "draft", lm.dtype)
-        self._draft_trees = native.function(library, "draft_trees", lm.dtype)
-        self._draft_block = native.function(library, "draft_block", lm.dtype)
-        self._verify = native.function(library, "verify", lm.dtype)
+        assert lm.acceleration.library is not None
+        call = partial(native.function, lm.acceleration.library, dtype=lm.dtype)
+        self._draft, self._draft_trees = call("draft"), call("draft_trees")
+        self._draft_block, self._verify = call("draft_block"), call("verify")
 
     def verify(self) -> None:
         """The target's choices for all nodes, and the walk: `accepted`, `written`."""
@@ -127,15 +126,10 @@ class DraftBuffers:
             self._draft(*self.pointers, steps, threshold, least.ctypes.data)
 
     def draft_block(
-        self,
-        rows: Sequence[int],
-        places: Structure,
-        steps: int,
-        threshold: float,
-        limits: np.ndarray,
+        self, rows: Sequence[int], places: Structure, threshold: float, limits: np.ndarray
     ) -> None:
-        """The same for rows that have no chain, by one pass of the drafting layer, with its
-        `NativePlaces`."""
+        """The same for rows without a chain, by one pass of the layer, with its `NativePlaces`."""
+        steps = limits.shape[1]
         least = self._ask(rows, steps, limits)
         self._draft_block(*self.pointers, byref(places), steps, threshold, least.ctypes.data)
 
@@ -153,8 +147,8 @@ class DraftBuffers:
         Args:
             limits: of `Budget.limits`: a row's tree of n levels grows if the likeliest node of the
                 last one is likelier than its n-th; there are as many levels at most.
-            worth: of the nodes, the likeliest first, those are verified that make the sum of their
-                chances less these numbers largest; as many at most.
+            worth: of the likeliest nodes, as many at most, those are verified that make the sum of
+                their chances less these numbers largest.
             halves_leaves: without the less likely half of the nodes that have no child.
         """
         steps, worths = limits.shape[1], np.array(worth, np.float32)

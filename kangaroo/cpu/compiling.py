@@ -26,8 +26,8 @@ def compiler() -> str:
 
 
 def supported(compiler: str, *choices: list[str]) -> tuple[list[str], str]:
-    """The first of these sets of flags that the compiler can work with, and what it defines then.
-    Errors: `CalledProcessError` where it can work with none."""
+    """The first set of flags that the compiler takes, and what it defines then. Errors:
+    `CalledProcessError` where it takes none."""
     for flags in choices:
         command = [compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull]
         done = subprocess.run(command, capture_output=True, text=True)

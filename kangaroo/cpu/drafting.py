@@ -1,6 +1,4 @@
-"""How each drafter drafts in native code: here alone a drafter's class decides what the CPU runs.
-The drafter's `propose` is the definition.
-"""
+"""How each drafter drafts in native code, by its class; the definition is its `propose`."""
 
 from __future__ import annotations
 
@@ -24,13 +22,15 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
+from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.heads.layer import weight
+from kangaroo.models.target import TargetModel
 
 UNREAD = 4  # tokens of a text that a draft model reads along with its draft; more, like a prompt
 
 
 class NativeDrafting:
-    """A drafter in native code, for one batch; by itself, vanilla decoding."""
+    """A drafter in native code, for one batch; by itself vanilla decoding."""
 
     nodes = 0  # the most places that its nodes take in a round
     exit_layer = 0  # verification shares the states of the layers below this one
@@ -43,8 +43,11 @@ class NativeDrafting:
         """Add nodes below the pending tokens of these rows."""
 
 
-def native_drafting(drafter: Drafter) -> NativeDrafting | None:
-    """How this drafter drafts in native code; None where its tensors do."""
+def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> NativeDrafting | None:
+    """How a batch is drafted and decoded in native code; None where that is left to tensors."""
+    by_match = sampling.greedy or sampling.rule is Rule.match
+    if lm.native_layers is None or not by_match:
+        return None
     if isinstance(drafter, EarlyExit) and drafter.adapter.native_inputs() is None:
         return None
     match drafter:
@@ -61,7 +64,8 @@ def native_drafting(drafter: Drafter) -> NativeDrafting | None:
         case DraftModel() if drafter.lm.native_layers is not None:
             return DraftModelDrafting(drafter)
         case Cascade() if isinstance(drafter.first, FromText | TreesFromText):
-            first, second = native_drafting(drafter.first), native_drafting(drafter.second)
+            parts = drafter.first, drafter.second
+            first, second = (native_drafting(lm, part, sampling) for part in parts)
             return CascadeDrafting(first, second) if first and second else None
     return None
 
@@ -123,7 +127,7 @@ class ChainDrafting(LayerDrafting):
                 parts = drafter.adapter.places, drafter.neighbours_VR, drafter.table_KR
                 rank = drafter.adapter.architecture.rank
                 places = native.NativePlaces(*map(native.pointer, parts), rank)
-                buffers.draft_block(rows, places, drafter.steps, drafter.threshold, limits)
+                buffers.draft_block(rows, places, drafter.threshold, limits)
             case KangarooTree():
                 worth = drafter.min_node_chances(batch.budget, len(rows))
                 halves = drafter.min_confidence is None
@@ -133,7 +137,7 @@ class ChainDrafting(LayerDrafting):
 
 
 class HybridDrafting(LayerDrafting):
-    """One tree of the text's own repetitions and the chain."""
+    """One tree from the text and the chain."""
 
     drafter: Hybrid
 
@@ -178,8 +182,7 @@ class CascadeDrafting(NativeDrafting):
 
 
 class DraftModelDrafting(NativeDrafting):
-    """Chains of a model with a cache of its own; a round's first pass takes whatever it has not
-    read."""
+    """Chains of a model with a cache of its own; a round's first pass reads what is unread."""
 
     def __init__(self, drafter: DraftModel):
         self.drafter, self.nodes = drafter, drafter.max_nodes
@@ -212,9 +215,9 @@ class DraftModelDrafting(NativeDrafting):
     def _buffers(self) -> DraftBuffers:
         """Of this model, whose states are the output of its last layer."""
         drafter, lm = self.drafter, self.drafter.lm
-        stack, head, norm = lm.native_layers, lm.native_head, lm.hf.model.norm
+        stack, head = lm.native_layers, lm.native_head
         assert stack is not None and head is not None
-        final = head.native(norm.weight)
+        final = head.native(lm.hf.model.norm.weight)
         final.outputs = drafter.vocab_size + min(drafter.padding, 0)
         layer = native.NativeDrafting(stack=stack.native(drafter.cache, range(0)), head=final)
         return DraftBuffers(lm, drafter.cache, UNREAD + drafter.steps, lm.n_layers, layer)

@@ -16,8 +16,8 @@ LINE = 64  # tensors begin at a multiple of a cache line
 
 
 def move_to_huge_pages(parameters: Iterable[Tensor]) -> None:
-    """Move parameters of one dtype into one piece of memory, one after another: never are both held
-    for more than one of them. Nothing is moved where the system has no huge pages to ask for."""
+    """Move parameters of one dtype into one piece of memory, one after another, so that no two are
+    held twice; where the system has no huge pages to ask for, nothing."""
     tensors = list({id(parameter): parameter for parameter in parameters}.values())
     if not tensors or not hasattr(mmap, "MADV_HUGEPAGE"):
         return

@@ -1,8 +1,8 @@
 """Decoder layers in native code, for a CPU: calls what `cpp/decode.cpp` is built to.
 
-A step of decoding takes the time of reading the weights once; PyTorch's modules take several times
-as long. What a token gets depends on nothing beside it, bit by bit: `decode.cpp` says why. It is
-built at first use, for this very processor; without a C++ compiler decoding stays eager.
+A step of decoding takes the time of reading the weights once, and what a token gets depends on
+nothing beside it, bit by bit. It is built at first use, for this very processor; without a C++
+compiler decoding stays eager.
 
 Shapes: R rows, T tokens a row, D hidden size, N outputs.
 """
@@ -42,8 +42,7 @@ CHOICES, MOST_CHOICES = 3, 16  # of `choice.h`
 
 @dataclass
 class LayerWeights:
-    """The weights of one layer, in the order of `layers.h`'s `Layer`: attention, a feed-forward
-    part, or both, each after its norm if it has one."""
+    """The weights of one layer, in the order of `layers.h`'s `Layer`."""
 
     attention_norm: Tensor | None = None
     q: Tensor | None = None
@@ -145,8 +144,8 @@ class Stack:
         self.prompt_chunk = TURNED_CHUNK if turns else PROMPT_CHUNK
 
     def takes(self, x_RTD: Tensor, meta: ForwardMeta) -> bool:
-        """Whether it is a step of decoding, or a part of a prompt; its first one only where prompts
-        are read here. A text that is learnt has one mask for all rows, or a boolean one."""
+        """Whether it is a step of decoding, or a part of a prompt that is read here. A text that is
+        learnt has one mask for all rows, or a boolean one."""
         few = x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS and not torch.is_grad_enabled()
         bias = meta.bias_R1TE
         if bias is None:  # from the first position on
@@ -157,16 +156,11 @@ class Stack:
     def native(self, cache: KVCache, layers: range, keys_alone: bool = False) -> Structure:
         """Some of the layers with their keys and values, as long as the cache is there; with
         `keys_alone` each writes these, and leaves the states as they are."""
-        keys, values = cache.addresses
-        step = ctypes.sizeof(ctypes.c_void_p)
         table = self.keys_table if keys_alone else self.table
-        return NativeStack(
-            layers=ctypes.addressof(table) + layers.start * self.per_layer,
-            count=len(layers),
-            keys=ctypes.addressof(keys) + layers.start * step,
-            values=ctypes.addressof(values) + layers.start * step,
-            n_slots=cache.n_slots,
-        )
+        weights = ctypes.addressof(table) + layers.start * self.per_layer
+        step = layers.start * ctypes.sizeof(ctypes.c_void_p)
+        keys, values = (ctypes.addressof(of_layers) + step for of_layers in cache.addresses)
+        return NativeStack(weights, len(layers), keys, values, cache.n_slots)
 
     def __call__(
         self,
@@ -178,7 +172,7 @@ class Stack:
         keys_alone: bool = False,
     ) -> Tensor:
         """The output of the last layer, normed where a norm is given; keys and values are written
-        at the block's slots, or for a single layer these `keys_alone`."""
+        at the block's slots."""
         rows, tokens, _ = x_RTD.shape
         x_RTD = x_RTD.clone(memory_format=torch.contiguous_format)
         bias_R1TE = meta.bias_R1TE
@@ -195,8 +189,8 @@ class Stack:
 
 
 def layer_table(layers: Sequence[LayerWeights], names: Collection[str] | None = None) -> Array[Any]:
-    """The layers as `layers.h` reads them, or some of their weights. As many of the first as fit,
-    which a draft reads for each of its tokens, stay in the last-level cache."""
+    """The layers as `layers.h` reads them, or some of their weights. As many of the first as fit
+    stay in the last-level cache, since a draft reads them for each token."""
     entries, size = [], 0
     for layer in layers:
         weights = vars(layer)
@@ -236,8 +230,8 @@ class Head:
 
 
 class Fusing:
-    """What a fused adapter makes of shallow states and the deep ones before them, by the weights of
-    the norms of both, `[D]`, and of the projection, `[D, 2 D]`."""
+    """How a fused adapter joins shallow states and the deep ones before them: the weights of the
+    norms of both, `[D]`, and of the projection, `[D, 2 D]`."""
 
     def __init__(self, library: CDLL, weights: Sequence[Tensor], sizes: Sizes):
         self.weights, self.sizes = weights, sizes
@@ -285,7 +279,7 @@ def function(library: CDLL, name: str, dtype: torch.dtype) -> Callable[..., None
 
 
 def longest_prompt(library: CDLL, dtype: torch.dtype, sizes: Sizes) -> int:
-    """The longest prompt that is read by native code, which is faster than PyTorch up to there."""
+    """The longest prompt that native code reads faster than PyTorch."""
     if not torch_multiplies(dtype):
         return sys.maxsize
     if dtype != torch.bfloat16:
@@ -307,19 +301,14 @@ def torch_multiplies(dtype: torch.dtype) -> bool:
 @cache
 def staying_bytes() -> int:
     """How much of a model's layers, or of a head, stays in the last-level cache between passes:
-    half of that, so that the rest, which is fetched past it (`products.h`), does not push it out.
-    All where the system does not tell its size."""
-    return last_level_cache(Path("/sys/devices/system/cpu/cpu0/cache")) // 2 or sys.maxsize
-
-
-def last_level_cache(folder: Path) -> int:
-    """Bytes of a processor's largest cache, by Linux's description; 0 where there is none."""
+    half, so that the rest, which is fetched past it (`products.h`), does not push it out. All
+    where Linux does not tell its size."""
     sizes = [0]
-    for file in folder.glob("index*/size"):
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with suppress(OSError):
             size = re.fullmatch(r"(\d+)K", file.read_text().strip())
             sizes.append(1024 * int(size[1]) if size else 0)
-    return max(sizes)
+    return max(sizes) // 2 or sys.maxsize
 
 
 @cache

@@ -1,45 +1,29 @@
-"""A step in native code: a draft is one call, a verification is one.
-
-What `TensorStepper` does with tensors is done here by `cpp/rounds.h`, for the drafters that
-`drafting.py` knows.
-"""
+"""A step in native code (`cpp/rounds.h`): a draft is one call, a verification is one."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import numpy as np
 from torch import Tensor
 
 from kangaroo.cpu.buffers import DraftBuffers
-from kangaroo.cpu.drafting import NativeDrafting, native_drafting
-from kangaroo.drafters.base import Drafter
+from kangaroo.cpu.drafting import NativeDrafting
 from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import Chunk
 from kangaroo.engine.clock import running
 from kangaroo.engine.requests import StepRecord
-from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.models.target import TargetModel
 
 
-def runs_natively(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> bool:
-    """Whether a batch is decoded here. Acceptance by rejection is left to the tensors."""
-    by_match = sampling.greedy or sampling.rule is Rule.match
-    return by_match and lm.native_layers is not None and native_drafting(drafter) is not None
-
-
 class CpuStepper:
-    """Of a batch that `runs_natively`; `keep` is that of `Engine.open`."""
+    """Of a batch that drafts natively; `keep` is that of `Engine.open`."""
 
     supports_prefix_reuse = True
 
     def __init__(self, lm: TargetModel, drafting: NativeDrafting, batch: Batch, keep: int = 0):
         self.lm, self.drafting, self.batch, self.keep = lm, drafting, batch, keep
-        sizes = 1 + drafting.nodes, drafting.exit_layer
-        self.buffers = DraftBuffers(
-            lm, batch.cache, *sizes, drafting.layer(), max(keep, batch.likeliest)
-        )
+        parts = 1 + drafting.nodes, drafting.exit_layer, drafting.layer()
+        self.buffers = DraftBuffers(lm, batch.cache, *parts, max(keep, batch.likeliest))
         self.texts: list[list[int] | None] = [None] * batch.size
 
     def step(self, drafts: bool) -> list[StepRecord]:
@@ -53,12 +37,15 @@ class CpuStepper:
         seconds = drafted - started, running() - drafted
         records = [StepRecord([], 0, 0, *seconds) for _ in range(batch.size)]
         for row in active:
-            accepted, nodes = int(buffers.accepted[row]), int(buffers.count[row]) - 1
+            accepted, count = int(buffers.accepted[row]), int(buffers.count[row])
             tokens = self._cut(row, buffers.written[row, : accepted + 1].tolist())
             batch.append(row, tokens)
-            batch.budget.observe(row, nodes, accepted)
-            batch.verified[row] += self._likeliest(row)
-            records[row] = StepRecord(tokens, min(accepted, len(tokens)), nodes, *seconds)
+            batch.budget.observe(row, count - 1, accepted)
+            records[row] = StepRecord(tokens, min(accepted, len(tokens)), count - 1, *seconds)
+            if batch.likeliest:
+                likeliest = buffers.kept[row, :count, : batch.likeliest].tolist()
+                nodes = buffers.token[row, :count].tolist()
+                batch.verified[row] += zip(nodes, likeliest, strict=True)
         if self.keep:
             of_path = np.arange(batch.size)[:, None], buffers.path, slice(self.keep)
             kept = buffers.kept[of_path], buffers.kept_chances[of_path], self.lm.config.vocab_size
@@ -72,14 +59,6 @@ class CpuStepper:
         room = batch.limits[row] - len(batch.texts[row])
         last = next((i for i, token in enumerate(tokens) if token in ends), room)
         return tokens[: min(last + 1, room)]
-
-    def _likeliest(self, row: int) -> Iterable[tuple[int, list[int]]]:
-        """Each verified node's token, and the likeliest after it that a drafter wants."""
-        if not (count := self.batch.likeliest):
-            return ()
-        nodes = slice(int(self.buffers.count[row]))
-        likeliest = self.buffers.kept[row, nodes, :count].tolist()
-        return zip(self.buffers.token[row, nodes].tolist(), likeliest, strict=True)
 
     def _begin(self, active: list[int]) -> None:
         """The pending token of each row is its only node."""

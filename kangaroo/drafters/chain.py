@@ -16,8 +16,9 @@ from torch import Tensor
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.sampling import AnySampling, Rule, of_round, pick, warp
+from kangaroo.engine.sampling import AnySampling, Rule, pick, warp
 from kangaroo.engine.tree import Draft, Tree
+from kangaroo.engine.verify import of_round
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 

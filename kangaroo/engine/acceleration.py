@@ -22,8 +22,8 @@ Work = Callable[..., Tensors]
 
 
 class Acceleration:
-    """Of one target and of all that drafts for it: native code, or recorded work and
-    `kangaroo.cuda.layers`, with the sizes of the target's layers; by default there is none."""
+    """Of one target and all that drafts for it: a native library, or graphs and the kernels of
+    `kangaroo.cuda.layers`; by default none."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class Acceleration:
         return bool(self.library or self.graphs or self.kernels)
 
     def width(self, tokens: int, most: int) -> int:
-        """How many tokens of a row a pass takes that needs so many: where each number is recorded,
-        a power of two, or the most that there may be."""
+        """How many tokens of a row a pass takes that needs so many: where it is recorded a power of
+        two, or the most that there may be."""
         return tokens if self.graphs is None else max(tokens, min(power_of_two(tokens), most))
 
     def part(self, name: str, weights: Any) -> Any:
-        """A `Stack`, `Head` or `Fusing`, of kernels or else of native code, which reads these
-        weights where they lie; None without either."""
+        """A `Stack`, `Head` or `Fusing` that reads these weights where they lie; None where neither
+        kernels nor native code are there."""
         if self.kernels is not None:
             return getattr(self.kernels, name)(weights, self.sizes)
         if self.library is None:
@@ -54,8 +54,7 @@ class Acceleration:
     def replay(
         self, caches: Caches, key: Key, work: Work, *inputs: Tensor, tokens: int, **how: Any
     ) -> Tensors:
-        """`work(*inputs)`, a part of a step of decoding over so many tokens of all rows; the other
-        arguments are those of `Graphs`."""
+        """`work(*inputs)`, over so many tokens of all rows; other arguments as of `Graphs`."""
         if self.graphs is None or not self.graphs.take(tokens):
             return work(*inputs)
         return self.graphs(caches, key, work, *inputs, **how)

@@ -19,8 +19,8 @@ from kangaroo.engine.tree import Draft, Verdict
 
 
 class RowTensors(NamedTuple):
-    """What the device knows of all rows: committed tokens, and the most that there may be; whether
-    an EOS ends a text, and which tokens are one; how tokens are chosen, as of `Mixed`."""
+    """What the device knows of all rows: committed tokens, and their limit; whether an EOS ends the
+    text, and which tokens are one; how tokens are chosen, as of `Mixed`."""
 
     length_B: Tensor
     limit_B: Tensor
@@ -32,9 +32,9 @@ class RowTensors(NamedTuple):
 
 
 class Emitted(NamedTuple):
-    """What one step added, still on the device: the new tokens of each row, of which so many count,
-    0 for rows that were done before; how many of them were draft tokens; the draft's valid nodes;
-    whether the row's text has ended."""
+    """What one step wrote, still on the device: the new tokens of each row, of which so many count,
+    0 where the row was done; how many were drafted; the draft's valid nodes; whether the text has
+    ended."""
 
     tokens_BP: Tensor
     counts_B: Tensor
@@ -50,11 +50,10 @@ class Emitted(NamedTuple):
 
 
 class Batch:
-    """Rows of different length in one cache.
+    """Rows of different length in one cache, until another prompt takes their place.
 
     The last committed token of a row is *pending*: it is in no cache yet, and it is the root of the
-    next draft. Slots from `length - 1` up are scratch. A row that is done keeps its place, without
-    growing, until another prompt takes it.
+    next draft. Slots from `length - 1` up are scratch.
 
     Args:
         longest: tokens of the longest text, prompt included.
@@ -150,8 +149,8 @@ class Batch:
         self.done_B[row] = self.done[row] = True
 
     def shared(self, row: int, prompt: Sequence[int]) -> int:
-        """How many of a prompt's first tokens a row's text began with, but for the text's last two,
-        which some drafters have not read, and the prompt's last, which gives the first new one."""
+        """How many of a prompt's first tokens a row's text begins with, but for the text's last
+        two, which some drafters have not read, and the prompt's last, which gives the next one."""
         if not self.whole[row]:
             return 0
         text, most = self.texts[row], min(len(self.texts[row]) - 2, len(prompt) - 1)

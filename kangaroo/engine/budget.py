@@ -23,11 +23,9 @@ class Budget:
     """Of one batch: every stepper asks it, and tells it of every verdict.
 
     Args:
-        curve: what verifying 0 to n nodes in each of so many rows takes, in vanilla steps of these
-            (`VerifyCosts.curve`); measured when it is first asked for.
+        curve: of `VerifyCosts`; measured when it is first asked for.
         always: every row drafts as a text alone does.
-        drafting: measures a token of a drafter's chain, in vanilla steps; None leaves it to what
-            the drafter takes it for.
+        drafting: measures a token of a drafter's chain, in vanilla steps; None trusts the drafter.
     """
 
     def __init__(
@@ -53,12 +51,12 @@ class Budget:
         self, rows: Sequence[int], nodes: int, drafting: float, auto: bool
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
         """What the product of the confidences in the first n tokens of a row's chain has to exceed
-        so that one more, which takes `drafting` vanilla steps, is drafted, for n from 0 on,
-        `[rows, nodes]`, for these rows.
+        so that one more, which takes `drafting` vanilla steps, is drafted: `[rows, nodes]`, n from
+        0 on.
 
-        With `auto` the chance that one more is right too is that product times the share of tokens
-        that were right in this text; what it gains has to pay for drafting and verifying it.
-        Otherwise this is left to the drafter's threshold, and to what a batch allows.
+        With `auto` that product times the share of tokens that were right in this text is the
+        chance that one more is right too, and has to pay for drafting and verifying it. Otherwise
+        this is left to the drafter's threshold, and to what a batch allows.
         """
         if not auto:
             of_all = self.min_chain_chances(len(rows), nodes, drafting)
@@ -77,8 +75,8 @@ class Budget:
         return PACE_ALONE if rows <= 1 or self._always else PACE
 
     def min_chain_chances(self, rows: int, nodes: int, drafting: float = 0.0) -> list[float]:
-        """The chance that the first n tokens of a chain are all right which one more needs to pay,
-        for n from 0 on. One text alone is drafted by the drafter's own rule."""
+        """How likely the first n tokens of a chain must be right for one more to pay, n from 0 on;
+        0 for one text alone, which is left to the drafter's own rule."""
         if rows <= 1 or self._always:
             return [0.0] * nodes
         costs = self.cost(rows, nodes)
@@ -86,8 +84,8 @@ class Budget:
         return [PACE * (drafting + costs[n + 1] - costs[n]) / right for n in range(nodes)]
 
     def min_node_chances(self, rows: int, nodes: int, auto: bool = False) -> list[float]:
-        """The chance to be right that the n-th node, which is drafted, needs to pay for its
-        verification. One text alone is left to the drafter's own rule, unless it is `auto`."""
+        """How likely the n-th node must be right to pay for its verification, n from 0 on; 0 for
+        one text alone, unless it is `auto`."""
         if not auto and (rows <= 1 or self._always):
             return [0.0] * nodes
         costs = self.cost(rows, nodes)

@@ -32,9 +32,9 @@ class ForwardMeta:
     Args:
         slots_RT: slot of each token within its row.
         positions_RT: for RoPE, with the cosine and sine in `rope`, and for the sampling noise.
-        bias_R1TE: additive attention mask in the model's dtype (0 or -inf), or a boolean one, true
-            where a token is seen; or a `CausalBias`, for the last T tokens of a prompt; None is
-            the causal fast path, for a block that fills slots 0..T-1 of its rows.
+        bias_R1TE: what is added to attention's scores (0 or -inf), or a boolean mask, true where a
+            token is seen; or a `CausalBias`, for the last T tokens of a prompt; None is causal, for
+            a block that fills slots 0..T-1 of its rows.
         extent: how many slots attention reads.
         rows: the range of batch rows that the block covers.
         recordable: a step of decoding, which may be recorded as a graph.
@@ -91,30 +91,26 @@ class ForwardMeta:
         assert self.bias_R1TE is not None
         return (self.slots_RT, self.positions_RT, self.bias_R1TE, *self.rope, *self.windowed)
 
-    def with_tensors(self, slots_RT: Tensor, positions_RT: Tensor, *seen: Any) -> ForwardMeta:
+    def with_tensors(self, *tensors: Any) -> ForwardMeta:
         """A block of the same rows and extent with other tensors, in the order of `tensors`."""
-        bias, cos, sin, *windowed = seen
+        slots, positions, bias, cos, sin, *windowed = tensors
         here = self.extent, self.rows, (cos, sin), self.recordable, tuple(windowed)
-        return ForwardMeta(slots_RT, positions_RT, bias, *here)
+        return ForwardMeta(slots, positions, bias, *here)
 
     def _each(self, change: Callable[[Tensor, int], Tensor]) -> ForwardMeta:
         """The block with `change(tensor, axis of its tokens)` in place of each tensor."""
-        seen: tuple[Any, ...] = (self.bias_R1TE, *self.rope, *self.windowed)
-        pairs = zip(seen, TOKEN_AXES[2:], strict=False)
-        changed = (None if x is None else change(x, axis) for x, axis in pairs)
-        return self.with_tensors(change(self.slots_RT, 1), change(self.positions_RT, 1), *changed)
+        tensors = self.slots_RT, self.positions_RT, self.bias_R1TE, *self.rope, *self.windowed
+        pairs = zip(tensors, TOKEN_AXES, strict=False)
+        return self.with_tensors(*(x if x is None else change(x, axis) for x, axis in pairs))
 
 
 Chunk = tuple[Tensor, ForwardMeta, dict[int, Tensor]]  # of a prompt, as `Drafter.prefill` takes it
 
 
 class KVCache:
-    """Keys and values of some layers, each `[B * S, K, C]` on its layer's device.
-
-    The flat first axis lets one `index_copy_` write a block whatever its rows and slots, and
-    attention reads the rows as strided views. Its `serial` no other cache of this process has or
-    had.
-    """
+    """Keys and values of some layers, each `[B * S, K, C]` on its layer's device: so one
+    `index_copy_` writes a block whatever its rows and slots, and attention reads rows as strided
+    views. No other cache of this process has or had its `serial`."""
 
     serials = itertools.count()
 
@@ -191,7 +187,7 @@ class BlockCache:
 
 def occupied(n_slots: int, used: int, recorded: bool = False) -> int:
     """The number of slots to read so that `used` are covered: where each number is recorded as a
-    graph a power of two, of which a text that grows meets few."""
+    graph a power of two, of which a text meets few."""
     if recorded:
         return min(max(LEAST_RECORDED, power_of_two(used)), n_slots)
     return min(math.ceil(used / BUCKET) * BUCKET, n_slots)

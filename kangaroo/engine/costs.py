@@ -1,9 +1,9 @@
 """What a verification takes by its number of tokens, measured once on the machine that decodes; and
 on a GPU what drafting takes beside it.
 
-A pass over a few tokens takes the time of reading the weights, so further tokens are nearly free,
-up to where arithmetic takes the time. On a virtual machine that depends on its neighbours, so
-decisions are made as if half of the arithmetic that memory hides showed (docs/methods.md).
+Where reading the weights takes the time, further tokens are nearly free. On a virtual machine that
+depends on its neighbours, so decisions are made as if half of the arithmetic that memory hides
+showed (docs/methods.md).
 
 Shapes: N tokens of a pass.
 """
@@ -39,8 +39,7 @@ REPEATS, MOST_SECONDS = 30, 0.5  # passes of a width, unless these take longer
 
 @dataclass(frozen=True)
 class VerifyCosts:
-    """Seconds of a pass of the whole target, by its tokens, ascending: never fewer than of a
-    smaller width."""
+    """Seconds of a pass of the whole target by its tokens, both ascending."""
 
     widths: list[int]
     seconds: list[float]
@@ -124,11 +123,8 @@ def drafting(lm: TargetModel, drafter: Any) -> float:
         def draft(f_11D: Tensor, meta: ForwardMeta) -> tuple[Tensor]:
             deep_11D = f_11D if drafter.reads_deep else None
             adapted_1D = drafter.adapter(f_11D, deep_11D, meta, draft_cache.at(meta))[:, 0]
-            chosen = drafter.head.choose(adapted_1D)
-            if chosen is None:
-                token_11 = drafter.head.token_of(drafter.head(adapted_1D).argmax(-1, True))
-            else:
-                token_11, _ = chosen
+            chosen, head = drafter.head.choose(adapted_1D), drafter.head
+            token_11 = chosen[0] if chosen else head.token_of(head(adapted_1D).argmax(-1, True))
             return (lm.run(lm.embed(token_11), cache, meta, drafter.shallow)[0],)
 
         seconds = fastest(lm, [1], (cache, draft_cache), draft)[1]
@@ -137,7 +133,7 @@ def drafting(lm: TargetModel, drafter: Any) -> float:
 
 
 def context(lm: TargetModel) -> int:
-    """The tokens that a pass that is measured comes after."""
+    """The tokens before a pass that is measured."""
     return min(CONTEXT, lm.context // 2)
 
 

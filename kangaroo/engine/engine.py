@@ -8,39 +8,36 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.cpu.drafting import native_drafting
-from kangaroo.cpu.stepper import CpuStepper, runs_natively
+from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters.base import Drafter
 from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import BUCKET, KVCache
-from kangaroo.engine.clock import now
+from kangaroo.engine.clock import now, running
 from kangaroo.engine.costs import drafting, measured
 from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
 from kangaroo.engine.sampling import Rule, Sampling, pick, settings, together
-from kangaroo.engine.stepper import CurrentBatch, TensorStepper
+from kangaroo.engine.stepper import TensorStepper
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, PromptError
 
 
-class Engine(CurrentBatch):
-    """A target and a drafter.
+class Engine:
+    """A target and a drafter, which decode one batch at a time.
 
     Args:
         tokenizer: needed for stop strings alone.
-        prefill_chunk: the most tokens of a prompt that enter in a pass; None is as many as are
-            quick.
-        prefix_cache: a prompt that begins like a row's text is read from where it differs. Off,
-            every prompt is read whole, as whoever measures wants it.
-        always_drafts: every row of a batch drafts as a text alone does, for whoever measures
-            acceptance. Off, a batch drafts what pays there.
+        prefill_chunk: the most tokens of a prompt that enter in a pass; None: as many as are quick.
+        prefix_cache: a prompt that begins like a row's text is read from where it differs.
+        always_drafts: every row of a batch drafts as a text alone does, not just what pays there.
     """
 
     def __init__(
@@ -58,49 +55,64 @@ class Engine(CurrentBatch):
         self.prefill_chunk, self.prefix_cache = prefill_chunk, prefix_cache
         self.always_drafts = always_drafts
         self.eos_ids = frozenset(lm.eos_ids())
+        self.batch: Batch | None = None  # the current one
+        self.stepper: Any = None  # of the current batch: a `TensorStepper`, or a backend's
         self.cache: KVCache | None = None  # kept for the next batch if that needs no larger one
         self.keep = 0  # likeliest tokens that are kept of every distribution
-
-    @property
-    def spare_slots(self) -> int:
-        """Beyond the longest text: a draft's nodes, as many places before it, and the bonus."""
-        native = native_drafting(self.drafter)
-        return max(2 * self.drafter.max_nodes, native.nodes if native else 0) + 2
 
     @torch.no_grad()
     def open(self, batch_size: int, longest: int, sampling: Sampling, keep: int = 0) -> Batch:
         """An empty batch for texts of at most `longest` tokens, prompts included. Of the
         distribution behind every token the `keep` likeliest are kept (`Generation.teacher`)."""
-        self.keep = min(keep, topk_logits.MOST, self.lm.config.vocab_size)
+        lm, drafter, always = self.lm, self.drafter, self.always_drafts
+        self.keep = min(keep, topk_logits.MOST, lm.config.vocab_size)
+        native = native_drafting(lm, drafter, sampling)
+        # beyond the longest text a draft's nodes, as many places before it, and the bonus
+        spare = max(2 * drafter.max_nodes, native.nodes if native else 0) + 2
         # rounded up, since attention kernels want the rows of a mask aligned
-        n_slots = -(-(longest + self.spare_slots) // BUCKET) * BUCKET
+        n_slots = -(-(longest + spare) // BUCKET) * BUCKET
         fits = self.cache is not None and self.cache.batch_size == batch_size
         if self.cache is None or not fits or n_slots > self.cache.n_slots:
             # their memory may be needed for the new ones
             self.batch = self.cache = self.stepper = None
-            self.cache = self.lm.new_cache(batch_size, n_slots)
+            self.cache = lm.new_cache(batch_size, n_slots)
         # native rounds draft otherwise than what would be measured
-        by_graphs = self.lm.acceleration.graphs and self.lm.device.type == "cuda"
-        of_drafts = partial(drafting, self.lm) if by_graphs else None
-        lm, always = self.lm, self.always_drafts
+        by_graphs = lm.acceleration.graphs and lm.device.type == "cuda"
+        of_drafts = partial(drafting, lm) if by_graphs else None
         budget = Budget(lambda *sizes: measured(lm).curve(*sizes), always, of_drafts)
-        batch = Batch(self.cache, longest, sampling, self.eos_ids, self.lm.device, budget)
-        self.drafter.begin(batch)
-        drafts_less = batch_size > 1 and self.drafter.max_nodes and not self.always_drafts
-        if self.drafter.needs_costs or drafts_less:
+        batch = self.batch = Batch(self.cache, longest, sampling, self.eos_ids, lm.device, budget)
+        drafter.begin(batch)
+        if drafter.needs_costs or (batch_size > 1 and drafter.max_nodes and not always):
             budget.cost(batch_size, 1)  # measured now, since it may take a second
-        native = native_drafting(self.drafter)
-        if native is not None and runs_natively(self.lm, self.drafter, sampling):
-            self.stepper = CpuStepper(self.lm, native, batch, self.keep)
+        if native is not None:
+            self.stepper = CpuStepper(lm, native, batch, self.keep)
         else:
-            self.stepper = TensorStepper(self.lm, self.drafter, batch, self.keep)
-        self.batch = batch
+            self.stepper = TensorStepper(lm, drafter, batch, self.keep)
         return batch
 
+    @torch.inference_mode()
+    def step(self, batch: Batch, drafts: bool = True) -> list[StepRecord]:
+        """One record a row; without drafts the step is a short one. Errors: `ConfigError` for
+        another batch than the one opened last."""
+        self._check_is_current(batch is self.batch)
+        started = running()
+        records: list[StepRecord] = self.stepper.step(drafts)
+        seconds = running() - started
+        for record in records:
+            record.host_seconds = seconds - record.draft_seconds - record.verify_seconds
+        return records
+
+    def _check_is_current(self, current: bool) -> None:
+        if not current:
+            raise ConfigError(
+                "an engine decodes one batch, or one stream, at a time: finish this one before the "
+                "next, or make an Engine with a drafter of its own for each."
+            )
+
     def admit(self, batch: Batch, row: int, request: Request) -> Generation:
-        """Let a request take a free row, between steps. The prefill gives the first token, which is
-        a step of its own in the record. Errors: `PromptError` where it cannot be served, or not by
-        a batch this small; `ConfigError` for another batch than the one opened last."""
+        """Let a request take a free row, between steps; its prefill gives the first token. Errors:
+        `PromptError` where it cannot be served, or not by a batch this small; `ConfigError` for
+        another batch than the one opened last."""
         parts = self.prefill_chunks(batch, row, request)
         while True:
             try:
@@ -151,13 +163,12 @@ class Engine(CurrentBatch):
         kept = topk_logits.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
         seconds += now(lm.device) - begun
         generation = Generation(list(request.written), prefill_seconds=seconds, reused=reused)
-        record = StepRecord([token], 0, 0, 0.0, 0.0, 0.0, kept[0])
-        self.record(batch, row, record, request, generation)
+        self.record(batch, row, StepRecord([token], kept=kept[0]), request, generation)
         return generation
 
     def match_prefix(self, batch: Batch, row: int, prompt: Sequence[int]) -> tuple[int, int]:
-        """The row whose text a prompt begins like, rather the free one itself, and how many of its
-        tokens need not be read therefore."""
+        """The row whose text a prompt begins like, rather the free one itself, and by how many
+        tokens, which need not be read."""
         if not (self.prefix_cache and self.stepper and self.stepper.supports_prefix_reuse):
             return row, 0
         begins = {place: batch.shared(place, prompt) for place in (row, *range(batch.size))}
@@ -219,12 +230,10 @@ class Engine(CurrentBatch):
         after: Callable[[int, Generation], Request | None] = lambda index, generation: None,
         longest: int | None = None,
     ) -> Iterator[tuple[int, Generation]]:
-        """Decode all requests, `batch_size` at a time; (index, generation) as each one ends. A row
-        that is done takes the next request at once.
+        """Decode all requests, `batch_size` at a time; (index, generation) as each one ends.
 
         Args:
-            after: what follows a request that has ended, in its row and under its index: the next
-                turn of a conversation.
+            after: what follows a request in its row, under its index: a conversation's next turn.
             longest: tokens of the longest text; by default that of `requests`.
         """
         for request in requests:
@@ -271,9 +280,8 @@ class Engine(CurrentBatch):
         seeds = seeds or range(sampling.seed, sampling.seed + len(prompts))
         pairs = zip(prompts, seeds, strict=True)
         requests = [Request(prompt, max_new_tokens, seed, stop) for prompt, seed in pairs]
-        rows = max(len(prompts), 1) if batch_size is None else batch_size
-        done = dict(self.completions(requests, sampling, rows))
-        return [done[index] for index in range(len(prompts))]
+        rows = len(prompts) or 1 if batch_size is None else batch_size
+        return [done for _, done in sorted(self.completions(requests, sampling, rows))]
 
     def stream(
         self,
@@ -284,10 +292,10 @@ class Engine(CurrentBatch):
         ignore_eos: bool = False,
         batch: Batch | None = None,
     ) -> Stream:
-        """Decode one prompt, token by token as steps write them, in a batch of one row that was
-        opened with this sampling, where a conversation's next turn goes on from the last one
-        (`prefix_cache`); by default one is opened. Errors: `PromptError` as of `check`;
-        `ConfigError` for a batch or a stream whose place another one has taken."""
+        """Decode one prompt, token by token as steps write them, in a batch of one row opened with
+        this sampling, where a conversation's next turn may go on (`prefix_cache`); by default in a
+        new one. Errors: `PromptError` as of `check`; `ConfigError` for a batch or a stream whose
+        place another one has taken."""
         sampling = sampling or Sampling()
         request = Request(prompt, max_new_tokens, sampling.seed, stop, ignore_eos)
         self.check(request)
@@ -321,8 +329,8 @@ def fill(batch: Batch, row: int, prompt_T: Tensor) -> None:
 
 
 def place(batch: Batch, row: int, prompt_T: Tensor, request: Request) -> None:
-    """A request's whole text has entered a row. Errors: `ConfigError` for sampling of its own under
-    acceptance by rejection."""
+    """A request's whole text has entered a row. Errors: `ConfigError` for sampling of its own where
+    the batch's rule is not matched noise."""
     sampling = request.sampling
     if sampling and (batch.default.rule, sampling.rule) != (Rule.match, Rule.match):
         raise ConfigError(

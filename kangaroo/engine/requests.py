@@ -23,9 +23,8 @@ class Request(Ranged):
         seed: with the sampling settings it fixes the text.
         stop: the text ends with the token that completes one of these strings.
         ignore_eos: an EOS is a token like any other, so that texts to be timed are equally long.
-        sampling: this text's own; None is the batch's. The rule of acceptance is always that.
-        written: the first of the new tokens, which another batch has written: they enter with the
-            prompt, and the text goes on from them as it would have there.
+        sampling: None is the batch's, whose rule of acceptance always holds.
+        written: the first of the new tokens, from another batch, as which this one goes on.
     """
 
     prompt: Sequence[int]
@@ -56,21 +55,15 @@ class Request(Ranged):
 
 @dataclass
 class StepRecord:
-    """One verification of one row, or what its prefill wrote: a token that nobody drafted.
-
-    Args:
-        tokens, accepted: what it wrote, and how many of these were draft tokens.
-        drafted: how many were proposed.
-        kept: a record for each token (`topk_logits.py`), and perhaps more, if asked for.
-
-    The seconds are those of the whole step, of all rows, split.
-    """
+    """One verification of one row, or the token of its prefill: what was written, how many of these
+    tokens were drafted, and how many were proposed; the seconds of the whole step, of all rows; a
+    record for each token (`topk_logits.py`), and perhaps more, if asked for."""
 
     tokens: list[int]
-    accepted: int
-    drafted: int
-    draft_seconds: float
-    verify_seconds: float
+    accepted: int = 0
+    drafted: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
     host_seconds: float = 0.0
     kept: np.ndarray | None = None
 
@@ -125,14 +118,9 @@ class Stream:
 
 @dataclass
 class Acceptance:
-    """What became of drafts over the rounds that had one, by the names that vLLM gives a request's
-    statistics (`metrics.speculative_decoding`, vLLM's pull request 48915).
-
-    Args:
-        histogram: rounds by how many of their draft tokens were accepted.
-        drafted: draft tokens; all nodes of a tree.
-        longest: draft tokens of a round, at most.
-    """
+    """What became of drafts: rounds that had one by how many of its tokens were accepted; draft
+    tokens, all nodes of a tree; and of one round at most. Names are those that vLLM gives a
+    request's statistics (`metrics.speculative_decoding`, vLLM's pull request 48915)."""
 
     histogram: Counter[int] = field(default_factory=Counter)
     drafted: int = 0

@@ -46,7 +46,7 @@ class Sampling(Ranged):
     """How tokens are chosen from the target's distribution.
 
     Args:
-        temperature: 0 is greedy, and so is any below 1e-6, which becomes 0; 1e30 is the highest.
+        temperature: below 1e-6 it becomes 0, which is greedy; 1e30 is the highest.
         top_p: keep the smallest set of tokens, of one at least, whose probability reaches this.
         top_k: keep this many of the likeliest tokens; 0 keeps all.
         seed: the rows get `seed`, `seed + 1`, ... unless each has its own seed.
@@ -185,11 +185,6 @@ def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: NoiseStream, size: in
     return ((bits_BNV.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
-def of_round(seeds_B: Tensor, length_B: Tensor) -> Tensor:
-    """Seeds of a round's own noise; `length` is that of the text when the round begins."""
-    return seeds_B + ((length_B + 1) << 40)
-
-
 def perturb(
     log_weights_BNV: Tensor,
     seeds_B: Tensor,
@@ -204,8 +199,8 @@ def perturb(
 def candidates(
     logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor, count: int
 ) -> Tensor:
-    """The `count` tokens `[B, N, count]` that a target with these logits would rather choose than
-    others after each node, the best first; `positions` are those of these tokens."""
+    """The `count` tokens `[B, N, count]` that a target with these logits would choose first after
+    each node, in order; `positions` are those of these tokens."""
     scores_BNV = logits_BNV
     if not sampling.greedy:
         scores_BNV = perturb(warp(logits_BNV, sampling), seeds_B, positions_BN)

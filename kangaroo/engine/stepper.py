@@ -1,6 +1,4 @@
-"""A step of a batch: propose, verify, commit, observe.
-
-By tensors it is defined here. A backend (`kangaroo/cpu`) may make the same step faster.
+"""A step of a batch by tensors, the definition; a backend (`kangaroo/cpu`) may make it faster.
 
 Shapes: B rows, N draft nodes, P nodes of a path, V vocabulary.
 """
@@ -8,7 +6,6 @@ Shapes: B rows, N draft nodes, P nodes of a path, V vocabulary.
 from __future__ import annotations
 
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,39 +14,12 @@ from kangaroo.drafters.base import Drafter
 from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch, Emitted, RowTensors, emitted
 from kangaroo.engine.cache import Chunk, ForwardMeta
-from kangaroo.engine.clock import between, mark, running
+from kangaroo.engine.clock import between, mark
 from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.sampling import Rule, pick
 from kangaroo.engine.tree import Draft, Verdict, accept
 from kangaroo.engine.verify import write
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import ConfigError
-
-
-class CurrentBatch:
-    """The batch that is decoded; there is one at a time."""
-
-    batch: Batch | None = None
-    stepper: Any = None  # a `TensorStepper`, or a backend's
-
-    @torch.inference_mode()
-    def step(self, batch: Batch, drafts: bool = True) -> list[StepRecord]:
-        """Propose, verify, commit, observe; one record a row. Without drafts it is a short one.
-        Errors: `ConfigError` for another batch than the one opened last."""
-        self._check_is_current(batch is self.batch)
-        entered = running()
-        records: list[StepRecord] = self.stepper.step(drafts)
-        seconds = running() - entered
-        for record in records:
-            record.host_seconds = seconds - record.draft_seconds - record.verify_seconds
-        return records
-
-    def _check_is_current(self, current: bool) -> None:
-        if not current:
-            raise ConfigError(
-                "an engine decodes one batch, or one stream, at a time: finish this one before the "
-                "next, or make an Engine with a drafter of its own for each."
-            )
 
 
 class TensorStepper:
@@ -64,7 +34,7 @@ class TensorStepper:
         return []
 
     def step(self, drafts: bool) -> list[StepRecord]:
-        """A record of each row, without the host's time."""
+        """Propose, verify, commit, observe; a record of each row, without the host's time."""
         drafter, batch, device = self.drafter, self.batch, self.lm.device
         started = mark(device)
         draft = drafter.propose(batch) if drafts else Draft.nothing(batch.last(1))
@@ -78,19 +48,18 @@ class TensorStepper:
         drafter.observe(batch, draft, verdict, taps)
         rows = written.to_host()  # the step's one device-to-host copy, but for what is kept
         kept: topk_logits.Rows = [None] * batch.size
-        if logits_BNV is not None:
+        if logits_BNV is not None and self.keep:
             kept = topk_logits.likeliest(logits_BNV, verdict.path_BP, self.keep)
+        if logits_BNV is not None and batch.likeliest:
             self._add_likeliest(draft, logits_BNV)
         for row, (tokens, accepted, drafted) in enumerate(rows):
             batch.append(row, tokens)
             batch.budget.observe(row, drafted, accepted)
         seconds = between(started, proposed), between(proposed, verified), 0.0
-        pairs = zip(rows, kept, strict=True)
-        return [StepRecord(*row, *seconds, likeliest) for row, likeliest in pairs]
+        return [StepRecord(*row, *seconds, of) for row, of in zip(rows, kept, strict=True)]
 
     def _block(self, draft: Draft) -> ForwardMeta:
-        """Where a draft will lie that lies nowhere yet; of tokens alone it becomes one of the few
-        shapes that are recorded."""
+        """Where a draft will lie; one of tokens alone takes one of the few recorded shapes."""
         batch, width, tree = self.batch, self.lm.acceleration.width, draft.tree
         size = width(tree.size, self.drafter.max_nodes + 1)
         depth = size - 1 if tree.is_chain else width(tree.max_depth, size - 1)
@@ -103,8 +72,8 @@ class TensorStepper:
     def _verify(
         self, draft: Draft, meta: ForwardMeta
     ) -> tuple[Verdict, Emitted, Tensor | None, dict[int, Tensor]]:
-        """What becomes of a draft, and what is written; the logits `[B, N, V]`, where something of
-        them is kept; the states that the drafter wants."""
+        """The verdict, what is written, the logits `[B, N, V]` where something of them is kept, and
+        the states that the drafter wants."""
         lm, batch, sampling = self.lm, self.batch, self.batch.sampling
         keeps = self.keep > 0 or batch.likeliest > 0
         by_match = sampling.rule is Rule.match or sampling.greedy or draft.tree.size == 1
@@ -117,9 +86,8 @@ class TensorStepper:
             block, rows = meta.with_tensors(*islice(given, len(placed))), RowTensors(*given)
             x_BND = lm.embed(nodes.tokens_BN) if nodes.hidden_BND is None else nodes.hidden_BND
             x_BND, states = lm.run(x_BND, batch.cache, block, layers, taps)
-            chosen = lm.choose(x_BND) if sampling.greedy and not keeps else None
             kept: tuple[Tensor, ...] = ()
-            if chosen is not None:
+            if sampling.greedy and not keeps and (chosen := lm.choose(x_BND)) is not None:
                 choice_BN = chosen[0]
             else:
                 logits_BNV, how = lm.logits(x_BND), sampling.reading(rows.settings_B3)
@@ -130,19 +98,23 @@ class TensorStepper:
             return *verdict, *emitted(nodes, verdict, rows), *kept, *(states[tap] for tap in taps)
 
         shape = draft.entry, draft.tree.is_chain, draft.tree.max_depth, sampling.kind
-        inputs, count = (*drafted, *placed, *batch.rows), draft.tokens_BN.numel()
-        key, replay = ("verify", *taps, keeps, *shape), lm.acceleration.replay
-        results = iter(replay((batch.cache,), key, work, *inputs, tokens=count))
+        args = (
+            (batch.cache,),
+            ("verify", *taps, keeps, *shape),
+            work,
+            *drafted,
+            *placed,
+            *batch.rows,
+        )
+        results = iter(lm.acceleration.replay(*args, tokens=draft.tokens_BN.numel()))
         verdict = Verdict(*islice(results, len(Verdict._fields)))
         written = Emitted(*islice(results, len(Emitted._fields)))
         logits_BNV = next(results) if keeps else None
         return verdict, written, logits_BNV, dict(zip(taps, results, strict=True))
 
     def _add_likeliest(self, draft: Draft, logits_BNV: Tensor) -> None:
-        """Tell a drafter that wants them of the likeliest tokens after each node: one sync."""
+        """Tell the drafter the likeliest tokens after each node: one sync."""
         batch = self.batch
-        if not batch.likeliest:
-            return
         likeliest_BNK = logits_BNV.topk(batch.likeliest).indices
         nodes_BN2 = torch.stack([draft.valid_BN.long(), draft.tokens_BN], -1)
         for row, nodes in enumerate(torch.cat([nodes_BN2, likeliest_BNK], -1).tolist()):
@@ -159,6 +131,5 @@ class TensorStepper:
             batch.cache.move(from_BP, to_BP)
             return ()
 
-        tokens, rehearsal = places[0].numel(), (places[1], places[1])
-        args = (batch.cache,), ("move",), work, *places
-        self.lm.acceleration.replay(*args, tokens=tokens, rehearsal=rehearsal)
+        args, rehearsal = ((batch.cache,), ("move",), work, *places), (places[1], places[1])
+        self.lm.acceleration.replay(*args, tokens=places[0].numel(), rehearsal=rehearsal)

@@ -13,8 +13,8 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence de
 
 
 class Pieces:
-    """Takes tokens and gives text; a character of several tokens waits for the last one. A piece is
-    decoded together with the one before it, since SentencePiece strips a text's first space."""
+    """Tokens in, text out: a character of several tokens waits for the last one. A piece is decoded
+    together with the one before it, since SentencePiece strips a text's first space."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer

@@ -54,8 +54,7 @@ class Tree:
 
     def place(self, start_B: Tensor, extent: int, below: int) -> tuple[Tensor, Tensor, Tensor]:
         """Slots and positions of the nodes, `[B, N]`, and which of `extent` slots each does not
-        see, `[B, N, extent]`; the arguments are those of `TargetModel.forward_meta`.
-        """
+        see, `[B, N, extent]`; arguments as of `TargetModel.forward_meta`."""
         device = start_B.device
         slots_E = torch.arange(extent, device=device)
         offsets_BN = start_B[:, None] + torch.arange(self.size, device=device)
@@ -84,8 +83,8 @@ class Draft:
     Args:
         tokens_BN: node 0 is the pending token: committed, but in no cache yet.
         valid_BN: false marks padding, which never matches; node 0 is always true.
-        hidden_BND: the output of the target's layer `entry - 1` at each node, if the drafter has
-            computed it already (Kangaroo's shared shallow layers); None starts from the embeddings.
+        hidden_BND: the output of the target's layer `entry - 1` at each node, if the drafter has it
+            already (Kangaroo's shallow layers); None starts from the embeddings.
         probs_BNV: what each node's token was drawn from, for acceptance by rejection.
         meta: where the nodes lie; None leaves it to the engine.
     """
@@ -138,28 +137,26 @@ class Draft:
         """A draft that was made on the host: of each row the tokens below its pending one, and
         their parents, where 0 is the pending token and i the i-th node; None makes chains."""
         size, device = 1 + max(map(len, tokens)), pending_B1.device
-        padded = [[*row, *[0] * (size - 1 - len(row))] for row in tokens]
-        counts_B1 = torch.tensor([[len(row)] for row in tokens])
-        valid_BN = torch.arange(size) <= counts_B1
+
+        def padded(rows: Sequence[Sequence[int]]) -> Tensor:
+            return torch.tensor([[0, *row, *[0] * (size - 1 - len(row))] for row in rows])
+
         tree = Tree.chain(size, device)
         if parents is not None:
-            depths = []
-            for row in parents:
-                depth = [0]
+            depths = [[0] for _ in parents]
+            for depth, row in zip(depths, parents, strict=True):
                 for parent in row:
                     depth.append(depth[parent] + 1)
-                depths.append(max(depth))
-            below = [[0, *row, *[0] * (size - 1 - len(row))] for row in parents]
-            tree = Tree(torch.tensor(below, device=device), max_depth=max(depths))
-        drafted_BM = torch.tensor(padded, dtype=torch.long, device=device)
-        tokens_BN = torch.cat([pending_B1, drafted_BM.view(len(tokens), -1)], 1)
+            tree = Tree(padded(parents).to(device), max_depth=max(map(max, depths)))
+        valid_BN = torch.arange(size) <= torch.tensor([[len(row)] for row in tokens])
+        tokens_BN = torch.cat([pending_B1, padded(tokens)[:, 1:].to(device)], 1)
         return Draft(tokens_BN, tree, valid_BN.to(device))
 
 
 class Verdict(NamedTuple):
-    """What verification decided: the token that the target writes after each node; the deepest node
-    whose whole path matched; how many draft tokens that accepts, 0 up to the draft's depth; the
-    nodes from the root to the best, which is then repeated."""
+    """What verification decided: the target's token after each node; the deepest node whose whole
+    path matched; how many draft tokens that accepts; the nodes from the root to it, which is then
+    repeated."""
 
     choice_BN: Tensor
     best_B: Tensor
@@ -169,8 +166,7 @@ class Verdict(NamedTuple):
 
 def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
     """The longest path that the target would have written itself, by its choice after each node.
-    Source: Leviathan et al. 2023 (section 2.3) for chains; the greedy and the matched-noise case
-    walk a tree in the same way (arXiv 2408.07978)."""
+    Source: Leviathan et al. 2023, section 2.3; for matched noise arXiv 2408.07978."""
     tree = draft.tree
     steps_P = torch.arange(tree.max_depth + 1, device=choice_BN.device)
     if tree.is_chain:  # node and depth are one

@@ -1,5 +1,5 @@
-"""Acceptance by rejection and by blocks: rules by which a text's distribution is the target's, but
-its tokens depend on the drafts.
+"""Acceptance by rejection and by blocks: a text's distribution is the target's, but its tokens
+depend on the drafts.
 
 Shapes: B rows, N draft nodes, V vocabulary.
 """
@@ -21,22 +21,15 @@ def write(
     draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
 ) -> Tensor:
     """What the target writes after each node of a chain, `[B, N]`, by the rule that `sampling`
-    names; `positions` are those of the tokens after each node.
-
-    Errors: `ConfigError` for a draft that is no chain, or does not say what it was drawn from.
-    """
+    names; `positions` are those of the tokens after each node. Errors: `ConfigError` for a draft
+    that is no chain, or does not say what it was drawn from."""
     rule = rejection if sampling.rule is Rule.rejection else block
     return rule(draft, logits_BNV, positions_BN, sampling, seeds_B)
 
 
 class Chances(NamedTuple):
-    """What a chain's tokens were drawn from, and what the target would draw from.
-
-    Args:
-        p_BNV, q_BNV: of the token after each node; q is 0 where no token was drafted.
-        child_BN: that token, where there is one.
-        has_child_BN: where there is.
-    """
+    """What the token after each node would be drawn from by the target, p, and was drawn from by
+    the drafter, q; 0 where there is no such token, a child."""
 
     p_BNV: Tensor
     q_BNV: Tensor
@@ -62,15 +55,18 @@ def chances(draft: Draft, logits_BNV: Tensor, sampling: AnySampling) -> Chances:
     return Chances(p_BNV, q_BNV, draft.tokens_BN.roll(-1, 1), has_child_BN)
 
 
+def of_round(seeds_B: Tensor, length_B: Tensor) -> Tensor:
+    """Seeds of a round's own noise; `length` is that of the text when the round begins."""
+    return seeds_B + ((length_B + 1) << 40)
+
+
 def rejection(
     draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
 ) -> Tensor:
-    """What the target writes after each node of a chain under classic speculative sampling.
-
-    The drafted child x of a node is kept with probability min(1, p(x) / q(x)); otherwise a token is
-    drawn from the residual max(p - q, 0). Nodes without a valid child draw from p. The draws use
-    independent noise, none of it the draft's. Source: Leviathan et al. 2023, algorithm 1.
-    """
+    """Classic speculative sampling: the drafted child x of a node is kept with probability
+    min(1, p(x) / q(x)); otherwise a token is drawn from the residual max(p - q, 0). Nodes without a
+    valid child draw from p. The draws use independent noise, none of it the draft's. Source:
+    Leviathan et al. 2023, algorithm 1."""
     of = chances(draft, logits_BNV, sampling)
     u_BN = uniform(seeds_B, positions_BN, NoiseStream.accept, 1)[..., 0]
     keep_BN = of.has_child_BN & (u_BN * of.of_child(of.q_BNV) < of.of_child(of.p_BNV))
@@ -82,15 +78,14 @@ def rejection(
 def block(
     draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
 ) -> Tensor:
-    """What the target writes after each node of a chain under block verification.
-
-    A node's weight w is min(1, w p(x) / q(x)) of its parent's w and its own token x, the root's is
-    1. The last node that passes its own test, with chance s / (s + 1 - w) where s is the sum of the
-    residual max(w p - q, 0), ends the accepted part, and the next token is drawn from its residual.
-    Nodes after it draw from p: where the token is the drafted one by chance, the walk goes on.
+    """Block verification: a node's weight w is min(1, w p(x) / q(x)) of its parent's w and its own
+    token x, the root's is 1. The last node that passes its own test, with chance s / (s + 1 - w)
+    where s is the sum of the residual max(w p - q, 0), ends the accepted part, and the next token
+    is drawn from its residual. Nodes after it draw from p: where the token is the drafted one by
+    chance, the walk goes on.
 
     What is accepted depends on tokens and tests further on, so a round's noise is its own: that of
-    the tests has the round's first position, that of the draft `sampling.of_round`.
+    the tests has the round's first position, that of the draft `of_round`.
     Source: arXiv 2403.10444, algorithm 2.
     """
     of = chances(draft, logits_BNV, sampling)

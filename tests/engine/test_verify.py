@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import NoiseStream, Rule, Sampling, of_round, perturb, warp
+from kangaroo.engine.sampling import NoiseStream, Rule, Sampling, perturb, warp
 from kangaroo.engine.tree import Draft, Tree, accept
-from kangaroo.engine.verify import rejection, write
+from kangaroo.engine.verify import of_round, rejection, write
 
 CPU = torch.device("cpu")
 
