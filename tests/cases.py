@@ -52,7 +52,7 @@ from kangaroo.drafters.swift import SwiftConfig
 from kangaroo.drafters.token_recycling import TokenRecycling
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.acceleration import Acceleration
-from kangaroo.engine.sampling import Sampling, candidates, pick
+from kangaroo.engine.sampling import Sampling, candidates
 from kangaroo.heads import medusa_heads
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
@@ -270,27 +270,10 @@ def case_of(family: str, sampling: str) -> Case:
 
 
 @torch.no_grad()
-def drafted_without_cache(
-    case: Case, text: list[int], steps: int, sampling: Sampling, seed: int
-) -> list[int]:
-    """What the adapter drafts after `text`, by a whole forward a token."""
-    drafted: list[int] = []
-    for _ in range(steps):
-        tokens_1T = torch.tensor([[*text, *drafted]])
-        length = tokens_1T.shape[1]
-        meta = case.lm.chunk(0, length, row=0, n_slots=length)
-        f_1TD, _ = case.lm.run(case.lm.embed(tokens_1T), None, meta, range(case.adapter.exit_layer))
-        logits_11V = case.lm.read_out(case.adapter(f_1TD, None, meta, None)[:, -1:])
-        token = pick(logits_11V, torch.tensor([[length]]), sampling, torch.tensor([seed]))
-        drafted.append(int(token))
-    return drafted
-
-
-@torch.no_grad()
 def choices_without_cache(
     case: Case, text: list[int], sampling: Sampling, seed: int
 ) -> list[tuple[int, float]]:
-    """The adapter's three best choices after `text`, by a whole forward."""
+    """The adapter's three best choices after `text`, by a whole forward, and the best chances."""
     length = len(text)
     meta = case.lm.chunk(0, length, row=0, n_slots=length)
     x_1TD = case.lm.embed(torch.tensor([text]))
@@ -299,3 +282,13 @@ def choices_without_cache(
     at, seeds = torch.tensor([[length]]), torch.tensor([seed])
     ids = candidates(logits_11V, at, sampling, seeds, 3).flatten().tolist()
     return list(zip(ids, logits_11V.softmax(-1).topk(3).values.flatten().tolist(), strict=True))
+
+
+def drafted_without_cache(
+    case: Case, text: list[int], steps: int, sampling: Sampling, seed: int
+) -> list[int]:
+    """What the adapter drafts after `text`, by a whole forward a token."""
+    longer = list(text)
+    for _ in range(steps):
+        longer.append(choices_without_cache(case, longer, sampling, seed)[0][0])
+    return longer[len(text) :]

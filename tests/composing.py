@@ -13,8 +13,13 @@ MODELS = [model["name"] for model in known_models()]
 DRAFTERS = sorted(path.stem for path in (ROOT / "configs/drafter").glob("*.yaml"))
 
 
-def composed(name, *overrides):
+def of_command(command, options, **how):
+    """The config of a command, as `make_data` or as `prepare layers`, with these options."""
     with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
-        config = compose(name, list(overrides), return_hydra_config=True)
+        return compose(command.replace(" ", "_"), list(options), **how)
+
+
+def composed(name, *overrides):
+    config = of_command(name, overrides, return_hydra_config=True)
     OmegaConf.resolve(config.model)
     return config

@@ -123,12 +123,8 @@ def saved_adapter(
     training: dict[str, Any] | None = None,
     **described: Any,
 ) -> Path:
-    """The folder of an adapter, as training leaves it.
-
-    Args:
-        frequent: the most frequent tokens of its training data, in order.
-        described: further arguments of `adapter_files.describe`.
-    """
+    """The folder of an adapter, as training leaves it, with the most `frequent` tokens of its data
+    in order; `described` is more for `adapter_files.describe`."""
     about = adapter_files.describe(lm, adapter, training or {}, **described)
     frequent_K = None if frequent is None else torch.tensor(frequent)
     return adapter_files.save(adapter, about, frequent_K, folder)
@@ -173,11 +169,8 @@ def block_for(lm: TargetModel, vocabulary_K: Tensor | None = None, **parts: int)
         torch.manual_seed(5)
         head = BlockHead(lm, EXIT, BlockHeadConfig(places=5, rank=8, **parts), vocabulary_K)
         head.start_from(lm, vocabulary_K)
-        for weight in (
-            head.places,
-            head.table.weight,
-            *([head.fuse.weight] if head.deep_tap else ()),
-        ):
+        fusing = [head.fuse.weight] if head.deep_tap else []
+        for weight in (head.places, head.table.weight, *fusing):
             weight.data.normal_(std=0.1)
     assert head.norm is not None
     head.norm.load_state_dict(lm.hf.model.norm.state_dict())
@@ -227,9 +220,9 @@ def forward_logits(lm: TargetModel, tokens: Sequence[int]) -> Tensor:
 def check_chains(
     drafter: Any, expected: Callable[[list[int], int, int], list[int]]
 ) -> dict[int, int]:
-    """From now on compare each chain of a drafter with what is expected after the row's text, by
-    (text, seed, its length). Texts are right whatever is drafted, so a gap in a cache would cost
-    acceptance unseen. How often each length was drafted, once it is."""
+    """From now on compare each chain of a drafter with what is expected by (text, seed, length):
+    texts are right whatever is drafted, so a gap in a cache would cost acceptance unseen. How often
+    each length was drafted, once it is."""
     propose, lengths = drafter.propose, dict[int, int]()
 
     def check(batch: Batch) -> Draft:
@@ -246,30 +239,21 @@ def check_chains(
 
 
 class Knowing(Stateless):
-    """Knows the texts that vanilla decoding writes, so that it can be right or wrong at will.
-
-    Args:
-        texts: prompts with their continuations; a row is recognised by what it has written so far.
-    """
+    """Knows the texts that vanilla decoding writes, prompts included, so that it can be right or
+    wrong at will."""
 
     def __init__(self, texts: Sequence[list[int]]):
         self.texts = texts
 
-    def coming(self, batch: Batch, row: int, count: int) -> list[int]:
-        """The next `count` tokens of a row, as far as they are known."""
-        text = batch.tokens_BS[row, : batch.lengths[row]].tolist()
-        known = next((t for t in self.texts if t[: len(text)] == text), text)
-        return known[len(text) : len(text) + count]
+    def coming(self, text: list[int], count: int) -> list[int]:
+        """The next `count` tokens of a text, as far as they are known."""
+        whole = next((t for t in self.texts if t[: len(text)] == text), text)
+        return whole[len(text) : len(text) + count]
 
 
 class Scripted(Knowing):
-    """A chain of right and wrong tokens.
-
-    Args:
-        right: tells by absolute position whether the drafted token is right.
-        steps: draft tokens a round; those beyond a known text are padding.
-        scribbles: fills all scratch slots of the target's cache first, as a drafter may.
-    """
+    """A chain of tokens, `right` or wrong by their absolute position; those beyond a known text are
+    padding. It may first fill all scratch slots of the target's cache, as a drafter may."""
 
     def __init__(
         self,
@@ -288,7 +272,7 @@ class Scripted(Knowing):
         for row in range(batch.size):
             if self.scribbles:
                 scribble(batch, row)
-            for i, token in enumerate(self.coming(batch, row, self.max_nodes)):
+            for i, token in enumerate(self.coming(batch.texts[row], self.max_nodes)):
                 wrong = (token + 1) % VOCABULARY
                 tokens_BN[row, i + 1] = token if self.right(batch.lengths[row] + i) else wrong
                 valid_BN[row, i + 1] = True
@@ -303,9 +287,8 @@ class Sometimes(Knowing, FromText):
     def continuation(self, row: int, text: list[int]) -> list[int]:
         if (len(text) + row) % 5 < 2:
             return []
-        known = next((t for t in self.texts if t[: len(text)] == text), text)
-        found = known[len(text) : len(text) + 3]
-        return [*found[:-1], (found[-1] + 1) % VOCABULARY] if found else []
+        *right, last = self.coming(text, 3) or [None]
+        return [] if last is None else [*right, (last + 1) % VOCABULARY]
 
 
 def scribble(batch: Batch, row: int) -> None:
@@ -325,12 +308,8 @@ def adversary(texts: Sequence[list[int]], steps: int = 4) -> Scripted:
 
 
 class RandomTree(Knowing):
-    """Another random tree every round: right and wrong tokens on any branch, some nodes padding.
-
-    Args:
-        shared: all rows have the same topology.
-        entry: the draft arrives with the hidden states of this many target layers.
-    """
+    """Another random tree every round, of one topology if `shared`: right and wrong tokens on any
+    branch, some nodes padding, with the states of `entry` target layers."""
 
     def __init__(
         self,
@@ -353,7 +332,7 @@ class RandomTree(Knowing):
         depth_BN = tree.depth_BN.expand(batch.size, -1)
         tokens_BN = torch.randint(VOCABULARY, (batch.size, size), generator=self.generator)
         for row in range(batch.size):
-            coming = self.coming(batch, row, size)
+            coming = self.coming(batch.texts[row], size)
             for node in range(1, size):
                 depth = int(depth_BN[row, node])
                 if depth <= len(coming) and self._integer(3) > 0:
@@ -366,9 +345,8 @@ class RandomTree(Knowing):
         draft = Draft(tokens_BN, tree, valid_BN.to(device), entry=self.entry)
         if self.entry:
             meta = self.lm.forward_meta(tree, batch.base_B, batch.used + size, batch.n_slots)
-            draft.hidden_BND, _ = self.lm.run(
-                self.lm.embed(tokens_BN), batch.cache, meta, range(self.entry)
-            )
+            layers, x_BND = range(self.entry), self.lm.embed(tokens_BN)
+            draft.hidden_BND, _ = self.lm.run(x_BND, batch.cache, meta, layers)
         return draft
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: object) -> None:

@@ -60,6 +60,105 @@ class Engine:
         self.cache: KVCache | None = None  # kept for the next batch if that needs no larger one
         self.keep = 0  # likeliest tokens that are kept of every distribution
 
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        batch_size: int | None = None,
+        seeds: Sequence[int] | None = None,
+        stop: Sequence[str] = (),
+    ) -> list[Generation]:
+        """Decode every prompt, `batch_size` at a time, or all at once; by default with the seeds
+        `sampling.seed`, `sampling.seed + 1`, ... Errors: `PromptError` as of `check`; `ConfigError`
+        for a batch of no rows."""
+        sampling = sampling or Sampling()
+        seeds = seeds or range(sampling.seed, sampling.seed + len(prompts))
+        pairs = zip(prompts, seeds, strict=True)
+        requests = [Request(prompt, max_new_tokens, seed, stop) for prompt, seed in pairs]
+        rows = len(prompts) or 1 if batch_size is None else batch_size
+        return [done for _, done in sorted(self.completions(requests, sampling, rows))]
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        batch: Batch | None = None,
+    ) -> Stream:
+        """Decode one prompt, token by token as steps write them, in a batch of one row opened with
+        this sampling, where a conversation's next turn may go on (`prefix_cache`); by default in a
+        new one. Errors: `PromptError` as of `check`; `ConfigError` for a batch or a stream whose
+        place another one has taken."""
+        sampling = sampling or Sampling()
+        request = Request(prompt, max_new_tokens, sampling.seed, stop, ignore_eos)
+        self.check(request)
+        if batch is None:
+            batch = self.open(1, len(prompt) + max_new_tokens, sampling)
+        elif batch.size > 1 or batch.default != replace(sampling, seed=0):
+            raise ConfigError(
+                f"stream(batch=) takes a batch of one row opened with {sampling}; this one has "
+                f"{batch.size} rows and {batch.default}."
+            )
+        generation = self.admit(batch, 0, request)
+        return Stream(generation, self._tokens(batch, batch.texts[0], request, generation))
+
+    def _tokens(
+        self, batch: Batch, text: list[int], request: Request, generation: Generation
+    ) -> Iterator[Token]:
+        yield Token(generation.tokens[0], drafted=False)
+        while not generation.finish:
+            self._check_is_current(batch.texts[0] is text)  # no other stream's
+            (record,) = self.step(batch)
+            self.record(batch, 0, record, request, generation)
+            for i, token in enumerate(record.tokens):
+                yield Token(token, drafted=i < record.accepted)
+
+    def completions(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        batch_size: int,
+        keep: int = 0,
+        after: Callable[[int, Generation], Request | None] = lambda index, generation: None,
+        longest: int | None = None,
+    ) -> Iterator[tuple[int, Generation]]:
+        """Decode all requests, `batch_size` at a time; (index, generation) as each one ends.
+
+        Args:
+            after: what follows a request in its row, under its index: a conversation's next turn.
+            longest: tokens of the longest text; by default that of `requests`.
+        """
+        for request in requests:
+            self.check(request)
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be 1 or more, not {batch_size}.")
+        if not requests:
+            return
+        longest = longest or max(len(r.prompt) + r.max_new_tokens for r in requests)
+        batch = self.open(min(batch_size, len(requests)), longest, sampling, keep)
+        waiting = iter(enumerate(requests))
+        following: dict[int, tuple[int, Request]] = {}  # by row
+        active: dict[int, tuple[int, Request, Generation]] = {}
+        while True:
+            for row in (row for row in range(batch.size) if row not in active):
+                if entry := following.pop(row, None) or next(waiting, None):
+                    active[row] = (*entry, self.admit(batch, row, entry[1]))
+            if not active:
+                return
+            if not any(generation.finish for _, _, generation in active.values()):
+                records = self.step(batch)
+                for row, (_, request, generation) in active.items():
+                    self.record(batch, row, records[row], request, generation)
+            for row, (index, _, generation) in list(active.items()):
+                if generation.finish:
+                    del active[row]
+                    if (follower := after(index, generation)) is not None:
+                        following[row] = index, follower
+                    yield index, generation
+
     @torch.no_grad()
     def open(self, batch_size: int, longest: int, sampling: Sampling, keep: int = 0) -> Batch:
         """An empty batch for texts of at most `longest` tokens, prompts included. Of the
@@ -89,25 +188,6 @@ class Engine:
         else:
             self.stepper = TensorStepper(lm, drafter, batch, self.keep)
         return batch
-
-    @torch.inference_mode()
-    def step(self, batch: Batch, drafts: bool = True) -> list[StepRecord]:
-        """One record a row; without drafts the step is a short one. Errors: `ConfigError` for
-        another batch than the one opened last."""
-        self._check_is_current(batch is self.batch)
-        started = running()
-        records: list[StepRecord] = self.stepper.step(drafts)
-        seconds = running() - started
-        for record in records:
-            record.host_seconds = seconds - record.draft_seconds - record.verify_seconds
-        return records
-
-    def _check_is_current(self, current: bool) -> None:
-        if not current:
-            raise ConfigError(
-                "an engine decodes one batch, or one stream, at a time: finish this one before the "
-                "next, or make an Engine with a drafter of its own for each."
-            )
 
     def admit(self, batch: Batch, row: int, request: Request) -> Generation:
         """Let a request take a free row, between steps; its prefill gives the first token. Errors:
@@ -166,15 +246,6 @@ class Engine:
         self.record(batch, row, StepRecord([token], kept=kept[0]), request, generation)
         return generation
 
-    def match_prefix(self, batch: Batch, row: int, prompt: Sequence[int]) -> tuple[int, int]:
-        """The row whose text a prompt begins like, rather the free one itself, and by how many
-        tokens, which need not be read."""
-        if not (self.prefix_cache and self.stepper and self.stepper.supports_prefix_reuse):
-            return row, 0
-        begins = {place: batch.shared(place, prompt) for place in (row, *range(batch.size))}
-        source = max(begins, key=begins.__getitem__)
-        return source, begins[source]
-
     def check(self, request: Request) -> None:
         """Errors: `PromptError` for an empty prompt, or one that leaves no room in the context."""
         if not request.prompt:
@@ -190,6 +261,34 @@ class Engine:
         request.check_fits("the model's context is", self.lm.context)
         if request.stop and self.tokenizer is None:
             raise PromptError("stop strings need the engine's tokenizer: Engine(..., tokenizer=).")
+
+    def match_prefix(self, batch: Batch, row: int, prompt: Sequence[int]) -> tuple[int, int]:
+        """The row whose text a prompt begins like, rather the free one itself, and by how many
+        tokens, which need not be read."""
+        if not (self.prefix_cache and self.stepper and self.stepper.supports_prefix_reuse):
+            return row, 0
+        begins = {place: batch.shared(place, prompt) for place in (row, *range(batch.size))}
+        source = max(begins, key=begins.__getitem__)
+        return source, begins[source]
+
+    @torch.inference_mode()
+    def step(self, batch: Batch, drafts: bool = True) -> list[StepRecord]:
+        """One record a row; without drafts the step is a short one. Errors: `ConfigError` for
+        another batch than the one opened last."""
+        self._check_is_current(batch is self.batch)
+        started = running()
+        records: list[StepRecord] = self.stepper.step(drafts)
+        seconds = running() - started
+        for record in records:
+            record.host_seconds = seconds - record.draft_seconds - record.verify_seconds
+        return records
+
+    def _check_is_current(self, current: bool) -> None:
+        if not current:
+            raise ConfigError(
+                "an engine decodes one batch, or one stream, at a time: finish this one before the "
+                "next, or make an Engine with a drafter of its own for each."
+            )
 
     @torch.inference_mode()
     def record(
@@ -220,105 +319,6 @@ class Engine:
             if any(s in tail for s in stop):
                 return end
         return None
-
-    def completions(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        batch_size: int,
-        keep: int = 0,
-        after: Callable[[int, Generation], Request | None] = lambda index, generation: None,
-        longest: int | None = None,
-    ) -> Iterator[tuple[int, Generation]]:
-        """Decode all requests, `batch_size` at a time; (index, generation) as each one ends.
-
-        Args:
-            after: what follows a request in its row, under its index: a conversation's next turn.
-            longest: tokens of the longest text; by default that of `requests`.
-        """
-        for request in requests:
-            self.check(request)
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be 1 or more, not {batch_size}.")
-        if not requests:
-            return
-        longest = longest or max(len(r.prompt) + r.max_new_tokens for r in requests)
-        batch = self.open(min(batch_size, len(requests)), longest, sampling, keep)
-        waiting = iter(enumerate(requests))
-        following: dict[int, tuple[int, Request]] = {}  # by row
-        active: dict[int, tuple[int, Request, Generation]] = {}
-        while True:
-            for row in (row for row in range(batch.size) if row not in active):
-                if entry := following.pop(row, None) or next(waiting, None):
-                    active[row] = (*entry, self.admit(batch, row, entry[1]))
-            if not active:
-                return
-            if not any(generation.finish for _, _, generation in active.values()):
-                records = self.step(batch)
-                for row, (_, request, generation) in active.items():
-                    self.record(batch, row, records[row], request, generation)
-            for row, (index, _, generation) in list(active.items()):
-                if generation.finish:
-                    del active[row]
-                    if (follower := after(index, generation)) is not None:
-                        following[row] = index, follower
-                    yield index, generation
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        sampling: Sampling | None = None,
-        batch_size: int | None = None,
-        seeds: Sequence[int] | None = None,
-        stop: Sequence[str] = (),
-    ) -> list[Generation]:
-        """Decode every prompt, `batch_size` at a time, or all at once; by default with the seeds
-        `sampling.seed`, `sampling.seed + 1`, ... Errors: `PromptError` as of `check`; `ConfigError`
-        for a batch of no rows."""
-        sampling = sampling or Sampling()
-        seeds = seeds or range(sampling.seed, sampling.seed + len(prompts))
-        pairs = zip(prompts, seeds, strict=True)
-        requests = [Request(prompt, max_new_tokens, seed, stop) for prompt, seed in pairs]
-        rows = len(prompts) or 1 if batch_size is None else batch_size
-        return [done for _, done in sorted(self.completions(requests, sampling, rows))]
-
-    def stream(
-        self,
-        prompt: Sequence[int],
-        max_new_tokens: int,
-        sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
-        ignore_eos: bool = False,
-        batch: Batch | None = None,
-    ) -> Stream:
-        """Decode one prompt, token by token as steps write them, in a batch of one row opened with
-        this sampling, where a conversation's next turn may go on (`prefix_cache`); by default in a
-        new one. Errors: `PromptError` as of `check`; `ConfigError` for a batch or a stream whose
-        place another one has taken."""
-        sampling = sampling or Sampling()
-        request = Request(prompt, max_new_tokens, sampling.seed, stop, ignore_eos)
-        self.check(request)
-        if batch is None:
-            batch = self.open(1, len(prompt) + max_new_tokens, sampling)
-        elif batch.size > 1 or batch.default != replace(sampling, seed=0):
-            raise ConfigError(
-                f"stream(batch=) takes a batch of one row opened with {sampling}; this one has "
-                f"{batch.size} rows and {batch.default}."
-            )
-        generation = self.admit(batch, 0, request)
-        return Stream(generation, self._tokens(batch, batch.texts[0], request, generation))
-
-    def _tokens(
-        self, batch: Batch, text: list[int], request: Request, generation: Generation
-    ) -> Iterator[Token]:
-        yield Token(generation.tokens[0], drafted=False)
-        while not generation.finish:
-            self._check_is_current(batch.texts[0] is text)  # no other stream's
-            (record,) = self.step(batch)
-            self.record(batch, 0, record, request, generation)
-            for i, token in enumerate(record.tokens):
-                yield Token(token, drafted=i < record.accepted)
 
 
 def fill(batch: Batch, row: int, prompt_T: Tensor) -> None:

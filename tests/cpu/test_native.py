@@ -32,10 +32,9 @@ FAMILIES = {
 }
 
 
-def filled_cache(lm: TargetModel, rows: int):
-    """A cache of which every slot has been written."""
-    cache = lm.new_cache(rows, SLOTS)
-    generator = torch.Generator().manual_seed(1)
+def filled_cache(lm: TargetModel, rows: int) -> KVCache:
+    """Every slot has been written."""
+    cache, generator = lm.new_cache(rows, SLOTS), torch.Generator().manual_seed(1)
     for cached in (*cache.keys, *cache.values):
         cached.copy_(torch.randn(cached.shape, generator=generator))
     return cache
@@ -110,11 +109,6 @@ def test_any_number_of_threads_computes_the_same_wherever_it_is_called():
             assert all(torch.equal(one.result()[0], alone) for one in asked)
     finally:
         torch.set_num_threads(before)
-
-
-def built_fast(monkeypatch, level: str = "-O1"):
-    """Builds from now on take few seconds; what they compute is the same."""
-    monkeypatch.setattr(compiling, "FLAGS", [level if f == "-O3" else f for f in compiling.FLAGS])
 
 
 @pytest.mark.parametrize("overrides", [{"hidden_act": "gelu"}, {"dtype": torch.float16}])
@@ -214,7 +208,8 @@ def fresh_library(monkeypatch, tmp_path):
 
 
 def test_it_is_built_once(fresh_library, monkeypatch):
-    built_fast(monkeypatch)
+    fast = ["-O1" if flag == "-O3" else flag for flag in compiling.FLAGS]
+    monkeypatch.setattr(compiling, "FLAGS", fast)
     assert native.library() is not None
     (file,) = (fresh_library / "native").iterdir()
     made = file.stat().st_mtime_ns

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import torch
 from cases import Case
-from helpers import adapter_for, random_prompts, tiny, vanilla_texts
+from helpers import random_prompts
 from scipy.stats import chisquare
 from torch import Tensor
 
 from kangaroo.engine.sampling import Sampling
-from kangaroo.models.target import TargetModel
 
 NEW_TOKENS = 16
 PROMPTS = random_prompts(6, 1, 21)
 HOT = Sampling(temperature=2.0, seed=11)
 SMALL = 1e-4  # p-values: the draws are fixed by their seeds, so a test passes or fails always
-
-
-def case_for(lm: TargetModel) -> Case:
-    return Case(lm, adapter_for(lm), vanilla_texts(lm, PROMPTS, NEW_TOKENS, HOT))
-
-
-def native_case() -> Case:
-    """By native code, which takes a third of the time."""
-    return case_for(tiny().compile_for_decoding())
-
-
-def eager_case() -> Case:
-    """By PyTorch's operators alone, so that each of them can be seen."""
-    return case_for(tiny())
 
 
 def continuations(case: Case) -> list[list[int]]:

@@ -25,37 +25,21 @@ def filled_cache(batch_size=3, n_slots=10, n_layers=2) -> KVCache:
     return cache
 
 
-def block_at(slots_RT, rows: slice, extent: int) -> ForwardMeta:
-    slots_RT = torch.as_tensor(slots_RT)
-    return ForwardMeta(
-        slots_RT, slots_RT, None, extent, rows, (torch.zeros(1, 1), torch.zeros(1, 1))
-    )
-
-
-# ---- writing -----------------------------------------------------------------------------------
-
-
 def test_update_writes_the_block_and_nothing_else():
     cache = filled_cache()
     before = cache.keys[1].unflatten(0, (3, 10)).clone()
     other_layer = cache.keys[0].clone()
     k_RKTC, v_RKTC = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 4)
-    slots = [[4, 9, 0], [7, 2, 3]]
-    seen_k, seen_v = cache.at(block_at(slots, slice(1, 3), 8)).update(k_RKTC, v_RKTC, 1)
+    slots_RT, none = torch.tensor([[4, 9, 0], [7, 2, 3]]), torch.zeros(1, 1)
+    block = ForwardMeta(slots_RT, slots_RT, None, 8, slice(1, 3), (none, none))
+    seen_k, seen_v = cache.at(block).update(k_RKTC, v_RKTC, 1)
     expected = before.clone()
     for i, row in enumerate((1, 2)):
-        for t, slot in enumerate(slots[i]):
-            expected[row, slot] = k_RKTC[i, :, t]
+        expected[row, slots_RT[i]] = k_RKTC[i].transpose(0, 1)
     assert torch.equal(cache.keys[1].unflatten(0, (3, 10)), expected)
     assert torch.equal(cache.keys[0], other_layer)
     assert torch.equal(seen_k, expected[1:3, :8].transpose(1, 2))
     assert torch.equal(seen_v[0, :, 4], v_RKTC[0, :, 0])
-
-
-# ---- attention ---------------------------------------------------------------------------------
-
-
-# ---- extent ------------------------------------------------------------------------------------
 
 
 def test_the_extent_is_bucketed_and_never_beyond_the_allocation():

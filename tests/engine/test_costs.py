@@ -77,6 +77,20 @@ def test_what_a_draft_takes_is_measured_once(monkeypatch, fused):
     assert drafter.draft_cost == measured
 
 
+def drafter_of(name: str, lm: TargetModel, threshold: float | str):
+    adapter = adapter_for(lm)
+    match name:
+        case "prompt_lookup":
+            return PromptLookup(1)
+        case "draft_model":
+            small = TargetModel(draft_model(lm, adapter)).compile_for_decoding()
+            return DraftModel(lm, small, 4, threshold)
+        case "kangaroo_tree":
+            least = None if threshold == AUTO else 0.0
+            return KangarooTree(lm, adapter, 4, threshold, None, 3, 6, least)
+    return Kangaroo(lm, adapter, 4, threshold)
+
+
 def drafted(lm: TargetModel, drafter, known: VerifyCosts, rows: int, monkeypatch) -> list[int]:
     monkeypatch.setitem(costs._known, lm, known)
     done = Engine(lm, drafter).generate(PROMPTS, 12, batch_size=rows)
@@ -91,14 +105,8 @@ def test_a_batch_drafts_nothing_where_each_token_costs_as_much_as_the_first(
     monkeypatch, name, compiled
 ):
     lm = tiny().compile_for_decoding() if compiled else tiny()
-    kangaroo = Kangaroo(lm, adapter_for(lm), 4, 0)
-    tree = KangarooTree(lm, adapter_for(lm), 4, 0, None, 3, 6, 0.0)
-    kangaroo.draft_cost = tree.draft_cost = 0.05  # half a step in a model this small
-    small = TargetModel(draft_model(lm, adapter_for(lm))).compile_for_decoding()
-    pair = DraftModel(lm, small, 4)
-    pair.draft_cost = 0.05
-    chains = {"kangaroo": kangaroo, "prompt_lookup": PromptLookup(1), "draft_model": pair}
-    drafter = (chains | {"kangaroo_tree": tree})[name]
+    drafter = drafter_of(name, lm, 0)
+    drafter.draft_cost = 0.05  # half a step in a model this small
     assert not any(drafted(lm, drafter, STEEP, 3, monkeypatch))
     assert any(drafted(lm, drafter, FLAT, 3, monkeypatch))
     assert any(drafted(lm, drafter, STEEP, 1, monkeypatch))  # alone the drafter's own rule holds
@@ -111,13 +119,7 @@ def test_auto_drafts_what_pays_alone_too_and_the_same_for_the_same_text(
     monkeypatch, name, compiled, rows
 ):
     lm = tiny().compile_for_decoding() if compiled else tiny()
-    if name == "draft_model":
-        small = TargetModel(draft_model(lm, adapter_for(lm))).compile_for_decoding()
-        drafter = DraftModel(lm, small, 4, AUTO)
-    else:
-        options = (None, 3, 6) if name == "kangaroo_tree" else ()
-        kind = KangarooTree if name == "kangaroo_tree" else Kangaroo
-        drafter = kind(lm, adapter_for(lm), 4, AUTO, *options)
+    drafter = drafter_of(name, lm, AUTO)
     drafter.draft_cost = 0.02
     assert not any(drafted(lm, drafter, STEEP, rows, monkeypatch))
     counts = [drafted(lm, drafter, FLAT, rows, monkeypatch) for _ in range(2)]

@@ -6,18 +6,10 @@ from dataclasses import replace
 from functools import cache
 from itertools import cycle
 
-import engine_cases
 import pytest
 from cases import DRAFTERS, Case
 from engine_cases import HOT, NEW_TOKENS, PROMPTS, Letters, continuations, fresh_place
-from helpers import (
-    Scripted,
-    adapter_for,
-    oracle,
-    random_prompts,
-    tiny,
-    vanilla_texts,
-)
+from helpers import Scripted, adapter_for, oracle, random_prompts, tiny, vanilla_texts
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
@@ -26,9 +18,6 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.utils.errors import ConfigError, PromptError
-
-case = pytest.fixture(scope="module")(engine_cases.native_case)
-eager_case = pytest.fixture(scope="module")(engine_cases.eager_case)
 
 
 @cache

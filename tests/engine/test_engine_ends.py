@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import engine_cases
 import pytest
 from cases import DRAFTERS
 from engine_cases import HOT, NEW_TOKENS, PROMPTS, Letters, continuations, fresh_place
@@ -11,8 +10,6 @@ from helpers import oracle
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-
-case = pytest.fixture(scope="module")(engine_cases.native_case)
 
 
 @pytest.fixture
@@ -38,9 +35,6 @@ def until(tokens: list[int], eos: set[int]) -> list[int]:
     """`tokens` up to and with the first that lies in `eos`."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))
     return tokens[:end]
-
-
-# ---- end of text -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 5])
@@ -92,9 +86,6 @@ def test_an_eos_may_come_in_a_draft_as_the_bonus_token_at_the_limit_or_beyond(
     done = decoded(place + 3, new_tokens=place)
     assert done.tokens == tokens[:place] and done.finish == "length"
     assert decoded(place + 3, new_tokens=place + 1).finish == "eos"
-
-
-# ---- stop strings ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

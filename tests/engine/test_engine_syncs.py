@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import engine_cases
 import pytest
 import torch
 from cases import DRAFTERS
@@ -20,8 +19,6 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models.target import TargetModel
-
-eager_case = pytest.fixture(scope="module")(engine_cases.eager_case)
 
 
 def begun(lm: TargetModel, drafter, sampling: Sampling, prompts) -> tuple[Engine, Batch]:

@@ -41,13 +41,9 @@ def talk(family: str, sampling: Sampling, first: list[int], lengths: list[int]) 
     for i, length in enumerate(lengths):
         (text,) = vanilla_texts(lm_of(family), [prompt], length, sampling)
         turns.append(Turn(prompt, length, text, 0))
-        prompt = {
-            0: text + more[i],
-            1: text + more[i],
-            2: text[: len(text) // 2] + more[i],
-            3: prompt,
-            4: more[i],
-        }.get(i, more[4][:-4])
+        left = text[: len(text) // 2] + more[i]
+        following = text + more[i], text + more[i], left, prompt, more[i]
+        prompt = following[i] if i < len(following) else more[4][:-4]
     for before, turn in pairwise(turns):
         most = min(len(before.text) - 2, len(turn.prompt) - 1)
         pairs = zip(before.text[:most], turn.prompt, strict=False)

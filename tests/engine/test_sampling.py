@@ -54,12 +54,8 @@ def over_positions(sampling: Sampling, seed: int = 0) -> Tensor:
 
 
 def assert_independent(first: Tensor, second: Tensor) -> None:
-    width = int(second.max()) + 1
-    table = torch.bincount(first * width + second, minlength=(int(first.max()) + 1) * width)
-    assert chi2_contingency(table.view(-1, width).numpy()).pvalue > SMALL
-
-
-# ---- distribution ------------------------------------------------------------------------------
+    table = torch.bincount(first * SIZE + second, minlength=SIZE * SIZE).view(SIZE, SIZE)
+    assert chi2_contingency(table.numpy()).pvalue > SMALL
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
@@ -87,9 +83,6 @@ def test_uniform_numbers_are_uniform_and_strictly_inside_0_and_1():
     assert torch.isfinite(torch.log(-torch.log1p(-numbers_V))).all()
 
 
-# ---- independence ------------------------------------------------------------------------------
-
-
 def flat_choice(
     seeds_B: Tensor, positions_BN: Tensor, stream: NoiseStream = NoiseStream.choice
 ) -> Tensor:
@@ -105,9 +98,6 @@ def test_positions_and_seeds_are_independent_and_not_exchangeable(lag):
     assert_independent(tokens, flat_choice(torch.tensor([5]), positions_1N - 1)[0])
     first, second = (flat_choice(seeds_B + more, positions_1N.T * 0)[:, 0] for more in (0, lag))
     assert_independent(first, second)
-
-
-# ---- filters -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
@@ -175,9 +165,6 @@ def test_native_code_draws_the_same_at_the_extremes_each_row_by_its_own():
             assert texts[row].tokens == greedy.tokens, sampling
 
 
-# ---- seeds -------------------------------------------------------------------------------------
-
-
 def texts(prompts, sampling, **options) -> list[list[int]]:
     done = Engine(tiny(), Vanilla()).generate(prompts, 12, sampling, **options)
     return [generation.tokens for generation in done]
@@ -194,7 +181,7 @@ def test_a_text_depends_on_its_own_seed_and_not_on_its_neighbours():
 
 def test_texts_of_unlike_settings_are_drawn_each_by_its_own():
     rows = [Sampling(), *SAMPLINGS]
-    mixed = together(rows, settings_of(rows))
+    mixed = together(rows, torch.tensor([settings(own) for own in rows]))
     assert isinstance(mixed, Mixed) and not mixed.greedy
     logits_BNV = 3 * torch.randn(len(rows), 5, 50, generator=torch.Generator().manual_seed(0))
     positions_BN = torch.arange(5).expand(len(rows), -1) + torch.arange(len(rows))[:, None]
@@ -209,7 +196,3 @@ def test_texts_of_unlike_settings_are_drawn_each_by_its_own():
         shared = choose(logits_BNV, positions_BN[one], mixed, seeds_B)  # positions of all rows
         alone = choose(logits_BNV[one], positions_BN[one], rows[2], seeds_B[one])
         assert torch.equal(shared[one], alone)
-
-
-def settings_of(rows) -> torch.Tensor:
-    return torch.tensor([settings(own) for own in rows])

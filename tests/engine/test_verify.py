@@ -67,20 +67,15 @@ def test_ancestors_of_a_chain_are_all_earlier_nodes(size):
 
 def walk(parents: list[int], tokens: list[int], valid: list[bool], choice: list[int]) -> list[list]:
     """Every longest path from the root by the target's choices."""
-    longest = [[0]]
-    open_paths = [[0]]
-    while open_paths:
-        path = open_paths.pop()
-        for node in range(1, len(parents)):
-            here = path[-1]
-            if parents[node] == here and valid[node] and tokens[node] == choice[here]:
-                longer = [*path, node]
-                open_paths.append(longer)
-                if len(longer) > len(longest[0]):
-                    longest = [longer]
-                elif len(longer) == len(longest[0]):
-                    longest.append(longer)
-    return longest
+    paths = [[0]]
+    for path in paths:  # which grows along
+        here = path[-1]
+        paths += [
+            [*path, node]
+            for node in range(1, len(parents))
+            if parents[node] == here and valid[node] and tokens[node] == choice[here]
+        ]
+    return [path for path in paths if len(path) == max(map(len, paths))]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["per-row", "shared"])
@@ -98,12 +93,8 @@ def test_accept_is_the_longest_walk_on_random_trees(size, shared):
         valid_BN[:, 0] = True
         verdict = accept(Draft(tokens_BN, tree, valid_BN), choice_BN)
         for row in range(rows):
-            paths = walk(
-                parents_BN[0 if shared else row].tolist(),
-                tokens_BN[row].tolist(),
-                valid_BN[row].tolist(),
-                choice_BN[row].tolist(),
-            )
+            of_row = parents_BN.expand(rows, -1), tokens_BN, valid_BN, choice_BN
+            paths = walk(*(x[row].tolist() for x in of_row))
             count, path = int(verdict.count_B[row]), verdict.path_BP[row].tolist()
             assert path[: count + 1] in paths
             assert path == path[: count + 1] + [path[count]] * (tree.max_depth - count)

@@ -8,34 +8,27 @@ import shutil
 import pytest
 import torch
 from commands import questions, talks
-from helpers import adapter_for, tiny_target
+from helpers import adapter_for, saved_adapter, tiny_target
 from stand_ins import BRIEF, ONE, SHORT, typed
 
-from kangaroo.heads import adapter_files, medusa_heads, official
+from kangaroo.heads import official
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.eagle_head import EagleHead
-from kangaroo.heads.medusa_heads import MedusaHeads
-from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.target import TargetModel
+from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     """Where a user might stand: an adapter, heads, questions and conversations lie there."""
-    here = tmp_path_factory.mktemp("begun")
-    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
-    for name, parts in ("tiny", AdapterHeadConfig()), ("tiny-fused", AdapterHeadConfig(fused=True)):
-        adapter = adapter_for(lm, architecture=parts)
-        about = adapter_files.describe(lm, adapter, {"progress": {"assistant_tokens": 7}})
-        adapter_files.save(adapter, about, torch.tensor([3]), here / "adapters" / name)
-    heads = MedusaHeads(lm, medusa_heads.MedusaHeadsConfig(heads=2))
-    about = adapter_files.describe(
-        lm, heads.start_from(lm), {}, facts={"guesses": [[0.5, 0.2]] * 2}
-    )
-    adapter_files.save(heads, about, torch.tensor([3]), here / "adapters/tiny-medusa")
-    head = EagleHead(lm)
-    about = adapter_files.describe(lm, head, {})
-    adapter_files.save(head, about, torch.tensor([3]), here / "adapters/tiny-eagle")
+    here, lm = tmp_path_factory.mktemp("begun"), tiny_target()
+    training = {"progress": {"assistant_tokens": 7}}
+    for name, fused in ("tiny", False), ("tiny-fused", True):
+        adapter = adapter_for(lm, architecture=AdapterHeadConfig(fused=fused))
+        saved_adapter(lm, adapter, here / "adapters" / name, training=training)
+    heads = MedusaHeads(lm, MedusaHeadsConfig(heads=2)).start_from(lm)
+    facts = {"guesses": [[0.5, 0.2]] * 2}
+    saved_adapter(lm, heads, here / "adapters/tiny-medusa", facts=facts)
+    saved_adapter(lm, EagleHead(lm), here / "adapters/tiny-eagle")
     (here / "ShareGPT.json").write_text(json.dumps(talks()))
     (here / "questions.jsonl").write_text("\n".join(map(json.dumps, questions())) + "\n")
     return here

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -41,6 +43,7 @@ ORDER = [
 ]
 CORE = """utils.errors utils.ranges engine.tree engine.cache engine.sampling engine.verify
 models.attention""".split()
+STEP_ROOMS = "engine", "drafters"
 HYDRA_USERS = {"kangaroo.cli.command", "kangaroo.cli.schema"}
 
 
@@ -60,20 +63,22 @@ def rank(name: str) -> int:
     return ROWS.get(part(name), len(ORDER))
 
 
+def imported_by(*nodes: ast.AST) -> Iterator[str]:
+    """The full names of the modules that these statements import."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "imports are absolute"
+            for alias in node.names:  # `from kangaroo.engine import tree` imports that module
+                full = f"{node.module}.{alias.name}"
+                yield full if full in NAMES else node.module
+
+
 @cache
 def imports(name: str) -> set[str]:
-    """Every module that a module imports, inside functions too, by its full name."""
-    modules = set()
-    for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name}: imports are absolute"
-            assert node.module
-            for alias in node.names:  # `from kangaroo import tree` imports kangaroo.engine.tree
-                full = f"{node.module}.{alias.name}"
-                modules.add(full if full in NAMES else node.module)
-    return modules
+    """Every module that a module imports, inside functions too."""
+    return set(imported_by(*ast.walk(TREES[name])))
 
 
 def outside(name: str) -> set[str]:
@@ -127,10 +132,7 @@ def test_each_outside_library_has_its_place():
 def test_optional_libraries_are_imported_where_they_are_used(library):
     """At the top of a module they would be needed by everybody who imports it."""
     for name in users(library):
-        for node in TREES[name].body:
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert library not in {module.split(".")[0] for module in names}, name
+        assert library not in {x.split(".")[0] for x in imported_by(*TREES[name].body)}, name
 
 
 def test_a_file_can_be_read_in_one_go_and_prints_nothing():
@@ -138,3 +140,22 @@ def test_a_file_can_be_read_in_one_go_and_prints_nothing():
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, name
         calls = [node.func for node in ast.walk(TREES[name]) if isinstance(node, ast.Call)]
         assert "print" not in {call.id for call in calls if isinstance(call, ast.Name)}, name
+
+
+def test_a_step_of_kangaroo_reads_in_eight_files_and_1300_lines():
+    """Those that docs/architecture.md names."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    (named,) = re.findall(r"^All of a step of Kangaroo.*?\. Below", page, flags=re.S | re.M)
+    stems = re.findall(r"`(?:\w+/)?(\w+)\.py`", named)
+    files = [p for p in MODULES.values() if p.stem in stems and p.parent.name in STEP_ROOMS]
+    assert len(files) == len(stems) == 8
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 1300
+
+
+def test_a_prompts_way_from_generate_to_tokens_reads_downwards():
+    """No method of the engine calls one that stands above it."""
+    methods = [x for x in ast.walk(TREES["kangaroo.engine.engine"]) if type(x) is ast.FunctionDef]
+    places = {f"self.{method.name}": method.lineno for method in methods}
+    for method in methods:
+        names = {ast.unparse(x) for x in ast.walk(method) if isinstance(x, ast.Attribute)}
+        assert all(places[name] > method.lineno for name in names & places.keys()), method.name

@@ -14,15 +14,12 @@ from pathlib import Path
 import pytest
 from cases import BATCHES, CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of
 from commands import ROOT
-from helpers import adapter_for
+from helpers import adapter_for, saved_adapter, tiny_target
 from test_architecture import NAMES
 
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
-from kangaroo.heads import adapter_files
-from kangaroo.models.loading import TINY, Dtype, ModelConfig, load
-from kangaroo.models.target import TargetModel
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 PAGE = (ROOT / "docs/add-a-drafter.md").read_text()
@@ -64,19 +61,15 @@ def test_the_shown_files_are_all_that_the_shown_commands_need(tmp_path):
     (tmp_path / "kangaroo/drafters/bigram.py").write_text(CODE)
     (yaml,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.S)
     (tmp_path / "configs/drafter/bigram.yaml").write_text(yaml)
-    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
-    adapter = adapter_for(lm)
-    about = adapter_files.describe(lm, adapter, {})
-    adapter_files.save(adapter, about, None, tmp_path / "adapters/tiny")
+    lm = tiny_target()
+    saved_adapter(lm, adapter_for(lm), tmp_path / "adapters/tiny", None)
     lines = re.findall(r"^python (evaluate\.py .*bigram\S*)", PAGE, flags=re.M)
     assert len(lines) == 2
     for line in lines:
         options = "model=tiny question_every=33 max_new_tokens=4 warmup=1"
         command = [sys.executable, *line.split(), *options.split()]
-        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
+        where = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(tmp_path)}}
+        done = subprocess.run(command, **where, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -98,11 +91,12 @@ def test_files_tests_and_pages_that_a_page_names_exist(page):
 def test_every_public_name_has_a_docstring():
     """A method may do without one where a base class or a protocol has one of that name."""
     members = {m for name in NAMES for m in vars(importlib.import_module(name)).values() if of(m)}
-    classes = [member for member in members if inspect.isclass(member)]
     methods = [
-        (n, getattr(c, n)) for c in classes for n, v in vars(c).items() if inspect.isroutine(v)
+        (name, getattr(member, name))
+        for member in filter(inspect.isclass, members)
+        for name, value in vars(member).items()
+        if inspect.isroutine(value) and not name.startswith("_")
     ]
-    methods = [(name, method) for name, method in methods if not name.startswith("_")]
     documented = {name for name, method in methods if inspect.getdoc(method)}
     missing = {f"{m.__module__}.{m.__name__}" for m in members if not inspect.getdoc(m)}
     assert missing | ({name for name, _ in methods} - documented) == set()

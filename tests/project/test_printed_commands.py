@@ -6,10 +6,9 @@ import ast
 import shlex
 
 import pytest
-from hydra import compose, initialize_config_dir
+from composing import of_command
 from test_architecture import TREES
 
-from kangaroo import cli
 from kangaroo.utils import folders
 
 # For options that a message takes from elsewhere, where not any word is one.
@@ -22,11 +21,6 @@ CALLS = [
 ]
 
 
-def composed(command: str, options: list[str]):
-    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
-        return compose(command.replace(" ", "_"), options)
-
-
 @pytest.mark.parametrize("call", CALLS)
 def test_the_options_of_a_printed_command_exist(call):
     command, *words = (node.value for node in call.args if isinstance(node, ast.Constant))
@@ -36,7 +30,7 @@ def test_the_options_of_a_printed_command_exist(call):
             constant = option.value.value if isinstance(option.value, ast.Constant) else None
             value = STAND_INS.get(option.arg, "x") if constant is None else constant
             words.append(f"{option.arg.replace('__', '.')}={value}")
-    assert composed(command, words)
+    assert of_command(command, words)
 
 
 def test_where_the_package_is_installed_the_program_is_named(tmp_path, monkeypatch):
@@ -54,4 +48,4 @@ def test_where_the_package_is_installed_the_program_is_named(tmp_path, monkeypat
 )
 def test_a_folder_of_any_name_arrives_as_it_is(value):
     word = shlex.split(folders.command_line("evaluate", drafter__adapter=value))[-1]
-    assert composed("evaluate", [word]).drafter.adapter == value
+    assert of_command("evaluate", [word]).drafter.adapter == value

@@ -21,15 +21,11 @@ def read(path: str) -> Any:
     return yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
 
 
-def number(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")]
-
-
 def test_the_workflow_runs_the_supported_python_versions():
     tested = read(".github/workflows/check.yml")["jobs"]["check"]["strategy"]["matrix"]["python"]
     name = "Programming Language :: Python :: 3."
     named = ["3." + c.removeprefix(name) for c in PROJECT["classifiers"] if c.startswith(name)]
-    assert tested == sorted(named, key=number)
+    assert tested == sorted(named, key=lambda version: int(version.removeprefix("3.")))
     assert PROJECT["requires-python"] == f">={tested[0]}"
 
 

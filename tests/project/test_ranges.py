@@ -7,12 +7,12 @@ from dataclasses import fields, is_dataclass
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
+from composing import of_command
 from helpers import random_prompts, tiny, vanilla_texts
-from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from kangaroo import __main__, cli
+from kangaroo import __main__
 from kangaroo.cli.command import check_ranges, varied
 from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
@@ -24,7 +24,6 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import OrAuto
 
-COMMANDS = [name.replace(" ", "_") for name in __main__.COMMANDS]  # of configs, or sections
 DRAFTERS = """hybrid kangaroo_tree eagle medusa lookahead draft_model draft_verify vanilla layerskip
 swift clasp""".split()
 BESIDES = {  # what a command has if it is asked for
@@ -43,10 +42,8 @@ WRONG = [
 
 
 def composed(command, options):
-    if command not in ("chat", "serve"):
-        options = [*options, "output=out"]
-    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
-        return compose(command, options)
+    output = [] if command in ("chat", "serve") else ["output=out"]
+    return of_command(command, [*options, *output])
 
 
 def parts(config):
@@ -77,7 +74,7 @@ def registered(repo):
 
 def test_every_number_of_every_config_has_a_range():
     kinds = {x for x in registered(ConfigStore.instance().repo) if "kangaroo." in x.__module__}
-    kinds |= {x for name in COMMANDS for x in parts(composed(name, BESIDES.get(name, [])))}
+    kinds |= {x for name in __main__.COMMANDS for x in parts(composed(name, BESIDES.get(name, [])))}
     for kind in kinds:
         hints = get_type_hints(kind, include_extras=True)
         for field in fields(kind):
