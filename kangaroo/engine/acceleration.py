@@ -85,8 +85,8 @@ class Acceleration:
     def pin_inputs(
         self, caches: Caches, key: Key, x_BND: Tensor, meta: ForwardMeta, *more: Tensor
     ) -> tuple[ForwardMeta, Tensors]:
-        """The block and more of what steps on `x` will read; where steps are recorded, in the same
-        place call after call, so that no step copies it."""
+        """The block and more that steps on `x` will read; where they are recorded, it lies in the
+        same place call after call, so that none copies it."""
         if (graphs := self._recording(x_BND, meta)) is None:
             return meta, more
         layout = meta.tensors()

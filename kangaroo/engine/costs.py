@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -108,9 +108,8 @@ def measure(lm: TargetModel) -> VerifyCosts:
         chosen = lm.choose(x_1ND)
         return (lm.logits(x_1ND).argmax(-1) if chosen is None else chosen[0],)
 
-    best = fastest(lm, widths, (cache,), verify)
-    seconds = [best[width] for width in widths]
-    return VerifyCosts(widths, [max(seconds[: i + 1]) for i in range(len(seconds))])
+    seconds = fastest(lm, widths, (cache,), verify).values()
+    return VerifyCosts(widths, list(accumulate(seconds, max)))
 
 
 @torch.inference_mode()

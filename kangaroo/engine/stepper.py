@@ -48,9 +48,8 @@ class TensorStepper:
         drafter.observe(batch, draft, verdict, taps)
         rows = written.to_host()  # the step's one device-to-host copy, but for what is kept
         kept: topk_logits.Rows = [None] * batch.size
-        if logits_BNV is not None and self.keep:
+        if logits_BNV is not None:
             kept = topk_logits.likeliest(logits_BNV, verdict.path_BP, self.keep)
-        if logits_BNV is not None and batch.likeliest:
             self._add_likeliest(draft, logits_BNV)
         for row, (tokens, accepted, drafted) in enumerate(rows):
             batch.append(row, tokens)
@@ -98,23 +97,19 @@ class TensorStepper:
             return *verdict, *emitted(nodes, verdict, rows), *kept, *(states[tap] for tap in taps)
 
         shape = draft.entry, draft.tree.is_chain, draft.tree.max_depth, sampling.kind
-        args = (
-            (batch.cache,),
-            ("verify", *taps, keeps, *shape),
-            work,
-            *drafted,
-            *placed,
-            *batch.rows,
-        )
-        results = iter(lm.acceleration.replay(*args, tokens=draft.tokens_BN.numel()))
+        key, inputs = ("verify", *taps, keeps, *shape), (*drafted, *placed, *batch.rows)
+        count, replay = draft.tokens_BN.numel(), lm.acceleration.replay
+        results = iter(replay((batch.cache,), key, work, *inputs, tokens=count))
         verdict = Verdict(*islice(results, len(Verdict._fields)))
         written = Emitted(*islice(results, len(Emitted._fields)))
         logits_BNV = next(results) if keeps else None
         return verdict, written, logits_BNV, dict(zip(taps, results, strict=True))
 
     def _add_likeliest(self, draft: Draft, logits_BNV: Tensor) -> None:
-        """Tell the drafter the likeliest tokens after each node: one sync."""
+        """Tell a drafter that wants them of the likeliest tokens after each node: one sync."""
         batch = self.batch
+        if not batch.likeliest:
+            return
         likeliest_BNK = logits_BNV.topk(batch.likeliest).indices
         nodes_BN2 = torch.stack([draft.valid_BN.long(), draft.tokens_BN], -1)
         for row, nodes in enumerate(torch.cat([nodes_BN2, likeliest_BNK], -1).tolist()):

@@ -35,7 +35,6 @@ class Pieces:
         return self._after()
 
     def _after(self) -> str:
-        """The text of what is pending, where it follows what was before."""
         before = plain_text(self.tokenizer, self.before)
         return plain_text(self.tokenizer, self.before + self.pending)[len(before) :]
 
@@ -77,6 +76,5 @@ class UntilStop:
         return self.held
 
     def _begun(self, stop: str) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
-        longest = min(len(stop) - 1, len(self.held))
-        return next((n for n in range(longest, 0, -1) if self.held.endswith(stop[:n])), 0)
+        """How many characters at the end may begin a stop string."""
+        return max(n for n in range(len(stop)) if self.held.endswith(stop[:n]))

@@ -1,7 +1,5 @@
-"""What is kept of the target's distributions while it writes: its likeliest tokens.
-
-A record belongs to a token that was written, and describes the distribution that it was chosen
-from, over the whole vocabulary, at temperature 1 and without noise.
+"""What is kept of the target's distributions while it writes: of each token the likeliest ones of
+the distribution that it was chosen from, at temperature 1 and without noise.
 
 Shapes: B rows, N nodes, P nodes of a path, M tokens, K likeliest tokens of each, V vocabulary.
 """
@@ -24,7 +22,7 @@ Rows = Sequence[np.ndarray | None]  # None for each where nothing is kept
 
 def layout(vocab_size: int, count: int) -> np.dtype:
     """A record: `tokens`, the likeliest first, and their `chances` in half precision: exact to
-    1/2048 of a chance, and 0 below 3e-8."""
+    1/2048, and 0 below 3e-8."""
     token = np.uint16 if vocab_size <= 1 << 16 else np.int32
     return np.dtype([("tokens", token, (count,)), ("chances", np.float16, (count,))])
 
@@ -57,7 +55,7 @@ def first(teacher_M: np.ndarray, count: int) -> np.ndarray:
 
 
 def known(teacher_M: np.ndarray) -> np.ndarray:
-    """`[M]`: which records hold something: a likeliest token's chance cannot be 0."""
+    """`[M]`: which records hold something: the likeliest token's chance cannot be 0."""
     return teacher_M["chances"][:, 0] > 0
 
 

@@ -22,16 +22,14 @@ log = logging.getLogger(__name__)
 
 
 def warm_up(engine: Engine, rows: int, longest: int) -> None:
-    """Decode a few steps of random texts as batches of so many rows will, and stop: one text and
-    all, short ones and for each extent up to `longest` a longer one, greedy and sampled. What none
-    of these needs is recorded when it first comes. The cache is kept for the batch that follows.
-    """
+    """Decode a few steps of random texts as batches of so many rows will: one text and all, short
+    ones and for each extent up to `longest` a longer one, greedy and sampled. What none of these
+    needs is recorded when it first comes. The cache is kept for the batch that follows."""
     graphs = engine.lm.acceleration.graphs
     if graphs is None or longest < 2:
         return
     began, most = time.perf_counter(), min(longest, LONGEST) - 1
     generator = torch.Generator().manual_seed(0)
-
     sizes, vocabulary = [most, *[min(most, SHORT)] * (rows - 1)], engine.lm.config.vocab_size
     texts = [torch.randint(vocabulary, (size,), generator=generator).tolist() for size in sizes]
     extents = [LEAST_RECORDED << i for i in range(most.bit_length())]

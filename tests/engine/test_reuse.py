@@ -23,8 +23,7 @@ CHUNK = 16
 
 @dataclass
 class Turn:
-    """A prompt, how many tokens follow, all of it as vanilla writes it, and how many of the
-    prompt's tokens the row knows by then."""
+    """A prompt, how many tokens follow, all of it, and how many of the prompt's the row has."""
 
     prompt: list[int]
     new_tokens: int
@@ -80,6 +79,10 @@ def drafts(done: list[list[Generation]]) -> list:
     return [[[(s.drafted, s.accepted) for s in g.steps] for g in row] for row in done]
 
 
+def reuses(engine: Engine) -> bool:
+    return engine.prefix_cache and engine.stepper.supports_prefix_reuse
+
+
 def check(drafter: str, family: str, sampling: str) -> None:
     lm, asked = lm_of(family), talks(family, sampling)
     case = Case(lm, adapter_for(lm), [turn.text for row in asked for turn in row])
@@ -90,9 +93,7 @@ def check(drafter: str, family: str, sampling: str) -> None:
         for row, turns in zip(done, asked, strict=True):
             for said, turn in zip(row, turns, strict=True):
                 assert turn.prompt + said.tokens == turn.text
-                assert said.reused == (
-                    turn.known if prefix_cache and engine.stepper.supports_prefix_reuse else 0
-                )
+                assert said.reused == turn.known * reuses(engine)
         found[prefix_cache] = drafts(done)
     assert found[True] == found[False]
 
@@ -149,11 +150,8 @@ def check_shared(drafter: str, family: str, sampling: str) -> None:
             (text,) = vanilla_texts(lm, [prompt], len(said.tokens), how)
             assert prompt + said.tokens == text
         known = [18 + 1 - 2, 0, 36, 36, min(len(done[-1][0]) - 9, furthest - 2)]
-        reused = [said.reused for _, said in done]
-        assert reused == (
-            known if prefix_cache and engine.stepper.supports_prefix_reuse else [0] * 5
-        )
-        found[prefix_cache] = [[(s.drafted, s.accepted) for s in said.steps] for _, said in done]
+        assert [said.reused for _, said in done] == [n * reuses(engine) for n in known]
+        found[prefix_cache] = drafts([[said for _, said in done]])
     assert found[True] == found[False]
 
 
