@@ -19,7 +19,7 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import NoiseStream, Rule, Sampling, perturb, warp
 from kangaroo.engine.tree import Draft, Tree, accept
-from kangaroo.engine.verify import of_round, rejection, write
+from kangaroo.engine.verify import of_round, write
 
 CPU = torch.device("cpu")
 
@@ -227,17 +227,6 @@ def test_a_draft_from_the_targets_own_distribution_is_always_accepted(sampling):
     model.q_VV = model.p_VV(sampling)
     _, count_B = model.round(torch.ones(ROWS, 1, dtype=torch.long), 0, 2, sampling, all_valid(2))
     assert (count_B == 2).all()
-
-
-def test_a_token_that_the_target_excludes_is_never_accepted():
-    logits_BNV = torch.tensor([[[0.0, 1.0, -torch.inf]]]).expand(ROWS, 2, 3)
-    tokens_BN = torch.tensor([[0, 2]]).expand(ROWS, 2)
-    probs_BNV = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]]).expand(ROWS, 2, 3)
-    draft = Draft(tokens_BN, Tree.chain(2, CPU), all_valid(1), probs_BNV=probs_BNV)
-    positions_BN = torch.zeros(ROWS, 2, dtype=torch.long)
-    choice_BN = rejection(draft, logits_BNV, positions_BN, SAMPLED, torch.arange(ROWS))
-    assert set(choice_BN[:, 0].tolist()) == {0, 1}
-    assert_distributed(choice_BN[:, 0], warp(logits_BNV[0], SAMPLED)[0].softmax(-1))
 
 
 @pytest.mark.parametrize("rule", Rule)
