@@ -58,7 +58,7 @@ def native_drafting(drafter: Drafter) -> NativeDrafting | None:
             return None
         case Kangaroo() | KangarooTree() | Block():
             return ChainDrafting(drafter)
-        case DraftModel() if drafter.lm.native_layers is not None:
+        case DraftModel() if drafter.lm.acceleration.library:
             return DraftModelDrafting(drafter)
         case Cascade() if isinstance(drafter.first, FromText | TreesFromText):
             first, second = native_drafting(drafter.first), native_drafting(drafter.second)
@@ -212,7 +212,7 @@ class DraftModelDrafting(NativeDrafting):
     def _buffers(self) -> DraftBuffers:
         """Of this model, whose states are the output of its last layer."""
         drafter, lm = self.drafter, self.drafter.lm
-        stack, head, norm = lm.native_layers, lm.native_head, lm.hf.model.norm
+        stack, head, norm = lm.fast_layers, lm.fast_head, lm.hf.model.norm
         assert stack is not None and head is not None
         final = head.native(norm.weight)
         final.outputs = drafter.vocab_size + min(drafter.padding, 0)

@@ -26,7 +26,7 @@ from kangaroo.models.target import TargetModel
 def runs_natively(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> bool:
     """Whether a batch is decoded here. Acceptance by rejection is left to the tensors."""
     by_match = sampling.greedy or sampling.rule is Rule.match
-    return by_match and lm.native_layers is not None and native_drafting(drafter) is not None
+    return by_match and bool(lm.acceleration.library) and native_drafting(drafter) is not None
 
 
 class CpuStepper:

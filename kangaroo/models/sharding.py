@@ -28,8 +28,8 @@ def shard(lm: TargetModel, device: torch.device) -> None:
             "one of them out: what is quantized takes a half or a quarter of the memory."
         )
     _ = lm.fingerprint  # while layers are whole
-    lm.acceleration = Acceleration()  # what decodes holds on to whole layers
-    lm.native_layers = lm.native_head = lm.cuda_layers = lm.cuda_head = None
+    lm.decode_by(Acceleration())  # what decodes faster holds on to whole layers
+    lm.rope_tables.clear()
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for layer in lm.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)

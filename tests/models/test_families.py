@@ -94,7 +94,7 @@ def test_capped_scores_are_the_formula_with_every_mask(group):
 @pytest.mark.parametrize("name", OTHERS)
 def test_native_code_kernels_and_graphs_take_what_they_know(name):
     lm = family(name)
-    assert not is_plain(lm.hf) and lm.compile_for_decoding().native_layers is None
+    assert not is_plain(lm.hf) and lm.compile_for_decoding().fast_layers is None
     assert can_record(lm.hf) == (name not in ("mixtral", "qwen3-moe"))
 
 

@@ -128,7 +128,7 @@ def test_what_reads_plain_weights_leaves_a_quantized_model_alone(name):
     lm, plain = TARGETS[name](), tiny("qwen2")
     assert len(packed_linears(lm.layers)) == 7 * lm.n_layers and not packed_linears(plain.hf)
     assert not is_plain(lm.hf) and is_plain(plain.hf)
-    assert lm.compile_for_decoding().native_layers is None
+    assert lm.compile_for_decoding().fast_layers is None
     assert lm.fingerprint == TARGETS[name]().fingerprint != plain.fingerprint
     assert can_record(lm.hf) == (name != "packed")
     assert 0.2 < weights(*lm.layers) / weights(*plain.layers) < 0.5  # int8, float32 scales, norms
