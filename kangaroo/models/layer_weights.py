@@ -53,14 +53,14 @@ def norms_before(layer: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 def packed_linears(module: nn.Module) -> dict[str, nn.Module]:
     """The linear layers in a module whose weights lie otherwise than they are multiplied with, as
     quantized ones do, by name."""
+
+    def holds_weight(linear: nn.Module) -> bool:
+        weight = getattr(linear, "weight", None)
+        in_place = type(linear) is nn.Linear and "forward" not in vars(linear)
+        return in_place and type(weight) is nn.Parameter and weight.dtype in FORMATS
+
     linears = {name: part for name, part in module.named_modules() if hasattr(part, "in_features")}
-    return {name: part for name, part in linears.items() if not _holds_weight(part)}
-
-
-def _holds_weight(linear: nn.Module) -> bool:
-    weight = getattr(linear, "weight", None)
-    in_place = type(linear) is nn.Linear and "forward" not in vars(linear)
-    return in_place and type(weight) is nn.Parameter and weight.dtype in FORMATS
+    return {name: part for name, part in linears.items() if not holds_weight(part)}
 
 
 @torch.no_grad()
@@ -83,13 +83,12 @@ def copy_weights(part: nn.Module, theirs: nn.Module, dtype: torch.dtype) -> None
 
 def attention_weights(attention: nn.Module) -> dict[str, Tensor | None]:
     """Biases (Qwen2) and norms of queries and keys (Qwen3) where the architecture has them."""
-    projections = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
+    weights = {}
+    for name in "qkvo":
+        linear = getattr(attention, f"{name}_proj")
+        weights |= {name: linear.weight, f"{name}_bias": linear.bias}
     norms = {name: getattr(attention, name, None) for name in ("q_norm", "k_norm")}
-    return (
-        {name: linear.weight for name, linear in projections.items()}
-        | {f"{name}_bias": linear.bias for name, linear in projections.items()}
-        | {name: None if norm is None else norm.weight for name, norm in norms.items()}
-    )
+    return weights | {name: norm and norm.weight for name, norm in norms.items()}
 
 
 def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Tensor | None]:

@@ -35,7 +35,7 @@ from kangaroo.models.random_models import (
     TINY,
     byte_tokenizer,
     random_model,
-    random_of_shape,
+    random_target,
     shape_of,
 )
 from kangaroo.models.supported import eos_ids
@@ -96,14 +96,13 @@ class ModelConfig:
 
 def known_models() -> list[dict[str, Any]]:
     """What `MODELS` says of each, without how it is trained."""
-    sections = yaml.safe_load(MODELS.read_text("utf-8")) if MODELS.is_file() else {}
+    sections = yaml.safe_load(MODELS.read_text("utf-8"))
     for section in sections.values():
         del section["train"]
     return [{"name": name, **sections[name]} for name in sorted(sections)]
 
 
 def _known(model: str) -> dict[str, Any] | None:
-    """What `MODELS` says of this name or path; None where it has none."""
     return next((x for x in known_models() if model in (x["name"], x["path"])), None)
 
 
@@ -118,19 +117,15 @@ def _is_path(model: str) -> bool:
 
 
 def model_config(model: str) -> ModelConfig:
-    """What a name of `MODELS`, a hub id or a local folder stands for.
-
-    A hub id that stands there too gets that section's number format and chat template.
-
-    Errors: `ConfigError` for what is none of these.
-    """
+    """What a name of `MODELS`, a hub id or a local folder stands for; a hub id that stands there
+    too gets that section's settings. Errors: `ConfigError` for what is none of these."""
     if settings := _known(model):
         if "dtype" in settings:
             settings["dtype"] = Dtype(settings["dtype"])
         return ModelConfig(**settings)
     if _is_path(model):
         return ModelConfig(_name_of(model), path=model)
-    names = ", ".join(settings["name"] for settings in known_models()) or EMBEDDED
+    names = ", ".join(settings["name"] for settings in known_models())
     raise ConfigError(
         f"there is no model '{model}'. Pass a hub id, a local folder, or one of: {names}."
     )
@@ -161,20 +156,14 @@ def load(
         cuda = torch.cuda.is_available()
         device = f"cuda:{torch.cuda.current_device()}" if cuda else "cpu"
 
-    options: dict[str, Any]
-    options = {"dtype": config.dtype.torch, "attn_implementation": attn_implementation}
+    options: Any = {"dtype": config.dtype.torch, "attn_implementation": attn_implementation}
     model: Any
     tokenizer: PreTrainedTokenizerBase
-    if config.path == TINY:
-        model, tokenizer = random_model(deep_scale=0.15, **options), byte_tokenizer()
-        model = model.to(device)
-    elif config.path.startswith(RANDOM):
-        path = config.path.removeprefix(RANDOM)
-        model, tokenizer = random_of_shape(path, device, **options), byte_tokenizer()
+    if config.path.startswith(RANDOM):
+        model, tokenizer = random_target(config.path, device, **options), byte_tokenizer()
     else:
-        place = config.device_map or ("cpu" if config.quantization else device)
-        source = _source(config.path)
-        model, tokenizer = read_checkpoint(source, config.revision, device_map=place, **options)
+        options["device_map"] = config.device_map or ("cpu" if config.quantization else device)
+        model, tokenizer = read_checkpoint(_source(config.path), config.revision, **options)
     if template is not None:
         tokenizer.chat_template = template
     if config.eos_token is not None:
@@ -185,17 +174,16 @@ def load(
             )
         model.generation_config.eos_token_id = [*eos_ids(model), further]
     model.config.name_or_path = config.path  # messages show this, not a folder of the cache
-    if config.device_map is not None:
+    if config.device_map:
         check_placed(model)
-    if config.quantization is not None:
+    if config.quantization:
         quantize(model, config.quantization, None if config.device_map else device)
     return model.eval().requires_grad_(False), tokenizer
 
 
 def load_target(config: ModelConfig) -> tuple[TargetModel, PreTrainedTokenizerBase]:
     """The target as the engine drives it, and its tokenizer; with a warning where the token that
-    ends a turn in the chat template does not end a text. Errors: those of `load`.
-    """
+    ends a turn in the chat template does not end a text. Errors: those of `load`."""
     hf, tokenizer = load(config)
     lm = TargetModel(hf)
     end = None if config.path.startswith(RANDOM) else turn_end(tokenizer)
@@ -212,11 +200,9 @@ def load_target(config: ModelConfig) -> tuple[TargetModel, PreTrainedTokenizerBa
 
 
 def meta_model(config: ModelConfig) -> TargetModel:
-    """The target's modules on the meta device: every shape, no weight, which is enough to estimate
-    what it needs. A model of `SHAPES` needs no download, another one only its config.
-
-    Errors: `ModelNotFound`; `UnsupportedModel` for an architecture that is no target.
-    """
+    """The target's modules on the meta device, to estimate what it needs: every shape, no weight.
+    A model of `SHAPES` needs no download, another one only its config. Errors: `ModelNotFound`,
+    `UnsupportedModel`."""
     shape = _shape(config)
     try:
         with torch.device("meta"):
@@ -249,13 +235,9 @@ def _shape(config: ModelConfig) -> PretrainedConfig:
 
 def own_tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerBase | None:
     """The tokenizer that belongs to a `model.path`; None for random weights of a known shape.
-
-    Errors: `ModelNotFound`, `CorruptFile`.
-    """
-    if path == TINY:
-        return byte_tokenizer()
+    Errors: `ModelNotFound`, `CorruptFile`."""
     if path.startswith(RANDOM):
-        return None
+        return byte_tokenizer() if path == TINY else None
     return read_tokenizer(_source(path), revision)
 
 

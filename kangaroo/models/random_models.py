@@ -55,16 +55,14 @@ def random_model(
     deep_scale: float = 1.0,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """A small model with random weights, in eval mode; the same arguments give the same model.
-
-    Its vocabulary is that of `byte_tokenizer`. Its weights are larger than random ones usually are,
-    so that what it writes depends on what it reads.
+    """A small model with random weights, in eval mode, over the tokens of `byte_tokenizer`; the
+    same arguments give the same model. Its weights are larger than random ones usually are, so that
+    what it writes depends on what it reads.
 
     Args:
-        architecture: transformers' `model_type`.
+        architecture: transformers' `model_type`; `overrides` are fields of its config.
         deep_scale: factor on what the last two thirds of the layers add to the residual stream.
             If it is small, a shallow drafter is often right, as in a trained model.
-        overrides: fields of the architecture's config.
     """
     fields: dict[str, Any] = {
         "vocab_size": 259,
@@ -82,10 +80,11 @@ def random_model(
         "pad_token_id": 258,
     }
     config = AutoConfig.for_model(architecture, **fields | overrides)
-    options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": torch.float32}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, **options)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attn_implementation, dtype=torch.float32
+        )
     for layer in model.model.layers[config.num_hidden_layers // 3 :]:
         last = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
         for name, weight in layer.named_parameters():
@@ -100,12 +99,15 @@ def random_model(
     return model.eval()
 
 
-def random_of_shape(path: str, device: str, **options: Any) -> PreTrainedModel:
-    """A model of a known shape with random weights, made on its device. Errors: `ConfigError`."""
-    shape = shape_of(path)
+def random_target(path: str, device: str, **options: Any) -> PreTrainedModel:
+    """The model of a path that begins with `RANDOM`, on its device; of a known shape it is made
+    there. Errors: `ConfigError`."""
+    if path == TINY:
+        return random_model(deep_scale=0.15, **options).to(device)  # type: ignore[arg-type]
+    shape = shape_of(path.removeprefix(RANDOM))
     if shape is None:
         raise ConfigError(
-            f"model.path={RANDOM}{path}: that shape is not known; known are {', '.join(SHAPES)}."
+            f"model.path={path}: that shape is not known; known are {', '.join(SHAPES)}."
         )
     with torch.device(device), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
