@@ -107,7 +107,8 @@ class ConversationsConfig(WrittenConfig):
         """The turns that are used of each conversation; those that are dropped or cut are counted.
         Errors: `DataError` where nothing is left."""
         usable, last = [], "user" if self.regenerate else "assistant"
-        unused = ("assistant",) * self.regenerate + ("system",) * (not self.keep_system)
+        unused = {"assistant"} if self.regenerate else set()
+        unused |= set() if self.keep_system else {"system"}
         for messages in conversations:
             turns, reason = regular(messages)
             turns = [turn for turn in turns if turn["role"] not in unused]
@@ -157,11 +158,11 @@ class ConversationsConfig(WrittenConfig):
         samples = []
         for messages in tqdm(conversations, unit="conversation", desc="tokenising"):
             ids, mask = masked_ids(tokenizer, messages)
-            whole = Sample(messages=messages, input_ids=ids, loss_mask=mask)
             ends = [stop for _, stop in answers(mask)]
             fitting = sum(stop <= self.max_length for stop in ends)
             if fitting:
                 dropped[cut_by("too long")] += fitting < len(ends)
+                whole = Sample(messages=messages, input_ids=ids, loss_mask=mask)
                 samples.append(cut(whole, fitting))
             else:
                 dropped["too long" if ends else "no answer"] += 1
