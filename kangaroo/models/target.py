@@ -1,10 +1,8 @@
-"""The target: drives a transformers Llama-like model by ranges of its layers.
-
-The only code that touches transformers' layers. Nothing is copied or patched: layers, norm, head
-and rotary embedding are the model's own modules.
+"""The target: drives a transformers Llama-like model by ranges of its layers. Nothing is copied or
+patched: layers, norm, head and rotary embedding are the model's own modules.
 
 Shapes: B rows, N nodes or tokens of a block, E occupied slots, D hidden size, V vocabulary,
-R rows of a block.
+R rows of a block, T tokens of a row, S slots, C head size.
 """
 
 from __future__ import annotations
@@ -40,10 +38,8 @@ AttentionInterface.register(ATTENTION, attention)
 
 
 class TargetModel(nn.Module):
-    """A frozen causal language model, cut at any layer.
-
-    Errors: `UnsupportedModel` where the architecture does not follow the Llama interface.
-    """
+    """A frozen causal language model, cut at any layer. Errors: `UnsupportedModel` for one whose
+    layers, positions or head this engine cannot drive."""
 
     def __init__(self, hf: PreTrainedModel):
         super().__init__()
@@ -66,13 +62,9 @@ class TargetModel(nn.Module):
         self.rope_tables: dict[tuple[int, bool], Pair] = {}
 
     def compile_for_decoding(self, huge_pages: bool = True) -> TargetModel:
-        """Decode in native code on a CPU, where the model is of its kind and there is a compiler;
-        in Triton's kernels and CUDA graphs on one GPU. Training stays as it is, and so do prompts
-        on a CPU where PyTorch reads them faster.
-
-        Args:
-            huge_pages: native code first moves the weights, to where it reads them fastest.
-        """
+        """Decode in native code on a CPU, where the model is of its kind and there is a compiler,
+        with `huge_pages` from where weights are read fastest; in Triton's kernels and CUDA graphs
+        on one GPU. Training stays as it is, and so do prompts that PyTorch reads faster."""
         library = graphs = kernels = None
         sizes, dtype = self.sizes(), self.dtype
         plain = is_plain(self.hf) and self.config.hidden_act == "silu"
@@ -196,20 +188,16 @@ class TargetModel(nn.Module):
         Args:
             positions_BE: of what lies in the slots; None where all drafted tokens are the block's.
         """
-        rows, extent = slice(0, len(slots_BN)), hidden_BNE.shape[-1]
-        here, rope = (slots_BN, positions_BN), self._rope(n_slots, positions_BN)
-        meta = ForwardMeta(*here, self._bias(hidden_BNE), extent, rows, rope, recordable=True)
-        if self.window is None:
-            return meta
-        if positions_BE is None:
-            slots_BE = torch.arange(extent, device=slots_BN.device).repeat(len(slots_BN), 1)
-            positions_BE = slots_BE.scatter(1, slots_BN, positions_BN)
-        return self._with_window(meta, hidden_BNE, positions_BE, n_slots)
+        bias, rope = self._bias(hidden_BNE), self._rope(n_slots, positions_BN)
+        here, extent, rows = (slots_BN, positions_BN), hidden_BNE.shape[-1], slice(0, len(slots_BN))
+        meta = ForwardMeta(*here, bias, extent, rows, rope, recordable=True)
+        return self._with_window(meta, n_slots, hidden_BNE, positions_BE)
 
     def chunk(self, start: int, stop: int, row: int, n_slots: int) -> ForwardMeta:
         """Positions `start` to `stop` of one row: a chunk of a prefill."""
         positions_1T = torch.arange(start, stop, device=self.device)[None]
-        extent, bias = stop, None
+        bias: Any = None
+        extent = stop
         if start > 0 and (self.acceleration.kernels or has_flash(self.device, self.dtype)):
             bias = causal_lower_right(stop - start, stop)
         elif start > 0:
@@ -218,21 +206,26 @@ class TargetModel(nn.Module):
             bias = self._bias(slots_E > positions_1T[..., None])
         rows, rope = slice(row, row + 1), self._rope(n_slots, positions_1T)
         meta = ForwardMeta(positions_1T, positions_1T, bias, extent, rows, rope)
-        if self.window is None:
-            return meta
-        slots_1E = torch.arange(extent, device=self.device)[None]
-        return self._with_window(
-            meta, slots_1E[:, None] > positions_1T[..., None], slots_1E, n_slots
-        )
+        return self._with_window(meta, n_slots)
 
     def _with_window(
-        self, meta: ForwardMeta, hidden_RTE: Tensor, positions_RE: Tensor, n_slots: int
+        self,
+        meta: ForwardMeta,
+        n_slots: int,
+        hidden_RTE: Tensor | None = None,
+        positions_RE: Tensor | None = None,
     ) -> ForwardMeta:
-        """The block, with the mask and the rotation of layers that do not see past their window."""
-        assert self.window is not None
-        outside_RTE = positions_RE[:, None] <= meta.positions_RT[..., None] - self.window
+        """The block, with the mask and the rotation of layers that do not see past their window, if
+        there are such; without `hidden` a token sees what lies before it."""
+        if self.window is None:
+            return meta
+        if positions_RE is None:
+            slots_RE = torch.arange(meta.extent, device=self.device).repeat(len(meta.slots_RT), 1)
+            positions_RE = slots_RE.scatter(1, meta.slots_RT, meta.positions_RT)
+        back_RTE = meta.positions_RT[..., None] - positions_RE[:, None]
+        hidden_RTE = back_RTE < 0 if hidden_RTE is None else hidden_RTE
         rope = self._rope(n_slots, meta.positions_RT, windowed=True)
-        return replace(meta, windowed=(self._bias(hidden_RTE | outside_RTE), *rope))
+        return replace(meta, windowed=(self._bias(hidden_RTE | (back_RTE >= self.window)), *rope))
 
     def _bias(self, hidden_RTE: Tensor) -> Tensor:
         bias = torch.zeros(hidden_RTE.shape, dtype=self.dtype, device=hidden_RTE.device)
@@ -291,12 +284,10 @@ class TargetModel(nn.Module):
     def read(
         self, tokens_1T: Tensor, start: int, cache: KVCache, row: int, taps: Collection[int]
     ) -> tuple[Tensor, ForwardMeta, dict[int, Tensor]]:
-        """A chunk of a prompt, at the positions from `start` on of one row.
-
-        Returns the output of the last layer for its last token, `[1, 1, D]`, the chunk's block, and
-        the tapped states. For the other tokens native code and kernels make only keys and values in
-        the last layer, unless that is tapped: what comes out of it is read nowhere.
-        """
+        """A chunk of a prompt, at the positions from `start` on of one row: the output of the last
+        layer for its last token, `[1, 1, D]`, the chunk's block, and the tapped states. For the
+        other tokens native code and kernels make only keys and values in the last layer, unless it
+        is tapped: what comes out of it is read nowhere."""
         stop, last = start + tokens_1T.shape[1], self.n_layers - 1
         meta, x_1TD = self.chunk(start, stop, row, cache.n_slots), self.embed(tokens_1T)
         layers = self.fast_layers
@@ -350,8 +341,7 @@ class TargetModel(nn.Module):
         return self.read_out(self.norm(x_BND))
 
     def choose(self, x_BND: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The likeliest token after each and its chance, both `[B, N]`: what logits say, by kernels
-        that write none; None without kernels."""
+        """The likeliest token after each and its chance, both `[B, N]`, by kernels; else None."""
         if self.acceleration.kernels is None:
             return None
         return self.fast_head.choose(x_BND, self.hf.model.norm.weight)
