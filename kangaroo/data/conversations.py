@@ -104,8 +104,7 @@ class ConversationsConfig(WrittenConfig):
     def _usable(
         self, conversations: Sequence[list[Message]], dropped: Counter[str]
     ) -> list[list[Message]]:
-        """The turns that are used of each conversation; those that are dropped or cut are counted.
-        Errors: `DataError` where nothing is left."""
+        """The turns that are used of each conversation; what is dropped or cut is counted."""
         usable, last = [], "user" if self.regenerate else "assistant"
         unused = {"assistant"} if self.regenerate else set()
         unused |= set() if self.keep_system else {"system"}

@@ -27,9 +27,9 @@ class FilterConfig(Ranged):
         min_answer_tokens: a shorter answer is degenerate; its end-of-turn token counts.
         max_repetition: an answer is degenerate if a larger share of its 4-grams of tokens came
             before in the same text; a question likewise, by its words. 1 keeps all.
-        near_duplicate: a conversation is dropped if its first question is this similar to an
-            earlier one (estimated Jaccard similarity of their 5-character shingles). 1 drops only
-            questions that are equal except for case and punctuation.
+        near_duplicate: drop a conversation whose first question is this similar to an earlier one
+            (estimated Jaccard similarity of 5-character shingles); 1 only where all but case and
+            punctuation is equal.
     """
 
     min_answer_tokens: CountOrZero = 4

@@ -78,15 +78,14 @@ class WrittenConfig(Ranged):
         ranks: Ranks,
     ) -> list[Sample]:
         """Write the shards that are missing: process r of W the missing shards r, r + W, ... All
-        return when the last one is written.
+        return when the last one is written; the first with the samples of all shards.
 
         Args:
             writers: what writes the dialogues of each shard, by its name.
             longest: the most tokens of a conversation.
             leave_out: settings that change no shard.
 
-        Returns the samples of all shards, in the first process alone. Errors: `DataError` where the
-        folder was begun with other settings of shards.
+        Errors: `DataError` where the folder was begun with other settings of shards.
         """
         shards = store.Shards(Path(self.path + ".shards"), self.settings(lm, leave_out))
         there = ranks.broadcast({name for name in writers if shards.path(name).exists()})

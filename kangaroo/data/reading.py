@@ -57,8 +57,7 @@ def read(
     source: Source, limit: int | None, left_out: Counter[str] | None = None
 ) -> list[list[Message]]:
     """The conversations of a source, at most `limit`, unchanged; `left_out` counts the records that
-    cannot be read, by reason, and None refuses the first one. Errors: `DataError` says which record
-    cannot be read, or why the source cannot be."""
+    cannot be read, by reason, and None refuses the first one. Errors: `DataError` says which."""
     records = itertools.islice(named_records(source, left_out), limit)
     conversations = [messages for _, messages in records]
     if not conversations:
@@ -87,9 +86,8 @@ def named_records(
 
 
 def regular(messages: list[Message]) -> tuple[list[Message], str]:
-    """The longest beginning in which user and assistant take turns, after a system turn, without
-    turns of the assistant before the first user turn; and what is wrong with the turn that ends it,
-    if one does."""
+    """The longest beginning in which, after a system turn, user and assistant take turns, the user
+    first; and what is wrong with the turn that ends it, if one does."""
     usable = [m for m in messages[:1] if m["role"] == "system" and m["content"].strip()]
     turns = list(itertools.dropwhile(lambda m: m["role"] != "user", messages))
     if not turns:
@@ -235,9 +233,8 @@ class Split:
 
 def split(source: Source, held: int, seed: int, left_out: Counter[str] | None = None) -> Split:
     """Shuffle questions and hold some out of each task: a record's field `task` or `category`, or
-    `all`. One that has `SHARED` words in a row in common with one that is held out is in neither
-    list: many ask about the same passage. Errors: those of `read`; `DataError` for a task with no
-    more than `held` questions."""
+    `all`. One that shares a passage, `SHARED` words in a row, with one that is held out is in
+    neither list. Errors: `DataError`, as `read`, and for a task with at most `held` questions."""
     questions = []
     for record, messages in named_records(source, left_out):
         turns = [m["content"] for m in messages if m["role"] == "user" and m["content"].strip()]

@@ -20,10 +20,9 @@ from kangaroo.models.target import TargetModel
 
 @dataclass
 class Dialogue:
-    """A conversation as it grows.
+    """A conversation as it grows. What is written depends on its seed, the model and the sampling.
 
     Args:
-        seed: what is written depends on it, the model and the sampling alone.
         opening: how its first user turn begins.
         open: whether another turn may follow.
         input_ids, loss_mask: up to the last answer; empty before the first.
@@ -91,8 +90,8 @@ class DialogueWriter:
     def ask(
         self, dialogues: Iterable[Dialogue], max_tokens: int, temperature: float, keeps_cut: bool
     ) -> None:
-        """Let the target write the next user turn of every open dialogue. An empty one closes it,
-        and so does one that reaches `max_tokens`, unless `keeps_cut`."""
+        """Let the target write the next user turn of every open dialogue. An empty one closes it, and
+        so does one that reaches `max_tokens`, unless `keeps_cut`."""
         going, requests = [], []
         for dialogue in filter(lambda dialogue: dialogue.open, dialogues):
             header, end = user_header(self.tokenizer, dialogue.messages)
@@ -144,8 +143,7 @@ class DialogueWriter:
         self._decode(requests, temperature, self.keep, after, self.longest if proceed else None)
 
     def _prompt(self, dialogue: Dialogue, max_tokens: int) -> tuple[Request, list[int]] | None:
-        """What asks for the next answer, and which of its tokens are of earlier answers; None where
-        there is no open question, or no room."""
+        """What asks for the next answer, and its loss mask; None without a question, or room."""
         if not (dialogue.open and dialogue.messages[-1]["role"] == "user"):
             return None
         prompt, mask = masked_ids(self.tokenizer, dialogue.messages, add_generation_prompt=True)

@@ -45,8 +45,7 @@ def read_checkpoint(
     source: str, revision: str | None, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model of a folder or hub id, by `from_pretrained` with these options, and its tokenizer.
-    Errors, where possible before the weights are read: `ModelNotFound`, `CorruptFile`,
-    `UnsupportedModel`, `MissingPackage`."""
+    Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `MissingPackage`."""
     is_hub_id = re.fullmatch(r"[^/.][^/]*(/[^/]+)?", source)
     if not is_hub_id and not os.path.isdir(source):
         raise ModelNotFound(
@@ -159,8 +158,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _damage(source: str, revision: str | None) -> CorruptFile | None:
-    """Names the first file of a checkpoint that cannot be read, since no error does, behind a link
-    of the hub's cache; None where all can."""
+    """The first file of a checkpoint that cannot be read: transformers does not name it."""
     if not os.path.isdir(source):
         try:
             source = snapshot_download(source, revision=revision, local_files_only=True)

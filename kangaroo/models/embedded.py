@@ -39,9 +39,8 @@ CONVERTED = "smollm2-135m-r1"  # raise the number when the conversion changes
 
 
 def embedded_checkpoint() -> Path:
-    """The folder of the converted model, made at first use: by one process, while others wait. It
-    appears whole or not at all. Errors: `MissingPackage`, and those of `embedded_gguf`.
-    """
+    """The folder of the converted model, made at first use by one process, while others wait; whole
+    or not at all. Errors: `MissingPackage`, and those of `embedded_gguf`."""
     folder = cache_folder() / "models" / CONVERTED
     weights = folder / "model.safetensors"
     if weights.exists():
@@ -128,10 +127,8 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
 
 
 def gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer that the GGUF describes: transformers overlooks `tokenizer.ggml.pre = smollm`
-    (digits are split off first, so that the newlines before "1." are one token, as in the text the
-    model learnt from), and 5.17 also confuses the special tokens.
-    """
+    """The tokenizer that the GGUF describes: transformers overlooks `tokenizer.ggml.pre = smollm`,
+    by which digits are split off first, and 5.17 also confuses the special tokens."""
     from gguf import GGUFReader, TokenType  # of the extra `embedded`
 
     fields = {name: field.contents() for name, field in GGUFReader(gguf).fields.items()}
@@ -154,8 +151,8 @@ def gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
 def byte_level_tokenizer(
     bpe: BPE, splits: list[PreTokenizer], specials: list[str], **options: Any
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer whose alphabet is GPT-2's 256 byte characters; `splits` are applied in turn, the
-    last one maps bytes to their characters, and then comes `bpe`."""
+    """A tokenizer over GPT-2's 256 byte characters: `splits` in turn, of which the last maps bytes
+    to their characters, then `bpe`."""
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.ByteLevel()

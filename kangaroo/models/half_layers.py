@@ -19,8 +19,7 @@ from kangaroo.models.target import TargetModel
 
 class HalfLayers(TargetModel):
     """The same model with the same weights, of twice as many layers: of each its attention, then
-    its feed-forward part. It runs on the target's cache, as fast as the target.
-    """
+    its feed-forward part. It runs on the target's cache, as fast as the target."""
 
     def __init__(self, lm: TargetModel):
         super().__init__(lm.hf)

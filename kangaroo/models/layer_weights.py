@@ -41,8 +41,8 @@ def has_experts(hf: PreTrainedModel) -> bool:
 
 
 def norms_before(layer: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """The norms that a layer has before its attention and before its feed-forward part: OLMo 2 has
-    none there, and what Llama calls `post_attention_layernorm` is in Gemma another one."""
+    """The norms before a layer's attention and its feed-forward part. OLMo 2 has none there, and
+    Llama's `post_attention_layernorm` is another one in Gemma."""
     norms = dict(layer.named_children())
     if "input_layernorm" not in norms:
         return None, None
@@ -51,8 +51,7 @@ def norms_before(layer: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 
 
 def packed_linears(module: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers in a module whose weights lie otherwise than they are multiplied with, as
-    quantized ones do, by name."""
+    """By name, the linear layers whose weights do not lie as they are multiplied: quantized."""
 
     def holds_weight(linear: nn.Module) -> bool:
         weight = getattr(linear, "weight", None)
@@ -97,9 +96,8 @@ def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Tensor | None]:
 
 
 def is_plain(hf: PreTrainedModel) -> bool:
-    """Whether a model computes what its weights say: it is of a family that native code knows, has
-    no hooks, no windows, no layers without rotation (SmolLM3's), and no weights, such as LoRA's,
-    but those that native code reads, all of one number format."""
+    """Whether a model computes what its weights say: of a family that native code knows, without
+    hooks, windows, layers without rotation (SmolLM3's), further weights (LoRA's), in one dtype."""
     if hf.config.model_type not in PLAIN or window_of(hf.config)[0] or packed_linears(hf):
         return False
     if not all(getattr(layer.self_attn, "use_rope", True) for layer in hf.model.layers):

@@ -70,15 +70,14 @@ class ModelConfig:
         path: hub id, local folder, or one of the special paths above.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
         dtype: number format in memory, whatever the checkpoint's own.
-        device: `auto` (the first GPU, under torchrun this process's own; without a GPU the CPU),
-            `cpu`, or one GPU such as `cuda:1`.
+        device: `auto` (the first GPU, or under torchrun this process's; else the CPU), `cpu`, or
+            one GPU such as `cuda:1`.
         device_map: `auto` spreads the layers over all GPUs, whatever `device` says; `sequential`
             fills one GPU before the next; None uses one device.
         chat_template: name of a template in `models/templates`; None uses the tokenizer's own.
         quantization: keep the weights of the layers in int8 or int4 (torchao); None leaves a
             checkpoint as it is, which may be quantized already.
-        eos_token: a token that ends a text as well as those that the checkpoint names, such as
-            `<|im_end|>`; None is no further one.
+        eos_token: ends a text as well as those that the checkpoint names, such as `<|im_end|>`.
         compiled: decode in code made for this machine (`TargetModel.compile_for_decoding`).
     """
 
@@ -132,8 +131,7 @@ def model_config(model: str) -> ModelConfig:
 
 
 def options_of(model: str, name: str | None = None) -> dict[str, str]:
-    """How `folders.command_line` names a target: one of `known_models` by its name or path, else a
-    hub id or folder that is called `name`."""
+    """How `folders.command_line` names a target: a known model, else a path and `name`."""
     if settings := _known(model):
         return {"model": settings["name"]}
     path = model if _is_path(model) else "FOLDER"
@@ -143,11 +141,9 @@ def options_of(model: str, name: str | None = None) -> dict[str, str]:
 def load(
     config: ModelConfig, attn_implementation: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The frozen target, in eval mode, and its tokenizer.
-
-    Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `ModelTooLarge`, `MissingPackage`;
-    `ConfigError` for a template or an `eos_token` that is not there.
-    """
+    """The frozen target, in eval mode, and its tokenizer. Errors: `ModelNotFound`, `CorruptFile`,
+    `UnsupportedModel`, `ModelTooLarge`, `MissingPackage`; `ConfigError` for a template or an
+    `eos_token` that is not there."""
     if config.quantization is not None:
         check_torchao(config.quantization)
     template = None if config.chat_template is None else chat_template(config.chat_template)
@@ -200,10 +196,22 @@ def load_target(config: ModelConfig) -> tuple[TargetModel, PreTrainedTokenizerBa
 
 
 def meta_model(config: ModelConfig) -> TargetModel:
-    """The target's modules on the meta device, to estimate what it needs: every shape, no weight.
-    A model of `SHAPES` needs no download, another one only its config. Errors: `ModelNotFound`,
-    `UnsupportedModel`."""
-    shape = _shape(config)
+    """The target's modules on the meta device, to estimate what it needs; a model of `SHAPES` needs
+    no download, another one only its config. Errors: `ModelNotFound`, `UnsupportedModel`."""
+    path = config.path.removeprefix(RANDOM)
+    try:
+        if config.path == TINY:
+            shape: PretrainedConfig = random_model().config
+        elif known := shape_of(path):
+            shape = AutoConfig.for_model(**known)
+        else:
+            shape = AutoConfig.from_pretrained(config.path, revision=config.revision)
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(
+            f"the shape of '{config.path}' is not known: no folder has this name and the hub did "
+            f"not give its config: {str(error).splitlines()[0]} Go online, pass model.path= a "
+            f"local folder, or choose one of {', '.join(SHAPES)}."
+        ) from error
     try:
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(shape, dtype=config.dtype.torch)
@@ -216,21 +224,6 @@ def meta_model(config: ModelConfig) -> TargetModel:
     lm = TargetModel(hf)
     lm.weight_bits = bits_of(shape, config.quantization)
     return lm
-
-
-def _shape(config: ModelConfig) -> PretrainedConfig:
-    if config.path == TINY:
-        return random_model().config
-    if shape := shape_of(config.path.removeprefix(RANDOM)):
-        return AutoConfig.for_model(**shape)
-    try:
-        return AutoConfig.from_pretrained(config.path, revision=config.revision)
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(
-            f"the shape of '{config.path}' is not known: no folder has this name and the hub did "
-            f"not give its config: {str(error).splitlines()[0]} Go online, pass model.path= a "
-            f"local folder, or choose one of {', '.join(SHAPES)}."
-        ) from error
 
 
 def own_tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerBase | None:

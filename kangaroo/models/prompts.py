@@ -66,12 +66,9 @@ def content_text(content: Any) -> str:
 
 
 class Sample(TypedDict):
-    """A tokenised conversation.
-
-    `loss_mask[i]` is 1 where the assistant wrote `input_ids[i]`, its end-of-turn token included:
-    the distribution to learn is then the one at position i - 1. `teacher` has a record of that
-    distribution (`topk_logits.py`) for each such token, in order, where these were kept.
-    """
+    """A tokenised conversation. `loss_mask[i]` is 1 where the assistant wrote `input_ids[i]`, its
+    end-of-turn token included: the distribution to learn is the one at position i - 1. `teacher`
+    has a record of it (`topk_logits.py`) for each such token, in order, where these were kept."""
 
     messages: list[Message]
     input_ids: list[int]
@@ -148,11 +145,11 @@ def masked_ids(
 ) -> tuple[list[int], list[int]]:
     """Token ids and loss mask of a conversation that is already written.
 
-    The assistant's part is from where it would begin to write to the end-of-turn token. A token
-    that spans the beginning counts as the template's, since no model writes it after that prompt.
-    `{% generation %}` markers in a template decide. Before a last answer the ids are those of
-    `prompt_ids`, as in decoding, unless a token spans its beginning: some tokenizers split the end
-    of a prompt in another way if text follows.
+    The assistant's part is from where it would begin to write to the end-of-turn token, or as
+    `{% generation %}` markers in the template say; a token that spans the beginning is the
+    template's, since no model writes it after that prompt. Before a last answer the ids are those
+    of `prompt_ids`, unless a token spans its beginning: some tokenizers split the end of a prompt
+    in another way if text follows.
 
     Errors: `PromptError` where the template refuses the conversation, `ConfigError` where it does
     not show which part is the assistant's.

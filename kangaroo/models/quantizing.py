@@ -41,8 +41,7 @@ def quantize(
 ) -> None:
     """Quantize the weights of a model's layers in place, one layer after another, on `device`,
     where all else then goes too; None leaves each where it lies. Errors: `ConfigError` for a model
-    that is quantized already; `UnsupportedModel` for experts, whose weights torchao leaves alone.
-    """
+    that is quantized already; `UnsupportedModel` for experts, which torchao leaves alone."""
     from torchao import quantization as ao  # of the extra `quantized`
 
     if packed_linears(model):

@@ -55,9 +55,8 @@ def random_model(
     deep_scale: float = 1.0,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """A small model with random weights, in eval mode, over the tokens of `byte_tokenizer`; the
-    same arguments give the same model. Its weights are larger than random ones usually are, so that
-    what it writes depends on what it reads.
+    """A small model with random weights, in eval mode, over the tokens of `byte_tokenizer`; larger
+    weights than random ones usually are, so that what it writes depends on what it reads.
 
     Args:
         architecture: transformers' `model_type`; `overrides` are fields of its config.
@@ -100,8 +99,7 @@ def random_model(
 
 
 def random_target(path: str, device: str, **options: Any) -> PreTrainedModel:
-    """The model of a path that begins with `RANDOM`, on its device; of a known shape it is made
-    there. Errors: `ConfigError`."""
+    """The model of a path that begins with `RANDOM`, made on its device. Errors: `ConfigError`."""
     if path == TINY:
         return random_model(deep_scale=0.15, **options).to(device)  # type: ignore[arg-type]
     shape = shape_of(path.removeprefix(RANDOM))

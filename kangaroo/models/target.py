@@ -183,11 +183,8 @@ class TargetModel(nn.Module):
         n_slots: int,
         positions_BE: Tensor | None = None,
     ) -> ForwardMeta:
-        """A block of all rows; `hidden_BNE` is true for the slots that a token does not see.
-
-        Args:
-            positions_BE: of what lies in the slots; None where all drafted tokens are the block's.
-        """
+        """A block of all rows; `hidden_BNE` is true for the slots that a token does not see, and
+        `positions_BE` says what lies in them; None where all drafted tokens are the block's."""
         bias, rope = self._bias(hidden_BNE), self._rope(n_slots, positions_BN)
         here, extent, rows = (slots_BN, positions_BN), hidden_BNE.shape[-1], slice(0, len(slots_BN))
         meta = ForwardMeta(*here, bias, extent, rows, rope, recordable=True)
@@ -263,15 +260,14 @@ class TargetModel(nn.Module):
         layers: range,
         taps: Collection[int] = (),
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run a range of layers over a block, writing its keys and values at the block's slots.
+        """Run a range of layers over a block, writing its keys and values at the block's slots: the
+        output of the last layer (before the final norm) and the tapped states.
 
         Args:
             x_BND: the input of the first layer of the range.
             cache: None for a causal block that nothing will follow (training).
-            taps: hidden states wanted back, by the number of layers below them: tap t is the output
-                of layer t - 1, and tap `layers.start` is `x_BND` itself.
-
-        Returns the output of the last layer (before the final norm) and the tapped states.
+            taps: hidden states wanted back, by the number of layers below them; `layers.start` is
+                `x_BND` itself.
         """
         tapped = {layers.start: x_BND} if layers.start in taps else {}
         ends = sorted({tap for tap in taps if tap in layers} | {layers.start, layers.stop})
