@@ -90,8 +90,8 @@ class DialogueWriter:
     def ask(
         self, dialogues: Iterable[Dialogue], max_tokens: int, temperature: float, keeps_cut: bool
     ) -> None:
-        """Let the target write the next user turn of every open dialogue. An empty one closes it, and
-        so does one that reaches `max_tokens`, unless `keeps_cut`."""
+        """Let the target write the next user turn of every open dialogue. An empty one closes it,
+        and so does one that reaches `max_tokens`, unless `keeps_cut`."""
         going, requests = [], []
         for dialogue in filter(lambda dialogue: dialogue.open, dialogues):
             header, end = user_header(self.tokenizer, dialogue.messages)
