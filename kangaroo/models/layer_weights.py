@@ -17,12 +17,11 @@ FINGERPRINTED = 256  # numbers of each weight
 FORMATS = torch.float32, torch.bfloat16, torch.float16  # in which weights are multiplied
 
 
-def layer_weights(layer: nn.Module) -> LayerWeights:
+def layer_weights(layer: Any) -> LayerWeights:
     """What native code reads of a transformers layer."""
-    assert isinstance(layer.self_attn, nn.Module) and isinstance(layer.mlp, nn.Module)
     return LayerWeights(
-        attention_norm=layer.get_parameter("input_layernorm.weight"),
-        feed_forward_norm=layer.get_parameter("post_attention_layernorm.weight"),
+        attention_norm=layer.input_layernorm.weight,
+        feed_forward_norm=layer.post_attention_layernorm.weight,
         **attention_weights(layer.self_attn),
         **feed_forward_weights(layer.mlp),
     )
@@ -82,7 +81,7 @@ def copy_weights(part: nn.Module, theirs: nn.Module, dtype: torch.dtype) -> None
 
 def attention_weights(attention: nn.Module) -> dict[str, Tensor | None]:
     """Biases (Qwen2) and norms of queries and keys (Qwen3) where the architecture has them."""
-    weights = {}
+    weights: dict[str, Tensor | None] = {}
     for name in "qkvo":
         linear = getattr(attention, f"{name}_proj")
         weights |= {name: linear.weight, f"{name}_bias": linear.bias}

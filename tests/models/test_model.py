@@ -178,9 +178,6 @@ REFUSED = [
 def test_what_is_no_target_or_only_looks_like_a_family_is_refused_by_name(config, message):
     with pytest.raises(UnsupportedModel, match=message):
         check_supported(config)
-
-
-def test_a_model_that_is_no_target_is_refused():
     with pytest.raises(UnsupportedModel, match="gemma"):
         tiny("gemma")
 
