@@ -170,10 +170,8 @@ class DraftBuffers:
 
 def native_target(lm: TargetModel, cache: KVCache) -> tuple[Structure, tuple[Tensor, ...]]:
     """A model for native code, and what has to be kept as long as it is used."""
-    stack, head = lm.native_layers, lm.native_head
-    assert stack is not None and head is not None
-    lm.rope_within(cache.n_slots, torch.zeros(1, 1, dtype=torch.long))
-    cos_SC, sin_SC = lm.rope_tables[False]
+    stack, head = lm.fast_layers, lm.fast_head
+    cos_SC, sin_SC = lm.rope_table(cache.n_slots)
     target = native.NativeTarget(
         sizes=lm.sizes().native(),
         stack=stack.native(cache, range(lm.n_layers)),
@@ -182,4 +180,4 @@ def native_target(lm: TargetModel, cache: KVCache) -> tuple[Structure, tuple[Ten
         cos=cos_SC.data_ptr(),
         sin=sin_SC.data_ptr(),
     )
-    return target, lm.rope_tables[False]
+    return target, (cos_SC, sin_SC)

@@ -46,7 +46,7 @@ class NativeDrafting:
 def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> NativeDrafting | None:
     """How a batch is drafted and decoded in native code; None where that is left to tensors."""
     by_match = sampling.greedy or sampling.rule is Rule.match
-    if lm.native_layers is None or not by_match:
+    if not (lm.acceleration.library and by_match):
         return None
     if isinstance(drafter, EarlyExit) and drafter.adapter.native_inputs() is None:
         return None
@@ -61,7 +61,7 @@ def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> Na
             return None
         case Kangaroo() | KangarooTree() | Block():
             return ChainDrafting(drafter)
-        case DraftModel() if drafter.lm.native_layers is not None:
+        case DraftModel() if drafter.lm.acceleration.library:
             return DraftModelDrafting(drafter)
         case Cascade() if isinstance(drafter.first, FromText | TreesFromText):
             parts = drafter.first, drafter.second
@@ -215,7 +215,7 @@ class DraftModelDrafting(NativeDrafting):
     def _buffers(self) -> DraftBuffers:
         """Of this model, whose states are the output of its last layer."""
         drafter, lm = self.drafter, self.drafter.lm
-        stack, head = lm.native_layers, lm.native_head
+        stack, head = lm.fast_layers, lm.fast_head
         assert stack is not None and head is not None
         final = head.native(lm.hf.model.norm.weight)
         final.outputs = drafter.vocab_size + min(drafter.padding, 0)

@@ -141,7 +141,11 @@ class Stack:
         self.call = function(library, "run_block", self.dtype)
         self.longest_prompt = longest_prompt(library, self.dtype, sizes)
         turns = self.dtype == torch.bfloat16 and library.turns_rows()
-        self.prompt_chunk = TURNED_CHUNK if turns else PROMPT_CHUNK
+        self.chunk = TURNED_CHUNK if turns else PROMPT_CHUNK
+
+    def prompt_chunk(self, length: int) -> int | None:
+        """How many tokens of a prompt of this length enter in a pass; None leaves it to PyTorch."""
+        return self.chunk if length <= self.longest_prompt else None
 
     def takes(self, x_RTD: Tensor, meta: ForwardMeta) -> bool:
         """Whether it is a step of decoding, or a part of a prompt that is read here. A text that is

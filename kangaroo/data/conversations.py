@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo.data import store
 from kangaroo.data.filters import answers, cut, cut_by, list_reasons
-from kangaroo.data.making import WrittenConfig, finish, write_shards
+from kangaroo.data.making import WrittenConfig, finish
 from kangaroo.data.reading import Source, read, regular
 from kangaroo.data.writing import Dialogue, DialogueWriter
 from kangaroo.models.prompts import Message, Sample, masked_ids
@@ -71,10 +71,8 @@ class ConversationsConfig(WrittenConfig):
         self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
     ) -> None:
         """Write the dataset to `path`, or what is still missing of it; processes as in synthesis.
-
         Errors: `DataError` for a source that cannot be read or has nothing usable; `ConfigError`
-        for a template that does not show which part is the assistant's.
-        """
+        for a template that does not show which part is the assistant's."""
         if self.teacher and not self.regenerate:
             raise ConfigError(
                 f"data.teacher={self.teacher} keeps what the target computes while it writes, and "
@@ -87,27 +85,26 @@ class ConversationsConfig(WrittenConfig):
         usable = len(conversations), self.source, list_reasons(dropped)
         log.info("%d conversations in %s are usable; not usable or cut: %s", *usable)
         settings = self.settings(lm) | {"conversations": _hash(conversations)}
-        path, ranks = Path(self.path), ranks or Ranks()
-        if ranks.broadcast(store.is_of(path, settings)):
+        ranks = ranks or Ranks()
+        if ranks.broadcast(store.is_of(Path(self.path), settings)):
             return
         if self.regenerate:
             writers = {}
             for number, first in enumerate(range(0, len(conversations), self.shard_size)):
                 some = conversations[first : first + self.shard_size]
                 writers[f"{number:05d}-{_hash(some)}"] = partial(self._write, number, some)
-            of_shards = self.settings(lm, leave_out=NOT_IN_SHARDS)
-            raw = write_shards(lm, tokenizer, self, writers, self.max_length, of_shards, ranks)
+            limits = self.max_length, NOT_IN_SHARDS
+            raw = self.write_shards(lm, tokenizer, writers, *limits, ranks)
             dropped["too long"] = len(conversations) - len(raw)  # there was no room for an answer
         elif ranks.is_first:
             raw = self._as_they_are(tokenizer, conversations, dropped)
         if ranks.is_first:
-            finish(path, settings, raw, count, dropped, self.filters, lm.name)
+            finish(self, settings, raw, count, dropped, lm.name)
 
     def _usable(
         self, conversations: Sequence[list[Message]], dropped: Counter[str]
     ) -> list[list[Message]]:
-        """The turns that are used of each conversation; those that are dropped or cut are counted.
-        Errors: `DataError` where nothing is left."""
+        """The turns that are used of each conversation; what is dropped or cut is counted."""
         usable, last = [], "user" if self.regenerate else "assistant"
         unused = {"assistant"} if self.regenerate else set()
         unused |= set() if self.keep_system else {"system"}
@@ -115,7 +112,7 @@ class ConversationsConfig(WrittenConfig):
             turns, reason = regular(messages)
             turns = [turn for turn in turns if turn["role"] not in unused]
             while turns and turns[-1]["role"] != last:
-                turns = turns[:-1]
+                turns.pop()
             if turns:
                 usable.append(turns)
             if reason or not turns:
@@ -160,11 +157,11 @@ class ConversationsConfig(WrittenConfig):
         samples = []
         for messages in tqdm(conversations, unit="conversation", desc="tokenising"):
             ids, mask = masked_ids(tokenizer, messages)
-            whole = Sample(messages=messages, input_ids=ids, loss_mask=mask)
             ends = [stop for _, stop in answers(mask)]
             fitting = sum(stop <= self.max_length for stop in ends)
             if fitting:
                 dropped[cut_by("too long")] += fitting < len(ends)
+                whole = Sample(messages=messages, input_ids=ids, loss_mask=mask)
                 samples.append(cut(whole, fitting))
             else:
                 dropped["too long" if ends else "no answer"] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,9 +27,9 @@ class FilterConfig(Ranged):
         min_answer_tokens: a shorter answer is degenerate; its end-of-turn token counts.
         max_repetition: an answer is degenerate if a larger share of its 4-grams of tokens came
             before in the same text; a question likewise, by its words. 1 keeps all.
-        near_duplicate: a conversation is dropped if its first question is this similar to an
-            earlier one (estimated Jaccard similarity of their 5-character shingles). 1 drops only
-            questions that are equal except for case and punctuation.
+        near_duplicate: drop a conversation whose first question is this similar to an earlier one
+            (estimated Jaccard similarity of 5-character shingles); 1 only where all but case and
+            punctuation is equal.
     """
 
     min_answer_tokens: CountOrZero = 4
@@ -41,8 +41,7 @@ def select(
     samples: Iterable[Sample], config: FilterConfig, dropped: Counter[str]
 ) -> Iterator[Sample]:
     """Samples in order, cut before their first degenerate turn, or dropped, which `dropped` counts
-    by reason. A dataset that grows keeps what it had, and no question is in both the training part
-    and the held-out part at the end."""
+    by reason: a dataset that grows keeps what it had, and asks no question twice."""
     earlier = Questions(config.near_duplicate)
     for sample in samples:
         keep, reason = healthy_turns(sample, config)
@@ -112,16 +111,15 @@ def repetition(items: Sequence[object]) -> float:
 
 
 class Questions:
-    """The questions so far, and whether a further one is new, which one of at least this similarity
-    is not. By MinHash with banding (Broder 1997; Leskovec et al., Mining of Massive Datasets,
-    chapter 3): only questions that share a band are compared.
-    """
+    """The questions so far; a further one of at least this similarity is not new. By MinHash with
+    banding (Broder 1997; Leskovec et al., Mining of Massive Datasets, chapter 3): only questions
+    that share a band are compared."""
 
     def __init__(self, similarity: float):
         self.similarity = similarity
         self.exact: set[str] = set()
         self.signatures: list[np.ndarray] = []
-        self.bands: dict[bytes, list[int]] = {}
+        self.bands: defaultdict[bytes, list[int]] = defaultdict(list)
         generator = np.random.default_rng(0)
         self.factor_H, self.offset_H = generator.integers(1, _PRIME, (2, BANDS * ROWS, 1))
 
@@ -130,22 +128,19 @@ class Questions:
         text = re.sub(r"\W+", " ", question.casefold()).strip() or question.strip()
         if text in self.exact:
             return "duplicate"
-        signature_H = self._signature(text)
-        bands = enumerate(signature_H.reshape(BANDS, ROWS))
-        keys = [bytes([band]) + part.tobytes() for band, part in bands]
-        if self.similarity < 1:
-            for index in {i for key in keys for i in self.bands.get(key, ())}:
-                if (self.signatures[index] == signature_H).mean() >= self.similarity:
-                    return "near duplicate"
-        self.exact.add(text)
-        for key in keys:
-            self.bands.setdefault(key, []).append(len(self.signatures))
-        self.signatures.append(signature_H)
-        return ""
-
-    def _signature(self, text: str) -> np.ndarray:
         last = max(len(text) - SHINGLE, 0)
         # crc32: Python's own hash of a string differs from run to run
         shingles = {zlib.crc32(text[i : i + SHINGLE].encode()) % _PRIME for i in range(last + 1)}
         hashes_HS = (self.factor_H * np.array(sorted(shingles)) + self.offset_H) % _PRIME
-        return hashes_HS.min(1).astype(np.uint32)
+        signature_H = hashes_HS.min(1).astype(np.uint32)
+        bands = enumerate(signature_H.reshape(BANDS, ROWS))
+        keys = [bytes([band]) + part.tobytes() for band, part in bands]
+        if self.similarity < 1:
+            for index in {i for key in keys for i in self.bands[key]}:
+                if (self.signatures[index] == signature_H).mean() >= self.similarity:
+                    return "near duplicate"
+        self.exact.add(text)
+        for key in keys:
+            self.bands[key].append(len(self.signatures))
+        self.signatures.append(signature_H)
+        return ""

@@ -31,11 +31,9 @@ ADDED_LATER = ("teacher", "skip_bad")  # options that datasets from before do no
 
 @dataclass
 class WrittenConfig(Ranged):
-    """A dataset that the target writes, in shards.
-
-    Every shard is a pure function of the model, settings, its number and the questions it answers,
-    and is renamed into place when complete. So a killed run can continue and ends with the same
-    data, and only what is missing is written.
+    """A dataset that the target writes, in shards: each a pure function of the model, settings, its
+    number and the questions it answers, and renamed into place when complete. So a killed run can
+    continue and ends with the same data, and only what is missing is written.
 
     Args:
         path: folder of the finished dataset; work in progress lies in `<path>.shards`.
@@ -70,53 +68,51 @@ class WrittenConfig(Ranged):
         temperature = self.answer_temperatures[number % len(self.answer_temperatures)]
         return [Dialogue(seed) for seed in range(first, first + count)], temperature
 
+    def write_shards(
+        self,
+        lm: TargetModel,
+        tokenizer: PreTrainedTokenizerBase,
+        writers: Mapping[str, Callable[[DialogueWriter], list[Dialogue]]],
+        longest: int,
+        leave_out: Collection[str],
+        ranks: Ranks,
+    ) -> list[Sample]:
+        """Write the shards that are missing: process r of W the missing shards r, r + W, ... All
+        return when the last one is written; the first with the samples of all shards.
 
-def write_shards(
-    lm: TargetModel,
-    tokenizer: PreTrainedTokenizerBase,
-    config: WrittenConfig,
-    writers: Mapping[str, Callable[[DialogueWriter], list[Dialogue]]],
-    longest: int,
-    settings: dict[str, Any],
-    ranks: Ranks,
-) -> list[Sample]:
-    """Write the shards that are missing, of conversations of at most `longest` tokens: process r of
-    W the missing shards r, r + W, ... All return when the last one is written.
+        Args:
+            writers: what writes the dialogues of each shard, by its name.
+            longest: the most tokens of a conversation.
+            leave_out: settings that change no shard.
 
-    Args:
-        writers: what writes the dialogues of each shard, by its name.
-        settings: of the shards.
-
-    Returns the samples of all shards, in the first process alone.
-
-    Errors: `DataError` where the folder was begun with other settings of shards.
-    """
-    shards = store.Shards(Path(config.path + ".shards"), settings)
-    there = ranks.broadcast({name for name in writers if shards.path(name).exists()})
-    if missing := [name for name in writers if name not in there]:
-        log.info("%d of %d shards to write", len(missing), len(writers))
-        started, mine = time.perf_counter(), missing[ranks.rank :: ranks.world]
-        with tqdm(unit="token", disable=not ranks.is_first) as bar:
-            limits = config.batch_size, longest, config.teacher
-            writer = DialogueWriter(lm, tokenizer, *limits, bar)
-            for number, name in enumerate(mine, start=1):
-                bar.set_description(f"writing shard {number} of {len(mine)}")
-                dialogues = writers[name](writer)
-                shards.write(name, [d.sample() for d in dialogues if d.input_ids])
-        written = sum(ranks.all_gather(writer.written))
-        rate = written / (time.perf_counter() - started)
-        log.info("wrote %d tokens at %.1f tokens/s", written, rate)
-    return [sample for name in writers for sample in shards.read(name)] if ranks.is_first else []
+        Errors: `DataError` where the folder was begun with other settings of shards.
+        """
+        shards = store.Shards(Path(self.path + ".shards"), self.settings(lm, leave_out))
+        there = ranks.broadcast({name for name in writers if shards.path(name).exists()})
+        if missing := [name for name in writers if name not in there]:
+            log.info("%d of %d shards to write", len(missing), len(writers))
+            started, mine = time.perf_counter(), missing[ranks.rank :: ranks.world]
+            with tqdm(unit="token", disable=not ranks.is_first) as bar:
+                limits = self.batch_size, longest, self.teacher
+                writer = DialogueWriter(lm, tokenizer, *limits, bar)
+                for number, name in enumerate(mine, start=1):
+                    bar.set_description(f"writing shard {number} of {len(mine)}")
+                    dialogues = writers[name](writer)
+                    shards.write(name, [d.sample() for d in dialogues if d.input_ids])
+            written = sum(ranks.all_gather(writer.written))
+            rate = written / (time.perf_counter() - started)
+            log.info("wrote %d tokens at %.1f tokens/s", written, rate)
+        names = writers if ranks.is_first else ()
+        return [sample for name in names for sample in shards.read(name)]
 
 
 def finish(
-    path: Path,
+    config: WrittenConfig | MixConfig,
     settings: dict[str, Any],
     raw: Sequence[Sample],
     count: int,
     dropped: Counter[str],
-    filters: FilterConfig,
-    wrote: str | None = None,
+    wrote: str | None,
 ) -> None:
     """Filter raw samples, save them as a dataset, and log what became of them. In one process.
 
@@ -127,7 +123,7 @@ def finish(
 
     Errors: `DataError` where nothing is left.
     """
-    samples = list(select(raw, filters, dropped))
+    samples = list(select(raw, config.filters, dropped))
     dropped = +dropped  # without zeros
     reasons = list_reasons(dropped)
     if not samples:
@@ -140,7 +136,8 @@ def finish(
     kept = None
     if records is not None:
         kept = {"model": wrote, "likeliest": records.dtype["tokens"].shape[0]}
-    store.save(samples, path, settings, {"asked": count, "dropped": dict(dropped), "teacher": kept})
+    facts = {"asked": count, "dropped": dict(dropped), "teacher": kept}
+    store.save(samples, Path(config.path), settings, facts)
 
 
 @dataclass
@@ -164,18 +161,15 @@ class MixConfig(Ranged):
     def make(
         self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
     ) -> None:
-        """Write the dataset to `path`; of several processes the first does it, none waits.
-
-        Errors: `DataError` where a part is no complete dataset.
-        """
+        """Write the dataset to `path`; of several processes the first does it, none waits. Errors:
+        `DataError` where a part is no complete dataset."""
         if ranks is not None and not ranks.is_first:
             return
         parts = [store.load(Path(path)) for path in self.paths]
         settings: dict[str, Any] = asdict(self)
         del settings["path"], settings["paths"]
         settings["parts"] = [about["fingerprint"] for _, about in parts]
-        path = Path(self.path)
-        if store.is_of(path, settings):
+        if store.is_of(Path(self.path), settings):
             return
         samples = [sample for some, _ in parts for sample in some]
         kept, *others = (about.get("teacher") for _, about in parts)
@@ -185,4 +179,4 @@ class MixConfig(Ranged):
                 sample.pop("teacher", None)
         random.Random(self.seed).shuffle(samples)
         model = kept and kept["model"]
-        finish(path, settings, samples, len(samples), Counter(), self.filters, model)
+        finish(self, settings, samples, len(samples), Counter(), model)

@@ -28,7 +28,7 @@ FORMS = (
     '{"messages": [{"role": "user", "content": "..."}, ...]} or '
     '{"conversations": [{"from": "human", "value": "..."}, ...]}'
 )
-LOADERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+JSON, TABLES = (".json", ".jsonl"), (".parquet", ".csv", ".arrow")
 HUB_FILE = "hf://datasets/"  # followed by owner/name/file
 TRAINING, HELD_OUT = "training.jsonl", "held_out.jsonl"  # what a split writes
 SHARED = 20  # words in a row: passages that questions share, rather than words that ask
@@ -57,10 +57,7 @@ def read(
     source: Source, limit: int | None, left_out: Counter[str] | None = None
 ) -> list[list[Message]]:
     """The conversations of a source, at most `limit`, unchanged; `left_out` counts the records that
-    cannot be read, by reason, and None refuses the first one.
-
-    Errors: `DataError` says which record cannot be read, or why the source cannot be.
-    """
+    cannot be read, by reason, and None refuses the first one. Errors: `DataError` says which."""
     records = itertools.islice(named_records(source, left_out), limit)
     conversations = [messages for _, messages in records]
     if not conversations:
@@ -75,7 +72,7 @@ def named_records(
     """Every record of a source as it is, and its conversation; otherwise as `read`."""
     for number, record in enumerate(_records(source), start=1):
         try:
-            messages = [_message(turn) for turn in _turns(record, source.column)]
+            messages = _conversation(record, source.column)
         except BadRecord as error:
             if left_out is None:
                 raise DataError(
@@ -89,9 +86,8 @@ def named_records(
 
 
 def regular(messages: list[Message]) -> tuple[list[Message], str]:
-    """The longest beginning in which user and assistant take turns, after a system turn, without
-    turns of the assistant before the first user turn; and what is wrong with the turn that ends it,
-    if one does."""
+    """The longest beginning in which, after a system turn, user and assistant take turns, the user
+    first; and what is wrong with the turn that ends it, if one does."""
     usable = [m for m in messages[:1] if m["role"] == "system" and m["content"].strip()]
     turns = list(itertools.dropwhile(lambda m: m["role"] != "user", messages))
     if not turns:
@@ -110,7 +106,7 @@ def regular(messages: list[Message]) -> tuple[list[Message], str]:
 def is_local(source: str) -> bool:
     """Whether a source is a file or folder of this machine, or by its name has to be one."""
     path = Path(source).expanduser()
-    named = path.suffix in (".json", ".jsonl", *LOADERS) or path.is_absolute()
+    named = path.suffix in (*JSON, *TABLES) or path.is_absolute()
     return not source.startswith(HUB_FILE) and (named or path.exists())
 
 
@@ -127,15 +123,15 @@ def _records(source: Source) -> Iterator[Any]:
             )
             source = replace(source, path=fetched)
         path = Path(source.path).expanduser()
-        if path.suffix in (".json", ".jsonl") and path.is_file():
+        if path.suffix in JSON and path.is_file():
             return _from_json(path)
         if is_local(source.path) and not path.exists():
             raise DataError(f"there is no '{path}'. Pass data.source= {SOURCES}.")
         if path.is_file():
-            if path.suffix not in LOADERS:
+            if path.suffix not in TABLES:
                 raise ValueError(f"nothing reads files that end in '{path.suffix}'.")
-            loader = LOADERS[path.suffix]
-            table: Iterable[Any] = load_dataset(loader, data_files=str(path), split="train")
+            kind, files = path.suffix.removeprefix("."), str(path)
+            table: Iterable[Any] = load_dataset(kind, data_files=files, split="train")
         elif (path / "state.json").is_file():
             table = load_from_disk(path)
         else:
@@ -153,10 +149,7 @@ def _records(source: Source) -> Iterator[Any]:
 
 def _from_json(path: Path) -> Iterator[Any]:
     """Records of a file that is one JSON list, or has one JSON object per line; of a line that is
-    not JSON a `BadRecord`.
-
-    Not by `datasets`, which wants all records alike and does not say which one is not.
-    """
+    not JSON a `BadRecord`. Not by `datasets`, which wants all records alike."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             start = next((line for line in file if line.strip()), "")
@@ -175,8 +168,8 @@ def _from_json(path: Path) -> Iterator[Any]:
         raise DataError(f"{path} is not JSON: {error}.") from error
 
 
-def _turns(record: Any, column: str | None) -> list[Any]:
-    """The list of turns in a record; a cell of a table may hold it as JSON text."""
+def _conversation(record: Any, column: str | None) -> list[Message]:
+    """The conversation in a record; a cell of a table may hold it as JSON text."""
     if isinstance(record, BadRecord):
         raise record
     if not isinstance(record, dict):
@@ -198,24 +191,20 @@ def _turns(record: Any, column: str | None) -> list[Any]:
     if not isinstance(turns, list):
         raise BadRecord(f"'{name}' is a {type(turns).__name__}, not a list of turns")
     if name == QUESTION:
-        turns = [
-            {"from": "user", "value": turn} if isinstance(turn, str) else turn for turn in turns
-        ]
-    for turn in turns:
+        turns = [{"from": "user", "value": x} if isinstance(x, str) else x for x in turns]
+    roles = []
+    for turn in turns:  # before texts: a turn that calls a tool has none
         if not isinstance(turn, dict):
             raise BadRecord(f"a turn that is a {type(turn).__name__}, not an object")
-        role = _first(turn, "role", "from")  # before texts: a tool's turn may lack one
+        role = _first(turn, "role", "from")
         if not isinstance(role, str) or role not in ROLES:
             raise BadRecord(f"a turn of role {role!r} (in 'role' or 'from')")
-    return turns
-
-
-def _message(turn: dict[str, Any]) -> Message:
+        roles.append(ROLES[role])
     try:
-        content = mended(content_text(_first(turn, "content", "value")))
+        texts = [mended(content_text(_first(turn, "content", "value"))) for turn in turns]
     except ValueError as error:
         raise BadRecord(f"a turn whose 'content' or 'value' {error}") from error
-    return Message(role=ROLES[_first(turn, "role", "from")], content=content)
+    return [Message(role=role, content=text) for role, text in zip(roles, texts, strict=True)]
 
 
 def _first(turn: dict[str, Any], *names: str) -> Any:
@@ -244,12 +233,8 @@ class Split:
 
 def split(source: Source, held: int, seed: int, left_out: Counter[str] | None = None) -> Split:
     """Shuffle questions and hold some out of each task: a record's field `task` or `category`, or
-    `all`. One that has `SHARED` words in a row in common with one that is held out is in neither
-    list: many ask about the same passage. `left_out` is that of `read`.
-
-    Errors: `DataError` for a source that cannot be read, is empty, or has a task with no more than
-    `held` questions.
-    """
+    `all`. One that shares a passage, `SHARED` words in a row, with one that is held out is in
+    neither list. Errors: `DataError`, as `read`, and for a task with at most `held` questions."""
     questions = []
     for record, messages in named_records(source, left_out):
         turns = [m["content"] for m in messages if m["role"] == "user" and m["content"].strip()]

@@ -183,11 +183,8 @@ def _text(sample: Sample) -> dict[str, Any]:
 def documents(
     dataset: str | None, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """The token ids of each document of a datastore, and the origin of all as JSON values: each
-    conversation of a dataset is one, and each of the text files, without special tokens.
-
-    Errors: `DataError` where there is nothing, or a file cannot be read as text.
-    """
+    """The token ids of each document of a datastore, conversations of a dataset and text files, and
+    the origin of all as JSON values. Errors: `DataError` where there is nothing, or no text."""
     if dataset is None and not texts:
         raise DataError("nothing to build a datastore of; pass data= or texts=[file, ...].")
     collected: list[list[int]] = []

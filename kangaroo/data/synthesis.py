@@ -14,7 +14,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.data import store
-from kangaroo.data.making import WrittenConfig, finish, write_shards
+from kangaroo.data.making import WrittenConfig, finish
 from kangaroo.data.writing import Dialogue, DialogueWriter
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Count, Filled, NotNegative
@@ -49,20 +49,18 @@ class SynthesisConfig(WrittenConfig):
         self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
     ) -> None:
         """Write the dataset to `path`, or what is still missing of it. The processes share the
-        shards; the first makes the dataset, and the others do not wait for it.
-
-        Errors: `DataError` where nothing is usable, or the folder was begun with other settings.
-        """
-        path, settings, ranks = Path(self.path), self.settings(lm), ranks or Ranks()
-        if ranks.broadcast(store.is_of(path, settings)):
+        shards; the first makes the dataset, and the others do not wait for it. Errors: `DataError`
+        where nothing is usable, or the folder was begun with other settings."""
+        settings, ranks = self.settings(lm), ranks or Ranks()
+        if ranks.broadcast(store.is_of(Path(self.path), settings)):
             return
         writers = {f"{number:05d}": partial(self._write, number) for number in range(self.shards)}
-        of_shards = self.settings(lm, leave_out=("shards", "filters"))
-        raw = write_shards(lm, tokenizer, self, writers, lm.context, of_shards, ranks)
+        not_in_shards = "shards", "filters"
+        raw = self.write_shards(lm, tokenizer, writers, lm.context, not_in_shards, ranks)
         if ranks.is_first:
             count = self.shards * self.shard_size
             dropped = Counter({"no finished question": count - len(raw)})
-            finish(path, settings, raw, count, dropped, self.filters, lm.name)
+            finish(self, settings, raw, count, dropped, lm.name)
 
     def _write(self, number: int, writer: DialogueWriter) -> list[Dialogue]:
         """One shard's conversations, turn by turn: all questions, then all answers."""

@@ -20,10 +20,9 @@ from kangaroo.models.target import TargetModel
 
 @dataclass
 class Dialogue:
-    """A conversation as it grows.
+    """A conversation as it grows. What is written depends on its seed, the model and the sampling.
 
     Args:
-        seed: what is written depends on it, the model and the sampling alone.
         opening: how its first user turn begins.
         open: whether another turn may follow.
         input_ids, loss_mask: up to the last answer; empty before the first.
@@ -48,35 +47,29 @@ class Dialogue:
         return sample
 
     def append(self, prompt: Sequence[int], mask: Sequence[int], said: Generation) -> None:
-        """Take the tokens of a further answer, and those before it as they are now."""
+        """Take the tokens of a further answer, and those before it as they are now: a prompt is
+        tokenised from its text. After the first token that is not the one that was written the
+        distributions are others, and no record is known."""
         if said.teacher is not None:
-            carried = self._carried(prompt, mask, said.teacher)
+            carried = np.zeros(sum(mask), said.teacher.dtype)
+            if self.topk_logits is not None:
+                pairs = enumerate(zip(self.input_ids, prompt, strict=False))
+                same = next((i for i, (was, now) in pairs if was != now), len(self.input_ids))
+                size = min(same + 1, len(self.loss_mask), len(mask))
+                then, now = (np.array(m[:size], dtype=bool) for m in (self.loss_mask, mask))
+                was, becomes = (np.cumsum(m)[then & now] - 1 for m in (then, now))
+                carried[becomes] = self.topk_logits[was]
             self.topk_logits = np.concatenate([carried, said.teacher])
         self.input_ids = [*prompt, *said.tokens]
         self.loss_mask = [*mask, *[1] * len(said.tokens)]
-
-    def _carried(self, prompt: Sequence[int], mask: Sequence[int], like: np.ndarray) -> np.ndarray:
-        """Records for the earlier answers in a prompt, where they are tokenised from their text:
-        after the first token that is not the one that was written, the distributions are others,
-        and not known."""
-        carried = np.zeros(sum(mask), like.dtype)
-        if self.topk_logits is None:
-            return carried
-        pairs = enumerate(zip(self.input_ids, prompt, strict=False))
-        stop = next((i for i, (was, now) in pairs if was != now), len(self.input_ids)) + 1
-        then, now = (np.array(m[:stop], dtype=bool) for m in (self.loss_mask, mask))
-        both = then[: len(now)] & now[: len(then)]
-        was, becomes = (np.cumsum(m[: len(both)])[both] - 1 for m in (then, now))
-        carried[becomes] = self.topk_logits[was]
-        return carried
 
 
 class DialogueWriter:
     """Lets the target write turns of dialogues.
 
     Args:
-        longest: no conversation grows beyond this many tokens, nor beyond the model's context; a
-            turn that might do so is not begun, and closes its dialogue.
+        longest: a turn that might make a conversation longer than this many tokens, or than the
+            model's context, is not begun, and closes its dialogue.
         keep: likeliest tokens that are kept of every distribution an answer is written from.
         bar: shows how many tokens it has written, as `written` does.
     """
@@ -123,39 +116,34 @@ class DialogueWriter:
         temperature: float,
         proceed: Callable[[Dialogue], object] | None = None,
     ) -> None:
-        """Let the target answer the user turn that ends every open dialogue.
-
-        The prompt is the one of decoding: earlier answers are tokenised from their text. An answer
-        that reaches `max_tokens` is kept and closes its dialogue.
+        """Let the target answer the user turn that ends every open dialogue, after the prompt of
+        decoding. An answer that reaches `max_tokens` is kept and closes its dialogue.
 
         Args:
             proceed: called after an answer that leaves its dialogue open; where it adds a user
                 turn, that is answered at once, and what went before is not read again.
         """
         pairs = [(dialogue, self._prompt(dialogue, max_tokens)) for dialogue in dialogues]
-        going = [dialogue for dialogue, prompt in pairs if prompt]
-        prompts = [prompt for _, prompt in pairs if prompt]
+        going = [(dialogue, prompt) for dialogue, prompt in pairs if prompt]
 
         def after(index: int, said: Generation) -> Request | None:
-            dialogue, (request, mask) = going[index], prompts[index]
+            dialogue, (request, mask) = going[index]
             text = plain_text(self.tokenizer, said.tokens)
             dialogue.messages.append(Message(role="assistant", content=text))
             dialogue.append(request.prompt, mask, said)
             dialogue.open = said.finish != "length"
             if dialogue.open and proceed:
                 proceed(dialogue)
-            following = self._prompt(dialogue, max_tokens)
-            if following is None:
+            if (following := self._prompt(dialogue, max_tokens)) is None:
                 return None
-            prompts[index] = following
+            going[index] = dialogue, following
             return following[0]
 
-        requests = [request for request, _ in prompts]
+        requests = [request for _, (request, _) in going]
         self._decode(requests, temperature, self.keep, after, self.longest if proceed else None)
 
     def _prompt(self, dialogue: Dialogue, max_tokens: int) -> tuple[Request, list[int]] | None:
-        """What asks for the next answer, and which of its tokens are of earlier answers; None where
-        there is no open question, or no room."""
+        """What asks for the next answer, and its loss mask; None without a question, or room."""
         if not (dialogue.open and dialogue.messages[-1]["role"] == "user"):
             return None
         prompt, mask = masked_ids(self.tokenizer, dialogue.messages, add_generation_prompt=True)

@@ -56,7 +56,7 @@ class EarlyExit:
         adapter_weights = weights(adapter) + head_share * weights(lm.head)
         self.draft_cost = self.shallow_cost + adapter_weights / whole
         self.window = steps if self.reads_deep else 1
-        self.cache = lm.cache_like(0, 0, [])
+        self.cache = lm.new_cache(0, 0, [])
         # the target's deep state, normed, at each slot of the text, where one is read
         self.deep_BSD = torch.zeros(0, 0, 0, dtype=lm.dtype, device=adapter.home(lm))
         self.made_for = -1  # serial of the target's cache that the adapter's goes with
@@ -70,8 +70,8 @@ class EarlyExit:
             self.draft_cost = batch.budget.drafting(self)
         size, device, hidden = batch.size, self.adapter.home(self.lm), self.lm.config.hidden_size
         if self.made_for != batch.cache.serial:  # the engine keeps a cache that is large enough
-            self.cache = self.lm.cache_like(0, 0, [])  # the new one may need the old one's memory
-            self.cache = self.lm.cache_like(size, batch.n_slots, [device] * self.adapter.depth)
+            self.cache = self.lm.new_cache(0, 0, [])  # the new one may need the old one's memory
+            self.cache = self.lm.new_cache(size, batch.n_slots, [device] * self.adapter.depth)
             self.made_for = batch.cache.serial
             if self.reads_deep:
                 self.deep_BSD = self.deep_BSD.new_zeros(size, batch.n_slots, hidden)

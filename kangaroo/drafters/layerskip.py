@@ -70,5 +70,5 @@ class FinalNorm(Layer):
 
     def accelerate(self, lm: TargetModel) -> FinalNorm:
         """Norm where the target's layers run, of which none is between."""
-        self.native_layer = lm.native_layers or lm.cuda_layers
+        self.native_layer = lm.fast_layers
         return self

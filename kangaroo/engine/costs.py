@@ -93,7 +93,7 @@ def machine(lm: TargetModel) -> list[str | int]:
     if lm.device.type == "cuda":
         by = "eager" if not lm.acceleration else "kernels" if lm.acceleration.kernels else "graphs"
         return [torch.cuda.get_device_name(lm.device), by]
-    native = lm.native_layers is not None
+    native = lm.acceleration.library is not None
     return [torch.get_num_threads(), build_name() if native else "torch " + torch.__version__]
 
 
@@ -117,7 +117,7 @@ def drafting(lm: TargetModel, drafter: Any) -> float:
     """A token of the chain of an `EarlyExit` drafter, in verifications of one token."""
     if drafter not in _drafting:
         cache = lm.new_cache(1, context(lm) + BUCKET)
-        draft_cache = lm.cache_like(1, cache.n_slots, [lm.device] * drafter.adapter.depth)
+        draft_cache = lm.new_cache(1, cache.n_slots, [lm.device] * drafter.adapter.depth)
 
         def draft(f_11D: Tensor, meta: ForwardMeta) -> tuple[Tensor]:
             deep_11D = f_11D if drafter.reads_deep else None

@@ -26,15 +26,13 @@ def attention(
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Scaled dot-product attention that never expands grouped keys and values.
-
-    The query heads of one group become further query positions of their shared key head, so the
-    cache is read once and in place. Registered with transformers under `ATTENTION`.
+    """Scaled dot-product attention, registered with transformers as `ATTENTION`, that never expands
+    grouped keys and values: a group's query heads become further query positions of its key head.
 
     Args:
-        bias_R1TE: what is added to the scores, or a boolean mask, true where a token is seen; or a
-            `CausalBias` for the last tokens of a prompt, which needs no memory; None for a whole
-            text. A window is part of it.
+        bias_R1TE: what is added to the scores, or a boolean mask, true where a token is seen, both
+            with the window; or a `CausalBias` for the last tokens of a prompt, which needs no
+            memory; None for a whole text.
         read_RT: the tokens whose output is read, in training: for others it may be zeros.
         softcap: what scores come near to at most, before the mask (Gemma 2, arXiv 2408.00118).
 
@@ -86,9 +84,8 @@ def where_read(
     read_RT: Tensor,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of as many tokens of each row as the row with most of them is read at, N: in a row
-    with fewer, of some others too. Elsewhere the output `[R, T, H, C]` is zero.
-    """
+    """Attention of as many tokens of each row as the row with most of them is read at, N, some of
+    them others. Elsewhere the output `[R, T, H, C]` is zero."""
     most = int(read_RT.sum(1).max())
     index_RN = read_RT.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
     places_RHNC = index_RN[:, None, :, None].expand(-1, q_RHTC.shape[1], -1, q_RHTC.shape[3])

@@ -45,9 +45,7 @@ def read_checkpoint(
     source: str, revision: str | None, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model of a folder or hub id, by `from_pretrained` with these options, and its tokenizer.
-    What is refused is refused before the weights are read: `ModelNotFound`, `CorruptFile`,
-    `UnsupportedModel`.
-    """
+    Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `MissingPackage`."""
     is_hub_id = re.fullmatch(r"[^/.][^/]*(/[^/]+)?", source)
     if not is_hub_id and not os.path.isdir(source):
         raise ModelNotFound(
@@ -98,26 +96,24 @@ def read_tokenizer(source: str, revision: str | None) -> PreTrainedTokenizerBase
 
 
 def check_placed(model: PreTrainedModel) -> None:
-    """Raise `ModelTooLarge` where weights lie on no device that computes.
-
-    Weights that accelerate keeps on the disk, or on the CPU beside GPUs, are on `meta` until a hook
-    fetches them. A model of which no part fits on a GPU is on the CPU.
-    """
+    """Raise `ModelTooLarge` where weights lie on no device that computes: those that accelerate
+    keeps on the disk, or on the CPU beside GPUs, are on `meta` until a hook fetches them, and a
+    model of which no part fits on a GPU is on the CPU."""
     weights = dict(model.named_parameters())
     nowhere = ("meta", "cpu") if torch.cuda.is_available() else ("meta",)
     aside = [name for name, weight in weights.items() if weight.device.type in nowhere]
     if not aside:
         return
-    layers = {name.split(".")[2] for name in aside if name.startswith("model.layers.")}
-    others = [name for name in aside if not name.startswith("model.layers.")]
-    parts = ", ".join([f"{len(layers)} of {model.config.num_hidden_layers} layers", *others])
+    parts = [name for name in aside if not name.startswith("model.layers.")]
+    layers = {name.split(".")[2] for name in aside if name not in parts}
+    parts.insert(0, f"{len(layers)} of {model.config.num_hidden_layers} layers")
     size = sum(weight.nbytes for weight in weights.values())
     dtype = str(model.dtype).removeprefix("torch.")
     raise ModelTooLarge(
-        f"'{model.config.name_or_path}' does not fit: {parts} found no place. Its weights take "
-        f"{size / 1e9:.3g} GB in {dtype}. Use more or larger GPUs, model.dtype=bfloat16 if it is "
-        "float32, model.device_map=sequential (which fills one GPU before the next), or a smaller "
-        "model. Training can spread it: "
+        f"'{model.config.name_or_path}' does not fit: {', '.join(parts)} found no place. Its "
+        f"weights take {size / 1e9:.3g} GB in {dtype}. Use more or larger GPUs, "
+        "model.dtype=bfloat16 if it is float32, model.device_map=sequential (which fills one GPU "
+        "before the next), or a smaller model. Training can spread it: "
         f"{command_line('train', launcher=TORCHRUN, trainer__shard_target=True)}."
     )
 
@@ -125,14 +121,10 @@ def check_placed(model: PreTrainedModel) -> None:
 def _failure(
     source: str, revision: str | None, error: Exception, method: str | None
 ) -> KangarooError:
-    """
-    Args:
-        method: how the checkpoint is quantized, if it is.
-    """
     if damage := _damage(source, revision):
         return damage
     reason = _first_line(error)
-    if method is not None and not isinstance(error, OSError):
+    if method and not isinstance(error, OSError):
         kind = MissingPackage if isinstance(error, ImportError) else UnsupportedModel
         return kind(
             f"'{source}' is quantized ({method}), and transformers cannot load it here: {reason}. "
@@ -166,9 +158,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _damage(source: str, revision: str | None) -> CorruptFile | None:
-    """Names the first file of a checkpoint that cannot be read, since no error does, behind a link
-    of the hub's cache; None where all can.
-    """
+    """The first file of a checkpoint that cannot be read: transformers does not name it."""
     if not os.path.isdir(source):
         try:
             source = snapshot_download(source, revision=revision, local_files_only=True)

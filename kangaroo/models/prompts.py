@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import numpy as np
 from jinja2.exceptions import TemplateError
-from transformers import BatchEncoding, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from kangaroo.utils.errors import ConfigError, PromptError
 
@@ -24,8 +24,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # how a template marks 
 
 def whole(text: str) -> str:
     """The text. Errors: `ValueError` for half of a surrogate pair, which Python, JSON and a
-    terminal's bytes can hold, and no tokenizer takes.
-    """
+    terminal's bytes can hold, and no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -50,8 +49,7 @@ class Message(TypedDict):
 
 def content_text(content: Any) -> str:
     """What a message says: a string, or the strings of OpenAI's text parts, joined. Errors:
-    `ValueError`, which says what it is, after a word like "content".
-    """
+    `ValueError`, which says what it is, after a word like "content"."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -68,12 +66,9 @@ def content_text(content: Any) -> str:
 
 
 class Sample(TypedDict):
-    """A tokenised conversation.
-
-    `loss_mask[i]` is 1 where the assistant wrote `input_ids[i]`, its end-of-turn token included:
-    the distribution to learn is then the one at position i - 1. `teacher` has a record of that
-    distribution (`topk_logits.py`) for each such token, in order, where these were kept.
-    """
+    """A tokenised conversation. `loss_mask[i]` is 1 where the assistant wrote `input_ids[i]`, its
+    end-of-turn token included: the distribution to learn is the one at position i - 1. `teacher`
+    has a record of it (`topk_logits.py`) for each such token, in order, where these were kept."""
 
     messages: list[Message]
     input_ids: list[int]
@@ -84,8 +79,7 @@ class Sample(TypedDict):
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
     """Token ids of the conversation up to where the assistant begins, by the chat template, which
     writes BOS itself where the model needs one. Errors: `PromptError` for an empty user turn, one
-    that is no text (`whole`) or that the template refuses; `ConfigError` where there is none.
-    """
+    that is no text (`whole`) or that the template refuses; `ConfigError` where there is none."""
     if not messages or not messages[-1]["content"].strip():
         raise PromptError("the prompt is empty; ask something.")
     text = _render(tokenizer, messages, add_generation_prompt=True)
@@ -117,13 +111,9 @@ def plain_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 def user_header(
     tokenizer: PreTrainedTokenizerBase, history: list[Message] | None = None
 ) -> tuple[list[int], str]:
-    """The tokens before the user's next turn, and the text that ends a user turn.
-
-    After the header alone, an aligned model writes a question itself; after a conversation that
-    ends with the assistant, and the header, what the user says next (Magpie, arXiv 2406.08464).
-
-    Errors: `ConfigError` for a template by which nothing ends a user turn.
-    """
+    """The tokens before the user's next turn, and the text that ends a user turn. After them an
+    aligned model writes a question itself (Magpie, arXiv 2406.08464). Errors: `ConfigError` for a
+    template by which nothing ends a user turn."""
     turns = [*(history or []), Message(role="user", content=_SENTINEL)]
     before, _, after = _render(tokenizer, turns, add_generation_prompt=True).partition(_SENTINEL)
     if not after.strip():
@@ -155,12 +145,11 @@ def masked_ids(
 ) -> tuple[list[int], list[int]]:
     """Token ids and loss mask of a conversation that is already written.
 
-    The assistant's part is from where it would begin to write to the end-of-turn token. A token
-    that spans the beginning counts as the template's, since no model writes it after that prompt.
-    In a template with `{% generation %}` markers these decide.
-
-    Before a last answer the ids are those of `prompt_ids`, as in decoding, unless a token spans its
-    beginning: some tokenizers split the end of a prompt in another way if text follows.
+    The assistant's part is from where it would begin to write to the end-of-turn token, or as
+    `{% generation %}` markers in the template say; a token that spans the beginning is the
+    template's, since no model writes it after that prompt. Before a last answer the ids are those
+    of `prompt_ids`, unless a token spans its beginning: some tokenizers split the end of a prompt
+    in another way if text follows.
 
     Errors: `PromptError` where the template refuses the conversation, `ConfigError` where it does
     not show which part is the assistant's.
@@ -183,9 +172,8 @@ def _masked_text(
         ids = prompt_ids(tokenizer, messages)
         return ids, [0] * len(ids)
     if _GENERATION.search(str(tokenizer.chat_template)):
-        options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        encoded = _applied(tokenizer, messages, add_generation_prompt, tokenize=True, **options)
-        assert isinstance(encoded, BatchEncoding)
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        encoded = _applied(tokenizer, messages, add_generation_prompt, **options)
         return encoded["input_ids"], encoded["assistant_masks"]
     if not tokenizer.is_fast:
         raise ConfigError(
@@ -195,19 +183,6 @@ def _masked_text(
     text = _render(tokenizer, messages, add_generation_prompt)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     mask = [0] * len(encoded["input_ids"])
-    for start, stop in _assistant_spans(tokenizer, messages, text):
-        for index, (first, last) in enumerate(encoded["offset_mapping"]):
-            # `last`: byte-level tokenizers report a trimmed blank as a point, here the header's
-            if start <= first < stop and last > start:
-                mask[index] = 1
-    return encoded["input_ids"], mask
-
-
-def _assistant_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], text: str
-) -> list[tuple[int, int]]:
-    """The assistant's turns in `text`, the rendered conversation: (start, stop) in characters."""
-    spans = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -220,9 +195,12 @@ def _assistant_spans(
                 "with {% generation %} in it, pass model.chat_template= another one, or use "
                 "conversations of one turn."
             )
-        start = before if after.startswith(before) else before.rstrip()
-        spans.append((len(start), len(after)))
-    return spans
+        start, stop = len(before if after.startswith(before) else before.rstrip()), len(after)
+        for place, (first, last) in enumerate(encoded["offset_mapping"]):
+            # `last`: byte-level tokenizers report a trimmed blank as a point, here the header's
+            if start <= first < stop and last > start:
+                mask[place] = 1
+    return encoded["input_ids"], mask
 
 
 def _render(
@@ -234,7 +212,6 @@ def _render(
             f"model.chat_template={shipped_templates()}."
         )
     text = _applied(tokenizer, messages, add_generation_prompt, tokenize=False)
-    assert isinstance(text, str)
     try:
         return whole(text)
     except ValueError as error:
@@ -247,12 +224,12 @@ def _applied(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
     add_generation_prompt: bool,
-    **options: bool,
-) -> object:
+    **options: Any,
+) -> Any:
     """What the chat template makes of a conversation; a template may raise anything."""
     options["add_generation_prompt"] = add_generation_prompt
     try:
-        return tokenizer.apply_chat_template(cast(Any, messages), **cast(Any, options))
+        return tokenizer.apply_chat_template(cast(Any, messages), **options)
     except Exception as error:
         roles = ", ".join(message["role"] for message in messages)
         fault = "" if type(error) is TemplateError else f"{type(error).__name__}: "

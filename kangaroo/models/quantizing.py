@@ -39,12 +39,9 @@ def check_torchao(quantization: Quantization) -> None:
 def quantize(
     model: PreTrainedModel, quantization: Quantization, device: torch.device | str | None
 ) -> None:
-    """Quantize the weights of a model's layers in place, one layer after another, once it lies on
-    `device`, where all else then goes too; None leaves each where it lies.
-
-    Errors: `ConfigError` for a model that is quantized already; `UnsupportedModel` for experts,
-    whose weights torchao leaves alone.
-    """
+    """Quantize the weights of a model's layers in place, one layer after another, on `device`,
+    where all else then goes too; None leaves each where it lies. Errors: `ConfigError` for a model
+    that is quantized already; `UnsupportedModel` for experts, which torchao leaves alone."""
     from torchao import quantization as ao  # of the extra `quantized`
 
     if packed_linears(model):
@@ -59,8 +56,7 @@ def quantize(
             f"{model.config.model_type} model are experts'. Pass model.path= a checkpoint that is "
             "quantized already (FP8, AWQ)."
         )
-    modules: Any = model
-    for layer in modules.model.layers:
+    for layer in model.model.layers:
         layer = layer if device is None else layer.to(device)
         weight = next(layer.parameters())
         if quantization is Quantization.int8:
@@ -71,7 +67,7 @@ def quantize(
             how = ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(GROUP))  # type: ignore[attr-defined]
         ao.quantize_(layer, how)
     if device is not None:
-        modules.to(device)
+        model.to(device)  # type: ignore[arg-type]
 
 
 def check_head(model: PreTrainedModel) -> None:

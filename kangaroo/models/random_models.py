@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
@@ -15,12 +17,33 @@ from transformers import (
 )
 
 from kangaroo.models.embedded import byte_level_tokenizer
-from kangaroo.models.known_configs import SHAPES, shape_of
 from kangaroo.models.prompts import chat_template
 from kangaroo.utils.errors import ConfigError
 
 TINY = "random:tiny"
 RANDOM = "random:"
+SMALL = "small:"
+SIZES = """
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads max_position_embeddings
+""".split()
+# By `model.path`, the fields of transformers' config.
+SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text("utf-8"))
+for _fields in SHAPES.values():
+    _fields.update(zip(SIZES, _fields.pop("sizes"), strict=True))
+
+
+def shape_of(path: str) -> dict[str, Any] | None:
+    """The fields of transformers' config for the model of that name; None for an unknown one. After
+    `small:` the sizes are small; family, groups of heads and context stay."""
+    shape = SHAPES.get(path.removeprefix(SMALL))
+    if shape is None or not path.startswith(SMALL):
+        return shape
+    group = shape["num_attention_heads"] // shape["num_key_value_heads"]
+    kv_heads = 2 if group > 1 else 4
+    heads = kv_heads * group
+    sizes = 259, 16 * heads, 32 * heads, 6, heads, kv_heads  # the vocabulary of `byte_tokenizer`
+    return shape | dict(zip(SIZES, sizes, strict=False))
 
 
 def random_model(
@@ -32,16 +55,13 @@ def random_model(
     deep_scale: float = 1.0,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """A small model with random weights, in eval mode; the same arguments give the same model.
-
-    Its vocabulary is that of `byte_tokenizer`. Its weights are larger than random ones usually are,
-    so that what it writes depends on what it reads.
+    """A small model with random weights, in eval mode, over the tokens of `byte_tokenizer`; larger
+    weights than random ones usually are, so that what it writes depends on what it reads.
 
     Args:
-        architecture: transformers' `model_type`.
+        architecture: transformers' `model_type`; `overrides` are fields of its config.
         deep_scale: factor on what the last two thirds of the layers add to the residual stream.
             If it is small, a shallow drafter is often right, as in a trained model.
-        overrides: fields of the architecture's config.
     """
     fields: dict[str, Any] = {
         "vocab_size": 259,
@@ -59,10 +79,11 @@ def random_model(
         "pad_token_id": 258,
     }
     config = AutoConfig.for_model(architecture, **fields | overrides)
-    options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": torch.float32}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, **options)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attn_implementation, dtype=torch.float32
+        )
     for layer in model.model.layers[config.num_hidden_layers // 3 :]:
         last = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
         for name, weight in layer.named_parameters():
@@ -77,12 +98,14 @@ def random_model(
     return model.eval()
 
 
-def random_of_shape(path: str, device: str, **options: Any) -> PreTrainedModel:
-    """A model of a known shape with random weights, made on its device. Errors: `ConfigError`."""
-    shape = shape_of(path)
+def random_target(path: str, device: str, **options: Any) -> PreTrainedModel:
+    """The model of a path that begins with `RANDOM`, made on its device. Errors: `ConfigError`."""
+    if path == TINY:
+        return random_model(deep_scale=0.15, **options).to(device)  # type: ignore[arg-type]
+    shape = shape_of(path.removeprefix(RANDOM))
     if shape is None:
         raise ConfigError(
-            f"model.path={RANDOM}{path}: that shape is not known; known are {', '.join(SHAPES)}."
+            f"model.path={path}: that shape is not known; known are {', '.join(SHAPES)}."
         )
     with torch.device(device), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -30,22 +30,18 @@ def check_supported(config: PretrainedConfig) -> None:
             "embed texts, not to write them. Pass a model that writes."
         )
     for rope in ropes(config):
-        _check_rope(name, config.model_type, rope)
-
-
-def _check_rope(name: str, model_type: str, rope: dict[str, Any]) -> None:
-    rope_type, part = rope["rope_type"], rope.get("partial_rotary_factor", 1.0)
-    if rope_type in ("dynamic", "longrope"):
-        raise UnsupportedModel(
-            f"'{name}' uses '{rope_type}' RoPE, whose frequencies change with the length of the "
-            "text, so cached keys would not fit. Supported: default, linear, llama3, yarn."
-        )
-    if rope_type != "default" and part != 1.0:  # the default one takes no notice of it
-        raise UnsupportedModel(
-            f"'{name}' has partial_rotary_factor={part} with '{rope_type}' RoPE, but a "
-            f"{model_type} model rotates whole heads. Leave it out of config.json, if the "
-            "model was trained without."
-        )
+        rope_type, part = rope["rope_type"], rope.get("partial_rotary_factor", 1.0)
+        if rope_type in ("dynamic", "longrope"):
+            raise UnsupportedModel(
+                f"'{name}' uses '{rope_type}' RoPE, whose frequencies change with the length of "
+                "the text, so cached keys would not fit. Supported: default, linear, llama3, yarn."
+            )
+        if rope_type != "default" and part != 1.0:  # the default one takes no notice of it
+            raise UnsupportedModel(
+                f"'{name}' has partial_rotary_factor={part} with '{rope_type}' RoPE, but a "
+                f"{config.model_type} model rotates whole heads. Leave it out of config.json, if "
+                "the model was trained without."
+            )
 
 
 def window_of(config: PretrainedConfig) -> tuple[int | None, list[bool]]:

@@ -1,10 +1,8 @@
-"""The target: drives a transformers Llama-like model by ranges of its layers.
-
-The only code that touches transformers' layers. Nothing is copied or patched: layers, norm, head
-and rotary embedding are the model's own modules.
+"""The target: drives a transformers Llama-like model by ranges of its layers. Nothing is copied or
+patched: layers, norm, head and rotary embedding are the model's own modules.
 
 Shapes: B rows, N nodes or tokens of a block, E occupied slots, D hidden size, V vocabulary,
-R rows of a block.
+R rows of a block, T tokens of a row, S slots, C head size.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from kangaroo.cpu.huge_pages import move_to_huge_pages
 from kangaroo.cpu.native import Sizes
 from kangaroo.cuda.graphs import Graphs
 from kangaroo.engine.acceleration import Acceleration
-from kangaroo.engine.cache import ForwardMeta, KVCache, occupied
+from kangaroo.engine.cache import ForwardMeta, KVCache, occupied, power_of_two
 from kangaroo.engine.tree import Tree
 from kangaroo.models.attention import ATTENTION, attention, has_flash
 from kangaroo.models.layer_weights import can_record, fingerprint, is_plain, layer_weights
@@ -40,10 +38,8 @@ AttentionInterface.register(ATTENTION, attention)
 
 
 class TargetModel(nn.Module):
-    """A frozen causal language model, cut at any layer.
-
-    Errors: `UnsupportedModel` where the architecture does not follow the Llama interface.
-    """
+    """A frozen causal language model, cut at any layer. Errors: `UnsupportedModel` for one whose
+    layers, positions or head this engine cannot drive."""
 
     def __init__(self, hf: PreTrainedModel):
         super().__init__()
@@ -59,23 +55,16 @@ class TargetModel(nn.Module):
         self.weight_bits: int | None = None  # of a quantized `meta_model`, whose weights tell less
         self.layer_devices = [next(layer.parameters()).device for layer in self.layers]
         self.acceleration = Acceleration()
-        self.native_layers: native.Stack | None = None
-        self.native_head: native.Head | None = None
-        self.cuda_layers: Any = None  # as the native ones: `kangaroo.cuda.layers`
-        self.cuda_head: Any = None
+        self.fast_layers: Any = None  # a `Stack` of native code or of kernels
+        self.fast_head: Any = None  # a `Head` of the same
         self.window, self.windowed = window_of(self.config)
         self.has_two_ropes = len(ropes(self.config)) > 1
-        self.rope_tables: dict[bool, Pair] = {}  # of layers without a window, with
-        self.outgrown_tables: list[Pair] = []  # graphs read where they lie
+        self.rope_tables: dict[tuple[int, bool], Pair] = {}
 
     def compile_for_decoding(self, huge_pages: bool = True) -> TargetModel:
-        """Decode in native code on a CPU, where the model is of its kind and there is a compiler;
-        in Triton's kernels and CUDA graphs on one GPU. Training stays as it is, and so do prompts
-        on a CPU where PyTorch reads them faster.
-
-        Args:
-            huge_pages: native code first moves the weights, to where it reads them fastest.
-        """
+        """Decode in native code on a CPU, where the model is of its kind and there is a compiler,
+        with `huge_pages` from where weights are read fastest; in Triton's kernels and CUDA graphs
+        on one GPU. Training stays as it is, and so do prompts that PyTorch reads faster."""
         library = graphs = kernels = None
         sizes, dtype = self.sizes(), self.dtype
         plain = is_plain(self.hf) and self.config.hidden_act == "silu"
@@ -93,12 +82,9 @@ class TargetModel(nn.Module):
     def decode_by(self, acceleration: Acceleration) -> TargetModel:
         """Leave a step of decoding to what is faster."""
         reads = acceleration.library or acceleration.kernels
-        layers = acceleration.part("Stack", [layer_weights(x) for x in self.layers if reads])
-        head = acceleration.part("Head", self.head.weight)
-        if acceleration.kernels is None:
-            self.native_layers, self.native_head = layers, head
-        else:
-            self.cuda_layers, self.cuda_head = layers, head
+        weights = [layer_weights(layer) for layer in self.layers if reads]
+        self.fast_layers = acceleration.part("Stack", weights)
+        self.fast_head = acceleration.part("Head", self.head.weight)
         self.acceleration = acceleration
         return self
 
@@ -126,10 +112,8 @@ class TargetModel(nn.Module):
 
     def prompt_chunk(self, length: int) -> int:
         """The most tokens of a prompt of this length that are run at a time."""
-        layers = self.native_layers
-        if layers and length <= layers.longest_prompt:
-            return layers.prompt_chunk
-        return self.cuda_layers.prompt_chunk(length) if self.cuda_layers else PROMPT_CHUNK
+        chunk = self.fast_layers.prompt_chunk(length) if self.fast_layers else None
+        return chunk or PROMPT_CHUNK
 
     @property
     def context(self) -> int:
@@ -144,13 +128,12 @@ class TargetModel(nn.Module):
         """A norm of the target's own class."""
         return type(self.hf.model.norm)(self.config.hidden_size, self.config.rms_norm_eps)
 
-    def new_cache(self, batch_size: int, n_slots: int) -> KVCache:
-        """A cache for all layers, each on its layer's device."""
-        return self.cache_like(batch_size, n_slots, self.layer_devices)
-
-    def cache_like(self, batch_size: int, n_slots: int, devices: list[torch.device]) -> KVCache:
-        """A cache for layers of this model's shape, one a device given: an adapter needs one."""
-        sizes = self.sizes()
+    def new_cache(
+        self, batch_size: int, n_slots: int, devices: list[torch.device] | None = None
+    ) -> KVCache:
+        """A cache for all layers, each on its layer's device; with `devices` for as many layers of
+        this model's shape, which an adapter's are too."""
+        sizes, devices = self.sizes(), self.layer_devices if devices is None else devices
         return KVCache(batch_size, n_slots, sizes.kv_heads, sizes.head_size, self.dtype, devices)
 
     def extent(self, n_slots: int, used: int) -> int:
@@ -200,81 +183,73 @@ class TargetModel(nn.Module):
         n_slots: int,
         positions_BE: Tensor | None = None,
     ) -> ForwardMeta:
-        """A block of all rows; `hidden_BNE` is true for the slots that a token does not see.
-
-        Args:
-            positions_BE: of what lies in the slots; None where all drafted tokens are the block's.
-        """
-        bias_B1NE = self._bias(hidden_BNE)[:, None]
-        rope = self.rope_within(n_slots, positions_BN)
-        rows, extent = slice(0, len(slots_BN)), hidden_BNE.shape[-1]
-        meta = ForwardMeta(slots_BN, positions_BN, bias_B1NE, extent, rows, rope, recordable=True)
-        if self.window is None:
-            return meta
-        if positions_BE is None:
-            slots_BE = torch.arange(extent, device=slots_BN.device).repeat(len(slots_BN), 1)
-            positions_BE = slots_BE.scatter(1, slots_BN, positions_BN)
-        rope = self.rope_within(n_slots, positions_BN, True) if self.has_two_ropes else rope
-        return self._with_window(meta, hidden_BNE, positions_BE, rope)
-
-    def _with_window(
-        self, meta: ForwardMeta, hidden_RTE: Tensor, positions_RE: Tensor, rope: Pair
-    ) -> ForwardMeta:
-        """The block, with this `rope` and a mask for layers that do not see past their window."""
-        assert self.window is not None
-        outside_RTE = positions_RE[:, None] <= meta.positions_RT[..., None] - self.window
-        return replace(meta, windowed=(self._bias(hidden_RTE | outside_RTE)[:, None], *rope))
-
-    def _bias(self, hidden: Tensor) -> Tensor:
-        bias = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
-        return bias.masked_fill_(hidden, -torch.inf)
+        """A block of all rows; `hidden_BNE` is true for the slots that a token does not see, and
+        `positions_BE` says what lies in them; None where all drafted tokens are the block's."""
+        bias, rope = self._bias(hidden_BNE), self._rope(n_slots, positions_BN)
+        here, extent, rows = (slots_BN, positions_BN), hidden_BNE.shape[-1], slice(0, len(slots_BN))
+        meta = ForwardMeta(*here, bias, extent, rows, rope, recordable=True)
+        return self._with_window(meta, n_slots, hidden_BNE, positions_BE)
 
     def chunk(self, start: int, stop: int, row: int, n_slots: int) -> ForwardMeta:
         """Positions `start` to `stop` of one row: a chunk of a prefill."""
-        positions_RT = torch.arange(start, stop, device=self.device)[None]
-        by_kernels = self.cuda_layers is not None  # to which rotation is the same as in decoding
-        rope = self.rope_within(n_slots, positions_RT) if by_kernels else self.rope(positions_RT)
-        rows = slice(row, row + 1)
-        bias: Tensor | None = None
+        positions_1T = torch.arange(start, stop, device=self.device)[None]
+        bias: Any = None
         extent = stop
-        if start > 0 and (by_kernels or has_flash(self.device, self.dtype)):
+        if start > 0 and (self.acceleration.kernels or has_flash(self.device, self.dtype)):
             bias = causal_lower_right(stop - start, stop)
         elif start > 0:
             extent = occupied(n_slots, stop)
             slots_E = torch.arange(extent, device=self.device)
-            bias = self._bias(slots_E > positions_RT[..., None])[None]
-        meta = ForwardMeta(positions_RT, positions_RT, bias, extent, rows, rope)
+            bias = self._bias(slots_E > positions_1T[..., None])
+        rows, rope = slice(row, row + 1), self._rope(n_slots, positions_1T)
+        meta = ForwardMeta(positions_1T, positions_1T, bias, extent, rows, rope)
+        return self._with_window(meta, n_slots)
+
+    def _with_window(
+        self,
+        meta: ForwardMeta,
+        n_slots: int,
+        hidden_RTE: Tensor | None = None,
+        positions_RE: Tensor | None = None,
+    ) -> ForwardMeta:
+        """The block, with the mask and the rotation of layers that do not see past their window, if
+        there are such; without `hidden` a token sees what lies before it."""
         if self.window is None:
             return meta
-        slots_1E = torch.arange(extent, device=self.device)[None]
-        rope = self.rope(positions_RT, True) if self.has_two_ropes else rope
-        return self._with_window(meta, slots_1E[:, None] > positions_RT[..., None], slots_1E, rope)
+        if positions_RE is None:
+            slots_RE = torch.arange(meta.extent, device=self.device).repeat(len(meta.slots_RT), 1)
+            positions_RE = slots_RE.scatter(1, meta.slots_RT, meta.positions_RT)
+        back_RTE = meta.positions_RT[..., None] - positions_RE[:, None]
+        hidden_RTE = back_RTE < 0 if hidden_RTE is None else hidden_RTE
+        rope = self._rope(n_slots, meta.positions_RT, windowed=True)
+        return replace(meta, windowed=(self._bias(hidden_RTE | (back_RTE >= self.window)), *rope))
 
-    def rope(self, positions_BN: Tensor, windowed: bool = False) -> Pair:
-        """Cosine and sine `[B, N, head size]` by the model's own rotary embedding."""
-        like = torch.empty(0, dtype=self.dtype, device=positions_BN.device)
-        kind = WINDOWED if windowed or all(self.windowed) else FULL
-        by_kind = {"layer_type": kind} if self.has_two_ropes else {}
-        return self.hf.model.rotary_emb(like, position_ids=positions_BN, **by_kind)
+    def _bias(self, hidden_RTE: Tensor) -> Tensor:
+        bias = torch.zeros(hidden_RTE.shape, dtype=self.dtype, device=hidden_RTE.device)
+        return bias.masked_fill_(hidden_RTE, -torch.inf)[:, None]
 
-    def rope_within(self, n_slots: int, positions_BN: Tensor, windowed: bool = False) -> Pair:
-        """The same by a table, for positions below `n_slots`: less work in every step."""
-        table = self.rope_tables.get(windowed)
-        if table is None or len(table[0]) < n_slots:
-            if table is not None:
-                self.outgrown_tables.append(table)
-            positions_1S = torch.arange(n_slots, device=positions_BN.device)[None]
-            cos_1SC, sin_1SC = self.rope(positions_1S, windowed)
-            table = self.rope_tables[windowed] = cos_1SC[0], sin_1SC[0]
-        cos_SC, sin_SC = table
-        return cos_SC[positions_BN], sin_SC[positions_BN]
+    def _rope(self, n_slots: int, positions_RT: Tensor, windowed: bool = False) -> Pair:
+        cos_SC, sin_SC = self.rope_table(n_slots, windowed)
+        return cos_SC[positions_RT], sin_SC[positions_RT]
+
+    def rope_table(self, n_slots: int, windowed: bool = False) -> Pair:
+        """Cosine and sine by the model's own rotary embedding, each `[S, C]`, of all positions
+        below `n_slots` at the least; it is kept, since graphs read where it lies."""
+        key = power_of_two(n_slots), windowed and self.has_two_ropes
+        if key not in self.rope_tables:
+            kind = WINDOWED if windowed or all(self.windowed) else FULL
+            by_kind = {"layer_type": kind} if self.has_two_ropes else {}
+            positions_1S = torch.arange(key[0], device=self.device)[None]
+            like = torch.empty(0, dtype=self.dtype, device=self.device)
+            cos_1SC, sin_1SC = self.hf.model.rotary_emb(like, position_ids=positions_1S, **by_kind)
+            self.rope_tables[key] = cos_1SC[0], sin_1SC[0]
+        return self.rope_tables[key]
 
     def embed(self, tokens_BN: Tensor) -> Tensor:
         """The tokens' embeddings, `[B, N, D]`."""
         kernels, table = self.acceleration.kernels, self.hf.model.embed_tokens
         if kernels is None or torch.is_grad_enabled():
-            factor = getattr(self.config, "embedding_multiplier", 1)  # Granite's
-            return table(tokens_BN) if factor == 1 else table(tokens_BN) * factor
+            return table(tokens_BN) * getattr(self.config, "embedding_multiplier", 1)  # Granite's
         return kernels.embed(tokens_BN, table.weight)
 
     def run(
@@ -285,15 +260,14 @@ class TargetModel(nn.Module):
         layers: range,
         taps: Collection[int] = (),
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run a range of layers over a block, writing its keys and values at the block's slots.
+        """Run a range of layers over a block, writing its keys and values at the block's slots: the
+        output of the last layer (before the final norm) and the tapped states.
 
         Args:
             x_BND: the input of the first layer of the range.
             cache: None for a causal block that nothing will follow (training).
-            taps: hidden states wanted back, by the number of layers below them: tap t is the output
-                of layer t - 1, and tap `layers.start` is `x_BND` itself.
-
-        Returns the output of the last layer (before the final norm) and the tapped states.
+            taps: hidden states wanted back, by the number of layers below them; `layers.start` is
+                `x_BND` itself.
         """
         tapped = {layers.start: x_BND} if layers.start in taps else {}
         ends = sorted({tap for tap in taps if tap in layers} | {layers.start, layers.stop})
@@ -306,15 +280,13 @@ class TargetModel(nn.Module):
     def read(
         self, tokens_1T: Tensor, start: int, cache: KVCache, row: int, taps: Collection[int]
     ) -> tuple[Tensor, ForwardMeta, dict[int, Tensor]]:
-        """A chunk of a prompt, at the positions from `start` on of one row.
-
-        Returns the output of the last layer for its last token, `[1, 1, D]`, the chunk's block, and
-        the tapped states. For the other tokens native code and kernels make only keys and values in
-        the last layer, unless that is tapped: what comes out of it is read nowhere.
-        """
+        """A chunk of a prompt, at the positions from `start` on of one row: the output of the last
+        layer for its last token, `[1, 1, D]`, the chunk's block, and the tapped states. For the
+        other tokens native code and kernels make only keys and values in the last layer, unless it
+        is tapped: what comes out of it is read nowhere."""
         stop, last = start + tokens_1T.shape[1], self.n_layers - 1
         meta, x_1TD = self.chunk(start, stop, row, cache.n_slots), self.embed(tokens_1T)
-        layers = self.native_layers or self.cuda_layers
+        layers = self.fast_layers
         if layers is None or self.n_layers in taps or not layers.takes(x_1TD, meta):
             x_1TD, tapped = self.run(x_1TD, cache, meta, range(self.n_layers), taps)
             return x_1TD[:, -1:], meta, tapped
@@ -326,20 +298,17 @@ class TargetModel(nn.Module):
     def _run(
         self, x_BND: Tensor, cache: KVCache | None, meta: ForwardMeta, layers: range
     ) -> Tensor:
-        if self.native_layers and cache and self.native_layers.takes(x_BND, meta):
-            return self.native_layers(x_BND, cache, meta, layers)
-        if cache is None:
-            if self.cuda_layers and self.cuda_layers.takes_text(x_BND, meta):
-                return self.cuda_layers.run_text(x_BND, meta, layers)
-            return self._eager(x_BND, None, meta, layers)
-
         def work(x_BND: Tensor, meta: ForwardMeta) -> tuple[Tensor]:
-            if self.cuda_layers and self.cuda_layers.takes(x_BND, meta):
-                return (self.cuda_layers(x_BND, cache, meta, layers),)
+            if self.fast_layers and self.fast_layers.takes(x_BND, meta):
+                return (self.fast_layers(x_BND, cache, meta, layers),)
             return (self._eager(x_BND, cache, meta, layers),)
 
-        key = ("layers", self.n_layers, layers, meta.rows.start)
-        return self.acceleration.step((cache,), key, work, x_BND, meta, keep=True)[0]
+        if cache is not None:
+            key = ("layers", self.n_layers, layers, meta.rows.start)
+            return self.acceleration.step((cache,), key, work, x_BND, meta, keep=True)[0]
+        if self.acceleration.kernels and self.fast_layers.takes_text(x_BND, meta):
+            return self.fast_layers.run_text(x_BND, meta, layers)
+        return self._eager(x_BND, None, meta, layers)
 
     def _eager(
         self, x_BND: Tensor, cache: KVCache | None, meta: ForwardMeta, layers: range
@@ -362,17 +331,16 @@ class TargetModel(nn.Module):
 
     def logits(self, x_BND: Tensor) -> Tensor:
         """`[B, N, V]` from the output of the last layer; in float32 from native code or kernels."""
-        x_MD, head = x_BND.flatten(0, 1), self.native_head or self.cuda_head
+        x_MD, head = x_BND.flatten(0, 1), self.fast_head
         if head and head.takes(x_MD):
             return head(x_MD, self.hf.model.norm.weight).unflatten(0, x_BND.shape[:2])
         return self.read_out(self.norm(x_BND))
 
     def choose(self, x_BND: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The likeliest token after each and its chance, both `[B, N]`: what logits say, by kernels
-        that write none; None without kernels."""
-        if self.cuda_head is None:
+        """The likeliest token after each and its chance, both `[B, N]`, by kernels; else None."""
+        if self.acceleration.kernels is None:
             return None
-        return self.cuda_head.choose(x_BND, self.hf.model.norm.weight)
+        return self.fast_head.choose(x_BND, self.hf.model.norm.weight)
 
     def norm(self, x_BND: Tensor) -> Tensor:
         """The final norm, on its own device, of the output of the last layer."""

@@ -54,7 +54,7 @@ def check_memory(lm: TargetModel, max_batch_size: int, max_model_len: int) -> No
 
     Errors: `ConfigError` where they do not fit beside the model.
     """
-    row = lm.cache_like(1, 1, lm.layer_devices).bytes() * max_model_len
+    row = lm.new_cache(1, 1, lm.layer_devices).bytes() * max_model_len
     free = sum(map(memory.free, set(lm.layer_devices)))
     taken, left = f"{max_batch_size * row / 1e9:.1f} GB", f"{free / 1e9:.1f} GB"
     log.info(f"{max_batch_size} texts of up to {max_model_len} tokens: {taken} of keys and values")

@@ -211,7 +211,7 @@ def check_writing(lm: TargetModel, data: Data, devices: Devices) -> None:
         longest = min(longest, max(data.turns) * turn)
     else:
         longest = min(longest, data.max_length)
-    row = longest * lm.cache_like(1, 1, [lm.device] * lm.n_layers).bytes()
+    row = longest * lm.new_cache(1, 1, [lm.device] * lm.n_layers).bytes()
     fitting = (devices.free - memory["target"]) // row
     memory["keys and values"] = rows * row
     what = f"writing the data, {rows} texts of up to {longest} tokens at a time,"

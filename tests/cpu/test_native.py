@@ -71,7 +71,7 @@ def test_native_layers_compute_what_the_modules_compute(name, dtype):
     starts, tokens_BN = [3, 70, 140], random_tokens(3, 7)
     eager, eager_cache = logits(TargetModel(hf), starts, tokens_BN)
     lm = TargetModel(hf).compile_for_decoding()
-    assert lm.native_layers is not None and lm.native_head is not None
+    assert lm.fast_layers is not None and lm.fast_head is not None
     compiled, compiled_cache = logits(lm, starts, tokens_BN)
     torch.testing.assert_close(compiled, eager, atol=TOLERANCE[dtype], rtol=0)
     for ours, theirs in both(compiled_cache, eager_cache):
@@ -114,7 +114,7 @@ def test_any_number_of_threads_computes_the_same_wherever_it_is_called():
 @pytest.mark.parametrize("overrides", [{"hidden_act": "gelu"}, {"dtype": torch.float16}])
 def test_other_models_stay_eager(overrides):
     lm = tiny(**overrides).compile_for_decoding()
-    assert lm.native_layers is None and lm.native_head is None
+    assert lm.fast_layers is None and lm.fast_head is None
 
 
 def test_a_prompt_that_is_read_here_may_come_in_any_parts():
@@ -123,7 +123,7 @@ def test_a_prompt_that_is_read_here_may_come_in_any_parts():
     tokens_1T = random_tokens(1, 200)
     states = {}
     lm = tiny(**sizes).compile_for_decoding()
-    if lm.native_layers is None or not lm.native_layers.longest_prompt:
+    if lm.fast_layers is None or not lm.fast_layers.longest_prompt:
         pytest.skip("PyTorch reads prompts on this processor")
     chunk = native.TURNED_CHUNK if native.library().turns_rows() else native.PROMPT_CHUNK
     assert lm.prompt_chunk(200) == chunk
@@ -182,7 +182,7 @@ def test_prompts_and_training_stay_eager():
     lm = tiny().compile_for_decoding()
     cache, x_BND = lm.new_cache(1, SLOTS), torch.zeros(1, 4, lm.config.hidden_size)
     step = lm.forward_meta(Tree.chain(4, lm.device), torch.tensor([5]), 9, SLOTS)
-    takes = lm.native_layers.takes
+    takes = lm.fast_layers.takes
     assert not takes(x_BND, step)  # gradients may be wanted
     with torch.no_grad():
         assert takes(x_BND, step) and not takes(x_BND, lm.chunk(0, 4, 0, cache.n_slots))
@@ -228,7 +228,7 @@ def test_without_a_compiler_decoding_stays_eager(
     monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
     with caplog.at_level(logging.WARNING):
         lm = tiny().compile_for_decoding()
-    assert lm.native_layers is None
+    assert lm.fast_layers is None
     assert "stays eager" in caplog.text and reason in caplog.text
 
 

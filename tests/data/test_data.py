@@ -1,14 +1,17 @@
-"""Self-synthesis: what it writes, how it resumes, and what it says beforehand."""
+"""Self-synthesis and mixes: what they write, how it resumes, and several processes at it."""
 
 import json
 import shutil
-from dataclasses import replace
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 
 import data_cases
 import pytest
 from data_cases import HEALTHY, NO_FILTERS, settings
 
 from kangaroo.data import store
+from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.filters import FilterConfig
 from kangaroo.data.making import MixConfig
 from kangaroo.drafters.vanilla import Vanilla
@@ -16,6 +19,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models.prompts import prompt_ids, user_header
 from kangaroo.utils.errors import CorruptFile, DataError
+from kangaroo.utils.ranks import Ranks
 
 target = pytest.fixture(scope="module")(data_cases.target)
 brief = pytest.fixture(scope="module")(data_cases.brief)
@@ -132,3 +136,79 @@ def test_changed_or_missing_data_is_refused(target, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"fingerprint": "0" * 16}))
     with pytest.raises(DataError, match="not what its provenance"):
         store.load(tmp_path / "data")
+
+
+# ---- several processes ---------------------------------------------------------------------
+
+
+class Meeting:
+    """Where the threads that stand in for processes wait for each other."""
+
+    def __init__(self, world):
+        self.barrier, self.values = threading.Barrier(world, timeout=60), [None] * world
+
+
+@dataclass(frozen=True)
+class Threaded(Ranks):
+    meeting: Meeting = field(default_factory=lambda: Meeting(1))
+
+    def all_gather(self, value):
+        self.meeting.values[self.rank] = value
+        self.meeting.barrier.wait()
+        values = list(self.meeting.values)
+        self.meeting.barrier.wait()
+        return values
+
+    def broadcast(self, value):
+        return self.all_gather(value)[0]
+
+
+def make(config, world):
+    """Make a dataset in that many threads."""
+    meeting = Meeting(world)
+    targets = [
+        data_cases.target() for _ in range(world)
+    ]  # here, as all threads have one random generator
+
+    def process(rank):
+        try:
+            config.make(*targets[rank], Threaded(rank, world, meeting))
+        except BaseException:
+            meeting.barrier.abort()  # as a process that has ended
+            raise
+
+    with ThreadPoolExecutor(world, thread_name_prefix="rank") as pool:
+        for done in [pool.submit(process, rank) for rank in range(world)]:
+            done.result()
+
+
+def written(tmp_path, name):
+    """Shards, the dataset's table and records."""
+    patterns = ("*.jsonl", "*.arrow", "*.npy")
+    folders = (tmp_path / f"{name}.shards", tmp_path / name)
+    found = [path for folder in folders for pattern in patterns for path in folder.glob(pattern)]
+    return {path.name: path.read_bytes() for path in found}
+
+
+@pytest.mark.parametrize("world", [2, 5])
+@pytest.mark.parametrize("kind", ["synthesis", "conversations"])
+def test_any_number_of_processes_write_the_same_bytes(kind, world, tmp_path, monkeypatch):
+    if kind == "synthesis":
+        config = settings(tmp_path / "alone", teacher=3)
+    else:
+        talks = [{"messages": [{"role": "user", "content": f"Say {i}."}]} for i in range(10)]
+        (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
+        sizes = {"shard_size": 2, "batch_size": 2, "max_answer_tokens": 12}
+        source, path = str(tmp_path / "talks.jsonl"), str(tmp_path / "alone")
+        config = ConversationsConfig(path=path, source=source, **sizes)
+    make(config, 1)
+    write, writers = store.Shards.write, {}  # who writes which shard
+
+    def noted(self, name, samples):
+        writers[name] = int(threading.current_thread().name.removeprefix("rank_"))
+        write(self, name, samples)
+
+    monkeypatch.setattr(store.Shards, "write", noted)
+    make(replace(config, path=str(tmp_path / "shared")), world)
+    assert written(tmp_path, "shared") == written(tmp_path, "alone") != {}
+    assert [writers[name] for name in sorted(writers)] == [i % world for i in range(len(writers))]

@@ -1,4 +1,5 @@
-"""Conversations that others wrote: reading them, answering them anew, and what is refused."""
+"""Conversations that others wrote: reading them, answering them anew, what is refused; and a split
+of their questions into some to learn from and some to measure on."""
 
 import json
 from collections import Counter
@@ -11,7 +12,8 @@ from datasets import Dataset
 from kangaroo.data import reading, store
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.filters import answers
-from kangaroo.data.reading import Source, read, regular
+from kangaroo.data.reading import HELD_OUT, SHARED, TRAINING, Source, read, regular, split
+from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.models.prompts import masked_ids, prompt_ids
 from kangaroo.training.batches import check_trainable
 from kangaroo.utils.errors import DataError
@@ -275,3 +277,77 @@ def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
         config(tmp_path, written(tmp_path), max_length=10).make(*target)
     with pytest.raises(DataError, match="max_length=10 there, 2048 now"):
         config(tmp_path, written(tmp_path)).make(*target)
+
+
+# ---- splitting ---------------------------------------------------------------------------------
+
+PASSAGE = " ".join(f"word{i}" for i in range(SHARED))
+
+
+@pytest.fixture
+def source_of(tmp_path):
+    def write(records):
+        file = tmp_path / "asked.jsonl"
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return Source(str(file))
+
+    return write
+
+
+def question(text, **more):
+    turns = [{"from": "human", "value": text}, {"from": "gpt", "value": f"About {text}"}]
+    return more | {"conversations": turns}
+
+
+def texts(records):
+    return [record["conversations"][0]["value"] for record in records]
+
+
+def test_every_question_is_on_one_side_as_many_of_each_task_held_out(source_of, tmp_path):
+    """A task is what the record calls it, and the files are read by what they are for."""
+    records = [question(f"Add {i}", task="math") for i in range(9)]
+    records += [question(f"Say {i}", category="talk") for i in range(7)]
+    records += [question(f"Do {i}") for i in range(4)]
+    source = source_of(records)
+    parts = split(source, held=3, seed=0)
+    tasks = Counter(question["category"] for question in parts.held_out)
+    assert tasks == {"all": 3, "math": 3, "talk": 3}
+    assert parts.left_out == 0
+    asked = [question["turns"][0] for question in parts.held_out]
+    assert sorted(asked + texts(parts.training)) == sorted(texts(records))
+    assert [question["question_id"] for question in parts.held_out] == list(range(9))
+    assert parts == split(source, held=3, seed=0)
+    assert parts != split(source, held=3, seed=1)
+    parts.write(tmp_path / "parts")
+    assert len(read(Source(str(tmp_path / "parts" / TRAINING)), None)) == 11
+    bench = load_questions(BenchConfig(path=str(tmp_path / "parts" / HELD_OUT)))
+    assert [question.turns[0] for question in bench] == asked
+
+
+@pytest.mark.parametrize(
+    ("passage", "learnt"), [(PASSAGE, 0), (PASSAGE.rsplit(" ", 1)[0], 5)], ids=["shared", "short"]
+)
+def test_who_shares_a_passage_with_a_held_out_question_is_not_learnt_from(
+    passage, learnt, source_of
+):
+    """A run of `SHARED` words in any turn; one word less is what many questions have."""
+    parts = split(source_of([question(f"Q{i} {passage}") for i in range(6)]), held=1, seed=0)
+    assert len(parts.held_out) == 1 and len(parts.training) == learnt == 5 - parts.left_out
+
+
+def test_records_without_a_question_are_left_out_and_bad_ones_are_named(source_of):
+    empty, bad = {"conversations": [{"from": "gpt", "value": "Hello"}]}, {"text": "a"}
+    parts = split(source_of([empty, question("a"), question("b")]), held=1, seed=0)
+    assert len(parts.training) == len(parts.held_out) == 1
+    three = [question(x) for x in "abc"]
+    refused = [
+        ([empty], 1, "holds no questions"),
+        (three, 3, r"task 'all' of .* has 3 questions, and 3 were .* Pass held= below 3"),
+        ([bad], 1, "record 1: no conversation"),
+    ]
+    for records, held, message in refused:
+        with pytest.raises(DataError, match=message):
+            split(source_of(records), held=held, seed=0)
+    left_out = Counter()
+    parts = split(source_of([bad, question("a"), question("b")]), held=1, seed=0, left_out=left_out)
+    assert len(parts.training) == 1 and left_out.total() == 1

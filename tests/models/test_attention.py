@@ -16,15 +16,25 @@ from kangaroo.models import target as model
 from kangaroo.models.attention import attention
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("width, extent", [(1, 9), (4, 9), (9, 9)])
-def test_the_end_of_a_prompt_needs_no_mask(group, width, extent):
-    q = torch.randn(1, 2 * group, width, 8)
-    k, v = torch.randn(2, 1, 2, extent, 8).unbind()
+@pytest.mark.parametrize("width, extent", [(1, 9), (5, 9), (9, 9)])
+def test_every_mask_and_none_give_the_formula_capped_or_not(width, extent, group, softcap):
+    q, (k, v) = torch.randn(2, 2 * group, width, 8), torch.randn(2, 2, 2, extent, 8)
     seen = torch.ones(width, extent, dtype=torch.bool).tril(extent - width)
-    expected, _ = attention(torch.nn.Module(), q, k, v, seen[None, None], 0.3)
-    found, _ = attention(torch.nn.Module(), q, k, v, causal_lower_right(width, extent), 0.3)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    scores = q @ k.repeat_interleave(group, 1).mT * 3
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    expected = (weights @ v.repeat_interleave(group, 1)).transpose(1, 2)
+    added = torch.zeros(width, extent).masked_fill(~seen, -torch.inf)[None, None]
+    masks = [seen[None, None], added, causal_lower_right(width, extent)]
+    for mask in [*masks, None] if width == extent else masks:
+        out, _ = attention(torch.nn.Module(), q, k, v, mask, 3.0, softcap=softcap)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    read = torch.arange(width).expand(2, -1) % 3 != 1
+    out, _ = attention(torch.nn.Module(), q, k, v, added, 3.0, read, softcap=softcap)
+    torch.testing.assert_close(out[read], expected[read], rtol=0, atol=1e-5)
+    assert not out[~read].any()
 
 
 def test_texts_are_the_same_by_the_gpus_paths(monkeypatch):

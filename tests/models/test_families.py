@@ -1,14 +1,18 @@
-"""Families that transformers' modules run: windows, capped scores, multipliers, norms, experts.
+"""What transformers' modules run: families with windows, capped scores, multipliers, other norms or
+experts, and targets with quantized weights.
 
-`tests/drafters/test_conformance.py` decodes with them by every drafter.
+`tests/drafters/test_conformance.py` decodes with the families by every drafter.
 """
+
+import json
+from functools import partial
 
 import pytest
 import torch
 import training_cases
-from cases import DRAFTERS, NEW_TOKENS, PROMPTS, Case, samplings
-from helpers import BY_MODULES, EXIT, adapter_for, random_prompts, tiny, vanilla_texts
-from torch.nn.attention.bias import causal_lower_right
+from cases import CHUNK, DRAFTERS, HOW, NEW_TOKENS, PROMPTS, Case, samplings
+from helpers import BY_MODULES, EXIT, adapter_for, random_prompts, tiny, tiny_model, vanilla_texts
+from torch import nn
 from training_cases import config, recipe, samples, train
 from transformers import Gemma3TextConfig, MistralConfig, Phi3Config, Qwen2Config
 
@@ -16,24 +20,87 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
+from kangaroo.evaluation.footprint import footprint
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.adapter_files import target_hash
 from kangaroo.heads.export import draft_model
-from kangaroo.models.attention import attention
-from kangaroo.models.layer_weights import can_record, is_plain
+from kangaroo.models import quantizing
+from kangaroo.models.layer_weights import can_record, is_plain, packed_linears
+from kangaroo.models.loading import (
+    TINY,
+    Dtype,
+    ModelConfig,
+    byte_tokenizer,
+    load,
+    load_target,
+    meta_model,
+    random_model,
+)
+from kangaroo.models.quantizing import Quantization, quantize
 from kangaroo.models.supported import window_of
+from kangaroo.models.target import TargetModel
 from kangaroo.training.checkpoint import read_metrics
-from kangaroo.utils.errors import ConfigError
+from kangaroo.training.estimate import target_bytes
+from kangaroo.utils.errors import ConfigError, MissingPackage, UnsupportedModel
+from kangaroo.utils.memory import weights
 
 nothing_is_drawn = pytest.fixture(autouse=True)(training_cases.nothing_is_drawn)
 
-OTHERS = list(BY_MODULES)
+
+class Packed(nn.Module):
+    """A linear layer as GPTQ and AWQ have it: it holds no weight, and shows none."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        scales_O = linear.weight.abs().amax(1) / 127
+        self.register_buffer("qweight", (linear.weight / scales_O[:, None]).round().char())
+        self.register_buffer("scales", scales_O)
+        self.register_buffer("bias", linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        products = x @ self.qweight.to(x.dtype).T * self.scales
+        return products if self.bias is None else products + self.bias
 
 
-def family(name):
-    architecture, fields = BY_MODULES[name]
-    return tiny(architecture, **fields)
+def packed(architecture: str = "qwen2") -> TargetModel:
+    """A model that came from a checkpoint that was quantized already."""
+    hf = tiny_model(architecture)
+    for layer in hf.model.layers:
+        for name, linear in list(layer.named_modules()):
+            if isinstance(linear, nn.Linear):
+                layer.set_submodule(name, Packed(linear))
+    return TargetModel(hf.requires_grad_(False))
+
+
+def by_torchao(how: Quantization, **options: str) -> TargetModel:
+    pytest.importorskip("torchao")
+    hf = tiny_model("qwen2")
+    quantize(hf, how, "cpu")
+    return TargetModel(hf)
+
+
+FAMILIES = {name: partial(tiny, kind, **fields) for name, (kind, fields) in BY_MODULES.items()}
+QUANTIZED = {
+    "packed": packed,
+    "int8": lambda: by_torchao(Quantization.int8),
+    "int4": lambda: by_torchao(Quantization.int4),
+}
+of_families = pytest.mark.parametrize("name", FAMILIES)
+of_quantized = pytest.mark.parametrize("name", QUANTIZED)
+
+
+def check_texts(lm, how, drafters, batch_size):
+    """Each drafter writes what vanilla decoding writes alone."""
+    pairs = list(zip(PROMPTS, samplings(how), strict=True))
+    texts = [vanilla_texts(lm, [prompt], NEW_TOKENS, own)[0] for prompt, own in pairs]
+    requests = [Request(prompt, NEW_TOKENS, own.seed, sampling=own) for prompt, own in pairs]
+    case = Case(lm, adapter_for(lm), texts)
+    for name in drafters:
+        engine = Engine(lm, DRAFTERS[name](case), prefill_chunk=CHUNK)
+        done = dict(engine.completions(requests, Sampling(), batch_size))
+        assert [p + done[i].tokens for i, p in enumerate(PROMPTS)] == texts, name
 
 
 # ---- windows -----------------------------------------------------------------------------------
@@ -56,79 +123,52 @@ def test_a_window_that_no_text_outgrows_is_none_unless_its_layers_rotate_in_anot
     assert window_of(short) == (512, [True] * 5 + [False])
 
 
-@pytest.mark.parametrize(
-    "name", ["kangaroo-tree", "tree-from-exit", "eagle-tree", "lookahead-tree"]
-)
 @pytest.mark.parametrize("window", [2, 3])
-def test_a_tree_may_be_deeper_than_the_window(name, window):
+def test_a_tree_may_be_deeper_than_the_window(window):
     """What a node sees of its own ancestors ends there, too."""
-    lm, how = tiny("mistral", sliding_window=window), samplings("sampled")
-    pairs = list(zip(PROMPTS, how, strict=True))
-    texts = [vanilla_texts(lm, [prompt], NEW_TOKENS, own)[0] for prompt, own in pairs]
-    engine = Engine(lm, DRAFTERS[name](Case(lm, adapter_for(lm), texts)))
-    requests = [Request(prompt, NEW_TOKENS, own.seed) for prompt, own in pairs]
-    done = dict(engine.completions(requests, Sampling(temperature=0.8, seed=3), 4))
-    assert [p + done[i].tokens for i, p in enumerate(PROMPTS)] == texts
+    drafters = ["kangaroo-tree", "tree-from-exit", "eagle-tree", "lookahead-tree"]
+    check_texts(tiny("mistral", sliding_window=window), "sampled", drafters, 4)
 
 
 # ---- what their layers compute -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("group", [1, 2])
-def test_capped_scores_are_the_formula_with_every_mask(group):
-    q, (k, v) = torch.randn(2, 2 * group, 5, 8), torch.randn(2, 2, 2, 9, 8)
-    seen = torch.ones(5, 9, dtype=torch.bool).tril(4)
-    scores = q @ k.repeat_interleave(group, 1).mT * 3
-    weights = (2 * (scores / 2).tanh()).masked_fill(~seen, -torch.inf).softmax(-1)
-    expected = (weights @ v.repeat_interleave(group, 1)).transpose(1, 2)
-    added = torch.zeros(5, 9).masked_fill(~seen, -torch.inf)[None, None]
-    for mask in (seen[None, None], added, causal_lower_right(5, 9)):
-        found, _ = attention(torch.nn.Module(), q, k, v, mask, 3.0, softcap=2.0)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    read = torch.tensor([[False, True, False, True, True]] * 2)
-    found, _ = attention(torch.nn.Module(), q, k, v, added, 3.0, read, softcap=2.0)
-    torch.testing.assert_close(found[read], expected[read], rtol=0, atol=1e-5)
-    assert not found[~read].any()
-
-
-@pytest.mark.parametrize("name", OTHERS)
+@of_families
 def test_native_code_kernels_and_graphs_take_what_they_know(name):
-    lm = family(name)
-    assert not is_plain(lm.hf) and lm.compile_for_decoding().native_layers is None
+    lm = FAMILIES[name]()
+    assert not is_plain(lm.hf) and lm.compile_for_decoding().fast_layers is None
     assert can_record(lm.hf) == (name not in ("mixtral", "qwen3-moe"))
 
 
 def test_what_a_family_adds_is_part_of_the_target_that_an_adapter_is_for():
-    hashes = {target_hash(family(name)) for name in OTHERS}
     changed = [tiny("gemma2", final_logit_softcapping=9.0), tiny("mistral", sliding_window=8)]
-    assert len(hashes | set(map(target_hash, changed))) == len(OTHERS) + 2
+    targets = [*(family() for family in FAMILIES.values()), *changed]
+    assert len(set(map(target_hash, targets))) == len(targets)
 
 
 # ---- adapters ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [*FAMILIES, *QUANTIZED])
 def test_an_adapter_learns_is_saved_and_drafts(name, tmp_path):
-    lm, wide = family(name), {"fused": True, "draft_steps": 2, "feed_forward": True}
-    some = [recipe(name="plain"), recipe(name="wide", **wide)]
+    lm, wide = (FAMILIES | QUANTIZED)[name](), {"fused": True, "draft_steps": 2}
+    some = [recipe(name="plain"), recipe(name="wide", feed_forward=True, **wide)]
     settings = config(epochs=6, holdout=1, learning_rate=1e-2)
-    folders = train(lm, samples(6), settings, tmp_path, recipes=some)
-    for folder in folders:
-        rows = [row for row in read_metrics(tmp_path) if f"train/{folder.name}/loss" in row]
-        losses = [row[f"train/{folder.name}/loss"] for row in rows]
+    for folder in train(lm, samples(6), settings, tmp_path, recipes=some):
+        key = f"train/{folder.name}/loss"
+        losses = [row[key] for row in read_metrics(tmp_path) if key in row]
         assert sum(losses[-4:]) < sum(losses[:4]) - 0.2
         adapter, heads = adapter_files.load(str(folder), lm, Adapter)
-        engine = Engine(lm, Kangaroo(lm, adapter, 3, 0.0, heads[0]))
         prompt = random_prompts(30)
-        (done,) = engine.generate(prompt, 20)
+        (done,) = Engine(lm, Kangaroo(lm, adapter, 3, 0.0, heads[0])).generate(prompt, 20)
         assert prompt[0] + done.tokens == vanilla_texts(lm, prompt, 20)[0]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", OTHERS)
+@of_families
 def test_an_adapter_begins_as_the_targets_layer_with_its_windows_and_multipliers(name):
     """But for norms after the attention, which it does not have."""
-    lm = family(name)
+    lm = FAMILIES[name]()
     adapter = Adapter(lm, EXIT).start_from(lm)
     meta, f_1TD = lm.chunk(0, 40, 0, 40), torch.randn(1, 40, 32)
     layer = lm.layers[EXIT]
@@ -144,9 +184,9 @@ def test_an_adapter_begins_as_the_targets_layer_with_its_windows_and_multipliers
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", OTHERS)
+@of_families
 def test_a_draft_model_says_what_the_adapter_says_or_is_refused(name):
-    lm, tokens_1T = family(name), torch.tensor(random_prompts(40))
+    lm, tokens_1T = FAMILIES[name](), torch.tensor(random_prompts(40))
     adapter = adapter_for(lm)
     if hasattr(lm.layers[0], "post_feedforward_layernorm"):
         with pytest.raises(ConfigError, match=f"{lm.config.model_type} layers have norms after"):
@@ -157,3 +197,96 @@ def test_a_draft_model_says_what_the_adapter_says_or_is_refused(name):
     expected = adapter.draft_heads(lm, None)[0](adapter(f_1TD, None, meta, None)[0])
     found = draft_model(lm, adapter)(tokens_1T).logits[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+# ---- quantized ---------------------------------------------------------------------------------
+
+SOME = ["kangaroo", "kangaroo-tree", "kangaroo-fused-layer", "eagle-tree", "block", "hybrid-tree"]
+SOME += ["draft_verify", "medusa", "kangaroo-vocabulary", "prompt-lookup-short"]
+
+
+@of_quantized
+def test_drafters_write_what_the_quantized_model_writes_itself(name):
+    lm = QUANTIZED[name]().compile_for_decoding()
+    for number, how in enumerate(HOW):
+        check_texts(lm, how, SOME[number :: len(HOW)], 1 + number % 4)
+
+
+@of_quantized
+def test_an_adapter_begins_with_what_the_quantized_layer_multiplies_with(name):
+    lm = QUANTIZED[name]()
+    adapter = Adapter(lm, 2).start_from(lm)
+    x = torch.randn(1, 7, 32)
+    ours, theirs = adapter.attention.q_proj, lm.layers[2].self_attn.q_proj
+    torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-5)  # sums of 32 in float32
+    exact = tiny("qwen2").layers[2].self_attn.q_proj
+    assert (theirs(x) - exact(x)).abs().max() > 1e-4  # it is quantized
+
+
+@of_quantized
+def test_what_reads_plain_weights_leaves_a_quantized_model_alone(name):
+    lm, plain = QUANTIZED[name](), tiny("qwen2")
+    assert len(packed_linears(lm.layers)) == 7 * lm.n_layers and not packed_linears(plain.hf)
+    assert not is_plain(lm.hf) and is_plain(plain.hf)
+    assert lm.compile_for_decoding().fast_layers is None
+    assert lm.fingerprint == QUANTIZED[name]().fingerprint != plain.fingerprint
+    assert can_record(lm.hf) == (name != "packed")
+    assert footprint(lm, []).bytes < footprint(plain, []).bytes
+    assert 0.2 < weights(*lm.layers) / weights(*plain.layers) < 0.5  # int8, float32 scales, norms
+    with pytest.raises(ConfigError, match="draft model: its weights are quantized"):
+        draft_model(lm, adapter_for(lm))
+    with pytest.raises(ConfigError, match="is quantized already"):
+        pytest.importorskip("torchao")
+        quantize(lm.hf, Quantization.int8, "cpu")
+
+
+def test_a_quantized_head_is_refused_by_name():
+    hf = tiny_model()
+    hf.lm_head = Packed(hf.lm_head)
+    with pytest.raises(UnsupportedModel, match=r"LM head of 'llama' is quantized.*lm_head"):
+        TargetModel(hf)
+
+
+def test_a_package_that_is_missing_is_named_with_the_extra(monkeypatch):
+    monkeypatch.setattr(quantizing, "find_spec", lambda name: None)
+    config = ModelConfig("tiny", TINY, device="cpu", quantization=Quantization.int8)
+    with pytest.raises(MissingPackage, match=r"quantization=int8 needs .*torchao.*\[quantized\]"):
+        load(config)
+
+
+@pytest.mark.parametrize("how", Quantization)
+def test_a_checkpoint_and_a_random_model_load_quantized(tmp_path, how):
+    pytest.importorskip("torchao")
+    random_model("llama", deep_scale=0.15).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    options = {"dtype": Dtype.float32, "device": "cpu", "quantization": how}
+    models = [load_target(ModelConfig("m", path, **options))[0] for path in (TINY, str(tmp_path))]
+    prompt = [list(range(40, 60))]
+    texts = [vanilla_texts(lm, prompt, 12) for lm in models]
+    assert texts[0] == texts[1] and len(packed_linears(models[1].hf)) == 7 * 6
+
+
+def test_experts_are_not_quantized_here():
+    pytest.importorskip("torchao")
+    with pytest.raises(UnsupportedModel, match="mixtral model are experts'"):
+        quantize(tiny_model("mixtral"), Quantization.int8, None)
+
+
+@pytest.mark.parametrize(
+    "fields, bits",
+    [
+        ({"quant_method": "gptq", "bits": 4}, 4),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
+        ({"quant_method": "fp8"}, 8),
+    ],
+)
+def test_the_estimate_knows_what_a_quantized_checkpoint_takes(tmp_path, fields, bits):
+    random_model().config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    whole = target_bytes(meta_model(ModelConfig("m", str(tmp_path))))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": fields}))
+    lm = meta_model(ModelConfig("m", str(tmp_path)))
+    layers = sum(p.numel() for p in lm.layers.parameters())
+    assert whole - target_bytes(lm) == layers * (16 - bits) // 8
+    lm = meta_model(ModelConfig("m", TINY, quantization=Quantization.int8))
+    assert lm.weight_bits == 8

@@ -22,15 +22,11 @@ from kangaroo.models.supported import check_supported
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import UnsupportedModel
 
+FACTOR = {"rope_theta": 10000.0, "factor": 4.0}
 ROPES = {
-    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "linear": {"rope_type": "linear"} | FACTOR,
     "llama3": LLAMA3_ROPE,
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
+    "yarn": {"rope_type": "yarn", "original_max_position_embeddings": 32} | FACTOR,
 }
 
 # float32, four layers: what regrouping sums leaves of logits of size 10
@@ -100,9 +96,7 @@ def test_taps_are_the_states_between_layers():
     assert sorted(taps) == [0, 1, 3, 4]
     for tap in (0, 1, 3):
         torch.testing.assert_close(taps[tap], hidden[tap], atol=TOLERANCE, rtol=0)
-    assert torch.equal(
-        taps[4], x_1TD
-    )  # before the final norm, which transformers' last one is after
+    assert torch.equal(taps[4], x_1TD)  # before the final norm, after which transformers' is
     assert lm.run(x_1TD, None, meta, range(2, 4), taps=(2,))[1].keys() == {2}
     assert lm.run(x_1TD, None, meta, range(2, 4), taps=(1,))[1] == {}
 
@@ -167,25 +161,25 @@ def test_nodes_lie_in_slots_of_their_own_inside_the_allocation(used):
 # ---- what is refused ---------------------------------------------------------------------------
 
 
-def test_an_architecture_that_is_not_llama_like_is_refused_by_name():
-    with pytest.raises(UnsupportedModel, match=r"google/gemma-2b.*gemma.*llama, mistral, qwen2"):
-        check_supported(GemmaConfig(name_or_path="google/gemma-2b"))
+SOME = {"num_hidden_layers": 6}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+REFUSED = [
+    (GemmaConfig(name_or_path="google/a"), r"google/a' is a gemma model.*llama, mistral, qwen2"),
+    (Gemma3Config(name_or_path="google/b"), r"'google/b' is a gemma3 model; .*gemma3_text model"),
+    (
+        Gemma3TextConfig(use_bidirectional_attention=True, **SOME),
+        r"use_bidirectional_attention.*a model that writes",
+    ),
+    (LlamaConfig(rope_parameters=DYNAMIC, name_or_path="c/d"), "'c/d' uses 'dynamic' RoPE"),
+]
+
+
+@pytest.mark.parametrize("config, message", REFUSED)
+def test_what_is_no_target_or_only_looks_like_a_family_is_refused_by_name(config, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        check_supported(config)
     with pytest.raises(UnsupportedModel, match="gemma"):
         tiny("gemma")
-
-
-def test_what_only_looks_like_a_family_is_refused_with_the_fix():
-    with pytest.raises(UnsupportedModel, match=r"is a gemma3 model; .*gemma3_text model"):
-        check_supported(Gemma3Config(name_or_path="google/gemma-3-4b-it"))
-    both_ways = Gemma3TextConfig(use_bidirectional_attention=True, num_hidden_layers=6)
-    with pytest.raises(UnsupportedModel, match=r"use_bidirectional_attention.*a model that writes"):
-        check_supported(both_ways)
-
-
-def test_ropes_that_change_with_length_are_refused_by_name():
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(UnsupportedModel, match="'some/model' uses 'dynamic' RoPE"):
-        check_supported(LlamaConfig(rope_parameters=rope, name_or_path="some/model"))
 
 
 # ---- end of text -------------------------------------------------------------------------------
@@ -232,10 +226,7 @@ def test_layers_on_a_second_device_get_their_inputs_there():
         meta = lm.forward_meta(Tree.chain(3, lm.device), torch.tensor([0]), 3, 20)
         x_1ND, taps = lm.run(lm.embed(torch.tensor([[1, 2, 3]])), cache, meta, range(4), (1, 2, 4))
     assert x_1ND.device.type == "meta" and x_1ND.shape == (1, 3, 32)
-    assert {tap: state.device.type for tap, state in taps.items()} == {
-        1: "cpu",
-        2: "cpu",
-        4: "meta",
-    }
+    devices = {tap: state.device.type for tap, state in taps.items()}
+    assert devices == {1: "cpu", 2: "cpu", 4: "meta"}
     assert moves.count == 6  # state, slots, positions, bias, cosine, sine: once, not once a layer
     cache.move(torch.tensor([[1]]), torch.tensor([[0]]))

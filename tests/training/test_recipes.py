@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from kangaroo import cli
 from kangaroo.heads.adapter import AdapterHeadConfig
-from kangaroo.models.known_configs import SHAPES
 from kangaroo.models.loading import known_models
+from kangaroo.models.random_models import SHAPES
 from kangaroo.training.config import TrainerConfig
 
 OWN = {"smollm2-135m", "tiny"}

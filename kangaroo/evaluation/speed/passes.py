@@ -45,7 +45,7 @@ class Reads:
         self, lm: TargetModel, adapter: Layer | None = None, vocabulary: int | None = None
     ):
         self.exit_layer = 0 if adapter is None else adapter.exit_layer
-        self.n_layers, self.kv = lm.n_layers, lm.cache_like(1, 1, [lm.device]).bytes()
+        self.n_layers, self.kv = lm.n_layers, lm.new_cache(1, 1, [lm.device]).bytes()
         self.shallow = weights(*lm.layers[: self.exit_layer])
         self.deep = weights(*lm.layers[self.exit_layer :])
         table, head = lm.hf.model.embed_tokens.weight, weights(lm.head)
@@ -126,7 +126,7 @@ def throughput(
     Sizes whose cache would not fit the device's memory are left out, with a warning.
     """
     results = []
-    token = lm.n_layers * lm.cache_like(1, 1, [lm.device]).bytes()
+    token = lm.n_layers * lm.new_cache(1, 1, [lm.device]).bytes()
     row = token * (max(map(len, prompts)) + new_tokens)
     for size in sizes:
         if size * row > CACHES * memory.free(lm.device):

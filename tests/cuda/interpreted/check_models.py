@@ -12,7 +12,9 @@ from helpers import VOCABULARY, tiny_model
 from kernel_cases import DEVICE, DTYPES, TOLERANCE
 from torch import Tensor
 
+from kangaroo.cuda import layers as kernels
 from kangaroo.cuda.layers import Head, Stack
+from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.cache import KVCache
 from kangaroo.engine.tree import Tree
 from kangaroo.models.layer_weights import layer_weights
@@ -173,8 +175,7 @@ def over_texts(lm: TargetModel, tokens_RT: Tensor, taps: tuple[int, ...] = ()) -
 
 def with_stack(lm: TargetModel) -> TargetModel:
     """As on a GPU, whose kernels decode."""
-    lm.cuda_layers = Stack(list(map(layer_weights, lm.layers)), lm.sizes())
-    return lm
+    return lm.decode_by(Acceleration(sizes=lm.sizes(), kernels=kernels))
 
 
 @pytest.mark.parametrize(
@@ -204,6 +205,6 @@ def test_a_texts_bits_depend_on_no_other_row_and_no_padding_and_a_mask_is_for_mo
     changed[1, 4:] = 0
     assert torch.equal(over_texts(lm, changed)[0, 1, :4], together[1, :4])
     meta, x_RTD = lm.chunk(0, 6, 0, 6), lm.embed(tokens_RT)
-    assert lm.cuda_layers.takes_text(x_RTD, meta)
+    assert lm.fast_layers.takes_text(x_RTD, meta)
     meta.bias_R1TE = torch.ones(1, 1, 6, 6, dtype=torch.bool, device=DEVICE).tril()
-    assert not lm.cuda_layers.takes_text(x_RTD, meta)
+    assert not lm.fast_layers.takes_text(x_RTD, meta)
