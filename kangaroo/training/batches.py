@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import torch
@@ -33,9 +34,8 @@ class Work:
         check_holdout(config.holdout, len(samples))
         self.training, self.held_out = samples[: -config.holdout], samples[-config.holdout :]
         self.tokens = lengths_of(self.training, config.max_length)
-        stored = bool(config.use_stored_logits)
-        wanted = (wanted_of(sample, config.max_length, stored) for sample in self.training)
-        self.positions = [int(wanted_T.sum()) for wanted_T in wanted]
+        how = config.max_length, bool(config.use_stored_logits)
+        self.positions = [int(wanted_of(sample, *how).sum()) for sample in self.training]
         same = (config.accumulate or 1) if config.cache_target_states else 0
         self.batches = [
             batch
@@ -73,12 +73,9 @@ def lengths_of(samples: Sequence[Sample], max_length: int) -> list[int]:
 
 def frequent_tokens(samples: Sequence[Sample]) -> Tensor:
     """Every token that the assistant wrote, the most frequent first; ties by id."""
-    counts = Counter(
-        token
-        for sample in samples
-        for token, wanted in zip(sample["input_ids"], sample["loss_mask"], strict=True)
-        if wanted
-    )
+    counts = Counter[int]()
+    for sample in samples:
+        counts.update(compress(sample["input_ids"], sample["loss_mask"]))
     return torch.tensor(sorted(counts, key=lambda token: (-counts[token], token)))
 
 
@@ -136,8 +133,7 @@ def wanted_of(sample: Sample, length: int, stored: bool = False) -> np.ndarray:
 
 def row_width(lengths: Sequence[int], device: torch.device) -> int:
     """Tokens of a row. On a GPU a multiple of 8: torch's fused attention wants a mask aligned,
-    and without it a training of several draft steps took eight times as long on an H100.
-    """
+    and without it a training of several draft steps took eight times as long on an H100."""
     return -(-max(lengths) // 8) * 8 if device.type == "cuda" else max(lengths)
 
 

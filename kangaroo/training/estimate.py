@@ -103,22 +103,15 @@ class Text:
     def of(data: Data, max_length: int) -> Text:
         """What lies in the data's folder or will, at most `max_length` tokens a conversation.
         Errors: `DataError` where a part of a mix is missing, or a local source cannot be read."""
-        lengths, source = [max_length], "assumed"
-        if isinstance(data, SynthesisConfig):
-            turn = data.max_question_tokens + data.max_answer_tokens
-            lengths = [min(turn * turns, max_length) for turns in data.turns]
-        elif isinstance(data, ConversationsConfig):
-            lengths = [min(data.max_length, max_length)]
+        lengths = lengths_of(data, max_length)
         folders = data.paths if isinstance(data, MixConfig) else []
-        if store.is_complete(Path(data.path)):
-            folders = [data.path]
-        if folders or isinstance(data, MixConfig):
+        if folders := [data.path] if store.is_complete(Path(data.path)) else folders:
             parts = [store.about(Path(folder)) for folder in folders]
             names = "conversations", "tokens", "assistant_tokens"
-            count, tokens, learnt = (sum(part[name] for part in parts) for name in names)
+            counts = (sum(part[name] for part in parts) for name in names)
             stored = min((part.get("teacher") or {}).get("likeliest", 0) for part in parts)
-            source = f"as they lie in {', '.join(folders)}"
-            return Text(count, tokens, learnt, max(lengths), stored, source)
+            return Text(*counts, max(lengths), stored, f"as they lie in {', '.join(folders)}")
+        source = "assumed"
         if isinstance(data, SynthesisConfig):
             count, length = data.shards * data.shard_size, sum(lengths) / len(lengths)
         else:
@@ -129,6 +122,15 @@ class Text:
                 source = f"as many as in {data.source}, of an assumed length"
         tokens = int(count * length)
         return Text(count, tokens, int(LEARNT * tokens), max(lengths), data.teacher, source)
+
+
+def lengths_of(data: Data, limit: int, template: int = 0) -> list[int]:
+    """The most tokens, `limit` at most, of conversations that are to come, which take turns; a turn
+    has so many of a template."""
+    if isinstance(data, SynthesisConfig):
+        turn = data.max_question_tokens + data.max_answer_tokens + template
+        return [min(turn * turns, limit) for turns in data.turns]
+    return [limit if isinstance(data, MixConfig) else min(data.max_length, limit)]
 
 
 def estimate(
@@ -170,12 +172,12 @@ def estimate(
         "target": target_bytes(lm) + ((config.vocabulary or 0) * width - spared) * size,
         "adapters": int(parameters * (8 + moments + 8 * (accumulate > 1))),
         "a micro-batch": states * size,
-        "logits": min(config.chunk, wanted) * logits,
+        "logits": min(config.loss_chunk or wanted, wanted) * logits,
     }
     # two for each weight and token
-    looks, of_head = 1 if config.cache_target_states else epochs, 2.0 * width * learnt
-    flops = looks * 2.0 * layers * tokens
-    flops = flops * max(taps | deep) / lm.n_layers if stored else flops + looks * of_head * whole
+    of_head, runs = 2.0 * width * learnt, 1 if config.cache_target_states else epochs
+    of_target = 2.0 * layers * tokens * (max(taps | deep) / lm.n_layers if stored else 1)
+    flops = runs * of_target + (0 if stored else epochs * of_head * whole)
     for recipe, adapter in planned:
         steps, heads = recipe.steps, adapter.own_heads()
         passes = recipe.architecture.passes(steps)
@@ -205,12 +207,10 @@ def check_writing(lm: TargetModel, data: Data, devices: Devices) -> None:
     given = isinstance(data, ConversationsConfig) and not data.regenerate
     if isinstance(data, MixConfig) or given or store.is_complete(Path(data.path)):
         return
-    longest, rows = lm.context, min(data.batch_size, data.shard_size)
-    if isinstance(data, SynthesisConfig):
-        turn = data.max_question_tokens + data.max_answer_tokens + 2 * TEMPLATE
-        longest = min(longest, max(data.turns) * turn)
-    else:
-        longest = min(longest, data.max_length)
+    longest, rows = (
+        max(lengths_of(data, lm.context, 2 * TEMPLATE)),
+        min(data.batch_size, data.shard_size),
+    )
     row = longest * lm.cache_like(1, 1, [lm.device] * lm.n_layers).bytes()
     fitting = (devices.free - memory["target"]) // row
     memory["keys and values"] = rows * row

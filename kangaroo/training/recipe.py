@@ -64,19 +64,18 @@ class AdapterRecipe(Ranged):
 
 @dataclass
 class Trainee:
-    """An adapter in training: `heads` it drafts with, one for each draft step, the last for all
-    further ones; `targets` is the target's head over the same draft vocabulary."""
+    """An adapter in training, and the `heads` it drafts with from one vocabulary: one for each
+    draft step, the last for all further ones."""
 
     name: str
     adapter: Trainable
     heads: list[DraftHead]
-    targets: DraftHead
     recipe: AdapterRecipe
 
     @property
     def vocabulary_K(self) -> Tensor | None:
         """The tokens to draft from, ascending; None is all of them."""
-        return self.targets.vocabulary_K
+        return self.heads[0].vocabulary_K
 
     def settings(self) -> dict[str, Any]:
         """What it was asked to be, as plain values."""
@@ -112,12 +111,11 @@ def trainees(
             adapters[name] = recipe, adapter.float()
     if shard_on is not None:
         shard(lm, shard_on)  # the layers that adapters start from had to be whole
-    targets = DraftHead(lm, None, vocabulary_K)
-    trained = []
+    trained, shared = [], [DraftHead(lm, None, vocabulary_K)]
     for name, (recipe, adapter) in adapters.items():
         adapter = adapter.to(adapter.home(lm)).train().requires_grad_()
-        heads = adapter.draft_heads(lm, vocabulary_K) if adapter.own_heads() else [targets]
-        trained.append(Trainee(name, adapter, heads, targets, recipe))
+        heads = adapter.draft_heads(lm, vocabulary_K) if adapter.own_heads() else shared
+        trained.append(Trainee(name, adapter, heads, recipe))
     return trained
 
 

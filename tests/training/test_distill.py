@@ -45,7 +45,8 @@ def test_a_perfect_adapter_has_no_gradient_and_one_that_overlaps_nowhere_a_finit
     p = torch.randn(3, 7).softmax(-1)
     logits = p.log().requires_grad_()
     divergence(loss, p, logits.log_softmax(-1)).sum().backward()
-    assert logits.grad.abs().max() < 0.2  # min(p, q) has a kink where the two are equal
+    # min(p, q) has a kink where the two are equal, of at most q (1 - q)
+    assert logits.grad.abs().max() < 0.2501
     if loss in (Loss.cross_entropy, Loss.kl):
         assert logits.grad.abs().max() < 1e-6
     apart = torch.tensor([[0.0, 200.0]]).requires_grad_()
@@ -73,8 +74,7 @@ def test_the_chunked_loss_and_its_gradients_equal_the_whole(loss, size, own_head
     leaves = [whole, head.weight_KD] if own_head else [whole]
     expected = torch.autograd.grad(total, leaves)
     taught = Student(student, valid, head, loss, weight=0.5)
-    targets = DraftHead(lm, None, vocabulary_K)
-    distill(WholeDistributions(lm, teacher, 3), targets, [taught], chunk_size=4, backward=True)
+    distill(WholeDistributions(lm, teacher, vocabulary_K), [taught], chunk_size=4)
     for (_, gradient), wanted in zip(taught.gradients, expected, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)  # another order of sums
     results = dict(zip(MEASURES, taught.sums_F.tolist(), strict=True))
@@ -110,15 +110,16 @@ def test_gradients_through_a_float16_head_are_float32s(loss, size, own_head):
     torch.manual_seed(0)
     lm = like_vicunas(torch.float16)
     states = 10 * (torch.randn(90, 32) + 2 * torch.randn(32))  # some tokens are likelier
-    teacher = WholeDistributions(lm, (states + 2 * torch.randn_like(states)).half(), 64)
-    frequent = lm.head(teacher.state_MD).float().softmax(-1).sum(0).argsort(descending=True)
+    teacher_MD = (states + 2 * torch.randn_like(states)).half()
+    frequent = lm.head(teacher_MD).float().softmax(-1).sum(0).argsort(descending=True)
     vocabulary_K = None if size is None else frequent[:size].sort().values
+    teacher = WholeDistributions(lm, teacher_MD, vocabulary_K)
     (made,) = trainees(lm, [recipe_of(own_head=own_head)], vocabulary_K)
     head, weight = made.heads[0], 1 / 50_000
     student = Student(states, torch.arange(90) % 3 > 0, head, loss, weight)
-    distill(teacher, made.targets, [student], 64, backward=True)
+    distill(teacher, [student], 64)
 
-    p = (made.targets(teacher.state_MD).float() - teacher.total_M[:, None]).exp()
+    p = teacher.chances(slice(None))
     logits = head(states).detach().float().requires_grad_()
     losses = divergence(loss, p, logits.log_softmax(-1))[student.valid_M]
     (of_logits,) = torch.autograd.grad(weight * losses.sum(), logits)
@@ -149,11 +150,11 @@ def test_logits_never_stand_whole_in_memory_and_the_teachers_are_computed_once(s
     made = trainees(lm, [recipe_of(name="a", exit_layers=[1, EXIT])], vocabulary_K)
     tokens = collate([sample(ids, 5) for ids in random_prompts(20, 21, 22)], 100, lm.device)
     with Heads() as heads:
-        train_step(lm, forward_target(lm, tokens, made, 7), made, loss_chunk=7, weight=1.0)
+        train_step(lm, forward_target(lm, tokens, made), made, loss_chunk=7, weight=1.0)
     learnt, whole = 15 + 16 + 17, heads.read[lm.config.vocab_size]
     assert max(whole) == 7
     if size is None:
         assert sum(whole) == 3 * learnt  # the target's, and both adapters'
     else:
         assert sum(whole) == learnt
-        assert max(heads.read[size]) == 7 and sum(heads.read[size]) == 3 * learnt
+        assert max(heads.read[size]) == 7 and sum(heads.read[size]) == 2 * learnt

@@ -90,7 +90,7 @@ def test_training_sees_what_decoding_sees(architecture):
     trained = []
     handle = adapter.register_forward_hook(lambda module, inputs, out: trained.append(out))
     tokens = collate([sample(ids[:9], 5), sample(ids, 5)], 100, lm.device)  # the first is padded
-    outputs = forward_target(lm, tokens, [trainee], 7)
+    outputs = forward_target(lm, tokens, [trainee])
     grade(lm, outputs, [trainee], loss_chunk=7, steps=1)
     handle.remove()
     learnt_TV = lm.head(trained[0][1]).softmax(-1)

@@ -44,13 +44,13 @@ def distilled(lm, told, loss, size, own_head=False):
     states_MD, student_MD = (3 * torch.randn(2, 11, lm.config.hidden_size)).unbind()
     head, targets = DraftHead(lm, adapter.head, vocabulary_K), DraftHead(lm, None, vocabulary_K)
     student = Student(student_MD, torch.arange(11) % 3 > 0, head, loss, weight=0.5)
-    distill(told(states_MD, targets), targets, [student], chunk_size=4, backward=True)
+    distill(told(states_MD, targets), [student], chunk_size=4)
     results = dict(zip(MEASURES, student.sums_F.tolist(), strict=True))
     return [gradient for _, gradient in student.gradients], results
 
 
 def whole(lm):
-    return lambda states_MD, targets: WholeDistributions(lm, states_MD, 4)
+    return lambda states_MD, targets: WholeDistributions(lm, states_MD, targets.vocabulary_K)
 
 
 def truncated(lm, count):
@@ -172,7 +172,7 @@ def test_the_target_runs_no_more_than_adapters_read_and_teaches_the_same(deep, l
         made = trainees(lm, recipes, torch.arange(0, VOCABULARY, 2), seed=3)
         tokens = collate(samples, 100, lm.device, kept)
         ran.clear()
-        train_step(lm, forward_target(lm, tokens, made, 7), made, 7, weight=0.01)
+        train_step(lm, forward_target(lm, tokens, made), made, 7, weight=0.01)
         gradients.append([p.grad for t in made for p in t.adapter.parameters()])
     assert ran == [*range(EXIT if left is None else lm.n_layers - left)]
     for exact, kept in zip(*gradients, strict=True):
