@@ -83,12 +83,8 @@ def plan(
     lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, same: int = 0
 ) -> list[list[int]]:
     """Micro-batches of at most `batch_tokens` padded tokens (or one sample) of similar lengths, in
-    shuffled order.
-
-    Args:
-        same: unless 0, the micro-batches of epoch 0 in another order, in which the n-th of a step
-            of so many nearly always is the n-th of another: its process has its target states.
-    """
+    shuffled order. Unless `same` is 0, they are those of epoch 0 in another order, in which the
+    n-th of a step of so many nearly always is the n-th of another, whose process has its states."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     if same and epoch:
         batches = plan(lengths, batch_tokens, seed, 0)
@@ -112,8 +108,7 @@ class Tokens:
     """A micro-batch, a row for each sample, padded on the right.
 
     Args:
-        wanted_BT: true where the *next* token was written by the assistant: there, and only there,
-            the adapter would have drafted.
+        wanted_BT: where the *next* token is the assistant's: there the adapter would have drafted.
         stored: likeliest tokens and their chances at those positions, each `[M, J]`.
     """
 
@@ -140,8 +135,7 @@ def row_width(lengths: Sequence[int], device: torch.device) -> int:
 def collate(
     samples: Sequence[Sample], max_length: int, device: torch.device, stored: bool = False
 ) -> Tokens:
-    """Cut samples at `max_length` tokens, and pad them on the right; with the distributions that
-    were stored, if it is those that are learnt."""
+    """Samples cut at `max_length` tokens, with the distributions that were stored if asked for."""
     lengths = lengths_of(samples, max_length)
     input_BT = torch.zeros(len(samples), row_width(lengths, device), dtype=torch.long)
     wanted_BT = torch.zeros_like(input_BT, dtype=torch.bool)

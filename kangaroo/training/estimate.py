@@ -57,17 +57,16 @@ class Devices:
     def of(model: ModelConfig) -> Devices:
         """What the target of this process goes to. The processes of a machine have a GPU each; they
         share the CPU's memory, and the GPUs of a device map."""
-        sharing, spread = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), model.device_map is not None
-        if not torch.cuda.is_available() or (model.device == "cpu" and not spread):
+        sharing, cuda = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda
+        if not cuda.is_available() or (model.device == "cpu" and model.device_map is None):
             return Devices("CPU", psutil.virtual_memory().available // sharing)
-        if spread:
-            room = [torch.cuda.mem_get_info(gpu) for gpu in range(torch.cuda.device_count())]
-            name = f"{len(room)} x {torch.cuda.get_device_name(0)}"
+        if model.device_map is not None:
+            room = [cuda.mem_get_info(gpu) for gpu in range(cuda.device_count())]
+            name = f"{len(room)} x {cuda.get_device_name(0)}"
             return Devices(name, sum(free for free, _ in room) // sharing, room[0][1], "cuda:0")
         index = None if model.device == "auto" else torch.device(model.device).index
-        gpu = torch.cuda.current_device() if index is None else index
-        name, memory = torch.cuda.get_device_name(gpu), torch.cuda.mem_get_info(gpu)
-        return Devices(name, *memory, f"cuda:{gpu}")
+        gpu = cuda.current_device() if index is None else index
+        return Devices(cuda.get_device_name(gpu), *cuda.mem_get_info(gpu), f"cuda:{gpu}")
 
     def speed(self, dtype: torch.dtype) -> float:
         """FLOP/s of a large product of matrices, measured."""
@@ -105,7 +104,9 @@ class Text:
         Errors: `DataError` where a part of a mix is missing, or a local source cannot be read."""
         lengths = lengths_of(data, max_length)
         folders = data.paths if isinstance(data, MixConfig) else []
-        if folders := [data.path] if store.is_complete(Path(data.path)) else folders:
+        if store.is_complete(Path(data.path)):
+            folders = [data.path]
+        if isinstance(data, MixConfig) or folders:
             parts = [store.about(Path(folder)) for folder in folders]
             names = "conversations", "tokens", "assistant_tokens"
             counts = (sum(part[name] for part in parts) for name in names)
@@ -148,7 +149,7 @@ def estimate(
         tokens_K = None if config.vocabulary is None else torch.empty(vocabulary)
         places = [(recipe, layer) for recipe in recipes for layer in recipe.places(lm).values()]
         planned = [(r, r.architecture.build(lm, layer, tokens_K)) for r, layer in places]
-    parameters = sum(_count(adapter) for _, adapter in planned)
+    parameters = _count(*(adapter for _, adapter in planned))
     taps = {tap for _, adapter in planned for tap in adapter.taps}
     deep = {tap for _, adapter in planned if (tap := adapter.deep_tap) is not None}
     stored = 0 if config.use_stored_logits is False else text.likeliest  # of each distribution
@@ -162,8 +163,7 @@ def estimate(
     # a sharded target: its share of all layers, and the one that runs
     spared = layers - layers // processes - layers // lm.n_layers if config.shard_target else 0
     in_layer = 3 * (width + lm.config.intermediate_size)  # of a token
-    final = 0 if stored and lm.n_layers not in deep else wanted
-    states = batch * in_layer + ((len(taps) + len(deep)) * batch + final) * width
+    states = batch * in_layer + ((len(taps) + len(deep)) * batch + wanted) * width
     # weights and gradients; AdamW's moments, spread with a copy of the weights; the exact sum
     moments = 12 / processes if config.zero_stage else 8
     # of a position: the teacher's, then p, log q and gradients; stored: q, its exponent, gradient
@@ -186,7 +186,7 @@ def estimate(
         # what autograd keeps; gathered states and their gradients
         kept = batch * passes * features * (5 if size == 4 else 4)
         memory["a micro-batch"] += kept + 12 * steps * wanted * width
-        weights = _count(adapter) - sum(map(_count, heads))
+        weights = _count(adapter) - _count(*heads)
         flops += 6.0 * weights * tokens * passes * epochs
         flops += (3 if heads else 2) * of_head * vocabulary * steps * epochs
     micro_batches = -(-tokens // config.batch_tokens) * epochs
@@ -195,9 +195,8 @@ def estimate(
 
 def target_bytes(lm: TargetModel) -> int:
     """What the target's weights take, those of its layers as they are quantized."""
-    whole, layers, size = _count(lm), _count(lm.layers), lm.dtype.itemsize
-    saved = 0 if lm.weight_bits is None else layers * (8 * size - lm.weight_bits) // 8
-    return whole * size - saved
+    layers, bits = _count(lm.layers), 8 * lm.dtype.itemsize
+    return (_count(lm) * bits - layers * (bits - (lm.weight_bits or bits))) // 8
 
 
 def check_writing(lm: TargetModel, data: Data, devices: Devices) -> None:
@@ -207,10 +206,8 @@ def check_writing(lm: TargetModel, data: Data, devices: Devices) -> None:
     given = isinstance(data, ConversationsConfig) and not data.regenerate
     if isinstance(data, MixConfig) or given or store.is_complete(Path(data.path)):
         return
-    longest, rows = (
-        max(lengths_of(data, lm.context, 2 * TEMPLATE)),
-        min(data.batch_size, data.shard_size),
-    )
+    longest = max(lengths_of(data, lm.context, 2 * TEMPLATE))
+    rows = min(data.batch_size, data.shard_size)
     row = longest * lm.cache_like(1, 1, [lm.device] * lm.n_layers).bytes()
     fitting = (devices.free - memory["target"]) // row
     memory["keys and values"] = rows * row
@@ -231,10 +228,10 @@ def foresee(
     """What a run takes on the devices that it finds, as lines for the log. Errors: `ConfigError`
     where it cannot fit, or would hold out all that there is."""
     # a sharded target is read, and writes, on the CPU, and then goes to the GPUs part by part
-    parted = replace(model, device_map=None) if trainer.shard_target else model
-    reads = replace(parted, device="cpu") if trainer.shard_target else model
-    devices = Devices.of(parted)
-    check_writing(lm, data, Devices.of(reads))
+    trains = replace(model, device_map=None) if trainer.shard_target else model
+    writes = replace(trains, device="cpu") if trainer.shard_target else model
+    check_writing(lm, data, Devices.of(writes))
+    devices = Devices.of(trains)
     text = Text.of(data, trainer.max_length)
     if holds_out and not store.is_complete(Path(data.path)):  # that may be another one, and go
         check_holdout(trainer.holdout, text.conversations)
@@ -253,5 +250,5 @@ def foresee(
     ]
 
 
-def _count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+def _count(*modules: nn.Module) -> int:
+    return sum(p.numel() for module in modules for p in module.parameters())

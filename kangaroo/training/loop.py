@@ -42,15 +42,12 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """A run, from its first step or its last checkpoint on.
-
-    One that was stopped at any moment ends with the same weights as one that was not, whatever the
-    number of processes before and after.
+    """A run, from its first step or its last checkpoint on. One that was stopped at any moment ends
+    with the same weights as one that was not, whatever the number of processes before and after.
 
     Args:
-        output: each adapter is saved in a folder of its own there.
+        output: each adapter is saved in a folder of its own there, by the first process.
         about: provenance of the data, saved with the adapters.
-        ranks: the processes that share the work; the first one alone writes files.
 
     Errors: `DataError` for a sample without trainable tokens, `ConfigError` where nothing is left
     to train on or `output` holds the checkpoint of other settings.
@@ -164,28 +161,24 @@ class Trainer:
         return metrics
 
     def _look_at(self, samples: Sequence[Sample], batch: Sequence[int]) -> TargetOutputs:
-        """The frozen forward of a micro-batch."""
         chosen, stored = [samples[i] for i in batch], bool(self.config.use_stored_logits)
         tokens = collate(chosen, self.config.max_length, self.lm.device, stored)
         return forward_target(self.lm, tokens, self.trained)
 
     def _diverged(self, what: str) -> Diverged:
-        """The error where something is not finite any more."""
-        fix = "Train anew, with a lower trainer.learning_rate="
-        if (self.output / checkpoint.CHECKPOINT).exists():
-            fix = f"'{self.output}' keeps the last checkpoint before that. {fix} and another "
-            fix += "output="
+        has_saved = (self.output / checkpoint.CHECKPOINT).exists()
+        kept = f"'{self.output}' keeps the last checkpoint before that. " if has_saved else ""
         return Diverged(
             f"{what} is not finite at step {self.progress.step} of {self.total}: the training has "
-            f"diverged. {fix}."
+            f"diverged. {kept}Train anew, with a lower trainer.learning_rate="
+            f"{' and another output=' if has_saved else ''}."
         )
 
     def _is_due(self, every: int) -> bool:
-        """Whether it is time for what is done every so many steps, and again after the last."""
+        """Whether it is time for what is done every so many steps, and after the last."""
         return self.progress.step == self.total or self.progress.step % every == 0
 
     def _measure(self) -> dict[str, float]:
-        """Held-out results, where they are due."""
         config, progress = self.config, self.progress
         metrics: dict[str, float] = {}
         if self._is_due(config.evaluate_every):
@@ -247,10 +240,8 @@ class Trainer:
 def uses_stored_logits(
     lm: TargetModel, samples: Sequence[Sample], config: TrainerConfig, about: dict[str, Any]
 ) -> bool:
-    """The option `use_stored_logits`, of which None is true if nothing speaks against it.
-
-    Errors: `ConfigError` where it is true and cannot be.
-    """
+    """The option `use_stored_logits`, of which None is true if nothing speaks against it. Errors:
+    `ConfigError` where it is true and cannot be."""
     if config.use_stored_logits is False:
         return False
     model = (about.get("teacher") or {"model": lm.name})["model"]
