@@ -106,12 +106,13 @@ class Text:
         folders = data.paths if isinstance(data, MixConfig) else []
         if store.is_complete(Path(data.path)):
             folders = [data.path]
-        if isinstance(data, MixConfig) or folders:
+        if folders or isinstance(data, MixConfig):
             parts = [store.about(Path(folder)) for folder in folders]
             names = "conversations", "tokens", "assistant_tokens"
-            counts = (sum(part[name] for part in parts) for name in names)
+            count, tokens, learnt = (sum(part[name] for part in parts) for name in names)
             stored = min((part.get("teacher") or {}).get("likeliest", 0) for part in parts)
-            return Text(*counts, max(lengths), stored, f"as they lie in {', '.join(folders)}")
+            source = f"as they lie in {', '.join(folders)}"
+            return Text(count, tokens, learnt, max(lengths), stored, source)
         source = "assumed"
         if isinstance(data, SynthesisConfig):
             count, length = data.shards * data.shard_size, sum(lengths) / len(lengths)

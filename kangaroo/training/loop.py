@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from kangaroo.engine.clock import running
@@ -66,9 +67,11 @@ class Trainer:
         self.lm, self.output, self.about, self.ranks = lm, output, about, ranks or Ranks()
         saved = self.ranks.broadcast(checkpoint.load(output) if self.ranks.is_first else {})
         stored = uses_stored_logits(lm, samples, config, about)
-        self.accumulate, self.chunk = sizes(config, lm, saved.get("identity", {}), self.ranks)
-        given = {"accumulate": self.accumulate, "loss_chunk": self.chunk}
-        self.config = config = replace(config, use_stored_logits=stored, **given)
+        self.accumulate, self.chunk = resolve_sizes(
+            config, lm, saved.get("identity", {}), self.ranks
+        )
+        config = replace(config, accumulate=self.accumulate, loss_chunk=self.chunk)
+        self.config = config = replace(config, use_stored_logits=stored)
         self.work = Work(samples, config)
         self.total = math.ceil(len(self.work.batches) / self.accumulate)  # optimizer steps
         self.prompts = results.prompts_of(self.work.held_out, config, lm.context)
@@ -197,7 +200,7 @@ class Trainer:
         drafter has to know (`Trainable.facts`)."""
         config, samples = self.config, self.work.held_out
         batches = plan(lengths_of(samples, config.max_length), config.batch_tokens, seed=0, epoch=0)
-        measured = []
+        measured: list[list[tuple[Tensor, Tensor, Tensor]]] = []
         for batch, _ in self.ranks.scatter(batches):
             outputs = self._look_at(samples, batch)
             students = grade(self.lm, outputs, self.trained, self.chunk, results.STEPS)
@@ -208,7 +211,8 @@ class Trainer:
                 top_M = outputs.distributions.top_M
                 tally = trainee.adapter.tally(trainee.heads, *together(steps), top_M)
                 measured[-1].append((results.sums(steps).cpu(), accepted.cpu(), tally))
-        metrics, facts = {}, {}
+        metrics: dict[str, float] = {}
+        facts: dict[str, dict[str, Any]] = {}
         gathered = zip(*self.ranks.gather(measured, len(batches)), strict=True)
         for trainee, of_each in zip(self.trained, gathered, strict=True):
             sums_SF, accepted_W, tally = (torch.stack(x).sum(0) for x in zip(*of_each, strict=True))
@@ -257,7 +261,7 @@ def uses_stored_logits(
     return False
 
 
-def sizes(
+def resolve_sizes(
     config: TrainerConfig, lm: TargetModel, begun: dict[str, Any], ranks: Ranks
 ) -> tuple[int, int]:
     """The options `accumulate` and `loss_chunk`: the given ones, else those that a run was `begun`

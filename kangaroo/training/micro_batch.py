@@ -76,7 +76,7 @@ def train_step(
         side = trainee.adapter.side_loss(*together(steps), outputs.distributions.state_MD)
         if side is not None:
             pairs.append((side, torch.full_like(side, weight)))
-        torch.autograd.backward(*zip(*pairs, strict=True))
+        torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
     return students
 
 
