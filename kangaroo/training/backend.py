@@ -155,8 +155,7 @@ def matrices_of(adapter: nn.Module) -> list[Tensor]:
 
 
 class DeepSpeedBackend(TorchBackend):
-    """The same step with AdamW's state spread over processes by DeepSpeed ZeRO, which is handed the
-    step's sum alone."""
+    """The same step with AdamW's state spread by DeepSpeed ZeRO, which is handed the sum alone."""
 
     def _begin(self) -> None:
         device = next(iter(self.parameters.values())).device

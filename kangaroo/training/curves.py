@@ -25,10 +25,8 @@ MARKS = {"train": "-", "held_out": "o-", "decode": "D"}  # how results are drawn
 
 def write(folder: Path) -> None:
     """Make `curves.png` of a run's `metrics.jsonl`: every adapter's metrics over optimizer steps,
-    of training as a line, of held-out text as dots, of decoding as diamonds.
-
-    Errors: `DataError` where there is none, or nothing in it.
-    """
+    of training as a line, of held-out text as dots, of decoding as diamonds. Errors: `DataError`
+    where there is none, or nothing in it."""
     rows = read_metrics(folder)
     if not rows:
         raise DataError(f"'{folder}' has no training run's {METRICS}, or it is empty.")

@@ -31,14 +31,9 @@ MEASURES = ("loss", "agreement", "expected_acceptance", "positions")  # in this 
 
 class WholeDistributions:
     """What the target says at every position, from its normed final states `state_MD`; the outcomes
-    are all tokens of the draft vocabulary.
+    are all tokens of the draft vocabulary. `top_M` are the likeliest, where `chances` has been."""
 
-    Attributes:
-        top_M: the likeliest tokens, where `chances` has been.
-        single_tokens: which of the outcomes are single tokens.
-    """
-
-    single_tokens = slice(None)
+    single_tokens = slice(None)  # which of the outcomes these are
 
     def __init__(self, lm: TargetModel, state_MD: Tensor, vocabulary_K: Tensor | None):
         self.lm, self.state_MD, self.vocabulary_K = lm, state_MD, vocabulary_K
@@ -62,9 +57,7 @@ class WholeDistributions:
 
 class StoredDistributions:
     """The same where distributions were stored; the outcomes are these tokens, and any other one.
-
-    `state_MD` is of width 0 where no adapter reads it.
-    """
+    `state_MD` is of width 0 where no adapter reads it."""
 
     single_tokens = slice(-1)
 
@@ -83,11 +76,9 @@ class StoredDistributions:
         self.top_M = tokens_MJ[:, 0].clone()  # a view would hold on to all of them
 
     def chances(self, part: slice) -> Tensor:
-        """See `WholeDistributions`."""
         return self.p_MO[part]
 
     def compare(self, part: slice, logits_CK: Tensor) -> tuple[Tensor, Tensor]:
-        """See `WholeDistributions`."""
         return outcomes(logits_CK, self.index_MJ[part], self.inside_MJ[part])
 
 
@@ -97,22 +88,16 @@ TargetDistributions = WholeDistributions | StoredDistributions
 @dataclass
 class Student:
     """One adapter at one draft step: its normed states, where it would have drafted, the weight of
-    its loss; and what `distill` says of it.
-
-    Attributes:
-        sums_F: of `MEASURES` over its valid positions; `expected_acceptance` is `sum min(p, q)`.
-        agrees_M: where adapter and target have the same likeliest token.
-        gradients: of the weighted sum of losses, with respect to the student's states and, where it
-            is trained, the head's weight; empty without gradients.
-    """
+    its loss; and what `distill` says of it."""
 
     state_MD: Tensor
     valid_M: Tensor
     head: DraftHead
     loss: Loss
     weight: float = 1.0
-    sums_F: Tensor = field(init=False)
-    agrees_M: Tensor = field(init=False)
+    sums_F: Tensor = field(init=False)  # of `MEASURES` over its valid positions
+    agrees_M: Tensor = field(init=False)  # where adapter and target have the same likeliest token
+    # of the weighted sum of losses, by its states and by the head's weights that are trained
     gradients: list[tuple[Tensor, Tensor]] = field(init=False)
 
 
@@ -155,10 +140,8 @@ def _grade(student: Student, part: slice, target: TargetDistributions, p_CO: Ten
 
 def outcomes(logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities `[C, O]` of some tokens and of all others together, in float32, any for
-    those that are not inside; and the argmax `[C]`.
-
-    On a CPU by native code (`cpp/outcomes.h`), without a copy of the logits in float32.
-    """
+    those that are not inside; and the argmax `[C]`. On a CPU by native code (`cpp/outcomes.h`),
+    without a copy of the logits in float32."""
     on_cpu = logits_CK.device.type == "cpu" and logits_CK.dtype in native.DTYPES
     if on_cpu and native.library() is not None:
         return NativeOutcomes.apply(logits_CK, index_CJ, inside_CJ)

@@ -97,11 +97,8 @@ def decode(
     lm: TargetModel, trained: Sequence[Trainee], prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> dict[str, float]:
     """What every adapter, as it would be saved now, is worth when decoding at threshold 0: greedy,
-    with `STEPS` draft tokens.
-
-    Returns, under `decode/<name>/`: `compression_rate`, tokens a forward of the target with the
-    bonus token counted (1 without a drafter), and `ctar1`, ... as of `kangaroo.evaluation.metrics`.
-    """
+    with `STEPS` draft tokens. Returns, under `decode/<name>/`, `compression_rate` and `ctar1`, ...
+    as of `kangaroo.evaluation.metrics`."""
     metrics: dict[str, float] = {}
     for trainee in trained:
         method = DRAFTERS[trainee.recipe.architecture.drafter]

@@ -65,8 +65,7 @@ class WandbConfig:
     Args:
         project, entity: where it is kept; a run of a W&B sweep is kept where the sweep is.
         group: runs of one sweep or comparison share it.
-        mode: "online", or "offline" to keep the run in `output` and sync it later (`wandb sync`);
-            None takes `$WANDB_MODE`, or else "online".
+        mode: "online", or "offline", which `wandb sync` sends later; None takes `$WANDB_MODE`.
     """
 
     name: str = "wandb"
