@@ -40,26 +40,19 @@ def check(config: TrainerConfig, ranks: Ranks) -> None:
             "trainer.shard_target=true spreads the target over processes, and there is one. Leave "
             f"it out, or start more: {more}"
         )
-    for one, other, why in (
-        ("muon", "zero_stage", "DeepSpeed has AdamW alone here"),
-        ("cache_target_states", "shard_target", "all processes run a sharded target at once"),
+    for options, why in (
+        (("muon", "zero_stage"), "DeepSpeed has AdamW alone here"),
+        (("cache_target_states", "shard_target"), "all processes run a sharded target at once"),
     ):
-        if getattr(config, one) and getattr(config, other):
-            raise ConfigError(
-                f"trainer.{one} and trainer.{other} exclude each other: {why}. Leave one out."
-            )
+        if all(getattr(config, option) for option in options):
+            names = " and ".join(f"trainer.{option}" for option in options)
+            raise ConfigError(f"{names} exclude each other: {why}. Leave one out.")
 
 
 class TorchBackend:
-    """AdamW, or Muon for matrices and AdamW for all else, whole in every process.
-
-    Every process calls the same methods.
-
-    Args:
-        adapters: each is clipped by itself, and has its own learning rate. They begin as those of
-            rank 0.
-        options: with `accumulate` as a number.
-    """
+    """AdamW, or Muon for matrices and AdamW for all else, whole in every process; all call the same
+    methods. Adapters begin as those of rank 0, and each is clipped by itself; in `options`,
+    `accumulate` is a number."""
 
     def __init__(self, adapters: Sequence[nn.Module], options: TrainerConfig, ranks: Ranks):
         assert options.accumulate is not None
@@ -134,21 +127,23 @@ class TorchBackend:
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
         states = {p: state for x in self.optimizers for p, state in x.state.items()}
-        moments: dict[str, dict[str, Tensor]] = {key: {} for key in (*MOMENTS, MOMENTUM)}
-        for name, parameter in self.parameters.items():
-            for key in moments.keys() & states.get(parameter, {}).keys():
-                moments[key][name] = states[parameter][key].cpu().clone()
-        return moments
+        return {
+            key: {
+                name: state[key].cpu().clone()
+                for name, parameter in self.parameters.items()
+                if key in (state := states.get(parameter, {}))
+            }
+            for key in (*MOMENTS, MOMENTUM)
+        }
 
     def _load_moments(self, state: dict[str, Any]) -> None:
-        names = {p: name for name, p in self.parameters.items()}
+        names = {parameter: name for name, parameter in self.parameters.items()}
         for optimizer in self.optimizers:
-            is_adamw = isinstance(optimizer, torch.optim.AdamW)
             for p in (p for group in optimizer.param_groups for p in group["params"]):
-                for key in MOMENTS if is_adamw else (MOMENTUM,):
-                    optimizer.state[p][key] = state[key][names[p]].to(p.device)
-                if is_adamw:
-                    optimizer.state[p]["step"] = torch.tensor(float(self.steps))
+                for key in (*MOMENTS, MOMENTUM):
+                    if (moment := state.get(key, {}).get(names[p])) is not None:
+                        optimizer.state[p][key] = moment.to(p.device)
+                optimizer.state[p]["step"] = torch.tensor(float(self.steps))  # Muon reads none
 
 
 def matrices_of(adapter: nn.Module) -> list[Tensor]:
@@ -160,8 +155,7 @@ def matrices_of(adapter: nn.Module) -> list[Tensor]:
 
 
 class DeepSpeedBackend(TorchBackend):
-    """The same step with AdamW's state spread over processes by DeepSpeed ZeRO, which is handed the
-    step's sum alone."""
+    """The same step with AdamW's state spread by DeepSpeed ZeRO, which is handed the sum alone."""
 
     def _begin(self) -> None:
         device = next(iter(self.parameters.values())).device

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import torch
@@ -33,9 +34,8 @@ class Work:
         check_holdout(config.holdout, len(samples))
         self.training, self.held_out = samples[: -config.holdout], samples[-config.holdout :]
         self.tokens = lengths_of(self.training, config.max_length)
-        stored = bool(config.use_stored_logits)
-        wanted = (wanted_of(sample, config.max_length, stored) for sample in self.training)
-        self.positions = [int(wanted_T.sum()) for wanted_T in wanted]
+        how = config.max_length, bool(config.use_stored_logits)
+        self.positions = [int(wanted_of(sample, *how).sum()) for sample in self.training]
         same = (config.accumulate or 1) if config.cache_target_states else 0
         self.batches = [
             batch
@@ -73,12 +73,9 @@ def lengths_of(samples: Sequence[Sample], max_length: int) -> list[int]:
 
 def frequent_tokens(samples: Sequence[Sample]) -> Tensor:
     """Every token that the assistant wrote, the most frequent first; ties by id."""
-    counts = Counter(
-        token
-        for sample in samples
-        for token, wanted in zip(sample["input_ids"], sample["loss_mask"], strict=True)
-        if wanted
-    )
+    counts = Counter[int]()
+    for sample in samples:
+        counts.update(compress(sample["input_ids"], sample["loss_mask"]))
     return torch.tensor(sorted(counts, key=lambda token: (-counts[token], token)))
 
 
@@ -86,12 +83,8 @@ def plan(
     lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, same: int = 0
 ) -> list[list[int]]:
     """Micro-batches of at most `batch_tokens` padded tokens (or one sample) of similar lengths, in
-    shuffled order.
-
-    Args:
-        same: unless 0, the micro-batches of epoch 0 in another order, in which the n-th of a step
-            of so many nearly always is the n-th of another: its process has its target states.
-    """
+    shuffled order. Unless `same` is 0, they are those of epoch 0 in another order, in which the
+    n-th of a step of so many nearly always is the n-th of another, whose process has its states."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     if same and epoch:
         batches = plan(lengths, batch_tokens, seed, 0)
@@ -115,8 +108,7 @@ class Tokens:
     """A micro-batch, a row for each sample, padded on the right.
 
     Args:
-        wanted_BT: true where the *next* token was written by the assistant: there, and only there,
-            the adapter would have drafted.
+        wanted_BT: where the *next* token is the assistant's: there the adapter would have drafted.
         stored: likeliest tokens and their chances at those positions, each `[M, J]`.
     """
 
@@ -136,16 +128,14 @@ def wanted_of(sample: Sample, length: int, stored: bool = False) -> np.ndarray:
 
 def row_width(lengths: Sequence[int], device: torch.device) -> int:
     """Tokens of a row. On a GPU a multiple of 8: torch's fused attention wants a mask aligned,
-    and without it a training of several draft steps took eight times as long on an H100.
-    """
+    and without it a training of several draft steps took eight times as long on an H100."""
     return -(-max(lengths) // 8) * 8 if device.type == "cuda" else max(lengths)
 
 
 def collate(
     samples: Sequence[Sample], max_length: int, device: torch.device, stored: bool = False
 ) -> Tokens:
-    """Cut samples at `max_length` tokens, and pad them on the right; with the distributions that
-    were stored, if it is those that are learnt."""
+    """Samples cut at `max_length` tokens, with the distributions that were stored if asked for."""
     lengths = lengths_of(samples, max_length)
     input_BT = torch.zeros(len(samples), row_width(lengths, device), dtype=torch.long)
     wanted_BT = torch.zeros_like(input_BT, dtype=torch.bool)

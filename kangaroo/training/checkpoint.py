@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from kangaroo.utils.errors import ConfigError, CorruptFile
-from kangaroo.utils.provenance import changes
+from kangaroo.utils.errors import CorruptFile
 
 CHECKPOINT, METRICS = "checkpoint.pt", "metrics.jsonl"
 
@@ -29,43 +28,32 @@ class Progress:
     decoded: dict[str, float] = field(default_factory=dict)
 
 
-class Checkpoint:
-    """Weights, moments, progress and metrics (one JSON line a step) of a run, in one folder, which
-    one process reads and writes. One begun with other settings or data (a fingerprint) is refused.
-    """
+def load(folder: Path) -> dict[str, Any]:
+    """What `save` wrote in a folder, by name; empty where it did not. Errors: `CorruptFile`."""
+    path = folder / CHECKPOINT
+    try:
+        return torch.load(path, weights_only=True) if path.exists() else {}
+    except (RuntimeError, EOFError, OSError) as error:
+        raise CorruptFile(
+            f"checkpoint '{path}' cannot be read ({error}); delete it to train anew."
+        ) from error
 
-    def __init__(self, folder: Path, settings: dict[str, Any], data: str):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.path = folder, folder / CHECKPOINT
-        self.identity = json.loads(json.dumps(settings | {"data": data}))
 
-    def resume(self) -> tuple[Progress, dict[str, Any] | None]:
-        """The last checkpoint's progress and a backend's `state()`; None where there is none."""
-        progress, backend = Progress(), None
-        if self.path.exists():
-            state = _read(self.path)
-            if changed := changes(state["identity"], self.identity):
-                raise ConfigError(
-                    f"'{self.folder}' holds a run with other settings ({changed}). Go on with the "
-                    "same ones, pass output= another folder, or delete it."
-                )
-            progress, backend = Progress(**state["progress"]), state["backend"]
-        # steps that will be done again are dropped, and a torn last line
-        rows = [row for row in read_metrics(self.folder) if row["step"] <= progress.step]
-        (self.folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return progress, backend
+def save(
+    folder: Path, identity: dict[str, Any], backend: dict[str, Any], progress: Progress
+) -> None:
+    """Write the settings and data of a run, its backend's `state()` and its progress beside those
+    written last, then put them in their place."""
+    path = folder / CHECKPOINT
+    part = path.with_suffix(".part")
+    torch.save({"identity": identity, "backend": backend, "progress": asdict(progress)}, part)
+    os.replace(part, path)
 
-    def save(self, backend: dict[str, Any], progress: Progress) -> None:
-        """Write the state beside the last one, then put it in its place."""
-        part = self.path.with_suffix(".part")
-        state = {"identity": self.identity, "backend": backend, "progress": asdict(progress)}
-        torch.save(state, part)
-        os.replace(part, self.path)
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Append a step's metrics as a line of JSON."""
-        with (self.folder / METRICS).open("a") as file:
-            file.write(json.dumps({"step": step} | metrics) + "\n")
+def cut_metrics(folder: Path, step: int) -> None:
+    """Drop those of later steps, which will be done again, and a torn last line."""
+    rows = [row for row in read_metrics(folder) if row["step"] <= step]
+    (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
@@ -73,20 +61,3 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     path = folder / METRICS
     lines = path.read_text().splitlines() if path.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
-
-
-def begun_with(folder: Path) -> dict[str, Any]:
-    """The settings that the run in `folder` began with; none where there is no checkpoint."""
-    path = folder / CHECKPOINT
-    # mapped, since of a file of many GB this reads a few lines
-    return _read(path, mmap=True)["identity"] if path.exists() else {}
-
-
-def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = torch.load(path, weights_only=True, mmap=mmap)
-    except (RuntimeError, EOFError, OSError) as error:
-        raise CorruptFile(
-            f"checkpoint '{path}' cannot be read ({error}); delete it to train anew."
-        ) from error
-    return state

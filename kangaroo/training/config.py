@@ -6,17 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from kangaroo.utils.ranges import (
-    Count,
-    CountOrZero,
-    NotNegative,
-    Positive,
-    Range,
-    Ranged,
-    Seed,
-    TextLength,
-    Threshold,
-)
+from kangaroo.utils import ranges
+from kangaroo.utils.ranges import Count, CountOrZero, NotNegative, Positive, Ranged, Threshold
 
 LOGIT_BYTES = 26  # of a logit in half precision: it, p, log q and gradients
 MOVES_NOTHING = """
@@ -30,11 +21,10 @@ class TrainerConfig(Ranged):
     """How adapters are trained.
 
     Args:
-        epochs: passes over the training samples.
         learning_rate: the peak, reached after `warmup_steps` optimizer steps; then a cosine to 0.
         batch_tokens: padded tokens of a micro-batch (or one sample).
-        cache_target_states: keep what the target computes of each micro-batch, in memory: only the
-            first epoch runs it. Micro-batches then stay the same, in another order every epoch.
+        cache_target_states: only the first epoch runs the target; micro-batches stay the same, in
+            another order every epoch.
         use_stored_logits: learn from the distributions that were stored when the data was written
             (`data.teacher`): the target runs no layer that no adapter reads, nor its head. None:
             where the data has them.
@@ -42,14 +32,13 @@ class TrainerConfig(Ranged):
         accumulate: micro-batches an optimizer step, in all processes together; None is one in each
             process, and a run that is resumed keeps the number it began with.
         clip: largest gradient norm of each adapter.
-        max_length: samples are cut here.
+        max_length: samples are cut here, in tokens.
         holdout: this many samples at the end are never trained on.
         loss_chunk: assistant positions whose logits exist at a time; None is `loss_chunk_of`, or
             what a run that is resumed began with.
         evaluate_every, save_every, decode_every: optimizer steps, and once more after the last.
-        decode_prompts: held-out prompts to decode for real; 0 is none. A sharded target decodes
-            nothing.
-        decode_tokens: new tokens of each.
+        decode_prompts, decode_tokens: held-out prompts to decode for real (a sharded target decodes
+            nothing), and the new tokens of each.
         seed: order of the samples.
         vocabulary: draft from this many of the data's most frequent tokens; None is from all.
         zero_stage: 0 is plain torch, each process with AdamW's whole state; 1 and 2 are DeepSpeed
@@ -68,7 +57,7 @@ class TrainerConfig(Ranged):
     use_stored_logits: bool | None = None
     accumulate: Count | None = None
     clip: Positive = 1.0
-    max_length: TextLength = 2048
+    max_length: ranges.TextLength = 2048
     holdout: Count = 128
     loss_chunk: Count | None = None
     evaluate_every: Count = 200
@@ -76,15 +65,10 @@ class TrainerConfig(Ranged):
     decode_every: Count = 1000
     decode_prompts: CountOrZero = 16
     decode_tokens: Count = 128
-    seed: Seed = 0
+    seed: ranges.Seed = 0
     vocabulary: Count | None = None
-    zero_stage: Annotated[int, Range(0, 2)] = 0
+    zero_stage: Annotated[int, ranges.Range(0, 2)] = 0
     shard_target: bool = False
-
-    @property
-    def chunk(self) -> int:
-        """`loss_chunk`, or a CPU's."""
-        return self.loss_chunk or loss_chunk_of(0, 1)
 
     def identity(self) -> dict[str, Any]:
         """The options that move a weight: a run goes on with the same ones only."""
@@ -93,12 +77,9 @@ class TrainerConfig(Ranged):
 
 
 def loss_chunk_of(memory: int, vocabulary: int) -> int:
-    """Positions whose logits a device computes at a time: on a CPU few, which stay in its caches;
-    on a GPU a power of two whose logits and what is made of them fill a 32nd of its memory.
-
-    Args:
-        memory: of the GPU, in bytes, however much of it is free; 0 is a CPU.
-    """
+    """Positions whose logits a device with so many bytes (0 is a CPU) computes at a time: on a CPU
+    few, which stay in its caches; on a GPU a power of two whose logits and what is made of them
+    fill a 32nd of its memory."""
     fitting = memory // (32 * LOGIT_BYTES * vocabulary)
     return max(256, min(4096, 1 << fitting.bit_length() >> 1))
 

@@ -26,50 +26,27 @@ from kangaroo.models.target import TargetModel
 from kangaroo.training.losses import Loss, divergence, overlap
 
 LEAST = 1e-30  # a probability whose logarithm and reciprocal float32 can still hold
-MEASURES = ("loss", "agreement", "expected_acceptance", "positions")
-
-
-def _parts(count: int, size: int) -> list[slice]:
-    return [slice(start, start + size) for start in range(0, count, size)]
+MEASURES = ("loss", "agreement", "expected_acceptance", "positions")  # in this order
 
 
 class WholeDistributions:
-    """What the target says at every position; the outcomes are all tokens of the draft vocabulary.
+    """What the target says at every position, from its normed final states `state_MD`; the outcomes
+    are all tokens of the draft vocabulary. `top_M` are the likeliest, where `chances` has been."""
 
-    Args:
-        state_MD: the target's normed final states.
-        chunk_size: positions whose logits exist at a time. None: all tokens are drafted from, so
-            that `chances` runs the whole head, and not before.
+    single_tokens = slice(None)  # which of the outcomes these are
 
-    Attributes:
-        top_M, total_M: the likeliest tokens, and the logarithms of the sums of exponentials.
-        single_tokens: which of the outcomes are single tokens.
-    """
-
-    single_tokens = slice(None)
-
-    @torch.no_grad()
-    def __init__(self, lm: TargetModel, state_MD: Tensor, chunk_size: int | None):
-        self.state_MD = state_MD
+    def __init__(self, lm: TargetModel, state_MD: Tensor, vocabulary_K: Tensor | None):
+        self.lm, self.state_MD, self.vocabulary_K = lm, state_MD, vocabulary_K
         self.top_M = torch.empty(len(state_MD), dtype=torch.long, device=lm.device)
-        self.total_M = torch.empty(len(state_MD), device=lm.device)
-        self.computed = 0  # positions, from the first on
-        for part in _parts(len(state_MD), chunk_size) if chunk_size else ():
-            self._sum_up(part, lm.read_out(state_MD[None, part])[0].float())
 
     @torch.no_grad()
-    def chances(self, part: slice, head: DraftHead) -> Tensor:
-        """Probabilities `[C, O]` of the outcomes, by the target's head over the draft vocabulary;
-        0 for what cannot be drafted."""
-        logits_CK = head(self.state_MD[part]).float()
-        if part.start >= self.computed:
-            assert head.vocabulary_K is None
-            self._sum_up(part, logits_CK)
-        return (logits_CK - self.total_M[part, None]).exp_()
-
-    def _sum_up(self, part: slice, logits_CV: Tensor) -> None:
-        self.top_M[part], self.total_M[part] = logits_CV.argmax(-1), logits_CV.logsumexp(-1)
-        self.computed = part.stop
+    def chances(self, part: slice) -> Tensor:
+        """Probabilities `[C, O]` of the outcomes; 0 for what cannot be drafted."""
+        logits_CV = self.lm.read_out(self.state_MD[None, part])[0].float()
+        self.top_M[part] = logits_CV.argmax(-1)
+        total_C1 = logits_CV.logsumexp(-1, keepdim=True)
+        logits_CK = logits_CV if self.vocabulary_K is None else logits_CV[:, self.vocabulary_K]
+        return (logits_CK - total_C1).exp_()
 
     def compare(self, part: slice, logits_CK: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities `[C, O]` of the same outcomes by a student's logits, any for what
@@ -80,9 +57,7 @@ class WholeDistributions:
 
 class StoredDistributions:
     """The same where distributions were stored; the outcomes are these tokens, and any other one.
-
-    `state_MD` is of width 0 where no adapter reads it.
-    """
+    `state_MD` is of width 0 where no adapter reads it."""
 
     single_tokens = slice(-1)
 
@@ -100,12 +75,10 @@ class StoredDistributions:
         self.state_MD = state_MD
         self.top_M = tokens_MJ[:, 0].clone()  # a view would hold on to all of them
 
-    def chances(self, part: slice, head: DraftHead) -> Tensor:
-        """See `WholeDistributions`."""
+    def chances(self, part: slice) -> Tensor:
         return self.p_MO[part]
 
     def compare(self, part: slice, logits_CK: Tensor) -> tuple[Tensor, Tensor]:
-        """See `WholeDistributions`."""
         return outcomes(logits_CK, self.index_MJ[part], self.inside_MJ[part])
 
 
@@ -115,55 +88,41 @@ TargetDistributions = WholeDistributions | StoredDistributions
 @dataclass
 class Student:
     """One adapter at one draft step: its normed states, where it would have drafted, the weight of
-    its loss; and what `distill` says of it.
-
-    Attributes:
-        sums_F: of `MEASURES` over its valid positions; `expected_acceptance` is `sum min(p, q)`.
-        agrees_M: where adapter and target have the same likeliest token.
-        gradients: of the weighted sum of losses, with respect to the student's states and, where it
-            is trained, the head's weight; empty if none were asked for.
-    """
+    its loss; and what `distill` says of it."""
 
     state_MD: Tensor
     valid_M: Tensor
     head: DraftHead
     loss: Loss
     weight: float = 1.0
-    sums_F: Tensor = field(init=False)
-    agrees_M: Tensor = field(init=False)
+    sums_F: Tensor = field(init=False)  # of `MEASURES` over its valid positions
+    agrees_M: Tensor = field(init=False)  # where adapter and target have the same likeliest token
+    # of the weighted sum of losses, by its states and by the head's weights that are trained
     gradients: list[tuple[Tensor, Tensor]] = field(init=False)
 
 
-def distill(
-    target: TargetDistributions,
-    head: DraftHead,
-    students: Sequence[Student],
-    chunk_size: int,
-    backward: bool,
-) -> None:
-    """Grade every student against the target, in chunks; with `backward` also its gradients, which
-    the caller passes on, once for all chunks. `head` is the target's, over their draft vocabulary.
-    """
+def distill(target: TargetDistributions, students: Sequence[Student], chunk_size: int) -> None:
+    """Grade every student against the target, in chunks; where gradients are enabled also its
+    gradients, which the caller passes on, once for all chunks."""
     for student in students:
         student.sums_F = torch.zeros(len(MEASURES), device=student.valid_M.device)
         student.agrees_M = torch.zeros_like(student.valid_M)
-        leaves = [student.state_MD, *student.head.trained]
-        zeros = [(x, torch.zeros_like(x, dtype=torch.float32)) for x in leaves if backward]
-        student.gradients = zeros
-    for part in _parts(len(target.state_MD), chunk_size):
-        p_CO = target.chances(part, head)
+        leaves = [student.state_MD, *student.head.trained] if torch.is_grad_enabled() else []
+        student.gradients = [(x, torch.zeros_like(x, dtype=torch.float32)) for x in leaves]
+    for start in range(0, len(target.state_MD), chunk_size):
+        part = slice(start, start + chunk_size)
+        p_CO = target.chances(part)
         for student in students:
             _grade(student, part, target, p_CO)
 
 
 def _grade(student: Student, part: slice, target: TargetDistributions, p_CO: Tensor) -> None:
-    head, valid_C, backward = student.head, student.valid_M[part], bool(student.gradients)
-    with torch.set_grad_enabled(backward):
-        # a leaf of its own: the adapter's graph is walked once, after the last chunk
-        state_CD = student.state_MD[part].detach().requires_grad_(backward)
-        log_q_CO, drafted_C = target.compare(part, head(state_CD))
-        loss_C = divergence(student.loss, p_CO, log_q_CO) * valid_C
-    if backward:
+    head, valid_C = student.head, student.valid_M[part]
+    # a leaf of its own: the adapter's graph is walked once, after the last chunk
+    state_CD = student.state_MD[part].detach().requires_grad_(bool(student.gradients))
+    log_q_CO, drafted_C = target.compare(part, head(state_CD))
+    loss_C = divergence(student.loss, p_CO, log_q_CO) * valid_C
+    if student.gradients:
         (_, of_states_MD), *of_weights = student.gradients
         # The weight comes after the head: in float16, gradients of 1 / 50,000 would round to zero.
         # Unweighted, those of a position's logits add up to 2 at most, whatever the loss.
@@ -181,10 +140,8 @@ def _grade(student: Student, part: slice, target: TargetDistributions, p_CO: Ten
 
 def outcomes(logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities `[C, O]` of some tokens and of all others together, in float32, any for
-    those that are not inside; and the argmax `[C]`.
-
-    On a CPU by native code (`cpp/outcomes.h`), without a copy of the logits in float32.
-    """
+    those that are not inside; and the argmax `[C]`. On a CPU by native code (`cpp/outcomes.h`),
+    without a copy of the logits in float32."""
     on_cpu = logits_CK.device.type == "cpu" and logits_CK.dtype in native.DTYPES
     if on_cpu and native.library() is not None:
         return NativeOutcomes.apply(logits_CK, index_CJ, inside_CJ)
@@ -212,17 +169,17 @@ class NativeOutcomes(torch.autograd.Function):
         count, tokens = index_CJ.shape
         log_q_CO, largest_C, rest_C = (torch.empty(n) for n in ((count, tokens + 1), count, count))
         best_C = torch.empty(count, dtype=torch.long)
-        known = logits_CK, index_CJ, inside_CJ, log_q_CO, largest_C, rest_C
-        _call("find_outcomes", [*known, best_C])
-        ctx.save_for_backward(*known)
+        fields = logits_CK, index_CJ, inside_CJ, log_q_CO, largest_C, rest_C
+        _call("find_outcomes", [*fields, best_C])
+        ctx.save_for_backward(*fields)
         ctx.mark_non_differentiable(best_C)
         return log_q_CO, best_C
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        known = list(ctx.saved_tensors)
-        gradient_CK = torch.empty_like(known[0])
-        _call("outcomes_back", known, gradients[0], gradient_CK)
+        fields = list(ctx.saved_tensors)
+        gradient_CK = torch.empty_like(fields[0])
+        _call("outcomes_back", fields, gradients[0], gradient_CK)
         return gradient_CK, None, None
 
 

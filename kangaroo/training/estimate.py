@@ -57,17 +57,16 @@ class Devices:
     def of(model: ModelConfig) -> Devices:
         """What the target of this process goes to. The processes of a machine have a GPU each; they
         share the CPU's memory, and the GPUs of a device map."""
-        sharing, spread = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), model.device_map is not None
-        if not torch.cuda.is_available() or (model.device == "cpu" and not spread):
+        sharing, cuda = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda
+        if not cuda.is_available() or (model.device == "cpu" and model.device_map is None):
             return Devices("CPU", psutil.virtual_memory().available // sharing)
-        if spread:
-            room = [torch.cuda.mem_get_info(gpu) for gpu in range(torch.cuda.device_count())]
-            name = f"{len(room)} x {torch.cuda.get_device_name(0)}"
+        if model.device_map is not None:
+            room = [cuda.mem_get_info(gpu) for gpu in range(cuda.device_count())]
+            name = f"{len(room)} x {cuda.get_device_name(0)}"
             return Devices(name, sum(free for free, _ in room) // sharing, room[0][1], "cuda:0")
         index = None if model.device == "auto" else torch.device(model.device).index
-        gpu = torch.cuda.current_device() if index is None else index
-        name, memory = torch.cuda.get_device_name(gpu), torch.cuda.mem_get_info(gpu)
-        return Devices(name, *memory, f"cuda:{gpu}")
+        gpu = cuda.current_device() if index is None else index
+        return Devices(cuda.get_device_name(gpu), *cuda.mem_get_info(gpu), f"cuda:{gpu}")
 
     def speed(self, dtype: torch.dtype) -> float:
         """FLOP/s of a large product of matrices, measured."""
@@ -103,12 +102,7 @@ class Text:
     def of(data: Data, max_length: int) -> Text:
         """What lies in the data's folder or will, at most `max_length` tokens a conversation.
         Errors: `DataError` where a part of a mix is missing, or a local source cannot be read."""
-        lengths, source = [max_length], "assumed"
-        if isinstance(data, SynthesisConfig):
-            turn = data.max_question_tokens + data.max_answer_tokens
-            lengths = [min(turn * turns, max_length) for turns in data.turns]
-        elif isinstance(data, ConversationsConfig):
-            lengths = [min(data.max_length, max_length)]
+        lengths = lengths_of(data, max_length)
         folders = data.paths if isinstance(data, MixConfig) else []
         if store.is_complete(Path(data.path)):
             folders = [data.path]
@@ -119,6 +113,7 @@ class Text:
             stored = min((part.get("teacher") or {}).get("likeliest", 0) for part in parts)
             source = f"as they lie in {', '.join(folders)}"
             return Text(count, tokens, learnt, max(lengths), stored, source)
+        source = "assumed"
         if isinstance(data, SynthesisConfig):
             count, length = data.shards * data.shard_size, sum(lengths) / len(lengths)
         else:
@@ -129,6 +124,15 @@ class Text:
                 source = f"as many as in {data.source}, of an assumed length"
         tokens = int(count * length)
         return Text(count, tokens, int(LEARNT * tokens), max(lengths), data.teacher, source)
+
+
+def lengths_of(data: Data, limit: int, template: int = 0) -> list[int]:
+    """The most tokens, `limit` at most, of conversations that are to come, which take turns; a turn
+    has so many of a template."""
+    if isinstance(data, SynthesisConfig):
+        turn = data.max_question_tokens + data.max_answer_tokens + template
+        return [min(turn * turns, limit) for turns in data.turns]
+    return [limit if isinstance(data, MixConfig) else min(data.max_length, limit)]
 
 
 def estimate(
@@ -146,7 +150,7 @@ def estimate(
         tokens_K = None if config.vocabulary is None else torch.empty(vocabulary)
         places = [(recipe, layer) for recipe in recipes for layer in recipe.places(lm).values()]
         planned = [(r, r.architecture.build(lm, layer, tokens_K)) for r, layer in places]
-    parameters = sum(_count(adapter) for _, adapter in planned)
+    parameters = _count(*(adapter for _, adapter in planned))
     taps = {tap for _, adapter in planned for tap in adapter.taps}
     deep = {tap for _, adapter in planned if (tap := adapter.deep_tap) is not None}
     stored = 0 if config.use_stored_logits is False else text.likeliest  # of each distribution
@@ -160,8 +164,7 @@ def estimate(
     # a sharded target: its share of all layers, and the one that runs
     spared = layers - layers // processes - layers // lm.n_layers if config.shard_target else 0
     in_layer = 3 * (width + lm.config.intermediate_size)  # of a token
-    final = 0 if stored and lm.n_layers not in deep else wanted
-    states = batch * in_layer + ((len(taps) + len(deep)) * batch + final) * width
+    states = batch * in_layer + ((len(taps) + len(deep)) * batch + wanted) * width
     # weights and gradients; AdamW's moments, spread with a copy of the weights; the exact sum
     moments = 12 / processes if config.zero_stage else 8
     # of a position: the teacher's, then p, log q and gradients; stored: q, its exponent, gradient
@@ -170,12 +173,12 @@ def estimate(
         "target": target_bytes(lm) + ((config.vocabulary or 0) * width - spared) * size,
         "adapters": int(parameters * (8 + moments + 8 * (accumulate > 1))),
         "a micro-batch": states * size,
-        "logits": min(config.chunk, wanted) * logits,
+        "logits": min(config.loss_chunk or wanted, wanted) * logits,
     }
     # two for each weight and token
-    looks, of_head = 1 if config.cache_target_states else epochs, 2.0 * width * learnt
-    flops = looks * 2.0 * layers * tokens
-    flops = flops * max(taps | deep) / lm.n_layers if stored else flops + looks * of_head * whole
+    of_head, runs = 2.0 * width * learnt, 1 if config.cache_target_states else epochs
+    of_target = 2.0 * layers * tokens * (max(taps | deep) / lm.n_layers if stored else 1)
+    flops = runs * of_target + (0 if stored else epochs * of_head * whole)
     for recipe, adapter in planned:
         steps, heads = recipe.steps, adapter.own_heads()
         passes = recipe.architecture.passes(steps)
@@ -184,7 +187,7 @@ def estimate(
         # what autograd keeps; gathered states and their gradients
         kept = batch * passes * features * (5 if size == 4 else 4)
         memory["a micro-batch"] += kept + 12 * steps * wanted * width
-        weights = _count(adapter) - sum(map(_count, heads))
+        weights = _count(adapter) - _count(*heads)
         flops += 6.0 * weights * tokens * passes * epochs
         flops += (3 if heads else 2) * of_head * vocabulary * steps * epochs
     micro_batches = -(-tokens // config.batch_tokens) * epochs
@@ -193,9 +196,8 @@ def estimate(
 
 def target_bytes(lm: TargetModel) -> int:
     """What the target's weights take, those of its layers as they are quantized."""
-    whole, layers, size = _count(lm), _count(lm.layers), lm.dtype.itemsize
-    saved = 0 if lm.weight_bits is None else layers * (8 * size - lm.weight_bits) // 8
-    return whole * size - saved
+    layers, bits = _count(lm.layers), 8 * lm.dtype.itemsize
+    return (_count(lm) * bits - layers * (bits - (lm.weight_bits or bits))) // 8
 
 
 def check_writing(lm: TargetModel, data: Data, devices: Devices) -> None:
@@ -205,12 +207,8 @@ def check_writing(lm: TargetModel, data: Data, devices: Devices) -> None:
     given = isinstance(data, ConversationsConfig) and not data.regenerate
     if isinstance(data, MixConfig) or given or store.is_complete(Path(data.path)):
         return
-    longest, rows = lm.context, min(data.batch_size, data.shard_size)
-    if isinstance(data, SynthesisConfig):
-        turn = data.max_question_tokens + data.max_answer_tokens + 2 * TEMPLATE
-        longest = min(longest, max(data.turns) * turn)
-    else:
-        longest = min(longest, data.max_length)
+    longest = max(lengths_of(data, lm.context, 2 * TEMPLATE))
+    rows = min(data.batch_size, data.shard_size)
     row = longest * lm.new_cache(1, 1, [lm.device] * lm.n_layers).bytes()
     fitting = (devices.free - memory["target"]) // row
     memory["keys and values"] = rows * row
@@ -231,10 +229,10 @@ def foresee(
     """What a run takes on the devices that it finds, as lines for the log. Errors: `ConfigError`
     where it cannot fit, or would hold out all that there is."""
     # a sharded target is read, and writes, on the CPU, and then goes to the GPUs part by part
-    parted = replace(model, device_map=None) if trainer.shard_target else model
-    reads = replace(parted, device="cpu") if trainer.shard_target else model
-    devices = Devices.of(parted)
-    check_writing(lm, data, Devices.of(reads))
+    trains = replace(model, device_map=None) if trainer.shard_target else model
+    writes = replace(trains, device="cpu") if trainer.shard_target else model
+    check_writing(lm, data, Devices.of(writes))
+    devices = Devices.of(trains)
     text = Text.of(data, trainer.max_length)
     if holds_out and not store.is_complete(Path(data.path)):  # that may be another one, and go
         check_holdout(trainer.holdout, text.conversations)
@@ -253,5 +251,5 @@ def foresee(
     ]
 
 
-def _count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+def _count(*modules: nn.Module) -> int:
+    return sum(p.numel() for module in modules for p in module.parameters())

@@ -1,11 +1,11 @@
 """Train adapters on a frozen target: one forward of the target gives inputs and teacher for all.
 
-Shapes: S draft steps of all adapters, F results of each, A adapters, W draft tokens, K draft
-vocabulary.
+Shapes: S draft steps of an adapter, F results of each, W draft tokens, K draft vocabulary.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Sequence
@@ -14,24 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from kangaroo.engine.clock import running
 from kangaroo.heads import adapter_files
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import TargetModel
-from kangaroo.training import curves, results
+from kangaroo.training import checkpoint, curves, results
 from kangaroo.training.backend import DeepSpeedBackend, TorchBackend
 from kangaroo.training.batches import Work, collate, frequent_tokens, lengths_of, plan
-from kangaroo.training.checkpoint import Checkpoint, Progress, begun_with
 from kangaroo.training.config import TrainerConfig, loss_chunk_of, schedule
-from kangaroo.training.decode import decode, prompts_of
-from kangaroo.training.micro_batch import TargetOutputs, forward_target, grade, train_step
+from kangaroo.training.micro_batch import (
+    TargetOutputs,
+    forward_target,
+    grade,
+    together,
+    train_step,
+)
 from kangaroo.training.recipe import AdapterRecipe, Trainee, trainees
-from kangaroo.training.results import STEPS
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError, Diverged
-from kangaroo.utils.provenance import provenance
+from kangaroo.utils.provenance import changes, provenance
 from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import NoTracker
 
@@ -39,15 +43,12 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """A run, from its first step or its last checkpoint on.
-
-    One that was stopped at any moment ends with the same weights as one that was not, whatever the
-    number of processes before and after.
+    """A run, from its first step or its last checkpoint on. One that was stopped at any moment ends
+    with the same weights as one that was not, whatever the number of processes before and after.
 
     Args:
-        output: each adapter is saved in a folder of its own there.
+        output: each adapter is saved in a folder of its own there, by the first process.
         about: provenance of the data, saved with the adapters.
-        ranks: the processes that share the work; the first one alone writes files.
 
     Errors: `DataError` for a sample without trainable tokens, `ConfigError` where nothing is left
     to train on or `output` holds the checkpoint of other settings.
@@ -63,17 +64,17 @@ class Trainer:
         about: dict[str, Any],
         ranks: Ranks | None = None,
     ):
-        self.lm, self.about, self.ranks = lm, about, ranks or Ranks()
+        self.lm, self.output, self.about, self.ranks = lm, output, about, ranks or Ranks()
+        saved = self.ranks.broadcast(checkpoint.load(output) if self.ranks.is_first else {})
         stored = uses_stored_logits(lm, samples, config, about)
-        config = replace(config, use_stored_logits=stored)
-        self.config = config = resolve_options(config, lm, output, self.ranks)
-        self.accumulate = config.accumulate or 1
+        self.accumulate, self.chunk = resolve_sizes(
+            config, lm, saved.get("identity", {}), self.ranks
+        )
+        config = replace(config, accumulate=self.accumulate, loss_chunk=self.chunk)
+        self.config = config = replace(config, use_stored_logits=stored)
         self.work = Work(samples, config)
         self.total = math.ceil(len(self.work.batches) / self.accumulate)  # optimizer steps
-        # a sharded target is run by all processes at once, and gathers its layers for every token
-        decoded = 0 if config.shard_target else config.decode_prompts
-        longest = min(config.max_length, lm.context - config.decode_tokens)
-        self.prompts = prompts_of(self.work.held_out, decoded, longest, config.decode_tokens)
+        self.prompts = results.prompts_of(self.work.held_out, config, lm.context)
         # what the assistant writes, the most frequent token first
         self.frequent_K = frequent_tokens(self.work.training)
         size = config.vocabulary
@@ -84,42 +85,48 @@ class Trainer:
         backend = DeepSpeedBackend if config.zero_stage else TorchBackend
         self.backend = backend(adapters, config, self.ranks)
         settings = config.identity() | {"adapters": [x.settings() for x in self.trained]}
-        self.checkpoint = Checkpoint(output, settings, data=about["fingerprint"])
-        resumed = self.checkpoint.resume() if self.ranks.is_first else (Progress(), None)
-        self.progress, state = self.ranks.broadcast(resumed)
-        if state is not None:
-            self.backend.load_state(state)
+        self.identity = json.loads(json.dumps(settings | {"data": about["fingerprint"]}))
+        if saved and (changed := changes(saved["identity"], self.identity)):
+            raise ConfigError(
+                f"'{output}' holds a run with other settings ({changed}). Go on with the same "
+                "ones, pass output= another folder, or delete it."
+            )
+        self.progress = checkpoint.Progress(**saved.get("progress", {}))
+        if saved:
+            self.backend.load_state(saved["backend"])
         self.target_states: dict[tuple[int, ...], TargetOutputs] = {}  # where they are cached
 
     def train(self, tracker: NoTracker) -> list[Path]:
         """All steps that are left; the folders of the adapters. Errors: `Diverged`."""
-        progress, output, is_first = self.progress, self.checkpoint.folder, self.ranks.is_first
+        progress, is_first = self.progress, self.ranks.is_first
         if progress.step:
             log.info("going on after step %d of %d", progress.step, self.total)
-        shown = {"unit": "step", "desc": "training", "disable": not is_first}
-        bar = tqdm(total=self.total, initial=progress.step, **shown)
-        while progress.step < self.total:
+        if is_first:
+            self.output.mkdir(parents=True, exist_ok=True)
+            checkpoint.cut_metrics(self.output, progress.step)
+        steps = range(progress.step, self.total)
+        shown = {"initial": progress.step, "total": self.total, "unit": "step", "desc": "training"}
+        for _ in (bar := tqdm(steps, **shown, disable=not is_first)):
             metrics = self._step()
             if broken := [name for name, value in metrics.items() if not math.isfinite(value)]:
                 raise self._diverged(broken[0])
             metrics |= self._measure()
             if is_first:
-                self.checkpoint.log(progress.step, metrics)
+                with (self.output / checkpoint.METRICS).open("a") as file:
+                    file.write(json.dumps({"step": progress.step} | metrics) + "\n")
                 tracker.log(metrics, progress.step)
             if self._is_due(self.config.save_every):
                 state = self.backend.state()  # on the host: to look at it costs a device no time
                 if adapter_files.not_finite(state["weights"]) is not None:
                     raise self._diverged("a weight")
                 if is_first:
-                    self.checkpoint.save(state, progress)
-            bar.update()
+                    checkpoint.save(self.output, self.identity, state, progress)
             bar.set_postfix(loss=f"{metrics[f'train/{self.trained[0].name}/loss']:.3f}")
-        bar.close()
         if is_first:
             for trainee in self.trained:
-                self._save(trainee, output / trainee.name)
-            curves.write(output)
-        return [output / trainee.name for trainee in self.trained]
+                self._save(trainee)
+            curves.write(self.output)
+        return [self.output / trainee.name for trainee in self.trained]
 
     def _step(self) -> dict[str, float]:
         """One optimizer step; its metrics."""
@@ -134,11 +141,11 @@ class Trainer:
             outputs = self.target_states.get(tuple(batch)) or self._look_at(work.training, batch)
             if config.cache_target_states:
                 self.target_states[tuple(batch)] = outputs
-            weight = counts / positions
-            sums.append(results.sums(train_step(self.lm, outputs, trained, config.chunk, weight)))
+            students = train_step(self.lm, outputs, trained, self.chunk, counts / positions)
+            sums.append([results.sums(steps) for steps in students])
             self.backend.collect()
-        sums = [x_SF.cpu() for x_SF in sums]  # here: each waits for the device
-        sums_SF = torch.stack(self.ranks.gather(sums, len(group))).sum(0)
+        sums = [[x_SF.cpu() for x_SF in each] for each in sums]  # here: each waits for the device
+        sums = self.ranks.gather(sums, len(group))
         share = schedule(config, progress.step, self.total)
         rates = [share * (x.recipe.learning_rate or config.learning_rate) for x in trained]
         self.backend.step(rates)
@@ -148,35 +155,33 @@ class Trainer:
         progress.step += 1
         progress.tokens += tokens
         progress.assistant_tokens += positions
-        metrics = results.named("train", trained, [x.recipe.steps for x in trained], sums_SF)
-        metrics |= {"tokens": progress.tokens, "tokens_per_second": tokens / seconds}
+        metrics = {"tokens": progress.tokens, "tokens_per_second": tokens / seconds}
         metrics["peak_memory_gib"] = memory.peak(self.lm.device) / 2**30
-        named = zip(trained, rates, strict=True)
-        return metrics | {f"train/{x.name}/learning_rate": rate for x, rate in named}
+        for trainee, rate, of_each in zip(trained, rates, zip(*sums, strict=True), strict=True):
+            prefix = f"train/{trainee.name}"
+            metrics |= results.means(prefix, torch.stack(of_each).sum(0))
+            metrics[f"{prefix}/learning_rate"] = rate
+        return metrics
 
     def _look_at(self, samples: Sequence[Sample], batch: Sequence[int]) -> TargetOutputs:
-        """The frozen forward of a micro-batch."""
         chosen, stored = [samples[i] for i in batch], bool(self.config.use_stored_logits)
         tokens = collate(chosen, self.config.max_length, self.lm.device, stored)
-        return forward_target(self.lm, tokens, self.trained, self.config.chunk)
+        return forward_target(self.lm, tokens, self.trained)
 
     def _diverged(self, what: str) -> Diverged:
-        """The error where something is not finite any more."""
-        fix = "Train anew, with a lower trainer.learning_rate="
-        if self.checkpoint.path.exists():
-            fix = f"'{self.checkpoint.folder}' keeps the last checkpoint before that. {fix} and "
-            fix += "another output="
+        has_saved = (self.output / checkpoint.CHECKPOINT).exists()
+        kept = f"'{self.output}' keeps the last checkpoint before that. " if has_saved else ""
         return Diverged(
             f"{what} is not finite at step {self.progress.step} of {self.total}: the training has "
-            f"diverged. {fix}."
+            f"diverged. {kept}Train anew, with a lower trainer.learning_rate="
+            f"{' and another output=' if has_saved else ''}."
         )
 
     def _is_due(self, every: int) -> bool:
-        """Whether it is time for what is done every so many steps, and again after the last."""
+        """Whether it is time for what is done every so many steps, and after the last."""
         return self.progress.step == self.total or self.progress.step % every == 0
 
     def _measure(self) -> dict[str, float]:
-        """Held-out results, where they are due."""
         config, progress = self.config, self.progress
         metrics: dict[str, float] = {}
         if self._is_due(config.evaluate_every):
@@ -184,36 +189,43 @@ class Trainer:
             metrics |= progress.held_out
         # one process decodes: the others need nothing of it and wait where they next meet
         if self.prompts and self.ranks.is_first and self._is_due(config.decode_every):
-            progress.decoded = decode(self.lm, self.trained, self.prompts, config.decode_tokens)
+            how = self.lm, self.trained, self.prompts, config.decode_tokens
+            progress.decoded = results.decode(*how)
             metrics |= progress.decoded
         return metrics
 
+    @torch.no_grad()
     def evaluate(self) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
         """Held-out results of every adapter, `held_out/<name>/<result>`, and by name what its
         drafter has to know (`Trainable.facts`)."""
-        config, samples, trained = self.config, self.work.held_out, self.trained
+        config, samples = self.config, self.work.held_out
         batches = plan(lengths_of(samples, config.max_length), config.batch_tokens, seed=0, epoch=0)
-        measured = []
+        measured: list[list[tuple[Tensor, Tensor, Tensor]]] = []
         for batch, _ in self.ranks.scatter(batches):
             outputs = self._look_at(samples, batch)
-            students, tallies = grade(self.lm, outputs, trained, config.chunk, STEPS)
-            wanted_BT = outputs.tokens.wanted_BT
-            accepted = [
-                results.accepted(steps, wanted_BT, trainee.recipe.architecture.longest(STEPS))
-                for trainee, steps in zip(trained, students, strict=True)
-            ]
-            measured.append((results.sums(students).cpu(), torch.stack(accepted).cpu(), tallies))
-        sums, counts, tallied = zip(*self.ranks.gather(measured, len(batches)), strict=True)
-        of_each = zip(trained, zip(*tallied, strict=True), strict=True)
-        facts = {x.name: x.adapter.facts(torch.stack(tally).sum(0)) for x, tally in of_each}
-        sums_SF, accepted_AW = torch.stack(sums).sum(0), torch.stack(counts).sum(0)
-        return results.held_out(trained, sums_SF, accepted_AW), facts
+            students = grade(self.lm, outputs, self.trained, self.chunk, results.STEPS)
+            measured.append([])
+            for trainee, steps in zip(self.trained, students, strict=True):
+                longest = trainee.recipe.architecture.longest(results.STEPS)
+                accepted = results.accepted(steps, outputs.tokens.wanted_BT, longest)
+                top_M = outputs.distributions.top_M
+                tally = trainee.adapter.tally(trainee.heads, *together(steps), top_M)
+                measured[-1].append((results.sums(steps).cpu(), accepted.cpu(), tally))
+        metrics: dict[str, float] = {}
+        facts: dict[str, dict[str, Any]] = {}
+        gathered = zip(*self.ranks.gather(measured, len(batches)), strict=True)
+        for trainee, of_each in zip(self.trained, gathered, strict=True):
+            sums_SF, accepted_W, tally = (torch.stack(x).sum(0) for x in zip(*of_each, strict=True))
+            metrics |= results.held_out(f"held_out/{trainee.name}", sums_SF, accepted_W)
+            facts[trainee.name] = trainee.adapter.facts(tally)
+        return metrics, facts
 
-    def _save(self, trainee: Trainee, folder: Path) -> None:
+    def _save(self, trainee: Trainee) -> None:
         progress, name = asdict(self.progress), trainee.name
         facts = progress.pop("facts")[name]
-        progress["held_out"] = results.below(progress["held_out"], f"held_out/{name}/")
-        progress["decoded"] = results.below(progress["decoded"], f"decode/{name}/")
+        for part, prefix in (("held_out", f"held_out/{name}/"), ("decoded", f"decode/{name}/")):
+            values = progress[part].items()
+            progress[part] = {k[len(prefix) :]: v for k, v in values if k.startswith(prefix)}
         training = {
             "adapter": trainee.settings(),
             "trainer": asdict(self.config),
@@ -225,16 +237,15 @@ class Trainer:
         size = None if trainee.vocabulary_K is None else len(trainee.vocabulary_K)
         described = adapter_files.describe(self.lm, trainee.adapter, training, size, facts)
         dtype = adapter_files.kept_dtype(trainee.adapter, self.lm)
+        folder = self.output / name
         adapter_files.save(trainee.adapter, described, self.frequent_K, folder, dtype)
 
 
 def uses_stored_logits(
     lm: TargetModel, samples: Sequence[Sample], config: TrainerConfig, about: dict[str, Any]
 ) -> bool:
-    """The option `use_stored_logits`, of which None is true if nothing speaks against it.
-
-    Errors: `ConfigError` where it is true and cannot be.
-    """
+    """The option `use_stored_logits`, of which None is true if nothing speaks against it. Errors:
+    `ConfigError` where it is true and cannot be."""
     if config.use_stored_logits is False:
         return False
     model = (about.get("teacher") or {"model": lm.name})["model"]
@@ -250,17 +261,13 @@ def uses_stored_logits(
     return False
 
 
-def resolve_options(
-    config: TrainerConfig, lm: TargetModel, output: Path, ranks: Ranks
-) -> TrainerConfig:
-    """The options with `accumulate` and `loss_chunk` as numbers: the given ones, else those of the
-    run in `output`, else one micro-batch for each process, and what suits the first one's device.
-    """
-    begun = begun_with(output) if ranks.is_first else {}
+def resolve_sizes(
+    config: TrainerConfig, lm: TargetModel, begun: dict[str, Any], ranks: Ranks
+) -> tuple[int, int]:
+    """The options `accumulate` and `loss_chunk`: the given ones, else those that a run was `begun`
+    with, else one micro-batch for each process, and what suits the first one's device."""
     # a sharded target goes there later
     device = ranks.device if config.shard_target else lm.device
-    suiting = loss_chunk_of(memory.total(device), lm.config.vocab_size)
-    usual = begun.get("accumulate", ranks.world), begun.get("loss_chunk", suiting)
-    accumulate, chunk = ranks.broadcast(usual)
-    accumulate, chunk = config.accumulate or accumulate, config.loss_chunk or chunk
-    return replace(config, accumulate=accumulate, loss_chunk=chunk)
+    suiting = ranks.broadcast(loss_chunk_of(memory.total(device), lm.config.vocab_size))
+    accumulate = config.accumulate or begun.get("accumulate", ranks.world)
+    return accumulate, config.loss_chunk or begun.get("loss_chunk", suiting)

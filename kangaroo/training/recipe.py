@@ -29,11 +29,10 @@ class AdapterRecipe(Ranged):
 
     Args:
         name: with the exit layer it names the adapter's folder and results.
-        architecture: what it is made of: the `HeadConfig` of a module in `kangaroo/heads`.
-        exit_layers: how many of the target's layers lie below each adapter; not read by kinds that
-            have but one place.
-        draft_steps: trained on its own states too, as it reads them when it drafts this many tokens
-            in a row; only for kinds that read their own states.
+        architecture: the `HeadConfig` of a module in `kangaroo/heads`.
+        exit_layers: how many of the target's layers lie below each adapter, where that is free.
+        draft_steps: trained as it drafts this many tokens in a row, for kinds that read their own
+            states.
         step_decay: each further step's loss weighs this much of the one before.
         learning_rate: peak; None takes the trainer's.
         start: folder or hub id of an adapter to go on from, of the same kind or without some of its
@@ -52,7 +51,7 @@ class AdapterRecipe(Ranged):
 
     @property
     def steps(self) -> int:
-        """How many draft tokens in a row it is trained for. Errors: `ConfigError`."""
+        """How many draft tokens in a row it is trained for."""
         return int(self.architecture.steps(self.draft_steps))
 
     def places(self, lm: TargetModel) -> dict[str, int]:
@@ -64,19 +63,18 @@ class AdapterRecipe(Ranged):
 
 @dataclass
 class Trainee:
-    """An adapter in training: `heads` it drafts with, one for each draft step, the last for all
-    further ones; `targets` is the target's head over the same draft vocabulary."""
+    """An adapter in training, and the `heads` it drafts with from one vocabulary: one for each
+    draft step, the last for all further ones."""
 
     name: str
     adapter: Trainable
     heads: list[DraftHead]
-    targets: DraftHead
     recipe: AdapterRecipe
 
     @property
     def vocabulary_K(self) -> Tensor | None:
         """The tokens to draft from, ascending; None is all of them."""
-        return self.targets.vocabulary_K
+        return self.heads[0].vocabulary_K
 
     def settings(self) -> dict[str, Any]:
         """What it was asked to be, as plain values."""
@@ -94,9 +92,7 @@ def trainees(
 ) -> list[Trainee]:
     """Untrained adapters in float32, one a recipe and exit layer; `seed` is of weights that start
     at random. With `shard_on` the target is spread over all processes, each computing there.
-
-    Errors: `ConfigError` where two would have the same name; those of `go_on_from`.
-    """
+    Errors: `ConfigError` where two would have the same name; those of `go_on_from`."""
     adapters: dict[str, tuple[AdapterRecipe, Trainable]] = {}
     for recipe in recipes:
         for name, layer in recipe.places(lm).items():
@@ -112,12 +108,11 @@ def trainees(
             adapters[name] = recipe, adapter.float()
     if shard_on is not None:
         shard(lm, shard_on)  # the layers that adapters start from had to be whole
-    targets = DraftHead(lm, None, vocabulary_K)
-    trained = []
+    trained, shared = [], [DraftHead(lm, None, vocabulary_K)]
     for name, (recipe, adapter) in adapters.items():
         adapter = adapter.to(adapter.home(lm)).train().requires_grad_()
-        heads = adapter.draft_heads(lm, vocabulary_K) if adapter.own_heads() else [targets]
-        trained.append(Trainee(name, adapter, heads, targets, recipe))
+        heads = adapter.draft_heads(lm, vocabulary_K) if adapter.own_heads() else shared
+        trained.append(Trainee(name, adapter, heads, recipe))
     return trained
 
 

@@ -1,57 +1,59 @@
-"""What training reports, of every adapter and besides, by name.
+"""What training reports of an adapter: held-out results by teacher forcing, and by decoding.
 
-Shapes: B rows, T tokens, M assistant positions, W draft tokens, F results.
+Shapes: B rows, T tokens, M assistant positions, S draft steps, W draft tokens, F results.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.evaluation.metrics import rate_of_ctar
+from kangaroo.data.filters import answers
+from kangaroo.drafters.base import TrainedConfig
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
+from kangaroo.evaluation.metrics import compression_rate, ctar, rate_of_ctar
+from kangaroo.heads.adapter_files import kept_dtype
+from kangaroo.heads.base import Trainable
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.prompts import Sample
+from kangaroo.models.target import TargetModel
+from kangaroo.training.config import TrainerConfig
 from kangaroo.training.distill import MEASURES, Student
 from kangaroo.training.recipe import Trainee
+from kangaroo.utils.discovery import classes
+from kangaroo.utils.errors import ConfigError
 
 STEPS = 6  # draft tokens of the held-out compression rate: the paper's gamma
-POSITIONS = MEASURES.index("positions")
+DRAFTERS = classes("kangaroo.drafters", TrainedConfig)
+_ROWS = 8  # prompts decoded at a time: bounds the cache, whose rows are as long as the longest
 
 
-def sums(students: Sequence[Sequence[Student]]) -> Tensor:
-    """`[all steps of all adapters, F]`, so that micro-batches and processes add up."""
-    return torch.stack([student.sums_F for steps in students for student in steps])
+def sums(steps: Sequence[Student]) -> Tensor:
+    """`[S, F]`, so that micro-batches and processes add up."""
+    return torch.stack([student.sums_F for student in steps])
 
 
-def named(
-    prefix: str, trained: Sequence[Trainee], counts: Sequence[int], sums_SF: Tensor
-) -> dict[str, float]:
-    """Means per position, where there was one: `<prefix>/<adapter>/<result>` for the first draft
-    token, `<prefix>/<adapter>/step2/<result>` for the second, ...; `counts` are the draft steps of
-    each adapter."""
-    names = [
-        trainee.name if step == 1 else f"{trainee.name}/step{step}"
-        for trainee, count in zip(trained, counts, strict=True)
-        for step in range(1, count + 1)
-    ]
-    return {
-        f"{prefix}/{name}/{measure}": value / row[POSITIONS]
-        for name, row in zip(names, sums_SF.tolist(), strict=True)
-        for measure, value in zip(MEASURES, row, strict=True)
-        if measure != "positions" and row[POSITIONS]  # no answer may reach a late step
-    }
-
-
-def held_out(trained: Sequence[Trainee], sums_SF: Tensor, accepted_AW: Tensor) -> dict[str, float]:
-    """Means per position of all draft steps, and of each adapter CTAR and the compression rate."""
-    counts = [trainee.recipe.architecture.graded_steps(STEPS) for trainee in trained]
-    metrics = named("held_out", trained, counts, sums_SF)
-    of_each = zip(trained, sums_SF.split(counts), accepted_AW.tolist(), strict=True)
-    for trainee, steps_SF, accepted_W in of_each:
-        ctar = [count / float(steps_SF[0, POSITIONS]) for count in accepted_W]
-        metrics |= compression(f"held_out/{trainee.name}", ctar, rate_of_ctar(ctar))
+def means(prefix: str, sums_SF: Tensor) -> dict[str, float]:
+    """Means per position, where there was one: `<prefix>/<result>` for the first draft token,
+    `<prefix>/step2/<result>` for the second, ..."""
+    metrics = {}
+    for step, (*values, positions) in enumerate(sums_SF.tolist(), 1):
+        place = prefix if step == 1 else f"{prefix}/step{step}"
+        for measure, value in zip(MEASURES[:-1], values, strict=True):
+            if positions:  # no answer may reach a late step
+                metrics[f"{place}/{measure}"] = value / positions
     return metrics
+
+
+def held_out(prefix: str, sums_SF: Tensor, accepted_W: Tensor) -> dict[str, float]:
+    """Means per position of all draft steps, CTAR and the compression rate."""
+    shares = [count / float(sums_SF[0, -1]) for count in accepted_W.tolist()]
+    return means(prefix, sums_SF) | compression(prefix, shares, rate_of_ctar(shares))
 
 
 def accepted(steps: Sequence[Student], wanted_BT: Tensor, most: int = STEPS) -> Tensor:
@@ -67,12 +69,51 @@ def accepted(steps: Sequence[Student], wanted_BT: Tensor, most: int = STEPS) -> 
     return torch.stack(counts)
 
 
-def compression(prefix: str, ctar: Sequence[float], rate: float) -> dict[str, float]:
+def compression(prefix: str, shares: Sequence[float], rate: float) -> dict[str, float]:
     """CTAR(1), CTAR(2), ... and the compression rate, by name."""
-    shares = {f"{prefix}/ctar{w}": share for w, share in enumerate(ctar, start=1)}
-    return shares | {f"{prefix}/compression_rate": rate}
+    named = {f"{prefix}/ctar{w}": share for w, share in enumerate(shares, start=1)}
+    return named | {f"{prefix}/compression_rate": rate}
 
 
-def below(metrics: dict[str, float], prefix: str) -> dict[str, float]:
-    """Those whose names begin so, by the rest of their names."""
-    return {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
+def prompts_of(samples: Sequence[Sample], config: TrainerConfig, context: int) -> list[list[int]]:
+    """The first samples up to their last answer, that leave room for new tokens. Errors:
+    `ConfigError` where there is none."""
+    if config.shard_target:  # all processes run it at once, and gather its layers for every token
+        return []
+    longest = min(config.max_length, context - config.decode_tokens)
+    starts = [answers(sample["loss_mask"])[-1][0] for sample in samples]
+    pairs = zip(samples, starts, strict=True)
+    prompts = [sample["input_ids"][:start] for sample, start in pairs if 0 < start <= longest]
+    if config.decode_prompts and not prompts:
+        raise ConfigError(
+            f"none of the {len(samples)} held-out samples has a prompt of 1 to {longest} tokens to "
+            f"decode {config.decode_tokens} more from. Lower trainer.decode_tokens, or pass "
+            "trainer.decode_prompts=0."
+        )
+    return prompts[: config.decode_prompts]
+
+
+def decode(
+    lm: TargetModel, trained: Sequence[Trainee], prompts: Sequence[Sequence[int]], new_tokens: int
+) -> dict[str, float]:
+    """What every adapter, as it would be saved now, is worth when decoding at threshold 0: greedy,
+    with `STEPS` draft tokens. Returns, under `decode/<name>/`, `compression_rate` and `ctar1`, ...
+    as of `kangaroo.evaluation.metrics`."""
+    metrics: dict[str, float] = {}
+    for trainee in trained:
+        method = DRAFTERS[trainee.recipe.architecture.drafter]
+        drafter = method.chain(STEPS).of(lm, *frozen(lm, trainee))
+        engine = Engine(lm, drafter, always_drafts=True)
+        done = engine.generate(prompts, new_tokens, Sampling(), batch_size=_ROWS)
+        steps = [record for generation in done for record in generation.steps]
+        reached = ctar([record.accepted for record in steps], STEPS)
+        rate = compression_rate(sum(len(record.tokens) for record in steps), len(steps))
+        metrics |= compression(f"decode/{trainee.name}", reached, rate)
+    return metrics
+
+
+def frozen(lm: TargetModel, trainee: Trainee) -> tuple[Trainable, list[DraftHead]]:
+    """A copy of the adapter as it would be saved and loaded now, and the heads it drafts with."""
+    dtype = kept_dtype(trainee.adapter, lm)
+    adapter = copy.deepcopy(trainee.adapter).to(dtype).to(lm.dtype).eval().requires_grad_(False)
+    return adapter, adapter.draft_heads(lm, trainee.vocabulary_K)

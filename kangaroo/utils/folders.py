@@ -78,17 +78,14 @@ def sole_writer(folder: Path, rank: int) -> Iterator[None]:
     """Let no other process of that rank write into a folder until this one leaves, or ends. Errors:
     `ConfigError` where one does already."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / f".lock-{rank}")
     try:
-        lock.acquire(timeout=0)
+        lock = FileLock(folder / f".lock-{rank}").acquire(timeout=0)
     except Timeout as error:
         raise ConfigError(
             f"another process writes into '{folder}' now. Wait for it, or pass another output=."
         ) from error
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager
@@ -110,13 +107,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def named_by(overrides: list[str], excluded: list[str], part: str) -> str:
     """What the command line says (`drafter.steps=4`), as a part of a folder's name, each after a
     comma: of `part` "drafter" its own options, by their short names, else all others."""
-    parts = []
-    for override in overrides:
-        name, _, value = override.lstrip("+~").partition("=")
-        name = name.removeprefix("drafter@")  # a part of a cascade
-        if name not in excluded and name.startswith("drafter.") == (part == "drafter"):
-            parts.append(f",{name.removeprefix('drafter.')}={value}")
-    return fitting(re.sub(r"[^\w.=,+-]+", "-", "".join(sorted(parts))))
+    words = (override.lstrip("+~").removeprefix("drafter@") for override in overrides)
+    kept = [word for word in words if word.partition("=")[0] not in excluded]
+    kept = [word for word in kept if word.startswith("drafter.") == (part == "drafter")]
+    named = "".join(sorted(f",{word.removeprefix('drafter.')}" for word in kept))
+    return fitting(re.sub(r"[^\w.=,+-]+", "-", named))
 
 
 def fitting(path: str) -> str:

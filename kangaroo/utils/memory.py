@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 
 def peak(device: torch.device) -> int:
-    """The most that this process has held so far: on GPUs what torch allocated on the fullest one,
-    else the resident memory, libraries included."""
+    """The most that this process has held so far: on the fullest GPU, else resident memory."""
     if device.type == "cuda":
         return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -36,7 +35,7 @@ def free(device: torch.device) -> int:
 def weights(*modules: nn.Module) -> int:
     """The size of the modules' parameters, and of buffers, in which some quantized ones lie."""
     tensors = (x for module in modules for x in chain(module.parameters(), module.buffers()))
-    return sum(part.numel() * part.element_size() for x in tensors for part in parts(x))
+    return sum(part.nbytes for x in tensors for part in parts(x))
 
 
 def parts(tensor: Tensor) -> list[Tensor]:

@@ -25,8 +25,7 @@ def provenance() -> dict[str, Any]:
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "git_revision": git_revision(),
-        "versions": {name: _version(name) for name in PACKAGES}
-        | {"python": platform.python_version()},
+        "versions": {x: _version(x) for x in PACKAGES} | {"python": platform.python_version()},
         "hardware": {
             "cpu": processor(),
             "threads": torch.get_num_threads(),
@@ -41,15 +40,6 @@ def machine(about: dict[str, Any]) -> str:
     hardware = about["hardware"]
     names = ", ".join(name for name in (hardware["cuda"], hardware["cpu"]) if name)
     return f"{names}, CPU threads: {hardware['threads']}"
-
-
-def made_by() -> str:
-    """The command, the machine and the revision, in a sentence."""
-    about = provenance()
-    return (
-        f"Made by `{about['command']}` on {machine(about)}, torch {about['versions']['torch']}, "
-        f"revision {about['git_revision']}."
-    )
 
 
 @cache

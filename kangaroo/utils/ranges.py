@@ -21,12 +21,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers between two ends, which belong to it (`least`, `most`) or do not."""
+    """Finite numbers between two ends, which belong to it (`least`, `most`) or do not; with `auto`
+    that word, too. Of a list it is the range of its length."""
 
     least: float = -math.inf
     most: float = math.inf
     above: float = -math.inf
     below: float = math.inf
+    auto: bool = False
 
     def __contains__(self, number: float) -> bool:
         inside = self.least <= number <= self.most and self.above < number < self.below
@@ -36,20 +38,6 @@ class Range:
         ends = {"{} or more": self.least, "above {}": self.above}
         ends |= {"at most {}": self.most, "below {}": self.below}
         return " and ".join(text.format(end) for text, end in ends.items() if math.isfinite(end))
-
-
-@dataclass(frozen=True)
-class OrAuto:
-    """A number in its range, or the word `auto`."""
-
-    range: Range
-
-
-@dataclass(frozen=True)
-class Length:
-    """A list of so many values or more."""
-
-    least: int
 
 
 AUTO = "auto"
@@ -70,9 +58,9 @@ Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(0)]
 Chance = Annotated[float, Range(0, 1)]
 Threshold = Annotated[float, Range(0, below=1)]  # at 1 nothing would ever be sure enough
-AutoThreshold = Annotated[float | int | str, OrAuto(Range(0, below=1))]  # Hydra tells 0 from 0.0
+AutoThreshold = Annotated[float | int | str, Range(0, below=1, auto=True)]  # Hydra tells 0 from 0.0
 Share = Annotated[float, Range(above=0, most=1)]
-Filled = Annotated[list[T], Length(1)]
+Filled = Annotated[list[T], Range(1)]
 
 
 class Ranged:
@@ -119,15 +107,13 @@ def _wanted(hint: Any, value: Any) -> str | None:
     if origin is not Annotated:
         return None
     kind, limit = parts
-    if isinstance(limit, OrAuto):
-        wanted = None if value == AUTO else _wanted(Annotated[float, limit.range], value)
-        return wanted and f"{wanted}, or {AUTO}"
-    if isinstance(limit, Length):
+    if get_origin(kind) is list:
         wanted = _wanted(kind, value)
-        short = wanted is None and len(value) < limit.least
-        return f"a list of {limit.least} or more values" if short else wanted
+        return wanted or (None if len(value) in limit else f"a list of {limit} values")
+    if limit.auto and value == AUTO:
+        return None
     whole = kind is int
     is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
     if is_number and value in limit:
         return None
-    return f"a {'whole ' if whole else ''}number, {limit}"
+    return f"a {'whole ' if whole else ''}number, {limit}{f', or {AUTO}' if limit.auto else ''}"

@@ -30,15 +30,14 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is process 0, which writes the files."""
+        """Whether it writes the files."""
         return self.rank == 0
 
     @property
     def device(self) -> torch.device:
         """Where this process computes by default: its own GPU, else the CPU."""
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
+        has_gpu = torch.cuda.is_available()
+        return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
 
     def scatter(self, items: Sequence[T]) -> list[tuple[T, bool]]:
         """This process's share: items `rank`, `rank + world`, ... All shares have the same length,
@@ -50,10 +49,9 @@ class Ranks:
 
     def all_gather(self, value: T) -> list[T]:
         """The values of all processes, by rank; each a small object that can be pickled."""
-        if self.world == 1:
-            return [value]
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
+        values: list[Any] = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
         return values
 
     def gather(self, results: list[T], count: int) -> list[T]:
@@ -63,10 +61,9 @@ class Ranks:
 
     def broadcast(self, value: T) -> T:
         """The value of process 0, in all of them; what the others pass is not used."""
-        if self.world == 1:
-            return value
         values: list[Any] = [value]
-        dist.broadcast_object_list(values, src=0)
+        if self.world > 1:
+            dist.broadcast_object_list(values, src=0)
         return values[0]
 
     def add_up(self, value: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from rich import box
 from rich.table import Table
@@ -15,14 +15,11 @@ Row = dict[str, str]
 
 def markdown(rows: Sequence[Row]) -> str:
     """The rows as Markdown, numbers to the right of the first column."""
-    rule = ["---", *["---:"] * (len(rows[0]) - 1)]
-    lines = [_escaped(rows[0]), rule, *(_escaped(row.values()) for row in rows)]
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    # a line break or a bar would end a cell
+    first, *others = ([re.sub(r"\s+", " ", x).replace("|", "\\|") for x in line] for line in cells)
+    lines = [first, ["---", *["---:"] * (len(first) - 1)], *others]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _escaped(cells: Iterable[str]) -> list[str]:
-    """A line break or a bar would end a cell."""
-    return [re.sub(r"\s+", " ", cell).replace("|", "\\|") for cell in cells]
 
 
 def terminal(

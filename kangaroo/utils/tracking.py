@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import install
@@ -34,8 +34,7 @@ class NoTracker:
         self, folder: Path, files: Sequence[Path], name: str, kind: str, about: dict[str, Any]
     ) -> None:
         """Keep files, by their names within `folder`, as a version of what `name` names; `kind` is
-        such as "adapter", and `about` what a reader wants to know before fetching it.
-        """
+        such as "adapter", and `about` what a reader wants to know before fetching it."""
 
     def __enter__(self) -> NoTracker:
         return self
@@ -56,7 +55,6 @@ class NoTrackerConfig:
     name: str = "none"
 
     def start(self, settings: dict[str, Any], output: Path) -> NoTracker:
-        """What takes metrics and keeps none."""
         return NoTracker()
 
 
@@ -67,8 +65,7 @@ class WandbConfig:
     Args:
         project, entity: where it is kept; a run of a W&B sweep is kept where the sweep is.
         group: runs of one sweep or comparison share it.
-        mode: "online", or "offline" to keep the run in `output` and sync it later (`wandb sync`);
-            None takes `$WANDB_MODE`, or else "online".
+        mode: "online", or "offline", which `wandb sync` sends later; None takes `$WANDB_MODE`.
     """
 
     name: str = "wandb"
@@ -78,12 +75,11 @@ class WandbConfig:
     mode: str | None = None
 
     def start(self, settings: dict[str, Any], output: Path) -> Wandb:
-        """Start a run, or go on with the one that `output` belongs to."""
         return Wandb(self, settings, output)
 
 
 class Wandb(NoTracker):
-    """A run of Weights & Biases."""
+    """A run of Weights & Biases: a new one, or that which `output` belongs to."""
 
     def __init__(self, config: WandbConfig, settings: dict[str, Any], output: Path):
         try:
@@ -93,22 +89,14 @@ class Wandb(NoTracker):
                 f"logger=wandb needs the package wandb: {install('wandb')}, or logger=none."
             ) from error
         output.mkdir(parents=True, exist_ok=True)
-        self.wandb = wandb
-        place: dict[str, Any] = {}
+        self.wandb, file = wandb, output / ID
+        place: dict[str, Any] = {"dir": output, "group": config.group, "mode": config.mode}
         if "WANDB_SWEEP_ID" not in os.environ:  # else the sweep's agent says where, and which run
-            file = output / ID
             if not file.exists():
                 file.write_text(secrets.token_hex(4))
-            place = {"project": config.project, "entity": config.entity, "id": file.read_text()}
-        self.run = wandb.init(
-            name=os.environ.get("WANDB_NAME", "/".join(output.resolve().parts[-2:])[-NAME:]),
-            **place,
-            group=config.group,
-            mode=cast(Any, config.mode),  # wandb refuses one that it does not take
-            dir=output,
-            config=flat(settings),
-            resume="allow",
-        )
+            place |= {"project": config.project, "entity": config.entity, "id": file.read_text()}
+        name = os.environ.get("WANDB_NAME", "/".join(output.resolve().parts[-2:])[-NAME:])
+        self.run = wandb.init(name=name, config=flat(settings), resume="allow", **place)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         if step >= self.run.starting_step:  # W&B has those done again since a checkpoint

@@ -217,7 +217,7 @@ def gradients(lm, regression, weight=0.5):
     made = trainees(lm, [recipe], None)
     made[0].adapter.load_state_dict(eagle_for(lm).state_dict())
     tokens = collate([sample(ids, 4) for ids in random_prompts(14, 11)], 100, lm.device)
-    seen = forward_target(lm, tokens, made, 7)
+    seen = forward_target(lm, tokens, made)
     train_step(lm, seen, made, 7, weight=weight)
     return made[0].adapter, seen, {n: p.grad for n, p in made[0].adapter.named_parameters()}
 

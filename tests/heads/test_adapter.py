@@ -41,8 +41,8 @@ from kangaroo.heads.adapter_files import (
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.models.target import TargetModel
-from kangaroo.training.decode import frozen
 from kangaroo.training.recipe import trainees
+from kangaroo.training.results import frozen
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 
 

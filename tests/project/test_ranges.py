@@ -22,7 +22,6 @@ from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.ranges import OrAuto
 
 DRAFTERS = """hybrid kangaroo_tree eagle medusa lookahead draft_model draft_verify vanilla layerskip
 swift clasp""".split()
@@ -58,9 +57,7 @@ def parts(config):
 def without_range(hint):
     if get_origin(hint) is Annotated:
         hint, limit = get_args(hint)
-        if isinstance(limit, OrAuto):
-            return False
-        return hint not in (int, float) and without_range(hint)
+        return not limit.auto and hint not in (int, float) and without_range(hint)
     return hint in (int, float) or any(map(without_range, get_args(hint)))
 
 

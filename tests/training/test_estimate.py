@@ -67,7 +67,7 @@ def test_activations_are_about_what_autograd_keeps(recipe, dtype):
     lm, recipe = TargetModel(load(replace(MODEL, dtype=dtype))[0]), replace(recipe, exit_layers=[2])
     made = trainees(lm, [recipe], None)
     adapter = made[0].adapter
-    seen = forward_target(lm, collate(texts(2, 400), 400, lm.device), made, 32)
+    seen = forward_target(lm, collate(texts(2, 400), 400, lm.device), made)
     f_BTD = seen.taps[2].float()
     deep_BTD = seen.deep.get(adapter.deep_tap, f_BTD).float()
     weights = {p.untyped_storage().data_ptr() for p in adapter.parameters()}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import EXIT, adapter_for, random_prompts, tiny, vanilla_texts
-from training_cases import recipe, run, sample, samples
+from training_cases import config, recipe, run, sample, samples
 
 from kangaroo.drafters.eagle import EagleConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
@@ -18,9 +18,9 @@ from kangaroo.heads.adapter_files import WEIGHTS, read_config
 from kangaroo.training import curves, results
 from kangaroo.training.batches import collate
 from kangaroo.training.checkpoint import METRICS, read_metrics
-from kangaroo.training.decode import decode, frozen, prompts_of
 from kangaroo.training.micro_batch import forward_target, grade
 from kangaroo.training.recipe import trainees
+from kangaroo.training.results import decode, frozen, prompts_of
 from kangaroo.utils.errors import DataError
 from kangaroo.utils.tracking import WandbConfig, forget
 
@@ -44,7 +44,7 @@ def graded(lm, trainee, texts, prompts):
     """The grades of all draft steps at every position of the texts, and where those are."""
     data = [sample(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
     tokens = collate(data, 1000, lm.device)
-    (own,), _ = grade(lm, forward_target(lm, tokens, [trainee], 7), [trainee], 7, results.STEPS)
+    (own,) = grade(lm, forward_target(lm, tokens, [trainee]), [trainee], 7, results.STEPS)
     return own, tokens.wanted_BT
 
 
@@ -105,7 +105,9 @@ def test_what_training_decodes_is_what_the_saved_adapter_decodes(tmp_path, chang
     told = read_config(str(folder)).training["progress"]["decoded"]
     method = EagleConfig if "architecture" in changes else KangarooConfig
     drafter = method(adapter=str(folder), threshold=0).build(lm)
-    done = Engine(lm, drafter).generate(prompts_of(data[-2:], 2, 500, 12), 12)
+    done = Engine(lm, drafter).generate(
+        prompts_of(data[-2:], config(decode_prompts=2, decode_tokens=12), lm.context), 12
+    )
     accepted = [step.accepted for generation in done for step in generation.steps]
     reached = evaluation.ctar(accepted)
     assert [told[f"ctar{w}"] for w in range(1, 7)] == reached + [0.0] * (6 - len(reached))

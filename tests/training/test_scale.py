@@ -17,9 +17,9 @@ from training_cases import Killed, KillsAt, curve
 
 from kangaroo.training import backend
 from kangaroo.training.backend import TorchBackend
-from kangaroo.training.checkpoint import CHECKPOINT, Checkpoint, Progress
+from kangaroo.training.checkpoint import CHECKPOINT
 from kangaroo.training.config import TrainerConfig, loss_chunk_of
-from kangaroo.training.loop import resolve_options
+from kangaroo.training.loop import resolve_sizes
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import Ranks
@@ -158,27 +158,23 @@ def test_options_that_do_not_fit_the_processes_are_refused(
         backend.check(TrainerConfig(**settings), Ranks(0, world))
 
 
-def test_what_is_not_given_is_what_a_run_began_with_else_what_suits(tmp_path, monkeypatch):
+def test_what_is_not_given_is_what_a_run_began_with_else_what_suits(monkeypatch):
     """Two processes run on what one has begun, and one on what two have."""
-    lm = tiny()
+    lm, begun = tiny(), {}
 
     def resolved(**given):
-        options = resolve_options(TrainerConfig(**given), lm, tmp_path, Ranks())
-        return options.accumulate, options.loss_chunk
+        return resolve_sizes(TrainerConfig(**given), lm, begun, Ranks())
 
     assert resolved() == (1, 256)
     monkeypatch.setattr(memory, "total", lambda device: 80 << 30)
     assert resolved() == (1, 4096)
     assert resolved(accumulate=3) == (3, 4096) and resolved(loss_chunk=7) == (1, 7)
-    begun = TrainerConfig(accumulate=8, loss_chunk=512)
-    Checkpoint(tmp_path, begun.identity(), data="test").save({}, Progress())
+    begun |= TrainerConfig(accumulate=8, loss_chunk=512).identity()
     assert resolved() == (8, 512)
     assert resolved(accumulate=3) == (3, 512)  # and is refused later
 
 
-@pytest.mark.parametrize(
-    "gib, vocabulary, chunk",
-    [(80, 32_000, 2048), (24, 32_000, 512), (80, 128_256, 512), (16, 128_256, 256), (0, 9, 256)],
-)
-def test_a_larger_card_computes_more_logits_at_a_time(gib, vocabulary, chunk):
-    assert loss_chunk_of(gib << 30, vocabulary) == chunk
+def test_a_larger_card_computes_more_logits_at_a_time():
+    of_gib = {(80, 32_000): 2048, (24, 32_000): 512, (80, 128_256): 512, (16, 128_256): 256}
+    for (gib, vocabulary), chunk in (of_gib | {(0, 9): 256}).items():
+        assert loss_chunk_of(gib << 30, vocabulary) == chunk
