@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -109,13 +110,14 @@ class Trainable(nn.Module, ABC):
             read_BT: where heads read them: elsewhere they may be anything. None: everywhere.
         """
 
-    def own_heads(self) -> list[nn.Linear]:
-        """Its LM heads, one for each draft step or one for all; none if it reads the target's."""
+    def own_heads(self) -> list[nn.Module]:
+        """Its LM heads (`new_head`), one for each draft step or one for all; none if it reads the
+        target's."""
         return []
 
     def draft_heads(self, lm: TargetModel, vocabulary_K: Tensor | None) -> list[DraftHead]:
         """What it drafts with: one for each draft step, the last one for all further steps."""
-        heads: Sequence[nn.Linear | None] = self.own_heads() or [None]
+        heads: Sequence[nn.Module | None] = self.own_heads() or [None]
         return [DraftHead(lm, head, vocabulary_K) for head in heads]
 
     def side_loss(self, states: Sequence[Tensor], valid: Tensor, deep_MD: Tensor) -> Tensor | None:
@@ -139,13 +141,25 @@ class Trainable(nn.Module, ABC):
         return lm.layer_devices[max(self.exit_layer, 1) - 1]
 
 
-def new_head(lm: TargetModel, vocabulary_K: Tensor | None) -> nn.Linear:
-    """An LM head over the draft vocabulary."""
+def new_head(lm: TargetModel, vocabulary_K: Tensor | None, rank: int = 0) -> nn.Module:
+    """An LM head over the draft vocabulary; of a rank, if one is given, as two linear maps: down to
+    so many numbers, and up to the tokens (SlimSpec, arXiv 2605.10453)."""
     outputs = lm.config.vocab_size if vocabulary_K is None else len(vocabulary_K)
-    return nn.Linear(lm.config.hidden_size, outputs, bias=False)
+    sizes = [lm.config.hidden_size, *([rank] if rank else []), outputs]
+    maps = [nn.Linear(*pair, bias=False) for pair in pairwise(sizes)]
+    return nn.Sequential(*maps) if rank else maps[0]
 
 
-def copy_head(head: nn.Linear, lm: TargetModel, vocabulary_K: Tensor | None) -> None:
-    """Begin with the target's rows."""
-    rows = slice(None) if vocabulary_K is None else vocabulary_K
-    head.weight.data.copy_(lm.head.weight[rows])
+@torch.no_grad()
+def copy_head(head: nn.Module, lm: TargetModel, vocabulary_K: Tensor | None) -> None:
+    """Begin with the target's rows, or with the matrix of that rank that is nearest to them."""
+    rows_KD = lm.head.weight[slice(None) if vocabulary_K is None else vocabulary_K]
+    if isinstance(head, nn.Linear):
+        head.weight.copy_(rows_KD)
+        return
+    down, up = (part.get_parameter("weight") for part in head.children())
+    rows_KD = rows_KD.float()
+    # right singular vectors, the largest last, from a matrix that is no larger than states
+    _, vectors_DD = torch.linalg.eigh(rows_KD.T @ rows_KD)
+    down.copy_(vectors_DD[:, -len(down) :].T)
+    up.copy_(rows_KD @ down.T)

@@ -147,7 +147,8 @@ def distill(
     for student in students:
         student.sums_F = torch.zeros(len(MEASURES), device=student.valid_M.device)
         student.agrees_M = torch.zeros_like(student.valid_M)
-        leaves = [student.state_MD, *student.head.trained]
+        trained = [weight for weight in student.head.weights if weight.requires_grad]
+        leaves = [student.state_MD, *trained]
         zeros = [(x, torch.zeros_like(x, dtype=torch.float32)) for x in leaves if backward]
         student.gradients = zeros
     for part in _parts(len(target.state_MD), chunk_size):

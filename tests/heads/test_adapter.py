@@ -25,7 +25,7 @@ from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.heads.adapter import Adapter
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.adapter_files import (
     CONFIG,
     VOCABULARY,
@@ -39,6 +39,7 @@ from kangaroo.heads.adapter_files import (
     save,
 )
 from kangaroo.heads.base import Trainable
+from kangaroo.heads.block import BlockHeadConfig
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.training.decode import frozen
@@ -301,6 +302,49 @@ def test_the_adapter_says_how_much_to_draft_from_unless_the_drafter_does(lm, tmp
     assert KangarooConfig(adapter=folder).build(lm).head.vocabulary_K.tolist() == [3, 7]
     assert KangarooConfig(adapter=folder, vocabulary=1).build(lm).head.vocabulary_K.tolist() == [7]
     assert KangarooConfig(adapter=folder, vocabulary=0).build(lm).head.vocabulary_K is None
+
+
+@pytest.mark.parametrize("kind", [AdapterHeadConfig, BlockHeadConfig])
+@pytest.mark.parametrize("vocabulary_K", [None, torch.arange(0, 64, 2)], ids=["whole", "half"])
+def test_a_head_of_low_rank_is_the_nearest_to_the_targets_and_read_as_tensors_read_it(
+    tmp_path, kind, vocabulary_K
+):
+    lm = tiny().compile_for_decoding()
+    adapter = kind(head_rank=9).build(lm, EXIT, vocabulary_K).start_from(lm, vocabulary_K)
+    rows_KD = lm.head.weight if vocabulary_K is None else lm.head.weight[vocabulary_K]
+    left, values, right = torch.linalg.svd(rows_KD, full_matrices=False)
+    nearest_KD = left[:, :9] * values[:9] @ right[:9]
+    down, up = adapter.head.parameters()
+    # float32, and the square of a matrix is less exact
+    torch.testing.assert_close(up @ down, nearest_KD, rtol=1e-3, atol=1e-4)
+    kept = () if vocabulary_K is None else vocabulary_K.tolist()
+    folder = saved_adapter(lm, adapter, tmp_path, kept, vocabulary=len(kept) or None)
+    head = load(str(folder), lm, Adapter)[1][0]
+    x_MD = torch.randn(5, 32)
+    expected_MK = x_MD @ (up @ down).T
+    torch.testing.assert_close(head(x_MD), expected_MK, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        native_MK = head.accelerate(lm)(x_MD)
+        assert head.native and torch.equal(native_MK[3:4], head(x_MD[3:4]))
+    torch.testing.assert_close(native_MK, expected_MK, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_of_low_rank_takes_the_place_of_the_targets_alone(lm, saved):
+    with pytest.raises(ConfigError, match=r"head_rank=4 is an LM head of its own too: leave"):
+        AdapterHeadConfig(own_head=True, head_rank=4)
+    with pytest.raises(ConfigError, match=r"head_rank=32 saves nothing: states have 32 numbers"):
+        Adapter(lm, EXIT, AdapterHeadConfig(head_rank=32))
+    begun = recipe_of(name="a", exit_layers=[EXIT], start=str(saved), head_rank=5)
+    (trainee,) = trainees(lm, [begun], None)
+    state, plain = trainee.adapter.state_dict(), adapter_for(lm).state_dict()
+    assert all(torch.equal(state[name], weight) for name, weight in plain.items())
+    untrained = AdapterHeadConfig(head_rank=5).build(lm, EXIT, None).start_from(lm)
+    assert torch.equal(state["head.1.weight"], untrained.state_dict()["head.1.weight"])
+    parts = {rank: AdapterHeadConfig(head_rank=rank) for rank in (0, 4, 8)}
+    cost = {r: Kangaroo(lm, adapter_for(lm, EXIT, x)).draft_cost for r, x in parts.items()}
+    whole = 4 * sum(p.numel() for p in (*lm.layers.parameters(), lm.head.weight))
+    assert cost[8] - cost[4] == pytest.approx(4 * 4 * (32 + 64) / whole)
+    assert cost[0] - cost[8] == pytest.approx(4 * (64 * 32 - 8 * (32 + 64)) / whole)
 
 
 def test_what_an_adapter_took_to_make_is_told_from_its_file(lm, saved, tmp_path):
