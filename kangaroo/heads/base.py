@@ -1,6 +1,7 @@
 """What all trained parts of drafters have in common (docs/add-a-drafter.md adds one).
 
-Shapes: B rows, T tokens of a text, M positions that are learnt, D hidden size, K draft vocabulary.
+Shapes: B rows, T tokens of a text, M positions that are learnt, D hidden size, K draft vocabulary,
+R rank of a head.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from kangaroo.utils.ranges import Ranged
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+TOKENS = 512  # whose states say what a head of low rank begins with
 
 
 class HeadConfig(Ranged, ABC):
@@ -49,7 +52,7 @@ class HeadConfig(Ranged, ABC):
 
     def steps(self, draft_steps: int) -> int:
         """How many draft tokens in a row it is trained for, where so many are asked for. Errors:
-        `ConfigError` for a number that it cannot be trained for."""
+        `ConfigError`."""
         if self.own_steps is None:
             return draft_steps
         if draft_steps > 1:
@@ -73,12 +76,10 @@ class HeadConfig(Ranged, ABC):
 
 
 class Trainable(nn.Module, ABC):
-    """The trained part of a drafter, on a frozen target.
+    """The trained part of a drafter, on a frozen target, of whose layers `exit_layer` lie below it.
 
-    Args:
-        exit_layer: how many of the target's layers lie below it.
-        taps: the hidden states of the target that it learns from, by the layers below them.
-        deep_tap: the one that it reads after the target's final norm, if any.
+    It learns from the target's hidden states at `taps`, by the layers below them, and from that at
+    `deep_tap` after the target's final norm, if there is one.
     """
 
     def __init__(
@@ -103,11 +104,8 @@ class Trainable(nn.Module, ABC):
     ) -> list[Tensor]:
         """What its heads read the next token from at every position of whole texts, `[B, T, D]` at
         each of the draft steps 1 to `steps`. That of step k is the one it has there when its draft
-        began k - 1 tokens earlier, so that every step is judged by the same tokens.
-
-        Args:
-            deep_BTD: the target's states at `deep_tap`, normed; of width 0 where that is None.
-            read_BT: where heads read them: elsewhere they may be anything. None: everywhere.
+        began k - 1 tokens earlier, so that every step is judged by the same tokens. `deep` states
+        are of width 0 where there is no `deep_tap`; where no head reads, a state may be anything.
         """
 
     def own_heads(self) -> list[nn.Module]:
@@ -152,14 +150,27 @@ def new_head(lm: TargetModel, vocabulary_K: Tensor | None, rank: int = 0) -> nn.
 
 @torch.no_grad()
 def copy_head(head: nn.Module, lm: TargetModel, vocabulary_K: Tensor | None) -> None:
-    """Begin with the target's rows, or with the matrix of that rank that is nearest to them."""
-    rows_KD = lm.head.weight[slice(None) if vocabulary_K is None else vocabulary_K]
+    """Begin with the target's rows, or of a rank as near to what they say as that can be.
+
+    States are far longer in some directions than in others. So it is nearest on the target's final
+    states of random tokens: nearest to the matrix alone, one of rank 96 agrees with SmolLM2's head
+    in 1% of places.
+    """
+    weight_KD = lm.head.weight[slice(None) if vocabulary_K is None else vocabulary_K]
     if isinstance(head, nn.Linear):
-        head.weight.copy_(rows_KD)
+        head.weight.copy_(weight_KD)
         return
-    down, up = (part.get_parameter("weight") for part in head.children())
-    rows_KD = rows_KD.float()
-    # right singular vectors, the largest last, from a matrix that is no larger than states
-    _, vectors_DD = torch.linalg.eigh(rows_KD.T @ rows_KD)
-    down.copy_(vectors_DD[:, -len(down) :].T)
-    up.copy_(rows_KD @ down.T)
+    down_RD, up_KR = (part.get_parameter("weight") for part in head.children())
+    length, generator = min(TOKENS, lm.context), torch.Generator().manual_seed(0)
+    ids_1T = torch.randint(lm.config.vocab_size, (1, length), generator=generator).to(lm.device)
+    meta = lm.chunk(0, length, row=0, n_slots=length)
+    state_1TD, _ = lm.run(lm.embed(ids_1T), None, meta, range(lm.n_layers))
+    state_TD, weight_KD = lm.norm(state_1TD)[0].float(), weight_KD.float()
+    moments_DD = state_TD.T @ state_TD / length
+    moments_DD.diagonal().add_(1e-3 * moments_DD.diagonal().mean())  # no direction counts nothing
+    root_DD = torch.linalg.cholesky(moments_DD)
+    scaled_KD = weight_KD.to(root_DD.device) @ root_DD
+    _, vectors_DD = torch.linalg.eigh(scaled_KD.T @ scaled_KD)  # the largest last
+    kept_DR = vectors_DD[:, -len(down_RD) :]
+    up_KR.copy_(scaled_KD @ kept_DR)
+    down_RD.copy_(torch.linalg.solve_triangular(root_DD, kept_DR.T, upper=False, left=False))

@@ -59,9 +59,8 @@ def check(parts: HeadConfig, vocabulary: int | None) -> None:
 
 def save(path: str, model: ModelConfig, folder: Path) -> None:
     """Write the adapter at `path` with the layers of its target below it, and the tokenizer, as a
-    checkpoint that transformers loads, and that drafts from the whole vocabulary. Errors:
-    `ConfigError` for an adapter that is no layer, or a folder that is there already; those of
-    `models.load` and of `adapter_files.load`."""
+    checkpoint of transformers, which drafts from the whole vocabulary. Errors: `ConfigError` for an
+    adapter that is no layer, or a folder that is there; those of `adapter_files.load`."""
     about = adapter_files.read_config(path)
     check(about.architecture, about.vocabulary)
     # nothing is computed: the checkpoint's files are mapped, and most of them is never read
@@ -130,11 +129,8 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
 
 def write_for_vllm(path: str, lm: TargetModel, folder: Path, threshold: float) -> None:
     """Write the adapter at `path`, made for `lm`, of which it takes the shapes alone, as the plugin
-    reads it; it stops drafting once confidence falls to `threshold`, if vLLM is told nothing else.
-
-    Errors: `ConfigError` for an adapter or a target that the plugin cannot run, or a folder that is
-    there already; those of `adapter_files.as_saved`.
-    """
+    reads it, which stops at `threshold` if vLLM is told nothing else. Errors: `ConfigError` for
+    what it cannot run, or a folder that is there; those of `adapter_files.as_saved`."""
     if lm.config.model_type != "llama":
         raise ConfigError(
             f"{lm.name} is a {lm.config.model_type} model; the plugin kangaroo-vllm runs Llama "
