@@ -66,10 +66,6 @@ class HeadConfig(Ranged, ABC):
         """How many of `most` draft tokens have grades of their own: from there on all are alike."""
         return self.own_steps or most
 
-    def longest(self, most: int) -> int:
-        """How many of `most` draft tokens it can draft in a row."""
-        return min(most, self.own_steps or most)
-
     def passes(self, steps: int) -> int:
         """How often a token passes each of its weights in a training of so many draft steps."""
         return steps
@@ -119,15 +115,14 @@ class Trainable(nn.Module, ABC):
         return [DraftHead(lm, head, vocabulary_K) for head in heads]
 
     def side_loss(self, states: Sequence[Tensor], valid: Tensor, deep_MD: Tensor) -> Tensor | None:
-        """A loss besides the one on tokens, summed over positions, if there is one. The states are
-        `[M, D]` at each draft step, `valid` `[steps, M]` where a draft has that step."""
+        """A loss besides the one on tokens, summed over positions, if there is one, of the states
+        `[M, D]` at each draft step, where `valid`, `[steps, M]`, a draft has that step."""
         return None
 
     def tally(
         self, heads: Sequence[DraftHead], states: Sequence[Tensor], valid: Tensor, top_M: Tensor
     ) -> Tensor:
-        """What is counted on held-out texts for `facts`; tallies add up. `top_M` is the target's
-        likeliest token."""
+        """What is counted on held-out texts for `facts`, and adds up; `top_M` is the target's."""
         return torch.zeros(0)
 
     def facts(self, tally: Tensor) -> dict[str, Any]:

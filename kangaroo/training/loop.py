@@ -199,7 +199,7 @@ class Trainer:
             students, tallies = grade(self.lm, outputs, trained, config.chunk, STEPS)
             wanted_BT = outputs.tokens.wanted_BT
             accepted = [
-                results.accepted(steps, wanted_BT, trainee.recipe.architecture.longest(STEPS))
+                results.accepted(steps, wanted_BT, trainee.recipe.architecture.own_steps or STEPS)
                 for trainee, steps in zip(trained, students, strict=True)
             ]
             measured.append((results.sums(students).cpu(), torch.stack(accepted).cpu(), tallies))
