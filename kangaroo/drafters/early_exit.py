@@ -51,10 +51,9 @@ class EarlyExit:
         # of a token of the chain, in vanilla steps, where it is not measured: the share of the
         # target's weights that is read for it, by the layers below the exit and by all
         whole = weights(*lm.layers, lm.head)
-        head_share = self.head.size / len(lm.head.weight)
         self.shallow_cost = weights(*lm.layers[: self.exit_layer]) / whole
-        adapter_weights = weights(adapter) + head_share * weights(lm.head)
-        self.draft_cost = self.shallow_cost + adapter_weights / whole
+        beside = {*adapter.parameters(), *self.head.weights}
+        self.draft_cost = self.shallow_cost + sum(weight.nbytes for weight in beside) / whole
         self.window = steps if self.reads_deep else 1
         self.cache = lm.new_cache(0, 0, [])
         # the target's deep state, normed, at each slot of the text, where one is read

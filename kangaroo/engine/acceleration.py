@@ -42,14 +42,14 @@ class Acceleration:
         two, or the most that there may be."""
         return tokens if self.graphs is None else max(tokens, min(power_of_two(tokens), most))
 
-    def part(self, name: str, weights: Any) -> Any:
+    def part(self, name: str, weights: Any, **more: Tensor | None) -> Any:
         """A `Stack`, `Head` or `Fusing` that reads these weights where they lie; None where neither
         kernels nor native code are there."""
         if self.kernels is not None:
-            return getattr(self.kernels, name)(weights, self.sizes)
+            return getattr(self.kernels, name)(weights, self.sizes, **more)
         if self.library is None:
             return None
-        return getattr(native, name)(self.library, weights, self.sizes)
+        return getattr(native, name)(self.library, weights, self.sizes, **more)
 
     def replay(
         self, caches: Caches, key: Key, work: Work, *inputs: Tensor, tokens: int, **how: Any

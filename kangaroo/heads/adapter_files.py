@@ -45,30 +45,19 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class AdapterConfig:
-    """What an adapter was made for; saved beside its weights.
-
-    Args:
-        target, target_revision: the target model, and its revision on the hub, where it has one.
-        exit_layer: how many of the target's `n_layers` lie below the adapter.
-        parameters: how many were trained.
-        vocabulary: how many of the training data's most frequent tokens it drafts from if nothing
-            else is said; None is all.
-        facts: what its drafter has to know besides (`Trainable.facts`).
-        training: provenance: data, schedule, held-out results, versions, command.
-        target_weights: `TargetModel.fingerprint` of the target; None where it is not known.
-    """
+    """What an adapter was made for; saved beside its weights."""
 
     target: str
-    target_revision: str | None
+    target_revision: str | None  # on the hub
     target_hash: str
     exit_layer: int
-    n_layers: int
+    n_layers: int  # of the target
     parameters: int
     architecture: HeadConfig
-    vocabulary: int | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    training: dict[str, Any] = field(default_factory=dict)
-    target_weights: str | None = None
+    vocabulary: int | None = None  # so many of the most frequent tokens are drafted; None is all
+    facts: dict[str, Any] = field(default_factory=dict)  # of `Trainable.facts`
+    training: dict[str, Any] = field(default_factory=dict)  # data, schedule, results, command
+    target_weights: str | None = None  # `TargetModel.fingerprint`, where it is known
 
 
 def target_hash(lm: TargetModel) -> str:
@@ -117,12 +106,8 @@ def save(
     folder: Path,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write weights, config and vocabulary into `folder`, and return it.
-
-    Args:
-        frequent_K: the tokens that a draft vocabulary is taken from, the most frequent first.
-        dtype: of the weights on disk; None keeps each as it is.
-    """
+    """Write weights, of this dtype if one is given, config, and the tokens that a draft vocabulary
+    is taken from, the most frequent first, into `folder`; and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: t.to(dtype or t.dtype).contiguous() for name, t in adapter.state_dict().items()}
     save_file(state, folder / WEIGHTS)
@@ -142,10 +127,7 @@ def find(
 ) -> Path:
     """The folder of an adapter: a local one, or a hub id whose `files` are downloaded, at a branch,
     tag or commit. For `adapters/NAME` the shipped one will do, or the one that training the model
-    NAME saved; for `adapters/NAME-medusa` its Medusa heads.
-
-    Errors: `AdapterNotFound` names what was tried and, by `fix`, what to do.
-    """
+    NAME saved; for `adapters/NAME-medusa` its Medusa heads. Errors: `AdapterNotFound`."""
     folder = located(path)
     if folder.is_dir():
         return folder
@@ -208,9 +190,8 @@ def made_by(path: str) -> dict[str, Any]:
 
 
 def draft_vocabulary(path: str, size: int) -> Tensor:
-    """The `size` most frequent tokens of an adapter's training data, in ascending order. Errors:
-    `AdapterNotFound` where it came without, `CorruptFile`, `ConfigError` where there are fewer.
-    """
+    """The `size` most frequent tokens of an adapter's training data, ascending. Errors:
+    `AdapterNotFound` where it came without, `CorruptFile`, `ConfigError` where there are fewer."""
     file = find(path) / VOCABULARY
     if not file.is_file():
         raise AdapterNotFound(
@@ -248,12 +229,9 @@ def load(
 def as_saved(
     path: str, lm: TargetModel, vocabulary: int | None = None
 ) -> tuple[Trainable, Tensor | None]:
-    """What was trained for `lm` as it lies on disk, and the tokens it drafts from; of `lm` it takes
-    the shapes alone, so a `meta_model` will do.
-
-    Args:
-        vocabulary: draft from this many of the most frequent tokens; 0 is all, None what the
-            adapter was trained for.
+    """What was trained for `lm` as it lies on disk, and the tokens it drafts from: this many of the
+    most frequent, 0 for all, None for what it was trained for. Of `lm` it takes the shapes alone,
+    so a `meta_model` will do.
 
     Errors: `AdapterNotFound`, `CorruptFile`, and `AdapterMismatch` where it was trained for another
     model; `ConfigError` for a vocabulary that cannot be.

@@ -1,12 +1,14 @@
 """What all trained parts of drafters have in common (docs/add-a-drafter.md adds one).
 
-Shapes: B rows, T tokens of a text, M positions that are learnt, D hidden size, K draft vocabulary.
+Shapes: B rows, T tokens of a text, M positions that are learnt, D hidden size, K draft vocabulary,
+R rank of a head.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,6 +22,8 @@ from kangaroo.utils.ranges import Ranged
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+TOKENS = 512  # whose states say what a head of low rank begins with
 
 
 class HeadConfig(Ranged, ABC):
@@ -48,7 +52,7 @@ class HeadConfig(Ranged, ABC):
 
     def steps(self, draft_steps: int) -> int:
         """How many draft tokens in a row it is trained for, where so many are asked for. Errors:
-        `ConfigError` for a number that it cannot be trained for."""
+        `ConfigError`."""
         if self.own_steps is None:
             return draft_steps
         if draft_steps > 1:
@@ -62,22 +66,16 @@ class HeadConfig(Ranged, ABC):
         """How many of `most` draft tokens have grades of their own: from there on all are alike."""
         return self.own_steps or most
 
-    def longest(self, most: int) -> int:
-        """How many of `most` draft tokens it can draft in a row."""
-        return min(most, self.own_steps or most)
-
     def passes(self, steps: int) -> int:
         """How often a token passes each of its weights in a training of so many draft steps."""
         return steps
 
 
 class Trainable(nn.Module, ABC):
-    """The trained part of a drafter, on a frozen target.
+    """The trained part of a drafter, on a frozen target, of whose layers `exit_layer` lie below it.
 
-    Args:
-        exit_layer: how many of the target's layers lie below it.
-        taps: the hidden states of the target that it learns from, by the layers below them.
-        deep_tap: the one that it reads after the target's final norm, if any.
+    It learns from the target's hidden states at `taps`, by the layers below them, and from that at
+    `deep_tap` after the target's final norm, if there is one.
     """
 
     def __init__(
@@ -102,32 +100,29 @@ class Trainable(nn.Module, ABC):
     ) -> list[Tensor]:
         """What its heads read the next token from at every position of whole texts, `[B, T, D]` at
         each of the draft steps 1 to `steps`. That of step k is the one it has there when its draft
-        began k - 1 tokens earlier, so that every step is judged by the same tokens.
-
-        Args:
-            deep_BTD: the target's states at `deep_tap`, normed; of width 0 where that is None.
-            read_BT: where heads read them: elsewhere they may be anything. None: everywhere.
+        began k - 1 tokens earlier, so that every step is judged by the same tokens. `deep` states
+        are of width 0 where there is no `deep_tap`; where no head reads, a state may be anything.
         """
 
-    def own_heads(self) -> list[nn.Linear]:
-        """Its LM heads, one for each draft step or one for all; none if it reads the target's."""
+    def own_heads(self) -> list[nn.Module]:
+        """Its LM heads (`new_head`), one for each draft step or one for all; none if it reads the
+        target's."""
         return []
 
     def draft_heads(self, lm: TargetModel, vocabulary_K: Tensor | None) -> list[DraftHead]:
         """What it drafts with: one for each draft step, the last one for all further steps."""
-        heads: Sequence[nn.Linear | None] = self.own_heads() or [None]
+        heads: Sequence[nn.Module | None] = self.own_heads() or [None]
         return [DraftHead(lm, head, vocabulary_K) for head in heads]
 
     def side_loss(self, states: Sequence[Tensor], valid: Tensor, deep_MD: Tensor) -> Tensor | None:
-        """A loss besides the one on tokens, summed over positions, if there is one. The states are
-        `[M, D]` at each draft step, `valid` `[steps, M]` where a draft has that step."""
+        """A loss besides the one on tokens, summed over positions, if there is one, of the states
+        `[M, D]` at each draft step, where `valid`, `[steps, M]`, a draft has that step."""
         return None
 
     def tally(
         self, heads: Sequence[DraftHead], states: Sequence[Tensor], valid: Tensor, top_M: Tensor
     ) -> Tensor:
-        """What is counted on held-out texts for `facts`; tallies add up. `top_M` is the target's
-        likeliest token."""
+        """What is counted on held-out texts for `facts`, and adds up; `top_M` is the target's."""
         return torch.zeros(0)
 
     def facts(self, tally: Tensor) -> dict[str, Any]:
@@ -139,13 +134,38 @@ class Trainable(nn.Module, ABC):
         return lm.layer_devices[max(self.exit_layer, 1) - 1]
 
 
-def new_head(lm: TargetModel, vocabulary_K: Tensor | None) -> nn.Linear:
-    """An LM head over the draft vocabulary."""
+def new_head(lm: TargetModel, vocabulary_K: Tensor | None, rank: int = 0) -> nn.Module:
+    """An LM head over the draft vocabulary; of a rank, if one is given, as two linear maps: down to
+    so many numbers, and up to the tokens (SlimSpec, arXiv 2605.10453)."""
     outputs = lm.config.vocab_size if vocabulary_K is None else len(vocabulary_K)
-    return nn.Linear(lm.config.hidden_size, outputs, bias=False)
+    sizes = [lm.config.hidden_size, *([rank] if rank else []), outputs]
+    maps = [nn.Linear(*pair, bias=False) for pair in pairwise(sizes)]
+    return nn.Sequential(*maps) if rank else maps[0]
 
 
-def copy_head(head: nn.Linear, lm: TargetModel, vocabulary_K: Tensor | None) -> None:
-    """Begin with the target's rows."""
-    rows = slice(None) if vocabulary_K is None else vocabulary_K
-    head.weight.data.copy_(lm.head.weight[rows])
+@torch.no_grad()
+def copy_head(head: nn.Module, lm: TargetModel, vocabulary_K: Tensor | None) -> None:
+    """Begin with the target's rows, or of a rank as near to what they say as that can be.
+
+    States are far longer in some directions than in others. So it is nearest on the target's final
+    states of random tokens: nearest to the matrix alone, one of rank 96 agrees with SmolLM2's head
+    in 1% of places.
+    """
+    weight_KD = lm.head.weight[slice(None) if vocabulary_K is None else vocabulary_K]
+    if isinstance(head, nn.Linear):
+        head.weight.copy_(weight_KD)
+        return
+    down_RD, up_KR = (part.get_parameter("weight") for part in head.children())
+    length, generator = min(TOKENS, lm.context), torch.Generator().manual_seed(0)
+    ids_1T = torch.randint(lm.config.vocab_size, (1, length), generator=generator).to(lm.device)
+    meta = lm.chunk(0, length, row=0, n_slots=length)
+    state_1TD, _ = lm.run(lm.embed(ids_1T), None, meta, range(lm.n_layers))
+    state_TD, weight_KD = lm.norm(state_1TD)[0].float(), weight_KD.float()
+    moments_DD = state_TD.T @ state_TD / length
+    moments_DD.diagonal().add_(1e-3 * moments_DD.diagonal().mean())  # no direction counts nothing
+    root_DD = torch.linalg.cholesky(moments_DD)
+    scaled_KD = weight_KD.to(root_DD.device) @ root_DD
+    _, vectors_DD = torch.linalg.eigh(scaled_KD.T @ scaled_KD)  # the largest last
+    kept_DR = vectors_DD[:, -len(down_RD) :]
+    up_KR.copy_(scaled_KD @ kept_DR)
+    down_RD.copy_(torch.linalg.solve_triangular(root_DD, kept_DR.T, upper=False, left=False))

@@ -79,7 +79,7 @@ class BlockHead(Adapter):
         nn.init.zeros_(self.table.weight)
         return self
 
-    def own_heads(self) -> list[nn.Linear]:
+    def own_heads(self) -> list[nn.Module]:
         return [*super().own_heads(), self.table]
 
     def draft_heads(self, lm: TargetModel, vocabulary_K: Tensor | None) -> list[DraftHead]:

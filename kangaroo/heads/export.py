@@ -44,6 +44,8 @@ def check(parts: HeadConfig, vocabulary: int | None) -> None:
         reason = f"it is a trained {parts.kind()}, which drafts in one pass"
     elif parts.fused:
         reason = "it is fused: it reads deep states of the target"
+    elif parts.head_rank:
+        reason = f"its own head is of rank {parts.head_rank}, and a model's head is whole"
     elif parts.own_head and vocabulary:
         reason = f"its own head knows {vocabulary} tokens, and a model's head needs all of them"
     else:
@@ -57,9 +59,8 @@ def check(parts: HeadConfig, vocabulary: int | None) -> None:
 
 def save(path: str, model: ModelConfig, folder: Path) -> None:
     """Write the adapter at `path` with the layers of its target below it, and the tokenizer, as a
-    checkpoint that transformers loads, and that drafts from the whole vocabulary. Errors:
-    `ConfigError` for an adapter that is no layer, or a folder that is there already; those of
-    `models.load` and of `adapter_files.load`."""
+    checkpoint of transformers, which drafts from the whole vocabulary. Errors: `ConfigError` for an
+    adapter that is no layer, or a folder that is there; those of `adapter_files.load`."""
     about = adapter_files.read_config(path)
     check(about.architecture, about.vocabulary)
     # nothing is computed: the checkpoint's files are mapped, and most of them is never read
@@ -128,11 +129,8 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
 
 def write_for_vllm(path: str, lm: TargetModel, folder: Path, threshold: float) -> None:
     """Write the adapter at `path`, made for `lm`, of which it takes the shapes alone, as the plugin
-    reads it; it stops drafting once confidence falls to `threshold`, if vLLM is told nothing else.
-
-    Errors: `ConfigError` for an adapter or a target that the plugin cannot run, or a folder that is
-    there already; those of `adapter_files.as_saved`.
-    """
+    reads it, which stops at `threshold` if vLLM is told nothing else. Errors: `ConfigError` for
+    what it cannot run, or a folder that is there; those of `adapter_files.as_saved`."""
     if lm.config.model_type != "llama":
         raise ConfigError(
             f"{lm.name} is a {lm.config.model_type} model; the plugin kangaroo-vllm runs Llama "
@@ -141,7 +139,7 @@ def write_for_vllm(path: str, lm: TargetModel, folder: Path, threshold: float) -
     adapter, vocabulary_K = adapter_files.as_saved(path, lm)
     parts: Any = adapter.architecture
     one_layer = isinstance(parts, AdapterHeadConfig) and parts.attention_layers == 1
-    if not one_layer or not parts.attention or parts.fused:
+    if not one_layer or not parts.attention or parts.fused or parts.head_rank:
         raise ConfigError(
             f"adapter '{path}' is {parts}, which the plugin kangaroo-vllm cannot run. Export one "
             "of adapter=attention, layer or own_head, or decode with this one here "

@@ -87,14 +87,10 @@ class Layer(Trainable):
         past: BlockCache | Unrolled | None,
         read_BN: Tensor | None = None,
     ) -> Tensor:
-        """The state that a head reads, `[B, N, D]`.
-
-        Args:
-            f_BND: the target's hidden state after `exit_layer` layers.
-            deep_BND: if it reads one, the deep state of the token before each; zeros at the start.
-            past: where keys and values go and come from; None sees the block alone.
-            read_BN: where a head reads it: all others have keys and values, and a state of zeros.
-        """
+        """What a head reads, `[B, N, D]`, from the target's state after `exit_layer` layers, and
+        if it reads one from the deep state of the token before each, zeros at the start. Keys and
+        values are kept in `past`; None sees the block alone. Where no head reads, by `read_BN`, the
+        state is zeros."""
         x_BND, native_layer = self.mix_inputs(f_BND, deep_BND), self.native_layer
         meta = meta.of_layer(self.windowed)
         if native_layer and isinstance(past, BlockCache) and native_layer.takes(x_BND, meta):
@@ -202,15 +198,13 @@ class Unrolled:
     """Keys and values of all draft steps so far, one step's T tokens after another's."""
 
     def __init__(self) -> None:
-        self.keys: dict[int, list[Tensor]] = defaultdict(list)  # by layers
-        self.values: dict[int, list[Tensor]] = defaultdict(list)
+        self.steps: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # by layers
 
     def update(
         self, k_RKTC: Tensor, v_RKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
-        keys.append(k_RKTC)
-        values.append(v_RKTC)
+        self.steps[layer_idx].append((k_RKTC, v_RKTC))
+        keys, values = zip(*self.steps[layer_idx], strict=True)
         return torch.cat(keys, 2), torch.cat(values, 2)
 
 
@@ -218,7 +212,11 @@ def at_step(meta: ForwardMeta, step: int, like: Tensor) -> ForwardMeta:
     """The block of a text at a draft step, whose keys come after those of all steps before."""
     if step == 1:
         return meta
-    hidden_RTE = ~in_draft(sees(meta), step)
+    seen_RTT = sees(meta)
+    # of step 1 what lies before the draft; of each later step the draft's one token of that step
+    steps = [seen_RTT.tril(1 - step)]
+    steps += [seen_RTT.tril(back).triu(back) for back in range(2 - step, 1)]
+    hidden_RTE = ~torch.cat(steps, -1)
     bias_RTE = like.new_zeros(hidden_RTE.shape).masked_fill_(hidden_RTE, -torch.inf)
     return replace(meta, bias_R1TE=bias_RTE[:, None])
 
@@ -230,14 +228,6 @@ def sees(meta: ForwardMeta) -> Tensor:
         return bias_RTT if bias_RTT.dtype == torch.bool else bias_RTT == 0
     width = meta.positions_RT.shape[1]
     return torch.ones(1, width, width, dtype=torch.bool, device=meta.positions_RT.device).tril()
-
-
-def in_draft(seen_RTT: Tensor, step: int) -> Tensor:
-    """`[R, T, step * T]`: what a token at draft step `step` attends to, among all steps' keys: of
-    step 1, what lies before the draft; of each later step, the draft's one token of that step."""
-    past = [seen_RTT.tril(1 - step)]
-    past += [seen_RTT.tril(back).triu(back) for back in range(2 - step, 1)]
-    return torch.cat(past, -1)
 
 
 def before(x_BTD: Tensor, positions_RT: Tensor) -> Tensor:

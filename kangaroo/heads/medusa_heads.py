@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -95,8 +95,8 @@ class MedusaHeads(Trainable):
             states.append(self(deep_BTD, index))
         return states
 
-    def own_heads(self) -> list[nn.Linear]:
-        return [cast(nn.Linear, head) for head in self.heads]
+    def own_heads(self) -> list[nn.Module]:
+        return list(self.heads)
 
     def tally(
         self, heads: Sequence[DraftHead], states: Sequence[Tensor], valid: Tensor, top_M: Tensor

@@ -55,11 +55,8 @@ def exit_layer(given: int | None, lm: TargetModel) -> int:
 
 def read(source: str, lm: TargetModel, exit_layer: int) -> tuple[Adapter, dict[str, str]]:
     """The adapter in a folder, or of a hub id that is downloaded, and where it came from, for its
-    provenance. Of `lm` it takes the shapes alone; the weights keep their dtype.
-
-    Errors: `AdapterNotFound`; `CorruptFile`; `AdapterMismatch` where it is not the paper's adapter,
-    or not for `lm`, with the tensor or setting.
-    """
+    provenance. Of `lm` it takes the shapes alone; the weights keep their dtype. Errors:
+    `AdapterNotFound`; `CorruptFile`; `AdapterMismatch` with the tensor or setting."""
     files = (WEIGHTS, SAFETENSORS, CONFIG)
     folder = adapter_files.find(source, files, "Pass source= a folder or hub id.")
     paths = [folder / name for name in files[:2] if (folder / name).is_file()]

@@ -107,7 +107,8 @@ def distill(target: TargetDistributions, students: Sequence[Student], chunk_size
     for student in students:
         student.sums_F = torch.zeros(len(MEASURES), device=student.valid_M.device)
         student.agrees_M = torch.zeros_like(student.valid_M)
-        leaves = [student.state_MD, *student.head.trained] if torch.is_grad_enabled() else []
+        trained = [weight for weight in student.head.weights if weight.requires_grad]
+        leaves = [student.state_MD, *trained] if torch.is_grad_enabled() else []
         student.gradients = [(x, torch.zeros_like(x, dtype=torch.float32)) for x in leaves]
     for start in range(0, len(target.state_MD), chunk_size):
         part = slice(start, start + chunk_size)

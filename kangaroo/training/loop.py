@@ -206,7 +206,7 @@ class Trainer:
             students = grade(self.lm, outputs, self.trained, self.chunk, results.STEPS)
             measured.append([])
             for trainee, steps in zip(self.trained, students, strict=True):
-                longest = trainee.recipe.architecture.longest(results.STEPS)
+                longest = trainee.recipe.architecture.own_steps or results.STEPS
                 accepted = results.accepted(steps, outputs.tokens.wanted_BT, longest)
                 top_M = outputs.distributions.top_M
                 tally = trainee.adapter.tally(trainee.heads, *together(steps), top_M)

@@ -4,6 +4,7 @@ import json
 from importlib.metadata import version
 
 import pytest
+import torch
 from helpers import EXIT, VOCABULARY, adapter_for, random_prompts, tiny, vanilla_texts
 from rich.console import Console
 
@@ -24,6 +25,7 @@ from kangaroo.evaluation.speed.trials import (
     take_turns,
     write_by_engine,
 )
+from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.attention import ATTENTION
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import Message, prompt_ids
@@ -60,7 +62,8 @@ def test_a_vanilla_token_reads_every_layer_the_head_once_and_the_occupied_kv(tie
 
 def test_a_kangaroo_round_reads_shallow_layers_adapter_and_head_for_each_draft_token():
     lm = tiny(num_hidden_layers=LAYERS)
-    reads, part = (Reads(lm, adapter_for(lm), size) for size in (None, VOCABULARY // 4))
+    quarter = DraftHead(lm, None, torch.arange(VOCABULARY // 4))
+    reads, part = (Reads(lm, adapter_for(lm), head) for head in (None, quarter))
     assert reads.draft(10, 2) - part.draft(10, 2) == 2 * (HEAD - HEAD // 4)
     assert reads.round(10, 0) == Reads(lm).round(10, 0)  # vanilla's, without draft tokens
     shallow = sum(ROW + EXIT * (LAYER + length * KV) for length in (10, 11, 12))

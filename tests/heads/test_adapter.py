@@ -12,6 +12,7 @@ from helpers import (
     EXIT,
     adapter_for,
     eagle_for,
+    random_prompts,
     recipe_of,
     saved_adapter,
     tiny,
@@ -25,7 +26,7 @@ from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.heads.adapter import Adapter
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.adapter_files import (
     CONFIG,
     VOCABULARY,
@@ -39,6 +40,7 @@ from kangaroo.heads.adapter_files import (
     save,
 )
 from kangaroo.heads.base import Trainable
+from kangaroo.heads.block import BlockHeadConfig
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.training.recipe import trainees
@@ -57,13 +59,6 @@ def lm() -> TargetModel:
 def saved(lm, tmp_path):
     """The folder of an adapter for `lm`."""
     return saved_adapter(lm, adapter_for(lm), tmp_path, (7, 3, 60), {"steps": 3})
-
-
-def trained(kind: str, lm: TargetModel) -> Trainable:
-    """One of each kind."""
-    if kind == "medusa":
-        return MedusaHeads(lm, MedusaHeadsConfig())
-    return eagle_for(lm) if kind == "eagle" else adapter_for(lm)
 
 
 # ---- what it is --------------------------------------------------------------------------------
@@ -176,11 +171,16 @@ def test_an_adapter_that_is_nowhere_names_what_was_tried(lm, saved, monkeypatch)
 
 
 DRAFTS = {"adapter": KangarooConfig, "eagle": EagleConfig, "medusa": MedusaConfig}
+TRAINED = {
+    "adapter": adapter_for,
+    "eagle": eagle_for,
+    "medusa": lambda lm: MedusaHeads(lm, MedusaHeadsConfig()),
+}
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_weights_that_are_not_finite_are_refused_by_name(kind, lm, tmp_path):
-    adapter = trained(kind, lm)
+    adapter = TRAINED[kind](lm)
     name, weight = next(iter(adapter.named_parameters()))
     weight.data.view(-1)[-1] = torch.inf
     folder = str(saved_adapter(lm, adapter, tmp_path))
@@ -190,7 +190,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(kind, lm, tmp_path):
 
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_heads_and_adapters_are_not_taken_for_each_other(kind, lm, tmp_path):
-    adapter = trained(kind, lm)
+    adapter = TRAINED[kind](lm)
     folder = str(saved_adapter(lm, adapter, tmp_path))
     for other in DRAFTS.keys() - {kind}:
         with pytest.raises(AdapterMismatch, match=f"drafter={adapter.architecture.drafter}"):
@@ -301,6 +301,55 @@ def test_the_adapter_says_how_much_to_draft_from_unless_the_drafter_does(lm, tmp
     assert KangarooConfig(adapter=folder).build(lm).head.vocabulary_K.tolist() == [3, 7]
     assert KangarooConfig(adapter=folder, vocabulary=1).build(lm).head.vocabulary_K.tolist() == [7]
     assert KangarooConfig(adapter=folder, vocabulary=0).build(lm).head.vocabulary_K is None
+
+
+@pytest.mark.parametrize("kind", [AdapterHeadConfig, BlockHeadConfig])
+@pytest.mark.parametrize("vocabulary_K", [None, torch.arange(0, 64, 2)], ids=["whole", "half"])
+def test_a_head_of_low_rank_begins_nearest_to_the_targets_and_native_code_reads_it(
+    tmp_path, kind, vocabulary_K
+):
+    lm = tiny().compile_for_decoding()
+    adapter = kind(head_rank=9).build(lm, EXIT, vocabulary_K).start_from(lm, vocabulary_K)
+    rows_KD = lm.head.weight if vocabulary_K is None else lm.head.weight[vocabulary_K]
+    left, values, right = torch.linalg.svd(rows_KD, full_matrices=False)
+    down, up = adapter.head.parameters()
+    (text,) = random_prompts(200)
+    x_TD = lm.norm(
+        lm.run(lm.embed(torch.tensor([text])), None, lm.chunk(0, 200, 0, 200), range(4))[0]
+    )[0]
+    errors = [
+        ((near - rows_KD) @ x_TD.T).square().sum()
+        for near in (up @ down, left[:, :9] * values[:9] @ right[:9])
+    ]
+    assert errors[0] < 0.9 * errors[1]  # of the matrix alone
+    kept = () if vocabulary_K is None else vocabulary_K.tolist()
+    folder = saved_adapter(lm, adapter, tmp_path, kept, vocabulary=len(kept) or None)
+    head = load(str(folder), lm, Adapter)[1][0]
+    x_MD = torch.randn(5, 32)
+    expected_MK = x_MD @ (up @ down).T
+    torch.testing.assert_close(head(x_MD), expected_MK, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        native_MK = head.accelerate(lm)(x_MD)
+        assert head.native and torch.equal(native_MK[3:4], head(x_MD[3:4]))
+    torch.testing.assert_close(native_MK, expected_MK, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_of_low_rank_takes_the_place_of_the_targets_alone(lm, saved):
+    with pytest.raises(ConfigError, match=r"head_rank=4 is an LM head of its own too: leave"):
+        AdapterHeadConfig(own_head=True, head_rank=4)
+    with pytest.raises(ConfigError, match=r"head_rank=32 saves nothing: states have 32 numbers"):
+        Adapter(lm, EXIT, AdapterHeadConfig(head_rank=32))
+    begun = recipe_of(name="a", exit_layers=[EXIT], start=str(saved), head_rank=5)
+    (trainee,) = trainees(lm, [begun], None)
+    state, plain = trainee.adapter.state_dict(), adapter_for(lm).state_dict()
+    assert all(torch.equal(state[name], weight) for name, weight in plain.items())
+    untrained = AdapterHeadConfig(head_rank=5).build(lm, EXIT, None).start_from(lm)
+    assert torch.equal(state["head.1.weight"], untrained.state_dict()["head.1.weight"])
+    parts = {rank: AdapterHeadConfig(head_rank=rank) for rank in (0, 4, 8)}
+    cost = {r: Kangaroo(lm, adapter_for(lm, EXIT, x)).draft_cost for r, x in parts.items()}
+    whole = 4 * sum(p.numel() for p in (*lm.layers.parameters(), lm.head.weight))
+    assert cost[8] - cost[4] == pytest.approx(4 * 4 * (32 + 64) / whole)
+    assert cost[0] - cost[8] == pytest.approx(4 * (64 * 32 - 8 * (32 + 64)) / whole)
 
 
 def test_what_an_adapter_took_to_make_is_told_from_its_file(lm, saved, tmp_path):

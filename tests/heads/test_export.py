@@ -133,6 +133,7 @@ KINDS = {
     "fused": AdapterHeadConfig(fused=True),
     "2 attention layers": AdapterHeadConfig(attention_layers=2),
     "mlp": AdapterHeadConfig(attention=False, feed_forward=True),
+    "rank 9": AdapterHeadConfig(head_rank=9),
 }
 
 
@@ -143,7 +144,7 @@ def trained(lm, kind):
     return eagle_for(lm) if kind == "eagle_head" else adapter_for(lm, architecture=KINDS[kind])
 
 
-@pytest.mark.parametrize("kind", ["fused", "medusa_heads", "eagle_head"])
+@pytest.mark.parametrize("kind", ["fused", "rank 9", "medusa_heads", "eagle_head"])
 def test_what_is_no_layer_is_refused_before_the_target_is_read(tmp_path, kind):
     lm = tiny()
     path = saved(lm, trained(lm, kind), tmp_path / "adapter")

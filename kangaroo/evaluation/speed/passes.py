@@ -23,6 +23,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling, pick
 from kangaroo.engine.tree import Tree
+from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import memory
@@ -37,12 +38,12 @@ CACHES = 0.8  # of the memory that is free; the rest is for what a pass computes
 
 class Reads:
     """Bytes that rounds of decoding read, everything once a forward: vanilla, or with an adapter
-    that drafts from a vocabulary of that size; None is the whole one. Of the embedding table that
-    is one row a token, unless the head is tied to it.
+    and the head that it drafts with, or the whole one. Of the embedding table that is one row a
+    token, unless the head is tied to it.
     """
 
     def __init__(
-        self, lm: TargetModel, adapter: Layer | None = None, vocabulary: int | None = None
+        self, lm: TargetModel, adapter: Layer | None = None, draft_head: DraftHead | None = None
     ):
         self.exit_layer = 0 if adapter is None else adapter.exit_layer
         self.n_layers, self.kv = lm.n_layers, lm.new_cache(1, 1, [lm.device]).bytes()
@@ -50,7 +51,7 @@ class Reads:
         self.deep = weights(*lm.layers[self.exit_layer :])
         table, head = lm.hf.model.embed_tokens.weight, weights(lm.head)
         self.head = weights(lm.hf.model.norm) + head
-        self.draft_head = head if vocabulary is None else head * vocabulary // len(table)
+        self.draft_head = sum(x.nbytes for x in draft_head.weights) if draft_head else head
         self.row = table.shape[1] * table.element_size()
         parts = [] if adapter is None else adapter.named_children()
         # a head of its own counts as the draft head, which it is

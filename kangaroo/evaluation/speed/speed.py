@@ -103,7 +103,7 @@ def measure(
     after = memory_bandwidth(lm.device, config.bandwidth_megabytes)
 
     rate = max(before, after)  # which limits are by
-    plain, cut = Reads(lm), Reads(lm, drafter.adapter, drafter.head.size)
+    plain, cut = Reads(lm), Reads(lm, drafter.adapter, drafter.head)
     # what other methods' drafts read is not known
     reads = {"hf": plain, "vanilla": plain, "kangaroo": cut}
     return {
