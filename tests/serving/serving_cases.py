@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import socket
 import subprocess
@@ -61,7 +62,7 @@ def alone(request: Request) -> list[int]:
 @contextmanager
 def scheduling(engine: Engine | None = None, **changes: int) -> Iterator[Scheduler]:
     options = {"max_batch_size": 3, "max_model_len": LONGEST, "max_queue": 64} | changes
-    scheduler = Scheduler(engine or engine_of(target()), **options).start()
+    scheduler = Scheduler(engine or engine_of(target()), **options)
     try:
         yield scheduler
     finally:
@@ -71,7 +72,7 @@ def scheduling(engine: Engine | None = None, **changes: int) -> Iterator[Schedul
 class Heard(Job):
     """A job that keeps what it is told."""
 
-    def __init__(self, request: Request, deadline: float | None = None):
+    def __init__(self, request: Request, deadline: float = math.inf):
         super().__init__(request, self.hear, deadline)
         self.tokens: list[int] = []
         self.finish, self.reused = "", 0
@@ -123,9 +124,7 @@ def serving(tokenizer: PreTrainedTokenizerBase | None = None, **changes: object)
     """The address of a server in a thread."""
     tokenizer = tokenizer or byte_tokenizer()
     config = ServeConfig(**({"port": 0, "max_batch_size": 3, "max_model_len": LONGEST} | changes))  # type: ignore[arg-type]
-    scheduler = Scheduler(
-        engine_of(target()), config.max_batch_size, LONGEST, config.max_queue
-    ).start()
+    scheduler = Scheduler(engine_of(target()), config.max_batch_size, LONGEST, config.max_queue)
     app = Server(scheduler, tokenizer, "tiny", "kangaroo", config).app()
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)

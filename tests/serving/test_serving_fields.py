@@ -81,7 +81,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 
 def test_no_field_of_a_request_ends_the_server_or_changes_the_next_text():
-    scheduler = Scheduler(engine_of(target()), 3, LONGEST, 64).start()
+    scheduler = Scheduler(engine_of(target()), 3, LONGEST, 64)
     app = Server(scheduler, byte_tokenizer(), "tiny", "kangaroo", ServeConfig()).app()
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
