@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from kangaroo import cli
-from kangaroo.cli import evaluating
+from kangaroo.cli import decoding
 from kangaroo.evaluation.metrics import METRICS
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.tracking import WandbConfig
@@ -165,8 +165,8 @@ def wandb(monkeypatch):
 
 def test_a_runs_step_is_the_number_of_answered_questions():
     """So that a run that goes on logs at the steps that come next."""
-    assert evaluating._answered({"speedup": 1.2, "questions": 4, "tokens": 9}) == 4
-    assert evaluating._answered({"hybrid.speedup": 1.2, "hybrid.questions": 7}) == 7
+    assert decoding._answered({"speedup": 1.2, "questions": 4, "tokens": 9}) == 4
+    assert decoding._answered({"hybrid.speedup": 1.2, "hybrid.questions": 7}) == 7
 
 
 def test_a_run_has_a_flat_config_and_its_results_after_the_last_step(wandb, tmp_path):
