@@ -15,6 +15,7 @@ from serving_cases import (
     SAMPLINGS,
     Heard,
     alone,
+    answered,
     engine_of,
     heard,
     random_request,
@@ -47,9 +48,7 @@ def test_every_text_is_the_one_that_is_written_alone():
 
 
 def written(scheduler: Scheduler, prompt: list[int]) -> Heard:
-    job = heard(prompt, 9)
-    scheduler.submit(job)
-    job.check()
+    answered(scheduler, job := heard(prompt, 9))
     return job
 
 
@@ -69,9 +68,7 @@ def test_each_conversation_goes_on_in_the_row_that_has_it():
 def test_of_several_choices_the_prompt_is_read_once():
     jobs = [heard(list(range(3, 33)), 6, seed) for seed in range(3)]
     with scheduling() as scheduler:
-        scheduler.submit(*jobs)
-        for job in jobs:
-            job.check()
+        answered(scheduler, *jobs)
     assert [job.reused for job in jobs] == [0, 29, 29]
 
 
@@ -105,9 +102,7 @@ def test_nothing_is_drafted_while_prompts_wait_for_each_other(monkeypatch):
     seen = watched(engine, monkeypatch)
     jobs = [heard([rng.randrange(3, 250) for _ in range(9)], 30) for _ in range(8)]
     with scheduling(engine, max_batch_size=4) as scheduler:
-        scheduler.submit(*jobs)
-        for job in jobs:
-            job.check()
+        answered(scheduler, *jobs)
     assert seen[:3] == [(1, False, 0), (2, False, 0), (3, False, 0)]
     assert seen[3][:2] == (4, True) and seen[3][2] > 0  # four others wait, but for a row
 
@@ -115,12 +110,8 @@ def test_nothing_is_drafted_while_prompts_wait_for_each_other(monkeypatch):
 def test_nothing_is_drafted_while_a_prompt_enters(monkeypatch):
     engine = engine_of(target(), chunk=4)
     seen = watched(engine, monkeypatch)
-    jobs = [heard([7, 8], 90), heard([5] * 40, 3)]
     with scheduling(engine) as scheduler:
-        for job in jobs:
-            scheduler.submit(job)
-        for job in jobs:
-            job.check()
+        answered(scheduler, heard([7, 8], 90), heard([5] * 40, 3))
     both = [texts for texts, *_ in seen].index(2)  # the step after the prompt's tenth and last part
     assert seen[both - 9 : both] == [(1, False, 0)] * 9
     assert seen[both][1] and seen[both][2] > 0
@@ -192,9 +183,8 @@ def test_prompts_are_read_in_the_order_in_which_they_are_due(monkeypatch, second
     by_parts(engine, monkeypatch, see)
     with scheduling(engine) as scheduler:
         scheduler.read_tokens, scheduler.read_seconds = 1, seconds_a_token
-        scheduler.submit(long)
-        for job in (long, short):
-            job.check()
+        answered(scheduler, long)
+        short.check()
     assert parts == order
 
 
@@ -248,13 +238,7 @@ def test_what_is_not_finished_in_time_is_cancelled_at_the_end():
 
 def test_a_job_that_takes_too_long_ends_wherever_it_is(monkeypatch):
     with scheduling(max_batch_size=1) as scheduler:
-        step = scheduler.engine.step
-
-        def slowly(batch: Batch, drafts: bool) -> list[StepRecord]:
-            time.sleep(0.001)
-            return step(batch, drafts)
-
-        monkeypatch.setattr(scheduler.engine, "step", slowly)
+        failing(monkeypatch, scheduler.engine, "step", lambda *_: time.sleep(0.001))
         request = Request([5], 150, ignore_eos=True)
         late, waits = (Heard(request, time.monotonic() + seconds) for seconds in (0.02, -1))
         scheduler.submit(late, waits)
@@ -262,11 +246,7 @@ def test_a_job_that_takes_too_long_ends_wherever_it_is(monkeypatch):
         assert (late.finish, waits.finish, waits.tokens) == (TIMEOUT, TIMEOUT, [])
 
 
-class Fault(RuntimeError):
-    """What a test lets fail."""
-
-
-Calls = Callable[[int, tuple], bool]  # of a call's number and arguments: whether it fails
+Calls = Callable[[int, tuple], object]  # of a call's number and arguments: whether it fails
 
 
 def failing(monkeypatch, owner: object, name: str, fails: Calls) -> list[int]:
@@ -276,7 +256,7 @@ def failing(monkeypatch, owner: object, name: str, fails: Calls) -> list[int]:
     def call(*given: object, **options: object) -> object:
         if fails(number := next(calls), (*given, *options.values())):
             failed.append(number)
-            raise Fault(f"{name}, call {number}")
+            raise RuntimeError(f"{name}, call {number}")
         return method(*given, **options)
 
     monkeypatch.setattr(owner, name, call)
@@ -359,7 +339,7 @@ def test_a_prompt_that_fails_to_enter_ends_its_request_alone(monkeypatch, part):
     def fail(request: Request, number: int) -> None:
         if request.prompt == GUILTY and number == part:
             failed.append(number)
-            raise Fault(f"part {number}")
+            raise RuntimeError(f"part {number}")
 
     by_parts(engine, monkeypatch, fail)
     with scheduling(engine) as scheduler:
@@ -432,6 +412,6 @@ def test_decoding_ends_for_all_where_no_batch_can_be_opened(monkeypatch, begun):
         scheduler.submit(*jobs)
         assert all(job.ended.wait(60) for job in jobs)
         assert {job.finish for job in jobs} == {STOPPED} and opened == [0, 1, 2]
-        assert not scheduler.alive and "Fault: open, call 2" in scheduler.failure
-        with pytest.raises(Closing, match="Fault"):
+        assert not scheduler.alive and "RuntimeError: open, call 2" in scheduler.failure
+        with pytest.raises(Closing, match="RuntimeError"):
             scheduler.submit(jobs[0])
