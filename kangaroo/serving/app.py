@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from importlib import resources
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.engine.requests import Request as TextRequest
@@ -26,7 +31,6 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.models.prompts import Message, prompt_ids
 from kangaroo.serving.answers import Answer, event, problem
 from kangaroo.serving.config import ServeConfig
-from kangaroo.serving.guard import Guard
 from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT
 from kangaroo.serving.metrics import Metrics
 from kangaroo.serving.protocol import Chat, Completion, StreamOptions
@@ -219,3 +223,64 @@ async def whole(answer: Answer, request: Request) -> Response:
     ends = (choice.finish for choice in answer.choices if choice.finish in FAULTS)
     fault = next(ends, None)
     return JSONResponse(answer.whole()) if fault is None else problem(*FAULTS[fault])
+
+
+class Guard:
+    """Before all routes: who may ask, and how much; after them: the count of answers. Plain ASGI,
+    since it has to count the bytes of a body as they come."""
+
+    def __init__(self, app: ASGIApp, limits: ServeConfig, metrics: Metrics):
+        self.app, self.limits, self.metrics = app, limits, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        size = 0
+
+        async def counted_receive() -> MutableMapping[str, Any]:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self.limits.most_bytes:  # the route that reads it lets this pass
+                raise HTTPException(413, f"a request has at most {self.limits.most_bytes} bytes.")
+            return message
+
+        async def counted_send(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                self.metrics.requests.labels(str(message["status"])).inc()
+            await send(message)
+
+        is_http = scope["type"] == "http"
+        refusal = self._refusal(Headers(scope=scope), scope["path"]) if is_http else None
+        try:
+            await (refusal or self.app)(scope, counted_receive, counted_send)
+        except Exception:  # it is answered outside
+            self.metrics.requests.labels("500").inc()
+            raise
+
+    def _refusal(self, headers: Headers, path: str) -> Response | None:
+        host = headers.get("host", "")
+        if not is_allowed(host, ["localhost", self.limits.host, *self.limits.allowed_hosts]):
+            return problem(
+                400,
+                f"this server is not called '{host}', as the header Host says. Ask for localhost "
+                "or its address, or have it started with allowed_hosts=[NAME].",
+            )
+        key = self.limits.api_key
+        sent = headers.get("authorization", "").removeprefix("Bearer ").encode()
+        needs_key = key is not None and path.startswith("/v1/")
+        if needs_key and not hmac.compare_digest(sent, str(key).encode()):
+            return problem(401, "send the server's key: 'Authorization: Bearer KEY'.")
+        return None
+
+
+def is_allowed(host: str, names: Sequence[str]) -> bool:
+    """Whether a Host header has a name that one of these patterns fits, or an address: only a name
+    can be made to lead elsewhere. starlette's `TrustedHostMiddleware` takes no address but those
+    that are listed, and says nothing of the fix."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""  # without port and brackets, in small letters
+        if any(fnmatchcase(name, pattern.lower()) for pattern in names):
+            return True
+        ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import subprocess
@@ -106,6 +107,11 @@ def heard(prompt: list[int], new_tokens: int, seed: int = 0) -> Heard:
     return Heard(Request(prompt, new_tokens, seed, ignore_eos=True))
 
 
+def written(scheduler: Scheduler, prompt: list[int]) -> Heard:
+    answered(scheduler, job := heard(prompt, 9))
+    return job
+
+
 def random_request(rng: random.Random, most: int = 40) -> Request:
     prompt = [rng.randrange(3, 250) for _ in range(rng.randrange(1, 60))]
     seed, sampling = rng.randrange(1 << 40), rng.choice(SAMPLINGS)
@@ -125,6 +131,10 @@ def as_body(request: Request) -> dict:
         "top_k": sampling.top_k,
         "ignore_eos": True,
     }
+
+
+def error_of(answer: httpx.Response) -> dict:
+    return json.loads(answer.text.removeprefix("data: "))["error"]
 
 
 def server_app(

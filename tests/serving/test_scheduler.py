@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Generator
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from serving_cases import (
@@ -21,6 +22,7 @@ from serving_cases import (
     random_request,
     scheduling,
     target,
+    written,
 )
 
 import kangaroo.engine.engine
@@ -29,7 +31,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request, StepRecord
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text
-from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Closing, Event
+from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Closing
 from kangaroo.serving.scheduler import Scheduler
 from kangaroo.utils.errors import PromptError
 
@@ -45,11 +47,6 @@ def test_every_text_is_the_one_that_is_written_alone():
             time.sleep(rng.random() * 0.01)
         for job in jobs:
             job.check()
-
-
-def written(scheduler: Scheduler, prompt: list[int]) -> Heard:
-    answered(scheduler, job := heard(prompt, 9))
-    return job
 
 
 def test_each_conversation_goes_on_in_the_row_that_has_it():
@@ -246,11 +243,9 @@ def test_a_job_that_takes_too_long_ends_wherever_it_is(monkeypatch):
         assert (late.finish, waits.finish, waits.tokens) == (TIMEOUT, TIMEOUT, [])
 
 
-Calls = Callable[[int, tuple], object]  # of a call's number and arguments: whether it fails
-
-
-def failing(monkeypatch, owner: object, name: str, fails: Calls) -> list[int]:
-    """Let calls of a method fail where `fails` says so; returns their numbers."""
+def failing(monkeypatch, owner: object, name: str, fails: Callable[[int, tuple], object]):
+    """Let calls of a method fail where `fails` says so, of their number and arguments; returns the
+    numbers of those that did."""
     method, calls, failed = getattr(owner, name), itertools.count(), []
 
     def call(*given: object, **options: object) -> object:
@@ -281,8 +276,7 @@ def crowd() -> tuple[list[Heard], Heard]:
 
 
 def check_others(scheduler: Scheduler, jobs: list[Heard]) -> None:
-    """Each gets the text that it gets alone, counts of that many tokens, and a row is free again
-    for whoever comes."""
+    """Each gets the text that it gets alone, and all rows are free again for whoever comes."""
     for job in jobs:
         job.check()
         assert job.reused < len(job.request.prompt)  # that of a second admission is not told
@@ -292,9 +286,8 @@ def check_others(scheduler: Scheduler, jobs: list[Heard]) -> None:
     assert scheduler.engine.batch.done == [True] * 3
 
 
-def check_crowd(scheduler: Scheduler, finish: str) -> None:
+def check_crowd(scheduler: Scheduler, finish: str, jobs: list[Heard], guilty: Heard) -> None:
     """The guilty one ends as told, and nobody else."""
-    jobs, guilty = crowd()
     scheduler.submit(*jobs)
     assert guilty.ended.wait(60) and guilty.finish == finish
     assert guilty.tokens == alone(guilty.request)[: len(guilty.tokens)]
@@ -303,7 +296,6 @@ def check_crowd(scheduler: Scheduler, finish: str) -> None:
 
 def steps_guilty(engine: Engine) -> bool:
     """Whether a step writes on at the guilty one's text, of which there is something already."""
-    assert engine.batch is not None
     texts = zip(engine.batch.texts, engine.batch.done, strict=True)
     return any(text[:17] == GUILTY and len(text) > 20 and not done for text, done in texts)
 
@@ -328,7 +320,7 @@ def test_what_fails_for_one_request_ends_that_one_alone(monkeypatch, method):
         owners = engine.batch, engine, kangaroo.engine.engine
         owner = next(owner for owner in owners if hasattr(owner, method))
         failed = failing(monkeypatch, owner, method, partial(CALLS[method], engine))
-        check_crowd(scheduler, FAILED)
+        check_crowd(scheduler, FAILED, *crowd())
     assert len(failed) == (2 if method == "step" else 1)
 
 
@@ -343,7 +335,7 @@ def test_a_prompt_that_fails_to_enter_ends_its_request_alone(monkeypatch, part):
 
     by_parts(engine, monkeypatch, fail)
     with scheduling(engine) as scheduler:
-        check_crowd(scheduler, FAILED)
+        check_crowd(scheduler, FAILED, *crowd())
     assert failed == [part]
 
 
@@ -377,21 +369,14 @@ def test_a_row_that_cannot_be_stopped_ends_nobody_else(monkeypatch):
     jobs, guilty = crowd()
     with scheduling() as scheduler:
         guilty.tell = lambda event: (guilty.hear(event), setattr(guilty, "cancelled", True))
-        failed = failing(
-            monkeypatch, Batch, "stop", lambda _, given: given[0].texts[given[1]][:17] == GUILTY
-        )
-        scheduler.submit(*jobs)
-        assert guilty.ended.wait(60) and guilty.finish == CANCELLED
-        check_others(scheduler, [job for job in jobs if job is not guilty])
+        failed = failing(monkeypatch, Batch, "stop", lambda _, x: x[0].texts[x[1]][:17] == GUILTY)
+        check_crowd(scheduler, CANCELLED, jobs, guilty)
     assert len(failed) == 1
 
 
 def test_who_cannot_be_told_holds_up_nobody():
-    def gone(event: Event) -> None:
-        raise RuntimeError("Event loop is closed")
-
     jobs, deaf = crowd()
-    deaf.tell = gone
+    deaf.tell = Mock(side_effect=RuntimeError("Event loop is closed"))
     with scheduling() as scheduler:
         scheduler.submit(*jobs)
         check_others(scheduler, [job for job in jobs if job is not deaf])

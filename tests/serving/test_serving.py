@@ -14,12 +14,11 @@ import httpx
 import pytest
 from commands import ROOT
 from openai import BadRequestError, NotFoundError, OpenAI
-from serving_cases import LONGEST, alone, as_body, random_request, served, serving, target
+from serving_cases import LONGEST, alone, as_body, error_of, random_request, served, serving, target
 
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.engine.streaming import UntilStop
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text, prompt_ids
 from kangaroo.serving.config import ServeConfig
@@ -27,23 +26,6 @@ from kangaroo.serving.scheduler import Scheduler
 from kangaroo.serving.serve import check_memory, listen
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
-
-
-@pytest.mark.parametrize("stop", [[], ["ab"], ["aab", "ba"], ["aa", "aaa"], ["abab"]])
-def test_text_ends_before_the_first_stop_string_however_it_comes(stop):
-    rng = random.Random(2)
-    for _ in range(300):
-        text = "".join(rng.choice("abc") for _ in range(rng.randrange(12)))
-        places = [at for at in map(text.find, stop) if at >= 0]
-        until, shown, at = UntilStop(stop), "", 0
-        while at < len(text) and not until.stopped:
-            size = rng.randrange(1, 4)
-            shown += until.push(text[at : at + size])
-            at += size
-        assert until.stopped == bool(places)
-        whole = shown + until.end()
-        # pushed piece by piece, a stop that is complete earlier may win over one that begins before
-        assert whole == text[: min(places)] if places and len(stop) < 2 else text.startswith(whole)
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +50,6 @@ def text_of(address: str, **body: object) -> str:
 def post(address: str, content: object, path: str = "/v1/completions", **headers: str):
     headers = {"content-type": "application/json"} | headers
     return httpx.post(address + path, content=content, headers=headers, timeout=60)
-
-
-def error_of(answer: httpx.Response) -> dict:
-    return json.loads(answer.text.removeprefix("data: "))["error"]
 
 
 PAGE = ROOT / "docs/serving.md"
