@@ -37,14 +37,9 @@ def card(
     base_model: str | None = None,
     license: str | None = None,
 ) -> str:
-    """`README.md` of an adapter's repository: YAML for the hub, then text.
-
-    Args:
-        repo: its hub id, which the examples load.
-        hashes: SHA-256 of its files, by name.
-        base_model: hub id of the target, for an adapter whose target came from elsewhere.
-        license: an identifier of the hub's, such as "apache-2.0"; None names none.
-    """
+    """`README.md` of an adapter's repository `repo`, whose files have these SHA-256 by name: YAML
+    for the hub, then text. `base_model` is the hub id of a target that came from elsewhere,
+    `license` an identifier of the hub's, such as "apache-2.0"."""
     drafter = config.architecture.drafter
     is_on_hub = repo_fault(config.target) is None and not Path(config.target).exists()
     base_model = base_model or (config.target if is_on_hub else None)

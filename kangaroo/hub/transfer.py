@@ -51,13 +51,8 @@ class PushConfig:
 
 @dataclass
 class PullConfig:
-    """An adapter from the hub.
-
-    Args:
-        repo: the repository, USER/NAME.
-        output: the adapter's folder, which must not be there yet.
-        revision: branch, tag or commit; None is the repository's main branch.
-    """
+    """An adapter from the hub: of `repo` (USER/NAME) at a branch, tag or commit, `revision`, or on
+    its main branch; into the folder `output`, which must not be there yet."""
 
     repo: str
     output: str

@@ -12,14 +12,14 @@ from collections.abc import AsyncIterator, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from importlib import resources
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -37,6 +37,7 @@ from kangaroo.serving.protocol import Chat, Completion, StreamOptions
 from kangaroo.serving.scheduler import Scheduler
 from kangaroo.utils.errors import KangarooError
 
+PAGE = Path(__file__).with_name("page.html")  # to try it with
 DEFAULT_TOKENS = 512  # of an answer that is not limited by its request
 FAULTS = {  # how a job ends without its text
     FAILED: (500, "decoding has failed for this request; see the server's log."),
@@ -81,11 +82,6 @@ def faults(error: RequestValidationError, content_type: str | None) -> str:
     return "; ".join(dict.fromkeys(messages))
 
 
-async def page() -> str:
-    """A page to try it with."""
-    return (resources.files(__package__) / "page.html").read_text("utf-8")
-
-
 @dataclass
 class Server:
     """The routes, and what they share; `model` and `drafter` are names."""
@@ -117,7 +113,7 @@ class Server:
         app.get("/v1/models/{name:path}")(self.models)
         app.get("/health")(self.health)
         app.get("/metrics")(self.show_metrics)
-        app.get("/", response_class=HTMLResponse)(page)
+        app.get("/")(lambda: FileResponse(PAGE))
         return app
 
     async def health(self) -> Response:

@@ -27,14 +27,10 @@ class Closing(KangarooError):
 
 @dataclass
 class Event:
-    """A step of a job.
-
-    Args:
-        tokens: what was written; `accepted` of them, the first ones, of `drafted` draft tokens.
-        finish: how the job ended: "eos", "length", "stop", or one of this module; empty where it
-            goes on.
-        reused: of the first step, tokens of the prompt that were in the cache already.
-    """
+    """A step of a job: the tokens that were written, `accepted` of them, the first ones, of
+    `drafted` draft tokens. `finish` is how the job ended: "eos", "length", "stop", or one of this
+    module; empty where it goes on. Of the first step, so many tokens of the prompt were `reused`:
+    in the cache already."""
 
     tokens: list[int]
     accepted: int = 0

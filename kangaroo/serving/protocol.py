@@ -67,8 +67,7 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     """What a stream tells besides text: the counts of tokens, in a last part of their own; and with
-    every part those so far, as vLLM's servers do, which clients that measure ask for.
-    """
+    every part those so far, as vLLM's servers do, which clients that measure ask for."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False

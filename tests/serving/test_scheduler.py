@@ -94,7 +94,6 @@ def watched(engine: Engine, monkeypatch) -> list[tuple[int, bool, int]]:
 
 
 def test_nothing_is_drafted_while_prompts_wait_for_each_other(monkeypatch):
-    """Where rows are free for them; those that wait for a row do not stop drafting."""
     engine, rng = engine_of(target(), chunk=None), random.Random(8)
     seen = watched(engine, monkeypatch)
     jobs = [heard([rng.randrange(3, 250) for _ in range(9)], 30) for _ in range(8)]
@@ -303,8 +302,7 @@ def steps_guilty(engine: Engine) -> bool:
 CALLS: dict[str, Callable[[Engine, int, tuple], bool]] = {
     "match_prefix": lambda engine, number, given: given[2] == GUILTY,
     "shared": lambda engine, number, given: given[1] == GUILTY,
-    # when the row takes part in steps already
-    "write_first": lambda engine, number, given: (
+    "write_first": lambda engine, number, given: (  # when the row takes part in steps already
         given[0] is engine.batch and given[0].texts[given[1]] == GUILTY
     ),
     "step": lambda engine, number, given: steps_guilty(engine) and given[1],  # where it drafts
