@@ -24,13 +24,10 @@ COMMANDS = {
 
 
 def main(script: str = "") -> None:
-    """Run the command that the first words name; the rest is its own.
-
-    Args:
-        script: the first word, where a script such as `convert.py` stands for it.
-    """
+    """Run the command that the first words name, of which a `script` such as `convert.py` stands
+    for the first one; the rest is its own."""
     words = [*script.split(), *sys.argv[1:]]
-    if words[len(script.split()) :][:1] in ([], ["-h"], ["--help"]):
+    if sys.argv[1:2] in ([], ["-h"], ["--help"]):
         lines = [f"  {n:17}  {what}\n" for n, what in COMMANDS.items() if n.startswith(script)]
         sys.stdout.write(f"usage: kangaroo COMMAND [option=value ...]\n\n{''.join(lines)}")
         sys.stdout.write("\n`kangaroo COMMAND --help` lists a command's options.\n")

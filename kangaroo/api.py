@@ -50,8 +50,8 @@ def load(
             where number format or device matter.
         adapter: folder or hub id of what the drafter needs; None takes the model's own,
             `adapters/NAME` of the working folder or as shipped, or what training saved.
-        drafter: the method, by its name in `configs/drafter` with the settings that it has on the
-            command line, or its config, beside which there is neither `adapter` nor `settings`.
+        drafter: its name in `configs/drafter`, with the settings that it has on the command line;
+            or its config, beside which there is neither `adapter` nor `settings`.
         chat_template: name of a template in `models/templates`; None takes the model's own.
         settings: fields of the drafter's config, such as `steps` and `threshold`.
 
@@ -76,9 +76,7 @@ def load(
 def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> DrafterConfig:
     """What a name of `configs/drafter` stands for, as on the command line; a config stands for
     itself. `model` is the target's name, and drafters of a cascade are settings by name, too.
-
-    Errors: `ConfigError` for a name or a setting that is not known.
-    """
+    Errors: `ConfigError` for a name or a setting that is not known."""
     if isinstance(drafter, DrafterConfig):
         if settings:
             raise ConfigError(f"{', '.join(settings)} given beside drafter=; set it there.")
@@ -102,8 +100,7 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
             values[name] = value.replace("${model.name}", model)
     values |= settings
     for other in others:
-        if isinstance(other, dict):  # a part of a cascade
-            ((group, part),) = other.items()
+        for group, part in other.items() if isinstance(other, dict) else ():  # of a cascade
             name = group.partition("@")[2]
             values[name] = drafter_config(values.get(name, part), model, {})
     kind = classes("kangaroo.drafters", DrafterConfig)[schema.removesuffix("_schema")]
@@ -111,16 +108,14 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
 
 
 def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
-    """The dataclass with these fields, numbers of numpy as those of Python.
-
-    Errors: `ConfigError` for a field that it has not, or a value of another type.
-    """
+    """The dataclass with these fields, numbers of numpy as those of Python. Errors: `ConfigError`
+    for a field that it has not, or a value of another type."""
     hints, values = get_type_hints(kind), {}
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for name, value in settings.items():
         if name not in names:
-            known = f"{kind.__name__} has {', '.join(names)}"
-            raise ConfigError(f"there is no setting '{name}'; {known}.")
+            fix = f"{kind.__name__} has {', '.join(names)}"
+            raise ConfigError(f"there is no setting '{name}'; {fix}.")
         hint = hints[name]
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kinds = [get_origin(part) or part for part in parts]
@@ -183,10 +178,8 @@ class Model:
         batch, single = _listed(prompts)
         settings, stops = _sampling(sampling), _stops(stop)
         limits = build(Limits, {"max_new_tokens": max_new_tokens, "batch_size": batch_size})
-        requests = [
-            self._request(prompt, limits, stops, settings.seed + i)
-            for i, prompt in enumerate(batch)
-        ]
+        seeded = enumerate(batch, start=settings.seed)
+        requests = [self._request(prompt, limits, stops, seed) for seed, prompt in seeded]
         rows = limits.batch_size or max(len(requests), 1)
         done = dict(self.engine.completions(requests, settings, rows))
         texts = [plain_text(self.tokenizer, done[i].tokens) for i in range(len(requests))]
@@ -216,8 +209,8 @@ def _listed(prompts: Any) -> tuple[list[Any], bool]:
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         return [prompts], True
     parts = list(prompts)
-    single = any(isinstance(part, Mapping) for part in parts)
-    return [parts] if single else parts, single
+    is_conversation = any(isinstance(part, Mapping) for part in parts)
+    return ([parts], True) if is_conversation else (parts, False)
 
 
 def _conversation(prompt: Any) -> list[Message]:

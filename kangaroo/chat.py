@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling
@@ -42,14 +41,11 @@ def questions(console: Console) -> Iterator[str]:
 
 def summary(generation: Generation) -> str:
     """One line on an answer: its length, its speed, and tokens per forward of the target."""
-    count, steps = len(generation.tokens), len(generation.steps)
-    drafted = sum(step.drafted for step in generation.steps)
-    accepted = sum(step.accepted for step in generation.steps)
+    count, steps = len(generation.tokens), generation.steps
+    drafted, accepted = sum(x.drafted for x in steps), sum(x.accepted for x in steps)
     share = f", {accepted} of {drafted} draft tokens accepted" if drafted else ""
-    return (
-        f"{count} tokens, {count / generation.seconds:.1f} tokens/s, "
-        f"compression rate {count / steps:.2f}{share}"
-    )
+    speed = f"{count} tokens, {count / generation.seconds:.1f} tokens/s"
+    return f"{speed}, compression rate {count / len(steps):.2f}{share}"
 
 
 def chat(
@@ -60,10 +56,8 @@ def chat(
     console: Console,
     questions: Iterator[str],
 ) -> None:
-    """Answer each question as a turn of one conversation; an empty question begins a new one.
-
-    Ctrl-C stops an answer. A question that was stopped, is too long, or is no text is not kept.
-    """
+    """Answer each question as a turn of one conversation; an empty question begins a new one, and
+    Ctrl-C stops an answer. A question that was stopped, is too long, or is no text is not kept."""
     beginning = [] if config.system is None else [Message(role="system", content=config.system)]
     messages, batch = list(beginning), None
     for question in questions:
@@ -75,28 +69,22 @@ def chat(
         try:
             prompt, limit = prompt_ids(tokenizer, messages), config.max_new_tokens
             engine.check(Request(prompt, limit))
-            batch = _roomy(engine, batch, len(prompt) + limit, sampling)
+            longest = len(prompt) + limit
+            if batch is None or batch.longest < longest:
+                # with room for as many again, since in a new one everything has to be read again
+                batch = engine.open(1, max(longest, min(2 * longest, engine.lm.context)), sampling)
             stream = engine.stream(prompt, limit, sampling, batch=batch)
             for text, drafted in pieces(iter(stream), tokenizer):
                 shown = Text(text, style="green" if drafted else "")
                 console.print(shown, end="", soft_wrap=True)
         except PromptError as error:
-            explained = f"{error} (an empty line begins a new conversation)"
-            console.print(explained, style="red", markup=False)
+            fix = "(an empty line begins a new conversation)"
+            console.print(f"{error} {fix}", style="red", markup=False)
             messages.pop()
         except KeyboardInterrupt:
             console.print("\n(stopped)", style="dim")
             messages.pop()
         else:
-            answer = stream.generation
-            text = plain_text(tokenizer, answer.tokens)
+            text = plain_text(tokenizer, stream.generation.tokens)
             messages.append(Message(role="assistant", content=text))
-            console.print(f"\n[{summary(answer)}]", style="dim", markup=False)
-
-
-def _roomy(engine: Engine, batch: Batch | None, longest: int, sampling: Sampling) -> Batch:
-    """The conversation's batch, if it has room for so many tokens; or a new one, with room for as
-    many again, since there everything has to be read again."""
-    if batch is not None and batch.longest >= longest:
-        return batch
-    return engine.open(1, max(longest, min(2 * longest, engine.lm.context)), sampling)
+            console.print(f"\n[{summary(stream.generation)}]", style="dim", markup=False)

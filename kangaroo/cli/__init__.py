@@ -1,7 +1,6 @@
 """The commands; with `cli/schema.py`, their types, `cli/command.py` alone knows Hydra."""
 
-from kangaroo.cli.decoding import chat, serve, speed, tune
-from kangaroo.cli.evaluating import evaluate
+from kangaroo.cli.decoding import chat, evaluate, serve, speed, tune
 from kangaroo.cli.preparing import (
     convert_export,
     convert_import,

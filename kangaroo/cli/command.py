@@ -118,9 +118,7 @@ def plain(config: Any) -> dict[str, Any]:
 
 def varied(drafter: DrafterConfig, options: dict[str, list[Any]]) -> dict[str, DrafterConfig]:
     """A drafter with every combination of values of its options, by its name and these values.
-
-    Errors: `ConfigError` for an option that it does not have, or a value that it does not take.
-    """
+    Errors: `ConfigError` for an option that it does not have, or a value that it does not take."""
     drafters = {}
     for values in itertools.product(*options.values()):
         chosen = dict(zip(options, values, strict=True))
@@ -129,6 +127,7 @@ def varied(drafter: DrafterConfig, options: dict[str, list[Any]]) -> dict[str, D
             merged = OmegaConf.merge(OmegaConf.structured(drafter), chosen)
             drafters[name] = cast(DrafterConfig, OmegaConf.to_object(merged))
         except OmegaConfBaseException as error:
-            told = f"variants={options} for drafter={drafter.name}: {str(error).splitlines()[0]}."
-            raise ConfigError(told) from error
+            problem = str(error).splitlines()[0]
+            fault = f"variants={options} for drafter={drafter.name}: {problem}."
+            raise ConfigError(fault) from error
     return drafters

@@ -1,6 +1,5 @@
-"""`convert`: adapters from other software, for other software, to the hub and from it; and
-`prepare`: what some drafters need besides an adapter, and questions.
-"""
+"""`convert`: adapters from other software, for it, to the hub and from it; `prepare`: what some
+drafters need besides an adapter, and questions."""
 
 from __future__ import annotations
 
@@ -9,15 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 from kangaroo.api import load_target
+from kangaroo.cli import schema
 from kangaroo.cli.command import command
-from kangaroo.cli.schema import (
-    DatastoreCommand,
-    ExportCommand,
-    ImportCommand,
-    LayersCommand,
-    Layout,
-    SplitCommand,
-)
 from kangaroo.data import store
 from kangaroo.data.filters import list_reasons
 from kangaroo.data.reading import Source, split
@@ -37,7 +29,7 @@ VLLM_THRESHOLD = 0.6  # the paper's: vLLM does not learn when a draft pays
 
 
 @command()
-def convert_import(config: ImportCommand) -> None:
+def convert_import(config: schema.ImportCommand) -> None:
     """Turn a checkpoint of the authors' code into an adapter, without the target's weights."""
     lm, folder = meta_model(config.model), Path(config.output)
     if (folder / adapter_files.WEIGHTS).exists():
@@ -52,10 +44,10 @@ def convert_import(config: ImportCommand) -> None:
 
 
 @command()
-def convert_export(config: ExportCommand) -> None:
+def convert_export(config: schema.ExportCommand) -> None:
     """Write an adapter for other software; only a draft model needs the target's weights."""
     source, output = config.source, Path(config.output)
-    if config.to is Layout.draft_model:
+    if config.to is schema.Layout.draft_model:
         export.save(source, config.model, output)
         log.info("%s is a checkpoint: a draft model for vLLM, SGLang and transformers", output)
         target = options_of(config.model.path, config.model.name)
@@ -69,12 +61,11 @@ def convert_export(config: ExportCommand) -> None:
 @command()
 def convert_push(config: PushConfig) -> None:
     """Upload an adapter, or show what would be."""
-    address = transfer.push(config)
-    if address is None:
+    if address := transfer.push(config):
+        log.info("uploaded: %s", address)
+    else:
         names = ", ".join(sorted(file.name for file in Path(config.output).iterdir()))
         log.info("%s holds what would be uploaded to %s: %s", config.output, config.repo, names)
-    else:
-        log.info("uploaded: %s", address)
 
 
 @command()
@@ -86,7 +77,7 @@ def convert_pull(config: PullConfig) -> None:
 
 
 @command()
-def prepare_datastore(config: DatastoreCommand) -> None:
+def prepare_datastore(config: schema.DatastoreCommand) -> None:
     """Make a finished dataset and text files searchable."""
     datastore.check_installed()  # told before hours of writing data
     lm, tokenizer = load_target(config.model)
@@ -103,7 +94,7 @@ def prepare_datastore(config: DatastoreCommand) -> None:
 
 
 @command()
-def prepare_layers(config: LayersCommand) -> None:
+def prepare_layers(config: schema.LayersCommand) -> None:
     """Search a subset of layers on the data's end, and write it."""
     lm, tokenizer = load_target(config.model)
     config.data.make(lm, tokenizer)
@@ -114,7 +105,7 @@ def prepare_layers(config: LayersCommand) -> None:
 
 
 @command()
-def prepare_split(config: SplitCommand) -> None:
+def prepare_split(config: schema.SplitCommand) -> None:
     """Split questions into some to learn from and some to measure on."""
     unreadable = Counter[str]() if config.skip_bad else None
     parts = split(Source(config.source), config.held, config.seed, unreadable)

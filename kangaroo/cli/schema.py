@@ -1,7 +1,5 @@
 """What can be written on the command line: each command's groups and fields, by their dataclasses.
-
-Every component brings a dataclass; here they become Hydra's types, so a mistyped key or a wrong
-type is refused before anything is loaded.
+They become Hydra's types, so a mistyped key or a wrong type is refused before anything is loaded.
 """
 
 from __future__ import annotations
@@ -69,9 +67,7 @@ class DraftingCommand:
 
 @dataclass
 class EvaluateCommand(DraftingCommand, EvaluateConfig):
-    """`evaluate.py`: a target, a drafter, and what they are asked; or finished results that a page
-    is made of.
-    """
+    """`evaluate.py`: a target, a drafter, what they are asked; or a page of finished results."""
 
     output: str = MISSING
     variants: dict[str, list[Any]] = field(default_factory=dict)  # values of the drafter's options
@@ -206,10 +202,11 @@ def register() -> None:
     for group, types in choices.items():
         for name, kind in types.items():
             store(group=group, name=name, node=kind)
-    for resolver in (bench_name, fitting, hardware_here, draft_model_of):
-        OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
-    OmegaConf.register_new_resolver("overrides", named_by, replace=True)
-    OmegaConf.register_new_resolver("if", lambda x, a, b: b if x is None else a, replace=True)
+    functions: tuple[Any, ...] = bench_name, fitting, hardware_here, draft_model_of
+    resolvers = {function.__name__: function for function in functions}
+    resolvers |= {"overrides": named_by, "if": lambda x, a, b: b if x is None else a}
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
     for command in ("convert", "prepare"):  # whose second word says which section is theirs
         for action, config in sections(f"{command}.yaml").items():
             store(name=f"{command}_{action}", node=config)

@@ -37,8 +37,7 @@ SLOW_BFLOAT16 = (
 @command(shared=True, goes_on=True)
 def train(config: TrainCommand) -> float | None:
     """Say what a training takes; let the target write its data, train adapters on it, and save
-    them. Returns the best held-out compression rate.
-    """
+    them. Returns the best held-out compression rate."""
     in_group(config.logger, config.model.name)
     with join() as ranks:
         backend.check(config.trainer, ranks)
@@ -81,10 +80,7 @@ def check_format(model: ModelConfig, muon: bool = False) -> None:
 
 def say_what_it_takes(config: TrainCommand, ranks: Ranks, holds_out: bool = True) -> None:
     """Log what the run takes on the devices that it finds; `holds_out` is false where it only
-    writes the data.
-
-    Errors: `ConfigError` where it cannot fit, or would hold out all that there is.
-    """
+    writes the data. Errors: `ConfigError` where it cannot fit, or would hold out all there is."""
     lm, recipes = meta_model(config.model), [config.adapter, *config.more.values()]
     parts = config.model, config.data, config.trainer, ranks.world
     for line in foresee(lm, recipes, *parts, holds_out):
@@ -94,21 +90,16 @@ def say_what_it_takes(config: TrainCommand, ranks: Ranks, holds_out: bool = True
 
 def _target_with_data(config: TrainCommand, ranks: Ranks) -> TargetModel:
     """The target, once the data is there."""
-    # a sharded target goes to the GPUs part by part, just before training
-    whole = not config.trainer.shard_target
-    lm, tokenizer = load_target(
-        config.model if whole else replace(config.model, device="cpu", device_map=None)
-    )
+    model = config.model
+    if config.trainer.shard_target:  # it goes to the GPUs part by part, just before training
+        model = replace(model, device="cpu", device_map=None)
+    lm, tokenizer = load_target(model)
     config.data.make(lm, tokenizer, ranks)
     ranks.wait()
     about = store.about(Path(config.data.path))
     counts = (about[name] for name in ("conversations", "tokens", "assistant_tokens"))
     log.info("%d conversations, %d tokens, %d of the assistant, from %s", *counts, config.data.path)
     return lm
-
-
-def _rate(numbers: dict[str, float]) -> float:
-    return numbers["compression_rate"]
 
 
 def _report(folder: Path, model: ModelConfig, tracker: NoTracker) -> dict[str, float]:

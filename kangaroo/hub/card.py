@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from jinja2 import ChainableUndefined, Environment
+from jinja2 import ChainableUndefined, Template
 
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.heads.adapter_files import AdapterConfig
@@ -37,16 +37,12 @@ def card(
     base_model: str | None = None,
     license: str | None = None,
 ) -> str:
-    """`README.md` of an adapter's repository: YAML for the hub, then text.
-
-    Args:
-        repo: its hub id, which the examples load.
-        hashes: SHA-256 of its files, by name.
-        base_model: hub id of the target, for an adapter whose target came from elsewhere.
-        license: an identifier of the hub's, such as "apache-2.0"; None names none.
-    """
+    """`README.md` of an adapter's repository `repo`, whose files have these SHA-256 by name: YAML
+    for the hub, then text. `base_model` is the hub id of a target that came from elsewhere,
+    `license` an identifier of the hub's, such as "apache-2.0"."""
     drafter = config.architecture.drafter
-    base_model = base_model or (config.target if _is_hub_id(config.target) else None)
+    is_on_hub = repo_fault(config.target) is None and not Path(config.target).exists()
+    base_model = base_model or (config.target if is_on_hub else None)
     model = options_of(config.target).get("model") or base_model or UNKNOWN_MODEL
     # a folder of somebody's machine: its last part alone says something to others
     target = f"`{Path(config.target).name}`"
@@ -59,12 +55,14 @@ def card(
         base_model_relation=base_model and "adapter",
         license=license,
     )
-    environment = Environment(
-        undefined=ChainableUndefined, trim_blocks=True, keep_trailing_newline=True
+    template = Template(
+        TEMPLATE.read_text("utf-8"),
+        undefined=ChainableUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
     )
-    environment.filters["words"] = _words
     kind = {"kind": config.architecture.kind()}
-    return environment.from_string(TEMPLATE.read_text("utf-8")).render(
+    return template.render(
         front_matter=front_matter.to_yaml(),
         config=asdict(config) | {"architecture": kind | asdict(config)["architecture"]},
         repo=repo,
@@ -85,26 +83,24 @@ def measure(model: str, drafter: str, repo: str) -> str:
     return command_line("evaluate", **target, drafter=drafter, drafter__adapter=repo, bench="demo")
 
 
-def _is_hub_id(name: str) -> bool:
-    """Whether this may name a user's repository on the hub, and is no folder here."""
+def repo_fault(name: str) -> str | None:
+    """What is wrong with the name of a user's repository on the hub; None where nothing is."""
     try:
         validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return "/" in name and not Path(name).exists()
+    except HFValidationError as error:
+        return str(error)
+    return None if "/" in name else "the user is missing."
 
 
-def _words(settings: Any) -> str:
-    """Plain settings in a line, without those that say nothing; a text as it is."""
-    if not isinstance(settings, dict):
-        return str(settings or "")
-    plain = {k: v for k, v in settings.items() if v is not None and not isinstance(v, dict)}
-    return ", ".join(f"{name}={value}" for name, value in plain.items())
-
-
-def _table(facts: Sequence[tuple[str, Any]]) -> str:
-    """A row for each that is known."""
-    rows = [{"": name, " ": str(value)} for name, value in facts if value]
+def _table(facts: list[tuple[str, Any]]) -> str:
+    """A row for each that is known; of settings that are plain and say something, in a line."""
+    rows = []
+    for name, fact in facts:
+        if isinstance(fact, dict):
+            plain = {k: v for k, v in fact.items() if v is not None and not isinstance(v, dict)}
+            fact = ", ".join(f"{k}={v}" for k, v in plain.items())
+        if fact:
+            rows.append({"": name, " ": str(fact)})
     return tables.markdown(rows) if rows else ""
 
 

@@ -10,22 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,  # a connection that fails, as the hub's client raises it
-)
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import CONFIG, VOCABULARY, WEIGHTS, AdapterConfig
-from kangaroo.hub.card import card
+from kangaroo.hub.card import card, repo_fault
 from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
 from kangaroo.utils.folders import new_folder, of_project
 
 CARD, SUMS = "README.md", "SHA256SUMS"
-# what is sent of an adapter's folder
-FILES = (WEIGHTS, CONFIG, VOCABULARY)
+FILES = (WEIGHTS, CONFIG, VOCABULARY)  # what is sent of an adapter's folder
 # what transformers' `generate(custom_generate=...)` looks for, taken from integrations/transformers
 CODE, CODE_FILES = "custom_generate", ("generate.py", "requirements.txt")
 
@@ -57,13 +51,8 @@ class PushConfig:
 
 @dataclass
 class PullConfig:
-    """An adapter from the hub.
-
-    Args:
-        repo: the repository, USER/NAME.
-        output: the adapter's folder, which must not be there yet.
-        revision: branch, tag or commit; None is the repository's main branch.
-    """
+    """An adapter from the hub: of `repo` (USER/NAME) at a branch, tag or commit, `revision`, or on
+    its main branch; into the folder `output`, which must not be there yet."""
 
     repo: str
     output: str
@@ -71,11 +60,9 @@ class PullConfig:
 
 
 def check(folder: Path) -> AdapterConfig:
-    """What a complete adapter says of itself; every byte of it has been read.
-
-    Errors: `AdapterNotFound` where a file is missing, `CorruptFile` where one cannot be read, or
-    holds other weights than config.json says.
-    """
+    """What a complete adapter says of itself; every byte of it has been read. Errors:
+    `AdapterNotFound` where a file is missing, `CorruptFile` where one cannot be read, or holds
+    other weights than config.json says."""
     config = adapter_files.read_config(str(folder))
     weights = sum(tensor.numel() for tensor in adapter_files.read_weights(folder).values())
     if weights != config.parameters:
@@ -90,16 +77,12 @@ def check(folder: Path) -> AdapterConfig:
 
 def prepare(config: PushConfig) -> Path:
     """The folder that is uploaded: the adapter's files, `README.md`, `SHA256SUMS`, and `CODE`.
-    Errors: `ConfigError` for a name that the hub would refuse, or other files there; as `check`.
-    """
-    _check_repo(config.repo)
-    if config.base_model is not None:
-        _check_repo(config.base_model, "base_model")
+    Errors: `ConfigError` for a name that the hub would refuse, or other files there; as `check`."""
+    _check_repos(repo=config.repo, base_model=config.base_model)
     source, output = adapter_files.find(config.source), Path(config.output)
     described = check(source)
     names = [name for name in FILES if (source / name).is_file()]
-    expected = {*FILES, CARD, SUMS, CODE}
-    strangers = {file.name for file in output.glob("*")} - expected
+    strangers = {file.name for file in output.glob("*")} - {*FILES, CARD, SUMS, CODE}
     if strangers or output.resolve() == source.resolve():
         what = f"holds {min(strangers)}" if strangers else "is the adapter's own folder"
         raise ConfigError(f"output='{output}' {what}; pass output= a folder of its own.")
@@ -118,9 +101,7 @@ def prepare(config: PushConfig) -> Path:
 
 def push(config: PushConfig) -> str | None:
     """Upload an adapter with its card in one commit, whose address is returned; None of a dry run.
-
-    Errors: those of `prepare`; `HubError` where the hub cannot be reached or refuses.
-    """
+    Errors: those of `prepare`; `HubError` where the hub cannot be reached or refuses."""
     folder = prepare(config)
     if config.dry_run:
         return None
@@ -139,12 +120,10 @@ def push(config: PushConfig) -> str | None:
 
 
 def pull(config: PullConfig) -> AdapterConfig:
-    """Fetch an adapter into a folder that appears whole or not at all, and say what it is.
-
-    Errors: `ConfigError` for a folder that is there, or a name that is none; those of `check`, for
-    what is no adapter; `HubError` where the hub cannot be reached or refuses.
-    """
-    _check_repo(config.repo)
+    """Fetch an adapter into a folder that appears whole or not at all, and say what it is. Errors:
+    `ConfigError` for a folder that is there, or a name that is none; those of `check`, for what is
+    no adapter; `HubError` where the hub cannot be reached or refuses."""
+    _check_repos(repo=config.repo)
     with new_folder(Path(config.output)) as folder:
         with _explained(f"'{config.repo}' was not fetched"):
             # through the hub's cache, where what breaks off goes on
@@ -176,12 +155,8 @@ def _explained(what: str) -> Iterator[None]:
         raise HubError(f"{what}: {reason}. ({line})") from error
 
 
-def _check_repo(name: str, option: str = "repo") -> None:
-    try:
-        validate_repo_id(name)
-        if "/" not in name:
-            raise HFValidationError("the user is missing.")
-    except HFValidationError as error:
-        raise ConfigError(
-            f"{option}='{name}' is no name of a repository: {error} Write USER/NAME."
-        ) from error
+def _check_repos(**names: str | None) -> None:
+    for option, name in names.items():
+        if name is not None and (fault := repo_fault(name)):
+            problem = f"{option}='{name}' is no name of a repository: {fault} Write USER/NAME."
+            raise ConfigError(problem)

@@ -7,7 +7,8 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -22,32 +23,20 @@ from kangaroo.serving.scheduler import Scheduler
 
 
 @dataclass
-class Piece:
-    """Text of a choice that can be shown.
-
-    Args:
-        drafted: how many of its characters, its first ones, came with accepted draft tokens.
-        finish: as OpenAI calls it, or how the job ended otherwise; empty where it goes on.
-    """
-
-    choice: int
-    text: str
-    drafted: int = 0
-    finish: str = ""
-
-
-@dataclass
 class AnswerChoice:
-    """One of the texts of an answer, as it grows."""
+    """One of the texts of an answer, as it grows; `finish` is as OpenAI calls it, or how the job
+    ended otherwise."""
 
     index: int
     pieces: Pieces
     until: UntilStop
     text: str = ""
     finish: str = ""
+    streamed: bool = False
 
-    def push(self, event: Event) -> Piece:
-        """What a step adds that can be shown."""
+    def push(self, event: Event) -> tuple[str, int]:
+        """What a step adds that can be shown, and how many of its characters, its first ones, came
+        with accepted draft tokens."""
         drafted = shown = ""
         for i, token in enumerate(event.tokens):
             text = self.until.push(self.pieces.push(token))
@@ -55,15 +44,16 @@ class AnswerChoice:
             if i < event.accepted:
                 drafted += text
         if event.finish:
-            self.finish = "stop" if event.finish == "eos" else event.finish  # as OpenAI calls it
+            self.finish = "stop" if event.finish == "eos" else event.finish
             shown += self.until.push(self.pieces.end()) + self.until.end()
         self.text += shown
-        return Piece(self.index, shown, len(drafted), self.finish)
+        return shown, len(drafted)
 
 
 @dataclass
 class Answer:
-    """The texts that a request gets, step by step; begun when it is made.
+    """The texts that a request gets, step by step, and how they are written down: as OpenAI's
+    objects of a chat or of a completion. It begins when it is made.
 
     Errors: those of `Scheduler.submit`.
     """
@@ -71,10 +61,10 @@ class Answer:
     scheduler: Scheduler
     tokenizer: PreTrainedTokenizerBase
     requests: Sequence[Request]
-    deadline: float | None
+    deadline: float
     metrics: Metrics
-    usage: Usage = field(init=False)
-    choices: list[AnswerChoice] = field(init=False)
+    model: str
+    is_chat: bool
 
     def __post_init__(self) -> None:
         self.usage = Usage(len(self.requests[0].prompt))
@@ -82,80 +72,65 @@ class Answer:
             AnswerChoice(i, Pieces(self.tokenizer), UntilStop(request.stop))
             for i, request in enumerate(self.requests)
         ]
+        kind = "chatcmpl" if self.is_chat else "cmpl"
+        self.id, self.created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
         loop, self.events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
         def tell(index: int, event: Event) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
+            loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
 
         self.jobs = [
-            Job(request, lambda event, i=i: tell(i, event), self.deadline)  # type: ignore[misc]
-            for i, request in enumerate(self.requests)
+            Job(request, partial(tell, i), self.deadline) for i, request in enumerate(self.requests)
         ]
         self.scheduler.submit(*self.jobs)
 
-    async def steps(self) -> AsyncGenerator[Piece, None]:
-        """What can be shown after each step, timed, until all texts have ended."""
+    async def steps(self) -> AsyncGenerator[tuple[AnswerChoice, str, int], None]:
+        """What can be shown of a choice after each step, timed, until all texts have ended."""
         histogram, last = self.metrics.first, time.perf_counter()
         while any(not choice.finish for choice in self.choices):
             index, event = await self.events.get()
             self.usage.add(index, event)
-            piece, now = self.choices[index].push(event), time.perf_counter()
+            shown, now = self.choices[index].push(event), time.perf_counter()
             histogram.observe(now - last)
             histogram, last = self.metrics.step, now
-            yield piece
+            yield self.choices[index], *shown
+
+    def cancel(self) -> None:
+        """Nobody will read the texts."""
+        for job in self.jobs:
+            job.cancelled = True
 
     def end(self) -> None:
-        """End the texts that nobody will read, and count what was written."""
-        for job, choice in zip(self.jobs, self.choices, strict=True):
-            if not choice.finish:
-                self.scheduler.cancel(job)
+        """Whatever has become of it; what was written is counted."""
+        self.cancel()
         self.metrics.ended(self.usage)
 
-
-@dataclass
-class Form:
-    """How an answer is written down: OpenAI's object of a chat or of a completion."""
-
-    model: str
-    is_chat: bool
-
-    def __post_init__(self) -> None:
-        kind = "chatcmpl" if self.is_chat else "cmpl"
-        self.id, self.created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
-
-    def _object(
-        self, chat: str, choices: list[dict[str, Any]], usage: Usage | None
-    ) -> dict[str, Any]:
-        kind = chat if self.is_chat else "text_completion"
-        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        counts: dict[str, Any] = {}
-        if usage:
-            metrics = {"speculative_decoding": usage.drafts.as_json()}
-            counts = {"usage": usage.as_json(), "metrics": metrics}
-        return head | {"choices": choices} | counts
-
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """All choices."""
         choices = []
-        for choice in answer.choices:
+        for choice in self.choices:
             message = {"role": "assistant", "content": choice.text, "refusal": None}
             text = {"message": message} if self.is_chat else {"text": choice.text}
             head = {"index": choice.index, "logprobs": None, "finish_reason": choice.finish}
             choices.append(head | text)
-        return self._object("chat.completion", choices, answer.usage)
+        return self._object("chat.completion", choices, counted=True)
 
-    def part(self, piece: Piece, first: bool, usage: Usage | None) -> dict[str, Any]:
+    def part(self, choice: AnswerChoice, text: str, drafted: int, counted: bool) -> dict[str, Any]:
         """What a step adds to a stream; with the counts so far, if they are wanted."""
-        delta = ({"role": "assistant"} if first else {}) | {"content": piece.text}
-        text = {"delta": delta} if self.is_chat else {"text": piece.text}
-        head = {"index": piece.choice, "logprobs": None, "drafted": piece.drafted}
-        choice = head | {"finish_reason": piece.finish or None} | text
-        return self._object("chat.completion.chunk", [choice], usage)
+        delta = ({} if choice.streamed else {"role": "assistant"}) | {"content": text}
+        choice.streamed = True
+        part: dict[str, Any] = {"delta": delta} if self.is_chat else {"text": text}
+        part |= {"index": choice.index, "logprobs": None, "drafted": drafted}
+        return self.chunk([part | {"finish_reason": choice.finish or None}], counted)
 
-    def last(self, usage: Usage) -> dict[str, Any]:
-        """What a stream ends with where its counts are wanted."""
-        return self._object("chat.completion.chunk", [], usage)
+    def chunk(self, choices: list[dict[str, Any]], counted: bool) -> dict[str, Any]:
+        """A part of a stream."""
+        return self._object("chat.completion.chunk", choices, counted)
+
+    def _object(self, chat: str, choices: list[dict[str, Any]], counted: bool) -> dict[str, Any]:
+        kind = chat if self.is_chat else "text_completion"
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return head | {"choices": choices} | (self.usage.as_json() if counted else {})
 
 
 def event(content: dict[str, Any]) -> str:

@@ -37,8 +37,8 @@ class Usage:
         self.cached += 0 if index else event.reused
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's `usage`, with what became of drafts."""
-        return {
+        """OpenAI's `usage`, and by vLLM's names what became of drafts."""
+        usage = {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
@@ -49,6 +49,7 @@ class Usage:
             },
             "rounds": self.rounds,
         }
+        return {"usage": usage, "metrics": {"speculative_decoding": self.drafts.as_json()}}
 
 
 class Metrics:

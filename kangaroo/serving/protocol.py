@@ -8,17 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kangaroo.models.prompts import content_text, whole
 from kangaroo.utils.ranges import MOST, SEEDS
@@ -27,11 +17,6 @@ MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 16, 16, 256
 
 Text = Annotated[str, AfterValidator(whole)]
 Stop = Annotated[str, Field(max_length=LONGEST_STOP, min_length=1), AfterValidator(whole)]
-
-
-def listed(stop: Any) -> Any:
-    """One string is a list of one."""
-    return [stop] if isinstance(stop, str) else stop
 
 
 def harmless_values(*groups: tuple[str, list[Any]]) -> dict[str, list[Any]]:
@@ -60,7 +45,7 @@ IGNORED = {"user", "store", "metadata", "service_tier", "safety_identifier", "pr
 class Strict(BaseModel):
     """An object of a request: null is as good as left out."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     nothing: ClassVar[dict[str, list[Any]]] = {}  # fields not served, and values that are harmless
     ignored: ClassVar[set[str]] = set()  # fields that change no answer
 
@@ -82,11 +67,10 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     """What a stream tells besides text: the counts of tokens, in a last part of their own; and with
-    every part those so far, as vLLM's servers do, which clients that measure ask for.
-    """
+    every part those so far, as vLLM's servers do, which clients that measure ask for."""
 
-    include_usage: StrictBool = False
-    continuous_usage_stats: StrictBool = False
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class TextRequest(Strict):
@@ -94,18 +78,20 @@ class TextRequest(Strict):
 
     nothing, ignored = NOTHING, IGNORED
     model: str | None = None
-    max_tokens: StrictInt | None = Field(default=None, ge=1)
-    temperature: StrictFloat = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)
-    top_p: StrictFloat = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
-    top_k: StrictInt = Field(default=0, ge=0, le=MOST)
-    n: StrictInt = Field(default=1, ge=1, le=MOST_CHOICES)
-    seed: StrictInt | None = Field(default=None, ge=-SEEDS, lt=SEEDS)
-    stop: Annotated[list[Stop], Field(max_length=MOST_STOPS), BeforeValidator(listed)] = Field(
-        default_factory=list
-    )
-    stream: StrictBool = False
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
+    top_k: int = Field(default=0, ge=0, le=MOST)
+    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
+    seed: int | None = Field(default=None, ge=-SEEDS, lt=SEEDS)
+    stop: Annotated[
+        list[Stop],
+        Field(max_length=MOST_STOPS),
+        BeforeValidator(lambda x: [x] if isinstance(x, str) else x),
+    ] = Field(default_factory=list)
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    ignore_eos: StrictBool = False
+    ignore_eos: bool = False
 
     @model_validator(mode="after")
     def with_seeds_for_all_choices(self) -> TextRequest:
@@ -118,7 +104,7 @@ class TextRequest(Strict):
 class Completion(TextRequest):
     """A request for text that goes on from a prompt: text, or token ids."""
 
-    prompt: Text | Annotated[list[StrictInt], Field(min_length=1)]
+    prompt: Text | Annotated[list[int], Field(min_length=1)]
 
 
 class TextPart(Strict):
@@ -147,4 +133,4 @@ class Chat(TextRequest):
     """A request for the next turn of a conversation."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: StrictInt | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)

@@ -17,16 +17,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import Request, StepRecord
+from kangaroo.engine.requests import Generation, Request, StepRecord
 from kangaroo.engine.sampling import Sampling
-from kangaroo.serving.jobs import FAILED, STOPPED, Busy, Closing, Event, Job
+from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Closing, Event, Job
 
 log = logging.getLogger(__name__)
 
@@ -36,37 +35,36 @@ PAUSE = 0.2  # seconds between two of them
 
 @dataclass
 class Scheduler:
-    """Decodes jobs as they come.
+    """Decodes jobs as they come, in a thread of its own, from when it is made.
 
     Args:
         max_batch_size: texts that are written at the same time.
         max_model_len: tokens of a text, prompt included.
         max_queue: jobs that wait for a row; one more is refused.
+
+    Attributes:
+        jobs: those that have not ended, as they came. Any thread adds some, under `changed`; all
+            else that becomes of them is the business of the thread that decodes.
+        idle: free rows, the one that was written longest ago first.
+        read_tokens, read_seconds: of prompts that have entered, and which that took.
+        failure: why nothing is decoded any more.
     """
 
     engine: Engine
     max_batch_size: int
     max_model_len: int
     max_queue: int
-    failure: str = ""
-    waiting: deque[Job] = field(default_factory=deque)
-    entering: list[Job] = field(default_factory=list)
-    running: list[Job] = field(default_factory=list)
-    read_tokens: int = 0  # of prompts that have entered
-    read_seconds: float = 0.0  # which that took
-    closing: bool = False
-    abandoning: bool = False
+    jobs: list[Job] = field(default_factory=list, init=False)
+    read_tokens: int = field(default=0, init=False)
+    read_seconds: float = field(default=0.0, init=False)
+    closing: bool = field(default=False, init=False)
+    failure: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        # free rows, the one that was written longest ago first
         self.idle = list(range(self.max_batch_size))
         self.changed = threading.Condition()
         self.thread = threading.Thread(target=self._run, name="decoding", daemon=True)
-
-    def start(self) -> Scheduler:
-        """Begin to decode, in a thread of its own."""
         self.thread.start()
-        return self
 
     @property
     def alive(self) -> bool:
@@ -76,8 +74,8 @@ class Scheduler:
     @property
     def load(self) -> dict[str, int]:
         """How many texts are written, enter, and wait."""
-        queues = {"running": self.running, "entering": self.entering, "waiting": self.waiting}
-        return {state: len(jobs) for state, jobs in queues.items()}
+        states = [job.state for job in list(self.jobs)]
+        return {state: states.count(state) for state in ("running", "entering", "waiting")}
 
     def check(self, request: Request) -> None:
         """Errors: `PromptError` for a request that can never be served."""
@@ -92,41 +90,26 @@ class Scheduler:
         with self.changed:
             if self.closing or not self.alive:
                 raise Closing(self.failure or "the server is shutting down.")
-            if len(self.waiting) + len(jobs) > self.max_queue:
+            if (waiting := self.load["waiting"]) + len(jobs) > self.max_queue:
                 raise Busy(
-                    f"{len(self.waiting)} requests wait already, and no more than "
-                    f"{self.max_queue} can. Try again later."
+                    f"{waiting} requests wait already, and no more than {self.max_queue} can. Try "
+                    "again later."
                 )
             for job in jobs:
                 job.arrived = time.monotonic()
-            self.waiting += jobs
+            self.jobs += jobs
             self.changed.notify()
 
-    def cancel(self, job: Job) -> None:
-        """End a job, whoever asked for it has gone."""
-        with self.changed:
-            job.cancelled = True
-            self.changed.notify()
-
-    def close(self, seconds: float) -> bool:
-        """Take no more jobs, and finish those that there are.
-
-        Returns whether that took no longer than so many seconds; what is left then is cancelled.
-        """
+    def close(self, seconds: float) -> None:
+        """Take no more jobs, and finish those that there are; cancel what is left after so many
+        seconds."""
         with self.changed:
             self.closing = True
             self.changed.notify()
         self.thread.join(seconds)
-        finished = not self.thread.is_alive()
-        with self.changed:
-            self.abandoning = True
-            self.changed.notify()
+        for job in list(self.jobs):
+            job.cancelled = True
         self.thread.join()
-        return finished
-
-    def _jobs(self) -> list[Job]:
-        """All there are; for the thread that decodes."""
-        return [*self.waiting, *self.entering, *self.running]
 
     def _run(self) -> None:
         try:
@@ -137,12 +120,10 @@ class Scheduler:
                     batch = self._open()
         except Exception as error:  # no job may wait for a thread that is gone
             log.exception("decoding has failed")
-            self.failure = f"decoding has failed: {type(error).__name__}: {error}"
             with self.changed:
-                jobs = self._jobs()
-            for job in jobs:
-                self._leave(job)
-                self._tell(job, Event([], finish=STOPPED))
+                self.failure = f"decoding has failed: {type(error).__name__}: {error}"
+            for job in list(self.jobs):
+                self._end(job, STOPPED)
 
     def _open(self) -> Batch:
         for _ in range(OPENINGS - 1):
@@ -156,20 +137,18 @@ class Scheduler:
     def _wait(self) -> bool:
         """Until there is something to do; false when there will be nothing more."""
         with self.changed:
-            while not self._jobs():
-                if self.closing:
-                    return False
-                self.changed.wait()
-        return True
+            self.changed.wait_for(lambda: self.jobs or self.closing)
+        return bool(self.jobs)
 
     def _round(self, batch: Batch) -> bool:
         """A part of a prompt and a step of all texts. Returns whether the batch is as it should be;
         when this has returned, nothing holds what an error's traceback did."""
         try:
-            self._drop(batch)
+            for job in list(self.jobs):
+                if job.cancelled or time.monotonic() > job.deadline:
+                    self._end(job, CANCELLED if job.cancelled else TIMEOUT, batch)
             self._enter(batch)
-            if self.running:
-                self._step(batch)
+            self._step(batch)
         except Exception:
             log.exception("a step has failed; each text goes on alone")
             return False
@@ -177,36 +156,27 @@ class Scheduler:
 
     def _suspect(self) -> None:
         """All jobs leave their rows, to go on alone. One that was alone is ended."""
-        jobs = [*self.running, *self.entering]
-        self.running.clear()
-        self.entering.clear()
-        self.idle = list(range(self.max_batch_size))
-        for job in reversed(jobs):
-            job.row = job.parts = job.generation = None
+        for job in [job for job in self.jobs if job.row is not None]:
             if job.suspect:
-                self._tell(job, Event([], finish=FAILED))
-                continue
-            job.suspect = True
-            with self.changed:
-                self.waiting.appendleft(job)
+                self._end(job, FAILED)
+            else:
+                self._leave(job)
+                job.suspect = True
 
     def _leave(self, job: Job) -> int | None:
-        """A job leaves the queue, or its row, which is returned: the batch has to stop that."""
+        """A job leaves its row, which is returned: the batch has to stop that."""
         row, job.row = job.row, None
         job.parts = job.generation = None
-        with self.changed:
-            for jobs in (self.entering, self.running, self.waiting):
-                if job in jobs:
-                    jobs.remove(job)
         if row is not None:
             self.idle.append(row)
         return row
 
-    def _end(self, batch: Batch, job: Job, why: str) -> None:
+    def _end(self, job: Job, why: str, batch: Batch | None = None) -> None:
         """A job ends before its text does."""
         row = self._leave(job)
+        self.jobs.remove(job)
         self._tell(job, Event([], finish=why))
-        if row is not None:
+        if batch is not None and row is not None:
             batch.stop(row)
 
     @contextmanager
@@ -216,115 +186,87 @@ class Scheduler:
             yield
         except Exception:
             log.exception("a request has failed")
-            self._end(batch, job, FAILED)
-
-    def _drop(self, batch: Batch) -> None:
-        """End the jobs that should end before their texts do."""
-        with self.changed:
-            if self.abandoning:
-                for job in self._jobs():
-                    job.cancelled = True
-            ended = [(job, job.over) for job in self._jobs() if job.over]
-        for job, why in ended:
-            self._end(batch, job, why)
+            self._end(job, FAILED, batch)
 
     def _readable(self) -> list[Job]:
         """Jobs whose prompts can be read now; a suspect is alone in the batch."""
-        with self.changed:
-            waiting = list(self.waiting)
-        suspects = [job for job in (*self.entering, *self.running, *waiting) if job.suspect]
-        if suspects:
-            return self.entering if self.entering or self.running else suspects[:1]
-        return [*self.entering, *(waiting if self.idle else [])]
+        jobs = list(self.jobs)
+        waiting = [job for job in jobs if job.state == "waiting"]
+        entering = [job for job in jobs if job.state == "entering"]
+        if suspects := [job for job in jobs if job.suspect]:
+            return entering if len(waiting) < len(jobs) else suspects[:1]
+        return entering + (waiting if self.idle else [])
 
     def _enter(self, batch: Batch) -> None:
         """A part of a prompt enters its row, if there is one that can be read."""
         due: dict[Job, float] = {}
         for job in self._readable():
             with self._blaming(batch, job):
-                due[job] = self._due(batch, job)
+                if job.due is None:  # by what prompts have taken so far
+                    unread = len(job.text) - self.engine.match_prefix(batch, 0, job.text)[1]
+                    seconds = self.read_seconds / max(self.read_tokens, 1)
+                    job.due = job.arrived + unread * seconds
+                due[job] = job.due
         if not due:
             return
         job = min(due, key=due.__getitem__)
         with self._blaming(batch, job):
-            if job.parts is None:
-                self._admit(batch, job)
-            assert job.parts is not None
+            parts = job.parts or self._admit(batch, job)
             try:
-                next(job.parts)
-                return
+                next(parts)
             except StopIteration as entered:
-                generation = job.generation = entered.value
-            job.parts = None
-            self.entering.remove(job)
-            self.running.append(job)
-            self.read_tokens += len(job.text) - generation.reused
-            self.read_seconds += generation.prefill_seconds
-            self._record(job, generation.steps[0])
+                generation: Generation = entered.value
+                job.generation = generation
+                self.read_tokens += len(job.text) - generation.reused
+                self.read_seconds += generation.prefill_seconds
+                self._record(job, generation, generation.steps[0])
 
-    def _due(self, batch: Batch, job: Job) -> float:
-        """When a job's first token is due, by what prompts have taken so far."""
-        if job.due is None:
-            _, cached = self.engine.match_prefix(batch, 0, job.text)
-            unread = len(job.text) - cached
-            job.due = job.arrived + unread * self.read_seconds / max(self.read_tokens, 1)
-        return job.due
-
-    def _admit(self, batch: Batch, job: Job) -> None:
-        """A job that waits takes a free row, and goes on from what it has written."""
-        row = self._row_for(batch, job.text)  # nobody who submits waits for this
+    def _admit(self, batch: Batch, job: Job) -> Generator[None, None, Generation]:
+        """A job that waits goes on from what it has written, in the free row of a text that it goes
+        on from; where there is none, in the one that was written longest ago, so that others may
+        still be gone on from. Returns the parts of its prompt."""
+        shared = {row: batch.shared(row, job.text) for row in self.idle}
+        row = max(shared, key=shared.__getitem__)
+        if 2 * shared[row] <= len(batch.texts[row]):
+            row = self.idle[0]
         request = replace(job.request, written=list(job.written))
         job.parts = self.engine.prefill_chunks(batch, row, request)
         job.row = row
         self.idle.remove(row)
-        self.entering.append(job)
-        with self.changed:
-            self.waiting.remove(job)
-
-    def _row_for(self, batch: Batch, text: list[int]) -> int:
-        """The free row of a text that this one goes on from; where there is none, the row that
-        was written longest ago, so that others may still be gone on from."""
-        shared = {row: batch.shared(row, text) for row in self.idle}
-        best = max(shared, key=shared.__getitem__)
-        return best if 2 * shared[best] > len(batch.texts[best]) else self.idle[0]
+        return job.parts
 
     def _step(self, batch: Batch) -> None:
         """One round of all texts. Nothing is drafted while a prompt enters, or waits though a row
         is free for it: with longer steps between the parts of prompts, first tokens would be later.
         A suspect drafts, since that may be what failed.
         """
-        suspect = self.running[0] if self.running[0].suspect else None
-        with self.changed:
-            prompts = bool(self.entering) or (bool(self.idle) and bool(self.waiting))
-        records = self.engine.step(batch, drafts=suspect is not None or not prompts)
-        for job in list(self.running):
-            assert job.row is not None and job.generation is not None
-            with self._blaming(batch, job):
-                self.engine.record(batch, job.row, records[job.row], job.request, job.generation)
-                self._record(job, records[job.row])
-        if suspect is not None:
-            self._acquit(batch, suspect)
-
-    def _acquit(self, batch: Batch, job: Job) -> None:
-        """A suspect has made a step alone; unless its text has ended, it waits for the others."""
-        job.suspect, row = False, job.row
-        if row is None or not any(other.suspect for other in self._jobs()):
+        running = [(job, job.generation) for job in self.jobs if job.state == "running"]
+        if not running:
             return
-        self._leave(job)
-        with self.changed:
-            self.waiting.appendleft(job)
-        batch.stop(row)
+        suspect = running[0][0] if running[0][0].suspect else None
+        load = self.load
+        prompts = load["entering"] or (self.idle and load["waiting"])
+        records = self.engine.step(batch, drafts=suspect is not None or not prompts)
+        for job, generation in running:
+            assert job.row is not None and generation is not None
+            with self._blaming(batch, job):
+                self.engine.record(batch, job.row, records[job.row], job.request, generation)
+                self._record(job, generation, records[job.row])
+        if suspect is not None:  # it has made a step alone
+            suspect.suspect, row = False, suspect.row
+            if row is not None and any(job.suspect for job in self.jobs):
+                self._leave(suspect)  # and waits for the others
+                batch.stop(row)
 
-    def _record(self, job: Job, record: StepRecord) -> None:
+    def _record(self, job: Job, generation: Generation, record: StepRecord) -> None:
         """A job hears of its step; where that was the last, its row is free."""
-        generation = job.generation
-        assert generation is not None
         reused = 0 if job.written else generation.reused
         job.written += record.tokens
         if generation.finish:
             self._leave(job)
-        tokens, finish = list(record.tokens), generation.finish
-        self._tell(job, Event(tokens, record.accepted, record.drafted, finish, reused))
+            self.jobs.remove(job)
+        step = record.tokens, record.accepted, record.drafted
+        self._tell(job, Event(*step, generation.finish, reused))
 
     def _tell(self, job: Job, event: Event) -> None:
         """Whoever cannot be told has gone."""

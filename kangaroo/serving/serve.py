@@ -23,21 +23,9 @@ from kangaroo.utils.folders import install
 log = logging.getLogger(__name__)
 
 
-def check_installed() -> None:
-    """Errors: `MissingPackage` where the extra `serve` is not installed."""
-    try:
-        import uvicorn  # noqa: F401
-
-        from kangaroo.serving import app  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise MissingPackage(f"a server needs '{error.name}': {install('serve')}.") from error
-
-
 def listen(config: ServeConfig) -> socket.socket:
-    """Where clients will be answered; who comes before that waits.
-
-    Errors: `ConfigError` where nothing can listen there.
-    """
+    """Where clients will be answered; who comes before that waits. Errors: `ConfigError` where
+    nothing can listen there."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         return socket.create_server((config.host, config.port), family=family, backlog=2048)
@@ -49,11 +37,8 @@ def listen(config: ServeConfig) -> socket.socket:
 
 
 def check_memory(lm: TargetModel, max_batch_size: int, max_model_len: int) -> None:
-    """Log what keys and values of so many texts of such a length take: they have their place from
-    the start.
-
-    Errors: `ConfigError` where they do not fit beside the model.
-    """
+    """Log what keys and values of so many texts of such a length take from the start. Errors:
+    `ConfigError` where they do not fit beside the model."""
     row = lm.new_cache(1, 1, lm.layer_devices).bytes() * max_model_len
     free = sum(map(memory.free, set(lm.layer_devices)))
     taken, left = f"{max_batch_size * row / 1e9:.1f} GB", f"{free / 1e9:.1f} GB"
@@ -70,30 +55,29 @@ def check_memory(lm: TargetModel, max_batch_size: int, max_model_len: int) -> No
 
 def serve(model: ModelConfig, drafter: DrafterConfig, config: ServeConfig) -> None:
     """Answer requests until the process is told to stop; then finish what runs. Who comes before
-    everything is loaded, and on a GPU recorded, waits.
+    everything is loaded, and on a GPU recorded, waits. Errors: `MissingPackage` without the extra
+    `serve`; `ConfigError` as above; what loading raises."""
+    try:
+        import uvicorn
 
-    Errors: `MissingPackage`; `ConfigError` where nothing can listen, or the texts take more memory
-    than there is; what loading raises.
-    """
-    check_installed()
-    import uvicorn
-
-    from kangaroo.serving.app import Server
+        from kangaroo.serving.app import Server
+    except ModuleNotFoundError as error:
+        raise MissingPackage(f"a server needs '{error.name}': {install('serve')}.") from error
 
     def loaded() -> tuple[Engine, PreTrainedTokenizerBase, int]:
         lm, tokenizer = load_target(model)
-        max_model_len = min(config.max_model_len or lm.context, lm.context)
-        check_memory(lm, config.max_batch_size, max_model_len)
+        longest = min(config.max_model_len or lm.context, lm.context)
+        check_memory(lm, config.max_batch_size, longest)
         engine = Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk, config.prefix_cache)
-        warm_up(engine, config.max_batch_size, max_model_len)
-        return engine, tokenizer, max_model_len
+        warm_up(engine, config.max_batch_size, longest)
+        return engine, tokenizer, longest
 
     listening = listen(config)
     # In a thread that ends, and its OpenMP threads with it: where a program has more of them than
     # there are processors, OpenMP puts those to sleep that wait for work.
     with ThreadPoolExecutor(1) as passing:
-        engine, tokenizer, max_model_len = passing.submit(loaded).result()
-    scheduler = Scheduler(engine, config.max_batch_size, max_model_len, config.max_queue).start()
+        engine, tokenizer, longest = passing.submit(loaded).result()
+    scheduler = Scheduler(engine, config.max_batch_size, longest, config.max_queue)
     host, port, *_ = listening.getsockname()
     options = uvicorn.Config(
         Server(scheduler, tokenizer, model.name, drafter.name, config).app(),

@@ -2,9 +2,7 @@
 
 import itertools
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import ROOT, talks
 from commands import python as run
-from composing import DRAFTERS, MODELS, composed
+from composing import DRAFTERS, composed
 from helpers import adapter_for, saved_adapter, tiny_target
 from omegaconf import OmegaConf
 
@@ -23,7 +21,6 @@ from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.drafters.rest import RestConfig
 from kangaroo.heads.adapter_files import WEIGHTS
-from kangaroo.models.loading import ModelConfig
 from kangaroo.utils.folders import sole_writer
 
 FEW = ["max_new_tokens=6", "question_every=40", "warmup=0"]
@@ -101,9 +98,7 @@ def test_a_folder_is_called_by_the_benchs_file(options, folder):
 
 
 def test_every_choice_of_a_group_composes():
-    for model in MODELS:
-        config = OmegaConf.to_object(composed("train", f"model={model}").model)
-        assert isinstance(config, ModelConfig) and config.name == model
+    """Of models: `test_a_name_stands_for_what_the_command_line_takes_it_for`."""
     for data in ("self_synthesis", "tasks", "conversations", "sharegpt", "mix"):
         config = composed("train", f"data={data}")
         assert config.data.path == f"outputs/data/{data}/smollm2-135m"
@@ -124,28 +119,18 @@ def test_every_drafter_composes(drafter, command):
 
 
 @pytest.mark.parametrize(
-    "script, options, messages",
+    "command, message",
     [
-        ("train.py", "trainer.learningrate=1", ["learningrate", "TrainerConfig"]),
-        ("train.py", "trainer.epochs=two", ["trainer.epochs"]),
-        (
-            "evaluate.py",
-            "model=tiny drafter.adapter=nowhere",
-            ["AdapterNotFound: no adapter at 'nowhere'"],
-        ),
-        (
-            "evaluate.py",
-            "-m model=tiny output=elsewhere",
-            ["ConfigError: output=elsewhere lies outside the sweep's folder"],
-        ),
+        ("train.py trainer.learningrate=1", "'learningrate' not in 'TrainerConfig'"),
+        ("train.py trainer.epochs=two", "trainer.epochs"),
+        ("evaluate.py model=tiny drafter.adapter=nowhere", "NotFound: no adapter at 'nowhere'"),
+        ("evaluate.py -m model=tiny output=x", "ConfigError: output=x lies outside the sweep's"),
     ],
 )
-def test_an_error_that_a_user_can_mend_comes_without_a_traceback(
-    script, options, messages, tmp_path
-):
-    result = run(script, *options.split(), cwd=tmp_path)
+def test_an_error_that_a_user_can_mend_comes_without_a_traceback(command, message, tmp_path):
+    result = run(*command.split(), cwd=tmp_path)
     assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert all(message in result.stderr for message in messages), result.stderr
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize("script", ["evaluate.py", "train.py"])
@@ -161,16 +146,13 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_goes_on(scri
 
 def kill_when(path, script, *overrides, cwd):
     """Start a command and kill it, without a chance to clean up, as soon as `path` exists."""
-    command = [sys.executable, ROOT / script, *overrides]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    command, null = [sys.executable, ROOT / script, *overrides], subprocess.DEVNULL
+    process = subprocess.Popen(command, cwd=cwd, stdout=null, stderr=null)
     deadline = time.monotonic() + 120
     while not path.exists():
         assert process.poll() is None and time.monotonic() < deadline, f"{path} never came"
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
 
 
@@ -191,27 +173,26 @@ def test_killed_synthesis_and_training_end_with_the_same_adapter(tmp_path):
     assert (whole / weights).read_bytes() == (killed / weights).read_bytes()
 
 
+def run_changed(name, change, *options, cwd):
+    """A command after some lines of Python."""
+    script = cwd / "changed.py"
+    script.write_text(f"from kangaroo import cli\n{change}\ncli.{name}()\n")
+    return run(str(script), "model=tiny", "output=out", *options, cwd=cwd)
+
+
 INTERRUPTED = """
 import os, signal
-from kangaroo import cli
 from kangaroo.data.conversations import ConversationsConfig
-
-def stop(*given, **options):
-    os.kill(os.getpid(), signal.SIGINT)
-
-ConversationsConfig.make = stop
-cli.NAME()
+ConversationsConfig.make = lambda *given: os.kill(os.getpid(), signal.SIGINT)
 """
 
 
 @pytest.mark.parametrize("name, goes_on", [("train", True), ("prepare_datastore", False)])
 def test_what_is_stopped_ends_with_one_line_that_says_how_to_go_on(name, goes_on, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"messages": []}\n' * 3)
-    script = tmp_path / "interrupted.py"
-    script.write_text(INTERRUPTED.replace("NAME", name))
     options = ["data=conversations", "data.source=x.jsonl", "data.path=data"]
     options += ["trainer.holdout=1"] if name == "train" else []
-    result = run(str(script), "model=tiny", "output=out", *options, cwd=tmp_path)
+    result = run_changed(name, INTERRUPTED, *options, cwd=tmp_path)
     line = "Stopped." + " What is finished is kept: the same command goes on from there." * goes_on
     assert line in result.stderr.splitlines() and "Traceback" not in result.stderr
     assert result.returncode == 130
@@ -219,10 +200,8 @@ def test_what_is_stopped_ends_with_one_line_that_says_how_to_go_on(name, goes_on
 
 UNTRACKED = """
 import sys
-from kangaroo import cli
 from kangaroo.utils import tracking
 tracking.WandbConfig.start = lambda self, settings, output: sys.exit("a run has begun")
-cli.NAME()
 """
 
 
@@ -240,10 +219,7 @@ cli.NAME()
 )
 def test_what_is_refused_begins_no_run_in_a_tracker(name, options, message, tmp_path):
     (tmp_path / "talks.json").write_text(json.dumps(talks()))
-    script = tmp_path / "untracked.py"
-    script.write_text(UNTRACKED.replace("NAME", name))
-    words = ["model=tiny", "logger=wandb", "output=out", *options.split()]
-    result = run(str(script), *words, cwd=tmp_path)
+    result = run_changed(name, UNTRACKED, "logger=wandb", *options.split(), cwd=tmp_path)
     assert re.search(f"ConfigError: .*{message}", result.stderr), result.stderr
 
 
@@ -303,9 +279,8 @@ def test_a_sweep_compares_what_has_finished_and_goes_on_where_it_failed(tmp_path
         methods = json.loads((folder / "comparison.json").read_text())["methods"]
         return {method["name"]: method for method in methods}
 
-    failed = sweep()  # there is no adapter
-    folder = tmp_path / "outputs/evaluate/tiny"
-    folder /= "compare-demo,max_new_tokens=6,question_every=40,warmup=0"
+    name = "compare-demo,max_new_tokens=6,question_every=40,warmup=0"
+    failed, folder = sweep(), tmp_path / "outputs/evaluate/tiny" / name  # there is no adapter
     assert failed.returncode == 1 and "Traceback" not in failed.stderr
     assert "AdapterNotFound: no adapter at 'adapters/tiny'" in failed.stderr
     assert "tiny on demo: methods compared" in failed.stdout

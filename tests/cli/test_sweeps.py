@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import MagicMock, call
 
 import pytest
 import yaml
@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from kangaroo import cli
-from kangaroo.cli import evaluating
+from kangaroo.cli import decoding
 from kangaroo.evaluation.metrics import METRICS
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.tracking import WandbConfig
@@ -127,72 +127,50 @@ def test_optuna_searches_for_what_a_command_returns(tmp_path):
     }
 
 
-class FakeWandb:
-    """Remembers what it is told."""
-
-    def __init__(self):
-        self.told, self.logged, self.kept, self.exits = {}, [], [], []
-
-    def init(self, **settings):
-        self.told = settings
-        summary = SimpleNamespace(update=lambda numbers: self.logged.append(("summary", numbers)))
-        return SimpleNamespace(
-            starting_step=0,
-            summary=summary,
-            log=lambda metrics, step=None: self.logged.append((step, metrics)),
-            log_artifact=self.kept.append,
-            finish=lambda exit_code: self.exits.append(exit_code),
-        )
-
-    Image = staticmethod(lambda path: f"image of {path}")
-
-    @staticmethod
-    def Artifact(name, kind, metadata):
-        files = {}
-        add_file = lambda path, name: files.update({name: path})  # noqa: E731
-        return SimpleNamespace(
-            name=name, kind=kind, metadata=metadata, files=files, add_file=add_file
-        )
-
-
 @pytest.fixture
 def wandb(monkeypatch):
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    """What remembers all that it is told."""
+    module = MagicMock()
+    module.init.return_value.starting_step = 0
+    module.Image = "image of {}".format
+    monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
-    return fake
+    return module
 
 
 def test_a_runs_step_is_the_number_of_answered_questions():
     """So that a run that goes on logs at the steps that come next."""
-    assert evaluating._answered({"speedup": 1.2, "questions": 4, "tokens": 9}) == 4
-    assert evaluating._answered({"hybrid.speedup": 1.2, "hybrid.questions": 7}) == 7
+    assert decoding._answered({"speedup": 1.2, "questions": 4, "tokens": 9}) == 4
+    assert decoding._answered({"hybrid.speedup": 1.2, "hybrid.questions": 7}) == 7
 
 
 def test_a_run_has_a_flat_config_and_its_results_after_the_last_step(wandb, tmp_path):
     nested = {"drafter": {"first": {"steps": 2}}, "seed": 3, "drafter.exit_layer": 2}
     tracker = WandbConfig().start(nested, tmp_path)
     flat = {"drafter.first.steps": 2, "seed": 3, "drafter.exit_layer": 2}
-    assert wandb.told["config"] == flat
+    assert wandb.init.call_args.kwargs["config"] == flat
     tracker.log({"speedup": 1.0}, 7)
     tracker.result({"speedup": 1.2}, [tmp_path / "ctar.png"])
-    shown = {"plots/ctar": f"image of {tmp_path / 'ctar.png'}"}
-    assert wandb.logged == [(7, {"speedup": 1.0}), (None, shown), ("summary", {"speedup": 1.2})]
+    shown, run = {"plots/ctar": f"image of {tmp_path / 'ctar.png'}"}, wandb.init.return_value
+    assert run.log.call_args_list == [call({"speedup": 1.0}, step=7), call(shown)]
+    assert run.mock_calls[-1] == call.summary.update({"speedup": 1.2})
     file = tmp_path / "kangaroo/summary.json"
     tracker.save(tmp_path, [file], "a=b", "evaluation", {"speedup": 1.2})
-    (kept,) = wandb.kept  # by its name in the folder
-    assert (kept.name, kept.kind) == ("a-b", "evaluation") and kept.metadata == {"speedup": 1.2}
-    assert kept.files == {"kangaroo/summary.json": str(file)}
+    kept = wandb.Artifact.return_value
+    assert wandb.Artifact.call_args == call("a-b", "evaluation", metadata={"speedup": 1.2})
+    assert kept.add_file.call_args_list == [call(str(file), name="kangaroo/summary.json")]
+    assert run.log_artifact.call_args == call(kept)
 
 
 def test_in_a_sweep_the_agent_says_which_run_it_is(wandb, tmp_path, monkeypatch):
     WandbConfig(entity="me").start({}, tmp_path / "alone")
     place = {"project": "kangaroo", "entity": "me", "id": (tmp_path / "alone/wandb_id").read_text()}
-    assert place.items() <= wandb.told.items()
+    assert place.items() <= wandb.init.call_args.kwargs.items()
     monkeypatch.setenv("WANDB_SWEEP_ID", SWEEP)
     WandbConfig(group="study").start({}, tmp_path / "swept")
-    assert not place.keys() & wandb.told.keys()
-    assert wandb.told["group"] == "study" and not (tmp_path / "swept/wandb_id").exists()
+    swept = wandb.init.call_args.kwargs
+    assert not place.keys() & swept.keys()
+    assert swept["group"] == "study" and not (tmp_path / "swept/wandb_id").exists()
 
 
 def test_a_search_is_told_of_a_run_that_failed(wandb, tmp_path):
@@ -200,4 +178,5 @@ def test_a_search_is_told_of_a_run_that_failed(wandb, tmp_path):
         pass
     with pytest.raises(ConfigError), WandbConfig().start({}, tmp_path):
         raise ConfigError("no")
-    assert wandb.exits == [0, 1]
+    exits = wandb.init.return_value.finish.call_args_list
+    assert exits == [call(exit_code=0), call(exit_code=1)]

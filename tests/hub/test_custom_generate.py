@@ -16,13 +16,8 @@ from commands import ROOT
 from helpers import adapter_for, eagle_for, random_prompts, saved_adapter, tiny_model
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
-from transformers import (
-    GenerationConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LogitsProcessorList,
-    MinLengthLogitsProcessor,
-)
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LogitsProcessorList
+from transformers.generation.logits_process import MinLengthLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 from kangaroo.cpu.stepper import CpuStepper
@@ -34,13 +29,8 @@ from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.hub.transfer import PushConfig, prepare
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import (
-    AdapterMismatch,
-    AdapterNotFound,
-    ConfigError,
-    PromptError,
-    UnsupportedModel,
-)
+from kangaroo.utils import errors
+from kangaroo.utils.errors import ConfigError, PromptError
 
 EOS, PAD = [7, 14, 25, 31, 38, 47], 0
 PROMPTS = [[token or 1 for token in p] for p in random_prompts(5, 9, 2, seed=3)]  # none is PAD
@@ -78,6 +68,16 @@ def pushed(hf, path, kind: str = "attention") -> str:
     return str(prepare(PushConfig(str(source), "someone/an-adapter", str(path / "pushed"))))
 
 
+@pytest.fixture
+def hf():
+    return target()
+
+
+@pytest.fixture
+def folder(hf, tmp_path) -> str:
+    return pushed(hf, tmp_path)
+
+
 def padded(prompts=PROMPTS) -> dict[str, torch.Tensor]:
     """`[B, T]`, on the left."""
     longest = max(map(len, prompts))
@@ -102,8 +102,7 @@ def test_the_tokens_are_generates_own(tmp_path, family, attention):
 
 
 @pytest.mark.parametrize("kind", ["fused", "medusa", "eagle"])
-def test_whatever_was_trained_may_draft(tmp_path, kind):
-    hf = target()
+def test_whatever_was_trained_may_draft(hf, tmp_path, kind):
     asked = padded() | {"max_new_tokens": NEW_TOKENS}
     assert torch.equal(ours(hf, pushed(hf, tmp_path, kind), **asked), hf.generate(**asked))
 
@@ -122,28 +121,25 @@ def test_whatever_was_trained_may_draft(tmp_path, kind):
     ],
     ids=lambda asked: " ".join(asked),
 )
-def test_lengths_and_ends_are_generates_own(tmp_path, asked):
-    hf = target()
-    folder, expected = pushed(hf, tmp_path), hf.generate(**asked)
+def test_lengths_and_ends_are_generates_own(hf, folder, asked):
+    expected = hf.generate(**asked)
     assert torch.equal(ours(hf, folder, **asked), expected)
     named = ours(hf, folder, return_dict_in_generate=True, **asked)
     assert torch.equal(named.sequences, expected)
 
 
-def test_samples_are_those_of_the_engine_and_torchs_seed_fixes_them(tmp_path):
-    hf = target()
-    folder, asked = pushed(hf, tmp_path), padded() | {"max_new_tokens": NEW_TOKENS}
-    asked |= {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 20}
+def test_samples_are_those_of_the_engine_and_torchs_seed_fixes_them(hf, folder):
+    how = {"temperature": 0.8, "top_p": 0.9, "top_k": 20}
+    asked = padded() | {"max_new_tokens": NEW_TOKENS, "do_sample": True} | how
     torch.manual_seed(5)
-    found = ours(hf, folder, **asked)
+    sampled = ours(hf, folder, **asked)
     torch.manual_seed(5)
-    assert torch.equal(ours(hf, folder, **asked), found)
+    assert torch.equal(ours(hf, folder, **asked), sampled)
     torch.manual_seed(5)
     seeds = torch.randint(2**62, (3,)).tolist()
     engine = Engine(TargetModel(hf), Vanilla())
-    sampling = Sampling(temperature=0.8, top_p=0.9, top_k=20)
-    done = engine.generate(PROMPTS, NEW_TOKENS, sampling, seeds=seeds)
-    for row, generation in zip(found[:, 9:].tolist(), done, strict=True):
+    done = engine.generate(PROMPTS, NEW_TOKENS, Sampling(**how), seeds=seeds)
+    for row, generation in zip(sampled[:, 9:].tolist(), done, strict=True):
         assert row[: len(generation.tokens)] == generation.tokens
         assert set(row[len(generation.tokens) :]) <= {PAD}
     many = ours(hf, folder, **asked | padded(PROMPTS[:1]), num_return_sequences=3)
@@ -152,23 +148,22 @@ def test_samples_are_those_of_the_engine_and_torchs_seed_fixes_them(tmp_path):
 
 class Heard(BaseStreamer):
     def __init__(self):
-        self.parts, self.ended = [], False
+        self.parts = []
 
     def put(self, value):
         assert value.device.type == "cpu"
         self.parts.append(value.flatten().tolist())
 
     def end(self):
-        self.ended = True
+        self.parts.append("end")
 
 
-def test_a_streamer_hears_what_generates_own_says(tmp_path):
-    hf, told = target(), (Heard(), Heard())
-    folder = pushed(hf, tmp_path)
+def test_a_streamer_hears_what_generates_own_says(hf, folder):
+    theirs, heard = Heard(), Heard()
     asked = {"input_ids": torch.tensor(PROMPTS[1:2]), "max_new_tokens": NEW_TOKENS}
-    expected = hf.generate(streamer=told[0], **asked)
-    assert torch.equal(ours(hf, folder, streamer=told[1], **asked), expected)
-    assert told[0].parts == told[1].parts and told[1].ended
+    expected = hf.generate(streamer=theirs, **asked)
+    assert torch.equal(ours(hf, folder, streamer=heard, **asked), expected)
+    assert theirs.parts == heard.parts and heard.parts[-1] == "end"
 
 
 def state_of(hf) -> dict:
@@ -217,12 +212,10 @@ class Turned(nn.Module):
 
 
 @pytest.mark.parametrize("change", ["hook", "forward", "weight"])
-def test_what_was_added_to_a_layer_counts(tmp_path, change, monkeypatch):
+def test_what_was_added_to_a_layer_counts(hf, folder, change, monkeypatch):
     """Native code would not know of it."""
-    hf = target()
-    folder, asked = pushed(hf, tmp_path), padded() | {"max_new_tokens": NEW_TOKENS}
+    asked, layer = padded() | {"max_new_tokens": NEW_TOKENS}, hf.model.layers[3]
     plain = hf.generate(**asked)
-    layer = hf.model.layers[3]
     if change == "hook":
         layer.mlp.register_forward_hook(lambda module, inputs, output: -4 * output)
     elif change == "forward":
@@ -235,16 +228,15 @@ def test_what_was_added_to_a_layer_counts(tmp_path, change, monkeypatch):
     assert torch.equal(ours(hf, folder, **asked), expected)
 
 
-def test_a_plain_model_decodes_in_native_code(tmp_path, monkeypatch):
-    hf, steps = target(), []
-    step = CpuStepper.step
+def test_a_plain_model_decodes_in_native_code(hf, folder, monkeypatch):
+    step, steps = CpuStepper.step, []
     monkeypatch.setattr(CpuStepper, "step", lambda *args: steps.append(1) or step(*args))
-    ours(hf, pushed(hf, tmp_path), **padded(), max_new_tokens=NEW_TOKENS)
+    ours(hf, folder, **padded(), max_new_tokens=NEW_TOKENS)
     assert steps
 
 
 @pytest.mark.parametrize(
-    "changes, told",
+    "changes, name",
     [
         ({"num_beams": 2}, "beam_search"),
         ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
@@ -259,10 +251,9 @@ def test_a_plain_model_decodes_in_native_code(tmp_path, monkeypatch):
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
-def test_what_is_not_done_is_refused_by_name(tmp_path, changes, told):
-    hf = target()
-    folder, before = pushed(hf, tmp_path), state_of(hf)
-    with pytest.raises(ConfigError, match=f"{told}.* is not supported when Kangaroo decodes"):
+def test_what_is_not_done_is_refused_by_name(hf, folder, changes, name):
+    before = state_of(hf)
+    with pytest.raises(ConfigError, match=f"{name}.* is not supported when Kangaroo decodes"):
         ours(hf, folder, **padded() | {"max_new_tokens": 5} | changes)
     assert state_of(hf) == before
 
@@ -279,20 +270,19 @@ def test_a_prompt_or_a_model_that_does_not_fit_is_refused(tmp_path):
     hf.register_forward_hook(lambda module, inputs, output: None)
     with pytest.raises(ConfigError, match="a forward hook on the whole LlamaForCausalLM"):
         ours(hf, folder, **padded(), max_new_tokens=5)
-    with pytest.raises(AdapterMismatch, match="was trained for"):
+    with pytest.raises(errors.AdapterMismatch, match="was trained for"):
         ours(target(num_hidden_layers=3), folder, **padded(), max_new_tokens=5)
     other = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2))
-    with pytest.raises(UnsupportedModel, match="is a gpt2 model"):
+    with pytest.raises(errors.UnsupportedModel, match="is a gpt2 model"):
         ours(other, folder, **padded(), max_new_tokens=5)
 
 
-def test_another_adapter_may_be_named(tmp_path):
-    hf = target()
+def test_another_adapter_may_be_named(hf, folder, tmp_path):
     (tmp_path / "other").mkdir()
-    folder, other = pushed(hf, tmp_path), pushed(hf, tmp_path / "other", "fused")
+    other = pushed(hf, tmp_path / "other", "fused")
     asked = padded() | {"max_new_tokens": NEW_TOKENS}
     assert torch.equal(ours(hf, folder, adapter=other, **asked), hf.generate(**asked))
-    with pytest.raises(AdapterNotFound, match=r"no adapter at 'no/where'.*Pass adapter= its"):
+    with pytest.raises(errors.AdapterNotFound, match=r"no adapter at 'no/where'.*adapter= its"):
         ours(hf, folder, adapter="no/where", **asked)
 
 
@@ -311,7 +301,7 @@ def test_the_pages_example_writes_what_the_model_would(tmp_path, monkeypatch):
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
     (code,) = (c for c in re.findall(r"```python\n(.*?)```", page, flags=re.S) if NAMED in c)
     monkeypatch.chdir(tmp_path)
-    told: dict = {}
-    exec(compile(code, "serving.md", "exec"), told)
-    alone = told["model"].generate(**told["inputs"], max_new_tokens=64)
-    assert torch.equal(told["output"], alone)
+    names: dict = {}
+    exec(compile(code, "serving.md", "exec"), names)
+    alone = names["model"].generate(**names["inputs"], max_new_tokens=64)
+    assert torch.equal(names["output"], alone)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
+from typing import Any
 
 import httpx
 import uvicorn
-from commands import ROOT
+from commands import ROOT, free_port
+from fastapi import FastAPI
 from helpers import adapter_for
 from transformers import PreTrainedTokenizerBase
 
@@ -61,7 +64,7 @@ def alone(request: Request) -> list[int]:
 @contextmanager
 def scheduling(engine: Engine | None = None, **changes: int) -> Iterator[Scheduler]:
     options = {"max_batch_size": 3, "max_model_len": LONGEST, "max_queue": 64} | changes
-    scheduler = Scheduler(engine or engine_of(target()), **options).start()
+    scheduler = Scheduler(engine or engine_of(target()), **options)
     try:
         yield scheduler
     finally:
@@ -71,7 +74,7 @@ def scheduling(engine: Engine | None = None, **changes: int) -> Iterator[Schedul
 class Heard(Job):
     """A job that keeps what it is told."""
 
-    def __init__(self, request: Request, deadline: float | None = None):
+    def __init__(self, request: Request, deadline: float = math.inf):
         super().__init__(request, self.hear, deadline)
         self.tokens: list[int] = []
         self.finish, self.reused = "", 0
@@ -93,8 +96,20 @@ class Heard(Job):
         assert self.finish == ("stop" if self.request.stop else "length")
 
 
+def answered(scheduler: Scheduler, *jobs: Heard) -> None:
+    """They are submitted together, and each gets the text that it gets alone."""
+    scheduler.submit(*jobs)
+    for job in jobs:
+        job.check()
+
+
 def heard(prompt: list[int], new_tokens: int, seed: int = 0) -> Heard:
     return Heard(Request(prompt, new_tokens, seed, ignore_eos=True))
+
+
+def written(scheduler: Scheduler, prompt: list[int]) -> Heard:
+    answered(scheduler, job := heard(prompt, 9))
+    return job
 
 
 def random_request(rng: random.Random, most: int = 40) -> Request:
@@ -118,15 +133,22 @@ def as_body(request: Request) -> dict:
     }
 
 
+def error_of(answer: httpx.Response) -> dict:
+    return json.loads(answer.text.removeprefix("data: "))["error"]
+
+
+def server_app(
+    tokenizer: PreTrainedTokenizerBase | None = None, longest: int = LONGEST, **changes: object
+) -> FastAPI:
+    """What answers, for three texts at a time."""
+    config = ServeConfig(**({"max_batch_size": 3} | changes))  # type: ignore[arg-type]
+    scheduler = Scheduler(engine_of(target()), config.max_batch_size, longest, config.max_queue)
+    return Server(scheduler, tokenizer or byte_tokenizer(), "tiny", "kangaroo", config).app()
+
+
 @contextmanager
-def serving(tokenizer: PreTrainedTokenizerBase | None = None, **changes: object) -> Iterator[str]:
+def running(app: FastAPI) -> Iterator[str]:
     """The address of a server in a thread."""
-    tokenizer = tokenizer or byte_tokenizer()
-    config = ServeConfig(**({"port": 0, "max_batch_size": 3, "max_model_len": LONGEST} | changes))  # type: ignore[arg-type]
-    scheduler = Scheduler(
-        engine_of(target()), config.max_batch_size, LONGEST, config.max_queue
-    ).start()
-    app = Server(scheduler, tokenizer, "tiny", "kangaroo", config).app()
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -140,12 +162,9 @@ def serving(tokenizer: PreTrainedTokenizerBase | None = None, **changes: object)
         thread.join()
 
 
-PAGE = ROOT / "docs/serving.md"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+def serving(**options: Any) -> AbstractContextManager[str]:
+    """The same of our server."""
+    return running(server_app(**options))
 
 
 @contextmanager

@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import contextmanager
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
 
 import pytest
 from commands import ROOT
 
 from kangaroo.utils.errors import ConfigError
 
-SCRIPT = ROOT / "integrations/load_test/load_test.py"
-found = spec_from_file_location("load_test", SCRIPT)
-assert found is not None and found.loader is not None
-load_test = sys.modules["load_test"] = module_from_spec(found)
-found.loader.exec_module(load_test)
-Cell = load_test.Cell
+sys.path.append(str(ROOT / "integrations/load_test"))
+load_test = import_module("load_test")
 SPEED = {"vanilla": {1: 10.0, 4: 30.0, 16: 60.0}, "ours": {1: 15.0, 4: 33.0, 16: 57.0}}
 
 

@@ -5,18 +5,16 @@ Needs a Chromium with its driver (Debian: `apt-get install chromium chromium-dri
 
 from __future__ import annotations
 
-import http.server
-import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from importlib import resources
 from typing import Any
 
 import pytest
-import serving_cases
-from serving_cases import serving
+from fastapi import FastAPI
+from fastapi.responses import HTMLResponse, StreamingResponse
+from serving_cases import running, serving
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: kangaroo[dev]")
 from selenium.webdriver.common.by import By  # noqa: E402
@@ -89,10 +87,8 @@ def driver() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """With room for two answers, which have up to 512 tokens."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving_cases, "LONGEST", 2000)
-        with serving(max_model_len=2000) as where:
-            yield where
+    with serving(longest=2000) as where:
+        yield where
 
 
 def test_an_answer_streams_with_accepted_tokens_in_green_and_its_speed(driver, address):
@@ -162,7 +158,7 @@ class StandIn:
 
     def __init__(self) -> None:
         self.parts: list[tuple[str, int]] = []
-        self.error, self.ends, self.address = "", True, ""
+        self.error, self.ends = "", True
         self.bodies: list[dict[str, Any]] = []
         self.go = threading.Event()
         self.go.set()
@@ -184,46 +180,23 @@ class StandIn:
 
 
 @pytest.fixture
-def stand_in() -> Iterator[StandIn]:
-    stand_in = StandIn()
-    page = (resources.files("kangaroo.serving") / "page.html").read_bytes()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            model = json.dumps({"data": [{"id": ATTACK, "drafter": "d"}]}).encode()
-            self.answer("text/html", page if self.path == "/" else model)
-
-        def do_POST(self) -> None:
-            length = int(self.headers["content-length"])
-            stand_in.bodies.append(json.loads(self.rfile.read(length)))
-            self.send_response(200)
-            self.end_headers()
-            for part in stand_in.stream():
-                self.wfile.write(part.encode())
-
-        def answer(self, kind: str, body: bytes) -> None:
-            self.send_response(200)
-            self.send_header("content-type", kind)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def handle(self) -> None:
-            with suppress(ConnectionError):  # the page has stopped the answer
-                super().handle()
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        stand_in.address = f"http://127.0.0.1:{server.server_port}"
-        yield stand_in
-        server.shutdown()
+def stand_in() -> StandIn:
+    return StandIn()
 
 
 @pytest.fixture
-def page(driver, stand_in) -> Page:
-    return Page(driver, stand_in.address)
+def page(driver, stand_in) -> Iterator[Page]:
+    app, html = FastAPI(), (resources.files("kangaroo.serving") / "page.html").read_text()
+    app.get("/", response_class=HTMLResponse)(lambda: html)
+    app.get("/v1/models")(lambda: {"data": [{"id": ATTACK, "drafter": "d"}]})
+
+    @app.post("/v1/chat/completions")
+    def chat(body: dict[str, Any]) -> StreamingResponse:
+        stand_in.bodies.append(body)
+        return StreamingResponse(stand_in.stream())
+
+    with running(app) as address:
+        yield Page(driver, address)
 
 
 def test_nothing_that_is_said_is_taken_for_html(page, stand_in):

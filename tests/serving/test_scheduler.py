@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Generator
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from serving_cases import (
@@ -15,11 +16,13 @@ from serving_cases import (
     SAMPLINGS,
     Heard,
     alone,
+    answered,
     engine_of,
     heard,
     random_request,
     scheduling,
     target,
+    written,
 )
 
 import kangaroo.engine.engine
@@ -28,7 +31,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request, StepRecord
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text
-from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Closing, Event
+from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Closing
 from kangaroo.serving.scheduler import Scheduler
 from kangaroo.utils.errors import PromptError
 
@@ -44,13 +47,6 @@ def test_every_text_is_the_one_that_is_written_alone():
             time.sleep(rng.random() * 0.01)
         for job in jobs:
             job.check()
-
-
-def written(scheduler: Scheduler, prompt: list[int]) -> Heard:
-    job = heard(prompt, 9)
-    scheduler.submit(job)
-    job.check()
-    return job
 
 
 def test_each_conversation_goes_on_in_the_row_that_has_it():
@@ -69,9 +65,7 @@ def test_each_conversation_goes_on_in_the_row_that_has_it():
 def test_of_several_choices_the_prompt_is_read_once():
     jobs = [heard(list(range(3, 33)), 6, seed) for seed in range(3)]
     with scheduling() as scheduler:
-        scheduler.submit(*jobs)
-        for job in jobs:
-            job.check()
+        answered(scheduler, *jobs)
     assert [job.reused for job in jobs] == [0, 29, 29]
 
 
@@ -100,14 +94,11 @@ def watched(engine: Engine, monkeypatch) -> list[tuple[int, bool, int]]:
 
 
 def test_nothing_is_drafted_while_prompts_wait_for_each_other(monkeypatch):
-    """Where rows are free for them; those that wait for a row do not stop drafting."""
     engine, rng = engine_of(target(), chunk=None), random.Random(8)
     seen = watched(engine, monkeypatch)
     jobs = [heard([rng.randrange(3, 250) for _ in range(9)], 30) for _ in range(8)]
     with scheduling(engine, max_batch_size=4) as scheduler:
-        scheduler.submit(*jobs)
-        for job in jobs:
-            job.check()
+        answered(scheduler, *jobs)
     assert seen[:3] == [(1, False, 0), (2, False, 0), (3, False, 0)]
     assert seen[3][:2] == (4, True) and seen[3][2] > 0  # four others wait, but for a row
 
@@ -115,12 +106,8 @@ def test_nothing_is_drafted_while_prompts_wait_for_each_other(monkeypatch):
 def test_nothing_is_drafted_while_a_prompt_enters(monkeypatch):
     engine = engine_of(target(), chunk=4)
     seen = watched(engine, monkeypatch)
-    jobs = [heard([7, 8], 90), heard([5] * 40, 3)]
     with scheduling(engine) as scheduler:
-        for job in jobs:
-            scheduler.submit(job)
-        for job in jobs:
-            job.check()
+        answered(scheduler, heard([7, 8], 90), heard([5] * 40, 3))
     both = [texts for texts, *_ in seen].index(2)  # the step after the prompt's tenth and last part
     assert seen[both - 9 : both] == [(1, False, 0)] * 9
     assert seen[both][1] and seen[both][2] > 0
@@ -136,7 +123,7 @@ def test_who_cancels_leaves_all_others_as_they_were():
             if i % 3 == 2:
                 job.begun.wait(0.02)
             if i % 3:
-                scheduler.cancel(job)
+                job.cancelled = True
         assert all(job.ended.wait(60) for job in jobs)
         assert scheduler.load == NOTHING_TO_DO
     assert {job.finish for job in jobs} == {CANCELLED, "length"}
@@ -192,9 +179,8 @@ def test_prompts_are_read_in_the_order_in_which_they_are_due(monkeypatch, second
     by_parts(engine, monkeypatch, see)
     with scheduling(engine) as scheduler:
         scheduler.read_tokens, scheduler.read_seconds = 1, seconds_a_token
-        scheduler.submit(long)
-        for job in (long, short):
-            job.check()
+        answered(scheduler, long)
+        short.check()
     assert parts == order
 
 
@@ -216,7 +202,7 @@ def test_no_more_wait_than_may_and_all_choices_of_a_request_wait_or_none():
         with pytest.raises(Busy, match="1 requests wait already, and no more than 2"):
             scheduler.submit(heard([5], 1), heard([5], 1))
         assert scheduler.load["waiting"] == 1
-        scheduler.cancel(running)
+        running.cancelled = True
 
 
 def test_a_request_that_can_never_be_served_is_refused():
@@ -232,7 +218,7 @@ def test_closing_finishes_what_there_is_and_takes_nothing_more():
     with scheduling(max_batch_size=1) as scheduler:
         jobs = [heard([5 + i], 20) for i in range(4)]
         scheduler.submit(*jobs)
-        assert scheduler.close(60)
+        scheduler.close(60)
         assert [job.finish for job in jobs] == ["length"] * 4
         with pytest.raises(Closing, match="shutting down"):
             scheduler.submit(jobs[0])
@@ -242,19 +228,13 @@ def test_what_is_not_finished_in_time_is_cancelled_at_the_end():
     with scheduling(max_batch_size=1) as scheduler:
         jobs = [heard([5], LONGEST - 1) for _ in range(30)]
         scheduler.submit(*jobs)
-        assert not scheduler.close(0.05)
+        scheduler.close(0.05)
         assert all(job.finish for job in jobs) and jobs[-1].finish == CANCELLED
 
 
 def test_a_job_that_takes_too_long_ends_wherever_it_is(monkeypatch):
     with scheduling(max_batch_size=1) as scheduler:
-        step = scheduler.engine.step
-
-        def slowly(batch: Batch, drafts: bool) -> list[StepRecord]:
-            time.sleep(0.001)
-            return step(batch, drafts)
-
-        monkeypatch.setattr(scheduler.engine, "step", slowly)
+        failing(monkeypatch, scheduler.engine, "step", lambda *_: time.sleep(0.001))
         request = Request([5], 150, ignore_eos=True)
         late, waits = (Heard(request, time.monotonic() + seconds) for seconds in (0.02, -1))
         scheduler.submit(late, waits)
@@ -262,21 +242,15 @@ def test_a_job_that_takes_too_long_ends_wherever_it_is(monkeypatch):
         assert (late.finish, waits.finish, waits.tokens) == (TIMEOUT, TIMEOUT, [])
 
 
-class Fault(RuntimeError):
-    """What a test lets fail."""
-
-
-Calls = Callable[[int, tuple], bool]  # of a call's number and arguments: whether it fails
-
-
-def failing(monkeypatch, owner: object, name: str, fails: Calls) -> list[int]:
-    """Let calls of a method fail where `fails` says so; returns their numbers."""
+def failing(monkeypatch, owner: object, name: str, fails: Callable[[int, tuple], object]):
+    """Let calls of a method fail where `fails` says so, of their number and arguments; returns the
+    numbers of those that did."""
     method, calls, failed = getattr(owner, name), itertools.count(), []
 
     def call(*given: object, **options: object) -> object:
         if fails(number := next(calls), (*given, *options.values())):
             failed.append(number)
-            raise Fault(f"{name}, call {number}")
+            raise RuntimeError(f"{name}, call {number}")
         return method(*given, **options)
 
     monkeypatch.setattr(owner, name, call)
@@ -301,8 +275,7 @@ def crowd() -> tuple[list[Heard], Heard]:
 
 
 def check_others(scheduler: Scheduler, jobs: list[Heard]) -> None:
-    """Each gets the text that it gets alone, counts of that many tokens, and a row is free again
-    for whoever comes."""
+    """Each gets the text that it gets alone, and all rows are free again for whoever comes."""
     for job in jobs:
         job.check()
         assert job.reused < len(job.request.prompt)  # that of a second admission is not told
@@ -312,9 +285,8 @@ def check_others(scheduler: Scheduler, jobs: list[Heard]) -> None:
     assert scheduler.engine.batch.done == [True] * 3
 
 
-def check_crowd(scheduler: Scheduler, finish: str) -> None:
+def check_crowd(scheduler: Scheduler, finish: str, jobs: list[Heard], guilty: Heard) -> None:
     """The guilty one ends as told, and nobody else."""
-    jobs, guilty = crowd()
     scheduler.submit(*jobs)
     assert guilty.ended.wait(60) and guilty.finish == finish
     assert guilty.tokens == alone(guilty.request)[: len(guilty.tokens)]
@@ -323,7 +295,6 @@ def check_crowd(scheduler: Scheduler, finish: str) -> None:
 
 def steps_guilty(engine: Engine) -> bool:
     """Whether a step writes on at the guilty one's text, of which there is something already."""
-    assert engine.batch is not None
     texts = zip(engine.batch.texts, engine.batch.done, strict=True)
     return any(text[:17] == GUILTY and len(text) > 20 and not done for text, done in texts)
 
@@ -331,8 +302,7 @@ def steps_guilty(engine: Engine) -> bool:
 CALLS: dict[str, Callable[[Engine, int, tuple], bool]] = {
     "match_prefix": lambda engine, number, given: given[2] == GUILTY,
     "shared": lambda engine, number, given: given[1] == GUILTY,
-    # when the row takes part in steps already
-    "write_first": lambda engine, number, given: (
+    "write_first": lambda engine, number, given: (  # when the row takes part in steps already
         given[0] is engine.batch and given[0].texts[given[1]] == GUILTY
     ),
     "step": lambda engine, number, given: steps_guilty(engine) and given[1],  # where it drafts
@@ -348,7 +318,7 @@ def test_what_fails_for_one_request_ends_that_one_alone(monkeypatch, method):
         owners = engine.batch, engine, kangaroo.engine.engine
         owner = next(owner for owner in owners if hasattr(owner, method))
         failed = failing(monkeypatch, owner, method, partial(CALLS[method], engine))
-        check_crowd(scheduler, FAILED)
+        check_crowd(scheduler, FAILED, *crowd())
     assert len(failed) == (2 if method == "step" else 1)
 
 
@@ -359,11 +329,11 @@ def test_a_prompt_that_fails_to_enter_ends_its_request_alone(monkeypatch, part):
     def fail(request: Request, number: int) -> None:
         if request.prompt == GUILTY and number == part:
             failed.append(number)
-            raise Fault(f"part {number}")
+            raise RuntimeError(f"part {number}")
 
     by_parts(engine, monkeypatch, fail)
     with scheduling(engine) as scheduler:
-        check_crowd(scheduler, FAILED)
+        check_crowd(scheduler, FAILED, *crowd())
     assert failed == [part]
 
 
@@ -396,22 +366,15 @@ def test_a_step_that_fails_for_all_together_lets_each_go_on(monkeypatch):
 def test_a_row_that_cannot_be_stopped_ends_nobody_else(monkeypatch):
     jobs, guilty = crowd()
     with scheduling() as scheduler:
-        guilty.tell = lambda event: (guilty.hear(event), scheduler.cancel(guilty))
-        failed = failing(
-            monkeypatch, Batch, "stop", lambda _, given: given[0].texts[given[1]][:17] == GUILTY
-        )
-        scheduler.submit(*jobs)
-        assert guilty.ended.wait(60) and guilty.finish == CANCELLED
-        check_others(scheduler, [job for job in jobs if job is not guilty])
+        guilty.tell = lambda event: (guilty.hear(event), setattr(guilty, "cancelled", True))
+        failed = failing(monkeypatch, Batch, "stop", lambda _, x: x[0].texts[x[1]][:17] == GUILTY)
+        check_crowd(scheduler, CANCELLED, jobs, guilty)
     assert len(failed) == 1
 
 
 def test_who_cannot_be_told_holds_up_nobody():
-    def gone(event: Event) -> None:
-        raise RuntimeError("Event loop is closed")
-
     jobs, deaf = crowd()
-    deaf.tell = gone
+    deaf.tell = Mock(side_effect=RuntimeError("Event loop is closed"))
     with scheduling() as scheduler:
         scheduler.submit(*jobs)
         check_others(scheduler, [job for job in jobs if job is not deaf])
@@ -432,6 +395,6 @@ def test_decoding_ends_for_all_where_no_batch_can_be_opened(monkeypatch, begun):
         scheduler.submit(*jobs)
         assert all(job.ended.wait(60) for job in jobs)
         assert {job.finish for job in jobs} == {STOPPED} and opened == [0, 1, 2]
-        assert not scheduler.alive and "Fault: open, call 2" in scheduler.failure
-        with pytest.raises(Closing, match="Fault"):
+        assert not scheduler.alive and "RuntimeError: open, call 2" in scheduler.failure
+        with pytest.raises(Closing, match="RuntimeError"):
             scheduler.submit(jobs[0])

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import Iterable
 from typing import Any
 
-import httpx
+from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving_cases import engine_of, target
+from serving_cases import server_app
 
-from kangaroo.models.loading import byte_tokenizer
-from kangaroo.serving.app import Server
-from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.protocol import (
     IGNORED,
     NOTHING,
@@ -25,7 +21,6 @@ from kangaroo.serving.protocol import (
     StreamOptions,
     TextPart,
 )
-from kangaroo.serving.scheduler import Scheduler
 
 LONGEST = 40  # tokens: of a turn in its template and a short answer
 ENDS = [sign * (2**bits + more) for sign in (1, -1) for bits in (31, 63, 64) for more in (-1, 0)]
@@ -81,20 +76,15 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 
 def test_no_field_of_a_request_ends_the_server_or_changes_the_next_text():
-    scheduler = Scheduler(engine_of(target()), 3, LONGEST, 64).start()
-    app = Server(scheduler, byte_tokenizer(), "tiny", "kangaroo", ServeConfig()).app()
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
-
-    def ask(method: str, path: str, body: Any = None) -> httpx.Response:
-        headers = {"content-type": "application/json"}
-        content = None if body is None else json.dumps(body).encode()
-        return runner.run(client.request(method, path, content=content, headers=headers))
-
+    app = server_app(longest=LONGEST)
     fixed, seen = {"prompt": "Once", "max_tokens": 4, "temperature": 1.0, "seed": 3}, set()
 
+    def ask(path: str, body: Any) -> Any:
+        headers, content = {"content-type": "application/json"}, json.dumps(body).encode()
+        return client.post(f"/v1/{path}", content=content, headers=headers)
+
     def text() -> str:
-        return ask("POST", "/v1/completions", fixed).json()["choices"][0]["text"]
+        return ask("completions", fixed).json()["choices"][0]["text"]
 
     @settings(
         max_examples=150,
@@ -105,16 +95,14 @@ def test_no_field_of_a_request_ends_the_server_or_changes_the_next_text():
     )
     @given(bodies())
     def check(drawn: tuple[str, dict[str, Any]]) -> None:
-        path, body = drawn
-        answer = ask("POST", f"/v1/{path}", body)
+        answer = ask(*drawn)
         assert answer.status_code == 200 or 400 <= answer.status_code < 500, answer.text
         assert '"server_error"' not in answer.text, answer.text
-        assert ask("GET", "/health").status_code == 200
+        assert client.get("/health").status_code == 200
         assert text() == before
         seen.add(answer.status_code)
 
-    with asyncio.Runner() as runner:
+    with TestClient(app, "http://localhost", raise_server_exceptions=False) as client:
         before = text()
         check()
-    scheduler.close(60)
     assert {200, 400} <= seen
