@@ -46,11 +46,12 @@ class BenchConfig(Ranged):
     Args:
         name: names the bench in results; without `path` and `url`, that of a shipped file. Empty:
             that of the file at `path`, else the demo.
-        path: a local file, one JSON object a line, or a .parquet file with the same fields.
+        path: a local file, one JSON object a line, or a .parquet file with the same fields, or a
+            folder of such .parquet files.
         url: downloaded once into the cache folder (`$KANGAROO_CACHE`, else the platform's).
         sha256: what the downloaded file must have; a `path` that differs is used with a warning.
         hub: a dataset on the hub, whose split "test" has the questions.
-        subset: of that dataset.
+        subset: of that dataset; several are joined by +.
         max_new_tokens: the longest answer to a turn, in tokens.
     """
 
@@ -150,15 +151,21 @@ def load_questions(config: BenchConfig) -> list[Question]:
 
 def _local(config: BenchConfig, path: Path) -> bytes:
     try:
-        content = path.read_bytes()
-        if path.suffix == ".parquet":
-            content = _as_lines(parquet.read_table(BytesIO(content)).to_pylist())
+        files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+        content = b"\n".join(map(_lines_of, files))
     except (OSError, ArrowException) as error:
         reason = str(getattr(error, "strerror", None) or error).rstrip(".")
         raise DataError(f"bench.path={path} cannot be read: {reason}.") from error
     if config.sha256 and hashlib.sha256(content).hexdigest() != config.sha256:
         log.warning("%s does not hold the questions of %s (its sha256 differs)", path, config.name)
     return content
+
+
+def _lines_of(file: Path) -> bytes:
+    content = file.read_bytes()
+    if file.suffix != ".parquet":
+        return content
+    return _as_lines(parquet.read_table(BytesIO(content)).to_pylist())
 
 
 def _as_lines(rows: Iterable[dict[str, Any]]) -> bytes:
@@ -171,7 +178,8 @@ def _from_hub(name: str, subset: str | None) -> bytes:
     from datasets.exceptions import DatasetsError
 
     try:
-        return _as_lines(load_dataset(name, subset, split="test"))
+        parts = subset.split("+") if subset else [None]
+        return b"\n".join(_as_lines(load_dataset(name, each, split="test")) for each in parts)
     except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
         raise DataError(
             f"{name} ({subset}) cannot be read from the hub: {str(error).rstrip('.')}. Go online "

@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from kangaroo.evaluation import plots
-from kangaroo.evaluation.metrics import cells, interval, ratio_of_ratios
+from kangaroo.evaluation.metrics import CTAR, POSITIONS, cells, interval, ratio_of_ratios
 from kangaroo.evaluation.records import AGAIN, BASELINES, SUMMARY, write_json
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
@@ -25,6 +25,13 @@ from kangaroo.utils.provenance import changes, machine
 from kangaroo.utils.tables import Row, estimate, short
 
 TITLE = "{model} on {bench}: methods compared"
+# Tables by task and by input length: a metric and its heading.
+BY_GROUP = {
+    "speedup": "Speedup over vanilla",
+    "compression_rate": "Compression rate",
+    "mean_acceptance_length": "Acceptance length",
+    **{f"{CTAR}{w}": f"CTAR({w})" for w in POSITIONS},
+}
 SPEEDUPS = "speedup: of the whole time, prompts included; decoding: from the first token on."
 Comparison = dict[str, Any]
 Method = dict[str, Any]  # an entry of a comparison's `methods`
@@ -90,6 +97,7 @@ def _method(name: str, summary: dict[str, Any]) -> Method:
     return {
         "name": name,
         **{key: summary[key] for key in ("overall", "by_task", "drafter_cost")},
+        "by_length": summary.get("by_length", {}),  # earlier summaries have none
         "lossless": summary["lossless"] | {"forks": forks},
         "settings": {k: v for k, v in summary["settings"].items() if k not in common},
         "provenance": summary["provenance"],
@@ -141,12 +149,15 @@ def markdown(comparison: Comparison, image: str = "speedup.png") -> str:
         conclusion(comparison),
         f"## Speed, row over column\n\n{tables.markdown(pairs)}" if pairs else "",
     ]
-    for heading, metric in (
-        ("Speedup over vanilla by task", "speedup"),
-        ("Compression rate by task", "compression_rate"),
-        ("Speedup by Spec-Bench's own formula", "spec_bench_speedup"),
-    ):
-        parts += [f"## {heading}", tables.markdown(by_task(methods, metric))]
+    sections = {
+        f"{heading} by {named}": by_group(methods, group, metric)
+        for group, named in (("by_task", "task"), ("by_length", "input length"))
+        for metric, heading in BY_GROUP.items()
+    }
+    formula = {"Speedup by Spec-Bench's own formula": ("by_task", "spec_bench_speedup")}
+    sections |= {heading: by_group(methods, *of) for heading, of in formula.items()}
+    for heading, rows in sections.items():
+        parts += [f"## {heading}", tables.markdown(rows)] if rows else []
     parts += ["## Provenance", listed(provenance_lines(comparison))]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -182,17 +193,24 @@ def rows_of(methods: Sequence[Method], in_terminal: bool = False) -> list[Row]:
     ]
 
 
-def by_task(methods: Sequence[Method], metric: str) -> list[Row]:
-    """One metric of every method under every task, with its interval where there is one."""
-    tasks = [*max((method["by_task"] for method in methods), key=len), "overall"]
+def by_group(methods: Sequence[Method], group: str, metric: str) -> list[Row]:
+    """One metric of every method in every group of a kind, `by_task` or `by_length`, with its
+    interval where there is one; no rows where there are no groups, or none has this metric.
+    """
+    names = list(max((method.get(group, {}) for method in methods), key=len))
+    parts = [method.get(group, {}) | {"overall": method["overall"]} for method in methods]
+    values = [results.get(metric) for part in parts for results in part.values()]
+    if not names or set(values) == {None}:
+        return []
+    same = 1.0 if "speedup" in metric else None
     return [
         {"method": method["name"]}
         | {
-            task: estimate(m.get(metric), m.get(f"{metric}_ci95"), same=1.0)
-            for task in tasks
-            for m in [(method["by_task"] | {"overall": method["overall"]}).get(task, {})]
+            name: estimate(results.get(metric), results.get(f"{metric}_ci95"), same)
+            for name in [*names, "overall"]
+            for results in [part.get(name, {})]
         }
-        for method in methods
+        for method, part in zip(methods, parts, strict=True)
     ]
 
 

@@ -27,6 +27,7 @@ from kangaroo.utils.tables import Row, number, share, span
 
 Results = dict[str, Any]  # all metrics of some questions, by name
 CTAR = "ctar"
+POSITIONS = (1, 2, 3)  # of a draft, at which tables show CTAR
 RESAMPLES = 2000
 
 
@@ -72,7 +73,7 @@ def cells(results: Results, in_terminal: bool = False) -> Row:
     row = {metric.heading: metric.show(results.get(metric.name)) for metric in columns}
     if not in_terminal:
         drafts, shares = results["acceptance_rate"] is not None, [*results["ctar"], 0.0, 0.0, 0.0]
-        row |= {f"CTAR({w + 1})": number(shares[w] if drafts else None) for w in range(3)}
+        row |= {f"CTAR({w})": number(shares[w - 1] if drafts else None) for w in POSITIONS}
     return row
 
 
@@ -111,6 +112,10 @@ def rate_of_ctar(shares: Sequence[float]) -> float:
 # What a ratio divides, counted in one answer.
 COUNTS: dict[str, Callable[[MethodRun], tuple[float, float]]] = {
     "compression_rate": lambda run: (sum(run.emitted), len(run.emitted)),
+    "mean_acceptance_length": lambda run: (
+        sum(run.accepted) + sum(map(bool, run.drafted)),
+        sum(map(bool, run.drafted)),
+    ),
     "acceptance_rate": lambda run: (sum(run.accepted), sum(run.drafted)),
     "tokens_per_second": lambda run: (len(run.tokens), run.seconds),
 }
@@ -243,9 +248,20 @@ def ends(limits: Sequence[float] | None) -> str:
 
 
 def rate(metric: str, name: str, records: Sequence[Record]) -> float | None:
-    """A ratio of `COUNTS` over all answers by one of the methods; None if it did not run."""
+    """A ratio of `totals` over all answers by one of the methods; None if it did not run."""
     over, under = totals(records, metric, name)
     return float(over / under) if under else None
+
+
+def rate_interval(metric: str, records: Sequence[Record]) -> list[float] | None:
+    """The interval of `rate`, over the questions that have something to divide by."""
+    counts = [count for record in records if (count := totals([record], metric))[1]]
+    return interval(np.array(counts))
+
+
+def drafting(of: Callable[[Sequence[Record]], Any], records: Sequence[Record]) -> Any:
+    """A metric of a method that drafts; None for one that never did."""
+    return of(records) if any(any(run.drafted) for run in runs(records)) else None
 
 
 def acceptance(records: Sequence[Record]) -> dict[str, Any]:
@@ -281,7 +297,18 @@ METRICS = [
     Metric("hf_speedup_ci95", partial(against, "hf", interval), "95% vs hf", show=ends),
     Metric("spec_bench_speedup", spec_bench_speedup),
     Metric("compression_rate", partial(rate, "compression_rate", METHOD), "CR", True),
+    Metric("compression_rate_ci95", partial(rate_interval, "compression_rate")),
+    Metric("mean_acceptance_length", partial(rate, "mean_acceptance_length", METHOD)),
+    Metric("mean_acceptance_length_ci95", partial(rate_interval, "mean_acceptance_length")),
     Metric("ctar", lambda records: ctar([n for run in runs(records) for n in run.accepted])),
+    *(
+        Metric(f"{CTAR}{w}{suffix}", partial(drafting, of))
+        for w in POSITIONS
+        for suffix, of in (
+            ("", partial(rate, f"{CTAR}{w}", METHOD)),
+            ("_ci95", partial(rate_interval, f"{CTAR}{w}")),
+        )
+    ),
     Metric("speculative_decoding", acceptance),
     Metric("acceptance_rate", partial(rate, "acceptance_rate", METHOD), "accepted", show=share),
     Metric("tokens_per_second", partial(speed_of, METHOD), "tokens/s", True, tenths),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from kangaroo.evaluation.records import (
     SUMMARY,
     MethodRun,
     Record,
+    Turn,
     begun,
     read,
     write_json,
@@ -22,27 +24,49 @@ from kangaroo.evaluation.records import (
 
 
 def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any]:
-    """All metrics of a run, overall and by task; `about` is what `records.begun` returns.
+    """All metrics of a run, overall, by task and by the length of prompts; `about` is what
+    `records.begun` returns.
 
     `drafter_cost` is what the method adds to the target: `parameters`, `bytes` (the most that it
     held after any question, see `footprint`) and `training` (`DrafterConfig.made_by`).
     """
     settings = about["settings"]
-    by_task: dict[str, list[Record]] = {}
-    for record in records:
-        by_task.setdefault(record.task, []).append(record)
+    tasks = dict.fromkeys(record.task for record in records)
+    by_task = {task: [record for record in records if record.task == task] for task in tasks}
     names = ("model", "drafter", "bench", "dtype", "device")
     return {
         **{name: settings[name] for name in names},
         "questions": len(records),
         "overall": metrics(records),
-        "by_task": {task: metrics(of_task) for task, of_task in by_task.items()},
+        "by_task": {task: metrics(part) for task, part in by_task.items()},
+        "by_length": {length: metrics(part) for length, part in by_length(records).items()},
         "lossless": lossless(records, settings),
         "drafter_cost": about["drafter_cost"]
         | {"bytes": max(record.drafter_bytes for record in records)},
         "settings": settings,
         "provenance": about["provenance"],
         "by_question": [of_question(record) for record in records],
+    }
+
+
+def by_length(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Records by the length of prompts in tokens, 1k, 2k, 4k, ..., whichever is nearest by ratio;
+    of a question those turns whose prompts are so long. Empty where not two of these occur.
+    """
+
+    def power(turn: Turn) -> int:
+        return max(-1, round(math.log2(turn.prompt_tokens / 1024)))
+
+    powers = sorted({power(turn) for record in records for turn in record.turns})
+    if sum(each >= 0 for each in powers) < 2:
+        return {}
+    return {
+        "shorter" if each < 0 else f"{2**each}k": [
+            replace(record, turns=turns)
+            for record in records
+            if (turns := [turn for turn in record.turns if power(turn) == each])
+        ]
+        for each in powers
     }
 
 

@@ -52,11 +52,17 @@ SPEED_BENCH = {  # of its schema, written by us
 }
 
 
-def test_speed_benchs_questions_come_from_a_parquet_file_or_the_hub(tmp_path, monkeypatch, caplog):
+def test_speed_benchs_questions_come_from_parquet_files_or_the_hub(tmp_path, monkeypatch, caplog):
     table = Dataset.from_dict(SPEED_BENCH)
     table.to_parquet(tmp_path / "test.parquet")
-    asked = []
-    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: asked.append((a, k)) or table)
+    asked, more = [], Dataset.from_dict({name: values[1:2] for name, values in SPEED_BENCH.items()})
+    more = more.map(lambda row: row | {"question_id": "more"})
+
+    def load_dataset(*place, **options):
+        asked.append((place, options))
+        return more if place[1] == "throughput_8k" else table
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
     for place in ({"path": str(tmp_path / "test.parquet")}, {"hub": "nvidia/SPEED-Bench"}):
         questions = load_questions(BenchConfig("speed_bench", **place, subset="qualitative"))
         assert [question.task for question in questions] == ["coding", "qa"]
@@ -65,6 +71,11 @@ def test_speed_benchs_questions_come_from_a_parquet_file_or_the_hub(tmp_path, mo
         assert "1 questions of" in caplog.text and "bench.path=" in caplog.text
         caplog.clear()
     assert asked == [(("nvidia/SPEED-Bench", "qualitative"), {"split": "test"})]
+    (tmp_path / "8k").mkdir()
+    more.to_parquet(tmp_path / "8k/test.parquet")
+    parts = {"hub": "nvidia/SPEED-Bench", "subset": "throughput_1k+throughput_8k"}
+    for place in (parts, {"path": str(tmp_path)}):
+        assert len(load_questions(BenchConfig("speed_bench", **place))) == 3
 
 
 def test_a_download_is_kept_and_a_wrong_checksum_refused(tmp_path, cache):

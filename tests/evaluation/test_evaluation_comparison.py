@@ -91,7 +91,7 @@ def test_the_files_have_every_method_under_every_task_and_every_pair_once(sweep)
     comparison.write(result, sweep)
     assert json.loads((sweep / "comparison.json").read_text()) == result
     text = (sweep / "report.md").read_text()
-    assert text.count("| kangaroo,threshold=0.4 |") == 5
+    assert text.count("| kangaroo,threshold=0.4 |") == 9
     assert "| method | qa | rag | math_reasoning |" in text
     assert "12 questions, 12 turns, at most 8 new tokens, greedy" in text
     assert (sweep / "speedup.png").read_bytes().startswith(b"\x89PNG")
