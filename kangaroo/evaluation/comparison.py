@@ -17,7 +17,8 @@ import numpy as np
 from rich.console import Console
 
 from kangaroo.evaluation import plots
-from kangaroo.evaluation.metrics import CTAR, POSITIONS, cells, interval, ratio_of_ratios
+from kangaroo.evaluation.metrics import CTAR, POSITIONS, cells, ratio_of_ratios
+from kangaroo.evaluation.metrics import estimate as estimated
 from kangaroo.evaluation.records import AGAIN, BASELINES, SUMMARY, write_json
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
@@ -32,6 +33,8 @@ BY_GROUP = {
     "mean_acceptance_length": "Acceptance length",
     **{f"{CTAR}{w}": f"CTAR({w})" for w in POSITIONS},
 }
+# Columns for which a terminal of 80 has no room.
+WIDE = ["95% vs hf", "accepted", *(f"CTAR({w})" for w in POSITIONS), "params", "memory", "training"]
 SPEEDUPS = "speedup: of the whole time, prompts included; decoding: from the first token on."
 Comparison = dict[str, Any]
 Method = dict[str, Any]  # an entry of a comparison's `methods`
@@ -110,20 +113,18 @@ def compare_pair(
     """Two methods on the questions that both answered.
 
     `speed_ratio` says how many times as fast `row` is as `column`: the ratio of their speedups over
-    vanilla. In one run they share vanilla's seconds, which cancel. A job of a sweep has vanilla's
-    seconds of its own time. It is None where there is no vanilla.
+    vanilla, whose seconds cancel in one run; a job of a sweep has those of its own time. It is None
+    where there is no vanilla.
     """
     of_column = {question["question_id"]: question for question in column[1]}
     both = [(q, of_column[q["question_id"]]) for q in row[1] if q["question_id"] in of_column]
     names = ("vanilla_paired_seconds", "paired_seconds")
-    fours = [tuple(question[name] for question in pair for name in names) for pair in both]
-    result = {"row": row[0], "column": column[0], "questions": len(both)}
-    result |= {"speed_ratio": None, "speed_ratio_ci95": None}
+    fours = [[question[name] for question in pair for name in names] for pair in both]
+    value, ends = None, None
     if fours and not any(None in four for four in fours):
-        values_Q4 = np.array(fours)
-        result["speed_ratio"] = float(ratio_of_ratios(values_Q4.sum(0)))
-        result["speed_ratio_ci95"] = interval(values_Q4, ratio_of_ratios)
-    return result
+        value, ends = estimated(np.array(fours), ratio_of_ratios)
+    result = {"row": row[0], "column": column[0], "questions": len(both)}
+    return result | {"speed_ratio": value, "speed_ratio_ci95": ends}
 
 
 def write(comparison: Comparison, folder: Path) -> None:
@@ -164,21 +165,22 @@ def markdown(comparison: Comparison, image: str = "speedup.png") -> str:
 
 def show(comparison: Comparison, console: Console) -> None:
     """The main table in 80 columns, and what it comes to in a line that can be copied whole."""
-    rows = rows_of(comparison["methods"], in_terminal=True)
+    rows = rows_of(comparison["methods"])
     for row in rows:
         row["method"] = row["method"].replace(",", " ")  # each setting may have a line
-        del row["training"], row["params"], row["memory"]  # 80 columns have no room for them
+        for heading in WIDE:
+            del row[heading]
     caption = f"{size(comparison)} {SPEEDUPS}"
     console.print(tables.terminal(rows, TITLE.format(**comparison), caption))
     if sentence := conclusion(comparison):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
-def rows_of(methods: Sequence[Method], in_terminal: bool = False) -> list[Row]:
+def rows_of(methods: Sequence[Method]) -> list[Row]:
     """A row a method; so do the functions below."""
     return [
         {"method": method["name"]}
-        | cells(method["overall"], in_terminal)
+        | cells(method["overall"])
         | {
             "params": short(method["drafter_cost"]["parameters"]),
             "memory": f"{short(method['drafter_cost']['bytes'])}B",
@@ -197,8 +199,9 @@ def by_group(methods: Sequence[Method], group: str, metric: str) -> list[Row]:
     """One metric of every method in every group of a kind, `by_task` or `by_length`, with its
     interval where there is one; no rows where there are no groups, or none has this metric.
     """
-    names = list(max((method.get(group, {}) for method in methods), key=len))
-    parts = [method.get(group, {}) | {"overall": method["overall"]} for method in methods]
+    groups: list[dict[str, Any]] = [method.get(group, {}) for method in methods]
+    names = max(map(list, groups), key=len)
+    parts = [each | {"overall": m["overall"]} for each, m in zip(groups, methods, strict=True)]
     values = [results.get(metric) for part in parts for results in part.values()]
     if not names or set(values) == {None}:
         return []

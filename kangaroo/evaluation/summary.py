@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kangaroo.engine.sampling import Rule
-from kangaroo.evaluation.metrics import has, metrics, paired_seconds, runs, totals
+from kangaroo.evaluation.metrics import RATIOS, has, metrics, runs
 from kangaroo.evaluation.records import (
     BASELINES,
     METHOD,
@@ -74,22 +74,16 @@ def of_question(record: Record) -> dict[str, Any]:
     """Totals over the turns of a question; the paired seconds are of the method and of vanilla for
     the same number of tokens, None where vanilla did not run.
     """
-    tokens, seconds = totals([record], "tokens_per_second")
-    vanilla, method = paired_seconds(record) if has(record, "vanilla") else (None, None)
-    emitted, rounds = totals([record], "compression_rate")
-    accepted, drafted = totals([record], "acceptance_rate")
-    return {
-        "question_id": record.question_id,
-        "task": record.task,
-        "tokens": tokens,
-        "seconds": seconds,
-        "paired_seconds": method,
-        "vanilla_paired_seconds": vanilla,
-        "rounds": rounds,
-        "emitted": emitted,
-        "drafted": drafted,
-        "accepted": accepted,
-    }
+    totals: dict[str, Any] = {"question_id": record.question_id, "task": record.task}
+    for metric, names in {
+        "tokens_per_second": ("tokens", "seconds"),
+        "speedup": ("vanilla_paired_seconds", "paired_seconds"),
+        "compression_rate": ("emitted", "rounds"),
+        "acceptance_rate": ("accepted", "drafted"),
+    }.items():
+        known = metric != "speedup" or has(record, "vanilla")
+        totals |= zip(names, RATIOS[metric](record) if known else (None, None), strict=True)
+    return totals
 
 
 def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, Any]:

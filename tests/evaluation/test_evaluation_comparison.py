@@ -8,7 +8,7 @@ from commands import ROOT
 from evaluation_records import finish, hf_run, record, run, shown, vanilla_run
 
 from kangaroo.evaluation import comparison
-from kangaroo.evaluation.metrics import interval
+from kangaroo.evaluation.metrics import estimate
 from kangaroo.evaluation.records import Fork
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import fitting, named_by
@@ -188,9 +188,8 @@ def by_question(seconds, vanilla):
 
 
 def ends(questions):
-    return interval(
-        np.array([(q["vanilla_paired_seconds"], q["paired_seconds"]) for q in questions])
-    )
+    seconds = [(q["vanilla_paired_seconds"], q["paired_seconds"]) for q in questions]
+    return estimate(np.array(seconds)).ends
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from evaluation_worker import evaluate_tiny
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.evaluation.config import Baseline
-from kangaroo.evaluation.metrics import interval
+from kangaroo.evaluation.metrics import estimate as estimated
 from kangaroo.evaluation.summary import by_length
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import Message, prompt_ids
@@ -68,9 +68,7 @@ def answered(question):
 
 def cell(counts):
     """Of questions that divide these, each twice."""
-    values_Q2 = np.repeat(counts, 2, axis=0).astype(float)
-    over, under = values_Q2.sum(0)
-    return estimate(over / under, interval(values_Q2))
+    return estimate(*estimated(np.repeat(counts, 2, axis=0).astype(float)))
 
 
 @pytest.mark.parametrize("heading", COUNTS)

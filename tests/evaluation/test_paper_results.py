@@ -11,7 +11,7 @@ import pytest
 from evaluation_records import finish, record, run, vanilla_run
 from paper_cases import NAMES, composed, methods_of
 
-from kangaroo.evaluation.metrics import difference, pairs
+from kangaroo.evaluation.metrics import Estimate, difference, estimate, pairs, value_of
 from kangaroo.evaluation.records import AGAIN
 from kangaroo.evaluation.study import plots, report
 from kangaroo.evaluation.study.study import (
@@ -19,11 +19,8 @@ from kangaroo.evaluation.study.study import (
     DISAGREES,
     OPEN,
     Claim,
-    Estimate,
     StudyConfig,
-    estimate,
     study_of,
-    value_of,
     verdict,
 )
 from kangaroo.utils.errors import ConfigError
@@ -46,7 +43,7 @@ def test_what_makes_a_question_hard_for_both_does_not_widen_the_interval():
     hard = np.random.default_rng(1).uniform(0.3, 3.0, 12)
     fast, slow = (pairs(answered(hard * x, ids=range(12)), "speedup") for x in (1.0, 1.1))
     a, b = estimate(fast), estimate(slow)
-    assert value_of(answered(1.0, ids=[1]), "compression_rate") == Estimate(3.0)  # has none
+    assert value_of("compression_rate", answered(1.0, ids=[1])) == Estimate(3.0)  # has none
     plain, reverse, none = (
         estimate(np.hstack(both), difference) for both in ((fast, slow), (slow, fast), (fast, fast))
     )
@@ -167,6 +164,12 @@ def test_what_was_not_measured_is_left_out_and_what_was_asked_otherwise_refused(
     finish(results / "other", answered(1.0), max_new_tokens=99)
     with pytest.raises(ConfigError, match=r"'other'.* cannot be in one study: max_new_tokens=8 "):
         study_of(STUDY, results)
+
+
+def test_a_study_of_speedups_needs_vanilla(tmp_path):
+    finish(tmp_path / "kangaroo", [record(1, (run([3], [2], [4], [1.0]), None))])
+    with pytest.raises(ConfigError, match="needs vanilla decoding"):
+        study_of(STUDY, tmp_path)
 
 
 def test_methods_by_task_are_rows_with_the_papers_below(tmp_path):

@@ -16,11 +16,13 @@ from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.methods import generate
 from kangaroo.evaluation.speed import report
 from kangaroo.evaluation.speed.passes import WIDTHS, Reads, throughput
-from kangaroo.evaluation.speed.speed import SpeedConfig, measure, summarise
-from kangaroo.evaluation.speed.trials import (
+from kangaroo.evaluation.speed.speed import (
+    SpeedConfig,
     against_vanilla,
     long_prompt,
+    measure,
     question_prompts,
+    summarise,
     take_turns,
     write_by_engine,
 )

@@ -6,9 +6,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from kangaroo.evaluation.metrics import Estimate
 from kangaroo.evaluation.plots import FAINT, HF, INK
 from kangaroo.evaluation.records import AGAIN
-from kangaroo.evaluation.study.study import Estimate, Place, Study, heading_of, in_order, word
+from kangaroo.evaluation.study.study import Place, Study, heading_of, in_order, word
 
 COLORS = ["#d9772b", "#3b6fb6", "#54a24b", "#7a5195", "#b79a20", "#72b7b2", "#9d755d", "#c65b9b"]
 

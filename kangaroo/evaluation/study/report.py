@@ -20,6 +20,7 @@ from rich.table import Table
 
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation.comparison import assigned, circumstances, listed
+from kangaroo.evaluation.metrics import Estimate
 from kangaroo.evaluation.records import write_json
 from kangaroo.evaluation.study import plots
 from kangaroo.evaluation.study.study import (
@@ -28,7 +29,6 @@ from kangaroo.evaluation.study.study import (
     HERE,
     OPEN,
     Checked,
-    Estimate,
     Study,
     fixed,
     heading_of,

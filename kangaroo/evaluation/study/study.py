@@ -6,7 +6,7 @@ Shapes: Q questions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from kangaroo.evaluation import metrics
 from kangaroo.evaluation.comparison import shared, summaries_in
-from kangaroo.evaluation.metrics import CTAR, pairs
+from kangaroo.evaluation.metrics import CTAR, Estimate, difference, estimate, has, pairs, value_of
 from kangaroo.evaluation.records import BASELINES, Record, read
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import changes
@@ -101,13 +100,6 @@ class Measured:
         return as_place(self.summary["settings"].get(name))
 
 
-class Estimate(NamedTuple):
-    """A ratio and its 95% interval, None for a single question and for published values."""
-
-    value: float
-    ends: list[float] | None = None
-
-
 class Point(NamedTuple):
     """What was measured at a place of a table, here or in the paper."""
 
@@ -164,6 +156,9 @@ def measured(config: StudyConfig, folder: Path) -> list[Measured]:
                 f"'{method.name}' and '{methods[0].name}' in '{folder}' cannot be in one study: "
                 f"{difference}. Move one of them elsewhere."
             )
+    answers = [record for method in methods for record in method.records]
+    if "speedup" in config.metrics and not all(has(record, "vanilla") for record in answers):
+        raise ConfigError("a study of speedups needs vanilla decoding: add it to baselines=.")
     order = list(config.labels)
     return sorted(methods, key=lambda x: order.index(x.name) if x.name in order else len(order))
 
@@ -212,7 +207,7 @@ def points_of(config: StudyConfig, method: Measured) -> list[Point]:
         parts = {config.label(method.place(config.x)): (method.records, names)}
     curve = curve_of(config, method)
     return [
-        Point(HERE, method.name, curve, x, {k: value_of(records, m) for k, m in of.items()})
+        Point(HERE, method.name, curve, x, {k: value_of(m, records) for k, m in of.items()})
         for x, (records, of) in parts.items()
     ]
 
@@ -233,19 +228,6 @@ def curve_of(config: StudyConfig, method: Measured) -> Place:
 def of_task(records: Sequence[Record], task: str | None) -> list[Record]:
     """The records of a task; None is all."""
     return [record for record in records if task in (None, OVERALL, record.task)]
-
-
-def estimate(
-    totals_QK: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = metrics.ratio
-) -> Estimate:
-    """A statistic of totals over questions, with its interval."""
-    return Estimate(float(statistic(totals_QK.sum(0))), metrics.interval(totals_QK, statistic))
-
-
-def value_of(records: Sequence[Record], metric: str) -> Estimate | None:
-    """A metric over some questions; None where there is nothing to divide by."""
-    pairs_Q2 = pairs(records, metric)
-    return estimate(pairs_Q2) if pairs_Q2[:, 1].sum() else None
 
 
 def published(config: StudyConfig) -> list[Point]:
@@ -278,13 +260,13 @@ def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
             f"'{claim.more}' and '{claim.less}' were not asked the same questions, so they cannot "
             "be compared in pairs. Measure them again (resume=false)."
         )
-    more, less = (value_of(records, claim.metric) for records in both)
+    more, less = (value_of(claim.metric, records) for records in both)
     if more is None or less is None:
         return None
     # resampled together: what makes a question hard for both does not widen the interval
     values_Q4 = np.hstack([pairs(records, claim.metric) for records in both])
-    difference = estimate(values_Q4, metrics.difference)
-    return Checked(claim, more, less, difference, verdict(difference, len(values_Q4)))
+    more_less = estimate(values_Q4, difference)
+    return Checked(claim, more, less, more_less, verdict(more_less, len(values_Q4)))
 
 
 def verdict(difference: Estimate, questions: int) -> str:
