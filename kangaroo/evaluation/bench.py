@@ -1,7 +1,4 @@
-"""Benches: questions in Spec-Bench's format, shipped, downloaded once, or from a local file.
-
-docs/evaluation.md has the format.
-"""
+"""Benches: questions in Spec-Bench's format (docs/evaluation.md), shipped, downloaded, or local."""
 
 from __future__ import annotations
 
@@ -40,14 +37,12 @@ MTBENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "
 
 @dataclass
 class BenchConfig(Ranged):
-    """Where questions come from: `path` where it is given, else `url`, else `hub`, else the package
-    itself.
+    """Where questions come from: `path` where it is given, else `url`, `hub`, the package itself.
 
     Args:
-        name: names the bench in results; without `path` and `url`, that of a shipped file. Empty:
-            that of the file at `path`, else the demo.
-        path: a local file, one JSON object a line, or a .parquet file with the same fields, or a
-            folder of such .parquet files.
+        name: of the bench in results, and of a shipped file. Empty: as `path`, else the demo.
+        path: a local file, one JSON object a line, or .parquet with the same fields; or a folder of
+            .parquet files.
         url: downloaded once into the cache folder (`$KANGAROO_CACHE`, else the platform's).
         sha256: what the downloaded file must have; a `path` that differs is used with a warning.
         hub: a dataset on the hub, whose split "test" has the questions.
@@ -69,7 +64,7 @@ class BenchConfig(Ranged):
 
 
 def bench_name(path: str | None) -> str:
-    """What a bench is called if nothing is said."""
+    """The default name of a bench."""
     return DEMO if path is None else Path(path).stem
 
 
@@ -89,11 +84,7 @@ class Question:
     def prompt(
         self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, messages: list[Message]
     ) -> list[int]:
-        """The ids of a conversation that ends with one of its turns.
-
-        Errors: `PromptError` where the model's context has no room for an answer; those of
-        `prompt_ids`.
-        """
+        """The ids of a conversation that ends with one of its turns. Errors: `PromptError`."""
         prompt = prompt_ids(tokenizer, messages)
         if len(prompt) >= lm.context:
             raise PromptError(
@@ -135,18 +126,20 @@ def load_questions(config: BenchConfig) -> list[Question]:
     `CorruptFile` for a wrong checksum, `ConfigError` where no such bench is shipped.
     """
     if config.path is not None:
-        return parse(_local(config, Path(config.path)), config.path, config.name)
-    if config.url is not None:
+        content, where = _local(config, Path(config.path)), config.path
+    elif config.url is not None:
         file = cache_folder() / "benches" / f"{config.name}.jsonl"
-        return parse(_downloaded(config, config.url, file), str(file), config.name)
-    if config.hub is not None:
-        return parse(_from_hub(config.hub, config.subset), config.hub, config.name)
-    shipped = resources.files(__package__) / "benches" / f"{config.name}.jsonl"
-    if not shipped.is_file():
-        raise ConfigError(
-            f"no bench '{config.name}' is shipped, only {DEMO}; pass bench.path= or bench.url=."
-        )
-    return parse(shipped.read_bytes(), config.name, config.name)
+        content, where = _downloaded(config, config.url, file), str(file)
+    elif config.hub is not None:
+        content, where = _from_hub(config.hub, config.subset), config.hub
+    else:
+        shipped = resources.files(__package__) / "benches" / f"{config.name}.jsonl"
+        if not shipped.is_file():
+            raise ConfigError(
+                f"no bench '{config.name}' is shipped, only {DEMO}; pass bench.path= or bench.url=."
+            )
+        content, where = shipped.read_bytes(), config.name
+    return parse(content, where, config.name)
 
 
 def _local(config: BenchConfig, path: Path) -> bytes:
@@ -190,21 +183,20 @@ def _from_hub(name: str, subset: str | None) -> bytes:
 
 def _downloaded(config: BenchConfig, url: str, file: Path) -> bytes:
     """The file in the cache, which is downloaded where it is not there."""
-    source, fix, content = f"'{file}'", "Delete it, so that it is downloaded again", b""
-    if is_there := file.is_file():
-        content = file.read_bytes()
-    else:
-        source, fix = url, "Try again, or check what stands between you and that address"
-        try:
-            with urllib.request.urlopen(url, timeout=30) as response:
-                content = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise DataError(
-                f"{url} cannot be downloaded ({error}). Go online once, or fetch the file "
-                "elsewhere and pass bench.path=."
-            ) from error
+    is_there = file.is_file()
+    try:
+        with file.open("rb") if is_there else urllib.request.urlopen(url, timeout=30) as stream:
+            content: bytes = stream.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise DataError(
+            f"{url} cannot be downloaded ({error}). Go online once, or fetch the file "
+            "elsewhere and pass bench.path=."
+        ) from error
     digest = hashlib.sha256(content).hexdigest()
     if config.sha256 and digest != config.sha256:
+        source, fix = url, "Try again, or check what stands between you and that address"
+        if is_there:
+            source, fix = f"'{file}'", "Delete it, so that it is downloaded again"
         raise CorruptFile(
             f"the questions of {config.name} from {source} have sha256 {digest}, not "
             f"{config.sha256}. {fix}, or pass bench.path=."

@@ -1,8 +1,7 @@
 """Methods side by side: `comparison.json`, `report.md` and a plot from the summaries of a folder.
 
-Methods of one run took turns on every question. Those of the jobs of a sweep were timed against
-baselines of their own, so that speedups can be compared even where the machine was slower at one
-time than at another; tokens/s cannot.
+Methods of one run took turns on every question; a sweep's jobs were timed against baselines of
+their own, so their speedups can be compared, their tokens/s cannot.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ def compare(folder: Path) -> Comparison | None:
 
 
 def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """Of all finished evaluations below a folder, by their places there; by its drafter that of the
-    folder itself. A sweep's jobs leave the rows of their baselines out.
+    """Of all finished evaluations below a folder, by their places there, the folder's own by its
+    drafter; without the baselines of a sweep's jobs.
     """
     summaries: dict[str, dict[str, Any]] = {}
     for file in sorted(folder.rglob(SUMMARY)):
@@ -131,15 +130,14 @@ def write(comparison: Comparison, folder: Path) -> None:
     """`comparison.json`, `report.md` and its plot."""
     write_json(folder / "comparison.json", comparison)
     (folder / "report.md").write_text(markdown(comparison), encoding="utf-8")
-    plots.speedup_of_methods(comparison).savefig(folder / "speedup.png", dpi=150)
+    # a drafter's settings have a line of their own
+    bars = [(m["name"].replace(",", "\n", 1), m["overall"]) for m in comparison["methods"]]
+    subtitle = "{model} on {bench}, {dtype}, {device}".format(**comparison)
+    plots.speedup_bars(bars, subtitle, bars[0][0]).savefig(folder / "speedup.png", dpi=150)
 
 
 def markdown(comparison: Comparison, image: str = "speedup.png") -> str:
-    """The whole report.
-
-    Args:
-        image: where the plot lies, from where the report is read.
-    """
+    """The whole report; `image` is where the plot lies, from where it is read."""
     methods, pairs = comparison["methods"], pair_table(comparison["paired"])
     parts = [
         f"# {TITLE.format(**comparison)}",
@@ -261,8 +259,7 @@ def conclusion(comparison: Comparison) -> str:
     fastest = next(drafters, None)
     if fastest is None or fastest["overall"]["speedup"] is None:
         return ""
-    name = fastest["name"]
-    limits = {"vanilla": fastest["overall"]["speedup_ci95"]}
+    name, limits = fastest["name"], {"vanilla": fastest["overall"]["speedup_ci95"]}
     for pair in comparison["paired"]:
         row, column, ends = pair["row"], pair["column"], pair["speed_ratio_ci95"]
         if name in (row, column) and AGAIN not in (row, column):

@@ -1,6 +1,5 @@
-"""The decoders that are timed side by side: our engine with some drafter, and `generate`.
-
-Tokenising is outside the time; prefill, and the allocation of the cache, are inside.
+"""The decoders that are timed side by side: our engine with some drafter, and `generate`; with the
+prefill and the allocation of the cache, without tokenising.
 """
 
 from __future__ import annotations

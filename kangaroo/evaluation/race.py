@@ -29,8 +29,8 @@ ABOUT = "Decoded in turn, shown at the measured speeds; green: drafted and accep
 
 @dataclass
 class Runner:
-    """A method's answer, and the seconds from the prompt to each piece of it, in whole characters;
-    the last says whether it was drafted.
+    """A method's answer, and its pieces: seconds from the prompt, whole characters, whether they
+    were drafted.
     """
 
     name: str
@@ -53,9 +53,7 @@ def race(
     console: Console,
 ) -> None:
     """Answer a question by each drafter, then show the answers side by side at the speeds that were
-    measured; into a pipe one below the other.
-
-    Errors: `PromptError` for a question that the model's context has no room for.
+    measured; into a pipe one below the other. Errors: `PromptError` for a question without room.
     """
     prompt = prompt_ids(tokenizer, [Message(role="user", content=question)])
     limit = min(max_new_tokens, max(1, lm.context - len(prompt)))

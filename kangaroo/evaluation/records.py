@@ -1,5 +1,5 @@
-"""What an evaluation keeps of each question: a line of JSON, on disk as soon as it is known, from
-which all else follows. Each rank writes a file of its own; reading takes them together.
+"""What an evaluation keeps of each question: a line of JSON, at once on disk, from which all else
+follows. Each rank writes a file of its own; reading takes them together.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class MethodRun:
     Args:
         tokens: what it wrote, EOS included; `text` is without special tokens.
         finish: "eos" or "length".
-        retokenised: how many tokens the tokenizer makes of `text`, those it adds itself included:
-            Spec-Bench's report counts a baseline by them.
+        retokenised: tokens of `text`, with those that the tokenizer adds: Spec-Bench counts a
+            baseline by them.
         seconds: wall clock from the prompt's ids to the last token: allocation, prefill, all steps.
         emitted, accepted, drafted: tokens of each round, the prefill's first.
         draft_seconds, verify_seconds, host_seconds: time of each; 0 for the prefill's.
@@ -102,7 +102,6 @@ class Writer:
         os.fsync(self.stream.fileno())
 
     def close(self) -> None:
-        """Close the file."""
         self.stream.close()
 
 
@@ -132,8 +131,7 @@ def lines(folder: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
 def enter(
     folder: Path, settings: dict[str, Any], drafter_cost: dict[str, Any], resume: bool
 ) -> None:
-    """Make `folder` this run's, or go on with the run that it holds, of the same settings. What a
-    drafter costs is noted as far as it is known before anything is asked.
+    """Make `folder` this run's, or go on with the run that it holds.
 
     Errors: `ConfigError` names the settings that differ.
     """

@@ -13,7 +13,7 @@ from paper_cases import NAMES, composed, methods_of
 
 from kangaroo.evaluation.metrics import Estimate, difference, estimate, pairs, value_of
 from kangaroo.evaluation.records import AGAIN
-from kangaroo.evaluation.study import plots, report
+from kangaroo.evaluation.study import report
 from kangaroo.evaluation.study.study import (
     AGREES,
     DISAGREES,
@@ -110,7 +110,7 @@ def test_vanilla_decoded_again_has_no_place_along_the_table(tmp_path):
 def test_a_plot_has_a_panel_for_each_metric_and_model_and_the_tables_curves(results):
     finish(results / AGAIN, answered(1.0))
     study = study_of(STUDY, results)
-    figure = plots.plot(study)
+    figure = report.plot(study)
     panels = {panel.get_title(loc="left"): panel for panel in figure.axes}
     metrics = ("CR", "speedup")
     assert list(panels) == [f"{x}, {model}" for x in metrics for model in ("here", "Vicuna-7B")]

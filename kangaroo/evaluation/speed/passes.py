@@ -1,8 +1,5 @@
 """What passes of the target read and take: the memory's limit, verifications by their width, and
-rows decoded together.
-
-At batch 1 a forward reads every weight for a handful of tokens, so the time to read them bounds the
-speed from above, whatever the arithmetic.
+rows decoded together. At batch 1 the time to read every weight bounds the speed from above.
 
 Shapes: N nodes, D hidden size.
 """
@@ -37,8 +34,8 @@ CACHES = 0.8  # of the memory that is free; the rest is for what a pass computes
 
 class Reads:
     """Bytes that rounds of decoding read, everything once a forward: vanilla, or with an adapter
-    that drafts from a vocabulary of that size; None is the whole one. Of the embedding table that
-    is one row a token, unless the head is tied to it.
+    that drafts from a vocabulary of that size; None is the whole one. Of embeddings that are no
+    head it is one row a token.
     """
 
     def __init__(
@@ -128,14 +125,13 @@ def throughput(
     results = []
     token = lm.n_layers * lm.cache_like(1, 1, [lm.device]).bytes()
     row = token * (max(map(len, prompts)) + new_tokens)
+    engines = Engine(lm, Vanilla()), Engine(lm, drafter)
     for size in sizes:
         if size * row > CACHES * memory.free(lm.device):
             log.warning("batch %d is left out: its cache would take %d bytes", size, size * row)
             continue
         texts = [prompts[i % len(prompts)] for i in range(size)]
-        vanilla, kangaroo = (
-            tokens_per_second(Engine(lm, each), texts, new_tokens) for each in (Vanilla(), drafter)
-        )
+        vanilla, kangaroo = (tokens_per_second(each, texts, new_tokens) for each in engines)
         rates = {"vanilla": vanilla, "kangaroo": kangaroo, "ratio": kangaroo / vanilla}
         results.append({"batch": size} | rates)
     return results

@@ -29,9 +29,8 @@ LEAST = 8  # questions; a bootstrap over fewer is too sure
 HEADINGS = {"compression_rate": "CR", "acceptance_rate": "accepted", CTAR: "CTAR(w)"}
 NAMES = {"mt_bench": "MT-bench", "qa": "QA", "math_reasoning": "math", "rag": "RAG"}  # of tasks
 
-Place = (
-    float | str | None
-)  # along the table and the plot; None is a method that has no such setting
+# Along the table and the plot; None is a method that has no such setting.
+Place = float | str | None
 
 
 @dataclass
@@ -54,7 +53,7 @@ class Claim:
 
 @dataclass
 class StudyConfig:
-    """What the results of an evaluation, or of the jobs of a sweep, are put together to.
+    """What the results of an evaluation, or of a sweep, are put together to.
 
     Args:
         name: of its files, and of the published values that belong to it.
@@ -101,7 +100,7 @@ class Measured:
 
 
 class Point(NamedTuple):
-    """What was measured at a place of a table, here or in the paper."""
+    """What was measured at a place of a table."""
 
     model: str  # `HERE`, or the target of the paper
     source: str  # the name of the method, or where in the paper it is from
@@ -144,7 +143,11 @@ def study_of(config: StudyConfig, folder: Path) -> Study | None:
 
 
 def measured(config: StudyConfig, folder: Path) -> list[Measured]:
-    """All methods with results below `folder`, in the order of the study's labels, then by name."""
+    """All methods with results below `folder`, in the order of the study's labels.
+
+    Errors: `ConfigError`; a study is of answers to the same questions, one of speedups of those to
+    which there is vanilla's.
+    """
     methods = [
         Measured(name, summary, read(place if (place := folder / name).is_dir() else folder))
         for name, summary in summaries_in(folder).items()
@@ -159,8 +162,8 @@ def measured(config: StudyConfig, folder: Path) -> list[Measured]:
     answers = [record for method in methods for record in method.records]
     if "speedup" in config.metrics and not all(has(record, "vanilla") for record in answers):
         raise ConfigError("a study of speedups needs vanilla decoding: add it to baselines=.")
-    order = list(config.labels)
-    return sorted(methods, key=lambda x: order.index(x.name) if x.name in order else len(order))
+    order = {name: i for i, name in enumerate(config.labels)}
+    return sorted(methods, key=lambda method: order.get(method.name, len(order)))
 
 
 def fixed(config: StudyConfig, summary: dict[str, Any]) -> dict[str, Any]:
