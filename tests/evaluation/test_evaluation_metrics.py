@@ -54,15 +54,11 @@ def test_what_became_of_drafts_by_vllms_names():
 
 
 def test_what_a_metric_divides_adds_up_to_it():
-    """A study's points are made from these."""
     some = [
         record(i, (run([3, 1 + i], [2, i], [3, 4], [1.0, i]), vanilla_run(4 + i))) for i in range(4)
     ]
-    known = metrics(some)
-    for name in ("speedup", "compression_rate", "acceptance_rate", "tokens_per_second"):
-        value, ends = estimate(pairs(some, name))
-        assert value == pytest.approx(known[name]) and ends == known[f"{name}_ci95"]
-    assert [estimate(pairs(some, f"ctar{w}")).value for w in (1, 2, 3)] == known["ctar"]
+    assert [estimate(pairs(some, f"ctar{w}")).value for w in (1, 2, 3)] == metrics(some)["ctar"]
+    assert pairs(some, "compression_rate").tolist() == [[4, 2], [5, 2], [6, 2], [7, 2]]
     assert ctar([0, 2], longest=3) == [0.5, 0.5, 0.0]
 
 
