@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,11 @@ BY_GROUP = {
     "mean_acceptance_length": "Acceptance length",
     **{f"{CTAR}{w}": f"CTAR({w})" for w in POSITIONS},
 }
+SECTIONS = {
+    f"{heading} by {named}": (group, metric)
+    for group, named in (("by_task", "task"), ("by_length", "input length"))
+    for metric, heading in BY_GROUP.items()
+} | {"Speedup by Spec-Bench's own formula": ("by_task", "spec_bench_speedup")}
 # Columns for which a terminal of 80 has no room.
 WIDE = ["95% vs hf", "accepted", *(f"CTAR({w})" for w in POSITIONS), "params", "memory", "training"]
 SPEEDUPS = "speedup: of the whole time, prompts included; decoding: from the first token on."
@@ -93,8 +99,7 @@ def shared(summary: dict[str, Any]) -> dict[str, Any]:
 
 def _method(name: str, summary: dict[str, Any]) -> Method:
     """A method's part of the comparison; its forks are counted."""
-    labels = [fork["label"] for fork in summary["lossless"]["forks"]]
-    forks = {label: labels.count(label) for label in dict.fromkeys(labels)}
+    forks = dict(Counter(fork["label"] for fork in summary["lossless"]["forks"]))
     common = shared(summary)
     return {
         "name": name,
@@ -148,14 +153,8 @@ def markdown(comparison: Comparison, image: str = "speedup.png") -> str:
         conclusion(comparison),
         f"## Speed, row over column\n\n{tables.markdown(pairs)}" if pairs else "",
     ]
-    sections = {
-        f"{heading} by {named}": by_group(methods, group, metric)
-        for group, named in (("by_task", "task"), ("by_length", "input length"))
-        for metric, heading in BY_GROUP.items()
-    }
-    formula = {"Speedup by Spec-Bench's own formula": ("by_task", "spec_bench_speedup")}
-    sections |= {heading: by_group(methods, *of) for heading, of in formula.items()}
-    for heading, rows in sections.items():
+    for heading, (group, metric) in SECTIONS.items():
+        rows = by_group(methods, group, metric)
         parts += [f"## {heading}", tables.markdown(rows)] if rows else []
     parts += ["## Provenance", listed(provenance_lines(comparison))]
     return "\n\n".join(filter(None, parts)) + "\n"

@@ -2,11 +2,8 @@
 W&B and the tables are made from it, and docs/evaluation.md says what each means.
 
 A *round* is one forward of the target: the prefill, which gives the first token, or a verification.
-The bonus token (the target's own, after the accepted draft tokens) counts as emitted, never as
-accepted, and so does the token of the prefill.
-
-Questions differ more than methods do: one that is hard to draft is hard for every drafter. So two
-intervals may overlap while the difference is plain, and methods are compared on the same questions.
+The bonus token (the target's own, after the accepted draft tokens) and that of the prefill count as
+emitted, never as accepted.
 
 Shapes: Q questions, R resamples, K values of a question.
 """
@@ -51,7 +48,7 @@ class Metric:
 
 
 def metrics(records: Sequence[Record]) -> Results:
-    """All metrics over some questions."""
+    """All metrics over some questions, with their intervals."""
     results = {}
     for metric in METRICS:
         value = metric.of(records) if metric.of else value_of(metric.name, records)
@@ -112,10 +109,7 @@ def compression_rate(emitted: float, rounds: float) -> float:
 
 
 def rate_of_ctar(shares: Sequence[float]) -> float:
-    """The compression rate by CTAR(1), CTAR(2), ...: `1 + sum CTAR`, where no round is cut.
-
-    Source: the paper, section 4.1.
-    """
+    """The compression rate, if no round is cut. Source: the paper, section 4.1."""
     return 1 + sum(shares)
 
 
@@ -263,13 +257,11 @@ def spec_bench_speedup(records: Sequence[Record]) -> float | None:
     Vanilla's tokens are counted by tokenising its text again, less one for the BOS: so its EOS is
     not counted, which favours the method on short answers. Source: Spec-Bench, evaluation/speed.py.
     """
-    method, vanilla = [], []
-    for record in records:
-        if has(record, "vanilla"):
-            a, b = runs([record]), runs([record], "vanilla")
-            method.append(sum(len(run.tokens) for run in a) / sum(run.seconds for run in a))
-            vanilla.append(sum(run.retokenised - 1 for run in b) / sum(run.seconds for run in b))
-    return float(np.mean(method) / np.mean(vanilla)) if method and np.mean(vanilla) else None
+    both = [record for record in records if has(record, "vanilla")]
+    again = counted(lambda run: (run.retokenised - 1, run.seconds), "vanilla")
+    method = [ratio(np.array(counted(_speed)(record))) for record in both]
+    vanilla = [ratio(np.array(again(record))) for record in both]
+    return float(np.mean(method) / np.mean(vanilla)) if both and np.mean(vanilla) else None
 
 
 def acceptance(records: Sequence[Record]) -> dict[str, Any]:
@@ -284,7 +276,7 @@ def acceptance(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def seconds_of(part: str, records: Sequence[Record]) -> float:
-    """A part of the method's time: "prefill", or "draft", "verify" or "host" of the rounds."""
+    """A part of the method's time."""
     if part == "prefill":
         return sum(map(prefill_seconds, runs(records)))
     return sum(sum(getattr(run, f"{part}_seconds")) for run in runs(records))

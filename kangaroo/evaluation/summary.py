@@ -87,10 +87,8 @@ def of_question(record: Record) -> dict[str, Any]:
 
 
 def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, Any]:
-    """How many turns are vanilla's token for token, and every fork.
-
-    `identical` is None where that is not to be expected (no vanilla, or another rule),
-    `hf_identical` under sampling, where the noise of transformers is another.
+    """How many turns are vanilla's token for token, and every fork. `identical` is None where that
+    is not to be expected (no vanilla, another rule), `hf_identical` under sampling: other noise.
     """
     greedy = settings["sampling.temperature"] == 0
     comparable = greedy or settings["sampling.rule"] == Rule.match.value
@@ -116,7 +114,7 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
 
 def write_baseline(name: str, method: Path, output: Path) -> None:
     """A baseline's own `summary.json`, as of a method that was measured against itself, in a folder
-    of its name in `output`; from the records of a method, which hold its runs.
+    of its name in `output`; a method's records hold its runs.
     """
     records = [
         replace(

@@ -155,8 +155,8 @@ def _about(lm: TargetModel, drafter: Kangaroo, config: SpeedConfig) -> dict[str,
 def summarise(
     prompts: Sequence[list[int]], texts: Texts, reads: Reads | None, bandwidth: float
 ) -> dict[str, Any]:
-    """The results of one method, with the limit by what its rounds read and by the bandwidth, in
-    bytes a second; None for what is not known.
+    """The results of one method, with the limit by the bandwidth, in bytes a second; None for what
+    is not known.
     """
     sizes, steps = [], []
     for prompt, of_prompt in zip(prompts, texts, strict=True):
@@ -225,8 +225,8 @@ def take_turns(
 
 
 def against_vanilla(vanilla: Texts, method: Texts) -> dict[str, Any]:
-    """How many times as fast as vanilla it decodes: the ratio of totals of each prompt's mean time
-    a token, with its interval; and how often it wrote vanilla's text.
+    """How many times as fast as vanilla it decodes, by each prompt's mean time a token, with its
+    interval; and how often it wrote vanilla's text.
     """
     pairs = list(zip(vanilla, method, strict=True))
     seconds_P2 = np.array(
@@ -240,8 +240,7 @@ def against_vanilla(vanilla: Texts, method: Texts) -> dict[str, Any]:
 def question_prompts(
     tokenizer: PreTrainedTokenizerBase, count: int, bench: BenchConfig, longest: int
 ) -> list[list[int]]:
-    """First turns of a bench, evenly spread over its file and so over its tasks, of those that have
-    at most `longest` tokens.
+    """First turns of a bench, spread over its tasks, of those that have at most `longest` tokens.
 
     Errors: `ConfigError` where there are none.
     """

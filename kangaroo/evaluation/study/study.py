@@ -1,7 +1,5 @@
 """A study: which results of one evaluation, or of a sweep's, make a table and a plot; its points,
 the paper's (`published.yaml`), and which findings of the paper are found again.
-
-Shapes: Q questions.
 """
 
 from __future__ import annotations
@@ -84,7 +82,7 @@ class StudyConfig:
 
 @dataclass(frozen=True)
 class Measured:
-    """A method that has answered all questions; claims and labels know it by its folder's name."""
+    """A method that has answered all questions, by its folder's name."""
 
     name: str
     summary: dict[str, Any]
@@ -130,10 +128,7 @@ class Study(NamedTuple):
 
 
 def study_of(config: StudyConfig, folder: Path) -> Study | None:
-    """The study of the results below `folder`; None where there are none yet.
-
-    Errors: `ConfigError` where methods were not asked the same in the same way.
-    """
+    """That of the results below `folder`; None where there are none yet. Errors: `ConfigError`."""
     methods = measured(config, folder)
     if not methods:
         return None
@@ -180,7 +175,7 @@ def in_order(places: Iterable[Place]) -> list[Place]:
 
 
 def word(kind: str | None, x: Place) -> str:
-    """A place, or a curve, as a cell; `kind` is that of `StudyConfig.x` or `curve`."""
+    """A place or a curve of this `StudyConfig.x` or `curve` as a cell."""
     if isinstance(x, float):
         return short(x) if kind == "parameters" else f"{x:g}"
     return "-" if x is None else NAMES.get(x, x)
@@ -217,8 +212,8 @@ def points_of(config: StudyConfig, method: Measured) -> list[Point]:
 
 
 def curve_of(config: StudyConfig, method: Measured) -> Place:
-    """What a method's row has in common; of one without such a setting, or without a place along
-    the table, its name. Where the jobs of a sweep measured several drafters, theirs too.
+    """What a method's row has in common; its name where that, or a place, is missing; of several
+    drafters of a sweep's jobs theirs too.
     """
     has_place = config.x in ("task", "position") or method.place(config.x) is not None
     common = "" if config.curve is None else method.place(config.curve)
@@ -230,7 +225,7 @@ def curve_of(config: StudyConfig, method: Measured) -> Place:
 
 
 def of_task(records: Sequence[Record], task: str | None) -> list[Record]:
-    """The records of a task; None is all."""
+    """None is all."""
     return [record for record in records if task in (None, OVERALL, record.task)]
 
 
@@ -249,8 +244,7 @@ def published(config: StudyConfig) -> list[Point]:
 
 
 def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
-    """What a study says of a claim; None where it has not measured both of its methods, or asked
-    nothing of its task.
+    """What a study says of a claim; None where it has not measured both methods on its task.
 
     Errors: `ConfigError` where the two were not asked the same questions.
     """
@@ -274,9 +268,7 @@ def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
 
 
 def verdict(difference: Estimate, questions: int) -> str:
-    """What the interval of a difference that should be positive says; open where it leaves a doubt,
-    or there were fewer than `LEAST` questions.
-    """
+    """What the interval of a difference that should be positive says."""
     if questions < LEAST or difference.ends is None:
         return OPEN
     low, high = difference.ends
