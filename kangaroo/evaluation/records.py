@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kangaroo.evaluation.bench import task_of
 from kangaroo.utils.errors import ConfigError, CorruptFile
@@ -20,8 +19,6 @@ AGAIN = "vanilla_again"  # a method: vanilla decoding a second time, to see what
 # What the baselines are called where they are methods among others, by what records call them.
 BASELINES = {"vanilla": "vanilla", "hf": "transformers"}
 RUN, RECORDS, SUMMARY = "run.json", "records-*.jsonl", "summary.json"
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -106,26 +103,22 @@ class Writer:
 
 
 def read(folder: Path) -> list[Record]:
-    """All ranks' records by question id. Errors: those of `lines`."""
-    records = {record.question_id: record for record in lines(folder, _record)}
-    return [records[question_id] for question_id in sorted(records)]
+    """All ranks' records by question id; a line cut short at the end is left out.
 
-
-def lines(folder: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
-    """What `parse` makes of the fields of each line of all ranks' files.
-
-    Errors: `CorruptFile` for a line that is no record; one cut short at the end is left out.
+    Errors: `CorruptFile` for a line that is no record.
     """
+    records = {}
     for file in sorted(folder.glob(RECORDS)):
         for number, line in enumerate(_whole_lines(file).splitlines(), start=1):
             try:
-                record = parse(json.loads(line))
+                record = _record(json.loads(line))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise CorruptFile(
                     f"'{file}', line {number} is no record ({error}). Delete that line, and what "
                     "it held is measured again."
                 ) from error
-            yield record
+            records[record.question_id] = record
+    return [records[question_id] for question_id in sorted(records)]
 
 
 def enter(

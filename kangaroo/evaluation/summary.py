@@ -81,8 +81,8 @@ def of_question(record: Record) -> dict[str, Any]:
         "compression_rate": ("emitted", "rounds"),
         "acceptance_rate": ("accepted", "drafted"),
     }.items():
-        known = metric != "speedup" or has(record, "vanilla")
-        totals |= zip(names, RATIOS[metric](record) if known else (None, None), strict=True)
+        measured = metric != "speedup" or has(record, "vanilla")
+        totals |= zip(names, RATIOS[metric](record) if measured else (None, None), strict=True)
     return totals
 
 

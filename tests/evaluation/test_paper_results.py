@@ -102,9 +102,9 @@ def test_rows_are_curves_with_the_papers_below_and_the_baseline_is_none(results)
 def test_vanilla_decoded_again_has_no_place_along_the_table(tmp_path):
     finish(tmp_path / "exit2", answered(1.0), **{"drafter.exit_layer": 2})
     finish(tmp_path / AGAIN, answered(1.0))
-    found = study_of(StudyConfig("exits", "Exits", x="drafter.exit_layer"), tmp_path)
-    assert {(p.curve, p.x) for p in found.points} == {("", 2), (AGAIN, None)}
-    assert {*report.table(found)[0]} == {"CR / speedup", "-", "2"}
+    study = study_of(StudyConfig("exits", "Exits", x="drafter.exit_layer"), tmp_path)
+    assert {(p.curve, p.x) for p in study.points} == {("", 2), (AGAIN, None)}
+    assert {*report.table(study)[0]} == {"CR / speedup", "-", "2"}
 
 
 def test_a_plot_has_a_panel_for_each_metric_and_model_and_the_tables_curves(results):
@@ -137,19 +137,19 @@ def test_drafters_of_the_jobs_of_a_sweep_have_rows_of_their_own(tmp_path):
         for drafter in ("kangaroo", AGAIN):
             settings = {"sampling.rule": rule, "sampling.temperature": 0.5}
             finish(tmp_path / rule / drafter, answered(1.0), **settings)
-    found = study_of(composed("temperature").study, tmp_path)
-    assert {point.curve for point in found.points} == {
+    study = study_of(composed("temperature").study, tmp_path)
+    assert {point.curve for point in study.points} == {
         f"{rule}, {drafter}"
         for rule in ("matched noise", "rejection sampling")
         for drafter in ("kangaroo", AGAIN)
     }
-    assert "temperature 0.5" in report.size(found)
+    assert "temperature 0.5" in report.size(study)
 
 
 def test_a_claim_is_checked_and_its_reason_is_told_only_if_it_does_not_agree(results):
-    found = study_of(STUDY, results)
-    assert [one.verdict for one in found.checked] == [AGREES, DISAGREES]
-    reasons = [x for x in report.body(found).splitlines() if x.endswith("It is not.")]
+    study = study_of(STUDY, results)
+    assert [each.verdict for each in study.checked] == [AGREES, DISAGREES]
+    reasons = [x for x in report.body(study).splitlines() if x.endswith("It is not.")]
     assert reasons == ["- *and it is not* (disagrees): It is not."]
 
 
@@ -180,8 +180,8 @@ def test_methods_by_task_are_rows_with_the_papers_below(tmp_path):
     first, second, *_ = report.table(study_of(study, tmp_path))
     assert first["method"] == second["method"] == "Kangaroo, no tree"
     assert first["overall"].startswith("3.00 / ") and first["MT-bench"] == "-"
-    told = {"CR / speedup": "Vicuna-7B", "QA": "1.87 / 1.43", "overall": "- / 1.50"}
-    assert told.items() <= second.items()
+    written = {"CR / speedup": "Vicuna-7B", "QA": "1.87 / 1.43", "overall": "- / 1.50"}
+    assert written.items() <= second.items()
 
 
 def test_positions_are_places_with_the_share_of_rounds_that_reach_them(tmp_path):
@@ -199,14 +199,14 @@ def test_every_study_has_a_table_and_a_plot_of_all_that_it_measures(name, tmp_pa
         settings = {f"drafter.{k}": v for k, v in (numbers | {"top_k": 3}).items()}
         records = answered(1.0, category="math_reasoning")
         finish(tmp_path / method, records, task=None, **settings)
-    found = study_of(config.study, tmp_path)
-    report.write(found, tmp_path)
-    told = json.loads((tmp_path / f"{name}.json").read_text())
-    assert len(told["checked"]) == len(config.study.claims)
-    assert told["provenance"].keys() == {one.name for one in found.methods}
+    study = study_of(config.study, tmp_path)
+    report.write(study, tmp_path)
+    written = json.loads((tmp_path / f"{name}.json").read_text())
+    assert len(written["checked"]) == len(config.study.claims)
+    assert written["provenance"].keys() == {each.name for each in study.methods}
     assert f"]({name}.png)" in (tmp_path / f"{name}.md").read_text()
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert " | here | " in (tmp_path / f"{name}.md").read_text() or "| here |" in report.body(found)
+    assert " | here | " in (tmp_path / f"{name}.md").read_text() or "| here |" in report.body(study)
 
 
 # --- the page

@@ -210,9 +210,9 @@ def size(study: Study) -> str:
     sampling = dict.fromkeys(each["settings"]["sampling.temperature"] for each in summaries)
     temperature = ", ".join(map(str, sampling)) if len(sampling) > 1 else next(iter(sampling))
     settings = first["settings"] | {"sampling.temperature": temperature}
-    asked = {"turns": texts[0]["turns"], "settings": settings, "methods": []}
+    about = {"turns": texts[0]["turns"], "settings": settings, "methods": []}
     return (
-        f"{first['model']} on {first['bench']}: {comparison.size(first | asked)} Texts that are "
+        f"{first['model']} on {first['bench']}: {comparison.size(first | about)} Texts that are "
         f"vanilla's: {same} of {turns}. Intervals are at 95%; columns are by `{study.config.x}`."
     )
 
