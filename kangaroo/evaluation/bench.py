@@ -120,10 +120,8 @@ def fingerprint(questions: list[Question]) -> str:
 
 
 def load_questions(config: BenchConfig) -> list[Question]:
-    """The bench's questions in the order of its file.
-
-    Errors: `DataError` for a file that is missing, cannot be downloaded or is malformed,
-    `CorruptFile` for a wrong checksum, `ConfigError` where no such bench is shipped.
+    """The bench's questions in the order of its file. Errors: `DataError`, `CorruptFile`,
+    `ConfigError`.
     """
     if config.path is not None:
         content, where = _local(config, Path(config.path)), config.path
@@ -210,9 +208,7 @@ def _downloaded(config: BenchConfig, url: str, file: Path) -> bytes:
 
 
 def parse(content: bytes, where: str, name: str) -> list[Question]:
-    """Questions from JSON lines; `DataError` names the line that is none, and `where`, its file.
-    `name` is the bench's, and the category of questions without one.
-    """
+    """Questions from JSON lines; `name`, the bench's, is the category of those without one."""
     questions: dict[int, Question] = {}
     unfilled = 0
     for number, line in enumerate(content.splitlines(), start=1):

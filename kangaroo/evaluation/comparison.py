@@ -49,7 +49,7 @@ Question = dict[str, Any]  # an entry of `by_question` in a summary
 def compare(folder: Path) -> Comparison | None:
     """All finished evaluations below `folder`, the fastest first; None where there is none.
 
-    Errors: `ConfigError` where they were not asked the same in the same way; names the settings.
+    Errors: `ConfigError` where they were not asked the same in the same way.
     """
     summaries = summaries_in(folder)
     if not summaries:
@@ -77,9 +77,7 @@ def compare(folder: Path) -> Comparison | None:
 
 
 def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """Of all finished evaluations below a folder, by their places there, the folder's own by its
-    drafter; without the baselines of a sweep's jobs.
-    """
+    """Of all finished evaluations below a folder, by their places there; not a job's baselines."""
     summaries: dict[str, dict[str, Any]] = {}
     for file in sorted(folder.rglob(SUMMARY)):
         place = file.parent
@@ -114,11 +112,9 @@ def _method(name: str, summary: dict[str, Any]) -> Method:
 def compare_pair(
     row: tuple[str, Sequence[Question]], column: tuple[str, Sequence[Question]]
 ) -> dict[str, Any]:
-    """Two methods on the questions that both answered.
-
-    `speed_ratio` says how many times as fast `row` is as `column`: the ratio of their speedups over
-    vanilla, whose seconds cancel in one run; a job of a sweep has those of its own time. It is None
-    where there is no vanilla.
+    """Two methods on the questions that both answered: how many times as fast `row` is as `column`.
+    That is the ratio of their speedups, since jobs of a sweep have each a vanilla of its own time;
+    None without vanilla.
     """
     of_column = {question["question_id"]: question for question in column[1]}
     both = [(q, of_column[q["question_id"]]) for q in row[1] if q["question_id"] in of_column]
@@ -193,9 +189,7 @@ def rows_of(methods: Sequence[Method]) -> list[Row]:
 
 
 def by_group(methods: Sequence[Method], group: str, metric: str) -> list[Row]:
-    """One metric of every method in every group of a kind, `by_task` or `by_length`, with its
-    interval where there is one; no rows where there are no groups, or none has this metric.
-    """
+    """One metric of every method, `by_task` or `by_length`; no rows where there is none."""
     groups: list[dict[str, Any]] = [method.get(group, {}) for method in methods]
     names = max(map(list, groups), key=len)
     parts = [each | {"overall": m["overall"]} for each, m in zip(groups, methods, strict=True)]
@@ -250,8 +244,8 @@ def size(comparison: Comparison) -> str:
 
 
 def conclusion(comparison: Comparison) -> str:
-    """Which drafter is the fastest, and from which other methods it does not differ; empty where
-    only baselines were measured, or vanilla did not run.
+    """Which drafter is the fastest, and what it does not differ from; empty if there is none, or no
+    vanilla.
     """
     baselines = (*BASELINES.values(), AGAIN)
     drafters = (method for method in comparison["methods"] if method["name"] not in baselines)

@@ -62,9 +62,7 @@ class EvaluateConfig(Ranged):
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A drafter that is measured, with the settings under which alone a run is resumed, and what it
-    took to make it (`DrafterConfig.made_by`).
-    """
+    """A drafter, the settings under which alone its run is resumed, and what it took to make it."""
 
     name: str
     drafter: Drafter
@@ -81,9 +79,8 @@ class MethodSpec:
 
 
 def questions_of(config: EvaluateConfig) -> tuple[list[Question], int]:
-    """The questions of a run, and the most new tokens of a turn.
-
-    Errors: `ConfigError` for settings that leave nothing to ask; those of `load_questions`.
+    """The questions of a run, and the most new tokens of a turn. Errors: `ConfigError` for none,
+    those of `load_questions`.
     """
     questions = load_questions(config.bench)
     if config.task is not None:
@@ -104,10 +101,7 @@ def questions_of(config: EvaluateConfig) -> tuple[list[Question], int]:
 
 
 def folders(methods: Sequence[MethodSpec], config: EvaluateConfig) -> list[Path]:
-    """Where the results of each are: in `output`, of several in a folder of its name there.
-
-    Errors: `ConfigError` for a name that is another's.
-    """
+    """Where the results of each are: in `output`, of several in a folder of its name there."""
     if len(methods) == 1:
         return [Path(config.output)]
     taken = [BASELINES[baseline.value] for baseline in config.baselines]

@@ -1,6 +1,4 @@
-"""The decoders that are timed side by side: our engine with some drafter, and `generate`; with the
-prefill and the allocation of the cache, without tokenising.
-"""
+"""The decoders that are timed side by side, prefill included: our engine and `generate`."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ def has(record: Record, name: str) -> bool:
 
 
 def ctar(accepted: Sequence[int], longest: int | None = None) -> list[float]:
-    """CTAR(1), CTAR(2), ...: the share of rounds whose first w draft tokens, in a tree those of one
-    path, were all accepted; up to `longest`, or the most that ever were.
+    """CTAR(1), CTAR(2), ...: the share of rounds whose first w draft tokens (of a path) were all
+    accepted; up to `longest`, or the most that ever were.
     """
     accepted_R = np.asarray(accepted)
     last = int(accepted_R.max(initial=0)) if longest is None else longest

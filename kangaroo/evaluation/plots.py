@@ -18,9 +18,7 @@ INK, FAINT = "#222222", "#dddddd"
 
 
 def speedup_bars(rows: Sequence[tuple[str, dict[str, Any]]], subtitle: str, accent: str) -> Figure:
-    """Speedups with their intervals and compression rates, their upper bound; the first row is on
-    top, that called `accent` stands out.
-    """
+    """Speedups with intervals and compression rates, their upper bound; the first row on top."""
     figure = Figure(figsize=(7.6, 1.9 + 0.42 * len(rows)), layout="constrained")
     axes = figure.subplots()
     axes.set_title(f"Speedup over vanilla decoding, {subtitle}", fontsize=8, loc="left")

@@ -29,9 +29,7 @@ ABOUT = "Decoded in turn, shown at the measured speeds; green: drafted and accep
 
 @dataclass
 class Runner:
-    """A method's answer, and its pieces: seconds from the prompt, whole characters, whether they
-    were drafted.
-    """
+    """A method's answer; of each piece its second, its text, and whether it was drafted."""
 
     name: str
     generation: Generation
@@ -97,9 +95,7 @@ def timed_pieces(
 
 
 def frame(runners: list[Runner], now: float, console: Console, lines: int = 0) -> Table:
-    """The answers after so many seconds, of each the last `lines` (0: all), and the speeds of those
-    that are done by then.
-    """
+    """The answers after so many seconds, of each the last `lines` (0: all); speeds of the done."""
     table = Table(box=box.SIMPLE_HEAD, expand=True, show_footer=True)
     width = console.width // len(runners) - 3  # between columns
     texts = []

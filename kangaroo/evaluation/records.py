@@ -1,6 +1,4 @@
-"""What an evaluation keeps of each question: a line of JSON, at once on disk, from which all else
-follows. Each rank writes a file of its own; reading takes them together.
-"""
+"""What an evaluation keeps of each question: a line of JSON, at once on disk, a file a rank."""
 
 from __future__ import annotations
 

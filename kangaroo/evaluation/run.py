@@ -1,6 +1,4 @@
-"""Run an evaluation: every question by every method, a drafter, and by the baselines that they
-share, in turn; then the files from the records.
-"""
+"""Run an evaluation: every question by every method and by the baselines that they share."""
 
 from __future__ import annotations
 
@@ -160,9 +158,7 @@ class Evaluator:
         return names[::-1] if index // self.ranks.world % 2 else names
 
     def ask(self, question: Question, names: Sequence[int | str]) -> list[Record]:
-        """All turns by these decoders in this order, a record a method; the conversation goes on
-        with the first method's answers.
-        """
+        """All turns by these decoders in order, a record a method; the first one's answers count."""
         messages: list[Message] = []
         turns: list[list[Turn]] = []
         for number, text in enumerate(question.turns):
@@ -208,9 +204,7 @@ def check_lossless(result: dict[str, Any], output: Path) -> None:
 
 
 def check_revision(folder: Path, answered: int, questions: int) -> None:
-    """Say what a folder holds already. If that is all, its report is written again, whichever
-    revision measured it; but none is of two revisions: `ConfigError`.
-    """
+    """Say what a folder holds; another revision may report it, and not go on."""
     then, now = store.begun(folder)["provenance"]["git_revision"], git_revision()
     holds = f"{answered} of {questions} questions are in '{folder}' already"
     if then == now:

@@ -24,11 +24,10 @@ from kangaroo.evaluation.records import (
 
 
 def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any]:
-    """All metrics of a run, overall, by task and by the length of prompts; `about` is what
-    `records.begun` returns.
+    """All metrics of a run, overall and by group; `about` is what `records.begun` returns.
 
     `drafter_cost` is what the method adds to the target: `parameters`, `bytes` (the most that it
-    held after any question, see `footprint`) and `training` (`DrafterConfig.made_by`).
+    held after any question) and `training`.
     """
     settings = about["settings"]
     tasks = dict.fromkeys(record.task for record in records)
@@ -71,9 +70,7 @@ def by_length(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def of_question(record: Record) -> dict[str, Any]:
-    """Totals over the turns of a question; the paired seconds are of the method and of vanilla for
-    the same number of tokens, None where vanilla did not run.
-    """
+    """Totals over the turns of a question, for as many tokens of both where seconds are paired."""
     totals: dict[str, Any] = {"question_id": record.question_id, "task": record.task}
     for metric, names in {
         "tokens_per_second": ("tokens", "seconds"),
@@ -113,8 +110,8 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
 
 
 def write_baseline(name: str, method: Path, output: Path) -> None:
-    """A baseline's own `summary.json`, as of a method that was measured against itself, in a folder
-    of its name in `output`; a method's records hold its runs.
+    """A baseline's own `summary.json`, as of a method measured against itself, from a method's
+    records.
     """
     records = [
         replace(

@@ -119,10 +119,7 @@ def tune(
 def split(
     questions: Sequence[Question], config: TuneConfig
 ) -> tuple[list[Question], list[Question]]:
-    """Those for tuning and those for reporting; no question is in both.
-
-    Errors: `ConfigError` where the bench has too few.
-    """
+    """Those for tuning and those for reporting; no question is in both."""
     wanted = config.tuning_questions, config.reporting_questions
     if sum(wanted) > len(questions):
         raise ConfigError(

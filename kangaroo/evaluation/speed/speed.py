@@ -79,8 +79,7 @@ def measure(
         drafter: its rounds are held against the limit, and its batches against vanilla's.
         more: further drafters that answer the same questions, by name.
 
-    Errors: `ConfigError` for another drafter than Kangaroo, and for settings that leave nothing to
-    measure.
+    Errors: `ConfigError` for no Kangaroo, and for nothing to measure.
     """
     more = more or {}
     if not isinstance(drafter, Kangaroo) or set(CORE) & set(more):
@@ -155,9 +154,7 @@ def _about(lm: TargetModel, drafter: Kangaroo, config: SpeedConfig) -> dict[str,
 def summarise(
     prompts: Sequence[list[int]], texts: Texts, reads: Reads | None, bandwidth: float
 ) -> dict[str, Any]:
-    """The results of one method, with the limit by the bandwidth, in bytes a second; None for what
-    is not known.
-    """
+    """The results of one method, by a bandwidth in bytes a second; None for what is not known."""
     sizes, steps = [], []
     for prompt, of_prompt in zip(prompts, texts, strict=True):
         for text in of_prompt:
@@ -225,9 +222,7 @@ def take_turns(
 
 
 def against_vanilla(vanilla: Texts, method: Texts) -> dict[str, Any]:
-    """How many times as fast as vanilla it decodes, by each prompt's mean time a token, with its
-    interval; and how often it wrote vanilla's text.
-    """
+    """How many times as fast as vanilla it decodes, by each prompt's mean time a token."""
     pairs = list(zip(vanilla, method, strict=True))
     seconds_P2 = np.array(
         [[np.mean([seconds_a_token(text) for text in texts]) for texts in pair] for pair in pairs]
@@ -240,10 +235,7 @@ def against_vanilla(vanilla: Texts, method: Texts) -> dict[str, Any]:
 def question_prompts(
     tokenizer: PreTrainedTokenizerBase, count: int, bench: BenchConfig, longest: int
 ) -> list[list[int]]:
-    """First turns of a bench, spread over its tasks, of those that have at most `longest` tokens.
-
-    Errors: `ConfigError` where there are none.
-    """
+    """First turns of a bench, spread over its tasks, of at most `longest` tokens."""
     firsts = [question.turns[0] for question in load_questions(bench)]
     prompts = [prompt_ids(tokenizer, [Message(role="user", content=first)]) for first in firsts]
     fitting = [prompt for prompt in prompts if len(prompt) <= longest]

@@ -107,9 +107,7 @@ def write(study: Study, folder: Path) -> None:
 
 
 def plot(study: Study) -> Figure:
-    """All points, ours with their intervals. Places are one apart, whatever they are; a value
-    without a place is a level.
-    """
+    """All points, ours with intervals. Places are one apart; a value without one is a level."""
     points, config = [*study.points, *study.published], study.config
     metrics, models = list(study.points[0].values), list(dict.fromkeys(p.model for p in points))
     places = [x for x in in_order(point.x for point in points) if x is not None]
@@ -229,12 +227,7 @@ def provenance_lines(study: Study) -> list[str]:
 
 
 def rewrite(page: Path, results: Path) -> None:
-    """Write what was measured into a page: each study, its plot beside the page, and the summary
-    of all of them.
-
-    Args:
-        results: a model's folder, in which `evaluate.py experiment=paper/...` wrote.
-    """
+    """Write what is in `results`, a model's folder of studies, into a page, with its plots."""
     text = page.read_text(encoding="utf-8")
     files = {}
     for _, name, _ in STUDY.findall(text):

@@ -138,11 +138,7 @@ def study_of(config: StudyConfig, folder: Path) -> Study | None:
 
 
 def measured(config: StudyConfig, folder: Path) -> list[Measured]:
-    """All methods with results below `folder`, in the order of the study's labels.
-
-    Errors: `ConfigError`; a study is of answers to the same questions, one of speedups of those to
-    which there is vanilla's.
-    """
+    """All methods with results below `folder`, in the order of the study's labels."""
     methods = [
         Measured(name, summary, read(place if (place := folder / name).is_dir() else folder))
         for name, summary in summaries_in(folder).items()
@@ -212,9 +208,7 @@ def points_of(config: StudyConfig, method: Measured) -> list[Point]:
 
 
 def curve_of(config: StudyConfig, method: Measured) -> Place:
-    """What a method's row has in common; its name where that, or a place, is missing; of several
-    drafters of a sweep's jobs theirs too.
-    """
+    """What a method's row has in common, or its name; of a sweep's several drafters theirs too."""
     has_place = config.x in ("task", "position") or method.place(config.x) is not None
     common = "" if config.curve is None else method.place(config.curve)
     if common is None or (common == "" and not has_place):
