@@ -158,7 +158,7 @@ class Evaluator:
         return names[::-1] if index // self.ranks.world % 2 else names
 
     def ask(self, question: Question, names: Sequence[int | str]) -> list[Record]:
-        """All turns by these decoders in order, a record a method; the first one's answers count."""
+        """All turns by these decoders in order, a record a method; all go on from the first."""
         messages: list[Message] = []
         turns: list[list[Turn]] = []
         for number, text in enumerate(question.turns):
