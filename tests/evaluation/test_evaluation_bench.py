@@ -96,7 +96,7 @@ def test_a_download_is_kept_and_a_wrong_checksum_refused(tmp_path, cache):
 
 
 @pytest.mark.parametrize(
-    "config, error, told",
+    "config, error, message",
     [
         (BenchConfig("dmeo"), ConfigError, r"no bench 'dmeo' is shipped, only demo"),
         (BenchConfig("far", url="http://127.0.0.1:9/x"), DataError, r"127.* .*bench\.path="),
