@@ -17,7 +17,7 @@ from kangaroo.api import load_target, model_config
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.evaluation.speed.trials import (
+from kangaroo.evaluation.speed.speed import (
     against_vanilla,
     question_prompts,
     seconds_a_token,

@@ -1,7 +1,4 @@
-"""Benches: questions in Spec-Bench's format, shipped, downloaded once, or from a local file.
-
-docs/evaluation.md has the format.
-"""
+"""Benches: questions in Spec-Bench's format (docs/evaluation.md), shipped, downloaded, or local."""
 
 from __future__ import annotations
 
@@ -40,17 +37,16 @@ MTBENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "
 
 @dataclass
 class BenchConfig(Ranged):
-    """Where questions come from: `path` where it is given, else `url`, else `hub`, else the package
-    itself.
+    """Where questions come from: `path` where it is given, else `url`, `hub`, the package itself.
 
     Args:
-        name: names the bench in results; without `path` and `url`, that of a shipped file. Empty:
-            that of the file at `path`, else the demo.
-        path: a local file, one JSON object a line, or a .parquet file with the same fields.
+        name: of the bench in results, and of a shipped file. Empty: as `path`, else the demo.
+        path: a local file, one JSON object a line, or .parquet with the same fields; or a folder of
+            .parquet files.
         url: downloaded once into the cache folder (`$KANGAROO_CACHE`, else the platform's).
         sha256: what the downloaded file must have; a `path` that differs is used with a warning.
         hub: a dataset on the hub, whose split "test" has the questions.
-        subset: of that dataset.
+        subset: of that dataset; several are joined by +.
         max_new_tokens: the longest answer to a turn, in tokens.
     """
 
@@ -68,7 +64,7 @@ class BenchConfig(Ranged):
 
 
 def bench_name(path: str | None) -> str:
-    """What a bench is called if nothing is said."""
+    """The default name of a bench."""
     return DEMO if path is None else Path(path).stem
 
 
@@ -88,11 +84,7 @@ class Question:
     def prompt(
         self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, messages: list[Message]
     ) -> list[int]:
-        """The ids of a conversation that ends with one of its turns.
-
-        Errors: `PromptError` where the model's context has no room for an answer; those of
-        `prompt_ids`.
-        """
+        """The ids of a conversation that ends with one of its turns. Errors: `PromptError`."""
         prompt = prompt_ids(tokenizer, messages)
         if len(prompt) >= lm.context:
             raise PromptError(
@@ -128,37 +120,43 @@ def fingerprint(questions: list[Question]) -> str:
 
 
 def load_questions(config: BenchConfig) -> list[Question]:
-    """The bench's questions in the order of its file.
-
-    Errors: `DataError` for a file that is missing, cannot be downloaded or is malformed,
-    `CorruptFile` for a wrong checksum, `ConfigError` where no such bench is shipped.
+    """The bench's questions in the order of its file. Errors: `DataError`, `CorruptFile`,
+    `ConfigError`.
     """
     if config.path is not None:
-        return parse(_local(config, Path(config.path)), config.path, config.name)
-    if config.url is not None:
+        content, where = _local(config, Path(config.path)), config.path
+    elif config.url is not None:
         file = cache_folder() / "benches" / f"{config.name}.jsonl"
-        return parse(_downloaded(config, config.url, file), str(file), config.name)
-    if config.hub is not None:
-        return parse(_from_hub(config.hub, config.subset), config.hub, config.name)
-    shipped = resources.files(__package__) / "benches" / f"{config.name}.jsonl"
-    if not shipped.is_file():
-        raise ConfigError(
-            f"no bench '{config.name}' is shipped, only {DEMO}; pass bench.path= or bench.url=."
-        )
-    return parse(shipped.read_bytes(), config.name, config.name)
+        content, where = _downloaded(config, config.url, file), str(file)
+    elif config.hub is not None:
+        content, where = _from_hub(config.hub, config.subset), config.hub
+    else:
+        shipped = resources.files(__package__) / "benches" / f"{config.name}.jsonl"
+        if not shipped.is_file():
+            raise ConfigError(
+                f"no bench '{config.name}' is shipped, only {DEMO}; pass bench.path= or bench.url=."
+            )
+        content, where = shipped.read_bytes(), config.name
+    return parse(content, where, config.name)
 
 
 def _local(config: BenchConfig, path: Path) -> bytes:
     try:
-        content = path.read_bytes()
-        if path.suffix == ".parquet":
-            content = _as_lines(parquet.read_table(BytesIO(content)).to_pylist())
+        files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+        content = b"\n".join(map(_lines_of, files))
     except (OSError, ArrowException) as error:
         reason = str(getattr(error, "strerror", None) or error).rstrip(".")
         raise DataError(f"bench.path={path} cannot be read: {reason}.") from error
     if config.sha256 and hashlib.sha256(content).hexdigest() != config.sha256:
         log.warning("%s does not hold the questions of %s (its sha256 differs)", path, config.name)
     return content
+
+
+def _lines_of(file: Path) -> bytes:
+    content = file.read_bytes()
+    if file.suffix != ".parquet":
+        return content
+    return _as_lines(parquet.read_table(BytesIO(content)).to_pylist())
 
 
 def _as_lines(rows: Iterable[dict[str, Any]]) -> bytes:
@@ -171,7 +169,8 @@ def _from_hub(name: str, subset: str | None) -> bytes:
     from datasets.exceptions import DatasetsError
 
     try:
-        return _as_lines(load_dataset(name, subset, split="test"))
+        parts = subset.split("+") if subset else [None]
+        return b"\n".join(_as_lines(load_dataset(name, each, split="test")) for each in parts)
     except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
         raise DataError(
             f"{name} ({subset}) cannot be read from the hub: {str(error).rstrip('.')}. Go online "
@@ -182,21 +181,20 @@ def _from_hub(name: str, subset: str | None) -> bytes:
 
 def _downloaded(config: BenchConfig, url: str, file: Path) -> bytes:
     """The file in the cache, which is downloaded where it is not there."""
-    source, fix, content = f"'{file}'", "Delete it, so that it is downloaded again", b""
-    if is_there := file.is_file():
-        content = file.read_bytes()
-    else:
-        source, fix = url, "Try again, or check what stands between you and that address"
-        try:
-            with urllib.request.urlopen(url, timeout=30) as response:
-                content = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise DataError(
-                f"{url} cannot be downloaded ({error}). Go online once, or fetch the file "
-                "elsewhere and pass bench.path=."
-            ) from error
+    is_there = file.is_file()
+    try:
+        with file.open("rb") if is_there else urllib.request.urlopen(url, timeout=30) as stream:
+            content: bytes = stream.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise DataError(
+            f"{url} cannot be downloaded ({error}). Go online once, or fetch the file "
+            "elsewhere and pass bench.path=."
+        ) from error
     digest = hashlib.sha256(content).hexdigest()
     if config.sha256 and digest != config.sha256:
+        source, fix = url, "Try again, or check what stands between you and that address"
+        if is_there:
+            source, fix = f"'{file}'", "Delete it, so that it is downloaded again"
         raise CorruptFile(
             f"the questions of {config.name} from {source} have sha256 {digest}, not "
             f"{config.sha256}. {fix}, or pass bench.path=."
@@ -210,9 +208,7 @@ def _downloaded(config: BenchConfig, url: str, file: Path) -> bytes:
 
 
 def parse(content: bytes, where: str, name: str) -> list[Question]:
-    """Questions from JSON lines; `DataError` names the line that is none, and `where`, its file.
-    `name` is the bench's, and the category of questions without one.
-    """
+    """Questions from JSON lines; `name`, the bench's, is the category of those without one."""
     questions: dict[int, Question] = {}
     unfilled = 0
     for number, line in enumerate(content.splitlines(), start=1):

@@ -1,14 +1,14 @@
 """Methods side by side: `comparison.json`, `report.md` and a plot from the summaries of a folder.
 
-Methods of one run took turns on every question. Those of the jobs of a sweep were timed against
-baselines of their own, so that speedups can be compared even where the machine was slower at one
-time than at another; tokens/s cannot.
+Methods of one run took turns on every question; a sweep's jobs were timed against baselines of
+their own, so their speedups can be compared, their tokens/s cannot.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ import numpy as np
 from rich.console import Console
 
 from kangaroo.evaluation import plots
-from kangaroo.evaluation.metrics import cells, interval, ratio_of_ratios
+from kangaroo.evaluation.metrics import CTAR, POSITIONS, cells, ratio_of_ratios
+from kangaroo.evaluation.metrics import estimate as estimated
 from kangaroo.evaluation.records import AGAIN, BASELINES, SUMMARY, write_json
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
@@ -25,6 +26,20 @@ from kangaroo.utils.provenance import changes, machine
 from kangaroo.utils.tables import Row, estimate, short
 
 TITLE = "{model} on {bench}: methods compared"
+# Tables by task and by input length: a metric and its heading.
+BY_GROUP = {
+    "speedup": "Speedup over vanilla",
+    "compression_rate": "Compression rate",
+    "mean_acceptance_length": "Acceptance length",
+    **{f"{CTAR}{w}": f"CTAR({w})" for w in POSITIONS},
+}
+SECTIONS = {
+    f"{heading} by {named}": (group, metric)
+    for group, named in (("by_task", "task"), ("by_length", "input length"))
+    for metric, heading in BY_GROUP.items()
+} | {"Speedup by Spec-Bench's own formula": ("by_task", "spec_bench_speedup")}
+# Columns for which a terminal of 80 has no room.
+WIDE = ["95% vs hf", "accepted", *(f"CTAR({w})" for w in POSITIONS), "params", "memory", "training"]
 SPEEDUPS = "speedup: of the whole time, prompts included; decoding: from the first token on."
 Comparison = dict[str, Any]
 Method = dict[str, Any]  # an entry of a comparison's `methods`
@@ -34,7 +49,7 @@ Question = dict[str, Any]  # an entry of `by_question` in a summary
 def compare(folder: Path) -> Comparison | None:
     """All finished evaluations below `folder`, the fastest first; None where there is none.
 
-    Errors: `ConfigError` where they were not asked the same in the same way; names the settings.
+    Errors: `ConfigError` where they were not asked the same in the same way.
     """
     summaries = summaries_in(folder)
     if not summaries:
@@ -62,9 +77,7 @@ def compare(folder: Path) -> Comparison | None:
 
 
 def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """Of all finished evaluations below a folder, by their places there; by its drafter that of the
-    folder itself. A sweep's jobs leave the rows of their baselines out.
-    """
+    """Of all finished evaluations below a folder, by their places there; not a job's baselines."""
     summaries: dict[str, dict[str, Any]] = {}
     for file in sorted(folder.rglob(SUMMARY)):
         place = file.parent
@@ -84,12 +97,12 @@ def shared(summary: dict[str, Any]) -> dict[str, Any]:
 
 def _method(name: str, summary: dict[str, Any]) -> Method:
     """A method's part of the comparison; its forks are counted."""
-    labels = [fork["label"] for fork in summary["lossless"]["forks"]]
-    forks = {label: labels.count(label) for label in dict.fromkeys(labels)}
+    forks = dict(Counter(fork["label"] for fork in summary["lossless"]["forks"]))
     common = shared(summary)
     return {
         "name": name,
         **{key: summary[key] for key in ("overall", "by_task", "drafter_cost")},
+        "by_length": summary.get("by_length", {}),  # earlier summaries have none
         "lossless": summary["lossless"] | {"forks": forks},
         "settings": {k: v for k, v in summary["settings"].items() if k not in common},
         "provenance": summary["provenance"],
@@ -99,38 +112,33 @@ def _method(name: str, summary: dict[str, Any]) -> Method:
 def compare_pair(
     row: tuple[str, Sequence[Question]], column: tuple[str, Sequence[Question]]
 ) -> dict[str, Any]:
-    """Two methods on the questions that both answered.
-
-    `speed_ratio` says how many times as fast `row` is as `column`: the ratio of their speedups over
-    vanilla. In one run they share vanilla's seconds, which cancel. A job of a sweep has vanilla's
-    seconds of its own time. It is None where there is no vanilla.
+    """Two methods on the questions that both answered: how many times as fast `row` is as `column`.
+    That is the ratio of their speedups, since jobs of a sweep have each a vanilla of its own time;
+    None without vanilla.
     """
     of_column = {question["question_id"]: question for question in column[1]}
     both = [(q, of_column[q["question_id"]]) for q in row[1] if q["question_id"] in of_column]
     names = ("vanilla_paired_seconds", "paired_seconds")
-    fours = [tuple(question[name] for question in pair for name in names) for pair in both]
-    result = {"row": row[0], "column": column[0], "questions": len(both)}
-    result |= {"speed_ratio": None, "speed_ratio_ci95": None}
+    fours = [[question[name] for question in pair for name in names] for pair in both]
+    value, ends = None, None
     if fours and not any(None in four for four in fours):
-        values_Q4 = np.array(fours)
-        result["speed_ratio"] = float(ratio_of_ratios(values_Q4.sum(0)))
-        result["speed_ratio_ci95"] = interval(values_Q4, ratio_of_ratios)
-    return result
+        value, ends = estimated(np.array(fours), ratio_of_ratios)
+    result = {"row": row[0], "column": column[0], "questions": len(both)}
+    return result | {"speed_ratio": value, "speed_ratio_ci95": ends}
 
 
 def write(comparison: Comparison, folder: Path) -> None:
     """`comparison.json`, `report.md` and its plot."""
     write_json(folder / "comparison.json", comparison)
     (folder / "report.md").write_text(markdown(comparison), encoding="utf-8")
-    plots.speedup_of_methods(comparison).savefig(folder / "speedup.png", dpi=150)
+    # a drafter's settings have a line of their own
+    bars = [(m["name"].replace(",", "\n", 1), m["overall"]) for m in comparison["methods"]]
+    subtitle = "{model} on {bench}, {dtype}, {device}".format(**comparison)
+    plots.speedup_bars(bars, subtitle, bars[0][0]).savefig(folder / "speedup.png", dpi=150)
 
 
 def markdown(comparison: Comparison, image: str = "speedup.png") -> str:
-    """The whole report.
-
-    Args:
-        image: where the plot lies, from where the report is read.
-    """
+    """The whole report; `image` is where the plot lies, from where it is read."""
     methods, pairs = comparison["methods"], pair_table(comparison["paired"])
     parts = [
         f"# {TITLE.format(**comparison)}",
@@ -141,33 +149,31 @@ def markdown(comparison: Comparison, image: str = "speedup.png") -> str:
         conclusion(comparison),
         f"## Speed, row over column\n\n{tables.markdown(pairs)}" if pairs else "",
     ]
-    for heading, metric in (
-        ("Speedup over vanilla by task", "speedup"),
-        ("Compression rate by task", "compression_rate"),
-        ("Speedup by Spec-Bench's own formula", "spec_bench_speedup"),
-    ):
-        parts += [f"## {heading}", tables.markdown(by_task(methods, metric))]
+    for heading, (group, metric) in SECTIONS.items():
+        rows = by_group(methods, group, metric)
+        parts += [f"## {heading}", tables.markdown(rows)] if rows else []
     parts += ["## Provenance", listed(provenance_lines(comparison))]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def show(comparison: Comparison, console: Console) -> None:
     """The main table in 80 columns, and what it comes to in a line that can be copied whole."""
-    rows = rows_of(comparison["methods"], in_terminal=True)
+    rows = rows_of(comparison["methods"])
     for row in rows:
         row["method"] = row["method"].replace(",", " ")  # each setting may have a line
-        del row["training"], row["params"], row["memory"]  # 80 columns have no room for them
+        for heading in WIDE:
+            del row[heading]
     caption = f"{size(comparison)} {SPEEDUPS}"
     console.print(tables.terminal(rows, TITLE.format(**comparison), caption))
     if sentence := conclusion(comparison):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
-def rows_of(methods: Sequence[Method], in_terminal: bool = False) -> list[Row]:
+def rows_of(methods: Sequence[Method]) -> list[Row]:
     """A row a method; so do the functions below."""
     return [
         {"method": method["name"]}
-        | cells(method["overall"], in_terminal)
+        | cells(method["overall"])
         | {
             "params": short(method["drafter_cost"]["parameters"]),
             "memory": f"{short(method['drafter_cost']['bytes'])}B",
@@ -182,17 +188,23 @@ def rows_of(methods: Sequence[Method], in_terminal: bool = False) -> list[Row]:
     ]
 
 
-def by_task(methods: Sequence[Method], metric: str) -> list[Row]:
-    """One metric of every method under every task, with its interval where there is one."""
-    tasks = [*max((method["by_task"] for method in methods), key=len), "overall"]
+def by_group(methods: Sequence[Method], group: str, metric: str) -> list[Row]:
+    """One metric of every method, `by_task` or `by_length`; no rows where there is none."""
+    groups: list[dict[str, Any]] = [method.get(group, {}) for method in methods]
+    names = max(map(list, groups), key=len)
+    parts = [each | {"overall": m["overall"]} for each, m in zip(groups, methods, strict=True)]
+    values = [results.get(metric) for part in parts for results in part.values()]
+    if not names or set(values) == {None}:
+        return []
+    same = 1.0 if "speedup" in metric else None
     return [
         {"method": method["name"]}
         | {
-            task: estimate(m.get(metric), m.get(f"{metric}_ci95"), same=1.0)
-            for task in tasks
-            for m in [(method["by_task"] | {"overall": method["overall"]}).get(task, {})]
+            name: estimate(results.get(metric), results.get(f"{metric}_ci95"), same)
+            for name in [*names, "overall"]
+            for results in [part.get(name, {})]
         }
-        for method in methods
+        for method, part in zip(methods, parts, strict=True)
     ]
 
 
@@ -232,16 +244,15 @@ def size(comparison: Comparison) -> str:
 
 
 def conclusion(comparison: Comparison) -> str:
-    """Which drafter is the fastest, and from which other methods it does not differ; empty where
-    only baselines were measured, or vanilla did not run.
+    """Which drafter is the fastest, and what it does not differ from; empty if there is none, or no
+    vanilla.
     """
     baselines = (*BASELINES.values(), AGAIN)
     drafters = (method for method in comparison["methods"] if method["name"] not in baselines)
     fastest = next(drafters, None)
     if fastest is None or fastest["overall"]["speedup"] is None:
         return ""
-    name = fastest["name"]
-    limits = {"vanilla": fastest["overall"]["speedup_ci95"]}
+    name, limits = fastest["name"], {"vanilla": fastest["overall"]["speedup_ci95"]}
     for pair in comparison["paired"]:
         row, column, ends = pair["row"], pair["column"], pair["speed_ratio_ci95"]
         if name in (row, column) and AGAIN not in (row, column):

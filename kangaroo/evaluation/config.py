@@ -33,15 +33,14 @@ class EvaluateConfig(Ranged):
 
     Args:
         output: folder of records and artefacts; a run that was stopped goes on from there.
-        task: ask only the questions of this task (`bench.Question`); None is all.
-        question_begin, question_end: indices into the bench's list, the end excluded (Spec-Bench's
-            flags of these names); None is the end of the list.
+        task: ask only the questions of this task; None is all.
+        question_begin, question_end: indices into the bench's list, the end excluded, None all, as
+            Spec-Bench's flags.
         question_every: of these, every n-th: Spec-Bench is sorted by task, so 20 takes 4 of each.
         max_new_tokens: a turn; None takes the bench's own.
         seed: with a question's id and turn it fixes the sampled text; `sampling.seed` is not read.
         baselines: each answers every turn from the same prompt as the methods.
-        hf_every: of the questions asked, transformers answers every n-th: it takes most of the time
-            of a run, and a part of the questions tells its speed as well.
+        hf_every: of the questions asked, transformers, which takes longest, answers every n-th.
         warmup: the first question is answered this often by every method, and discarded.
         resume: false forgets what `output` holds.
     """
@@ -63,9 +62,7 @@ class EvaluateConfig(Ranged):
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A drafter that is measured, with the settings of model and drafter, under which alone a run
-    is resumed, and what it took to make it (`DrafterConfig.made_by`).
-    """
+    """A drafter, the settings under which alone its run is resumed, and what it took to make it."""
 
     name: str
     drafter: Drafter
@@ -82,9 +79,8 @@ class MethodSpec:
 
 
 def questions_of(config: EvaluateConfig) -> tuple[list[Question], int]:
-    """The questions of a run, and the most new tokens of a turn.
-
-    Errors: `ConfigError` for settings that leave nothing to ask; those of `load_questions`.
+    """The questions of a run, and the most new tokens of a turn. Errors: `ConfigError` for none,
+    those of `load_questions`.
     """
     questions = load_questions(config.bench)
     if config.task is not None:
@@ -105,21 +101,18 @@ def questions_of(config: EvaluateConfig) -> tuple[list[Question], int]:
 
 
 def folders(methods: Sequence[MethodSpec], config: EvaluateConfig) -> list[Path]:
-    """Where the results of each are: in `output`, of several in a folder of its name there.
-
-    Errors: `ConfigError` for a name that is another's.
-    """
+    """Where the results of each are: in `output`, of several in a folder of its name there."""
     if len(methods) == 1:
         return [Path(config.output)]
-    names = [method.name for method in methods]
-    taken = [*names, *(BASELINES[baseline.value] for baseline in config.baselines)]
-    for name in names:
-        if taken.count(name) > 1:
+    taken = [BASELINES[baseline.value] for baseline in config.baselines]
+    for method in methods:
+        if method.name in taken:
             raise ConfigError(
-                f"two of the methods are called '{name}'; call a further drafter otherwise: "
+                f"two of the methods are called '{method.name}'; call a further drafter otherwise: "
                 "+drafter@more.NAME=... (the baselines are measured anyway)."
             )
-    return [Path(config.output, name) for name in names]
+        taken.append(method.name)
+    return [Path(config.output, method.name) for method in methods]
 
 
 def settings_of(
@@ -127,12 +120,12 @@ def settings_of(
 ) -> dict[str, Any]:
     """What fixes the result, by name."""
     cuda = lm.device.type == "cuda"
-    asked = ("task", "question_begin", "question_end", "question_every")
+    which = ("task", "question_begin", "question_end", "question_every")
     how = ("seed", "hf_every", "warmup")
     return {
         "bench": config.bench.name,
         "bench.fingerprint": fingerprint(questions),
-        **{name: getattr(config, name) for name in asked},
+        **{name: getattr(config, name) for name in which},
         "max_new_tokens": limit,
         "dtype": str(lm.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(lm.device) if cuda else lm.device.type,

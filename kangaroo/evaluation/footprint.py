@@ -23,10 +23,9 @@ class Footprint(NamedTuple):
 
 
 def footprint(drafter: object, shared: Sequence[object]) -> Footprint:
-    """What `drafter` holds that is not held by `shared` too, as the target and its batch are.
-
-    Each piece of memory counts once, in full, however many views there are. Python's own objects,
-    what a closure alone holds and what CUDA graphs keep are not counted.
+    """What `drafter` holds that is not held by `shared` too, as the target and its batch are. Each
+    piece of memory counts once, in full; Python's own objects, what a closure alone holds and what
+    CUDA graphs keep do not.
     """
     seen: set[int] = set()
     theirs = {address for address, _, _ in _memory(shared, seen)}
@@ -39,9 +38,7 @@ def footprint(drafter: object, shared: Sequence[object]) -> Footprint:
 
 
 def _memory(roots: Sequence[object], seen: set[int]) -> Iterator[tuple[tuple[str, int], int, int]]:
-    """Where each tensor's or array's memory begins, its bytes, and how many elements are a weight;
-    of what is not `seen`.
-    """
+    """Of all tensors and arrays not `seen`: address, bytes, and how many elements are a weight."""
     todo: list[Any] = list(roots)
     while todo:
         item = todo.pop()

@@ -53,11 +53,9 @@ def judge(
     position: int,
 ) -> tuple[float | None, str]:
     """Gap and label of a fork: a near-tie if rounding could have made either of the two tokens the
-    choice at this position of the whole text.
-
-    The pair may be moved against each other by `slack`: half of it raises one token, half lowers
-    the other, and then that token must win, after filters, temperature and noise. So both have to
-    be among the best, and a token at the edge of a top-k or top-p filter is treated fairly.
+    choice at this position of the whole text: each must win, after filters, temperature and noise,
+    where half of `slack` raises it and half lowers the other. So both have to be among the best,
+    and a token at the edge of a top-k or top-p filter is treated fairly.
     """
     half = slack(logits_V, dtype) / 2
 
@@ -75,13 +73,10 @@ def judge(
 
 
 def slack(logits_V: Tensor, dtype: torch.dtype) -> float:
-    """How much rounding may change the difference of two logits: four steps of `dtype`.
-
-    A step is the spacing of `dtype` relative to 1, times the largest logit. Measured as the change
-    of the top-2 gap between passes over one and over seven tokens (SmolLM2-135M, 109 places):
-    bfloat16 0.3 steps in the median, 1.4 at most; a wrong mask moves logits by several units.
-    float32 took up to 8 of its far smaller steps, 3e-5, since its error is that of sums: hence the
-    floor.
+    """How much rounding may change the difference of two logits: four steps of `dtype`, each its
+    spacing relative to 1 times the largest logit. Measured between passes over one and seven tokens
+    (SmolLM2-135M): bfloat16 at most 1.4 steps; float32, by its sums, 3e-5, hence the floor; a wrong
+    mask moves logits by several units.
     """
     return max(1e-3, 4 * torch.finfo(dtype).eps * float(logits_V.abs().max()))
 

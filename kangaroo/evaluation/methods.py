@@ -1,7 +1,4 @@
-"""The decoders that are timed side by side: our engine with some drafter, and `generate`.
-
-Tokenising is outside the time; prefill, and the allocation of the cache, are inside.
-"""
+"""The decoders that are timed side by side, prefill included: our engine and `generate`."""
 
 from __future__ import annotations
 

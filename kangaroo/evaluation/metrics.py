@@ -2,11 +2,8 @@
 W&B and the tables are made from it, and docs/evaluation.md says what each means.
 
 A *round* is one forward of the target: the prefill, which gives the first token, or a verification.
-The bonus token (the target's own, after the accepted draft tokens) counts as emitted, never as
-accepted, and so does the token of the prefill.
-
-Questions differ more than methods do: one that is hard to draft is hard for every drafter. So two
-intervals may overlap while the difference is plain, and methods are compared on the same questions.
+The bonus token (the target's own, after the accepted draft tokens) and that of the prefill count as
+emitted, never as accepted.
 
 Shapes: Q questions, R resamples, K values of a question.
 """
@@ -15,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +23,9 @@ from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.tables import Row, number, share, span
 
 Results = dict[str, Any]  # all metrics of some questions, by name
+Pair = tuple[float, float]  # what a ratio divides
 CTAR = "ctar"
+POSITIONS = (1, 2, 3)  # of a draft, at which tables show CTAR
 RESAMPLES = 2000
 
 
@@ -35,22 +34,28 @@ class Metric:
     """A value over some questions.
 
     Args:
-        name: in `summary.json` and W&B.
-        of: computes it; None where it does not apply (no such baseline, no draft).
-        heading: of its column in a table of methods; empty where it has none.
-        in_terminal: whether it has that column in the terminal's 80 columns too.
+        name: in `summary.json` and W&B; its interval, where it has one, is `name_ci95`.
+        of: computes it, None where it does not apply (no such baseline, no draft); that of `RATIOS`
+            where nothing else is said.
+        heading, ends: of its column in a table of methods and of its interval's; empty for none.
     """
 
     name: str
-    of: Callable[[Sequence[Record]], Any]
+    of: Callable[[Sequence[Record]], Any] | None = None
     heading: str = ""
-    in_terminal: bool = False
+    ends: str = ""
     show: Callable[[Any], str] = number
 
 
 def metrics(records: Sequence[Record]) -> Results:
-    """All metrics over some questions."""
-    return {metric.name: metric.of(records) for metric in METRICS}
+    """All metrics over some questions, with their intervals."""
+    results = {}
+    for metric in METRICS:
+        value = metric.of(records) if metric.of else value_of(metric.name, records)
+        if metric.name in RATIOS:
+            value, results[f"{metric.name}_ci95"] = value or (None, None)
+        results[metric.name] = value
+    return results
 
 
 def scalars(results: Results) -> dict[str, float]:
@@ -65,15 +70,18 @@ def scalars(results: Results) -> dict[str, float]:
     return single | ends
 
 
-def cells(results: Results, in_terminal: bool = False) -> Row:
+def cells(results: Results) -> Row:
     """The part of a table's row that metrics fill."""
-    columns = [m for m in METRICS if m.heading and (m.in_terminal or not in_terminal)]
-    # a summary of an earlier version lacks what has been added since
-    row = {metric.heading: metric.show(results.get(metric.name)) for metric in columns}
-    if not in_terminal:
-        drafts, shares = results["acceptance_rate"] is not None, [*results["ctar"], 0.0, 0.0, 0.0]
-        row |= {f"CTAR({w + 1})": number(shares[w] if drafts else None) for w in range(3)}
-    return row
+    row = {}
+    for metric in METRICS:  # a summary of an earlier version lacks what has been added since
+        if metric.heading:
+            row[metric.heading] = metric.show(results.get(metric.name))
+        if metric.ends:
+            low, high = results.get(f"{metric.name}_ci95") or (0, 0)
+            # that of a method over itself has no width
+            row[metric.ends] = "-" if low == high else span((low, high), "-")
+    drafts, shares = results["acceptance_rate"] is not None, [*results["ctar"], 0.0, 0.0, 0.0]
+    return row | {f"CTAR({w})": number(shares[w - 1] if drafts else None) for w in POSITIONS}
 
 
 def runs(records: Iterable[Record], name: str = METHOD) -> list[MethodRun]:
@@ -87,8 +95,8 @@ def has(record: Record, name: str) -> bool:
 
 
 def ctar(accepted: Sequence[int], longest: int | None = None) -> list[float]:
-    """CTAR(1), CTAR(2), ...: the share of rounds whose first w draft tokens, in a tree those of one
-    path, were all accepted; up to `longest`, or the most that ever were.
+    """CTAR(1), CTAR(2), ...: the share of rounds whose first w draft tokens (of a path) were all
+    accepted; up to `longest`, or the most that ever were.
     """
     accepted_R = np.asarray(accepted)
     last = int(accepted_R.max(initial=0)) if longest is None else longest
@@ -101,46 +109,15 @@ def compression_rate(emitted: float, rounds: float) -> float:
 
 
 def rate_of_ctar(shares: Sequence[float]) -> float:
-    """The compression rate by CTAR(1), CTAR(2), ...: `1 + sum CTAR`, where no round is cut.
-
-    Source: the paper, section 4.1.
-    """
+    """The compression rate, if no round is cut. Source: the paper, section 4.1."""
     return 1 + sum(shares)
 
 
-# What a ratio divides, counted in one answer.
-COUNTS: dict[str, Callable[[MethodRun], tuple[float, float]]] = {
-    "compression_rate": lambda run: (sum(run.emitted), len(run.emitted)),
-    "acceptance_rate": lambda run: (sum(run.accepted), sum(run.drafted)),
-    "tokens_per_second": lambda run: (len(run.tokens), run.seconds),
-}
+class Estimate(NamedTuple):
+    """A value and its 95% interval, None for a single question and for published values."""
 
-
-def totals(records: Sequence[Record], metric: str, name: str = METHOD) -> tuple[float, float]:
-    """What a metric of `COUNTS`, or CTAR(w) as `ctarW`, divides over some questions.
-
-    Errors: `ConfigError` for a metric that is not known.
-    """
-    count, position = COUNTS.get(metric), metric.removeprefix(CTAR)
-    if metric.startswith(CTAR) and position.isdecimal():
-        count = lambda run: (sum(n >= int(position) for n in run.accepted), len(run.accepted))  # noqa: E731
-    if count is None:
-        names = ", ".join(["speedup", *COUNTS, "ctar1", "ctar2"])
-        raise ConfigError(f"study.metrics: there is no '{metric}'; there are {names}, ...")
-    counts = [count(run) for run in runs(records, name)]
-    return sum(over for over, _ in counts), sum(under for _, under in counts)
-
-
-def pairs(records: Sequence[Record], metric: str) -> np.ndarray:
-    """What the speedup, or a metric of `totals`, divides: `[Q, 2]`.
-
-    Errors: `ConfigError` for a metric that is not known, and for a speedup without vanilla.
-    """
-    if metric != "speedup":
-        return np.array([totals([record], metric) for record in records], float)
-    if not all(has(record, "vanilla") for record in records):
-        raise ConfigError("a study of speedups needs vanilla decoding: add it to baselines=.")
-    return np.array([paired_seconds(record) for record in records], float)
+    value: float
+    ends: list[float] | None = None
 
 
 def ratio(totals_K: np.ndarray) -> np.ndarray:
@@ -158,23 +135,27 @@ def ratio_of_ratios(totals_4: np.ndarray) -> np.ndarray:
     return ratio(totals_4[..., :2]) / ratio(totals_4[..., 2:])
 
 
-def speedup(pairs_Q2: np.ndarray) -> float:
-    """The ratio of totals. Of each pair the first is the baseline's seconds."""
-    return float(ratio(pairs_Q2.sum(0)))
-
-
-def interval(
+def estimate(
     values_QK: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = ratio
-) -> list[float] | None:
-    """95% interval of a statistic of totals `[..., K]`: percentile bootstrap over questions, the
-    same every time. All values of a question are drawn together, so what methods have in common on
-    it is in no interval of their difference. A single question has none.
+) -> Estimate:
+    """A statistic of totals `[..., K]` over questions, with its interval: percentile bootstrap over
+    questions, the same every time. All values of a question are drawn together, so what methods
+    have in common on it is in no interval of their difference.
     """
+    value = float(statistic(values_QK.sum(0)))
     if len(values_QK) < 2:
-        return None
-    rng = np.random.default_rng(0)
-    picked_RQ = rng.integers(len(values_QK), size=(RESAMPLES, len(values_QK)))
-    return np.percentile(statistic(values_QK[picked_RQ].sum(1)), [2.5, 97.5]).tolist()
+        return Estimate(value)
+    ends = np.percentile(statistic(_resamples(len(values_QK)) @ values_QK), [2.5, 97.5])
+    return Estimate(value, ends.tolist())
+
+
+@lru_cache(maxsize=4)
+def _resamples(questions: int) -> np.ndarray:
+    """How often each of so many questions is drawn in each resample: `[R, Q]`."""
+    picked_RQ = np.random.default_rng(0).integers(questions, size=(RESAMPLES, questions))
+    places_RQ = picked_RQ + questions * np.arange(RESAMPLES)[:, None]
+    counts = np.bincount(places_RQ.ravel(), minlength=places_RQ.size)
+    return counts.reshape(places_RQ.shape).astype(float)
 
 
 def _round_seconds(run: MethodRun) -> np.ndarray:
@@ -195,31 +176,79 @@ def seconds_until(run: MethodRun, count: int) -> float:
     return float(np.interp(count, tokens, seconds))
 
 
-def paired_seconds(
-    record: Record, baseline: str = "vanilla", prefill: bool = True
-) -> tuple[float, float]:
+def paired_seconds(record: Record, baseline: str = "vanilla", prefill: bool = True) -> Pair:
     """Seconds of a baseline and of the method, with the prefill or without; in each turn for as
     many tokens as the shorter of the two texts has: a text that ended elsewhere (another EOS after
-    a fork, hf's own noise under sampling) favours nobody.
+    a fork, hf's own noise under sampling) favours nobody. None at all where it did not run.
     """
     theirs = method = 0.0
     for turn in record.turns:
-        a, b = turn.runs[baseline], turn.runs[METHOD]
-        count = min(len(a.tokens), len(b.tokens))
-        theirs += seconds_until(a, count) - (0.0 if prefill else prefill_seconds(a))
-        method += seconds_until(b, count) - (0.0 if prefill else prefill_seconds(b))
+        if baseline in turn.runs:
+            a, b = turn.runs[baseline], turn.runs[METHOD]
+            count = min(len(a.tokens), len(b.tokens))
+            theirs += seconds_until(a, count) - (0.0 if prefill else prefill_seconds(a))
+            method += seconds_until(b, count) - (0.0 if prefill else prefill_seconds(b))
     return theirs, method
 
 
-def against(
-    baseline: str,
-    statistic: Callable[[np.ndarray], Any],
-    records: Sequence[Record],
-    prefill: bool = True,
-) -> Any:
-    """`speedup` or `interval` over the questions that a baseline answered; None without any."""
-    seconds = [paired_seconds(r, baseline, prefill) for r in records if has(r, baseline)]
-    return statistic(np.array(seconds)) if seconds else None
+def counted(count: Callable[[MethodRun], Pair], name: str = METHOD) -> Callable[[Record], Pair]:
+    """What a ratio divides in a question, from what it divides in each of a method's answers."""
+
+    def of_question(record: Record) -> Pair:
+        counts = [count(run) for run in runs([record], name)]
+        return sum(over for over, _ in counts), sum(under for _, under in counts)
+
+    return of_question
+
+
+def _reach(position: int, run: MethodRun) -> Pair:
+    return sum(n >= position for n in run.accepted), len(run.accepted)
+
+
+def _speed(run: MethodRun) -> Pair:
+    return len(run.tokens), run.seconds
+
+
+# What a ratio divides in a question; over several it is the ratio of the sums.
+RATIOS: dict[str, Callable[[Record], Pair]] = {
+    "speedup": paired_seconds,
+    "decoding_speedup": partial(paired_seconds, prefill=False),
+    "hf_speedup": partial(paired_seconds, baseline="hf"),
+    "compression_rate": counted(lambda run: (sum(run.emitted), len(run.emitted))),
+    "mean_acceptance_length": counted(
+        lambda run: (sum(run.accepted) + (rounds := sum(map(bool, run.drafted))), rounds)
+    ),
+    "acceptance_rate": counted(lambda run: (sum(run.accepted), sum(run.drafted))),
+    **{f"{CTAR}{w}": counted(partial(_reach, w)) for w in POSITIONS},
+    "tokens_per_second": counted(_speed),
+    "vanilla_tokens_per_second": counted(_speed, "vanilla"),
+    "hf_tokens_per_second": counted(_speed, "hf"),
+}
+
+
+def pairs(records: Sequence[Record], metric: str) -> np.ndarray:
+    """What a metric of `RATIOS`, or CTAR(w) as `ctarW`, divides in each question: `[Q, 2]`.
+
+    Errors: `ConfigError` for a metric that is not known.
+    """
+    of_question, position = RATIOS.get(metric), metric.removeprefix(CTAR)
+    if metric.startswith(CTAR) and position.isdecimal():
+        of_question = counted(partial(_reach, int(position)))
+    if of_question is None:
+        raise ConfigError(f"study.metrics: there is no '{metric}'; there are {', '.join(RATIOS)}.")
+    return np.array([of_question(record) for record in records], float).reshape(-1, 2)
+
+
+def value_of(metric: str, records: Sequence[Record]) -> Estimate | None:
+    """A ratio over the questions that have something to divide by; None where none has."""
+    pairs_Q2 = pairs(records, metric)
+    divided_Q2 = pairs_Q2[pairs_Q2[:, 1] > 0]
+    return estimate(divided_Q2) if len(divided_Q2) else None
+
+
+def _if_drafting(metric: str, records: Sequence[Record]) -> Estimate | None:
+    drafts = any(any(run.drafted) for run in runs(records))
+    return value_of(metric, records) if drafts else None
 
 
 def spec_bench_speedup(records: Sequence[Record]) -> float | None:
@@ -228,24 +257,11 @@ def spec_bench_speedup(records: Sequence[Record]) -> float | None:
     Vanilla's tokens are counted by tokenising its text again, less one for the BOS: so its EOS is
     not counted, which favours the method on short answers. Source: Spec-Bench, evaluation/speed.py.
     """
-    method, vanilla = [], []
-    for record in records:
-        if has(record, "vanilla"):
-            a, b = runs([record]), runs([record], "vanilla")
-            method.append(sum(len(run.tokens) for run in a) / sum(run.seconds for run in a))
-            vanilla.append(sum(run.retokenised - 1 for run in b) / sum(run.seconds for run in b))
-    return float(np.mean(method) / np.mean(vanilla)) if method and np.mean(vanilla) else None
-
-
-def ends(limits: Sequence[float] | None) -> str:
-    """An interval; a dash where there is none, or where it is that of a method over itself."""
-    return "-" if limits is None or limits[0] == limits[1] else span(limits, "-")
-
-
-def rate(metric: str, name: str, records: Sequence[Record]) -> float | None:
-    """A ratio of `COUNTS` over all answers by one of the methods; None if it did not run."""
-    over, under = totals(records, metric, name)
-    return float(over / under) if under else None
+    both = [record for record in records if has(record, "vanilla")]
+    again = counted(lambda run: (run.retokenised - 1, run.seconds), "vanilla")
+    method = [ratio(np.array(counted(_speed)(record))) for record in both]
+    vanilla = [ratio(np.array(again(record))) for record in both]
+    return float(np.mean(method) / np.mean(vanilla)) if both and np.mean(vanilla) else None
 
 
 def acceptance(records: Sequence[Record]) -> dict[str, Any]:
@@ -260,35 +276,30 @@ def acceptance(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def seconds_of(part: str, records: Sequence[Record]) -> float:
-    """A part of the method's time: "prefill", or "draft", "verify" or "host" of the rounds."""
+    """A part of the method's time."""
     if part == "prefill":
         return sum(map(prefill_seconds, runs(records)))
     return sum(sum(getattr(run, f"{part}_seconds")) for run in runs(records))
 
 
-speed_of = partial(rate, "tokens_per_second")
-tenths = partial(number, digits=1)
-
 METRICS = [
     Metric("questions", len),
     Metric("tokens", lambda records: sum(len(run.tokens) for run in runs(records))),
-    Metric("speedup", partial(against, "vanilla", speedup), "speedup", True),
-    Metric("speedup_ci95", partial(against, "vanilla", interval), "95%", True, ends),
-    Metric(
-        "decoding_speedup", partial(against, "vanilla", speedup, prefill=False), "decoding", True
-    ),
-    Metric("hf_speedup", partial(against, "hf", speedup), "vs hf", True),
-    Metric("hf_speedup_ci95", partial(against, "hf", interval), "95% vs hf", show=ends),
+    Metric("speedup", heading="speedup", ends="95%"),
+    Metric("decoding_speedup", heading="decoding"),
+    Metric("hf_speedup", heading="vs hf", ends="95% vs hf"),
     Metric("spec_bench_speedup", spec_bench_speedup),
-    Metric("compression_rate", partial(rate, "compression_rate", METHOD), "CR", True),
+    Metric("compression_rate", heading="CR"),
+    Metric("mean_acceptance_length"),
     Metric("ctar", lambda records: ctar([n for run in runs(records) for n in run.accepted])),
+    *(Metric(f"{CTAR}{w}", partial(_if_drafting, f"{CTAR}{w}")) for w in POSITIONS),
     Metric("speculative_decoding", acceptance),
-    Metric("acceptance_rate", partial(rate, "acceptance_rate", METHOD), "accepted", show=share),
-    Metric("tokens_per_second", partial(speed_of, METHOD), "tokens/s", True, tenths),
-    Metric("vanilla_tokens_per_second", partial(speed_of, "vanilla")),
-    Metric("hf_tokens_per_second", partial(speed_of, "hf")),
-    Metric("prefill_seconds", partial(seconds_of, "prefill")),  # these four add up to its time
-    Metric("draft_seconds", partial(seconds_of, "draft")),
-    Metric("verify_seconds", partial(seconds_of, "verify")),
-    Metric("host_seconds", partial(seconds_of, "host")),
+    Metric("acceptance_rate", heading="accepted", show=share),
+    Metric("tokens_per_second", heading="tokens/s", show=partial(number, digits=1)),
+    Metric("vanilla_tokens_per_second"),
+    Metric("hf_tokens_per_second"),
+    *(  # these four add up to its time
+        Metric(f"{part}_seconds", partial(seconds_of, part))
+        for part in ("prefill", "draft", "verify", "host")
+    ),
 ]

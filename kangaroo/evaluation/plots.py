@@ -18,12 +18,7 @@ INK, FAINT = "#222222", "#dddddd"
 
 
 def speedup_bars(rows: Sequence[tuple[str, dict[str, Any]]], subtitle: str, accent: str) -> Figure:
-    """Speedups with their intervals and the compression rates, their upper bound; the first row on
-    top.
-
-    Args:
-        accent: the name of the row that stands out.
-    """
+    """Speedups with intervals and compression rates, their upper bound; the first row on top."""
     figure = Figure(figsize=(7.6, 1.9 + 0.42 * len(rows)), layout="constrained")
     axes = figure.subplots()
     axes.set_title(f"Speedup over vanilla decoding, {subtitle}", fontsize=8, loc="left")
@@ -48,12 +43,3 @@ def speedup_bars(rows: Sequence[tuple[str, dict[str, Any]]], subtitle: str, acce
     axes.grid(axis="x", color=FAINT, linewidth=0.8)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
-
-
-def speedup_of_methods(comparison: dict[str, Any]) -> Figure:
-    """Speedup and compression rate of each method, the fastest on top."""
-    # a drafter's settings have a line of their own
-    methods = comparison["methods"]
-    rows = [(method["name"].replace(",", "\n", 1), method["overall"]) for method in methods]
-    subtitle = "{model} on {bench}, {dtype}, {device}".format(**comparison)
-    return speedup_bars(rows, subtitle, accent=rows[0][0])

@@ -29,9 +29,7 @@ ABOUT = "Decoded in turn, shown at the measured speeds; green: drafted and accep
 
 @dataclass
 class Runner:
-    """A method's answer, and the seconds from the prompt to each piece of it, in whole characters;
-    the last says whether it was drafted.
-    """
+    """A method's answer; of each piece its second, its text, and whether it was drafted."""
 
     name: str
     generation: Generation
@@ -53,9 +51,7 @@ def race(
     console: Console,
 ) -> None:
     """Answer a question by each drafter, then show the answers side by side at the speeds that were
-    measured; into a pipe one below the other.
-
-    Errors: `PromptError` for a question that the model's context has no room for.
+    measured; into a pipe one below the other. Errors: `PromptError` for a question without room.
     """
     prompt = prompt_ids(tokenizer, [Message(role="user", content=question)])
     limit = min(max_new_tokens, max(1, lm.context - len(prompt)))
@@ -99,9 +95,7 @@ def timed_pieces(
 
 
 def frame(runners: list[Runner], now: float, console: Console, lines: int = 0) -> Table:
-    """The answers after so many seconds, of each the last `lines` (0: all), and the speeds of those
-    that are done by then.
-    """
+    """The answers after so many seconds, of each the last `lines` (0: all); speeds of the done."""
     table = Table(box=box.SIMPLE_HEAD, expand=True, show_footer=True)
     width = console.width // len(runners) - 3  # between columns
     texts = []

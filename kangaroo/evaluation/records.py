@@ -1,15 +1,12 @@
-"""What an evaluation keeps of each question: a line of JSON, on disk as soon as it is known, from
-which all else follows. Each rank writes a file of its own; reading takes them together.
-"""
+"""What an evaluation keeps of each question: a line of JSON, at once on disk, a file a rank."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kangaroo.evaluation.bench import task_of
 from kangaroo.utils.errors import ConfigError, CorruptFile
@@ -21,8 +18,6 @@ AGAIN = "vanilla_again"  # a method: vanilla decoding a second time, to see what
 BASELINES = {"vanilla": "vanilla", "hf": "transformers"}
 RUN, RECORDS, SUMMARY = "run.json", "records-*.jsonl", "summary.json"
 
-T = TypeVar("T")
-
 
 @dataclass
 class MethodRun:
@@ -31,8 +26,8 @@ class MethodRun:
     Args:
         tokens: what it wrote, EOS included; `text` is without special tokens.
         finish: "eos" or "length".
-        retokenised: how many tokens the tokenizer makes of `text`, those it adds itself included:
-            Spec-Bench's report counts a baseline by them.
+        retokenised: tokens of `text`, with those that the tokenizer adds: Spec-Bench counts a
+            baseline by them.
         seconds: wall clock from the prompt's ids to the last token: allocation, prefill, all steps.
         emitted, accepted, drafted: tokens of each round, the prefill's first.
         draft_seconds, verify_seconds, host_seconds: time of each; 0 for the prefill's.
@@ -102,38 +97,32 @@ class Writer:
         os.fsync(self.stream.fileno())
 
     def close(self) -> None:
-        """Close the file."""
         self.stream.close()
 
 
 def read(folder: Path) -> list[Record]:
-    """All ranks' records by question id. Errors: those of `lines`."""
-    records = {record.question_id: record for record in lines(folder, _record)}
-    return [records[question_id] for question_id in sorted(records)]
+    """All ranks' records by question id; a line cut short at the end is left out.
 
-
-def lines(folder: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
-    """What `parse` makes of the fields of each line of all ranks' files.
-
-    Errors: `CorruptFile` for a line that is no record; one cut short at the end is left out.
+    Errors: `CorruptFile` for a line that is no record.
     """
+    records = {}
     for file in sorted(folder.glob(RECORDS)):
         for number, line in enumerate(_whole_lines(file).splitlines(), start=1):
             try:
-                record = parse(json.loads(line))
+                record = _record(json.loads(line))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise CorruptFile(
                     f"'{file}', line {number} is no record ({error}). Delete that line, and what "
                     "it held is measured again."
                 ) from error
-            yield record
+            records[record.question_id] = record
+    return [records[question_id] for question_id in sorted(records)]
 
 
 def enter(
     folder: Path, settings: dict[str, Any], drafter_cost: dict[str, Any], resume: bool
 ) -> None:
-    """Make `folder` this run's, or go on with the run that it holds, of the same settings. What a
-    drafter costs is noted as far as it is known before anything is asked.
+    """Make `folder` this run's, or go on with the run that it holds.
 
     Errors: `ConfigError` names the settings that differ.
     """

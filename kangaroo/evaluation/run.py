@@ -1,6 +1,4 @@
-"""Run an evaluation: every question by every method, a drafter, and by the baselines that they
-share, in turn; then the files from the records.
-"""
+"""Run an evaluation: every question by every method and by the baselines that they share."""
 
 from __future__ import annotations
 
@@ -45,10 +43,7 @@ Log = Callable[[dict[str, float]], None]
 
 class Evaluator:
     """An evaluation before its first question: everything is checked, and the folders are its own.
-
-    Args:
-        ranks: the processes that share the questions out, of which the first writes what is not a
-            record. None: there is only this one.
+    `ranks` share the questions out; the first writes what is not a record.
 
     Errors: `ConfigError`, `DataError`, `CorruptFile`, `PromptError`.
     """
@@ -98,16 +93,15 @@ class Evaluator:
         self.compares = comparable and "vanilla" in self.decoders
 
     def finish(self, log: Log | None = None) -> list[dict[str, Any]]:
-        """Ask all that is left, each rank its share; the first then writes each method's artefacts
-        to its folder. Returns the summaries. The baselines get a summary too, as methods, in
-        folders of their own.
+        """Ask all that is left, each rank its share; the first then writes each method's summary to
+        its folder, and the baselines' to folders of their own. Returns the methods' summaries.
 
         Args:
             log: called after each question with the metrics of all that are answered; of several
                 methods as `name.metric`.
 
-        Errors: `NotLossless`, after all artefacts are written, where a text leaves vanilla's and
-        rounding does not explain it; `PromptError`; `DataError` where ranks share no folder.
+        Errors: `NotLossless`, after all is written, where a text leaves vanilla's and rounding does
+        not explain it; `PromptError`; `DataError` where ranks share no folder.
         """
         self._answer(log)
         self.ranks.wait()
@@ -117,8 +111,7 @@ class Evaluator:
         for result, folder in zip(results, self.folders, strict=True):
             store.write_json(folder / store.SUMMARY, result)
         for baseline in self.config.baselines:
-            output = Path(self.config.output)
-            summary.write_baseline(baseline.value, self.folders[0], output)
+            summary.write_baseline(baseline.value, self.folders[0], Path(self.config.output))
         for result, folder in zip(results, self.folders, strict=True):
             check_lossless(result, folder)
         return results
@@ -159,17 +152,13 @@ class Evaluator:
             writer.close()
 
     def order(self, index: int) -> list[int | str]:
-        """Who answers the question of this index, in turn; it changes, so that a machine that slows
-        down favours nobody.
-        """
+        """Who answers this question in turn; a machine that slows down shall favour nobody."""
         with_hf = index % self.config.hf_every == 0
         names = [name for name in self.decoders if name != "hf" or with_hf]
         return names[::-1] if index // self.ranks.world % 2 else names
 
     def ask(self, question: Question, names: Sequence[int | str]) -> list[Record]:
-        """All turns by these decoders in this order, a record a method; the conversation goes on
-        with the first method's own answers.
-        """
+        """All turns by these decoders in order, a record a method; all go on from the first."""
         messages: list[Message] = []
         turns: list[list[Turn]] = []
         for number, text in enumerate(question.turns):
@@ -185,13 +174,8 @@ class Evaluator:
         ]
 
     def _turn(
-        self,
-        question: Question,
-        number: int,
-        messages: list[Message],
-        names: Sequence[int | str],
+        self, question: Question, number: int, messages: list[Message], names: Sequence[int | str]
     ) -> list[Turn]:
-        """One turn by these decoders in this order; of each method with the baselines."""
         prompt = question.prompt(self.lm, self.tokenizer, messages)
         limit = min(self.limit, self.lm.context - len(prompt))
         seed = seed_of(question.question_id, number, self.config.seed)
@@ -220,11 +204,7 @@ def check_lossless(result: dict[str, Any], output: Path) -> None:
 
 
 def check_revision(folder: Path, answered: int, questions: int) -> None:
-    """Say what a folder holds already. Where all is there, its report is written again, whichever
-    revision measured it; but one report is never of two revisions.
-
-    Errors: `ConfigError`.
-    """
+    """Say what a folder holds; another revision may report it, and not go on."""
     then, now = store.begun(folder)["provenance"]["git_revision"], git_revision()
     holds = f"{answered} of {questions} questions are in '{folder}' already"
     if then == now:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from kangaroo.engine.sampling import Rule
-from kangaroo.evaluation.metrics import has, metrics, paired_seconds, runs, totals
+from kangaroo.evaluation.metrics import RATIOS, has, metrics, runs
 from kangaroo.evaluation.records import (
     BASELINES,
     METHOD,
     SUMMARY,
     MethodRun,
     Record,
+    Turn,
     begun,
     read,
     write_json,
@@ -22,21 +24,21 @@ from kangaroo.evaluation.records import (
 
 
 def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any]:
-    """All metrics of a run, overall and by task; `about` is what `records.begun` returns.
+    """All metrics of a run, overall and by group; `about` is what `records.begun` returns.
 
     `drafter_cost` is what the method adds to the target: `parameters`, `bytes` (the most that it
-    held after any question, see `footprint`) and `training` (`DrafterConfig.made_by`).
+    held after any question) and `training`.
     """
     settings = about["settings"]
-    by_task: dict[str, list[Record]] = {}
-    for record in records:
-        by_task.setdefault(record.task, []).append(record)
+    tasks = dict.fromkeys(record.task for record in records)
+    by_task = {task: [record for record in records if record.task == task] for task in tasks}
     names = ("model", "drafter", "bench", "dtype", "device")
     return {
         **{name: settings[name] for name in names},
         "questions": len(records),
         "overall": metrics(records),
-        "by_task": {task: metrics(of_task) for task, of_task in by_task.items()},
+        "by_task": {task: metrics(part) for task, part in by_task.items()},
+        "by_length": {length: metrics(part) for length, part in by_length(records).items()},
         "lossless": lossless(records, settings),
         "drafter_cost": about["drafter_cost"]
         | {"bytes": max(record.drafter_bytes for record in records)},
@@ -46,33 +48,44 @@ def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any
     }
 
 
-def of_question(record: Record) -> dict[str, Any]:
-    """Totals over the turns of a question; the paired seconds are of the method and of vanilla for
-    the same number of tokens, None where vanilla did not run.
+def by_length(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Records by the length of prompts in tokens, 1k, 2k, 4k, ..., whichever is nearest by ratio;
+    of a question those turns whose prompts are so long. Empty where not two of these occur.
     """
-    tokens, seconds = totals([record], "tokens_per_second")
-    vanilla, method = paired_seconds(record) if has(record, "vanilla") else (None, None)
-    emitted, rounds = totals([record], "compression_rate")
-    accepted, drafted = totals([record], "acceptance_rate")
+
+    def power(turn: Turn) -> int:
+        return max(-1, round(math.log2(turn.prompt_tokens / 1024)))
+
+    powers = sorted({power(turn) for record in records for turn in record.turns})
+    if sum(each >= 0 for each in powers) < 2:
+        return {}
     return {
-        "question_id": record.question_id,
-        "task": record.task,
-        "tokens": tokens,
-        "seconds": seconds,
-        "paired_seconds": method,
-        "vanilla_paired_seconds": vanilla,
-        "rounds": rounds,
-        "emitted": emitted,
-        "drafted": drafted,
-        "accepted": accepted,
+        "shorter" if each < 0 else f"{2**each}k": [
+            replace(record, turns=turns)
+            for record in records
+            if (turns := [turn for turn in record.turns if power(turn) == each])
+        ]
+        for each in powers
     }
 
 
-def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, Any]:
-    """How many turns are vanilla's token for token, and every fork.
+def of_question(record: Record) -> dict[str, Any]:
+    """Totals over the turns of a question, for as many tokens of both where seconds are paired."""
+    totals: dict[str, Any] = {"question_id": record.question_id, "task": record.task}
+    for metric, names in {
+        "tokens_per_second": ("tokens", "seconds"),
+        "speedup": ("vanilla_paired_seconds", "paired_seconds"),
+        "compression_rate": ("emitted", "rounds"),
+        "acceptance_rate": ("accepted", "drafted"),
+    }.items():
+        measured = metric != "speedup" or has(record, "vanilla")
+        totals |= zip(names, RATIOS[metric](record) if measured else (None, None), strict=True)
+    return totals
 
-    `identical` is None where that is not to be expected (no vanilla, or another rule),
-    `hf_identical` under sampling, where the noise of transformers is another.
+
+def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, Any]:
+    """How many turns are vanilla's token for token, and every fork. `identical` is None where that
+    is not to be expected (no vanilla, another rule), `hf_identical` under sampling: other noise.
     """
     greedy = settings["sampling.temperature"] == 0
     comparable = greedy or settings["sampling.rule"] == Rule.match.value
@@ -97,8 +110,8 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
 
 
 def write_baseline(name: str, method: Path, output: Path) -> None:
-    """A baseline's own `summary.json`, as of a method that was measured against itself, in a folder
-    of its name in `output`; from the records of a method, which hold its runs.
+    """A baseline's own `summary.json`, as of a method measured against itself, from a method's
+    records.
     """
     records = [
         replace(

@@ -1,6 +1,5 @@
 """Tune: decode with many settings on some questions, and report the fastest on others, beside the
-drafter that is in use. Decoding, records, tables and plots are evaluate's own, so a run that was
-stopped goes on.
+drafter in use; all by evaluate, so a run that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -62,29 +61,25 @@ def tune(
     model: dict[str, Any],
     use: str,
 ) -> comparison.Comparison:
-    """Find the fastest of some drafters, and write `drafter/tuned.yaml` and `tune.json`.
-    Returns the comparison of today's drafter with it on the questions for reporting.
+    """Find the fastest of some drafters, by name, and write `drafter/tuned.yaml` and `tune.json`.
+    Returns its comparison with today's on the questions for reporting.
 
     Args:
-        drafters: every setting that is tried, by name.
-        today: the drafter in use.
         model: settings of the target; they must be those of the run that is resumed.
         use: the command that measures the drafter of `drafter/tuned.yaml`.
 
-    Errors: `ConfigError`, `CorruptFile`, `DataError`, `NotLossless`, those of the adapters.
+    Errors: those of evaluations; `ConfigError` where the bench has too few questions.
     """
     tuning, reporting = split(load_questions(config.bench), config)
     output, settings = Path(config.output), {TODAY: today, **drafters}
 
     def answer(part: str, names: Sequence[str], questions: Sequence[Question]) -> list[Any]:
         """The summaries of some drafters, all and vanilla decoding taking turns."""
-        folder = output / part
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "questions.jsonl"
-        lines = [json.dumps(asdict(question)) + "\n" for question in questions]
-        file.write_text("".join(lines), "utf-8")
+        file = output / part / "questions.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(asdict(each)) + "\n" for each in questions), "utf-8")
         evaluation = EvaluateConfig(
-            output=str(folder),
+            output=str(file.parent),
             bench=replace(config.bench, path=str(file), url=None, sha256=None),
             max_new_tokens=config.max_new_tokens,
             baselines=[Baseline.vanilla],
@@ -100,8 +95,7 @@ def tune(
         tried += answer(f"tried/group-{at // GROUP}", names[at : at + GROUP], tuning)
     tried.sort(key=lambda summary: -summary["overall"]["speedup"])
     best = tried[0]["drafter"]
-    both = list(dict.fromkeys((TODAY, best)))
-    answer(f"report/{best}", both, reporting)
+    answer(f"report/{best}", list(dict.fromkeys((TODAY, best))), reporting)
     report = comparison.compare(output / "report" / best)
     assert report is not None
     comparison.write(report, output / "report" / best)
@@ -125,10 +119,7 @@ def tune(
 def split(
     questions: Sequence[Question], config: TuneConfig
 ) -> tuple[list[Question], list[Question]]:
-    """Those for tuning and those for reporting; no question is in both.
-
-    Errors: `ConfigError` where the bench has too few.
-    """
+    """Those for tuning and those for reporting; no question is in both."""
     wanted = config.tuning_questions, config.reporting_questions
     if sum(wanted) > len(questions):
         raise ConfigError(

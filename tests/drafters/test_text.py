@@ -19,7 +19,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.methods import generate
-from kangaroo.evaluation.speed.trials import write_by_engine
+from kangaroo.evaluation.speed.speed import write_by_engine
 
 SIZES = [(1, 1), (2, 10), (3, 10), (5, 3)]  # n-grams, draft tokens
 

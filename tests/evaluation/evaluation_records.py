@@ -36,10 +36,13 @@ def hf_run(count, seconds):
     return MethodRun(list(range(count)), "text", "length", count, seconds, *([] for _ in range(6)))
 
 
-def record(question_id, *pairs, category="qa", fork=None):
-    """A question; each pair is (method's run, vanilla's run or None)."""
+def record(question_id, *pairs, category="qa", fork=None, prompts=(3, 3)):
+    """A question; each pair is (method's run, vanilla's run or None), `prompts` the length of each
+    one's prompt.
+    """
     turns = [
-        Turn(3, 8, {METHOD: a} if b is None else {METHOD: a, "vanilla": b}, fork) for a, b in pairs
+        Turn(length, 8, {METHOD: a} if b is None else {METHOD: a, "vanilla": b}, fork)
+        for length, (a, b) in zip(prompts, pairs, strict=False)
     ]
     return Record(question_id, category, turns, finished=0.0)
 

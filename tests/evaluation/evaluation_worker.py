@@ -39,12 +39,14 @@ def tiny_lm(**overrides):
     return TargetModel(random_model(deep_scale=0.15, **overrides))
 
 
-def evaluate_several(output, bench_file, names, lm=None, ranks=None, log=None, **changes):
-    """Kangaroo, and prompt lookup where there are two names, on a random six-layer model over
-    bytes, in float32.
+def evaluate_several(
+    output, bench_file, names, lm=None, ranks=None, log=None, drafters=None, **changes
+):
+    """Kangaroo, and prompt lookup where there are two names, or other drafters, on a random
+    six-layer model over bytes, in float32.
     """
     lm = lm or tiny_lm()
-    drafters = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0.2), PromptLookup()
+    drafters = drafters or [Kangaroo(lm, adapter_for(lm), steps=3, threshold=0.2), PromptLookup()]
     pairs = zip(names, drafters, strict=False)
     methods = [MethodSpec(name, drafter, {"drafter": {"of": name}}) for name, drafter in pairs]
     settings = {"output": str(output), "max_new_tokens": 16, "warmup": 1} | changes

@@ -39,31 +39,31 @@ def run_eval(
             file.write(json.dumps(line) + "\n")
 
 
-def answers(question, told, kwargs):
+def answers(question, call, kwargs):
     """All turns of a question; the conversation goes on with the answers."""
-    tokenizer, messages = told["tokenizer"], []
-    found = {k: [] for k in ("turns", "decoding_steps", "new_tokens")}
+    tokenizer, messages = call["tokenizer"], []
+    result = {k: [] for k in ("turns", "decoding_steps", "new_tokens")}
     accepted = []
     for text in question["turns"]:
         messages.append({"role": "user", "content": text})
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        inputs = tokenizer([prompt], return_tensors="pt").to(told["model"].device)
+        inputs = tokenizer([prompt], return_tensors="pt").to(call["model"].device)
         random = torch.get_rng_state()
         try:
-            output = told["forward_func"](
-                inputs, told["model"], tokenizer, told["max_new_tokens"], **kwargs
+            output = call["forward_func"](
+                inputs, call["model"], tokenizer, call["max_new_tokens"], **kwargs
             )
         except RuntimeError:  # as the real one does, which a method should not rely on
             raise AssertionError("a RuntimeError would be written as an answer") from None
         assert torch.equal(random, torch.get_rng_state()), "the generator of others was used"
-        new_ids, steps, lengths = checked(output, inputs, told["max_new_tokens"])
+        new_ids, steps, lengths = checked(output, inputs, call["max_new_tokens"])
         answer = tokenizer.decode(new_ids, skip_special_tokens=True).strip()
-        found["turns"].append(answer)
-        found["decoding_steps"].append(steps)
-        found["new_tokens"].append(len(new_ids))
+        result["turns"].append(answer)
+        result["decoding_steps"].append(steps)
+        result["new_tokens"].append(len(new_ids))
         accepted += lengths
         messages.append({"role": "assistant", "content": answer})
-    return found | {"accept_lengths": accepted}
+    return result | {"accept_lengths": accepted}
 
 
 def checked(output, inputs, max_new_tokens):

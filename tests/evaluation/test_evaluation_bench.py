@@ -52,11 +52,17 @@ SPEED_BENCH = {  # of its schema, written by us
 }
 
 
-def test_speed_benchs_questions_come_from_a_parquet_file_or_the_hub(tmp_path, monkeypatch, caplog):
+def test_speed_benchs_questions_come_from_parquet_files_or_the_hub(tmp_path, monkeypatch, caplog):
     table = Dataset.from_dict(SPEED_BENCH)
     table.to_parquet(tmp_path / "test.parquet")
-    asked = []
-    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: asked.append((a, k)) or table)
+    more = table.select([1]).map(lambda row: row | {"question_id": "more"})
+    requests = []
+
+    def load_dataset(*place, **options):
+        requests.append((place, options))
+        return more if place[1] == "throughput_8k" else table
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
     for place in ({"path": str(tmp_path / "test.parquet")}, {"hub": "nvidia/SPEED-Bench"}):
         questions = load_questions(BenchConfig("speed_bench", **place, subset="qualitative"))
         assert [question.task for question in questions] == ["coding", "qa"]
@@ -64,7 +70,12 @@ def test_speed_benchs_questions_come_from_a_parquet_file_or_the_hub(tmp_path, mo
         assert len({question.question_id for question in questions}) == 2
         assert "1 questions of" in caplog.text and "bench.path=" in caplog.text
         caplog.clear()
-    assert asked == [(("nvidia/SPEED-Bench", "qualitative"), {"split": "test"})]
+    assert requests == [(("nvidia/SPEED-Bench", "qualitative"), {"split": "test"})]
+    (tmp_path / "8k").mkdir()
+    more.to_parquet(tmp_path / "8k/test.parquet")
+    parts = {"hub": "nvidia/SPEED-Bench", "subset": "throughput_1k+throughput_8k"}
+    for place in (parts, {"path": str(tmp_path)}):
+        assert len(load_questions(BenchConfig("speed_bench", **place))) == 3
 
 
 def test_a_download_is_kept_and_a_wrong_checksum_refused(tmp_path, cache):
@@ -85,7 +96,7 @@ def test_a_download_is_kept_and_a_wrong_checksum_refused(tmp_path, cache):
 
 
 @pytest.mark.parametrize(
-    "config, error, told",
+    "config, error, message",
     [
         (BenchConfig("dmeo"), ConfigError, r"no bench 'dmeo' is shipped, only demo"),
         (BenchConfig("far", url="http://127.0.0.1:9/x"), DataError, r"127.* .*bench\.path="),
@@ -97,8 +108,8 @@ def test_a_download_is_kept_and_a_wrong_checksum_refused(tmp_path, cache):
         ),
     ],
 )
-def test_questions_that_are_nowhere_are_named_with_the_way_out(config, error, told, cache):
-    with pytest.raises(error, match=told):
+def test_questions_that_are_nowhere_are_named_with_the_way_out(config, error, message, cache):
+    with pytest.raises(error, match=message):
         load_questions(config)
 
 
@@ -140,16 +151,16 @@ def test_turns_alone_make_a_bench_that_is_called_as_its_file(tmp_path):
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
     config = BenchConfig(path=str(tmp_path / "mine.jsonl"))
     assert config.name == "mine" and BenchConfig().name == "demo"
-    found = [(q.question_id, q.category, q.task) for q in load_questions(config)]
-    assert found == [(1, "mine", "mine"), (2, "writing", "writing")]
+    named = [(q.question_id, q.category, q.task) for q in load_questions(config)]
+    assert named == [(1, "mine", "mine"), (2, "writing", "writing")]
     (named,) = load_questions(BenchConfig("spec_bench", path=config.path))[1:]
     assert named.task == "mt_bench"
 
 
 def test_a_file_of_conversations_is_told_what_makes_a_bench_of_it(tmp_path):
     (tmp_path / "talks.json").write_text(json.dumps([{"conversations": [{"role": "user"}]}]))
-    told = r"talks\.json, line 1: it is no JSON .* scripts/prepare\.py split .*talks\.json"
-    with pytest.raises(DataError, match=told):
+    message = r"talks\.json, line 1: it is no JSON .* scripts/prepare\.py split .*talks\.json"
+    with pytest.raises(DataError, match=message):
         load_questions(BenchConfig(path=str(tmp_path / "talks.json")))
 
 

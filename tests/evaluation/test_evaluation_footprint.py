@@ -37,11 +37,11 @@ def test_kangaroos_adapter_cache_and_states_count_and_the_shared_head_does_not()
     assert footprint(drafter, [lm]) == Footprint(
         sum(p.numel() for p in parameters), size(*parameters, *adapter.buffers())
     )
-    found = after_a_text(lm, drafter)
-    assert found.parameters == sum(p.numel() for p in parameters)
+    after = after_a_text(lm, drafter)
+    assert after.parameters == sum(p.numel() for p in parameters)
     states = drafter.shallow_BWD.untyped_storage().nbytes() + size(drafter.deep_BSD)
     held = size(*parameters, *adapter.buffers()) + drafter.cache.bytes() + states
-    assert found.bytes == held
+    assert after.bytes == held
 
 
 def test_a_gathered_head_counts_as_bytes_and_an_own_head_as_parameters():
@@ -52,10 +52,10 @@ def test_a_gathered_head_counts_as_bytes_and_an_own_head_as_parameters():
     assert gathered.parameters == plain.parameters
     rows = 3 * lm.config.hidden_size * 4
     assert gathered.bytes == plain.bytes + rows + size(vocabulary_K)
-    own = footprint(
+    with_head = footprint(
         Kangaroo(lm, adapter_for(lm, architecture=AdapterHeadConfig(own_head=True))), [lm]
     )
-    assert own.parameters == plain.parameters + lm.head.weight.numel()
+    assert with_head.parameters == plain.parameters + lm.head.weight.numel()
 
 
 def test_every_container_is_searched_and_every_piece_of_memory_counts_once(tmp_path):

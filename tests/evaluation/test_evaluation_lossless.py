@@ -110,7 +110,7 @@ def test_a_sampled_fork_is_judged_with_the_noise_of_its_place():
     (prompt,) = random_prompts(9)
     vanilla = vanilla_texts(lm, [prompt], 12, sampling)[0][len(prompt) :]
     other = (vanilla[5] + 1) % 64
-    found = fork(lm, prompt, [*vanilla[:5], other], vanilla, sampling, seed=4)
+    difference = fork(lm, prompt, [*vanilla[:5], other], vanilla, sampling, seed=4)
     scores_V = scores(forward_logits(lm, prompt + vanilla[:5])[-1], sampling, 4, len(prompt) + 5)
     assert scores_V.argmax() == vanilla[5]
-    assert found.gap == pytest.approx(float(scores_V.max() - scores_V[other]), abs=1e-4)
+    assert difference.gap == pytest.approx(float(scores_V.max() - scores_V[other]), abs=1e-4)

@@ -37,11 +37,11 @@ def test_every_experiment_of_the_paper_has_a_file_and_a_place_on_the_page():
     (listed,) = [x for x in makefile.splitlines() if x.startswith("PAPER = ")]
     assert sorted(listed.removeprefix("PAPER = ").split()) == sorted(NAMES)
     # make paper evaluates each once, and first one that needs no training
-    told = subprocess.run(["make", "-n", "paper"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(["make", "-n", "paper"], cwd=ROOT, capture_output=True, text=True)
     order = (
         r"evaluate.py experiment=paper/(\w+).*train.py experiment=paper/adapters.*name in ([^;]+);"
     )
-    first, others = re.search(order, told.stdout, re.DOTALL).groups()
+    first, others = re.search(order, done.stdout, re.DOTALL).groups()
     assert sorted([first, *others.split()]) == sorted(NAMES)
     config = composed(first)
     trained = [vars(each).get("adapter") for each in (config.drafter, *config.more.values())]
@@ -134,10 +134,10 @@ def test_published_values_are_the_papers():
 
 
 def test_variants_are_all_combinations_named_by_their_options():
-    found = varied(KangarooConfig(adapter="a"), {"steps": [2, 4], "threshold": [0, 0.5]})
-    assert list(found) == [f"kangaroo,steps={s},threshold={t}" for s in (2, 4) for t in (0, 0.5)]
+    variants = varied(KangarooConfig(adapter="a"), {"steps": [2, 4], "threshold": [0, 0.5]})
+    assert list(variants) == [f"kangaroo,steps={s},threshold={t}" for s in (2, 4) for t in (0, 0.5)]
     last = KangarooConfig(adapter="a", steps=4, threshold=0.5)
-    assert list(found.values())[-1] == last
+    assert list(variants.values())[-1] == last
     assert varied(last, {}) == {"kangaroo": last}
 
 
@@ -179,13 +179,13 @@ def test_an_experiment_is_one_command_that_goes_on_where_it_was_stopped(here):
     lm = tiny_target()
     saved_adapter(lm, adapter_for(lm), here / "adapters/tiny")
     line = ["evaluate.py", "experiment=paper/steps", "model=tiny", *FEW]
-    told = typed(*line, cwd=here)
-    assert "Length of a draft" in told
+    printed = typed(*line, cwd=here)
+    assert "Length of a draft" in printed
     folder = here / "outputs/paper/tiny/steps"
     assert (folder / "steps.png").is_file()
-    found = json.loads((folder / "steps.json").read_text())
-    methods = [point["source"] for point in found["points"]]
-    assert len(methods) == 11 and AGAIN in methods and len(found["checked"]) == 3
+    results = json.loads((folder / "steps.json").read_text())
+    methods = [point["source"] for point in results["points"]]
+    assert len(methods) == 11 and AGAIN in methods and len(results["checked"]) == 3
     records = sorted(folder.glob("*/records-0.jsonl"))
     assert len(records) == 11
     cut = records[3].read_bytes().splitlines(keepends=True)
@@ -215,16 +215,16 @@ def test_every_experiment_runs_unchanged_for_vicuna(here):
     (here / "notes.txt").write_text("What is 2 and 2? It is 4. " * 9)
     typed("scripts/prepare.py datastore", *vicuna, "~data", "texts=[notes.txt]", cwd=here)
     for name in NAMES:
-        own = {
+        options = {
             "table1": [f"more.draft_model.model={weights}"],
             "position": [f"more.draft_model.model={weights}", "task=qa"],
             "exit_layer": ["~drafter@more.exit8", "~drafter@more.exit16"],
         }
-        line = [f"experiment=paper/{name}", *vicuna, *FEW, *own.get(name, [])]
+        line = [f"experiment=paper/{name}", *vicuna, *FEW, *options.get(name, [])]
         typed("evaluate.py", *line, cwd=here)
         folder = "adapter_ablation" if name == "parameters" else name
-        found = json.loads((here / f"outputs/paper/vicuna-7b/{folder}/{name}.json").read_text())
-        assert found["points"] and found["questions"] == 5
+        results = json.loads((here / f"outputs/paper/vicuna-7b/{folder}/{name}.json").read_text())
+        assert results["points"] and results["questions"] == 5
     shutil.copy(ROOT / "docs/results/paper.md", here / "paper.md")
     typed("evaluate.py", "results=outputs/paper/vicuna-7b", "page=paper.md", cwd=here)
     assert "Not measured yet" not in (here / "paper.md").read_text()

@@ -11,19 +11,16 @@ import pytest
 from evaluation_records import finish, record, run, vanilla_run
 from paper_cases import NAMES, composed, methods_of
 
-from kangaroo.evaluation.metrics import difference, pairs
+from kangaroo.evaluation.metrics import Estimate, difference, estimate, pairs, value_of
 from kangaroo.evaluation.records import AGAIN
-from kangaroo.evaluation.study import plots, report
+from kangaroo.evaluation.study import report
 from kangaroo.evaluation.study.study import (
     AGREES,
     DISAGREES,
     OPEN,
     Claim,
-    Estimate,
     StudyConfig,
-    estimate,
     study_of,
-    value_of,
     verdict,
 )
 from kangaroo.utils.errors import ConfigError
@@ -46,7 +43,7 @@ def test_what_makes_a_question_hard_for_both_does_not_widen_the_interval():
     hard = np.random.default_rng(1).uniform(0.3, 3.0, 12)
     fast, slow = (pairs(answered(hard * x, ids=range(12)), "speedup") for x in (1.0, 1.1))
     a, b = estimate(fast), estimate(slow)
-    assert value_of(answered(1.0, ids=[1]), "compression_rate") == Estimate(3.0)  # has none
+    assert value_of("compression_rate", answered(1.0, ids=[1])) == Estimate(3.0)  # has none
     plain, reverse, none = (
         estimate(np.hstack(both), difference) for both in ((fast, slow), (slow, fast), (fast, fast))
     )
@@ -105,15 +102,15 @@ def test_rows_are_curves_with_the_papers_below_and_the_baseline_is_none(results)
 def test_vanilla_decoded_again_has_no_place_along_the_table(tmp_path):
     finish(tmp_path / "exit2", answered(1.0), **{"drafter.exit_layer": 2})
     finish(tmp_path / AGAIN, answered(1.0))
-    found = study_of(StudyConfig("exits", "Exits", x="drafter.exit_layer"), tmp_path)
-    assert {(p.curve, p.x) for p in found.points} == {("", 2), (AGAIN, None)}
-    assert {*report.table(found)[0]} == {"CR / speedup", "-", "2"}
+    study = study_of(StudyConfig("exits", "Exits", x="drafter.exit_layer"), tmp_path)
+    assert {(p.curve, p.x) for p in study.points} == {("", 2), (AGAIN, None)}
+    assert {*report.table(study)[0]} == {"CR / speedup", "-", "2"}
 
 
 def test_a_plot_has_a_panel_for_each_metric_and_model_and_the_tables_curves(results):
     finish(results / AGAIN, answered(1.0))
     study = study_of(STUDY, results)
-    figure = plots.plot(study)
+    figure = report.plot(study)
     panels = {panel.get_title(loc="left"): panel for panel in figure.axes}
     metrics = ("CR", "speedup")
     assert list(panels) == [f"{x}, {model}" for x in metrics for model in ("here", "Vicuna-7B")]
@@ -140,19 +137,19 @@ def test_drafters_of_the_jobs_of_a_sweep_have_rows_of_their_own(tmp_path):
         for drafter in ("kangaroo", AGAIN):
             settings = {"sampling.rule": rule, "sampling.temperature": 0.5}
             finish(tmp_path / rule / drafter, answered(1.0), **settings)
-    found = study_of(composed("temperature").study, tmp_path)
-    assert {point.curve for point in found.points} == {
+    study = study_of(composed("temperature").study, tmp_path)
+    assert {point.curve for point in study.points} == {
         f"{rule}, {drafter}"
         for rule in ("matched noise", "rejection sampling")
         for drafter in ("kangaroo", AGAIN)
     }
-    assert "temperature 0.5" in report.size(found)
+    assert "temperature 0.5" in report.size(study)
 
 
 def test_a_claim_is_checked_and_its_reason_is_told_only_if_it_does_not_agree(results):
-    found = study_of(STUDY, results)
-    assert [one.verdict for one in found.checked] == [AGREES, DISAGREES]
-    reasons = [x for x in report.body(found).splitlines() if x.endswith("It is not.")]
+    study = study_of(STUDY, results)
+    assert [each.verdict for each in study.checked] == [AGREES, DISAGREES]
+    reasons = [x for x in report.body(study).splitlines() if x.endswith("It is not.")]
     assert reasons == ["- *and it is not* (disagrees): It is not."]
 
 
@@ -169,6 +166,12 @@ def test_what_was_not_measured_is_left_out_and_what_was_asked_otherwise_refused(
         study_of(STUDY, results)
 
 
+def test_a_study_of_speedups_needs_vanilla(tmp_path):
+    finish(tmp_path / "kangaroo", [record(1, (run([3], [2], [4], [1.0]), None))])
+    with pytest.raises(ConfigError, match="needs vanilla decoding"):
+        study_of(STUDY, tmp_path)
+
+
 def test_methods_by_task_are_rows_with_the_papers_below(tmp_path):
     study = composed("table1").study
     qa, rag = answered(1.0, ids=[0, 1]), answered(1.0, ids=[2, 3], category="rag")
@@ -177,8 +180,8 @@ def test_methods_by_task_are_rows_with_the_papers_below(tmp_path):
     first, second, *_ = report.table(study_of(study, tmp_path))
     assert first["method"] == second["method"] == "Kangaroo, no tree"
     assert first["overall"].startswith("3.00 / ") and first["MT-bench"] == "-"
-    told = {"CR / speedup": "Vicuna-7B", "QA": "1.87 / 1.43", "overall": "- / 1.50"}
-    assert told.items() <= second.items()
+    written = {"CR / speedup": "Vicuna-7B", "QA": "1.87 / 1.43", "overall": "- / 1.50"}
+    assert written.items() <= second.items()
 
 
 def test_positions_are_places_with_the_share_of_rounds_that_reach_them(tmp_path):
@@ -196,14 +199,14 @@ def test_every_study_has_a_table_and_a_plot_of_all_that_it_measures(name, tmp_pa
         settings = {f"drafter.{k}": v for k, v in (numbers | {"top_k": 3}).items()}
         records = answered(1.0, category="math_reasoning")
         finish(tmp_path / method, records, task=None, **settings)
-    found = study_of(config.study, tmp_path)
-    report.write(found, tmp_path)
-    told = json.loads((tmp_path / f"{name}.json").read_text())
-    assert len(told["checked"]) == len(config.study.claims)
-    assert told["provenance"].keys() == {one.name for one in found.methods}
+    study = study_of(config.study, tmp_path)
+    report.write(study, tmp_path)
+    written = json.loads((tmp_path / f"{name}.json").read_text())
+    assert len(written["checked"]) == len(config.study.claims)
+    assert written["provenance"].keys() == {each.name for each in study.methods}
     assert f"]({name}.png)" in (tmp_path / f"{name}.md").read_text()
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert " | here | " in (tmp_path / f"{name}.md").read_text() or "| here |" in report.body(found)
+    assert " | here | " in (tmp_path / f"{name}.md").read_text() or "| here |" in report.body(study)
 
 
 # --- the page

@@ -60,14 +60,14 @@ def answers(checkout, method, monkeypatch):
         file = checkout / "data/spec_bench/model_answer/x.jsonl"
         file.unlink(missing_ok=True)
         method.main()
-        found = [json.loads(line) for line in file.read_text().splitlines()]
-        return {line["question_id"]: line["choices"] for line in found}
+        answered = [json.loads(line) for line in file.read_text().splitlines()]
+        return {line["question_id"]: line["choices"] for line in answered}
 
     return run
 
 
-def texts(found):
-    return {number: [c["turns"] for c in choices] for number, choices in found.items()}
+def texts(answered):
+    return {number: [c["turns"] for c in choices] for number, choices in answered.items()}
 
 
 # A number as threshold: in a model this small no draft pays, and `auto` would see that.
@@ -84,14 +84,14 @@ CASCADE = ["drafter=cascade", "drafter@drafter.second=kangaroo_tree", "drafter.s
 @pytest.mark.parametrize("sampled", [[], ["--temperature", "0.8", "--num-choices", "2"]], ids=len)
 def test_texts_are_vanillas_and_every_turn_keeps_the_contract(answers, drafter, sampled):
     vanilla = answers("drafter=vanilla", *sampled)
-    found = answers(*drafter, *sampled)
-    assert list(found) == [81, 82] and texts(found) == texts(vanilla)
-    for number, choices in found.items():
+    answered = answers(*drafter, *sampled)
+    assert list(answered) == [81, 82] and texts(answered) == texts(vanilla)
+    for number, choices in answered.items():
         for choice, plain in zip(choices, vanilla[number], strict=True):
             assert choice["new_tokens"] == plain["new_tokens"]
             assert plain["accept_lengths"] == [1] * sum(plain["new_tokens"])
             assert plain["decoding_steps"] == plain["new_tokens"]
-    lengths = [n for choices in found.values() for c in choices for n in c["accept_lengths"]]
+    lengths = [n for choices in answered.values() for c in choices for n in c["accept_lengths"]]
     # a random model does not repeat itself
     assert max(lengths) > 1 or drafter == ["drafter=prompt_lookup"]
     if sampled:
@@ -103,8 +103,8 @@ def test_questions_adapters_settings_and_files_are_the_asked_ones(answers, check
     shutil.copytree(checkout / "adapters/tiny", checkout / "elsewhere/mine", dirs_exist_ok=True)
     adapter = [*CHAIN, "drafter.adapter=elsewhere/mine"]
     path = ["--model-path", "random:tiny", "--dtype", "float32"]
-    found = answers(*adapter, *path, "--question-begin", "1", "drafter.steps=1")
-    assert list(found) == [81] and max(found[81][0]["accept_lengths"]) == 2
+    answered = answers(*adapter, *path, "--question-begin", "1", "drafter.steps=1")
+    assert list(answered) == [81] and max(answered[81][0]["accept_lengths"]) == 2
     with pytest.raises(KangarooError, match="no adapter at 'nowhere'"):
         answers("drafter=kangaroo", "drafter.adapter=nowhere")
 

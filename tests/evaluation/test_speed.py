@@ -17,11 +17,13 @@ from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.methods import generate
 from kangaroo.evaluation.speed import report
 from kangaroo.evaluation.speed.passes import WIDTHS, Reads, throughput
-from kangaroo.evaluation.speed.speed import SpeedConfig, measure, summarise
-from kangaroo.evaluation.speed.trials import (
+from kangaroo.evaluation.speed.speed import (
+    SpeedConfig,
     against_vanilla,
     long_prompt,
+    measure,
     question_prompts,
+    summarise,
     take_turns,
     write_by_engine,
 )
@@ -97,7 +99,7 @@ def test_methods_take_turns_and_each_is_first_equally_often():
     for of_prompts in texts.values():
         assert [[t.tokens for t in each] for each in of_prompts] == [[[i]] * 3 for i in (7, 8, 9)]
     for prompt in (7, 8, 9):
-        first = [name for name, asked in order[::3] if asked == prompt]
+        first = [name for name, given in order[::3] if given == prompt]
         assert sorted(first) == ["a", "b", "c"]
 
 
@@ -106,7 +108,7 @@ def test_the_speedup_is_the_ratio_of_total_seconds_for_as_many_tokens_of_each_pr
     seconds = (8.0, 4.0), (16.0, 4.0), (12.0, 12.0)
     vanilla = [[text(load * theirs) for load in loads] for theirs, _ in seconds]
     # half as many tokens
-    method = [[text(load * own / 2, ((1, 0),) * 2) for load in loads] for _, own in seconds]
+    method = [[text(load * ours / 2, ((1, 0),) * 2) for load in loads] for _, ours in seconds]
     result = against_vanilla(vanilla, method)
     assert result["speedup"] == pytest.approx(36 / 20)
     assert 1.0 <= result["speedup_ci95"][0] < 36 / 20 < result["speedup_ci95"][1] <= 4.0

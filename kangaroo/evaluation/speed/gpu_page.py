@@ -41,17 +41,16 @@ def _stage(results: Path, name: str) -> str:
         return "Not run."
     ran = json.loads(record)
     about, status, last = ran["about"], ran["status"], ""
-    end = {0: f"Done in {ran['seconds']} s"} | dict.fromkeys(
-        (124, 137),
-        f"**Ran out of its {ran['limit']} s**",  # of timeout(1)
-    )
+    end = f"Done in {ran['seconds']} s"
     if status:
+        end = f"**Failed after {ran['seconds']} s, with status {status}**"
         lines = re.split(r"[\r\n]+", _text(results / f"{name}.log").strip())
         last = "\n".join(["```", *lines[-LAST_LINES:], "```"])
-    failed = f"**Failed after {ran['seconds']} s, with status {status}**"
+    if status in (124, 137):  # of timeout(1)
+        end = f"**Ran out of its {ran['limit']} s**"
     place = about["hardware"]["cuda"] or "a CPU, which says nothing of a GPU"
     first = (
-        f"{end.get(status, failed)} on {place}; torch {about['versions']['torch']}, transformers "
+        f"{end} on {place}; torch {about['versions']['torch']}, transformers "
         f"{about['versions']['transformers']}, revision {about['git_revision']}, {about['time']}."
     )
     report = _report(name, _text(results / STAGES[name][1]))

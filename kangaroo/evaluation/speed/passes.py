@@ -1,9 +1,6 @@
 """What passes of the target read and take: the memory's limit, verifications by their width, and
 rows decoded together.
 
-At batch 1 a forward reads every weight for a handful of tokens, so the time to read them bounds the
-speed from above, whatever the arithmetic.
-
 Shapes: N nodes, D hidden size.
 """
 
@@ -59,9 +56,7 @@ class Reads:
         self.adapter_depth = 0 if adapter is None else adapter.depth
 
     def draft(self, length: int, drafted: int) -> int:
-        """Of the drafting in one round after `length` tokens: the pending token and each draft
-        token pass the shallow layers, each draft token comes from the adapter and the head.
-        """
+        """Of drafting after `length` tokens: the pending token passes the shallow layers too."""
         below, keys_below = self.row + self.shallow, self.exit_layer * self.kv
         beside, keys_beside = self.adapter + self.draft_head, self.adapter_depth * self.kv
         shallow = sum(below + keys_below * (length + i) for i in range(drafted + 1))
@@ -95,9 +90,7 @@ def median_seconds(work: Callable[[], Any], device: torch.device, repeats: int) 
 
 @torch.no_grad()
 def verifications(lm: TargetModel, exit_layer: int, length: int) -> dict[int, float]:
-    """Seconds of the layers above the exit, the head and the choices, after a context of so many
-    tokens, by the number of tokens in the pass.
-    """
+    """Seconds of the layers above the exit, head and choices, by the tokens in the pass."""
     layers, n_slots = range(exit_layer, lm.n_layers), length + max(WIDTHS)
     cache, generator = lm.new_cache(1, n_slots), torch.Generator(lm.device).manual_seed(0)
     start_B = torch.tensor([length - 1], device=lm.device)
@@ -123,9 +116,7 @@ def throughput(
     new_tokens: int,
     sizes: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """Tokens a second of decoding by vanilla and Kangaroo at every batch size, on the same texts.
-    Sizes whose cache would not fit the device's memory are left out, with a warning.
-    """
+    """Tokens a second by vanilla and Kangaroo at every batch size whose cache fits."""
     results = []
     token = lm.n_layers * lm.new_cache(1, 1, [lm.device]).bytes()
     row = token * (max(map(len, prompts)) + new_tokens)

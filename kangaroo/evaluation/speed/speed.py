@@ -1,35 +1,42 @@
 """How fast decoding is: vanilla, Kangaroo, other drafters and transformers in turn, in one run.
 
-Everything is greedy, and at batch 1 but for the table of batches. All methods take turns on every
-prompt, so that a machine that slows down slows all of them.
+Everything is greedy, past any EOS, and at batch 1 but for the table of batches. All methods take
+turns on every prompt, so that a machine that slows down slows all of them. The first step of a
+text, its prefill, is timed apart; what comes after it is decoding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
 
+import numpy as np
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
-from kangaroo.evaluation.bench import BenchConfig
+from kangaroo.engine.requests import Generation, Request
+from kangaroo.engine.sampling import Sampling
+from kangaroo.evaluation.bench import BenchConfig, load_questions, spread
 from kangaroo.evaluation.methods import generate
-from kangaroo.evaluation.metrics import compression_rate
-from kangaroo.evaluation.speed import trials
+from kangaroo.evaluation.metrics import compression_rate, estimate
 from kangaroo.evaluation.speed.passes import Reads, memory_bandwidth, throughput, verifications
-from kangaroo.evaluation.speed.trials import Method, Texts, take_turns, write_by_engine
+from kangaroo.models.prompts import Message, prompt_ids
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranges import Count, Filled, Ranged, TextLength
 
 CORE = ("hf", "vanilla", "kangaroo")  # always measured, and at every context
+
+Method = Callable[[list[int], int], Generation]  # takes a prompt and a number of new tokens
+Texts = list[list[Generation]]  # of each prompt, each time it was given
 
 
 @dataclass
@@ -72,31 +79,27 @@ def measure(
         drafter: its rounds are held against the limit, and its batches against vanilla's.
         more: further drafters that answer the same questions, by name.
 
-    Errors: `ConfigError` for another drafter than Kangaroo, and for settings that leave nothing to
-    measure.
+    Errors: `ConfigError` for no Kangaroo, and for nothing to measure.
     """
-    if not isinstance(drafter, Kangaroo) or set(CORE) & set(more or {}):
+    more = more or {}
+    if not isinstance(drafter, Kangaroo) or set(CORE) & set(more):
         raise ConfigError(
             "the speed benchmark looks at Kangaroo's steps; pass drafter=kangaroo, and other "
             f"drafters beside it by other names than {', '.join(CORE)}: +drafter@more.mine=mine."
         )
-    drafters: dict[str, Drafter] = {"vanilla": Vanilla(), "kangaroo": drafter, **(more or {})}
     contexts = [n for n in config.contexts if n + config.context_tokens <= lm.context]
     if not contexts:
         raise ConfigError(f"no context of speed.contexts={config.contexts} fits the model.")
     tokens = config.max_new_tokens
-    prompts = trials.question_prompts(tokenizer, config.prompts, config.bench, lm.context - tokens)
-    methods: dict[str, Method] = {"hf": partial(generate, lm)}
-    if config.hf_lookup:
-        methods["hf_lookup"] = partial(generate, lm, prompt_lookup_num_tokens=10)
-    for name, each in drafters.items():
-        methods[name] = partial(write_by_engine, Engine(lm, each))
+    prompts = question_prompts(tokenizer, config.prompts, config.bench, lm.context - tokens)
+    long_prompts = [long_prompt(tokenizer, length) for length in contexts]
+    drafters: dict[str, Drafter] = {"vanilla": Vanilla(), "kangaroo": drafter, **more}
+    methods = _methods(lm, drafters, config.hf_lookup)
 
     before = memory_bandwidth(lm.device, config.bandwidth_megabytes)
     take_turns(methods, prompts[:1], tokens, 1, "warm-up")
     answers = take_turns(methods, prompts, tokens, config.repeats, "answers")
     core = {name: methods[name] for name in CORE}
-    long_prompts = [trials.long_prompt(tokenizer, length) for length in contexts]
     grown = take_turns(core, long_prompts, config.context_tokens, config.repeats, "contexts")
     of_width = verifications(lm, drafter.exit_layer, contexts[0])
     batches = throughput(lm, drafter, prompts, tokens, config.batches)
@@ -104,32 +107,19 @@ def measure(
 
     rate = max(before, after)  # which limits are by
     plain, cut = Reads(lm), Reads(lm, drafter.adapter, drafter.head)
-    # what other methods' drafts read is not known
-    reads = {"hf": plain, "vanilla": plain, "kangaroo": cut}
-    return {
-        "model": lm.config.name_or_path,
-        "dtype": str(lm.dtype).removeprefix("torch."),
-        "device": lm.device.type,
-        "drafter": (
-            f"exit layer {drafter.exit_layer}, at most {drafter.steps} draft tokens, threshold "
-            f"{'auto' if drafter.auto else drafter.threshold}, "
-            f"draft vocabulary {drafter.head.size or 'whole'}"
-        ),
-        "settings": asdict(config),
+    reads = {"hf": plain, "vanilla": plain, "kangaroo": cut}  # others' drafts: not known
+    return _about(lm, drafter, config) | {
         "bandwidth": {"before": before, "after": after},
         "weights": plain.round(length=0, drafted=0),
         "methods": {
             name: summarise(prompts, texts, reads.get(name), rate)
-            | trials.against_vanilla(answers["vanilla"], texts)
+            | against_vanilla(answers["vanilla"], texts)
             for name, texts in answers.items()
         },
         "contexts": [
             {"context": length, "kv_bytes": plain.n_layers * plain.kv * length}
-            | {
-                name: summarise([long_prompts[i]], [grown[name][i]], read, rate)
-                for name, read in reads.items()
-            }
-            for i, length in enumerate(contexts)
+            | {name: summarise([prompt], [grown[name][i]], reads[name], rate) for name in CORE}
+            for i, (length, prompt) in enumerate(zip(contexts, long_prompts, strict=True))
         ],
         "verifications": [
             {"tokens": width, "ms": 1e3 * seconds, "of_one": seconds / of_width[1]}
@@ -137,6 +127,26 @@ def measure(
             for width, seconds in of_width.items()
         ],
         "batches": batches,
+    }
+
+
+def _methods(lm: TargetModel, drafters: Mapping[str, Drafter], lookup: bool) -> dict[str, Method]:
+    methods: dict[str, Method] = {"hf": partial(generate, lm)}
+    if lookup:
+        methods["hf_lookup"] = partial(generate, lm, prompt_lookup_num_tokens=10)
+    by_engine = {k: partial(write_by_engine, Engine(lm, each)) for k, each in drafters.items()}
+    return methods | by_engine
+
+
+def _about(lm: TargetModel, drafter: Kangaroo, config: SpeedConfig) -> dict[str, Any]:
+    threshold = "auto" if drafter.auto else drafter.threshold
+    return {
+        "model": lm.config.name_or_path,
+        "dtype": str(lm.dtype).removeprefix("torch."),
+        "device": lm.device.type,
+        "drafter": f"exit layer {drafter.exit_layer}, at most {drafter.steps} draft tokens, "
+        f"threshold {threshold}, draft vocabulary {drafter.head.size or 'whole'}",
+        "settings": asdict(config),
         "provenance": provenance(),
     }
 
@@ -144,9 +154,7 @@ def measure(
 def summarise(
     prompts: Sequence[list[int]], texts: Texts, reads: Reads | None, bandwidth: float
 ) -> dict[str, Any]:
-    """The results of one method, with the limit by what its rounds read and by the bandwidth, in
-    bytes a second; None for what is not known.
-    """
+    """The results of one method, by a bandwidth in bytes a second; None for what is not known."""
     sizes, steps = [], []
     for prompt, of_prompt in zip(prompts, texts, strict=True):
         for text in of_prompt:
@@ -177,3 +185,71 @@ def summarise(
         **{f"{part}_ms": took and 1e3 * took / rounds for part, took in parts.items()},
         "draft_over_limit": draft / draft_limit if draft and drafted and draft_limit else None,
     }
+
+
+def write_by_engine(engine: Engine, prompt: list[int], new_tokens: int) -> Generation:
+    """Greedy decoding on our engine."""
+    request = Request(prompt, new_tokens, ignore_eos=True)
+    ((_, generation),) = engine.completions([request], Sampling(), batch_size=1)
+    return generation
+
+
+def seconds_a_token(text: Generation) -> float:
+    """Of decoding."""
+    steps = text.steps[1:]
+    return sum(step.seconds for step in steps) / sum(len(step.tokens) for step in steps)
+
+
+def take_turns(
+    methods: Mapping[str, Method],
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    repeats: int,
+    title: str,
+) -> dict[str, Texts]:
+    """What each method writes for each prompt, all in turn; who goes first changes each time."""
+    names = list(methods)
+    texts: dict[str, Texts] = {name: [[] for _ in prompts] for name in names}
+    bar = tqdm(total=len(names) * len(prompts) * repeats, unit="text", desc=title)
+    for repeat in range(repeats):
+        for index, prompt in enumerate(prompts):
+            first = (repeat + index) % len(names)
+            for name in names[first:] + names[:first]:
+                texts[name][index].append(methods[name](prompt, new_tokens))
+                bar.update()
+    bar.close()
+    return texts
+
+
+def against_vanilla(vanilla: Texts, method: Texts) -> dict[str, Any]:
+    """How many times as fast as vanilla it decodes, by each prompt's mean time a token."""
+    pairs = list(zip(vanilla, method, strict=True))
+    seconds_P2 = np.array(
+        [[np.mean([seconds_a_token(text) for text in texts]) for texts in pair] for pair in pairs]
+    )
+    speedup, ends = estimate(seconds_P2)
+    equal = sum(a[0].tokens == b[0].tokens for a, b in pairs)
+    return {"speedup": speedup, "speedup_ci95": ends, "equal_texts": equal}
+
+
+def question_prompts(
+    tokenizer: PreTrainedTokenizerBase, count: int, bench: BenchConfig, longest: int
+) -> list[list[int]]:
+    """First turns of a bench, spread over its tasks, of at most `longest` tokens."""
+    firsts = [question.turns[0] for question in load_questions(bench)]
+    prompts = [prompt_ids(tokenizer, [Message(role="user", content=first)]) for first in firsts]
+    fitting = [prompt for prompt in prompts if len(prompt) <= longest]
+    if not fitting:
+        raise ConfigError(
+            f"no question of {bench.name} has at most {longest} tokens, which is what the model's "
+            "context leaves; lower speed.max_new_tokens or pass another bench."
+        )
+    return spread(fitting, count)
+
+
+def long_prompt(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
+    """The last `length` tokens of a question on the demo bench's long texts, again and again."""
+    texts = sorted((question.turns[0] for question in load_questions(BenchConfig())), key=len)
+    text = "\n\n".join([*texts[-20:], "Write a detailed summary of all of the above."])
+    ids = prompt_ids(tokenizer, [Message(role="user", content=text)])
+    return (ids * (length // len(ids) + 1))[-length:]

@@ -1,4 +1,4 @@
-"""A study's table and files, `NAME.json`, `NAME.md` and `NAME.png`, and its place on a page.
+"""A study's table, plot and files, `NAME.json`, `NAME.md` and `NAME.png`, and its place on a page.
 
 A page, such as `docs/results/paper.md`, has a pair of comments for each study, `<!-- study: NAME
 -->` and `<!-- end -->`, and one for what they say together, `<!-- summary -->`. What stands between
@@ -16,19 +16,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from rich.table import Table
 
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation.comparison import assigned, circumstances, listed
-from kangaroo.evaluation.records import write_json
-from kangaroo.evaluation.study import plots
+from kangaroo.evaluation.metrics import Estimate
+from kangaroo.evaluation.plots import FAINT, HF, INK
+from kangaroo.evaluation.records import AGAIN, write_json
 from kangaroo.evaluation.study.study import (
     AGREES,
     DISAGREES,
     HERE,
     OPEN,
     Checked,
-    Estimate,
+    Place,
     Study,
     fixed,
     heading_of,
@@ -43,6 +47,7 @@ PAPER = "Liu et al., NeurIPS 2024, arXiv 2404.18911"
 STUDY = re.compile(r"(<!-- study: (\w+) -->\n).*?(<!-- end -->)", re.S)
 SUMMARY = re.compile(r"(<!-- summary -->\n).*?(<!-- end -->)", re.S)
 IMAGES = Path("img/paper")  # from where the page lies
+COLORS = ["#d9772b", "#3b6fb6", "#54a24b", "#7a5195", "#b79a20", "#72b7b2", "#9d755d", "#c65b9b"]
 
 
 def table(study: Study, intervals: bool = True) -> list[Row]:
@@ -80,9 +85,8 @@ def claim_rows(checked: Sequence[Checked]) -> list[Row]:
 
 def shown(value: Estimate | None, interval: bool = True) -> str:
     """A value, with its interval."""
-    if value is None:
-        return number(None)
-    return tables.estimate(value.value, value.ends if interval else None)
+    middle, ends = value or (None, None)
+    return tables.estimate(middle, ends if interval else None)
 
 
 def write(study: Study, folder: Path) -> None:
@@ -99,7 +103,73 @@ def write(study: Study, folder: Path) -> None:
     write_json(folder / f"{name}.json", result)
     text = f"# {study.config.title}\n\n{body(study)}\n"
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
-    plots.plot(study).savefig(folder / f"{name}.png", dpi=120)
+    plot(study).savefig(folder / f"{name}.png", dpi=120)
+
+
+def plot(study: Study) -> Figure:
+    """All points, ours with intervals. Places are one apart; a value without one is a level."""
+    points, config = [*study.points, *study.published], study.config
+    metrics, models = list(study.points[0].values), list(dict.fromkeys(p.model for p in points))
+    places = [x for x in in_order(point.x for point in points) if x is not None]
+    names = [word(config.x, x) for x in places]
+    curves = in_order(point.curve for point in points)
+    colors = {c: HF if c == AGAIN else COLORS[i % len(COLORS)] for i, c in enumerate(curves)}
+    size = max(6.4, 4.1 * len(models)), 1.3 + 2.6 * len(metrics)
+    figure = Figure(figsize=size, layout="constrained")
+    about = "{model} on {bench}, {dtype}, {device}".format(**study.methods[0].summary)
+    figure.suptitle(f"{config.title}: {about}", fontsize=10, x=0.01, ha="left")
+    panels = figure.subplots(len(metrics), len(models), squeeze=False, sharex=True, sharey="row")
+    for metric, row in zip(metrics, panels, strict=True):
+        for model, axes in zip(models, row, strict=True):
+            if not any(p.values.get(metric) for p in points if p.model == model):
+                axes.set_axis_off()
+                continue
+            axes.set_title(f"{heading_of(metric)}, {model}", fontsize=9, loc="left")
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(axis="y", color=FAINT, linewidth=0.8)
+            axes.tick_params(labelsize=8)
+            if metric == "speedup":
+                axes.axhline(1, color=INK, linewidth=1, linestyle=":")
+            for i, (curve, color) in enumerate(colors.items()):
+                values = {
+                    p.x: value
+                    for p in points
+                    if (p.model, p.curve) == (model, curve) and (value := p.values.get(metric))
+                }
+                _draw(axes, places, values, color, (i + 0.5) / len(colors) - 0.5)
+            axes.set_xticks(range(len(names)), names)
+            axes.tick_params("x", rotation=30 if len("".join(names)) > 30 else 0)
+    for axes in panels[-1]:
+        axes.set_xlabel(config.x.rpartition(".")[2].replace("_", " "), fontsize=8)
+    handles = []
+    for curve, color in colors.items():
+        if curve != "":
+            label = word(config.curve, curve)
+            label = f"{config.curve_label} {label}" if isinstance(curve, float) else label
+            handles.append(Line2D([], [], color=color, linewidth=2, label=label))
+    if handles:
+        figure.legend(handles=handles, fontsize=8, loc="outside lower center", ncols=5)
+    return figure
+
+
+def _draw(
+    axes: Axes,
+    places: list[float | str],
+    values: dict[Place, Estimate],
+    color: str,
+    shift: float,
+) -> None:
+    """A curve of one panel with its intervals. Words are not joined, and shifted by curve."""
+    if level := values.pop(None, None):
+        axes.axhline(level.value, color=color)
+    estimates = [values[place] for place in places if place in values]
+    joined = all(isinstance(x, float) for x in places)
+    x = [i + (0 if joined else 0.8 * shift) for i, place in enumerate(places) if place in values]
+    y = [v.value for v in estimates]
+    ends = [v.ends or [v.value, v.value] for v in estimates]
+    below = [max(0.0, value - low) for value, (low, _) in zip(y, ends, strict=True)]
+    above = [max(0.0, high - value) for value, (_, high) in zip(y, ends, strict=True)]
+    axes.errorbar(x, y, [below, above], marker="o", ms=4.5, ls="-" if joined else "", color=color)
 
 
 def terminal_table(study: Study) -> Table:
@@ -119,14 +189,14 @@ def body(study: Study) -> str:
         size(study),
         tables.markdown(table(study)),
         f"![{study.config.title}]({study.config.name}.png)",
-        *([tables.markdown(claim_rows(study.checked))] if study.checked else []),
-        *([listed(reasons)] if reasons else []),
-        *([study.config.note.strip()] if study.config.note else []),
-        "<details><summary>How this was made</summary>\n\n"
-        + listed(provenance_lines(study))
-        + "\n\n</details>",
+        tables.markdown(claim_rows(study.checked)) if study.checked else "",
+        listed(reasons),
+        study.config.note.strip(),
+        "<details><summary>How this was made</summary>",
+        listed(provenance_lines(study)),
+        "</details>",
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def size(study: Study) -> str:
@@ -138,9 +208,9 @@ def size(study: Study) -> str:
     sampling = dict.fromkeys(each["settings"]["sampling.temperature"] for each in summaries)
     temperature = ", ".join(map(str, sampling)) if len(sampling) > 1 else next(iter(sampling))
     settings = first["settings"] | {"sampling.temperature": temperature}
-    asked = {"turns": texts[0]["turns"], "settings": settings, "methods": []}
+    about = {"turns": texts[0]["turns"], "settings": settings, "methods": []}
     return (
-        f"{first['model']} on {first['bench']}: {comparison.size(first | asked)} Texts that are "
+        f"{first['model']} on {first['bench']}: {comparison.size(first | about)} Texts that are "
         f"vanilla's: {same} of {turns}. Intervals are at 95%; columns are by `{study.config.x}`."
     )
 
@@ -157,12 +227,7 @@ def provenance_lines(study: Study) -> list[str]:
 
 
 def rewrite(page: Path, results: Path) -> None:
-    """Write what was measured into a page: each study, its plot beside the page, and the summary
-    of all of them.
-
-    Args:
-        results: a model's folder, in which `evaluate.py experiment=paper/...` wrote.
-    """
+    """Write what is in `results`, a model's folder of studies, into a page, with its plots."""
     text = page.read_text(encoding="utf-8")
     files = {}
     for _, name, _ in STUDY.findall(text):

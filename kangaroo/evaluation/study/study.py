@@ -1,12 +1,10 @@
 """A study: which results of one evaluation, or of a sweep's, make a table and a plot; its points,
 the paper's (`published.yaml`), and which findings of the paper are found again.
-
-Shapes: Q questions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,9 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from kangaroo.evaluation import metrics
 from kangaroo.evaluation.comparison import shared, summaries_in
-from kangaroo.evaluation.metrics import CTAR, pairs
+from kangaroo.evaluation.metrics import CTAR, Estimate, difference, estimate, has, pairs, value_of
 from kangaroo.evaluation.records import BASELINES, Record, read
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import changes
@@ -30,9 +27,8 @@ LEAST = 8  # questions; a bootstrap over fewer is too sure
 HEADINGS = {"compression_rate": "CR", "acceptance_rate": "accepted", CTAR: "CTAR(w)"}
 NAMES = {"mt_bench": "MT-bench", "qa": "QA", "math_reasoning": "math", "rag": "RAG"}  # of tasks
 
-Place = (
-    float | str | None
-)  # along the table and the plot; None is a method that has no such setting
+# Along the table and the plot; None is a method that has no such setting.
+Place = float | str | None
 
 
 @dataclass
@@ -55,7 +51,7 @@ class Claim:
 
 @dataclass
 class StudyConfig:
-    """What the results of an evaluation, or of the jobs of a sweep, are put together to.
+    """What the results of an evaluation, or of a sweep, are put together to.
 
     Args:
         name: of its files, and of the published values that belong to it.
@@ -86,7 +82,7 @@ class StudyConfig:
 
 @dataclass(frozen=True)
 class Measured:
-    """A method that has answered all questions; claims and labels know it by its folder's name."""
+    """A method that has answered all questions, by its folder's name."""
 
     name: str
     summary: dict[str, Any]
@@ -101,15 +97,8 @@ class Measured:
         return as_place(self.summary["settings"].get(name))
 
 
-class Estimate(NamedTuple):
-    """A ratio and its 95% interval, None for a single question and for published values."""
-
-    value: float
-    ends: list[float] | None = None
-
-
 class Point(NamedTuple):
-    """What was measured at a place of a table, here or in the paper."""
+    """What was measured at a place of a table."""
 
     model: str  # `HERE`, or the target of the paper
     source: str  # the name of the method, or where in the paper it is from
@@ -139,10 +128,7 @@ class Study(NamedTuple):
 
 
 def study_of(config: StudyConfig, folder: Path) -> Study | None:
-    """The study of the results below `folder`; None where there are none yet.
-
-    Errors: `ConfigError` where methods were not asked the same in the same way.
-    """
+    """That of the results below `folder`; None where there are none yet. Errors: `ConfigError`."""
     methods = measured(config, folder)
     if not methods:
         return None
@@ -152,7 +138,7 @@ def study_of(config: StudyConfig, folder: Path) -> Study | None:
 
 
 def measured(config: StudyConfig, folder: Path) -> list[Measured]:
-    """All methods with results below `folder`, in the order of the study's labels, then by name."""
+    """All methods with results below `folder`, in the order of the study's labels."""
     methods = [
         Measured(name, summary, read(place if (place := folder / name).is_dir() else folder))
         for name, summary in summaries_in(folder).items()
@@ -164,8 +150,12 @@ def measured(config: StudyConfig, folder: Path) -> list[Measured]:
                 f"'{method.name}' and '{methods[0].name}' in '{folder}' cannot be in one study: "
                 f"{difference}. Move one of them elsewhere."
             )
-    order = list(config.labels)
-    return sorted(methods, key=lambda x: order.index(x.name) if x.name in order else len(order))
+    answers = [record for method in methods for record in method.records]
+    needs_vanilla = "speedup" in config.metrics and config.x != "position"
+    if needs_vanilla and not all(has(record, "vanilla") for record in answers):
+        raise ConfigError("a study of speedups needs vanilla decoding: add it to baselines=.")
+    order = {name: i for i, name in enumerate(config.labels)}
+    return sorted(methods, key=lambda method: order.get(method.name, len(order)))
 
 
 def fixed(config: StudyConfig, summary: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +171,7 @@ def in_order(places: Iterable[Place]) -> list[Place]:
 
 
 def word(kind: str | None, x: Place) -> str:
-    """A place, or a curve, as a cell; `kind` is that of `StudyConfig.x` or `curve`."""
+    """A place or a curve of this `StudyConfig.x` or `curve` as a cell."""
     if isinstance(x, float):
         return short(x) if kind == "parameters" else f"{x:g}"
     return "-" if x is None else NAMES.get(x, x)
@@ -212,15 +202,13 @@ def points_of(config: StudyConfig, method: Measured) -> list[Point]:
         parts = {config.label(method.place(config.x)): (method.records, names)}
     curve = curve_of(config, method)
     return [
-        Point(HERE, method.name, curve, x, {k: value_of(records, m) for k, m in of.items()})
+        Point(HERE, method.name, curve, x, {k: value_of(m, records) for k, m in of.items()})
         for x, (records, of) in parts.items()
     ]
 
 
 def curve_of(config: StudyConfig, method: Measured) -> Place:
-    """What a method's row has in common; of one without such a setting, or without a place along
-    the table, its name. Where the jobs of a sweep measured several drafters, theirs too.
-    """
+    """What a method's row has in common, or its name; of a sweep's several drafters theirs too."""
     has_place = config.x in ("task", "position") or method.place(config.x) is not None
     common = "" if config.curve is None else method.place(config.curve)
     if common is None or (common == "" and not has_place):
@@ -231,21 +219,8 @@ def curve_of(config: StudyConfig, method: Measured) -> Place:
 
 
 def of_task(records: Sequence[Record], task: str | None) -> list[Record]:
-    """The records of a task; None is all."""
+    """None is all."""
     return [record for record in records if task in (None, OVERALL, record.task)]
-
-
-def estimate(
-    totals_QK: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = metrics.ratio
-) -> Estimate:
-    """A statistic of totals over questions, with its interval."""
-    return Estimate(float(statistic(totals_QK.sum(0))), metrics.interval(totals_QK, statistic))
-
-
-def value_of(records: Sequence[Record], metric: str) -> Estimate | None:
-    """A metric over some questions; None where there is nothing to divide by."""
-    pairs_Q2 = pairs(records, metric)
-    return estimate(pairs_Q2) if pairs_Q2[:, 1].sum() else None
 
 
 def published(config: StudyConfig) -> list[Point]:
@@ -263,8 +238,7 @@ def published(config: StudyConfig) -> list[Point]:
 
 
 def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
-    """What a study says of a claim; None where it has not measured both of its methods, or asked
-    nothing of its task.
+    """What a study says of a claim; None where it has not measured both methods on its task.
 
     Errors: `ConfigError` where the two were not asked the same questions.
     """
@@ -278,19 +252,17 @@ def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
             f"'{claim.more}' and '{claim.less}' were not asked the same questions, so they cannot "
             "be compared in pairs. Measure them again (resume=false)."
         )
-    more, less = (value_of(records, claim.metric) for records in both)
+    more, less = (value_of(claim.metric, records) for records in both)
     if more is None or less is None:
         return None
     # resampled together: what makes a question hard for both does not widen the interval
     values_Q4 = np.hstack([pairs(records, claim.metric) for records in both])
-    difference = estimate(values_Q4, metrics.difference)
-    return Checked(claim, more, less, difference, verdict(difference, len(values_Q4)))
+    more_less = estimate(values_Q4, difference)
+    return Checked(claim, more, less, more_less, verdict(more_less, len(values_Q4)))
 
 
 def verdict(difference: Estimate, questions: int) -> str:
-    """What the interval of a difference that should be positive says; open where it leaves a doubt,
-    or there were fewer than `LEAST` questions.
-    """
+    """What the interval of a difference that should be positive says."""
     if questions < LEAST or difference.ends is None:
         return OPEN
     low, high = difference.ends
