@@ -125,10 +125,12 @@ def datastore_of(case: Case) -> Datastore:
     return index(case.texts[::2] + halves, case.lm.config.vocab_size)
 
 
-def hybrid(lm: TargetModel, adapter: Adapter, steps: int, nodes: int, cost: float) -> Hybrid:
+def hybrid(
+    lm: TargetModel, adapter: Adapter, steps: int, nodes: int, cost: float, **sources: int
+) -> Hybrid:
     """With this cost of a node or a drafted token."""
     costs = Costs([1 + cost * node for node in range(nodes + 1)], cost, 1.0)
-    return Hybrid(lm, adapter, steps, costs=costs, nodes=nodes)
+    return Hybrid(lm, adapter, steps, costs=costs, nodes=nodes, **sources)
 
 
 def cheap(drafter: Any) -> Any:
@@ -185,6 +187,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "hybrid-tree-stops": lambda case: hybrid(case.lm, case.adapter, 4, 15, 0.08),
     "hybrid-tree-fused": lambda case: hybrid(
         case.lm, adapter_for(case.lm, architecture=AdapterHeadConfig(fused=True)), 4, 5, 0
+    ),
+    "hybrid-tree-of-all": lambda case: hybrid(
+        case.lm, case.adapter, 4, 9, 0.01, recycle=True, store_tokens=60
     ),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
     "medusa-chain": lambda case: medusa(case.lm, [(0,), (0, 0), (0, 0, 0)], own_head=False),

@@ -139,23 +139,23 @@ class HybridDrafting(LayerDrafting):
 
     def __init__(self, drafter: Hybrid):
         super().__init__(drafter)
-        self.nodes = drafter.steps + 2 * drafter.nodes  # chain, lookup, and further choices
+        self.nodes = drafter.steps + 2 * drafter.nodes  # chain, lookup, and others
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
         drafter.read_prompts()
         drafter.take_costs(batch.budget, len(rows), shared_states=True)
-        sources = {row: drafter.looked_up(batch, row) for row in rows}
+        sources = {row: drafter.asked(batch, row) for row in rows}
         growing = [row for row, source in sources.items() if drafter.pays(source)]
         for row in growing:  # one pass gives their states together with the pending token's
-            buffers.add(row, sources[row].lookup)
+            buffers.add(row, sources[row].likeliest_lookup.tokens)
         for _ in range(drafter.steps):
             if not growing:
                 break
             buffers.draft(growing, 1, drafter.threshold)
             for row in growing:
                 choices = buffers.choices[row].tolist(), buffers.chances[row].tolist()
-                sources[row].add(list(zip(*choices, strict=True))[: drafter.head.size])
+                sources[row].chain.add(list(zip(*choices, strict=True))[: drafter.head.size])
             growing = [row for row in growing if drafter.pays(sources[row])]
         for row, source in sources.items():
             tree = best_tree(drafter.costs, source, drafter.nodes)

@@ -6,8 +6,9 @@ Shapes: B rows of the batch, T tokens of a prefill chunk.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch
 from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, CountOrZero, DraftSize, Ranged
+
+State = TypeVar("State")
 
 
 class Drafter(Protocol):
@@ -201,6 +204,18 @@ class Stateless:
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
         """Nothing is kept."""
+
+
+class RowStates(Generic[State]):
+    """What is kept of each row's text, made anew by `make` where another text has taken the row."""
+
+    def __init__(self, make: Callable[[list[int]], State]):
+        self._make, self._rows = make, dict[int, tuple[list[int], State]]()
+
+    def of(self, row: int, text: list[int]) -> State:
+        if row not in self._rows or self._rows[row][0] is not text:
+            self._rows[row] = text, self._make(text)
+        return self._rows[row][1]
 
 
 def path_meta(lm: TargetModel, batch: Batch, draft: Draft, window: int) -> ForwardMeta:
