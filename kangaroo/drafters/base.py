@@ -94,6 +94,21 @@ class DrafterConfig(Ranged, ABC):
 
 
 @dataclass
+class ChainConfig(DrafterConfig):
+    """Of a drafter of chains that may stop early.
+
+    Args:
+        steps: at most this many draft tokens in a row (gamma, d or K in papers).
+        threshold: stop drafting once confidence, the top-1 probability, falls to this (Kangaroo's
+            eta); 0 never stops early, `auto` once a further token would not pay, by what it costs
+            on this device and how often such tokens were right in this text.
+    """
+
+    steps: DraftSize = 6
+    threshold: AutoThreshold = AUTO
+
+
+@dataclass
 class TrainedConfig(DrafterConfig):
     """Of a drafter that was trained for its target.
 
@@ -127,25 +142,19 @@ class TrainedConfig(DrafterConfig):
 
 
 @dataclass
-class EarlyExitConfig(TrainedConfig):
-    """A layer and how far it drafts.
+class EarlyExitConfig(ChainConfig, TrainedConfig):
+    """A layer that drafts.
 
     Args:
         adapter: folder or hub id of the adapter; `untrained:` and an exit layer is one that drafts
             nonsense in as much time as a trained one.
         exit_layer: refuse an adapter of another exit layer; null takes the adapter's own.
-        steps: at most this many draft tokens in a row (the paper's gamma).
-        threshold: stop drafting once confidence falls to this (the paper's eta); 0 never stops
-            early, `auto` once a further token would not pay, by what it costs on this device and
-            how often such tokens were right in this text.
         vocabulary: draft from this many of the most frequent tokens alone, so that a draft step
             reads that part of the head (FR-Spec, arXiv 2502.14856); 0 is all, null takes what the
             adapter was saved with.
     """
 
     exit_layer: Count | None = None
-    steps: DraftSize = 6
-    threshold: AutoThreshold = AUTO
     vocabulary: CountOrZero | None = None
 
     kind: ClassVar[type[Layer]] = Adapter  # what it drafts with

@@ -164,14 +164,17 @@ def test_pruning_keeps_parents_and_the_most_confident():
     every_BN = torch.ones_like(parents_BN, dtype=torch.bool)
     root_BN, sure_BN = every_BN & (torch.arange(6) == 0), torch.ones(1, 6)  # ties: parents first
 
-    def nodes(score_BN, valid_BN, *limits) -> list[int]:
+    def nodes(score_BN, valid_BN, *worth: float, halves: bool = False) -> list[int]:
+        limits = torch.tensor(worth), halves
         return kept(score_BN, parents_BN, valid_BN, *limits)[0].nonzero()[:, 0].tolist()
 
-    assert nodes(score_BN, every_BN, 9) == [0, 1, 2, 3, 5]
-    assert nodes(score_BN, every_BN, 2) == nodes(score_BN, every_BN, 2, 0.05) == [0, 1, 3]
-    assert nodes(score_BN, root_BN, 9) == [0]
-    assert nodes(score_BN, every_BN, 9, 0.3) == [0, 1, 3, 5]
-    assert nodes(sure_BN, every_BN, 1) == [0, 1]
+    assert nodes(score_BN, every_BN, *[0.0] * 9, halves=True) == [0, 1, 2, 3, 5]
+    assert nodes(score_BN, every_BN, 0.0, 0.0, halves=True) == [0, 1, 3]
+    assert nodes(score_BN, every_BN, 0.05, 0.05) == [0, 1, 3]
+    assert nodes(score_BN, root_BN, *[0.0] * 9, halves=True) == [0]
+    assert nodes(score_BN, every_BN, *[0.3] * 9) == [0, 1, 3, 5]
+    assert nodes(score_BN, every_BN, 0.7, 0.3, 0.3, 0.5) == [0, 1, 3, 5]  # together they pay
+    assert nodes(sure_BN, every_BN, 0.0) == [0, 1]
 
 
 def test_trees_that_cannot_be_are_refused_by_name(case):
