@@ -293,14 +293,14 @@ def drafted_without_cache(
 
 @torch.no_grad()
 def choices_without_cache(
-    case: Case, text: list[int], sampling: Sampling, seed: int
+    case: Case, text: list[int], sampling: Sampling, seed: int, count: int = 3
 ) -> list[tuple[int, float]]:
-    """The adapter's three best choices after `text`, by a whole forward."""
+    """The adapter's best choices after `text`, with their confidence, by a whole forward."""
     length = len(text)
     meta = case.lm.chunk(0, length, row=0, n_slots=length)
     x_1TD = case.lm.embed(torch.tensor([text]))
     f_1TD, _ = case.lm.run(x_1TD, None, meta, range(case.adapter.exit_layer))
     logits_11V = case.lm.read_out(case.adapter(f_1TD, None, meta, None)[:, -1:])
     at, seeds = torch.tensor([[length]]), torch.tensor([seed])
-    ids = candidates(logits_11V, at, sampling, seeds, 3).flatten().tolist()
-    return list(zip(ids, logits_11V.softmax(-1).topk(3).values.flatten().tolist(), strict=True))
+    ids = candidates(logits_11V, at, sampling, seeds, count).flatten().tolist()
+    return list(zip(ids, logits_11V.softmax(-1).topk(count).values.flatten().tolist(), strict=True))

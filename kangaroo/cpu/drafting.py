@@ -12,7 +12,7 @@ import torch
 
 from kangaroo.cpu import native
 from kangaroo.cpu.buffers import DraftBuffers
-from kangaroo.drafters.base import Drafter, FromText, TreesFromText
+from kangaroo.drafters.base import Drafter, TreesFromText
 from kangaroo.drafters.block import Block
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.chain import Chain
@@ -50,7 +50,7 @@ def native_drafting(drafter: Drafter) -> NativeDrafting | None:
     match drafter:
         case Vanilla():
             return NativeDrafting()
-        case FromText() | TreesFromText():
+        case TreesFromText():
             return TextDrafting(drafter)
         case Hybrid():
             return HybridDrafting(drafter)
@@ -60,7 +60,7 @@ def native_drafting(drafter: Drafter) -> NativeDrafting | None:
             return ChainDrafting(drafter)
         case DraftModel() if drafter.lm.native_layers is not None:
             return DraftModelDrafting(drafter)
-        case Cascade() if isinstance(drafter.first, FromText | TreesFromText):
+        case Cascade() if isinstance(drafter.first, TreesFromText):
             first, second = native_drafting(drafter.first), native_drafting(drafter.second)
             return CascadeDrafting(first, second) if first and second else None
     return None
@@ -75,18 +75,12 @@ def limits_of(drafter: Chain | EarlyExit, batch: Batch, rows: Sequence[int]) -> 
 class TextDrafting(NativeDrafting):
     """Chains and trees that are read from the text."""
 
-    def __init__(self, drafter: FromText | TreesFromText):
+    def __init__(self, drafter: TreesFromText):
         self.drafter, self.nodes = drafter, drafter.max_nodes
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
-        drafter = self.drafter
-        if isinstance(drafter, TreesFromText):
-            for row in rows:
-                buffers.add(row, *drafter.tree_of(batch, row))
-            return
-        length = drafter.chain_length(batch.budget, len(rows))
         for row in rows:
-            buffers.add(row, drafter.continuation(row, batch.texts[row])[:length])
+            buffers.add(row, *self.drafter.tree_of(batch, row))
 
 
 class LayerDrafting(NativeDrafting):

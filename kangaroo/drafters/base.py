@@ -29,7 +29,8 @@ State = TypeVar("State")
 
 
 class Drafter(Protocol):
-    """Proposes tokens; it never decides what is written.
+    """Proposes tokens; it never decides what is written. Those that inherit from it keep nothing
+    between steps, and read no hidden state, unless they say otherwise.
 
     Args:
         taps: target hidden states it wants back, by the number of layers below them.
@@ -42,24 +43,28 @@ class Drafter(Protocol):
         needs_costs: whether it asks the budget also where a text is decoded alone.
     """
 
-    taps: tuple[int, ...]
     max_nodes: int
-    supports_prefix_reuse: bool
-    needs_costs: bool
+    taps: tuple[int, ...] = ()
+    supports_prefix_reuse: bool = True
+    needs_costs: bool = False
 
     def begin(self, batch: Batch) -> None:
         """A new batch: make what is kept for each row."""
+        return
 
     def copy_prefix(self, source: int, row: int, count: int) -> None:
         """A prompt that enters a row begins with so many tokens of another row's text, whose keys
         the target's cache has in both now. Those that are kept here may be copied likewise."""
+        return
 
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
     ) -> None:
         """A chunk of a row's prompt has entered the target's cache. Chunks come in order. The token
         that the target writes after the prompt is pending, and in none of them."""
+        return
 
+    @abstractmethod
     def propose(self, batch: Batch) -> Draft:
         """A draft below each row's pending token."""
 
@@ -67,6 +72,7 @@ class Drafter(Protocol):
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
         """What became of the draft, after it was committed."""
+        return
 
 
 @dataclass
@@ -191,39 +197,15 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
         return super().made_by() if self._untrained() is None else {}
 
 
-class Stateless:
-    """A drafter's methods for those that keep nothing between steps and read no hidden state."""
-
-    taps: tuple[int, ...] = ()
-    supports_prefix_reuse = True
-    needs_costs = False
-
-    def begin(self, batch: Batch) -> None:
-        """Nothing is kept."""
-
-    def copy_prefix(self, source: int, row: int, count: int) -> None:
-        """Nothing is kept."""
-
-    def prefill(
-        self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
-    ) -> None:
-        """Nothing is kept."""
-
-    def observe(
-        self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
-    ) -> None:
-        """Nothing is kept."""
-
-
 class RowStates(Generic[State]):
     """What is kept of each row's text, made anew by `make` where another text has taken the row."""
 
-    def __init__(self, make: Callable[[list[int]], State]):
+    def __init__(self, make: Callable[[int, list[int]], State]):
         self._make, self._rows = make, dict[int, tuple[list[int], State]]()
 
     def of(self, row: int, text: list[int]) -> State:
         if row not in self._rows or self._rows[row][0] is not text:
-            self._rows[row] = text, self._make(text)
+            self._rows[row] = text, self._make(row, text)
         return self._rows[row][1]
 
 
@@ -251,39 +233,35 @@ def limit(threshold: float | str) -> tuple[float, bool]:
 LOOKED_UP = 0.8
 
 
-class FromText(Stateless, ABC):
-    """Drafts chains by reading the text alone, on the host. It sets `max_nodes`."""
-
-    max_nodes: int
-
-    @abstractmethod
-    def continuation(self, row: int, text: list[int]) -> list[int]:
-        """Tokens that may follow the row's committed ones, `batch.texts[row]`; none where it finds
-        none."""
-
-    def propose(self, batch: Batch) -> Draft:
-        length = self.chain_length(batch.budget, batch.active)
-        chains = [self.continuation(row, text)[:length] for row, text in enumerate(batch.texts)]
-        return Draft.listed(batch.last(1), chains)
-
-    def chain_length(self, budget: Budget, rows: int) -> int:
-        """How many tokens of a continuation pay for their verification in so many rows."""
-        least = budget.min_chain_chances(rows, self.max_nodes)
-        longest = (n for n, chance in enumerate(least) if chance >= LOOKED_UP**n)
-        return next(longest, self.max_nodes)
-
-
-class TreesFromText(Stateless, ABC):
-    """Drafts trees by reading the text alone, on the host. It sets `max_nodes`."""
-
-    max_nodes: int
+class TreesFromText(Drafter):
+    """Drafts by reading the text alone, on the host."""
 
     @abstractmethod
     def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:
         """Tokens and parents, as `Draft.listed` takes them, of a row that is not done."""
 
     def propose(self, batch: Batch) -> Draft:
-        trees = [
+        trees: list[tuple[list[int], list[int]]] = [
             ([], []) if done else self.tree_of(batch, row) for row, done in enumerate(batch.done)
         ]
-        return Draft.listed(batch.last(1), [tree[0] for tree in trees], [tree[1] for tree in trees])
+        return Draft.listed(batch.last(1), *zip(*trees, strict=True))
+
+
+class FromText(TreesFromText):
+    """Drafts chains."""
+
+    @abstractmethod
+    def continuation(self, row: int, text: list[int]) -> list[int]:
+        """Tokens that may follow the row's committed ones, `batch.texts[row]`; none where it finds
+        none."""
+
+    def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:
+        length = self.chain_length(batch.budget, batch.active)
+        tokens = self.continuation(row, batch.texts[row])[:length]
+        return tokens, list(range(len(tokens)))
+
+    def chain_length(self, budget: Budget, rows: int) -> int:
+        """How many tokens of a continuation pay for their verification in so many rows."""
+        least = budget.min_chain_chances(rows, self.max_nodes)
+        longest = (n for n, chance in enumerate(least) if chance >= LOOKED_UP**n)
+        return next(longest, self.max_nodes)

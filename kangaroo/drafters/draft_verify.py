@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kangaroo.drafters import layer_search
 from kangaroo.drafters.autoregressive import Autoregressive
-from kangaroo.drafters.base import ChainConfig, Stateless
+from kangaroo.drafters.base import ChainConfig, Drafter
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.models.loading import options_of
@@ -56,7 +56,7 @@ class DraftVerifyConfig(ChainConfig):
         return super().settings() | {"skip": skip}
 
 
-class DraftVerify(Stateless, Autoregressive):
+class DraftVerify(Autoregressive, Drafter):
     """Drafts on the target's cache: committed keys are the whole model's, and verification writes
     those of the draft again.
     """

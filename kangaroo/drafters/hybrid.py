@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import EarlyExitConfig
+from kangaroo.drafters.base import EarlyExitConfig, RowStates
 from kangaroo.drafters.chain import chain_meta
 from kangaroo.drafters.expected_gain import (
     CHAIN,
@@ -121,7 +121,7 @@ class Hybrid(Kangaroo):
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
         self.store.begin()
-        self.rows: dict[int, RowSources] = {}
+        self.rows = RowStates(self._sources)
         batch.likeliest = max(batch.likeliest, int(self.recycle))
 
     def take_costs(self, budget: Budget, rows: int, shared_states: bool) -> None:
@@ -137,20 +137,17 @@ class Hybrid(Kangaroo):
         active = [row for row, done in enumerate(batch.done) if not done]
         sources = {row: self.asked(batch, row) for row in active}
         self._draft_chains(batch, sources)
-        nothing: tuple[list[int], list[int]] = [], []
-        trees = [nothing] * batch.size
+        trees: list[tuple[list[int], list[int]]] = [([], [])] * batch.size
         for row, of_row in sources.items():
             trees[row] = best_tree(self.costs, of_row, self.nodes)
-        tokens, parents = [nodes for nodes, _ in trees], [above for _, above in trees]
-        chains = all(above == list(range(len(above))) for above in parents)
-        return Draft.listed(batch.last(1), tokens, None if chains else parents)
+        return Draft.listed(batch.last(1), *zip(*trees, strict=True))
+
+    def _sources(self, row: int, text: list[int]) -> RowSources:
+        return RowSources(text, self.store.matches(row, text), self.recycle)
 
     def asked(self, batch: Batch, row: int) -> Sources:
         """What is said of a row in a new round, but for the chain, up to where its text ends."""
-        text = batch.texts[row]
-        if row not in self.rows or self.rows[row].text is not text:  # another prompt took the row
-            self.rows[row] = RowSources(text, self.store.matches(row, text), self.recycle)
-        return self.rows[row].next_round(batch, row, self.nodes)
+        return self.rows.of(row, batch.texts[row]).next_round(batch, row, self.nodes)
 
     def _draft_chains(self, batch: Batch, sources: dict[int, Sources]) -> None:
         """Add to each row's sources a chain, as long as that pays."""

@@ -39,7 +39,7 @@ class PromptLookup(FromText):
 
     def begin(self, batch: Batch) -> None:
         self.batch = batch
-        self.grams = RowStates(lambda text: Grams(text, self.largest))
+        self.grams = RowStates(lambda _, text: Grams(text, self.largest))
 
     def continuation(self, row: int, text: list[int]) -> list[int]:
         grams, ends = self.grams.of(row, text), self.batch.ends[row]

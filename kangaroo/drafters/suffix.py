@@ -225,8 +225,6 @@ class Suffix(FromText):
         self.store.begin()
 
     def continuation(self, row: int, text: list[int]) -> list[int]:
-        if self.batch.done[row]:
-            return []
         matches = self.store.matches(row, text).grown()
         longest = max(matches, key=lambda part: part.match[0])  # of equals the text's
         count = min(self.max_nodes, int(self.alpha * longest.match[0]))

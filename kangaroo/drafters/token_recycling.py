@@ -46,7 +46,7 @@ class TokenRecycling(TreesFromText):
 
     def begin(self, batch: Batch) -> None:
         batch.likeliest = max(batch.likeliest, self.top_k)
-        self.matrices = RowStates(lambda text: successors_in(text, self.top_k))
+        self.matrices = RowStates(lambda _, text: successors_in(text, self.top_k))
 
     def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:
         least = batch.budget.min_node_chances(batch.active, self.max_nodes)

@@ -142,7 +142,8 @@ class Draft:
         counts_B1 = torch.tensor([[len(row)] for row in tokens])
         valid_BN = torch.arange(size) <= counts_B1
         tree = Tree.chain(size, device)
-        if parents is not None:
+        parents = parents or [range(len(row)) for row in tokens]
+        if any(list(row) != list(range(len(row))) for row in parents):
             depths = []
             for row in parents:
                 depth = [0]
