@@ -125,10 +125,12 @@ def datastore_of(case: Case) -> Datastore:
     return index(case.texts[::2] + halves, case.lm.config.vocab_size)
 
 
-def hybrid(lm: TargetModel, adapter: Adapter, steps: int, nodes: int, cost: float) -> Hybrid:
+def hybrid(
+    lm: TargetModel, adapter: Adapter, steps: int, nodes: int, cost: float, **sources: int
+) -> Hybrid:
     """With this cost of a node or a drafted token."""
     costs = Costs([1 + cost * node for node in range(nodes + 1)], cost, 1.0)
-    return Hybrid(lm, adapter, steps, costs=costs, nodes=nodes)
+    return Hybrid(lm, adapter, steps, costs=costs, nodes=nodes, **sources)
 
 
 def cheap(drafter: Any) -> Any:
@@ -186,6 +188,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "hybrid-tree-stops": lambda case: hybrid(case.lm, case.adapter, 4, 15, 0.08),
     "hybrid-tree-fused": lambda case: hybrid(
         case.lm, adapter_for(case.lm, architecture=AdapterHeadConfig(fused=True)), 4, 5, 0
+    ),
+    "hybrid-tree-of-all": lambda case: hybrid(
+        case.lm, case.adapter, 4, 9, 0.01, recycle=True, store_tokens=60
     ),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
     "medusa-chain": lambda case: medusa(case.lm, [(0,), (0, 0), (0, 0, 0)], own_head=False),
@@ -272,17 +277,18 @@ def case_of(family: str, sampling: str) -> Case:
 
 @torch.no_grad()
 def choices_without_cache(
-    case: Case, text: list[int], sampling: Sampling, seed: int
+    case: Case, text: list[int], sampling: Sampling, seed: int, count: int = 3
 ) -> list[tuple[int, float]]:
-    """The adapter's three best choices after `text`, by a whole forward, and the best chances."""
+    """The adapter's best choices after `text`, by a whole forward, and the best chances."""
     length = len(text)
     meta = case.lm.chunk(0, length, row=0, n_slots=length)
     x_1TD = case.lm.embed(torch.tensor([text]))
     f_1TD, _ = case.lm.run(x_1TD, None, meta, range(case.adapter.exit_layer))
     logits_11V = case.lm.read_out(case.adapter(f_1TD, None, meta, None)[:, -1:])
     at, seeds = torch.tensor([[length]]), torch.tensor([seed])
-    ids = candidates(logits_11V, at, sampling, seeds, 3).flatten().tolist()
-    return list(zip(ids, logits_11V.softmax(-1).topk(3).values.flatten().tolist(), strict=True))
+    ids = candidates(logits_11V, at, sampling, seeds, count).flatten().tolist()
+    chances = logits_11V.softmax(-1).topk(count).values.flatten().tolist()
+    return list(zip(ids, chances, strict=True))
 
 
 def drafted_without_cache(

@@ -13,7 +13,7 @@ import torch
 from strict_graphs import StrictGraphs
 from torch import Tensor
 
-from kangaroo.drafters.base import FromText, Stateless
+from kangaroo.drafters.base import Drafter, FromText
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.batch import Batch
@@ -238,9 +238,22 @@ def check_chains(
     return lengths
 
 
-class Knowing(Stateless):
-    """Knows the texts that vanilla decoding writes, prompts included, so that it can be right or
-    wrong at will."""
+def paths_of(draft: Draft, row: int) -> list[tuple[int, ...]]:
+    """The tokens from the root to every valid node, in their order; first those of the root."""
+    parents_BN = draft.tree.parents_BN.expand_as(draft.tokens_BN)
+    nodes = torch.stack([parents_BN, draft.tokens_BN, draft.valid_BN.long()], -1)[row].tolist()
+    paths: list[tuple[int, ...]] = [()]
+    for parent, token, _ in nodes[1:]:
+        paths.append((*paths[parent], token))
+    return [path for path, (*_, is_valid) in zip(paths, nodes, strict=True) if is_valid]
+
+
+class Knowing(Drafter):
+    """Knows the texts that vanilla decoding writes, so that it can be right or wrong at will.
+
+    Args:
+        texts: prompts with their continuations; a row is recognised by what it has written so far.
+    """
 
     def __init__(self, texts: Sequence[list[int]]):
         self.texts = texts

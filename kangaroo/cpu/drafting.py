@@ -10,7 +10,7 @@ import torch
 
 from kangaroo.cpu import native
 from kangaroo.cpu.buffers import DraftBuffers
-from kangaroo.drafters.base import Drafter, FromText, TreesFromText
+from kangaroo.drafters.base import Drafter, TreesFromText
 from kangaroo.drafters.block import Block
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.chain import Chain
@@ -53,7 +53,7 @@ def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> Na
     match drafter:
         case Vanilla():
             return NativeDrafting()
-        case FromText() | TreesFromText():
+        case TreesFromText():
             return TextDrafting(drafter)
         case Hybrid():
             return HybridDrafting(drafter)
@@ -63,7 +63,7 @@ def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> Na
             return ChainDrafting(drafter)
         case DraftModel() if drafter.lm.acceleration.library:
             return DraftModelDrafting(drafter)
-        case Cascade() if isinstance(drafter.first, FromText | TreesFromText):
+        case Cascade() if isinstance(drafter.first, TreesFromText):
             parts = drafter.first, drafter.second
             first, second = (native_drafting(lm, part, sampling) for part in parts)
             return CascadeDrafting(first, second) if first and second else None
@@ -79,18 +79,12 @@ def limits_of(drafter: Chain | EarlyExit, batch: Batch, rows: Sequence[int]) -> 
 class TextDrafting(NativeDrafting):
     """Chains and trees that are read from the text."""
 
-    def __init__(self, drafter: FromText | TreesFromText):
+    def __init__(self, drafter: TreesFromText):
         self.drafter, self.nodes = drafter, drafter.max_nodes
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
-        drafter = self.drafter
-        if isinstance(drafter, TreesFromText):
-            for row in rows:
-                buffers.add(row, *drafter.tree_of(batch, row))
-            return
-        length = drafter.chain_length(batch.budget, len(rows))
         for row in rows:
-            buffers.add(row, drafter.continuation(row, batch.texts[row])[:length])
+            buffers.add(row, *self.drafter.tree_of(batch, row))
 
 
 class LayerDrafting(NativeDrafting):
@@ -143,23 +137,23 @@ class HybridDrafting(LayerDrafting):
 
     def __init__(self, drafter: Hybrid):
         super().__init__(drafter)
-        self.nodes = drafter.steps + 2 * drafter.nodes  # chain, lookup, and further choices
+        self.nodes = drafter.steps + 2 * drafter.nodes  # chain, lookup, and others
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
         drafter.read_prompts()
         drafter.take_costs(batch.budget, len(rows), shared_states=True)
-        sources = {row: drafter.looked_up(batch, row) for row in rows}
+        sources = {row: drafter.asked(batch, row) for row in rows}
         growing = [row for row, source in sources.items() if drafter.pays(source)]
         for row in growing:  # one pass gives their states together with the pending token's
-            buffers.add(row, sources[row].lookup)
+            buffers.add(row, sources[row].likeliest_lookup.tokens)
         for _ in range(drafter.steps):
             if not growing:
                 break
             buffers.draft(growing, 1, drafter.threshold)
             for row in growing:
                 choices = buffers.choices[row].tolist(), buffers.chances[row].tolist()
-                sources[row].add(list(zip(*choices, strict=True))[: drafter.head.size])
+                sources[row].chain.add(list(zip(*choices, strict=True))[: drafter.head.size])
             growing = [row for row in growing if drafter.pays(sources[row])]
         for row, source in sources.items():
             tree = best_tree(drafter.costs, source, drafter.nodes)

@@ -6,8 +6,9 @@ Shapes: B rows of the batch, T tokens of a prefill chunk.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -24,9 +25,12 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch
 from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, CountOrZero, DraftSize, Ranged
 
+State = TypeVar("State")
+
 
 class Drafter(Protocol):
-    """Proposes tokens; it never decides what is written.
+    """Proposes tokens; it never decides what is written. Those that inherit from it keep nothing
+    between steps, and read no hidden state, unless they say otherwise.
 
     Args:
         taps: target hidden states it wants back, by the number of layers below them.
@@ -39,24 +43,28 @@ class Drafter(Protocol):
         needs_costs: whether it asks the budget also where a text is decoded alone.
     """
 
-    taps: tuple[int, ...]
     max_nodes: int
-    supports_prefix_reuse: bool
-    needs_costs: bool
+    taps: tuple[int, ...] = ()
+    supports_prefix_reuse: bool = True
+    needs_costs: bool = False
 
     def begin(self, batch: Batch) -> None:
         """A new batch: make what is kept for each row."""
+        return
 
     def copy_prefix(self, source: int, row: int, count: int) -> None:
         """A prompt that enters a row begins with so many tokens of another row's text, whose keys
         the target's cache has in both now. Those that are kept here may be copied likewise."""
+        return
 
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
     ) -> None:
         """A chunk of a row's prompt has entered the target's cache. Chunks come in order. The token
         that the target writes after the prompt is pending, and in none of them."""
+        return
 
+    @abstractmethod
     def propose(self, batch: Batch) -> Draft:
         """A draft below each row's pending token."""
 
@@ -64,6 +72,7 @@ class Drafter(Protocol):
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
         """What became of the draft, after it was committed."""
+        return
 
 
 @dataclass
@@ -88,6 +97,21 @@ class DrafterConfig(Ranged, ABC):
         """What training the drafter for its target took, by name: `trained_positions` that entered
         the loss, all epochs together, `epochs`; empty where it was not trained."""
         return {}
+
+
+@dataclass
+class ChainConfig(DrafterConfig):
+    """Of a drafter of chains that may stop early.
+
+    Args:
+        steps: at most this many draft tokens in a row (gamma, d or K in papers).
+        threshold: stop drafting once confidence, the top-1 probability, falls to this (Kangaroo's
+            eta); 0 never stops early, `auto` once a further token would not pay, by what it costs
+            on this device and how often such tokens were right in this text.
+    """
+
+    steps: DraftSize = 6
+    threshold: AutoThreshold = AUTO
 
 
 @dataclass
@@ -124,25 +148,19 @@ class TrainedConfig(DrafterConfig):
 
 
 @dataclass
-class EarlyExitConfig(TrainedConfig):
-    """A layer and how far it drafts.
+class EarlyExitConfig(ChainConfig, TrainedConfig):
+    """A layer that drafts.
 
     Args:
         adapter: folder or hub id of the adapter; `untrained:` and an exit layer is one that drafts
             nonsense in as much time as a trained one.
         exit_layer: refuse an adapter of another exit layer; null takes the adapter's own.
-        steps: at most this many draft tokens in a row (the paper's gamma).
-        threshold: stop drafting once confidence falls to this (the paper's eta); 0 never stops
-            early, `auto` once a further token would not pay, by what it costs on this device and
-            how often such tokens were right in this text.
         vocabulary: draft from this many of the most frequent tokens alone, so that a draft step
             reads that part of the head (FR-Spec, arXiv 2502.14856); 0 is all, null takes what the
             adapter was saved with.
     """
 
     exit_layer: Count | None = None
-    steps: DraftSize = 6
-    threshold: AutoThreshold = AUTO
     vocabulary: CountOrZero | None = None
 
     kind: ClassVar[type[Layer]] = Adapter  # what it drafts with
@@ -179,28 +197,16 @@ class EarlyExitConfig(TrainedConfig):
         return super().made_by() if self._untrained() is None else {}
 
 
-class Stateless:
-    """A drafter's methods for those that keep nothing between steps and read no hidden state."""
+class RowStates(Generic[State]):
+    """What is kept of each row's text, made anew by `make` where another text has taken the row."""
 
-    taps: tuple[int, ...] = ()
-    supports_prefix_reuse = True
-    needs_costs = False
+    def __init__(self, make: Callable[[int, list[int]], State]):
+        self._make, self._rows = make, dict[int, tuple[list[int], State]]()
 
-    def begin(self, batch: Batch) -> None:
-        """Nothing is kept."""
-
-    def copy_prefix(self, source: int, row: int, count: int) -> None:
-        """Nothing is kept."""
-
-    def prefill(
-        self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
-    ) -> None:
-        """Nothing is kept."""
-
-    def observe(
-        self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
-    ) -> None:
-        """Nothing is kept."""
+    def of(self, row: int, text: list[int]) -> State:
+        if row not in self._rows or self._rows[row][0] is not text:
+            self._rows[row] = text, self._make(row, text)
+        return self._rows[row][1]
 
 
 def path_meta(lm: TargetModel, batch: Batch, draft: Draft, window: int) -> ForwardMeta:
@@ -227,39 +233,35 @@ def limit(threshold: float | str) -> tuple[float, bool]:
 LOOKED_UP = 0.8
 
 
-class FromText(Stateless, ABC):
-    """Drafts chains by reading the text alone, on the host. It sets `max_nodes`."""
-
-    max_nodes: int
-
-    @abstractmethod
-    def continuation(self, row: int, text: list[int]) -> list[int]:
-        """Tokens that may follow the row's committed ones, `batch.texts[row]`; none where it finds
-        none."""
-
-    def propose(self, batch: Batch) -> Draft:
-        length = self.chain_length(batch.budget, batch.active)
-        chains = [self.continuation(row, text)[:length] for row, text in enumerate(batch.texts)]
-        return Draft.listed(batch.last(1), chains)
-
-    def chain_length(self, budget: Budget, rows: int) -> int:
-        """How many tokens of a continuation pay for their verification in so many rows."""
-        least = budget.min_chain_chances(rows, self.max_nodes)
-        longest = (n for n, chance in enumerate(least) if chance >= LOOKED_UP**n)
-        return next(longest, self.max_nodes)
-
-
-class TreesFromText(Stateless, ABC):
-    """Drafts trees by reading the text alone, on the host. It sets `max_nodes`."""
-
-    max_nodes: int
+class TreesFromText(Drafter):
+    """Drafts by reading the text alone, on the host."""
 
     @abstractmethod
     def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:
         """Tokens and parents, as `Draft.listed` takes them, of a row that is not done."""
 
     def propose(self, batch: Batch) -> Draft:
-        trees = [
+        trees: list[tuple[list[int], list[int]]] = [
             ([], []) if done else self.tree_of(batch, row) for row, done in enumerate(batch.done)
         ]
-        return Draft.listed(batch.last(1), [tree[0] for tree in trees], [tree[1] for tree in trees])
+        return Draft.listed(batch.last(1), *zip(*trees, strict=True))
+
+
+class FromText(TreesFromText):
+    """Drafts chains."""
+
+    @abstractmethod
+    def continuation(self, row: int, text: list[int]) -> list[int]:
+        """Tokens that may follow the row's committed ones, `batch.texts[row]`; none where it finds
+        none."""
+
+    def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:
+        length = self.chain_length(batch.budget, batch.active)
+        tokens = self.continuation(row, batch.texts[row])[:length]
+        return tokens, list(range(len(tokens)))
+
+    def chain_length(self, budget: Budget, rows: int) -> int:
+        """How many tokens of a continuation pay for their verification in so many rows."""
+        least = budget.min_chain_chances(rows, self.max_nodes)
+        longest = (n for n, chance in enumerate(least) if chance >= LOOKED_UP**n)
+        return next(longest, self.max_nodes)

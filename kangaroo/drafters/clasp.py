@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from kangaroo.drafters import layer_search
-from kangaroo.drafters.base import DrafterConfig
+from kangaroo.drafters.base import ChainConfig
 from kangaroo.drafters.layer_choice import LayerChoice
 from kangaroo.drafters.layer_search import Subset
 from kangaroo.engine.batch import Batch
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, DraftSize, Share
+from kangaroo.utils.ranges import Count, Share
 
 
 @dataclass
-class ClaspConfig(DrafterConfig):
+class ClaspConfig(ChainConfig):
     """CLaSp (arXiv 2505.24196): after a verification a dynamic programme over the layers says which
     ones drafts skip.
 
@@ -33,16 +33,11 @@ class ClaspConfig(DrafterConfig):
     Args:
         skip_share: of the layers, that drafts leave out.
         interval: tokens of a text from one choice to the next.
-        steps: at most this many draft tokens a round.
-        threshold: stop drafting once the top-1 probability falls to this, or with `auto` once a
-            further token would not pay.
     """
 
     name: str = "clasp"
     skip_share: Share = 0.5
     interval: Count = 1
-    steps: DraftSize = 6
-    threshold: AutoThreshold = AUTO
 
     def build(self, lm: TargetModel) -> Clasp:
         """Errors: `ConfigError`."""

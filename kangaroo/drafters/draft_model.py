@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kangaroo.drafters.autoregressive import Autoregressive
-from kangaroo.drafters.base import DrafterConfig, path_meta
+from kangaroo.drafters.base import ChainConfig, path_meta
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.tree import Draft, Verdict
@@ -25,27 +25,23 @@ from kangaroo.models.loading import Dtype, ModelConfig, load, own_tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.memory import weights
-from kangaroo.utils.ranges import AUTO, AutoThreshold, DraftSize
+from kangaroo.utils.ranges import DraftSize
 
 
 @dataclass
-class DraftModelConfig(DrafterConfig):
+class DraftModelConfig(ChainConfig):
     """Speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv
     2302.01318). Give either a model or an adapter.
 
     Args:
         model: hub id, folder, or any other `model.path` of a model with the target's tokens.
         adapter: of the target; exported with the layers below it, it is such a model.
-        steps: at most this many draft tokens a round (the papers' gamma, and K).
-        threshold: stop drafting once the top-1 probability falls to this; 0, as in the papers,
-            never stops early; `auto` once a further token would not pay.
     """
 
     name: str = "draft_model"
     model: str | None = None
     adapter: str | None = None
     steps: DraftSize = 4
-    threshold: AutoThreshold = AUTO
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,33 +13,28 @@ from torch import Tensor
 
 from kangaroo.drafters import layer_search
 from kangaroo.drafters.autoregressive import Autoregressive
-from kangaroo.drafters.base import DrafterConfig, Stateless
+from kangaroo.drafters.base import ChainConfig, Drafter
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.models.loading import options_of
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line
-from kangaroo.utils.ranges import AUTO, AutoThreshold, CountOrZero, DraftSize
+from kangaroo.utils.ranges import CountOrZero
 
 
 @dataclass
-class DraftVerifyConfig(DrafterConfig):
+class DraftVerifyConfig(ChainConfig):
     """Draft & Verify (Zhang et al. 2024, arXiv 2309.08168), skipping whole layers.
 
     Args:
         subset: file that `scripts/prepare.py layers` wrote; it says which layers to skip.
         skip: these layers instead, counted from 0; then there is no `subset`.
-        steps: at most this many draft tokens a round (the paper's K).
-        threshold: stop drafting once the top-1 probability falls to this (the paper's gamma), or
-            with `auto` once a further token would not pay.
     """
 
     name: str = "draft_verify"
     subset: str | None = None
     skip: list[CountOrZero] | None = None
-    steps: DraftSize = 6
-    threshold: AutoThreshold = AUTO
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +56,7 @@ class DraftVerifyConfig(DrafterConfig):
         return super().settings() | {"skip": skip}
 
 
-class DraftVerify(Stateless, Autoregressive):
+class DraftVerify(Autoregressive, Drafter):
     """Drafts on the target's cache: committed keys are the whole model's, and verification writes
     those of the draft again.
     """

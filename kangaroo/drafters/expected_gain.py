@@ -1,42 +1,188 @@
-"""Which tokens of two sources are verified: those whose chance to be right pays for their place.
+"""Which tokens of several sources are verified: those whose chance to be right pays their place.
 
-Plain lists and floats, tens of microseconds a round: this runs between two passes of a model.
+Plain lists and floats, a tenth of a millisecond a round: this runs between two passes of a model.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import exp, log
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
+from itertools import accumulate, pairwise
+from math import exp, log, prod
+from typing import NamedTuple
 
-# Of the log-odds of each source where a text begins, fitted on 256 held-out conversations of
+# Of the log-odds of each source where a text begins, fitted on held-out conversations of
 # SmolLM2-135M. An adapter is right more often than it is sure.
-START = {"lookup": -0.74, "chain": 0.5}
+LOOKUP, STORE, CHAIN, RECYCLED = -0.74, -0.74, 0.5, -0.6
 SUREST = 0.98  # confidences beyond this, and beyond its opposite, say no more
 RATE = 0.2  # how far a token that came true, or did not, moves a source's log-odds
-NEXT, NEXT_BESIDE = 0.65, 0.45  # a chain's next token: alone, and where a lookup says one too
+NEXT, NEXT_BESIDE = 0.65, 0.45  # a chain's next token; and where a lookup says one too
+
+Choices = list[tuple[int, float]]  # tokens, each with its chance where those before it are wrong
+Places = Sequence[int | None]  # of a node in each source; None where that has nothing to say
 
 
-class Chances:
-    """How often the tokens of a lookup and of a drafted chain are right, where all before them are:
-    assumed, then learnt as a text grows. Each source is taken to know nothing of the other."""
+class Source(ABC):
+    """It says what may follow each place of a draft, and knows nothing of other sources.
 
-    def __init__(self) -> None:
-        self.shifts = START.copy()  # of log-odds, moved by what came true in this text
+    Args:
+        shift: of the log-odds of its best choices: assumed, then moved by what comes true.
+    """
 
-    def lookup(self, length: int) -> float:
-        """That what followed a match of so many tokens follows again. The match length of a
-        lookup's further tokens counts those before them: what has matched so far."""
-        return 1 / (1 + exp(-1.24 * log(length) - self.shifts["lookup"]))
+    last_resort = False  # asked only where others say nothing
+    start = 0  # its place at the root
 
-    def chain(self, confidence: float) -> float:
-        """That a choice of the chain with this probability is right."""
-        sure = min(max(confidence, 1 - SUREST), SUREST)
-        return 1 / (1 + (1 - sure) / sure * exp(-self.shifts["chain"]))
+    def __init__(self, shift: float):
+        self.shift = shift
 
-    def learn(self, source: str, expected: float, right: bool) -> None:
-        """A token of a source has turned out to be right, or wrong."""
-        self.shifts[source] += RATE * (right - expected)
+    @abstractmethod
+    def choices(self, place: int) -> Choices:
+        """What may follow a place, the best first."""
+
+    @abstractmethod
+    def after(self, place: int, token: int) -> int | None:
+        """The place behind a token that follows another; None where it knows of nothing there."""
+
+    def chance(self, odds: float) -> float:
+        """By the log-odds that it would have without the shift."""
+        return 1 / (1 + exp(-self.shift - odds))
+
+
+class Line(Source):
+    """Tokens that follow one another; a place is how many came before. `odds` are log-odds that a
+    token is right if those before it are."""
+
+    def __init__(self, shift: float, tokens: Sequence[int] = (), odds: Sequence[float] = ()):
+        super().__init__(shift)
+        self.say(tokens, odds)
+
+    def say(self, tokens: Sequence[int], odds: Sequence[float] = ()) -> None:
+        """These tokens, in a new round."""
+        self.tokens, self.odds = list(tokens), list(odds)
+
+    def choices(self, place: int) -> Choices:
+        if place == len(self.tokens):
+            return []
+        return [(self.tokens[place], self.chance(self.odds[place]))]
+
+    def after(self, place: int, token: int) -> int | None:
+        goes_on = place < len(self.tokens) and self.tokens[place] == token
+        return place + 1 if goes_on else None
+
+
+class Lookup(Line):
+    """What followed where the end of the text stood before."""
+
+    def look_up(self, length: int, tokens: Sequence[int]) -> None:
+        """A match of so many tokens, and what followed: the longer what has matched so far, the
+        likelier is the next one."""
+        self.say(tokens, [1.24 * log(length + depth) for depth in range(len(tokens))])
+
+
+class DraftedChain(Line):
+    """What a model drafts, token by token, with further choices for each.
+
+    Attributes:
+        confidence: the probability of the last one; 1 where there is none.
+    """
+
+    def say(self, tokens: Sequence[int], odds: Sequence[float] = ()) -> None:
+        super().say(tokens, odds)
+        self.further: list[Choices] = [[] for _ in tokens]
+        self.confidence = 1.0
+
+    def add(self, ranked: Sequence[tuple[int, float]]) -> None:
+        """The best token after the last, and the next best ones, with their probabilities."""
+        (best, self.confidence), *further = ranked
+        sure = min(max(self.confidence, 1 - SUREST), SUREST)
+        rest, shares = 1 - self.confidence, []
+        for token, probability in further:
+            shares.append((token, min(probability / max(rest, 1e-6), 1.0)))
+            rest -= probability
+        self.tokens.append(best)
+        self.odds.append(log(sure / (1 - sure)))
+        self.further.append(shares)
+
+    def choices(self, place: int) -> Choices:
+        best = super().choices(place)
+        return best + self.further[place] if best else best
+
+
+class Recycled(Source):
+    """What was likeliest where each token last stood; a place is the token before.
+
+    Args:
+        matrix: of each token its successors, the likeliest first; it changes elsewhere.
+    """
+
+    last_resort = True  # a lookup knows it too, and a chain better
+
+    def __init__(self, shift: float, matrix: dict[int, list[int]]):
+        super().__init__(shift)
+        self.matrix = matrix
+
+    def choices(self, place: int) -> Choices:
+        return [(token, self.chance(0.0)) for token in self.matrix.get(place, ())[:1]]
+
+    def after(self, place: int, token: int) -> int | None:
+        return token
+
+
+@dataclass
+class Sources:
+    """Of a row's text.
+
+    Args:
+        lookups: in the text itself, and in others.
+        recycled: None where nothing is.
+    """
+
+    lookups: list[Lookup]
+    chain: DraftedChain
+    recycled: Recycled | None = None
+
+    def __post_init__(self) -> None:
+        self.all: list[Source] = [*self.lookups, self.chain]
+        self.all += [] if self.recycled is None else [self.recycled]
+
+    @property
+    def places(self) -> list[int | None]:
+        """Of each source at the root."""
+        return [source.start for source in self.all]
+
+    @property
+    def likeliest_lookup(self) -> Lookup:
+        """The one whose first token is likeliest."""
+        return max(self.lookups, key=lambda line: [chance for _, chance in line.choices(0)])
+
+    def heard(self, places: Places) -> list[tuple[Source, Choices]]:
+        """Those that say something of a node, whose place in each source this is."""
+        said: list[tuple[Source, Choices]] = []
+        for source, place in zip(self.all, places, strict=True):
+            if place is not None and not (said and source.last_resort):
+                choices = source.choices(place)
+                if choices:
+                    said.append((source, choices))
+        return said
+
+    def after(self, places: Places, token: int) -> list[int | None]:
+        """The places behind a token."""
+        return [
+            None if place is None else source.after(place, token)
+            for source, place in zip(self.all, places, strict=True)
+        ]
+
+    def learn(self, written: Sequence[int]) -> None:
+        """Shift each source by what the text has had in this place, as far as it foresaw."""
+        places = self.places
+        for token in written:
+            for source, choices in self.heard(places):
+                best, chance = choices[0]
+                source.shift += RATE * ((best == token) - chance)
+            places = self.after(places, token)
 
 
 @dataclass(frozen=True)
@@ -57,151 +203,93 @@ class Costs:
     min_gain_per_step: float
     states: float = 0.0
 
+    @cached_property
+    def of_any_node(self) -> float:
+        """Tokens that any node has to gain at least."""
+        return self.min_gain_per_step * min(b - a for a, b in pairwise(self.verify))
+
     def of_nodes(self, count: int) -> float:
         """Tokens that this many nodes have to gain."""
         return self.min_gain_per_step * (self.verify[count] - self.verify[0])
 
 
-@dataclass
-class Sources:
-    """What a round has to choose from.
+class Node(NamedTuple):
+    """Of a tree: the chance that its whole path is right, its token, its parent's number, where the
+    root is 0, and its places in the sources."""
 
-    Args:
-        length: tokens at the end of the text that the lookup found elsewhere; 0 is no match.
-        lookup: what followed there.
-        chain: what was drafted, with the top-1 probability at each token, and `further` choices
-            for it, the next best, and their probabilities.
-    """
-
-    chances: Chances
-    length: int
-    lookup: list[int]
-    chain: list[int] = field(default_factory=list)
-    confidence: list[float] = field(default_factory=list)
-    further: list[list[tuple[int, float]]] = field(default_factory=list)
-
-    @property
-    def shared(self) -> int:
-        """How many tokens both say from the first on."""
-        pairs = enumerate(zip(self.lookup, self.chain, strict=False))
-        length = min(len(self.lookup), len(self.chain))
-        return next((i for i, (a, b) in pairs if a != b), length)
-
-    def add(self, choices: Sequence[tuple[int, float]]) -> None:
-        """One more token of the chain: the best of these, and the further ones."""
-        (best, confidence), *further = choices
-        self.chain.append(best)
-        self.confidence.append(confidence)
-        self.further.append(further)
-
-    def learn(self, written: Sequence[int]) -> None:
-        """Let the chances know what the text has had in this place, as far as a source foresaw."""
-        for depth, (guess, token) in enumerate(zip(self.lookup, written, strict=False)):
-            expected = self.chances.lookup(self.length + depth)
-            self.chances.learn("lookup", expected, guess == token)
-            if guess != token:
-                break
-        for drafted, confidence, token in zip(self.chain, self.confidence, written, strict=False):
-            self.chances.learn("chain", self.chances.chain(confidence), drafted == token)
-            if drafted != token:
-                break
+    gain: float
+    token: int
+    parent: int
+    places: Places
 
 
-@dataclass
-class CandidateNodes:
-    """All nodes that the sources offer, a parent before its children: parents, where 0 is the root
-    and i the i-th node; the chance that a node's whole path is right, and that the chain is."""
+def best_nodes(costs: Costs, sources: Sources, most: int) -> list[Node]:
+    """The root, and the nodes whose gain is highest, at most so many, the best first, as far as any
+    may pay. No child's is higher than its parent's, so the first n are the best tree of n."""
+    nodes, coming = [Node(1.0, -1, 0, sources.places)], list[tuple[float, int, int, int]]()
+    pushed, least = 0, costs.of_any_node
+    for number in range(most):
+        node = nodes[number]
+        for token, chance in next_tokens(sources.heard(node.places)):
+            if (gain := node.gain * chance) > least:
+                pushed += 1  # of equals the earlier is first
+                heappush(coming, (-gain, pushed, token, number))
+        if not coming:
+            break
+        loss, _, token, parent = heappop(coming)
+        nodes.append(Node(-loss, token, parent, sources.after(nodes[parent].places, token)))
+    return nodes
 
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    gains: list[float] = field(default_factory=list)
-    of_chain: float = 1.0
 
-    def add(self, token: int, parent: int, gain: float) -> int:
-        """A node, and its number."""
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.gains.append(gain)
-        return len(self.tokens)
+def next_tokens(said: Sequence[tuple[Source, Choices]]) -> Choices:
+    """The tokens for a place, each with its chance. Of the best ones of several sources at most one
+    is right; what several say is trusted for all their reasons. Further ones share what is left."""
+    wrong: dict[int, float] = {}
+    for _, choices in said:
+        token, chance = choices[0]
+        wrong[token] = wrong.get(token, 1.0) * (1 - chance)
+    all_wrong = prod(wrong.values())
+    chances = {token: (1 - chance) * all_wrong / chance for token, chance in wrong.items()}
+    left = max(1 - sum(chances.values()), 0.0)
+    for _, choices in said:
+        for token, share in choices[1:]:
+            if token not in chances:
+                chances[token] = left * share
+                left -= left * share
+    return list(chances.items())
 
 
 def drafting_pays(costs: Costs, sources: Sources, most: int) -> bool:
     """Whether a further token of the chain may be expected to make the tree, of `most` nodes at
     most, worth more than it costs to draft."""
-    nodes, drafted = candidates(sources), len(sources.chain)
-    adds, cost = NEXT, costs.draft
-    if sources.shared == drafted < len(sources.lookup):  # it may say the same once more
-        foreseen = sources.chances.lookup(sources.length + drafted)
-        adds = NEXT_BESIDE * (1 - foreseen)
+    nodes, chain = best_nodes(costs, sources, most), sources.all.index(sources.chain)
+    drafted = len(sources.chain.tokens)
+    ends = (node for node in nodes if node.places[chain] == drafted)
+    if (end := next(ends, None)) is None:
+        return False
+    said, adds, cost = sources.heard(end.places), NEXT, costs.draft
+    foreseen = max((choices[0][1] for _, choices in said), default=0.0)
+    if any(source in sources.lookups for source, _ in said):
+        adds = NEXT_BESIDE
         cost -= costs.states * foreseen  # where the lookup is right the chain most often agrees
-    _, before = best_size(costs, sorted(nodes.gains, reverse=True)[:most])
-    gains = [*nodes.gains, nodes.of_chain * adds]
+    gains = [node.gain for node in nodes[1:]]
+    _, before = best_size(costs, gains)
+    gains.append(end.gain * adds * (1 - foreseen))
     _, after = best_size(costs, sorted(gains, reverse=True)[:most])
     return after - before > costs.min_gain_per_step * cost
 
 
 def best_tree(costs: Costs, sources: Sources, most: int) -> tuple[list[int], list[int]]:
     """Tokens and parents, as `Draft.listed` takes them, of the tree of `most` nodes at most that
-    gains most for its cost. The gain of a node is the chance that its whole path is right. No
-    parent's is lower than its child's, so the best n nodes are a tree.
-    """
-    nodes = candidates(sources)
-    # of equals the earlier is first, so that a parent is
-    order = sorted(range(len(nodes.gains)), key=lambda node: -nodes.gains[node])[:most]
-    count, _ = best_size(costs, [nodes.gains[node] for node in order])
-    kept = sorted(order[:count])
-    number = {0: 0} | {node + 1: i for i, node in enumerate(kept, start=1)}
-    return [nodes.tokens[node] for node in kept], [number[nodes.parents[node]] for node in kept]
+    gains most for its cost."""
+    nodes = best_nodes(costs, sources, most)[1:]
+    count, _ = best_size(costs, [node.gain for node in nodes])
+    return [node.token for node in nodes[:count]], [node.parent for node in nodes[:count]]
 
 
 def best_size(costs: Costs, gains: Sequence[float]) -> tuple[int, float]:
     """How many nodes gain most beyond what they cost, and how much; the largest gains are first."""
-    count, best, gain = 0, 0.0, 0.0
-    for size, of_node in enumerate(gains, start=1):
-        gain += of_node
-        if gain - costs.of_nodes(size) > best:
-            count, best = size, gain - costs.of_nodes(size)
-    return count, best
-
-
-def candidates(sources: Sources) -> CandidateNodes:
-    """What both say is one node, and is trusted for both reasons."""
-    lookup, chain, same = sources.lookup, sources.chain, sources.shared
-    foreseen = [sources.chances.lookup(sources.length + depth) for depth in range(len(lookup))]
-    drafted = [sources.chances.chain(confidence) for confidence in sources.confidence]
-    nodes, fork, of_fork = CandidateNodes(), 0, 1.0
-    for depth in range(same):
-        wrong = (1 - foreseen[depth]) * (1 - drafted[depth])
-        node = nodes.add(chain[depth], fork, of_fork * (1 - wrong))
-        _add_further(sources, nodes, depth, fork, of_fork * wrong)
-        fork, of_fork = node, of_fork * (1 - wrong)
-    # from here on at most one of them is right
-    end, gain, left = fork, of_fork, of_fork
-    for depth in range(same, len(lookup)):
-        gain *= foreseen[depth] * (1 - drafted[depth] if depth == same < len(chain) else 1)
-        end = nodes.add(lookup[depth], end, gain)
-        if depth == same:
-            left -= gain
-    end, gain = fork, of_fork
-    for depth in range(same, len(chain)):
-        right = gain * drafted[depth] * (1 - foreseen[depth] if depth == same < len(lookup) else 1)
-        node = nodes.add(chain[depth], end, right)
-        _add_further(sources, nodes, depth, end, (gain if depth > same else left) - right)
-        end, gain = node, right
-    nodes.of_chain = gain
-    return nodes
-
-
-def _add_further(
-    sources: Sources, nodes: CandidateNodes, depth: int, parent: int, left: float
-) -> None:
-    """The next best choices for a token of the chain; `left` is the chance that all before it is
-    right, and neither it nor the lookup's token."""
-    guess = sources.lookup[depth] if depth < len(sources.lookup) else None
-    rest = 1 - sources.confidence[depth]  # the probability of all that are no better choices
-    for token, probability in sources.further[depth]:
-        if token != guess or depth > sources.shared:
-            right = max(left, 0.0) * min(probability / max(rest, 1e-6), 1.0)
-            nodes.add(token, parent, right)
-            left -= right
-        rest -= probability
+    sums = accumulate(gains, initial=0.0)
+    worth = [gain - costs.of_nodes(size) for size, gain in enumerate(sums)]
+    best = max(worth)
+    return worth.index(best), best

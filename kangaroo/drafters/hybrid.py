@@ -5,18 +5,30 @@ Shapes: B rows, C choices for a token, K draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import EarlyExitConfig
+from kangaroo.drafters.base import EarlyExitConfig, RowStates
 from kangaroo.drafters.chain import chain_meta
-from kangaroo.drafters.expected_gain import Chances, Costs, Sources, best_tree, drafting_pays
+from kangaroo.drafters.expected_gain import (
+    CHAIN,
+    LOOKUP,
+    RECYCLED,
+    STORE,
+    Costs,
+    DraftedChain,
+    Lookup,
+    Recycled,
+    Sources,
+    best_tree,
+    drafting_pays,
+)
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.suffix import SuffixAutomaton
+from kangaroo.drafters.suffix import AnswerStore, TextMatches
+from kangaroo.drafters.token_recycling import recycle, successors_in
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.sampling import AnySampling
@@ -24,56 +36,64 @@ from kangaroo.engine.tree import Draft
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.ranges import DraftSize, Positive
+from kangaroo.utils.ranges import CountOrZero, DraftSize, Positive
 
 CHOICES = 3  # for a token of the chain: the best, and two further ones
 
 
 @dataclass
 class HybridConfig(EarlyExitConfig):
-    """One tree from a lookup and from Kangaroo's chain, its nodes chosen by expected gain.
+    """One tree from several sources, its nodes chosen by expected gain.
 
     Args:
         threshold: as of Kangaroo; with `auto` and 0 the expected gain alone ends the chain.
         nodes: of the tree that is verified, the pending token aside: at most this many.
         min_gain_per_step: tokens that decoding writes in the time of a vanilla step: what further
             work in a round has to be worth.
+        recycle: where other sources are silent, what was likeliest where the last token stood
+            before is a candidate, as in Token Recycling (arXiv 2408.08696).
+        store_tokens: so many tokens of earlier answers are looked up too, as of `suffix`.
     """
 
     name: str = "hybrid"
     nodes: DraftSize = 15
     min_gain_per_step: Positive = 1.25
+    recycle: bool = False
+    store_tokens: CountOrZero = 0
 
     def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Hybrid:
-        gain, first = self.min_gain_per_step, heads[0]
-        return Hybrid(lm, trained, self.steps, self.threshold, first, None, gain, self.nodes)
+        sources = self.nodes, self.recycle, self.store_tokens
+        options = heads[0], None, self.min_gain_per_step, *sources
+        return Hybrid(lm, trained, self.steps, self.threshold, *options)
 
 
-class Lookup:
-    """What followed the end of a text, which grows elsewhere, where it stood before; and what has
-    come true in it."""
+class RowSources:
+    """The sources of a text that grows elsewhere, and how long it was when they were last asked."""
 
-    def __init__(self, text: list[int]):
-        self.text, self.automaton, self.chances = text, SuffixAutomaton(text), Chances()
-        self.last: tuple[int, Sources] | None = None  # a round's, and how long the text was then
+    def __init__(self, text: list[int], matches: TextMatches, recycles: bool):
+        self.text, self.matches, self.length = text, matches, len(text)
+        lookups = [Lookup(LOOKUP), Lookup(STORE)][: len(matches.grown())]
+        recycled = Recycled(RECYCLED, successors_in(text, 1)) if recycles else None
+        self.sources = Sources(lookups, DraftedChain(CHAIN), recycled)
 
-    def sources(self, count: int, ends: Container[int]) -> Sources:
-        """Of a new round, at most `count` tokens of the lookup, up to one that `ends` the text, and
-        no chain yet; the chances learn from what the last round has come to."""
-        if self.last is not None:
-            length, sources = self.last
-            sources.learn(self.text[length:])
-        self.automaton.extend(self.text[len(self.automaton.tokens) :])
-        match, _ = self.automaton.match
-        tokens = self.automaton.continuation(count, ends)
-        self.last = len(self.text), Sources(self.chances, match, tokens)
-        return self.last[1]
+    def next_round(self, batch: Batch, row: int, count: int) -> Sources:
+        """Learn what the last round has come to, and look up at most `count` tokens, up to what
+        ends the text; nothing is drafted yet."""
+        sources, text = self.sources, self.text
+        sources.learn(text[self.length :])
+        self.length = len(text)
+        for lookup, part in zip(sources.lookups, self.matches.grown(), strict=True):
+            lookup.look_up(part.match[0], part.continuation(count, batch.ends[row]))
+        sources.chain.say([])
+        if sources.recycled is not None:
+            sources.recycled.start = text[-1]
+            recycle(sources.recycled.matrix, batch, row)
+        return sources
 
 
 class Hybrid(Kangaroo):
-    """Verifies what the lookup found, the chain from the same root, and the next best choices for
-    its tokens, as far as they are worth their place. Where the lookup is nearly sure, nothing is
-    drafted. Without `costs`, of at least `nodes` nodes, they are measured.
+    """Verifies what its sources say, as far as that is worth its place. Where a lookup is nearly
+    sure, nothing is drafted. Without `costs`, of at least `nodes` nodes, they are measured.
     """
 
     reads_logits = True  # for the next best choices
@@ -88,17 +108,21 @@ class Hybrid(Kangaroo):
         costs: Costs | None = None,
         min_gain_per_step: float = 1.25,
         nodes: int = 15,
+        recycle: bool = False,
+        store_tokens: int = 0,
     ):
         super().__init__(lm, adapter, steps, threshold, head)
         self.nodes, self.min_gain_per_step = nodes, min_gain_per_step
         self.needs_costs = costs is None
         self.costs = costs or Costs([1.0] * (nodes + 1), self.draft_cost, min_gain_per_step)
         self.max_nodes = max(nodes, steps)
-        self.lookups: list[Lookup] = []
+        self.recycle, self.store = recycle, AnswerStore(store_tokens)
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
-        self.lookups = [Lookup(text) for text in batch.texts]
+        self.store.begin()
+        self.rows = RowStates(self._sources)
+        batch.likeliest = max(batch.likeliest, int(self.recycle))
 
     def take_costs(self, budget: Budget, rows: int, shared_states: bool) -> None:
         """Those of a round of so many rows, where they are measured; with `shared_states` those of
@@ -110,40 +134,39 @@ class Hybrid(Kangaroo):
 
     def propose(self, batch: Batch) -> Draft:
         self.take_costs(batch.budget, batch.active, shared_states=False)
-        sources = [
-            None if done else self.looked_up(batch, row) for row, done in enumerate(batch.done)
-        ]
+        active = [row for row, done in enumerate(batch.done) if not done]
+        sources = {row: self.asked(batch, row) for row in active}
         self._draft_chains(batch, sources)
-        trees = [best_tree(self.costs, x, self.nodes) if x else ([], []) for x in sources]
-        tokens, parents = [nodes for nodes, _ in trees], [above for _, above in trees]
-        chains = all(above == list(range(len(above))) for above in parents)
-        return Draft.listed(batch.last(1), tokens, None if chains else parents)
+        trees: list[tuple[list[int], list[int]]] = [([], [])] * batch.size
+        for row, of_row in sources.items():
+            trees[row] = best_tree(self.costs, of_row, self.nodes)
+        return Draft.listed(batch.last(1), *zip(*trees, strict=True))
 
-    def looked_up(self, batch: Batch, row: int) -> Sources:
-        """What the lookup says of a row, up to where its text would end."""
-        text = batch.texts[row]
-        if self.lookups[row].text is not text:  # another prompt has taken the row
-            self.lookups[row] = Lookup(text)
-        return self.lookups[row].sources(self.nodes, batch.ends[row])
+    def _sources(self, row: int, text: list[int]) -> RowSources:
+        return RowSources(text, self.store.matches(row, text), self.recycle)
 
-    def _draft_chains(self, batch: Batch, sources: Sequence[Sources | None]) -> None:
+    def asked(self, batch: Batch, row: int) -> Sources:
+        """What is said of a row in a new round, but for the chain, up to where its text ends."""
+        return self.rows.of(row, batch.texts[row]).next_round(batch, row, self.nodes)
+
+    def _draft_chains(self, batch: Batch, sources: dict[int, Sources]) -> None:
         """Add to each row's sources a chain, as long as that pays."""
-        growing = {row: said for row, said in enumerate(sources) if said and self.pays(said)}
+        growing = [row for row in sources if self.pays(sources[row])]
         if not growing:
             return
         meta = chain_meta(self.lm, batch, self.window, self.steps)
         for token in self.tokens(batch, meta):
             choices = token.reading.tolist()  # one sync
-            for row, said in growing.items():
-                said.add([(int(token), chance) for token, chance in choices[row]])
-            growing = {row: said for row, said in growing.items() if self.pays(said)}
+            for row in growing:
+                sources[row].chain.add([(int(token), chance) for token, chance in choices[row]])
+            growing = [row for row in growing if self.pays(sources[row])]
             if not growing:
                 break
         self.hidden = []  # verification begins at the embeddings
 
     def pays(self, sources: Sources) -> bool:
         """Whether a further token of the chain may be expected to pay."""
-        goes_on = not sources.chain or sources.confidence[-1] > self.threshold
+        goes_on = sources.chain.confidence > self.threshold
         return goes_on and drafting_pays(self.costs, sources, self.nodes)
 
     def reading(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kangaroo.drafters.base import EarlyExitConfig
@@ -60,12 +61,11 @@ class KangarooTreeConfig(EarlyExitConfig):
 
 
 class Level(NamedTuple):
-    """Nodes of one depth, all of which have passed the shallow layers: their places in the draft,
-    those of their parents, confidence, shallow states, true for the slots that they do not see; all
-    candidates of the level above that they were chosen from, their confidence, and where the nodes
-    stand among these; and the tensors of their block."""
+    """Nodes of one depth, all of which have passed the shallow layers: their parents' places in the
+    draft, confidence, shallow states, true for the slots that they do not see; all candidates of
+    the level above that they were chosen from, their confidence, and where the nodes stand among
+    these; and the tensors of their block."""
 
-    number_BL: Tensor
     parents_BL: Tensor
     tokens_BL: Tensor
     score_BL: Tensor
@@ -80,8 +80,8 @@ class Level(NamedTuple):
     def split(tensors: Tensors, block: int) -> tuple[Level, Tensors]:
         """A level, whose block has so many tensors, and what comes after it."""
         alone = len(Level._fields) - 1
-        layout, others = tensors[alone : alone + block], tensors[alone + block :]
-        return Level._make((*tensors[:alone], layout)), others
+        end = alone + block
+        return Level(*tensors[:alone], tensors[alone:end]), tensors[end:]
 
 
 class KangarooTree(EarlyExit):
@@ -135,7 +135,7 @@ class KangarooTree(EarlyExit):
         for step in range(1, self.steps + 1):
             # a graph a level, so that none overwrites what the round still reads of another
             key, work = ("level", step, batch.sampling.kind), partial(self.grow, batch, step)
-            last = levels[-1].number_BL, levels[-1].score_BL, levels[-1].hidden_BLE
+            last = levels[-1].score_BL, levels[-1].hidden_BLE
             tensors = self.replay(batch, key, work, f_BND, read, *last, *draws, *deep)
             level, (best_B, *deep) = Level.split(tensors, block)
             levels.append(level)
@@ -147,9 +147,7 @@ class KangarooTree(EarlyExit):
                 if not active.any():
                     break
             read, f_BND = meta.with_tensors(*level.layout), level.f_BLD
-        limited = self.auto or batch.active > 1
-        worth = self.min_node_chances(batch.budget, batch.active) if limited else []
-        return self._pruned(batch, meta, levels, np.stack(valid, 1), worth)
+        return self._pruned(batch, meta, levels, np.stack(valid, 1))
 
     def start_tree(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, *others: Tensor
@@ -162,7 +160,7 @@ class KangarooTree(EarlyExit):
         hidden_B1E = (slots_E >= length_B[:, None])[:, None]
         none_B1, sure_B1 = torch.zeros_like(pending_B1), torch.ones_like(pending_B1).float()
         itself = pending_B1, sure_B1, none_B1, *meta.narrow(self.window, 1).tensors()
-        return none_B1, none_B1, pending_B1, sure_B1, f_B1D, hidden_B1E, *itself, *first
+        return none_B1, pending_B1, sure_B1, f_B1D, hidden_B1E, *itself, *first
 
     def grow(
         self, batch: Batch, step: int, f_BND: Tensor, meta: ForwardMeta, *others: Tensor
@@ -172,11 +170,11 @@ class KangarooTree(EarlyExit):
 
         Args:
             f_BND, meta: what the layer reads: the last level, the first time with a window.
-            others: of the last level numbers, scores, what is hidden from it; `Batch.draws`; and
-                the deep states if the layer reads them.
+            others: of the last level scores, and what is hidden from it; `Batch.draws`; and the
+                deep states if the layer reads them.
         """
-        number_BL, score_BL, hidden_BLE, length_B, seeds_B, settings_B3, *deep = others
-        at, width, rows = meta.to(f_BND.device), number_BL.shape[1], batch.size
+        score_BL, hidden_BLE, length_B, seeds_B, settings_B3, *deep = others
+        at, width, rows = meta.to(f_BND.device), score_BL.shape[1], batch.size
         adapted_BND = self.adapter(f_BND, deep[0] if deep else None, at, self.cache.at(at))
         adapted_BLD = adapted_BND[:, -width:]  # without the window
         logits_BLK = self.head(adapted_BLD.flatten(0, 1)).unflatten(0, (rows, width))
@@ -188,18 +186,17 @@ class KangarooTree(EarlyExit):
         chances_BM = (score_BL[..., None] * confidence_BLC).flatten(1)
         score_BL, index_BL = chances_BM.topk(self.top_k)
         of_parent_BL = index_BL // self.top_k
-        parents_BL = number_BL.gather(1, of_parent_BL)
-        first = 1 + (step - 1) * self.top_k
-        number_BL = torch.arange(first, first + self.top_k, device=index_BL.device)
-        number_BL = number_BL.expand(rows, -1)
-        slots_BL = length_B[:, None] - 1 + number_BL
+        first = 1 + (step - 1) * self.top_k  # the first node's place in the draft
+        parents_BL = of_parent_BL + max(first - self.top_k, 0)
+        numbers_L = torch.arange(first, first + self.top_k, device=length_B.device)
+        slots_BL = length_B[:, None] - 1 + numbers_L
         hidden_BLE = take(hidden_BLE, of_parent_BL).scatter(2, slots_BL[..., None], False)
         tokens_BL = children_BM.gather(1, index_BL)
         at_BL = (length_B[:, None] - 1 + step).expand(-1, self.top_k)
         place = slots_BL, at_BL, hidden_BLE, batch.n_slots, self.positions(length_B, meta.extent)
         new_meta = self.lm.forward_meta_of(*place)
         f_BLD = self.run_shallow(tokens_BL, batch, new_meta)
-        level: Tensors = number_BL, parents_BL, tokens_BL, score_BL, f_BLD, hidden_BLE
+        level: Tensors = parents_BL, tokens_BL, score_BL, f_BLD, hidden_BLE
         level += children_BM, chances_BM, index_BL, *new_meta.tensors()
         further = (take(adapted_BLD, of_parent_BL),) if self.reads_deep else ()
         return *level, score_BL.amax(1), *further
@@ -213,42 +210,27 @@ class KangarooTree(EarlyExit):
         return torch.minimum(slots_E, length_B1 - 1 + depth_BE.clamp(min=0))
 
     def _pruned(
-        self,
-        batch: Batch,
-        meta: ForwardMeta,
-        levels: list[Level],
-        valid: np.ndarray,
-        worth: list[float],
+        self, batch: Batch, meta: ForwardMeta, levels: list[Level], valid: np.ndarray
     ) -> Draft:
-        """What is verified.
-
-        Args:
-            meta: of the same rows and extent.
-            valid: of each row and level.
-            worth: as of `best_count`; empty leaves it to `kept`.
-        """
+        """What is verified of nodes that are valid by row and level; `meta` is of the same rows and
+        extent."""
         count, device = len(levels), batch.length_B.device
         parents, score, *others = self.offered(levels)
         sizes = [of_level.shape[1] for of_level in score]
-        most = sum(sizes)
+        most, halves = sum(sizes), self.min_confidence is None
 
-        def ranked(valid_BN: Tensor, worth_W: Tensor, *parts: Tensor) -> Tensors:
+        def rank(valid_BN: Tensor, worth_W: Tensor, *parts: Tensor) -> Tensors:
             parents_BN, score_BN = torch.cat(parts[:count], 1), torch.cat(parts[count:], 1)
-            keep_BN = kept(score_BN, parents_BN, valid_BN, self.nodes, self.min_confidence)
-            if len(worth_W):
-                rank_BN = ranks(-torch.where(keep_BN, score_BN, -1.0))
-                keep_BN = keep_BN & (rank_BN <= best_count(score_BN, keep_BN, worth_W))
+            keep_BN = kept(score_BN, parents_BN, valid_BN, worth_W, halves)
             # nodes that are kept, in their order; rows with fewer are filled up with others
             order_BN = (~keep_BN).int().argsort(dim=1, stable=True)
             return keep_BN.sum(1).max(), order_BN, keep_BN, parents_BN
 
-        def taken(order_BN: Tensor, keep_BN: Tensor, parents_BN: Tensor, *parts: Tensor) -> Tensors:
+        def prune(order_BN: Tensor, keep_BN: Tensor, parents_BN: Tensor, *parts: Tensor) -> Tensors:
             index_BN = order_BN[:, :size]
-            new_number_BN = torch.zeros_like(parents_BN).scatter(
-                1, index_BN, torch.arange(size, device=device).expand_as(index_BN)
-            )
+            number_BN = order_BN.argsort(1)  # of each node in the pruned tree
             keep_BN = keep_BN.gather(1, index_BN)
-            parents_BN = new_number_BN.gather(1, parents_BN.gather(1, index_BN)) * keep_BN
+            parents_BN = number_BN.gather(1, parents_BN.gather(1, index_BN)) * keep_BN
             tokens, *others = (parts[i : i + count] for i in range(0, len(parts), count))
             tokens_BN = torch.cat(tokens, 1).gather(1, index_BN)
             if not others:
@@ -258,23 +240,21 @@ class KangarooTree(EarlyExit):
             whole = ForwardMeta.join(metas).take(index_BN).tensors()
             return tokens_BN, keep_BN, parents_BN, take(torch.cat(states, 1), index_BN), *whole
 
-        def replay(key: tuple[Any, ...], work: Callable[..., Tensors], *inputs: Tensor) -> Tensors:
-            nodes, caches = batch.size * most, self.caches(batch)
-            return self.lm.acceleration.replay(caches, key, work, *inputs, tokens=nodes)
+        def replay(work: Callable[..., Tensors], *inputs: Tensor, size: int = 0) -> Tensors:
+            key, nodes = (work.__name__, count, size), batch.size * most
+            return self.lm.acceleration.replay(self.caches(batch), key, work, *inputs, tokens=nodes)
 
-        valid_BN = torch.from_numpy(valid.repeat(sizes, 1))
-        uploaded = valid_BN.to(device), torch.tensor(worth).to(device)
-        largest, *order = replay(("rank", count), ranked, *uploaded, *parents, *score)
+        worth_W = torch.tensor(self.min_node_chances(batch.budget, batch.active))
+        uploaded = torch.from_numpy(valid.repeat(sizes, 1)).to(device), worth_W.to(device)
+        largest, *order = replay(rank, *uploaded, *parents, *score)
         # one sync a round
         size = self.lm.acceleration.width(int(largest), min(self.nodes + 1, most))
-        inputs = *order, *chain.from_iterable(others)
-        tensors = replay(("prune", count, size), taken, *inputs)
-        tokens_BN, keep_BN, parents_BN, *computed = tensors
+        pruned = replay(prune, *order, *chain.from_iterable(others), size=size)
+        tokens_BN, keep_BN, parents_BN, *computed = pruned
         is_chain = self.top_k == 1
-        depth = min(count, size) - 1
         self.proposed = Draft(
             tokens_BN=tokens_BN,
-            tree=Tree.chain(size, device) if is_chain else Tree(parents_BN, depth),
+            tree=Tree.chain(size, device) if is_chain else Tree(parents_BN, min(count, size) - 1),
             valid_BN=keep_BN,
             hidden_BND=computed[0] if computed else None,
             entry=self.exit_layer,
@@ -291,33 +271,26 @@ class KangarooTree(EarlyExit):
 
 
 def kept(
-    score_BN: Tensor,
-    parents_BN: Tensor,
-    valid_BN: Tensor,
-    nodes: int,
-    min_confidence: float | None = None,
+    score_BN: Tensor, parents_BN: Tensor, valid_BN: Tensor, worth_W: Tensor, halves: bool
 ) -> Tensor:
-    """Which nodes are left, `[B, N]`: the root always, with a node its parent, and at most `nodes`
-    besides the root; `min_confidence` is that of `KangarooTreeConfig`. A score is no higher than
-    the parent's, and the root's is the highest."""
-    if min_confidence is None:
+    """Which nodes are left, `[B, N]`: those that make the sum of their scores less `worth` largest,
+    what each of them besides the root, the likeliest first, has to exceed. A score is no higher
+    than the parent's, and the root's is the highest, so what is left is a tree.
+
+    Args:
+        halves: leave out the less confident half of the nodes without a child first.
+    """
+    keep_BN = valid_BN
+    if halves:
         children_BN = torch.zeros_like(parents_BN).scatter_add(1, parents_BN, valid_BN.long())
         childless_BN = valid_BN & (children_BN == 0)
         rank_BN = ranks(torch.where(childless_BN, score_BN, torch.inf))
-        dropped_BN = childless_BN & (rank_BN < childless_BN.sum(1, keepdim=True) // 2)
-    else:
-        dropped_BN = score_BN <= min_confidence
-    keep_BN = valid_BN & ~dropped_BN
-    return keep_BN & (ranks(-torch.where(keep_BN, score_BN, -1.0)) <= nodes)
-
-
-def best_count(score_BN: Tensor, keep_BN: Tensor, worth_W: Tensor) -> Tensor:
-    """How many nodes besides the root make the sum of their scores less `worth` largest, `[B, 1]`:
-    what each of those that are kept, the likeliest first, has to exceed."""
-    gains_BN = torch.where(keep_BN, score_BN, -1.0).sort(descending=True).values[:, 1:]
-    gains_BN = gains_BN[:, : len(worth_W)] - worth_W[: gains_BN.shape[1]]
-    sums_BN = torch.nn.functional.pad(gains_BN.cumsum(1), (1, 0))
-    return sums_BN.argmax(1, keepdim=True)
+        keep_BN = valid_BN & ~(childless_BN & (rank_BN < childless_BN.sum(1, keepdim=True) // 2))
+    score_BN = torch.where(keep_BN, score_BN, -1.0)
+    gains_BN = score_BN.sort(descending=True).values[:, 1 : 1 + len(worth_W)]
+    gains_BN = gains_BN - worth_W[: gains_BN.shape[1]]
+    count_B1 = F.pad(gains_BN.cumsum(1), (1, 0)).argmax(1, keepdim=True)
+    return keep_BN & (ranks(-score_BN) <= count_B1)
 
 
 def ranks(key_BN: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kangaroo.drafters.autoregressive import Autoregressive
-from kangaroo.drafters.base import Stateless
+from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.chain import DraftToken, limits_of
 from kangaroo.drafters.layer_search import Subset
 from kangaroo.engine.batch import Batch
@@ -24,7 +24,7 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.memory import weights
 
 
-class LayerChoice(Stateless, Autoregressive):
+class LayerChoice(Autoregressive, Drafter):
     """Drafts on the target's cache as Draft & Verify does; which layers are left out is each row's
     own, and begins anew with another text.
 

@@ -10,36 +10,31 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kangaroo.drafters.base import DrafterConfig
+from kangaroo.drafters.base import ChainConfig
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, DraftSize
+from kangaroo.utils.ranges import Count
 
 if TYPE_CHECKING:
     from ctypes import Structure
 
 
 @dataclass
-class LayerSkipConfig(DrafterConfig):
+class LayerSkipConfig(ChainConfig):
     """LayerSkip's self-speculative decoding (arXiv 2404.16710, section 4.3): Kangaroo without an
     adapter, for models that were trained with losses at early exits. Any model takes it; one
     without this training drafts nonsense.
 
     Args:
         exit_layer: how many layers draft (the paper's E); null is a quarter of them, as its 8 of
-            Llama-2-7B's 32.
-        steps: at most this many draft tokens a round (the paper's d).
-        threshold: stop drafting once the top-1 probability falls to this, or with `auto` once a
-            further token would not pay; the paper never stops early, which is 0.
+            Llama-2-7B's 32. (It never stops early, which is a `threshold` of 0.)
     """
 
     name: str = "layerskip"
     exit_layer: Count | None = None
-    steps: DraftSize = 6
-    threshold: AutoThreshold = AUTO
 
     def build(self, lm: TargetModel) -> Kangaroo:
         """Errors: `ConfigError` for an exit layer that does not lie inside the target."""

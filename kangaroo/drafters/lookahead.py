@@ -13,7 +13,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import DrafterConfig, Stateless
+from kangaroo.drafters.base import Drafter, DrafterConfig
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.tree import Draft, Tree, Verdict
 from kangaroo.models.target import TargetModel
@@ -53,7 +53,7 @@ class LookaheadConfig(DrafterConfig):
         return Lookahead(self)
 
 
-class Lookahead(Stateless):
+class Lookahead(Drafter):
     """The window's level j holds tokens j + 1 places after the pending one, and on by column.
 
     Level 0 is a chain, and each column hangs below its token there. What the target writes after

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import Stateless, TrainedConfig
+from kangaroo.drafters.base import Drafter, TrainedConfig
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
 from kangaroo.engine.tree import Draft, Tree, Verdict
@@ -82,7 +82,7 @@ def sparse_tree(guesses: Sequence[Sequence[float]], nodes: int) -> Choices:
     return sorted(chosen[1:], key=lambda path: (len(path), path))
 
 
-class Medusa(Stateless):
+class Medusa(Drafter):
     """Reads the target's final state of the last token that is in the cache.
 
     Args:

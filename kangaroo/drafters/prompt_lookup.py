@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kangaroo.drafters.base import DrafterConfig, FromText
+from kangaroo.drafters.base import DrafterConfig, FromText, RowStates
 from kangaroo.engine.batch import Batch
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Count, DraftSize
@@ -39,12 +39,10 @@ class PromptLookup(FromText):
 
     def begin(self, batch: Batch) -> None:
         self.batch = batch
-        self.grams = [Grams(text, self.largest) for text in batch.texts]
+        self.grams = RowStates(lambda _, text: Grams(text, self.largest))
 
     def continuation(self, row: int, text: list[int]) -> list[int]:
-        if self.grams[row].text is not text:  # another prompt has taken the row
-            self.grams[row] = Grams(text, self.largest)
-        grams, ends = self.grams[row], self.batch.ends[row]
+        grams, ends = self.grams.of(row, text), self.batch.ends[row]
         grams.grow()
         for n in range(min(self.largest, len(text) - 1), 0, -1):
             if (end := grams.ends.get(tuple(text[-n:]))) is not None:

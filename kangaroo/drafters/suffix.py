@@ -13,7 +13,37 @@ from kangaroo.utils.ranges import CountOrZero, DraftSize, Positive
 SEPARATOR = -1  # between stored answers; no token
 
 
-class SuffixAutomaton:
+class Match:
+    """How much of a text's end stands elsewhere.
+
+    Attributes:
+        tokens: where it stands.
+        match: how many tokens at the end of the text stand there, and the place after them; 0 and 0
+            where none do.
+    """
+
+    tokens: list[int]
+    match: tuple[int, int]
+
+    def continuation(self, count: int, ends: Container[int] = ()) -> list[int]:
+        """What followed the place of the match, `count` tokens or up to one of `ends`; none where
+        none matched.
+
+        Where that place is so near that the text ends before, it goes on with what was just read,
+        so that a loop is drafted as a loop.
+        """
+        length, place = self.match
+        if not length:
+            return []
+        tokens = self.tokens[place : place + count]
+        if SEPARATOR in tokens:
+            tokens, count = tokens[: tokens.index(SEPARATOR)], 0
+        while len(tokens) < count:
+            tokens += tokens[: count - len(tokens)]
+        return tokens[: next((i for i, token in enumerate(tokens, 1) if token in ends), None)]
+
+
+class SuffixAutomaton(Match):
     """Of the tokens that were added so far; another one takes amortised constant time.
 
     A state stands for all strings that end at the same places. The state of the whole text ends at
@@ -22,10 +52,7 @@ class SuffixAutomaton:
 
     Source: Blumer et al. 1985; for drafting, SAM-Decoding (arXiv 2411.10666).
 
-    Attributes:
-        tokens: the text.
-        match: how many tokens at its end stood there before, and the place after them; 0 and 0
-            where none did.
+    `match` is of the text itself, where its end stood before.
     """
 
     def __init__(self, tokens: Sequence[int] = ()):
@@ -44,21 +71,6 @@ class SuffixAutomaton:
         """Add tokens at the end of the text."""
         for token in tokens:
             self._append(token)
-
-    def continuation(self, count: int, ends: Container[int] = ()) -> list[int]:
-        """What followed the place of the match, `count` tokens or up to one of `ends`; none where
-        none matched.
-
-        Where that place is so near that the text ends before, it goes on with what was just read,
-        so that a loop is drafted as a loop.
-        """
-        length, place = self.match
-        if not length:
-            return []
-        tokens = self.tokens[place : place + count]
-        while len(tokens) < count:
-            tokens += tokens[: count - len(tokens)]
-        return tokens[: next((i for i, token in enumerate(tokens, 1) if token in ends), None)]
 
     def _append(self, token: int) -> None:
         follows, link, lengths, ends = self._next, self._link, self._length, self._end
@@ -98,6 +110,85 @@ class SuffixAutomaton:
             state = link[state]
         return shorter
 
+    def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
+        """Of another text, whose longest end that stands here has this state and length: the same
+        of it with one token more."""
+        while state and token not in self._next[state]:
+            state = self._link[state]
+            length = self._length[state]
+        if token not in self._next[state]:
+            return 0, 0
+        return self._next[state][token], length + 1
+
+    def end(self, state: int) -> int:
+        """A place after the strings of a state."""
+        return self._end[state]
+
+
+class StoredMatch(Match):
+    """Of the end of a text that grows elsewhere, in an automaton that does not grow."""
+
+    def __init__(self, automaton: SuffixAutomaton):
+        self.automaton, self.tokens = automaton, automaton.tokens
+        self.match, self._state = (0, 0), 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        length, _ = self.match
+        for token in tokens:
+            self._state, length = self.automaton.follow(self._state, length, token)
+        self.match = length, self.automaton.end(self._state)
+
+
+class TextMatches:
+    """Of the end of a text that grows elsewhere: in itself, and in what is stored, if anything."""
+
+    def __init__(self, text: list[int], stored: SuffixAutomaton | None):
+        self.text, self.begins, self._read = text, len(text) - 1, 0  # begins: its answer
+        self._parts = [SuffixAutomaton(), *([] if stored is None else [StoredMatch(stored)])]
+
+    def grown(self) -> Sequence[Match]:
+        """With all of the text."""
+        new, self._read = self.text[self._read :], len(self.text)
+        for part in self._parts:
+            part.extend(new)
+        return self._parts
+
+
+class AnswerStore:
+    """The newest `size` tokens of the answers that a drafter has seen, with 0 none; and of each
+    row what its text matches. An answer is stored when another text takes its row, or a batch
+    begins.
+
+    Attributes:
+        tokens: the answers, a `SEPARATOR` after each.
+    """
+
+    def __init__(self, size: int):
+        self.size, self.tokens = size, list[int]()
+        self._automaton: SuffixAutomaton | None = None
+        self._rows: dict[int, TextMatches] = {}
+
+    def begin(self) -> None:
+        """A new batch."""
+        for row in list(self._rows):
+            self._store(row)
+
+    def matches(self, row: int, text: list[int]) -> TextMatches:
+        """Of a row's text."""
+        if row not in self._rows or self._rows[row].text is not text:  # another prompt took the row
+            self._store(row)
+            if self.size and self._automaton is None:
+                self._automaton = SuffixAutomaton(self.tokens)
+            self._rows[row] = TextMatches(text, self._automaton)
+        return self._rows[row]
+
+    def _store(self, row: int) -> None:
+        """Take the answer of the row's text, if it has one."""
+        of_row = self._rows.pop(row, None)
+        if of_row is not None and self.size:
+            self.tokens += [*of_row.text[of_row.begins :], SEPARATOR]
+            self.tokens, self._automaton = self.tokens[-self.size :], None
+
 
 @dataclass
 class SuffixConfig(DrafterConfig):
@@ -123,50 +214,18 @@ class SuffixConfig(DrafterConfig):
 
 class Suffix(FromText):
     """Drafts what followed the longest match in the text itself and in the stored answers, up to
-    what ends the text. An answer is stored when another text takes its row, or a batch begins.
-    """
+    what ends the text."""
 
     def __init__(self, num_pred_tokens: int = 16, alpha: float = 2.0, store_tokens: int = 0):
-        self.max_nodes, self.alpha, self.store_tokens = num_pred_tokens, alpha, store_tokens
-        self.store: list[int] = []
-        self.rows: dict[int, SuffixRow] = {}
+        self.max_nodes, self.alpha = num_pred_tokens, alpha
+        self.store = AnswerStore(store_tokens)
 
     def begin(self, batch: Batch) -> None:
-        for row in self.rows.values():
-            self._keep(row)
-        self.batch, self.rows = batch, {}
+        self.batch = batch
+        self.store.begin()
 
     def continuation(self, row: int, text: list[int]) -> list[int]:
-        if self.batch.done[row]:
-            return []
-        if row not in self.rows or self.rows[row].text is not text:  # another prompt took the row
-            if row in self.rows:
-                self._keep(self.rows[row])
-            self.rows[row] = SuffixRow(text, len(text) - 1, SuffixAutomaton(self.store))
-        automaton = self.rows[row].grown()
-        count = min(self.max_nodes, int(self.alpha * automaton.match[0]))
-        tokens = automaton.continuation(count, {SEPARATOR, *self.batch.ends[row]})
-        return tokens[:-1] if tokens[-1:] == [SEPARATOR] else tokens
-
-    def _keep(self, row: SuffixRow) -> None:
-        """Store a text's answer."""
-        if self.store_tokens:
-            self.store += [*row.text[row.begins :], SEPARATOR]
-            del self.store[: -self.store_tokens]
-
-
-@dataclass
-class SuffixRow:
-    """A growing text, where its answer begins, and what stood before in both the store and it."""
-
-    text: list[int]
-    begins: int
-    automaton: SuffixAutomaton
-
-    def __post_init__(self) -> None:
-        self.stored = len(self.automaton.tokens)
-
-    def grown(self) -> SuffixAutomaton:
-        """The automaton with all of the text."""
-        self.automaton.extend(self.text[len(self.automaton.tokens) - self.stored :])
-        return self.automaton
+        matches = self.store.matches(row, text).grown()
+        longest = max(matches, key=lambda part: part.match[0])  # of equals the text's
+        count = min(self.max_nodes, int(self.alpha * longest.match[0]))
+        return longest.continuation(count, self.batch.ends[row])

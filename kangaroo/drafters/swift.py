@@ -12,20 +12,20 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kangaroo.drafters import layer_search
-from kangaroo.drafters.base import DrafterConfig
+from kangaroo.drafters.base import ChainConfig
 from kangaroo.drafters.layer_choice import LayerChoice
 from kangaroo.drafters.layer_search import Subset
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.sampling import pick
 from kangaroo.models.half_layers import HalfLayers
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.ranges import AUTO, AutoThreshold, Chance, CountOrZero, DraftSize, Seed, Share
+from kangaroo.utils.ranges import Chance, CountOrZero, DraftSize, Seed, Share
 
 LEAST_JUDGED = 8  # written tokens that a set is judged by at least
 
 
 @dataclass
-class SwiftConfig(DrafterConfig):
+class SwiftConfig(ChainConfig):
     """SWIFT (arXiv 2410.06916): before a round another set of skipped parts is tried on the last
     tokens that were written, in one pass, and taken where it is better than the one at hand.
 
@@ -41,9 +41,6 @@ class SwiftConfig(DrafterConfig):
         window: written tokens that a set is tried on (gamma); from 8 on it is those there are.
         proposals: sets that are tried in a text (S), the first of them that it begins with.
         goal: the matchness that ends the search.
-        steps: at most this many draft tokens a round.
-        threshold: stop drafting once the top-1 probability falls to this (the paper's epsilon), or
-            with `auto` once a further token would not pay.
         seed: of the sets that are tried.
     """
 
@@ -52,8 +49,6 @@ class SwiftConfig(DrafterConfig):
     window: DraftSize = 32
     proposals: CountOrZero = 32
     goal: Chance = 0.95
-    steps: DraftSize = 6
-    threshold: AutoThreshold = AUTO
     seed: Seed = 0
 
     def build(self, lm: TargetModel) -> Swift:

@@ -7,7 +7,7 @@ from functools import cache
 from itertools import pairwise
 from math import prod
 
-from kangaroo.drafters.base import DrafterConfig, TreesFromText
+from kangaroo.drafters.base import DrafterConfig, RowStates, TreesFromText
 from kangaroo.drafters.medusa import sparse_tree
 from kangaroo.engine.batch import Batch
 from kangaroo.models.target import TargetModel
@@ -46,14 +46,15 @@ class TokenRecycling(TreesFromText):
 
     def begin(self, batch: Batch) -> None:
         batch.likeliest = max(batch.likeliest, self.top_k)
-        self.texts: list[list[int] | None] = [None] * batch.size
-        self.matrices: list[Successors] = [{} for _ in batch.texts]
+        self.matrices = RowStates(lambda _, text: successors_in(text, self.top_k))
 
     def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:
         least = batch.budget.min_node_chances(batch.active, self.max_nodes)
         chances = tree_chances(self.max_nodes)
         pays = (n for n, chance in enumerate(chances) if chance < least[n])
-        successors, text = self.successors(batch, row), batch.texts[row]
+        text = batch.texts[row]
+        successors = self.matrices.of(row, text)
+        recycle(successors, batch, row)
         tokens, parents = [text[-1]], []
         numbers: dict[tuple[int, ...], int] = {(): 0}
         for path in static_tree(next(pays, self.max_nodes)):
@@ -67,18 +68,20 @@ class TokenRecycling(TreesFromText):
                 parents.append(parent)
         return tokens[1:], parents
 
-    def successors(self, batch: Batch, row: int) -> Successors:
-        """The matrix for a row, with all that was verified there."""
-        text, verified = batch.texts[row], batch.verified[row]
-        if text is not self.texts[row]:  # another prompt has taken the row
-            self.texts[row], self.matrices[row] = text, {}
-            matrix = self.matrices[row]
-            for token, after in pairwise(text):
-                others = [other for other in matrix.get(token, ()) if other != after]
-                matrix[token] = [after, *others[: self.top_k - 1]]
-        self.matrices[row].update(verified)
-        verified.clear()
-        return self.matrices[row]
+
+def successors_in(text: list[int], top_k: int) -> Successors:
+    """Of each token of a text those that followed it, the newest first."""
+    matrix: Successors = {}
+    for token, after in pairwise(text):
+        others = [other for other in matrix.get(token, ()) if other != after]
+        matrix[token] = [after, *others[: top_k - 1]]
+    return matrix
+
+
+def recycle(matrix: Successors, batch: Batch, row: int) -> None:
+    """Take what verification has said since."""
+    matrix.update(batch.verified[row])
+    batch.verified[row].clear()
 
 
 @cache

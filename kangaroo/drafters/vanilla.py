@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kangaroo.drafters.base import DrafterConfig, Stateless
+from kangaroo.drafters.base import Drafter, DrafterConfig
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.tree import Draft
 from kangaroo.models.target import TargetModel
@@ -20,7 +20,7 @@ class VanillaConfig(DrafterConfig):
         return Vanilla()
 
 
-class Vanilla(Stateless):
+class Vanilla(Drafter):
     """Proposes nothing."""
 
     max_nodes = 0

@@ -142,7 +142,8 @@ class Draft:
             return torch.tensor([[0, *row, *[0] * (size - 1 - len(row))] for row in rows])
 
         tree = Tree.chain(size, device)
-        if parents is not None:
+        parents = parents or [range(len(row)) for row in tokens]
+        if any(list(row) != list(range(len(row))) for row in parents):
             depths = [[0] for _ in parents]
             for depth, row in zip(depths, parents, strict=True):
                 for parent in row:

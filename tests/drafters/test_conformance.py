@@ -169,7 +169,14 @@ NATIVE = {
     for name in (
         *("vanilla", "kangaroo", "kangaroo-stops", "kangaroo-vocabulary", "kangaroo-layer"),
         *("kangaroo-mlp", "kangaroo-own-head", "prompt-lookup-short", "rest-tree"),
-        *("hybrid-tree", "hybrid-tree-stops", "draft-model", "draft-model-stops", "kangaroo-auto"),
+        *(
+            "hybrid-tree",
+            "hybrid-tree-stops",
+            "hybrid-tree-of-all",
+            "draft-model",
+            "draft-model-stops",
+            "kangaroo-auto",
+        ),
         *("kangaroo-tree-auto", "draft-model-auto", "block-auto"),
         *("kangaroo-tree", "kangaroo-tree-stops", "kangaroo-tree-least", "kangaroo-tree-of-one"),
         *("block", "block-stops", "block-vocabulary", "layerskip"),

@@ -10,15 +10,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, drafted_without_cache
-from helpers import adapter_for, check_chains
+from cases import (
+    CHUNK,
+    NEW_TOKENS,
+    PROMPTS,
+    SAMPLINGS,
+    Case,
+    case_of,
+    choices_without_cache,
+    drafted_without_cache,
+)
+from helpers import adapter_for, check_chains, paths_of
 
 from kangaroo.drafters import chain as chain_file
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, kept
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Sampling, candidates
+from kangaroo.engine.sampling import Sampling
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.utils.errors import ConfigError
 
@@ -87,21 +96,6 @@ def test_drafting_stops_exactly_where_confidence_falls_to_the_threshold(case, mo
 Path = tuple[int, ...]
 
 
-@torch.no_grad()
-def children(
-    case: Case, text: list[int], path: Path, sampling: Sampling, seed: int, count: int
-) -> list[tuple[int, float]]:
-    """(token, confidence) of a node's candidates, by a whole forward without a cache."""
-    tokens_1T = torch.tensor([[*text, *path]])
-    length = tokens_1T.shape[1]
-    meta = case.lm.chunk(0, length, row=0, n_slots=length)
-    f_1TD, _ = case.lm.run(case.lm.embed(tokens_1T), None, meta, range(case.adapter.exit_layer))
-    logits_11V = case.lm.read_out(case.adapter(f_1TD, None, meta, None)[:, -1:])
-    tokens = candidates(logits_11V, torch.tensor([[length]]), sampling, torch.tensor([seed]), count)
-    sure = logits_11V.softmax(-1).sort(descending=True).values
-    return list(zip(tokens[0, 0].tolist(), sure[0, 0, :count].tolist(), strict=True))
-
-
 def tree_by_definition(
     case: Case, text: list[int], drafter: KangarooTree, sampling: Sampling, seed: int
 ) -> dict[Path, float]:
@@ -111,7 +105,7 @@ def tree_by_definition(
         found = [
             ((*path, token), score * sure)
             for path, score in level.items()
-            for token, sure in children(case, text, path, sampling, seed, top_k)
+            for token, sure in choices_without_cache(case, [*text, *path], sampling, seed, top_k)
         ]
         level = dict(sorted(found, key=lambda node: -node[1])[:top_k])
         scores |= level
@@ -137,15 +131,9 @@ def test_the_tree_is_the_one_of_the_definition(case, monkeypatch, sampling, thre
         for row in range(batch.size):
             if batch.done_B[row]:
                 continue
-            parents, tokens = draft.tree.parents_BN[row].tolist(), draft.tokens_BN[row].tolist()
-            paths: list[Path] = [()]
-            for node in range(1, len(tokens)):
-                paths.append((*paths[parents[node]], tokens[node]))
-            valid = draft.valid_BN[row].tolist()
-            drafted = {path for path, is_valid in zip(paths, valid, strict=True) if is_valid}
             seed = int(batch.seeds_B[row])
             expected = tree_by_definition(case, batch.texts[row], drafter, sampling, seed)
-            assert drafted - {()} == set(expected)
+            assert set(paths_of(draft, row)) - {()} == set(expected)
             sizes.add(len(expected))
         return draft
 
@@ -164,14 +152,17 @@ def test_pruning_keeps_parents_and_the_most_confident():
     every_BN = torch.ones_like(parents_BN, dtype=torch.bool)
     root_BN, sure_BN = every_BN & (torch.arange(6) == 0), torch.ones(1, 6)  # ties: parents first
 
-    def nodes(score_BN, valid_BN, *limits) -> list[int]:
+    def nodes(score_BN, valid_BN, *worth: float, halves: bool = False) -> list[int]:
+        limits = torch.tensor(worth), halves
         return kept(score_BN, parents_BN, valid_BN, *limits)[0].nonzero()[:, 0].tolist()
 
-    assert nodes(score_BN, every_BN, 9) == [0, 1, 2, 3, 5]
-    assert nodes(score_BN, every_BN, 2) == nodes(score_BN, every_BN, 2, 0.05) == [0, 1, 3]
-    assert nodes(score_BN, root_BN, 9) == [0]
-    assert nodes(score_BN, every_BN, 9, 0.3) == [0, 1, 3, 5]
-    assert nodes(sure_BN, every_BN, 1) == [0, 1]
+    assert nodes(score_BN, every_BN, *[0.0] * 9, halves=True) == [0, 1, 2, 3, 5]
+    assert nodes(score_BN, every_BN, 0.0, 0.0, halves=True) == [0, 1, 3]
+    assert nodes(score_BN, every_BN, 0.05, 0.05) == [0, 1, 3]
+    assert nodes(score_BN, root_BN, *[0.0] * 9, halves=True) == [0]
+    assert nodes(score_BN, every_BN, *[0.3] * 9) == [0, 1, 3, 5]
+    assert nodes(score_BN, every_BN, 0.7, 0.3, 0.3, 0.5) == [0, 1, 3, 5]  # together they pay
+    assert nodes(sure_BN, every_BN, 0.0) == [0, 1]
 
 
 def test_trees_that_cannot_be_are_refused_by_name(case):

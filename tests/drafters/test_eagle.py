@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of
-from helpers import eagle_for
+from helpers import eagle_for, paths_of
 
 from kangaroo.drafters.eagle import EagleTree
 from kangaroo.engine.engine import Engine
@@ -57,12 +57,7 @@ def test_the_dynamic_tree_is_the_one_of_eagle_2(monkeypatch, sampling, nodes, ro
     def check(batch):
         draft = propose(batch)
         for row in (row for row in range(batch.size) if not batch.done[row]):
-            parents, tokens = draft.tree.parents_BN[row].tolist(), draft.tokens_BN[row].tolist()
-            paths = [()]
-            for node in range(1, len(tokens)):
-                paths.append((*paths[parents[node]], tokens[node]))
-            valid = draft.valid_BN[row].tolist()
-            drafted = {path for path, is_valid in zip(paths, valid, strict=True) if is_valid}
+            drafted = set(paths_of(draft, row))
             seed, text = batch.seeds[row], batch.texts[row]
             assert drafted - {()} == tree_by_definition(lm, head, text, drafter, sampling, seed)
             beside.append(sum(len(path) == 2 for path in drafted) > drafter.top_k)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 
@@ -13,14 +12,21 @@ from syncs import Syncs
 
 from kangaroo.drafters import expected_gain
 from kangaroo.drafters.expected_gain import (
-    Chances,
+    CHAIN,
+    LOOKUP,
+    RECYCLED,
+    STORE,
     Costs,
+    DraftedChain,
+    Lookup,
+    Recycled,
     Sources,
     best_tree,
-    candidates,
     drafting_pays,
+    next_tokens,
 )
-from kangaroo.drafters.hybrid import Hybrid, Lookup
+from kangaroo.drafters.hybrid import Hybrid
+from kangaroo.drafters.suffix import SuffixAutomaton
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
@@ -42,15 +48,15 @@ def sure(monkeypatch):
 
 
 def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed) -> Sources:
+    """What the sources say after a text, trusted as the drafter's are."""
+    trusted = drafter.rows.of(row, text).sources
     length, _ = longest_earlier_match(text)
-    lookup = Lookup(text).automaton.continuation(NODES)
-    sources = Sources(drafter.lookups[row].chances, length, lookup)
-    while len(sources.chain) < STEPS and drafting_pays(COSTS, sources, NODES):
-        best, *further = choices_without_cache(case, text + sources.chain, sampling, seed)
-        sources.further.append(further)
-        sources.chain.append(best[0])
-        sources.confidence.append(best[1])
-        if best[1] <= drafter.threshold:
+    lookup, chain = Lookup(trusted.lookups[0].shift), DraftedChain(trusted.chain.shift)
+    lookup.look_up(length, SuffixAutomaton(text).continuation(NODES))
+    sources = Sources([lookup], chain)
+    while len(chain.tokens) < STEPS and drafting_pays(COSTS, sources, NODES):
+        chain.add(choices_without_cache(case, text + chain.tokens, sampling, seed))
+        if chain.confidence <= drafter.threshold:
             break
     return sources
 
@@ -80,7 +86,7 @@ def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a
             tokens, parents = best_tree(COSTS, sources, NODES)
             assert draft.tokens_BN[row, valid_N][1:].tolist() == tokens
             assert parents_BN[row, valid_N][1:].tolist() == parents
-            drafted.append(len(sources.chain))
+            drafted.append(len(sources.chain.tokens))
         return draft
 
     monkeypatch.setattr(drafter, "propose", check)
@@ -123,43 +129,92 @@ def test_a_draft_ends_with_what_ends_the_text(sure):
     for ignored, expected in (False, [3, 5]), (True, [3, 5, 4, 1, 2, 3]):
         batch = engine.open(1, 60, Sampling())
         admit_text(engine, batch, 0, [1, 2, 3, 5, 4, 1, 2], ignore_eos=ignored)
-        assert drafter.looked_up(batch, 0).lookup == expected
+        assert drafter.asked(batch, 0).lookups[0].tokens == expected
 
 
-def test_what_a_text_has_taught_is_forgotten_with_it(case):
-    drafter = Hybrid(case.lm, case.adapter, costs=COSTS, nodes=NODES)
-    engine = Engine(case.lm, drafter)
-    batch = engine.open(1, 80, Sampling())
-    for _ in range(2):
+STARTS = [LOOKUP, STORE, CHAIN, RECYCLED]
+
+
+def shifts(sources: Sources) -> list[float]:
+    return [source.shift for source in sources.all]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["tensors", "native"])
+def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled):
+    case = case_of("llama-compiled" if compiled else "llama", "sampled")
+    options = {"costs": COSTS, "nodes": NODES, "recycle": True, "store_tokens": 100}
+    engine = Engine(case.lm, drafter := Hybrid(case.lm, case.adapter, **options))
+    batch, steps = engine.open(1, 80, Sampling()), []
+    for turn in range(3):
         engine.admit(batch, 0, Request(PROMPTS[1], NEW_TOKENS))
-        assert drafter.looked_up(batch, 0).chances.shifts == expected_gain.START
+        sources = drafter.asked(batch, 0)
+        assert shifts(sources) == STARTS
+        assert len(sources.recycled.matrix) == len(set(batch.texts[0][:-1]))
+        assert len(drafter.store.tokens) == turn * (NEW_TOKENS + 1)
+        steps.append(0)
         while not batch.done[0]:
             engine.step(batch)
-        assert drafter.lookups[0].chances.shifts != expected_gain.START
+            steps[-1] += 1
+        assert shifts(drafter.asked(batch, 0)) != STARTS
+    assert steps[1] == steps[2] == -(-NEW_TOKENS // (1 + NODES))  # the same answer is stored
 
 
-START = Chances()
-CHEAP = Costs([1.0] * 20, 0.0, 1.0)
+def test_the_same_text_takes_the_same_rounds_alone_and_in_a_batch(case):
+    drafter = Hybrid(case.lm, case.adapter, STEPS, costs=COSTS, nodes=NODES, recycle=True)
+    rounds = []
+    for rows in (1, 3, 1):
+        done = Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLED, rows)
+        rounds.append([[(step.tokens, step.drafted) for step in text.steps] for text in done])
+    assert rounds[0] == rounds[1] == rounds[2]
+
+
+CHEAP = Costs([1 + 1e-9 * node for node in range(99)], 0.0, 1.0)
+MATRIX = {0: [1], 1: [0], 2: [2]}
+
+
+def sources_of(length: int, lookup: list[int], *chain: list[tuple[int, float]]) -> Sources:
+    sources = Sources([Lookup(LOOKUP)], DraftedChain(CHAIN))
+    sources.lookups[0].look_up(length, lookup)
+    for ranked in chain:
+        sources.chain.add(ranked)
+    return sources
 
 
 def random_sources(rng: random.Random) -> Sources:
-    """Of few tokens, so that the two often say the same."""
-    chain = [rng.randrange(3) for _ in range(rng.randrange(4))]
-    lookup = [rng.randrange(3) for _ in range(rng.randrange(5))]
-    further = [
-        [(token, rng.uniform(0.01, 0.3)) for token in range(3) if token != best] for best in chain
-    ]
-    length = rng.randrange(1, 20) if lookup else 0
-    return Sources(START, length, lookup, chain, [rng.random() for _ in chain], further)
+    """Of few tokens, so that they often say the same."""
+    chain = []
+    for _ in range(rng.randrange(4)):
+        first, second, third = rng.sample(range(3), 3)
+        best, next_best = rng.random(), rng.random() / 2
+        chain.append([(first, best), (second, (1 - best) * next_best), (third, 0.01 * (1 - best))])
+    said = [[rng.randrange(3) for _ in range(rng.randrange(5))] for _ in range(2)]
+    sources = sources_of(rng.randrange(1, 20), said[0], *chain)
+    if rng.random() < 0.5:
+        return sources
+    (store := Lookup(STORE)).look_up(rng.randrange(1, 20), said[1])
+    (recycled := Recycled(RECYCLED, MATRIX)).start = rng.randrange(4)
+    return Sources([*sources.lookups, store], sources.chain, recycled)
 
 
-def shape(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
-    """A tree as the paths of its nodes."""
+def gains(sources: Sources, depth: int) -> dict[tuple[int, ...], float]:
+    """Of all paths up to this depth that any source says."""
+    of_paths, last = {}, [((), 1.0, sources.places)]
+    for _ in range(depth):
+        last = [
+            ((*path, token), gain * chance, sources.after(places, token))
+            for path, gain, places in last
+            for token, chance in next_tokens(sources.heard(places))
+        ]
+        of_paths |= {path: gain for path, gain, _ in last}
+    return of_paths
+
+
+def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tokens, parents, strict=True):
         paths.append((*paths[parent], token))
     assert len(set(paths)) == len(paths), "two nodes of one path"
-    return set(paths[1:])
+    return paths[1:]
 
 
 @pytest.mark.parametrize("min_gain_per_step", [1.0, 2.5])
@@ -168,81 +223,80 @@ def test_the_tree_is_the_best_of_all_trees(most, min_gain_per_step):
     rng, sizes = random.Random(most), set()
     costs = Costs([1, 1.1, 1.15, 1.2, 1.6, 1.7, 1.9], 0.05, min_gain_per_step)
     for _ in range(60):
-        sources = random_sources(rng)
-        nodes = candidates(sources)
-        tokens, parents, gains = nodes.tokens, nodes.parents, nodes.gains
-        worth = {(): 0.0}
-        for count in range(1, min(most, len(tokens)) + 1):
-            for some in itertools.combinations(range(len(tokens)), count):
-                if all(not parents[node] or parents[node] - 1 in some for node in some):
-                    worth[some] = sum(gains[node] for node in some) - costs.of_nodes(count)
-        own_tokens, own_parents = best_tree(costs, sources, most)
-        number = {path: i for i, path in enumerate(all_paths(tokens, parents))}
-        chosen = tuple(sorted(number[path] for path in shape(own_tokens, own_parents)))
-        assert worth[chosen] == pytest.approx(max(worth.values()), abs=1e-12)
+        of_paths = gains(sources := random_sources(rng), depth=min(most, 5))
+        chosen = paths_of(*best_tree(costs, sources, most))
+        assert all(path[:-1] in ((), *chosen) for path in chosen)
+        # a child's gain is no higher than its parent's, so the likeliest nodes are a tree
+        ordered = sorted(of_paths.values(), reverse=True)[:most]
+        worth = [sum(ordered[:n]) - costs.of_nodes(n) for n in range(len(ordered) + 1)]
+        chosen_gain = sum(of_paths.get(path, 0.0) for path in chosen)
+        assert chosen_gain - costs.of_nodes(len(chosen)) == pytest.approx(max(worth), abs=1e-12)
         sizes.add(len(chosen))
     assert len(sizes) > 1
 
 
-def all_paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(tokens, parents, strict=True):
-        paths.append((*paths[parent], token))
-    return paths[1:]
-
-
-def test_nothing_that_a_source_says_is_lost_and_nothing_comes_twice():
+def test_nothing_that_a_source_says_is_lost_and_chances_are_a_distribution():
     rng = random.Random(7)
     for _ in range(200):
         sources = random_sources(rng)
-        said = {tuple(sources.lookup[:n]) for n in range(1, len(sources.lookup) + 1)}
-        said |= {tuple(sources.chain[:n]) for n in range(1, len(sources.chain) + 1)}
-        for depth, further in enumerate(sources.further):
-            said |= {(*sources.chain[:depth], token) for token, _ in further}
-        nodes = candidates(sources)
-        assert shape(nodes.tokens, nodes.parents) == said
-        of_children = dict.fromkeys(range(len(nodes.tokens) + 1), 0.0)
-        for gain, parent in zip(nodes.gains, nodes.parents, strict=True):
-            assert gain >= 0
-            of_children[parent] += gain
-        for parent, gain in of_children.items():
-            assert gain <= (nodes.gains[parent - 1] if parent else 1) + 1e-9
+        said = {tuple(line.tokens[: n + 1]) for line in sources.lookups for n in range(4)}
+        for depth, further in enumerate(sources.chain.further):
+            start = tuple(sources.chain.tokens[:depth])
+            said |= {(*start, sources.chain.tokens[depth]), *((*start, x) for x, _ in further)}
+        of_paths = gains(sources, 4)
+        assert said - {()} <= set(of_paths)
+        of_children: dict[tuple[int, ...], float] = {}
+        for path, gain in of_paths.items():
+            of_children[path[:-1]] = of_children.get(path[:-1], 0.0) + gain
+        for path, gain in of_children.items():
+            assert 0 <= gain <= of_paths.get(path, 1.0) + 1e-9
+
+
+def test_recycled_tokens_are_candidates_where_others_are_silent():
+    (recycled := Recycled(RECYCLED, {7: [3], 5: [8], 6: [2]})).start = 7
+    sources = Sources([Lookup(LOOKUP)], DraftedChain(CHAIN), recycled)
+    assert paths_of(*best_tree(CHEAP, sources, 5)) == [(3,)]
+    sources.lookups[0].look_up(9, [5])
+    sources.chain.add([(6, 0.4), (1, 0.2)])
+    expected = [(5,), (5, 8), (6,), (6, 2), (1,)]
+    assert sorted(paths_of(*best_tree(CHEAP, sources, 9))) == sorted(expected)
 
 
 def test_a_text_teaches_how_far_to_trust_each_source_and_only_what_it_shows():
-    chances = Chances()
-    sources = Sources(chances, 2, [5, 6, 7], [5, 9], [0.6, 0.6])
+    sources = sources_of(2, [5, 6, 7], [(5, 0.6)], [(9, 0.6)])
     sources.learn([5])
-    assert chances.lookup(2) > START.lookup(2) and chances.chain(0.6) > START.chain(0.6) > 0.6
-    raised = dict(chances.shifts)
+    raised = shifts(sources)
+    assert raised[0] > LOOKUP and raised[1] > CHAIN
     sources.learn([])
-    assert chances.shifts == raised
+    assert shifts(sources) == raised
+    chance = sources.lookups[0].choices(0)[0][1]
     sources.learn([8, 6, 7])  # from where a source is wrong, what it says next shows nothing
-    once = Chances()
-    once.shifts = dict(raised)
-    once.learn("lookup", once.lookup(2), False)
-    assert chances.shifts["lookup"] == once.shifts["lookup"] < raised["lookup"]
+    assert sources.lookups[0].shift == raised[0] - expected_gain.RATE * chance
     for _ in range(99):
         sources.learn([8])
-    assert chances.lookup(2) < 0.1 and chances.chain(0.6) < 0.1
+    assert all(source.choices(0)[0][1] < 0.1 for source in sources.all)
+    (recycled := Recycled(RECYCLED, {7: [3], 3: [4]})).start = 7
+    sources = Sources([Lookup(LOOKUP)], DraftedChain(CHAIN), recycled)
+    sources.lookups[0].look_up(1, [3])
+    sources.learn([3, 4, 4])
+    assert recycled.shift > RECYCLED, "it was right where it alone spoke"
 
 
 @pytest.mark.parametrize(
     "sources, pays",
     [
-        (Sources(START, 0, []), True),  # nothing is known
-        (Sources(START, 1, [5, 6]), True),  # hardly anything
-        (Sources(START, 40, [5, 6]), False),  # the lookup is nearly sure
-        (Sources(START, 0, [], [5], [0.8]), True),
-        (Sources(START, 0, [], [5], [0.1]), False),  # the chain has become unsure
-        (Sources(START, 0, [], [5, 6, 7], [0.4, 0.4, 0.4]), False),
-        (Sources(START, 2, [5, 6, 7], [5], [0.8]), True),  # the match is short
-        (Sources(START, 16, [5, 6, 7], [5], [0.8]), False),
-        (Sources(START, 16, [5, 6, 7], [9], [0.8]), False),  # it is likelier
+        (sources_of(1, []), True),  # nothing is known
+        (sources_of(1, [5, 6]), True),  # hardly anything
+        (sources_of(40, [5, 6]), False),  # the lookup is nearly sure
+        (sources_of(1, [], [(5, 0.8)]), True),
+        (sources_of(1, [], [(5, 0.1)]), False),  # the chain has become unsure
+        (sources_of(1, [], [(5, 0.4)], [(6, 0.4)], [(7, 0.4)]), False),
+        (sources_of(2, [5, 6, 7], [(5, 0.8)]), True),  # the match is short
+        (sources_of(16, [5, 6, 7], [(5, 0.8)]), False),
+        (sources_of(16, [5, 6, 7], [(9, 0.8)]), False),  # it is likelier
     ],
 )
 def test_a_token_is_drafted_where_it_may_gain_more_than_it_costs(sources, pays):
-    sources.further = [[] for _ in sources.chain]
     costs = Costs([1 + 0.03 * node for node in range(20)], 0.05, 1.5)
     assert drafting_pays(costs, sources, 15) == pays
     assert drafting_pays(CHEAP, sources, 15)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of
-from helpers import random_prompts, tiny
+from helpers import paths_of, random_prompts, tiny
 
 from kangaroo.drafters import lookahead
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
@@ -53,16 +53,6 @@ class Reference:
         for column in range(window):
             self.insert((*(level[column] for level in self.levels), new[column]))
         self.levels = [*self.levels[1:], new]
-
-
-def paths_of(draft: Draft, row: int) -> list[tuple[int, ...]]:
-    """The tokens from the root to every valid node."""
-    parents = draft.tree.parents_BN[0].tolist()
-    tokens, valid = draft.tokens_BN[row].tolist(), draft.valid_BN[row].tolist()
-    paths: list[tuple[int, ...]] = [()]
-    for node in range(1, len(tokens)):
-        paths.append((*paths[parents[node]], tokens[node]))
-    return [path for path, is_valid in zip(paths, valid, strict=True) if is_valid]
 
 
 OPTIONS = [

@@ -135,7 +135,7 @@ def test_earlier_answers_are_searched_and_the_longer_match_wins():
     assert drafter.continuation(0, other) == [3, 4]
     begun(drafter, again := [5, 6])
     assert drafter.continuation(0, again) == [7]  # no further, since the answer ends here
-    assert drafter.store == [3, 4, 5, 6, 7, SEPARATOR, 4, 9, SEPARATOR]
+    assert drafter.store.tokens == [3, 4, 5, 6, 7, SEPARATOR, 4, 9, SEPARATOR]
 
 
 @pytest.mark.parametrize("limit, kept", [(8, [10, 11, 12, SEPARATOR]), (0, [])])
@@ -146,7 +146,7 @@ def test_a_store_keeps_the_newest_answers_and_one_of_no_tokens_none(limit, kept)
         drafter.continuation(0, batch.texts[0])
         batch.texts[0] += range(first + 1, first + 4)
     begun(drafter, [1])
-    assert drafter.store[-4:] == kept and len(drafter.store) <= limit
+    assert drafter.store.tokens[-4:] == kept and len(drafter.store.tokens) <= limit
 
 
 PROMPTS = random_prompts(5, 30, 9)
