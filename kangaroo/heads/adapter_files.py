@@ -127,12 +127,14 @@ def find(
 ) -> Path:
     """The folder of an adapter: a local one, or a hub id whose `files` are downloaded, at a branch,
     tag or commit. For `adapters/NAME` the shipped one will do, or the one that training the model
-    NAME saved; for `adapters/NAME-medusa` its Medusa heads. Errors: `AdapterNotFound`."""
+    NAME saved; for `adapters/NAME-medusa` its Medusa heads; for `adapters/NAME-fused`, where
+    that is missing, `adapters/NAME`. Errors: `AdapterNotFound`."""
     folder = located(path)
     if folder.is_dir():
         return folder
     if folder.parent == SHIPPED:
-        return _trained(folder)
+        plain = folder.with_name(folder.name.removesuffix("-fused"))
+        return _trained(folder) if plain == folder else find(str(plain), files, fix, revision)
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
