@@ -14,13 +14,8 @@ SEPARATOR = -1  # between stored answers; no token
 
 
 class Match:
-    """How much of a text's end stands elsewhere.
-
-    Attributes:
-        tokens: where it stands.
-        match: how many tokens at the end of the text stand there, and the place after them; 0 and 0
-            where none do.
-    """
+    """How many tokens at a text's end stand in others, and the place after them there (`match`); 0
+    and 0 where none do."""
 
     tokens: list[int]
     match: tuple[int, int]
