@@ -50,16 +50,19 @@ class Drafter(Protocol):
 
     def begin(self, batch: Batch) -> None:
         """A new batch: make what is kept for each row."""
+        return
 
     def copy_prefix(self, source: int, row: int, count: int) -> None:
         """A prompt that enters a row begins with so many tokens of another row's text, whose keys
         the target's cache has in both now. Those that are kept here may be copied likewise."""
+        return
 
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
     ) -> None:
         """A chunk of a row's prompt has entered the target's cache. Chunks come in order. The token
         that the target writes after the prompt is pending, and in none of them."""
+        return
 
     @abstractmethod
     def propose(self, batch: Batch) -> Draft:
@@ -69,6 +72,7 @@ class Drafter(Protocol):
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
     ) -> None:
         """What became of the draft, after it was committed."""
+        return
 
 
 @dataclass

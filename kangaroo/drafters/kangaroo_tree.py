@@ -81,7 +81,7 @@ class Level(NamedTuple):
         """A level, whose block has so many tensors, and what comes after it."""
         alone = len(Level._fields) - 1
         end = alone + block
-        return Level(*tensors[:alone], tensors[alone:end]), tensors[end:]
+        return Level._make((*tensors[:alone], tensors[alone:end])), tensors[end:]
 
 
 class KangarooTree(EarlyExit):
