@@ -34,8 +34,8 @@ class EarlyExit:
         self,
         lm: TargetModel,
         adapter: Layer,
-        steps: int,
-        threshold: float | str,
+        steps: int = 6,
+        threshold: float | str = 0.6,
         head: DraftHead | None = None,
     ):
         self.lm, self.adapter, self.steps = lm, adapter.accelerate(lm), steps

@@ -22,15 +22,12 @@ RATE = 0.2  # how far a token that came true, or did not, moves a source's log-o
 NEXT, NEXT_BESIDE = 0.65, 0.45  # a chain's next token; and where a lookup says one too
 
 Choices = list[tuple[int, float]]  # tokens, each with its chance where those before it are wrong
-Places = Sequence[int | None]  # of a node in each source; None where that has nothing to say
+Places = list[tuple["Source", int]]  # of a node in the sources that have one for it
 
 
 class Source(ABC):
-    """It says what may follow each place of a draft, and knows nothing of other sources.
-
-    Args:
-        shift: of the log-odds of its best choices: assumed, then moved by what comes true.
-    """
+    """It says what may follow each place of a draft, and knows nothing of other sources. `shift` is
+    of the log-odds of its best choices: assumed, then moved by what comes true."""
 
     last_resort = False  # asked only where others say nothing
     start = 0  # its place at the root
@@ -112,11 +109,8 @@ class DraftedChain(Line):
 
 
 class Recycled(Source):
-    """What was likeliest where each token last stood; a place is the token before.
-
-    Args:
-        matrix: of each token its successors, the likeliest first; it changes elsewhere.
-    """
+    """What was likeliest where each token last stood, by a matrix that changes elsewhere; a place
+    is the token before."""
 
     last_resort = True  # a lookup knows it too, and a chain better
 
@@ -133,12 +127,8 @@ class Recycled(Source):
 
 @dataclass
 class Sources:
-    """Of a row's text.
-
-    Args:
-        lookups: in the text itself, and in others.
-        recycled: None where nothing is.
-    """
+    """Of a row's text: lookups in itself, and in others; what is drafted, and recycled, if
+    anything is."""
 
     lookups: list[Lookup]
     chain: DraftedChain
@@ -149,40 +139,38 @@ class Sources:
         self.all += [] if self.recycled is None else [self.recycled]
 
     @property
-    def places(self) -> list[int | None]:
-        """Of each source at the root."""
-        return [source.start for source in self.all]
+    def places(self) -> Places:
+        """Of the root."""
+        return [(source, source.start) for source in self.all]
 
     @property
     def likeliest_lookup(self) -> Lookup:
         """The one whose first token is likeliest."""
         return max(self.lookups, key=lambda line: [chance for _, chance in line.choices(0)])
 
-    def heard(self, places: Places) -> list[tuple[Source, Choices]]:
-        """Those that say something of a node, whose place in each source this is."""
-        said: list[tuple[Source, Choices]] = []
-        for source, place in zip(self.all, places, strict=True):
-            if place is not None and not (said and source.last_resort):
-                choices = source.choices(place)
-                if choices:
-                    said.append((source, choices))
-        return said
-
-    def after(self, places: Places, token: int) -> list[int | None]:
-        """The places behind a token."""
-        return [
-            None if place is None else source.after(place, token)
-            for source, place in zip(self.all, places, strict=True)
-        ]
-
     def learn(self, written: Sequence[int]) -> None:
         """Shift each source by what the text has had in this place, as far as it foresaw."""
         places = self.places
         for token in written:
-            for source, choices in self.heard(places):
+            for source, choices in heard(places):
                 best, chance = choices[0]
                 source.shift += RATE * ((best == token) - chance)
-            places = self.after(places, token)
+            places = after(places, token)
+
+
+def heard(places: Places) -> list[tuple[Source, Choices]]:
+    """The sources that say something of a node."""
+    said: list[tuple[Source, Choices]] = []
+    for source, place in places:
+        if not (said and source.last_resort) and (choices := source.choices(place)):
+            said.append((source, choices))
+    return said
+
+
+def after(places: Places, token: int) -> Places:
+    """Those behind a token."""
+    behind = [(source, source.after(place, token)) for source, place in places]
+    return [(source, place) for source, place in behind if place is not None]
 
 
 @dataclass(frozen=True)
@@ -230,20 +218,22 @@ def best_nodes(costs: Costs, sources: Sources, most: int) -> list[Node]:
     pushed, least = 0, costs.of_any_node
     for number in range(most):
         node = nodes[number]
-        for token, chance in next_tokens(sources.heard(node.places)):
+        for token, chance in next_tokens(heard(node.places)):
             if (gain := node.gain * chance) > least:
                 pushed += 1  # of equals the earlier is first
                 heappush(coming, (-gain, pushed, token, number))
         if not coming:
             break
         loss, _, token, parent = heappop(coming)
-        nodes.append(Node(-loss, token, parent, sources.after(nodes[parent].places, token)))
+        nodes.append(Node(-loss, token, parent, after(nodes[parent].places, token)))
     return nodes
 
 
 def next_tokens(said: Sequence[tuple[Source, Choices]]) -> Choices:
     """The tokens for a place, each with its chance. Of the best ones of several sources at most one
     is right; what several say is trusted for all their reasons. Further ones share what is left."""
+    if len(said) == 1 == len(said[0][1]):  # as far down a lookup
+        return said[0][1]
     wrong: dict[int, float] = {}
     for _, choices in said:
         token, chance = choices[0]
@@ -262,12 +252,10 @@ def next_tokens(said: Sequence[tuple[Source, Choices]]) -> Choices:
 def drafting_pays(costs: Costs, sources: Sources, most: int) -> bool:
     """Whether a further token of the chain may be expected to make the tree, of `most` nodes at
     most, worth more than it costs to draft."""
-    nodes, chain = best_nodes(costs, sources, most), sources.all.index(sources.chain)
-    drafted = len(sources.chain.tokens)
-    ends = (node for node in nodes if node.places[chain] == drafted)
-    if (end := next(ends, None)) is None:
+    nodes, place = best_nodes(costs, sources, most), (sources.chain, len(sources.chain.tokens))
+    if (end := next((node for node in nodes if place in node.places), None)) is None:
         return False
-    said, adds, cost = sources.heard(end.places), NEXT, costs.draft
+    said, adds, cost = heard(end.places), NEXT, costs.draft
     foreseen = max((choices[0][1] for _, choices in said), default=0.0)
     if any(source in sources.lookups for source, _ in said):
         adds = NEXT_BESIDE

@@ -21,7 +21,6 @@ from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
 from kangaroo.engine.tree import Draft
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 
 
@@ -42,16 +41,7 @@ class Kangaroo(EarlyExit, Chain):
     `Chain.propose` watches; verification goes on from the shallow states of the whole draft.
     EAGLE's chain is the same with a layer of its own kind."""
 
-    def __init__(
-        self,
-        lm: TargetModel,
-        adapter: Layer,
-        steps: int = 6,
-        threshold: float | str = 0.6,
-        head: DraftHead | None = None,
-    ):
-        super().__init__(lm, adapter, steps, threshold, head)
-        self.hidden: list[Tensor] = []  # shallow states of the round's nodes
+    hidden: list[Tensor]  # shallow states of the round's nodes
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
         self.read_prompts()

@@ -81,7 +81,7 @@ class Level(NamedTuple):
         """A level, whose block has so many tensors, and what comes after it."""
         alone = len(Level._fields) - 1
         end = alone + block
-        return Level(*tensors[:alone], tensors[alone:end]), tensors[end:]
+        return Level._make((*tensors[:alone], tensors[alone:end])), tensors[end:]
 
 
 class KangarooTree(EarlyExit):
@@ -288,7 +288,7 @@ def kept(
         keep_BN = valid_BN & ~(childless_BN & (rank_BN < childless_BN.sum(1, keepdim=True) // 2))
     score_BN = torch.where(keep_BN, score_BN, -1.0)
     gains_BN = score_BN.sort(descending=True).values[:, 1 : 1 + len(worth_W)]
-    gains_BN = gains_BN - worth_W[: gains_BN.shape[1]]
+    gains_BN = gains_BN.double() - worth_W[: gains_BN.shape[1]]  # of which some are tiny
     count_B1 = F.pad(gains_BN.cumsum(1), (1, 0)).argmax(1, keepdim=True)
     return keep_BN & (ranks(-score_BN) <= count_B1)
 

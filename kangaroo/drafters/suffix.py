@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -13,17 +14,16 @@ from kangaroo.utils.ranges import CountOrZero, DraftSize, Positive
 SEPARATOR = -1  # between stored answers; no token
 
 
-class Match:
-    """How much of a text's end stands elsewhere.
-
-    Attributes:
-        tokens: where it stands.
-        match: how many tokens at the end of the text stand there, and the place after them; 0 and 0
-            where none do.
-    """
+class Match(ABC):
+    """How many tokens at a text's end stand in others, and the place after them there (`match`); 0
+    and 0 where none do."""
 
     tokens: list[int]
     match: tuple[int, int]
+
+    @abstractmethod
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens at the end of the text."""
 
     def continuation(self, count: int, ends: Container[int] = ()) -> list[int]:
         """What followed the place of the match, `count` tokens or up to one of `ends`; none where
@@ -68,7 +68,6 @@ class SuffixAutomaton(Match):
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens at the end of the text."""
         for token in tokens:
             self._append(token)
 
@@ -144,7 +143,8 @@ class TextMatches:
 
     def __init__(self, text: list[int], stored: SuffixAutomaton | None):
         self.text, self.begins, self._read = text, len(text) - 1, 0  # begins: its answer
-        self._parts = [SuffixAutomaton(), *([] if stored is None else [StoredMatch(stored)])]
+        self._parts: list[Match] = [SuffixAutomaton()]
+        self._parts += [] if stored is None else [StoredMatch(stored)]
 
     def grown(self) -> Sequence[Match]:
         """With all of the text."""

@@ -21,8 +21,10 @@ from kangaroo.drafters.expected_gain import (
     Lookup,
     Recycled,
     Sources,
+    after,
     best_tree,
     drafting_pays,
+    heard,
     next_tokens,
 )
 from kangaroo.drafters.hybrid import Hybrid
@@ -201,9 +203,9 @@ def gains(sources: Sources, depth: int) -> dict[tuple[int, ...], float]:
     of_paths, last = {}, [((), 1.0, sources.places)]
     for _ in range(depth):
         last = [
-            ((*path, token), gain * chance, sources.after(places, token))
+            ((*path, token), gain * chance, after(places, token))
             for path, gain, places in last
-            for token, chance in next_tokens(sources.heard(places))
+            for token, chance in next_tokens(heard(places))
         ]
         of_paths |= {path: gain for path, gain, _ in last}
     return of_paths
