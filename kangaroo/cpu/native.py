@@ -100,7 +100,7 @@ def struct(name: str, integers: str = "", doubles: str = "", **others: Any) -> t
 NativeSizes = struct(
     "NativeSizes", "hidden heads kv_heads head_size feed_forward threads", "eps scaling"
 )
-NativeStack = struct("NativeStack", "layers count keys values n_slots")
+NativeStack = struct("NativeStack", "layers count keys values n_slots window")
 NativeHead = struct("NativeHead", "norm weight outputs ids passing")
 NativeFusing = struct("NativeFusing", "shallow_norm deep_norm weight")
 NativeTarget = struct(
@@ -132,10 +132,13 @@ def pointer(tensor: Tensor | None) -> int:
 
 
 class Stack:
-    """Layers that run in one call; their weights, of one dtype of `DTYPES`, are not copied."""
+    """Layers that run in one call; their weights, of one dtype of `DTYPES`, are not copied. How
+    far they look back is `window` (`ForwardMeta.within`)."""
 
-    def __init__(self, library: CDLL, layers: Sequence[LayerWeights], sizes: Sizes):
-        self.layers, self.sizes = layers, sizes
+    def __init__(
+        self, library: CDLL, layers: Sequence[LayerWeights], sizes: Sizes, window: int = 0
+    ):
+        self.layers, self.sizes, self.window = layers, sizes, window
         self.per_layer = (len(fields(LayerWeights)) + 1) * ctypes.sizeof(ctypes.c_int64)
         self.table, self.keys_table = layer_table(layers), layer_table(layers, OF_KEYS)
         self.dtype = next(w.dtype for w in vars(layers[0]).values() if w is not None)
@@ -166,6 +169,7 @@ class Stack:
             keys=ctypes.addressof(keys) + layers.start * step,
             values=ctypes.addressof(values) + layers.start * step,
             n_slots=cache.n_slots,
+            window=self.window,
         )
 
     def __call__(

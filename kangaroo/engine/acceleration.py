@@ -42,14 +42,14 @@ class Acceleration:
         a power of two, or the most that there may be."""
         return tokens if self.graphs is None else max(tokens, min(power_of_two(tokens), most))
 
-    def part(self, name: str, weights: Any) -> Any:
+    def part(self, name: str, weights: Any, **options: Any) -> Any:
         """A `Stack`, `Head` or `Fusing`, of kernels or else of native code, which reads these
         weights where they lie; None without either."""
         if self.kernels is not None:
-            return getattr(self.kernels, name)(weights, self.sizes)
+            return getattr(self.kernels, name)(weights, self.sizes, **options)
         if self.library is None:
             return None
-        return getattr(native, name)(self.library, weights, self.sizes)
+        return getattr(native, name)(self.library, weights, self.sizes, **options)
 
     def replay(
         self, caches: Caches, key: Key, work: Work, *inputs: Tensor, tokens: int, **how: Any
