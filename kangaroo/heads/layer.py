@@ -53,7 +53,7 @@ class Layer(Trainable):
         window: int = 0,
     ):
         super().__init__(architecture, exit_layer, [exit_layer], deep_tap)
-        self.windowed, self.window = lm.windowed[like], window
+        self.windowed, self.attention_window = lm.windowed[like], window
         self.added = getattr(lm.config, "residual_multiplier", 1)
         self.input_norm: nn.Module | None = None
         self.attention: nn.Module | None = None
@@ -100,7 +100,7 @@ class Layer(Trainable):
         meta = meta if isinstance(past, Unrolled) else meta.of_layer(self.windowed)
         if native_layer and isinstance(past, BlockCache) and native_layer.takes(x_BND, meta):
             return native_layer(x_BND, past.cache, meta, range(self.depth), weight(self.norm))
-        meta = meta if isinstance(past, Unrolled) else meta.within(self.window)
+        meta = meta if isinstance(past, Unrolled) else meta.within(self.attention_window)
         attentions = self.attentions
         for place, (norm, attention) in enumerate(attentions, 1):
             attended_BND, _ = attention(
@@ -162,7 +162,7 @@ class Layer(Trainable):
 
     def learnt(self, meta: ForwardMeta) -> ForwardMeta:
         """Whole texts as the layer sees them, for `Unrolled`."""
-        return meta.of_layer(self.windowed).within(self.window)
+        return meta.of_layer(self.windowed).within(self.attention_window)
 
     def copy_layers(self, lm: TargetModel, first: int) -> None:
         """Begin with the weights of a layer of the target, and attention of those above it, as far
@@ -194,7 +194,7 @@ class Layer(Trainable):
             layers[-1] |= feed_forward_weights(self.feed_forward)
             layers[-1]["feed_forward_norm"] = weight(self.middle_norm)
         self.native_layer = lm.acceleration.part(
-            "Stack", [LayerWeights(**parts) for parts in layers], window=self.window
+            "Stack", [LayerWeights(**parts) for parts in layers], window=self.attention_window
         )
         return self
 
