@@ -31,3 +31,4 @@ for length in options.lengths:
 lines = [json.dumps({"question_id": i} | question) for i, question in enumerate(questions)]
 options.output.parent.mkdir(parents=True, exist_ok=True)
 options.output.write_text("\n".join(lines) + "\n", "utf-8")
+print(f"{len(questions)} questions of {', '.join(map(str, options.lengths))} tokens")
