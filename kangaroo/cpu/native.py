@@ -99,7 +99,7 @@ def struct(name: str, integers: str = "", doubles: str = "", **others: Any) -> t
 NativeSizes = struct(
     "NativeSizes", "hidden heads kv_heads head_size feed_forward threads", "eps scaling"
 )
-NativeStack = struct("NativeStack", "layers count keys values n_slots")
+NativeStack = struct("NativeStack", "layers count keys values n_slots window")
 NativeHead = struct("NativeHead", "norm weight outputs ids passing down rank")
 NativeFusing = struct("NativeFusing", "shallow_norm deep_norm weight")
 NativeTarget = struct(
@@ -131,10 +131,13 @@ def pointer(tensor: Tensor | None) -> int:
 
 
 class Stack:
-    """Layers that run in one call; their weights, of one dtype of `DTYPES`, are not copied."""
+    """Layers that run in one call; their weights, of one dtype of `DTYPES`, are not copied. How
+    far they look back is `window` (`ForwardMeta.within`)."""
 
-    def __init__(self, library: CDLL, layers: Sequence[LayerWeights], sizes: Sizes):
-        self.layers, self.sizes = layers, sizes
+    def __init__(
+        self, library: CDLL, layers: Sequence[LayerWeights], sizes: Sizes, window: int = 0
+    ):
+        self.layers, self.sizes, self.window = layers, sizes, window
         self.per_layer = (len(fields(LayerWeights)) + 1) * ctypes.sizeof(ctypes.c_int64)
         self.table, self.keys_table = layer_table(layers), layer_table(layers, OF_KEYS)
         self.dtype = next(w.dtype for w in vars(layers[0]).values() if w is not None)
@@ -164,7 +167,7 @@ class Stack:
         weights = ctypes.addressof(table) + layers.start * self.per_layer
         step = layers.start * ctypes.sizeof(ctypes.c_void_p)
         keys, values = (ctypes.addressof(of_layers) + step for of_layers in cache.addresses)
-        return NativeStack(weights, len(layers), keys, values, cache.n_slots)
+        return NativeStack(weights, len(layers), keys, values, cache.n_slots, self.window)
 
     def __call__(
         self,

@@ -66,7 +66,7 @@ def path_kernel(
     tl.store(lead_ptr + n, lead)
 
 
-@triton.jit(do_not_specialize=["T", "S", "P", "B", "COLUMNS"])
+@triton.jit(do_not_specialize=["T", "S", "P", "B", "COLUMNS", "WINDOW"])
 def attend_kernel(
     q_ptr,
     keys_ptr,
@@ -81,6 +81,7 @@ def attend_kernel(
     P,
     B,
     COLUMNS,
+    WINDOW,
     scale,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -92,9 +93,10 @@ def attend_kernel(
     score, and the sum of exponentials under it, `weight` `[N, H, B, 2]`.
 
     Programs: rows, key heads, units. The first COLUMNS * B units are shared blocks of 16 columns,
-    the others T * P / 64 blocks of one token.
+    the others T * P / 64 blocks of one token. Those before the window of all columns do nothing.
 
     Args:
+        WINDOW: how far a token looks back, to the beginning of a block; 0 is to all.
         DP: D, or more: a power of two.
     """
     wait(PDL)
@@ -113,7 +115,7 @@ def attend_kernel(
     block = tl.where(is_path, tl.load(lead_ptr + whose) // 64 + nth, nth)
     count = tl.load(count_ptr + token)
     end = tl.where(is_path, count, tl.load(lead_ptr + token))
-    is_live = (t < T) & (j < GROUP) & (block * 64 < end)
+    is_live = (t < T) & (j < GROUP) & (block * 64 < end) & (block >= first_block(count, WINDOW))
     if tl.max(is_live.to(tl.int32)) > 0:
         place = block * 64 + e
         path_end = tl.load(count_ptr + whose)
@@ -140,13 +142,20 @@ def attend_kernel(
         tl.store(weight_ptr + to * 2 + 1, tl.sum(weights, 1), mask=is_live)
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit
+def first_block(count, WINDOW):
+    """The first one that a token sees which is the last of so many."""
+    return tl.where(WINDOW > 0, tl.maximum(count - 1 - WINDOW, 0) // 64, 0)
+
+
+@triton.jit(do_not_specialize=["B", "WINDOW"])
 def combine_kernel(
     sum_ptr,
     weight_ptr,
     count_ptr,
     out_ptr,
     B,
+    WINDOW,
     H: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -159,7 +168,8 @@ def combine_kernel(
     head = n.to(tl.int64) * H + tl.program_id(1)
     d = tl.arange(0, DP)
     top, total, out = float("-inf"), 0.0, tl.zeros([DP], tl.float32)
-    block, count = 0, tl.load(count_ptr + n)
+    count = tl.load(count_ptr + n)
+    block = first_block(count, WINDOW)
     while block * 64 < count:
         at = head * B + block
         block_top = tl.load(weight_ptr + at * 2)

@@ -160,10 +160,11 @@ def paths(meta: ForwardMeta) -> Paths:
 
 
 class Stack:
-    """Layers that run one after the other; their weights, of one dtype, are not copied."""
+    """Layers that run one after the other; their weights, of one dtype, are not copied. How far
+    they look back is `window` (`ForwardMeta.within`)."""
 
-    def __init__(self, layers: Sequence[LayerWeights], sizes: Sizes):
-        self.layers, self.sizes = layers, sizes
+    def __init__(self, layers: Sequence[LayerWeights], sizes: Sizes, window: int = 0):
+        self.layers, self.sizes, self.window = layers, sizes, window
 
     def takes(self, x_RTD: Tensor, meta: ForwardMeta) -> bool:
         """Whether it is a step of decoding, or a part of a prompt."""
@@ -253,14 +254,14 @@ class Stack:
             kernels_attention.attend_kernel,
             (rows, sizes.kv_heads, columns * blocks + tokens * places // 64),
             *(q_NO, *past, seen.count_N, seen.lead_N, seen.path_NP, sums, weights),
-            *(tokens, places, blocks, columns, sizes.scaling),
+            *(tokens, places, blocks, columns, self.window, sizes.scaling),
             G=sizes.kv_heads,
             **shape,
             num_warps=4,
         )
         out_NO, combine = torch.empty_like(q_NO), kernels_attention.combine_kernel
         tensors = sums, weights, seen.count_N, out_NO
-        launch(combine, (len(q_NO), heads), *tensors, blocks, **shape, num_warps=1)
+        launch(combine, (len(q_NO), heads), *tensors, blocks, self.window, **shape, num_warps=1)
         return out_NO
 
     def takes_text(self, x_RTD: Tensor, meta: ForwardMeta) -> bool:

@@ -158,10 +158,12 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
         vocabulary: draft from this many of the most frequent tokens alone, so that a draft step
             reads that part of the head (FR-Spec, arXiv 2502.14856); 0 is all, null takes what the
             adapter was saved with.
+        attention_window: how far the adapter's attention looks back; null is as it was trained.
     """
 
     exit_layer: Count | None = None
     vocabulary: CountOrZero | None = None
+    attention_window: CountOrZero | None = None
 
     kind: ClassVar[type[Layer]] = Adapter  # what it drafts with
     parts: ClassVar[type[HeadConfig]] = AdapterHeadConfig  # of an untrained one
@@ -179,7 +181,10 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
                     f"drafter.exit_layer={self.exit_layer} was asked for. Leave it unset, or pass "
                     "drafter.adapter= one of that exit layer."
                 )
-            return adapter_files.load(self.adapter, lm, self.kind, self.vocabulary)
+            layer, heads = adapter_files.load(self.adapter, lm, self.kind, self.vocabulary)
+            if self.attention_window is not None:
+                layer.attention_window = self.attention_window
+            return layer, heads
         layer = self.parts().build(lm, exit_layer, None).start_from(lm)
         assert isinstance(layer, self.kind)
         layer = layer.to(layer.home(lm), lm.dtype).eval().requires_grad_(False)

@@ -60,7 +60,8 @@ class EarlyExit:
         self.deep_BSD = torch.zeros(0, 0, 0, dtype=lm.dtype, device=adapter.home(lm))
         self.made_for = -1  # serial of the target's cache that the adapter's goes with
         self.proposed: Draft | None = None
-        self.prompts: list[tuple[Tensor, Tensor | None, ForwardMeta]] = []  # not read yet
+        # by row, a part of a prompt that the layer has not read, and its first position
+        self.prompts: dict[int, tuple[Tensor, int]] = {}
 
     def begin(self, batch: Batch) -> None:
         """Make the layer's cache, unless the last one will do, and empty windows."""
@@ -89,22 +90,29 @@ class EarlyExit:
     def prefill(
         self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
     ) -> None:
-        """Keep the prompt's states; the layer reads them when the first token is out."""
+        """Keep the prompt's last states; the layer reads them when the first token is out."""
         f_1TD, rows, window = taps[self.exit_layer], meta.rows, self.window
-        meta = meta.to(f_1TD.device)
         if self.deep_tap in taps:  # else they are there already
             self.keep_deep(meta.slots_RT, taps[self.deep_tap], rows)
-        # where nothing is drafted for long, what waits of the row's text before is dropped
-        first, others = int(meta.slots_RT[0, 0]), self.prompts
-        self.prompts = [x for x in others if x[2].rows != rows or int(x[2].slots_RT[0, 0]) < first]
-        self.prompts.append((f_1TD, self.deep_before(meta), meta))
+        first, row = int(meta.slots_RT[0, 0]), rows.start
+        if row in self.prompts and self.prompts[row][1] < first:  # else it is another text's
+            self.read_prompt(row)
+        self.prompts[row] = f_1TD, first
         self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -window:]
 
     def read_prompts(self) -> None:
         """Write the layer's keys of new prompts."""
-        for f_1TD, before_1TD, meta in self.prompts:
-            self.adapter.write_kv(f_1TD, before_1TD, meta, self.cache.at(meta))
-        self.prompts.clear()
+        for row in list(self.prompts):
+            self.read_prompt(row)
+
+    def read_prompt(self, row: int) -> None:
+        """The same of one row's, in parts as they are quick for a layer that keeps keys alone."""
+        f_1TD, first = self.prompts.pop(row)
+        for part_1TD in f_1TD.split(self.lm.prompt_chunk(1), 1):
+            end = first + part_1TD.shape[1]
+            meta = self.lm.chunk(first, end, row, self.cache.n_slots).to(f_1TD.device)
+            self.adapter.write_kv(part_1TD, self.deep_before(meta), meta, self.cache.at(meta))
+            first = end
 
     def observe(
         self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]

@@ -42,7 +42,7 @@ class Acceleration:
         two, or the most that there may be."""
         return tokens if self.graphs is None else max(tokens, min(power_of_two(tokens), most))
 
-    def part(self, name: str, weights: Any, **more: Tensor | None) -> Any:
+    def part(self, name: str, weights: Any, **more: Any) -> Any:
         """A `Stack`, `Head` or `Fusing` that reads these weights where they lie; None where neither
         kernels nor native code are there."""
         if self.kernels is not None:

@@ -57,6 +57,22 @@ class ForwardMeta:
         bias_R1TE, cos, sin = self.windowed
         return replace(self, bias_R1TE=bias_R1TE, rope=(cos, sin), windowed=())
 
+    def within(self, window: int) -> ForwardMeta:
+        """The block as a layer sees it that looks back so far, 0 being everywhere: a token sees
+        whole blocks of 64 positions, the first of them the one that lies `window` before it. Below
+        the drafted tokens, which are nearer, slots are positions."""
+        if not window or self.extent <= window + BUCKET:
+            return self
+        slots_E, at_RT1 = torch.arange(self.extent, device=self.slots_RT.device), self.positions_RT
+        at_RT1 = at_RT1[..., None]
+        near_R1TE = (slots_E >= (at_RT1 - window) // BUCKET * BUCKET)[:, None]
+        bias = self.bias_R1TE
+        if bias is None or isinstance(bias, CausalBias):
+            return replace(self, bias_R1TE=near_R1TE & (slots_E <= at_RT1)[:, None])
+        if bias.dtype == torch.bool:
+            return replace(self, bias_R1TE=near_R1TE & bias)
+        return replace(self, bias_R1TE=bias.masked_fill(~near_R1TE, -torch.inf))
+
     def narrow(self, start: int, width: int) -> ForwardMeta:
         """The `width` tokens from `start` on, or as many as there are: views."""
         width = min(width, self.slots_RT.shape[1] - start)

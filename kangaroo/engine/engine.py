@@ -232,9 +232,12 @@ class Engine:
             tokens_1T = prompt_T[None, first : first + chunk]
             last_11D, meta, taps = lm.read(tokens_1T, first, batch.cache, row, self.drafter.taps)
             read.append((tokens_1T, meta, taps))
+            # else later, since a step in between would change what a drafter keeps of the row
+            if batch.size == 1 or first + chunk >= end:
+                for chunk_read in read:
+                    self.drafter.prefill(batch, *chunk_read)
+                read.clear()
         place(batch, row, prompt_T, request)
-        for chunk_read in read:  # now, since a step would change what a drafter keeps of the row
-            self.drafter.prefill(batch, *chunk_read)
         at_11, seed_1 = torch.full((1, 1), end, device=lm.device), batch.seeds_B[row : row + 1]
         logits_11V = lm.logits(last_11D)
         how = batch.sampling.reading(batch.settings_B3[row : row + 1])

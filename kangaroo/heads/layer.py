@@ -39,8 +39,8 @@ class Layer(Trainable):
     reads that state of the token before each, or its own in that place.
 
     Of a family that has norms after its attention (OLMo 2, Gemma) it has none there. Where a layer
-    of the target adds only a part of what it computes (Granite), so does this. A window is that of
-    the target's layer `like`.
+    of the target adds only a part of what it computes (Granite), so does this. It looks back
+    `window` tokens (`ForwardMeta.within`), and no farther than the target's layer `like`.
     """
 
     def __init__(
@@ -50,9 +50,10 @@ class Layer(Trainable):
         exit_layer: int,
         deep_tap: int | None,
         like: int,
+        window: int = 0,
     ):
         super().__init__(architecture, exit_layer, [exit_layer], deep_tap)
-        self.windowed = lm.windowed[like]
+        self.windowed, self.attention_window = lm.windowed[like], window
         self.added = getattr(lm.config, "residual_multiplier", 1)
         self.input_norm: nn.Module | None = None
         self.attention: nn.Module | None = None
@@ -92,9 +93,10 @@ class Layer(Trainable):
         values are kept in `past`; None sees the block alone. Where no head reads, by `read_BN`, the
         state is zeros."""
         x_BND, native_layer = self.mix_inputs(f_BND, deep_BND), self.native_layer
-        meta = meta.of_layer(self.windowed)
+        meta = meta if isinstance(past, Unrolled) else meta.of_layer(self.windowed)
         if native_layer and isinstance(past, BlockCache) and native_layer.takes(x_BND, meta):
             return native_layer(x_BND, past.cache, meta, range(self.depth), weight(self.norm))
+        meta = meta if isinstance(past, Unrolled) else meta.within(self.attention_window)
         attentions = self.attentions
         for place, (norm, attention) in enumerate(attentions, 1):
             attended_BND, _ = attention(
@@ -146,13 +148,17 @@ class Layer(Trainable):
         (training-time test, EAGLE-3, arXiv 2503.01840)."""
         if steps > 1:
             read_BT = None  # later steps read states where no head does
-        f_BTD, past, meta = taps[self.exit_layer], Unrolled(), meta.of_layer(self.windowed)
+        f_BTD, past, meta = taps[self.exit_layer], Unrolled(), self.learnt(meta)
         states: list[Tensor] = []
         for step in range(1, steps + 1):
             deep_BTD = before(deep_BTD, meta.positions_RT)
             deep_BTD = self(f_BTD, deep_BTD, at_step(meta, step, f_BTD), past, read_BT)
             states.append(deep_BTD)
         return states
+
+    def learnt(self, meta: ForwardMeta) -> ForwardMeta:
+        """Whole texts as the layer sees them, for `Unrolled`."""
+        return meta.of_layer(self.windowed).within(self.attention_window)
 
     def copy_layers(self, lm: TargetModel, first: int) -> None:
         """Begin with the weights of a layer of the target, and attention of those above it, as far
@@ -184,7 +190,7 @@ class Layer(Trainable):
             layers[-1] |= feed_forward_weights(self.feed_forward)
             layers[-1]["feed_forward_norm"] = weight(self.middle_norm)
         self.native_layer = lm.acceleration.part(
-            "Stack", [LayerWeights(**parts) for parts in layers]
+            "Stack", [LayerWeights(**parts) for parts in layers], window=self.attention_window
         )
         return self
 

@@ -205,4 +205,16 @@ def test_prompts_that_nobody_drafts_from_do_not_pile_up():
     for seed in range(6):
         for row, prompt in enumerate(random_prompts(40, 9, seed=seed)):
             engine.admit(batch, row, Request(prompt, 1))
-    assert len(drafter.prompts) == 3 + 1  # chunks of the last two
+    assert len(drafter.prompts) == 2  # the last chunks of the last two
+
+
+def test_a_chunk_is_handed_on_before_the_next_one_is_read(monkeypatch):
+    lm, events = lm_of("llama-compiled"), []
+    drafter = Kangaroo(lm, adapter_for(lm))
+    for owner, name in ((lm, "read"), (drafter, "prefill")):
+        do = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *x, do=do, name=name: (events.append(name), do(*x))[1]
+        )
+    Engine(lm, drafter, prefill_chunk=CHUNK).generate(random_prompts(40), 4)
+    assert events == ["read", "prefill"] * 3

@@ -25,6 +25,10 @@ RUNS = {
         "--model tiny --output {here}/tuned --files examples --steps 3 --width 64",
         r"files, \d+ tokens.*tuned is fine-tuned",
     ),
+    "long_prompts.py": (
+        "--model tiny --output {here}/long.jsonl --lengths 100 200",
+        "4 questions of 100, 200 tokens",
+    ),
     "evaluate_two_methods.py": (
         f"{TINY} --questions 2 --max-new-tokens 8 --output {{here}}",
         r"tiny on demo: methods compared(?=.*kangaroo)(?=.*prompt_lookup)",

@@ -28,10 +28,10 @@ AS_TYPED = {
     "train.py model=vicuna-7b --cfg job",
 }
 
-# Lines with gaps that a reader fills; and those that test_serving.py, test_load_test.py,
-# test_paper.py, test_sweeps.py (where Optuna is installed) or test_hub.py run.
+# Lines with gaps that a reader fills; and those that test_examples.py, test_serving.py,
+# test_load_test.py, test_paper.py, test_sweeps.py (where Optuna is installed) or test_hub.py run.
 ELSEWHERE = re.compile(
-    r"serve\.py|load_test|OUTPUT|\.\.\.|evaluate\.py results=|search=optuna|"
+    r"serve\.py|load_test|examples/|OUTPUT|\.\.\.|evaluate\.py results=|search=optuna|"
     r"push (?!.*dry_run=true)|convert\.py pull"
 )
 

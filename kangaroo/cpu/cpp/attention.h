@@ -93,13 +93,13 @@ template <class T> class Attention {
     Part mine(i64(sight.seen.size()) * s.heads);
     for (i64 item = mine.first; item < mine.last; item++) {
       i64 m = item / s.heads, head = item % s.heads / group, query = item % group;
-      i64 chunks = (sight.seen[m].count + CHUNK - 1) / CHUNK;
+      i64 first = sight.seen[m].first(sight.window) / CHUNK, chunks = (sight.seen[m].count + CHUNK - 1) / CHUNK;
       float largest = NEVER, sum = 0;
-      for (i64 chunk = 0; chunk < chunks; chunk++)
+      for (i64 chunk = first; chunk < chunks; chunk++)
         largest = std::max(largest, partial[place(m, head, chunk, query)]);
       float total[WIDEST_HEAD + LANES];
       std::fill(total, total + size + LANES, 0.0f);
-      for (i64 chunk = 0; chunk < chunks; chunk++) {
+      for (i64 chunk = first; chunk < chunks; chunk++) {
         const float* from = partial + place(m, head, chunk, query);
         float scale = std::exp(from[0] - largest);
         sum += scale * from[1];

@@ -20,6 +20,8 @@ struct Seen {
   i64 row, shared, count;
   const i64* path;
   i64 slot(i64 position) const { return position < shared ? position : path[position - shared]; }
+  // The first position that is seen by a layer which looks back so far, 0 being everywhere: whole chunks are.
+  i64 first(i64 window) const { return window ? std::max<i64>(count - 1 - window, 0) / CHUNK * CHUNK : 0; }
 };
 
 struct Member {  // a token, and how many positions of a piece it sees
@@ -38,10 +40,11 @@ struct Sight {
   std::vector<Piece> pieces;
   std::vector<Member> members;
   std::vector<std::vector<i64>> lists;
-  i64 n_lists = 0, chunks = 0;
+  i64 n_lists = 0, chunks = 0, window = 0;
 
-  // After `seen` is filled in; tokens of a row stand together.
-  void arrange() {
+  // After `seen` is filled in, for layers that look back so far; tokens of a row stand together.
+  void arrange(i64 looks_back) {
+    window = looks_back;
     pieces.clear();
     members.clear();
     n_lists = chunks = 0;
@@ -82,8 +85,10 @@ struct Sight {
     }
     common = common / CHUNK * CHUNK;
     for (i64 at = 0; at < common; at += CHUNK) {
-      pieces.push_back({seen[first].row, at, CHUNK, -1, 0, i64(members.size()), last - first, i64(pieces.size()), 1});
-      for (i64 m = first; m < last; m++) members.push_back({m, CHUNK});
+      Piece piece{seen[first].row, at, CHUNK, -1, 0, i64(members.size()), 0, i64(pieces.size()), 1};
+      for (i64 m = first; m < last; m++)
+        if (seen[m].first(window) <= at) members.push_back({m, CHUNK});
+      add(piece);
     }
     i64 own = n_lists, longest = 0;
     list_of.resize(last - first);
@@ -105,10 +110,15 @@ struct Sight {
     Piece piece{seen[first].row, common + at, width, group, at, i64(members.size()), 0, 0, 0};
     for (i64 m = first; m < last; m++) {
       i64 sees = std::min(CHUNK, seen[m].count - common - at);
-      if (list_of[m - first] == list && sees > 0) members.push_back({m, sees});
+      bool near = seen[m].first(window) <= common + at;
+      if (list_of[m - first] == list && sees > 0 && near) members.push_back({m, sees});
     }
+    add(piece);
+  }
+
+  void add(Piece piece) {
     piece.n_members = members.size() - piece.members;
-    pieces.push_back(piece);
+    if (piece.n_members) pieces.push_back(piece);
   }
 
   // The list that a token's slots from `common` on are the beginning of, or a new one.

@@ -21,7 +21,7 @@ void run_block(const Sizes& s, const Stack<T>& stack, i64 rows, i64 tokens, i64 
   static thread_local Masks<T> masks;
   static thread_local std::vector<i64> angles;
   masks.read(bias, rows, tokens, extent, first_row, sight);
-  sight.arrange();
+  sight.arrange(stack.window);
   for (i64 m = angles.size(); m < rows * tokens; m++) angles.push_back(m);
   run_layers(s, stack, Tokens<T>{rows * tokens, slots, angles.data(), cos, sin}, sight, x, final_norm);
 }

@@ -14,15 +14,15 @@ template <class T> struct Layer {
   i64 passing;  // of all of its matrices
 };
 
-// Layers, and where each keeps keys and values: [rows * n_slots, K, C].
+// Layers, where each keeps keys and values, [rows * n_slots, K, C], and how far they look back, 0 being everywhere.
 template <class T> struct Stack {
   const Layer<T>* layers;
   i64 count;
   T *const *keys, *const *values;
-  i64 n_slots;
+  i64 n_slots, window;
 
   Stack range(i64 first, i64 last) const {
-    return {layers + first, last - first, keys + first, values + first, n_slots};
+    return {layers + first, last - first, keys + first, values + first, n_slots, window};
   }
 };
 

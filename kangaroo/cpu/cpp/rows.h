@@ -141,7 +141,7 @@ template <class T> struct Gathered {
   }
 
   void run(const Sizes& s, const Stack<T>& stack, const Target<T>& target, const T* norm = nullptr) {
-    sight.arrange();
+    sight.arrange(stack.window);
     Tokens<T> tokens{i64(rows.size()), slots.data(), angles.data(), target.cos, target.sin};
     run_layers(s, stack, tokens, sight, x.data(), norm);
   }

@@ -208,3 +208,16 @@ def test_a_texts_bits_depend_on_no_other_row_and_no_padding_and_a_mask_is_for_mo
     assert lm.fast_layers.takes_text(x_RTD, meta)
     meta.bias_R1TE = torch.ones(1, 1, 6, 6, dtype=torch.bool, device=DEVICE).tril()
     assert not lm.fast_layers.takes_text(x_RTD, meta)
+
+
+def test_a_window_begins_at_a_block():
+    lm, starts, tokens_BN = model("llama", num_hidden_layers=1), [3, 62, 140], random_tokens(3, 3)
+    stack = Stack(list(map(layer_weights, lm.layers)), lm.sizes(), window=64)
+    start_B = torch.tensor(starts, device=DEVICE)
+    meta = lm.forward_meta(Tree.chain(3, DEVICE), start_B, 143, SLOTS)
+    x_BND, caches = lm.embed(tokens_BN), (filled_cache(lm, 3), filled_cache(lm, 3))
+    near_BND = stack(x_BND, caches[0], meta, range(1))
+    expected_BND, _ = lm.run(x_BND, caches[1], meta.within(64), range(1))
+    torch.testing.assert_close(near_BND, expected_BND, rtol=0, atol=1e-4)
+    whole_BND, _ = lm.run(x_BND, caches[1], meta, range(1))
+    assert torch.equal(expected_BND[:2], whole_BND[:2]) and not near_BND[2].allclose(whole_BND[2])
