@@ -49,7 +49,7 @@ def test_training_sees_what_drafting_sees(step):
         deep_1TD = lm.norm(taps[adapter.deep_tap])
         learnt_1TD = adapter.states(taps, deep_1TD, meta, step)[-1]
         before_1TD = torch.cat([torch.zeros_like(deep_1TD[:, :1]), deep_1TD[:, :-1]], 1)
-        cache = lm.cache_like(1, 256, [lm.device] * adapter.depth)
+        cache = lm.new_cache(1, 256, [lm.device] * adapter.depth)
         f_1TD = taps[adapter.exit_layer]
         for first, stop in [(0, 100), (100, end), *((n, n + 1) for n in range(end, 200))]:
             meta, part = lm.chunk(first, stop, 0, 256), slice(first, stop)
