@@ -333,10 +333,8 @@ class Head:
         self, x_RTD: Tensor, norm: Tensor | None = None, ids_O: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The likeliest token after each, of equals the lowest, and what the distribution gives it,
-        both `[R, T]`; no logits are written.
-
-        Args:
-            ids_O: of the outputs, ascending; None where they are all tokens.
+        both `[R, T]`; no logits are written. `ids_O` are the outputs' tokens, ascending; None where
+        they are all tokens.
         """
         x_ND = self._read(flat(x_RTD), norm)
         tokens, (outputs, inputs) = len(x_ND), self.weight_OD.shape
