@@ -185,10 +185,10 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
             if self.attention_window is not None:
                 layer.attention_window = self.attention_window
             return layer, heads
-        layer = self.parts().build(lm, exit_layer, None).start_from(lm)
-        assert isinstance(layer, self.kind)
-        layer = layer.to(layer.home(lm), lm.dtype).eval().requires_grad_(False)
-        return layer, layer.draft_heads(lm, None)
+        begun = self.parts().build(lm, exit_layer, None).start_from(lm)
+        assert isinstance(begun, self.kind)
+        begun = begun.to(begun.home(lm), lm.dtype).eval().requires_grad_(False)
+        return begun, begun.draft_heads(lm, None)
 
     def _untrained(self) -> int | None:
         kind, _, layer = self.adapter.partition(":")
