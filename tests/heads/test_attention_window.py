@@ -87,5 +87,5 @@ def test_native_rounds_draft_what_tensors_draft(kind, drafter, monkeypatch):
 def test_in_bfloat16_native_rounds_are_those_of_native_layers(kind, monkeypatch):
     lm = TargetModel(tiny().hf.to(torch.bfloat16)).compile_for_decoding()
     expected = rounds(lm, kind, Kangaroo, WINDOW, 2)
-    monkeypatch.setattr(engine_module, "runs_natively", lambda *_: False)
+    monkeypatch.setattr(engine_module, "native_drafting", lambda *_: None)
     assert rounds(lm, kind, Kangaroo, WINDOW, 2) == expected
