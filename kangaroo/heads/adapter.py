@@ -9,7 +9,7 @@ Shapes: B rows, N tokens of a block, D hidden size, K draft vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -41,9 +41,6 @@ class AdapterHeadConfig(base.HeadConfig):
         fused: also read what goes into the target's last layer at the token before, and for a
             token that is only drafted the adapter's own state in its place (after EAGLE-3, arXiv
             2503.01840). Of a prompt it costs nothing, since that layer's keys need it.
-        attention_window: how far it looks back, in tokens, rounded up to a block of 64 positions; 0
-            is to the beginning. Distances that no training text has mislead it
-            (docs/results/long_texts.md).
     """
 
     attention: bool = True
@@ -52,7 +49,6 @@ class AdapterHeadConfig(base.HeadConfig):
     own_head: bool = False
     head_rank: CountOrZero = 0
     fused: bool = False
-    attention_window: CountOrZero = field(default=1024, kw_only=True)
 
     drafter: ClassVar[str] = "kangaroo"
 
@@ -105,9 +101,7 @@ class Adapter(Layer):
                 f"choose 1 to {lm.n_layers - 1}."
             )
         deep_tap = lm.n_layers - 1 if parts.fused else None
-        super().__init__(
-            lm, parts, exit_layer, deep_tap, like=exit_layer, window=parts.attention_window
-        )
+        super().__init__(lm, parts, exit_layer, deep_tap, like=exit_layer)
         layer, size = lm.layers[exit_layer], lm.config.hidden_size
         if parts.fused:
             self.shallow_norm, self.deep_norm = lm.new_norm(), lm.new_norm()

@@ -266,6 +266,7 @@ def as_saved(
             f"adapter '{path}' has a head of its own over {config.vocabulary or 'all'} tokens, so "
             f"drafter.vocabulary={size} cannot be; leave it unset."
         )
+    adapter.attention_window = config.facts.get("attention_window", 0)
     return filled(adapter, state, f"adapter '{path}' does not fit this target"), vocabulary_K
 
 

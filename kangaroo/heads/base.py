@@ -84,6 +84,7 @@ class Trainable(nn.Module, ABC):
         super().__init__()
         self.architecture, self.exit_layer = architecture, exit_layer
         self.taps, self.deep_tap = tuple(taps), deep_tap
+        self.attention_window = 0  # how far it looks back where it has attention; 0 is without end
 
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
         """Begin with weights of the target, where that is better than at random."""

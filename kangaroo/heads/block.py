@@ -112,7 +112,7 @@ class BlockHead(Adapter):
     ) -> list[Tensor]:
         """Place k of the draft that began k - 1 tokens earlier, at every token of the texts."""
         past, f_BTD, positions_RT = Unrolled(), taps[self.exit_layer], meta.positions_RT
-        meta = self.learnt(meta)
+        meta = meta.of_layer(self.windowed)
         deep_BTD = before(deep_BTD, positions_RT)
         states = [self(f_BTD, deep_BTD, meta, past, read_BT)]
         neighbours_BTR = self.neighbours(taps[0])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kangaroo.heads import base
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.ranges import CountOrZero, NotNegative
+from kangaroo.utils.ranges import NotNegative
 
 
 @dataclass
@@ -30,11 +30,9 @@ class EagleHeadConfig(base.HeadConfig):
     Args:
         regression: weight of the smooth L1 distance to the target's final states, averaged over
             their numbers, beside a loss on tokens of weight 1; the paper's weights are 1 and 0.1.
-        attention_window: that of an adapter.
     """
 
     regression: NotNegative = 10.0
-    attention_window: CountOrZero = 1024
 
     drafter: ClassVar[str] = "eagle"
 
@@ -54,7 +52,7 @@ class EagleHead(Layer):
 
     def __init__(self, lm: TargetModel, architecture: EagleHeadConfig | None = None):
         parts, deepest = architecture or EagleHeadConfig(), lm.n_layers
-        super().__init__(lm, parts, 0, deepest, like=deepest - 1, window=parts.attention_window)
+        super().__init__(lm, parts, 0, deepest, like=deepest - 1)
         last, size = lm.layers[-1], lm.config.hidden_size
         self.join = nn.Linear(2 * size, size)
         self.attention = type(last.self_attn)(lm.config, layer_idx=0)

@@ -39,8 +39,9 @@ class Layer(Trainable):
     reads that state of the token before each, or its own in that place.
 
     Of a family that has norms after its attention (OLMo 2, Gemma) it has none there. Where a layer
-    of the target adds only a part of what it computes (Granite), so does this. It looks back
-    `window` tokens (`ForwardMeta.within`), and no farther than the target's layer `like`.
+    of the target adds only a part of what it computes (Granite), so does this. A window is that of
+    the target's layer `like`; when drafting it also looks back no more than `attention_window`
+    tokens (`ForwardMeta.within`).
     """
 
     def __init__(
@@ -50,10 +51,9 @@ class Layer(Trainable):
         exit_layer: int,
         deep_tap: int | None,
         like: int,
-        window: int = 0,
     ):
         super().__init__(architecture, exit_layer, [exit_layer], deep_tap)
-        self.windowed, self.attention_window = lm.windowed[like], window
+        self.windowed = lm.windowed[like]
         self.added = getattr(lm.config, "residual_multiplier", 1)
         self.input_norm: nn.Module | None = None
         self.attention: nn.Module | None = None
@@ -148,17 +148,13 @@ class Layer(Trainable):
         (training-time test, EAGLE-3, arXiv 2503.01840)."""
         if steps > 1:
             read_BT = None  # later steps read states where no head does
-        f_BTD, past, meta = taps[self.exit_layer], Unrolled(), self.learnt(meta)
+        f_BTD, past, meta = taps[self.exit_layer], Unrolled(), meta.of_layer(self.windowed)
         states: list[Tensor] = []
         for step in range(1, steps + 1):
             deep_BTD = before(deep_BTD, meta.positions_RT)
             deep_BTD = self(f_BTD, deep_BTD, at_step(meta, step, f_BTD), past, read_BT)
             states.append(deep_BTD)
         return states
-
-    def learnt(self, meta: ForwardMeta) -> ForwardMeta:
-        """Whole texts as the layer sees them, for `Unrolled`."""
-        return meta.of_layer(self.windowed).within(self.attention_window)
 
     def copy_layers(self, lm: TargetModel, first: int) -> None:
         """Begin with the weights of a layer of the target, and attention of those above it, as far

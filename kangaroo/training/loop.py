@@ -23,7 +23,7 @@ from kangaroo.models.prompts import Sample
 from kangaroo.models.target import TargetModel
 from kangaroo.training import checkpoint, curves, results
 from kangaroo.training.backend import DeepSpeedBackend, TorchBackend
-from kangaroo.training.batches import Work, collate, frequent_tokens, lengths_of, plan
+from kangaroo.training.batches import Work, collate, frequent_tokens, lengths_of, plan, reach_of
 from kangaroo.training.config import TrainerConfig, loss_chunk_of, schedule
 from kangaroo.training.micro_batch import (
     TargetOutputs,
@@ -222,7 +222,8 @@ class Trainer:
 
     def _save(self, trainee: Trainee) -> None:
         progress, name = asdict(self.progress), trainee.name
-        facts = progress.pop("facts")[name]
+        reach = reach_of(lengths_of(self.work.training, self.config.max_length))
+        facts = progress.pop("facts")[name] | {"attention_window": reach}
         for part, prefix in (("held_out", f"held_out/{name}/"), ("decoded", f"decode/{name}/")):
             values = progress[part].items()
             progress[part] = {k[len(prefix) :]: v for k, v in values if k.startswith(prefix)}

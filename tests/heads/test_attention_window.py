@@ -1,4 +1,4 @@
-"""How far an adapter looks back is the same in training, by tensors, and in native rounds.
+"""How far an adapter looks back is the same by tensors and in native rounds.
 
 Shapes: T tokens of a text, D hidden size.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import EXIT, adapter_for, eagle_for, random_prompts, tiny
+from helpers import adapter_for, eagle_for, random_prompts, tiny
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
@@ -15,6 +15,7 @@ from kangaroo.engine import engine as engine_module
 from kangaroo.engine.engine import Engine
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.models.target import TargetModel
+from kangaroo.training.batches import reach_of
 
 WINDOW = 64
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order
@@ -26,7 +27,8 @@ LONG = random_prompts(200, 151)
 @pytest.mark.parametrize("length", [128, 129, 200])
 def test_a_token_sees_whole_blocks_from_the_one_where_its_window_begins(length):
     lm, ids = tiny(), torch.tensor([LONG[0][:length]])
-    adapter = adapter_for(lm, architecture=AdapterHeadConfig(attention_window=WINDOW))
+    adapter = adapter_for(lm)
+    adapter.attention_window = WINDOW
     whole = lm.chunk(0, length, 0, length)
     f_1TD = lm.run(lm.embed(ids), None, whole, range(adapter.exit_layer))[0]
     first = (length - 1 - WINDOW) // 64 * 64
@@ -39,34 +41,12 @@ def test_a_token_sees_whole_blocks_from_the_one_where_its_window_begins(length):
     torch.testing.assert_close(whole_1TD[0, -1], expected_1TD[0, -1], **TOLERANCE)
 
 
-@pytest.mark.parametrize("step", [1, 2])
-def test_training_sees_what_drafting_sees(step):
-    lm, ids, end = tiny(), torch.tensor([LONG[0]]), 200 - step + 1
-    parts = AdapterHeadConfig(**PARTS["fused"], attention_window=WINDOW)
-    adapter, meta = adapter_for(lm, architecture=parts), lm.chunk(0, 200, 0, 200)
-    with torch.no_grad():
-        taps = {n: lm.run(lm.embed(ids), None, meta, range(n))[0] for n in (EXIT, 3)}
-        deep_1TD = lm.norm(taps[adapter.deep_tap])
-        learnt_1TD = adapter.states(taps, deep_1TD, meta, step)[-1]
-        before_1TD = torch.cat([torch.zeros_like(deep_1TD[:, :1]), deep_1TD[:, :-1]], 1)
-        cache = lm.new_cache(1, 256, [lm.device] * adapter.depth)
-        f_1TD = taps[adapter.exit_layer]
-        for first, stop in [(0, 100), (100, end), *((n, n + 1) for n in range(end, 200))]:
-            meta, part = lm.chunk(first, stop, 0, 256), slice(first, stop)
-            own_1TD = adapter(f_1TD[:, part], before_1TD[:, part], meta, cache.at(meta))
-            before_1TD[:, stop : stop + 1] = (
-                own_1TD[:, -1:] if stop >= end else deep_1TD[:, stop - 1 : stop]
-            )
-    torch.testing.assert_close(own_1TD[0, -1], learnt_1TD[0, -1], **TOLERANCE)
-
-
 def rounds(lm: TargetModel, kind: str, drafter: type[Kangaroo], window: int, batch_size: int):
     """What each round of two long texts drafted and wrote."""
     if kind == "eagle":
         adapter = eagle_for(lm)
     else:
-        parts = AdapterHeadConfig(**PARTS[kind], attention_window=window)
-        adapter = adapter_for(lm, architecture=parts)
+        adapter = adapter_for(lm, architecture=AdapterHeadConfig(**PARTS[kind]))
     adapter.attention_window = window
     options = {"top_k": 3, "nodes": 9} if drafter is KangarooTree else {}
     engine = Engine(lm, drafter(lm, adapter, 4, 0.2, None, **options), prefill_chunk=70)
@@ -89,3 +69,8 @@ def test_in_bfloat16_native_rounds_are_those_of_native_layers(kind, monkeypatch)
     expected = rounds(lm, kind, Kangaroo, WINDOW, 2)
     monkeypatch.setattr(engine_module, "native_drafting", lambda *_: None)
     assert rounds(lm, kind, Kangaroo, WINDOW, 2) == expected
+
+
+def test_a_trained_adapter_looks_back_as_far_as_its_texts_reach():
+    assert reach_of([2048] * 10) == 2048 and reach_of([700] * 199 + [5000]) == 704
+    assert reach_of([20]) == 256

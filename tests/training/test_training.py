@@ -164,6 +164,7 @@ def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
     losses = [row[f"train/attention-exit{EXIT}/loss"] for row in read_metrics(tmp_path)]
     assert sum(losses[-4:]) / 4 < sum(losses[:4]) / 4 - 0.2  # most of the rest is the teacher's own
     saved = json.loads((folder / "config.json").read_text())
+    assert saved["facts"]["attention_window"] == 256
     assert saved["exit_layer"] == EXIT and saved["training"]["data"] == ABOUT
     held_out = saved["training"]["progress"]["held_out"]
     assert {"agreement", "ctar6", "compression_rate"} <= set(held_out)
