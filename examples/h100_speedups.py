@@ -63,8 +63,7 @@ METHODS = {
     "Kangaroo's tree": (np.array(TREE[0]), levels, 32, 0.0),
     "a fused adapter's chain": (like("fused"), steps * longer, steps * longer, 2 * ADAPTER),
     "a fused adapter's tree": (like("fused_tree"), levels, 32, 2 * ADAPTER),
-    "hybrid": (like("hybrid"), steps, drafted["hybrid"], 0.05),
-    "hybrid with a fused adapter": (like("fused_hybrid"), steps, drafted["fused_hybrid"], 0.14),
+    "hybrid, fused adapter": (like("hybrid"), steps * longer, drafted["hybrid"], 2 * ADAPTER),
     "Medusa's tree": (np.array(MEDUSA_TREE), 0, 64, HEADS),
 }
 

@@ -19,6 +19,7 @@ RUNS = {
     "stream.py": (f"{TINY} --max-new-tokens 8", r"^> What is the capital.*\n\n> And what is it"),
     "train_adapter.py": ("--output {here}", r"attention-exit2 is trained; with it .*\n'.+'\n$"),
     "add_a_drafter.py": ("--model tiny", "writes the same: True"),
+    "h100_speedups.py": ("", r"hybrid, fused adapter \| \d\.\d\d \| \d\.\d\d \("),
     # if it says 3 passes twice, transformers is mended: drop tests/assistant.py, too
     "assistant_mask.py": ("", r"5\]: 3 passes\n.*5\]: \d{2} passes\n$"),
     "fine_tune.py": (
@@ -34,7 +35,7 @@ RUNS = {
         r"tiny on demo: methods compared(?=.*kangaroo)(?=.*prompt_lookup)",
     ),
 }
-FAST = {"generate.py", "add_a_drafter.py", "assistant_mask.py"}
+FAST = {"generate.py", "add_a_drafter.py", "assistant_mask.py", "h100_speedups.py"}
 
 
 def shown(example: str, options: str, here: Path) -> str:
