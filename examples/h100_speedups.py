@@ -63,7 +63,12 @@ METHODS = {
     "Kangaroo's tree": (np.array(TREE[0]), levels, 32, 0.0),
     "a fused adapter's chain": (like("fused"), steps * longer, steps * longer, 2 * ADAPTER),
     "a fused adapter's tree": (like("fused_tree"), levels, 32, 2 * ADAPTER),
-    "hybrid, fused adapter": (like("hybrid"), steps * longer, drafted["hybrid"], 2 * ADAPTER),
+    "hybrid, fused adapter": (
+        like("fused_hybrid"),
+        steps * longer,
+        drafted["fused_hybrid"],
+        2 * ADAPTER,
+    ),
     "Medusa's tree": (np.array(MEDUSA_TREE), 0, 64, HEADS),
 }
 
