@@ -182,13 +182,14 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
                     "drafter.adapter= one of that exit layer."
                 )
             layer, heads = adapter_files.load(self.adapter, lm, self.kind, self.vocabulary)
-            if self.attention_window is not None:
-                layer.attention_window = self.attention_window
-            return layer, heads
-        begun = self.parts().build(lm, exit_layer, None).start_from(lm)
-        assert isinstance(begun, self.kind)
-        begun = begun.to(begun.home(lm), lm.dtype).eval().requires_grad_(False)
-        return begun, begun.draft_heads(lm, None)
+        else:
+            begun = self.parts().build(lm, exit_layer, None).start_from(lm)
+            assert isinstance(begun, self.kind)
+            layer = begun.to(begun.home(lm), lm.dtype).eval().requires_grad_(False)
+            heads = layer.draft_heads(lm, None)
+        if self.attention_window is not None:
+            layer.attention_window = self.attention_window
+        return layer, heads
 
     def _untrained(self) -> int | None:
         kind, _, layer = self.adapter.partition(":")

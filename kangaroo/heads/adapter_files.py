@@ -59,6 +59,11 @@ class AdapterConfig:
     training: dict[str, Any] = field(default_factory=dict)  # data, schedule, results, command
     target_weights: str | None = None  # `TargetModel.fingerprint`, where it is known
 
+    @property
+    def attention_window(self) -> int:
+        """How far back it learnt to look, in tokens; 0, where nobody says, is to the beginning."""
+        return self.facts.get("attention_window", 0)
+
 
 def target_hash(lm: TargetModel) -> str:
     """Hash of the config fields that fix what the target computes, whatever else its file holds."""
@@ -266,7 +271,7 @@ def as_saved(
             f"adapter '{path}' has a head of its own over {config.vocabulary or 'all'} tokens, so "
             f"drafter.vocabulary={size} cannot be; leave it unset."
         )
-    adapter.attention_window = config.facts.get("attention_window", 0)
+    adapter.attention_window = config.attention_window
     return filled(adapter, state, f"adapter '{path}' does not fit this target"), vocabulary_K
 
 
@@ -307,7 +312,10 @@ def read_config(path: str) -> AdapterConfig:
         parts = fields.pop("architecture")
         if (kind := parts.pop("kind", None)) not in kinds():
             raise ValueError(f"its kind is {kind}, not one of {', '.join(kinds())}")
-        return AdapterConfig(**fields, architecture=kinds()[kind](**parts))
+        config = AdapterConfig(**fields, architecture=kinds()[kind](**parts))
+        if type(config.attention_window) is not int or config.attention_window < 0:
+            raise ValueError(f"its attention_window is {config.attention_window!r}, no count")
+        return config
     except (ValueError, TypeError, AttributeError, KeyError, ConfigError) as error:  # no JSON, ...
         raise _unreadable(folder, error) from error
 

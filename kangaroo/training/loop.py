@@ -41,6 +41,8 @@ from kangaroo.utils.tracking import NoTracker
 
 log = logging.getLogger(__name__)
 
+GIVE_BACK_EVERY = 10  # steps, of seconds each, where it takes a third of one
+
 
 class Trainer:
     """A run, from its first step or its last checkpoint on. One that was stopped at any moment ends
@@ -153,6 +155,8 @@ class Trainer:
         tokens, seconds = sum(work.tokens[i] for b in group for i in b), running() - started
         progress.seconds += seconds
         progress.step += 1
+        if progress.step % GIVE_BACK_EVERY == 0 and self.lm.device.type == "cpu":
+            memory.give_back()
         progress.tokens += tokens
         progress.assistant_tokens += positions
         metrics = {"tokens": progress.tokens, "tokens_per_second": tokens / seconds}

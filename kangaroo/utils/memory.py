@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
+from contextlib import suppress
 from itertools import chain
 
 import psutil
@@ -30,6 +32,13 @@ def free(device: torch.device) -> int:
         return psutil.virtual_memory().available
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + cached
+
+
+def give_back() -> None:
+    """Return what was freed to the system: of batches of all lengths glibc keeps ever more of it
+    in pieces (a fused adapter's training held 5 GB, and 15 after 120 steps)."""
+    with suppress(AttributeError):  # glibc's alone
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def weights(*modules: nn.Module) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -206,6 +207,21 @@ BROKEN = [
     (CONFIG, b'{"target": "x", "surprise": 1}', CorruptFile, ""),
     (CONFIG, b'{"architecture": {"kind": "os"}}', CorruptFile, "its kind is os, not one of ada"),
 ]
+
+
+@pytest.mark.parametrize("window", [-1, None, "1024", 2.5, True])
+def test_a_window_that_is_no_count_is_a_broken_file(saved, window):
+    fields = json.loads((saved / CONFIG).read_text())
+    (saved / CONFIG).write_text(json.dumps(fields | {"facts": {"attention_window": window}}))
+    with pytest.raises(CorruptFile, match=f"{saved}.*its attention_window is {window!r}"):
+        read_config(str(saved))
+
+
+@pytest.mark.parametrize("path", ["saved", f"untrained:{EXIT}"])
+def test_the_window_of_a_drafters_config_is_its_adapters(path, lm, saved):
+    adapter = str(saved) if path == "saved" else path
+    drafter = KangarooConfig(adapter=adapter, attention_window=128).build(lm)
+    assert drafter.adapter.attention_window == 128
 
 
 @pytest.mark.parametrize("name, content, error, message", BROKEN)
