@@ -14,9 +14,11 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,6 +37,8 @@ log = logging.getLogger(__name__)
 WIDTHS = [1, 2, 4, 8, 12, 16, 32, 64, 128]
 CONTEXT = 256
 REPEATS, MOST_SECONDS = 30, 0.5  # passes of a width, unless these take longer
+KEPT_SECONDS = 86400.0  # then they are measured again: neighbours come and go
+STEADY = 1.1  # times that a busy machine makes differ by more, and are not kept
 
 
 @dataclass(frozen=True)
@@ -69,23 +73,40 @@ _drafting: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 
 
 def measured(lm: TargetModel) -> VerifyCosts:
-    """Of this target on its device, with torch's threads of now; kept in the cache folder."""
+    """Of this target on its device, with torch's threads of now; kept for a day in the cache
+    folder, unless the machine was busy."""
     if lm not in _known:
         about = [lm.config.to_json_string(), str(lm.dtype), *machine(lm)]
         key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
         file = cache_folder() / "costs" / f"{key}.json"
-        try:
-            _known[lm] = VerifyCosts(**json.loads(file.read_text()))
-        except (OSError, ValueError, TypeError):  # not there yet, or not whole
-            _known[lm] = measure(lm)
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                partial = file.with_suffix(f".{os.getpid()}")  # renamed when whole
-                partial.write_text(json.dumps(asdict(_known[lm])))
-                os.replace(partial, file)
-            except OSError as error:
-                log.warning("verification is measured again in the next process: %s", error)
+        _known[lm] = kept(file) or measure_and_keep(lm, file)
     return _known[lm]
+
+
+def kept(file: Path) -> VerifyCosts | None:
+    """What is no older than a day, and whole."""
+    try:
+        if time.time() - file.stat().st_mtime < KEPT_SECONDS:
+            return VerifyCosts(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        pass
+    return None
+
+
+def measure_and_keep(lm: TargetModel, file: Path) -> VerifyCosts:
+    """Measure, and write the file if the machine was steady."""
+    costs, steady = measure(lm)
+    if not steady:
+        log.info("the machine is busy: verification is measured again in the next process")
+        return costs
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")  # renamed when whole
+        partial.write_text(json.dumps(asdict(costs)))
+        os.replace(partial, file)
+    except OSError as error:
+        log.warning("verification is measured again in the next process: %s", error)
+    return costs
 
 
 def machine(lm: TargetModel) -> list[str | int]:
@@ -98,8 +119,8 @@ def machine(lm: TargetModel) -> list[str | int]:
 
 
 @torch.inference_mode()
-def measure(lm: TargetModel) -> VerifyCosts:
-    """The fastest pass of each width, the widths in turn."""
+def measure(lm: TargetModel) -> tuple[VerifyCosts, bool]:
+    """The fastest pass of each width; and whether the machine was steady meanwhile."""
     widths = [width for width in WIDTHS if context(lm) + width <= lm.context]
     cache = lm.new_cache(1, context(lm) + widths[-1] + BUCKET)
 
@@ -108,8 +129,9 @@ def measure(lm: TargetModel) -> VerifyCosts:
         chosen = lm.choose(x_1ND)
         return (lm.logits(x_1ND).argmax(-1) if chosen is None else chosen[0],)
 
-    seconds = fastest(lm, widths, (cache,), verify).values()
-    return VerifyCosts(widths, list(accumulate(seconds, max)))
+    passes = timed(lm, widths, (cache,), verify).values()
+    costs = VerifyCosts(widths, list(accumulate(map(min, passes), max)))
+    return costs, all(map(steady, passes))
 
 
 @torch.inference_mode()
@@ -126,9 +148,16 @@ def drafting(lm: TargetModel, drafter: Any) -> float:
             token_11 = chosen[0] if chosen else head.token_of(head(adapted_1D).argmax(-1, True))
             return (lm.run(lm.embed(token_11), cache, meta, drafter.shallow)[0],)
 
-        seconds = fastest(lm, [1], (cache, draft_cache), draft)[1]
-        _drafting[drafter] = seconds / measured(lm).seconds[0]
+        seconds = timed(lm, [1], (cache, draft_cache), draft)[1]
+        _drafting[drafter] = min(seconds) / measured(lm).seconds[0]
     return _drafting[drafter]
+
+
+def steady(times: list[float]) -> bool:
+    """Whether the fastest of the first half of passes took what the fastest of the others did."""
+    half = len(times) // 2
+    ends = [min(part) for part in (times[:half], times[half:]) if part]
+    return max(ends) < STEADY * min(ends)
 
 
 def context(lm: TargetModel) -> int:
@@ -136,24 +165,22 @@ def context(lm: TargetModel) -> int:
     return min(CONTEXT, lm.context // 2)
 
 
-def fastest(
+def timed(
     lm: TargetModel,
     widths: list[int],
     caches: tuple[KVCache, ...],
     work: Callable[[Tensor, ForwardMeta], tuple[Tensor]],
-) -> dict[int, float]:
-    """Seconds of the fastest `work(x, block)` of each width, the widths in turn."""
-    best = dict.fromkeys(widths, float("inf"))
-    spent = dict.fromkeys(widths, 0.0)
+) -> dict[int, list[float]]:
+    """Seconds of the passes `work(x, meta)` of each width, the widths in turn."""
+    seconds: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(REPEATS):
         for width in widths:
-            if spent[width] > MOST_SECONDS:
+            if sum(seconds[width]) > MOST_SECONDS:
                 continue
             tokens_1N = torch.zeros(1, width, dtype=torch.long, device=lm.device)
             tree, start_1 = Tree.chain(width, lm.device), tokens_1N[:, 0] + context(lm)
             meta = lm.forward_meta(tree, start_1, context(lm) + width, caches[0].n_slots)
             began = now(lm.device)
             lm.acceleration.step(caches, ("cost",), work, lm.embed(tokens_1N), meta)
-            took = now(lm.device) - began
-            best[width], spent[width] = min(best[width], took), spent[width] + took
-    return best
+            seconds[width].append(now(lm.device) - began)
+    return seconds

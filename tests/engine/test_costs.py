@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from itertools import pairwise
 
 import pytest
@@ -44,9 +45,10 @@ def test_costs_lie_on_lines_and_half_of_what_was_hidden_is_expected_to_show():
     assert slow_at_first.expected(2) == 1.9
 
 
-def test_costs_are_measured_once_a_machine(monkeypatch, tmp_path):
+def test_costs_are_measured_once_a_day_and_machine(monkeypatch, tmp_path):
     lm = tiny().compile_for_decoding()  # the library is the usual cache's
     monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
+    monkeypatch.setattr(costs, "STEADY", float("inf"))
     found = costs.measured(lm)
     assert found.widths[0] == 1 and sorted(found.seconds) == found.seconds and found.seconds[0] > 0
     (file,) = (tmp_path / "costs").iterdir()
@@ -58,9 +60,22 @@ def test_costs_are_measured_once_a_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(costs, "measure", fail)
     assert costs.measured(lm) is found
     assert costs.measured(tiny().compile_for_decoding()) == found
+    whole, written = file.read_text(), file.stat().st_mtime
     file.write_text("{")
     with pytest.raises(AssertionError, match="measured again"):
         costs.measured(tiny().compile_for_decoding())
+    file.write_text(whole)
+    os.utime(file, (written, written - costs.KEPT_SECONDS))
+    with pytest.raises(AssertionError, match="measured again"):
+        costs.measured(tiny().compile_for_decoding())
+
+
+def test_what_a_busy_machine_took_is_used_and_not_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
+    monkeypatch.setattr(costs, "measure", lambda lm: (FLAT, False))
+    assert costs.measured(tiny()) is FLAT and not (tmp_path / "costs").exists()
+    assert costs.steady([5.0, 3.0, 4.0, 3.2]) and not costs.steady([5.0, 3.0, 4.0, 3.4])
+    assert costs.steady([3.0]) and not costs.steady([3.0, 4.0])  # so few say little
 
 
 @pytest.mark.parametrize("fused", [False, True])
