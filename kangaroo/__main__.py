@@ -1,7 +1,5 @@
 """`kangaroo COMMAND ...` or `python -m kangaroo`: what the scripts of a checkout do, anywhere."""
 
-from __future__ import annotations
-
 import sys
 from difflib import get_close_matches
 

@@ -1,7 +1,5 @@
 """A terminal chat: text as it is decoded, drafted tokens in colour, and a line on its speed."""
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Iterator

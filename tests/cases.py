@@ -3,8 +3,6 @@
 Shapes: B rows, N draft nodes, V vocabulary.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from copy import deepcopy

@@ -5,8 +5,6 @@ imports and runs nothing. For each command it forks: the child takes over the co
 environment, arguments and streams, runs the script as `__main__`, and ends as any interpreter does.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -1,7 +1,5 @@
 """What the configs compose to, and the names of those there are."""
 
-from __future__ import annotations
-
 from commands import ROOT
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf

@@ -3,8 +3,6 @@
 Shapes: B rows, N draft nodes, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ nothing. After a replay all that the work allocated is rubbish, since graphs sha
 whose last tape was freed cannot be recorded into again, nor can work that waits for the device.
 """
 
-from __future__ import annotations
-
 import ctypes
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """Counts what would make the host wait for a GPU, on a CPU."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

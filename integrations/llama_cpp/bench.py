@@ -4,8 +4,6 @@ Greedy, at batch 1, as many threads for both. llama.cpp has the same weights in 
 format, and for the embedded model the 4-bit file too that it was made from.
 """
 
-from __future__ import annotations
-
 import argparse
 from contextlib import ExitStack
 from functools import partial

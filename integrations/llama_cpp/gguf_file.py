@@ -3,8 +3,6 @@
 The file has no real tokenizer, since the benchmark hands over token ids and gets token ids back.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -5,8 +5,6 @@ patiently when there are more of them than cores: both would be slower. It print
 ends with its input, so with whoever started it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -5,8 +5,6 @@ token to the last, like everything else. (llama.cpp's own timing of decoding is 
 parts in a thousand.)
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -9,8 +9,6 @@ ratios to vanilla are taken within a round, so a machine that slows down favours
 cell (a method, so many users, a round) is a file, so a run that was stopped goes on.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

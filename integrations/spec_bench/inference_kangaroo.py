@@ -7,8 +7,6 @@ The options with dashes are those of its other methods. The others are `evaluate
 and drafter: any drafter, `vanilla` too.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

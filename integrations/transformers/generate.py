@@ -7,8 +7,6 @@ borrowed, and given back as it was.
 Shapes: B rows, T tokens of the longest prompt, N new tokens.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ a machine that slows down does so for all. Prints a Markdown table, and how near
 where a text is not the one that vLLM writes without drafts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -5,8 +5,6 @@ a release calls of them has to be there. With FOLDER in PYTHONPATH and VLLM_TARG
 the vLLM that is imported.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What every command has: a typed config from Hydra, and errors that fit in one line."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

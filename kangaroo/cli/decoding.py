@@ -1,7 +1,5 @@
 """Commands that decode with a drafter: measure it, time it, tune it, talk to it, serve it."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path

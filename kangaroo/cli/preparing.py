@@ -1,8 +1,6 @@
 """`convert`: adapters from other software, for it, to the hub and from it; `prepare`: what some
 drafters need besides an adapter, and questions."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from pathlib import Path

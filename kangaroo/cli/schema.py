@@ -2,8 +2,6 @@
 They become Hydra's types, so a mistyped key or a wrong type is refused before anything is loaded.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path

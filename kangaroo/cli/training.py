@@ -1,7 +1,5 @@
 """Commands about training: say what it takes, write its data, run it."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path

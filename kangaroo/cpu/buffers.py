@@ -4,8 +4,6 @@ Shapes: B rows of the batch, N nodes of a row, C choices for a token, U states t
 not read, D hidden size, S slots.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from ctypes import Structure, byref
 from functools import partial

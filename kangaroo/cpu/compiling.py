@@ -1,7 +1,5 @@
 """Builds `cpp/decode.cpp` for this very processor, by whatever C++ compiler there is."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """How each drafter drafts in native code, by its class; the definition is its `propose`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from ctypes import Structure
 

@@ -2,8 +2,6 @@
 4 kB prefetching stops, which costs some processors a third of the memory's bandwidth.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from collections.abc import Iterable

@@ -7,8 +7,6 @@ compiler decoding stays eager.
 Shapes: R rows, T tokens a row, D hidden size, N outputs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import re

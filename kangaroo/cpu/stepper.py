@@ -1,7 +1,5 @@
 """A step in native code (`cpp/rounds.h`): a draft is one call, a verification is one."""
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 

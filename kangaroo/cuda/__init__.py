@@ -2,8 +2,6 @@
 it can decode.
 """
 
-from __future__ import annotations
-
 import logging
 from importlib.util import find_spec
 from types import ModuleType

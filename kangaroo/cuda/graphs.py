@@ -5,8 +5,6 @@ the GPU. A graph holds bare addresses: whoever records says whose memory the wor
 inputs, and a graph never outlives that.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 import weakref

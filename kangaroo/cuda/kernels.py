@@ -13,8 +13,6 @@ Shapes: N tokens, T of a row, K inputs, V vocabulary, P parts of a sum, H heads,
 outputs.
 """
 
-from __future__ import annotations
-
 import os
 
 import triton

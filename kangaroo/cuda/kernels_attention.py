@@ -12,8 +12,6 @@ Shapes: N tokens, T of a row, E slots that are looked at, S slots of a row, P pl
 B blocks, H query heads, G key heads, D head size.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -11,8 +11,6 @@ size, B tiles of the outputs. A program has BO outputs of TOKENS tokens, and rea
 time.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -3,8 +3,6 @@
 Shapes: N tokens, O outputs, K inputs.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Shapes: R rows, T tokens a row, N tokens of all rows, M tokens, D hidden size, O
 of a path, H heads, C head size, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Conversations that others wrote, answered anew by the target or taken as they are."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

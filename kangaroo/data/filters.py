@@ -1,7 +1,5 @@
 """Which of the raw conversations a dataset keeps: no degenerate text, no question twice."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections import Counter, defaultdict

@@ -1,8 +1,6 @@
 """Conversations that others wrote, in ShareGPT or chat form, from a file or any `datasets` id, and
 a split of them into some to train on and some to measure on."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

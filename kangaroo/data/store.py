@@ -4,8 +4,6 @@ Records of the target's distributions (`topk_logits.py`), one for each token of 
 in an array of numpy's format beside it, which is read where it lies.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ An aligned model that reads the chat template's user header writes a question (M
 2406.08464), and then answers it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial

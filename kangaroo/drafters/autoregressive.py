@@ -3,8 +3,6 @@
 Shapes: B rows, N tokens of a pass, D hidden size, K = the model's vocabulary.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator
 

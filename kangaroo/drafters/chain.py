@@ -3,8 +3,6 @@
 Shapes: B rows, D hidden size, V vocabulary, K draft vocabulary.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Shapes: L tokens, a separator after each document included.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

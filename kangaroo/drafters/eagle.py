@@ -3,8 +3,6 @@
 Shapes: B rows, L nodes of a level, M candidates of a level.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

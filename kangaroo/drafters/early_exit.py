@@ -4,8 +4,6 @@ Shapes: B rows, N draft nodes, P nodes of a path, T tokens of a prefill chunk, W
 size.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

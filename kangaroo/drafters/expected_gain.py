@@ -3,8 +3,6 @@
 Plain lists and floats, a tenth of a millisecond a round: this runs between two passes of a model.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Shapes: B rows, N draft nodes, D hidden size.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Shapes: B rows, T tokens of a conversation, M assistant positions, D hidden size, E occupied slots.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Collection, Sequence

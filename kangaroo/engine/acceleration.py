@@ -3,8 +3,6 @@
 Shapes: B rows, N tokens of a block, D hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from types import ModuleType

@@ -3,8 +3,6 @@
 Shapes: B rows, S slots a row, P = 1 + the draft's largest depth, E tokens that end a text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple

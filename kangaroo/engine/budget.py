@@ -1,7 +1,5 @@
 """What a batch may draft: by what a verification costs, and how often its drafts were right."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache

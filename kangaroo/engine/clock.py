@@ -1,7 +1,5 @@
 """The time that decoding takes: devices are waited for, and recording graphs does not count."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -8,8 +8,6 @@ showed (docs/methods.md).
 Shapes: N tokens of a pass.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

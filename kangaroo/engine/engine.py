@@ -3,8 +3,6 @@
 Shapes: T tokens of a prefill chunk, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial

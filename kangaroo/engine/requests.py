@@ -1,7 +1,5 @@
 """What an engine is asked, and what it answers, step by step."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

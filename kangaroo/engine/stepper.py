@@ -3,8 +3,6 @@
 Shapes: B rows, N draft nodes, P nodes of a path, V vocabulary.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 
 import torch

@@ -4,8 +4,6 @@ the distribution that it was chosen from, at temperature 1 and without noise.
 Shapes: B rows, N nodes, P nodes of a path, M tokens, K likeliest tokens of each, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

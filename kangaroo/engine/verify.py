@@ -4,8 +4,6 @@ depend on the drafts.
 Shapes: B rows, N draft nodes, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

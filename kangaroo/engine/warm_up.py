@@ -1,7 +1,5 @@
 """Record what decoding will replay before anybody waits for it."""
 
-from __future__ import annotations
-
 import logging
 import time
 from itertools import product

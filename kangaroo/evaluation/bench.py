@@ -1,7 +1,5 @@
 """Benches: questions in Spec-Bench's format (docs/evaluation.md), shipped, downloaded, or local."""
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import json

@@ -4,8 +4,6 @@ Methods of one run took turns on every question; a sweep's jobs were timed again
 their own, so their speedups can be compared, their tokens/s cannot.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """What a drafter holds in memory beyond the target, by walking whatever it refers to."""
 
-from __future__ import annotations
-
 import gc
 import types
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ swap. Only the first difference of a turn says anything.
 Shapes: V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The decoders that are timed side by side, prefill included: our engine and `generate`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -8,8 +8,6 @@ emitted, never as accepted.
 Shapes: Q questions, R resamples, K values of a question.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial

@@ -1,7 +1,5 @@
 """The plot of methods side by side, and the colours of all plots."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

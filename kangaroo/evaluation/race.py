@@ -1,7 +1,5 @@
 """A race in the terminal: one question, and the answers of several methods as they grow."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What an evaluation keeps of each question: a line of JSON, at once on disk, a file a rank."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, dataclass

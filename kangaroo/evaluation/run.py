@@ -1,7 +1,5 @@
 """Run an evaluation: every question by every method and by the baselines that they share."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

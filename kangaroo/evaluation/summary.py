@@ -1,7 +1,5 @@
 """From records to `summary.json`, of a method and of the baselines beside it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace

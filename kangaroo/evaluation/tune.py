@@ -2,8 +2,6 @@
 drafter in use; all by evaluate, so a run that was stopped goes on.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping, Sequence

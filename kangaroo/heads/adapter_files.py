@@ -1,7 +1,5 @@
 """Adapters on disk: weights, what they were made for, and the tokens they may draft from."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -9,8 +9,6 @@ The plugin (`integrations/vllm`) reads the adapter's weights alone, by their nam
 the target's, of one layer, with what the plugin needs to know under "kangaroo".
 """
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from dataclasses import asdict, replace

@@ -4,8 +4,6 @@ There an adapter is a state dict of six tensors, named as in a Llama of one laye
 Llama's `config.json`. Neither says which target it is for, nor at which layer it sits.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The model card of an adapter: what its config.json says, for readers who do not know it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path

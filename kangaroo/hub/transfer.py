@@ -1,7 +1,5 @@
 """Adapters to the hub, whole and checked, in one commit with a card; and from it."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Iterator

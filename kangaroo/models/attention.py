@@ -3,8 +3,6 @@
 Shapes: R rows, T tokens, E occupied slots, H query heads, K key/value heads, C head size.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

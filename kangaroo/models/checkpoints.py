@@ -3,8 +3,6 @@
 Weights that fit on no device are refused too: `device_map` moves them elsewhere and says nothing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

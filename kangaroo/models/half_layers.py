@@ -3,8 +3,6 @@
 Shapes: R rows, T tokens a row, D hidden size.
 """
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The weights of a decoder layer, found by the names that transformers gives them."""
 
-from __future__ import annotations
-
 import hashlib
 from itertools import chain
 from typing import Any

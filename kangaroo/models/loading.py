@@ -6,8 +6,6 @@ with a tokenizer over bytes, with which every command takes seconds. `random:` b
 `random:small:` before one gives few and small layers of the same family.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from dataclasses import dataclass

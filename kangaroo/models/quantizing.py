@@ -3,8 +3,6 @@
 Embeddings, norms and the LM head stay as they are: drafters read rows of the head.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from importlib.util import find_spec
 from typing import Any

@@ -1,7 +1,5 @@
 """Models with random weights, and a tokenizer over bytes: with these every command is fast."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

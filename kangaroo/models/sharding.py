@@ -1,7 +1,5 @@
 """A target spread over processes, for training at scale."""
 
-from __future__ import annotations
-
 import torch
 
 from kangaroo.engine.acceleration import Acceleration

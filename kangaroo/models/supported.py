@@ -1,7 +1,5 @@
 """Which models the engine can drive, by their config alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel

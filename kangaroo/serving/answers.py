@@ -1,7 +1,5 @@
 """From the steps of a job to what a client reads: text, OpenAI's objects, and errors."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

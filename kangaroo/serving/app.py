@@ -1,7 +1,5 @@
 """The HTTP side: OpenAI's routes over a scheduler."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

@@ -1,7 +1,5 @@
 """How a model is served."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated
 

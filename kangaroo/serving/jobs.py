@@ -1,7 +1,5 @@
 """What a scheduler is given to decode, and what it tells of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field

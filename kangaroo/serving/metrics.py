@@ -1,7 +1,5 @@
 """What is counted: the tokens of a request, and what Prometheus reads of a server."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

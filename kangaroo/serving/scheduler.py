@@ -12,8 +12,6 @@ position and token alone.
 What happens to a job is told to it from that thread; it may be cancelled from any.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """From a model and a drafter to a server."""
 
-from __future__ import annotations
-
 import logging
 import socket
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ The sum is exact, so a run ends with the same weights at any number of processes
 changed on the way.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec

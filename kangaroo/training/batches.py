@@ -3,8 +3,6 @@
 Shapes: B rows, T tokens of a row, M wanted positions, J stored tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A training run's state on disk: whole or not there, so that kill -9 loses little."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, dataclass, field

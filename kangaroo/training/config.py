@@ -1,7 +1,5 @@
 """How adapters are trained: the options of a run, and its learning rate."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any

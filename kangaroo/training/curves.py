@@ -1,7 +1,5 @@
 """The metrics of a training run as a plot, for those without W&B."""
 
-from __future__ import annotations
-
 from itertools import cycle
 from pathlib import Path
 

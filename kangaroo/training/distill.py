@@ -9,8 +9,6 @@ Shapes: M assistant positions of a batch, C of them in a chunk, D hidden size, K
 V vocabulary, J stored tokens, O outcomes, F results.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from ctypes import byref

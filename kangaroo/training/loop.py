@@ -3,8 +3,6 @@
 Shapes: S draft steps of an adapter, F results of each, W draft tokens, K draft vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -3,8 +3,6 @@
 Shapes: C positions, K draft vocabulary.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: B rows, T tokens, M assistant positions, D hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain

@@ -1,7 +1,5 @@
 """What is trained: the trained part of a drafter, where it sits, and what it learns from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 Shapes: B rows, T tokens, M assistant positions, S draft steps, W draft tokens, F results.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 

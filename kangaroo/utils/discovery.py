@@ -1,7 +1,5 @@
 """What is known by being there: a file in a folder, and in it one class of a kind."""
 
-from __future__ import annotations
-
 import inspect
 import pkgutil
 from functools import cache

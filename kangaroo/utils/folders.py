@@ -1,7 +1,5 @@
 """Where things lie that come with the project or can be made again, and what folders are called."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The memory that a process holds and has held, on its GPUs or on the CPU; all in bytes."""
 
-from __future__ import annotations
-
 import ctypes
 import resource
 import sys

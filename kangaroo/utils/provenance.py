@@ -1,7 +1,5 @@
 """What stands beside every result: enough to say how it came about and to make it again."""
 
-from __future__ import annotations
-
 import datetime
 import platform
 import re

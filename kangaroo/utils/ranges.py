@@ -4,8 +4,6 @@ A dataclass that is `Ranged` refuses others when it is made; the command line do
 names their place there. Hydra sees the plain types.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence

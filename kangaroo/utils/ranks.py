@@ -1,7 +1,5 @@
 """The processes of a run that torchrun started, and what they tell each other."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

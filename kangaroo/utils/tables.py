@@ -1,7 +1,5 @@
 """The one table writer: rows of named cells, in Markdown and for the terminal."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Sequence
 

@@ -1,7 +1,5 @@
 """`import kangaroo`: three lines write what the engine writes, and errors name what was wrong."""
 
-from __future__ import annotations
-
 import random
 import re
 import subprocess

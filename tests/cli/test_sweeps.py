@@ -1,8 +1,6 @@
 """W&B's sweeps: what `wandb sweep` is given is valid, its command lines compose, and the numbers
 that a search goes by are really there."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

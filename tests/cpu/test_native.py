@@ -3,8 +3,6 @@
 Shapes: B rows, N tokens a row.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor

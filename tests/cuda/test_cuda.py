@@ -2,8 +2,6 @@
 here. On a GPU the same checks run there.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -3,8 +3,6 @@
 Shapes: M tokens of the assistant, K likeliest tokens, T tokens of a text, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

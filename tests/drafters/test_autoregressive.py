@@ -4,8 +4,6 @@ drafters in one: each follows what the other drafted.
 Shapes: B rows, N draft nodes.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

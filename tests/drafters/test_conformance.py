@@ -3,8 +3,6 @@
 The fast tests have every pair of these for every method, the slow ones all together.
 """
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 

@@ -1,8 +1,6 @@
 """Datastores: what they find, that a folder is whole and of the right vocabulary; and the tree that
 REST drafts, against brute force."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from types import SimpleNamespace

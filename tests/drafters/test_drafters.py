@@ -4,8 +4,6 @@ drafter is lossless: `test_conformance.py`.
 Shapes: B rows, N draft nodes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 Shapes: T tokens, D hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of

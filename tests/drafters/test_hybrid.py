@@ -1,7 +1,5 @@
 """What the hybrid drafts, in every round; what is verified, against all trees there are."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

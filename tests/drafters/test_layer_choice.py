@@ -3,8 +3,6 @@
 Shapes: B rows, D hidden size.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """The search for layers to skip: what a subset is worth, and which is found."""
 
-from __future__ import annotations
-
 import pytest
 from helpers import random_prompts, tiny, vanilla_texts
 

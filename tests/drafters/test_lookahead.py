@@ -1,7 +1,5 @@
 """What lookahead drafts, round by round, against the algorithm in lists."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of

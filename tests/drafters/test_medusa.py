@@ -3,8 +3,6 @@
 Shapes: B rows, T tokens, N draft nodes, M positions, D hidden size.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

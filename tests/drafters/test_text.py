@@ -1,7 +1,5 @@
 """What is drafted from the text alone: prompt lookup, a suffix automaton, Token Recycling."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """What the engine's tests decode, by native code and by PyTorch's operators."""
 
-from __future__ import annotations
-
 import pytest
 from cases import Case
 from engine_cases import HOT, NEW_TOKENS, PROMPTS

@@ -1,7 +1,5 @@
 """What the engine's tests decode."""
 
-from __future__ import annotations
-
 import torch
 from cases import Case
 from helpers import random_prompts

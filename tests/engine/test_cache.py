@@ -3,8 +3,6 @@
 Shapes as in `kangaroo/engine/cache.py`.
 """
 
-from __future__ import annotations
-
 import torch
 from helpers import random_prompts, tiny
 

@@ -1,7 +1,5 @@
 """What a verification costs is measured once, and batches draft no more than pays."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Texts are as long as they may be, rows come and go, and step records add up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from itertools import cycle

@@ -1,7 +1,5 @@
 """A text ends where it must: with its first EOS, or with the token that completes a stop string."""
 
-from __future__ import annotations
-
 import pytest
 from cases import DRAFTERS
 from engine_cases import HOT, NEW_TOKENS, PROMPTS, Letters, continuations, fresh_place

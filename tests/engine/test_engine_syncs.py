@@ -1,7 +1,5 @@
 """A step waits for the device but once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

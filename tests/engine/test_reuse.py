@@ -1,8 +1,6 @@
 """A prompt that begins like the text before it in its row is read from where it differs, and
 nothing else changes: neither what is written nor what is drafted."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise

@@ -3,8 +3,6 @@
 Shapes: B rows, N positions, V vocabulary.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -4,8 +4,6 @@ either rule leaves the target's distribution.
 Shapes: B rows, N draft nodes, V vocabulary.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

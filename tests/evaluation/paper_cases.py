@@ -1,7 +1,5 @@
 """The paper's experiments, as their tests see them."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from commands import ROOT

@@ -1,7 +1,5 @@
 """The paper's experiments: they compose for every model, and each is one command."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

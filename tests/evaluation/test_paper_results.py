@@ -1,7 +1,5 @@
 """What the paper's experiments say follows from records: values, findings, tables, plots, pages."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -2,8 +2,6 @@
 
 The contract is that of `spec_bench_eval.py`, which checks each turn as it comes."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

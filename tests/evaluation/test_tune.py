@@ -1,7 +1,5 @@
 """Tuning: which questions choose, which settings go on, and that evaluate takes what is written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

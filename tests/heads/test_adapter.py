@@ -1,7 +1,5 @@
 """An adapter is as small as the paper says, follows its target, and is refused by any other."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 Shapes: T tokens of a text, D hidden size.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import adapter_for, eagle_for, random_prompts, tiny

@@ -3,8 +3,6 @@
 Shapes: T tokens of a text, D hidden size, H heads, C their size.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Shapes: T tokens, P places, D hidden size, K draft vocabulary, R rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

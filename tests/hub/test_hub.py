@@ -1,7 +1,5 @@
 """Adapters to the hub and back: what is sent, what is refused, and what the card says."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

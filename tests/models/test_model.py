@@ -3,8 +3,6 @@
 Shapes as in `kangaroo/models/target.py`.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Where the commands of pages and messages are typed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """What makes the commands of the pages small enough to run."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Imports point one way, and each outside library has its place."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """Every `torchrun` line of README and docs runs as a user types it, in two processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the documentation shows does what it says, and every public name has a docstring."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Every example runs as a newcomer would run it, and shows what it says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

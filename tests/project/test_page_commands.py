@@ -1,7 +1,5 @@
 """Every `python` line of README and docs runs as a user types it, on tiny stand-ins."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

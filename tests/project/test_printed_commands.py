@@ -1,7 +1,5 @@
 """Every command that a message prints has options that exist, and arrives as it was meant."""
 
-from __future__ import annotations
-
 import ast
 import shlex
 

@@ -1,7 +1,5 @@
 """Facts that stand in several of the project's own files agree."""
 
-from __future__ import annotations
-
 import re
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Every number that can be set has a range, beside its field; what lies outside never gets far."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields, is_dataclass
 from typing import Annotated, get_args, get_origin, get_type_hints

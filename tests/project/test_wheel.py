@@ -1,7 +1,5 @@
 """What is installed: the wheel works without its checkout, and says which packages it lacks."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Schedulers and servers of a tiny model, and what is asked of them."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

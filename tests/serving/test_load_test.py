@@ -1,7 +1,5 @@
 """Servers under load: who is asked when, what is kept and made of it, and what can go wrong."""
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import contextmanager

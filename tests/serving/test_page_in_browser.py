@@ -3,8 +3,6 @@
 Needs a Chromium with its driver (Debian: `apt-get install chromium chromium-driver`).
 """
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable, Iterator

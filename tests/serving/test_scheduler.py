@@ -1,7 +1,5 @@
 """Requests that come and go in one batch are decoded as each would be alone."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

@@ -1,7 +1,5 @@
 """A server answers as decoding alone would, whatever else it does, and refuses by name."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Whatever a request's fields hold, it is answered with 200 or 4xx, and the next one as before."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """A server under load: thousands of requests, clients that leave, and kill -9."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

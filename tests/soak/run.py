@@ -3,8 +3,6 @@
 A *cell* is one drafter in one setting, all of it from a seed.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

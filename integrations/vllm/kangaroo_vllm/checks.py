@@ -1,7 +1,5 @@
 """What this package can run, and the words in which it refuses the rest."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

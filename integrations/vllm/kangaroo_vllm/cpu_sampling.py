@@ -5,8 +5,6 @@ fills the converted copy, so that the temperature, top-k and top-p of drafted po
 from memory that nobody wrote. And top-k fails where a step verifies no draft, as the first does.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from vllm.triton_utils.dispatcher import register_kernels

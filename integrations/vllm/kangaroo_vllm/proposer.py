@@ -3,8 +3,6 @@
 Shapes: R rows that draft, K draft vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from numpy.typing import NDArray

@@ -8,8 +8,6 @@ Shapes: N tokens of a step, M of them new, D hidden size, R rows that draft, W b
 draft vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Whether a vLLM that this package was not tested with has what it builds on, as it was."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect

@@ -1,7 +1,5 @@
 """One vLLM at a time in this process, on a tiny random model in float32."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Folders to serve from: a tiny target, adapters as the exporter writes them, a draft model."""
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from dataclasses import asdict

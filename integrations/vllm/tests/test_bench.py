@@ -1,7 +1,5 @@
 """The speed table's parts."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

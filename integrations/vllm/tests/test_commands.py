@@ -1,7 +1,5 @@
 """The commands of this package's page, as they stand there, with less to do."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Greedy text is vLLM's own, and what is drafted and accepted is what our engine drafts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import counted, prompts, written

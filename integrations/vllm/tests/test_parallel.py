@@ -1,7 +1,5 @@
 """Tensor parallelism: two processes on the CPU, each with half of the heads."""
 
-from __future__ import annotations
-
 from conftest import counted, prompts, written
 
 

@@ -1,7 +1,5 @@
 """What cannot be run is refused by name, with what to do instead."""
 
-from __future__ import annotations
-
 import ast
 import json
 import logging

@@ -1,7 +1,5 @@
 """Sampled text has the distribution of vLLM's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import counted, prompts, written

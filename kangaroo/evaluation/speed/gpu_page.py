@@ -3,8 +3,6 @@
 `python -m kangaroo.evaluation.speed.gpu_page RESULTS PAGE` keeps what people wrote above the mark.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

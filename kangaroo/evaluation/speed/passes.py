@@ -4,8 +4,6 @@ rows decoded together.
 Shapes: N nodes, D hidden size.
 """
 
-from __future__ import annotations
-
 import logging
 import statistics
 from collections.abc import Callable, Sequence

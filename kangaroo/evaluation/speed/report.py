@@ -1,7 +1,5 @@
 """What the speed benchmark says: JSON, tables in the terminal and in Markdown, and a plot."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

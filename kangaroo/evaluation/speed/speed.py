@@ -5,8 +5,6 @@ turns on every prompt, so that a machine that slows down slows all of them. The 
 text, its prefill, is timed apart; what comes after it is decoding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial

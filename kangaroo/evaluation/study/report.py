@@ -5,8 +5,6 @@ A page, such as `docs/results/paper.md`, has a pair of comments for each study, 
 is written here; all else is the page's own.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -2,8 +2,6 @@
 the paper's (`published.yaml`), and which findings of the paper are found again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

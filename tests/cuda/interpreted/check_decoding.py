@@ -2,8 +2,6 @@
 record the kernels; prompts have the bits of decoding, so that one may go on from any text.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import pairwise
 

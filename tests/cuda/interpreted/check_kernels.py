@@ -1,7 +1,5 @@
 """What whole models show too little of: rounding, choices among equals, and what is no token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

@@ -4,8 +4,6 @@ that depend on nothing beside a token.
 Shapes: B or R rows, N nodes or tokens of a row, T tokens of a text, S slots.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import VOCABULARY, tiny_model

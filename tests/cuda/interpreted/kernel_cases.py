@@ -1,7 +1,5 @@
 """What the checks of the kernels share."""
 
-from __future__ import annotations
-
 import os
 
 import torch
