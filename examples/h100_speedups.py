@@ -35,40 +35,60 @@ COSTS = {
     ),
 }
 
-summary = json.loads((Path(__file__).parents[1] / "docs/results/spec_bench.json").read_text())
-rates = {
-    method["name"]: np.array([method["by_task"][task]["compression_rate"] for task in TASKS])
-    for method in summary["methods"]
-}
-drafted = {
-    method["name"]: method["overall"]["speculative_decoding"]["num_draft_tokens"]
-    / max(method["overall"]["speculative_decoding"]["num_spec_steps"], 1)
-    for method in summary["methods"]
-}
+
+def measured(file: str) -> dict[str, dict]:
+    """What an evaluation says of each method."""
+    results = json.loads((Path(__file__).parents[1] / "docs/results" / file).read_text())
+    return {method["name"]: method for method in results["methods"]}
+
+
+def rates(method: dict) -> np.ndarray:
+    """Tokens a round, by task."""
+    return np.array([method["by_task"][task]["compression_rate"] for task in TASKS])
+
+
+def drafted(method: dict) -> float:
+    """Draft tokens a round."""
+    counts = method["overall"]["speculative_decoding"]
+    return counts["num_draft_tokens"] / counts["num_spec_steps"]
+
+
+shipped, study = measured("spec_bench.json"), measured("adapters.json")
 tokens, speedups = map(np.array, CHAIN)
 # The draft tokens of a chain's round, from what a round took on the paper's machine.
 steps = (tokens / speedups - VERIFICATION) / DRAFT_TOKEN
 levels = (np.array(TREE[0]) / TREE[1] - VERIFICATION) / DRAFT_TOKEN
-longer = drafted["fused"] / drafted["kangaroo"]
+longer = drafted(shipped["fused"]) / drafted(shipped["kangaroo"])
 
 
-def like(name: str) -> np.ndarray:
-    """Tokens a round of a method that the paper does not have."""
-    return 1 + (tokens - 1) * (rates[name] - 1) / (rates["kangaroo"] - 1)
+def like(method: dict, chain: dict) -> np.ndarray:
+    """Tokens a round of a method that the paper does not have, by those of SmolLM2's chain."""
+    return 1 + (tokens - 1) * (rates(method) - 1) / (rates(chain) - 1)
 
 
 # By method: tokens a round, draft tokens or levels, nodes verified, and ms that only it takes.
 METHODS = {
     "Kangaroo's chain, threshold 0.6": (tokens, steps, steps, 0.0),
     "Kangaroo's tree": (np.array(TREE[0]), levels, 32, 0.0),
-    "a fused adapter's chain": (like("fused"), steps * longer, steps * longer, 2 * ADAPTER),
-    "a fused adapter's tree": (like("fused_tree"), levels, 32, 2 * ADAPTER),
-    "hybrid, fused adapter": (
-        like("fused_hybrid"),
+    "a fused adapter's chain": (
+        like(shipped["fused"], shipped["kangaroo"]),
         steps * longer,
-        drafted["fused_hybrid"],
+        steps * longer,
         2 * ADAPTER,
     ),
+    "a fused adapter's tree": (
+        like(shipped["fused_tree"], shipped["kangaroo"]),
+        levels,
+        32,
+        2 * ADAPTER,
+    ),
+    "hybrid, fused adapter": (
+        like(shipped["fused_hybrid"], shipped["kangaroo"]),
+        steps * longer,
+        drafted(shipped["fused_hybrid"]),
+        2 * ADAPTER,
+    ),
+    "a block of one pass": (like(study["block"], study["attention"]), 1, 6, 0.0),
     "Medusa's tree": (np.array(MEDUSA_TREE), 0, 64, HEADS),
 }
 
