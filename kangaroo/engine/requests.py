@@ -54,8 +54,8 @@ class Request(Ranged):
 @dataclass
 class StepRecord:
     """One verification of one row, or the token of its prefill: what was written, how many of these
-    tokens were drafted, and how many were proposed; the seconds of the whole step, of all rows; a
-    record for each token (`topk_logits.py`), and perhaps more, if asked for."""
+    tokens were drafted, of how many; the seconds of the whole step, of all rows; if asked for, a
+    record for each token (`topk_logits.py`), and perhaps more."""
 
     tokens: list[int]
     accepted: int = 0
@@ -117,8 +117,8 @@ class Stream:
 @dataclass
 class Acceptance:
     """What became of drafts: rounds that had one by how many of its tokens were accepted; draft
-    tokens, all nodes of a tree; and of one round at most. Names are those that vLLM gives a
-    request's statistics (`metrics.speculative_decoding`, vLLM's pull request 48915)."""
+    tokens, all nodes of a tree; and of one round at most. By the names in vLLM's statistics of a
+    request (`metrics.speculative_decoding`, vLLM's pull request 48915)."""
 
     histogram: Counter[int] = field(default_factory=Counter)
     drafted: int = 0
