@@ -22,8 +22,8 @@ from kangaroo.models.target import TargetModel
 
 
 class DraftToken(NamedTuple):
-    """One more token of every row's chain, the logits that it was chosen by, none where kernels
-    write none, and what the host reads of it."""
+    """One more token of every row's chain, its logits (none by kernels), and what the host reads of
+    it."""
 
     id_B1: Tensor
     logits_BK: Tensor
@@ -37,7 +37,6 @@ class Chain(ABC):
 
     Attributes:
         lm: the model that drafts, or the target where its layers draft.
-        threshold: 0 never stops early; `auto` leaves that to the budget alone.
         draft_cost: of a token of the chain, in vanilla steps.
         window: committed tokens before the pending one that a round's first pass takes again.
         reads_logits: whether greedy decoding takes more from them than the likeliest token.
