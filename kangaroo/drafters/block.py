@@ -97,8 +97,8 @@ class Block(EarlyExit, Chain):
         (logits_BNK,) = self.replay(batch, ("block",), run_block, *pending)
         has_graphs = self.lm.acceleration.graphs is not None
         for step in range(1, self.steps + 1):
-            key, inputs = ("place", step, batch.sampling.kind), (meta, *draws, before_B1)
-            token = DraftToken(*self.replay(batch, key, choose_next, logits_BNK, *inputs))
+            key, others = ("place", step, batch.sampling.kind), (*draws, before_B1)
+            token = DraftToken(*self.replay(batch, key, choose_next, logits_BNK, meta, *others))
             before_B1 = token.id_B1
             if has_graphs:  # then the host reads none before the last is chosen
                 drafted.append(token)

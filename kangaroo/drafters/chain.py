@@ -5,7 +5,7 @@ Shapes: B rows, D hidden size, V vocabulary, K draft vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -135,7 +135,7 @@ class Chain(ABC):
         return draft
 
 
-def limits_of(drafter: Chain | EarlyExit, batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:
+def limits_of(drafter: Chain | EarlyExit, batch: Batch) -> np.ndarray:
     """`Budget.limits` of all rows, `[B, steps]`; 1, never exceeded, of those that are done."""
     rows = [row for row, done in enumerate(batch.done) if not done]
     limits = np.ones((batch.size, drafter.steps), np.float32)

@@ -68,8 +68,8 @@ class Kangaroo(EarlyExit, Chain):
         self.hidden = [f_B1D]
         for step in range(1, self.steps + 1):
             # a graph a step, so that none overwrites what the round still reads of another
-            key, inputs = ("draft", step, batch.sampling.kind), (f_BND, meta, *draws, *deep)
-            *token, adapted_B1D, f_BND = self.replay(batch, key, draft_token, *inputs)
+            key, others = ("draft", step, batch.sampling.kind), (*draws, *deep)
+            *token, adapted_B1D, f_BND = self.replay(batch, key, draft_token, f_BND, meta, *others)
             self.hidden.append(f_BND)
             deep = [adapted_B1D] if self.reads_deep else []
             yield DraftToken(*token)

@@ -79,14 +79,13 @@ class Engine:
         max_new_tokens: int,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
-        ignore_eos: bool = False,
         batch: Batch | None = None,
     ) -> Stream:
         """Decode one prompt, token by token as steps write them, in a batch of one row opened with
         this sampling, where a conversation's next turn may go on (`prefix_cache`); by default in a
         new one. Errors: `PromptError`; `ConfigError` where another one has taken its place."""
         sampling = sampling or Sampling()
-        request = Request(prompt, max_new_tokens, sampling.seed, stop, ignore_eos)
+        request = Request(prompt, max_new_tokens, sampling.seed, stop)
         self.check(request)
         if batch is None:
             batch = self.open(1, len(prompt) + max_new_tokens, sampling)

@@ -217,7 +217,8 @@ class TargetModel(nn.Module):
     def chunk(self, start: int, stop: int, row: int, n_slots: int) -> ForwardMeta:
         """Positions `start` to `stop` of one row: a chunk of a prefill."""
         positions_1T = torch.arange(start, stop, device=self.device)[None]
-        bias, extent = None, stop
+        bias: Any = None
+        extent = stop
         if start > 0 and (self.acceleration.kernels or has_flash(self.device, self.dtype)):
             bias = causal_lower_right(stop - start, stop)
         elif start > 0:
