@@ -61,9 +61,8 @@ class Block(EarlyExit, Chain):
         self.supports_prefix_reuse = False  # shallow states before a prompt's rest are not kept
         self.pass_cost = self.draft_cost  # whatever the tokens
         parts = lm.hf.model.embed_tokens.weight.to(adapter.home(lm)).split(EMBEDDED)
-        self.neighbours_VR = (
-            torch.cat([adapter.neighbours(x) for x in parts]).detach().to(lm.device)
-        )
+        neighbours_VR = torch.cat([adapter.neighbours(part_XD) for part_XD in parts])
+        self.neighbours_VR = neighbours_VR.detach().to(lm.device)
         self.table_KR = adapter.table.weight.detach().to(lm.device)
 
     def begin(self, batch: Batch) -> None:

@@ -105,8 +105,8 @@ class Hybrid(Kangaroo):
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
         self.store.begin()
-        of, recycle = self.store.matches, self.recycle
-        self.rows = RowStates(lambda row, text: RowSources(text, of(row, text), recycle))
+        matches, recycle = self.store.matches, self.recycle
+        self.rows = RowStates(lambda row, text: RowSources(text, matches(row, text), recycle))
         batch.likeliest = max(batch.likeliest, int(self.recycle))
 
     def take_costs(self, budget: Budget, rows: int, shared_states: bool) -> None:

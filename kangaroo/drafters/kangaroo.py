@@ -47,8 +47,7 @@ class Kangaroo(EarlyExit, Chain):
             then, `[B, 1, D]` each, the adapter's state and the token's shallow state.
 
             Args:
-                f_BND: shallow states of the last token; in the first step of the window before it
-                    too.
+                f_BND: shallow states of the last token; in the first step of the window, too.
                 meta: of window, pending token and draft.
                 others: `Batch.draws`, and the deep states that a fused adapter reads, too.
             """

@@ -117,8 +117,8 @@ class Stream:
 @dataclass
 class Acceptance:
     """What became of drafts: rounds that had one by how many of its tokens were accepted; draft
-    tokens, all nodes of a tree; and of one round at most. By the names in vLLM's statistics of a
-    request (`metrics.speculative_decoding`, vLLM's pull request 48915)."""
+    tokens, all nodes of a tree; and of one round at most. Names are those that vLLM gives a
+    request's statistics (`metrics.speculative_decoding`, vLLM's pull request 48915)."""
 
     histogram: Counter[int] = field(default_factory=Counter)
     drafted: int = 0
