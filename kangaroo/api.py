@@ -1,7 +1,5 @@
 """The package in three lines: load a model with its drafter, generate, stream."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,7 +40,7 @@ def load(
     drafter: str | DrafterConfig = "hybrid",
     chat_template: str | None = None,
     **settings: Any,
-) -> Model:
+) -> "Model":
     """A model that is ready to answer.
 
     Args:

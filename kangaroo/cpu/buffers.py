@@ -10,7 +10,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kangaroo.cpu import native
 from kangaroo.engine.cache import KVCache
@@ -78,7 +77,15 @@ class DraftBuffers:
             made=self.adapted_BND.data_ptr(),
             **{name: getattr(self, name).ctypes.data for name in arrays.split()},
         )
-        target, self.held = native_target(lm, cache)
+        self.rope = lm.rope_table(cache.n_slots)  # held as long as it is used
+        target = native.NativeTarget(
+            sizes=lm.sizes().native(),
+            stack=lm.fast_layers.native(cache, range(lm.n_layers)),
+            head=lm.fast_head.native(lm.hf.model.norm.weight),
+            embedding=lm.hf.model.embed_tokens.weight.data_ptr(),
+            cos=self.rope[0].data_ptr(),
+            sin=self.rope[1].data_ptr(),
+        )
         self.pointers = byref(target), drafting and byref(drafting), byref(rows)
         assert lm.acceleration.library is not None
         call = partial(native.function, lm.acceleration.library, dtype=lm.dtype)
@@ -143,11 +150,9 @@ class DraftBuffers:
         """Trees below these rows' pending tokens, `width` nodes a level; see `rounds.h`.
 
         Args:
-            limits: of `Budget.limits`: a row's tree of n levels grows if the likeliest node of the
-                last one is likelier than its n-th; there are as many levels at most.
-            worth: of the likeliest nodes, as many at most, those are verified that make the sum of
-                their chances less these numbers largest.
-            halves_leaves: without the less likely half of the nodes that have no child.
+            limits: of `Budget.limits`: a row's tree of n levels, at most as many, grows if the
+                likeliest node of the last one is likelier than its n-th.
+            worth, halves_leaves: which nodes are verified, as of `kangaroo_tree.kept`.
         """
         steps, worths = limits.shape[1], np.array(worth, np.float32)
         least = self._ask(rows, steps, limits)
@@ -158,24 +163,8 @@ class DraftBuffers:
         )
 
     def _ask(self, rows: Sequence[int], steps: int, limits: np.ndarray | float) -> np.ndarray:
-        """These rows take part, with these limits, `[B, steps]`."""
         self.asking[:] = 0
         self.asking[list(rows)] = 1
         least = np.zeros((len(self.base), steps), np.float32)
         least[list(rows)] = limits
         return least
-
-
-def native_target(lm: TargetModel, cache: KVCache) -> tuple[Structure, tuple[Tensor, ...]]:
-    """A model for native code, and what has to be kept as long as it is used."""
-    stack, head = lm.fast_layers, lm.fast_head
-    cos_SC, sin_SC = lm.rope_table(cache.n_slots)
-    target = native.NativeTarget(
-        sizes=lm.sizes().native(),
-        stack=stack.native(cache, range(lm.n_layers)),
-        head=head.native(lm.hf.model.norm.weight),
-        embedding=lm.hf.model.embed_tokens.weight.data_ptr(),
-        cos=cos_SC.data_ptr(),
-        sin=sin_SC.data_ptr(),
-    )
-    return target, (cos_SC, sin_SC)

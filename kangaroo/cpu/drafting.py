@@ -204,14 +204,12 @@ class DraftModelDrafting(NativeDrafting):
             self.drafted[row] = tokens[: int(chains.has_state[row, new].sum())]
             buffers.add(row, tokens)
 
-    def _buffers(self) -> DraftBuffers:
-        """Of this model, whose states are the output of its last layer."""
+    def _buffers(self) -> DraftBuffers:  # of this model, whose states are its last layer's
         drafter, lm = self.drafter, self.drafter.lm
-        stack, head = lm.fast_layers, lm.fast_head
-        assert stack is not None and head is not None
-        final = head.native(lm.hf.model.norm.weight)
-        final.outputs = drafter.vocab_size + min(drafter.padding, 0)
-        layer = native.NativeDrafting(stack=stack.native(drafter.cache, range(0)), head=final)
+        head = lm.fast_head.native(lm.hf.model.norm.weight)
+        head.outputs = drafter.vocab_size + min(drafter.padding, 0)
+        stack = lm.fast_layers.native(drafter.cache, range(0))
+        layer = native.NativeDrafting(stack=stack, head=head)
         return DraftBuffers(lm, drafter.cache, UNREAD + drafter.steps, lm.n_layers, layer)
 
     def _catch_up(self, chains: DraftBuffers, text: list[int], row: int) -> None:

@@ -1,22 +1,28 @@
-"""Chains of a whole model's head, as draft models and skipped layers draft them.
+"""Chains of a whole model's head: of draft models, and of targets with some layers left out.
 
 Shapes: B rows, N tokens of a pass, D hidden size, K = the model's vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
 
+import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import limit
-from kangaroo.drafters.chain import Chain, DraftToken
+from kangaroo.drafters.base import ChainConfig, Drafter, limit
+from kangaroo.drafters.chain import Chain, DraftToken, limits_of
+from kangaroo.drafters.layer_search import Subset
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
+from kangaroo.engine.tree import Draft
 from kangaroo.models.target import TargetModel
+from kangaroo.utils.memory import weights
 
 
 class Autoregressive(Chain):
-    """Each token is the input of the next pass."""
+    """Each token is the input of the next pass, after a first one with the window."""
 
     taps: tuple[int, ...] = ()
 
@@ -59,3 +65,85 @@ class Autoregressive(Chain):
 
     def token_of(self, index: Tensor) -> Tensor:
         return index
+
+
+class LayerChoice(Autoregressive, Drafter):
+    """Drafts on the target's cache as Draft & Verify does; which layers are left out is each row's
+    own, and begins anew with another text.
+
+    What any row keeps runs for all rows, and changes nothing in those that leave it out. Each layer
+    is a graph of its own, and a drafted token is none, since others are left out soon. The layers
+    are those of `cut`, the target or the same model cut more finely; a text begins without `first`.
+    `improve` runs as many tokens of a row at once as are `judged`.
+    """
+
+    def __init__(
+        self, lm: TargetModel, cut: TargetModel, first: Subset, options: ChainConfig, judged: int
+    ):
+        super().__init__(lm, options.steps, options.threshold, window=0)
+        self.cut, self.first, self.max_nodes = cut, first, max(self.steps, judged)
+        whole = weights(*cut.layers, lm.head)
+        self.shares = [weights(layer) / whole for layer in cut.layers]  # of a vanilla step
+        self.draft_cost = self.cost_without(first)
+
+    def cost_without(self, skip: Collection[int]) -> float:
+        """Of a drafted token, in vanilla steps."""
+        return 1 - sum(self.shares[layer] for layer in skip)
+
+    @abstractmethod
+    def restart(self, row: int, text: list[int]) -> None:
+        """Another text has taken a row; its prompt and the first token are there."""
+
+    @abstractmethod
+    def improve(self, batch: Batch, rows: Sequence[int]) -> None:
+        """Choose, in `skips`, what the drafts of these rows leave out from now on."""
+
+    def begin(self, batch: Batch) -> None:
+        self.texts: list[list[int] | None] = [None] * batch.size
+        self.skips = [self.first] * batch.size
+        self.runs: list[tuple[range, Tensor | None]] = []
+
+    def caches(self, batch: Batch) -> tuple[KVCache, ...]:
+        return (batch.cache,)
+
+    def propose(self, batch: Batch) -> Draft:
+        for row, text in enumerate(batch.texts):
+            if text is not self.texts[row]:
+                self.texts[row], self.skips[row] = text, self.first
+                self.restart(row, text)
+        rows = (limits_of(self, batch)[:, 0] < 1).nonzero()[0].tolist()
+        if rows:
+            self.improve(batch, rows)
+            self.runs = self.choose_runs(rows, batch)
+        return super().propose(batch)
+
+    def choose_runs(self, rows: Sequence[int], batch: Batch) -> list[tuple[range, Tensor | None]]:
+        """Layers that run in a row, and which rows keep them, `[B, 1, 1]`; None where all do."""
+        skips, layers = [set(self.skips[row]) for row in rows], range(self.cut.n_layers)
+        keeps = [tuple(layer not in skip for skip in skips) for layer in layers]
+        unkept = [layer for layer in layers if not any(keeps[layer])]
+        self.draft_cost = self.cost_without(unkept)
+        one_by_one = self.lm.acceleration.graphs is not None
+        runs: list[tuple[range, Tensor | None]] = []
+        for (kept, _), group in groupby(layers, lambda layer: (keeps[layer], one_by_one * layer)):
+            first, *_, last = [*group] * 2
+            kept_B11 = None
+            if not all(kept):
+                in_row = dict(zip(rows, kept, strict=True))
+                kept_B = torch.tensor([in_row.get(row, True) for row in range(batch.size)])
+                kept_B11 = kept_B[:, None, None].to(self.lm.device)
+            runs += [(range(first, last + 1), kept_B11)] if any(kept) else []
+        return runs
+
+    def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
+        return super().tokens(batch, replace(meta, recordable=False))
+
+    def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
+        x_BND, meta = self.lm.embed(tokens_BN), replace(meta, recordable=True)
+        for layers, kept_B11 in self.runs:
+            out_BND, _ = self.cut.run(x_BND, batch.cache, meta, layers)
+            if kept_B11 is not None:
+                kept_B11, x_BND = kept_B11.to(out_BND.device), x_BND.to(out_BND.device)
+                out_BND = torch.where(kept_B11, out_BND, x_BND)
+            x_BND = out_BND
+        return x_BND

@@ -3,18 +3,16 @@
 Shapes: B rows of the batch, T tokens of a prefill chunk.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from torch import Tensor
+from typing_extensions import Self
 
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.budget import Budget
-from kangaroo.engine.cache import ForwardMeta
+from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.engine.tree import Draft, Tree, Verdict
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
@@ -26,6 +24,9 @@ from kangaroo.utils.errors import AdapterMismatch
 from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, CountOrZero, DraftSize, Ranged
 
 State = TypeVar("State")
+# The chance of a token that was looked up, where those before it are right. The first may be wrong
+# more often, which the budget counts.
+LOOKED_UP = 0.8
 
 
 class Drafter(Protocol):
@@ -34,12 +35,10 @@ class Drafter(Protocol):
 
     Args:
         taps: target hidden states it wants back, by the number of layers below them.
-        max_nodes: the most nodes that it makes in a round, the root aside, so that there are slots
-            for them, and as many for places before the start of a text (`TargetModel.forward_meta`,
-            `below`).
-        supports_prefix_reuse: whether a prompt may come to `prefill` without a beginning that the
-            row's text before it had as well, up to the last two tokens of that text, or that
-            `copy_prefix` named. In native code, all do.
+        max_nodes: the most nodes of a round, the root aside: as many slots are kept for them, and
+            for places before the start of a text (`TargetModel.forward_meta`, `below`).
+        supports_prefix_reuse: whether a prompt may come to `prefill` without what it begins with as
+            the row's text before it did, its last two tokens aside, or `copy_prefix` named.
         needs_costs: whether it asks the budget also where a text is decoded alone.
     """
 
@@ -57,31 +56,24 @@ class Drafter(Protocol):
         the target's cache has in both now. Those that are kept here may be copied likewise."""
         return
 
-    def prefill(
-        self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
-    ) -> None:
-        """A chunk of a row's prompt has entered the target's cache. Chunks come in order. The token
-        that the target writes after the prompt is pending, and in none of them."""
+    def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
+        """A chunk of a row's prompt has entered the target's cache; chunks come in order. The token
+        after the prompt is pending, and in none of them."""
         return
 
     @abstractmethod
     def propose(self, batch: Batch) -> Draft:
         """A draft below each row's pending token."""
 
-    def observe(
-        self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
-    ) -> None:
+    def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         """What became of the draft, after it was committed."""
         return
 
 
 @dataclass
 class DrafterConfig(Ranged, ABC):
-    """The settings of a drafter; a subclass adds its own, and `build`.
-
-    Args:
-        name: what results and the command line call it.
-    """
+    """The settings of a drafter; a subclass adds its own, and `build`. `name` is what results and
+    the command line call it."""
 
     name: str = "???"
 
@@ -116,11 +108,7 @@ class ChainConfig(DrafterConfig):
 
 @dataclass
 class TrainedConfig(DrafterConfig):
-    """Of a drafter that was trained for its target.
-
-    Args:
-        adapter: folder or hub id of what was trained.
-    """
+    """Of a drafter that was trained for its target; `adapter` is a folder or a hub id."""
 
     adapter: str = "???"
 
@@ -134,7 +122,7 @@ class TrainedConfig(DrafterConfig):
 
     @classmethod
     @abstractmethod
-    def chain(cls, steps: int) -> TrainedConfig:
+    def chain(cls, steps: int) -> Self:
         """Settings that draft a chain of so many tokens in every round, or as long as it can."""
 
     def build(self, lm: TargetModel) -> Drafter:
@@ -169,7 +157,7 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
     parts: ClassVar[type[HeadConfig]] = AdapterHeadConfig  # of an untrained one
 
     @classmethod
-    def chain(cls, steps: int) -> EarlyExitConfig:
+    def chain(cls, steps: int) -> Self:
         return cls(steps=steps, threshold=0)
 
     def load(self, lm: TargetModel) -> tuple[Layer, list[DraftHead]]:
@@ -234,11 +222,6 @@ def limit(threshold: float | str) -> tuple[float, bool]:
     return (0.0, True) if isinstance(threshold, str) else (threshold, False)
 
 
-# The chance of a token that was looked up, where those before it are right. The first may be wrong
-# more often, which the budget counts.
-LOOKED_UP = 0.8
-
-
 class TreesFromText(Drafter):
     """Drafts by reading the text alone, on the host."""
 
@@ -262,12 +245,7 @@ class FromText(TreesFromText):
         none."""
 
     def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:
-        length = self.chain_length(batch.budget, batch.active)
-        tokens = self.continuation(row, batch.texts[row])[:length]
+        least = batch.budget.min_chain_chances(batch.active, self.max_nodes)
+        dear = (n for n, chance in enumerate(least) if chance >= LOOKED_UP**n)
+        tokens = self.continuation(row, batch.texts[row])[: next(dear, self.max_nodes)]
         return tokens, list(range(len(tokens)))
-
-    def chain_length(self, budget: Budget, rows: int) -> int:
-        """How many tokens of a continuation pay for their verification in so many rows."""
-        least = budget.min_chain_chances(rows, self.max_nodes)
-        longest = (n for n, chance in enumerate(least) if chance >= LOOKED_UP**n)
-        return next(longest, self.max_nodes)

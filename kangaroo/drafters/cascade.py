@@ -3,8 +3,6 @@
 Shapes: B rows, N draft nodes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +12,7 @@ from torch import Tensor
 
 from kangaroo.drafters.base import Drafter, DrafterConfig
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.tree import Draft, Tree, Verdict
+from kangaroo.engine.tree import Draft, Tree
 from kangaroo.models.target import TargetModel
 
 
@@ -32,7 +29,7 @@ class CascadeConfig(DrafterConfig):
     first: Any = "???"
     second: Any = "???"
 
-    def build(self, lm: TargetModel) -> Cascade:
+    def build(self, lm: TargetModel) -> Drafter:
         return Cascade(self.first.build(lm), self.second.build(lm))
 
     def settings(self) -> dict[str, Any]:
@@ -43,29 +40,27 @@ class CascadeConfig(DrafterConfig):
         return self.first.made_by() | self.second.made_by()
 
 
-class Cascade:
+class Cascade(Drafter):
     """Each of the two sees every round, whoever drafted in it."""
 
     def __init__(self, first: Drafter, second: Drafter):
-        self.first, self.second = first, second
-        self.taps: tuple[int, ...] = tuple(sorted({*first.taps, *second.taps}))
+        self.first, self.second = self.parts = first, second
+        self.taps = tuple(sorted({*first.taps, *second.taps}))
         self.max_nodes = first.max_nodes + second.max_nodes
         self.supports_prefix_reuse = first.supports_prefix_reuse and second.supports_prefix_reuse
         self.needs_costs = first.needs_costs or second.needs_costs
 
     def begin(self, batch: Batch) -> None:
-        self.first.begin(batch)
-        self.second.begin(batch)
+        for part in self.parts:
+            part.begin(batch)
 
-    def copy_prefix(self, source: int, row: int, count: int) -> None:
-        self.first.copy_prefix(source, row, count)
-        self.second.copy_prefix(source, row, count)
+    def copy_prefix(self, *prefix: int) -> None:
+        for part in self.parts:
+            part.copy_prefix(*prefix)
 
-    def prefill(
-        self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
-    ) -> None:
-        self.first.prefill(batch, tokens_1T, meta, taps)
-        self.second.prefill(batch, tokens_1T, meta, taps)
+    def prefill(self, *chunk: Any) -> None:
+        for part in self.parts:
+            part.prefill(*chunk)
 
     def propose(self, batch: Batch) -> Draft:
         first = self.first.propose(batch)
@@ -75,17 +70,14 @@ class Cascade:
         second = self.second.propose(batch)
         return second if first.tree.size == 1 else either(found_B, first, second)
 
-    def observe(
-        self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
-    ) -> None:
-        self.first.observe(batch, draft, verdict, taps)
-        self.second.observe(batch, draft, verdict, taps)
+    def observe(self, *verified: Any) -> None:
+        for part in self.parts:
+            part.observe(*verified)
 
 
 def either(first_B: Tensor, first: Draft, second: Draft) -> Draft:
     """Of each row one of two drafts. It begins at the embeddings again: what a drafter has computed
-    of its nodes lies where the other's nodes may be.
-    """
+    of its nodes lies where the other's nodes may be."""
     size = max(first.tree.size, second.tree.size)
     pick_B1 = first_B[:, None]
 

@@ -5,7 +5,7 @@ Shapes: B rows, D hidden size, V vocabulary, K draft vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ from kangaroo.models.target import TargetModel
 
 
 class DraftToken(NamedTuple):
-    """One more token of every row's chain, the logits that it was chosen by, none where kernels
-    write none, and what the host reads of it."""
+    """One more token of every row's chain, its logits (none by kernels), and what the host reads of
+    it."""
 
     id_B1: Tensor
     logits_BK: Tensor
@@ -37,7 +37,6 @@ class Chain(ABC):
 
     Attributes:
         lm: the model that drafts, or the target where its layers draft.
-        threshold: 0 never stops early; `auto` leaves that to the budget alone.
         draft_cost: of a token of the chain, in vanilla steps.
         window: committed tokens before the pending one that a round's first pass takes again.
         reads_logits: whether greedy decoding takes more from them than the likeliest token.
@@ -136,7 +135,7 @@ class Chain(ABC):
         return draft
 
 
-def limits_of(drafter: Chain | EarlyExit, batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:
+def limits_of(drafter: Chain | EarlyExit, batch: Batch) -> np.ndarray:
     """`Budget.limits` of all rows, `[B, steps]`; 1, never exceeded, of those that are done."""
     rows = [row for row, done in enumerate(batch.done) if not done]
     limits = np.ones((batch.size, drafter.steps), np.float32)

@@ -3,8 +3,6 @@
 Shapes: B rows, J counts of skipped layers, D hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kangaroo.drafters import layer_search
-from kangaroo.drafters.base import ChainConfig
-from kangaroo.drafters.layer_choice import LayerChoice
+from kangaroo.drafters.autoregressive import LayerChoice
+from kangaroo.drafters.base import ChainConfig, Drafter
 from kangaroo.drafters.layer_search import Subset
 from kangaroo.engine.batch import Batch
 from kangaroo.models.target import TargetModel
@@ -24,11 +22,8 @@ from kangaroo.utils.ranges import Count, Share
 @dataclass
 class ClaspConfig(ChainConfig):
     """CLaSp (arXiv 2505.24196): after a verification a dynamic programme over the layers says which
-    ones drafts skip.
-
-    The whole model's states of the last token are the programme's states without a skipped layer:
-    it computes them once more, beside the others in the same pass, so that verification and prompts
-    hand nothing on.
+    ones drafts skip. Its states without a skipped layer are the whole model's: it computes them
+    once more, in the same pass as others, so that verification and prompts hand nothing on.
 
     Args:
         skip_share: of the layers, that drafts leave out.
@@ -39,7 +34,7 @@ class ClaspConfig(ChainConfig):
     skip_share: Share = 0.5
     interval: Count = 1
 
-    def build(self, lm: TargetModel) -> Clasp:
+    def build(self, lm: TargetModel) -> Drafter:
         """Errors: `ConfigError`."""
         return Clasp(lm, self)
 
@@ -47,10 +42,8 @@ class ClaspConfig(ChainConfig):
 class Clasp(LayerChoice):
     """For i layers of which j are skipped, the programme keeps one state of the last verified
     token: of its state for i - 1 and j, sent through layer i, and that for i - 1 and j - 1, the
-    one whose direction is nearer to the whole model's after i layers.
-
-    The states of a layer are tokens of one pass: each sees the text before it, and itself.
-    """
+    one whose direction is nearer to the whole model's after i layers. The states of a layer are
+    tokens of one pass: each sees the text before it, and itself."""
 
     def __init__(self, lm: TargetModel, options: ClaspConfig):
         self.interval, self.count = options.interval, round(options.skip_share * lm.n_layers)
@@ -60,7 +53,7 @@ class Clasp(LayerChoice):
                 f"{lm.n_layers} layers; drafts must skip some, and not all."
             )
         first = tuple(range(1, 1 + self.count))  # until the first choice, before the first draft
-        super().__init__(lm, lm, first, options.steps, options.threshold, self.count + 1)
+        super().__init__(lm, lm, first, options, self.count + 1)
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
@@ -101,11 +94,8 @@ class Clasp(LayerChoice):
 
 
 def skipped(keeps: Sequence[Sequence[bool]], count: int) -> Subset:
-    """The way back from the state after all layers of which so many are skipped.
-
-    Args:
-        keeps: of each layer, and each number of skipped ones up to it, whether it was kept.
-    """
+    """The way back from the state after all layers of which so many are skipped, by whether a layer
+    was kept, of each and each number of skipped ones up to it."""
     layers = []
     for layer in reversed(range(len(keeps))):
         if not keeps[layer][count]:

@@ -3,8 +3,6 @@
 Shapes: B rows, N draft nodes, T tokens of a prefill chunk, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +12,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kangaroo.drafters.autoregressive import Autoregressive
-from kangaroo.drafters.base import ChainConfig, path_meta
+from kangaroo.drafters.base import ChainConfig, Drafter, path_meta
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta, KVCache
+from kangaroo.engine.cache import ForwardMeta, KVCache, Taps
 from kangaroo.engine.tree import Draft, Verdict
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
@@ -48,18 +46,17 @@ class DraftModelConfig(ChainConfig):
         if self.model is not None:
             self.adapter = None
 
-    def build(self, lm: TargetModel) -> DraftModel:
-        """Errors: `ConfigError` for other tokens; what loading a model or adapter raises."""
-        if self.model is None and self.adapter is None:
-            raise ConfigError("drafter=draft_model needs drafter.model= or drafter.adapter=.")
+    def build(self, lm: TargetModel) -> Drafter:
+        """Errors: `ConfigError`; what loading a model or adapter raises."""
         if self.adapter is not None:
             adapter, _ = adapter_files.load(self.adapter, lm, Adapter, vocabulary=0)
             hf = draft_model(lm, adapter)
-        else:
-            assert self.model is not None
+        elif self.model is not None:
             dtype = Dtype(str(lm.dtype).removeprefix("torch."))
             hf, _ = load(ModelConfig("draft", self.model, dtype=dtype, device=str(lm.device)))
             check_tokens(lm.config, hf.config)
+        else:
+            raise ConfigError("drafter=draft_model needs drafter.model= or drafter.adapter=.")
         draft_lm = TargetModel(hf)
         draft_lm = draft_lm.compile_for_decoding() if lm.acceleration else draft_lm
         return DraftModel(lm, draft_lm, self.steps, self.threshold)
@@ -76,8 +73,7 @@ class DraftModelConfig(ChainConfig):
 def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
     """Raise `ConfigError` unless each token id stands for the same token in both models, whose
     vocabularies may be padded to different sizes. Where one has no tokenizer, random weights for
-    instance, the sizes alone are compared.
-    """
+    instance, the sizes alone are compared."""
     wanted, drafted, difference = _tokens(target), _tokens(draft), None
     if wanted is not None and drafted is not None:
         for i in sorted(wanted.keys() | drafted.keys()):
@@ -106,8 +102,7 @@ def _tokens(config: PretrainedConfig) -> dict[int, str] | None:
 class DraftModel(Autoregressive):
     """Keeps a cache of its own. The first pass of a round takes the last two committed tokens:
     after a round that was accepted whole it has not seen the older one. In native rounds it takes
-    whatever it has not read. Its vocabulary may be padded to another size than the target's.
-    """
+    whatever it has not read. Its vocabulary may be padded to another size than the target's."""
 
     supports_prefix_reuse = True
 
@@ -115,16 +110,15 @@ class DraftModel(Autoregressive):
         self, lm: TargetModel, draft_lm: TargetModel, steps: int = 4, threshold: float | str = 0.0
     ):
         super().__init__(draft_lm, steps, threshold, window=1)
-        # of a token of the chain, in vanilla steps: the share of the weights that is read for it
-        read = weights(*draft_lm.layers, draft_lm.head)
-        self.draft_cost = read / weights(*lm.layers, lm.head)
+        whole = weights(*lm.layers, lm.head)
+        self.draft_cost = weights(*draft_lm.layers, draft_lm.head) / whole  # the weights it reads
         self.layers = range(draft_lm.n_layers)
         self.cache = draft_lm.new_cache(0, 0)
         self.made_for = -1  # serial of the target's cache that this one goes with
         self.vocab_size = draft_lm.config.vocab_size
         self.padding = lm.config.vocab_size - self.vocab_size  # below 0 the target's is smaller
         self.proposed: Draft | None = None
-        self.prompts: list[tuple[Tensor, ForwardMeta]] = []  # not read yet
+        self.prompts: list[tuple[Tensor, int, int]] = []  # not read yet: as of `read_chunk`
 
     def begin(self, batch: Batch) -> None:
         self.prompts.clear()
@@ -139,18 +133,16 @@ class DraftModel(Autoregressive):
         self.cache.copy(source, row, count)
         self.read[row] = min(self.read[source], count)
 
-    def prefill(
-        self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
-    ) -> None:
+    def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
         """Keep the prompt; it is read when the first token is out."""
         first, row = int(meta.positions_RT[0, 0]), meta.rows.start
         self.read[row] = min(self.read[row], first)
-        self.prompts.append((tokens_1T, meta))
+        self.prompts.append((tokens_1T, first, row))
 
     def read_prompts(self) -> None:
         """Write the keys of new prompts."""
-        for tokens_1T, meta in self.prompts:
-            self.read_chunk(tokens_1T, int(meta.positions_RT[0, 0]), meta.rows.start)
+        for prompt in self.prompts:
+            self.read_chunk(*prompt)
         self.prompts.clear()
 
     def read_chunk(self, tokens_1T: Tensor, first: int, row: int) -> None:
@@ -181,9 +173,7 @@ class DraftModel(Autoregressive):
         self.proposed = super().propose(batch)
         return self.proposed
 
-    def observe(
-        self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
-    ) -> None:
+    def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         if draft is not self.proposed:  # another drafter's: its tokens are in no cache here
             self.read_prompts()
             meta = path_meta(self.lm, batch, draft, self.window)

@@ -3,8 +3,6 @@
 Shapes: B rows, N draft nodes, T tokens of a prefill chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +39,7 @@ class DraftVerifyConfig(ChainConfig):
         if self.skip is not None:
             self.subset = None
 
-    def build(self, lm: TargetModel) -> DraftVerify:
+    def build(self, lm: TargetModel) -> Drafter:
         """Errors: `ConfigError`, and what `layer_search.read` raises."""
         if self.skip is None and self.subset is None:
             raise ConfigError(
@@ -58,8 +56,7 @@ class DraftVerifyConfig(ChainConfig):
 
 class DraftVerify(Autoregressive, Drafter):
     """Drafts on the target's cache: committed keys are the whole model's, and verification writes
-    those of the draft again.
-    """
+    those of the draft again."""
 
     def __init__(
         self, lm: TargetModel, skip: Collection[int], steps: int = 6, threshold: float | str = 0.6

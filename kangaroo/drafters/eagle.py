@@ -50,8 +50,7 @@ class EagleConfig(EarlyExitConfig):
 class EagleTree(KangarooTree):
     """EAGLE-2's dynamic tree. It grows as Kangaroo's does: the most confident nodes of a level get
     candidates. Then all candidates of all levels are ranked again, those without a level's place,
-    too, and the most confident are verified, from their embeddings on.
-    """
+    too, and the most confident are verified, from their embeddings on."""
 
     def offered(self, levels: list[Level]) -> Sequence[Sequence[Tensor]]:
         parents, first = [levels[0].parents_BL], 0

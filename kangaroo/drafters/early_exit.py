@@ -1,7 +1,6 @@
 """What drafters with a layer of their own share: the target's layers below it, and its cache.
 
-Shapes: B rows, N draft nodes, P nodes of a path, T tokens of a prefill chunk, W window, D hidden
-size.
+Shapes: B rows, N draft nodes, P nodes of a path, T tokens of a chunk, W window, D hidden size.
 """
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from kangaroo.drafters.base import limit, path_meta
 from kangaroo.engine.acceleration import Key, Tensors, Work
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta, KVCache
+from kangaroo.engine.cache import ForwardMeta, KVCache, Taps
 from kangaroo.engine.tree import Draft, Verdict
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
@@ -22,11 +21,10 @@ class EarlyExit:
     """Drafts on the target's own cache and hands its shallow states to verification.
 
     The layer's first pass of a round takes, beside the pending token, a *window* of the committed
-    tokens before it: the one before, which it has not seen after a round that was accepted whole;
-    and if it reads deep states, all that the last round may have drafted, since their deep states
-    are known now. Writing the others again changes nothing, and shapes are static. After another
-    drafter's draft, or a tree, it passes over the accepted path once more.
-    """
+    tokens before it: the one before, unseen after a round that was accepted whole; and if it reads
+    deep states, all that the last round may have drafted, whose deep states are known now. Writing
+    the others again changes nothing, and shapes are static. After another drafter's draft, or a
+    tree, it passes over the accepted path once more."""
 
     def __init__(
         self,
@@ -44,8 +42,8 @@ class EarlyExit:
         self.shallow, self.reads_deep = range(adapter.exit_layer), self.deep_tap is not None
         # by tensors; the window's shallow states before a prompt's rest are not kept
         self.supports_prefix_reuse = not self.reads_deep
-        deep_taps = () if self.deep_tap is None else (self.deep_tap,)
-        self.taps: tuple[int, ...] = (adapter.exit_layer, *deep_taps)
+        taps = adapter.exit_layer, adapter.deep_tap
+        self.taps = tuple(tap for tap in taps if tap is not None)
         # of a token of the chain, in vanilla steps, where it is not measured: the share of the
         # target's weights that is read for it, by the layers below the exit and by all
         whole = weights(*lm.layers, lm.head)
@@ -66,7 +64,7 @@ class EarlyExit:
         self.prompts.clear()
         if batch.budget.drafting is not None and (self.needs_costs or batch.size > 1):
             self.draft_cost = batch.budget.drafting(self)
-        size, device, hidden = batch.size, self.adapter.home(self.lm), self.lm.config.hidden_size
+        size, device, hidden = batch.size, self.deep_BSD.device, self.lm.config.hidden_size
         if self.made_for != batch.cache.serial:  # the engine keeps a cache that is large enough
             self.cache = self.lm.new_cache(0, 0, [])  # the new one may need the old one's memory
             self.cache = self.lm.new_cache(size, batch.n_slots, [device] * self.adapter.depth)
@@ -74,9 +72,7 @@ class EarlyExit:
             if self.reads_deep:
                 self.deep_BSD = self.deep_BSD.new_zeros(size, batch.n_slots, hidden)
         # shallow states of the tokens before the pending one
-        self.shallow_BWD = torch.zeros(
-            size, self.window, hidden, dtype=self.lm.dtype, device=device
-        )
+        self.shallow_BWD = self.deep_BSD.new_zeros(size, self.window, hidden)
 
     def copy_prefix(self, source: int, row: int, count: int) -> None:
         """Copy the layer's keys; those of a prompt that waits are written first."""
@@ -85,36 +81,31 @@ class EarlyExit:
         if self.reads_deep:
             self.deep_BSD[row, :count] = self.deep_BSD[source, :count]
 
-    def prefill(
-        self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
-    ) -> None:
+    def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
         """Keep the prompt's last states; the layer reads them when the first token is out."""
         f_1TD, rows, window = taps[self.exit_layer], meta.rows, self.window
         if self.deep_tap in taps:  # else they are there already
             self.keep_deep(meta.slots_RT, taps[self.deep_tap], rows)
         first, row = int(meta.slots_RT[0, 0]), rows.start
         if row in self.prompts and self.prompts[row][1] < first:  # else it is another text's
-            self.read_prompt(row)
+            self._read_prompt(row)
         self.prompts[row] = f_1TD, first
         self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -window:]
 
     def read_prompts(self) -> None:
         """Write the layer's keys of new prompts."""
         for row in list(self.prompts):
-            self.read_prompt(row)
+            self._read_prompt(row)
 
-    def read_prompt(self, row: int) -> None:
-        """The same of one row's, in parts as they are quick for a layer that keeps keys alone."""
+    def _read_prompt(self, row: int) -> None:
         f_1TD, first = self.prompts.pop(row)
-        for part_1TD in f_1TD.split(self.lm.prompt_chunk(1), 1):
+        for part_1TD in f_1TD.split(self.lm.prompt_chunk(1), 1):  # such as keys alone need
             end = first + part_1TD.shape[1]
             meta = self.lm.chunk(first, end, row, self.cache.n_slots).to(f_1TD.device)
             self.adapter.write_kv(part_1TD, self.deep_before(meta), meta, self.cache.at(meta))
             first = end
 
-    def observe(
-        self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
-    ) -> None:
+    def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         """Bring the windows, and where another draft was verified the cache, up to the text."""
         path: ForwardMeta | None = None  # where the adapter's keys are not yet
         if draft is not self.proposed or not draft.tree.is_chain:
@@ -134,7 +125,10 @@ class EarlyExit:
                 at = path.with_tensors(*others).to(new_BPD.device)
                 f_BND = torch.cat([window_BWD, new_BPD], 1)
                 self.adapter.write_kv(f_BND, self.deep_before(at), at, self.cache.at(at))
-            return (slide(window_BWD, new_BPD, count_B.to(new_BPD.device) + 1),)
+            # the window over the longer text: again its last states
+            after_B1, width = count_B.to(new_BPD.device)[:, None] + 1, window_BWD.shape[1]
+            states_BND = torch.cat([window_BWD, new_BPD], 1)
+            return (take(states_BND, after_B1 + torch.arange(width, device=after_B1.device)),)
 
         assert draft.meta is not None
         (self.shallow_BWD,) = self.lm.acceleration.replay(
@@ -196,10 +190,3 @@ class EarlyExit:
 def take(x_BNX: Tensor, index_BL: Tensor) -> Tensor:
     """`x[b, index[b, l]]`."""
     return x_BNX.gather(1, index_BL[..., None].expand(-1, -1, x_BNX.shape[-1]))
-
-
-def slide(window_BWD: Tensor, new_BND: Tensor, past_B: Tensor) -> Tensor:
-    """A window over a text that has grown by `past` of the new states: again its last ones."""
-    states_BND = torch.cat([window_BWD, new_BND], 1)
-    index_BW = past_B[:, None] + torch.arange(window_BWD.shape[1], device=past_B.device)
-    return take(states_BND, index_BW)

@@ -24,8 +24,8 @@ Places = list[tuple["Source", int]]  # of a node in the sources that have one fo
 
 
 class Source(ABC):
-    """It says what may follow each place of a draft, and knows nothing of other sources. `shift` is
-    of the log-odds of its best choices: assumed, then moved by what comes true."""
+    """It says what may follow each place of a draft. `shift` is of the log-odds of its best
+    choices: assumed, then moved by what comes true."""
 
     last_resort = False  # asked only where others say nothing
     start = 0  # its place at the root
@@ -47,21 +47,22 @@ class Source(ABC):
 
 
 class Line(Source):
-    """Tokens that follow one another; a place is how many came before. `odds` are log-odds that a
-    token is right if those before it are."""
+    """Tokens that follow one another, perhaps with further choices for each; a place is how many
+    came before. `odds` are log-odds that a token is right if those before it are."""
 
-    def __init__(self, shift: float, tokens: Sequence[int] = (), odds: Sequence[float] = ()):
+    def __init__(self, shift: float):
         super().__init__(shift)
-        self.say(tokens, odds)
+        self.say([])
 
     def say(self, tokens: Sequence[int], odds: Sequence[float] = ()) -> None:
         """These tokens, in a new round."""
         self.tokens, self.odds = list(tokens), list(odds)
+        self.further: list[Choices] = [[] for _ in tokens]
 
     def choices(self, place: int) -> Choices:
         if place == len(self.tokens):
             return []
-        return [(self.tokens[place], self.chance(self.odds[place]))]
+        return [(self.tokens[place], self.chance(self.odds[place])), *self.further[place]]
 
     def after(self, place: int, token: int) -> int | None:
         goes_on = place < len(self.tokens) and self.tokens[place] == token
@@ -78,15 +79,11 @@ class Lookup(Line):
 
 
 class DraftedChain(Line):
-    """What a model drafts, token by token, with further choices for each.
-
-    Attributes:
-        confidence: the probability of the last one; 1 where there is none.
-    """
+    """What a model drafts, token by token; `confidence` is the probability of the last one, 1 where
+    there is none."""
 
     def say(self, tokens: Sequence[int], odds: Sequence[float] = ()) -> None:
         super().say(tokens, odds)
-        self.further: list[Choices] = [[] for _ in tokens]
         self.confidence = 1.0
 
     def add(self, ranked: Sequence[tuple[int, float]]) -> None:
@@ -100,10 +97,6 @@ class DraftedChain(Line):
         self.tokens.append(best)
         self.odds.append(log(sure / (1 - sure)))
         self.further.append(shares)
-
-    def choices(self, place: int) -> Choices:
-        best = super().choices(place)
-        return best + self.further[place] if best else best
 
 
 class Recycled(Source):
@@ -125,8 +118,7 @@ class Recycled(Source):
 
 @dataclass
 class Sources:
-    """Of a row's text: lookups in itself, and in others; what is drafted, and recycled, if
-    anything is."""
+    """Of a row's text: lookups in itself and others; what is drafted, and perhaps recycled."""
 
     lookups: list[Lookup]
     chain: DraftedChain
@@ -137,8 +129,7 @@ class Sources:
         self.all += [] if self.recycled is None else [self.recycled]
 
     @property
-    def places(self) -> Places:
-        """Of the root."""
+    def places(self) -> Places:  # of the root
         return [(source, source.start) for source in self.all]
 
     @property
@@ -154,6 +145,12 @@ class Sources:
                 best, chance = choices[0]
                 source.shift += RATE * ((best == token) - chance)
             places = after(places, token)
+
+
+def sources_of(lookups: int, matrix: dict[int, list[int]] | None) -> Sources:
+    """Of a text that begins, with so many lookups, and with a matrix recycled tokens."""
+    recycled = None if matrix is None else Recycled(RECYCLED, matrix)
+    return Sources([Lookup(LOOKUP), Lookup(STORE)][:lookups], DraftedChain(CHAIN), recycled)
 
 
 def heard(places: Places) -> list[tuple[Source, Choices]]:
@@ -173,15 +170,12 @@ def after(places: Places, token: int) -> Places:
 
 @dataclass(frozen=True)
 class Costs:
-    """What work costs, in vanilla steps.
+    """What work costs, in vanilla steps: verifying 0, 1, 2, ... nodes beside the root; drafting a
+    token of the chain, and the part of that which is saved where the lookup says the same token,
+    whose `states` were computed together with the pending token's.
 
     Args:
-        verify: of verifying 0, 1, 2, ... nodes beside the root.
-        draft: of a token of the chain.
-        min_gain_per_step: tokens that a node, or a drafted token, has to gain for each vanilla step
-            that it costs.
-        states: the part of `draft` that is saved where the lookup says the same token, whose states
-            were computed together with the pending token's.
+        min_gain_per_step: tokens that work has to gain for each vanilla step that it costs.
     """
 
     verify: Sequence[float]
@@ -200,8 +194,8 @@ class Costs:
 
 
 class Node(NamedTuple):
-    """Of a tree: the chance that its whole path is right, its token, its parent's number, where the
-    root is 0, and its places in the sources."""
+    """The chance that its whole path is right, its token, its parent's number, where the root is 0,
+    and its places in the sources."""
 
     gain: float
     token: int

@@ -3,29 +3,15 @@
 Shapes: B rows, C choices for a token, K draft vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import EarlyExitConfig, RowStates
+from kangaroo.drafters.base import Drafter, EarlyExitConfig, RowStates
 from kangaroo.drafters.chain import chain_meta
-from kangaroo.drafters.expected_gain import (
-    CHAIN,
-    LOOKUP,
-    RECYCLED,
-    STORE,
-    Costs,
-    DraftedChain,
-    Lookup,
-    Recycled,
-    Sources,
-    best_tree,
-    drafting_pays,
-)
+from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_pays, sources_of
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.suffix import AnswerStore, TextMatches
 from kangaroo.drafters.token_recycling import recycle, successors_in
@@ -61,10 +47,10 @@ class HybridConfig(EarlyExitConfig):
     recycle: bool = False
     store_tokens: CountOrZero = 0
 
-    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Hybrid:
-        sources = self.nodes, self.recycle, self.store_tokens
-        options = heads[0], None, self.min_gain_per_step, *sources
-        return Hybrid(lm, trained, self.steps, self.threshold, *options)
+    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
+        of_chain = self.steps, self.threshold, heads[0], None
+        of_tree = self.min_gain_per_step, self.nodes, self.recycle, self.store_tokens
+        return Hybrid(lm, trained, *of_chain, *of_tree)
 
 
 class RowSources:
@@ -72,9 +58,8 @@ class RowSources:
 
     def __init__(self, text: list[int], matches: TextMatches, recycles: bool):
         self.text, self.matches, self.length = text, matches, len(text)
-        lookups = [Lookup(LOOKUP), Lookup(STORE)][: len(matches.grown())]
-        recycled = Recycled(RECYCLED, successors_in(text, 1)) if recycles else None
-        self.sources = Sources(lookups, DraftedChain(CHAIN), recycled)
+        matrix = successors_in(text, 1) if recycles else None
+        self.sources = sources_of(len(matches.grown()), matrix)
 
     def next_round(self, batch: Batch, row: int, count: int) -> Sources:
         """Learn what the last round has come to, and look up at most `count` tokens, up to what
@@ -93,8 +78,7 @@ class RowSources:
 
 class Hybrid(Kangaroo):
     """Verifies what its sources say, as far as that is worth its place. Where a lookup is nearly
-    sure, nothing is drafted. Without `costs`, of at least `nodes` nodes, they are measured.
-    """
+    sure, nothing is drafted. Without `costs`, of at least `nodes` nodes, they are measured."""
 
     reads_logits = True  # for the next best choices
 
@@ -121,7 +105,8 @@ class Hybrid(Kangaroo):
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
         self.store.begin()
-        self.rows = RowStates(self._sources)
+        matches, recycle = self.store.matches, self.recycle
+        self.rows = RowStates(lambda row, text: RowSources(text, matches(row, text), recycle))
         batch.likeliest = max(batch.likeliest, int(self.recycle))
 
     def take_costs(self, budget: Budget, rows: int, shared_states: bool) -> None:
@@ -136,26 +121,10 @@ class Hybrid(Kangaroo):
         self.take_costs(batch.budget, batch.active, shared_states=False)
         active = [row for row, done in enumerate(batch.done) if not done]
         sources = {row: self.asked(batch, row) for row in active}
-        self._draft_chains(batch, sources)
-        trees: list[tuple[list[int], list[int]]] = [([], [])] * batch.size
-        for row, of_row in sources.items():
-            trees[row] = best_tree(self.costs, of_row, self.nodes)
-        return Draft.listed(batch.last(1), *zip(*trees, strict=True))
-
-    def _sources(self, row: int, text: list[int]) -> RowSources:
-        return RowSources(text, self.store.matches(row, text), self.recycle)
-
-    def asked(self, batch: Batch, row: int) -> Sources:
-        """What is said of a row in a new round, but for the chain, up to where its text ends."""
-        return self.rows.of(row, batch.texts[row]).next_round(batch, row, self.nodes)
-
-    def _draft_chains(self, batch: Batch, sources: dict[int, Sources]) -> None:
-        """Add to each row's sources a chain, as long as that pays."""
         growing = [row for row in sources if self.pays(sources[row])]
-        if not growing:
-            return
-        meta = chain_meta(self.lm, batch, self.window, self.steps)
-        for token in self.tokens(batch, meta):
+        # a chain for each of these rows, as long as that pays
+        meta = chain_meta(self.lm, batch, self.window, self.steps) if growing else None
+        for token in self.tokens(batch, meta) if meta else ():
             choices = token.reading.tolist()  # one sync
             for row in growing:
                 sources[row].chain.add([(int(token), chance) for token, chance in choices[row]])
@@ -163,6 +132,14 @@ class Hybrid(Kangaroo):
             if not growing:
                 break
         self.hidden = []  # verification begins at the embeddings
+        trees: list[tuple[list[int], list[int]]] = [([], [])] * batch.size
+        for row, of_row in sources.items():
+            trees[row] = best_tree(self.costs, of_row, self.nodes)
+        return Draft.listed(batch.last(1), *zip(*trees, strict=True))
+
+    def asked(self, batch: Batch, row: int) -> Sources:
+        """What is said of a row in a new round, but for the chain, up to where its text ends."""
+        return self.rows.of(row, batch.texts[row]).next_round(batch, row, self.nodes)
 
     def pays(self, sources: Sources) -> bool:
         """Whether a further token of the chain may be expected to pay."""

@@ -1,11 +1,8 @@
 """Kangaroo with a tree: an adapter drafts the likeliest continuations until all grow unlikely.
 
 Shapes: B rows, N draft nodes (node 0 is the pending token), L nodes of a level, C candidates of
-each, M candidates of a level, E occupied slots, W window, S levels, D hidden size, K draft
-vocabulary.
+each, M candidates of a level, E occupied slots, W window, D hidden size, K draft vocabulary.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.drafters.base import EarlyExitConfig
+from kangaroo.drafters.base import Drafter, EarlyExitConfig
 from kangaroo.drafters.chain import chain_meta, limits_of
 from kangaroo.drafters.early_exit import EarlyExit, take
 from kangaroo.engine.acceleration import Tensors
@@ -55,7 +52,7 @@ class KangarooTreeConfig(EarlyExitConfig):
         super().__post_init__()
         check_nodes(self.top_k * self.steps, top_k=self.top_k, steps=self.steps)
 
-    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> KangarooTree:
+    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
         options = self.steps, self.threshold, heads[0], self.top_k, self.nodes, self.min_confidence
         return KangarooTree(lm, trained, *options)
 
@@ -77,7 +74,7 @@ class Level(NamedTuple):
     layout: Tensors
 
     @staticmethod
-    def split(tensors: Tensors, block: int) -> tuple[Level, Tensors]:
+    def split(tensors: Tensors, block: int) -> "tuple[Level, Tensors]":
         """A level, whose block has so many tensors, and what comes after it."""
         alone = len(Level._fields) - 1
         end = alone + block
@@ -85,11 +82,9 @@ class Level(NamedTuple):
 
 
 class KangarooTree(EarlyExit):
-    """Drafts until all grow unlikely; with `top_k=1` a chain whose confidence is a product.
-
-    Under sampling a node's children are the tokens that the target would likeliest choose under the
-    noise of their position; their confidence stays the probability of their rank without it.
-    """
+    """Drafts until all grow unlikely; with `top_k=1` a chain whose confidence is a product. Under
+    sampling a node's children are the tokens that the target would likeliest choose under the noise
+    of their position; their confidence stays the probability of their rank without it."""
 
     def __init__(
         self,
@@ -166,13 +161,8 @@ class KangarooTree(EarlyExit):
         self, batch: Batch, step: int, f_BND: Tensor, meta: ForwardMeta, *others: Tensor
     ) -> Tensors:
         """The most confident children of the last level, as a `Level`; the score of the best `[B]`;
-        and the layer's states of their parents, if it reads such.
-
-        Args:
-            f_BND, meta: what the layer reads: the last level, the first time with a window.
-            others: of the last level scores, and what is hidden from it; `Batch.draws`; and the
-                deep states if the layer reads them.
-        """
+        and the layer's states of their parents, if it reads such. `others` are the last level's
+        scores, and what is hidden from it; `Batch.draws`; and the deep states if they are read."""
         score_BL, hidden_BLE, length_B, seeds_B, settings_B3, *deep = others
         at, width, rows = meta.to(f_BND.device), score_BL.shape[1], batch.size
         adapted_BND = self.adapter(f_BND, deep[0] if deep else None, at, self.cache.at(at))
@@ -212,12 +202,9 @@ class KangarooTree(EarlyExit):
     def _pruned(
         self, batch: Batch, meta: ForwardMeta, levels: list[Level], valid: np.ndarray
     ) -> Draft:
-        """What is verified of nodes that are valid by row and level; `meta` is of the same rows and
-        extent."""
-        count, device = len(levels), batch.length_B.device
+        count, device, halves = len(levels), batch.length_B.device, self.min_confidence is None
         parents, score, *others = self.offered(levels)
         sizes = [of_level.shape[1] for of_level in score]
-        most, halves = sum(sizes), self.min_confidence is None
 
         def rank(valid_BN: Tensor, worth_W: Tensor, *parts: Tensor) -> Tensors:
             parents_BN, score_BN = torch.cat(parts[:count], 1), torch.cat(parts[count:], 1)
@@ -241,25 +228,23 @@ class KangarooTree(EarlyExit):
             return tokens_BN, keep_BN, parents_BN, take(torch.cat(states, 1), index_BN), *whole
 
         def replay(work: Callable[..., Tensors], *inputs: Tensor, size: int = 0) -> Tensors:
-            key, nodes = (work.__name__, count, size), batch.size * most
+            key, nodes = (work.__name__, count, size), batch.size * sum(sizes)
             return self.lm.acceleration.replay(self.caches(batch), key, work, *inputs, tokens=nodes)
 
         worth_W = torch.tensor(self.min_node_chances(batch.budget, batch.active))
         uploaded = torch.from_numpy(valid.repeat(sizes, 1)).to(device), worth_W.to(device)
         largest, *order = replay(rank, *uploaded, *parents, *score)
         # one sync a round
-        size = self.lm.acceleration.width(int(largest), min(self.nodes + 1, most))
+        size = self.lm.acceleration.width(int(largest), min(self.nodes + 1, sum(sizes)))
         pruned = replay(prune, *order, *chain.from_iterable(others), size=size)
         tokens_BN, keep_BN, parents_BN, *computed = pruned
-        is_chain = self.top_k == 1
-        self.proposed = Draft(
-            tokens_BN=tokens_BN,
-            tree=Tree.chain(size, device) if is_chain else Tree(parents_BN, min(count, size) - 1),
-            valid_BN=keep_BN,
-            hidden_BND=computed[0] if computed else None,
-            entry=self.exit_layer,
-            meta=meta.with_tensors(*computed[1:]) if computed else None,
+        tree = (
+            Tree.chain(size, device) if self.top_k == 1 else Tree(parents_BN, min(count, size) - 1)
         )
+        self.proposed = Draft(tokens_BN, tree, keep_BN, entry=self.exit_layer)
+        if computed:
+            self.proposed.hidden_BND = computed[0]
+            self.proposed.meta = meta.with_tensors(*computed[1:])
         return self.proposed
 
     def offered(self, levels: list[Level]) -> Sequence[Sequence[Tensor]]:
@@ -274,12 +259,9 @@ def kept(
     score_BN: Tensor, parents_BN: Tensor, valid_BN: Tensor, worth_W: Tensor, halves: bool
 ) -> Tensor:
     """Which nodes are left, `[B, N]`: those that make the sum of their scores less `worth` largest,
-    what each of them besides the root, the likeliest first, has to exceed. A score is no higher
-    than the parent's, and the root's is the highest, so what is left is a tree.
-
-    Args:
-        halves: leave out the less confident half of the nodes without a child first.
-    """
+    what each of them besides the root, the likeliest first, has to exceed; with `halves` without
+    the less confident half of the nodes that have no child. A score is no higher than the parent's,
+    and the root's is the highest, so what is left is a tree."""
     keep_BN = valid_BN
     if halves:
         children_BN = torch.zeros_like(parents_BN).scatter_add(1, parents_BN, valid_BN.long())

@@ -3,14 +3,13 @@
 Shapes: B rows, N tokens of a block, D hidden size.
 """
 
-from __future__ import annotations
-
+from ctypes import Structure
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
+from typing_extensions import Self
 
-from kangaroo.drafters.base import ChainConfig
+from kangaroo.drafters.base import ChainConfig, Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.layer import Layer
@@ -18,15 +17,11 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Count
 
-if TYPE_CHECKING:
-    from ctypes import Structure
-
 
 @dataclass
 class LayerSkipConfig(ChainConfig):
     """LayerSkip's self-speculative decoding (arXiv 2404.16710, section 4.3): Kangaroo without an
-    adapter, for models that were trained with losses at early exits. Any model takes it; one
-    without this training drafts nonsense.
+    adapter, for models that were trained with losses at early exits; others draft nonsense.
 
     Args:
         exit_layer: how many layers draft (the paper's E); null is a quarter of them, as its 8 of
@@ -36,7 +31,7 @@ class LayerSkipConfig(ChainConfig):
     name: str = "layerskip"
     exit_layer: Count | None = None
 
-    def build(self, lm: TargetModel) -> Kangaroo:
+    def build(self, lm: TargetModel) -> Drafter:
         """Errors: `ConfigError` for an exit layer that does not lie inside the target."""
         exit_layer = self.exit_layer or max(lm.n_layers // 4, 1)
         if exit_layer >= lm.n_layers:
@@ -63,7 +58,7 @@ class FinalNorm(Layer):
     def native_inputs(self) -> dict[str, Structure]:
         return {}
 
-    def accelerate(self, lm: TargetModel) -> FinalNorm:
+    def accelerate(self, lm: TargetModel) -> Self:
         """Norm where the target's layers run, of which none is between."""
         self.native_layer = lm.fast_layers
         return self

@@ -4,8 +4,6 @@ Shapes: B rows, N draft nodes, W columns of the window, J = `ngram` - 1 levels o
 the pool, G guesses.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from kangaroo.drafters.base import Drafter, DrafterConfig
 from kangaroo.engine.batch import Batch
+from kangaroo.engine.cache import Taps
 from kangaroo.engine.tree import Draft, Tree, Verdict
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import MOST_NODES, DraftSize, Range, check_nodes
@@ -49,7 +48,7 @@ class LookaheadConfig(DrafterConfig):
         """Of a round, the pending token aside."""
         return (self.window + self.guesses) * (self.ngram - 1)
 
-    def build(self, lm: TargetModel) -> Lookahead:
+    def build(self, lm: TargetModel) -> Drafter:
         return Lookahead(self)
 
 
@@ -58,8 +57,7 @@ class Lookahead(Drafter):
 
     Level 0 is a chain, and each column hangs below its token there. What the target writes after
     the last level completes an n-gram a column, and is the next last level: the levels move down by
-    one a round. A row's window and pool are fixed by its text alone.
-    """
+    one a round. A row's window and pool are fixed by its text alone."""
 
     def __init__(self, options: LookaheadConfig):
         self.options, self.levels = options, options.ngram - 1
@@ -68,11 +66,9 @@ class Lookahead(Drafter):
     def begin(self, batch: Batch) -> None:
         size, options, device = batch.size, self.options, batch.length_B.device
         self.tree = topology(options.window, self.levels, options.guesses, device)
-        self.window_BJW = torch.zeros(
-            size, self.levels, options.window, dtype=torch.long, device=device
-        )
+        self.window_BJW = batch.length_B.new_zeros(size, self.levels, options.window)
         # the newest first; -1 where there is none
-        self.pool_BPN = torch.full((size, POOL, options.ngram), -1, device=device)
+        self.pool_BPN = batch.length_B.new_full((size, POOL, options.ngram), -1)
         self.texts: list[list[int] | None] = [None] * size
         self.proposed: Draft | None = None
 
@@ -99,21 +95,17 @@ class Lookahead(Drafter):
         )
         return self.proposed
 
-    def observe(
-        self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
-    ) -> None:
+    def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         proposed, self.proposed = self.proposed, None
         if draft is not proposed:  # another draft was verified, whose nodes are not the window
             return
         last = 1 + (self.levels - 1) * self.options.window
         new_BW = verdict.choice_BN[:, last : last + self.options.window]
         self.window_BJW = torch.cat([self.window_BJW, new_BW[:, None]], 1)
-        grams_BWN = self.window_BJW.transpose(1, 2)
+        self.pool_BPN = remember(self.pool_BPN, self.window_BJW.transpose(1, 2))
         self.window_BJW = self.window_BJW[:, 1:]
-        self.pool_BPN = remember(self.pool_BPN, grams_BWN)
 
     def _start(self, row: int, text: list[int]) -> None:
-        """A window of the text's last tokens, and a pool of its n-grams."""
         options, device = self.options, self.window_BJW.device
         reach = options.window + self.levels - 1
         tail = (text * (1 + reach // len(text)))[-reach:]

@@ -3,8 +3,6 @@
 Shapes: B rows, N draft nodes, D hidden size, K draft vocabulary, C candidates of a head.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from kangaroo.drafters.base import Drafter, TrainedConfig
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta
+from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.engine.tree import Draft, Tree, Verdict
 from kangaroo.heads import adapter_files
 from kangaroo.heads.draft_head import DraftHead
@@ -42,13 +41,13 @@ class MedusaConfig(TrainedConfig):
     top_k: Count = 10
 
     @classmethod
-    def chain(cls, steps: int) -> MedusaConfig:
+    def chain(cls, steps: int) -> Self:
         return cls(nodes=steps, top_k=1)
 
     def load(self, lm: TargetModel) -> tuple[MedusaHeads, list[DraftHead]]:
         return adapter_files.load(self.adapter, lm, MedusaHeads)
 
-    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Medusa:
+    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
         """Errors: `ConfigError`."""
         if self.top_k == 1:  # then it does not matter how often guesses are right
             guesses = [[1.0]] * trained.architecture.heads
@@ -83,22 +82,15 @@ def sparse_tree(guesses: Sequence[Sequence[float]], nodes: int) -> Choices:
 
 
 class Medusa(Drafter):
-    """Reads the target's final state of the last token that is in the cache.
-
-    Args:
-        draft_heads: one for each head, or one for all.
-        choices: the tree's nodes as paths of ranks, parents before children.
+    """Reads the target's final state of the last token that is in the cache. There is an LM head
+    for each head, or one for all; `choices` are the tree's nodes as paths of ranks, parents first.
     """
 
     def __init__(
-        self,
-        lm: TargetModel,
-        heads: MedusaHeads,
-        draft_heads: Sequence[DraftHead],
-        choices: Choices,
+        self, lm: TargetModel, heads: MedusaHeads, lm_heads: Sequence[DraftHead], choices: Choices
     ):
         self.lm, self.heads = lm, heads
-        self.draft_heads = [head.accelerate(lm) for head in draft_heads]
+        self.draft_heads = [head.accelerate(lm) for head in lm_heads]
         self.taps = (lm.n_layers,)
         self.max_nodes = len(choices)
         self.depth = max(map(len, choices))
@@ -111,14 +103,10 @@ class Medusa(Drafter):
         self.tree = chain if self.top_k == 1 else Tree(parents_1N, max_depth=self.depth)
 
     def begin(self, batch: Batch) -> None:
-        size, hidden_size = batch.size, self.lm.config.hidden_size
-        self.final_BD = torch.zeros(
-            size, hidden_size, dtype=self.lm.dtype, device=self.lm.layer_devices[-1]
-        )
+        size, here = (batch.size, self.lm.config.hidden_size), self.lm.layer_devices[-1]
+        self.final_BD = torch.zeros(size, dtype=self.lm.dtype, device=here)
 
-    def prefill(
-        self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: dict[int, Tensor]
-    ) -> None:
+    def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
         self.final_BD[meta.rows] = taps[self.lm.n_layers][:, -1]
 
     def propose(self, batch: Batch) -> Draft:
@@ -127,17 +115,13 @@ class Medusa(Drafter):
         for index in range(self.depth):
             head = self.draft_heads[min(index, len(self.draft_heads) - 1)]
             logits_B1K = head(self.heads(h_B1D, index)[:, 0])[:, None]
-            positions_B1 = batch.length_B[:, None] + index
-            guessed.append(
-                head.candidates(logits_B1K, positions_B1, batch.sampling, batch.seeds_B, self.top_k)
-            )
+            drawn_by = batch.length_B[:, None] + index, batch.sampling, batch.seeds_B
+            guessed.append(head.candidates(logits_B1K, *drawn_by, self.top_k))
         drafted_BN = torch.cat(guessed, 1)[:, self.head_N, self.rank_N]
         tokens_BN = torch.cat([batch.last(1), drafted_BN], 1)
         return Draft(tokens_BN, self.tree, torch.ones_like(tokens_BN, dtype=torch.bool))
 
-    def observe(
-        self, batch: Batch, draft: Draft, verdict: Verdict, taps: dict[int, Tensor]
-    ) -> None:
+    def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         states_BND = taps[self.lm.n_layers]
         best_B11 = verdict.best_B.to(states_BND.device)[:, None, None]
         self.final_BD = states_BND.gather(1, best_B11.expand(-1, 1, states_BND.shape[-1]))[:, 0]

@@ -1,10 +1,8 @@
 """Prompt lookup: what followed the text's last tokens where they stood before follows again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
-from kangaroo.drafters.base import DrafterConfig, FromText, RowStates
+from kangaroo.drafters.base import Drafter, DrafterConfig, FromText, RowStates
 from kangaroo.engine.batch import Batch
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Count, DraftSize
@@ -24,15 +22,13 @@ class PromptLookupConfig(DrafterConfig):
     max_matching_ngram_size: Count = 3
     num_pred_tokens: DraftSize = 10
 
-    def build(self, lm: TargetModel) -> PromptLookup:
+    def build(self, lm: TargetModel) -> Drafter:
         return PromptLookup(self.max_matching_ngram_size, self.num_pred_tokens)
 
 
 class PromptLookup(FromText):
-    """Drafts as transformers' `PromptLookupCandidateGenerator` does, token for token.
-
-    The longest n-gram counts, of its places the first; a draft ends before an EOS.
-    """
+    """Drafts as transformers' `PromptLookupCandidateGenerator` does, token for token. The longest
+    n-gram counts, of its places the first; a draft ends before an EOS."""
 
     def __init__(self, max_matching_ngram_size: int = 3, num_pred_tokens: int = 10):
         self.largest, self.max_nodes = max_matching_ngram_size, num_pred_tokens
@@ -52,11 +48,8 @@ class PromptLookup(FromText):
 
 
 class Grams:
-    """Where each n-gram of a growing text ends for the first time, for all n up to `largest`.
-
-    Args:
-        text: the text itself, which grows elsewhere.
-    """
+    """Where each n-gram of a text, which grows elsewhere, ends for the first time, for all n up to
+    `largest`."""
 
     def __init__(self, text: list[int], largest: int):
         self.text, self.largest = text, largest

@@ -3,15 +3,13 @@
 Shapes: M occurrences, S steps, K prefixes of what follows them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kangaroo.drafters import datastore
-from kangaroo.drafters.base import DrafterConfig, TreesFromText
+from kangaroo.drafters.base import Drafter, DrafterConfig, TreesFromText
 from kangaroo.drafters.datastore import Datastore
 from kangaroo.engine.batch import Batch
 from kangaroo.models.target import TargetModel
@@ -41,7 +39,7 @@ class RestConfig(DrafterConfig):
     steps: DraftSize = 10
     num_draft: DraftSize = 64
 
-    def build(self, lm: TargetModel) -> Rest:
+    def build(self, lm: TargetModel) -> Drafter:
         """Errors: those of `datastore.load`."""
         return Rest(datastore.load(self.datastore, lm), self)
 
@@ -61,8 +59,7 @@ class Rest(TreesFromText):
     def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:
         """The most frequent prefixes. Of equally frequent ones the shallower comes first, then the
         one that stands earlier in the datastore. So parents come before their children, and are in
-        the tree wherever these are.
-        """
+        the tree wherever these are."""
         starts_M, follows_MS, goes_on_MS = self._occurrences(batch.texts[row])
         if not len(starts_M):
             return [], []

@@ -1,12 +1,10 @@
 """Drafts what followed the longest end of a text where it stood before, by an automaton."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from kangaroo.drafters.base import DrafterConfig, FromText
+from kangaroo.drafters.base import Drafter, DrafterConfig, FromText
 from kangaroo.engine.batch import Batch
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import CountOrZero, DraftSize, Positive
@@ -44,15 +42,13 @@ class Match(ABC):
 
 
 class SuffixAutomaton(Match):
-    """Of the tokens that were added so far; another one takes amortised constant time.
+    """Of the tokens that were added so far; another one takes amortised constant time. `match` is
+    of the text itself, where its end stood before.
 
     A state stands for all strings that end at the same places. The state of the whole text ends at
     its last token alone, and its suffix link leads to the longest suffix that ends elsewhere too.
     So that suffix is known without a search.
-
     Source: Blumer et al. 1985; for drafting, SAM-Decoding (arXiv 2411.10666).
-
-    `match` is of the text itself, where its end stood before.
     """
 
     def __init__(self, tokens: Sequence[int] = ()):
@@ -60,9 +56,7 @@ class SuffixAutomaton(Match):
         # of each state: where a token leads, its suffix link, its longest string, and where it
         # ended last as the longest suffix that had stood before
         self._next: list[dict[int, int]] = [{}]
-        self._link = [-1]
-        self._length = [0]
-        self._end = [0]
+        self._link, self._length, self._end = [-1], [0], [0]
         self._whole = 0  # the state of the whole text
         self.match = 0, 0
         self.extend(tokens)
@@ -74,8 +68,7 @@ class SuffixAutomaton(Match):
     def _append(self, token: int) -> None:
         follows, link, lengths, ends = self._next, self._link, self._length, self._end
         self.tokens.append(token)
-        end = len(self.tokens)
-        new = len(link)
+        end, new = len(self.tokens), len(link)
         follows.append({})
         link.append(0)
         lengths.append(end)
@@ -183,7 +176,6 @@ class AnswerStore:
         return self._rows[row]
 
     def _store(self, row: int) -> None:
-        """Take the answer of the row's text, if it has one."""
         of_row = self._rows.pop(row, None)
         if of_row is not None and self.size:
             self.tokens += [*of_row.text[of_row.begins :], SEPARATOR]
@@ -208,7 +200,7 @@ class SuffixConfig(DrafterConfig):
     alpha: Positive = 2.0
     store_tokens: CountOrZero = 0
 
-    def build(self, lm: TargetModel) -> Suffix:
+    def build(self, lm: TargetModel) -> Drafter:
         return Suffix(self.num_pred_tokens, self.alpha, self.store_tokens)
 
 

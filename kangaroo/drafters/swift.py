@@ -3,8 +3,6 @@
 Shapes: M positions of a text, D hidden size.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kangaroo.drafters import layer_search
-from kangaroo.drafters.base import ChainConfig
-from kangaroo.drafters.layer_choice import LayerChoice
+from kangaroo.drafters.autoregressive import LayerChoice
+from kangaroo.drafters.base import ChainConfig, Drafter
 from kangaroo.drafters.layer_search import Subset
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.sampling import pick
@@ -31,9 +29,8 @@ class SwiftConfig(ChainConfig):
 
     In the paper a set is random and of a fixed size, or every 25th time from Bayesian optimisation,
     and its matchness alone decides; here it is a neighbour of the best one so far, of any size, and
-    the speedup decides that its matchness lets expect. In the paper the search goes on over all
-    texts; here each text begins it anew, so that it is the same whatever came before. Drafts are
-    chains here, without further candidates at each token.
+    the speedup decides that its matchness lets expect. Here each text begins the search anew, so
+    that it is the same whatever came before, and drafts are chains, without further candidates.
 
     Args:
         skip_share: of the attention and feed-forward parts, that a text begins without (the paper's
@@ -51,24 +48,18 @@ class SwiftConfig(ChainConfig):
     goal: Chance = 0.95
     seed: Seed = 0
 
-    def build(self, lm: TargetModel) -> Swift:
+    def build(self, lm: TargetModel) -> Drafter:
         return Swift(lm, self)
 
 
 @dataclass
 class Search:
-    """Of one text.
+    """Of one text."""
 
-    Args:
-        prompt: tokens of its prompt.
-        left: sets that may still be tried.
-        speedup: that is expected of the best set so far.
-    """
-
-    prompt: int
-    left: int
+    prompt: int  # tokens
+    left: int  # sets that may still be tried
     rng: random.Random
-    speedup: float = 0.0
+    speedup: float = 0.0  # that is expected of the best set so far
     tried: set[Subset] = field(default_factory=set)
 
 
@@ -76,7 +67,7 @@ class Swift(LayerChoice):
     def __init__(self, lm: TargetModel, options: SwiftConfig):
         halves, self.options = HalfLayers(lm), options
         first = evenly(range(2, halves.n_layers - 2), options.skip_share, halves.n_layers)
-        super().__init__(lm, halves, first, options.steps, options.threshold, options.window)
+        super().__init__(lm, halves, first, options, options.window)
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)

@@ -1,13 +1,11 @@
 """Token Recycling: a tree of the tokens that were likeliest where each token last stood."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from math import prod
 
-from kangaroo.drafters.base import DrafterConfig, RowStates, TreesFromText
+from kangaroo.drafters.base import Drafter, DrafterConfig, RowStates, TreesFromText
 from kangaroo.drafters.medusa import sparse_tree
 from kangaroo.engine.batch import Batch
 from kangaroo.models.target import TargetModel
@@ -22,24 +20,18 @@ Successors = dict[int, list[int]]  # of each token, the likeliest first
 @dataclass
 class TokenRecyclingConfig(DrafterConfig):
     """Token Recycling (arXiv 2408.08696), with a matrix for each text, which begins with the
-    prompt.
-
-    Args:
-        nodes: of the static tree, the pending token aside; the paper's has 80.
-    """
+    prompt. The static tree has so many `nodes`, the pending token aside; the paper's has 80."""
 
     name: str = "token_recycling"
     nodes: DraftSize = 80
 
-    def build(self, lm: TargetModel) -> TokenRecycling:
+    def build(self, lm: TargetModel) -> Drafter:
         return TokenRecycling(self.nodes, lm.config.vocab_size)
 
 
 class TokenRecycling(TreesFromText):
     """Every verified node says what is likeliest after its token: the matrix keeps the last word.
-
-    Rows of it are made as tokens come; the paper's holds the whole vocabulary.
-    """
+    Rows of it are made as tokens come; the paper's holds the whole vocabulary."""
 
     def __init__(self, nodes: int = 80, vocab_size: int = 1 << 31):
         self.max_nodes, self.top_k = nodes, min(len(RIGHT), vocab_size)

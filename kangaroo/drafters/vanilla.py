@@ -1,7 +1,5 @@
 """Vanilla decoding: the drafter that proposes nothing, so that every step writes one token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from kangaroo.drafters.base import Drafter, DrafterConfig
@@ -12,11 +10,11 @@ from kangaroo.models.target import TargetModel
 
 @dataclass
 class VanillaConfig(DrafterConfig):
-    """The baseline has nothing to choose."""
+    """It has nothing to choose."""
 
     name: str = "vanilla"
 
-    def build(self, lm: TargetModel) -> Vanilla:
+    def build(self, lm: TargetModel) -> Drafter:
         return Vanilla()
 
 

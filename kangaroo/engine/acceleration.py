@@ -5,6 +5,7 @@ Shapes: B rows, N tokens of a block, D hidden size.
 
 from collections.abc import Callable, Sequence
 from ctypes import CDLL
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -19,18 +20,15 @@ Caches = Sequence[KVCache]
 Work = Callable[..., Tensors]
 
 
+@dataclass(eq=False)
 class Acceleration:
     """Of one target and all that drafts for it: a native library, or graphs and the kernels of
     `kangaroo.cuda.layers`; by default none."""
 
-    def __init__(
-        self,
-        library: CDLL | None = None,
-        sizes: Sizes | None = None,
-        graphs: Graphs | None = None,
-        kernels: ModuleType | None = None,
-    ):
-        self.library, self.sizes, self.graphs, self.kernels = library, sizes, graphs, kernels
+    library: CDLL | None = None
+    sizes: Sizes | None = None
+    graphs: Graphs | None = None
+    kernels: ModuleType | None = None
 
     def __bool__(self) -> bool:
         return bool(self.library or self.graphs or self.kernels)

@@ -56,10 +56,6 @@ class Batch:
     Args:
         longest: tokens of the longest text, prompt included.
         sampling: of texts that have none of their own.
-
-    Attributes:
-        likeliest: how many likeliest tokens after every verified node a drafter wants; it says so
-            in its `begin`, and empties `verified`, the nodes' tokens and these, of each row.
     """
 
     def __init__(
@@ -85,6 +81,8 @@ class Batch:
         self.texts: list[list[int]] = [[0] for _ in range(size)]
         self.limits, self.seeds, self.done = [1] * size, [0] * size, [True] * size
         self.whole = [False] * size  # whether a row's prompt was read to its end
+        # how many likeliest tokens after every verified node a drafter wants, which says so in its
+        # `begin`; the nodes' tokens and these, of each row, which it empties
         self.likeliest = 0
         self.verified: list[list[tuple[int, list[int]]]] = [[] for _ in range(size)]
         self.default = replace(sampling, seed=0)

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ FORGETTING = 0.95  # of both in a round without a draft, so that drafting is tri
 UNTRIED, TRY = 0.1, 0.99
 
 
+@dataclass(eq=False)
 class Budget:
     """Of one batch: every stepper asks it, and tells it of every verdict.
 
@@ -26,28 +28,25 @@ class Budget:
         drafting: measures a token of a drafter's chain, in vanilla steps; None trusts the drafter.
     """
 
-    def __init__(
-        self,
-        curve: Callable[[int, int], list[float]],
-        always: bool = False,
-        drafting: Callable[[Any], float] | None = None,
-    ):
-        self._curve, self._always, self.drafting = cache(curve), always, drafting
+    curve: Callable[[int, int], list[float]]
+    always: bool = False
+    drafting: Callable[[Any], float] | None = None
+
+    def __post_init__(self) -> None:
+        self.curve = cache(self.curve)
         self.first_tried, self.first_right = 0, 0  # drafts, and how many began with a right token
         # of each row's text: draft tokens before which all were right, and those that were, too
         self.tried, self.right = defaultdict[int, float](float), defaultdict[int, float](float)
 
     def cost(self, rows: int, nodes: int) -> list[float]:
         """Of verifying 0 to `nodes` nodes in each of so many rows, in vanilla steps of these."""
-        return self._curve(1 if self._always else rows, nodes)
+        return self.curve(1 if self.always else rows, nodes)
 
     def admit(self, row: int) -> None:
         """Another text has taken a row: nothing is known of it yet."""
         self.tried[row] = self.right[row] = 0.0
 
-    def limits(
-        self, rows: Sequence[int], nodes: int, drafting: float, auto: bool
-    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def limits(self, rows: Sequence[int], nodes: int, drafting: float, auto: bool) -> np.ndarray:
         """What the product of the confidences in the first n tokens of a row's chain has to exceed
         so that one more, which takes `drafting` vanilla steps, is drafted: `[rows, nodes]`, n from
         0 on.
@@ -70,12 +69,12 @@ class Budget:
 
     def pace(self, rows: int) -> float:
         """Tokens that the time of a vanilla step of so many rows has to gain."""
-        return PACE_ALONE if rows <= 1 or self._always else PACE
+        return PACE_ALONE if rows <= 1 or self.always else PACE
 
     def min_chain_chances(self, rows: int, nodes: int, drafting: float = 0.0) -> list[float]:
         """How likely the first n tokens of a chain must be right for one more to pay, n from 0 on;
         0 for one text alone, which is left to the drafter's own rule."""
-        if rows <= 1 or self._always:
+        if rows <= 1 or self.always:
             return [0.0] * nodes
         costs = self.cost(rows, nodes)
         right = (self.first_right + PRIOR_RIGHT) / (self.first_tried + PRIOR)
@@ -84,7 +83,7 @@ class Budget:
     def min_node_chances(self, rows: int, nodes: int, auto: bool = False) -> list[float]:
         """How likely the n-th node must be right to pay for its verification, n from 0 on; 0 for
         one text alone, unless it is `auto`."""
-        if not auto and (rows <= 1 or self._always):
+        if not auto and (rows <= 1 or self.always):
             return [0.0] * nodes
         costs = self.cost(rows, nodes)
         return [self.pace(rows) * (costs[n + 1] - costs[n]) for n in range(nodes)]

@@ -36,7 +36,6 @@ class ForwardMeta:
             token is seen; or a `CausalBias`, for the last T tokens of a prompt; None is causal, for
             a block that fills slots 0..T-1 of its rows.
         extent: how many slots attention reads.
-        rows: the range of batch rows that the block covers.
         recordable: a step of decoding, which may be recorded as a graph.
         windowed: mask, cosine and sine that layers with a window read instead, if there are such.
     """
@@ -63,8 +62,8 @@ class ForwardMeta:
         the drafted tokens, which are nearer, slots are positions."""
         if not window or self.extent <= window + BUCKET:
             return self
-        slots_E, at_RT1 = torch.arange(self.extent, device=self.slots_RT.device), self.positions_RT
-        at_RT1 = at_RT1[..., None]
+        at_RT1, here = self.positions_RT[..., None], self.slots_RT.device
+        slots_E = torch.arange(self.extent, device=here)
         near_R1TE = (slots_E >= (at_RT1 - window) // BUCKET * BUCKET)[:, None]
         bias = self.bias_R1TE
         if bias is None or isinstance(bias, CausalBias):
@@ -120,7 +119,8 @@ class ForwardMeta:
         return self.with_tensors(*(x if x is None else change(x, axis) for x, axis in pairs))
 
 
-Chunk = tuple[Tensor, ForwardMeta, dict[int, Tensor]]  # of a prompt, as `Drafter.prefill` takes it
+Taps = dict[int, Tensor]  # hidden states of the target, by the number of layers below them
+Chunk = tuple[Tensor, ForwardMeta, Taps]  # of a prompt, as `Drafter.prefill` takes it
 
 
 class KVCache:

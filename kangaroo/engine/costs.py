@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -77,26 +78,20 @@ def measured(lm: TargetModel) -> VerifyCosts:
         about = [lm.config.to_json_string(), str(lm.dtype), *machine(lm)]
         key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
         file = cache_folder() / "costs" / f"{key}.json"
-        _known[lm] = kept(file) or measure_and_keep(lm, file)
+        with suppress(OSError, ValueError, TypeError):  # it is not there, or not whole
+            if time.time() - file.stat().st_mtime < KEPT_SECONDS:
+                _known[lm] = VerifyCosts(**json.loads(file.read_text()))
+    if lm not in _known:
+        _known[lm], is_steady = measure(lm)
+        if is_steady:
+            keep(_known[lm], file)
+        else:
+            log.info("the machine is busy: verification is measured again in the next process")
     return _known[lm]
 
 
-def kept(file: Path) -> VerifyCosts | None:
-    """What is no older than a day, and whole."""
-    try:
-        if time.time() - file.stat().st_mtime < KEPT_SECONDS:
-            return VerifyCosts(**json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError):
-        pass
-    return None
-
-
-def measure_and_keep(lm: TargetModel, file: Path) -> VerifyCosts:
-    """Measure, and write the file if the machine was steady."""
-    costs, steady = measure(lm)
-    if not steady:
-        log.info("the machine is busy: verification is measured again in the next process")
-        return costs
+def keep(costs: VerifyCosts, file: Path) -> None:
+    """Write the file, if that can be."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")  # renamed when whole
@@ -104,7 +99,6 @@ def measure_and_keep(lm: TargetModel, file: Path) -> VerifyCosts:
         os.replace(partial, file)
     except OSError as error:
         log.warning("verification is measured again in the next process: %s", error)
-    return costs
 
 
 def machine(lm: TargetModel) -> list[str | int]:

@@ -4,7 +4,7 @@ Shapes: T tokens of a prefill chunk, V vocabulary.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, PromptError
 
 
+@dataclass(eq=False)
 class Engine:
     """A target and a drafter, which decode one batch at a time.
 
@@ -38,21 +39,17 @@ class Engine:
         always_drafts: every row of a batch drafts as a text alone does, not just what pays there.
     """
 
-    def __init__(
-        self,
-        lm: TargetModel,
-        drafter: Drafter,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        prefill_chunk: int | None = None,
-        prefix_cache: bool = False,
-        always_drafts: bool = False,
-    ):
-        if prefill_chunk is not None and prefill_chunk < 1:
-            raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {prefill_chunk}.")
-        self.lm, self.drafter, self.tokenizer = lm, drafter, tokenizer
-        self.prefill_chunk, self.prefix_cache = prefill_chunk, prefix_cache
-        self.always_drafts = always_drafts
-        self.eos_ids = frozenset(lm.eos_ids())
+    lm: TargetModel
+    drafter: Drafter
+    tokenizer: PreTrainedTokenizerBase | None = None
+    prefill_chunk: int | None = None
+    prefix_cache: bool = False
+    always_drafts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {self.prefill_chunk}.")
+        self.eos_ids = frozenset(self.lm.eos_ids())
         self.batch: Batch | None = None  # the current one
         self.stepper: Any = None  # of the current batch: a `TensorStepper`, or a backend's
         self.cache: KVCache | None = None  # kept for the next batch if that needs no larger one
@@ -68,8 +65,7 @@ class Engine:
         stop: Sequence[str] = (),
     ) -> list[Generation]:
         """Decode every prompt, `batch_size` at a time, or all at once; by default with the seeds
-        `sampling.seed`, `sampling.seed + 1`, ... Errors: `PromptError` as of `check`; `ConfigError`
-        for a batch of no rows."""
+        `sampling.seed`, `sampling.seed + 1`, ... Errors: `PromptError`, `ConfigError`."""
         sampling = sampling or Sampling()
         seeds = seeds or range(sampling.seed, sampling.seed + len(prompts))
         pairs = zip(prompts, seeds, strict=True)
@@ -83,15 +79,13 @@ class Engine:
         max_new_tokens: int,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
-        ignore_eos: bool = False,
         batch: Batch | None = None,
     ) -> Stream:
         """Decode one prompt, token by token as steps write them, in a batch of one row opened with
         this sampling, where a conversation's next turn may go on (`prefix_cache`); by default in a
-        new one. Errors: `PromptError` as of `check`; `ConfigError` for a batch or a stream whose
-        place another one has taken."""
+        new one. Errors: `PromptError`; `ConfigError` where another one has taken its place."""
         sampling = sampling or Sampling()
-        request = Request(prompt, max_new_tokens, sampling.seed, stop, ignore_eos)
+        request = Request(prompt, max_new_tokens, sampling.seed, stop)
         self.check(request)
         if batch is None:
             batch = self.open(1, len(prompt) + max_new_tokens, sampling)
@@ -223,7 +217,8 @@ class Engine:
         batch.whole[row] = False  # and if this is interrupted, nothing goes on from it
         for first in range(reused, end, chunk):
             if first > reused:  # what steps leave behind in the row lies above what it has read
-                fill(batch, row, prompt_T[:first])
+                batch.tokens_BS[row, :first] = prompt_T[:first]
+                batch.texts[row], batch.length_B[row] = [*text[:first], 0], first + 1
                 seconds += now(lm.device) - begun
                 yield
                 begun = now(lm.device)
@@ -320,13 +315,6 @@ class Engine:
             if any(s in tail for s in stop):
                 return end
         return None
-
-
-def fill(batch: Batch, row: int, prompt_T: Tensor) -> None:
-    """A part of a prompt has entered a free row, which stays free until `place`."""
-    batch.tokens_BS[row, : len(prompt_T)] = prompt_T
-    batch.texts[row] = [*prompt_T.tolist(), 0]  # its last token is scratch
-    batch.length_B[row] = len(prompt_T) + 1
 
 
 def place(batch: Batch, row: int, prompt_T: Tensor, request: Request) -> None:

@@ -54,8 +54,8 @@ class Request(Ranged):
 @dataclass
 class StepRecord:
     """One verification of one row, or the token of its prefill: what was written, how many of these
-    tokens were drafted, and how many were proposed; the seconds of the whole step, of all rows; a
-    record for each token (`topk_logits.py`), and perhaps more, if asked for."""
+    tokens were drafted, of how many; the seconds of the whole step, of all rows; if asked for, a
+    record for each token (`topk_logits.py`), and perhaps more."""
 
     tokens: list[int]
     accepted: int = 0

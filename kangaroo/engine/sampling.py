@@ -6,8 +6,6 @@ on its seed, not on drafter, batch or step (drafter-invariant decoding, arXiv 24
 Shapes: B rows, N nodes, V vocabulary, K likeliest tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -75,7 +73,7 @@ class Sampling(Ranged):
         """By which recordings are told apart: all that is not in a tensor."""
         return repr(self)
 
-    def reading(self, settings_B3: Tensor) -> Sampling:
+    def reading(self, settings_B3: Tensor) -> "Sampling":
         """Itself: these settings are the same for all texts, whatever the device has."""
         return self
 
@@ -98,7 +96,7 @@ class Mixed:
         """As of `Sampling`."""
         return f"mixed {self.most_k} {self.filters_p}"
 
-    def reading(self, settings_B3: Tensor) -> Mixed:
+    def reading(self, settings_B3: Tensor) -> "Mixed":
         """The same kind with settings that lie elsewhere, or of some rows."""
         return replace(self, settings_B3=settings_B3)
 
@@ -106,13 +104,6 @@ class Mixed:
     def columns(self) -> list[Tensor]:
         """Temperature, top_p and top_k, each `[B, 1, 1]`."""
         return list(self.settings_B3[:, :, None, None].unbind(1))
-
-    def kth(self, likeliest_BNK: Tensor) -> Tensor:
-        """The logit that no token which is kept is below, `[B, N, 1]`, of the largest in order."""
-        _, _, top_k_B11 = self.columns
-        index_B11 = (top_k_B11.long() - 1).clamp(0, likeliest_BNK.shape[-1] - 1)
-        index_BN1 = index_B11.expand(len(likeliest_BNK), likeliest_BNK.shape[1], -1)
-        return likeliest_BNK.gather(-1, index_BN1).masked_fill(top_k_B11 == 0, -torch.inf)
 
 
 AnySampling = Sampling | Mixed
@@ -142,7 +133,7 @@ def warp(logits_BNV: Tensor, sampling: AnySampling) -> Tensor:
     temperature: float | Tensor
     top_p: float | Tensor
     if isinstance(sampling, Mixed):
-        temperature, top_p, _ = sampling.columns
+        temperature, top_p, top_k_B11 = sampling.columns
         most_k, filters_p = sampling.most_k, sampling.filters_p
     else:
         temperature, top_p, most_k = sampling.temperature, sampling.top_p, sampling.top_k
@@ -150,7 +141,11 @@ def warp(logits_BNV: Tensor, sampling: AnySampling) -> Tensor:
     logits_BNV = logits_BNV.float() / temperature
     if most_k:
         likeliest = logits_BNV.topk(min(most_k, logits_BNV.shape[-1])).values
-        kth = sampling.kth(likeliest) if isinstance(sampling, Mixed) else likeliest[..., -1:]
+        kth = likeliest[..., -1:]  # no token that is kept is below
+        if isinstance(sampling, Mixed):
+            last_B11 = (top_k_B11.long() - 1).clamp(0, likeliest.shape[-1] - 1)
+            kth = likeliest.gather(-1, last_B11.expand_as(kth))
+            kth = kth.masked_fill(top_k_B11 == 0, -torch.inf)
         logits_BNV = logits_BNV.masked_fill(logits_BNV < kth, -torch.inf)
     if filters_p:
         ordered, index = logits_BNV.sort(dim=-1, descending=True, stable=True)
@@ -169,8 +164,7 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def _low(x: Tensor) -> Tensor:
-    """The low 32 bits of int64 numbers, as int32."""
+def _low(x: Tensor) -> Tensor:  # 32 bits of int64 numbers, as int32
     return (((x & _MASK) ^ 0x80000000) - 0x80000000).int()
 
 
@@ -186,31 +180,26 @@ def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: NoiseStream, size: in
 
 
 def perturb(
-    log_weights_BNV: Tensor,
-    seeds_B: Tensor,
-    positions_BN: Tensor,
-    stream: NoiseStream = NoiseStream.choice,
+    log_p_BNV: Tensor, seeds_B: Tensor, at_BN: Tensor, stream: NoiseStream = NoiseStream.choice
 ) -> Tensor:
     """Add Gumbel noise: the argmax is then a sample of each unnormalised log-distribution."""
-    race = -torch.log1p(-uniform(seeds_B, positions_BN, stream, log_weights_BNV.shape[-1]))
-    return log_weights_BNV - race.log_()
+    race = -torch.log1p(-uniform(seeds_B, at_BN, stream, log_p_BNV.shape[-1]))
+    return log_p_BNV - race.log_()
 
 
 def candidates(
-    logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor, count: int
+    logits_BNV: Tensor, at_BN: Tensor, sampling: AnySampling, seeds_B: Tensor, count: int
 ) -> Tensor:
     """The `count` tokens `[B, N, count]` that a target with these logits would choose first after
-    each node, in order; `positions` are those of these tokens."""
+    each node, in order; `at` are the positions of these tokens."""
     scores_BNV = logits_BNV
     if not sampling.greedy:
-        scores_BNV = perturb(warp(logits_BNV, sampling), seeds_B, positions_BN)
+        scores_BNV = perturb(warp(logits_BNV, sampling), seeds_B, at_BN)
     if isinstance(sampling, Mixed):
         scores_BNV = torch.where(sampling.columns[0] == 0, logits_BNV.float(), scores_BNV)
     return scores_BNV.argmax(-1, True) if count == 1 else scores_BNV.topk(count).indices
 
 
-def pick(
-    logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
-) -> Tensor:
+def pick(logits_BNV: Tensor, at_BN: Tensor, sampling: AnySampling, seeds_B: Tensor) -> Tensor:
     """The token that follows each node, `[B, N]`: the first of `candidates`."""
-    return candidates(logits_BNV, positions_BN, sampling, seeds_B, 1)[..., 0]
+    return candidates(logits_BNV, at_BN, sampling, seeds_B, 1)[..., 0]

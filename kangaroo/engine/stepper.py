@@ -11,7 +11,7 @@ from torch import Tensor
 from kangaroo.drafters.base import Drafter
 from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch, Emitted, RowTensors, emitted
-from kangaroo.engine.cache import Chunk, ForwardMeta
+from kangaroo.engine.cache import Chunk, ForwardMeta, Taps
 from kangaroo.engine.clock import between, mark
 from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.sampling import Rule, pick
@@ -68,7 +68,7 @@ class TensorStepper:
 
     def _verify(
         self, draft: Draft, meta: ForwardMeta
-    ) -> tuple[Verdict, Emitted, Tensor | None, dict[int, Tensor]]:
+    ) -> tuple[Verdict, Emitted, Tensor | None, Taps]:
         """The verdict, what is written, the logits `[B, N, V]` where something of them is kept, and
         the states that the drafter wants."""
         lm, batch, sampling = self.lm, self.batch, self.batch.sampling

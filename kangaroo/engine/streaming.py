@@ -65,14 +65,12 @@ class UntilStop:
         if places:
             shown, self.held, self.stopped = self.held[: min(places)], "", True
             return shown
-        keep = max((self._begun(stop) for stop in self.stop), default=0)
+        # as many characters at the end may begin one
+        begun = (n for stop in self.stop for n in range(len(stop)) if self.held.endswith(stop[:n]))
+        keep = max(begun, default=0)
         shown, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
         return shown
 
     def end(self) -> str:
         """What was held back, when there is no more text."""
         return self.held
-
-    def _begun(self, stop: str) -> int:
-        """How many characters at the end may begin a stop string."""
-        return max(n for n in range(len(stop)) if self.held.endswith(stop[:n]))

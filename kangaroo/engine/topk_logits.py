@@ -44,14 +44,6 @@ def likeliest(logits_BNV: Tensor, path_BP: Tensor, count: int) -> Rows:
     return list(records(tokens, chances, logits_BNV.shape[-1]))
 
 
-def first(teacher_M: np.ndarray, count: int) -> np.ndarray:
-    """The same records with so many of their likeliest tokens."""
-    if teacher_M.dtype["tokens"].shape == (count,):
-        return teacher_M
-    vocab_size = 1 << 16 if teacher_M.dtype["tokens"].base == np.uint16 else 1 << 31
-    return records(teacher_M["tokens"][:, :count], teacher_M["chances"][:, :count], vocab_size)
-
-
 def known(teacher_M: np.ndarray) -> np.ndarray:
     """`[M]`: which records hold something: the likeliest token's chance cannot be 0."""
     return teacher_M["chances"][:, 0] > 0

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from kangaroo.engine.cache import ForwardMeta
 
+ByRow = Sequence[Sequence[int]]  # of each row's nodes, the root aside
+
 
 @dataclass(frozen=True, eq=False)
 class Tree:
@@ -129,16 +131,12 @@ class Draft:
         return Draft(pending_B1, tree, torch.ones_like(pending_B1, dtype=torch.bool))
 
     @staticmethod
-    def listed(
-        pending_B1: Tensor,
-        tokens: Sequence[Sequence[int]],
-        parents: Sequence[Sequence[int]] | None = None,
-    ) -> Draft:
+    def listed(pending_B1: Tensor, tokens: ByRow, parents: ByRow | None = None) -> Draft:
         """A draft that was made on the host: of each row the tokens below its pending one, and
         their parents, where 0 is the pending token and i the i-th node; None makes chains."""
         size, device = 1 + max(map(len, tokens)), pending_B1.device
 
-        def padded(rows: Sequence[Sequence[int]]) -> Tensor:
+        def padded(rows: ByRow) -> Tensor:
             return torch.tensor([[0, *row, *[0] * (size - 1 - len(row))] for row in rows])
 
         tree = Tree.chain(size, device)

@@ -15,19 +15,9 @@ from kangaroo.engine.tree import Draft
 from kangaroo.utils.errors import ConfigError
 
 
-def write(
-    draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
-) -> Tensor:
-    """What the target writes after each node of a chain, `[B, N]`, by the rule that `sampling`
-    names; `positions` are those of the tokens after each node. Errors: `ConfigError` for a draft
-    that is no chain, or does not say what it was drawn from."""
-    rule = rejection if sampling.rule is Rule.rejection else block
-    return rule(draft, logits_BNV, positions_BN, sampling, seeds_B)
-
-
 class Chances(NamedTuple):
-    """What the token after each node would be drawn from by the target, p, and was drawn from by
-    the drafter, q; 0 where there is no such token, a child."""
+    """What a node's child, the drafted token after it, would be drawn from by the target, p, and
+    was drawn from by the drafter, q; 0 where there is none."""
 
     p_BNV: Tensor
     q_BNV: Tensor
@@ -39,8 +29,12 @@ class Chances(NamedTuple):
         return chances_BNV.gather(-1, self.child_BN[..., None])[..., 0]
 
 
-def chances(draft: Draft, logits_BNV: Tensor, sampling: AnySampling) -> Chances:
-    """Errors: `ConfigError` for a draft that is no chain, or that did not keep them."""
+def write(
+    draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
+) -> Tensor:
+    """What the target writes after each node of a chain, `[B, N]`, by the rule that `sampling`
+    names; `positions` are those of the tokens after each node. Errors: `ConfigError` for a draft
+    that is no chain, or does not say what it was drawn from."""
     if not draft.tree.is_chain or draft.probs_BNV is None:
         raise ConfigError(
             f"sampling.rule={sampling.rule.value} needs a drafter of chains that keeps the "
@@ -50,22 +44,21 @@ def chances(draft: Draft, logits_BNV: Tensor, sampling: AnySampling) -> Chances:
     p_BNV = warp(logits_BNV, sampling).softmax(-1)
     has_child_BN = F.pad(draft.valid_BN[:, 1:], (0, 1))
     q_BNV = F.pad(draft.probs_BNV[:, 1:], (0, 0, 0, 1)) * has_child_BN[..., None]
-    return Chances(p_BNV, q_BNV, draft.tokens_BN.roll(-1, 1), has_child_BN)
+    of = Chances(p_BNV, q_BNV, draft.tokens_BN.roll(-1, 1), has_child_BN)
+    rule = rejection if sampling.rule is Rule.rejection else block
+    return rule(of, positions_BN, seeds_B)
 
 
 def of_round(seeds_B: Tensor, length_B: Tensor) -> Tensor:
-    """Seeds of a round's own noise; `length` is that of the text when the round begins."""
+    """Seeds of a round's own noise, by the length of the text when it begins."""
     return seeds_B + ((length_B + 1) << 40)
 
 
-def rejection(
-    draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
-) -> Tensor:
+def rejection(of: Chances, positions_BN: Tensor, seeds_B: Tensor) -> Tensor:
     """Classic speculative sampling: the drafted child x of a node is kept with probability
     min(1, p(x) / q(x)); otherwise a token is drawn from the residual max(p - q, 0). Nodes without a
     valid child draw from p. The draws use independent noise, none of it the draft's. Source:
     Leviathan et al. 2023, algorithm 1."""
-    of = chances(draft, logits_BNV, sampling)
     u_BN = uniform(seeds_B, positions_BN, NoiseStream.accept, 1)[..., 0]
     keep_BN = of.has_child_BN & (u_BN * of.of_child(of.q_BNV) < of.of_child(of.p_BNV))
     residual_BNV = (of.p_BNV - of.q_BNV).clamp(min=0)
@@ -73,9 +66,7 @@ def rejection(
     return torch.where(keep_BN, of.child_BN, other_BN)
 
 
-def block(
-    draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
-) -> Tensor:
+def block(of: Chances, positions_BN: Tensor, seeds_B: Tensor) -> Tensor:
     """Block verification: a node's weight w is min(1, w p(x) / q(x)) of its parent's w and its own
     token x, the root's is 1. The last node that passes its own test, with chance s / (s + 1 - w)
     where s is the sum of the residual max(w p - q, 0), ends the accepted part, and the next token
@@ -86,7 +77,6 @@ def block(
     the tests has the round's first position, that of the draft `of_round`.
     Source: arXiv 2403.10444, algorithm 2.
     """
-    of = chances(draft, logits_BNV, sampling)
     ratios_BN = of.of_child(of.p_BNV) / of.of_child(of.q_BNV)
     weights = [torch.ones_like(ratios_BN[:, 0])]
     for ratio_B in ratios_BN[:, :-1].unbind(1):  # beyond the chain's end they are any
@@ -98,7 +88,8 @@ def block(
     passing_BN = (sum_BN / (sum_BN + 1 - w_BN)).nan_to_num(1.0)
     u_BN = uniform(seeds_B, positions_BN[:, :1], NoiseStream.accept, w_BN.shape[1])[:, 0]
     node_N = torch.arange(w_BN.shape[1], device=w_BN.device)
-    last_B1 = (node_N * (draft.valid_BN & (u_BN <= passing_BN))).amax(1, keepdim=True)
+    is_child_BN = of.has_child_BN.roll(1, 1)  # the last has none, and the root, 0, needs not pass
+    last_B1 = (node_N * (is_child_BN & (u_BN <= passing_BN))).amax(1, keepdim=True)
     drawn_from_BNV = torch.where((node_N > last_B1)[..., None], of.p_BNV, residual_BNV)
     other_BN = perturb(drawn_from_BNV.log(), seeds_B, positions_BN, NoiseStream.residual).argmax(-1)
     return torch.where(node_N < last_B1, of.child_BN, other_BN)

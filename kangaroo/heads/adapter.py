@@ -7,13 +7,13 @@ two norms, no feed-forward part, and the target's own LM head (Kangaroo, arXiv 2
 Shapes: B rows, N tokens of a block, D hidden size, K draft vocabulary.
 """
 
-from __future__ import annotations
-
+from ctypes import Structure
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from kangaroo.cpu import native
 from kangaroo.heads import base
@@ -22,19 +22,15 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, ConfigError
 from kangaroo.utils.ranges import CountOrZero, Layers
 
-if TYPE_CHECKING:
-    from ctypes import Structure
-
 
 @dataclass
 class AdapterHeadConfig(base.HeadConfig):
     """What an adapter is made of; the default is the paper's.
 
     Args:
-        attention: an attention layer of the target's shape.
-        attention_layers: how many of them, each above the one before. A further one costs a third
-            of a feed-forward part, and brings more (docs/training.md).
-        feed_forward: the target's feed-forward part after it, or alone.
+        attention, attention_layers: of the target's shape, each above the one before. A further one
+            costs a third of a feed-forward part, and brings more (docs/training.md).
+        feed_forward: the target's feed-forward part after attention, or alone.
         own_head: an LM head of its own, begun as the target's, instead of the target's.
         head_rank: if not 0, an LM head of its own of this rank, begun as near to the target's as it
             can be (SlimSpec, arXiv 2605.10453).
@@ -67,7 +63,7 @@ class AdapterHeadConfig(base.HeadConfig):
                 "leave adapter.architecture.own_head off, or head_rank 0."
             )
 
-    def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> Adapter:
+    def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> "Adapter":
         return Adapter(lm, exit_layer, self, vocabulary_K)
 
     def steps(self, draft_steps: int) -> int:
@@ -121,11 +117,11 @@ class Adapter(Layer):
                 f"adapter.architecture.head_rank={parts.head_rank} saves nothing: states have "
                 f"{size} numbers. Pass a smaller one, or 0 and own_head=true."
             )
-        has_head, rank = parts.own_head or parts.head_rank, parts.head_rank
-        self.head = base.new_head(lm, vocabulary_K, rank) if has_head else None
+        has_head = parts.own_head or parts.head_rank
+        self.head = base.new_head(lm, vocabulary_K, parts.head_rank) if has_head else None
         self.native_fusing: native.Fusing | None = None
 
-    def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Adapter:
+    def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
         """Copy the layers above the exit and, damped, the target's final norm: at full strength it
         makes the untrained adapter surely wrong. On SmolLM2 the loss starts at 18 nats, damped at
         8, and 35 k tokens later it is 9.0 against 6.2."""
@@ -144,18 +140,17 @@ class Adapter(Layer):
 
     def grown(
         self, lm: TargetModel, wanted: AdapterHeadConfig, vocabulary_K: Tensor | None
-    ) -> Adapter:
+    ) -> "Adapter":
         """The same adapter with the parts that `wanted` has too, which add nothing until they are
         trained; and if it reads the target's head, with a head over this vocabulary in its place.
         """
         now = self.architecture
-        rank = now.head_rank if self.head is not None else wanted.head_rank
         parts = replace(
             now,
             attention_layers=max(now.attention_layers, wanted.attention_layers),
             feed_forward=now.feed_forward or wanted.feed_forward,
             fused=now.fused or wanted.fused,
-            head_rank=rank,
+            head_rank=wanted.head_rank if self.head is None else now.head_rank,
         )
         grown = Adapter(lm, self.exit_layer, parts, vocabulary_K)
         if self.head is not None:
@@ -182,7 +177,7 @@ class Adapter(Layer):
         fusing = self.native_fusing
         return {"fusing": fusing.native()} if isinstance(fusing, native.Fusing) else {}
 
-    def accelerate(self, lm: TargetModel) -> Adapter:
+    def accelerate(self, lm: TargetModel) -> Self:
         super().accelerate(lm)
         if self.architecture.fused:
             norms = [norm.get_parameter("weight") for norm in (self.shallow_norm, self.deep_norm)]

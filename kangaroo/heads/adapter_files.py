@@ -95,8 +95,7 @@ def describe(
 
 
 def kept_dtype(adapter: Trainable, lm: TargetModel) -> torch.dtype:
-    """The number format that an adapter trained for `lm` is kept in: the target's; bfloat16 where a
-    weight is beyond float16."""
+    """What an adapter is saved in: the target's; bfloat16 where a weight is beyond float16."""
     largest = torch.finfo(lm.dtype).max
     fits = all(bool((p.detach().abs() <= largest).all()) for p in adapter.parameters())
     return lm.dtype if fits else torch.bfloat16
@@ -109,8 +108,8 @@ def save(
     folder: Path,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write weights, of this dtype if one is given, config, and the tokens that a draft vocabulary
-    is taken from, the most frequent first, into `folder`; and return it."""
+    """Write weights, config, and the tokens that a draft vocabulary is taken from, the most
+    frequent first, into `folder`, which is returned."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: t.to(dtype or t.dtype).contiguous() for name, t in adapter.state_dict().items()}
     save_file(state, folder / WEIGHTS)
@@ -128,10 +127,10 @@ def find(
     fix: str = "Pass drafter.adapter= a folder or hub id, or leave it out.",
     revision: str | None = None,
 ) -> Path:
-    """The folder of an adapter: a local one, or a hub id whose `files` are downloaded, at a branch,
-    tag or commit. For `adapters/NAME` the shipped one will do, or the one that training the model
-    NAME saved; for `adapters/NAME-medusa` its Medusa heads; for `adapters/NAME-fused`, where
-    that is missing, `adapters/NAME`. Errors: `AdapterNotFound`."""
+    """The folder of an adapter: a local one, or a hub id whose `files` are downloaded. For
+    `adapters/NAME` the shipped one will do, or what training the model NAME saved; for
+    `adapters/NAME-medusa` its Medusa heads; for `adapters/NAME-fused`, where that is missing,
+    `adapters/NAME`. Errors: `AdapterNotFound`."""
     folder = located(path)
     if folder.is_dir():
         return folder
@@ -235,12 +234,9 @@ def as_saved(
     path: str, lm: TargetModel, vocabulary: int | None = None
 ) -> tuple[Trainable, Tensor | None]:
     """What was trained for `lm` as it lies on disk, and the tokens it drafts from: this many of the
-    most frequent, 0 for all, None for what it was trained for. Of `lm` it takes the shapes alone,
-    so a `meta_model` will do.
-
-    Errors: `AdapterNotFound`, `CorruptFile`, and `AdapterMismatch` where it was trained for another
-    model; `ConfigError` for a vocabulary that cannot be.
-    """
+    most frequent, 0 for all, None for what it was trained for. Of `lm`, which may be a
+    `meta_model`, it takes the shapes alone. Errors: `AdapterNotFound`, `CorruptFile`,
+    `AdapterMismatch`, and `ConfigError` for a vocabulary that cannot be."""
     folder = find(path)
     if folder != Path(path):
         log.info("the adapter '%s' is that in %s", path, folder)

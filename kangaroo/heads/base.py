@@ -4,24 +4,20 @@ Shapes: B rows, T tokens of a text, M positions that are learnt, D hidden size, 
 R rank of a head.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
-from kangaroo.engine.cache import ForwardMeta
+from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Ranged
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 TOKENS = 512  # whose states say what a head of low rank begins with
 
@@ -37,7 +33,7 @@ class HeadConfig(Ranged, ABC):
         return cls.__module__.rpartition(".")[2]
 
     @abstractmethod
-    def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> Trainable:
+    def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> "Trainable":
         """An untrained one that drafts from these tokens, ascending, or None for all; of `lm` it
         takes the shapes alone. Errors: `AdapterMismatch` for an exit layer that there is not."""
 
@@ -73,10 +69,8 @@ class HeadConfig(Ranged, ABC):
 
 class Trainable(nn.Module, ABC):
     """The trained part of a drafter, on a frozen target, of whose layers `exit_layer` lie below it.
-
     It learns from the target's hidden states at `taps`, by the layers below them, and from that at
-    `deep_tap` after the target's final norm, if there is one.
-    """
+    `deep_tap` after the target's final norm, if there is one."""
 
     def __init__(
         self, architecture: HeadConfig, exit_layer: int, taps: Sequence[int], deep_tap: int | None
@@ -93,7 +87,7 @@ class Trainable(nn.Module, ABC):
     @abstractmethod
     def states(
         self,
-        taps: dict[int, Tensor],
+        taps: Taps,
         deep_BTD: Tensor,
         meta: ForwardMeta,
         steps: int,
@@ -146,12 +140,9 @@ def new_head(lm: TargetModel, vocabulary_K: Tensor | None, rank: int = 0) -> nn.
 
 @torch.no_grad()
 def copy_head(head: nn.Module, lm: TargetModel, vocabulary_K: Tensor | None) -> None:
-    """Begin with the target's rows, or of a rank as near to what they say as that can be.
-
-    States are far longer in some directions than in others. So it is nearest on the target's final
-    states of random tokens: nearest to the matrix alone, one of rank 96 agrees with SmolLM2's head
-    in 1% of places.
-    """
+    """Begin with the target's rows, or of a rank as near to what they say as that can be: on the
+    target's final states of random tokens, which are far longer in some directions than in others.
+    Nearest to the matrix alone, one of rank 96 agrees with SmolLM2's head in 1% of places."""
     weight_KD = lm.head.weight[slice(None) if vocabulary_K is None else vocabulary_K]
     if isinstance(head, nn.Linear):
         head.weight.copy_(weight_KD)

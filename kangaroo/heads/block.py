@@ -3,13 +3,10 @@
 Beside the exit state of the pending token it reads that state again for every further place, plus a
 learnt vector of the place, which attends to the text and to the places before it. The token before
 comes in when it is chosen, by a low-rank table of neighbours: `logits = Head(state) +
-Table(Before(embedding of the token before))`. After P-EAGLE (arXiv 2602.01469) and DSpark (arXiv
-2607.05147).
+Table(Before(embedding of the token before))`. After P-EAGLE (2602.01469) and DSpark (2607.05147).
 
 Shapes: B rows, N tokens of a block, T tokens of a text, D hidden size, K draft vocabulary, R rank.
 """
-
-from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
@@ -18,8 +15,9 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Self
 
-from kangaroo.engine.cache import ForwardMeta
+from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Unrolled, at_step, before
@@ -37,7 +35,7 @@ class BlockHeadConfig(AdapterHeadConfig):
 
     drafter: ClassVar[str] = "block"
 
-    def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> BlockHead:
+    def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> "BlockHead":
         return BlockHead(lm, exit_layer, self, vocabulary_K)
 
     @property
@@ -67,13 +65,13 @@ class BlockHead(Adapter):
         self.before = nn.Linear(size, parts.rank, bias=False)
         self.table = nn.Linear(parts.rank, outputs, bias=False)
 
-    def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> BlockHead:
+    def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
         """Begin as an adapter whose further places are like the first, and have no neighbours."""
         super().start_from(lm, vocabulary_K)
         nn.init.zeros_(self.table.weight)
         return self
 
-    def go_on_from(self, adapter: Adapter) -> BlockHead:
+    def go_on_from(self, adapter: Adapter) -> Self:
         """Begin with the parts of a trained adapter."""
         self.load_state_dict(adapter.state_dict(), strict=False)
         nn.init.zeros_(self.table.weight)
@@ -104,7 +102,7 @@ class BlockHead(Adapter):
 
     def states(
         self,
-        taps: dict[int, Tensor],
+        taps: Taps,
         deep_BTD: Tensor,
         meta: ForwardMeta,
         steps: int,

@@ -4,13 +4,12 @@ Shapes: B rows, N tokens of a block, M tokens, D hidden size (of a head of low r
 draft vocabulary, V vocabulary, R rank of a table, or of a head.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from kangaroo.engine.sampling import AnySampling, candidates
 from kangaroo.models.target import TargetModel
@@ -18,10 +17,8 @@ from kangaroo.models.target import TargetModel
 
 class DraftHead:
     """Logits over the draft vocabulary, by rows of the target's head or by an adapter's own head.
-
     Drafting from the frequent tokens alone, which are given in ascending order, reads that part of
-    the head only (FR-Spec, arXiv 2502.14856).
-    """
+    the head only (FR-Spec, arXiv 2502.14856)."""
 
     def __init__(
         self, lm: TargetModel, own_head: nn.Module | None = None, vocabulary_K: Tensor | None = None
@@ -51,7 +48,7 @@ class DraftHead:
         """All that is read for a token."""
         return [x for x in (self.down_RD, self.weight_KD, self.table_KR) if x is not None]
 
-    def accelerate(self, lm: TargetModel) -> DraftHead:
+    def accelerate(self, lm: TargetModel) -> Self:
         """Draft in native code, or in kernels, if the target decodes in it."""
         self.native = lm.acceleration.part("Head", self.weight_KD, down=self.down_RD)
         self.chooses = lm.acceleration.kernels is not None
@@ -89,15 +86,10 @@ class DraftHead:
         return logits_MV.index_copy_(1, self.vocabulary_K, logits_MK)
 
     def candidates(
-        self,
-        logits_BNK: Tensor,
-        positions_BN: Tensor,
-        sampling: AnySampling,
-        seeds_B: Tensor,
-        count: int,
+        self, logits_BNK: Tensor, at_BN: Tensor, sampling: AnySampling, seeds_B: Tensor, count: int
     ) -> Tensor:
         """Those of `sampling.candidates` for these logits, `[B, N, count]`."""
         if sampling.greedy:
             return self.token_of(logits_BNK.topk(count).indices)
         logits_BNV = self.spread(logits_BNK.flatten(0, 1)).unflatten(0, logits_BNK.shape[:2])
-        return candidates(logits_BNV, positions_BN, sampling, seeds_B, count)
+        return candidates(logits_BNV, at_BN, sampling, seeds_B, count)

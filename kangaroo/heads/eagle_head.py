@@ -7,8 +7,6 @@ arXiv 2401.15077, section 3). As in the released code it has no norm at its begi
 Shapes: B rows, N tokens of a block, M positions, D hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,18 +23,14 @@ from kangaroo.utils.ranges import NotNegative
 
 @dataclass
 class EagleHeadConfig(base.HeadConfig):
-    """How it is taught, besides the loss on tokens.
-
-    Args:
-        regression: weight of the smooth L1 distance to the target's final states, averaged over
-            their numbers, beside a loss on tokens of weight 1; the paper's weights are 1 and 0.1.
-    """
+    """How it is taught, besides the loss on tokens of weight 1: `regression` weighs the smooth L1
+    distance to the target's final states, averaged over their numbers; in the paper 0.1 and 1."""
 
     regression: NotNegative = 10.0
 
     drafter: ClassVar[str] = "eagle"
 
-    def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> EagleHead:
+    def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> "EagleHead":
         return EagleHead(lm, self)
 
     def fixed_exit(self, lm: TargetModel) -> int:

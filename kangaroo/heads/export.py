@@ -93,10 +93,8 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
         for layer in range(first, last + 1)
         for name, weight in lm.layers[first].state_dict().items()
     }
-    parts = {
-        f"{last}.post_attention_layernorm": adapter.middle_norm,
-        f"{last}.mlp": adapter.feed_forward,
-    }
+    parts = {f"{last}.post_attention_layernorm": adapter.middle_norm}
+    parts[f"{last}.mlp"] = adapter.feed_forward
     for layer, (norm, attention) in enumerate(adapter.attentions, first):
         parts |= {f"{layer}.input_layernorm": norm, f"{layer}.self_attn": attention}
     for name, part in parts.items():
@@ -116,8 +114,7 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
     model: Any = AutoModelForCausalLM.from_config(config, **options)
     model.load_state_dict(state, strict=True, assign=True)
     model.tie_weights()
-    # The target's special tokens. How the target samples is not the draft's matter, and what some
-    # checkpoints say of it transformers refuses to save.
+    # how the target samples is not the draft's matter, and some of it transformers does not save
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ends = {name: getattr(lm.hf.generation_config, name) for name in names}
     model.generation_config = GenerationConfig(**ends)

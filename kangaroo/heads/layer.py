@@ -4,33 +4,23 @@ whole texts as it runs when drafting, all positions and draft steps at once.
 Shapes: B rows, R rows of a block (1 or B), N tokens of a block, T tokens of a text, D hidden size.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections import defaultdict
+from ctypes import Structure
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from kangaroo.cpu import native
 from kangaroo.cpu.native import LayerWeights
-from kangaroo.engine.cache import BlockCache, ForwardMeta
+from kangaroo.engine.cache import BlockCache, ForwardMeta, Taps
 from kangaroo.heads.base import HeadConfig, Trainable
-from kangaroo.models.layer_weights import (
-    attention_weights,
-    copy_weights,
-    feed_forward_weights,
-    norms_before,
-)
+from kangaroo.models import layer_weights as of_target
 from kangaroo.models.target import TargetModel
-
-if TYPE_CHECKING:
-    from ctypes import Structure
-
-    from typing_extensions import Self
 
 
 class Layer(Trainable):
@@ -41,18 +31,12 @@ class Layer(Trainable):
     Of a family that has norms after its attention (OLMo 2, Gemma) it has none there. Where a layer
     of the target adds only a part of what it computes (Granite), so does this. A window is that of
     the target's layer `like`; when drafting it also looks back no more than `attention_window`
-    tokens (`ForwardMeta.within`).
-    """
+    tokens (`ForwardMeta.within`)."""
 
     def __init__(
-        self,
-        lm: TargetModel,
-        architecture: HeadConfig,
-        exit_layer: int,
-        deep_tap: int | None,
-        like: int,
+        self, lm: TargetModel, parts: HeadConfig, exit_layer: int, deep_tap: int | None, like: int
     ):
-        super().__init__(architecture, exit_layer, [exit_layer], deep_tap)
+        super().__init__(parts, exit_layer, [exit_layer], deep_tap)
         self.windowed = lm.windowed[like]
         self.added = getattr(lm.config, "residual_multiplier", 1)
         self.input_norm: nn.Module | None = None
@@ -85,7 +69,7 @@ class Layer(Trainable):
         f_BND: Tensor,
         deep_BND: Tensor | None,
         meta: ForwardMeta,
-        past: BlockCache | Unrolled | None,
+        past: "BlockCache | Unrolled | None",
         read_BN: Tensor | None = None,
     ) -> Tensor:
         """What a head reads, `[B, N, D]`, from the target's state after `exit_layer` layers, and
@@ -137,7 +121,7 @@ class Layer(Trainable):
 
     def states(
         self,
-        taps: dict[int, Tensor],
+        taps: Taps,
         deep_BTD: Tensor,
         meta: ForwardMeta,
         steps: int,
@@ -157,16 +141,16 @@ class Layer(Trainable):
         return states
 
     def copy_layers(self, lm: TargetModel, first: int) -> None:
-        """Begin with the weights of a layer of the target, and attention of those above it, as far
-        as there are any."""
+        """Begin with the weights of a layer of the target, and attention of those above it."""
         layer = lm.layers[first]
-        parts = [(self.middle_norm, norms_before(layer)[1]), (self.feed_forward, layer.mlp)]
+        _, middle_norm = of_target.norms_before(layer)
+        parts = [(self.middle_norm, middle_norm), (self.feed_forward, layer.mlp)]
         for place, (norm, attention) in enumerate(self.attentions, first):
             layer = lm.layers[min(place, lm.n_layers - 1)]
-            parts += [(norm, norms_before(layer)[0]), (attention, layer.self_attn)]
+            parts += [(norm, of_target.norms_before(layer)[0]), (attention, layer.self_attn)]
         for part, theirs in parts:
             if part is not None and theirs is not None:
-                copy_weights(part, theirs, lm.dtype)
+                of_target.copy_weights(part, theirs, lm.dtype)
 
     def native_inputs(self) -> dict[str, Structure] | None:
         """What native rounds make the layer's input with, by its name in `NativeDrafting`, where it
@@ -179,11 +163,11 @@ class Layer(Trainable):
         if not (lm.acceleration.library or lm.acceleration.kernels):
             return self
         layers: list[dict[str, Any]] = [
-            attention_weights(attention) | {"attention_norm": weight(norm)}
+            of_target.attention_weights(attention) | {"attention_norm": weight(norm)}
             for norm, attention in self.attentions
         ] or [{}]
         if self.feed_forward is not None:
-            layers[-1] |= feed_forward_weights(self.feed_forward)
+            layers[-1] |= of_target.feed_forward_weights(self.feed_forward)
             layers[-1]["feed_forward_norm"] = weight(self.middle_norm)
         self.native_layer = lm.acceleration.part(
             "Stack", [LayerWeights(**parts) for parts in layers], window=self.attention_window
@@ -214,22 +198,18 @@ def at_step(meta: ForwardMeta, step: int, like: Tensor) -> ForwardMeta:
     """The block of a text at a draft step, whose keys come after those of all steps before."""
     if step == 1:
         return meta
-    seen_RTT = sees(meta)
+    if meta.bias_R1TE is None:
+        width, here = meta.positions_RT.shape[1], meta.positions_RT.device
+        seen_RTT = torch.ones(1, width, width, dtype=torch.bool, device=here).tril()
+    else:
+        bias_RTT = meta.bias_R1TE[:, 0]
+        seen_RTT = bias_RTT if bias_RTT.dtype == torch.bool else bias_RTT == 0
     # of step 1 what lies before the draft; of each later step the draft's one token of that step
     steps = [seen_RTT.tril(1 - step)]
     steps += [seen_RTT.tril(back).triu(back) for back in range(2 - step, 1)]
     hidden_RTE = ~torch.cat(steps, -1)
     bias_RTE = like.new_zeros(hidden_RTE.shape).masked_fill_(hidden_RTE, -torch.inf)
     return replace(meta, bias_R1TE=bias_RTE[:, None])
-
-
-def sees(meta: ForwardMeta) -> Tensor:
-    """`[R, T, T]`: which tokens of a text each may attend to."""
-    if meta.bias_R1TE is not None:
-        bias_RTT = meta.bias_R1TE[:, 0]
-        return bias_RTT if bias_RTT.dtype == torch.bool else bias_RTT == 0
-    width = meta.positions_RT.shape[1]
-    return torch.ones(1, width, width, dtype=torch.bool, device=meta.positions_RT.device).tril()
 
 
 def before(x_BTD: Tensor, positions_RT: Tensor) -> Tensor:

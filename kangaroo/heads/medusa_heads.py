@@ -8,8 +8,6 @@ Shapes: B rows, T tokens, N tokens of a block, M positions, C of them in a chunk
 hidden size, K draft vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,8 +15,9 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Self
 
-from kangaroo.engine.cache import ForwardMeta
+from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.heads import base
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.draft_head import DraftHead
@@ -40,7 +39,7 @@ class MedusaHeadsConfig(base.HeadConfig):
 
     drafter: ClassVar[str] = "medusa"
 
-    def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> MedusaHeads:
+    def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> "MedusaHeads":
         return MedusaHeads(lm, self, vocabulary_K)
 
     def fixed_exit(self, lm: TargetModel) -> int:
@@ -68,7 +67,7 @@ class MedusaHeads(Trainable):
         self.blocks = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(count))
         self.heads = nn.ModuleList(base.new_head(lm, vocabulary_K) for _ in range(own_heads))
 
-    def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> MedusaHeads:
+    def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
         """Every head begins as the target's own."""
         for block in self.blocks:
             nn.init.zeros_(block.get_parameter("weight"))
@@ -82,7 +81,7 @@ class MedusaHeads(Trainable):
 
     def states(
         self,
-        taps: dict[int, Tensor],
+        taps: Taps,
         deep_BTD: Tensor,
         meta: ForwardMeta,
         steps: int,

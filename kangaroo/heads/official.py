@@ -67,7 +67,11 @@ def read(source: str, lm: TargetModel, exit_layer: int) -> tuple[Adapter, dict[s
             f"'{folder}' holds no {CONFIG}. Training by the official code leaves it out: copy its "
             "data/vicuna_7B_config.json, or the one that was trained with, there under this name."
         )
-    path, config = paths[0], _config(folder / CONFIG)
+    path, about = paths[0], folder / CONFIG
+    try:
+        config = LlamaConfig(**json.loads(about.read_text()))
+    except (ValueError, TypeError, StrictDataclassError) as error:  # no JSON, or no such Llama
+        raise _unreadable(about, str(error)) from error
     adapter = fitted(path, _state(path), config, lm, exit_layer)
     if (wrong := adapter_files.not_finite(adapter.state_dict())) is not None:
         raise _unreadable(path, f"{wrong} holds numbers that are not finite")
@@ -106,13 +110,6 @@ def _state(path: Path) -> dict[str, Tensor]:
     if not is_state or not all(isinstance(x, Tensor) for x in state.values()):
         raise _unreadable(path, "it holds something other than a state dict of tensors")
     return state
-
-
-def _config(path: Path) -> LlamaConfig:
-    try:
-        return LlamaConfig(**json.loads(path.read_text()))
-    except (ValueError, TypeError, StrictDataclassError) as error:  # no JSON, or no such Llama
-        raise _unreadable(path, str(error)) from error
 
 
 def _unreadable(path: Path, reason: str) -> CorruptFile:

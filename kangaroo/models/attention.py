@@ -40,7 +40,8 @@ def attention(
     kv_heads, extent = k_RKEC.shape[1:3]
     group = heads // kv_heads
     attend = partial(F.scaled_dot_product_attention, scale=scaling)
-    if read_RT is not None and (bias_R1TE is not None or not skips_unseen(q_RHTC.device)):
+    # of a whole text a GPU computes all, since with a mask it would compute all scores, too
+    if read_RT is not None and (bias_R1TE is not None or q_RHTC.device.type != "cuda"):
         assert not isinstance(bias_R1TE, CausalBias)
         return where_read(q_RHTC, k_RKEC, v_RKEC, bias_R1TE, scaling, read_RT, softcap), None
     if bias_R1TE is None and extent != width:  # transformers' generate: silently wrong
@@ -102,9 +103,3 @@ def where_read(
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there is a kernel that needs no mask for the last tokens of a text."""
     return device.type == "cuda" and dtype.itemsize == 2
-
-
-def skips_unseen(device: torch.device) -> bool:
-    """Whether a whole text takes less time than the tokens of it that are read: these need a mask,
-    with which a GPU computes all scores, and the host has to wait to know how many they are."""
-    return device.type == "cuda"

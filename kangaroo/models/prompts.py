@@ -1,20 +1,16 @@
 """Conversations as tokens: the chat template, and which tokens the assistant wrote."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import numpy as np
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import NotRequired
 
 from kangaroo.utils.errors import ConfigError, PromptError
-
-if TYPE_CHECKING:
-    from typing_extensions import NotRequired
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -149,10 +145,8 @@ def masked_ids(
     `{% generation %}` markers in the template say; a token that spans the beginning is the
     template's, since no model writes it after that prompt. Before a last answer the ids are those
     of `prompt_ids`, unless a token spans its beginning: some tokenizers split the end of a prompt
-    in another way if text follows.
-
-    Errors: `PromptError` where the template refuses the conversation, `ConfigError` where it does
-    not show which part is the assistant's.
+    in another way if text follows. Errors: `PromptError` where the template refuses it,
+    `ConfigError` where it does not show which part is the assistant's.
     """
     ids, mask = _masked_text(tokenizer, messages, add_generation_prompt)
     if messages[-1]["role"] == "assistant" and any(mask):

@@ -1,7 +1,5 @@
-"""Targets whose layers have quantized weights; what is multiplied with them is not quantized.
-
-Embeddings, norms and the LM head stay as they are: drafters read rows of the head.
-"""
+"""Targets whose layers have quantized weights; what is multiplied with them is not quantized, nor
+are embeddings, norms and the LM head, of which drafters read rows."""
 
 from enum import Enum
 from importlib.util import find_spec

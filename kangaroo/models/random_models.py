@@ -7,12 +7,7 @@ import torch
 import yaml
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from kangaroo.models.embedded import byte_level_tokenizer
 from kangaroo.models.prompts import chat_template

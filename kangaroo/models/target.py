@@ -5,8 +5,6 @@ Shapes: B rows, N nodes or tokens of a block, E occupied slots, D hidden size, V
 R rows of a block, T tokens of a row, S slots, C head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, PreTrainedModel
+from typing_extensions import Self
 
 from kangaroo import cuda
 from kangaroo.cpu import native
@@ -24,12 +23,13 @@ from kangaroo.cpu.huge_pages import move_to_huge_pages
 from kangaroo.cpu.native import Sizes
 from kangaroo.cuda.graphs import Graphs
 from kangaroo.engine.acceleration import Acceleration
-from kangaroo.engine.cache import ForwardMeta, KVCache, occupied, power_of_two
+from kangaroo.engine.cache import ForwardMeta, KVCache, Taps, occupied, power_of_two
 from kangaroo.engine.tree import Tree
+from kangaroo.models import layer_weights as weights_of
 from kangaroo.models.attention import ATTENTION, attention, has_flash
-from kangaroo.models.layer_weights import can_record, fingerprint, is_plain, layer_weights
 from kangaroo.models.quantizing import check_head
 from kangaroo.models.supported import FULL, WINDOWED, check_supported, eos_ids, ropes, window_of
+from kangaroo.utils.errors import ConfigError
 
 Pair = tuple[Tensor, Tensor]
 PROMPT_CHUNK = 1024  # tokens of a prompt that bound its memory, without native code
@@ -61,16 +61,16 @@ class TargetModel(nn.Module):
         self.has_two_ropes = len(ropes(self.config)) > 1
         self.rope_tables: dict[tuple[int, bool], Pair] = {}
 
-    def compile_for_decoding(self, huge_pages: bool = True) -> TargetModel:
+    def compile_for_decoding(self, huge_pages: bool = True) -> Self:
         """Decode in native code on a CPU, where the model is of its kind and there is a compiler,
         with `huge_pages` from where weights are read fastest; in Triton's kernels and CUDA graphs
         on one GPU. Training stays as it is, and so do prompts that PyTorch reads faster."""
         library = graphs = kernels = None
         sizes, dtype = self.sizes(), self.dtype
-        plain = is_plain(self.hf) and self.config.hidden_act == "silu"
+        plain = weights_of.is_plain(self.hf) and self.config.hidden_act == "silu"
         device, *others = {*self.layer_devices, self.head.weight.device}
         if device.type == "cuda" and not others:
-            graphs = Graphs(self.device) if can_record(self.hf) else None
+            graphs = Graphs(self.device) if weights_of.can_record(self.hf) else None
             kernels = cuda.usable_layers(dtype, sizes, plain, self.device)
         elif device.type == "cpu" and not others and plain and dtype in native.DTYPES:
             library = native.library() if sizes.head_size <= native.WIDEST_HEAD else None
@@ -79,14 +79,39 @@ class TargetModel(nn.Module):
                 move_to_huge_pages((*self.layers.parameters(), *norms, self.head.weight))
         return self.decode_by(Acceleration(library, sizes, graphs, kernels))
 
-    def decode_by(self, acceleration: Acceleration) -> TargetModel:
+    def decode_by(self, acceleration: Acceleration) -> Self:
         """Leave a step of decoding to what is faster."""
         reads = acceleration.library or acceleration.kernels
-        weights = [layer_weights(layer) for layer in self.layers if reads]
+        weights = [weights_of.layer_weights(layer) for layer in self.layers if reads]
         self.fast_layers = acceleration.part("Stack", weights)
         self.fast_head = acceleration.part("Head", self.head.weight)
         self.acceleration = acceleration
         return self
+
+    def shard(self, device: torch.device) -> None:
+        """Spread the layers' weights over all processes, for training; a layer is whole only while
+        it runs, and this process computes on `device`. All then have to run the same layers in the
+        same order. The rest stays whole: the loss reads the head more than once a batch. Errors:
+        `ConfigError` for a quantized target, whose weights are no plain tensors."""
+        # imported here: it takes most of a second, and only training at scale needs it
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        if weights_of.packed_linears(self.layers):
+            raise ConfigError(
+                "trainer.shard_target=true spreads plain weights, and this target is quantized. "
+                "Leave one of them out: what is quantized takes a half or a quarter of the memory."
+            )
+        _ = self.fingerprint  # while layers are whole
+        self.decode_by(Acceleration())  # what decodes faster holds on to whole layers
+        self.rope_tables.clear()
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        for layer in self.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        model = self.hf.model
+        for module in (model.embed_tokens, model.rotary_emb, model.norm, self.head):
+            module.to(device)
+        self.device, self.layer_devices = device, [device] * self.n_layers
 
     def sizes(self) -> Sizes:
         """What native code has to know of this model's layers, and of an adapter's."""
@@ -103,7 +128,7 @@ class TargetModel(nn.Module):
     @cached_property
     def fingerprint(self) -> str | None:
         """Tells these weights from others of the same shape; see `layer_weights`."""
-        return fingerprint(self.hf)
+        return weights_of.fingerprint(self.hf)
 
     @property
     def n_layers(self) -> int:
@@ -154,8 +179,7 @@ class TargetModel(nn.Module):
         Args:
             start_B: first slot, which is also the position of the root.
             used: no row has a committed token or a node at or above this slot.
-            below: how far below 0 `start` may lie: nodes there go to free slots at the end, where
-                no other token sees them.
+            below: how far below 0 `start` may lie: nodes there go to free slots at the end, unseen.
             recorded: a use, and the cache of recorded steps; the next block of both overwrites it.
         """
         extent = self.extent(n_slots, used + below)
@@ -203,14 +227,14 @@ class TargetModel(nn.Module):
             bias = self._bias(slots_E > positions_1T[..., None])
         rows, rope = slice(row, row + 1), self._rope(n_slots, positions_1T)
         meta = ForwardMeta(positions_1T, positions_1T, bias, extent, rows, rope)
-        return self._with_window(meta, n_slots)
+        return self._with_window(meta, n_slots, None, None)
 
     def _with_window(
         self,
         meta: ForwardMeta,
         n_slots: int,
-        hidden_RTE: Tensor | None = None,
-        positions_RE: Tensor | None = None,
+        hidden_RTE: Tensor | None,
+        positions_RE: Tensor | None,
     ) -> ForwardMeta:
         """The block, with the mask and the rotation of layers that do not see past their window, if
         there are such; without `hidden` a token sees what lies before it."""
@@ -259,16 +283,10 @@ class TargetModel(nn.Module):
         meta: ForwardMeta,
         layers: range,
         taps: Collection[int] = (),
-    ) -> tuple[Tensor, dict[int, Tensor]]:
+    ) -> tuple[Tensor, Taps]:
         """Run a range of layers over a block, writing its keys and values at the block's slots: the
-        output of the last layer (before the final norm) and the tapped states.
-
-        Args:
-            x_BND: the input of the first layer of the range.
-            cache: None for a causal block that nothing will follow (training).
-            taps: hidden states wanted back, by the number of layers below them; `layers.start` is
-                `x_BND` itself.
-        """
+        output of the last layer (before the final norm) and the tapped states, by the number of
+        layers below them. Without a cache the block is causal, and nothing follows (training)."""
         tapped = {layers.start: x_BND} if layers.start in taps else {}
         ends = sorted({tap for tap in taps if tap in layers} | {layers.start, layers.stop})
         for start, stop in pairwise(ends):
@@ -279,11 +297,10 @@ class TargetModel(nn.Module):
 
     def read(
         self, tokens_1T: Tensor, start: int, cache: KVCache, row: int, taps: Collection[int]
-    ) -> tuple[Tensor, ForwardMeta, dict[int, Tensor]]:
+    ) -> tuple[Tensor, ForwardMeta, Taps]:
         """A chunk of a prompt, at the positions from `start` on of one row: the output of the last
-        layer for its last token, `[1, 1, D]`, the chunk's block, and the tapped states. For the
-        other tokens native code and kernels make only keys and values in the last layer, unless it
-        is tapped: what comes out of it is read nowhere."""
+        layer for its last token, `[1, 1, D]`, the chunk's block, and the tapped states. For others
+        native code and kernels make only keys and values in the last layer, unless it is tapped."""
         stop, last = start + tokens_1T.shape[1], self.n_layers - 1
         meta, x_1TD = self.chunk(start, stop, row, cache.n_slots), self.embed(tokens_1T)
         layers = self.fast_layers

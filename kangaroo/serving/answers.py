@@ -51,9 +51,7 @@ class AnswerChoice:
 @dataclass
 class Answer:
     """The texts that a request gets, step by step, and how they are written down: as OpenAI's
-    objects of a chat or of a completion. It begins when it is made.
-
-    Errors: those of `Scheduler.submit`.
+    objects of a chat or of a completion. It begins when it is made. Errors: as `Scheduler.submit`.
     """
 
     scheduler: Scheduler

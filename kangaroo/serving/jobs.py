@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.utils.errors import KangarooError
@@ -44,29 +44,22 @@ class Job:
     Args:
         tell: called in the engine's thread, once for every step; it must return at once.
         deadline: by `time.monotonic`, after which the job ends as it is.
-
-    Attributes:
-        cancelled: set by anybody, from any thread, to end the job.
-        arrived: when it was submitted, by the same clock.
-        due: when its first token is due; None until that is asked.
-        row: where it is decoded; None while it waits.
-        parts: its prompt on its way into the row.
-        generation: what it writes there; None until the prompt has entered.
-        written: the tokens that were told.
-        suspect: whether a step failed that it took part in, and it has not made one alone since.
     """
 
     request: Request
     tell: Callable[[Event], object]
     deadline: float = math.inf
-    cancelled: bool = field(default=False, init=False)
-    arrived: float = field(default=0.0, init=False)
-    due: float | None = field(default=None, init=False)
-    row: int | None = field(default=None, init=False)
-    parts: Generator[None, None, Generation] | None = field(default=None, init=False)
-    generation: Generation | None = field(default=None, init=False)
-    written: list[int] = field(default_factory=list, init=False)
-    suspect: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.cancelled = False  # set by anybody, from any thread, to end the job
+        self.arrived = 0.0  # when it was submitted, by the same clock
+        self.due: float | None = None  # when its first token is due; None until that is asked
+        self.row: int | None = None  # where it is decoded; None while it waits
+        self.parts: Generator[None, None, Generation] | None = None  # its prompt on its way there
+        self.generation: Generation | None = None  # None until the prompt has entered
+        self.written: list[int] = []  # the tokens that were told
+        # whether a step failed that it took part in, and it has not made one alone since
+        self.suspect = False
 
     @property
     def state(self) -> str:

@@ -13,18 +13,12 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 @dataclass
 class Usage:
-    """Tokens of a request, all its choices together.
-
-    Args:
-        drafts: what became of them.
-        rounds: forwards of the target, the prompts' included.
-        cached: tokens of the prompt that were in a row already; of several choices, the first's.
-    """
+    """Tokens of a request, all its choices together."""
 
     prompt: int
     completion: int = 0
-    rounds: int = 0
-    cached: int = 0
+    rounds: int = 0  # forwards of the target, the prompts' included
+    cached: int = 0  # tokens of the prompt that were in a row; of several choices, the first's
     drafts: Acceptance = field(default_factory=Acceptance)
 
     def add(self, index: int, event: Event) -> None:

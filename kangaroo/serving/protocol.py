@@ -4,11 +4,10 @@ A field that is not known, or cannot be served, is refused by name: to leave it 
 give another answer than was asked for.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from typing_extensions import Self
 
 from kangaroo.models.prompts import content_text, whole
 from kangaroo.utils.ranges import MOST, SEEDS
@@ -94,7 +93,7 @@ class TextRequest(Strict):
     ignore_eos: bool = False
 
     @model_validator(mode="after")
-    def with_seeds_for_all_choices(self) -> TextRequest:
+    def with_seeds_for_all_choices(self) -> Self:
         """Choice i has seed + i."""
         if self.seed is not None and self.seed + self.n > SEEDS:
             raise ValueError(f"seed={self.seed} must be {SEEDS - self.n} or less where n={self.n}")

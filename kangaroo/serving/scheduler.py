@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
@@ -33,12 +33,8 @@ PAUSE = 0.2  # seconds between two of them
 
 @dataclass
 class Scheduler:
-    """Decodes jobs as they come, in a thread of its own, from when it is made.
-
-    Args:
-        max_batch_size: texts that are written at the same time.
-        max_model_len: tokens of a text, prompt included.
-        max_queue: jobs that wait for a row; one more is refused.
+    """Decodes jobs as they come, in a thread of its own, from when it is made; the limits are those
+    of `ServeConfig`.
 
     Attributes:
         jobs: those that have not ended, as they came. Any thread adds some, under `changed`; all
@@ -52,13 +48,10 @@ class Scheduler:
     max_batch_size: int
     max_model_len: int
     max_queue: int
-    jobs: list[Job] = field(default_factory=list, init=False)
-    read_tokens: int = field(default=0, init=False)
-    read_seconds: float = field(default=0.0, init=False)
-    closing: bool = field(default=False, init=False)
-    failure: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
+        self.jobs, self.read_tokens, self.read_seconds = list[Job](), 0, 0.0
+        self.closing, self.failure = False, ""
         self.idle = list(range(self.max_batch_size))
         self.changed = threading.Condition()
         self.thread = threading.Thread(target=self._run, name="decoding", daemon=True)
@@ -81,10 +74,8 @@ class Scheduler:
         request.check_fits("this server's limit for both together is", self.max_model_len)
 
     def submit(self, *jobs: Job) -> None:
-        """Let jobs wait for a row, all of them or none.
-
-        Errors: `Busy` where too many wait already; `Closing` when the server ends or has failed.
-        """
+        """Let jobs wait for a row, all of them or none. Errors: `Busy` where too many wait already;
+        `Closing` when the server ends or has failed."""
         with self.changed:
             if self.closing or not self.alive:
                 raise Closing(self.failure or "the server is shutting down.")
@@ -112,7 +103,11 @@ class Scheduler:
     def _run(self) -> None:
         try:
             batch = self._open()
-            while self._wait():
+            while True:
+                with self.changed:
+                    self.changed.wait_for(lambda: self.jobs or self.closing)
+                if not self.jobs:  # and there will be nothing more
+                    return
                 if not self._round(batch):
                     self._suspect()
                     batch = self._open()
@@ -131,12 +126,6 @@ class Scheduler:
                 log.exception("no batch could be opened; once more")
             time.sleep(PAUSE)
         return self.engine.open(self.max_batch_size, self.max_model_len, Sampling())
-
-    def _wait(self) -> bool:
-        """Until there is something to do; false when there will be nothing more."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.jobs or self.closing)
-        return bool(self.jobs)
 
     def _round(self, batch: Batch) -> bool:
         """A part of a prompt and a step of all texts. Returns whether the batch is as it should be;
@@ -236,8 +225,7 @@ class Scheduler:
     def _step(self, batch: Batch) -> None:
         """One round of all texts. Nothing is drafted while a prompt enters, or waits though a row
         is free for it: with longer steps between the parts of prompts, first tokens would be later.
-        A suspect drafts, since that may be what failed.
-        """
+        A suspect drafts, since that may be what failed."""
         running = [(job, job.generation) for job in self.jobs if job.state == "running"]
         if not running:
             return

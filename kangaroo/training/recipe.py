@@ -12,7 +12,6 @@ from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.block import BlockHead
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.models.sharding import shard
 from kangaroo.models.target import TargetModel
 from kangaroo.training.losses import Loss
 from kangaroo.utils.errors import ConfigError
@@ -105,7 +104,7 @@ def trainees(
                 go_on_from(recipe.start, adapter, lm, vocabulary_K)
             adapters[name] = recipe, adapter.float()
     if shard_on is not None:
-        shard(lm, shard_on)  # the layers that adapters start from had to be whole
+        lm.shard(shard_on)  # the layers that adapters start from had to be whole
     trained, shared = [], [DraftHead(lm, None, vocabulary_K)]
     for name, (recipe, adapter) in adapters.items():
         adapter = adapter.to(adapter.home(lm)).train().requires_grad_()

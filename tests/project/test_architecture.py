@@ -106,7 +106,6 @@ def test_the_core_imports_torch_alone():
 
 def test_drafters_import_neither_the_engine_nor_each_other():
     in_common = {"autoregressive", "base", "chain", "early_exit", "kangaroo", "kangaroo_tree"}
-    in_common |= {"layer_choice"}
     made_from = {"datastore", "expected_gain", "layer_search", "medusa", "suffix"}
     made_from |= {"token_recycling"}
     shared = {f"kangaroo.drafters.{other}" for other in in_common | made_from}
