@@ -33,7 +33,7 @@ from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line
 from kangaroo.utils.provenance import flat, provenance
 from kangaroo.utils.ranks import Ranks, check_alone, join
-from kangaroo.utils.tracking import NoTracker, NoTrackerConfig
+from kangaroo.utils.tracking import NoTracker
 
 RESULTS = (".json", ".jsonl", ".md", ".png")  # files of a run that are kept with it
 
@@ -84,10 +84,10 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
     about = plain(config) | {"provenance": provenance()}
     if isinstance(first_drafter := methods[0].drafter, EarlyExit):
         about["drafter.exit_layer"] = first_drafter.exit_layer  # an axis of a sweep's plots
-    logger = config.logger if ranks.is_first else NoTrackerConfig()
+    logger = config.logger if ranks.is_first else NoTracker()
     with logger.start(about, output) as tracker:
         try:
-            results = evaluator.finish(lambda numbers: tracker.log(numbers, _answered(numbers)))
+            results = evaluator.finish(tracker.log)
         finally:
             # whatever became of this one; a text that is not vanilla's has to show there
             if ranks.is_first:
@@ -110,11 +110,6 @@ def _tell(results: Path, page: str | None) -> None:
     else:
         study_report.rewrite(Path(page), results)
         log.info("%s tells the results of %s", page, results)
-
-
-def _answered(numbers: dict[str, float]) -> int:
-    """How many questions metrics, of several methods `name.metric`, are of: a run's step."""
-    return int(next(n for name, n in numbers.items() if name.split(".")[-1] == "questions"))
 
 
 def _track(

@@ -9,7 +9,6 @@ import urllib.request
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
-from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -151,10 +150,9 @@ def _local(config: BenchConfig, path: Path) -> bytes:
 
 
 def _lines_of(file: Path) -> bytes:
-    content = file.read_bytes()
     if file.suffix != ".parquet":
-        return content
-    return _as_lines(parquet.read_table(BytesIO(content)).to_pylist())
+        return file.read_bytes()
+    return _as_lines(parquet.read_table(file, partitioning=None).to_pylist())
 
 
 def _as_lines(rows: Iterable[dict[str, Any]]) -> bytes:

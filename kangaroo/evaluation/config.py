@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -104,15 +105,14 @@ def folders(methods: Sequence[MethodSpec], config: EvaluateConfig) -> list[Path]
     """Where the results of each are: in `output`, of several in a folder of its name there."""
     if len(methods) == 1:
         return [Path(config.output)]
-    taken = [BASELINES[baseline.value] for baseline in config.baselines]
-    for method in methods:
-        if method.name in taken:
-            raise ConfigError(
-                f"two of the methods are called '{method.name}'; call a further drafter otherwise: "
-                "+drafter@more.NAME=... (the baselines are measured anyway)."
-            )
-        taken.append(method.name)
-    return [Path(config.output, method.name) for method in methods]
+    names = [method.name for method in methods]
+    counts = Counter(names + [BASELINES[baseline.value] for baseline in config.baselines])
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ConfigError(
+            f"two of the methods are called '{twice[0]}'; call a further drafter otherwise: "
+            "+drafter@more.NAME=... (the baselines are measured anyway)."
+        )
+    return [Path(config.output, name) for name in names]
 
 
 def settings_of(

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
-from transformers.generation import BaseStreamer
 
 from kangaroo.engine.clock import now, running
 from kangaroo.engine.engine import Engine
@@ -56,19 +56,6 @@ def transformers_attention(lm: TargetModel) -> Iterator[None]:
         lm.hf.set_attn_implementation(ATTENTION)
 
 
-class _Stopwatch(BaseStreamer):
-    """Notes when `generate` hands over the prompt and the tokens of each round, and how many."""
-
-    def __init__(self) -> None:
-        self.marks: list[tuple[float, int]] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.marks.append((running(), value.numel()))
-
-    def end(self) -> None:
-        pass
-
-
 def generate(
     lm: TargetModel,
     prompt: list[int],
@@ -81,7 +68,9 @@ def generate(
     """transformers' `generate` with its own cache and attention, and its own way to speculate. Its
     rounds tell their whole time as that of the host, and no drafts.
     """
-    sampling, watch = sampling or Sampling(), _Stopwatch()
+    sampling, marks = sampling or Sampling(), list[tuple[float, int]]()
+    # told of the prompt and of each round's tokens: when, and how many
+    watch = SimpleNamespace(put=lambda x: marks.append((running(), x.numel())), end=lambda: None)
     settings: dict[str, Any] = {  # what is unset, it takes from the model's own generation config
         "max_new_tokens": max_new_tokens,
         "do_sample": not sampling.greedy,
@@ -102,7 +91,7 @@ def generate(
         start = running()
         written_1T = lm.hf.generate(tokens_1T, **settings)
     tokens, steps, at = written_1T[0, len(prompt) :].tolist(), [], 0
-    (first, _), *_ = rounds = watch.marks[1:]
+    (first, _), *_ = rounds = marks[1:]
     before = first
     for mark, count in rounds:
         record = StepRecord(tokens[at : at + count], 0, 0, 0.0, 0.0, host_seconds=mark - before)

@@ -157,13 +157,7 @@ def _whole_lines(file: Path) -> bytes:
 
 
 def _record(fields: dict[str, Any]) -> Record:
-    turns = [
-        Turn(
-            prompt_tokens=turn["prompt_tokens"],
-            max_new_tokens=turn["max_new_tokens"],
-            runs={name: MethodRun(**run) for name, run in turn["runs"].items()},
-            fork=None if turn["fork"] is None else Fork(**turn["fork"]),
-        )
-        for turn in fields["turns"]
-    ]
-    return Record(**(fields | {"turns": turns}))
+    for turn in fields["turns"]:
+        turn["runs"] = {name: MethodRun(**run) for name, run in turn["runs"].items()}
+        turn["fork"] = turn["fork"] and Fork(**turn["fork"])
+    return Record(**(fields | {"turns": [Turn(**turn) for turn in fields["turns"]]}))

@@ -36,7 +36,7 @@ from kangaroo.utils.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-Log = Callable[[dict[str, float]], None]
+Log = Callable[[dict[str, float], int], None]  # takes metrics, and of how many questions
 
 
 class Evaluator:
@@ -103,25 +103,23 @@ class Evaluator:
         """
         self._answer(log)
         self.ranks.wait()
-        results = [self._summarised(folder) for folder in self.folders]
-        if not self.ranks.is_first:
-            return results
-        for result, folder in zip(results, self.folders, strict=True):
-            store.write_json(folder / store.SUMMARY, result)
-        for baseline in self.config.baselines:
-            summary.write_baseline(baseline.value, self.folders[0], Path(self.config.output))
-        for result, folder in zip(results, self.folders, strict=True):
-            check_lossless(result, folder)
+        results = []
+        for folder in self.folders:
+            records = store.read(folder)
+            if len(records) < len(self.questions):
+                raise DataError(
+                    f"'{folder}' holds {len(records)} of {len(self.questions)} questions after the "
+                    "run; under torchrun it must be a folder that all ranks share."
+                )
+            results.append(summary.summarise(records, store.begun(folder)))
+        if self.ranks.is_first:
+            for result, folder in zip(results, self.folders, strict=True):
+                store.write_json(folder / store.SUMMARY, result)
+            for baseline in self.config.baselines:
+                summary.write_baseline(baseline.value, self.folders[0], Path(self.config.output))
+            for result, folder in zip(results, self.folders, strict=True):
+                check_lossless(result, folder)
         return results
-
-    def _summarised(self, folder: Path) -> dict[str, Any]:
-        records = store.read(folder)
-        if len(records) < len(self.questions):
-            raise DataError(
-                f"'{folder}' holds {len(records)} of {len(self.questions)} questions after the "
-                "run; under torchrun it must be a folder that all ranks share."
-            )
-        return summary.summarise(records, store.begun(folder))
 
     def _answer(self, log: Log | None) -> None:
         """Ask those of this rank's share of the questions that are not answered already."""
@@ -144,7 +142,7 @@ class Evaluator:
             }
             first = next(iter(numbers.values()))
             if log is not None:
-                log(flat(numbers) if len(numbers) > 1 else first)
+                log(flat(numbers) if len(numbers) > 1 else first, len(self.records[0]))
             bar.set_postfix({k: first[k] for k in ("speedup", "compression_rate") if k in first})
         for writer in writers:
             writer.close()
@@ -181,11 +179,11 @@ class Evaluator:
         baselines = {name: runs[name] for name in BASELINES if name in runs}
         turns = []
         for i in range(len(self.methods)):
-            difference = None
+            turn = Turn(len(prompt), limit, {METHOD: runs[i]} | baselines, None)
             if self.compares:
                 texts = runs[i].tokens, runs["vanilla"].tokens
-                difference = fork(self.lm, prompt, *texts, self.config.sampling, seed)
-            turns.append(Turn(len(prompt), limit, {METHOD: runs[i]} | baselines, difference))
+                turn.fork = fork(self.lm, prompt, *texts, self.config.sampling, seed)
+            turns.append(turn)
         return turns
 
 

@@ -111,18 +111,11 @@ def write_baseline(name: str, method: Path, output: Path) -> None:
     """A baseline's own `summary.json`, as of a method measured against itself, from a method's
     records.
     """
-    records = [
-        replace(
-            record,
-            turns=[
-                replace(turn, runs=turn.runs | {METHOD: turn.runs[name]}, fork=None)
-                for turn in record.turns
-            ],
-            drafter_bytes=0,
-        )
-        for record in read(method)
-        if has(record, name)
-    ]
+    records = [record for record in read(method) if has(record, name)]
+    for record in records:
+        record.drafter_bytes = 0
+        for turn in record.turns:
+            turn.runs[METHOD], turn.fork = turn.runs[name], None
     about = begun(method)
     settings = {k: v for k, v in about["settings"].items() if k.split(".")[0] != "drafter"}
     about["settings"] = settings | {"drafter": BASELINES[name]}

@@ -201,7 +201,7 @@ def test_what_is_stopped_ends_with_one_line_that_says_how_to_go_on(name, goes_on
 UNTRACKED = """
 import sys
 from kangaroo.utils import tracking
-tracking.WandbConfig.start = lambda self, settings, output: sys.exit("a run has begun")
+tracking.Wandb.start = lambda self, settings, output: sys.exit("a run has begun")
 """
 
 
