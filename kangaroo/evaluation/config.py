@@ -81,8 +81,7 @@ class MethodSpec:
 
 def questions_of(config: EvaluateConfig) -> tuple[list[Question], int]:
     """The questions of a run, and the most new tokens of a turn. Errors: `ConfigError` for none,
-    those of `load_questions`.
-    """
+    those of `load_questions`."""
     questions = load_questions(config.bench)
     if config.task is not None:
         tasks = list(dict.fromkeys(question.task for question in questions))

@@ -23,8 +23,7 @@ class Footprint(NamedTuple):
 def footprint(drafter: object, shared: Sequence[object]) -> Footprint:
     """What `drafter` holds that is not held by `shared` too, as the target and its batch are. Each
     piece of memory counts once, in full; Python's own objects, what a closure alone holds and what
-    CUDA graphs keep do not.
-    """
+    CUDA graphs keep do not."""
     seen: set[int] = set()
     theirs = {address for address, _, _ in _memory(shared, seen)}
     sizes: dict[tuple[str, int], tuple[int, int]] = {}

@@ -66,8 +66,7 @@ def generate(
     **speculation: Any,
 ) -> Generation:
     """transformers' `generate` with its own cache and attention, and its own way to speculate. Its
-    rounds tell their whole time as that of the host, and no drafts.
-    """
+    rounds tell their whole time as that of the host, and no drafts."""
     sampling, marks = sampling or Sampling(), list[tuple[float, int]]()
     # told of the prompt and of each round's tokens: when, and how many
     watch = SimpleNamespace(put=lambda x: marks.append((running(), x.numel())), end=lambda: None)

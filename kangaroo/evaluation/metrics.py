@@ -95,8 +95,7 @@ def has(record: Record, name: str) -> bool:
 
 def ctar(accepted: Sequence[int], longest: int | None = None) -> list[float]:
     """CTAR(1), CTAR(2), ...: the share of rounds whose first w draft tokens (of a path) were all
-    accepted; up to `longest`, or the most that ever were.
-    """
+    accepted; up to `longest`, or the most that ever were."""
     accepted_R = np.asarray(accepted)
     last = int(accepted_R.max(initial=0)) if longest is None else longest
     return [float((accepted_R >= w).mean()) for w in range(1, last + 1)]
@@ -139,8 +138,7 @@ def estimate(
 ) -> Estimate:
     """A statistic of totals `[..., K]` over questions, with its interval: percentile bootstrap over
     questions, the same every time. All values of a question are drawn together, so what methods
-    have in common on it is in no interval of their difference.
-    """
+    have in common on it is in no interval of their difference."""
     value = float(statistic(values_QK.sum(0)))
     if len(values_QK) < 2:
         return Estimate(value)
@@ -178,8 +176,7 @@ def seconds_until(run: MethodRun, count: int) -> float:
 def paired_seconds(record: Record, baseline: str = "vanilla", prefill: bool = True) -> Pair:
     """Seconds of a baseline and of the method, with the prefill or without; in each turn for as
     many tokens as the shorter of the two texts has: a text that ended elsewhere (another EOS after
-    a fork, hf's own noise under sampling) favours nobody. None at all where it did not run.
-    """
+    a fork, hf's own noise under sampling) favours nobody. None at all where it did not run."""
     theirs = method = 0.0
     for turn in record.turns:
         if baseline in turn.runs:

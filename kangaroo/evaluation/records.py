@@ -99,10 +99,8 @@ class Writer:
 
 
 def read(folder: Path) -> list[Record]:
-    """All ranks' records by question id; a line cut short at the end is left out.
-
-    Errors: `CorruptFile` for a line that is no record.
-    """
+    """All ranks' records by question id; a line cut short at the end is left out. Errors:
+    `CorruptFile` for a line that is no record."""
     records = {}
     for file in sorted(folder.glob(RECORDS)):
         for number, line in enumerate(_whole_lines(file).splitlines(), start=1):
@@ -120,10 +118,8 @@ def read(folder: Path) -> list[Record]:
 def enter(
     folder: Path, settings: dict[str, Any], drafter_cost: dict[str, Any], resume: bool
 ) -> None:
-    """Make `folder` this run's, or go on with the run that it holds.
-
-    Errors: `ConfigError` names the settings that differ.
-    """
+    """Make `folder` this run's, or go on with the run that it holds. Errors: `ConfigError` names
+    the settings that differ."""
     file = folder / RUN
     if resume and file.is_file():
         if difference := changes(begun(folder)["settings"], json.loads(json.dumps(settings))):

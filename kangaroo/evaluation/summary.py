@@ -48,8 +48,7 @@ def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any
 
 def by_length(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Records by the length of prompts in tokens, 1k, 2k, 4k, ..., whichever is nearest by ratio;
-    of a question those turns whose prompts are so long. Empty where not two of these occur.
-    """
+    of a question those turns whose prompts are so long. Empty where not two of these occur."""
 
     def power(turn: Turn) -> int:
         return max(-1, round(math.log2(turn.prompt_tokens / 1024)))
@@ -83,8 +82,7 @@ def of_question(record: Record) -> dict[str, Any]:
 
 def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, Any]:
     """How many turns are vanilla's token for token, and every fork. `identical` is None where that
-    is not to be expected (no vanilla, another rule), `hf_identical` under sampling: other noise.
-    """
+    is not to be expected (no vanilla, another rule), `hf_identical` under sampling: other noise."""
     greedy = settings["sampling.temperature"] == 0
     comparable = greedy or settings["sampling.rule"] == Rule.match.value
     method, vanilla, hf = (runs(records, name) for name in (METHOD, "vanilla", "hf"))
@@ -109,8 +107,7 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
 
 def write_baseline(name: str, method: Path, output: Path) -> None:
     """A baseline's own `summary.json`, as of a method measured against itself, from a method's
-    records.
-    """
+    records."""
     records = [record for record in read(method) if has(record, name)]
     for record in records:
         record.drafter_bytes = 0

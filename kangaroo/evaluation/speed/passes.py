@@ -34,8 +34,7 @@ CACHES = 0.8  # of the memory that is free; the rest is for what a pass computes
 class Reads:
     """Bytes that rounds of decoding read, everything once a forward: vanilla, or with an adapter
     and the head that it drafts with, or the whole one. Of the embedding table that is one row a
-    token, unless the head is tied to it.
-    """
+    token, unless the head is tied to it."""
 
     def __init__(
         self, lm: TargetModel, adapter: Layer | None = None, draft_head: DraftHead | None = None
