@@ -17,10 +17,9 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation import tune as tuning
-from kangaroo.evaluation.config import MethodSpec, questions_of
 from kangaroo.evaluation.metrics import scalars
 from kangaroo.evaluation.race import race
-from kangaroo.evaluation.run import Evaluator
+from kangaroo.evaluation.run import Evaluator, MethodSpec, questions_of
 from kangaroo.evaluation.speed import report as speed_report
 from kangaroo.evaluation.speed.speed import measure
 from kangaroo.evaluation.study import report as study_report

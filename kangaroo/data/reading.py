@@ -3,7 +3,6 @@ a split of them into some to train on and some to measure on."""
 
 import itertools
 import json
-import os
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from huggingface_hub import hf_hub_download
 from kangaroo.data.filters import list_reasons
 from kangaroo.models.prompts import Message, content_text, mended
 from kangaroo.utils.errors import DataError
+from kangaroo.utils.folders import write_whole
 
 QUESTION = "turns"  # of a bench's question: texts, all of them the user's
 COLUMNS = ("messages", "conversations", "conversation", QUESTION)
@@ -230,10 +230,8 @@ class Split:
         """Both as files of JSON lines, whole or not at all; `mended`."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, records in ((TRAINING, self.training), (HELD_OUT, self.held_out)):
-            partial = folder / f"{name}.partial"
             lines = (mended(json.dumps(record, ensure_ascii=False)) for record in records)
-            partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            os.replace(partial, folder / name)
+            write_whole(folder / name, "".join(f"{line}\n" for line in lines).encode())
 
 
 def split(origin: Source, held: int, seed: int, left_out: Counter[str] | None = None) -> Split:

@@ -17,9 +17,10 @@ from rich.console import Console
 from kangaroo.evaluation import plots
 from kangaroo.evaluation.metrics import CTAR, POSITIONS, cells, ratio_of_ratios
 from kangaroo.evaluation.metrics import estimate as estimated
-from kangaroo.evaluation.records import AGAIN, BASELINES, SUMMARY, write_json
+from kangaroo.evaluation.records import AGAIN, BASELINES, SUMMARY
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.folders import write_json
 from kangaroo.utils.provenance import changes, machine
 from kangaroo.utils.tables import Row, estimate, short
 

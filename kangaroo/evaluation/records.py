@@ -8,6 +8,7 @@ from typing import Any
 
 from kangaroo.evaluation.bench import task_of
 from kangaroo.utils.errors import ConfigError, CorruptFile
+from kangaroo.utils.folders import write_json
 from kangaroo.utils.provenance import changes, provenance
 
 METHOD = "method"  # the drafter under test, beside the baselines "vanilla" and "hf"
@@ -133,13 +134,6 @@ def enter(
         old.unlink(missing_ok=True)
     about = {"settings": settings, "drafter_cost": drafter_cost, "provenance": provenance()}
     write_json(file, about)
-
-
-def write_json(file: Path, value: dict[str, Any]) -> None:
-    """Write all of it or, if the process is killed, nothing."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, file)
 
 
 def begun(folder: Path) -> dict[str, Any]:

@@ -1,29 +1,27 @@
-"""Run an evaluation: every question by every method and by the baselines that they share."""
+"""An evaluation: what is asked, and every question by every method and by their baselines."""
+
+from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from kangaroo.drafters.base import Drafter, DrafterConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Rule
+from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation import summary
-from kangaroo.evaluation.bench import Question, seed_of
-from kangaroo.evaluation.config import (
-    Baseline,
-    EvaluateConfig,
-    MethodSpec,
-    folders,
-    questions_of,
-    settings_of,
-)
-from kangaroo.evaluation.footprint import footprint
+from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions, seed_of
 from kangaroo.evaluation.lossless import fork
 from kangaroo.evaluation.methods import Decoder, by_engine, by_transformers
 from kangaroo.evaluation.metrics import metrics, scalars
@@ -31,12 +29,94 @@ from kangaroo.evaluation.records import BASELINES, METHOD, Record, Turn
 from kangaroo.models.prompts import Message
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, DataError, NotLossless
+from kangaroo.utils.folders import write_json
+from kangaroo.utils.memory import footprint
 from kangaroo.utils.provenance import flat, git_revision
+from kangaroo.utils.ranges import Count, CountOrZero, Index, Ranged, Seed
 from kangaroo.utils.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 Log = Callable[[dict[str, float], int], None]  # takes metrics, and of how many questions
+
+
+class Baseline(Enum):
+    """What the methods are timed against."""
+
+    vanilla = "vanilla"  # the same engine, proposing nothing
+    hf = "hf"  # transformers' generate
+
+
+@dataclass
+class EvaluateConfig(Ranged):
+    """What is asked and how it is answered.
+
+    Args:
+        output: folder of records and artefacts; a run that was stopped goes on from there.
+        task: ask only the questions of this task; None is all.
+        question_begin, question_end: indices into the bench's list, the end excluded, None all, as
+            Spec-Bench's flags.
+        question_every: of these, every n-th: Spec-Bench is sorted by task, so 20 takes 4 of each.
+        max_new_tokens: a turn; None takes the bench's own.
+        seed: with a question's id and turn it fixes the sampled text; `sampling.seed` is not read.
+        baselines: each answers every turn from the same prompt as the methods.
+        hf_every: of the questions asked, transformers, which takes longest, answers every n-th.
+        warmup: the first question is answered this often by every method, and discarded.
+        resume: false forgets what `output` holds.
+    """
+
+    output: str
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    task: str | None = None
+    question_begin: Index = 0
+    question_end: Index | None = None
+    question_every: Count = 1
+    max_new_tokens: Count | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: Seed = 0
+    baselines: list[Baseline] = field(default_factory=lambda: list(Baseline))
+    hf_every: Count = 1
+    warmup: CountOrZero = 3
+    resume: bool = True
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A drafter, the settings under which alone its run is resumed, and what it took to make it."""
+
+    name: str
+    drafter: Drafter
+    settings: dict[str, Any] = field(default_factory=dict)
+    made_by: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, name: str, drafter: DrafterConfig, lm: TargetModel, model: dict[str, Any]
+    ) -> MethodSpec:
+        """Of a drafter's config; `model` are the target's settings."""
+        settings = {"model": model, "drafter": drafter.settings()}
+        return cls(name, drafter.build(lm), settings, drafter.made_by())
+
+
+def questions_of(config: EvaluateConfig) -> tuple[list[Question], int]:
+    """The questions of a run, and the most new tokens of a turn. Errors: `ConfigError` for none,
+    those of `load_questions`."""
+    questions = load_questions(config.bench)
+    if config.task is not None:
+        tasks = list(dict.fromkeys(question.task for question in questions))
+        if config.task not in tasks:
+            raise ConfigError(
+                f"{config.bench.name} has no task '{config.task}'; it has {', '.join(tasks)}."
+            )
+        questions = [question for question in questions if question.task == config.task]
+    chosen = questions[config.question_begin : config.question_end : config.question_every]
+    if not chosen:
+        raise ConfigError(
+            f"question_begin={config.question_begin}, question_end={config.question_end} select "
+            f"none of the {len(questions)} questions of {config.bench.name}."
+        )
+    limit = config.max_new_tokens
+    return chosen, config.bench.max_new_tokens if limit is None else limit
 
 
 class Evaluator:
@@ -58,11 +138,11 @@ class Evaluator:
     ):
         self.ranks = ranks or Ranks()
         self.lm, self.tokenizer, self.config = lm, tokenizer, config
-        self.methods, self.folders = methods, folders(methods, config)
+        self.methods, self.folders = methods, self._folders(methods)
         self.questions, self.limit = questions_of(config)
         for question in self.questions:  # whether it fits; later turns have answers in them
             question.prompt(lm, tokenizer, [Message(role="user", content=question.turns[0])])
-        shared = settings_of(lm, config, self.questions, self.limit)
+        shared = self._settings()
         for method, folder in zip(methods, self.folders, strict=True):
             named = {"model": model_name, "drafter": method.name}
             parameters = footprint(method.drafter, [lm]).parameters
@@ -90,6 +170,35 @@ class Evaluator:
         comparable = config.sampling.greedy or config.sampling.rule is Rule.match
         self.compares = comparable and "vanilla" in self.decoders
 
+    def _folders(self, methods: Sequence[MethodSpec]) -> list[Path]:
+        """Where the results of each are: in `output`, of several in a folder of its name there."""
+        output = Path(self.config.output)
+        names = [method.name for method in methods]
+        if len(names) == 1:
+            return [output]
+        counts = Counter(names + [BASELINES[each.value] for each in self.config.baselines])
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise ConfigError(
+                f"two of the methods are called '{twice[0]}'; call a further drafter otherwise: "
+                "+drafter@more.NAME=... (the baselines are measured anyway)."
+            )
+        return [output / name for name in names]
+
+    def _settings(self) -> dict[str, Any]:
+        """What fixes the results of all methods, by name."""
+        config, device = self.config, self.lm.device
+        names = "task", "question_begin", "question_end", "question_every", "seed", "hf_every"
+        return {
+            "bench": config.bench.name,
+            "bench.fingerprint": fingerprint(self.questions),
+            **{name: getattr(config, name) for name in (*names, "warmup")},
+            "max_new_tokens": self.limit,
+            "dtype": str(self.lm.dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            **flat({"sampling": asdict(config.sampling)}),
+            "baselines": [baseline.value for baseline in config.baselines],
+        }
+
     def finish(self, log: Log | None = None) -> list[dict[str, Any]]:
         """Ask all that is left, each rank its share; the first then writes each method's summary to
         its folder, and the baselines' to folders of their own. Returns the methods' summaries.
@@ -114,7 +223,7 @@ class Evaluator:
             results.append(summary.summarise(records, store.begun(folder)))
         if self.ranks.is_first:
             for result, folder in zip(results, self.folders, strict=True):
-                store.write_json(folder / store.SUMMARY, result)
+                write_json(folder / store.SUMMARY, result)
             for baseline in self.config.baselines:
                 summary.write_baseline(baseline.value, self.folders[0], Path(self.config.output))
             for result, folder in zip(results, self.folders, strict=True):

@@ -17,8 +17,8 @@ from kangaroo.evaluation.records import (
     Turn,
     begun,
     read,
-    write_json,
 )
+from kangaroo.utils.folders import write_json
 
 
 def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any]:

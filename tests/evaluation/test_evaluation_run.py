@@ -23,9 +23,9 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation import records as store
-from kangaroo.evaluation.config import Baseline
 from kangaroo.evaluation.metrics import runs
 from kangaroo.evaluation.records import AGAIN, METHOD
+from kangaroo.evaluation.run import Baseline
 from kangaroo.models.attention import ATTENTION
 from kangaroo.models.prompts import prompt_ids
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, NotLossless, PromptError

@@ -25,10 +25,10 @@ from kangaroo.evaluation import comparison
 from kangaroo.evaluation.comparison import assigned, circumstances, listed
 from kangaroo.evaluation.metrics import CTAR, Estimate
 from kangaroo.evaluation.plots import FAINT, HF, INK
-from kangaroo.evaluation.records import AGAIN, write_json
+from kangaroo.evaluation.records import AGAIN
 from kangaroo.evaluation.study.study import AGREES, DISAGREES, HERE, OPEN, Place, Study, fixed
 from kangaroo.utils import tables
-from kangaroo.utils.folders import command_line
+from kangaroo.utils.folders import command_line, write_json
 from kangaroo.utils.tables import Row, number, short
 
 PAPER = "Liu et al., NeurIPS 2024, arXiv 2404.18911"
