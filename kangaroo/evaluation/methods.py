@@ -1,6 +1,6 @@
-"""The decoders that are timed side by side, prefill included: our engine and `generate`."""
+"""transformers' `generate`, timed as our engine is, and what records keep of a text."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo.engine.clock import now, running
-from kangaroo.engine.engine import Engine
+from kangaroo.engine.clock import running
 from kangaroo.engine.requests import Generation, StepRecord
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.records import MethodRun
@@ -17,33 +16,6 @@ from kangaroo.models.attention import ATTENTION
 from kangaroo.models.prompts import plain_text
 from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
-
-# Takes a prompt's ids, the most new tokens, and a seed.
-Decoder = Callable[[list[int], int, int], MethodRun]
-
-
-def by_engine(engine: Engine, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> Decoder:
-    """Our engine with its drafter."""
-
-    def decode(prompt: list[int], max_new_tokens: int, seed: int) -> MethodRun:
-        start = now(engine.lm.device)
-        (generation,) = engine.generate([prompt], max_new_tokens, sampling, seeds=[seed])
-        return _as_run(tokenizer, generation, now(engine.lm.device) - start)
-
-    return decode
-
-
-def by_transformers(
-    lm: TargetModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
-) -> Decoder:
-    """`generate`; sampled by noise of its own, so that its time can be compared, its text can't."""
-    eos_ids = lm.eos_ids()
-
-    def decode(prompt: list[int], max_new_tokens: int, seed: int) -> MethodRun:
-        generation = generate(lm, prompt, max_new_tokens, sampling, seed, eos_ids)
-        return _as_run(tokenizer, generation, generation.seconds)
-
-    return decode
 
 
 @contextmanager
@@ -100,9 +72,7 @@ def generate(
     return Generation(tokens, steps, finish, prefill_seconds=first - start)
 
 
-def _as_run(
-    tokenizer: PreTrainedTokenizerBase, generation: Generation, seconds: float
-) -> MethodRun:
+def as_run(tokenizer: PreTrainedTokenizerBase, generation: Generation, seconds: float) -> MethodRun:
     """A text and its times as records keep them: to the microsecond, so that they stay small."""
     text, steps = plain_text(tokenizer, generation.tokens).strip(), generation.steps
     return MethodRun(

@@ -79,8 +79,7 @@ def cells(results: Results) -> Row:
             low, high = results.get(f"{metric.name}_ci95") or (0, 0)
             # that of a method over itself has no width
             row[metric.ends] = "-" if low == high else span((low, high), "-")
-    drafts, shares = results["acceptance_rate"] is not None, [*results["ctar"], 0.0, 0.0, 0.0]
-    return row | {f"CTAR({w})": number(shares[w - 1] if drafts else None) for w in POSITIONS}
+    return row
 
 
 def runs(records: Iterable[Record], name: str = METHOD) -> list[MethodRun]:
@@ -233,9 +232,9 @@ def value_of(metric: str, records: Sequence[Record]) -> Estimate | None:
     return estimate(divided_Q2) if len(divided_Q2) else None
 
 
-def _if_drafting(metric: str, records: Sequence[Record]) -> Estimate | None:
+def _ctar(position: int, records: Sequence[Record]) -> Estimate | None:
     drafts = any(any(run.drafted) for run in runs(records))
-    return value_of(metric, records) if drafts else None
+    return value_of(f"{CTAR}{position}", records) if drafts else None
 
 
 def spec_bench_speedup(records: Sequence[Record]) -> float | None:
@@ -278,15 +277,15 @@ METRICS = [
     Metric("compression_rate", counted(lambda run: (sum(run.emitted), len(run.emitted))), "CR"),
     Metric("mean_acceptance_length", counted(_length)),
     Metric("ctar", of=lambda records: ctar([n for run in runs(records) for n in run.accepted])),
-    *(
-        Metric(f"{CTAR}{w}", counted(partial(_reach, w)), of=partial(_if_drafting, f"{CTAR}{w}"))
-        for w in POSITIONS
-    ),
     Metric("speculative_decoding", of=acceptance),
     Metric("acceptance_rate", counted(_accepted), "accepted", show=share),
     Metric("tokens_per_second", counted(_speed), "tokens/s", show=partial(number, digits=1)),
     Metric("vanilla_tokens_per_second", counted(_speed, "vanilla")),
     Metric("hf_tokens_per_second", counted(_speed, "hf")),
+    *(
+        Metric(f"{CTAR}{w}", counted(partial(_reach, w)), f"CTAR({w})", of=partial(_ctar, w))
+        for w in POSITIONS
+    ),
     *(  # these four add up to its time
         Metric(f"{part}_seconds", of=partial(seconds_of, part))
         for part in ("prefill", "draft", "verify", "host")

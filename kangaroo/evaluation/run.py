@@ -17,15 +17,16 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.base import Drafter, DrafterConfig
 from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.clock import now
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation import summary
 from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions, seed_of
 from kangaroo.evaluation.lossless import fork
-from kangaroo.evaluation.methods import Decoder, by_engine, by_transformers
+from kangaroo.evaluation.methods import as_run, generate
 from kangaroo.evaluation.metrics import metrics, scalars
-from kangaroo.evaluation.records import BASELINES, METHOD, Record, Turn
+from kangaroo.evaluation.records import BASELINES, METHOD, MethodRun, Record, Turn
 from kangaroo.models.prompts import Message
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, DataError, NotLossless
@@ -157,16 +158,14 @@ class Evaluator:
         # of each method, the questions that all of them have answered
         self.records = [[r for r in answered if r.question_id in complete] for answered in records]
         self.engines = [Engine(lm, method.drafter) for method in methods]
-        # the methods by their index, baselines by their name; vanilla first, far from a last method
-        # that is vanilla again
-        self.decoders: dict[int | str, Decoder] = {}
+        # the methods by their index, baselines by their name, None where transformers decodes;
+        # vanilla first, far from a last method that is vanilla again
+        self.decoders: dict[int | str, Engine | None] = {}
         if Baseline.vanilla in config.baselines:
-            vanilla = Engine(lm, Vanilla())
-            self.decoders["vanilla"] = by_engine(vanilla, tokenizer, config.sampling)
-        for i, engine in enumerate(self.engines):
-            self.decoders[i] = by_engine(engine, tokenizer, config.sampling)
+            self.decoders["vanilla"] = Engine(lm, Vanilla())
+        self.decoders |= enumerate(self.engines)
         if Baseline.hf in config.baselines:
-            self.decoders["hf"] = by_transformers(lm, tokenizer, config.sampling)
+            self.decoders["hf"] = None
         comparable = config.sampling.greedy or config.sampling.rule is Rule.match
         self.compares = comparable and "vanilla" in self.decoders
 
@@ -284,7 +283,7 @@ class Evaluator:
         prompt = question.prompt(self.lm, self.tokenizer, messages)
         limit = min(self.limit, self.lm.context - len(prompt))
         seed = seed_of(question.question_id, number, self.config.seed)
-        runs = {name: self.decoders[name](prompt, limit, seed) for name in names}
+        runs = {name: self._decode(name, prompt, limit, seed) for name in names}
         baselines = {name: runs[name] for name in BASELINES if name in runs}
         turns = []
         for i in range(len(self.methods)):
@@ -294,6 +293,15 @@ class Evaluator:
                 turn.fork = fork(self.lm, prompt, *texts, self.config.sampling, seed)
             turns.append(turn)
         return turns
+
+    def _decode(self, name: int | str, prompt: list[int], limit: int, seed: int) -> MethodRun:
+        """What a decoder writes, and its time. transformers samples by noise of its own."""
+        engine, sampling, start = self.decoders[name], self.config.sampling, now(self.lm.device)
+        if engine is None:
+            text = generate(self.lm, prompt, limit, sampling, seed, self.lm.eos_ids())
+            return as_run(self.tokenizer, text, text.seconds)
+        (text,) = engine.generate([prompt], limit, sampling, seeds=[seed])
+        return as_run(self.tokenizer, text, now(self.lm.device) - start)
 
 
 def check_lossless(result: dict[str, Any], output: Path) -> None:
