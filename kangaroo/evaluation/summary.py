@@ -8,16 +8,7 @@ from typing import Any
 
 from kangaroo.engine.sampling import Rule
 from kangaroo.evaluation.metrics import RATIOS, has, metrics, runs
-from kangaroo.evaluation.records import (
-    BASELINES,
-    METHOD,
-    SUMMARY,
-    MethodRun,
-    Record,
-    Turn,
-    begun,
-    read,
-)
+from kangaroo.evaluation.records import BASELINES, METHOD, SUMMARY, MethodRun, Record, begun, read
 from kangaroo.utils.folders import write_json
 
 
@@ -50,17 +41,17 @@ def by_length(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Records by the length of prompts in tokens, 1k, 2k, 4k, ..., whichever is nearest by ratio;
     of a question those turns whose prompts are so long. Empty where not two of these occur."""
 
-    def power(turn: Turn) -> int:
-        return max(-1, round(math.log2(turn.prompt_tokens / 1024)))
+    def power(length: int) -> int:
+        return max(-1, round(math.log2(length / 1024)))
 
-    powers = sorted({power(turn) for record in records for turn in record.turns})
+    powers = sorted({power(turn.prompt_tokens) for record in records for turn in record.turns})
     if sum(each >= 0 for each in powers) < 2:
         return {}
     return {
         "shorter" if each < 0 else f"{2**each}k": [
             replace(record, turns=turns)
             for record in records
-            if (turns := [turn for turn in record.turns if power(turn) == each])
+            if (turns := [turn for turn in record.turns if power(turn.prompt_tokens) == each])
         ]
         for each in powers
     }

@@ -23,13 +23,7 @@ from kangaroo.training import checkpoint, curves, results
 from kangaroo.training.backend import DeepSpeedBackend, TorchBackend
 from kangaroo.training.batches import Work, collate, frequent_tokens, lengths_of, plan, reach_of
 from kangaroo.training.config import TrainerConfig, loss_chunk_of, schedule
-from kangaroo.training.micro_batch import (
-    TargetOutputs,
-    forward_target,
-    grade,
-    together,
-    train_step,
-)
+from kangaroo.training.micro_batch import TargetOutputs, forward_target, grade, together, train_step
 from kangaroo.training.recipe import AdapterRecipe, Trainee, trainees
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError, Diverged
