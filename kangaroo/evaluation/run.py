@@ -186,15 +186,16 @@ class Evaluator:
     def _settings(self) -> dict[str, Any]:
         """What fixes the results of all methods, by name."""
         config, device = self.config, self.lm.device
-        names = "task", "question_begin", "question_end", "question_every", "seed", "hf_every"
+        which = "task", "question_begin", "question_end", "question_every"
         return {
             "bench": config.bench.name,
             "bench.fingerprint": fingerprint(self.questions),
-            **{name: getattr(config, name) for name in (*names, "warmup")},
+            **{name: getattr(config, name) for name in which},
             "max_new_tokens": self.limit,
             "dtype": str(self.lm.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             **flat({"sampling": asdict(config.sampling)}),
+            **{name: getattr(config, name) for name in ("seed", "hf_every", "warmup")},
             "baselines": [baseline.value for baseline in config.baselines],
         }
 
