@@ -224,13 +224,11 @@ def foresee(
 ) -> list[str]:
     """What a run takes on the devices that it finds, as lines for the log. Errors: `ConfigError`
     where it cannot fit, or would hold out all that there is."""
-    writes = trains = model
-    if trainer.shard_target:  # it is read, and writes, on the CPU, then goes to GPUs part by part
-        trains = replace(model, device_map=None)
-        writes = replace(trains, device="cpu")
+    # a sharded target is read, and writes, on the CPU, and then goes to the GPUs part by part
+    trains = replace(model, device_map=None) if trainer.shard_target else model
+    writes = replace(trains, device="cpu") if trainer.shard_target else model
     check_writing(lm, data, Devices.of(writes))
-    devices = Devices.of(trains)
-    text = Text.of(data, trainer.max_length)
+    devices, text = Devices.of(trains), Text.of(data, trainer.max_length)
     if holds_out and not store.is_complete(Path(data.path)):  # that may be another one, and go
         check_holdout(trainer.holdout, text.conversations)
     chunk = trainer.loss_chunk or loss_chunk_of(devices.total, lm.config.vocab_size)
