@@ -48,7 +48,15 @@ def evaluate(config: schema.EvaluateCommand) -> float | None:
         with join() as ranks:
             return _measure(config, ranks)
     check_alone()
-    _tell(Path(config.results), config.page)
+    results = Path(config.results)
+    if not results.is_dir():
+        raise ConfigError(f"results={results} is no folder; pass the output= of a run.")
+    if config.page is None:  # of a training run, which may be going on
+        curves.write(results)
+        log.info("%s is in %s", curves.PLOT, results)
+    else:
+        study_report.rewrite(Path(config.page), results)
+        log.info("%s tells the results of %s", config.page, results)
     return None
 
 
@@ -96,19 +104,6 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
     overall = results[0]["overall"]
     speedup: float | None = overall["speedup"]
     return overall["tokens_per_second"] if speedup is None else speedup
-
-
-def _tell(results: Path, page: str | None) -> None:
-    """Write a study's page, or without one the curves of a training run, which may be going on.
-    Errors: `ConfigError`, `DataError`."""
-    if not results.is_dir():
-        raise ConfigError(f"results={results} is no folder; pass the output= of a run.")
-    if page is None:
-        curves.write(results)
-        log.info("%s is in %s", curves.PLOT, results)
-    else:
-        study_report.rewrite(Path(page), results)
-        log.info("%s tells the results of %s", page, results)
 
 
 def _track(
