@@ -12,8 +12,7 @@ from kangaroo.api import load_target, model_config
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.evaluation import comparison
-from kangaroo.evaluation.config import Baseline, EvaluateConfig, MethodSpec
-from kangaroo.evaluation.run import Evaluator
+from kangaroo.evaluation.run import Baseline, EvaluateConfig, Evaluator, MethodSpec
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", default="smollm2-135m", help="a name, a hub id or a folder")

@@ -121,5 +121,5 @@ for i in "${!STAGES[@]}"; do
   echo "== $stage ended with status $status after $((SECONDS - begun)) s"
   [ "$status" -eq 0 ] || failed=1
 done
-"$PYTHON" -m kangaroo.evaluation.speed.gpu_page "$RESULTS" "$PAGE" || failed=1
+"$PYTHON" scripts/gpu/page.py "$RESULTS" "$PAGE" || failed=1
 exit $failed

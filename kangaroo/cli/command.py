@@ -26,7 +26,7 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.utils import ranges, ranks
 from kangaroo.utils.errors import ConfigError, KangarooError
 from kangaroo.utils.folders import sole_writer
-from kangaroo.utils.tracking import NoTrackerConfig, WandbConfig
+from kangaroo.utils.tracking import NoTracker, Wandb
 
 STOPPED = 130  # the exit code of what Ctrl-C stops: 128 and the signal's number
 
@@ -102,9 +102,9 @@ def sweep_folder() -> Path | None:
     return Path(hydra_config.sweep.dir) if hydra_config.mode is RunMode.MULTIRUN else None
 
 
-def in_group(logger: WandbConfig | NoTrackerConfig, model_name: str) -> None:
+def in_group(logger: NoTracker, model_name: str) -> None:
     """The jobs of a sweep (`-m`) lie in one group of W&B, if no other was asked for."""
-    if isinstance(logger, WandbConfig) and logger.group is None and (sweep := sweep_folder()):
+    if isinstance(logger, Wandb) and logger.group is None and (sweep := sweep_folder()):
         logger.group = f"{model_name}-{sweep.name}"
 
 

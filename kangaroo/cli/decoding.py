@@ -17,10 +17,9 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation import tune as tuning
-from kangaroo.evaluation.config import MethodSpec, questions_of
 from kangaroo.evaluation.metrics import scalars
 from kangaroo.evaluation.race import race
-from kangaroo.evaluation.run import Evaluator
+from kangaroo.evaluation.run import Evaluator, MethodSpec, questions_of
 from kangaroo.evaluation.speed import report as speed_report
 from kangaroo.evaluation.speed.speed import measure
 from kangaroo.evaluation.study import report as study_report
@@ -33,7 +32,7 @@ from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line
 from kangaroo.utils.provenance import flat, provenance
 from kangaroo.utils.ranks import Ranks, check_alone, join
-from kangaroo.utils.tracking import NoTracker, NoTrackerConfig
+from kangaroo.utils.tracking import NoTracker
 
 RESULTS = (".json", ".jsonl", ".md", ".png")  # files of a run that are kept with it
 
@@ -49,7 +48,15 @@ def evaluate(config: schema.EvaluateCommand) -> float | None:
         with join() as ranks:
             return _measure(config, ranks)
     check_alone()
-    _tell(Path(config.results), config.page)
+    results = Path(config.results)
+    if not results.is_dir():
+        raise ConfigError(f"results={results} is no folder; pass the output= of a run.")
+    if config.page is None:  # of a training run, which may be going on
+        curves.write(results)
+        log.info("%s is in %s", curves.PLOT, results)
+    else:
+        study_report.rewrite(Path(config.page), results)
+        log.info("%s tells the results of %s", config.page, results)
     return None
 
 
@@ -84,10 +91,10 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
     about = plain(config) | {"provenance": provenance()}
     if isinstance(first_drafter := methods[0].drafter, EarlyExit):
         about["drafter.exit_layer"] = first_drafter.exit_layer  # an axis of a sweep's plots
-    logger = config.logger if ranks.is_first else NoTrackerConfig()
+    logger = config.logger if ranks.is_first else NoTracker()
     with logger.start(about, output) as tracker:
         try:
-            results = evaluator.finish(lambda numbers: tracker.log(numbers, _answered(numbers)))
+            results = evaluator.finish(tracker.log)
         finally:
             # whatever became of this one; a text that is not vanilla's has to show there
             if ranks.is_first:
@@ -97,24 +104,6 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
     overall = results[0]["overall"]
     speedup: float | None = overall["speedup"]
     return overall["tokens_per_second"] if speedup is None else speedup
-
-
-def _tell(results: Path, page: str | None) -> None:
-    """Write a study's page, or without one the curves of a training run, which may be going on.
-    Errors: `ConfigError`, `DataError`."""
-    if not results.is_dir():
-        raise ConfigError(f"results={results} is no folder; pass the output= of a run.")
-    if page is None:
-        curves.write(results)
-        log.info("%s is in %s", curves.PLOT, results)
-    else:
-        study_report.rewrite(Path(page), results)
-        log.info("%s tells the results of %s", page, results)
-
-
-def _answered(numbers: dict[str, float]) -> int:
-    """How many questions metrics, of several methods `name.metric`, are of: a run's step."""
-    return int(next(n for name, n in numbers.items() if name.split(".")[-1] == "questions"))
 
 
 def _track(

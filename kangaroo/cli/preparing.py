@@ -14,8 +14,7 @@ from kangaroo.data.reading import Source, split
 from kangaroo.drafters import datastore, layer_search
 from kangaroo.heads import adapter_files, export, official
 from kangaroo.hub import transfer
-from kangaroo.hub.card import measure
-from kangaroo.hub.transfer import PullConfig, PushConfig
+from kangaroo.hub.transfer import PullConfig, PushConfig, measure
 from kangaroo.models.loading import meta_model, options_of
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line

@@ -19,7 +19,7 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.layer_search import SearchConfig
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.bench import BenchConfig, bench_name
-from kangaroo.evaluation.config import EvaluateConfig
+from kangaroo.evaluation.run import EvaluateConfig
 from kangaroo.evaluation.speed.speed import SpeedConfig
 from kangaroo.evaluation.study.study import StudyConfig
 from kangaroo.evaluation.tune import TuneConfig
@@ -31,7 +31,7 @@ from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.folders import fitting, named_by, of_project
 from kangaroo.utils.ranges import Count, Ranged, Seed
-from kangaroo.utils.tracking import NoTrackerConfig, WandbConfig
+from kangaroo.utils.tracking import NoTracker, Wandb
 
 CONFIGS = str(of_project("configs"))
 # Of trees and drafts, by drafter and option, and of the paper's experiments: a choice of hardware=.
@@ -176,7 +176,7 @@ def draft_model_of(model: str) -> str | None:
 
 # Choices that have no file: those of a group by name, each a type with its defaults.
 CHOICES: dict[str, dict[str, Any]] = {
-    "logger": {"none": NoTrackerConfig, "wandb": WandbConfig},
+    "logger": {"none": NoTracker, "wandb": Wandb},
     "trainer": {"default": TrainerConfig, "deepspeed": TrainerConfig(zero_stage=1)},
     "model": {"schema": ModelConfig},
     "bench": {"schema": BenchConfig},

@@ -20,7 +20,7 @@ from kangaroo.training.loop import Trainer
 from kangaroo.utils.folders import command_line
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranks import Ranks, join
-from kangaroo.utils.tracking import NoTracker, NoTrackerConfig
+from kangaroo.utils.tracking import NoTracker
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def train(config: TrainCommand) -> float | None:
         lm = _target_with_data(config, ranks)
         output, recipes = Path(config.output), [config.adapter, *config.more.values()]
         samples, about = store.load(Path(config.data.path))
-        logger = config.logger if ranks.is_first else NoTrackerConfig()
+        logger = config.logger if ranks.is_first else NoTracker()
         origin = {"dataset": about, "provenance": provenance()}
         # before a tracker has begun a run: this may refuse
         trainer = Trainer(lm, samples, recipes, config.trainer, output, about, ranks)

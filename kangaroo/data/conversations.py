@@ -32,14 +32,11 @@ NOT_IN_SHARDS = """
 
 
 @dataclass
-class ConversationsConfig(WrittenConfig):
-    """Conversations to train on; where the target answers them anew, as `WrittenConfig` says.
+class ConversationsConfig(WrittenConfig, Source):
+    """Conversations to train on, from a `Source`; where the target answers them anew, as
+    `WrittenConfig` says.
 
     Args:
-        source: a .json or .jsonl file in ShareGPT or chat form, a file or folder that `datasets`
-            reads, a dataset's id on the hub, or one file of it, `hf://datasets/owner/name/file`.
-        subset, split, revision: of a dataset on the hub or in a folder.
-        column: the column that holds the conversation; None finds the usual names.
         limit: read this many conversations, from the first on; None reads all.
         skip_bad: leave out records that cannot be read, such as one with a tool's turn, and count
             them by reason; false refuses the first one.
@@ -50,20 +47,11 @@ class ConversationsConfig(WrittenConfig):
     """
 
     name: str = "conversations"
-    source: str = "???"
-    subset: str | None = None
-    split: str = "train"
-    revision: str | None = None
-    column: str | None = None
     limit: Count | None = None
     skip_bad: bool = False
     max_length: Count = 2048
     keep_system: bool = True
     regenerate: bool = True
-
-    def origin(self) -> Source:
-        """Where the conversations are read from."""
-        return Source(self.source, self.subset, self.split, self.revision, self.column)
 
     def make(
         self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
@@ -77,7 +65,7 @@ class ConversationsConfig(WrittenConfig):
                 "with data.regenerate=false it writes nothing. Pass only one of the two."
             )
         dropped: Counter[str] = Counter()
-        records = read(self.origin(), self.limit, dropped if self.skip_bad else None)
+        records = read(self, self.limit, dropped if self.skip_bad else None)
         count = len(records) + dropped.total()
         conversations = self._usable(records, dropped)
         usable = len(conversations), self.source, list_reasons(dropped)

@@ -3,7 +3,6 @@ a split of them into some to train on and some to measure on."""
 
 import itertools
 import json
-import os
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from huggingface_hub import hf_hub_download
 from kangaroo.data.filters import list_reasons
 from kangaroo.models.prompts import Message, content_text, mended
 from kangaroo.utils.errors import DataError
+from kangaroo.utils.folders import write_whole
 
 QUESTION = "turns"  # of a bench's question: texts, all of them the user's
 COLUMNS = ("messages", "conversations", "conversation", QUESTION)
@@ -38,9 +38,16 @@ SOURCES = (
 
 @dataclass
 class Source:
-    """Where conversations come from: the options of `ConversationsConfig`, `path` its `source`."""
+    """Where conversations come from.
 
-    path: str
+    Args:
+        source: a .json or .jsonl file in ShareGPT or chat form, a file or folder that `datasets`
+            reads, a dataset's id on the hub, or one file of it, `hf://datasets/owner/name/file`.
+        subset, split, revision: of a dataset on the hub or in a folder.
+        column: the column that holds the conversation; None finds the usual names.
+    """
+
+    source: str = "???"
     subset: str | None = None
     split: str = "train"
     revision: str | None = None
@@ -52,29 +59,29 @@ class BadRecord(ValueError):
 
 
 def read(
-    source: Source, limit: int | None, left_out: Counter[str] | None = None
+    origin: Source, limit: int | None, left_out: Counter[str] | None = None
 ) -> list[list[Message]]:
     """The conversations of a source, at most `limit`, unchanged; `left_out` counts the records that
     cannot be read, by reason, and None refuses the first one. Errors: `DataError` says which."""
-    records = itertools.islice(named_records(source, left_out), limit)
+    records = itertools.islice(named_records(origin, left_out), limit)
     conversations = [messages for _, messages in records]
     if not conversations:
         reasons = f" ({list_reasons(left_out)})" if left_out else ""
-        raise DataError(f"{source.path} holds no conversations{reasons}.")
+        raise DataError(f"{origin.source} holds no conversations{reasons}.")
     return conversations
 
 
 def named_records(
-    source: Source, left_out: Counter[str] | None = None
+    origin: Source, left_out: Counter[str] | None = None
 ) -> Iterator[tuple[dict[str, Any], list[Message]]]:
     """Every record of a source as it is, and its conversation; otherwise as `read`."""
-    for number, record in enumerate(_records(source), start=1):
+    for number, record in enumerate(_records(origin), start=1):
         try:
-            messages = _conversation(record, source.column)
+            messages = _conversation(record, origin.column)
         except BadRecord as error:
             if left_out is None:
                 raise DataError(
-                    f"{source.path}, record {number}: {error}. A record looks like {FORMS}. "
+                    f"{origin.source}, record {number}: {error}. A record looks like {FORMS}. "
                     "data.skip_bad=true (skip_bad=true of prepare split) leaves out what cannot "
                     "be read, and counts it."
                 ) from error
@@ -108,22 +115,22 @@ def is_local(source: str) -> bool:
     return not source.startswith(HUB_FILE) and (named or path.exists())
 
 
-def _records(source: Source) -> Iterator[Any]:
+def _records(origin: Source) -> Iterator[Any]:
     # imported where it is used: it takes seconds, which other commands need not wait for
     from datasets import load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 
     try:
-        if source.path.startswith(HUB_FILE):
-            owner, name, file = [*source.path.removeprefix(HUB_FILE).split("/", 2), "", ""][:3]
+        if origin.source.startswith(HUB_FILE):
+            owner, name, file = [*origin.source.removeprefix(HUB_FILE).split("/", 2), "", ""][:3]
             fetched = hf_hub_download(
-                f"{owner}/{name}", file, repo_type="dataset", revision=source.revision
+                f"{owner}/{name}", file, repo_type="dataset", revision=origin.revision
             )
-            source = replace(source, path=fetched)
-        path = Path(source.path).expanduser()
+            origin = replace(origin, source=fetched)
+        path = Path(origin.source).expanduser()
         if path.suffix in JSON and path.is_file():
             return _from_json(path)
-        if is_local(source.path) and not path.exists():
+        if is_local(origin.source) and not path.exists():
             raise DataError(f"there is no '{path}'. Pass data.source= {SOURCES}.")
         if path.is_file():
             if path.suffix not in TABLES:
@@ -133,14 +140,14 @@ def _records(source: Source) -> Iterator[Any]:
         elif (path / "state.json").is_file():
             table = load_from_disk(path)
         else:
-            name = str(path) if path.is_dir() else source.path
-            options = {"split": source.split, "revision": source.revision}
-            table = load_dataset(name, source.subset, **options)
+            name = str(path) if path.is_dir() else origin.source
+            options = {"split": origin.split, "revision": origin.revision}
+            table = load_dataset(name, origin.subset, **options)
         return iter(table)
     except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
         raise DataError(
-            f"data.source={source.path} (subset {source.subset}, split {source.split}, revision "
-            f"{source.revision}) cannot be read: {error} Pass {SOURCES}; the hub needs a network, "
+            f"data.source={origin.source} (subset {origin.subset}, split {origin.split}, revision "
+            f"{origin.revision}) cannot be read: {error} Pass {SOURCES}; the hub needs a network, "
             "and a gated dataset needs `hf auth login`."
         ) from error
 
@@ -223,23 +230,21 @@ class Split:
         """Both as files of JSON lines, whole or not at all; `mended`."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, records in ((TRAINING, self.training), (HELD_OUT, self.held_out)):
-            partial = folder / f"{name}.partial"
             lines = (mended(json.dumps(record, ensure_ascii=False)) for record in records)
-            partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            os.replace(partial, folder / name)
+            write_whole(folder / name, "".join(f"{line}\n" for line in lines).encode())
 
 
-def split(source: Source, held: int, seed: int, left_out: Counter[str] | None = None) -> Split:
+def split(origin: Source, held: int, seed: int, left_out: Counter[str] | None = None) -> Split:
     """Shuffle questions and hold some out of each task: a record's field `task` or `category`, or
     `all`. One that shares a passage, `SHARED` words in a row, with one that is held out is in
     neither list. Errors: `DataError`, as `read`, and for a task with at most `held` questions."""
     questions = []
-    for record, messages in named_records(source, left_out):
+    for record, messages in named_records(origin, left_out):
         turns = [m["content"] for m in messages if m["role"] == "user" and m["content"].strip()]
         if turns:
             questions.append((record, turns))
     if not questions:
-        raise DataError(f"{source.path} holds no questions.")
+        raise DataError(f"{origin.source} holds no questions.")
     random.Random(seed).shuffle(questions)
     by_task = defaultdict(list)
     for record, turns in questions:
@@ -248,8 +253,8 @@ def split(source: Source, held: int, seed: int, left_out: Counter[str] | None = 
     for task, some in by_task.items():
         if len(some) <= held:
             raise DataError(
-                f"task '{task}' of {source.path} has {len(some)} questions, and {held} were to be "
-                f"held out. Pass held= below {len(some)}, or a file that has more."
+                f"task '{task}' of {origin.source} has {len(some)} questions, and {held} were to "
+                f"be held out. Pass held= below {len(some)}, or a file that has more."
             )
     held_out = [(task, turns) for task in sorted(by_task) for _, turns in by_task[task][:held]]
     passages = {run for _, turns in held_out for run in _runs(turns)}

@@ -7,7 +7,6 @@ in an array of numpy's format beside it, which is read where it lies.
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kangaroo.models.prompts import Sample
 from kangaroo.utils.errors import CorruptFile, DataError
+from kangaroo.utils.folders import write_json, write_whole
 from kangaroo.utils.provenance import changes, provenance
 
 PROVENANCE, RECORDS, SETTINGS = "provenance.json", "teacher.npy", "settings.json"
@@ -39,9 +39,7 @@ def save(
         "tokens": sum(len(sample["input_ids"]) for sample in samples),
         "assistant_tokens": sum(sum(sample["loss_mask"]) for sample in samples),
     } | facts
-    part = (path / PROVENANCE).with_suffix(".part")
-    part.write_text(json.dumps(recorded | provenance(), indent=2) + "\n")
-    os.replace(part, path / PROVENANCE)
+    write_json(path / PROVENANCE, recorded | provenance())
 
 
 def is_complete(path: Path) -> bool:
@@ -97,10 +95,7 @@ class Shards:
         path = folder / SETTINGS
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            # a name of its own: other processes of the run write the same file
-            part = path.with_suffix(f".{uuid.uuid4().hex}.part")
-            part.write_text(json.dumps(settings, indent=2) + "\n")
-            os.replace(part, path)
+            write_json(path, settings)
         if changed := changes(_json(path, path.read_text()), settings):
             raise DataError(
                 f"{folder} was begun with other settings ({changed}). Go on with the same ones, "
@@ -115,11 +110,8 @@ class Shards:
         """Write a shard; its `.jsonl` file comes last, so one of a killed process has none."""
         if self.keeps:
             save_records(self.path(name).with_suffix(".npy"), samples)
-        part = self.path(name).with_suffix(".part")
-        with part.open("w", encoding="utf-8") as file:
-            for sample in samples:
-                file.write(json.dumps(_text(sample)) + "\n")
-        os.replace(part, self.path(name))
+        lines = [json.dumps(_text(sample)) + "\n" for sample in samples]
+        write_whole(self.path(name), "".join(lines).encode())
 
     def read(self, name: str) -> list[Sample]:
         """The samples of a shard. Errors: `CorruptFile` where it is not as it was written."""

@@ -4,12 +4,10 @@ import hashlib
 import http.client
 import json
 import logging
-import os
 import urllib.request
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
-from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.models.prompts import Message, prompt_ids, whole
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, PromptError
-from kangaroo.utils.folders import cache_folder, command_line
+from kangaroo.utils.folders import cache_folder, command_line, write_whole
 from kangaroo.utils.ranges import Count, Ranged
 
 log = logging.getLogger(__name__)
@@ -151,10 +149,9 @@ def _local(config: BenchConfig, path: Path) -> bytes:
 
 
 def _lines_of(file: Path) -> bytes:
-    content = file.read_bytes()
     if file.suffix != ".parquet":
-        return content
-    return _as_lines(parquet.read_table(BytesIO(content)).to_pylist())
+        return file.read_bytes()
+    return _as_lines(parquet.read_table(file, partitioning=None).to_pylist())
 
 
 def _as_lines(rows: Iterable[dict[str, Any]]) -> bytes:
@@ -199,9 +196,7 @@ def _downloaded(config: BenchConfig, url: str, file: Path) -> bytes:
         )
     if not is_there:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f"{file.name}.{os.getpid()}")  # ranks may download at a time
-        partial.write_bytes(content)
-        os.replace(partial, file)
+        write_whole(file, content)
     return content
 
 

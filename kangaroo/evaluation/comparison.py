@@ -17,9 +17,10 @@ from rich.console import Console
 from kangaroo.evaluation import plots
 from kangaroo.evaluation.metrics import CTAR, POSITIONS, cells, ratio_of_ratios
 from kangaroo.evaluation.metrics import estimate as estimated
-from kangaroo.evaluation.records import AGAIN, BASELINES, SUMMARY, write_json
+from kangaroo.evaluation.records import AGAIN, BASELINES, SUMMARY
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.folders import write_json
 from kangaroo.utils.provenance import changes, machine
 from kangaroo.utils.tables import Row, estimate, short
 
@@ -45,10 +46,8 @@ Question = dict[str, Any]  # an entry of `by_question` in a summary
 
 
 def compare(folder: Path) -> Comparison | None:
-    """All finished evaluations below `folder`, the fastest first; None where there is none.
-
-    Errors: `ConfigError` where they were not asked the same in the same way.
-    """
+    """All finished evaluations below `folder`, the fastest first; None where there is none. Errors:
+    `ConfigError` where they were not asked the same in the same way."""
     summaries = summaries_in(folder)
     if not summaries:
         return None
@@ -112,8 +111,7 @@ def compare_pair(
 ) -> dict[str, Any]:
     """Two methods on the questions that both answered: how many times as fast `row` is as `column`.
     That is the ratio of their speedups, since jobs of a sweep have each a vanilla of its own time;
-    None without vanilla.
-    """
+    None without vanilla."""
     of_column = {question["question_id"]: question for question in column[1]}
     both = [(q, of_column[q["question_id"]]) for q in row[1] if q["question_id"] in of_column]
     names = ("vanilla_paired_seconds", "paired_seconds")
@@ -243,8 +241,7 @@ def size(comparison: Comparison) -> str:
 
 def conclusion(comparison: Comparison) -> str:
     """Which drafter is the fastest, and what it does not differ from; empty if there is none, or no
-    vanilla.
-    """
+    vanilla."""
     baselines = (*BASELINES.values(), AGAIN)
     drafters = (method for method in comparison["methods"] if method["name"] not in baselines)
     fastest = next(drafters, None)

@@ -53,8 +53,7 @@ def judge(
     """Gap and label of a fork: a near-tie if rounding could have made either of the two tokens the
     choice at this position of the whole text: each must win, after filters, temperature and noise,
     where half of `slack` raises it and half lowers the other. So both have to be among the best,
-    and a token at the edge of a top-k or top-p filter is treated fairly.
-    """
+    and a token at the edge of a top-k or top-p filter is treated fairly."""
     half = slack(logits_V, dtype) / 2
 
     def can_win(token: int, rival: int) -> bool:
@@ -74,8 +73,7 @@ def slack(logits_V: Tensor, dtype: torch.dtype) -> float:
     """How much rounding may change the difference of two logits: four steps of `dtype`, each its
     spacing relative to 1 times the largest logit. Measured between passes over one and seven tokens
     (SmolLM2-135M): bfloat16 at most 1.4 steps; float32, by its sums, 3e-5, hence the floor; a wrong
-    mask moves logits by several units.
-    """
+    mask moves logits by several units."""
     return max(1e-3, 4 * torch.finfo(dtype).eps * float(logits_V.abs().max()))
 
 

@@ -1,15 +1,14 @@
-"""The decoders that are timed side by side, prefill included: our engine and `generate`."""
+"""transformers' `generate`, timed as our engine is, and what records keep of a text."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
-from transformers.generation import BaseStreamer
 
-from kangaroo.engine.clock import now, running
-from kangaroo.engine.engine import Engine
+from kangaroo.engine.clock import running
 from kangaroo.engine.requests import Generation, StepRecord
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.records import MethodRun
@@ -17,33 +16,6 @@ from kangaroo.models.attention import ATTENTION
 from kangaroo.models.prompts import plain_text
 from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
-
-# Takes a prompt's ids, the most new tokens, and a seed.
-Decoder = Callable[[list[int], int, int], MethodRun]
-
-
-def by_engine(engine: Engine, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> Decoder:
-    """Our engine with its drafter."""
-
-    def decode(prompt: list[int], max_new_tokens: int, seed: int) -> MethodRun:
-        start = now(engine.lm.device)
-        (generation,) = engine.generate([prompt], max_new_tokens, sampling, seeds=[seed])
-        return _as_run(tokenizer, generation, now(engine.lm.device) - start)
-
-    return decode
-
-
-def by_transformers(
-    lm: TargetModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
-) -> Decoder:
-    """`generate`; sampled by noise of its own, so that its time can be compared, its text can't."""
-    eos_ids = lm.eos_ids()
-
-    def decode(prompt: list[int], max_new_tokens: int, seed: int) -> MethodRun:
-        generation = generate(lm, prompt, max_new_tokens, sampling, seed, eos_ids)
-        return _as_run(tokenizer, generation, generation.seconds)
-
-    return decode
 
 
 @contextmanager
@@ -56,19 +28,6 @@ def transformers_attention(lm: TargetModel) -> Iterator[None]:
         lm.hf.set_attn_implementation(ATTENTION)
 
 
-class _Stopwatch(BaseStreamer):
-    """Notes when `generate` hands over the prompt and the tokens of each round, and how many."""
-
-    def __init__(self) -> None:
-        self.marks: list[tuple[float, int]] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.marks.append((running(), value.numel()))
-
-    def end(self) -> None:
-        pass
-
-
 def generate(
     lm: TargetModel,
     prompt: list[int],
@@ -79,9 +38,10 @@ def generate(
     **speculation: Any,
 ) -> Generation:
     """transformers' `generate` with its own cache and attention, and its own way to speculate. Its
-    rounds tell their whole time as that of the host, and no drafts.
-    """
-    sampling, watch = sampling or Sampling(), _Stopwatch()
+    rounds tell their whole time as that of the host, and no drafts."""
+    sampling, marks = sampling or Sampling(), list[tuple[float, int]]()
+    # told of the prompt and of each round's tokens: when, and how many
+    watch = SimpleNamespace(put=lambda x: marks.append((running(), x.numel())), end=lambda: None)
     settings: dict[str, Any] = {  # what is unset, it takes from the model's own generation config
         "max_new_tokens": max_new_tokens,
         "do_sample": not sampling.greedy,
@@ -102,7 +62,7 @@ def generate(
         start = running()
         written_1T = lm.hf.generate(tokens_1T, **settings)
     tokens, steps, at = written_1T[0, len(prompt) :].tolist(), [], 0
-    (first, _), *_ = rounds = watch.marks[1:]
+    (first, _), *_ = rounds = marks[1:]
     before = first
     for mark, count in rounds:
         record = StepRecord(tokens[at : at + count], 0, 0, 0.0, 0.0, host_seconds=mark - before)
@@ -112,9 +72,7 @@ def generate(
     return Generation(tokens, steps, finish, prefill_seconds=first - start)
 
 
-def _as_run(
-    tokenizer: PreTrainedTokenizerBase, generation: Generation, seconds: float
-) -> MethodRun:
+def as_run(tokenizer: PreTrainedTokenizerBase, generation: Generation, seconds: float) -> MethodRun:
     """A text and its times as records keep them: to the microsecond, so that they stay small."""
     text, steps = plain_text(tokenizer, generation.tokens).strip(), generation.steps
     return MethodRun(

@@ -33,15 +33,16 @@ class Metric:
 
     Args:
         name: in `summary.json` and W&B; its interval, where it has one, is `name_ci95`.
-        of: computes it, None where it does not apply (no such baseline, no draft); that of `RATIOS`
-            where nothing else is said.
+        ratio: what it divides in a question; over several it is the ratio of the sums.
         heading, ends: of its column in a table of methods and of its interval's; empty for none.
+        of: computes it where that is not the ratio alone; None where it does not apply.
     """
 
     name: str
-    of: Callable[[Sequence[Record]], Any] | None = None
+    ratio: Callable[[Record], Pair] | None = None
     heading: str = ""
     ends: str = ""
+    of: Callable[[Sequence[Record]], Any] | None = None
     show: Callable[[Any], str] = number
 
 
@@ -50,7 +51,7 @@ def metrics(records: Sequence[Record]) -> Results:
     results = {}
     for metric in METRICS:
         value = metric.of(records) if metric.of else value_of(metric.name, records)
-        if metric.name in RATIOS:
+        if metric.ratio:
             value, results[f"{metric.name}_ci95"] = value or (None, None)
         results[metric.name] = value
     return results
@@ -94,8 +95,7 @@ def has(record: Record, name: str) -> bool:
 
 def ctar(accepted: Sequence[int], longest: int | None = None) -> list[float]:
     """CTAR(1), CTAR(2), ...: the share of rounds whose first w draft tokens (of a path) were all
-    accepted; up to `longest`, or the most that ever were.
-    """
+    accepted; up to `longest`, or the most that ever were."""
     accepted_R = np.asarray(accepted)
     last = int(accepted_R.max(initial=0)) if longest is None else longest
     return [float((accepted_R >= w).mean()) for w in range(1, last + 1)]
@@ -138,8 +138,7 @@ def estimate(
 ) -> Estimate:
     """A statistic of totals `[..., K]` over questions, with its interval: percentile bootstrap over
     questions, the same every time. All values of a question are drawn together, so what methods
-    have in common on it is in no interval of their difference.
-    """
+    have in common on it is in no interval of their difference."""
     value = float(statistic(values_QK.sum(0)))
     if len(values_QK) < 2:
         return Estimate(value)
@@ -177,8 +176,7 @@ def seconds_until(run: MethodRun, count: int) -> float:
 def paired_seconds(record: Record, baseline: str = "vanilla", prefill: bool = True) -> Pair:
     """Seconds of a baseline and of the method, with the prefill or without; in each turn for as
     many tokens as the shorter of the two texts has: a text that ended elsewhere (another EOS after
-    a fork, hf's own noise under sampling) favours nobody. None at all where it did not run.
-    """
+    a fork, hf's own noise under sampling) favours nobody. None at all where it did not run."""
     theirs = method = 0.0
     for turn in record.turns:
         if baseline in turn.runs:
@@ -203,31 +201,22 @@ def _reach(position: int, run: MethodRun) -> Pair:
     return sum(n >= position for n in run.accepted), len(run.accepted)
 
 
+def _length(run: MethodRun) -> Pair:
+    rounds = sum(map(bool, run.drafted))
+    return sum(run.accepted) + rounds, rounds
+
+
+def _accepted(run: MethodRun) -> Pair:
+    return sum(run.accepted), sum(run.drafted)
+
+
 def _speed(run: MethodRun) -> Pair:
     return len(run.tokens), run.seconds
 
 
-# What a ratio divides in a question; over several it is the ratio of the sums.
-RATIOS: dict[str, Callable[[Record], Pair]] = {
-    "speedup": paired_seconds,
-    "decoding_speedup": partial(paired_seconds, prefill=False),
-    "hf_speedup": partial(paired_seconds, baseline="hf"),
-    "compression_rate": counted(lambda run: (sum(run.emitted), len(run.emitted))),
-    "mean_acceptance_length": counted(
-        lambda run: (sum(run.accepted) + (rounds := sum(map(bool, run.drafted))), rounds)
-    ),
-    "acceptance_rate": counted(lambda run: (sum(run.accepted), sum(run.drafted))),
-    **{f"{CTAR}{w}": counted(partial(_reach, w)) for w in POSITIONS},
-    "tokens_per_second": counted(_speed),
-    "vanilla_tokens_per_second": counted(_speed, "vanilla"),
-    "hf_tokens_per_second": counted(_speed, "hf"),
-}
-
-
 def pairs(records: Sequence[Record], metric: str) -> np.ndarray:
-    """What a metric of `RATIOS`, or CTAR(w) as `ctarW`, divides in each question: `[Q, 2]`.
-
-    Errors: `ConfigError` for a metric that is not known.
+    """What a metric of `RATIOS`, or CTAR(w) as `ctarW`, divides in each question: `[Q, 2]`. Errors:
+    `ConfigError` for another metric.
     """
     of_question, position = RATIOS.get(metric), metric.removeprefix(CTAR)
     if metric.startswith(CTAR) and position.isdecimal():
@@ -244,9 +233,9 @@ def value_of(metric: str, records: Sequence[Record]) -> Estimate | None:
     return estimate(divided_Q2) if len(divided_Q2) else None
 
 
-def _if_drafting(metric: str, records: Sequence[Record]) -> Estimate | None:
+def _ctar(position: int, records: Sequence[Record]) -> Estimate | None:
     drafts = any(any(run.drafted) for run in runs(records))
-    return value_of(metric, records) if drafts else None
+    return value_of(f"{CTAR}{position}", records) if drafts else None
 
 
 def spec_bench_speedup(records: Sequence[Record]) -> float | None:
@@ -255,11 +244,10 @@ def spec_bench_speedup(records: Sequence[Record]) -> float | None:
     Vanilla's tokens are counted by tokenising its text again, less one for the BOS: so its EOS is
     not counted, which favours the method on short answers. Source: Spec-Bench, evaluation/speed.py.
     """
-    both = [record for record in records if has(record, "vanilla")]
     again = counted(lambda run: (run.retokenised - 1, run.seconds), "vanilla")
-    method = [ratio(np.array(counted(_speed)(record))) for record in both]
-    vanilla = [ratio(np.array(again(record))) for record in both]
-    return float(np.mean(method) / np.mean(vanilla)) if both and np.mean(vanilla) else None
+    both = [(counted(_speed)(each), again(each)) for each in records if has(each, "vanilla")]
+    method, vanilla = ratio(np.array(both, float).reshape(-1, 2, 2)).sum(0)
+    return float(method / vanilla) if vanilla else None
 
 
 def acceptance(records: Sequence[Record]) -> dict[str, Any]:
@@ -281,23 +269,24 @@ def seconds_of(part: str, records: Sequence[Record]) -> float:
 
 
 METRICS = [
-    Metric("questions", len),
-    Metric("tokens", lambda records: sum(len(run.tokens) for run in runs(records))),
-    Metric("speedup", heading="speedup", ends="95%"),
-    Metric("decoding_speedup", heading="decoding"),
-    Metric("hf_speedup", heading="vs hf", ends="95% vs hf"),
-    Metric("spec_bench_speedup", spec_bench_speedup),
-    Metric("compression_rate", heading="CR"),
-    Metric("mean_acceptance_length"),
-    Metric("ctar", lambda records: ctar([n for run in runs(records) for n in run.accepted])),
-    *(Metric(f"{CTAR}{w}", partial(_if_drafting, f"{CTAR}{w}")) for w in POSITIONS),
-    Metric("speculative_decoding", acceptance),
-    Metric("acceptance_rate", heading="accepted", show=share),
-    Metric("tokens_per_second", heading="tokens/s", show=partial(number, digits=1)),
-    Metric("vanilla_tokens_per_second"),
-    Metric("hf_tokens_per_second"),
+    Metric("questions", of=len),
+    Metric("tokens", of=lambda records: sum(len(run.tokens) for run in runs(records))),
+    Metric("speedup", paired_seconds, "speedup", "95%"),
+    Metric("decoding_speedup", partial(paired_seconds, prefill=False), "decoding"),
+    Metric("hf_speedup", partial(paired_seconds, baseline="hf"), "vs hf", "95% vs hf"),
+    Metric("spec_bench_speedup", of=spec_bench_speedup),
+    Metric("compression_rate", counted(lambda run: (sum(run.emitted), len(run.emitted))), "CR"),
+    Metric("mean_acceptance_length", counted(_length)),
+    Metric("ctar", of=lambda records: ctar([n for run in runs(records) for n in run.accepted])),
+    *(Metric(f"{CTAR}{w}", counted(partial(_reach, w)), of=partial(_ctar, w)) for w in POSITIONS),
+    Metric("speculative_decoding", of=acceptance),
+    Metric("acceptance_rate", counted(_accepted), "accepted", show=share),
+    Metric("tokens_per_second", counted(_speed), "tokens/s", show=partial(number, digits=1)),
+    Metric("vanilla_tokens_per_second", counted(_speed, "vanilla")),
+    Metric("hf_tokens_per_second", counted(_speed, "hf")),
     *(  # these four add up to its time
-        Metric(f"{part}_seconds", partial(seconds_of, part))
+        Metric(f"{part}_seconds", of=partial(seconds_of, part))
         for part in ("prefill", "draft", "verify", "host")
     ),
 ]
+RATIOS = {metric.name: metric.ratio for metric in METRICS if metric.ratio}

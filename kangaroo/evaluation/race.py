@@ -49,8 +49,7 @@ def race(
     console: Console,
 ) -> None:
     """Answer a question by each drafter, then show the answers side by side at the speeds that were
-    measured; into a pipe one below the other. Errors: `PromptError` for a question without room.
-    """
+    measured; into a pipe one below the other. Errors: `PromptError` for a question without room."""
     prompt = prompt_ids(tokenizer, [Message(role="user", content=question)])
     limit = min(max_new_tokens, max(1, lm.context - len(prompt)))
     runners = []

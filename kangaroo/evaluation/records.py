@@ -8,6 +8,7 @@ from typing import Any
 
 from kangaroo.evaluation.bench import task_of
 from kangaroo.utils.errors import ConfigError, CorruptFile
+from kangaroo.utils.folders import write_json
 from kangaroo.utils.provenance import changes, provenance
 
 METHOD = "method"  # the drafter under test, beside the baselines "vanilla" and "hf"
@@ -99,10 +100,8 @@ class Writer:
 
 
 def read(folder: Path) -> list[Record]:
-    """All ranks' records by question id; a line cut short at the end is left out.
-
-    Errors: `CorruptFile` for a line that is no record.
-    """
+    """All ranks' records by question id; a line cut short at the end is left out. Errors:
+    `CorruptFile` for a line that is no record."""
     records = {}
     for file in sorted(folder.glob(RECORDS)):
         for number, line in enumerate(_whole_lines(file).splitlines(), start=1):
@@ -120,10 +119,8 @@ def read(folder: Path) -> list[Record]:
 def enter(
     folder: Path, settings: dict[str, Any], drafter_cost: dict[str, Any], resume: bool
 ) -> None:
-    """Make `folder` this run's, or go on with the run that it holds.
-
-    Errors: `ConfigError` names the settings that differ.
-    """
+    """Make `folder` this run's, or go on with the run that it holds. Errors: `ConfigError` names
+    the settings that differ."""
     file = folder / RUN
     if resume and file.is_file():
         if difference := changes(begun(folder)["settings"], json.loads(json.dumps(settings))):
@@ -139,13 +136,6 @@ def enter(
     write_json(file, about)
 
 
-def write_json(file: Path, value: dict[str, Any]) -> None:
-    """Write all of it or, if the process is killed, nothing."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, file)
-
-
 def begun(folder: Path) -> dict[str, Any]:
     """What `enter` wrote when the run of `folder` began, with its provenance."""
     return json.loads((folder / RUN).read_text())
@@ -157,13 +147,7 @@ def _whole_lines(file: Path) -> bytes:
 
 
 def _record(fields: dict[str, Any]) -> Record:
-    turns = [
-        Turn(
-            prompt_tokens=turn["prompt_tokens"],
-            max_new_tokens=turn["max_new_tokens"],
-            runs={name: MethodRun(**run) for name, run in turn["runs"].items()},
-            fork=None if turn["fork"] is None else Fork(**turn["fork"]),
-        )
-        for turn in fields["turns"]
-    ]
-    return Record(**(fields | {"turns": turns}))
+    for turn in fields["turns"]:
+        turn["runs"] = {name: MethodRun(**run) for name, run in turn["runs"].items()}
+        turn["fork"] = turn["fork"] and Fork(**turn["fork"])
+    return Record(**(fields | {"turns": [Turn(**turn) for turn in fields["turns"]]}))

@@ -1,42 +1,123 @@
-"""Run an evaluation: every question by every method and by the baselines that they share."""
+"""An evaluation: what is asked, and every question by every method and by their baselines."""
+
+from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from kangaroo.drafters.base import Drafter, DrafterConfig
 from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.clock import now
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Rule
+from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation import summary
-from kangaroo.evaluation.bench import Question, seed_of
-from kangaroo.evaluation.config import (
-    Baseline,
-    EvaluateConfig,
-    MethodSpec,
-    folders,
-    questions_of,
-    settings_of,
-)
-from kangaroo.evaluation.footprint import footprint
+from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions, seed_of
 from kangaroo.evaluation.lossless import fork
-from kangaroo.evaluation.methods import Decoder, by_engine, by_transformers
+from kangaroo.evaluation.methods import as_run, generate
 from kangaroo.evaluation.metrics import metrics, scalars
-from kangaroo.evaluation.records import BASELINES, METHOD, Record, Turn
+from kangaroo.evaluation.records import BASELINES, METHOD, MethodRun, Record, Turn
 from kangaroo.models.prompts import Message
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, DataError, NotLossless
+from kangaroo.utils.folders import write_json
+from kangaroo.utils.memory import footprint
 from kangaroo.utils.provenance import flat, git_revision
+from kangaroo.utils.ranges import Count, CountOrZero, Index, Ranged, Seed
 from kangaroo.utils.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-Log = Callable[[dict[str, float]], None]
+Log = Callable[[dict[str, float], int], None]  # takes metrics, and of how many questions
+
+
+class Baseline(Enum):
+    """What the methods are timed against."""
+
+    vanilla = "vanilla"  # the same engine, proposing nothing
+    hf = "hf"  # transformers' generate
+
+
+@dataclass
+class EvaluateConfig(Ranged):
+    """What is asked and how it is answered.
+
+    Args:
+        output: folder of records and artefacts; a run that was stopped goes on from there.
+        task: ask only the questions of this task; None is all.
+        question_begin, question_end: indices into the bench's list, the end excluded, None all, as
+            Spec-Bench's flags.
+        question_every: of these, every n-th: Spec-Bench is sorted by task, so 20 takes 4 of each.
+        max_new_tokens: a turn; None takes the bench's own.
+        seed: with a question's id and turn it fixes the sampled text; `sampling.seed` is not read.
+        baselines: each answers every turn from the same prompt as the methods.
+        hf_every: of the questions asked, transformers, which takes longest, answers every n-th.
+        warmup: the first question is answered this often by every method, and discarded.
+        resume: false forgets what `output` holds.
+    """
+
+    output: str
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    task: str | None = None
+    question_begin: Index = 0
+    question_end: Index | None = None
+    question_every: Count = 1
+    max_new_tokens: Count | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: Seed = 0
+    baselines: list[Baseline] = field(default_factory=lambda: list(Baseline))
+    hf_every: Count = 1
+    warmup: CountOrZero = 3
+    resume: bool = True
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A drafter, the settings under which alone its run is resumed, and what it took to make it."""
+
+    name: str
+    drafter: Drafter
+    settings: dict[str, Any] = field(default_factory=dict)
+    made_by: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, name: str, drafter: DrafterConfig, lm: TargetModel, model: dict[str, Any]
+    ) -> MethodSpec:
+        """Of a drafter's config; `model` are the target's settings."""
+        settings = {"model": model, "drafter": drafter.settings()}
+        return cls(name, drafter.build(lm), settings, drafter.made_by())
+
+
+def questions_of(config: EvaluateConfig) -> tuple[list[Question], int]:
+    """The questions of a run, and the most new tokens of a turn. Errors: `ConfigError` for none,
+    those of `load_questions`."""
+    questions = load_questions(config.bench)
+    if config.task is not None:
+        tasks = list(dict.fromkeys(question.task for question in questions))
+        if config.task not in tasks:
+            raise ConfigError(
+                f"{config.bench.name} has no task '{config.task}'; it has {', '.join(tasks)}."
+            )
+        questions = [question for question in questions if question.task == config.task]
+    chosen = questions[config.question_begin : config.question_end : config.question_every]
+    if not chosen:
+        raise ConfigError(
+            f"question_begin={config.question_begin}, question_end={config.question_end} select "
+            f"none of the {len(questions)} questions of {config.bench.name}."
+        )
+    limit = config.max_new_tokens
+    return chosen, config.bench.max_new_tokens if limit is None else limit
 
 
 class Evaluator:
@@ -58,11 +139,11 @@ class Evaluator:
     ):
         self.ranks = ranks or Ranks()
         self.lm, self.tokenizer, self.config = lm, tokenizer, config
-        self.methods, self.folders = methods, folders(methods, config)
+        self.methods, self.folders = methods, self._folders(methods)
         self.questions, self.limit = questions_of(config)
         for question in self.questions:  # whether it fits; later turns have answers in them
             question.prompt(lm, tokenizer, [Message(role="user", content=question.turns[0])])
-        shared = settings_of(lm, config, self.questions, self.limit)
+        shared = self._settings()
         for method, folder in zip(methods, self.folders, strict=True):
             named = {"model": model_name, "drafter": method.name}
             parameters = footprint(method.drafter, [lm]).parameters
@@ -77,18 +158,46 @@ class Evaluator:
         # of each method, the questions that all of them have answered
         self.records = [[r for r in answered if r.question_id in complete] for answered in records]
         self.engines = [Engine(lm, method.drafter) for method in methods]
-        # the methods by their index, baselines by their name; vanilla first, far from a last method
-        # that is vanilla again
-        self.decoders: dict[int | str, Decoder] = {}
+        # the methods by their index, baselines by their name, None where transformers decodes;
+        # vanilla first, far from a last method that is vanilla again
+        self.decoders: dict[int | str, Engine | None] = {}
         if Baseline.vanilla in config.baselines:
-            vanilla = Engine(lm, Vanilla())
-            self.decoders["vanilla"] = by_engine(vanilla, tokenizer, config.sampling)
-        for i, engine in enumerate(self.engines):
-            self.decoders[i] = by_engine(engine, tokenizer, config.sampling)
+            self.decoders["vanilla"] = Engine(lm, Vanilla())
+        self.decoders |= enumerate(self.engines)
         if Baseline.hf in config.baselines:
-            self.decoders["hf"] = by_transformers(lm, tokenizer, config.sampling)
+            self.decoders["hf"] = None
         comparable = config.sampling.greedy or config.sampling.rule is Rule.match
         self.compares = comparable and "vanilla" in self.decoders
+
+    def _folders(self, methods: Sequence[MethodSpec]) -> list[Path]:
+        """Where the results of each are: in `output`, of several in a folder of its name there."""
+        output = Path(self.config.output)
+        names = [method.name for method in methods]
+        if len(names) == 1:
+            return [output]
+        counts = Counter(names + [BASELINES[each.value] for each in self.config.baselines])
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise ConfigError(
+                f"two of the methods are called '{twice[0]}'; call a further drafter otherwise: "
+                "+drafter@more.NAME=... (the baselines are measured anyway)."
+            )
+        return [output / name for name in names]
+
+    def _settings(self) -> dict[str, Any]:
+        """What fixes the results of all methods, by name."""
+        config, device = self.config, self.lm.device
+        which = "task", "question_begin", "question_end", "question_every"
+        return {
+            "bench": config.bench.name,
+            "bench.fingerprint": fingerprint(self.questions),
+            **{name: getattr(config, name) for name in which},
+            "max_new_tokens": self.limit,
+            "dtype": str(self.lm.dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            **flat({"sampling": asdict(config.sampling)}),
+            **{name: getattr(config, name) for name in ("seed", "hf_every", "warmup")},
+            "baselines": [baseline.value for baseline in config.baselines],
+        }
 
     def finish(self, log: Log | None = None) -> list[dict[str, Any]]:
         """Ask all that is left, each rank its share; the first then writes each method's summary to
@@ -103,25 +212,23 @@ class Evaluator:
         """
         self._answer(log)
         self.ranks.wait()
-        results = [self._summarised(folder) for folder in self.folders]
-        if not self.ranks.is_first:
-            return results
-        for result, folder in zip(results, self.folders, strict=True):
-            store.write_json(folder / store.SUMMARY, result)
-        for baseline in self.config.baselines:
-            summary.write_baseline(baseline.value, self.folders[0], Path(self.config.output))
-        for result, folder in zip(results, self.folders, strict=True):
-            check_lossless(result, folder)
+        results = []
+        for folder in self.folders:
+            records = store.read(folder)
+            if len(records) < len(self.questions):
+                raise DataError(
+                    f"'{folder}' holds {len(records)} of {len(self.questions)} questions after the "
+                    "run; under torchrun it must be a folder that all ranks share."
+                )
+            results.append(summary.summarise(records, store.begun(folder)))
+        if self.ranks.is_first:
+            for result, folder in zip(results, self.folders, strict=True):
+                write_json(folder / store.SUMMARY, result)
+            for baseline in self.config.baselines:
+                summary.write_baseline(baseline.value, self.folders[0], Path(self.config.output))
+            for result, folder in zip(results, self.folders, strict=True):
+                check_lossless(result, folder)
         return results
-
-    def _summarised(self, folder: Path) -> dict[str, Any]:
-        records = store.read(folder)
-        if len(records) < len(self.questions):
-            raise DataError(
-                f"'{folder}' holds {len(records)} of {len(self.questions)} questions after the "
-                "run; under torchrun it must be a folder that all ranks share."
-            )
-        return summary.summarise(records, store.begun(folder))
 
     def _answer(self, log: Log | None) -> None:
         """Ask those of this rank's share of the questions that are not answered already."""
@@ -144,7 +251,7 @@ class Evaluator:
             }
             first = next(iter(numbers.values()))
             if log is not None:
-                log(flat(numbers) if len(numbers) > 1 else first)
+                log(flat(numbers) if len(numbers) > 1 else first, len(self.records[0]))
             bar.set_postfix({k: first[k] for k in ("speedup", "compression_rate") if k in first})
         for writer in writers:
             writer.close()
@@ -177,16 +284,25 @@ class Evaluator:
         prompt = question.prompt(self.lm, self.tokenizer, messages)
         limit = min(self.limit, self.lm.context - len(prompt))
         seed = seed_of(question.question_id, number, self.config.seed)
-        runs = {name: self.decoders[name](prompt, limit, seed) for name in names}
+        runs = {name: self._decode(name, prompt, limit, seed) for name in names}
         baselines = {name: runs[name] for name in BASELINES if name in runs}
         turns = []
         for i in range(len(self.methods)):
-            difference = None
+            turn = Turn(len(prompt), limit, {METHOD: runs[i]} | baselines, None)
             if self.compares:
                 texts = runs[i].tokens, runs["vanilla"].tokens
-                difference = fork(self.lm, prompt, *texts, self.config.sampling, seed)
-            turns.append(Turn(len(prompt), limit, {METHOD: runs[i]} | baselines, difference))
+                turn.fork = fork(self.lm, prompt, *texts, self.config.sampling, seed)
+            turns.append(turn)
         return turns
+
+    def _decode(self, name: int | str, prompt: list[int], limit: int, seed: int) -> MethodRun:
+        """What a decoder writes, and its time. transformers samples by noise of its own."""
+        engine, sampling, start = self.decoders[name], self.config.sampling, now(self.lm.device)
+        if engine is None:
+            text = generate(self.lm, prompt, limit, sampling, seed, self.lm.eos_ids())
+            return as_run(self.tokenizer, text, text.seconds)
+        (text,) = engine.generate([prompt], limit, sampling, seeds=[seed])
+        return as_run(self.tokenizer, text, now(self.lm.device) - start)
 
 
 def check_lossless(result: dict[str, Any], output: Path) -> None:

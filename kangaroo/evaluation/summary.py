@@ -8,17 +8,8 @@ from typing import Any
 
 from kangaroo.engine.sampling import Rule
 from kangaroo.evaluation.metrics import RATIOS, has, metrics, runs
-from kangaroo.evaluation.records import (
-    BASELINES,
-    METHOD,
-    SUMMARY,
-    MethodRun,
-    Record,
-    Turn,
-    begun,
-    read,
-    write_json,
-)
+from kangaroo.evaluation.records import BASELINES, METHOD, SUMMARY, MethodRun, Record, begun, read
+from kangaroo.utils.folders import write_json
 
 
 def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any]:
@@ -48,20 +39,19 @@ def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any
 
 def by_length(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Records by the length of prompts in tokens, 1k, 2k, 4k, ..., whichever is nearest by ratio;
-    of a question those turns whose prompts are so long. Empty where not two of these occur.
-    """
+    of a question those turns whose prompts are so long. Empty where not two of these occur."""
 
-    def power(turn: Turn) -> int:
-        return max(-1, round(math.log2(turn.prompt_tokens / 1024)))
+    def power(length: int) -> int:
+        return max(-1, round(math.log2(length / 1024)))
 
-    powers = sorted({power(turn) for record in records for turn in record.turns})
+    powers = sorted({power(turn.prompt_tokens) for record in records for turn in record.turns})
     if sum(each >= 0 for each in powers) < 2:
         return {}
     return {
         "shorter" if each < 0 else f"{2**each}k": [
             replace(record, turns=turns)
             for record in records
-            if (turns := [turn for turn in record.turns if power(turn) == each])
+            if (turns := [turn for turn in record.turns if power(turn.prompt_tokens) == each])
         ]
         for each in powers
     }
@@ -83,8 +73,7 @@ def of_question(record: Record) -> dict[str, Any]:
 
 def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, Any]:
     """How many turns are vanilla's token for token, and every fork. `identical` is None where that
-    is not to be expected (no vanilla, another rule), `hf_identical` under sampling: other noise.
-    """
+    is not to be expected (no vanilla, another rule), `hf_identical` under sampling: other noise."""
     greedy = settings["sampling.temperature"] == 0
     comparable = greedy or settings["sampling.rule"] == Rule.match.value
     method, vanilla, hf = (runs(records, name) for name in (METHOD, "vanilla", "hf"))
@@ -109,20 +98,12 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
 
 def write_baseline(name: str, method: Path, output: Path) -> None:
     """A baseline's own `summary.json`, as of a method measured against itself, from a method's
-    records.
-    """
-    records = [
-        replace(
-            record,
-            turns=[
-                replace(turn, runs=turn.runs | {METHOD: turn.runs[name]}, fork=None)
-                for turn in record.turns
-            ],
-            drafter_bytes=0,
-        )
-        for record in read(method)
-        if has(record, name)
-    ]
+    records."""
+    records = [record for record in read(method) if has(record, name)]
+    for record in records:
+        record.drafter_bytes = 0
+        for turn in record.turns:
+            turn.runs[METHOD], turn.fork = turn.runs[name], None
     about = begun(method)
     settings = {k: v for k, v in about["settings"].items() if k.split(".")[0] != "drafter"}
     about["settings"] = settings | {"drafter": BASELINES[name]}

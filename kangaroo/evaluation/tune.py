@@ -15,11 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation.bench import BenchConfig, Question, load_questions, spread
-from kangaroo.evaluation.config import Baseline, EvaluateConfig, MethodSpec
-from kangaroo.evaluation.records import write_json
-from kangaroo.evaluation.run import Evaluator
+from kangaroo.evaluation.run import Baseline, EvaluateConfig, Evaluator, MethodSpec
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.folders import write_json
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranges import Count, Ranged
 

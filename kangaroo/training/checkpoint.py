@@ -48,12 +48,6 @@ def save(
     os.replace(part, path)
 
 
-def cut_metrics(folder: Path, step: int) -> None:
-    """Drop those of later steps, which will be done again, and a torn last line."""
-    rows = [row for row in read_metrics(folder) if row["step"] <= step]
-    (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def read_metrics(folder: Path) -> list[dict[str, float]]:
     """The metrics of every step; a last line that is still being written is left out."""
     path = folder / METRICS

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 import psutil
 import torch
@@ -29,7 +28,7 @@ from kangaroo.training.config import TrainerConfig, loss_chunk_of
 from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.utils.errors import ConfigError
 
-Data: TypeAlias = SynthesisConfig | ConversationsConfig | MixConfig
+Data = SynthesisConfig | ConversationsConfig | MixConfig
 
 FIXES = {  # by the part that takes most
     "target": "Choose a smaller model, or spread it: trainer.shard_target=true in several "
@@ -78,7 +77,7 @@ class Devices:
     def check(self, what: str, memory: dict[str, int], fix: str = "") -> None:
         """Errors: `ConfigError` where a process has no room for these parts."""
         if (needed := sum(memory.values())) > self.free:
-            parts = sorted(memory, key=memory.__getitem__, reverse=True)
+            parts = sorted(memory, key=lambda part: -memory[part])
             most = ", ".join(f"{part} {memory[part] / 1e9:.1f} GB" for part in parts[:3])
             raise ConfigError(
                 f"{what} takes {needed / 1e9:.1f} GB in each process ({most}, ...), and "
@@ -119,8 +118,7 @@ class Text:
         else:
             count, length = min(CONVERSATIONS, data.limit or CONVERSATIONS), min(LENGTH, *lengths)
             if reading.is_local(data.source):
-                bad = Counter[str]() if data.skip_bad else None
-                count = len(reading.read(data.origin(), data.limit, bad))
+                count = len(reading.read(data, data.limit, Counter() if data.skip_bad else None))
                 source = f"as many as in {data.source}, of an assumed length"
         tokens = int(count * length)
         return Text(count, tokens, int(LEARNT * tokens), max(lengths), data.teacher, source)
@@ -150,17 +148,15 @@ def estimate(
         tokens_K = None if config.vocabulary is None else torch.empty(vocabulary)
         places = [(recipe, layer) for recipe in recipes for layer in recipe.places(lm).values()]
         planned = [(r, r.architecture.build(lm, layer, tokens_K)) for r, layer in places]
-    parameters = _count(*(adapter for _, adapter in planned))
     taps = {tap for _, adapter in planned for tap in adapter.taps}
     deep = {tap for _, adapter in planned if (tap := adapter.deep_tap) is not None}
     stored = 0 if config.use_stored_logits is False else text.likeliest  # of each distribution
     share = max(0, 1 - config.holdout / text.conversations)
-    tokens, learnt = int(share * text.tokens), int(share * text.learnt)
+    tokens, learnt = (int(share * count) for count in (text.tokens, text.learnt))
     accumulate = config.accumulate or processes  # micro-batches of a step
     longest = min(text.longest, config.max_length)
     batch = longest * max(1, config.batch_tokens // longest)  # tokens of a micro-batch
     wanted = batch * text.learnt // text.tokens
-
     # a sharded target: its share of all layers, and the one that runs
     spared = layers - layers // processes - layers // lm.n_layers if config.shard_target else 0
     in_layer = 3 * (width + lm.config.intermediate_size)  # of a token
@@ -171,7 +167,7 @@ def estimate(
     logits = vocabulary * 3 * size if stored else max(whole * (size + 8), vocabulary * (size + 24))
     memory = {
         "target": target_bytes(lm) + ((config.vocabulary or 0) * width - spared) * size,
-        "adapters": int(parameters * (8 + moments + 8 * (accumulate > 1))),
+        "adapters": int(_count(*(x for _, x in planned)) * (8 + moments + 8 * (accumulate > 1))),
         "a micro-batch": states * size,
         "logits": min(config.loss_chunk or wanted, wanted) * logits,
     }
@@ -188,8 +184,7 @@ def estimate(
         # what autograd keeps; gathered states and their gradients
         kept = batch * passes * features * (5 if size == 4 else 4)
         memory["a micro-batch"] += kept + 12 * steps * wanted * width
-        weights = _count(adapter) - _count(*heads)
-        flops += 6.0 * weights * tokens * passes * epochs
+        flops += 6.0 * (_count(adapter) - _count(*heads)) * tokens * passes * epochs
         flops += (3 if heads else 2) * of_head * vocabulary * steps * epochs
     micro_batches = -(-tokens // config.batch_tokens) * epochs
     return -(-micro_batches // accumulate), memory, flops
@@ -203,19 +198,19 @@ def target_bytes(lm: TargetModel) -> int:
 
 def check_writing(lm: TargetModel, data: Data, devices: Devices) -> None:
     """Errors: `ConfigError` where a process has no room for the target, or to write the data."""
-    memory = {"target": target_bytes(lm)}
-    devices.check("loading the target", memory)
+    target = target_bytes(lm)
+    devices.check("loading the target", {"target": target})
     given = isinstance(data, ConversationsConfig) and not data.regenerate
     if isinstance(data, MixConfig) or given or store.is_complete(Path(data.path)):
         return
     longest = max(lengths_of(data, lm.context, 2 * TEMPLATE))
     rows = min(data.batch_size, data.shard_size)
     row = longest * lm.new_cache(1, 1, [lm.device] * lm.n_layers).bytes()
-    fitting = (devices.free - memory["target"]) // row
-    memory["keys and values"] = rows * row
+    fitting = (devices.free - target) // row
     what = f"writing the data, {rows} texts of up to {longest} tokens at a time,"
     fix = f"Pass data.batch_size={fitting}" if fitting > 0 else "Ask for shorter texts"
-    devices.check(what, memory, f"{fix}, or data=conversations data.regenerate=false")
+    fix = f"{fix}, or data=conversations data.regenerate=false"
+    devices.check(what, {"target": target, "keys and values": rows * row}, fix)
 
 
 def foresee(
@@ -233,12 +228,11 @@ def foresee(
     trains = replace(model, device_map=None) if trainer.shard_target else model
     writes = replace(trains, device="cpu") if trainer.shard_target else model
     check_writing(lm, data, Devices.of(writes))
-    devices = Devices.of(trains)
-    text = Text.of(data, trainer.max_length)
+    devices, text = Devices.of(trains), Text.of(data, trainer.max_length)
     if holds_out and not store.is_complete(Path(data.path)):  # that may be another one, and go
         check_holdout(trainer.holdout, text.conversations)
-    suiting = loss_chunk_of(devices.total, lm.config.vocab_size)
-    trainer = replace(trainer, loss_chunk=trainer.loss_chunk or suiting)
+    chunk = trainer.loss_chunk or loss_chunk_of(devices.total, lm.config.vocab_size)
+    trainer = replace(trainer, loss_chunk=chunk)
     steps, memory, flops = estimate(lm, recipes, trainer, text, processes)
     devices.check("training", memory)
     speed = devices.speed(lm.dtype)

@@ -23,13 +23,7 @@ from kangaroo.training import checkpoint, curves, results
 from kangaroo.training.backend import DeepSpeedBackend, TorchBackend
 from kangaroo.training.batches import Work, collate, frequent_tokens, lengths_of, plan, reach_of
 from kangaroo.training.config import TrainerConfig, loss_chunk_of, schedule
-from kangaroo.training.micro_batch import (
-    TargetOutputs,
-    forward_target,
-    grade,
-    together,
-    train_step,
-)
+from kangaroo.training.micro_batch import TargetOutputs, forward_target, grade, together, train_step
 from kangaroo.training.recipe import AdapterRecipe, Trainee, trainees
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError, Diverged
@@ -67,15 +61,12 @@ class Trainer:
         self.lm, self.output, self.about, self.ranks = lm, output, about, ranks or Ranks()
         saved = self.ranks.broadcast(checkpoint.load(output) if self.ranks.is_first else {})
         stored = uses_stored_logits(lm, samples, config, about)
-        self.accumulate, self.chunk = resolve_sizes(
-            config, lm, saved.get("identity", {}), self.ranks
-        )
-        config = replace(config, accumulate=self.accumulate, loss_chunk=self.chunk)
-        self.config = config = replace(config, use_stored_logits=stored)
-        self.work = Work(samples, config)
+        sizes = resolve_sizes(config, lm, saved.get("identity", {}), self.ranks)
+        self.accumulate, self.chunk = sizes
+        config = replace(config, accumulate=sizes[0], loss_chunk=sizes[1], use_stored_logits=stored)
+        self.config, self.work = config, Work(samples, config)
         self.total = math.ceil(len(self.work.batches) / self.accumulate)  # optimizer steps
         self.prompts = results.prompts_of(self.work.held_out, config, lm.context)
-        # what the assistant writes, the most frequent token first
         self.frequent_K = frequent_tokens(self.work.training)
         size = config.vocabulary
         vocabulary_K = None if size is None else self.frequent_K[:size].sort()[0]
@@ -103,7 +94,9 @@ class Trainer:
             log.info("going on after step %d of %d", progress.step, self.total)
         if is_first:
             self.output.mkdir(parents=True, exist_ok=True)
-            checkpoint.cut_metrics(self.output, progress.step)
+            rows = checkpoint.read_metrics(self.output)  # those of later steps are done again
+            lines = [json.dumps(row) + "\n" for row in rows if row["step"] <= progress.step]
+            (self.output / checkpoint.METRICS).write_text("".join(lines))
         steps = range(progress.step, self.total)
         shown = {"initial": progress.step, "total": self.total, "unit": "step", "desc": "training"}
         for _ in (bar := tqdm(steps, **shown, disable=not is_first)):

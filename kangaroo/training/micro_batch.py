@@ -14,13 +14,7 @@ from torch import Tensor
 from kangaroo.engine.cache import ForwardMeta
 from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import Tokens
-from kangaroo.training.distill import (
-    StoredDistributions,
-    Student,
-    TargetDistributions,
-    WholeDistributions,
-    distill,
-)
+from kangaroo.training.distill import StoredDistributions, Student, WholeDistributions, distill
 from kangaroo.training.recipe import Trainee
 
 
@@ -33,7 +27,7 @@ class TargetOutputs:
     meta: ForwardMeta
     taps: dict[int, Tensor]
     deep: dict[int, Tensor]
-    distributions: TargetDistributions
+    distributions: WholeDistributions | StoredDistributions
 
 
 @torch.no_grad()
@@ -49,12 +43,14 @@ def forward_target(lm: TargetModel, tokens: Tokens, trained: Sequence[Trainee]) 
     wanted_BT = tokens.wanted_BT.to(x_BTD.device)
     final_MD = lm.norm(x_BTD[wanted_BT]) if stop == lm.n_layers else x_BTD[..., :0][wanted_BT]
     head = trained[0].heads[0]
-    distributions: TargetDistributions = WholeDistributions(lm, final_MD, head.vocabulary_K)
-    if tokens.stored is not None:
-        distributions = StoredDistributions(final_MD, *tokens.stored, head)
-        tokens = replace(tokens, stored=None)  # once is enough where the outputs are cached
     normed = {tap: lm.norm(states[tap]) for tap in deep}
-    return TargetOutputs(tokens, meta, {tap: states[tap] for tap in taps}, normed, distributions)
+    shallow = {tap: states[tap] for tap in taps}
+    if tokens.stored is None:
+        whole = WholeDistributions(lm, final_MD, head.vocabulary_K)
+        return TargetOutputs(tokens, meta, shallow, normed, whole)
+    stored = StoredDistributions(final_MD, *tokens.stored, head)
+    # what is stored lies there once, which is enough where the outputs are cached
+    return TargetOutputs(replace(tokens, stored=None), meta, shallow, normed, stored)
 
 
 def train_step(

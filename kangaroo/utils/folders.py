@@ -1,6 +1,7 @@
 """Where things lie that come with the project or can be made again, and what folders are called."""
 
 import hashlib
+import json
 import os
 import re
 import shlex
@@ -8,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+from uuid import uuid4
 
 from filelock import FileLock, Timeout
 from platformdirs import user_cache_dir
@@ -100,6 +103,18 @@ def new_folder(folder: Path) -> Iterator[Path]:
         (partial := Path(beside, folder.name)).mkdir()
         yield partial
         partial.rename(folder)
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file that appears whole or, if the process is killed, not at all."""
+    part = file.with_name(f"{file.name}.{uuid4().hex}.part")  # others may write the same file
+    part.write_bytes(content)
+    os.replace(part, file)
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    """Write JSON in the same way."""
+    write_whole(file, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def named_by(overrides: list[str], excluded: list[str], part: str) -> str:

@@ -1,7 +1,7 @@
 """The one table writer: rows of named cells, in Markdown and for the terminal."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
@@ -20,14 +20,8 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def terminal(
-    rows: Sequence[Row],
-    title: str | None = None,
-    caption: str | None = None,
-    bold: Collection[str] = (),
-) -> Table:
-    """The same for a rich console, all as it is: where room is short, the widest columns fold.
-    `bold` are first cells of rows that sum up those above."""
+def terminal(rows: Sequence[Row], title: str | None = None, caption: str | None = None) -> Table:
+    """The same for a rich console, all as it is: where room is short, the widest columns fold."""
     table = Table(
         title=title and Text(title),
         title_justify="left",
@@ -37,14 +31,10 @@ def terminal(
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
-    first, *others = rows[0]
-    table.add_column(Text(first), overflow="fold")
-    for heading in others:
-        table.add_column(Text(heading), justify="right", overflow="fold")
+    for i, heading in enumerate(rows[0]):
+        table.add_column(Text(heading), justify="right" if i else "left", overflow="fold")
     for row in rows:
-        sums_up = row[first] in bold
-        style = "bold" if sums_up else None
-        table.add_row(*map(Text, row.values()), style=style, end_section=sums_up)
+        table.add_row(*map(Text, row.values()))
     return table
 
 

@@ -21,8 +21,15 @@ ID = "wandb_id"  # of a run, a file in its folder
 NAME = 128  # characters that a run's name may have
 
 
+@dataclass
 class NoTracker:
     """For runs whose files are enough; others take metrics by name, plots and files."""
+
+    name: str = "none"
+
+    def start(self, settings: dict[str, Any], output: Path) -> NoTracker:
+        """Begin a run, or go on with that which `output` belongs to."""
+        return self
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Metrics of a step; steps ascend."""
@@ -49,17 +56,7 @@ def forget(output: Path) -> None:
 
 
 @dataclass
-class NoTrackerConfig:
-    """Tracks nothing."""
-
-    name: str = "none"
-
-    def start(self, settings: dict[str, Any], output: Path) -> NoTracker:
-        return NoTracker()
-
-
-@dataclass
-class WandbConfig:
+class Wandb(NoTracker):
     """Weights & Biases.
 
     Args:
@@ -75,13 +72,6 @@ class WandbConfig:
     mode: str | None = None
 
     def start(self, settings: dict[str, Any], output: Path) -> Wandb:
-        return Wandb(self, settings, output)
-
-
-class Wandb(NoTracker):
-    """A run of Weights & Biases: a new one, or that which `output` belongs to."""
-
-    def __init__(self, config: WandbConfig, settings: dict[str, Any], output: Path):
         try:
             import wandb
         except ImportError as error:
@@ -90,13 +80,14 @@ class Wandb(NoTracker):
             ) from error
         output.mkdir(parents=True, exist_ok=True)
         self.wandb, file = wandb, output / ID
-        place: dict[str, Any] = {"dir": output, "group": config.group, "mode": config.mode}
+        place: dict[str, Any] = {"dir": output, "group": self.group, "mode": self.mode}
         if "WANDB_SWEEP_ID" not in os.environ:  # else the sweep's agent says where, and which run
             if not file.exists():
                 file.write_text(secrets.token_hex(4))
-            place |= {"project": config.project, "entity": config.entity, "id": file.read_text()}
+            place |= {"project": self.project, "entity": self.entity, "id": file.read_text()}
         name = os.environ.get("WANDB_NAME", "/".join(output.resolve().parts[-2:])[-NAME:])
         self.run = wandb.init(name=name, config=flat(settings), resume="allow", **place)
+        return self
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         if step >= self.run.starting_step:  # W&B has those done again since a checkpoint

@@ -164,7 +164,7 @@ def test_killed_synthesis_and_training_end_with_the_same_adapter(tmp_path):
         folder.mkdir()
     assert run("train.py", *settings, cwd=whole).returncode == 0
     shards = killed / "outputs/data/self_synthesis/tiny.shards"
-    kill_when(shards / "00001.part", "train.py", *settings, cwd=killed)
+    kill_when(shards / "00001.jsonl", "train.py", *settings, cwd=killed)
     assert not (killed / "outputs/data/self_synthesis/tiny").exists()
     kill_when(killed / "outputs/train/tiny/checkpoint.pt", "train.py", *settings, cwd=killed)
     assert not (killed / "outputs/train/tiny/attention-exit2").exists()
@@ -201,7 +201,7 @@ def test_what_is_stopped_ends_with_one_line_that_says_how_to_go_on(name, goes_on
 UNTRACKED = """
 import sys
 from kangaroo.utils import tracking
-tracking.WandbConfig.start = lambda self, settings, output: sys.exit("a run has begun")
+tracking.Wandb.start = lambda self, settings, output: sys.exit("a run has begun")
 """
 
 

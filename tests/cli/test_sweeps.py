@@ -17,10 +17,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from kangaroo import cli
-from kangaroo.cli import decoding
 from kangaroo.evaluation.metrics import METRICS
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.tracking import WandbConfig
+from kangaroo.utils.tracking import Wandb
 
 FILES = sorted((ROOT / "configs/sweep").glob("*.yaml"))
 STUDIES = {file.stem: yaml.safe_load(file.read_text()) for file in FILES}
@@ -57,7 +56,7 @@ def typed_by_the_agent(study: dict, point: dict, monkeypatch) -> list[str]:
 def test_a_study_is_one_that_wandb_runs_and_goes_by_a_metric_that_its_command_ends_with(name):
     study = STUDIES[name]
     fields = "program project name method metric run_cap parameters command"
-    assert set(study) <= set(fields.split()) and study["project"] == WandbConfig().project
+    assert set(study) <= set(fields.split()) and study["project"] == Wandb().project
     metrics = {metric.name for metric in METRICS}
     assert (
         study["metric"]["name"]
@@ -136,15 +135,9 @@ def wandb(monkeypatch):
     return module
 
 
-def test_a_runs_step_is_the_number_of_answered_questions():
-    """So that a run that goes on logs at the steps that come next."""
-    assert decoding._answered({"speedup": 1.2, "questions": 4, "tokens": 9}) == 4
-    assert decoding._answered({"hybrid.speedup": 1.2, "hybrid.questions": 7}) == 7
-
-
 def test_a_run_has_a_flat_config_and_its_results_after_the_last_step(wandb, tmp_path):
     nested = {"drafter": {"first": {"steps": 2}}, "seed": 3, "drafter.exit_layer": 2}
-    tracker = WandbConfig().start(nested, tmp_path)
+    tracker = Wandb().start(nested, tmp_path)
     flat = {"drafter.first.steps": 2, "seed": 3, "drafter.exit_layer": 2}
     assert wandb.init.call_args.kwargs["config"] == flat
     tracker.log({"speedup": 1.0}, 7)
@@ -161,20 +154,20 @@ def test_a_run_has_a_flat_config_and_its_results_after_the_last_step(wandb, tmp_
 
 
 def test_in_a_sweep_the_agent_says_which_run_it_is(wandb, tmp_path, monkeypatch):
-    WandbConfig(entity="me").start({}, tmp_path / "alone")
+    Wandb(entity="me").start({}, tmp_path / "alone")
     place = {"project": "kangaroo", "entity": "me", "id": (tmp_path / "alone/wandb_id").read_text()}
     assert place.items() <= wandb.init.call_args.kwargs.items()
     monkeypatch.setenv("WANDB_SWEEP_ID", SWEEP)
-    WandbConfig(group="study").start({}, tmp_path / "swept")
+    Wandb(group="study").start({}, tmp_path / "swept")
     swept = wandb.init.call_args.kwargs
     assert not place.keys() & swept.keys()
     assert swept["group"] == "study" and not (tmp_path / "swept/wandb_id").exists()
 
 
 def test_a_search_is_told_of_a_run_that_failed(wandb, tmp_path):
-    with WandbConfig().start({}, tmp_path):
+    with Wandb().start({}, tmp_path):
         pass
-    with pytest.raises(ConfigError), WandbConfig().start({}, tmp_path):
+    with pytest.raises(ConfigError), Wandb().start({}, tmp_path):
         raise ConfigError("no")
     exits = wandb.init.return_value.finish.call_args_list
     assert exits == [call(exit_code=0), call(exit_code=1)]

@@ -12,8 +12,7 @@ import torch
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.evaluation.config import EvaluateConfig, MethodSpec
-from kangaroo.evaluation.run import Evaluator
+from kangaroo.evaluation.run import EvaluateConfig, Evaluator, MethodSpec
 from kangaroo.models.loading import byte_tokenizer, random_model
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranks import join

@@ -12,9 +12,9 @@ from torch import nn
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
-from kangaroo.evaluation.footprint import Footprint, footprint
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
+from kangaroo.utils.memory import Footprint, footprint
 
 
 def size(*tensors):

@@ -141,8 +141,8 @@ def test_forks_are_listed_by_question_and_turn():
 def test_a_metric_that_is_added_in_one_place_is_in_every_result(tmp_path, monkeypatch):
     longest = Metric(
         "longest_round",
-        lambda records: max(max(run.emitted) for run in runs(records)),
-        "longest",
+        of=lambda records: max(max(run.emitted) for run in runs(records)),
+        heading="longest",
         show=str,
     )
     monkeypatch.setattr(kangaroo.evaluation.metrics, "METRICS", [*METRICS, longest])

@@ -23,9 +23,9 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation import records as store
-from kangaroo.evaluation.config import Baseline
 from kangaroo.evaluation.metrics import runs
 from kangaroo.evaluation.records import AGAIN, METHOD
+from kangaroo.evaluation.run import Baseline
 from kangaroo.models.attention import ATTENTION
 from kangaroo.models.prompts import prompt_ids
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, NotLossless, PromptError
@@ -356,10 +356,15 @@ def test_a_run_goes_on_where_one_of_the_folders_ends(together, bench, tmp_path):
             whole = (together[0] / name / file).read_bytes()
             (tmp_path / name / file).write_bytes(whole)
         (tmp_path / name / file).write_bytes(b"".join(whole.splitlines(keepends=True)[:kept]))
-    numbers = []
-    settings = {"warmup": 0, "hf_every": 3, "log": numbers.append}
+    numbers, answered = [], []
+
+    def log(metrics, step):
+        numbers.append(metrics)
+        answered.append(step)
+
+    settings = {"warmup": 0, "hf_every": 3, "log": log}
     summaries = evaluate_several(tmp_path, bench, BOTH, **settings)
-    assert len(numbers) == 3
+    assert answered == [3, 4, 5]  # so that a run that goes on logs at the steps that come next
     assert {name.split(".")[0] for name in numbers[0]} == set(BOTH)
     assert [summary["questions"] for summary in summaries] == [5, 5]
     assert numbers[-1]["lookup.speedup"] == summaries[1]["overall"]["speedup"]

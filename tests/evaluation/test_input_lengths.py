@@ -10,8 +10,8 @@ from evaluation_worker import evaluate_tiny
 
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation.bench import BenchConfig, load_questions
-from kangaroo.evaluation.config import Baseline
 from kangaroo.evaluation.metrics import estimate as estimated
+from kangaroo.evaluation.run import Baseline
 from kangaroo.evaluation.summary import by_length
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import Message, prompt_ids

@@ -17,9 +17,9 @@ from kangaroo import cli
 from kangaroo.cli.command import varied
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.evaluation.config import EvaluateConfig, questions_of
 from kangaroo.evaluation.metrics import pairs
 from kangaroo.evaluation.records import AGAIN
+from kangaroo.evaluation.run import EvaluateConfig, questions_of
 from kangaroo.evaluation.study.report import STUDY
 from kangaroo.evaluation.study.study import published
 from kangaroo.utils.errors import ConfigError

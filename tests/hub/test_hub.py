@@ -21,8 +21,7 @@ from kangaroo import cli
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import CONFIG, WEIGHTS
 from kangaroo.heads.eagle_head import EagleHead
-from kangaroo.hub.card import card
-from kangaroo.hub.transfer import FILES, PullConfig, PushConfig, check, pull, push
+from kangaroo.hub.transfer import FILES, PullConfig, PushConfig, card, check, pull, push
 from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
 
 # the library under the client, which has had two names

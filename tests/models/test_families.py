@@ -20,7 +20,6 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.evaluation.footprint import footprint
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.adapter_files import target_hash
@@ -43,7 +42,7 @@ from kangaroo.models.target import TargetModel
 from kangaroo.training.checkpoint import read_metrics
 from kangaroo.training.estimate import target_bytes
 from kangaroo.utils.errors import ConfigError, MissingPackage, UnsupportedModel
-from kangaroo.utils.memory import weights
+from kangaroo.utils.memory import footprint, weights
 
 nothing_is_drawn = pytest.fixture(autouse=True)(training_cases.nothing_is_drawn)
 

@@ -13,8 +13,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.bench import BenchConfig, load_questions
-from kangaroo.evaluation.config import EvaluateConfig, MethodSpec
-from kangaroo.evaluation.run import Evaluator
+from kangaroo.evaluation.run import EvaluateConfig, Evaluator, MethodSpec
 from kangaroo.models.prompts import prompt_ids
 from kangaroo.models.target import TargetModel
 

@@ -22,7 +22,7 @@ from kangaroo.training.micro_batch import forward_target, grade
 from kangaroo.training.recipe import trainees
 from kangaroo.training.results import decode, frozen, prompts_of
 from kangaroo.utils.errors import DataError
-from kangaroo.utils.tracking import WandbConfig, forget
+from kangaroo.utils.tracking import Wandb, forget
 
 VARIANTS = [{}, {"fused": True}, {"own_head": True}]
 EAGLE = {"architecture": eagle_head.EagleHeadConfig()}
@@ -177,7 +177,7 @@ def test_steps_that_wandb_knows_are_not_logged_again(tmp_path, monkeypatch):
         return SimpleNamespace(starting_step=58, log=lambda metrics, step: logged.append(step))
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    tracker = WandbConfig().start({}, tmp_path)
+    tracker = Wandb().start({}, tmp_path)
     for step in (57, 58, 59):  # the checkpoint held step 56
         tracker.log({"loss": 1.0}, step)
     assert logged == [58, 59]

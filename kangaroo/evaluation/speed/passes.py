@@ -22,7 +22,6 @@ from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import memory
-from kangaroo.utils.memory import weights
 
 log = logging.getLogger(__name__)
 
@@ -34,23 +33,22 @@ CACHES = 0.8  # of the memory that is free; the rest is for what a pass computes
 class Reads:
     """Bytes that rounds of decoding read, everything once a forward: vanilla, or with an adapter
     and the head that it drafts with, or the whole one. Of the embedding table that is one row a
-    token, unless the head is tied to it.
-    """
+    token, unless the head is tied to it."""
 
     def __init__(
         self, lm: TargetModel, adapter: Layer | None = None, draft_head: DraftHead | None = None
     ):
         self.exit_layer = 0 if adapter is None else adapter.exit_layer
         self.n_layers, self.kv = lm.n_layers, lm.new_cache(1, 1, [lm.device]).bytes()
-        self.shallow = weights(*lm.layers[: self.exit_layer])
-        self.deep = weights(*lm.layers[self.exit_layer :])
-        table, head = lm.hf.model.embed_tokens.weight, weights(lm.head)
-        self.head = weights(lm.hf.model.norm) + head
+        self.shallow = memory.weights(*lm.layers[: self.exit_layer])
+        self.deep = memory.weights(*lm.layers[self.exit_layer :])
+        table, head = lm.hf.model.embed_tokens.weight, memory.weights(lm.head)
+        self.head = memory.weights(lm.hf.model.norm) + head
         self.draft_head = sum(x.nbytes for x in draft_head.weights) if draft_head else head
         self.row = table.shape[1] * table.element_size()
         parts = [] if adapter is None else adapter.named_children()
         # a head of its own counts as the draft head, which it is
-        self.adapter = weights(*(module for name, module in parts if name != "head"))
+        self.adapter = memory.weights(*(module for name, module in parts if name != "head"))
         self.adapter_depth = 0 if adapter is None else adapter.depth
 
     def draft(self, length: int, drafted: int) -> int:

@@ -92,7 +92,10 @@ def measure(
     prompts = question_prompts(tokenizer, config.prompts, config.bench, lm.context - tokens)
     long_prompts = [long_prompt(tokenizer, length) for length in contexts]
     drafters: dict[str, Drafter] = {"vanilla": Vanilla(), "kangaroo": drafter, **more}
-    methods = _methods(lm, drafters, config.hf_lookup)
+    methods: dict[str, Method] = {"hf": partial(generate, lm)}
+    if config.hf_lookup:
+        methods["hf_lookup"] = partial(generate, lm, prompt_lookup_num_tokens=10)
+    methods |= {k: partial(write_by_engine, Engine(lm, each)) for k, each in drafters.items()}
 
     before = memory_bandwidth(lm.device, config.bandwidth_megabytes)
     take_turns(methods, prompts[:1], tokens, 1, "warm-up")
@@ -126,14 +129,6 @@ def measure(
         ],
         "batches": batches,
     }
-
-
-def _methods(lm: TargetModel, drafters: Mapping[str, Drafter], lookup: bool) -> dict[str, Method]:
-    methods: dict[str, Method] = {"hf": partial(generate, lm)}
-    if lookup:
-        methods["hf_lookup"] = partial(generate, lm, prompt_lookup_num_tokens=10)
-    by_engine = {k: partial(write_by_engine, Engine(lm, each)) for k, each in drafters.items()}
-    return methods | by_engine
 
 
 def _about(lm: TargetModel, drafter: Kangaroo, config: SpeedConfig) -> dict[str, Any]:
@@ -222,10 +217,8 @@ def take_turns(
 def against_vanilla(vanilla: Texts, method: Texts) -> dict[str, Any]:
     """How many times as fast as vanilla it decodes, by each prompt's mean time a token."""
     pairs = list(zip(vanilla, method, strict=True))
-    seconds_P2 = np.array(
-        [[np.mean([seconds_a_token(text) for text in texts]) for texts in pair] for pair in pairs]
-    )
-    speedup, ends = estimate(seconds_P2)
+    seconds_P2 = [[np.mean(list(map(seconds_a_token, x))) for x in pair] for pair in pairs]
+    speedup, ends = estimate(np.array(seconds_P2))
     equal = sum(a[0].tokens == b[0].tokens for a, b in pairs)
     return {"speedup": speedup, "speedup_ci95": ends, "equal_texts": equal}
 

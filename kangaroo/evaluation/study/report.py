@@ -6,14 +6,16 @@ is written here; all else is the page's own.
 """
 
 import json
+import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -21,31 +23,39 @@ from rich.table import Table
 
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation.comparison import assigned, circumstances, listed
-from kangaroo.evaluation.metrics import Estimate
+from kangaroo.evaluation.metrics import CTAR, Estimate
 from kangaroo.evaluation.plots import FAINT, HF, INK
-from kangaroo.evaluation.records import AGAIN, write_json
-from kangaroo.evaluation.study.study import (
-    AGREES,
-    DISAGREES,
-    HERE,
-    OPEN,
-    Checked,
-    Place,
-    Study,
-    fixed,
-    heading_of,
-    in_order,
-    word,
-)
+from kangaroo.evaluation.records import AGAIN
+from kangaroo.evaluation.study.study import AGREES, DISAGREES, HERE, OPEN, Place, Study, fixed
 from kangaroo.utils import tables
-from kangaroo.utils.folders import command_line
-from kangaroo.utils.tables import Row, number
+from kangaroo.utils.folders import command_line, write_json
+from kangaroo.utils.tables import Row, number, short
 
 PAPER = "Liu et al., NeurIPS 2024, arXiv 2404.18911"
 STUDY = re.compile(r"(<!-- study: (\w+) -->\n).*?(<!-- end -->)", re.S)
 SUMMARY = re.compile(r"(<!-- summary -->\n).*?(<!-- end -->)", re.S)
 IMAGES = Path("img/paper")  # from where the page lies
 COLORS = ["#d9772b", "#3b6fb6", "#54a24b", "#7a5195", "#b79a20", "#72b7b2", "#9d755d", "#c65b9b"]
+HEADINGS = {"compression_rate": "CR", "acceptance_rate": "accepted", CTAR: "CTAR(w)"}
+NAMES = {"mt_bench": "MT-bench", "qa": "QA", "math_reasoning": "math", "rag": "RAG"}  # of tasks
+
+
+def in_order(places: Iterable[Place]) -> list[Place]:
+    """Each once: words as they come, then numbers by size."""
+    return sorted(dict.fromkeys(places), key=lambda x: x if isinstance(x, float) else -math.inf)
+
+
+def word(kind: str | None, x: Place) -> str:
+    """A place or a curve of this `StudyConfig.x` or `curve` as a cell."""
+    if isinstance(x, float):
+        return short(x) if kind == "parameters" else f"{x:g}"
+    return "-" if x is None else NAMES.get(x, x)
+
+
+def heading_of(metric: str) -> str:
+    """A metric as a heading."""
+    position = metric.removeprefix(CTAR)
+    return f"CTAR({position})" if position.isdecimal() else HEADINGS.get(metric, metric)
 
 
 def table(study: Study, intervals: bool = True) -> list[Row]:
@@ -67,17 +77,17 @@ def table(study: Study, intervals: bool = True) -> list[Row]:
     return rows
 
 
-def claim_rows(checked: Sequence[Checked]) -> list[Row]:
-    """A row for each finding of the paper."""
+def claim_rows(study: Study) -> list[Row]:
+    """A row for each finding of the paper that was checked."""
     return [
         {
-            "finding of the paper": result.claim.says,
-            "metric": heading_of(result.claim.metric),
-            HERE: f"{number(result.more.value)}, {number(result.less.value)}",
-            "difference": shown(result.difference),
-            "verdict": f"**{result.verdict}**",
+            "finding of the paper": claim.says,
+            "metric": heading_of(claim.metric),
+            HERE: f"{number(more.value)}, {number(less.value)}",
+            "difference": shown(difference),
+            "verdict": f"**{verdict}**",
         }
-        for result in checked
+        for claim, more, less, difference, verdict in study.checked
     ]
 
 
@@ -151,11 +161,7 @@ def plot(study: Study) -> Figure:
 
 
 def _draw(
-    axes: Axes,
-    places: list[float | str],
-    values: dict[Place, Estimate],
-    color: str,
-    shift: float,
+    axes: Axes, places: list[float | str], values: dict[Place, Estimate], color: str, shift: float
 ) -> None:
     """A curve of one panel with its intervals. Words are not joined, and shifted by curve."""
     if level := values.pop(None, None):
@@ -163,11 +169,10 @@ def _draw(
     estimates = [values[place] for place in places if place in values]
     joined = all(isinstance(x, float) for x in places)
     x = [i + (0 if joined else 0.8 * shift) for i, place in enumerate(places) if place in values]
-    y = [v.value for v in estimates]
-    ends = [v.ends or [v.value, v.value] for v in estimates]
-    below = [max(0.0, value - low) for value, (low, _) in zip(y, ends, strict=True)]
-    above = [max(0.0, high - value) for value, (_, high) in zip(y, ends, strict=True)]
-    axes.errorbar(x, y, [below, above], marker="o", ms=4.5, ls="-" if joined else "", color=color)
+    y = np.array([v.value for v in estimates])
+    ends = np.array([v.ends or [v.value, v.value] for v in estimates]).reshape(-1, 2)
+    errors = np.abs(ends.T - y)
+    axes.errorbar(x, y, errors, marker="o", ms=4.5, ls="-" if joined else "", color=color)
 
 
 def terminal_table(study: Study) -> Table:
@@ -187,7 +192,7 @@ def body(study: Study) -> str:
         size(study),
         tables.markdown(table(study)),
         f"![{study.config.title}]({study.config.name}.png)",
-        tables.markdown(claim_rows(study.checked)) if study.checked else "",
+        tables.markdown(claim_rows(study)) if study.checked else "",
         listed(reasons),
         study.config.note.strip(),
         "<details><summary>How this was made</summary>",

@@ -2,7 +2,7 @@
 the paper's (`published.yaml`), and which findings of the paper are found again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,15 +15,12 @@ from kangaroo.evaluation.metrics import CTAR, Estimate, difference, estimate, ha
 from kangaroo.evaluation.records import BASELINES, Record, read
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import changes
-from kangaroo.utils.tables import short
 
 PUBLISHED = Path(__file__).with_name("published.yaml")
 OVERALL = "overall"  # beside the tasks
 HERE = "here"  # the model of our points
 AGREES, DISAGREES, OPEN = "agrees", "disagrees", "open"
 LEAST = 8  # questions; a bootstrap over fewer is too sure
-HEADINGS = {"compression_rate": "CR", "acceptance_rate": "accepted", CTAR: "CTAR(w)"}
-NAMES = {"mt_bench": "MT-bench", "qa": "QA", "math_reasoning": "math", "rag": "RAG"}  # of tasks
 
 # Along the table and the plot; None is a method that has no such setting.
 Place = float | str | None
@@ -161,26 +158,6 @@ def fixed(config: StudyConfig, summary: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in shared(summary).items() if k not in (config.x, config.curve)}
 
 
-def in_order(places: Iterable[Place]) -> list[Place]:
-    """Each once: words as they come, then numbers by size."""
-    each = list(dict.fromkeys(places))
-    numbers = sorted(x for x in each if isinstance(x, float))
-    return [*(x for x in each if not isinstance(x, float)), *numbers]
-
-
-def word(kind: str | None, x: Place) -> str:
-    """A place or a curve of this `StudyConfig.x` or `curve` as a cell."""
-    if isinstance(x, float):
-        return short(x) if kind == "parameters" else f"{x:g}"
-    return "-" if x is None else NAMES.get(x, x)
-
-
-def heading_of(metric: str) -> str:
-    """A metric as a heading."""
-    position = metric.removeprefix(CTAR)
-    return f"CTAR({position})" if position.isdecimal() else HEADINGS.get(metric, metric)
-
-
 def as_place(value: Any) -> Place:
     """Numbers are floats, so that 6 and 6.0 are one place."""
     return float(value) if isinstance(value, int | float) else value
@@ -237,9 +214,7 @@ def published(config: StudyConfig) -> list[Point]:
 
 def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
     """What a study says of a claim; None where it has not measured both methods on its task.
-
-    Errors: `ConfigError` where the two were not asked the same questions.
-    """
+    Errors: `ConfigError` where the two were not asked the same questions."""
     by_name = {method.name: of_task(method.records, claim.task) for method in methods}
     both = [by_name[name] for name in (claim.more, claim.less) if name in by_name]
     if len(both) < 2 or not any(both):

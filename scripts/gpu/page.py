@@ -1,6 +1,6 @@
 """What `scripts/gpu.sh` measured, as a page: its results, and by name what did not run or end.
 
-`python -m kangaroo.evaluation.speed.gpu_page RESULTS PAGE` keeps what people wrote above the mark.
+`python scripts/gpu/page.py RESULTS PAGE` keeps what people wrote above the mark.
 """
 
 import json
