@@ -11,13 +11,11 @@ Shapes: N tokens of a pass.
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,7 +27,7 @@ from kangaroo.engine.cache import BUCKET, ForwardMeta, KVCache
 from kangaroo.engine.clock import now
 from kangaroo.engine.tree import Tree
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.folders import cache_folder
+from kangaroo.utils.folders import cache_folder, write_json
 
 log = logging.getLogger(__name__)
 
@@ -83,22 +81,15 @@ def measured(lm: TargetModel) -> VerifyCosts:
                 _known[lm] = VerifyCosts(**json.loads(file.read_text()))
     if lm not in _known:
         _known[lm], is_steady = measure(lm)
-        if is_steady:
-            keep(_known[lm], file)
-        else:
+        if not is_steady:
             log.info("the machine is busy: verification is measured again in the next process")
+            return _known[lm]
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, asdict(_known[lm]))
+        except OSError as error:
+            log.warning("verification is measured again in the next process: %s", error)
     return _known[lm]
-
-
-def keep(costs: VerifyCosts, file: Path) -> None:
-    """Write the file, if that can be."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")  # renamed when whole
-        partial.write_text(json.dumps(asdict(costs)))
-        os.replace(partial, file)
-    except OSError as error:
-        log.warning("verification is measured again in the next process: %s", error)
 
 
 def machine(lm: TargetModel) -> list[str | int]:
