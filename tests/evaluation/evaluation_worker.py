@@ -12,7 +12,7 @@ import torch
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.evaluation.config import EvaluateConfig, MethodSpec
+from kangaroo.evaluation.config import Baseline, EvaluateConfig, MethodSpec
 from kangaroo.evaluation.run import Evaluator
 from kangaroo.models.loading import byte_tokenizer, random_model
 from kangaroo.models.target import TargetModel
@@ -21,6 +21,7 @@ from kangaroo.utils.ranks import join
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import adapter_for
 
+ONLY_VANILLA = [Baseline.vanilla]
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["Tell me a tale.", "Shorter."]},
     {"question_id": 90, "category": "math", "turns": ["What is 2 + 2?", "And 3 + 3?"]},

@@ -6,12 +6,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from composing import of_command
 from helpers import random_prompts, recipe_of
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from training_cases import sample
 
-from kangaroo import cli
 from kangaroo.engine import topk_logits
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load, meta_model
 from kangaroo.models.target import TargetModel
@@ -97,17 +96,12 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def with_gpus(*gpus, current=0, memory=None):
-        def of(device=None):
-            index = current if device is None else device
-            assert index in range(len(gpus)), f"there is no GPU {index}"
-            return gpus[index]
-
         answers = {
             "is_available": lambda: bool(gpus),
             "device_count": lambda: len(gpus),
             "current_device": lambda: current,
-            "mem_get_info": lambda device: (of(device)[1], 80 * GB),
-            "get_device_name": lambda device=None: of(device)[0],
+            "mem_get_info": lambda device: (gpus[device][1], 80 * GB),
+            "get_device_name": lambda device: gpus[device][0],
         }
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)
@@ -120,8 +114,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def foreseen(*overrides, processes=1):
-    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
-        config = OmegaConf.to_object(compose("train", ["output=out", *overrides]))
+    config = OmegaConf.to_object(of_command("train", ["output=out", *overrides]))
     recipes = [config.adapter, *config.more.values()]
     shapes = meta_model(config.model)
     return foresee(shapes, recipes, config.model, config.data, config.trainer, processes)
