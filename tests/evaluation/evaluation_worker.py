@@ -16,7 +16,6 @@ from kangaroo.evaluation.config import Baseline, EvaluateConfig, MethodSpec
 from kangaroo.evaluation.run import Evaluator
 from kangaroo.models.loading import byte_tokenizer, random_model
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.ranks import join
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import adapter_for
@@ -64,5 +63,4 @@ def evaluate_tiny(output, bench_file, lm=None, ranks=None, **changes):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with join() as ranks:
-        evaluate_tiny(sys.argv[1], sys.argv[2], ranks=ranks)
+    evaluate_tiny(sys.argv[1], sys.argv[2])

@@ -159,9 +159,7 @@ def test_a_jobs_folder_is_named_by_the_drafters_settings_and_the_sweeps_by_the_o
     assert named_by(words, excluded, "others") == ",sampling.top_p=0.9,seed=3"
     assert named_by(words[::-1], excluded, "others") == ",sampling.top_p=0.9,seed=3"
     assert named_by([], excluded, "drafter") == ""
-
-
-def test_only_names_that_are_too_long_are_shortened():
+    # only names that are too long are shortened
     assert fitting("outputs/threshold=0.4,steps=6") == "outputs/threshold=0.4,steps=6"
     long, other = "a" * 190 + "é" * 20, "a" * 190 + "é" * 19 + "b"
     first, second = fitting(f"{long}/{long}").split("/")

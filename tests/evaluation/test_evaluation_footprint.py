@@ -13,8 +13,6 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.footprint import Footprint, footprint
-from kangaroo.heads.adapter import AdapterHeadConfig
-from kangaroo.heads.draft_head import DraftHead
 
 
 def size(*tensors):
@@ -39,22 +37,6 @@ def test_kangaroos_adapter_cache_and_states_count_and_the_shared_head_does_not()
     after = footprint_of(lm, drafter)
     states = drafter.shallow_BWD.untyped_storage().nbytes() + size(drafter.deep_BSD)
     assert after == Footprint(parameters, weights + drafter.cache.bytes() + states)
-
-
-def test_a_gathered_head_counts_as_bytes_and_an_own_head_as_parameters():
-    lm, vocabulary_K = tiny(), torch.tensor([1, 4, 6])
-    adapter, own_head = adapter_for(lm), AdapterHeadConfig(own_head=True)
-    plain, gathered, with_head = (
-        footprint(drafter, [lm])
-        for drafter in (
-            Kangaroo(lm, adapter),
-            Kangaroo(lm, adapter, head=DraftHead(lm, None, vocabulary_K)),
-            Kangaroo(lm, adapter_for(lm, architecture=own_head)),
-        )
-    )
-    rows = 3 * lm.config.hidden_size * 4
-    assert gathered == Footprint(plain.parameters, plain.bytes + rows + size(vocabulary_K))
-    assert with_head.parameters == plain.parameters + lm.head.weight.numel()
 
 
 def test_every_container_is_searched_and_every_piece_of_memory_counts_once(tmp_path):

@@ -1,7 +1,6 @@
 """Whole evaluations on a tiny model: artefacts, resuming, ranks, forks, several methods."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -224,16 +223,6 @@ def test_answers_end_where_the_context_does_and_a_first_turn_needs_room(tmp_path
     assert not (tmp_path / "none").exists()
 
 
-def test_ids_of_64_bits_and_odd_categories_break_nothing(tmp_path):
-    odd = {"question_id": 1732579200000000000, "category": r"a|b [x] $\frac{$"}
-    file = write_questions(tmp_path / "mine.jsonl", [QUESTIONS[2] | odd])
-    settings = {"sampling": Sampling(1.0), "warmup": 0, "baselines": ONLY_VANILLA}
-    summary = evaluate_tiny(tmp_path / "out", file, **settings)
-    assert summary["lossless"]["identical"] == 1
-    comparison.write(comparison.compare(tmp_path / "out"), tmp_path)
-    assert r"| method | a\|b [x] $\frac{$ | overall |" in (tmp_path / "report.md").read_text()
-
-
 def test_the_model_has_the_engines_attention_after_hf_failed(bench, tmp_path, monkeypatch):
     lm = tiny_lm()
     monkeypatch.setattr(lm.hf, "generate", None)
@@ -273,16 +262,6 @@ def test_forks_between_tied_tokens_do_not_fail_the_run(bench, tmp_path, monkeypa
     assert forks
     assert {(fork["label"], fork["gap"]) for fork in forks} == {("near-tie", 0.0)}
     assert summary["lossless"]["identical"] == 7 - len(forks)
-
-
-@pytest.mark.slow
-def test_two_ranks_share_the_questions(finished, bench, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*torchrun, WORKER, tmp_path, bench], check=True, env=environment)
-    files = [tmp_path / f"records-{rank}.jsonl" for rank in (0, 1)]
-    assert [file.read_bytes().count(b"\n") for file in files] == [3, 2]
-    assert artefacts(tmp_path) == artefacts(finished[0])
 
 
 def test_ranks_that_share_no_folder_are_told(bench, tmp_path, monkeypatch):

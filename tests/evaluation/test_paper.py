@@ -162,12 +162,18 @@ def typed(script, *options, cwd):
     return done.stdout
 
 
+def page_of(model, here):
+    """The page of results, written anew from those of a model."""
+    page = shutil.copy(ROOT / "docs/results/paper.md", here / "paper.md")
+    typed("evaluate.py", f"results=outputs/paper/{model}", "page=paper.md", cwd=here)
+    return page.read_text()
+
+
 def test_an_experiment_is_one_command_that_goes_on_where_it_was_stopped(here):
     lm = tiny_target()
     saved_adapter(lm, adapter_for(lm), here / "adapters/tiny")
     line = ["evaluate.py", "experiment=paper/steps", "model=tiny", *FEW]
-    printed = typed(*line, cwd=here)
-    assert "Length of a draft" in printed
+    assert "Length of a draft" in typed(*line, cwd=here)
     folder = here / "outputs/paper/tiny/steps"
     assert (folder / "steps.png").is_file()
     results = json.loads((folder / "steps.json").read_text())
@@ -182,9 +188,7 @@ def test_an_experiment_is_one_command_that_goes_on_where_it_was_stopped(here):
     # two more answers of each, but for the one that had them
     assert sorted(x.read_bytes().count(b"\n") for x in records) == [5] + [7] * 10
     assert json.loads((folder / "steps.json").read_text())["questions"] == 5
-    shutil.copy(ROOT / "docs/results/paper.md", here / "paper.md")
-    typed("evaluate.py", "results=outputs/paper/tiny", "page=paper.md", cwd=here)
-    assert "tiny on spec_bench: 5 questions" in (here / "paper.md").read_text()
+    assert "tiny on spec_bench: 5 questions" in page_of("tiny", here)
 
 
 @pytest.mark.slow
@@ -193,9 +197,8 @@ def test_every_experiment_runs_unchanged_for_vicuna(here):
     weights = "random:small:lmsys/vicuna-7b-v1.3"
     vicuna = ["model=vicuna-7b", f"model.path={weights}", "model.dtype=float32"]
     brief = "trainer.epochs=1 trainer.holdout=4 trainer.decode_prompts=0 trainer.batch_tokens=256"
-    exits = "adapter.exit_layers=[1,2,3,4]"
-    data = "data.source=ShareGPT.json"
-    typed("train.py", "experiment=paper/adapters", *vicuna, *brief.split(), exits, data, cwd=here)
+    brief += " adapter.exit_layers=[1,2,3,4] data.source=ShareGPT.json"
+    typed("train.py", "experiment=paper/adapters", *vicuna, *brief.split(), cwd=here)
     trained = here / "outputs/paper/vicuna-7b/adapters"
     shutil.copytree(trained / "attention-exit2", here / "adapters/vicuna-7b")
     shutil.copytree(trained / "medusa", here / "adapters/vicuna-7b-medusa")
@@ -212,6 +215,4 @@ def test_every_experiment_runs_unchanged_for_vicuna(here):
         folder = "adapter_ablation" if name == "parameters" else name
         results = json.loads((here / f"outputs/paper/vicuna-7b/{folder}/{name}.json").read_text())
         assert results["points"] and results["questions"] == 5
-    shutil.copy(ROOT / "docs/results/paper.md", here / "paper.md")
-    typed("evaluate.py", "results=outputs/paper/vicuna-7b", "page=paper.md", cwd=here)
-    assert "Not measured yet" not in (here / "paper.md").read_text()
+    assert "Not measured yet" not in page_of("vicuna-7b", here)

@@ -66,11 +66,10 @@ def answers(checkout, method, monkeypatch):
 
 # A number as threshold: in a model this small no draft pays, and `auto` would see that.
 CHAIN = ["drafter=kangaroo", "drafter.threshold=0"]
-HYBRID, LOOKUP = ["drafter=hybrid"], ["drafter=prompt_lookup"]
 CASCADE = ["drafter=cascade", "drafter@drafter.second=kangaroo_tree", "drafter.second.threshold=0"]
 
 
-@pytest.mark.parametrize("drafter", [CHAIN, HYBRID, LOOKUP, CASCADE], ids=lambda words: words[0])
+@pytest.mark.parametrize("drafter", [CHAIN, CASCADE], ids=lambda words: words[0])
 @pytest.mark.parametrize("sampled", [[], ["--temperature", "0.8", "--num-choices", "2"]], ids=len)
 def test_texts_are_vanillas_and_every_turn_keeps_the_contract(answers, drafter, sampled):
     vanilla = answers("drafter=vanilla", *sampled)
@@ -83,7 +82,7 @@ def test_texts_are_vanillas_and_every_turn_keeps_the_contract(answers, drafter, 
             assert plain["accept_lengths"] == [1] * sum(plain["new_tokens"])
             assert plain["decoding_steps"] == plain["new_tokens"]
     lengths = [n for choices in answered.values() for c in choices for n in c["accept_lengths"]]
-    assert max(lengths) > 1 or drafter == LOOKUP  # a random model does not repeat itself
+    assert max(lengths) > 1
     if sampled:
         assert vanilla[81][0]["turns"] != vanilla[81][1]["turns"]
 

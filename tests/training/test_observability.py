@@ -34,18 +34,9 @@ RATES = [f"ctar{w}" for w in range(1, 7)] + ["compression_rate"]
 def trained(lm, **changes):
     """An adapter that agrees here and there, with values that saving does not round."""
     (trainee,) = trainees(lm, [recipe(**changes)], None)
-    architecture = trainee.recipe.architecture
-    adapter = adapter_for(lm, EXIT, architecture).bfloat16().float()
+    adapter = adapter_for(lm, EXIT, trainee.recipe.architecture).bfloat16().float()
     trainee.adapter.load_state_dict(adapter.state_dict())
     return trainee
-
-
-def graded(lm, trainee, texts, prompts):
-    """The grades of all draft steps at every position of the texts, and where those are."""
-    data = [sample(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
-    tokens = collate(data, 1000, lm.device)
-    (own,) = grade(lm, forward_target(lm, tokens, [trainee]), [trainee], 7, results.STEPS)
-    return own, tokens.wanted_BT
 
 
 def walk(agrees, length, start):
@@ -72,11 +63,13 @@ def test_rounds_told_from_teacher_forced_grades_are_those_of_decoding(changes):
     trainee = trained(lm, **changes)
     prompts = random_prompts(5, 9, 14, seed=3)
     texts = vanilla_texts(lm, prompts, new_tokens)
-    own, wanted_BT = graded(lm, trainee, texts, prompts)
-    agrees = []
+    data = [sample(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
+    tokens = collate(data, 1000, lm.device)
+    (grades,) = grade(lm, forward_target(lm, tokens, [trainee]), [trainee], 7, results.STEPS)
+    agrees, wanted_BT = [], tokens.wanted_BT
     for step in range(results.STEPS):
         agrees_BT = torch.zeros_like(wanted_BT)
-        agrees_BT[wanted_BT] = own[min(step, len(own) - 1)].agrees_M
+        agrees_BT[wanted_BT] = grades[min(step, len(grades) - 1)].agrees_M
         agrees.append(agrees_BT)
     rounds, everywhere = [(0, 1)] * len(prompts), []  # the prefills
     for row, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
@@ -93,7 +86,7 @@ def test_rounds_told_from_teacher_forced_grades_are_those_of_decoding(changes):
     # as many drafts, had one begun at every position, are what `results.accepted` counts; fused
     # adapters' that begin in the prompt are not graded later on
     if not trainee.recipe.architecture.fused:
-        counted = results.accepted(own, wanted_BT).tolist()
+        counted = results.accepted(grades, wanted_BT).tolist()
         assert counted == [sum(a >= w for a in everywhere) for w in range(1, 7)]
 
 
@@ -137,10 +130,7 @@ def test_every_metric_is_named_after_when_and_of_whom_it_was_taken(tmp_path):
     *_, last = read_metrics(tmp_path)
     name, steps = folder.name, [f"step{k}/{mean}" for k in range(2, 7) for mean in MEANS]
     assert set(last) == {
-        "step",
-        "tokens",
-        "tokens_per_second",
-        "peak_memory_gib",
+        *("step", "tokens", "tokens_per_second", "peak_memory_gib"),
         *(f"train/{name}/{figure}" for figure in [*MEANS, *steps[:3], "learning_rate"]),
         *(f"held_out/{name}/{figure}" for figure in MEANS + steps + RATES),
         *(f"decode/{name}/{figure}" for figure in RATES),

@@ -221,7 +221,6 @@ RUNS = {
     "plain": ({}, {}),
     "cached": ({"cache_target_states": True}, {}),
     "stored": ({"use_stored_logits": True}, {}),
-    "muon": ({"muon": True}, {}),
     "medusa": ({}, {"architecture": MedusaHeadsConfig(heads=2, own_head=False)}),
     "block": ({"muon": True, "vocabulary": 40}, {"architecture": BlockHeadConfig(places=3)}),
 }
