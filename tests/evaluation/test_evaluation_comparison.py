@@ -103,11 +103,16 @@ def test_the_files_have_every_method_under_every_task_and_every_pair_once(sweep)
 
 
 def test_a_comparison_stands_without_baselines_and_with_a_single_question(tmp_path):
-    finish(tmp_path / "kangaroo", [record(1, (run([4], [3], [3], [1.0]), None))], baselines=[])
-    result = comparison.compare(tmp_path)
-    comparison.write(result, tmp_path)
-    (row,) = comparison.rows_of(result["methods"])
+    method, odd = run([4], [3], [3], [1.0]), r"a|b [x] $\frac{$"
+    finish(tmp_path / "alone/kangaroo", [record(1, (method, None))], baselines=[])
+    finish(tmp_path / "one/kangaroo", [record(1, (method, vanilla_run(4)), category=odd)])
+    alone, single = (comparison.compare(tmp_path / name) for name in ("alone", "one"))
+    comparison.write(alone, tmp_path)
+    (row,) = comparison.rows_of(alone["methods"])
     assert {row[name] for name in ("speedup", "95%", "vs hf", "95% vs hf")} == {"-"}
+    comparison.write(single, tmp_path)
+    assert r"| method | a\|b [x] $\frac{$ | overall |" in (tmp_path / "report.md").read_text()
+    assert "a single question does not show which is." in shown(single)
 
 
 def test_the_terminals_table_fits_80_columns_and_folds_no_drafters_name(tmp_path):

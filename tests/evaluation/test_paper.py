@@ -23,8 +23,6 @@ from kangaroo.evaluation.study.report import STUDY
 from kangaroo.evaluation.study.study import published
 from kangaroo.utils.errors import ConfigError
 
-# --- what is declared
-
 
 def test_every_experiment_of_the_paper_has_a_file_and_a_place_on_the_page():
     assert {*NAMES, "base", "adapters"} == FILES
@@ -41,18 +39,19 @@ def test_every_experiment_of_the_paper_has_a_file_and_a_place_on_the_page():
     assert not any(str(adapter).startswith("outputs/paper") for adapter in trained)
 
 
-@pytest.mark.parametrize("model", ["smollm2-135m", "vicuna-7b"])
+@pytest.mark.parametrize(
+    ("model", "hardware", "longest"), [("smollm2-135m", "cpu", 64), ("vicuna-7b", "gpu", 1024)]
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_experiment_composes_for_every_model(name, model):
-    for hardware, longest in {"cpu": 64, "gpu": 1024}.items():
-        config = composed(name, f"model={model}", f"hardware={hardware}")
-        assert config.study.name == name and config.bench.name == "spec_bench"
-        assert [baseline.value for baseline in config.baselines] == ["vanilla"]
-        assert config.max_new_tokens == longest and config.more[AGAIN].name == "vanilla"
-        drafters = [config.drafter, *config.more.values()]
-        assert all(getattr(each, "threshold", 0) != "auto" for each in drafters)
-        chains = [each for each in drafters if isinstance(each, KangarooConfig)]
-        assert {chain.threshold for chain in chains} - {0} <= {0.6}  # the paper's, anywhere
+def test_every_experiment_composes_for_every_model(name, model, hardware, longest):
+    config = composed(name, f"model={model}", f"hardware={hardware}")
+    assert config.study.name == name and config.bench.name == "spec_bench"
+    assert [baseline.value for baseline in config.baselines] == ["vanilla"]
+    assert config.max_new_tokens == longest and config.more[AGAIN].name == "vanilla"
+    drafters = [config.drafter, *config.more.values()]
+    assert all(getattr(each, "threshold", 0) != "auto" for each in drafters)
+    chains = [each for each in drafters if isinstance(each, KangarooConfig)]
+    assert {chain.threshold for chain in chains} - {0} <= {0.6}  # the paper's, anywhere
     names = methods_of(name)
     assert set(config.study.labels) <= {*names, "match", "rejection"}
     for claim in config.study.claims:
@@ -87,9 +86,6 @@ def test_evaluation_takes_the_adapters_that_training_saves():
             assert folder == home and adapter in saved
 
 
-# --- the published values
-
-
 @pytest.mark.parametrize("name", [x for x in NAMES if x not in ("position", "temperature")])
 def test_published_values_lie_where_the_study_has_places_for_them(name):
     config, names = composed(name), methods_of(name)
@@ -118,9 +114,6 @@ def test_published_values_are_the_papers():
         points = published(composed(name).study)
         (point,) = [p for p in points if (p.curve, p.x, p.model) == (curve, x, model)]
         assert {metric: value.value for metric, value in point.values.items()} == values
-
-
-# --- what the experiments are made from
 
 
 def test_variants_are_all_combinations_named_by_their_options():

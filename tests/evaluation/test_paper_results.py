@@ -22,8 +22,6 @@ from kangaroo.evaluation.study.study import (
 )
 from kangaroo.utils.errors import ConfigError
 
-# --- values and findings
-
 
 def answered(seconds, accepted=(3, 1), ids=range(8), category="qa"):
     """Questions whose rounds took so long; each question is harder than the one before."""
@@ -48,9 +46,6 @@ def test_what_makes_a_question_hard_for_both_does_not_widen_the_interval():
     assert plain.ends[0] > 0 and plain.value == pytest.approx(a.value - b.value)
     assert [verdict(each, 12) for each in (plain, reverse, none)] == [AGREES, DISAGREES, OPEN]
     assert verdict(plain, 7) == OPEN  # a bootstrap over so few questions is too sure
-
-
-# --- tables, plots and files
 
 
 @pytest.fixture
@@ -187,9 +182,6 @@ def test_every_study_has_a_table_and_a_plot_of_all_that_it_measures(name, tmp_pa
     assert f"]({name}.png)" in (tmp_path / f"{name}.md").read_text()
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert " | here | " in (tmp_path / f"{name}.md").read_text() or "| here |" in report.body(study)
-
-
-# --- the page
 
 
 PAGE = """Written by hand.

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -11,7 +10,6 @@ from helpers import random_prompts, recipe_of
 from omegaconf import OmegaConf
 from training_cases import sample
 
-from kangaroo.engine import topk_logits
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load, meta_model
 from kangaroo.models.target import TargetModel
 from kangaroo.training import backend
@@ -32,15 +30,6 @@ RECIPES = [
     recipe_of(name="fused", exit_layers=[2], feed_forward=True, fused=True, draft_steps=3),
 ]
 TEXT = Text(200, 10_000, 8_000, 50)
-
-
-def texts(number, length, likeliest=0):
-    """Samples of random tokens, with records of their distributions."""
-    data = [sample(ids, 16) for ids in random_prompts(*[length] * number)]
-    for one in data if likeliest else ():
-        tokens = np.arange(likeliest)[None].repeat(length - 16, 0)
-        one["teacher"] = topk_logits.records(tokens, np.full(tokens.shape, 0.2), 64)
-    return data
 
 
 def test_memory_of_weights_moments_and_sums_is_that_of_the_backend():
@@ -66,7 +55,8 @@ def test_activations_are_about_what_autograd_keeps(recipe, dtype):
     lm, recipe = TargetModel(load(replace(MODEL, dtype=dtype))[0]), replace(recipe, exit_layers=[2])
     made = trainees(lm, [recipe], None)
     adapter = made[0].adapter
-    seen = forward_target(lm, collate(texts(2, 400), 400, lm.device), made)
+    tokens = collate([sample(ids, 16) for ids in random_prompts(400, 400)], 400, lm.device)
+    seen = forward_target(lm, tokens, made)
     f_BTD = seen.taps[2].float()
     deep_BTD = seen.deep.get(adapter.deep_tap, f_BTD).float()
     weights = {p.untyped_storage().data_ptr() for p in adapter.parameters()}
@@ -96,15 +86,12 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def with_gpus(*gpus, current=0, memory=None):
-        answers = {
-            "is_available": lambda: bool(gpus),
-            "device_count": lambda: len(gpus),
-            "current_device": lambda: current,
-            "mem_get_info": lambda device: (gpus[device][1], 80 * GB),
-            "get_device_name": lambda device: gpus[device][0],
-        }
-        for name, answer in answers.items():
-            monkeypatch.setattr(torch.cuda, name, answer)
+        names, free = zip(*gpus, strict=True)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 80 * GB))
+        monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
         monkeypatch.setattr(Devices, "speed", lambda devices, dtype: 1e14)
         if memory is not None:
             system = type("memory", (), {"available": memory})
