@@ -6,14 +6,13 @@ from kangaroo.models import loading
 from kangaroo.models.loading import TINY, Dtype, ModelConfig
 from kangaroo.models.target import TargetModel
 
-NO_FILTERS = FilterConfig(min_answer_tokens=0, max_repetition=1.0, near_duplicate=1.0)
-HEALTHY = FilterConfig(min_answer_tokens=1, max_repetition=1, near_duplicate=1)
+NO_FILTERS = FilterConfig(min_answer_tokens=0, max_repetition=1, near_duplicate=1)
 
 
 def target():
-    """A target and its tokenizer."""
+    """A target, which writes by native code, and its tokenizer."""
     hf, tokenizer = loading.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
-    return TargetModel(hf), tokenizer
+    return TargetModel(hf).compile_for_decoding(), tokenizer
 
 
 def brief():

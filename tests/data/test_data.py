@@ -1,4 +1,8 @@
-"""Self-synthesis and mixes: what they write, how it resumes, and several processes at it."""
+"""Self-synthesis and mixes: what they write and keep of the target's distributions, how it resumes,
+and several processes at it.
+
+Shapes: M tokens of the assistant, K likeliest tokens of each, V vocabulary.
+"""
 
 import json
 import shutil
@@ -7,22 +11,32 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import data_cases
+import numpy as np
 import pytest
-from data_cases import HEALTHY, NO_FILTERS, settings
+import torch
+from data_cases import NO_FILTERS, settings
+from helpers import RandomTree, adapter_for, forward_logits, random_prompts, tiny, vanilla_texts
 
+from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.data import store
 from kangaroo.data.conversations import ConversationsConfig
-from kangaroo.data.filters import FilterConfig
+from kangaroo.data.filters import FilterConfig, answers
 from kangaroo.data.making import MixConfig
+from kangaroo.data.writing import Dialogue
+from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import topk_logits
 from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Generation, Request, StepRecord
 from kangaroo.engine.sampling import Sampling
+from kangaroo.models.loading import TINY
 from kangaroo.models.prompts import prompt_ids, user_header
 from kangaroo.utils.errors import CorruptFile, DataError
 from kangaroo.utils.ranks import Ranks
 
 target = pytest.fixture(scope="module")(data_cases.target)
 brief = pytest.fixture(scope="module")(data_cases.brief)
+HALF = {"rtol": 1e-3, "atol": 1e-7}  # float16 keeps 11 bits
 
 
 def test_shards_hold_what_the_engine_writes_for_their_seeds(target, tmp_path):
@@ -50,16 +64,32 @@ def test_shards_hold_what_the_engine_writes_for_their_seeds(target, tmp_path):
             }
 
 
-def test_other_filters_put_the_same_shards_together_anew(target, tmp_path):
+def times(tmp_path):
+    """When each shard was written."""
+    return {file: file.stat().st_mtime_ns for file in (tmp_path / "data.shards").glob("*.jsonl")}
+
+
+def test_shards_stay_for_more_of_them_and_other_filters_and_other_settings_are_refused(
+    target, tmp_path
+):
+    settings(tmp_path / "data", shards=1).make(*target)
+    first, (few, _) = times(tmp_path), store.load(tmp_path / "data")
     settings(tmp_path / "data").make(*target)
-    shards = tmp_path / "data.shards"
-    before = {p: p.stat().st_mtime_ns for p in shards.glob("*.jsonl")}
+    more, _ = store.load(tmp_path / "data")
+    before = times(tmp_path)
+    assert first.items() < before.items()
+    assert more[: len(few)] == few and len(more) > len(few)
+    with pytest.raises(DataError, match="seed=0 there, 7 now"):
+        settings(tmp_path / "data", seed=7).make(*target)
+    with pytest.raises(DataError, match="teacher=None there, 4 now"):
+        settings(tmp_path / "data", teacher=4).make(*target)
     settings(tmp_path / "data", filters=FilterConfig(min_answer_tokens=12)).make(*target)
     samples, about = store.load(tmp_path / "data")
-    assert {p: p.stat().st_mtime_ns for p in before} == before
+    assert times(tmp_path) == before
     assert all(sum(sample["loss_mask"]) >= 12 for sample in samples)
     assert about["asked"] == 12 == len(samples) + sum(about["dropped"].values())
-    (shards / "00001.jsonl").write_text((shards / "00001.jsonl").read_text()[:-40])
+    shard = tmp_path / "data.shards/00001.jsonl"
+    shard.write_text(shard.read_text()[:-40])
     with pytest.raises(CorruptFile, match=r"00001\.jsonl cannot be read.*delete it"):
         settings(tmp_path / "data", filters=FilterConfig(1)).make(*target)
 
@@ -72,27 +102,36 @@ def test_no_turn_is_begun_that_the_context_has_no_room_for(brief, tmp_path, monk
     assert samples and all(len(sample["input_ids"]) <= 120 for sample in samples)
 
 
-def test_a_mix_holds_the_parts_spread_alike(target, tmp_path):
-    paths = [str(tmp_path / "0"), str(tmp_path / "1")]
-    for seed, path in enumerate(paths):
-        settings(path, seed=seed, filters=NO_FILTERS).make(*target)
-    mix = MixConfig(path=str(tmp_path / "mix"), paths=paths, filters=NO_FILTERS)
+def test_a_mix_holds_the_parts_spread_alike_and_the_records_that_all_have(target, tmp_path):
+    paths = [tmp_path / name for name in "abc"]
+    for seed, (path, count) in enumerate(zip(paths, (4, 4, 2), strict=True)):
+        settings(path, seed=seed, teacher=count, filters=NO_FILTERS).make(*target)
+    first, second, *_ = parts = [str(path) for path in paths]
+    mix = MixConfig(path=str(tmp_path / "mix"), paths=[first, second], filters=NO_FILTERS)
     mix.make(*target)
-    parts = [store.load(tmp_path / f"{seed}") for seed in (0, 1)]
+    (ours, about_ours), (theirs, about_theirs) = map(store.load, paths[:2])
+    records = {str(sample["input_ids"]): sample["teacher"] for sample in ours + theirs}
     samples, about = store.load(tmp_path / "mix")
-    joined = parts[0][0] + parts[1][0]
-    assert samples != joined and sorted(map(str, samples)) == sorted(map(str, joined))
-    assert about["settings"]["parts"] == [part["fingerprint"] for _, part in parts]
-    made = (tmp_path / "mix" / "provenance.json").stat().st_mtime_ns
+    texts = [str(sample["input_ids"]) for sample in samples]
+    assert texts != list(records) and sorted(texts) == sorted(records)
+    for sample in samples:
+        assert np.array_equal(sample["teacher"], records[str(sample["input_ids"])])
+    assert about["teacher"] == {"model": TINY, "likeliest": 4}
+    assert about["settings"]["parts"] == [about_ours["fingerprint"], about_theirs["fingerprint"]]
+    provenance = tmp_path / "mix/provenance.json"
+    time = provenance.stat().st_mtime_ns
     mix.make(*target)
-    assert (tmp_path / "mix" / "provenance.json").stat().st_mtime_ns == made
+    assert provenance.stat().st_mtime_ns == time
+    replace(mix, path=str(tmp_path / "all"), paths=parts).make(*target)
+    samples, about = store.load(tmp_path / "all")
+    assert about["teacher"] is None and not any("teacher" in sample for sample in samples)
     with pytest.raises(DataError, match="no complete dataset"):
-        replace(mix, paths=[*paths, str(tmp_path / "nowhere")]).make(*target)
+        replace(mix, paths=[*parts, str(tmp_path / "nowhere")]).make(*target)
 
 
 @pytest.mark.parametrize("teacher", [0, 4])
 def test_an_interrupted_synthesis_ends_with_the_same_data(brief, tmp_path, teacher):
-    options = {"teacher": teacher, "turns": [1, 3], "filters": HEALTHY}
+    options = {"teacher": teacher, "turns": [1, 3], "filters": NO_FILTERS}
     settings(tmp_path / "whole", **options).make(*brief)
     settings(tmp_path / "stopped", **options).make(*brief)
     shutil.rmtree(tmp_path / "stopped")
@@ -109,54 +148,137 @@ def test_an_interrupted_synthesis_ends_with_the_same_data(brief, tmp_path, teach
     assert whole[1]["fingerprint"] == stopped[1]["fingerprint"]
 
 
-def test_more_shards_keep_those_that_are_there_and_other_settings_are_refused(target, tmp_path):
-    settings(tmp_path / "data", shards=1).make(*target)
-    (first,) = (tmp_path / "data.shards").glob("*.jsonl")
-    written = first.stat().st_mtime_ns
-    few, _ = store.load(tmp_path / "data")
-    settings(tmp_path / "data").make(*target)
-    more, _ = store.load(tmp_path / "data")
-    assert first.stat().st_mtime_ns == written
-    assert more[: len(few)] == few and len(more) > len(few)
-    with pytest.raises(DataError, match="seed=0 there, 7 now"):
-        settings(tmp_path / "data", seed=7).make(*target)
-
-
 def test_a_model_that_never_ends_a_question_is_an_error(target, tmp_path):
     limits = {"max_question_tokens": 1, "keep_unfinished_questions": False}
     with pytest.raises(DataError, match=r"none of 2 .* usable \(2 no finished question\)"):
         settings(tmp_path / "d", shards=1, shard_size=2, **limits).make(*target)
 
 
-def test_changed_or_missing_data_is_refused(target, tmp_path):
-    with pytest.raises(DataError, match="no complete dataset"):
-        store.load(tmp_path / "none")
-    settings(tmp_path / "data").make(*target)
-    path = tmp_path / "data" / store.PROVENANCE
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"fingerprint": "0" * 16}))
+# ---- what is kept of the target's distributions ---------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+@pytest.mark.parametrize("kind", ["vanilla", "kangaroo", "tree"])
+@pytest.mark.parametrize("native", [True, False])
+def test_every_token_keeps_the_distribution_that_it_was_chosen_from(kind, native, temperature):
+    """Whatever was drafted."""
+    lm = tiny(eos_token_id=7)
+    prompts = random_prompts(5, 17, 3, 11, 2)
+    drafters = {
+        "vanilla": lambda: Vanilla(),
+        "kangaroo": lambda: Kangaroo(lm, adapter_for(lm), steps=4, threshold=0.0),
+        "tree": lambda: RandomTree(lm, vanilla_texts(lm, prompts, 30)),
+    }
+    if native:
+        lm.compile_for_decoding()
+    limits = zip(prompts, (9, 30, 1, 14, 30), strict=True)
+    requests = [Request(prompt, limit, seed) for seed, (prompt, limit) in enumerate(limits)]
+    engine, sampling = Engine(lm, drafters[kind]()), Sampling(temperature=temperature)
+    done = dict(engine.completions(requests, sampling, 2, keep=6))
+    assert isinstance(engine.stepper, CpuStepper) == (native and kind != "tree")
+    for index, generation in done.items():
+        assert len(generation.teacher) == len(generation.tokens) > 0
+        p_MV = forward_logits(lm, prompts[index] + generation.tokens).softmax(-1)
+        p_MV = p_MV[len(prompts[index]) - 1 : -1]
+        tokens_MK, chances_MK = topk_logits.tensors(generation.teacher)
+        torch.testing.assert_close(chances_MK, p_MV.topk(6).values, **HALF)
+        same_MK = p_MV.gather(1, tokens_MK)  # of equally likely tokens others may be kept
+        torch.testing.assert_close(same_MK, p_MV.topk(6).values, rtol=1e-4, atol=1e-7)
+        assert all(len(set(row)) == 6 for row in tokens_MK.tolist())
+        if temperature == 0:
+            assert generation.teacher["tokens"][:, 0].tolist() == generation.tokens
+    accepted = sum(step.accepted for generation in done.values() for step in generation.steps)
+    assert accepted > 9 or kind == "vanilla" or temperature
+    without = dict(engine.completions(requests, sampling, 2))
+    assert all(generation.teacher is None for generation in without.values())
+    assert all(without[i].tokens == done[i].tokens for i in done)
+
+
+def generation(text, numbers):
+    """A generation whose records are told apart by their likeliest token."""
+    tokens = np.array(numbers)[:, None]
+    kept = topk_logits.records(tokens, np.ones_like(tokens), 64)
+    return Generation(text, [StepRecord(text, 0, 0, 0.0, 0.0, 0.0, kept)])
+
+
+def test_earlier_answers_keep_their_records_as_far_as_their_tokens_are_the_same():
+    for again, expected in (([7, 8, 9], [1, 2, 3]), ([7, 5, 9], [1, 2, 0]), ([7], [1]), ([4], [1])):
+        dialogue = Dialogue(0)
+        dialogue.append([1, 2], [0, 0], generation([7, 8, 9], [1, 2, 3]))
+        assert dialogue.topk_logits["tokens"][:, 0].tolist() == [1, 2, 3]
+        mask = [0, 0, *[1] * len(again), 0]
+        dialogue.append([1, 2, *again, 3], mask, generation([6, 6], [4, 5]))
+        assert dialogue.topk_logits["tokens"][:, 0].tolist() == [*expected, 4, 5]
+        known = [number > 0 for number in expected]
+        assert topk_logits.known(dialogue.topk_logits).tolist() == [*known, True, True]
+    dialogue = Dialogue(0)
+    dialogue.append([1, 2], [0, 0], generation([7, 8, 9], [1, 2, 3]))
+    dialogue.append([5, 2, 7, 8, 9], [0, 0, 1, 1, 1], generation([6], [4]))  # another question
+    assert topk_logits.known(dialogue.topk_logits).tolist() == [False, False, False, True]
+
+
+def test_the_records_of_a_dataset_are_those_of_a_forward_over_its_text(brief, tmp_path):
+    """And go with their samples through filters and cuts."""
+    lm, _ = brief
+    fields = {"shards": 2, "shard_size": 6, "turns": [1, 3], "teacher": 4, "max_answer_tokens": 30}
+    settings(tmp_path / "data", filters=NO_FILTERS, **fields).make(*brief)
+    samples, about = store.load(tmp_path / "data")
+    assert max(len(sample["messages"]) for sample in samples) == 6
+    known = []
+    for sample in samples:
+        mask = torch.tensor(sample["loss_mask"], dtype=torch.bool)
+        p_MV = forward_logits(lm, sample["input_ids"]).softmax(-1)[:-1][mask[1:]]
+        is_known = topk_logits.known(sample["teacher"])
+        assert len(is_known) == mask.sum()
+        known += is_known.tolist()
+        _, chances_MK = topk_logits.tensors(sample["teacher"][is_known])
+        torch.testing.assert_close(chances_MK, p_MV[is_known].topk(4).values, **HALF)
+        last = answers(sample["loss_mask"])[-1]
+        assert is_known[-(last[1] - last[0]) :].all()  # of the last answer all are there
+    assert 0.5 < np.mean(known) <= 1 and about["teacher"] == {"model": TINY, "likeliest": 4}
+
+    whole = {str(s["messages"][0]): s for s in samples}
+    strict = FilterConfig(min_answer_tokens=9, max_repetition=1, near_duplicate=1)
+    settings(tmp_path / "data", filters=strict, **fields).make(*brief)
+    fewer, about = store.load(tmp_path / "data")
+    assert any(name.startswith("later turns") for name in about["dropped"])
+    for sample in fewer:
+        before = whole[str(sample["messages"][0])]["teacher"]
+        assert len(sample["teacher"]) == sum(sample["loss_mask"])
+        assert np.array_equal(sample["teacher"], before[: len(sample["teacher"])])
+
+
+def test_records_that_are_not_those_of_the_samples_are_named(target, tmp_path):
+    settings(tmp_path / "data", teacher=4).make(*target)
+    path = tmp_path / "data" / store.RECORDS
+    kept = np.load(path)
+    np.save(path, kept[:-1])
+    with pytest.raises(CorruptFile, match=r"records for \d+ tokens of the assistant"):
+        store.load(tmp_path / "data")
+    kept["chances"][3, 0] /= 2
+    np.save(path, kept)
     with pytest.raises(DataError, match="not what its provenance"):
         store.load(tmp_path / "data")
+    (tmp_path / "data.shards/00001.npy").unlink()
+    with pytest.raises(CorruptFile, match=r"delete .*00001\.jsonl"):
+        settings(tmp_path / "data", teacher=4, filters=NO_FILTERS).make(*target)
 
 
 # ---- several processes ---------------------------------------------------------------------
 
 
-class Meeting:
-    """Where the threads that stand in for processes wait for each other."""
-
-    def __init__(self, world):
-        self.barrier, self.values = threading.Barrier(world, timeout=60), [None] * world
-
-
 @dataclass(frozen=True)
 class Threaded(Ranks):
-    meeting: Meeting = field(default_factory=lambda: Meeting(1))
+    """A thread that stands in for a process; all wait for each other at the barrier."""
+
+    barrier: threading.Barrier | None = None
+    values: list = field(default_factory=list)  # of all threads
 
     def all_gather(self, value):
-        self.meeting.values[self.rank] = value
-        self.meeting.barrier.wait()
-        values = list(self.meeting.values)
-        self.meeting.barrier.wait()
+        self.values[self.rank] = value
+        self.barrier.wait()
+        values = list(self.values)
+        self.barrier.wait()
         return values
 
     def broadcast(self, value):
@@ -165,16 +287,14 @@ class Threaded(Ranks):
 
 def make(config, world):
     """Make a dataset in that many threads."""
-    meeting = Meeting(world)
-    targets = [
-        data_cases.target() for _ in range(world)
-    ]  # here, as all threads have one random generator
+    barrier, values = threading.Barrier(world, timeout=60), [None] * world
+    targets = [data_cases.target() for _ in range(world)]  # threads share one random generator
 
     def process(rank):
         try:
-            config.make(*targets[rank], Threaded(rank, world, meeting))
+            config.make(*targets[rank], Threaded(rank, world, barrier, values))
         except BaseException:
-            meeting.barrier.abort()  # as a process that has ended
+            barrier.abort()  # as a process that has ended
             raise
 
     with ThreadPoolExecutor(world, thread_name_prefix="rank") as pool:
@@ -186,8 +306,8 @@ def written(tmp_path, name):
     """Shards, the dataset's table and records."""
     patterns = ("*.jsonl", "*.arrow", "*.npy")
     folders = (tmp_path / f"{name}.shards", tmp_path / name)
-    found = [path for folder in folders for pattern in patterns for path in folder.glob(pattern)]
-    return {path.name: path.read_bytes() for path in found}
+    files = [file for folder in folders for pattern in patterns for file in folder.glob(pattern)]
+    return {file.name: file.read_bytes() for file in files}
 
 
 @pytest.mark.parametrize("world", [2, 5])

@@ -6,7 +6,7 @@ from collections import Counter
 
 import data_cases
 import pytest
-from data_cases import HEALTHY
+from data_cases import NO_FILTERS
 from datasets import Dataset
 
 from kangaroo.data import reading, store
@@ -42,22 +42,21 @@ TALKS = [chat(q, f"An answer to: {q}", f"And why {i}?", "So.") for i, q in enume
 
 
 def config(tmp_path, source, **changes):
-    fields = {
-        "shard_size": 2,
-        "batch_size": 3,
-        "max_answer_tokens": 20,
-        "answer_temperatures": [0.7],
-        "filters": HEALTHY,
-    }
-    return ConversationsConfig(
-        path=str(tmp_path / "data"), source=str(source), **(fields | changes)
-    )
+    fields = {"path": str(tmp_path / "data"), "source": str(source), "filters": NO_FILTERS}
+    fields |= {"shard_size": 2, "batch_size": 3, "max_answer_tokens": 20}
+    return ConversationsConfig(**(fields | {"answer_temperatures": [0.7]} | changes))
 
 
-def written(tmp_path, talks=TALKS, name="talks.jsonl"):
-    path = tmp_path / name
-    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+def written(tmp_path, records):
+    """A file of JSON lines; a list is a conversation."""
+    records = [{"messages": each} if isinstance(each, list) else each for each in records]
+    path = tmp_path / "talks.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)) + "\n")
     return path
+
+
+def read_from(tmp_path, *records, **options):
+    return read(Source(str(written(tmp_path, records)), **options), None)
 
 
 def test_every_form_gives_the_same_conversations(tmp_path):
@@ -65,13 +64,11 @@ def test_every_form_gives_the_same_conversations(tmp_path):
     table = Dataset.from_list([{"messages": talk} for talk in TALKS])
     (tmp_path / "list.json").write_text("\n " + json.dumps(records, indent=1))
     (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, records)))
-    (tmp_path / "mark.jsonl").write_bytes(
-        b"\xef\xbb\xbf" + "\n\n".join(map(json.dumps, records)).encode() + b"\n\n"
-    )
+    mark = "\ufeff" + "\n\n".join(map(json.dumps, records)) + "\n\n"
+    (tmp_path / "mark.jsonl").write_text(mark, encoding="utf-8")
     table.to_parquet(tmp_path / "table.parquet")
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    table.to_parquet(folder / "train-00000.parquet")
+    (tmp_path / "folder").mkdir()
+    table.to_parquet(tmp_path / "folder/train-00000.parquet")
     cells = Dataset.from_list([{"messages": json.dumps(talk)} for talk in TALKS])
     cells.to_csv(tmp_path / "cells.csv")
     table.save_to_disk(tmp_path / "saved")
@@ -82,19 +79,15 @@ def test_every_form_gives_the_same_conversations(tmp_path):
 
 
 def test_a_benchs_questions_and_a_column_that_is_named_are_read(tmp_path, target):
-    path = tmp_path / "talks.jsonl"
-    path.write_text(json.dumps({"question_id": 7, "turns": ["Who?", "And then?"]}))
-    (messages,) = read(Source(str(path)), None)
+    (messages,) = read_from(tmp_path, {"question_id": 7, "turns": ["Who?", "And then?"]})
     assert [turn["content"] for turn in messages] == ["Who?", "And then?"]
-    kept = [{"role": "user", "content": "Who?"}]
-    assert regular(messages) == (kept, "two user turns in a row")
-    path.write_text(json.dumps({"prompt": "x", "talk": chat("Why?", "So.")}))
-    assert read(Source(str(path), column="talk"), None) == [chat("Why?", "So.")]
+    assert regular(messages) == (chat("Who?"), "two user turns in a row")
+    named = {"prompt": "x", "talk": chat("Why?", "So.")}
+    assert read_from(tmp_path, named, column="talk") == [chat("Why?", "So.")]
     with pytest.raises(DataError, match=r"no 'text' among its fields .*column"):
-        read(Source(str(path), column="text"), None)
+        read_from(tmp_path, named, column="text")
     # half a surrogate pair becomes a character that tokenizers take
-    path.write_text('{"messages": [{"role": "user", "content": "a \\ud83e b"}]}')
-    ((turn,),) = read(Source(str(path)), None)
+    ((turn,),) = read_from(tmp_path, chat("a \ud83e b"))
     assert prompt_ids(target[1], [turn])
 
 
@@ -103,7 +96,6 @@ def test_a_benchs_questions_and_a_column_that_is_named_are_read(tmp_path, target
     [
         ("", "holds no conversations"),
         ("[{}]", r"record 1: no conversation among its fields \(none\)"),
-        ("[1]", "record 1: a int, not an object"),
         ('{"messages": []', r"record 1: a line that is not JSON.*data\.skip_bad=true"),
         ('[{"messages": []}', "is not JSON"),
         ('{"messages": []}\n{"messages": "hello"}', "record 2: 'messages' is text, but not JSON"),
@@ -136,21 +128,17 @@ def test_what_is_null_is_as_good_as_absent(tmp_path):
         {"messages": [{"from": None, "value": None} | turn for turn in TALKS[1]]},
     ]
     Dataset.from_list(records).to_parquet(tmp_path / "talks.parquet")
-    (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, records)))
-    for name in ("talks.parquet", "talks.jsonl"):
-        assert read(Source(str(tmp_path / name)), None) == TALKS[:2], name
+    assert read(Source(str(tmp_path / "talks.parquet")), None) == TALKS[:2]
+    assert read_from(tmp_path, *records) == TALKS[:2]
     with pytest.raises(DataError, match=r"record 2: no 'conversations' .*\(messages\)"):
-        read(Source(str(tmp_path / "talks.jsonl"), column="conversations"), None)
+        read_from(tmp_path, *records, column="conversations")
 
 
+TOOL = [*chat("How warm?", None), {"role": "tool", "content": "7"}]
 BAD = [
     ("a line that is not JSON", '{"messages": ['),
     ("a int, not an object", "7"),
-    (
-        "a turn of role 'tool' (in 'role' or 'from')",
-        '{"messages": [{"role": "user", "content": "How warm?"}, {"role": "assistant", '
-        '"content": null, "tool_calls": []}, {"role": "tool", "content": "7"}]}',
-    ),
+    ("a turn of role 'tool' (in 'role' or 'from')", json.dumps({"messages": TOOL})),
 ]
 UNUSABLE = [
     ("no user turn", []),
@@ -166,7 +154,7 @@ UNUSABLE = [
 
 
 def test_what_is_left_out_is_counted_by_what_was_wrong(target, tmp_path, caplog):
-    path = written(tmp_path, [*TALKS, *(talk for _, talk in UNUSABLE)])
+    path = written(tmp_path, TALKS + [talk for _, talk in UNUSABLE])
     path.write_text(path.read_text() + "\n".join(line for _, line in BAD))
     options = {"regenerate": False, "max_length": 1000}
     with caplog.at_level("INFO"):
@@ -183,7 +171,7 @@ def test_what_is_left_out_is_counted_by_what_was_wrong(target, tmp_path, caplog)
 
 
 def test_one_file_of_a_dataset_on_the_hub_is_fetched_and_read(tmp_path, monkeypatch):
-    path = written(tmp_path)
+    path = written(tmp_path, TALKS)
 
     def fetch(repo, file, *, repo_type, revision):
         assert (repo, file) == ("some/talks", "v1/talks.jsonl")
@@ -192,7 +180,7 @@ def test_one_file_of_a_dataset_on_the_hub_is_fetched_and_read(tmp_path, monkeypa
 
     monkeypatch.setattr(reading, "hf_hub_download", fetch)
     source = Source("hf://datasets/some/talks/v1/talks.jsonl", revision="main")
-    assert read(source, None) == read(Source(str(path)), None)
+    assert read(source, None) == TALKS
 
 
 FILES = [f"hf://datasets/{path}" for path in ("some/talks/talks.json", "some/talks", "some", "")]
@@ -216,7 +204,7 @@ def test_turns_are_kept_as_far_as_they_alternate(roles, kept):
 
 def test_text_as_it_is_gets_the_templates_mask(target, tmp_path):
     lm, tokenizer = target
-    config(tmp_path, written(tmp_path), regenerate=False).make(lm, tokenizer)
+    config(tmp_path, written(tmp_path, TALKS), regenerate=False).make(lm, tokenizer)
     samples, _ = store.load(tmp_path / "data")
     assert [sample["messages"] for sample in samples] == TALKS
     for sample in samples:
@@ -250,7 +238,7 @@ def test_answers_are_the_targets_with_its_earlier_answers_before_them(target, tm
 
 def test_regeneration_goes_on_and_follows_a_source_that_grows(target, tmp_path):
     lm, tokenizer = target
-    source = written(tmp_path)
+    source = written(tmp_path, TALKS)
     config(tmp_path, source, limit=4).make(lm, tokenizer)
     shards = sorted((tmp_path / "data.shards").glob("*.jsonl"))
     before = {path: path.stat().st_mtime_ns for path in shards}
@@ -268,15 +256,15 @@ def test_regeneration_goes_on_and_follows_a_source_that_grows(target, tmp_path):
 
 
 def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
-    only_questions = written(tmp_path, [chat("Why?")], "q.jsonl")
+    only_questions = written(tmp_path, [chat("Why?")])
     with pytest.raises(DataError, match=r"none of the 1 .*with an answer: 1 no answer"):
         config(tmp_path, only_questions, regenerate=False).make(*target)
     with pytest.raises(DataError, match=r"none of the 1 conversations.*has a user turn"):
-        config(tmp_path, written(tmp_path, [[]], "e.jsonl")).make(*target)
+        config(tmp_path, written(tmp_path, [[]])).make(*target)
     with pytest.raises(DataError, match=r"none of 5 conversations is usable \(5 too long\)"):
-        config(tmp_path, written(tmp_path), max_length=10).make(*target)
+        config(tmp_path, written(tmp_path, TALKS), max_length=10).make(*target)
     with pytest.raises(DataError, match="max_length=10 there, 2048 now"):
-        config(tmp_path, written(tmp_path)).make(*target)
+        config(tmp_path, written(tmp_path, TALKS)).make(*target)
 
 
 # ---- splitting ---------------------------------------------------------------------------------
@@ -284,40 +272,28 @@ def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
 PASSAGE = " ".join(f"word{i}" for i in range(SHARED))
 
 
-@pytest.fixture
-def source_of(tmp_path):
-    def write(records):
-        file = tmp_path / "asked.jsonl"
-        file.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return Source(str(file))
-
-    return write
-
-
 def question(text, **more):
-    turns = [{"from": "human", "value": text}, {"from": "gpt", "value": f"About {text}"}]
-    return more | {"conversations": turns}
+    return more | {"messages": chat(text, f"About {text}")}
 
 
-def texts(records):
-    return [record["conversations"][0]["value"] for record in records]
+def parts_of(tmp_path, records, held=1, seed=0, **options):
+    return split(Source(str(written(tmp_path, records))), held, seed, **options)
 
 
-def test_every_question_is_on_one_side_as_many_of_each_task_held_out(source_of, tmp_path):
+def test_every_question_is_on_one_side_as_many_of_each_task_held_out(tmp_path):
     """A task is what the record calls it, and the files are read by what they are for."""
     records = [question(f"Add {i}", task="math") for i in range(9)]
     records += [question(f"Say {i}", category="talk") for i in range(7)]
     records += [question(f"Do {i}") for i in range(4)]
-    source = source_of(records)
-    parts = split(source, held=3, seed=0)
+    parts = parts_of(tmp_path, records, held=3)
     tasks = Counter(question["category"] for question in parts.held_out)
-    assert tasks == {"all": 3, "math": 3, "talk": 3}
-    assert parts.left_out == 0
+    assert tasks == {"all": 3, "math": 3, "talk": 3} and parts.left_out == 0
     asked = [question["turns"][0] for question in parts.held_out]
-    assert sorted(asked + texts(parts.training)) == sorted(texts(records))
+    sides = asked + [record["messages"][0]["content"] for record in parts.training]
+    assert sorted(sides) == sorted(record["messages"][0]["content"] for record in records)
     assert [question["question_id"] for question in parts.held_out] == list(range(9))
-    assert parts == split(source, held=3, seed=0)
-    assert parts != split(source, held=3, seed=1)
+    assert parts == parts_of(tmp_path, records, held=3)
+    assert parts != parts_of(tmp_path, records, held=3, seed=1)
     parts.write(tmp_path / "parts")
     assert len(read(Source(str(tmp_path / "parts" / TRAINING)), None)) == 11
     bench = load_questions(BenchConfig(path=str(tmp_path / "parts" / HELD_OUT)))
@@ -328,26 +304,26 @@ def test_every_question_is_on_one_side_as_many_of_each_task_held_out(source_of, 
     ("passage", "learnt"), [(PASSAGE, 0), (PASSAGE.rsplit(" ", 1)[0], 5)], ids=["shared", "short"]
 )
 def test_who_shares_a_passage_with_a_held_out_question_is_not_learnt_from(
-    passage, learnt, source_of
+    passage, learnt, tmp_path
 ):
     """A run of `SHARED` words in any turn; one word less is what many questions have."""
-    parts = split(source_of([question(f"Q{i} {passage}") for i in range(6)]), held=1, seed=0)
+    parts = parts_of(tmp_path, [question(f"Q{i} {passage}") for i in range(6)])
     assert len(parts.held_out) == 1 and len(parts.training) == learnt == 5 - parts.left_out
 
 
-def test_records_without_a_question_are_left_out_and_bad_ones_are_named(source_of):
-    empty, bad = {"conversations": [{"from": "gpt", "value": "Hello"}]}, {"text": "a"}
-    parts = split(source_of([empty, question("a"), question("b")]), held=1, seed=0)
-    assert len(parts.training) == len(parts.held_out) == 1
-    three = [question(x) for x in "abc"]
-    refused = [
+def test_records_without_a_question_are_left_out_and_bad_ones_are_named(tmp_path):
+    empty, bad = chat("", "Hello")[1:], {"text": "a"}
+    two, left_out = [question("a"), question("b")], Counter()
+    for parts in (
+        parts_of(tmp_path, [empty, *two]),
+        parts_of(tmp_path, [bad, *two], left_out=left_out),
+    ):
+        assert len(parts.training) == len(parts.held_out) == 1
+    assert left_out.total() == 1
+    for records, held, message in (
         ([empty], 1, "holds no questions"),
-        (three, 3, r"task 'all' of .* has 3 questions, and 3 were .* Pass held= below 3"),
+        (two, 2, r"task 'all' of .* has 2 questions, and 2 were .* Pass held= below 2"),
         ([bad], 1, "record 1: no conversation"),
-    ]
-    for records, held, message in refused:
+    ):
         with pytest.raises(DataError, match=message):
-            split(source_of(records), held=held, seed=0)
-    left_out = Counter()
-    parts = split(source_of([bad, question("a"), question("b")]), held=1, seed=0, left_out=left_out)
-    assert len(parts.training) == 1 and left_out.total() == 1
+            parts_of(tmp_path, records, held)

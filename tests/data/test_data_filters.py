@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from kangaroo.data.filters import FilterConfig, Questions, answers, cut, repetition, select
+from kangaroo.data.filters import FilterConfig, Questions, answers, repetition, select
 
 
 def conversation(*turns):
@@ -55,6 +55,7 @@ def test_degenerate_turns_are_dropped_or_cut_off_and_counted(bad, reason):
     assert samples == [conversation(fine)] and dropped == {f"later turns: {reason}": 1}
     healthy = conversation(fine, ("And then?", GOOD))
     assert kept(healthy) == ([healthy], {})
+    assert answers(healthy["loss_mask"]) == [(2, 22), (24, 44)]
 
 
 def test_an_answer_of_blanks_is_empty_however_many_tokens_it_has():
@@ -75,10 +76,3 @@ def test_any_question_meets_itself_alone(text):
     questions = Questions(0.7)
     assert questions.met(text) == "" and questions.met(text) == "duplicate"
     assert questions.met(QUESTIONS[2]) == ""
-
-
-def test_cutting_keeps_text_tokens_and_mask_together():
-    whole = conversation(("a?", GOOD), ("b?", [1, 2, 3, 4, 5]), ("c?", GOOD))
-    assert answers(whole["loss_mask"]) == [(2, 22), (24, 29), (31, 51)]
-    assert cut(whole, 2) == conversation(("a?", GOOD), ("b?", [1, 2, 3, 4, 5]))
-    assert cut(whole, 3) == whole

@@ -47,37 +47,21 @@ def record(question_id, *pairs, category="qa", fork=None, prompts=(3, 3)):
     return Record(question_id, category, turns, finished=0.0)
 
 
-SETTINGS = {
-    "model": "m",
-    "drafter": "d",
-    "bench": "b",
-    "dtype": "float32",
-    "device": "cpu",
-    "max_new_tokens": 8,
-    "sampling.temperature": 0.0,
-    "sampling.rule": "match",
-    "baselines": ["vanilla"],
-}
-ABOUT = {
-    "settings": SETTINGS,
-    "drafter_cost": {"parameters": 10, "training": {"trained_positions": 1200, "epochs": 2}},
-    "provenance": {
-        "command": "evaluate.py",
-        "git_revision": "abc",
-        "time": "now",
-        "versions": {"torch": "2"},
-        "hardware": {"cpu": "x", "threads": 1, "cuda": None},
-    },
-}
+SETTINGS = {"model": "m", "drafter": "d", "bench": "b", "dtype": "float32", "device": "cpu"}
+SETTINGS |= {"max_new_tokens": 8, "sampling.temperature": 0.0, "sampling.rule": "match"}
+SETTINGS["baselines"] = ["vanilla"]
+COST = {"parameters": 10, "training": {"trained_positions": 1200, "epochs": 2}}
+PROVENANCE = {"command": "evaluate.py", "git_revision": "abc", "time": "now"}
+PROVENANCE |= {"versions": {"torch": "2"}, "hardware": {"cpu": "x", "threads": 1, "cuda": None}}
 
 
-def summarised(records, cost=None, **settings):
+def summarised(records, cost=COST, **settings):
     """The summary of a run."""
-    about = ABOUT | {"settings": SETTINGS | settings}
-    return summary.summarise(records, about | ({"drafter_cost": cost} if cost else {}))
+    about = {"settings": SETTINGS | settings, "drafter_cost": cost, "provenance": PROVENANCE}
+    return summary.summarise(records, about)
 
 
-def finish(folder, records, cost=None, **settings):
+def finish(folder, records, cost=COST, **settings):
     """A finished run, called as its folder where nothing else is said."""
     folder.mkdir(parents=True)
     writer = Writer(folder)

@@ -12,14 +12,14 @@ import torch
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.evaluation.run import EvaluateConfig, Evaluator, MethodSpec
+from kangaroo.evaluation.run import Baseline, EvaluateConfig, Evaluator, MethodSpec
 from kangaroo.models.loading import byte_tokenizer, random_model
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.ranks import join
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import adapter_for
 
+ONLY_VANILLA = [Baseline.vanilla]
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["Tell me a tale.", "Shorter."]},
     {"question_id": 90, "category": "math", "turns": ["What is 2 + 2?", "And 3 + 3?"]},
@@ -62,5 +62,4 @@ def evaluate_tiny(output, bench_file, lm=None, ranks=None, **changes):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with join() as ranks:
-        evaluate_tiny(sys.argv[1], sys.argv[2], ranks=ranks)
+    evaluate_tiny(sys.argv[1], sys.argv[2])

@@ -3,10 +3,9 @@
 from functools import cache
 
 from commands import ROOT
-from hydra import compose, initialize_config_dir
+from composing import of_command
 from omegaconf import OmegaConf
 
-from kangaroo import cli
 from kangaroo.cli.command import varied
 from kangaroo.evaluation.records import AGAIN
 
@@ -19,18 +18,15 @@ FILES = {path.stem for path in (ROOT / "configs/experiment/paper").glob("*.yaml"
 @cache
 def composed(name, *overrides):
     """The typed config of an experiment."""
-    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
-        return OmegaConf.to_object(
-            compose("evaluate", [f"experiment=paper/{name}", "output=out", *overrides])
-        )
+    options = [f"experiment=paper/{name}", "output=out", *overrides]
+    return OmegaConf.to_object(of_command("evaluate", options))
 
 
 @cache
 def jobs(name, *overrides):
     """What an experiment tells Hydra: its folders and its sweep."""
-    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
-        words = [f"experiment=paper/{name}", *overrides]
-        return compose("evaluate", words, return_hydra_config=True).hydra
+    options = [f"experiment=paper/{name}", *overrides]
+    return of_command("evaluate", options, return_hydra_config=True).hydra
 
 
 def methods_of(name):

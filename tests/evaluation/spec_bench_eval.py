@@ -6,64 +6,55 @@ from pathlib import Path
 
 import torch
 
+# Its options, beside which a method may have more.
+OPTIONS = """
+    question_begin question_end max_new_tokens num_choices num_gpus_per_model num_gpus_total
+""".split()
+
 
 @torch.inference_mode()
-def run_eval(
-    model,
-    tokenizer,
-    forward_func,
-    model_id,
-    question_file,
-    question_begin,
-    question_end,
-    answer_file,
-    max_new_tokens,
-    num_choices,
-    num_gpus_per_model,
-    num_gpus_total,
-    **kwargs,
-):
+def run_eval(model, tokenizer, forward_func, model_id, question_file, answer_file, **kwargs):
     """Every question, `num_choices` times; a line of the answer file each."""
-    assert num_gpus_total % num_gpus_per_model == 0 and isinstance(model.config._name_or_path, str)
+    begin, end, limit, num_choices, *gpus = (kwargs.pop(name) for name in OPTIONS)
+    assert gpus[1] % gpus[0] == 0 and isinstance(model.config._name_or_path, str)
     model.eval()
-    lines = Path(question_file).read_text().splitlines()[question_begin:question_end]
-    for question in map(json.loads, lines):
+
+    def decode(inputs):
+        random = torch.get_rng_state()
+        try:
+            output = forward_func(inputs, model, tokenizer, limit, **kwargs)
+        except RuntimeError:  # as the real one does, which a method should not rely on
+            raise AssertionError("a RuntimeError would be written as an answer") from None
+        assert torch.equal(random, torch.get_rng_state()), "the generator of others was used"
+        return checked(output, inputs, limit)
+
+    Path(answer_file).parent.mkdir(parents=True, exist_ok=True)
+    for question in map(json.loads, Path(question_file).read_text().splitlines()[begin:end]):
         choices = []
         for index in range(num_choices):
             torch.manual_seed(index)
-            choices.append({"index": index} | answers(question, locals() | kwargs, kwargs))
-        Path(answer_file).parent.mkdir(parents=True, exist_ok=True)
+            choices.append({"index": index} | answers(question["turns"], tokenizer, decode))
         about = {name: question[name] for name in ("question_id", "category")}
         line = about | {"answer_id": "x", "model_id": model_id, "choices": choices}
         with Path(answer_file).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def answers(question, call, kwargs):
+def answers(turns, tokenizer, decode):
     """All turns of a question; the conversation goes on with the answers."""
-    tokenizer, messages = call["tokenizer"], []
-    result = {k: [] for k in ("turns", "decoding_steps", "new_tokens")}
-    accepted = []
-    for text in question["turns"]:
+    result = {k: [] for k in ("turns", "decoding_steps", "new_tokens", "accept_lengths")}
+    messages = []
+    for text in turns:
         messages.append({"role": "user", "content": text})
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        inputs = tokenizer([prompt], return_tensors="pt").to(call["model"].device)
-        random = torch.get_rng_state()
-        try:
-            output = call["forward_func"](
-                inputs, call["model"], tokenizer, call["max_new_tokens"], **kwargs
-            )
-        except RuntimeError:  # as the real one does, which a method should not rely on
-            raise AssertionError("a RuntimeError would be written as an answer") from None
-        assert torch.equal(random, torch.get_rng_state()), "the generator of others was used"
-        new_ids, steps, lengths = checked(output, inputs, call["max_new_tokens"])
+        new_ids, steps, lengths = decode(tokenizer([prompt], return_tensors="pt"))
         answer = tokenizer.decode(new_ids, skip_special_tokens=True).strip()
         result["turns"].append(answer)
         result["decoding_steps"].append(steps)
         result["new_tokens"].append(len(new_ids))
-        accepted += lengths
+        result["accept_lengths"] += lengths
         messages.append({"role": "assistant", "content": answer})
-    return result | {"accept_lengths": accepted}
+    return result
 
 
 def checked(output, inputs, max_new_tokens):

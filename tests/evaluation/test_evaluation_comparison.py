@@ -1,15 +1,20 @@
-"""Methods side by side and in pairs, from records by hand."""
+"""Methods side by side, by input length and in pairs, from records by hand."""
 
 import json
 
 import numpy as np
 import pytest
 from commands import ROOT
-from evaluation_records import finish, hf_run, record, run, shown, vanilla_run
+from datasets import Dataset
+from evaluation_records import COST, finish, hf_run, record, run, shown, vanilla_run
+from evaluation_worker import ONLY_VANILLA, evaluate_tiny
 
 from kangaroo.evaluation import comparison
+from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.evaluation.metrics import estimate
 from kangaroo.evaluation.records import Fork
+from kangaroo.evaluation.summary import by_length
+from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import fitting, named_by
 from kangaroo.utils.tables import short
@@ -17,7 +22,7 @@ from kangaroo.utils.tables import short
 TASKS = ["qa", "rag", "math_reasoning", "translation", "summarization", "writing"]
 
 
-def job(folder, name, seconds=1.0, fork=None, drafts=True, cost=None, **settings):
+def job(folder, name, seconds=1.0, fork=None, drafts=True, cost=COST, **settings):
     """A job whose rounds took so long; vanilla took 9 seconds for each question, hf 12."""
     records = []
     for i, task in enumerate([*TASKS, *TASKS]):
@@ -44,15 +49,8 @@ def sweep(tmp_path):
 # --- side by side
 
 
-def test_the_fastest_comes_first_and_what_is_not_finished_nowhere(sweep):
-    names = [method["name"] for method in comparison.compare(sweep)["methods"]]
-    assert names == ["kangaroo,threshold=0.4", "medusa", "vanilla"]
-    assert comparison.compare(sweep / "lookahead") is None
-
-
-def test_the_table_holds_each_methods_metrics_and_costs(sweep):
-    methods = comparison.compare(sweep)["methods"]
-    kangaroo, medusa, vanilla = comparison.rows_of(methods)
+def test_the_table_holds_each_finished_methods_metrics_and_costs_the_fastest_first(sweep):
+    kangaroo, medusa, vanilla = comparison.rows_of(comparison.compare(sweep)["methods"])
     assert kangaroo == {
         "method": "kangaroo,threshold=0.4",
         "speedup": "2.80",
@@ -73,10 +71,10 @@ def test_the_table_holds_each_methods_metrics_and_costs(sweep):
     }
     low, high = map(float, kangaroo["95%"].split("-"))
     assert low < 12 * 9 / (12 * 3 + 2 * 66 / 50) < high
-    assert medusa["lossless"] == "12/12, bugs: 1"
+    assert (medusa["method"], medusa["lossless"]) == ("medusa", "12/12, bugs: 1")
     # it drafts nothing, so accepts nothing
-    assert [vanilla[name] for name in ("CR", "CTAR(1)", "CTAR(3)", "accepted")] == ["1.00", *"---"]
-    assert vanilla["training"] == "none"
+    names = ("method", "CR", "CTAR(1)", "CTAR(3)", "accepted", "training")
+    assert [vanilla[name] for name in names] == ["vanilla", "1.00", *"---", "none"]
 
 
 def test_jobs_that_were_asked_differently_are_not_compared(sweep):
@@ -96,21 +94,25 @@ def test_the_files_have_every_method_under_every_task_and_every_pair_once(sweep)
     assert "12 questions, 12 turns, at most 8 new tokens, greedy" in text
     assert (sweep / "speedup.png").read_bytes().startswith(b"\x89PNG")
     pair, *others = result["paired"]
-    assert [(p["row"], p["column"]) for p in others] == [
-        ("kangaroo,threshold=0.4", "vanilla"),
-        ("medusa", "vanilla"),
-    ]
+    names = [name.partition(",")[0] for other in others for name in (other["row"], other["column"])]
+    assert names == ["kangaroo", "vanilla", "medusa", "vanilla"]
     low, high = pair["speed_ratio_ci95"]
     assert f"| {pair['speed_ratio']:.2f} ({low:.2f}-{high:.2f}) |" in text
     assert comparison.compare(sweep) == result  # it does not read what it wrote
+    assert comparison.compare(sweep / "lookahead") is None
 
 
 def test_a_comparison_stands_without_baselines_and_with_a_single_question(tmp_path):
-    finish(tmp_path / "kangaroo", [record(1, (run([4], [3], [3], [1.0]), None))], baselines=[])
-    result = comparison.compare(tmp_path)
-    comparison.write(result, tmp_path)
-    (row,) = comparison.rows_of(result["methods"])
+    method, odd = run([4], [3], [3], [1.0]), r"a|b [x] $\frac{$"
+    finish(tmp_path / "alone/kangaroo", [record(1, (method, None))], baselines=[])
+    finish(tmp_path / "one/kangaroo", [record(1, (method, vanilla_run(4)), category=odd)])
+    alone, single = (comparison.compare(tmp_path / name) for name in ("alone", "one"))
+    comparison.write(alone, tmp_path)
+    (row,) = comparison.rows_of(alone["methods"])
     assert {row[name] for name in ("speedup", "95%", "vs hf", "95% vs hf")} == {"-"}
+    comparison.write(single, tmp_path)
+    assert r"| method | a\|b [x] $\frac{$ | overall |" in (tmp_path / "report.md").read_text()
+    assert "a single question does not show which is." in shown(single)
 
 
 def test_the_terminals_table_fits_80_columns_and_folds_no_drafters_name(tmp_path):
@@ -149,12 +151,9 @@ def test_a_committed_page_follows_from_its_results():
     assert comparison.markdown(result, "img/spec_bench_speedup.png") == page.read_text()
 
 
-@pytest.mark.parametrize(
-    "value, text",
-    [(0, "0"), (66, "66"), (999, "999"), (1000, "1k"), (885_888, "886k"), (1_267_359, "1.27M")],
-)
-def test_numbers_are_shortened_to_three_digits(value, text):
-    assert short(value) == text
+def test_numbers_are_shortened_to_three_digits():
+    texts = {0: "0", 66: "66", 999: "999", 1000: "1k", 885_888: "886k", 1_267_359: "1.27M"}
+    assert {value: short(value) for value in texts} == texts
 
 
 def test_a_jobs_folder_is_named_by_the_drafters_settings_and_the_sweeps_by_the_others():
@@ -165,9 +164,7 @@ def test_a_jobs_folder_is_named_by_the_drafters_settings_and_the_sweeps_by_the_o
     assert named_by(words, excluded, "others") == ",sampling.top_p=0.9,seed=3"
     assert named_by(words[::-1], excluded, "others") == ",sampling.top_p=0.9,seed=3"
     assert named_by([], excluded, "drafter") == ""
-
-
-def test_only_names_that_are_too_long_are_shortened():
+    # only names that are too long are shortened
     assert fitting("outputs/threshold=0.4,steps=6") == "outputs/threshold=0.4,steps=6"
     long, other = "a" * 190 + "é" * 20, "a" * 190 + "é" * 19 + "b"
     first, second = fitting(f"{long}/{long}").split("/")
@@ -175,29 +172,93 @@ def test_only_names_that_are_too_long_are_shortened():
     assert len(first.encode()) <= 200
 
 
+# --- by input length
+
+# Of each category, how many of four draft tokens are accepted in each round; at 2k one fewer.
+ACCEPTED = {"low_entropy": [4, 3, 3], "mixed": [3, 1, 2], "high_entropy": [1, 1, 1]}
+
+# What each metric divides for a question of each category, at 1k and at 2k. A prefill is a round,
+# takes a second and drafts nothing; a round takes a second, as one of vanilla's tokens does.
+COUNTS = {
+    "Speedup over vanilla": ([(15, 4), (11, 4), (8, 4)], [(12, 4), (8, 4), (5, 4)]),
+    "Compression rate": ([(14, 4), (10, 4), (7, 4)], [(11, 4), (7, 4), (4, 4)]),
+    "Acceptance length": ([(13, 3), (9, 3), (6, 3)], [(10, 3), (6, 3), (3, 3)]),
+    "CTAR(1)": ([(3, 4), (3, 4), (3, 4)], [(3, 4), (2, 4), (0, 4)]),
+    "CTAR(2)": ([(3, 4), (2, 4), (0, 4)], [(3, 4), (1, 4), (0, 4)]),
+    "CTAR(3)": ([(3, 4), (1, 4), (0, 4)], [(1, 4), (0, 4), (0, 4)]),
+}
+
+
+def answered(question):
+    is_long = len(question.turns[0]) > 1500
+    accepted = [0, *(n - is_long for n in ACCEPTED[question.category])]
+    emitted = [n + 1 for n in accepted]
+    method = run(emitted, accepted, [0, 4, 4, 4], [0.0, 1.0, 1.0, 1.0])
+    pair, prompts = (method, vanilla_run(sum(emitted))), [2048 if is_long else 1024]
+    return record(question.question_id, pair, category=question.category, prompts=prompts)
+
+
+def test_each_metric_is_shown_by_category_and_by_input_length(tmp_path):
+    """Of SPEED-Bench's inputs of two lengths, in files as NVIDIA's script writes them."""
+    for size in (1, 2):
+        names = {f"{category}-{size}-{i}": category for category in ACCEPTED for i in range(2)}
+        table = Dataset.from_dict(
+            {
+                "question_id": list(names),
+                "category": list(names.values()),
+                "turns": [[f"Sum up {name}: " + "word " * 200 * size] for name in names],
+            }
+        )
+        table.to_parquet(tmp_path / f"speed/throughput_{size}k/test.parquet")
+    questions = load_questions(BenchConfig("speed_bench", path=str(tmp_path / "speed")))
+    finish(tmp_path / "out/mine", [answered(question) for question in questions])
+    text = comparison.markdown(comparison.compare(tmp_path / "out"))
+    for heading, (at_1k, at_2k) in COUNTS.items():
+        by_task = dict(zip(ACCEPTED, zip(at_1k, at_2k, strict=True), strict=True))
+        for named, groups in (("input length", {"1k": at_1k, "2k": at_2k}), ("task", by_task)):
+            cells = {
+                name: tables.estimate(*estimate(np.repeat(counts, 2, axis=0).astype(float)))
+                for name, counts in (groups | {"overall": at_1k + at_2k}).items()
+            }
+            headings, _, row = text.partition(f"## {heading} by {named}\n\n")[2].splitlines()[:3]
+            assert headings == f"| method | {' | '.join(cells)} |"
+            row = row.replace(", no difference shown", "")
+            assert row == f"| mine | {' | '.join(cells.values())} |"
+
+    settings = {"warmup": 0, "max_new_tokens": 4, "baselines": ONLY_VANILLA}
+    summary = evaluate_tiny(tmp_path / "tiny", tmp_path / "speed", question_every=3, **settings)
+    assert {k: part["questions"] for k, part in summary["by_length"].items()} == {"1k": 2, "2k": 2}
+    text = comparison.markdown(comparison.compare(tmp_path / "tiny"))
+    assert text.count("| method | 1k | 2k | overall |") == len(COUNTS)
+
+
+def test_of_a_question_each_turn_counts_where_its_prompt_belongs():
+    pair = run([4], [3], [3], [1.0]), vanilla_run(4)
+    records = [record(1, pair, pair, prompts=[40, 1100]), record(2, pair, prompts=[2900])]
+    parts = by_length(records)
+    questions = {name: [each.question_id for each in part] for name, part in parts.items()}
+    assert questions == {"shorter": [1], "1k": [1], "4k": [2]}
+    assert [turn.prompt_tokens for turn in parts["1k"][0].turns] == [1100]
+    assert by_length(records[:1]) == {}  # prompts of one length have no table
+
+
 # --- in pairs
 
 
 def by_question(seconds, vanilla):
     """What a summary says of each question."""
-    names = ("question_id", "paired_seconds", "vanilla_paired_seconds")
     return [
-        dict(zip(names, x, strict=True))
-        for x in zip(range(len(seconds)), seconds, vanilla, strict=True)
+        {"question_id": i, "paired_seconds": ours, "vanilla_paired_seconds": theirs}
+        for i, (ours, theirs) in enumerate(zip(seconds, vanilla, strict=True))
     ]
-
-
-def ends(questions):
-    seconds = [(q["vanilla_paired_seconds"], q["paired_seconds"]) for q in questions]
-    return estimate(np.array(seconds)).ends
 
 
 @pytest.fixture
 def timed():
-    """Vanilla's seconds, and those of a drafter that some questions suit far more than others."""
+    """A drafter's seconds, which some questions suit far more than others, and vanilla's."""
     rng = np.random.default_rng(1)
     vanilla = rng.uniform(1, 3, 40)
-    return vanilla, vanilla / rng.uniform(1, 3, 40)
+    return vanilla / rng.uniform(1, 3, 40), vanilla
 
 
 def compared(**methods):
@@ -206,20 +267,19 @@ def compared(**methods):
 
 def test_a_difference_shows_that_the_intervals_of_the_speedups_hide(timed):
     """One method is 5% faster on every question, whose speedups differ by much more than that."""
-    vanilla, seconds = timed
-    fast, slow = by_question(seconds / 1.05, vanilla), by_question(seconds, vanilla)
-    assert ends(fast)[0] < ends(slow)[1]
-    pair = compared(fast=fast, slow=slow)
+    seconds, vanilla = timed
+    fast, slow = (estimate(np.stack([vanilla, s], 1)).ends for s in (seconds / 1.05, seconds))
+    assert fast[0] < slow[1]
+    pair = compared(fast=by_question(seconds / 1.05, vanilla), slow=by_question(*timed))
     low, high = pair["speed_ratio_ci95"]
     assert pair["speed_ratio"] == pytest.approx(1.05)
     assert 1 < low <= pair["speed_ratio"] <= high < 1.06
 
 
 def test_methods_that_differ_by_chance_show_no_difference(timed):
-    vanilla, seconds = timed
+    seconds, vanilla = timed
     noise = 1 + np.random.default_rng(2).normal(0, 0.03, len(seconds))
-    a, b = by_question(seconds, vanilla), by_question(seconds * noise, vanilla)
-    pair = compared(a=a, b=b)
+    pair = compared(a=by_question(*timed), b=by_question(seconds * noise, vanilla))
     low, high = pair["speed_ratio_ci95"]
     text = f"{pair['speed_ratio']:.2f} ({low:.2f}-{high:.2f}), no difference shown"
     assert comparison.pair_table([pair]) == [{"": "a", "b": text}]
@@ -227,23 +287,18 @@ def test_methods_that_differ_by_chance_show_no_difference(timed):
 
 def test_jobs_of_a_sweep_are_compared_by_their_own_baselines(timed):
     """The machine was half as fast during one of them."""
-    vanilla, seconds = timed
-    slow = by_question(2 * 1.1 * seconds, 2 * vanilla)
-    pair = compared(a=by_question(seconds, vanilla), b=slow)
+    seconds, vanilla = timed
+    pair = compared(a=by_question(*timed), b=by_question(2 * 1.1 * seconds, 2 * vanilla))
     assert pair["speed_ratio"] == pytest.approx(1.1)
     assert pair["speed_ratio_ci95"] == pytest.approx([1.1, 1.1])
 
 
-def test_only_questions_that_both_answered_are_compared(timed):
+def test_only_questions_that_both_and_vanilla_answered_are_compared(timed):
     questions = by_question(*timed)
     pair = compared(all=questions, few=questions[:4])
     assert pair["questions"] == 4 and pair["speed_ratio"] == 1
     pair = compared(others=[questions[0] | {"question_id": 100}], few=questions[:4])
     assert (pair["questions"], pair["speed_ratio"]) == (0, None)
-
-
-def test_what_met_no_vanilla_has_no_difference_in_speed():
-    questions = by_question([None] * 3, [None] * 3)
-    pair = compared(a=questions, b=by_question([1, 2, 3], [1, 2, 3]))
+    pair = compared(a=by_question([None] * 3, [None] * 3), b=by_question([1, 2, 3], [1, 2, 3]))
     assert pair["speed_ratio"] is pair["speed_ratio_ci95"] is None
     assert comparison.pair_table([pair]) == [{"": "a", "b": "-"}]

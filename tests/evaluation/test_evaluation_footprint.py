@@ -12,8 +12,6 @@ from torch import nn
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
-from kangaroo.heads.adapter import AdapterHeadConfig
-from kangaroo.heads.draft_head import DraftHead
 from kangaroo.utils.memory import Footprint, footprint
 
 
@@ -21,7 +19,7 @@ def size(*tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def after_a_text(lm, drafter):
+def footprint_of(lm, drafter):
     """Its footprint once it has written something."""
     engine = Engine(lm, drafter)
     engine.generate(random_prompts(5), 8)
@@ -30,32 +28,15 @@ def after_a_text(lm, drafter):
 
 def test_kangaroos_adapter_cache_and_states_count_and_the_shared_head_does_not():
     lm = tiny()
+    assert footprint_of(lm, Vanilla()) == Footprint(0, 0)
     adapter = adapter_for(lm)
-    assert after_a_text(lm, Vanilla()) == Footprint(0, 0)
     drafter = Kangaroo(lm, adapter, threshold=0.0)
-    parameters = list(adapter.parameters())
-    assert footprint(drafter, [lm]) == Footprint(
-        sum(p.numel() for p in parameters), size(*parameters, *adapter.buffers())
-    )
-    after = after_a_text(lm, drafter)
-    assert after.parameters == sum(p.numel() for p in parameters)
+    parameters = sum(p.numel() for p in adapter.parameters())
+    weights = size(*adapter.parameters(), *adapter.buffers())
+    assert footprint(drafter, [lm]) == Footprint(parameters, weights)
+    after = footprint_of(lm, drafter)
     states = drafter.shallow_BWD.untyped_storage().nbytes() + size(drafter.deep_BSD)
-    held = size(*parameters, *adapter.buffers()) + drafter.cache.bytes() + states
-    assert after.bytes == held
-
-
-def test_a_gathered_head_counts_as_bytes_and_an_own_head_as_parameters():
-    lm, vocabulary_K = tiny(), torch.tensor([1, 4, 6])
-    adapter = adapter_for(lm)
-    plain = footprint(Kangaroo(lm, adapter), [lm])
-    gathered = footprint(Kangaroo(lm, adapter, head=DraftHead(lm, None, vocabulary_K)), [lm])
-    assert gathered.parameters == plain.parameters
-    rows = 3 * lm.config.hidden_size * 4
-    assert gathered.bytes == plain.bytes + rows + size(vocabulary_K)
-    with_head = footprint(
-        Kangaroo(lm, adapter_for(lm, architecture=AdapterHeadConfig(own_head=True))), [lm]
-    )
-    assert with_head.parameters == plain.parameters + lm.head.weight.numel()
+    assert after == Footprint(parameters, weights + drafter.cache.bytes() + states)
 
 
 def test_every_container_is_searched_and_every_piece_of_memory_counts_once(tmp_path):
@@ -65,11 +46,9 @@ def test_every_container_is_searched_and_every_piece_of_memory_counts_once(tmp_p
 
     mapped = np.memmap(tmp_path / "store", np.int32, "w+", shape=(6,))
     assert isinstance(mapped.base, mmap.mmap)
-    weight = nn.Linear(3, 2, bias=False)
-    table = torch.zeros(10)
-    store = Store(
-        {"mapped": mapped[2:], "views": [table[:3], (table[5:],)], "again": weight.weight}
-    )
+    weight, table = nn.Linear(3, 2, bias=False), torch.zeros(10)
+    views = [table[:3], (table[5:],)]
+    store = Store({"mapped": mapped[2:], "views": views, "again": weight.weight})
     drafter = SimpleNamespace(store=store, layers=nn.ModuleList([weight]), array=np.zeros(4))
     drafter.itself = drafter
     assert footprint(drafter, []) == Footprint(6, 6 * 4 + 10 * 4 + 6 * 4 + 4 * 8)

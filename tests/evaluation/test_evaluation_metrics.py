@@ -53,20 +53,15 @@ def test_what_became_of_drafts_by_vllms_names():
     }
 
 
-def test_what_a_metric_divides_adds_up_to_it():
-    some = [
-        record(i, (run([3, 1 + i], [2, i], [3, 4], [1.0, i]), vanilla_run(4 + i))) for i in range(4)
-    ]
+def test_what_a_metric_divides_adds_up_to_it_and_others_are_refused():
+    methods = [run([3, 1 + i], [2, i], [3, 4], [1.0, i]) for i in range(4)]
+    some = [record(i, (each, vanilla_run(4 + i))) for i, each in enumerate(methods)]
     assert [estimate(pairs(some, f"ctar{w}")).value for w in (1, 2, 3)] == metrics(some)["ctar"]
     assert pairs(some, "compression_rate").tolist() == [[4, 2], [5, 2], [6, 2], [7, 2]]
     assert ctar([0, 2], longest=3) == [0.5, 0.5, 0.0]
-
-
-@pytest.mark.parametrize("metric", ["speed", "ctar", "ctarx"])
-def test_a_metric_that_is_not_known_is_refused(metric):
-    alone = [record(1, (run([3], [2], [4], [1.0]), None))]
-    with pytest.raises(ConfigError, match=f"there is no '{metric}'; there are speedup"):
-        pairs(alone, metric)
+    for metric in ("speed", "ctar", "ctarx"):
+        with pytest.raises(ConfigError, match=f"there is no '{metric}'; there are speedup"):
+            pairs(some, metric)
 
 
 def test_both_sides_are_timed_up_to_the_same_number_of_tokens():
@@ -153,8 +148,5 @@ def test_a_metric_that_is_added_in_one_place_is_in_every_result(tmp_path, monkey
     finish(tmp_path / "kangaroo", records)
     compared = comparison.compare(tmp_path)
     assert " longest |" in comparison.markdown(compared) and "longest" in shown(compared)
-
-
-def test_of_an_interval_both_ends_are_logged():
     intervals = {"speedup_ci95": [1.1, 1.3], "hf_speedup_ci95": None, "ctar": [0.5]}
     assert scalars(intervals) == {"speedup_ci95_low": 1.1, "speedup_ci95_high": 1.3}

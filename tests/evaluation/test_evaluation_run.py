@@ -1,7 +1,6 @@
 """Whole evaluations on a tiny model: artefacts, resuming, ranks, forks, several methods."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -13,7 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from evaluation_records import shown
-from evaluation_worker import QUESTIONS, evaluate_several, evaluate_tiny, tiny_lm, write_questions
+from evaluation_worker import (
+    ONLY_VANILLA,
+    QUESTIONS,
+    evaluate_several,
+    evaluate_tiny,
+    tiny_lm,
+    write_questions,
+)
 from helpers import adapter_for
 
 import kangaroo.engine.engine
@@ -33,7 +39,6 @@ from kangaroo.utils.ranks import Ranks
 
 WORKER = Path(__file__).parent / "evaluation_worker.py"
 BOTH = ("kangaroo", "lookup")
-ONLY_VANILLA = [Baseline.vanilla]
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +90,10 @@ def test_the_summary_names_its_parts_and_in_float32_texts_are_vanillas_and_trans
     assert (summary["model"], summary["drafter"], summary["bench"]) == ("tiny", "kangaroo", "tiny")
     assert summary["questions"] == 5
     assert list(summary["by_task"]) == ["writing", "math", "qa", "rag"]
+    parameters = sum(p.numel() for p in adapter_for(tiny_lm()).parameters())
+    size = max(record.drafter_bytes for record in store.read(output))
+    assert summary["drafter_cost"] == {"parameters": parameters, "bytes": size, "training": {}}
+    assert size > 4 * parameters  # with its cache
     assert "python" in summary["provenance"]["versions"]
     for results in (summary["overall"], *summary["by_task"].values()):
         missing = {name for name, value in results.items() if value is None}
@@ -115,7 +124,7 @@ def test_turn_two_carries_the_methods_own_answer(bench, tmp_path, monkeypatch):
     assert answered == [checked, ["Tell me a tale.", first[METHOD].text, "Shorter."]]
 
 
-def test_a_finished_run_is_not_run_again_and_its_artefacts_can_be_remade(
+def test_a_finished_run_is_not_run_again_its_artefacts_can_be_remade_and_other_settings_are_refused(
     finished, bench, monkeypatch
 ):
     output, summary = finished
@@ -123,6 +132,11 @@ def test_a_finished_run_is_not_run_again_and_its_artefacts_can_be_remade(
     monkeypatch.setattr(kangaroo.engine.engine.Engine, "generate", None)
     assert evaluate_tiny(output, bench) == summary
     assert (output / "summary.json").exists()
+    fix = r"max_new_tokens=16 there, 17 now\. Pass another output=, or resume=false"
+    with pytest.raises(ConfigError, match=fix):
+        evaluate_tiny(output, bench, max_new_tokens=17)
+    with pytest.raises(ConfigError, match=r"sampling\.temperature=0\.0 there, 0\.5 now"):
+        evaluate_tiny(output, bench, sampling=Sampling(0.5))
 
 
 def test_a_record_cut_short_is_asked_again_and_a_damaged_one_is_named(finished, bench, copied):
@@ -161,15 +175,6 @@ def test_kill_9_in_the_middle_changes_nothing(finished, bench, tmp_path):
     assert artefacts(tmp_path) == artefacts(finished[0])
 
 
-def test_other_settings_are_refused_by_name(finished, bench):
-    output, _ = finished
-    fix = r"max_new_tokens=16 there, 17 now\. Pass another output=, or resume=false"
-    with pytest.raises(ConfigError, match=fix):
-        evaluate_tiny(output, bench, max_new_tokens=17)
-    with pytest.raises(ConfigError, match=r"sampling\.temperature=0\.0 there, 0\.5 now"):
-        evaluate_tiny(output, bench, sampling=Sampling(0.5))
-
-
 def test_resume_false_measures_again(bench, tmp_path, monkeypatch):
     evaluate_tiny(tmp_path, bench, question_end=1)
     evaluate_tiny(tmp_path, bench, question_end=1, max_new_tokens=5, resume=False)
@@ -187,14 +192,6 @@ def test_a_part_of_the_questions_is_taken_by_their_indices_and_baselines_left_ou
     assert summary["overall"]["speedup"] is None and summary["overall"]["hf_speedup"] > 0
     with pytest.raises(ConfigError, match="question_begin=9, question_end=None select none of"):
         evaluate_tiny(tmp_path, bench, question_begin=9)
-
-
-def test_the_summary_tells_what_the_drafter_adds(finished):
-    output, summary = finished
-    parameters = sum(p.numel() for p in adapter_for(tiny_lm()).parameters())
-    size = max(record.drafter_bytes for record in store.read(output))
-    assert summary["drafter_cost"] == {"parameters": parameters, "bytes": size, "training": {}}
-    assert size > 4 * parameters  # with its cache
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -224,16 +221,6 @@ def test_answers_end_where_the_context_does_and_a_first_turn_needs_room(tmp_path
     with pytest.raises(PromptError, match=r"question 7, turn 0 has .* the model's context is 120"):
         evaluate_tiny(tmp_path / "none", file, lm)
     assert not (tmp_path / "none").exists()
-
-
-def test_ids_of_64_bits_and_odd_categories_break_nothing(tmp_path):
-    odd = {"question_id": 1732579200000000000, "category": r"a|b [x] $\frac{$"}
-    file = write_questions(tmp_path / "mine.jsonl", [QUESTIONS[2] | odd])
-    settings = {"sampling": Sampling(1.0), "warmup": 0, "baselines": ONLY_VANILLA}
-    summary = evaluate_tiny(tmp_path / "out", file, **settings)
-    assert summary["lossless"]["identical"] == 1
-    comparison.write(comparison.compare(tmp_path / "out"), tmp_path)
-    assert r"| method | a\|b [x] $\frac{$ | overall |" in (tmp_path / "report.md").read_text()
 
 
 def test_the_model_has_the_engines_attention_after_hf_failed(bench, tmp_path, monkeypatch):
@@ -277,16 +264,6 @@ def test_forks_between_tied_tokens_do_not_fail_the_run(bench, tmp_path, monkeypa
     assert summary["lossless"]["identical"] == 7 - len(forks)
 
 
-@pytest.mark.slow
-def test_two_ranks_share_the_questions(finished, bench, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*torchrun, WORKER, tmp_path, bench], check=True, env=environment)
-    files = [tmp_path / f"records-{rank}.jsonl" for rank in (0, 1)]
-    assert [file.read_bytes().count(b"\n") for file in files] == [3, 2]
-    assert artefacts(tmp_path) == artefacts(finished[0])
-
-
 def test_ranks_that_share_no_folder_are_told(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(Ranks, "wait", lambda ranks: None)
     with pytest.raises(DataError, match=r"holds 3 of 5 questions .* folder that all ranks share"):
@@ -296,7 +273,7 @@ def test_ranks_that_share_no_folder_are_told(bench, tmp_path, monkeypatch):
 # --- several methods
 
 
-def test_each_has_its_own_folder_and_they_share_the_baselines_runs(together):
+def test_each_has_its_own_folder_they_share_baselines_and_transformers_answers_every_nth(together):
     output, summaries = together
     assert [summary["drafter"] for summary in summaries] == list(BOTH)
     for a, b in zip(*(store.read(output / name) for name in BOTH), strict=True):
@@ -305,16 +282,11 @@ def test_each_has_its_own_folder_and_they_share_the_baselines_runs(together):
             assert turn.runs[METHOD] != other.runs[METHOD]
     for summary in summaries:
         assert summary["lossless"]["identical"] == summary["lossless"]["turns"] == 7
-
-
-def test_transformers_answers_every_nth_question_and_is_compared_on_these(together):
-    output, summaries = together
-    for summary in summaries:
-        folder = output / summary["drafter"]
-        answered = [record for record in store.read(folder) if "hf" in record.turns[0].runs]
+        records = store.read(output / summary["drafter"])
+        answered = [record for record in records if "hf" in record.turns[0].runs]
         assert [record.question_id for record in answered] == [81, 322]
         theirs, ours = (sum(r.seconds for r in runs(answered, name)) for name in ("hf", METHOD))
-        # texts are equal, so nothing is cut
+        # it is compared on these; texts are equal, so nothing is cut
         assert summary["overall"]["hf_speedup"] == pytest.approx(theirs / ours)
         assert summary["lossless"]["hf_turns"] == summary["lossless"]["hf_identical"] == 3
 
@@ -323,8 +295,7 @@ def test_the_baselines_are_rows_beside_the_methods(together, tmp_path):
     output, (first, _) = together
     result = comparison.compare(output)
     methods = {method["name"]: method for method in result["methods"]}
-    rows = comparison.rows_of(list(methods.values()))
-    table = {row["method"]: row for row in rows}
+    table = {row["method"]: row for row in comparison.rows_of(result["methods"])}
     assert set(table) == {*BOTH, "vanilla", "transformers"}
     vanilla, hf = table["vanilla"], table["transformers"]
     assert vanilla["speedup"] == vanilla["CR"] == hf["vs hf"] == "1.00"
@@ -352,10 +323,9 @@ def test_a_run_goes_on_where_one_of_the_folders_ends(together, bench, tmp_path):
     """It was killed after the first of two lines."""
     for name, kept in zip(BOTH, (3, 2), strict=True):
         (tmp_path / name).mkdir()
-        for file in ("run.json", "records-0.jsonl"):
-            whole = (together[0] / name / file).read_bytes()
-            (tmp_path / name / file).write_bytes(whole)
-        (tmp_path / name / file).write_bytes(b"".join(whole.splitlines(keepends=True)[:kept]))
+        shutil.copy(together[0] / name / "run.json", tmp_path / name)
+        lines = (together[0] / name / "records-0.jsonl").read_bytes().splitlines(keepends=True)
+        (tmp_path / name / "records-0.jsonl").write_bytes(b"".join(lines[:kept]))
     numbers, answered = [], []
 
     def log(metrics, step):

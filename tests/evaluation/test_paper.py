@@ -7,13 +7,12 @@ import subprocess
 
 import pytest
 from commands import ROOT, python, questions, talks
+from composing import of_command
 from evaluation_records import record, run, vanilla_run
 from helpers import adapter_for, saved_adapter, tiny_target
-from hydra import compose, initialize_config_dir
 from hydra.types import RunMode
 from paper_cases import FILES, NAMES, composed, jobs, methods_of
 
-from kangaroo import cli
 from kangaroo.cli.command import varied
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.evaluation.bench import BenchConfig
@@ -24,21 +23,15 @@ from kangaroo.evaluation.study.report import STUDY
 from kangaroo.evaluation.study.study import published
 from kangaroo.utils.errors import ConfigError
 
-# --- what is declared
-
 
 def test_every_experiment_of_the_paper_has_a_file_and_a_place_on_the_page():
     assert {*NAMES, "base", "adapters"} == FILES
     shown = STUDY.findall((ROOT / "docs/results/paper.md").read_text())
-    assert sorted(name for _, name, _ in shown) == sorted(NAMES)
-    makefile = (ROOT / "Makefile").read_text()
-    (listed,) = [x for x in makefile.splitlines() if x.startswith("PAPER = ")]
-    assert sorted(listed.removeprefix("PAPER = ").split()) == sorted(NAMES)
+    (listed,) = re.findall(r"^PAPER = (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert sorted(name for _, name, _ in shown) == sorted(listed.split()) == sorted(NAMES)
     # make paper evaluates each once, and first one that needs no training
     done = subprocess.run(["make", "-n", "paper"], cwd=ROOT, capture_output=True, text=True)
-    order = (
-        r"evaluate.py experiment=paper/(\w+).*train.py experiment=paper/adapters.*name in ([^;]+);"
-    )
+    order = r"evaluate.py experiment=paper/(\w+).*experiment=paper/adapters.*name in ([^;]+);"
     first, others = re.search(order, done.stdout, re.DOTALL).groups()
     assert sorted([first, *others.split()]) == sorted(NAMES)
     config = composed(first)
@@ -46,18 +39,19 @@ def test_every_experiment_of_the_paper_has_a_file_and_a_place_on_the_page():
     assert not any(str(adapter).startswith("outputs/paper") for adapter in trained)
 
 
-@pytest.mark.parametrize("model", ["smollm2-135m", "vicuna-7b"])
+@pytest.mark.parametrize(
+    ("model", "hardware", "longest"), [("smollm2-135m", "cpu", 64), ("vicuna-7b", "gpu", 1024)]
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_experiment_composes_for_every_model(name, model):
-    for hardware, longest in {"cpu": 64, "gpu": 1024}.items():
-        config = composed(name, f"model={model}", f"hardware={hardware}")
-        assert config.study.name == name and config.bench.name == "spec_bench"
-        assert [baseline.value for baseline in config.baselines] == ["vanilla"]
-        assert config.max_new_tokens == longest and config.more[AGAIN].name == "vanilla"
-        drafters = [config.drafter, *config.more.values()]
-        assert all(getattr(each, "threshold", 0) != "auto" for each in drafters)
-        chains = [each for each in drafters if isinstance(each, KangarooConfig)]
-        assert {chain.threshold for chain in chains} - {0} <= {0.6}  # the paper's, anywhere
+def test_every_experiment_composes_for_every_model(name, model, hardware, longest):
+    config = composed(name, f"model={model}", f"hardware={hardware}")
+    assert config.study.name == name and config.bench.name == "spec_bench"
+    assert [baseline.value for baseline in config.baselines] == ["vanilla"]
+    assert config.max_new_tokens == longest and config.more[AGAIN].name == "vanilla"
+    drafters = [config.drafter, *config.more.values()]
+    assert all(getattr(each, "threshold", 0) != "auto" for each in drafters)
+    chains = [each for each in drafters if isinstance(each, KangarooConfig)]
+    assert {chain.threshold for chain in chains} - {0} <= {0.6}  # the paper's, anywhere
     names = methods_of(name)
     assert set(config.study.labels) <= {*names, "match", "rejection"}
     for claim in config.study.claims:
@@ -71,16 +65,13 @@ def test_a_models_results_have_a_folder_and_its_draft_model_is_the_papers_if_it_
     sweep = jobs("temperature", vicuna)
     assert sweep.mode is RunMode.MULTIRUN and sweep.sweep.dir == f"{home}/temperature"
     assert sweep.sweep.subdir == "temperature=0.0,Rule.match"  # of the job's own settings
-    of_vicuna, of_embedded = (
-        composed("table1", *model).more["draft_model"] for model in ([vicuna], [])
-    )
-    assert (of_vicuna.model, of_vicuna.adapter) == ("double7/vicuna-68m", None)
-    assert (of_embedded.model, of_embedded.adapter) == (None, "adapters/smollm2-135m")
+    drafts = [composed("table1", *model).more["draft_model"] for model in ([vicuna], [])]
+    papers, ours = ("double7/vicuna-68m", None), (None, "adapters/smollm2-135m")
+    assert [(draft.model, draft.adapter) for draft in drafts] == [papers, ours]
 
 
 def test_evaluation_takes_the_adapters_that_training_saves():
-    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
-        train = compose("train", ["experiment=paper/adapters"], return_hydra_config=True)
+    train = of_command("train", ["experiment=paper/adapters"], return_hydra_config=True)
     recipes = [train.adapter, *train.more.values()]
     saved = {"medusa"} | {f"{r.name}-exit{layer}" for r in recipes for layer in r.exit_layers}
     ablation, parameters = composed("adapter_ablation"), composed("parameters")
@@ -93,9 +84,6 @@ def test_evaluation_takes_the_adapters_that_training_saves():
         for drafter in (config.drafter, *(v for k, v in config.more.items() if k != AGAIN)):
             folder, _, adapter = drafter.adapter.rpartition("/")
             assert folder == home and adapter in saved
-
-
-# --- the published values
 
 
 @pytest.mark.parametrize("name", [x for x in NAMES if x not in ("position", "temperature")])
@@ -128,21 +116,15 @@ def test_published_values_are_the_papers():
         assert {metric: value.value for metric, value in point.values.items()} == values
 
 
-# --- what the experiments are made from
-
-
 def test_variants_are_all_combinations_named_by_their_options():
     variants = varied(KangarooConfig(adapter="a"), {"steps": [2, 4], "threshold": [0, 0.5]})
     assert list(variants) == [f"kangaroo,steps={s},threshold={t}" for s in (2, 4) for t in (0, 0.5)]
     last = KangarooConfig(adapter="a", steps=4, threshold=0.5)
     assert list(variants.values())[-1] == last
     assert varied(last, {}) == {"kangaroo": last}
-
-
-@pytest.mark.parametrize("options", [{"step": [1]}, {"steps": ["many"]}])
-def test_variants_of_an_option_that_is_not_there_are_refused(options):
-    with pytest.raises(ConfigError, match=r"^variants=.* for drafter=kangaroo: "):
-        varied(KangarooConfig(adapter="a"), options)
+    for options in ({"step": [1]}, {"steps": ["many"]}):
+        with pytest.raises(ConfigError, match=r"^variants=.* for drafter=kangaroo: "):
+            varied(last, options)
 
 
 def test_the_questions_of_one_task_are_counted_among_themselves():
@@ -173,12 +155,18 @@ def typed(script, *options, cwd):
     return done.stdout
 
 
+def page_of(model, here):
+    """The page of results, written anew from those of a model."""
+    page = shutil.copy(ROOT / "docs/results/paper.md", here / "paper.md")
+    typed("evaluate.py", f"results=outputs/paper/{model}", "page=paper.md", cwd=here)
+    return page.read_text()
+
+
 def test_an_experiment_is_one_command_that_goes_on_where_it_was_stopped(here):
     lm = tiny_target()
     saved_adapter(lm, adapter_for(lm), here / "adapters/tiny")
     line = ["evaluate.py", "experiment=paper/steps", "model=tiny", *FEW]
-    printed = typed(*line, cwd=here)
-    assert "Length of a draft" in printed
+    assert "Length of a draft" in typed(*line, cwd=here)
     folder = here / "outputs/paper/tiny/steps"
     assert (folder / "steps.png").is_file()
     results = json.loads((folder / "steps.json").read_text())
@@ -193,9 +181,7 @@ def test_an_experiment_is_one_command_that_goes_on_where_it_was_stopped(here):
     # two more answers of each, but for the one that had them
     assert sorted(x.read_bytes().count(b"\n") for x in records) == [5] + [7] * 10
     assert json.loads((folder / "steps.json").read_text())["questions"] == 5
-    shutil.copy(ROOT / "docs/results/paper.md", here / "paper.md")
-    typed("evaluate.py", "results=outputs/paper/tiny", "page=paper.md", cwd=here)
-    assert "tiny on spec_bench: 5 questions" in (here / "paper.md").read_text()
+    assert "tiny on spec_bench: 5 questions" in page_of("tiny", here)
 
 
 @pytest.mark.slow
@@ -204,9 +190,8 @@ def test_every_experiment_runs_unchanged_for_vicuna(here):
     weights = "random:small:lmsys/vicuna-7b-v1.3"
     vicuna = ["model=vicuna-7b", f"model.path={weights}", "model.dtype=float32"]
     brief = "trainer.epochs=1 trainer.holdout=4 trainer.decode_prompts=0 trainer.batch_tokens=256"
-    exits = "adapter.exit_layers=[1,2,3,4]"
-    data = "data.source=ShareGPT.json"
-    typed("train.py", "experiment=paper/adapters", *vicuna, *brief.split(), exits, data, cwd=here)
+    brief += " adapter.exit_layers=[1,2,3,4] data.source=ShareGPT.json"
+    typed("train.py", "experiment=paper/adapters", *vicuna, *brief.split(), cwd=here)
     trained = here / "outputs/paper/vicuna-7b/adapters"
     shutil.copytree(trained / "attention-exit2", here / "adapters/vicuna-7b")
     shutil.copytree(trained / "medusa", here / "adapters/vicuna-7b-medusa")
@@ -223,6 +208,4 @@ def test_every_experiment_runs_unchanged_for_vicuna(here):
         folder = "adapter_ablation" if name == "parameters" else name
         results = json.loads((here / f"outputs/paper/vicuna-7b/{folder}/{name}.json").read_text())
         assert results["points"] and results["questions"] == 5
-    shutil.copy(ROOT / "docs/results/paper.md", here / "paper.md")
-    typed("evaluate.py", "results=outputs/paper/vicuna-7b", "page=paper.md", cwd=here)
-    assert "Not measured yet" not in (here / "paper.md").read_text()
+    assert "Not measured yet" not in page_of("vicuna-7b", here)

@@ -64,34 +64,25 @@ def answers(checkout, method, monkeypatch):
     return run
 
 
-def texts(answered):
-    return {number: [c["turns"] for c in choices] for number, choices in answered.items()}
-
-
 # A number as threshold: in a model this small no draft pays, and `auto` would see that.
 CHAIN = ["drafter=kangaroo", "drafter.threshold=0"]
-HYBRID = ["drafter=hybrid"]
 CASCADE = ["drafter=cascade", "drafter@drafter.second=kangaroo_tree", "drafter.second.threshold=0"]
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [CHAIN, HYBRID, ["drafter=prompt_lookup"], CASCADE],
-    ids=lambda drafter: drafter[0].partition("=")[2],
-)
+@pytest.mark.parametrize("drafter", [CHAIN, CASCADE], ids=lambda words: words[0])
 @pytest.mark.parametrize("sampled", [[], ["--temperature", "0.8", "--num-choices", "2"]], ids=len)
 def test_texts_are_vanillas_and_every_turn_keeps_the_contract(answers, drafter, sampled):
     vanilla = answers("drafter=vanilla", *sampled)
     answered = answers(*drafter, *sampled)
-    assert list(answered) == [81, 82] and texts(answered) == texts(vanilla)
+    assert list(answered) == [81, 82]
     for number, choices in answered.items():
         for choice, plain in zip(choices, vanilla[number], strict=True):
+            assert choice["turns"] == plain["turns"]
             assert choice["new_tokens"] == plain["new_tokens"]
             assert plain["accept_lengths"] == [1] * sum(plain["new_tokens"])
             assert plain["decoding_steps"] == plain["new_tokens"]
     lengths = [n for choices in answered.values() for c in choices for n in c["accept_lengths"]]
-    # a random model does not repeat itself
-    assert max(lengths) > 1 or drafter == ["drafter=prompt_lookup"]
+    assert max(lengths) > 1
     if sampled:
         assert vanilla[81][0]["turns"] != vanilla[81][1]["turns"]
 

@@ -15,18 +15,8 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, StepRecord
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.methods import generate
-from kangaroo.evaluation.speed import report
+from kangaroo.evaluation.speed import report, speed
 from kangaroo.evaluation.speed.passes import WIDTHS, Reads, throughput
-from kangaroo.evaluation.speed.speed import (
-    SpeedConfig,
-    against_vanilla,
-    long_prompt,
-    measure,
-    question_prompts,
-    summarise,
-    take_turns,
-    write_by_engine,
-)
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.attention import ATTENTION
 from kangaroo.models.loading import byte_tokenizer
@@ -85,7 +75,7 @@ def test_all_methods_write_the_same_text_past_eos():
     assert [len(step.tokens) for step in by_transformers.steps] == [1] * 10
     assert by_transformers.prefill_seconds > 0 and by_transformers.steps[0].seconds == 0
     drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
-    ours = [write_by_engine(Engine(lm, each), prompt, 10) for each in (Vanilla(), drafter)]
+    ours = [speed.write_by_engine(Engine(lm, each), prompt, 10) for each in (Vanilla(), drafter)]
     assert [each.tokens for each in (by_transformers, *ours)] == [written] * 3
 
 
@@ -95,7 +85,7 @@ def test_methods_take_turns_and_each_is_first_equally_often():
     def method(name):
         return lambda prompt, new_tokens: order.append((name, prompt[0])) or text(tokens=prompt)
 
-    texts = take_turns({name: method(name) for name in "abc"}, [[7], [8], [9]], 5, 3, "test")
+    texts = speed.take_turns({name: method(name) for name in "abc"}, [[7], [8], [9]], 5, 3, "test")
     for of_prompts in texts.values():
         assert [[t.tokens for t in each] for each in of_prompts] == [[[i]] * 3 for i in (7, 8, 9)]
     for prompt in (7, 8, 9):
@@ -109,42 +99,40 @@ def test_the_speedup_is_the_ratio_of_total_seconds_for_as_many_tokens_of_each_pr
     vanilla = [[text(load * theirs) for load in loads] for theirs, _ in seconds]
     # half as many tokens
     method = [[text(load * ours / 2, ((1, 0),) * 2) for load in loads] for _, ours in seconds]
-    result = against_vanilla(vanilla, method)
+    result = speed.against_vanilla(vanilla, method)
     assert result["speedup"] == pytest.approx(36 / 20)
     assert 1.0 <= result["speedup_ci95"][0] < 36 / 20 < result["speedup_ci95"][1] <= 4.0
     texts = [[text(tokens=[5, 9])], [text(tokens=[7, 7])]]
-    assert against_vanilla(texts, [texts[0], [text(tokens=[7, 8])]])["equal_texts"] == 1
+    assert speed.against_vanilla(texts, [texts[0], [text(tokens=[7, 8])]])["equal_texts"] == 1
 
 
 def test_the_results_of_a_method_belong_together():
     reads = Reads(tiny(), adapter_for(tiny()))
     texts = [[text(2.0, [(3, 4), (1, 2)], draft=0.6, verify=1.0)]]
     size = reads.round(11, 4) + reads.round(14, 2)
-    result = summarise([[0] * 10], texts, reads, bandwidth=size / 0.5)
-    assert result["tokens_per_second"] == 2 and result["ms_per_token"] == 500
-    assert result["limit_ms_per_token"] == pytest.approx(125)
-    assert result["share_of_limit"] == pytest.approx(0.25) and result["first_ms"] == 500
-    assert result["compression_rate"] == 2 and result["drafted_per_round"] == 3
-    parts = [result[f"{part}_ms"] for part in ("draft", "verify", "host")]
-    assert parts == pytest.approx([300, 500, 200])
     drafted = (reads.draft(11, 4) + reads.draft(14, 2)) * 0.5 / size
-    assert result["draft_over_limit"] == pytest.approx(0.6 / drafted)
-    result = summarise([[0] * 10], [[text()]], None, bandwidth=1e9)
+    figures = {"tokens_per_second": 2, "ms_per_token": 500, "first_ms": 500}
+    figures |= {"limit_ms_per_token": 125, "share_of_limit": 0.25}
+    figures |= {"draft_ms": 300, "verify_ms": 500, "host_ms": 200}
+    figures |= {"compression_rate": 2, "drafted_per_round": 3, "draft_over_limit": 0.6 / drafted}
+    result = speed.summarise([[0] * 10], texts, reads, bandwidth=size / 0.5)
+    assert result == pytest.approx(figures)
+    result = speed.summarise([[0] * 10], [[text()]], None, bandwidth=1e9)
     names = "draft_ms", "verify_ms", "host_ms", "limit_ms_per_token", "share_of_limit"
     assert {result[name] for name in (*names, "draft_over_limit")} == {None}  # not known
 
 
 def test_prompts_are_spread_over_a_benchs_questions_that_fit_or_have_a_length():
     tokenizer = byte_tokenizer()
-    every = question_prompts(tokenizer, 66, BenchConfig(), longest=5000)
-    assert question_prompts(tokenizer, 6, BenchConfig(), longest=5000) == every[5::11]
+    every = speed.question_prompts(tokenizer, 66, BenchConfig(), longest=5000)
+    assert speed.question_prompts(tokenizer, 6, BenchConfig(), longest=5000) == every[5::11]
     longest = sorted(map(len, every))[-3]
-    assert max(map(len, question_prompts(tokenizer, 66, BenchConfig(), longest))) == longest
+    assert max(map(len, speed.question_prompts(tokenizer, 66, BenchConfig(), longest))) == longest
     with pytest.raises(ConfigError, match=r"no question of demo.*10 tokens"):
-        question_prompts(tokenizer, 6, BenchConfig(), longest=10)
+        speed.question_prompts(tokenizer, 6, BenchConfig(), longest=10)
     question = prompt_ids(tokenizer, [Message(role="user", content="...")])
     for length in (16, 256, 20_000):
-        ids = long_prompt(tokenizer, length)
+        ids = speed.long_prompt(tokenizer, length)
         assert len(ids) == length and ids[-6:] == question[-6:]  # the chat template's end
 
 
@@ -162,15 +150,15 @@ def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
     drafter = Kangaroo(lm, adapter_for(lm), 3, 0.0)
     for wrong, more in ((Vanilla(), {}), (drafter, {"hf": Vanilla()})):
         with pytest.raises(ConfigError, match="drafter=kangaroo, and other drafters beside it by"):
-            measure(lm, byte_tokenizer(), wrong, SpeedConfig(), more)
+            speed.measure(lm, byte_tokenizer(), wrong, speed.SpeedConfig(), more)
     with pytest.raises(ConfigError, match=r"no context of speed\.contexts=\[9999\] fits"):
-        measure(lm, byte_tokenizer(), drafter, SpeedConfig(contexts=[9999]))
-    config = SpeedConfig(
+        speed.measure(lm, byte_tokenizer(), drafter, speed.SpeedConfig(contexts=[9999]))
+    config = speed.SpeedConfig(
         prompts=2, max_new_tokens=8, repeats=1, contexts=[32, 96, 4095], context_tokens=6
     )
     config.batches, config.bandwidth_megabytes = [1, 3], 1
     more = {"lookup": PromptLookup(num_pred_tokens=3)}
-    result = measure(lm, byte_tokenizer(), drafter, config, more)
+    result = speed.measure(lm, byte_tokenizer(), drafter, config, more)
     console = Console(width=200, record=True)
     report.write(result, tmp_path, console)
 

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 from commands import python, questions
+from composing import of_command
 from helpers import adapter_for, saved_adapter, tiny_target
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from kangaroo import cli
 from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
@@ -32,33 +31,33 @@ def test_no_question_is_for_tuning_and_for_reporting():
 
 
 CHAIN = KangarooConfig(adapter="adapters/a", steps=3, threshold=0.4, vocabulary=1024)
+DRAFTERS = [
+    CHAIN,
+    HybridConfig(adapter="adapters/a", steps=8, min_gain_per_step=1.25, nodes=7),
+    PromptLookupConfig(num_pred_tokens=8),
+    KangarooTreeConfig(adapter="adapters/a", steps=4, threshold=0.2, top_k=3, nodes=16),
+    CascadeConfig(first=PromptLookupConfig(num_pred_tokens=3), second=CHAIN),
+]
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        CHAIN,
-        HybridConfig(adapter="adapters/a", steps=8, min_gain_per_step=1.25, nodes=7),
-        PromptLookupConfig(num_pred_tokens=8),
-        KangarooTreeConfig(adapter="adapters/a", steps=4, threshold=0.2, top_k=3, nodes=16),
-        CascadeConfig(first=PromptLookupConfig(num_pred_tokens=3), second=CHAIN),
-    ],
-    ids=lambda drafter: drafter.name,
-)
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: drafter.name)
 def test_evaluate_takes_the_settings_of_the_best(drafter, tmp_path: Path):
     write_settings(drafter, tmp_path, "python evaluate.py")
-    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
-        options = ["drafter=tuned", "output=out", f"hydra.searchpath=[file://{tmp_path}]"]
-        config = compose("evaluate", options)
+    options = ["drafter=tuned", "output=out", f"hydra.searchpath=[file://{tmp_path}]"]
+    config = of_command("evaluate", options)
     assert OmegaConf.to_object(config).drafter == drafter
 
 
-BRIEF = (
-    "tuning_questions=3 reporting_questions=2 max_new_tokens=8 search.kangaroo.threshold=[0.0,0.6] "
-    "search.kangaroo.steps=[1,2,3,4,5] search.hybrid.min_gain_per_step=[1.5] "
-    "search.hybrid.nodes=[5] "
-    "~drafter@more.prompt_lookup +drafter@more.deep=kangaroo more.deep.adapter=adapters/tiny-deep"
-)
+COMMAND = """
+    scripts/tune.py model=tiny bench.path=questions.jsonl tuning_questions=3 reporting_questions=2
+    max_new_tokens=8 search.kangaroo.threshold=[0.0,0.6] search.kangaroo.steps=[1,2,3,4,5]
+    search.hybrid.min_gain_per_step=[1.5] search.hybrid.nodes=[5] ~drafter@more.prompt_lookup
+    +drafter@more.deep=kangaroo more.deep.adapter=adapters/tiny-deep
+"""
+USE = """
+    evaluate.py --config-dir=outputs/tune/tiny drafter=tuned model=tiny bench.path=questions.jsonl
+    question_end=1 max_new_tokens=6 warmup=0 baselines=[vanilla] output=used
+"""
 
 
 def test_the_command_tunes_and_evaluate_takes_what_it_wrote(tmp_path: Path):
@@ -68,12 +67,11 @@ def test_the_command_tunes_and_evaluate_takes_what_it_wrote(tmp_path: Path):
         saved_adapter(lm, adapter_for(lm, exit_layer), tmp_path / "adapters" / name, None)
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions())))
 
-    def typed(*command: str):
-        done = python(*command, cwd=tmp_path)
+    def typed(command: str):
+        done = python(*command.split(), cwd=tmp_path)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
-    command = f"model=tiny bench.path=questions.jsonl {BRIEF}"
-    typed("scripts/tune.py", *command.split())
+    typed(COMMAND)
     output = tmp_path / "outputs/tune/tiny"
     numbers = json.loads((output / "tune.json").read_text())
     assert not set(numbers["tuning"]) & set(numbers["reporting"])
@@ -87,10 +85,8 @@ def test_the_command_tunes_and_evaluate_takes_what_it_wrote(tmp_path: Path):
     records = {file: file.read_bytes() for file in output.rglob("records-0.jsonl")}
     assert len(records) >= len(tried) + 1
     (output / "tune.json").unlink()
-    typed("scripts/tune.py", *command.split())  # goes on, decoding nothing
+    typed(COMMAND)  # goes on, decoding nothing
     assert json.loads((output / "tune.json").read_text())["tried"] == numbers["tried"]
     assert all(file.read_bytes() == before for file, before in records.items())
-    use = "--config-dir=outputs/tune/tiny drafter=tuned model=tiny bench.path=questions.jsonl"
-    options = f"{use} question_end=1 max_new_tokens=6 warmup=0 baselines=[vanilla] output=used"
-    typed("evaluate.py", *options.split())
+    typed(USE)
     assert (tmp_path / "used/summary.json").is_file()

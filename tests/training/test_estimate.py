@@ -2,17 +2,14 @@
 
 from dataclasses import replace
 
-import numpy as np
 import psutil
 import pytest
 import torch
+from composing import of_command
 from helpers import random_prompts, recipe_of
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from training_cases import sample
 
-from kangaroo import cli
-from kangaroo.engine import topk_logits
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load, meta_model
 from kangaroo.models.target import TargetModel
 from kangaroo.training import backend
@@ -33,15 +30,6 @@ RECIPES = [
     recipe_of(name="fused", exit_layers=[2], feed_forward=True, fused=True, draft_steps=3),
 ]
 TEXT = Text(200, 10_000, 8_000, 50)
-
-
-def texts(number, length, likeliest=0):
-    """Samples of random tokens, with records of their distributions."""
-    data = [sample(ids, 16) for ids in random_prompts(*[length] * number)]
-    for one in data if likeliest else ():
-        tokens = np.arange(likeliest)[None].repeat(length - 16, 0)
-        one["teacher"] = topk_logits.records(tokens, np.full(tokens.shape, 0.2), 64)
-    return data
 
 
 def test_memory_of_weights_moments_and_sums_is_that_of_the_backend():
@@ -67,7 +55,8 @@ def test_activations_are_about_what_autograd_keeps(recipe, dtype):
     lm, recipe = TargetModel(load(replace(MODEL, dtype=dtype))[0]), replace(recipe, exit_layers=[2])
     made = trainees(lm, [recipe], None)
     adapter = made[0].adapter
-    seen = forward_target(lm, collate(texts(2, 400), 400, lm.device), made)
+    tokens = collate([sample(ids, 16) for ids in random_prompts(400, 400)], 400, lm.device)
+    seen = forward_target(lm, tokens, made)
     f_BTD = seen.taps[2].float()
     deep_BTD = seen.deep.get(adapter.deep_tap, f_BTD).float()
     weights = {p.untyped_storage().data_ptr() for p in adapter.parameters()}
@@ -97,20 +86,12 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def with_gpus(*gpus, current=0, memory=None):
-        def of(device=None):
-            index = current if device is None else device
-            assert index in range(len(gpus)), f"there is no GPU {index}"
-            return gpus[index]
-
-        answers = {
-            "is_available": lambda: bool(gpus),
-            "device_count": lambda: len(gpus),
-            "current_device": lambda: current,
-            "mem_get_info": lambda device: (of(device)[1], 80 * GB),
-            "get_device_name": lambda device=None: of(device)[0],
-        }
-        for name, answer in answers.items():
-            monkeypatch.setattr(torch.cuda, name, answer)
+        names, free = zip(*gpus, strict=True)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 80 * GB))
+        monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
         monkeypatch.setattr(Devices, "speed", lambda devices, dtype: 1e14)
         if memory is not None:
             system = type("memory", (), {"available": memory})
@@ -120,8 +101,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def foreseen(*overrides, processes=1):
-    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
-        config = OmegaConf.to_object(compose("train", ["output=out", *overrides]))
+    config = OmegaConf.to_object(of_command("train", ["output=out", *overrides]))
     recipes = [config.adapter, *config.more.values()]
     shapes = meta_model(config.model)
     return foresee(shapes, recipes, config.model, config.data, config.trainer, processes)

@@ -2,16 +2,20 @@
 
 import json
 import sys
+from itertools import takewhile
 from types import SimpleNamespace
 
 import pytest
 import torch
+import training_cases
+from cases import Case, drafted_without_cache
 from helpers import EXIT, adapter_for, random_prompts, tiny, vanilla_texts
 from training_cases import config, recipe, run, sample, samples
 
 from kangaroo.drafters.eagle import EagleConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation import metrics as evaluation
 from kangaroo.heads import eagle_head
 from kangaroo.heads.adapter_files import WEIGHTS, read_config
@@ -24,9 +28,9 @@ from kangaroo.training.results import decode, frozen, prompts_of
 from kangaroo.utils.errors import DataError
 from kangaroo.utils.tracking import Wandb, forget
 
-VARIANTS = [{}, {"fused": True}, {"own_head": True}]
+nothing_is_drawn = pytest.fixture(training_cases.nothing_is_drawn)
 EAGLE = {"architecture": eagle_head.EagleHeadConfig()}
-NAME = "attention-exit2"
+VARIANTS = [{}, {"fused": True}, {"own_head": True}, EAGLE]
 MEANS = ["loss", "agreement", "expected_acceptance"]
 RATES = [f"ctar{w}" for w in range(1, 7)] + ["compression_rate"]
 
@@ -34,71 +38,35 @@ RATES = [f"ctar{w}" for w in range(1, 7)] + ["compression_rate"]
 def trained(lm, **changes):
     """An adapter that agrees here and there, with values that saving does not round."""
     (trainee,) = trainees(lm, [recipe(**changes)], None)
-    architecture = trainee.recipe.architecture
-    adapter = adapter_for(lm, EXIT, architecture).bfloat16().float()
+    adapter = adapter_for(lm, EXIT, trainee.recipe.architecture).bfloat16().float()
     trainee.adapter.load_state_dict(adapter.state_dict())
     return trainee
 
 
-def graded(lm, trainee, texts, prompts):
-    """The grades of all draft steps at every position of the texts, and where those are."""
+def test_accepted_are_the_tokens_that_drafts_begun_at_every_position_would_get_right():
+    """Along texts that decoding writes, so that its rounds are among these drafts."""
+    lm = tiny()
+    trainee = trained(lm)
+    prompts = random_prompts(5, 14, seed=3)
+    texts = vanilla_texts(lm, prompts, 25)
     data = [sample(text, len(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
     tokens = collate(data, 1000, lm.device)
-    (own,) = grade(lm, forward_target(lm, tokens, [trainee]), [trainee], 7, results.STEPS)
-    return own, tokens.wanted_BT
+    (steps,) = grade(lm, forward_target(lm, tokens, [trainee]), [trainee], 7, results.STEPS)
+    case, counts = Case(lm, trainee.adapter, texts), []
+    for text, prompt in zip(texts, prompts, strict=True):
+        for start in range(len(prompt), len(text)):
+            drafted = drafted_without_cache(case, text[:start], results.STEPS, Sampling(), seed=0)
+            pairs = zip(drafted, text[start:], strict=False)
+            counts.append(len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))))
+    reached = [sum(count >= w for count in counts) for w in range(1, results.STEPS + 1)]
+    assert results.accepted(steps, tokens.wanted_BT).tolist() == reached
+    assert len(counts) > reached[0] > reached[2] > 0
 
 
-def walk(agrees, length, start):
-    """(accepted, written) of each round that drafts, were a text decoded from `start` on.
-
-    Args:
-        agrees: tells whether the draft token of a step would be right after a position.
-    """
-    position, rounds = start - 1, []
-    while (room := length - 1 - position) > 0:
-        count = 0
-        while count < results.STEPS and agrees(count, position + count):
-            count += 1
-        rounds.append((count, min(count + 1, room)))
-        position += rounds[-1][1]
-    return rounds
-
-
-@pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_rounds_told_from_teacher_forced_grades_are_those_of_decoding(changes):
-    """Along a text that decoding writes, both numbers speak of the same events: they differ only in
-    that one counts rounds and the other positions."""
-    lm, new_tokens = tiny(), 40
-    trainee = trained(lm, **changes)
-    prompts = random_prompts(5, 9, 14, seed=3)
-    texts = vanilla_texts(lm, prompts, new_tokens)
-    own, wanted_BT = graded(lm, trainee, texts, prompts)
-    agrees = []
-    for step in range(results.STEPS):
-        agrees_BT = torch.zeros_like(wanted_BT)
-        agrees_BT[wanted_BT] = own[min(step, len(own) - 1)].agrees_M
-        agrees.append(agrees_BT)
-    rounds, everywhere = [(0, 1)] * len(prompts), []  # the prefills
-    for row, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
-        at = lambda step, position, row=row: bool(agrees[step][row, position])  # noqa: E731
-        rounds += walk(at, len(text), len(prompt) + 1)
-        starts = range(len(prompt), len(text))
-        everywhere += [walk(at, len(text), start)[0][0] for start in starts]
-    told = {f"ctar{w}": sum(a >= w for a, _ in rounds) / len(rounds) for w in range(1, 7)}
-    told["compression_rate"] = sum(written for _, written in rounds) / len(rounds)
-    assert 1.3 < told["compression_rate"] < 6.5
-    measured = decode(lm, [trainee], prompts, new_tokens)
-    assert {name: measured[f"decode/{NAME}/{name}"] for name in told} == told
-
-    # as many drafts, had one begun at every position, are what `results.accepted` counts; fused
-    # adapters' that begin in the prompt are not graded later on
-    if not trainee.recipe.architecture.fused:
-        counted = results.accepted(own, wanted_BT).tolist()
-        assert counted == [sum(a >= w for a in everywhere) for w in range(1, 7)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("changes", [*VARIANTS, EAGLE], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "dtype"), [(x, torch.float32) for x in VARIANTS] + [({}, torch.bfloat16)], ids=str
+)
+@pytest.mark.usefixtures("nothing_is_drawn")
 def test_what_training_decodes_is_what_the_saved_adapter_decodes(tmp_path, changes, dtype):
     lm, data = tiny(dtype=dtype), samples(8)
     folder = run(lm, tmp_path, recipe(**changes), data, vocabulary=40)
@@ -115,6 +83,7 @@ def test_what_training_decodes_is_what_the_saved_adapter_decodes(tmp_path, chang
     assert told["compression_rate"] == written / sum(len(g.steps) for g in done)
 
 
+@pytest.mark.usefixtures("nothing_is_drawn")
 def test_decoding_leaves_no_trace_in_training(tmp_path):
     lm = tiny()
     trainee = trained(lm, own_head=True)
@@ -137,10 +106,7 @@ def test_every_metric_is_named_after_when_and_of_whom_it_was_taken(tmp_path):
     *_, last = read_metrics(tmp_path)
     name, steps = folder.name, [f"step{k}/{mean}" for k in range(2, 7) for mean in MEANS]
     assert set(last) == {
-        "step",
-        "tokens",
-        "tokens_per_second",
-        "peak_memory_gib",
+        *("step", "tokens", "tokens_per_second", "peak_memory_gib"),
         *(f"train/{name}/{figure}" for figure in [*MEANS, *steps[:3], "learning_rate"]),
         *(f"held_out/{name}/{figure}" for figure in MEANS + steps + RATES),
         *(f"decode/{name}/{figure}" for figure in RATES),
@@ -153,6 +119,7 @@ def test_every_metric_is_named_after_when_and_of_whom_it_was_taken(tmp_path):
     assert (tmp_path / curves.PLOT).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("nothing_is_drawn")
 def test_answers_too_short_for_a_draft_step_leave_its_metrics_out(tmp_path):
     data = [sample(ids, len(ids) - 1) for ids in random_prompts(*range(5, 13))]
     folder = run(tiny(), tmp_path, recipe(fused=True, draft_steps=2), data)

@@ -6,27 +6,25 @@ import math
 from dataclasses import replace
 
 import pytest
-from commands import ROOT
+from commands import ROOT, talks
+from composing import MODELS, of_command
 from helpers import recipe_of
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from training_cases import curve
 
 from kangaroo import cli
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.adapter_files import read_config
-from kangaroo.models.loading import known_models
 from kangaroo.models.random_models import SHAPES
 from kangaroo.training.config import TrainerConfig
 
 OWN = {"smollm2-135m", "tiny"}
-LARGE = sorted({model["name"] for model in known_models()} - OWN)
+LARGE = sorted(set(MODELS) - OWN)
 PAPER = {"vicuna-7b": 2, "vicuna-13b": 3, "llama-2-13b-chat": 3}  # exit layers that it names
 
 
 def composed(*overrides):
-    with initialize_config_dir(cli.CONFIGS, version_base="1.3"):
-        return OmegaConf.to_object(compose("train", ["output=out", *overrides]))
+    return OmegaConf.to_object(of_command("train", ["output=out", *overrides]))
 
 
 @pytest.mark.parametrize("model", LARGE)
@@ -98,12 +96,7 @@ SYNTHESIS = """
 @pytest.mark.parametrize("asked", [f"experiment={name}" for name in EXPERIMENTS] + ["recipe=paper"])
 def test_every_experiment_trains_a_few_steps_on_a_tiny_model(asked, tmp_path):
     """One process in plain torch: `test_scale.py` holds that others end with the same weights."""
-    roles = {"human": "What is {0} and {0}?", "gpt": "It is {0}{0}, and no less than that."}
-    talks = [
-        {"conversations": [{"from": role, "value": x.format(i)} for role, x in roles.items()]}
-        for i in range(100, 120)
-    ]
-    (tmp_path / "ShareGPT.json").write_text(json.dumps(talks))
+    (tmp_path / "ShareGPT.json").write_text(json.dumps(talks()))
     source = f"data.source={tmp_path / 'ShareGPT.json'}"
     settings = {
         "recipe=paper": [source],

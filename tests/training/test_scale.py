@@ -159,7 +159,8 @@ def test_options_that_do_not_fit_the_processes_are_refused(
 
 
 def test_what_is_not_given_is_what_a_run_began_with_else_what_suits(monkeypatch):
-    """Two processes run on what one has begun, and one on what two have."""
+    """Two processes run on what one has begun, and one on what two have; a larger card computes
+    more logits at a time."""
     lm, begun = tiny(), {}
 
     def resolved(**given):
@@ -172,9 +173,6 @@ def test_what_is_not_given_is_what_a_run_began_with_else_what_suits(monkeypatch)
     begun |= TrainerConfig(accumulate=8, loss_chunk=512).identity()
     assert resolved() == (8, 512)
     assert resolved(accumulate=3) == (3, 512)  # and is refused later
-
-
-def test_a_larger_card_computes_more_logits_at_a_time():
     of_gib = {(80, 32_000): 2048, (24, 32_000): 512, (80, 128_256): 512, (16, 128_256): 256}
     for (gib, vocabulary), chunk in (of_gib | {(0, 9): 256}).items():
         assert loss_chunk_of(gib << 30, vocabulary) == chunk

@@ -89,21 +89,12 @@ def test_a_remembered_micro_batch_has_the_same_place_in_a_step(step):
 def test_wanted_positions_are_those_before_a_token_of_the_assistant():
     two_turns = sample([1, 2, 3, 4, 5, 6, 7], 0) | {"loss_mask": [0, 0, 1, 1, 0, 0, 1]}
     tokens = collate([two_turns, sample([8, 9], 1)], 100, torch.device("cpu"))
-    assert tokens.wanted_BT.tolist() == [
-        [False, True, True, False, False, True, False],
-        [True, False, False, False, False, False, False],
-    ]
+    assert tokens.wanted_BT.int().tolist() == [[0, 1, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 0]]
 
 
 def test_rows_are_aligned_on_a_gpu_alone():
     widths = [row_width([9, 17], torch.device(kind)) for kind in ("cuda", "cpu")]
     assert widths == [24, 17] and row_width([16], torch.device("cuda")) == 16
-
-
-def test_a_sample_without_trainable_tokens_is_refused_and_shown():
-    refused = r"sample 1 has no trainable token among its first 5: .* 6 to 8\..*user: 'Why\?'"
-    with pytest.raises(DataError, match=refused):
-        check_trainable([sample(list(range(9)), 3), sample(list(range(9)), 6)], max_length=5)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
@@ -166,8 +157,6 @@ def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
     saved = json.loads((folder / "config.json").read_text())
     assert saved["facts"]["attention_window"] == 256
     assert saved["exit_layer"] == EXIT and saved["training"]["data"] == ABOUT
-    held_out = saved["training"]["progress"]["held_out"]
-    assert {"agreement", "ctar6", "compression_rate"} <= set(held_out)
 
 
 def test_several_adapters_train_as_if_each_were_alone(tmp_path):
@@ -232,7 +221,6 @@ RUNS = {
     "plain": ({}, {}),
     "cached": ({"cache_target_states": True}, {}),
     "stored": ({"use_stored_logits": True}, {}),
-    "muon": ({"muon": True}, {}),
     "medusa": ({}, {"architecture": MedusaHeadsConfig(heads=2, own_head=False)}),
     "block": ({"muon": True, "vocabulary": 40}, {"architecture": BlockHeadConfig(places=3)}),
 }
@@ -276,6 +264,9 @@ def test_what_changes_no_weight_may_change_on_resuming_and_all_else_is_refused_b
 
 
 def test_what_cannot_be_trained_is_refused_with_the_fix(tmp_path):
+    refused = r"sample 1 has no trainable token among its first 5: .* 6 to 8\..*user: 'Why\?'"
+    with pytest.raises(DataError, match=refused):
+        check_trainable([sample(list(range(9)), 3), sample(list(range(9)), 6)], max_length=5)
     with pytest.raises(ConfigError, match=r"holdout=20 .* of 20 .*Pass trainer\.holdout=2\."):
         train(tiny(), samples(20), config(holdout=20), tmp_path)
     with pytest.raises(ConfigError, match=f"two adapters are called attention-exit{EXIT}"):
