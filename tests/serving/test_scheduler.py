@@ -36,17 +36,6 @@ from kangaroo.utils.errors import PromptError
 NOTHING_TO_DO = {"running": 0, "entering": 0, "waiting": 0}
 
 
-def test_every_text_is_the_one_that_is_written_alone():
-    rng = random.Random(0)
-    jobs = [Heard(random_request(rng)) for _ in range(40)]
-    with scheduling() as scheduler:
-        for job in jobs:
-            scheduler.submit(job)
-            time.sleep(rng.random() * 0.01)
-        for job in jobs:
-            job.check()
-
-
 def test_each_conversation_goes_on_in_the_row_that_has_it():
     rng = random.Random(5)
     texts = [[rng.randrange(3, 250) for _ in range(30)] for _ in range(2)]
