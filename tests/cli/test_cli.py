@@ -181,7 +181,7 @@ def test_what_is_refused_begins_no_run_in_a_tracker(name, options, message, tmp_
 
 
 def test_a_datastore_of_a_text_and_what_drafts_from_it(tmp_path):
-    """And of a dataset: `tests/project/test_page_commands.py`."""
+    """And of a dataset: `tests/project/test_commands.py`."""
     (tmp_path / "notes.txt").write_text("The quick brown fox jumps over the lazy dog.")
     options = ["model=tiny", "~data", "texts=[notes.txt]"]
     built = run("scripts/prepare.py datastore", *options, cwd=tmp_path)

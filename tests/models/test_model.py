@@ -71,20 +71,6 @@ def test_logits_in_pieces_equal_those_of_transformers_in_one(name):
 
 
 @torch.no_grad()
-def test_layer_ranges_compose():
-    lm = tiny()
-    tokens_1T = torch.tensor(random_prompts(9))
-    meta = lm.chunk(0, 9, row=0, n_slots=16)
-    whole, split = lm.new_cache(1, 16), lm.new_cache(1, 16)
-    expected, _ = lm.run(lm.embed(tokens_1T), whole, meta, range(4))
-    x_1TD, _ = lm.run(lm.embed(tokens_1T), split, meta, range(1))
-    x_1TD, _ = lm.run(x_1TD, split, meta, range(1, 4))
-    assert torch.equal(x_1TD, expected)
-    for a, b in zip((*whole.keys, *whole.values), (*split.keys, *split.values), strict=True):
-        assert torch.equal(a, b)
-
-
-@torch.no_grad()
 def test_taps_are_the_states_between_layers():
     lm = tiny()
     tokens_1T = torch.tensor(random_prompts(9))

@@ -145,18 +145,12 @@ def test_a_file_that_a_folder_lacks_is_named(folder):
 SCALED = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 CHANGES = [
     ({"vocab_size": 300}, CorruptFile, r"lm_head\.weight' .* \[259, 64\], .* \[300, 64\]"),
-    ({"vocab_size": 200}, CorruptFile, "may not belong together"),
     ({"intermediate_size": 96}, CorruptFile, r"\[64, 128\].*\[64, 96\].*18 weights"),
     ({"rope_parameters": SCALED | {"partial_rotary_factor": 0.5}}, UnsupportedModel, "or=0.5 with"),
     ({"model_type": "no-such-kind"}, UnsupportedModel, "no-such-kind"),
     *(
         ({"quantization_config": fields}, MissingPackage, rf"\({fields['quant_method']}\).*=int8")
-        for fields in (
-            {"quant_method": "gptq", "bits": 4},
-            {"quant_method": "awq", "bits": 4},
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            {"quant_method": "compressed-tensors"},
-        )
+        for fields in ({"quant_method": "gptq", "bits": 4}, {"quant_method": "compressed-tensors"})
     ),
 ]
 
@@ -194,7 +188,7 @@ def test_a_turn_that_ends_no_text_is_warned_of_and_the_option_ends_it(folder, ca
 # ---- templates ---------------------------------------------------------------------------------
 
 
-def test_vicuna_template_of_a_conversation_and_with_another_system_message():
+def test_vicunas_template_of_a_conversation():
     _, tokenizer = load(config(TINY, chat_template="vicuna"))
     assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == (
         tokenizer.bos_token
@@ -202,9 +196,6 @@ def test_vicuna_template_of_a_conversation_and_with_another_system_message():
         "gives helpful, detailed, and polite answers to the user's questions. "
         "USER: Hi! ASSISTANT: Hello.</s>USER: 2+2? ASSISTANT:"
     )
-    chat = [{"role": "system", "content": "Be brief."}, *CHAT[:2]]
-    text = tokenizer.apply_chat_template(chat, tokenize=False)
-    assert text == tokenizer.bos_token + "Be brief. USER: Hi! ASSISTANT: Hello.</s>"
 
 
 # ---- random models -----------------------------------------------------------------------------
