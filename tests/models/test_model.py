@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from cases import FAMILIES
-from helpers import LLAMA3_ROPE, forward_logits, random_parents, random_prompts, tiny
+from helpers import LLAMA3_ROPE, forward_logits, random_prompts, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3Config, Gemma3TextConfig, GemmaConfig, LlamaConfig
 
@@ -83,48 +83,6 @@ def test_taps_are_the_states_between_layers():
     assert torch.equal(taps[4], x_1TD)  # before the final norm, after which transformers' is
     assert lm.run(x_1TD, None, meta, range(2, 4), taps=(2,))[1].keys() == {2}
     assert lm.run(x_1TD, None, meta, range(2, 4), taps=(1,))[1] == {}
-
-
-@torch.no_grad()
-def test_every_node_of_a_tree_sees_the_prefix_and_its_own_ancestors():
-    lm = tiny()
-    prefixes = random_prompts(5, 12, seed=3)
-    generator = torch.Generator().manual_seed(0)
-    parents_BN = random_parents(2, 8, generator)
-    tree = Tree(parents_BN, max_depth=7)
-    tokens_BN = torch.randint(64, (2, 8), generator=generator)
-    n_slots = 40
-    cache = lm.new_cache(2, n_slots)
-    for cached in (*cache.keys, *cache.values):
-        cached.fill_(50.0)  # what lies in slots that nothing has written must not matter
-    for row, prefix in enumerate(prefixes):
-        meta = lm.chunk(0, len(prefix), row, n_slots)
-        lm.run(lm.embed(torch.tensor([prefix])), cache, meta, range(4))
-    meta = lm.forward_meta(tree, torch.tensor([5, 12]), 12 + 8, n_slots)
-    logits_BNV = lm.logits(lm.run(lm.embed(tokens_BN), cache, meta, range(4))[0])
-    for row, prefix in enumerate(prefixes):
-        for node in range(8):
-            path = tree.ancestors_BNN[row, node].nonzero()[:, 0]
-            text = prefix + tokens_BN[row, path].tolist()
-            expected = forward_logits(lm, text)[-1]
-            torch.testing.assert_close(logits_BNV[row, node], expected, atol=TOLERANCE, rtol=0)
-
-
-@torch.no_grad()
-def test_a_root_before_the_start_of_the_text_is_seen_by_nobody():
-    """A one-token prompt has no token before the pending one, yet blocks keep their shape."""
-    lm = tiny()
-    tokens_1N = torch.tensor(random_prompts(4))
-    cache = lm.new_cache(1, 10)
-    tree = Tree.chain(4, tokens_1N.device)
-    meta = lm.forward_meta(tree, torch.tensor([-1]), used=4, n_slots=10, below=1)
-    assert meta.positions_RT.tolist() == [[0, 0, 1, 2]]
-    slots = meta.slots_RT[0].tolist()
-    assert slots[1:] == [0, 1, 2] and slots[0] >= 4
-    logits_1NV = lm.logits(lm.run(lm.embed(tokens_1N), cache, meta, range(4))[0])
-    assert torch.isfinite(logits_1NV).all()
-    expected = forward_logits(lm, tokens_1N[0, 1:].tolist())
-    torch.testing.assert_close(logits_1NV[0, 1:], expected, atol=TOLERANCE, rtol=0)
 
 
 @torch.no_grad()

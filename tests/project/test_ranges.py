@@ -30,7 +30,6 @@ BESIDES = {  # what a command has if it is asked for
     + [f"+drafter@more.{name}={name}" for name in DRAFTERS],
 }
 WRONG = [
-    ("train", "trainer.epochs=0"),
     ("train", "trainer.learning_rate=nan"),
     ("evaluate", "drafter.steps=100000"),
     ("evaluate", "sampling.temperature=-1"),
