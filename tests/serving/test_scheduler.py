@@ -132,23 +132,6 @@ def test_a_long_prompt_does_not_keep_others_waiting():
         assert short.ended.wait(60)
 
 
-def by_parts(engine: Engine, monkeypatch, see: Callable[[Request, int], object]) -> None:
-    """Let `see` be called before each part of a prompt, with its number."""
-    prefill_chunks = engine.prefill_chunks
-
-    def parts(batch: Batch, row: int, request: Request) -> Generator:
-        its_parts = prefill_chunks(batch, row, request)
-        for number in itertools.count():
-            see(request, number)
-            try:
-                next(its_parts)
-            except StopIteration as entered:
-                return entered.value
-            yield
-
-    monkeypatch.setattr(engine, "prefill_chunks", parts)
-
-
 @pytest.mark.parametrize(
     ("seconds_a_token", "order"),
     [(1.0, [100] * 3 + [9] * 3 + [100] * 22), (0.0, [100] * 25 + [9] * 3)],
@@ -157,13 +140,21 @@ def by_parts(engine: Engine, monkeypatch, see: Callable[[Request, int], object])
 def test_prompts_are_read_in_the_order_in_which_they_are_due(monkeypatch, seconds_a_token, order):
     engine, parts = engine_of(target(), chunk=4), []
     long, short = (heard([length] * length, 7) for length in (100, 9))
+    prefill_chunks = engine.prefill_chunks
 
-    def see(request: Request, number: int) -> None:
-        parts.append(len(request.prompt))
-        if len(parts) == 3:
-            scheduler.submit(short)
+    def watched_chunks(batch: Batch, row: int, request: Request) -> Generator:
+        chunks = prefill_chunks(batch, row, request)
+        while True:
+            parts.append(len(request.prompt))
+            if len(parts) == 3:
+                scheduler.submit(short)
+            try:
+                next(chunks)
+            except StopIteration as entered:
+                return entered.value
+            yield
 
-    by_parts(engine, monkeypatch, see)
+    monkeypatch.setattr(engine, "prefill_chunks", watched_chunks)
     with scheduling(engine) as scheduler:
         scheduler.read_tokens, scheduler.read_seconds = 1, seconds_a_token
         answered(scheduler, long)
@@ -309,23 +300,7 @@ def test_what_fails_for_one_request_ends_that_one_alone(monkeypatch, method):
     assert len(failed) == (2 if method == "step" else 1)
 
 
-@pytest.mark.parametrize("part", [0, 1, 2])
-def test_a_prompt_that_fails_to_enter_ends_its_request_alone(monkeypatch, part):
-    engine, failed = engine_of(target()), []
-
-    def fail(request: Request, number: int) -> None:
-        if request.prompt == GUILTY and number == part:
-            failed.append(number)
-            raise RuntimeError(f"part {number}")
-
-    by_parts(engine, monkeypatch, fail)
-    with scheduling(engine) as scheduler:
-        check_crowd(scheduler, FAILED, *crowd())
-    assert failed == [part]
-
-
-@pytest.mark.parametrize("number", [0, 1, 6])
-@pytest.mark.parametrize("faults", [1, 2])
+@pytest.mark.parametrize("number, faults", [(0, 1), (1, 2), (6, 1), (6, 2)])
 def test_texts_go_on_as_they_were_where_a_step_fails(monkeypatch, number, faults):
     """Once, or once more at the next chance: that ends whom it hits alone."""
     monkeypatch.setattr("kangaroo.serving.scheduler.PAUSE", 0)
