@@ -140,6 +140,7 @@ def test_a_tree_may_be_deeper_than_the_window(window):
 def test_native_code_kernels_and_graphs_take_what_they_know(name):
     lm = FAMILIES[name]()
     assert not is_plain(lm.hf) and lm.compile_for_decoding().fast_layers is None
+    assert is_plain(tiny("mistral", sliding_window=512).hf)  # which no text outgrows
     assert can_record(lm.hf) == (name not in ("mixtral", "qwen3-moe"))
 
 
