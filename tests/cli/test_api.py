@@ -209,9 +209,9 @@ def test_another_drafter_writes_the_same(model, settings):
 
 
 def test_a_drafters_name_stands_for_what_the_command_line_takes_it_for():
-    for name in DRAFTERS:
-        command = composed("chat", "model=vicuna-7b", f"drafter={name}")
-        assert drafter_config(name, "vicuna-7b", {}) == OmegaConf.to_object(command.drafter)
+    more = (f"+drafter@more.{name}={name}" for name in DRAFTERS)
+    command = OmegaConf.to_object(composed("evaluate", "model=vicuna-7b", *more).more)
+    assert command == {name: drafter_config(name, "vicuna-7b", {}) for name in DRAFTERS}
 
 
 def test_a_folder_without_an_adapter_is_told_which_drafters_need_none(tmp_path, monkeypatch):

@@ -31,7 +31,6 @@ from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text
 from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Closing
 from kangaroo.serving.scheduler import Scheduler
-from kangaroo.utils.errors import PromptError
 
 NOTHING_TO_DO = {"running": 0, "entering": 0, "waiting": 0}
 
@@ -119,19 +118,6 @@ def test_who_cancels_leaves_all_others_as_they_were():
         assert job.tokens == (text if job.finish == "length" else text[: len(job.tokens)])
 
 
-def test_a_long_prompt_does_not_keep_others_waiting():
-    short, long = heard([7, 8], 100), Heard(Request([5] * 180, 1))
-    with scheduling(engine_of(target(), chunk=4)) as scheduler:
-        scheduler.submit(short)
-        assert short.begun.wait(60)
-        scheduler.submit(long)
-        before = len(short.tokens)
-        assert long.begun.wait(60)
-        # it has 45 parts; between any two of them the other text went on
-        assert len(short.tokens) - before >= 40 or short.finish
-        assert short.ended.wait(60)
-
-
 @pytest.mark.parametrize(
     ("seconds_a_token", "order"),
     [(1.0, [100] * 3 + [9] * 3 + [100] * 22), (0.0, [100] * 25 + [9] * 3)],
@@ -181,15 +167,6 @@ def test_no_more_wait_than_may_and_all_choices_of_a_request_wait_or_none():
             scheduler.submit(heard([5], 1), heard([5], 1))
         assert scheduler.load["waiting"] == 1
         running.cancelled = True
-
-
-def test_a_request_that_can_never_be_served_is_refused():
-    with scheduling() as scheduler:
-        scheduler.check(Request([5] * 10, LONGEST - 10))
-        with pytest.raises(PromptError, match="ask for at most 190 new tokens"):
-            scheduler.check(Request([5] * 10, LONGEST - 9))
-        with pytest.raises(PromptError, match="the prompt is empty"):
-            scheduler.check(Request([], 3))
 
 
 def test_closing_finishes_what_there_is_and_takes_nothing_more():
