@@ -274,16 +274,11 @@ def test_conversion_happens_once_however_many_ask_and_again_if_its_weights_are_g
     weights = folder / "model.safetensors"
     assert len(conversions) == 1 and weights.read_text() == "whole"
     weights.unlink()
-    assert embedded.embedded_checkpoint() == folder
-    assert len(conversions) == 2 and weights.read_text() == "whole"
-
-
-def test_what_a_killed_conversion_left_is_not_taken_for_the_model(cache, conversions):
-    left = cache / "models" / f"{embedded.CONVERTED}.partial"
+    left = folder.with_name(f"{embedded.CONVERTED}.partial")  # by one that was killed
     left.mkdir()
     (left / "model.safetensors").write_text("ha")
-    folder = embedded.embedded_checkpoint()
-    assert (folder / "model.safetensors").read_text() == "whole"
+    assert embedded.embedded_checkpoint() == folder
+    assert len(conversions) == 2 and weights.read_text() == "whole"
     names = sorted(path.name for path in folder.parent.iterdir())
     assert names == [folder.name, f"{folder.name}.lock"]
 

@@ -1,6 +1,7 @@
 """Every command of README and docs runs as a user types it, on tiny stand-ins: `python` lines, and
-`torchrun` lines in two processes."""
+`torchrun` lines in two processes. And the commands that messages print exist."""
 
+import ast
 import json
 import os
 import re
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 from commands import PAGES, ROOT, free_port, python, questions, shown, talks
+from composing import of_command
 from helpers import adapter_for, saved_adapter, tiny_target
+from test_architecture import TREES
 
 from kangaroo import cli
 from kangaroo.heads import official
@@ -23,6 +26,7 @@ from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.adapter_files import WEIGHTS
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
+from kangaroo.utils import folders
 
 # ---- what makes a line small enough ------------------------------------------------------------
 
@@ -325,3 +329,45 @@ def test_a_command_for_one_process_refuses_more(name, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["it.py", f"hydra.run.dir={tmp_path}"])
     with pytest.raises(SystemExit, match=r"it\.py runs in one process, and torchrun started 2"):
         vars(cli)[name]()
+
+
+# ---- commands that messages print --------------------------------------------------------------
+
+# For options that a message takes from elsewhere, where not any word is one.
+STAND_INS = {"drafter": "kangaroo", "adapter": "medusa", "experiment": "paper/table1"}
+CALLS = [
+    pytest.param(node, id=f"{name}:{node.lineno}")
+    for name, tree in TREES.items()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "command_line"
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_options_of_a_printed_command_exist(call):
+    command, *words = (node.value for node in call.args if isinstance(node, ast.Constant))
+    reads_more_configs = len(call.args) > 1 and not words  # --config-dir=, of which it needs one
+    for option in call.keywords:
+        if option.arg and option.arg != "launcher" and not reads_more_configs:
+            constant = option.value.value if isinstance(option.value, ast.Constant) else None
+            value = STAND_INS.get(option.arg, "x") if constant is None else constant
+            words.append(f"{option.arg.replace('__', '.')}={value}")
+    assert of_command(command, words)
+
+
+def test_where_the_package_is_installed_the_program_is_named(tmp_path, monkeypatch):
+    options = {"model": "tiny", "drafter__adapter": "my adapters/x", "trainer__shard_target": True}
+    typed = """model=tiny 'drafter.adapter="my adapters/x"' trainer.shard_target=true"""
+    assert folders.command_line("tune", **options) == f"python scripts/tune.py {typed}"
+    (tmp_path / "configs").mkdir()
+    monkeypatch.setattr(folders, "PACKAGE", tmp_path)
+    started = f"{folders.TORCHRUN} -m kangaroo train {typed}"
+    assert folders.command_line("train", launcher=folders.TORCHRUN, **options) == started
+
+
+@pytest.mark.parametrize(
+    "value", ["a/b", "my folder/x", 'say "hi"', "it's", r"a\b", 'q\\"x', "e\\"]
+)
+def test_a_folder_of_any_name_arrives_as_it_is(value):
+    word = shlex.split(folders.command_line("evaluate", drafter__adapter=value))[-1]
+    assert of_command("evaluate", [word]).drafter.adapter == value
