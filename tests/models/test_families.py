@@ -74,7 +74,7 @@ def packed(architecture: str = "qwen2") -> TargetModel:
     return TargetModel(hf.requires_grad_(False))
 
 
-def by_torchao(how: Quantization, **options: str) -> TargetModel:
+def by_torchao(how: Quantization) -> TargetModel:
     pytest.importorskip("torchao")
     hf = tiny_model("qwen2")
     quantize(hf, how, "cpu")
