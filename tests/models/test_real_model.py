@@ -1,7 +1,6 @@
 """The promise on a real model: in float32 every text is vanilla's, and vanilla's transformers'."""
 
 import itertools
-from functools import cache
 
 import pytest
 from commands import ROOT
@@ -31,25 +30,17 @@ def target(smollm2):
     return TargetModel(hf).compile_for_decoding(), tokenizer
 
 
-def prompts(tokenizer, bench, count):
-    """First turns, spread over the bench."""
-    questions = load_questions(bench)
-    chosen = questions[:: len(questions) // count][:count]
-    return [prompt_ids(tokenizer, [{"role": "user", "content": q.turns[0]}]) for q in chosen]
-
-
 @pytest.fixture(scope="module")
 def by_vanilla(target):
-    """Some prompts, and what vanilla decoding writes after each alone."""
-
-    @cache
-    def decoded(sampling):
-        lm, tokenizer = target
-        some = prompts(tokenizer, BenchConfig(), 3)[:2]
-        done = Engine(lm, Vanilla()).generate(some, 12, SAMPLINGS[sampling], batch_size=1)
-        return some, [g.tokens for g in done]
-
-    return decoded
+    """Some prompts, and by sampling what vanilla decoding writes after each alone."""
+    lm, tokenizer = target
+    turns = [question.turns[0] for question in load_questions(BenchConfig())[::11][:2]]
+    prompts = [prompt_ids(tokenizer, [{"role": "user", "content": turn}]) for turn in turns]
+    texts = {}
+    for name, sampling in SAMPLINGS.items():
+        done = Engine(lm, Vanilla()).generate(prompts, 12, sampling, batch_size=1)
+        texts[name] = [generation.tokens for generation in done]
+    return prompts, texts
 
 
 @pytest.mark.parametrize(
@@ -60,11 +51,11 @@ def test_every_method_writes_what_vanilla_writes_with_what_is_shipped(
 ):
     monkeypatch.chdir(ROOT)
     lm, _ = target
-    some, texts = by_vanilla(sampling)
+    prompts, texts = by_vanilla[0], by_vanilla[1][sampling]
     config = OmegaConf.to_object(composed("evaluate", *options.split()).drafter)
     if hasattr(config, "threshold"):  # whether a draft pays here is another question
         config.threshold = 0.3
-    ragged = Engine(lm, config.build(lm)).generate(some, 12, SAMPLINGS[sampling], batch_size=2)
+    ragged = Engine(lm, config.build(lm)).generate(prompts, 12, SAMPLINGS[sampling], batch_size=2)
     assert [g.tokens for g in ragged] == texts
     steps = [step for g in ragged for step in g.steps]
     assert sum(step.drafted for step in steps) > 0

@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
-from composing import of_command
+from composing import DRAFTERS, of_command
 from helpers import random_prompts, tiny, vanilla_texts
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -21,13 +21,10 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.utils.errors import ConfigError
 
-DRAFTERS = """hybrid kangaroo_tree eagle medusa lookahead draft_model draft_verify vanilla layerskip
-swift clasp""".split()
 BESIDES = {  # what a command has if it is asked for
     "train": ["data=conversations", "data.source=x", "adapter=eagle"],
     "make_data": ["adapter=medusa"],
-    "evaluate": ["drafter=cascade", "drafter@drafter.second=rest"]
-    + [f"+drafter@more.{name}={name}" for name in DRAFTERS],
+    "evaluate": [f"+drafter@more.{name}={name}" for name in DRAFTERS],
 }
 WRONG = [
     ("train", "trainer.learning_rate=nan"),
