@@ -49,12 +49,6 @@ def talk(question):
     return [{"role": "user", "content": question}]
 
 
-def engines_texts(engine, tokenizer, questions, sampling):
-    prompts = [prompt_ids(tokenizer, talk(question)) for question in questions]
-    done = engine.generate(prompts, 24, sampling)
-    return [tokenizer.decode(d.tokens, skip_special_tokens=True) for d in done]
-
-
 def test_the_package_alone_loads_no_torch_and_has_no_other_names():
     code = "import sys, kangaroo; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -62,19 +56,16 @@ def test_the_package_alone_loads_no_torch_and_has_no_other_names():
         _ = kangaroo.lode
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_the_text_is_the_engines_whole_and_in_pieces(model, engine, sampling):
-    expected = engines_texts(engine, model.tokenizer, QUESTIONS[:1], Sampling(**sampling))
-    assert [model.generate(QUESTIONS[0], max_new_tokens=24, **sampling)] == expected
+@pytest.mark.parametrize("sampling, batch_size", [({}, None), (SAMPLED, 1), (SAMPLED, 2)])
+def test_texts_are_the_engines_in_a_list_alone_and_in_pieces(model, engine, sampling, batch_size):
+    prompts = [prompt_ids(model.tokenizer, talk(question)) for question in QUESTIONS]
+    done = engine.generate(prompts, 24, Sampling(**sampling))
+    expected = [model.tokenizer.decode(d.tokens, skip_special_tokens=True) for d in done]
+    questions = [QUESTIONS[0], talk(QUESTIONS[1]), QUESTIONS[2]]
+    assert model.generate(questions, 24, batch_size=batch_size, **sampling) == expected
+    assert model.generate(QUESTIONS[0], max_new_tokens=24, **sampling) == expected[0]
     streamed = list(model.stream(QUESTIONS[0], max_new_tokens=24, **sampling))
-    assert ["".join(streamed)] == expected and len(streamed) > 10
-
-
-@pytest.mark.parametrize("batch_size", [None, 1, 2])
-def test_a_list_of_prompts_gives_a_list_of_the_engines_texts(model, engine, batch_size):
-    expected = engines_texts(engine, model.tokenizer, QUESTIONS, Sampling(**SAMPLED))
-    prompts = [QUESTIONS[0], talk(QUESTIONS[1]), QUESTIONS[2]]
-    assert model.generate(prompts, 24, batch_size=batch_size, **SAMPLED) == expected
+    assert "".join(streamed) == expected[0] and len(streamed) > 10
     assert model.generate([]) == []
 
 
@@ -207,10 +198,8 @@ def test_the_models_adapter_is_the_default_and_looked_for_before_the_model(tmp_p
     [
         {"drafter": VanillaConfig()},
         {"drafter": "prompt_lookup", "max_matching_ngram_size": 2},
-        {"drafter": "hybrid", "adapter": ADAPTER, "steps": 2},
         {"drafter": "cascade", "first": VanillaConfig(), "second": "lookahead"},
         {"drafter": "draft_verify", "skip": [1, 2]},
-        {"drafter": "kangaroo", "adapter": ADAPTER, "steps": 2},
     ],
     ids=str,
 )
@@ -220,9 +209,9 @@ def test_another_drafter_writes_the_same(model, settings):
 
 
 def test_a_drafters_name_stands_for_what_the_command_line_takes_it_for():
-    for name in DRAFTERS:
-        command = composed("chat", "model=vicuna-7b", f"drafter={name}")
-        assert drafter_config(name, "vicuna-7b", {}) == OmegaConf.to_object(command.drafter)
+    more = (f"+drafter@more.{name}={name}" for name in DRAFTERS)
+    command = OmegaConf.to_object(composed("evaluate", "model=vicuna-7b", *more).more)
+    assert command == {name: drafter_config(name, "vicuna-7b", {}) for name in DRAFTERS}
 
 
 def test_a_folder_without_an_adapter_is_told_which_drafters_need_none(tmp_path, monkeypatch):
@@ -250,63 +239,47 @@ def test_a_chat_template_can_be_chosen():
 REFUSED = [
     ("smollm", {}, "no model 'smollm'.*smollm2-135m, tiny"),
     (None, {"drafter": "vanilla"}, "model=None must be a name, a folder, a hub id or a Model"),
-    ("./none", {"adapter": ADAPTER}, "no folder './none'"),
     ("tiny", {"treshold": 0.5}, "'treshold'.*threshold"),
-    ("tiny", {"adapter": ADAPTER, "threshold": 2}, "threshold=2 must be a number, 0 or more and b"),
     ("tiny", {"drafter": VanillaConfig(), "adapter": "x", "steps": 2}, "adapter, steps given besi"),
     ("tiny", {"drafter": KangarooConfig()}, "KangarooConfig needs adapter=.*drafter='kangaroo' t"),
     ("tiny", {"adapter": ADAPTER, "threshold": "Auto"}, "threshold='Auto' must be .*, or auto"),
     ("tiny", {"drafter": "hybird"}, "no drafter 'hybird'. Pass one of: block, cascade, .*hybrid"),
-    ("tiny", {"drafter": 3}, "no drafter 3. Pass one of: block, cascade"),
     ("tiny", {"drafter": "cascade", "first": 3}, "no drafter 3. Pass one of: block, cascade"),
     ("tiny", {"drafter": "prompt_lookup", "steps": 2}, "'steps'; PromptLookupConfig has name, max"),
-    ("tiny", {"drafter": "prompt_lookup", "adapter": "x"}, "no setting 'adapter'"),
-    ("tiny", {"adapter": ADAPTER, "steps": "4"}, "steps='4' must be a whole number"),
-    ("tiny", {"drafter": "vanilla", "chat_template": "vikuna"}, "no chat template 'vikuna'"),
 ]
 
 
 @pytest.mark.parametrize("name, settings, message", REFUSED)
 def test_loading_refuses(name, settings, message):
-    with pytest.raises(errors.ModelNotFound if name == "./none" else ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
         kangaroo.load(name, **settings)
 
 
 @pytest.mark.parametrize(
     "prompt, settings, message",
     [
-        ("", {}, "the prompt is empty"),
         (["Why?", " "], {}, "the prompt is empty"),
         ([{"role": "user"}], {}, "{'role': 'user'} is no message"),
         ([*talk("Why?"), "And?"], {}, "'And\\?' is no message"),
         ("Why?", {"max_new_tokens": 0}, "max_new_tokens=0 must be a whole number, 1 or more"),
         ("Why?", {"temprature": 1}, "'temprature'; Sampling has temperature"),
-        ("Why?", {"temperature": -1}, "temperature=-1 must be a number, 0 or more"),
         (None, {}, "None is no prompt"),
         ([None], {}, "None is no prompt"),
-        ([1, 2], {}, "1 is no prompt"),
         (b"Why?", {}, "is no prompt"),
         ([{"role": "user", "content": None}], {}, "message of 'user' is no text.*null"),
-        ([{"role": None, "content": "Why?"}], {}, "is no message"),
         ({"role": "user", "content": [{"type": "image_url"}]}, {}, "has a part.*image_url"),
         ({"role": "user", "content": ["Why?"]}, {}, "has a part that is no text"),
         ({"role": "user", "content": []}, {}, "the prompt is empty"),
         ("Why \udcff?", {}, r"no text: .*half of a surrogate pair.*\\udcff"),
         (talk("\ud83e?"), {}, "half of a surrogate pair"),
         ("Why?", {"stop": ""}, "stop='': '' is no text"),
-        ("Why?", {"stop": ["a", ""]}, r"stop=\['a', ''\]: '' is"),
         ("Why?", {"stop": 3}, "stop=3: 3 is no text"),
         ("Why?", {"stop": ["\ud83e"]}, "stop=.*half of a surrogate pair"),
-        ("Why?", {"temperature": "0.5"}, "temperature='0.5' must be a number"),
-        ("Why?", {"temperature": None}, "temperature=None must be a number"),
         ("Why?", {"temperature": True}, "temperature=True must be a number"),
         ("Why?", {"top_k": 4.0}, "top_k=4.0 must be a whole number"),
-        ("Why?", {"seed": "3"}, "seed='3' must be a whole number"),
         ("Why?", {"rule": "Match"}, "rule='Match' is a str; it takes one of: match, rejection"),
         ("Why?", {"rule": 1}, "rule=1 is a int; it takes one of: match, rejection"),
-        ("Why?", {"max_new_tokens": "12"}, "max_new_tokens='12' must be .*, or null"),
         ([], {"batch_size": 0}, "batch_size=0 must be a whole number, 1 or more"),
-        ("Why?", {"batch_size": 1.5}, "batch_size=1.5 must be a whole number"),
     ],
 )
 def test_generating_refuses_and_streaming_does_so_at_once(model, prompt, settings, message):

@@ -13,42 +13,43 @@ from kangaroo.utils.discovery import classes
 
 CONFIGS = classes("kangaroo.drafters", DrafterConfig)
 CPU, GPU = yaml.safe_load((ROOT / "configs/groups/hardware.yaml").read_text()).values()
-PLACES = ("adapter", "heads", "datastore")  # where a model's files lie
+NAMES = sorted(CPU.keys() & CONFIGS.keys())
 
 
-def drafter(name, *options, command="evaluate"):
-    config = OmegaConf.to_object(composed(command, f"drafter={name}", *options).drafter)
-    return {key: value for key, value in asdict(config).items() if key not in PLACES}
+def sizes(config):
+    """A drafter's options, but for where a model's files lie."""
+    options = asdict(config).items()
+    return {key: x for key, x in options if key not in ("adapter", "heads", "datastore")}
 
 
-@pytest.mark.parametrize("name", sorted(CPU.keys() & CONFIGS.keys()))
-def test_sizes_are_those_measured_on_a_cpu_or_on_a_gpu_the_papers(name, monkeypatch):
-    papers = {k: v for k, v in asdict(CONFIGS[name]()).items() if k not in PLACES}
+def drafters(*options):
+    more = (f"+drafter@more.{name}={name}" for name in NAMES)
+    config = OmegaConf.to_object(composed("evaluate", *more, *options).more)
+    return {name: sizes(drafter) for name, drafter in config.items()}
+
+
+def test_sizes_are_those_measured_on_a_cpu_or_on_a_gpu_the_papers(monkeypatch):
+    papers = {name: sizes(CONFIGS[name]()) for name in NAMES}
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert drafter(name) == papers | CPU[name]
-    assert drafter(name, "hardware=gpu") == papers
-    assert papers == papers | GPU[name] and CPU[name].keys() == GPU[name].keys()
+    assert drafters() == {name: papers[name] | CPU[name] for name in NAMES}
+    assert drafters("hardware=gpu") == {name: papers[name] | GPU[name] for name in NAMES} == papers
+    assert all(CPU[name].keys() == GPU[name].keys() for name in NAMES)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert drafter(name) == papers
+    assert drafters() == papers
 
 
-@pytest.mark.parametrize("hardware, sizes", [("cpu", (3, 7)), ("gpu", (10, 59))])
-def test_eagle_2s_tree_has_sizes_though_its_class_is_eagles(hardware, sizes):
-    options = drafter("eagle_tree", f"hardware={hardware}")
-    assert (options["top_k"], options["nodes"]) == sizes
+@pytest.mark.parametrize("hardware, expected", [("cpu", (3, 7, 5, 4)), ("gpu", (10, 59, 10, 63))])
+def test_eagle_2s_tree_and_the_drafters_of_a_cascade_have_them_too(hardware, expected):
+    options = ["drafter=cascade", "drafter@drafter.second=medusa", "+drafter@more.tree=eagle_tree"]
+    config = composed("evaluate", *options, f"hardware={hardware}")
+    tree, both = config.more.tree, config.drafter
+    assert (tree.top_k, tree.nodes, both.first.num_pred_tokens, both.second.nodes) == expected
 
 
 def test_every_command_has_them_and_the_command_line_wins(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for command in ("chat", "speed"):
-        assert drafter("medusa", command=command)["nodes"] == 4
-        assert drafter("medusa", "hardware=gpu", command=command)["nodes"] == 63
-    assert drafter("medusa", "hardware=gpu", "drafter.nodes=7")["nodes"] == 7
-
-
-def test_a_cascades_drafters_have_them_too(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for hardware, sizes in (("cpu", (5, 4)), ("gpu", (10, 63))):
-        options = ["drafter@drafter.second=medusa", f"hardware={hardware}"]
-        both = drafter("cascade", *options)
-        assert (both["first"]["num_pred_tokens"], both["second"]["nodes"]) == sizes
+        assert composed(command, "drafter=medusa").drafter.nodes == 4
+    on_gpu = "drafter=medusa", "hardware=gpu"
+    assert composed("speed", *on_gpu).drafter.nodes == 63
+    assert composed("chat", *on_gpu, "drafter.nodes=7").drafter.nodes == 7

@@ -14,7 +14,7 @@ from cases import CHUNK, DRAFTERS, HOW, NEW_TOKENS, PROMPTS, Case, samplings
 from helpers import BY_MODULES, EXIT, adapter_for, random_prompts, tiny, tiny_model, vanilla_texts
 from torch import nn
 from training_cases import config, recipe, samples, train
-from transformers import Gemma3TextConfig, MistralConfig, Phi3Config, Qwen2Config
+from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
@@ -73,7 +73,7 @@ def packed(architecture: str = "qwen2") -> TargetModel:
     return TargetModel(hf.requires_grad_(False))
 
 
-def by_torchao(how: Quantization, **options: str) -> TargetModel:
+def by_torchao(how: Quantization) -> TargetModel:
     pytest.importorskip("torchao")
     hf = tiny_model("qwen2")
     quantize(hf, how, "cpu")
@@ -105,21 +105,24 @@ def check_texts(lm, how, drafters, batch_size):
 # ---- windows -----------------------------------------------------------------------------------
 
 
-def test_a_window_is_that_of_the_layers_that_the_config_names():
-    assert window_of(MistralConfig(num_hidden_layers=2)) == (4096, [True] * 2)
-    assert window_of(MistralConfig(sliding_window=None))[0] is None
-    assert window_of(Phi3Config(sliding_window=2047))[0] == 2047
-    some = {"use_sliding_window": True, "sliding_window": 128, "num_hidden_layers": 4}
-    assert window_of(Qwen2Config(**some, max_window_layers=2)) == (128, [False] * 2 + [True] * 2)
-    assert window_of(Qwen2Config(**some, max_window_layers=4)) == (None, [False] * 4)
-    assert window_of(Qwen2Config())[0] is None
+SOME = {"use_sliding_window": True, "sliding_window": 128, "num_hidden_layers": 4}
+OF_GEMMA = {"max_position_embeddings": 512, "sliding_window": 512, "num_hidden_layers": 6}
 
 
-def test_a_window_that_no_text_outgrows_is_none_unless_its_layers_rotate_in_another_way():
-    assert window_of(MistralConfig(max_position_embeddings=4096))[0] is None
-    assert is_plain(tiny("mistral", sliding_window=512).hf)
-    short = Gemma3TextConfig(max_position_embeddings=512, sliding_window=512, num_hidden_layers=6)
-    assert window_of(short) == (512, [True] * 5 + [False])
+@pytest.mark.parametrize(
+    "config, window, windowed",
+    [
+        (MistralConfig(num_hidden_layers=2), 4096, [True] * 2),
+        (MistralConfig(num_hidden_layers=2, sliding_window=None), None, [False] * 2),
+        (Qwen2Config(**SOME, max_window_layers=2), 128, [False] * 2 + [True] * 2),
+        (Qwen2Config(**SOME, max_window_layers=4), None, [False] * 4),
+        # one that no text outgrows is none, unless its layers rotate in another way
+        (MistralConfig(num_hidden_layers=2, max_position_embeddings=4096), None, [False] * 2),
+        (Gemma3TextConfig(**OF_GEMMA), 512, [True] * 5 + [False]),
+    ],
+)
+def test_a_window_is_that_of_the_layers_that_the_config_names(config, window, windowed):
+    assert window_of(config) == (window, windowed)
 
 
 @pytest.mark.parametrize("window", [2, 3])
@@ -136,6 +139,7 @@ def test_a_tree_may_be_deeper_than_the_window(window):
 def test_native_code_kernels_and_graphs_take_what_they_know(name):
     lm = FAMILIES[name]()
     assert not is_plain(lm.hf) and lm.compile_for_decoding().fast_layers is None
+    assert is_plain(tiny("mistral", sliding_window=512).hf)  # which no text outgrows
     assert can_record(lm.hf) == (name not in ("mixtral", "qwen3-moe"))
 
 
@@ -200,15 +204,15 @@ def test_a_draft_model_says_what_the_adapter_says_or_is_refused(name):
 
 # ---- quantized ---------------------------------------------------------------------------------
 
-SOME = ["kangaroo", "kangaroo-tree", "kangaroo-fused-layer", "eagle-tree", "block", "hybrid-tree"]
-SOME += ["draft_verify", "medusa", "kangaroo-vocabulary", "prompt-lookup-short"]
+QUANTIZED_BY = """kangaroo kangaroo-tree kangaroo-fused-layer eagle-tree block hybrid-tree
+draft_verify medusa kangaroo-vocabulary prompt-lookup-short""".split()
 
 
 @of_quantized
 def test_drafters_write_what_the_quantized_model_writes_itself(name):
     lm = QUANTIZED[name]().compile_for_decoding()
     for number, how in enumerate(HOW):
-        check_texts(lm, how, SOME[number :: len(HOW)], 1 + number % 4)
+        check_texts(lm, how, QUANTIZED_BY[number :: len(HOW)], 1 + number % 4)
 
 
 @of_quantized
@@ -271,21 +275,18 @@ def test_experts_are_not_quantized_here():
         quantize(tiny_model("mixtral"), Quantization.int8, None)
 
 
-@pytest.mark.parametrize(
-    "fields, bits",
-    [
+def test_the_estimate_knows_what_a_quantized_checkpoint_takes(tmp_path):
+    random_model().config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    about, whole = json.loads(file.read_text()), meta_model(ModelConfig("m", str(tmp_path)))
+    for fields, bits in (
         ({"quant_method": "gptq", "bits": 4}, 4),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
         ({"quant_method": "fp8"}, 8),
-    ],
-)
-def test_the_estimate_knows_what_a_quantized_checkpoint_takes(tmp_path, fields, bits):
-    random_model().config.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    whole = target_bytes(meta_model(ModelConfig("m", str(tmp_path))))
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": fields}))
-    lm = meta_model(ModelConfig("m", str(tmp_path)))
-    layers = sum(p.numel() for p in lm.layers.parameters())
-    assert whole - target_bytes(lm) == layers * (16 - bits) // 8
+    ):
+        file.write_text(json.dumps(about | {"quantization_config": fields}))
+        lm = meta_model(ModelConfig("m", str(tmp_path)))
+        layers = sum(p.numel() for p in lm.layers.parameters())
+        assert target_bytes(whole) - target_bytes(lm) == layers * (16 - bits) // 8
     lm = meta_model(ModelConfig("m", TINY, quantization=Quantization.int8))
     assert lm.weight_bits == 8

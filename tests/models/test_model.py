@@ -1,4 +1,4 @@
-"""A target driven by layer ranges computes what transformers computes.
+"""A target driven by layer ranges computes what transformers computes, however it attends.
 
 Shapes as in `kangaroo/models/target.py`.
 """
@@ -8,14 +8,26 @@ import itertools
 import pytest
 import torch
 from cases import FAMILIES
-from helpers import LLAMA3_ROPE, forward_logits, random_parents, random_prompts, tiny
+from helpers import (
+    LLAMA3_ROPE,
+    adapter_for,
+    forward_logits,
+    random_prompts,
+    tiny,
+    vanilla_texts,
+)
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3Config, Gemma3TextConfig, GemmaConfig, LlamaConfig
 
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.cache import BUCKET
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.tree import Tree
+from kangaroo.models import target as model
+from kangaroo.models.attention import attention
 from kangaroo.models.supported import check_supported
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import UnsupportedModel
@@ -71,20 +83,6 @@ def test_logits_in_pieces_equal_those_of_transformers_in_one(name):
 
 
 @torch.no_grad()
-def test_layer_ranges_compose():
-    lm = tiny()
-    tokens_1T = torch.tensor(random_prompts(9))
-    meta = lm.chunk(0, 9, row=0, n_slots=16)
-    whole, split = lm.new_cache(1, 16), lm.new_cache(1, 16)
-    expected, _ = lm.run(lm.embed(tokens_1T), whole, meta, range(4))
-    x_1TD, _ = lm.run(lm.embed(tokens_1T), split, meta, range(1))
-    x_1TD, _ = lm.run(x_1TD, split, meta, range(1, 4))
-    assert torch.equal(x_1TD, expected)
-    for a, b in zip((*whole.keys, *whole.values), (*split.keys, *split.values), strict=True):
-        assert torch.equal(a, b)
-
-
-@torch.no_grad()
 def test_taps_are_the_states_between_layers():
     lm = tiny()
     tokens_1T = torch.tensor(random_prompts(9))
@@ -100,48 +98,6 @@ def test_taps_are_the_states_between_layers():
 
 
 @torch.no_grad()
-def test_every_node_of_a_tree_sees_the_prefix_and_its_own_ancestors():
-    lm = tiny()
-    prefixes = random_prompts(5, 12, seed=3)
-    generator = torch.Generator().manual_seed(0)
-    parents_BN = random_parents(2, 8, generator)
-    tree = Tree(parents_BN, max_depth=7)
-    tokens_BN = torch.randint(64, (2, 8), generator=generator)
-    n_slots = 40
-    cache = lm.new_cache(2, n_slots)
-    for cached in (*cache.keys, *cache.values):
-        cached.fill_(50.0)  # what lies in slots that nothing has written must not matter
-    for row, prefix in enumerate(prefixes):
-        meta = lm.chunk(0, len(prefix), row, n_slots)
-        lm.run(lm.embed(torch.tensor([prefix])), cache, meta, range(4))
-    meta = lm.forward_meta(tree, torch.tensor([5, 12]), 12 + 8, n_slots)
-    logits_BNV = lm.logits(lm.run(lm.embed(tokens_BN), cache, meta, range(4))[0])
-    for row, prefix in enumerate(prefixes):
-        for node in range(8):
-            path = tree.ancestors_BNN[row, node].nonzero()[:, 0]
-            text = prefix + tokens_BN[row, path].tolist()
-            expected = forward_logits(lm, text)[-1]
-            torch.testing.assert_close(logits_BNV[row, node], expected, atol=TOLERANCE, rtol=0)
-
-
-@torch.no_grad()
-def test_a_root_before_the_start_of_the_text_is_seen_by_nobody():
-    """A one-token prompt has no token before the pending one, yet blocks keep their shape."""
-    lm = tiny()
-    tokens_1N = torch.tensor(random_prompts(4))
-    cache = lm.new_cache(1, 10)
-    tree = Tree.chain(4, tokens_1N.device)
-    meta = lm.forward_meta(tree, torch.tensor([-1]), used=4, n_slots=10, below=1)
-    assert meta.positions_RT.tolist() == [[0, 0, 1, 2]]
-    slots = meta.slots_RT[0].tolist()
-    assert slots[1:] == [0, 1, 2] and slots[0] >= 4
-    logits_1NV = lm.logits(lm.run(lm.embed(tokens_1N), cache, meta, range(4))[0])
-    assert torch.isfinite(logits_1NV).all()
-    expected = forward_logits(lm, tokens_1N[0, 1:].tolist())
-    torch.testing.assert_close(logits_1NV[0, 1:], expected, atol=TOLERANCE, rtol=0)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("used", [1, BUCKET - 1, BUCKET, BUCKET + 1])
 def test_nodes_lie_in_slots_of_their_own_inside_the_allocation(used):
     lm = tiny()
@@ -154,6 +110,43 @@ def test_nodes_lie_in_slots_of_their_own_inside_the_allocation(used):
         assert len(set(slots)) == len(slots)
         assert slots[-used:] == list(range(used))
         assert max(slots) < n_slots
+
+
+# ---- attention ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("width, extent", [(1, 9), (5, 9), (9, 9)])
+def test_every_mask_and_none_give_the_formula_capped_or_not(width, extent, group, softcap):
+    q, (k, v) = torch.randn(2, 2 * group, width, 8), torch.randn(2, 2, 2, extent, 8)
+    seen = torch.ones(width, extent, dtype=torch.bool).tril(extent - width)
+    scores = q @ k.repeat_interleave(group, 1).mT * 3
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    expected = (weights @ v.repeat_interleave(group, 1)).transpose(1, 2)
+    added = torch.zeros(width, extent).masked_fill(~seen, -torch.inf)[None, None]
+    masks = [seen[None, None], added, causal_lower_right(width, extent)]
+    for mask in [*masks, None] if width == extent else masks:
+        out, _ = attention(torch.nn.Module(), q, k, v, mask, 3.0, softcap=softcap)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    read = torch.arange(width).expand(2, -1) % 3 != 1
+    out, _ = attention(torch.nn.Module(), q, k, v, added, 3.0, read, softcap=softcap)
+    torch.testing.assert_close(out[read], expected[read], rtol=0, atol=1e-5)
+    assert not out[~read].any()
+
+
+def test_texts_are_the_same_by_the_gpus_paths(monkeypatch):
+    """Prompts without masks, on the CPU."""
+    prompts = random_prompts(5, 40, 130)
+    expected = vanilla_texts(tiny(), prompts, 16)
+    monkeypatch.setattr(model, "has_flash", lambda device, dtype: True)
+    lm = tiny()
+    adapter = adapter_for(lm)
+    for drafter in (Vanilla(), Kangaroo(lm, adapter, 4, 0.3), KangarooTree(lm, adapter, 3, 0.0)):
+        for rows in (1, 2):
+            done = Engine(lm, drafter, prefill_chunk=16).generate(prompts, 16, batch_size=rows)
+            assert [p + g.tokens for p, g in zip(prompts, done, strict=True)] == expected
 
 
 # ---- what is refused ---------------------------------------------------------------------------

@@ -151,12 +151,7 @@ CHANGES = [
     ({"model_type": "no-such-kind"}, UnsupportedModel, "no-such-kind"),
     *(
         ({"quantization_config": fields}, MissingPackage, rf"\({fields['quant_method']}\).*=int8")
-        for fields in (
-            {"quant_method": "gptq", "bits": 4},
-            {"quant_method": "awq", "bits": 4},
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            {"quant_method": "compressed-tensors"},
-        )
+        for fields in ({"quant_method": "gptq", "bits": 4}, {"quant_method": "compressed-tensors"})
     ),
 ]
 
@@ -194,7 +189,7 @@ def test_a_turn_that_ends_no_text_is_warned_of_and_the_option_ends_it(folder, ca
 # ---- templates ---------------------------------------------------------------------------------
 
 
-def test_vicuna_template_of_a_conversation_and_with_another_system_message():
+def test_vicunas_template_of_a_conversation():
     _, tokenizer = load(config(TINY, chat_template="vicuna"))
     assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == (
         tokenizer.bos_token
@@ -202,9 +197,6 @@ def test_vicuna_template_of_a_conversation_and_with_another_system_message():
         "gives helpful, detailed, and polite answers to the user's questions. "
         "USER: Hi! ASSISTANT: Hello.</s>USER: 2+2? ASSISTANT:"
     )
-    chat = [{"role": "system", "content": "Be brief."}, *CHAT[:2]]
-    text = tokenizer.apply_chat_template(chat, tokenize=False)
-    assert text == tokenizer.bos_token + "Be brief. USER: Hi! ASSISTANT: Hello.</s>"
 
 
 # ---- random models -----------------------------------------------------------------------------
@@ -282,16 +274,11 @@ def test_conversion_happens_once_however_many_ask_and_again_if_its_weights_are_g
     weights = folder / "model.safetensors"
     assert len(conversions) == 1 and weights.read_text() == "whole"
     weights.unlink()
-    assert embedded.embedded_checkpoint() == folder
-    assert len(conversions) == 2 and weights.read_text() == "whole"
-
-
-def test_what_a_killed_conversion_left_is_not_taken_for_the_model(cache, conversions):
-    left = cache / "models" / f"{embedded.CONVERTED}.partial"
+    left = folder.with_name(f"{embedded.CONVERTED}.partial")  # by one that was killed
     left.mkdir()
     (left / "model.safetensors").write_text("ha")
-    folder = embedded.embedded_checkpoint()
-    assert (folder / "model.safetensors").read_text() == "whole"
+    assert embedded.embedded_checkpoint() == folder
+    assert len(conversions) == 2 and weights.read_text() == "whole"
     names = sorted(path.name for path in folder.parent.iterdir())
     assert names == [folder.name, f"{folder.name}.lock"]
 

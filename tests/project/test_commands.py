@@ -1,7 +1,12 @@
-"""Every `torchrun` line of README and docs runs as a user types it, in two processes."""
+"""Every command of README and docs runs as a user types it, on tiny stand-ins: `python` lines, and
+`torchrun` lines in two processes. And the commands that messages print exist."""
 
+import ast
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,48 +14,245 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import PAGES, ROOT, free_port, shown
-from stand_ins import BRIEF, FEW, ONE, SHORT
+import torch
+from commands import PAGES, ROOT, free_port, python, questions, shown, talks
+from composing import of_command
+from helpers import adapter_for, saved_adapter, tiny_target
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from test_architecture import TREES
 
 from kangaroo import cli
+from kangaroo.heads import official
+from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.adapter_files import WEIGHTS
+from kangaroo.heads.eagle_head import EagleHead
+from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
+from kangaroo.utils import folders
 
-SHAREGPT = f"recipe=vicuna-7b data.source=ShareGPT.json {ONE} {BRIEF}"
-# What is appended to each line; a line that is not here fails.
-APPENDED = {
-    "train.py model=vicuna-7b": SHAREGPT,
-    "train.py model=vicuna-7b data.source=ShareGPT.json": SHAREGPT,
-    "train.py model=vicuna-7b trainer.accumulate=32": SHAREGPT,
-    "train.py model=vicuna-7b trainer=deepspeed": SHAREGPT,
-    "train.py model=vicuna-33b trainer.shard_target=true": SHAREGPT,
-    "scripts/make_data.py model=vicuna-7b recipe=own_text": f"{ONE} {BRIEF} {SHORT}",
-    "evaluate.py bench=spec_bench": f"model=tiny {FEW}",
-    "evaluate.py model=vicuna-7b bench=spec_bench": FEW,
+# ---- what makes a line small enough ------------------------------------------------------------
+
+# What stands in for the models, in every line; a recipe, a shape or a name stays the model's own.
+MODELS = "smollm2-135m|vicuna-7b|vicuna-33b|llama-3.1-70b"
+FEW = "bench.path=questions.jsonl max_new_tokens=6 warmup=1"
+ONE = "adapter.exit_layers=[2]"
+BRIEF = (
+    "trainer.epochs=1 trainer.holdout=4 trainer.decode_prompts=2 trainer.decode_tokens=8 "
+    "trainer.batch_tokens=256"
+)
+SHORT = (
+    "data.shards=1 data.shard_size=12 data.max_question_tokens=8 data.max_answer_tokens=16 "
+    "data.keep_unfinished_questions=true data.filters.max_repetition=1 "
+    "data.filters.near_duplicate=1"
+)
+TUNED = (
+    "tuning_questions=2 reporting_questions=2 max_new_tokens=8 search.kangaroo.steps=[6] "
+    "search.kangaroo.threshold=[0.0] search.hybrid.nodes=[5] search.hybrid.min_gain_per_step=[1.5]"
+)
+SPEED = (
+    "speed.prompts=1 speed.repeats=1 speed.contexts=[64] speed.max_new_tokens=20 "
+    "speed.context_tokens=20 speed.batches=[1,2] speed.bandwidth_megabytes=16"
+)
+MIXED = "data.paths=[outputs/data/self_synthesis/tiny,outputs/data/tasks/tiny]"
+FILES = "data.max_answer_tokens=16 data.filters.max_repetition=1 data.filters.near_duplicate=1"
+AS_TYPED = {"train.py model=vicuna-7b --cfg job"}  # it needs no weights, and so no stand-in
+
+
+def stand_ins(line: str) -> str:
+    """What is appended to a line, so that it takes seconds."""
+    script = line.partition(" ")[0]
+    if line in AS_TYPED or script.endswith("convert.py"):
+        return "exit_layer=2 output=adapters/imported" if " import " in line else ""
+    parts = [] if "model=" in line.replace("bench@", "") else ["model=tiny"]
+    if script == "evaluate.py":
+        parts += [FEW, "question_every=1", "logger.mode=offline" if "=wandb" in line else ""]
+    elif script == "scripts/tune.py":
+        parts += ["bench.path=questions.jsonl", TUNED]
+    elif script == "scripts/speed.py":
+        parts += [SPEED, "speed.bench.path=questions.jsonl" if "=spec_bench" in line else ""]
+    elif " split " in line:
+        parts = ["held=2"]
+    elif "data=mix" in line:
+        parts += [MIXED, BRIEF if script == "train.py" else ""]
+    elif script == "scripts/prepare.py":
+        parts += [SHORT]
+    elif "experiment=questions" in line:
+        parts += ["data.source=ShareGPT.json trainer.epochs=1 trainer.holdout=4", FILES]
+    elif "experiment=debug" in line:
+        parts = [SHORT]
+    else:
+        from_file = "data.source" in line or ("=vicuna-" in line and "make_data" not in line)
+        parts += ["" if re.search(r"\badapter[.=]", line) else ONE, BRIEF]
+        parts += ["data.source=ShareGPT.json" if from_file else SHORT]
+        parts += ["recipe=vicuna-7b" if "=vicuna-" in line and from_file else ""]
+        parts += ["hydra.sweep.subdir=${hydra.job.num}" if " -m " in line else ""]
+    return " ".join(filter(None, parts))
+
+
+def shrunk(line: str) -> list[str]:
+    """The words of a line with its stand-ins."""
+    words = f"{line} {stand_ins(line)}".split()
+    if line in AS_TYPED:
+        return words
+    return [w if w.startswith("recipe=") else re.sub(MODELS, "tiny", w) for w in words]
+
+
+# ---- where lines are typed ---------------------------------------------------------------------
+
+
+def typed(script: str, options: str, where: Path) -> None:
+    """A command that has to succeed."""
+    done = python(script, *shlex.split(options), cwd=where)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """Where a user might stand: an adapter, heads, questions and conversations lie there."""
+    here, lm = tmp_path_factory.mktemp("begun"), tiny_target()
+    training = {"progress": {"assistant_tokens": 7}}
+    for name, fused in ("tiny", False), ("tiny-fused", True):
+        adapter = adapter_for(lm, architecture=AdapterHeadConfig(fused=fused))
+        saved_adapter(lm, adapter, here / "adapters" / name, training=training)
+    heads = MedusaHeads(lm, MedusaHeadsConfig(heads=2)).start_from(lm)
+    facts = {"guesses": [[0.5, 0.2]] * 2}
+    saved_adapter(lm, heads, here / "adapters/tiny-medusa", facts=facts)
+    saved_adapter(lm, EagleHead(lm), here / "adapters/tiny-eagle")
+    (here / "ShareGPT.json").write_text(json.dumps(talks()))
+    (here / "questions.jsonl").write_text("\n".join(map(json.dumps, questions())) + "\n")
+    return here
+
+
+@pytest.fixture
+def here(begun, tmp_path):
+    """A copy of that, to be changed."""
+    return shutil.copytree(begun, tmp_path / "here")
+
+
+@pytest.fixture(scope="module")
+def made(begun, tmp_path_factory):
+    """And what earlier commands left: data, a datastore, a subset of layers; a checkpoint."""
+    here = shutil.copytree(begun, tmp_path_factory.mktemp("made") / "here")
+    for data in ("self_synthesis", "tasks"):
+        typed("scripts/make_data.py", f"model=tiny data={data} {SHORT} {ONE} {BRIEF}", here)
+    typed("scripts/prepare.py datastore", f"model=tiny {SHORT}", here)
+    options = "model=tiny search.budget=4 search.conversations=2"
+    typed("scripts/prepare.py layers", f"{options} {SHORT}", here)
+    lm, checkpoint = tiny_target(), here / "kangaroo-tiny-v1.3"  # of the authors' code
+    state = adapter_for(lm).state_dict()
+    checkpoint.mkdir()
+    named = {name: state[ours] for name, ours in official.NAMES.items()}
+    torch.save(named, checkpoint / official.WEIGHTS)
+    lm.config.to_json_file(checkpoint / official.CONFIG)
+    return here
+
+
+# ---- `python` lines ----------------------------------------------------------------------------
+
+# Lines with gaps that a reader fills; and those that test_examples.py, test_serving.py,
+# test_load_test.py, test_paper.py, test_sweeps.py (where Optuna is installed) or test_hub.py run.
+ELSEWHERE = re.compile(
+    r"serve\.py|load_test|examples/|OUTPUT|\.\.\.|evaluate\.py results=|search=optuna|"
+    r"push (?!.*dry_run=true)|convert\.py pull"
+)
+
+FAST = {
+    "evaluate.py model=smollm2-135m drafter=kangaroo bench=demo",
+    "train.py model=smollm2-135m",
+    "torchrun --nproc-per-node=8 train.py model=vicuna-7b",
 }
-LINES = list({" ".join(words): words for page in PAGES for words in shown(page)}.values())
+
+# Before lines with this drafter a reader has to write it: test_docs.py does.
+OWN_DRAFTER = "bigram"
+LINES = {" ".join(words[1:]) for page in PAGES for words in shown(page, "python")}
+SHOWN = sorted(x for x in LINES if OWN_DRAFTER not in x and not ELSEWHERE.search(x))
 
 
-def typed(line):
-    """A command without torchrun and its options."""
-    first = next(i for i, word in enumerate(line) if word.endswith(".py"))
-    return " ".join(line[first:])
+# Commands within sentences, but for sweeps and those that leave something to fill in.
+WITHIN = {
+    line
+    for page in PAGES
+    for line in re.findall(r"`(?:python )?((?:evaluate|train)\.py [^`]+)`", page.read_text())
+    if not re.search(r"=(X|\.\.\.)?( |$)| -m ", line)
+}
 
 
-def start(line, folder):
+def marked(line: str) -> object:
+    return pytest.param(line, marks=[pytest.mark.slow] * (line not in FAST))
+
+
+@pytest.mark.parametrize("line", list(map(marked, SHOWN)))
+def test_a_line_of_the_pages_runs(line, request, tmp_path):
+    before = request.getfixturevalue("begun" if line in FAST | AS_TYPED else "made")
+    here = shutil.copytree(before, tmp_path / "here")
+    script, *words = shrunk(line)
+    typed(script, " ".join(words), here)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", sorted(WITHIN))
+def test_the_options_of_a_command_within_a_sentence_exist(line, tmp_path):
+    script, *words = shlex.split(line)
+    typed(script, " ".join([*words, "--cfg", "job"]), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (Path(sys.prefix) / ".installed").exists(), reason="needs make's own .venv")
+@pytest.mark.parametrize(
+    "target, options, shown",
+    [
+        (
+            "demo",
+            "question_end=1 warmup=1 max_new_tokens=8 output={here}",
+            r"\nvanilla: 8 tokens.*\nkangaroo: .*\nhybrid: .*methods compared.*decoding",
+        ),
+        ("chat", "chat.max_new_tokens=8", "an empty"),
+    ],
+)
+def test_a_make_target_runs_on_the_embedded_model(target, options, shown, tmp_path):
+    arguments = f"ARGS={options.format(here=tmp_path)}"
+    command = ["make", target, f"VENV={sys.prefix}", arguments]
+    done = subprocess.run(command, cwd=ROOT, input="Hello\n", capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(shown, done.stdout.lower(), re.DOTALL), done.stdout
+
+
+def test_the_readmes_first_example_answers(smollm2, monkeypatch, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    monkeypatch.chdir(ROOT)
+    exec(compile(code.replace("max_new_tokens=128", "max_new_tokens=24"), "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.split()) > 8
+
+
+# Lines of docs/use.md that end in an error, with what it says first.
+REFUSED = {
+    "evaluate.py drafter.adapter=outputs/train/tiny/attention-exit2": "AdapterMismatch: adapter",
+    "train.py model=vicuna-7b": "ModelNotFound: 'lmsys/vicuna-7b-v1.3' was found nowhere",
+    "evaluate.py drafter.treshold=0.5": "Could not override 'drafter.treshold'.",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", REFUSED)
+def test_an_error_that_a_page_shows_is_the_one_that_comes(line, here):
+    page = (ROOT / "docs/use.md").read_text()
+    assert f"$ python {line}" in page and REFUSED[line] in page
+    shutil.copytree(here / "adapters/tiny", here / "outputs/train/tiny/attention-exit2")
+    done = python(*line.split(), cwd=here)
+    assert done.returncode == 1 and REFUSED[line] in done.stderr, done.stderr
+
+
+# ---- `torchrun` lines --------------------------------------------------------------------------
+
+TORCHRUN = sorted({" ".join(words) for page in PAGES for words in shown(page)})
+
+
+def start(line: str, folder: Path) -> list[subprocess.Popen]:
     """The processes of a command, one a node, as a user would start them in `folder`: with two
-    processes in all, and a tiny target. (A recipe is its model's own.)
-    """
+    processes in all."""
     nodes, port = 2 if "--nnodes=4" in line else 1, free_port()
-    replaced = {f"--nproc-per-node={n}": f"--nproc-per-node={2 // nodes}" for n in (4, 8)}
-    replaced |= {f"model={name}": "model=tiny" for name in ("vicuna-7b", "vicuna-33b")}
-    replaced |= {
-        "--nnodes=4": "--nnodes=2",
-        "--rdzv-endpoint=node0:29500": f"--rdzv-endpoint=localhost:{port}",
-    }
-    words = [replaced.get(word, word) for word in line[1:]]
-    script = next(word for word in words if word.endswith(".py"))
-    words = [str(ROOT / word) if word == script else word for word in words]
-    words += APPENDED.get(typed(line), "").split()
+    line = re.sub("--nproc-per-node=[48]", f"--nproc-per-node={2 // nodes}", line)
+    line = line.replace("--nnodes=4", "--nnodes=2").replace("node0:29500", f"localhost:{port}")
+    words = [str(ROOT / word) if word.endswith(".py") else word for word in line.split()[1:]]
     # torchrun's own port is one for all: tests run side by side
     environment = os.environ | {"PET_MASTER_PORT": str(free_port())}
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
@@ -58,48 +260,35 @@ def start(line, folder):
     return [subprocess.Popen(command, cwd=folder, env=environment, **pipes) for _ in range(nodes)]
 
 
-def bytes_of(folder, pattern):
-    """The content of all files of a kind, by name."""
-    files = sorted((folder / "outputs").rglob(pattern))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-def test_every_torchrun_line_has_its_stand_ins():
-    assert {typed(line) for line in LINES} == set(APPENDED)
-
-
-def check_trained(here):
-    (about,) = bytes_of(here, "attention-exit2/config.json").values()
-    assert json.loads(about)["training"]["processes"] == 2 and bytes_of(here, WEIGHTS)
-
-
-def run(line, folder):
+def run(line: str, folder: Path) -> None:
     for process in start(line, folder):
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
 
 
-def marked(line):
-    """The README's first one is quick enough."""
-    marks = [pytest.mark.slow] * (typed(line) != "train.py model=vicuna-7b")
-    return pytest.param(line, marks=marks, id=" ".join(line[1:]))
+def bytes_of(folder: Path, pattern: str) -> dict[str, bytes]:
+    """The content of all files of a kind, by name."""
+    files = sorted((folder / "outputs").rglob(pattern))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("line", list(map(marked, LINES)))
+@pytest.mark.parametrize("line", list(map(marked, TORCHRUN)))
 def test_a_line_of_the_pages_runs_in_two_processes(line, here):
-    run(line, here)
-    if typed(line).startswith("train.py"):
-        check_trained(here)
-    elif typed(line).startswith("scripts/make_data.py"):
+    launcher, script, options = re.fullmatch(r"(.* )(\S+\.py)(.*)", line).groups()
+    run(launcher + " ".join(shrunk(script + options)), here)
+    if script == "train.py":
+        (about,) = bytes_of(here, "attention-exit2/config.json").values()
+        training = json.loads(about)["training"]
+        assert training["processes"] == 2 and bytes_of(here, WEIGHTS)
+        assert training["data"]["settings"]["source"] == "ShareGPT.json"
+    elif script == "scripts/make_data.py":
         assert bytes_of(here, "*.arrow") and not bytes_of(here, "*.safetensors")
     else:
         records = bytes_of(here, "records-*.jsonl").values()
         assert [content.count(b"\n") for content in records] == [3, 2]
-        (summary,) = (
-            s
-            for f, s in bytes_of(here, "summary.json").items()
-            if "/vanilla/" not in f and "/transformers/" not in f
-        )
+        baselines = re.compile("/(vanilla|transformers)/")
+        summaries = bytes_of(here, "summary.json").items()
+        (summary,) = (content for name, content in summaries if not baselines.search(name))
         assert json.loads(summary)["lossless"]["identical"] == 5
 
 
@@ -121,8 +310,8 @@ def kill_second(running, path):
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the second process in /proc")
 def test_a_process_killed_in_writing_and_in_training_changes_no_byte(here):
     """Two processes, one of them killed twice, make the data and the adapter that one makes."""
-    settings = ["experiment=debug", "data.shards=4", "data.max_answer_tokens=160"]
-    two = ["torchrun", "--nproc-per-node=2", "train.py", *settings]
+    settings = "experiment=debug data.shards=4 data.max_answer_tokens=160"
+    two = f"torchrun --nproc-per-node=2 train.py {settings}"
     shards = here / "outputs/data/self_synthesis/tiny.shards"
     # the first file of all: a shard has none until it is whole
     kill_second(start(two, here), shards / "settings.json")
@@ -130,14 +319,55 @@ def test_a_process_killed_in_writing_and_in_training_changes_no_byte(here):
     kill_second(start(two, here), here / "outputs/train/tiny/checkpoint.pt")
     run(two, here)
     (alone := here / "alone").mkdir()
-    run(["torchrun", "--nproc-per-node=1", "train.py", *settings, "trainer.accumulate=2"], alone)
+    run(f"torchrun --nproc-per-node=1 train.py {settings} trainer.accumulate=2", alone)
     for pattern in (WEIGHTS, "data/**/*.jsonl", "data/**/*.arrow"):
         assert bytes_of(here, pattern) == bytes_of(alone, pattern) != {}
 
 
-@pytest.mark.parametrize("name", ["chat", "convert_import"])
-def test_a_command_for_one_process_refuses_more(name, tmp_path, monkeypatch):
+def test_a_command_for_one_process_refuses_more(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "argv", ["it.py", f"hydra.run.dir={tmp_path}"])
     with pytest.raises(SystemExit, match=r"it\.py runs in one process, and torchrun started 2"):
-        vars(cli)[name]()
+        cli.convert_import()
+
+
+# ---- commands that messages print --------------------------------------------------------------
+
+# For options that a message takes from elsewhere, where not any word is one.
+STAND_INS = {"drafter": "kangaroo", "adapter": "medusa", "experiment": "paper/table1"}
+CALLS = [
+    pytest.param(node, id=f"{name}:{node.lineno}")
+    for name, tree in TREES.items()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "command_line"
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_options_of_a_printed_command_exist(call):
+    command, *words = (node.value for node in call.args if isinstance(node, ast.Constant))
+    reads_more_configs = len(call.args) > 1 and not words  # --config-dir=, of which it needs one
+    for option in call.keywords:
+        if option.arg and option.arg != "launcher" and not reads_more_configs:
+            constant = option.value.value if isinstance(option.value, ast.Constant) else None
+            value = STAND_INS.get(option.arg, "x") if constant is None else constant
+            words.append(f"{option.arg.replace('__', '.')}={value}")
+    assert of_command(command, words)
+
+
+def test_where_the_package_is_installed_the_program_is_named(tmp_path, monkeypatch):
+    options = {"model": "tiny", "drafter__adapter": "my adapters/x", "trainer__shard_target": True}
+    typed = """model=tiny 'drafter.adapter="my adapters/x"' trainer.shard_target=true"""
+    assert folders.command_line("tune", **options) == f"python scripts/tune.py {typed}"
+    (tmp_path / "configs").mkdir()
+    monkeypatch.setattr(folders, "PACKAGE", tmp_path)
+    started = f"{folders.TORCHRUN} -m kangaroo train {typed}"
+    assert folders.command_line("train", launcher=folders.TORCHRUN, **options) == started
+
+
+def test_a_folder_of_any_name_arrives_as_it_is():
+    parser = OverridesParser.create()
+    for name in ("a/b", "my folder/x", 'say "hi"', "it's", r"a\b", 'q\\"x', "e\\"):
+        word = shlex.split(folders.command_line("evaluate", drafter__adapter=name))[-1]
+        assert parser.parse_override(word).value() == name
+    assert of_command("evaluate", [word]).drafter.adapter == name

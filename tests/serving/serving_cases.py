@@ -16,14 +16,14 @@ import httpx
 import uvicorn
 from commands import ROOT, free_port
 from fastapi import FastAPI
-from helpers import adapter_for
+from helpers import adapter_for, tiny_target
 from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.models.loading import TINY, Dtype, ModelConfig, byte_tokenizer, load
+from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.app import Server
 from kangaroo.serving.config import ServeConfig
@@ -40,8 +40,7 @@ SAMPLINGS = [
 
 
 def target() -> TargetModel:
-    lm = TargetModel(load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))[0])
-    return lm.compile_for_decoding()
+    return tiny_target().compile_for_decoding()
 
 
 def engine_of(lm: TargetModel, chunk: int | None = 8) -> Engine:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from contextlib import contextmanager
+from contextlib import nullcontext
 from importlib import import_module
 
 import pytest
@@ -67,12 +67,6 @@ def test_methods_take_turns_and_ratios_are_taken_within_rounds(tmp_path):
     assert summary["pays_up_to"] == {} and "x)" not in load_test.markdown(summary)
 
 
-@contextmanager
-def serving(options, log):
-    """In place of a server."""
-    yield load_test.Server(options, log)
-
-
 def run(folder, *words, ask):
     """All cells, with `ask` in place of guidellm."""
     asked = []
@@ -89,7 +83,7 @@ def run(folder, *words, ask):
     options, methods = load_test.parsed(["a=drafter=x", "b=drafter=y", *small, str(folder), *words])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load_test, "ask", client)
-        patch.setattr(load_test, "serving", serving)
+        patch.setattr(load_test, "serving", lambda *given: nullcontext(load_test.Server(*given)))
         patch.setattr(load_test, "find_spec", lambda name: True)
         patch.setattr(load_test, "version", lambda name: "0")
         try:

@@ -31,20 +31,8 @@ from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text
 from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Closing
 from kangaroo.serving.scheduler import Scheduler
-from kangaroo.utils.errors import PromptError
 
 NOTHING_TO_DO = {"running": 0, "entering": 0, "waiting": 0}
-
-
-def test_every_text_is_the_one_that_is_written_alone():
-    rng = random.Random(0)
-    jobs = [Heard(random_request(rng)) for _ in range(40)]
-    with scheduling() as scheduler:
-        for job in jobs:
-            scheduler.submit(job)
-            time.sleep(rng.random() * 0.01)
-        for job in jobs:
-            job.check()
 
 
 def test_each_conversation_goes_on_in_the_row_that_has_it():
@@ -130,36 +118,6 @@ def test_who_cancels_leaves_all_others_as_they_were():
         assert job.tokens == (text if job.finish == "length" else text[: len(job.tokens)])
 
 
-def test_a_long_prompt_does_not_keep_others_waiting():
-    short, long = heard([7, 8], 100), Heard(Request([5] * 180, 1))
-    with scheduling(engine_of(target(), chunk=4)) as scheduler:
-        scheduler.submit(short)
-        assert short.begun.wait(60)
-        scheduler.submit(long)
-        before = len(short.tokens)
-        assert long.begun.wait(60)
-        # it has 45 parts; between any two of them the other text went on
-        assert len(short.tokens) - before >= 40 or short.finish
-        assert short.ended.wait(60)
-
-
-def by_parts(engine: Engine, monkeypatch, see: Callable[[Request, int], object]) -> None:
-    """Let `see` be called before each part of a prompt, with its number."""
-    prefill_chunks = engine.prefill_chunks
-
-    def parts(batch: Batch, row: int, request: Request) -> Generator:
-        its_parts = prefill_chunks(batch, row, request)
-        for number in itertools.count():
-            see(request, number)
-            try:
-                next(its_parts)
-            except StopIteration as entered:
-                return entered.value
-            yield
-
-    monkeypatch.setattr(engine, "prefill_chunks", parts)
-
-
 @pytest.mark.parametrize(
     ("seconds_a_token", "order"),
     [(1.0, [100] * 3 + [9] * 3 + [100] * 22), (0.0, [100] * 25 + [9] * 3)],
@@ -168,13 +126,21 @@ def by_parts(engine: Engine, monkeypatch, see: Callable[[Request, int], object])
 def test_prompts_are_read_in_the_order_in_which_they_are_due(monkeypatch, seconds_a_token, order):
     engine, parts = engine_of(target(), chunk=4), []
     long, short = (heard([length] * length, 7) for length in (100, 9))
+    prefill_chunks = engine.prefill_chunks
 
-    def see(request: Request, number: int) -> None:
-        parts.append(len(request.prompt))
-        if len(parts) == 3:
-            scheduler.submit(short)
+    def watched_chunks(batch: Batch, row: int, request: Request) -> Generator:
+        chunks = prefill_chunks(batch, row, request)
+        while True:
+            parts.append(len(request.prompt))
+            if len(parts) == 3:
+                scheduler.submit(short)
+            try:
+                next(chunks)
+            except StopIteration as entered:
+                return entered.value
+            yield
 
-    by_parts(engine, monkeypatch, see)
+    monkeypatch.setattr(engine, "prefill_chunks", watched_chunks)
     with scheduling(engine) as scheduler:
         scheduler.read_tokens, scheduler.read_seconds = 1, seconds_a_token
         answered(scheduler, long)
@@ -201,15 +167,6 @@ def test_no_more_wait_than_may_and_all_choices_of_a_request_wait_or_none():
             scheduler.submit(heard([5], 1), heard([5], 1))
         assert scheduler.load["waiting"] == 1
         running.cancelled = True
-
-
-def test_a_request_that_can_never_be_served_is_refused():
-    with scheduling() as scheduler:
-        scheduler.check(Request([5] * 10, LONGEST - 10))
-        with pytest.raises(PromptError, match="ask for at most 190 new tokens"):
-            scheduler.check(Request([5] * 10, LONGEST - 9))
-        with pytest.raises(PromptError, match="the prompt is empty"):
-            scheduler.check(Request([], 3))
 
 
 def test_closing_finishes_what_there_is_and_takes_nothing_more():
@@ -320,23 +277,7 @@ def test_what_fails_for_one_request_ends_that_one_alone(monkeypatch, method):
     assert len(failed) == (2 if method == "step" else 1)
 
 
-@pytest.mark.parametrize("part", [0, 1, 2])
-def test_a_prompt_that_fails_to_enter_ends_its_request_alone(monkeypatch, part):
-    engine, failed = engine_of(target()), []
-
-    def fail(request: Request, number: int) -> None:
-        if request.prompt == GUILTY and number == part:
-            failed.append(number)
-            raise RuntimeError(f"part {number}")
-
-    by_parts(engine, monkeypatch, fail)
-    with scheduling(engine) as scheduler:
-        check_crowd(scheduler, FAILED, *crowd())
-    assert failed == [part]
-
-
-@pytest.mark.parametrize("number", [0, 1, 6])
-@pytest.mark.parametrize("faults", [1, 2])
+@pytest.mark.parametrize("number, faults", [(0, 1), (1, 2), (6, 1), (6, 2)])
 def test_texts_go_on_as_they_were_where_a_step_fails(monkeypatch, number, faults):
     """Once, or once more at the next chance: that ends whom it hits alone."""
     monkeypatch.setattr("kangaroo.serving.scheduler.PAUSE", 0)

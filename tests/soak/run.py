@@ -121,16 +121,9 @@ def setting_of(
     return Setting(family, sampling, lm, requests, texts, eos_ids, chunks)
 
 
-def alone(
-    lm: TargetModel,
-    requests: Sequence[Request],
-    how: Sampling,
-    eos_ids: frozenset[int] = frozenset(),
-) -> list[list[int]]:
+def alone(lm: TargetModel, requests: Sequence[Request], how: Sampling) -> list[list[int]]:
     """What vanilla decoding writes for each request, one after the other."""
-    engine = Engine(lm, Vanilla())
-    engine.eos_ids = eos_ids
-    done = dict(engine.completions(requests, how, 1))
+    done = dict(Engine(lm, Vanilla()).completions(requests, how, 1))
     return [done[index].tokens for index in range(len(requests))]
 
 

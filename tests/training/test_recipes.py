@@ -80,7 +80,7 @@ def test_another_checkpoint_takes_the_recipe_of_the_model_that_is_named():
 
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
-EXPERIMENTS.remove("methods")  # which evaluate.py takes: tests/project/test_page_commands.py
+EXPERIMENTS.remove("methods")  # which evaluate.py takes: tests/project/test_commands.py
 SETTINGS = """
     model=tiny trainer.zero_stage=0 trainer.shard_target=false trainer.holdout=4
     trainer.batch_tokens=256 trainer.epochs=1 trainer.save_every=100 trainer.decode_prompts=2
