@@ -184,22 +184,6 @@ def test_a_prompt_that_is_given_up_halfway_leaves_its_row_free(case):
     assert written[0] == continuations(case)[0]
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_a_row_is_drawn_by_its_own_settings_while_others_come_and_go(native):
-    lm = tiny().compile_for_decoding() if native else tiny()
-    drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
-    prompts = random_prompts(5, 9, 6, 4, 7)
-    own = [HOT, Sampling(), replace(HOT, top_k=3, seed=5), None, replace(HOT, top_p=0.5, seed=8)]
-    requests = [
-        Request(prompt, 6 + 3 * i, seed=(how or HOT).seed, sampling=how)
-        for i, (prompt, how) in enumerate(zip(prompts, own, strict=True))
-    ]
-    done = dict(Engine(lm, drafter).completions(requests, HOT, batch_size=2))
-    for i, (request, how) in enumerate(zip(requests, own, strict=True)):
-        (alone,) = vanilla_texts(lm, [prompts[i]], request.max_new_tokens, how or HOT)
-        assert prompts[i] + done[i].tokens == alone
-
-
 # ---- records and streams -----------------------------------------------------------------------
 
 

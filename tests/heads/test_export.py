@@ -25,10 +25,7 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 
 LAYERS = [
-    {},
-    {"feed_forward": True},
-    {"own_head": True},
-    {"attention": False, "feed_forward": True},
+    *({}, {"feed_forward": True}, {"own_head": True}, {"attention": False, "feed_forward": True}),
     {"attention_layers": 2},
     {"attention_layers": 3, "feed_forward": True},  # as deep as the target, or deeper
 ]
@@ -54,14 +51,6 @@ def target(folder, family="llama", **overrides):
 def saved(lm, adapter, folder, vocabulary=None):
     """The adapter on disk, with tokens to draft from."""
     return str(saved_adapter(lm, adapter, folder, (7, 3, 5), vocabulary=vocabulary))
-
-
-@pytest.fixture
-def exported(tmp_path):
-    """A target on disk as `model=` names it, the model, and an adapter for it."""
-    model = target(tmp_path / "target")
-    lm = TargetModel(load(model)[0])
-    return model, lm, saved(lm, adapter_for(lm), tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
@@ -123,31 +112,28 @@ def test_the_pages_example_of_an_assistant_runs(tmp_path, monkeypatch):
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
     (code,) = (c for c in re.findall(r"```python\n(.*?)```", page, flags=re.S) if "assistant" in c)
     monkeypatch.chdir(tmp_path)
-    told: dict = {}
-    exec(compile(code, "serving.md", "exec"), told)
-    alone = told["target"].generate(**told["inputs"], max_new_tokens=64)
-    assert torch.equal(told["output"], alone)
+    names: dict = {}
+    exec(compile(code, "serving.md", "exec"), names)
+    alone = names["target"].generate(**names["inputs"], max_new_tokens=64)
+    assert torch.equal(names["output"], alone)
 
 
 KINDS = {
-    "fused": AdapterHeadConfig(fused=True),
-    "2 attention layers": AdapterHeadConfig(attention_layers=2),
-    "mlp": AdapterHeadConfig(attention=False, feed_forward=True),
-    "rank 9": AdapterHeadConfig(head_rank=9),
+    "fused": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(fused=True)),
+    "rank 9": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(head_rank=9)),
+    "medusa_heads": lambda lm: MedusaHeads(lm, MedusaHeadsConfig(heads=2)),
+    "eagle_head": eagle_for,
+}
+LAYERS_OF_OUR_KIND = {
+    "2 attention layers": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(attention_layers=2)),
+    "mlp": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(attention=False, feed_forward=True)),
 }
 
 
-def trained(lm, kind):
-    """An adapter, or heads."""
-    if kind == "medusa_heads":
-        return MedusaHeads(lm, MedusaHeadsConfig(heads=2))
-    return eagle_for(lm) if kind == "eagle_head" else adapter_for(lm, architecture=KINDS[kind])
-
-
-@pytest.mark.parametrize("kind", ["fused", "rank 9", "medusa_heads", "eagle_head"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_layer_is_refused_before_the_target_is_read(tmp_path, kind):
     lm = tiny()
-    path = saved(lm, trained(lm, kind), tmp_path / "adapter")
+    path = saved(lm, KINDS[kind](lm), tmp_path / "adapter")
     nowhere = ModelConfig("mine", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=f"{kind}.*Export one of adapter=attention"):
         save(path, nowhere, tmp_path / "draft")
@@ -163,16 +149,15 @@ def test_an_own_head_over_some_tokens_is_refused(tmp_path):
         draft_model(lm, adapter)
 
 
-def test_no_export_is_written_over_a_folder_that_is_there(tmp_path, exported):
-    model, lm, path = exported
-    (tmp_path / "there").mkdir()
-    for write in (
-        lambda folder: save(path, model, folder),
-        lambda folder: write_for_vllm(path, lm, folder, 0.6),
-    ):
+def test_no_export_is_written_over_a_folder_that_is_there(tmp_path):
+    model, there = target(tmp_path / "target"), tmp_path / "there"
+    lm = TargetModel(load(model)[0])
+    path = saved(lm, adapter_for(lm), tmp_path / "adapter")
+    there.mkdir()
+    for write in (lambda: save(path, model, there), lambda: write_for_vllm(path, lm, there, 0.6)):
         with pytest.raises(ConfigError, match="there already, and nothing is written over it"):
-            write(tmp_path / "there")
-        assert not any((tmp_path / "there").iterdir())
+            write()
+    assert not any(there.iterdir())
     assert {file.name for file in tmp_path.iterdir()} == {"target", "adapter", "there"}
 
 
@@ -194,22 +179,19 @@ def test_the_plugin_is_told_what_it_needs(tmp_path, parts, vocabulary):
     assert all(torch.equal(state[name], expected[name]) for name in state)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["kangaroo"] == {
-        "format": 1,
-        "exit_layer": EXIT,
-        "target_layers": 4,
+        **{"format": 1, "exit_layer": EXIT, "target_layers": 4, "threshold": 0.6},
         "architecture": {"kind": "adapter"} | asdict(architecture),
         "draft_vocabulary": vocabulary,
-        "threshold": 0.6,
     }
     assert config["architectures"] == ["KangarooDraft"] and config["num_hidden_layers"] == 1
     kept = "model_type hidden_size rms_norm_eps vocab_size rope_parameters head_dim".split()
     assert {name: config[name] for name in kept} == {n: getattr(lm.config, n) for n in kept}
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "medusa_heads", "eagle_head"])
-def test_what_the_plugin_cannot_run_is_refused(tmp_path, kind):
+@pytest.mark.parametrize("build", (KINDS | LAYERS_OF_OUR_KIND).values())
+def test_what_the_plugin_cannot_run_is_refused(tmp_path, build):
     lm = tiny()
-    path = saved(lm, trained(lm, kind), tmp_path / "adapter")
+    path = saved(lm, build(lm), tmp_path / "adapter")
     with pytest.raises(ConfigError, match="kangaroo-vllm cannot run"):
         write_for_vllm(path, lm, tmp_path / "out", threshold=0.6)
     assert not (tmp_path / "out").exists()

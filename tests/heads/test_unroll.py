@@ -1,4 +1,5 @@
-"""What a layer learns at a draft step, or a place, is what it does there when it drafts.
+"""What a layer learns at a draft step, or a place, is what it does there when it drafts; and how
+far it looks back.
 
 Shapes: T tokens, P places, D hidden size, K draft vocabulary, R rank.
 """
@@ -15,19 +16,23 @@ from helpers import (
     eagle_for,
     random_prompts,
     saved_adapter,
+    texts_by,
     tiny,
     vanilla_texts,
 )
 from torch import Tensor
+from training_cases import sample
 
 from kangaroo.drafters.block import Block, BlockConfig
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
+from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.engine import engine as engine_module
 from kangaroo.engine.engine import Engine
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
-from kangaroo.training.batches import collate
+from kangaroo.training.batches import collate, reach_of
 from kangaroo.training.recipe import AdapterRecipe, trainees
 from kangaroo.utils.errors import ConfigError
 
@@ -106,7 +111,7 @@ def test_a_fused_drafter_drafts_by_that_definition(fused, batch_size):
     engine = Engine(lm, drafter, prefill_chunk=7)
     # one token, in a row used before; 9: two chunks
     engine.generate(random_prompts(9, 3, 1, 14), 16, batch_size=batch_size)
-    assert {1, 3} <= set(lengths)  # some stopped at once, and some went on to the end
+    assert {1, 3} <= lengths  # some stopped at once, and some went on to the end
 
 
 @pytest.mark.parametrize("feed_forward", [False, True])
@@ -115,10 +120,7 @@ def test_states_are_computed_only_where_they_are_read(feed_forward):
     lm = tiny()
     adapter = adapter_for(lm, architecture=AdapterHeadConfig(feed_forward=feed_forward))
     adapter.requires_grad_()
-    samples = [
-        {"input_ids": ids, "loss_mask": [0] * 4 + [1] * (n - 4), "messages": []}
-        for ids, n in zip(random_prompts(12, 7, 5), (12, 7, 5), strict=True)
-    ]
+    samples = [sample(ids, 4) for ids in random_prompts(12, 7, 5)]
     tokens = collate(samples, 64, lm.device)
     (rows, width), read_BT = tokens.input_BT.shape, tokens.wanted_BT
     meta = replace(lm.chunk(0, width, 0, width), rows=slice(0, rows))
@@ -197,15 +199,14 @@ def test_a_draft_is_that_of_the_definition(trained, batch_size):
 
 def test_it_drafts_from_disk_no_further_than_it_has_places_and_a_chain_too(tmp_path):
     lm = tiny()
-    head = block_for(lm, torch.arange(0, 64, 2))
+    head, prompts = block_for(lm, torch.arange(0, 64, 2)), random_prompts(9)
     folder = saved_adapter(lm, head, tmp_path / "block", range(0, 64, 2), vocabulary=32)
     drafter = BlockConfig(adapter=str(folder), steps=9).build(lm)
     assert drafter.steps == 5 and drafter.head.size == 32
     assert torch.equal(drafter.table_KR, head.table.weight)
-    (prompt,) = random_prompts(9)
     chain = KangarooConfig(adapter=str(folder), steps=9, threshold=0).build(lm)
-    first = [Engine(lm, x).generate([prompt], 9)[0] for x in (drafter, chain)]
-    assert first[0].tokens == first[1].tokens == vanilla_texts(lm, [prompt], 9)[0][9:]
+    for one in (drafter, chain):
+        assert texts_by(Engine(lm, one), prompts, 9) == vanilla_texts(lm, prompts, 9)
 
 
 def test_it_may_go_on_from_an_adapter_and_is_not_asked_for_more_steps(tmp_path):
@@ -221,3 +222,59 @@ def test_it_may_go_on_from_an_adapter_and_is_not_asked_for_more_steps(tmp_path):
     assert recipe.steps == 3
     with pytest.raises(ConfigError, match=r"is not for a block: .*adapter\.architecture says"):
         AdapterRecipe("block", parts, [EXIT], draft_steps=2).steps  # noqa: B018
+
+
+WINDOW = 64
+WINDOWED = {"one layer": {}, "fused": {"fused": True, "attention_layers": 2}}
+LONG = random_prompts(200, 151)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [128, 129, 200])
+def test_a_token_sees_whole_blocks_from_the_one_where_its_window_begins(length):
+    lm, ids = tiny(), torch.tensor([LONG[0][:length]])
+    adapter = adapter_for(lm)
+    adapter.attention_window = WINDOW
+    whole = lm.chunk(0, length, 0, length)
+    f_1TD = lm.run(lm.embed(ids), None, whole, range(adapter.exit_layer))[0]
+    first = (length - 1 - WINDOW) // 64 * 64
+    assert first == {128: 0, 129: 64, 200: 128}[length]
+    seen = lm.chunk(0, length - first, 0, length)
+    seen.rope = tuple(x[:, first:] for x in whole.rope)
+    whole_1TD = adapter(f_1TD, None, whole, None)
+    adapter.attention_window = 0
+    expected_1TD = adapter(f_1TD[:, first:], None, seen, None)
+    torch.testing.assert_close(whole_1TD[0, -1], expected_1TD[0, -1], **TOLERANCE)
+
+
+def rounds(lm: TargetModel, kind: str, drafter: type[Kangaroo], window: int, batch_size: int):
+    """What each round of two long texts drafted and wrote."""
+    parts = AdapterHeadConfig(**WINDOWED.get(kind, {}))
+    adapter = eagle_for(lm) if kind == "eagle" else adapter_for(lm, architecture=parts)
+    adapter.attention_window = window
+    options = {"top_k": 3, "nodes": 9} if drafter is KangarooTree else {}
+    engine = Engine(lm, drafter(lm, adapter, 4, 0.2, None, **options), prefill_chunk=70)
+    texts = engine.generate(LONG, 40, batch_size=batch_size)
+    return [[(s.tokens, s.accepted, s.drafted) for s in text.steps] for text in texts]
+
+
+@pytest.mark.parametrize("drafter", [Kangaroo, KangarooTree])
+@pytest.mark.parametrize("kind", [*WINDOWED, "eagle"])
+def test_within_a_window_native_rounds_draft_what_tensors_draft(kind, drafter):
+    expected = rounds(tiny(), kind, drafter, WINDOW, 2)
+    assert rounds(tiny().compile_for_decoding(), kind, drafter, WINDOW, 1) == expected
+    short, far = (rounds(tiny().compile_for_decoding(), kind, drafter, n, 2) for n in (1024, 0))
+    assert short == far != expected  # no text is longer than 1,024 tokens
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_in_bfloat16_native_rounds_are_those_of_native_layers(kind, monkeypatch):
+    lm = TargetModel(tiny().hf.to(torch.bfloat16)).compile_for_decoding()
+    expected = rounds(lm, kind, Kangaroo, WINDOW, 2)
+    monkeypatch.setattr(engine_module, "native_drafting", lambda *_: None)
+    assert rounds(lm, kind, Kangaroo, WINDOW, 2) == expected
+
+
+def test_a_trained_adapter_looks_back_as_far_as_its_texts_reach():
+    assert reach_of([2048] * 10) == 2048 and reach_of([700] * 199 + [5000]) == 704
+    assert reach_of([20]) == 256
