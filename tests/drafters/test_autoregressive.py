@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from assistant import assistant
-from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, draft_lm, first_layers
+from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, draft_lm, first_layers
 from cases import drafted_without_cache as drafted_by_adapter
 from helpers import Sometimes, check_chains, texts_by, tiny, tiny_model, vanilla_texts
 from tokenizers import Tokenizer
@@ -44,11 +44,6 @@ from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError,
 SAMPLED = SAMPLINGS["sampled"]
 
 
-@pytest.fixture(scope="module")
-def case() -> Case:
-    return case_of("llama", "sampled")
-
-
 def accepted(drafter: Drafter, case: Case, sampling: Sampling) -> set[int]:
     """How many tokens of a draft were, in some rounds."""
     engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
@@ -67,23 +62,18 @@ def written_by(model: TargetModel, sampling: Sampling, layers: int | None = None
 
     @torch.no_grad()
     def expected(text: list[int], seed: int, count: int) -> list[int]:
-        drafted: list[int] = []
-        for _ in range(count):
-            tokens = [*text, *drafted]
-            meta = model.chunk(0, len(tokens), row=0, n_slots=len(tokens))
-            x_1TD, _ = model.run(
-                model.embed(torch.tensor([tokens])), None, meta, range(layers or model.n_layers)
-            )
-            position = torch.tensor([[len(tokens)]])
-            token = pick(model.logits(x_1TD[:, -1:]), position, sampling, torch.tensor([seed]))
-            drafted.append(int(token))
-        return drafted
+        tokens = list(text)
+        for length in range(len(text), len(text) + count):
+            meta, x_1TD = model.chunk(0, length, 0, length), model.embed(torch.tensor([tokens]))
+            x_1TD, _ = model.run(x_1TD, None, meta, range(layers or model.n_layers))
+            at, seeds = torch.tensor([[length]]), torch.tensor([seed])
+            tokens.append(int(pick(model.logits(x_1TD[:, -1:]), at, sampling, seeds)))
+        return tokens[len(text) :]
 
     return expected
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["first layers", "another model"])
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_a_draft_model_drafts_what_it_would_with_the_whole_text_before_it(case, sampling, own):
     """Also after rounds in which another drafter had its way."""
     model = draft_lm(case) if own else another_model()
@@ -125,7 +115,6 @@ def test_so_it_does_in_native_rounds_also_after_rounds_without_drafts(case, own,
     assert texts == vanilla_texts(lm, PROMPTS, 2 * NEW_TOKENS, SAMPLED)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("exit_layer", [1, 3])
 def test_layerskip_drafts_what_the_first_layers_write(case, sampling, exit_layer):
     drafter = LayerSkipConfig(exit_layer=exit_layer, steps=3, threshold=0).build(case.lm)
@@ -135,28 +124,24 @@ def test_layerskip_drafts_what_the_first_layers_write(case, sampling, exit_layer
     accepted(Cascade(Sometimes(case.texts), drafter), case, sampling)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("skip", [[1], [1, 3], [0, 1, 2]])
 def test_skipped_layers_read_the_whole_targets_keys_of_the_text(case, sampling, skip):
     lm = case.lm
 
     @torch.no_grad()
     def expected(text: list[int], seed: int, count: int) -> list[int]:
-        drafted: list[int] = []
-        known = len(text) - 1
-        cache = lm.new_cache(1, len(text) + count)
-        if known:  # the text's keys are those of all layers
-            meta = lm.chunk(0, known, row=0, n_slots=cache.n_slots)
+        tokens, cache = list(text), lm.new_cache(1, len(text) + count)
+        if len(text) > 1:  # the text's keys are those of all layers
+            meta = lm.chunk(0, len(text) - 1, row=0, n_slots=cache.n_slots)
             lm.run(lm.embed(torch.tensor([text[:-1]])), cache, meta, range(lm.n_layers))
-        for i in range(count):
-            meta = lm.chunk(known + i, known + i + 1, row=0, n_slots=cache.n_slots)
-            x_11D = lm.embed(torch.tensor([[[text[-1], *drafted][i]]]))
-            for layer in range(lm.n_layers):
-                if layer not in skip:
-                    x_11D, _ = lm.run(x_11D, cache, meta, range(layer, layer + 1))
-            position = torch.tensor([[len(text) + i]])
-            drafted.append(int(pick(lm.logits(x_11D), position, sampling, torch.tensor([seed]))))
-        return drafted
+        for length in range(len(text), len(text) + count):
+            meta = lm.chunk(length - 1, length, row=0, n_slots=cache.n_slots)
+            x_11D = lm.embed(torch.tensor([tokens[-1:]]))
+            for layer in (layer for layer in range(lm.n_layers) if layer not in skip):
+                x_11D, _ = lm.run(x_11D, cache, meta, range(layer, layer + 1))
+            at, seeds = torch.tensor([[length]]), torch.tensor([seed])
+            tokens.append(int(pick(lm.logits(x_11D), at, sampling, seeds)))
+        return tokens[len(text) :]
 
     drafter = DraftVerify(lm, skip, steps=3, threshold=0)
     check_chains(drafter, expected)
@@ -191,13 +176,12 @@ def folder_of(path: Path, tokens: list[str] | None = None, **overrides: object) 
     tiny_model("llama", **({"vocab_size": 259} | overrides)).save_pretrained(path)
     tokenizer = models.byte_tokenizer()
     if tokens is not None:
-        told = json.loads(tokenizer.backend_tokenizer.to_str())
-        ids = {token: i for i, token in enumerate(tokens)}
-        told["model"]["vocab"] = {t: ids[t] for t in told["model"]["vocab"]}
-        for added in told["added_tokens"]:
-            added["id"] = ids[added["content"]]
-        told["added_tokens"].sort(key=lambda added: added["id"])
-        backend = Tokenizer.from_str(json.dumps(told))
+        fields = json.loads(tokenizer.backend_tokenizer.to_str())
+        fields["model"]["vocab"] = {t: tokens.index(t) for t in fields["model"]["vocab"]}
+        for added in fields["added_tokens"]:
+            added["id"] = tokens.index(added["content"])
+        fields["added_tokens"].sort(key=lambda added: added["id"])
+        backend = Tokenizer.from_str(json.dumps(fields))
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     tokenizer.save_pretrained(path)
     return str(path)
@@ -225,8 +209,7 @@ def test_a_draft_model_of_other_tokens_is_refused_with_the_first_that_differs(tm
 @pytest.mark.parametrize("rule", [*Rule, "native"])
 def test_vocabularies_of_the_same_tokens_may_be_padded_to_other_sizes(tmp_path, sizes, rule):
     """As those of one family are, such as Qwen2.5's; also where padding is written."""
-    lm = loaded(folder_of(tmp_path / "target", vocab_size=sizes[0]))
-    rows = 2
+    lm, rows = loaded(folder_of(tmp_path / "target", vocab_size=sizes[0])), 2
     if rule == "native":  # where one row alone drafts by its own rule
         lm, rule, rows = lm.compile_for_decoding(), Rule.match, 1
     draft = folder_of(tmp_path / "draft", vocab_size=sizes[1])
@@ -259,15 +242,14 @@ def test_subsets_that_cannot_be_are_refused_by_name(case, tmp_path):
             DraftVerify(case.lm, skip)
     with pytest.raises(ConfigError, match=r"prepare\.py layers"):
         DraftVerifyConfig().build(case.lm)
-    file = tmp_path / "subset.json"
+    config = DraftVerifyConfig(subset=str(tmp_path / "subset.json"))
     with pytest.raises(AdapterNotFound, match=r"prepare\.py layers"):
-        DraftVerifyConfig(subset=str(file)).build(case.lm)
-    file.write_text("{")
-    with pytest.raises(CorruptFile, match="search one again"):
-        DraftVerifyConfig(subset=str(file)).build(case.lm)
-    file.write_text('{"skip": [1], "target": "another", "target_hash": "0"}')
-    with pytest.raises(AdapterMismatch, match="another"):
-        DraftVerifyConfig(subset=str(file)).build(case.lm)
+        config.build(case.lm)
+    another = '{"skip": [1], "target": "another", "target_hash": "0"}'
+    for text, error, message in ("{", CorruptFile, "again"), (another, AdapterMismatch, "another"):
+        (tmp_path / "subset.json").write_text(text)
+        with pytest.raises(error, match=message):
+            config.build(case.lm)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -14,7 +14,6 @@ from cases import (
     PROMPTS,
     SAMPLINGS,
     Case,
-    case_of,
     choices_without_cache,
     drafted_without_cache,
 )
@@ -32,14 +31,8 @@ from kangaroo.utils.errors import ConfigError
 SAMPLED = SAMPLINGS["sampled"]
 
 
-@pytest.fixture(scope="module")
-def case() -> Case:
-    return case_of("llama", "sampled")
-
-
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("threshold", [0, 0.4])
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_kangaroo_drafts_what_its_adapter_would_with_the_whole_text_before_it(
     case, sampling, threshold, layers
 ):
@@ -104,7 +97,6 @@ def tree_by_definition(
 
 
 @pytest.mark.parametrize("threshold, nodes", [(0, 30), (0.2, 30), (0, 5)])
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_the_tree_is_the_one_of_the_definition(case, sampling, threshold, nodes):
     """Also after drafts that were accepted on a branch."""
     drafter, sizes = KangarooTree(case.lm, case.adapter, 3, threshold, None, 3, nodes), set()

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of, medusa
+from cases import CHUNK, NEW_TOKENS, PROMPTS, case_of, medusa
 from helpers import (
     VOCABULARY,
     check_drafts,
@@ -28,7 +28,7 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.medusa import MedusaConfig, sparse_tree
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Sampling, candidates
+from kangaroo.engine.sampling import candidates
 from kangaroo.heads import adapter_files
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
@@ -62,7 +62,6 @@ def test_head_k_learns_from_the_state_k_tokens_before():
             torch.testing.assert_close(learnt_BTD[0, t], heads(before_D[None, None], k - 1)[0, 0])
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLINGS["sampled"]], ids=["greedy", "sampled"])
 def test_drafts_are_guesses_from_the_last_state_in_the_cache(sampling):
     lm, checked = case_of("llama", "sampled").lm, []
     choices = [(0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 1)]
@@ -280,7 +279,6 @@ def tree_by_definition(lm, head, text, drafter, sampling, seed):
 
 
 @pytest.mark.parametrize("nodes, rows", [(5, 2), (14, 1)])
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLINGS["sampled"]], ids=["greedy", "sampled"])
 def test_the_dynamic_tree_is_the_one_of_eagle_2(sampling, nodes, rows):
     lm = case_of("llama", "sampled").lm
     head = eagle_for(lm)

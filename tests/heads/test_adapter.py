@@ -36,13 +36,6 @@ from kangaroo.training.results import frozen
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 
 
-@pytest.fixture(scope="module")
-def lm() -> TargetModel:
-    lm = tiny()
-    lm.config.name_or_path = "tiny/llama"
-    return lm
-
-
 @pytest.fixture
 def saved(lm, tmp_path):
     return saved_adapter(lm, adapter_for(lm), tmp_path, (7, 3, 60), {"steps": 3})

@@ -35,13 +35,6 @@ HEADS, KEY_HEADS, HEAD_SIZE = 4, 2, 8  # of `tiny`
 THRESHOLD, STEPS = 0.6, 6
 
 
-@pytest.fixture(scope="module")
-def lm() -> TargetModel:
-    lm = tiny()
-    lm.config.name_or_path = "tiny/llama"
-    return lm
-
-
 def random_state(lm: TargetModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Weights around those of the layer above the exit: often right, and never the target's own."""
     own = adapter_for(lm).state_dict()
