@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
+import pytest
 import torch
 from helpers import (
     ARCHITECTURES,
@@ -126,7 +127,6 @@ def datastore_of(case: Case) -> Datastore:
 def hybrid(
     lm: TargetModel, adapter: Adapter, steps: int, nodes: int, cost: float, **sources: int
 ) -> Hybrid:
-    """With this cost of a node or a drafted token."""
     costs = Costs([1 + cost * node for node in range(nodes + 1)], cost, 1.0)
     return Hybrid(lm, adapter, steps, costs=costs, nodes=nodes, **sources)
 
@@ -220,6 +220,17 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
 
 # The others are variants, named after their method.
 METHODS = [n for n in DRAFTERS if not any(n.startswith(f"{method}-") for method in DRAFTERS)]
+
+
+def with_each(*values: object) -> list[Any]:
+    """Every drafter with every value: in the fast tests methods have all, variants one in turn."""
+    return [
+        pytest.param(name, value, marks=() if is_fast else pytest.mark.slow)
+        for i, name in enumerate(DRAFTERS)
+        for j, value in enumerate(values)
+        for is_fast in [name in METHODS or i % len(values) == j]
+    ]
+
 
 TREES = {"medusa"} | {name for name in DRAFTERS if "tree" in name}
 

@@ -318,7 +318,6 @@ class Sometimes(Knowing, FromText):
 
 
 def oracle(texts: Sequence[list[int]], steps: int = 4) -> Scripted:
-    """Always right."""
     return Scripted(texts, lambda position: True, steps)
 
 
@@ -377,7 +376,6 @@ class RandomTree(Knowing):
 
 
 def random_parents(rows: int, size: int, generator: torch.Generator) -> Tensor:
-    """`[rows, size]`: each node hangs below some earlier one."""
     columns = [torch.randint(max(i, 1), (rows,), generator=generator) for i in range(size)]
     return torch.stack(columns, 1)
 

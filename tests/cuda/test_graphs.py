@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import adapter_for, graphed, random_prompts, recipe_of, tiny, vanilla_texts
+from helpers import adapter_for, graphed, random_prompts, recipe_of, texts_by, tiny, vanilla_texts
 from scale_worker import train_tiny
 from strict_graphs import CaptureError, DanglingGraph, StrictGraphs, StrictRecorder
 
@@ -28,11 +28,6 @@ PROMPTS = random_prompts(5, 30, 9)
 
 def cache() -> KVCache:
     return KVCache(1, 8, 1, 4, torch.float32, [torch.device("cpu")])
-
-
-def texts_of(engine: Engine, prompts, new_tokens: int, **options) -> list[list[int]]:
-    done = engine.generate(prompts, new_tokens, **options)
-    return [p + g.tokens for p, g in zip(prompts, done, strict=True)]
 
 
 # ---- what the stand-in refuses, as CUDA would or should ----------------------------------------
@@ -105,7 +100,7 @@ def test_what_was_used_longest_ago_gives_way_and_few_graphs_are_enough():
     lm = tiny()
     lm.acceleration.graphs = StrictGraphs(most=3)
     engine = Engine(lm, Kangaroo(lm, adapter_for(lm), steps=4, threshold=0.3))
-    assert texts_of(engine, PROMPTS, 12, batch_size=1) == vanilla_texts(tiny(), PROMPTS, 12)
+    assert texts_by(engine, PROMPTS, 12, batch_size=1) == vanilla_texts(tiny(), PROMPTS, 12)
     assert len(lm.acceleration.graphs.made) == 3
 
 
@@ -118,7 +113,7 @@ def test_engines_made_and_dropped_in_turn_write_the_same_and_leave_nothing():
     adapter = adapter_for(lm)
     for turn in range(4):
         drafter = Vanilla() if turn % 3 == 0 else Kangaroo(lm, adapter, 1 + turn % 3, 0.3)
-        assert texts_of(Engine(lm, drafter), PROMPTS, 12, batch_size=1 + turn % 2) == expected
+        assert texts_by(Engine(lm, drafter), PROMPTS, 12, batch_size=1 + turn % 2) == expected
     del drafter
     gc.collect()
     assert not lm.acceleration.graphs.made and not lm.acceleration.graphs.watched
@@ -131,8 +126,7 @@ def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(monkeypatch)
     engine = Engine(lm, drafter)
     engine.generate(PROMPTS[:1], 10)
     old = [weakref.ref(engine.cache), weakref.ref(drafter.cache)]
-    small, alive = set(lm.acceleration.graphs.made), []
-    create = KVCache.__init__
+    small, alive, create = set(lm.acceleration.graphs.made), [], KVCache.__init__
 
     def watched(self, *args, **kwargs):
         alive.append(old[0]() is not None)
@@ -154,15 +148,13 @@ def test_a_prompt_in_chunks_is_not_recorded():
     prompts = random_prompts(40) * 2
     expected = vanilla_texts(tiny(), prompts, 12)
     engine = Engine(lm, Vanilla(), prefill_chunk=12)
-    assert texts_of(engine, prompts, 12) == expected
+    assert texts_by(engine, prompts, 12) == expected
     passes = [key for key in lm.acceleration.graphs.made if "verify" in key and "block" not in key]
     assert len(passes) == 1 and lm.acceleration.graphs.made[passes[0]].inputs[0].shape == (2, 1)
 
 
 def test_recording_takes_none_of_the_steps_time(monkeypatch):
-    seconds = [0.0]
-
-    strict = StrictRecorder()
+    seconds, strict = [0.0], StrictRecorder()
 
     def record(work):
         seconds[0] += 1000
@@ -188,7 +180,7 @@ def test_cuda_graphs_write_what_eager_decoding_writes(device):
     adapter = adapter_for(lm, architecture=AdapterHeadConfig(fused=True))
     for drafter in (Vanilla(), Kangaroo(lm, adapter, 4, 0.3)):
         recorded = Graphs.seconds
-        assert texts_of(Engine(lm, drafter), PROMPTS, 40, batch_size=2) == texts
+        assert texts_by(Engine(lm, drafter), PROMPTS, 40, batch_size=2) == texts
         assert Graphs.seconds > recorded
 
 

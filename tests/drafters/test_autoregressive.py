@@ -45,7 +45,6 @@ SAMPLED = SAMPLINGS["sampled"]
 
 
 def accepted(drafter: Drafter, case: Case, sampling: Sampling) -> set[int]:
-    """How many tokens of a draft were, in some rounds."""
     engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
     done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
     return {step.accepted for generation in done for step in generation.steps}

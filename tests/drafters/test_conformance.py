@@ -23,7 +23,6 @@ from cases import (
     Case,
     case_of,
     kangaroo,
-    lm_of,
     samplings,
 )
 from helpers import (
@@ -96,7 +95,6 @@ def check(drafter: str, family: str, sampling: str, batch: str) -> None:
 
 
 def tier(drafter: str, family: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Of the covering's cases."""
     if family not in OTHERS or drafter in MOST:
         return ()
     turn = list(DRAFTERS).index(drafter) + OTHERS.index(family)
@@ -194,7 +192,6 @@ ROUNDS = list(itertools.product(["llama", "qwen3"], SAMPLINGS))
     ids=str,
 )
 def test_native_rounds_draft_and_accept_what_the_tensors_do(name, sampling, family):
-    """Round by round, in every row."""
     of_family = {"llama": {}, "qwen3": {"head_dim": 40}}[family]
     native, tensors = rounds_of_both(name, sampling, tiny_model(family, **of_family))
     assert native == tensors
@@ -229,17 +226,6 @@ def test_both_keep_to_the_budget_of_a_batch_alike(name, measured_budget, monkeyp
         assert native == tensors
         drafted.append(sum(count for text in native for _, _, count in text))
     assert drafted[0] > drafted[1] > drafted[2]
-
-
-@pytest.mark.parametrize("name", NATIVE)
-@pytest.mark.parametrize("temperature", [0, 2.0])
-def test_native_rounds_reach_the_end_of_the_context(name, temperature):
-    lm, sampling = lm_of("llama-compiled"), Sampling(temperature=temperature, seed=9)
-    prompts = random_prompts(lm.context - 1, lm.context - 9)
-    for prompt, room in zip(prompts, (1, 9), strict=True):
-        texts = vanilla_texts(lm, [prompt], room, sampling)
-        drafter = NATIVE[name](Case(lm, adapter_for(lm), texts))
-        assert texts_by(Engine(lm, drafter), [prompt], room, sampling) == texts
 
 
 def test_native_rounds_leave_rejection_to_the_tensors():

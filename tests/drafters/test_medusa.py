@@ -142,7 +142,6 @@ def test_settings_that_cannot_work_are_refused_by_name(tmp_path):
 
 
 def test_training_saves_heads_that_decode_as_told(tmp_path):
-    """Loss falls, and how often each guess is right is what counting by hand gives."""
     lm = tiny("llama", deep_scale=0.5)
     texts = vanilla_texts(lm, random_prompts(*[6] * 14), 40)
     data = [sample(text, 6) for text in texts]
@@ -227,7 +226,6 @@ def test_the_loss_on_states_is_added_with_its_weight():
 
 
 def test_training_saves_a_head_that_decodes(tmp_path):
-    """Its loss falls, and it is then right more often."""
     lm = tiny("llama", deep_scale=0.5)
     texts = vanilla_texts(lm, random_prompts(*[6] * 14), 40)
     recipe = AdapterRecipe("eagle", EagleHeadConfig(regression=1.0), learning_rate=1e-2)

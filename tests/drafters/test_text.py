@@ -60,7 +60,6 @@ def test_drafts_are_transformers_candidates(ngram, count, alphabet, eos):
 
 @pytest.mark.parametrize("ngram", [2, 3])
 def test_as_many_rounds_as_transformers_generate_takes(ngram):
-    """So tokens a forward are the same, round by round."""
     lm = tiny("llama", eos_token_id=5)
     engine = Engine(lm, PromptLookup(ngram, 10))
     speculation = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": ngram}
@@ -147,7 +146,6 @@ PROMPTS = random_prompts(5, 30, 9)
 
 
 def batch_of(drafter: TokenRecycling, *texts: list[int], costs: VerifyCosts | None = None):
-    """Only what the drafter reads of a batch."""
     budget = Budget((costs or VerifyCosts([1, 2], [1.0, 1.0])).curve, always=costs is None)
     batch = SimpleNamespace(texts=list(texts), size=len(texts), active=len(texts), budget=budget)
     batch.likeliest, batch.verified = 0, [[] for _ in texts]

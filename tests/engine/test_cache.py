@@ -16,15 +16,10 @@ from kangaroo.engine.tree import Tree
 CPU = torch.device("cpu")
 
 
-def filled_cache(batch_size=3, n_slots=10, n_layers=2) -> KVCache:
-    cache = KVCache(batch_size, n_slots, 2, 4, torch.float32, [CPU] * n_layers)
+def test_update_writes_the_block_and_nothing_else():
+    cache = KVCache(3, 10, 2, 4, torch.float32, [CPU] * 2)
     for cached in (*cache.keys, *cache.values):
         cached.copy_(torch.randn(cached.shape))
-    return cache
-
-
-def test_update_writes_the_block_and_nothing_else():
-    cache = filled_cache()
     before = cache.keys[1].unflatten(0, (3, 10)).clone()
     other_layer = cache.keys[0].clone()
     k_RKTC, v_RKTC = torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 4)
@@ -41,15 +36,13 @@ def test_update_writes_the_block_and_nothing_else():
 
 
 def test_the_extent_is_bucketed_and_never_beyond_the_allocation():
-    assert occupied(1000, 1) == BUCKET
-    assert occupied(1000, BUCKET) == BUCKET
+    assert occupied(1000, 1) == occupied(1000, BUCKET) == BUCKET
     assert occupied(1000, BUCKET + 1) == 2 * BUCKET
     assert occupied(100, BUCKET + 1) == 100
 
 
 def test_attention_reads_the_occupied_buckets_not_the_allocation(monkeypatch):
-    read = []
-    update = BlockCache.update
+    read, update, per_step = [], BlockCache.update, []
 
     def spy(self, *args, **kwargs):
         k, v = update(self, *args, **kwargs)
@@ -60,8 +53,6 @@ def test_attention_reads_the_occupied_buckets_not_the_allocation(monkeypatch):
     engine = Engine(tiny(), Vanilla())
     batch = engine.open(1, 400, Sampling())
     engine.admit(batch, 0, Request(random_prompts(BUCKET - 4)[0], max_new_tokens=10))
-    read.clear()
-    per_step = []
     for _ in range(6):
         engine.step(batch)
         per_step.append(read[-1])

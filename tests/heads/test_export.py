@@ -41,7 +41,6 @@ def logits(lm, adapter, tokens_1T):
 
 
 def target(folder, family="llama", **overrides):
-    """A checkpoint on disk, as a `model=` names it."""
     fields = {"vocab_size": 259, "eos_token_id": 257} | overrides
     tiny_model(family, **fields).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
@@ -49,7 +48,6 @@ def target(folder, family="llama", **overrides):
 
 
 def saved(lm, adapter, folder, vocabulary=None):
-    """The adapter on disk, with tokens to draft from."""
     return str(saved_adapter(lm, adapter, folder, (7, 3, 5), vocabulary=vocabulary))
 
 
@@ -84,7 +82,6 @@ def test_a_saved_draft_model_is_whole_and_says_what_the_adapter_says(tmp_path, p
     ("family", "layers"), [("llama", 1), ("llama", 2), ("qwen2", 1), ("qwen3", 1)]
 )
 def test_a_saved_draft_model_drafts_as_the_adapter_does(tmp_path, family, layers):
-    """For transformers, and here for `drafter=draft_model`."""
     model = target(tmp_path / "target", family, tie_word_embeddings=True, eos_token_id=None)
     lm = TargetModel(load(model)[0])
     adapter = adapter_for(lm, architecture=AdapterHeadConfig(attention_layers=layers))

@@ -145,8 +145,7 @@ def test_what_training_by_the_official_code_adds_to_names_is_dropped(lm, tmp_pat
 
 
 def test_the_released_checkpoints_fit_vicuna_by_shape_alone(tmp_path):
-    """Without a weight of it, and at the exit layers that the authors' code names for them; with
-    the paper's number of parameters."""
+    """At the exit layers of the authors' code, with the paper's number of parameters."""
     for name, size, layer in (("7b", 4096, 2), ("13b", 5120, 3)):
         vicuna = meta_model(ModelConfig(name, f"lmsys/vicuna-{name}-v1.3", dtype=Dtype.float16))
         heads = {"num_attention_heads": size // 128, "hidden_size": size}
@@ -160,21 +159,15 @@ def test_the_released_checkpoints_fit_vicuna_by_shape_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_imports(tmp_path):
+def test_the_command_writes_where_evaluate_looks_and_over_nothing(tmp_path):
     lm = tiny_target()
-    state = random_state(lm, torch.float16)
-    checkpoint(tmp_path / "official", state, config_of(lm))
-    asked = ("scripts/convert.py import", "model=tiny", "source=official")
-    refused = run(*asked, cwd=tmp_path)
-    assert refused.returncode == 1 and "Traceback" not in refused.stderr
-    assert "ConfigError" in refused.stderr and "Pass exit_layer=" in refused.stderr
-    done = run(*asked, "exit_layer=2", cwd=tmp_path)
+    checkpoint(tmp_path / "official", random_state(lm, torch.float16), config_of(lm))
+    command = ("scripts/convert.py import", "model=tiny", "source=official", "exit_layer=2")
+    done, again = (run(*command, cwd=tmp_path) for _ in range(2))
     assert done.returncode == 0, done.stderr
     assert "exit layer 2 of random:tiny" in done.stdout and "evaluate.py model=tiny" in done.stdout
-    made = str(tmp_path / "adapters/tiny")  # where evaluate.py looks
-    adapter, _ = adapter_files.load(made, lm, Adapter)
+    adapter, _ = adapter_files.load(str(tmp_path / "adapters/tiny"), lm, Adapter)
     assert adapter.exit_layer == 2
-    again = run(*asked, "exit_layer=2", cwd=tmp_path)
     assert again.returncode == 1 and "already holds an adapter" in again.stderr
 
 

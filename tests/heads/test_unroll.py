@@ -58,11 +58,8 @@ def states(lm: TargetModel, ids: list[int], layers: int) -> Tensor:
 
 @torch.no_grad()
 def last_state(lm: TargetModel, adapter: Layer, ids: list[int], pending: int) -> Tensor:
-    """The adapter's state at the last of `ids`, whose tokens after `pending` are only drafted.
-
-    By the definition, in a whole pass a token: the target's deep states are known up to `pending`,
-    itself excluded, and after that the adapter's own take their place.
-    """
+    """The adapter's state at the last of `ids`, whose tokens after `pending` are only drafted; by
+    the definition, in a whole pass a token: from `pending` on its own states are the deep ones."""
     deep_1TD = lm.norm(states(lm, ids, adapter.deep_tap))[:, :pending]  # causal: the rest is unseen
     for end in range(pending + 1, len(ids) + 1):
         f_1TD = states(lm, ids[:end], adapter.exit_layer)
