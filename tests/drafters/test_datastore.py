@@ -9,14 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import admit_text, tiny
+from helpers import tiny
 
 from kangaroo.data.store import documents
 from kangaroo.drafters import datastore
 from kangaroo.drafters.datastore import ABOUT, SUFFIXES, TOKENS, index, load, save
 from kangaroo.drafters.rest import Rest, RestConfig
-from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Sampling
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.utils.errors import CorruptFile, DataError
 
@@ -167,15 +165,3 @@ def test_of_many_occurrences_those_read_keep_the_distribution():
     documents = [[1, 2, follower] for follower in [3] * 60 + [4] * 30 + [5] * 10]
     options = RestConfig(max_matches=10, num_draft=2)
     assert tree_after(Rest(index(documents, 64), options), [1, 2]) == ([3, 4], [0, 0])
-
-
-def test_a_tree_of_rows_with_and_without_matches():
-    rest = Rest(index([[1, 2, 3, 4], [1, 2, 5]], 64), RestConfig(num_draft=3))
-    engine = Engine(tiny(), rest)
-    batch = engine.open(3, 40, Sampling())
-    for row, text in enumerate(([9, 1, 2], [8, 9], [2, 3])):
-        admit_text(engine, batch, row, text)
-    draft = rest.propose(batch)
-    assert draft.valid_BN.tolist() == [[True] * 4, [True, *[False] * 3], [True, True, *[False] * 2]]
-    assert draft.tokens_BN[0].tolist() == [2, 3, 5, 4]
-    assert draft.tree.parents_BN[0].tolist() == [0, 0, 0, 1]

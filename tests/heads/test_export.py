@@ -6,7 +6,6 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from assistant import assistant
 from commands import ROOT
 from helpers import EXIT, adapter_for, eagle_for, random_prompts, saved_adapter, tiny, tiny_model
 from safetensors import safe_open
@@ -15,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kangaroo.drafters.draft_model import DraftModelConfig
 from kangaroo.engine.engine import Engine
-from kangaroo.evaluation.methods import transformers_attention
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.export import draft_model, save, write_for_vllm
@@ -93,13 +91,6 @@ def test_a_saved_draft_model_drafts_as_the_adapter_does(tmp_path, family, layers
         (done,) = Engine(lm, drafter).generate(random_prompts(9), 24)
         ours.append([(step.tokens, step.accepted, step.drafted) for step in done.steps])
     assert ours[0] == ours[1] and sum(accepted for _, accepted, _ in ours[0]) > 6
-    draft = assistant(AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype=lm.dtype))
-    tokens_1T = torch.tensor(random_prompts(9))
-    with transformers_attention(lm):
-        asked = {"max_new_tokens": 24, "attention_mask": torch.ones_like(tokens_1T)}
-        alone = lm.hf.generate(tokens_1T, **asked)
-        assert torch.equal(lm.hf.generate(tokens_1T, assistant_model=draft, **asked), alone)
-    assert alone[0, 9:].tolist() == [token for tokens, _, _ in ours[0] for token in tokens]
 
 
 def test_the_pages_example_of_an_assistant_runs(tmp_path, monkeypatch):
