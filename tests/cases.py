@@ -25,6 +25,7 @@ from helpers import (
     graphed,
     oracle,
     random_prompts,
+    states_after,
     tiny,
     vanilla_texts,
 )
@@ -290,10 +291,9 @@ def choices_without_cache(
 ) -> list[tuple[int, float]]:
     """The adapter's best choices after `text`, by a whole forward, and the best chances."""
     length = len(text)
-    meta = case.lm.chunk(0, length, row=0, n_slots=length)
-    x_1TD = case.lm.embed(torch.tensor([text]))
-    f_1TD, _ = case.lm.run(x_1TD, None, meta, range(case.adapter.exit_layer))
-    logits_11V = case.lm.read_out(case.adapter(f_1TD, None, meta, None)[:, -1:])
+    f_1TD = states_after(case.lm, text, case.adapter.exit_layer)
+    x_1TD = case.adapter(f_1TD, None, case.lm.chunk(0, length, 0, length), None)
+    logits_11V = case.lm.read_out(x_1TD[:, -1:])
     at, seeds = torch.tensor([[length]]), torch.tensor([seed])
     ids = candidates(logits_11V, at, sampling, seeds, count).flatten().tolist()
     chances = logits_11V.softmax(-1).topk(count).values.flatten().tolist()

@@ -19,13 +19,13 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Draft, Tree, Verdict
+from kangaroo.evaluation.methods import transformers_attention
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load, random_model
-from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
 from kangaroo.training.recipe import AdapterRecipe
 
@@ -217,14 +217,24 @@ def vanilla_texts(
     return texts_by(Engine(lm, Vanilla()), prompts, new_tokens, sampling, batch_size=1)
 
 
+@torch.no_grad()
 def forward_logits(lm: TargetModel, tokens: Sequence[int]) -> Tensor:
     """Logits `[T, V]` by transformers' own forward and attention."""
-    lm.hf.set_attn_implementation(usual_attention(lm.hf))
-    try:
-        with torch.no_grad():
-            return lm.hf(torch.tensor([list(tokens)])).logits[0]
-    finally:
-        lm.hf.set_attn_implementation("kangaroo")
+    with transformers_attention(lm):
+        return lm.hf(torch.tensor([list(tokens)])).logits[0]
+
+
+def states_after(lm: TargetModel, tokens: Sequence[int], layers: int) -> Tensor:
+    """The target's states `[1, T, D]` after so many layers, in a whole pass without a cache."""
+    x_1TD, length = lm.embed(torch.tensor([list(tokens)])), len(tokens)
+    return lm.run(x_1TD, None, lm.chunk(0, length, 0, length), range(layers))[0]
+
+
+@torch.no_grad()
+def hidden_states(lm: TargetModel, tokens: Sequence[int]) -> tuple[Tensor, ...]:
+    """By the same, `[1, T, D]` after so many layers; the last ones are normed."""
+    with transformers_attention(lm):
+        return lm.hf(torch.tensor([list(tokens)]), output_hidden_states=True).hidden_states
 
 
 def check_drafts(drafter: Any, check: Callable[[Batch, Draft, int], None]) -> None:

@@ -15,7 +15,7 @@ import torch
 from assistant import assistant
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, draft_lm, first_layers
 from cases import drafted_without_cache as drafted_by_adapter
-from helpers import Sometimes, check_chains, texts_by, tiny, tiny_model, vanilla_texts
+from helpers import Sometimes, check_chains, states_after, texts_by, tiny, tiny_model, vanilla_texts
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -63,8 +63,7 @@ def written_by(model: TargetModel, sampling: Sampling, layers: int | None = None
     def expected(text: list[int], seed: int, count: int) -> list[int]:
         tokens = list(text)
         for length in range(len(text), len(text) + count):
-            meta, x_1TD = model.chunk(0, length, 0, length), model.embed(torch.tensor([tokens]))
-            x_1TD, _ = model.run(x_1TD, None, meta, range(layers or model.n_layers))
+            x_1TD = states_after(model, tokens, layers or model.n_layers)
             at, seeds = torch.tensor([[length]]), torch.tensor([seed])
             tokens.append(int(pick(model.logits(x_1TD[:, -1:]), at, sampling, seeds)))
         return tokens[len(text) :]

@@ -4,10 +4,8 @@ Shapes as in `kangaroo/engine/cache.py`.
 """
 
 import torch
-from helpers import tiny
 
 from kangaroo.engine.cache import BUCKET, ForwardMeta, KVCache, occupied
-from kangaroo.engine.tree import Tree
 
 CPU = torch.device("cpu")
 
@@ -35,18 +33,3 @@ def test_the_extent_is_bucketed_and_never_beyond_the_allocation():
     assert occupied(1000, 1) == occupied(1000, BUCKET) == BUCKET
     assert occupied(1000, BUCKET + 1) == 2 * BUCKET
     assert occupied(100, BUCKET + 1) == 100
-
-
-def test_parts_of_a_block_are_views_taken_places_and_joined_again():
-    meta = tiny().forward_meta(Tree.chain(5, CPU), torch.tensor([3, 0]), used=8, n_slots=100)
-    part, rest = meta.narrow(1, 2), meta.narrow(3, 2)
-    whole, taken = part.join([part, rest]), meta.take(torch.tensor([[2, 1], [4, 4]]))
-    tensors = zip(*(m.tensors() for m in (meta, part, whole, taken)), strict=True)
-    for axis, (all_, some, joined, places) in zip((1, 1, 2, 1, 1), tensors, strict=True):
-        assert torch.equal(some, all_.narrow(axis, 1, 2)) and some._is_view()
-        assert torch.equal(joined, all_.narrow(axis, 1, 4))
-        for row, (first, second) in enumerate(((2, 1), (4, 4))):
-            assert torch.equal(places[row].select(axis - 1, 0), all_[row].select(axis - 1, first))
-            assert torch.equal(places[row].select(axis - 1, 1), all_[row].select(axis - 1, second))
-    assert part.extent == meta.extent and part.rows == meta.rows and part.recordable
-    assert torch.equal(meta.narrow(3, 9).slots_RT, rest.slots_RT)  # as many as there are

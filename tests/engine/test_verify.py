@@ -47,15 +47,6 @@ def test_ancestors_and_depth_of_random_trees(size, rows):
             assert torch.equal(tree.depth_BN, depth_BN)
 
 
-@pytest.mark.parametrize("size", [1, 2, 17])
-def test_ancestors_of_a_chain_are_all_earlier_nodes(size):
-    tree = Tree.chain(size, CPU)
-    assert tree.is_chain and tree.max_depth == size - 1 and tree.size == size
-    assert torch.equal(tree.ancestors_BNN[0], torch.ones(size, size).tril().bool())
-    assert tree.depth_BN.tolist() == [list(range(size))]
-    assert Tree.chain(size, CPU) is tree  # for every step of a drafter
-
-
 # ---- walking -----------------------------------------------------------------------------------
 
 
@@ -104,6 +95,7 @@ def test_a_chain_and_the_same_tree_in_general_form_have_one_verdict():
     valid_BN[:, 0] = True
     chain = Tree.chain(6, CPU)
     trees = chain, Tree(chain.parents_BN, max_depth=5)
+    assert chain.is_chain and torch.equal(*(tree.ancestors_BNN for tree in trees))
     verdicts = [accept(Draft(tokens_BN, tree, valid_BN), choice_BN) for tree in trees]
     assert all(map(torch.equal, *verdicts))
 

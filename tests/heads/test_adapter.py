@@ -14,6 +14,7 @@ from helpers import (
     random_prompts,
     recipe_of,
     saved_adapter,
+    states_after,
     tiny,
     tiny_model,
 )
@@ -298,9 +299,7 @@ def test_a_head_of_low_rank_begins_nearest_to_the_targets_and_native_code_reads_
     left, values, right = torch.linalg.svd(rows_KD, full_matrices=False)
     down, up = adapter.head.parameters()
     (text,) = random_prompts(200)
-    x_TD = lm.norm(
-        lm.run(lm.embed(torch.tensor([text])), None, lm.chunk(0, 200, 0, 200), range(4))[0]
-    )[0]
+    x_TD = lm.norm(states_after(lm, text, 4))[0]
     errors = [
         ((near - rows_KD) @ x_TD.T).square().sum()
         for near in (up @ down, left[:, :9] * values[:9] @ right[:9])

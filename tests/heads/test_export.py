@@ -7,7 +7,16 @@ from dataclasses import asdict
 import pytest
 import torch
 from commands import ROOT
-from helpers import EXIT, adapter_for, eagle_for, random_prompts, saved_adapter, tiny, tiny_model
+from helpers import (
+    EXIT,
+    adapter_for,
+    eagle_for,
+    random_prompts,
+    saved_adapter,
+    states_after,
+    tiny,
+    tiny_model,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,11 +39,10 @@ LAYERS = [
 
 
 @torch.no_grad()
-def logits(lm, adapter, tokens_1T):
+def logits(lm, adapter, tokens):
     """Of the adapter after the target's first layers, `[T, V]`."""
-    width = tokens_1T.shape[1]
-    meta = lm.chunk(0, width, 0, width)
-    f_1TD, _ = lm.run(lm.embed(tokens_1T), None, meta, range(EXIT))
+    f_1TD = states_after(lm, tokens, EXIT)
+    meta = lm.chunk(0, len(tokens), 0, len(tokens))
     return DraftHead(lm, adapter.head)(adapter(f_1TD, None, meta, None)[0])
 
 
@@ -64,11 +72,12 @@ def test_a_saved_draft_model_is_whole_and_says_what_the_adapter_says(tmp_path, p
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert found.config.tie_word_embeddings == (tied and "own_head" not in parts)
-    tokens_1T = torch.tensor([[5, 250, 17, 99, 100, 3]])
+    models = found, draft_model(lm, adapter)
+    tokens = [5, 250, 17, 99, 100, 3]
     with torch.no_grad():
-        theirs = found(tokens_1T).logits[0]
-        assert torch.equal(theirs, draft_model(lm, adapter)(tokens_1T).logits[0])
-    torch.testing.assert_close(theirs, logits(lm, adapter, tokens_1T), atol=1e-5, rtol=0)
+        theirs, ours = (hf(torch.tensor([tokens])).logits[0] for hf in models)
+    assert torch.equal(theirs, ours)
+    torch.testing.assert_close(theirs, logits(lm, adapter, tokens), atol=1e-5, rtol=0)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "draft")
     talk = [{"role": "user", "content": "Hello"}]
     assert tokenizer.apply_chat_template(talk) == byte_tokenizer().apply_chat_template(talk)

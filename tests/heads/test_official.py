@@ -13,6 +13,7 @@ from helpers import (
     EXIT,
     adapter_for,
     check_chains,
+    hidden_states,
     random_prompts,
     saved_adapter,
     tiny,
@@ -81,9 +82,7 @@ def rotated(x_THC: Tensor) -> Tensor:
 @torch.no_grad()
 def plain_logits(lm: TargetModel, state: dict[str, Tensor], text: list[int]) -> Tensor:
     """`f' = f + MHA(LN(f))`, then `W LN(f')`, after the last token of a text: section 3.2."""
-    lm.hf.set_attn_implementation("sdpa")
-    f_TD = lm.hf(torch.tensor([text]), output_hidden_states=True).hidden_states[EXIT][0]
-    lm.hf.set_attn_implementation("kangaroo")
+    f_TD = hidden_states(lm, text)[EXIT][0]
     epsilon, weights = lm.config.rms_norm_eps, {name: x.float() for name, x in state.items()}
     in_TD = normed(f_TD, weights["layers.0.input_layernorm.weight"], epsilon)
 

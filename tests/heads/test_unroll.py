@@ -16,6 +16,7 @@ from helpers import (
     eagle_for,
     random_prompts,
     saved_adapter,
+    states_after,
     texts_by,
     tiny,
     vanilla_texts,
@@ -50,19 +51,13 @@ def fused(request) -> tuple[TargetModel, Layer]:
     return lm, adapter_for(lm, architecture=AdapterHeadConfig(**parts, fused=True))
 
 
-def states(lm: TargetModel, ids: list[int], layers: int) -> Tensor:
-    """The target's states `[1, T, D]` after some layers."""
-    meta = lm.chunk(0, len(ids), row=0, n_slots=len(ids))
-    return lm.run(lm.embed(torch.tensor([ids])), None, meta, range(layers))[0]
-
-
 @torch.no_grad()
 def last_state(lm: TargetModel, adapter: Layer, ids: list[int], pending: int) -> Tensor:
     """The adapter's state at the last of `ids`, whose tokens after `pending` are only drafted; by
     the definition, in a whole pass a token: from `pending` on its own states are the deep ones."""
-    deep_1TD = lm.norm(states(lm, ids, adapter.deep_tap))[:, :pending]  # causal: the rest is unseen
+    deep_1TD = lm.norm(states_after(lm, ids[:pending], adapter.deep_tap))
     for end in range(pending + 1, len(ids) + 1):
-        f_1TD = states(lm, ids[:end], adapter.exit_layer)
+        f_1TD = states_after(lm, ids[:end], adapter.exit_layer)
         before_1TD = torch.cat([torch.zeros(1, 1, deep_1TD.shape[-1]), deep_1TD], 1)
         own_1TD = adapter(f_1TD, before_1TD, lm.chunk(0, end, 0, end), None)
         deep_1TD = torch.cat([deep_1TD, own_1TD[:, -1:]], 1)
@@ -73,8 +68,8 @@ def test_every_draft_step_of_training_is_that_of_drafting(fused):
     lm, adapter = fused
     (ids,) = random_prompts(12)
     meta = lm.chunk(0, 12, 0, 12)
-    f_1TD = states(lm, ids, adapter.exit_layer)
-    deep_1TD = lm.norm(states(lm, ids, adapter.deep_tap))
+    f_1TD = states_after(lm, ids, adapter.exit_layer)
+    deep_1TD = lm.norm(states_after(lm, ids, adapter.deep_tap))
     with torch.no_grad():
         unrolled = adapter.states({adapter.exit_layer: f_1TD}, deep_1TD, meta, steps=3)
     for step, state_1TD in enumerate(unrolled):
@@ -142,9 +137,9 @@ def trained(request) -> tuple[TargetModel, BlockHead]:
 @torch.no_grad()
 def places(lm: TargetModel, head: BlockHead, text: list[int]) -> Tensor:
     """By the definition, `[P, D]`: the states of all places after a text, in one causal pass."""
-    f_1TD, deep_1TD = states(lm, text, EXIT), None
+    f_1TD, deep_1TD = states_after(lm, text, EXIT), None
     if head.deep_tap is not None:
-        deep_1TD = lm.norm(states(lm, text, head.deep_tap))[:, :-1]
+        deep_1TD = lm.norm(states_after(lm, text, head.deep_tap))[:, :-1]
         deep_1TD = torch.cat([torch.zeros_like(f_1TD[:, :1]), deep_1TD], 1)
     f_1TD, deep_1TD = head.add_places(f_1TD, deep_1TD, 4)
     length = f_1TD.shape[1]
@@ -154,8 +149,8 @@ def places(lm: TargetModel, head: BlockHead, text: list[int]) -> Tensor:
 def test_every_step_of_training_is_a_place_of_the_block(trained):
     lm, head = trained
     (ids,) = random_prompts(12)
-    deep_1TD = lm.norm(states(lm, ids, lm.n_layers - 1))
-    taps = {tap: states(lm, ids, tap) for tap in head.taps}
+    deep_1TD = lm.norm(states_after(lm, ids, lm.n_layers - 1))
+    taps = {tap: states_after(lm, ids, tap) for tap in head.taps}
     with torch.no_grad():
         learnt = head.states(taps, deep_1TD, lm.chunk(0, 12, 0, 12), 5)
         neighbours_TR = head.neighbours(taps[0])[0]
@@ -223,11 +218,10 @@ LONG = random_prompts(200, 151)
 @torch.no_grad()
 @pytest.mark.parametrize("length", [128, 129, 200])
 def test_a_token_sees_whole_blocks_from_the_one_where_its_window_begins(length):
-    lm, ids = tiny(), torch.tensor([LONG[0][:length]])
-    adapter = adapter_for(lm)
+    lm = tiny()
+    adapter, whole = adapter_for(lm), lm.chunk(0, length, 0, length)
     adapter.attention_window = WINDOW
-    whole = lm.chunk(0, length, 0, length)
-    f_1TD = lm.run(lm.embed(ids), None, whole, range(adapter.exit_layer))[0]
+    f_1TD = states_after(lm, LONG[0][:length], adapter.exit_layer)
     first = (length - 1 - WINDOW) // 64 * 64
     assert first == {128: 0, 129: 64, 200: 128}[length]
     seen = lm.chunk(0, length - first, 0, length)
