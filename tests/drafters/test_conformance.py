@@ -302,7 +302,7 @@ def accepted_share(steps: list[StepRecord]) -> float:
 
 def test_the_drafters_above_are_right_wrong_and_in_between():
     """Otherwise the equalities above would say little."""
-    case = case_of("llama", "sampled")
+    case = case_of("llama-compiled", "sampled")
     in_between = """
         kangaroo kangaroo-vocabulary kangaroo-stops kangaroo-stops-early kangaroo-auto
         kangaroo-layer kangaroo-own-head kangaroo-two-layers kangaroo-fused kangaroo-fused-layer

@@ -19,11 +19,11 @@ from kangaroo.utils.errors import ConfigError, PromptError
 
 
 @cache
-def full_context(length: int, how: Sampling) -> tuple[Case, list[list[int]]]:
-    """A case whose one text fills the context, and its prompt of `length` tokens."""
+def full_context(length: int) -> tuple[Case, list[list[int]], Sampling]:
+    """A case whose one text fills the context, its prompt of `length` tokens, and how it is drawn."""
     lm = tiny(max_position_embeddings=64).compile_for_decoding()
-    prompts = random_prompts(length)
-    return Case(lm, adapter_for(lm), vanilla_texts(lm, prompts, 64 - length, how)), prompts
+    prompts, how = random_prompts(length), HOT if length == 62 else Sampling()
+    return Case(lm, adapter_for(lm), vanilla_texts(lm, prompts, 64 - length, how)), prompts, how
 
 
 def requests_of(*limits: int) -> list[Request]:
@@ -56,8 +56,7 @@ def test_each_row_writes_its_own_number_of_tokens_which_are_those_of_its_steps(c
 
 @pytest.mark.parametrize("name, length", with_each(45, 62, 63))
 def test_a_text_may_fill_the_context_to_its_last_position(name, length):
-    how = HOT if length == 62 else Sampling()
-    case, prompts = full_context(length, how)
+    case, prompts, how = full_context(length)
     engine = Engine(case.lm, DRAFTERS[name](case), prefill_chunk=16)
     assert texts_by(engine, prompts, 64 - length, how) == case.texts
     assert len(case.texts[0]) == case.lm.context

@@ -212,7 +212,7 @@ def test_a_draft_from_the_targets_own_distribution_is_always_accepted(sampling):
 def test_kangaroo_writes_triples_from_the_targets_joint_distribution(rule):
     """End to end over many seeds, against the distribution by transformers' own forward."""
     size, rows = 3, 1500
-    lm = tiny(vocab_size=size)
+    lm = tiny(vocab_size=size).compile_for_decoding()
     sampling = Sampling(temperature=8.0, rule=rule)
     drafter = Kangaroo(lm, adapter_for(lm), steps=2, threshold=0.97)
     done = Engine(lm, drafter).generate([[size - 1]] * rows, 3, sampling)
