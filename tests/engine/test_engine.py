@@ -20,7 +20,7 @@ from kangaroo.utils.errors import ConfigError, PromptError
 
 @cache
 def full_context(length: int) -> tuple[Case, list[list[int]], Sampling]:
-    """A case whose one text fills the context, its prompt of `length` tokens, and how it is drawn."""
+    """A case whose one text fills the context, its prompt of so many tokens, and the sampling."""
     lm = tiny(max_position_embeddings=64).compile_for_decoding()
     prompts, how = random_prompts(length), HOT if length == 62 else Sampling()
     return Case(lm, adapter_for(lm), vanilla_texts(lm, prompts, 64 - length, how)), prompts, how
