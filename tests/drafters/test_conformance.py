@@ -87,9 +87,9 @@ def check(drafter: str, family: str, sampling: str, batch: str) -> None:
     case = case_of(family, sampling)
     engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK)
     of_all, requests = SAMPLINGS.get(sampling, SAMPLINGS["top-k"]), []
-    for prompt, own in zip(PROMPTS, samplings(sampling), strict=True):
-        differs = replace(own, seed=of_all.seed) != of_all
-        requests.append(Request(prompt, NEW_TOKENS, own.seed, sampling=own if differs else None))
+    for prompt, how in zip(PROMPTS, samplings(sampling), strict=True):
+        differs = replace(how, seed=of_all.seed) != of_all
+        requests.append(Request(prompt, NEW_TOKENS, how.seed, sampling=how if differs else None))
     done = dict(engine.completions(requests, of_all, BATCHES[batch]))
     assert [p + done[i].tokens for i, p in enumerate(PROMPTS)] == case.texts
 

@@ -109,8 +109,7 @@ def plain_draft(lm: TargetModel, state: dict[str, Tensor], text: list[int]) -> l
     return drafted
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("file, dtype", zip(FILES, (torch.float16, torch.float32), strict=True))
 def test_an_imported_checkpoint_drafts_what_its_formulas_give(lm, tmp_path, file, dtype):
     """And keeps every bit, and says where it came from."""
     state = random_state(lm, dtype)

@@ -191,8 +191,8 @@ def test_it_drafts_from_disk_no_further_than_it_has_places_and_a_chain_too(tmp_p
     assert drafter.steps == 5 and drafter.head.size == 32
     assert torch.equal(drafter.table_KR, head.table.weight)
     chain = KangarooConfig(adapter=str(folder), steps=9, threshold=0).build(lm)
-    for one in (drafter, chain):
-        assert texts_by(Engine(lm, one), prompts, 9) == vanilla_texts(lm, prompts, 9)
+    for reader in (drafter, chain):
+        assert texts_by(Engine(lm, reader), prompts, 9) == vanilla_texts(lm, prompts, 9)
 
 
 def test_it_may_go_on_from_an_adapter_and_is_not_asked_for_more_steps(tmp_path):
