@@ -17,7 +17,6 @@ from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Draft, Tree, Verdict
 from kangaroo.evaluation.methods import transformers_attention
 from kangaroo.heads import adapter_files
@@ -29,6 +28,7 @@ from kangaroo.models.loading import TINY, Dtype, ModelConfig, load, random_model
 from kangaroo.models.target import TargetModel
 from kangaroo.training.recipe import AdapterRecipe
 
+Texts = list[list[int]]
 EXIT = 2  # of four layers; all but the first change little
 VOCABULARY = 64
 LLAMA3_ROPE = {
@@ -190,15 +190,9 @@ def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
 
 
-def texts_by(
-    engine: Engine,
-    prompts: Sequence[list[int]],
-    new_tokens: int,
-    sampling: Sampling | None = None,
-    batch_size: int | None = None,
-) -> list[list[int]]:
-    """Prompt and continuation of each."""
-    done = engine.generate(prompts, new_tokens, sampling, batch_size)
+def texts_by(engine: Engine, prompts: Texts, *how: Any, **options: Any) -> Texts:
+    """Prompt and continuation of each; `how` to write is as for `Engine.generate`."""
+    done = engine.generate(prompts, *how, **options)
     return [p + generation.tokens for p, generation in zip(prompts, done, strict=True)]
 
 
@@ -210,11 +204,9 @@ def admit_text(engine: Engine, batch: Batch, row: int, text: list[int], **option
     batch.done[row] = batch.done_B[row] = False
 
 
-def vanilla_texts(
-    lm: TargetModel, prompts: Sequence[list[int]], new_tokens: int, sampling: Sampling | None = None
-) -> list[list[int]]:
-    """Prompt and continuation of each, decoded alone."""
-    return texts_by(Engine(lm, Vanilla()), prompts, new_tokens, sampling, batch_size=1)
+def vanilla_texts(lm: TargetModel, prompts: Texts, *how: Any) -> Texts:
+    """The same, each decoded alone."""
+    return texts_by(Engine(lm, Vanilla()), prompts, *how, batch_size=1)
 
 
 @torch.no_grad()
@@ -294,7 +286,7 @@ class Scripted(Knowing):
 
     scribbles = False
 
-    def __init__(self, texts: Sequence[list[int]], right: Callable[[int], bool], steps: int = 4):
+    def __init__(self, texts: Texts, right: Callable[[int], bool], steps: int = 4):
         super().__init__(texts)
         self.right, self.max_nodes = right, steps
 
@@ -344,9 +336,7 @@ class RandomTree(Knowing):
 
     max_nodes = 9
 
-    def __init__(
-        self, lm: TargetModel, texts: Sequence[list[int]], shared: bool = False, entry: int = 0
-    ):
+    def __init__(self, lm: TargetModel, texts: Texts, shared: bool = False, entry: int = 0):
         super().__init__(texts)
         self.lm, self.shared, self.entry = lm, shared, entry
         self.generator = torch.Generator().manual_seed(0)

@@ -109,7 +109,9 @@ def plain_draft(lm: TargetModel, state: dict[str, Tensor], text: list[int]) -> l
     return drafted
 
 
-@pytest.mark.parametrize("file, dtype", zip(FILES, (torch.float16, torch.float32), strict=True))
+@pytest.mark.parametrize(
+    "file, dtype", [(official.WEIGHTS, torch.float16), (official.SAFETENSORS, torch.float32)]
+)
 def test_an_imported_checkpoint_drafts_what_its_formulas_give(lm, tmp_path, file, dtype):
     """And keeps every bit, and says where it came from."""
     state = random_state(lm, dtype)
