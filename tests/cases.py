@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
+import pytest
 import torch
 from helpers import (
     ARCHITECTURES,
@@ -24,6 +25,7 @@ from helpers import (
     graphed,
     oracle,
     random_prompts,
+    states_after,
     tiny,
     vanilla_texts,
 )
@@ -126,7 +128,6 @@ def datastore_of(case: Case) -> Datastore:
 def hybrid(
     lm: TargetModel, adapter: Adapter, steps: int, nodes: int, cost: float, **sources: int
 ) -> Hybrid:
-    """With this cost of a node or a drafted token."""
     costs = Costs([1 + cost * node for node in range(nodes + 1)], cost, 1.0)
     return Hybrid(lm, adapter, steps, costs=costs, nodes=nodes, **sources)
 
@@ -221,6 +222,17 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
 # The others are variants, named after their method.
 METHODS = [n for n in DRAFTERS if not any(n.startswith(f"{method}-") for method in DRAFTERS)]
 
+
+def with_each(*values: object) -> list[Any]:
+    """Every drafter with every value: in the fast tests methods have all, variants one in turn."""
+    return [
+        pytest.param(name, value, marks=() if is_fast else pytest.mark.slow)
+        for i, name in enumerate(DRAFTERS)
+        for j, value in enumerate(values)
+        for is_fast in [name in METHODS or i % len(values) == j]
+    ]
+
+
 TREES = {"medusa"} | {name for name in DRAFTERS if "tree" in name}
 
 SCRIPTED = {"oracle", "adversary", "sometimes", "tree", "tree-shared", "tree-from-exit"}
@@ -279,10 +291,9 @@ def choices_without_cache(
 ) -> list[tuple[int, float]]:
     """The adapter's best choices after `text`, by a whole forward, and the best chances."""
     length = len(text)
-    meta = case.lm.chunk(0, length, row=0, n_slots=length)
-    x_1TD = case.lm.embed(torch.tensor([text]))
-    f_1TD, _ = case.lm.run(x_1TD, None, meta, range(case.adapter.exit_layer))
-    logits_11V = case.lm.read_out(case.adapter(f_1TD, None, meta, None)[:, -1:])
+    f_1TD = states_after(case.lm, text, case.adapter.exit_layer)
+    x_1TD = case.adapter(f_1TD, None, case.lm.chunk(0, length, 0, length), None)
+    logits_11V = case.lm.read_out(x_1TD[:, -1:])
     at, seeds = torch.tensor([[length]]), torch.tensor([seed])
     ids = candidates(logits_11V, at, sampling, seeds, count).flatten().tolist()
     chances = logits_11V.softmax(-1).topk(count).values.flatten().tolist()

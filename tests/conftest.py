@@ -36,7 +36,6 @@ def steady_budget(request, monkeypatch):
     monkeypatch.setattr(engine, "drafting", lambda lm, drafter: drafter.draft_cost)
 
     def no_limits(self, rows, nodes, drafting=0.0):
-        """Whatever the batch."""
         return [0.0] * nodes
 
     for limits in ("min_chain_chances", "min_node_chances"):

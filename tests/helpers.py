@@ -17,18 +17,18 @@ from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Draft, Tree, Verdict
+from kangaroo.evaluation.methods import transformers_attention
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load, random_model
-from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
 from kangaroo.training.recipe import AdapterRecipe
 
+Texts = list[list[int]]
 EXIT = 2  # of four layers; all but the first change little
 VOCABULARY = 64
 LLAMA3_ROPE = {
@@ -40,13 +40,14 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0}  # both are felt
-GLOBAL_LAST = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-LOCAL_ROPE = {
+GEMMA3 = {
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
-    "query_pre_attn_scalar": 8,
 }
 GRANITE = {
     "embedding_multiplier": 3.0,
@@ -61,7 +62,7 @@ BY_MODULES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("mistral", {"sliding_window": 7}),
     "phi3-window": ("phi3", {"sliding_window": 20}),
     "gemma2": ("gemma2", {"sliding_window": 9, "query_pre_attn_scalar": 8} | CAPS),
-    "gemma3": ("gemma3_text", {"sliding_window": 9, "layer_types": GLOBAL_LAST} | LOCAL_ROPE),
+    "gemma3": ("gemma3_text", GEMMA3),
     "granite": ("granite", GRANITE),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {"sliding_window": 6}),
@@ -189,6 +190,12 @@ def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
 
 
+def texts_by(engine: Engine, prompts: Texts, *how: Any, **options: Any) -> Texts:
+    """Prompt and continuation of each; `how` to write is as for `Engine.generate`."""
+    done = engine.generate(prompts, *how, **options)
+    return [p + generation.tokens for p, generation in zip(prompts, done, strict=True)]
+
+
 @torch.inference_mode()
 def admit_text(engine: Engine, batch: Batch, row: int, text: list[int], **options: Any) -> None:
     """Let a row begin as if its prefill had given the last token of this text."""
@@ -197,42 +204,56 @@ def admit_text(engine: Engine, batch: Batch, row: int, text: list[int], **option
     batch.done[row] = batch.done_B[row] = False
 
 
-def vanilla_texts(
-    lm: TargetModel, prompts: Sequence[list[int]], new_tokens: int, sampling: Sampling | None = None
-) -> list[list[int]]:
-    """Prompt and continuation of each, decoded alone."""
-    done = Engine(lm, Vanilla()).generate(prompts, new_tokens, sampling, batch_size=1)
-    return [p + generation.tokens for p, generation in zip(prompts, done, strict=True)]
+def vanilla_texts(lm: TargetModel, prompts: Texts, *how: Any) -> Texts:
+    """The same, each decoded alone."""
+    return texts_by(Engine(lm, Vanilla()), prompts, *how, batch_size=1)
 
 
+@torch.no_grad()
 def forward_logits(lm: TargetModel, tokens: Sequence[int]) -> Tensor:
     """Logits `[T, V]` by transformers' own forward and attention."""
-    lm.hf.set_attn_implementation(usual_attention(lm.hf))
-    try:
-        with torch.no_grad():
-            return lm.hf(torch.tensor([list(tokens)])).logits[0]
-    finally:
-        lm.hf.set_attn_implementation("kangaroo")
+    with transformers_attention(lm):
+        return lm.hf(torch.tensor([list(tokens)])).logits[0]
 
 
-def check_chains(
-    drafter: Any, expected: Callable[[list[int], int, int], list[int]]
-) -> dict[int, int]:
-    """From now on compare each chain of a drafter with what is expected by (text, seed, length):
-    texts are right whatever is drafted, so a gap in a cache would cost acceptance unseen. How often
-    each length was drafted, once it is."""
-    propose, lengths = drafter.propose, dict[int, int]()
+def states_after(lm: TargetModel, tokens: Sequence[int], layers: int) -> Tensor:
+    """The target's states `[1, T, D]` after so many layers, in a whole pass without a cache."""
+    x_1TD, length = lm.embed(torch.tensor([list(tokens)])), len(tokens)
+    return lm.run(x_1TD, None, lm.chunk(0, length, 0, length), range(layers))[0]
 
-    def check(batch: Batch) -> Draft:
+
+@torch.no_grad()
+def hidden_states(lm: TargetModel, tokens: Sequence[int]) -> tuple[Tensor, ...]:
+    """By the same, `[1, T, D]` after so many layers; the last ones are normed."""
+    with transformers_attention(lm):
+        return lm.hf(torch.tensor([list(tokens)]), output_hidden_states=True).hidden_states
+
+
+def check_drafts(drafter: Any, check: Callable[[Batch, Draft, int], None]) -> None:
+    """From now on show each draft of a drafter to `check`, for each row that is being written:
+    texts are right whatever is drafted, so a gap in a cache would cost acceptance unseen."""
+    propose = drafter.propose
+
+    def checked(batch: Batch) -> Draft:
         draft = propose(batch)
         for row in (row for row in range(batch.size) if not batch.done_B[row]):
-            drafted = draft.tokens_BN[row, 1:][draft.valid_BN[row, 1:]].tolist()
-            seed = int(batch.seeds_B[row])
-            assert drafted == expected(batch.texts[row], seed, len(drafted))
-            lengths[len(drafted)] = lengths.get(len(drafted), 0) + 1
+            check(batch, draft, row)
         return draft
 
-    drafter.propose = check
+    drafter.propose = checked
+
+
+def check_chains(drafter: Any, expected: Callable[[list[int], int, int], list[int]]) -> set[int]:
+    """From now on compare each chain of a drafter with what is expected by (text, seed, length);
+    the lengths that were drafted, once they are."""
+    lengths: set[int] = set()
+
+    def check(batch: Batch, draft: Draft, row: int) -> None:
+        drafted = draft.tokens_BN[row, 1:][draft.valid_BN[row, 1:]].tolist()
+        assert drafted == expected(batch.texts[row], batch.seeds[row], len(drafted))
+        lengths.add(len(drafted))
+
+    check_drafts(drafter, check)
     return lengths
 
 
@@ -247,11 +268,8 @@ def paths_of(draft: Draft, row: int) -> list[tuple[int, ...]]:
 
 
 class Knowing(Drafter):
-    """Knows the texts that vanilla decoding writes, so that it can be right or wrong at will.
-
-    Args:
-        texts: prompts with their continuations; a row is recognised by what it has written so far.
-    """
+    """Knows the texts that vanilla decoding writes, so that it can be right or wrong at will; a row
+    is recognised by what it has written so far."""
 
     def __init__(self, texts: Sequence[list[int]]):
         self.texts = texts
@@ -266,15 +284,11 @@ class Scripted(Knowing):
     """A chain of tokens, `right` or wrong by their absolute position; those beyond a known text are
     padding. It may first fill all scratch slots of the target's cache, as a drafter may."""
 
-    def __init__(
-        self,
-        texts: Sequence[list[int]],
-        right: Callable[[int], bool],
-        steps: int = 4,
-        scribbles: bool = False,
-    ):
+    scribbles = False
+
+    def __init__(self, texts: Texts, right: Callable[[int], bool], steps: int = 4):
         super().__init__(texts)
-        self.right, self.max_nodes, self.scribbles = right, steps, scribbles
+        self.right, self.max_nodes = right, steps
 
     def propose(self, batch: Batch) -> Draft:
         tokens_BN = batch.last(1).repeat(1, self.max_nodes + 1)
@@ -282,7 +296,10 @@ class Scripted(Knowing):
         valid_BN[:, 0] = True
         for row in range(batch.size):
             if self.scribbles:
-                scribble(batch, row)
+                end = (row + 1) * batch.n_slots
+                scratch = slice(row * batch.n_slots + batch.lengths[row] - 1, end)
+                for cached in (*batch.cache.keys, *batch.cache.values):
+                    cached[scratch] = 100.0
             for i, token in enumerate(self.coming(batch.texts[row], self.max_nodes)):
                 wrong = (token + 1) % VOCABULARY
                 tokens_BN[row, i + 1] = token if self.right(batch.lengths[row] + i) else wrong
@@ -302,38 +319,27 @@ class Sometimes(Knowing, FromText):
         return [] if last is None else [*right, (last + 1) % VOCABULARY]
 
 
-def scribble(batch: Batch, row: int) -> None:
-    scratch = slice(row * batch.n_slots + batch.lengths[row] - 1, (row + 1) * batch.n_slots)
-    for cached in (*batch.cache.keys, *batch.cache.values):
-        cached[scratch] = 100.0
-
-
 def oracle(texts: Sequence[list[int]], steps: int = 4) -> Scripted:
-    """Always right."""
     return Scripted(texts, lambda position: True, steps)
 
 
 def adversary(texts: Sequence[list[int]], steps: int = 4) -> Scripted:
     """Always wrong, and it leaves rubbish in the scratch slots."""
-    return Scripted(texts, lambda position: False, steps, scribbles=True)
+    drafter = Scripted(texts, lambda position: False, steps)
+    drafter.scribbles = True
+    return drafter
 
 
 class RandomTree(Knowing):
     """Another random tree every round, of one topology if `shared`: right and wrong tokens on any
     branch, some nodes padding, with the states of `entry` target layers."""
 
-    def __init__(
-        self,
-        lm: TargetModel,
-        texts: Sequence[list[int]],
-        nodes: int = 9,
-        shared: bool = False,
-        entry: int = 0,
-        seed: int = 0,
-    ):
+    max_nodes = 9
+
+    def __init__(self, lm: TargetModel, texts: Texts, shared: bool = False, entry: int = 0):
         super().__init__(texts)
-        self.lm, self.max_nodes, self.shared, self.entry = lm, nodes, shared, entry
-        self.generator = torch.Generator().manual_seed(seed)
+        self.lm, self.shared, self.entry = lm, shared, entry
+        self.generator = torch.Generator().manual_seed(0)
         self.moved = 0  # accepted draft tokens that did not lie in their final slot
 
     def propose(self, batch: Batch) -> Draft:
@@ -370,7 +376,6 @@ class RandomTree(Knowing):
 
 
 def random_parents(rows: int, size: int, generator: torch.Generator) -> Tensor:
-    """`[rows, size]`: each node hangs below some earlier one."""
     columns = [torch.randint(max(i, 1), (rows,), generator=generator) for i in range(size)]
     return torch.stack(columns, 1)
 

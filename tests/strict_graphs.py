@@ -26,17 +26,11 @@ from kangaroo.cuda.graphs import MOST_GRAPHS, WARM_UPS, Graphs, Key
 
 start = launching.start
 
-# what CUDA refuses while it records, since the host would have to wait or its memory be read
-REFUSED = {
-    "aten::_local_scalar_dense",
-    "aten::item",  # what that is called in inference mode
-    "aten::is_nonzero",
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::equal",
-    "aten::_unique2",
-    "aten::lift_fresh",
-}
+# What CUDA refuses while it records, since the host would have to wait or its memory be read;
+# in inference mode `_local_scalar_dense` is called `item`.
+REFUSED = (
+    "_local_scalar_dense item is_nonzero nonzero masked_select equal _unique2 lift_fresh".split()
+)
 
 
 class CaptureError(RuntimeError):
@@ -73,8 +67,6 @@ class Operator:
 
 
 class Tape(TorchDispatchMode):
-    """What a recording saw."""
-
     def __init__(self) -> None:
         super().__init__()
         self.operators: list[Operator] = []
@@ -86,7 +78,7 @@ class Tape(TorchDispatchMode):
         name = func._schema.name
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         by_mask = name == "aten::index" and any(x.dtype == torch.bool for x in given[1:])
-        if name in REFUSED or by_mask:
+        if name.removeprefix("aten::") in REFUSED or by_mask:
             raise CaptureError(f"{name} waits for the device or reads from the host")
         for x in given:
             self._note(x)

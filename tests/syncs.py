@@ -2,32 +2,29 @@
 
 from collections import Counter
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Syncs(TorchDispatchMode):
-    """Counts what would make the host wait for a GPU."""
-
+    # in inference mode `_local_scalar_dense` is called `item`
     NAMES = (
-        "_local_scalar_dense",
-        "item",  # what that is called in inference mode
-        "nonzero",
-        "is_nonzero",
-        "masked_select",
-        "equal",
-        "unique",
-        "_unique2",
-        "bincount",
-        "repeat_interleave",
-    )
+        "_local_scalar_dense item nonzero is_nonzero masked_select equal unique _unique2 bincount "
+        "repeat_interleave"
+    ).split()
 
-    def __init__(self, monkeypatch):
-        super().__init__()
+    def __enter__(self):
         self.seen: Counter[str] = Counter()
+        self.patches = pytest.MonkeyPatch()
         # on a CPU tensor these read memory without an operator
         for name in ("tolist", "cpu", "numpy", "__array__"):
-            monkeypatch.setattr(torch.Tensor, name, self._counted(name))
+            self.patches.setattr(torch.Tensor, name, self._counted(name))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.patches.undo()
 
     def _counted(self, name):
         original = getattr(torch.Tensor, name)

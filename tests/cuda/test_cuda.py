@@ -126,7 +126,6 @@ def launches(monkeypatch, capability: int, shape: str, dtype: torch.dtype, token
 
 
 def compiled(capability: int, kernel, args, options):
-    """The kernel as Triton would compile it for this call."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,14 +1,19 @@
-"""Recorded work is replayed with new inputs, where it may be, and never outlives its memory."""
+"""Recorded work is replayed with new inputs, where it may be, and never outlives its memory; a
+round is a few launches, and few are ever recorded.
+"""
 
 import gc
+import itertools
 import json
 import weakref
 
 import pytest
 import torch
-from helpers import adapter_for, graphed, random_prompts, recipe_of, tiny, vanilla_texts
+from cases import DRAFTERS, Case
+from helpers import adapter_for, graphed, random_prompts, recipe_of, texts_by, tiny, vanilla_texts
 from scale_worker import train_tiny
-from strict_graphs import CaptureError, DanglingGraph, StrictGraphs, StrictRecorder
+from strict_graphs import CaptureError, DanglingGraph, StrictGraphs, StrictRecorder, Tape
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from kangaroo.cuda import graphs as graphs_module
 from kangaroo.cuda.graphs import Graphs
@@ -16,8 +21,12 @@ from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import clock
+from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import KVCache
 from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.warm_up import warm_up
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.export import draft_model
 from kangaroo.models.target import TargetModel
@@ -28,11 +37,6 @@ PROMPTS = random_prompts(5, 30, 9)
 
 def cache() -> KVCache:
     return KVCache(1, 8, 1, 4, torch.float32, [torch.device("cpu")])
-
-
-def texts_of(engine: Engine, prompts, new_tokens: int, **options) -> list[list[int]]:
-    done = engine.generate(prompts, new_tokens, **options)
-    return [p + g.tokens for p, g in zip(prompts, done, strict=True)]
 
 
 # ---- what the stand-in refuses, as CUDA would or should ----------------------------------------
@@ -65,7 +69,7 @@ def test_a_replay_on_freed_or_moved_memory_fails():
         replay()
 
 
-# recording and replaying
+# ---- recording and replaying ---------------------------------------------------------------------
 
 
 def test_work_is_recorded_once_and_replayed_with_new_inputs():
@@ -105,11 +109,11 @@ def test_what_was_used_longest_ago_gives_way_and_few_graphs_are_enough():
     lm = tiny()
     lm.acceleration.graphs = StrictGraphs(most=3)
     engine = Engine(lm, Kangaroo(lm, adapter_for(lm), steps=4, threshold=0.3))
-    assert texts_of(engine, PROMPTS, 12, batch_size=1) == vanilla_texts(tiny(), PROMPTS, 12)
+    assert texts_by(engine, PROMPTS[:1], 6) == vanilla_texts(tiny(), PROMPTS[:1], 6)
     assert len(lm.acceleration.graphs.made) == 3
 
 
-# caches come and go
+# ---- caches come and go --------------------------------------------------------------------------
 
 
 def test_engines_made_and_dropped_in_turn_write_the_same_and_leave_nothing():
@@ -118,7 +122,7 @@ def test_engines_made_and_dropped_in_turn_write_the_same_and_leave_nothing():
     adapter = adapter_for(lm)
     for turn in range(4):
         drafter = Vanilla() if turn % 3 == 0 else Kangaroo(lm, adapter, 1 + turn % 3, 0.3)
-        assert texts_of(Engine(lm, drafter), PROMPTS, 12, batch_size=1 + turn % 2) == expected
+        assert texts_by(Engine(lm, drafter), PROMPTS, 12, batch_size=1 + turn % 2) == expected
     del drafter
     gc.collect()
     assert not lm.acceleration.graphs.made and not lm.acceleration.graphs.watched
@@ -131,8 +135,7 @@ def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(monkeypatch)
     engine = Engine(lm, drafter)
     engine.generate(PROMPTS[:1], 10)
     old = [weakref.ref(engine.cache), weakref.ref(drafter.cache)]
-    small, alive = set(lm.acceleration.graphs.made), []
-    create = KVCache.__init__
+    small, alive, create = set(lm.acceleration.graphs.made), [], KVCache.__init__
 
     def watched(self, *args, **kwargs):
         alive.append(old[0]() is not None)
@@ -154,15 +157,13 @@ def test_a_prompt_in_chunks_is_not_recorded():
     prompts = random_prompts(40) * 2
     expected = vanilla_texts(tiny(), prompts, 12)
     engine = Engine(lm, Vanilla(), prefill_chunk=12)
-    assert texts_of(engine, prompts, 12) == expected
+    assert texts_by(engine, prompts, 12) == expected
     passes = [key for key in lm.acceleration.graphs.made if "verify" in key and "block" not in key]
     assert len(passes) == 1 and lm.acceleration.graphs.made[passes[0]].inputs[0].shape == (2, 1)
 
 
 def test_recording_takes_none_of_the_steps_time(monkeypatch):
-    seconds = [0.0]
-
-    strict = StrictRecorder()
+    seconds, strict = [0.0], StrictRecorder()
 
     def record(work):
         seconds[0] += 1000
@@ -177,6 +178,102 @@ def test_recording_takes_none_of_the_steps_time(monkeypatch):
     assert seconds[0] >= 4000 and done.seconds == pytest.approx(0, abs=1e-6)
 
 
+# ---- rounds: few launches, and few are ever recorded --------------------------------------------
+
+
+def written_out(engine: Engine, batch: Batch, prompts: list[list[int]], **options) -> None:
+    """Steps until the texts of these prompts, one a row, have ended."""
+    for row, prompt in enumerate(prompts):
+        engine.admit(batch, row, Request(prompt, ignore_eos=True, **options))
+    while not all(batch.done):
+        engine.step(batch)
+
+
+def growing(engine: Engine, batch: Batch, seed: int) -> None:
+    """Some steps at many lengths of a text, from 1 to 2000 slots."""
+    (text,) = random_prompts(2000, seed=seed)
+    for length in (1, 150, 300, 700, 1300, 1980):
+        written_out(engine, batch, [text[:length]], max_new_tokens=8)
+
+
+@pytest.mark.parametrize("name, most", [("kangaroo", 36), ("hybrid-tree", 100)])
+def test_a_growing_text_is_recorded_anew_at_powers_of_two_alone(name, most):
+    lm = graphed(tiny(max_position_embeddings=4096))
+    engine = Engine(lm, DRAFTERS[name](Case(lm, adapter_for(lm), [])))
+    batch = engine.open(1, 2000, Sampling())
+    made = lm.acceleration.graphs.made
+    growing(engine, batch, seed=0)
+    shapes = [part for key in made for part in key if isinstance(part, torch.Size)]
+    masks = {shape[-1] for shape in shapes if len(shape) == 4 and shape[1] == 1}
+    assert masks == {256, 512, 1024, batch.n_slots} and len(made) <= most
+    before = set(made)
+    growing(engine, batch, seed=1)
+    further = len(set(made) - before)
+    assert further <= (0 if name == "kangaroo" else most // 4)  # of other widths
+
+
+LAUNCHES = {
+    "vanilla": (2, 16),
+    "kangaroo": (8, 30),
+    "hybrid-tree": (11, 48),
+    "eagle-tree": (11, 35),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_round_is_few_launches(name, monkeypatch):
+    """Of graphs, and of other operators that give something new."""
+    replays, others = [], []
+    replayed = Tape.replay
+
+    def replay(self):
+        replays.append(self)
+        with _disable_current_modes():
+            replayed(self)
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            aliases = [a.alias_info for a in func._schema.arguments if a.alias_info is not None]
+            if all(alias.is_write for alias in aliases):  # else it is a view
+                others.append(func)
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(Tape, "replay", replay)
+    lm = graphed(tiny())
+    engine = Engine(lm, DRAFTERS[name](Case(lm, adapter_for(lm), [])))
+    batch = engine.open(1, 200, Sampling(temperature=0.7))
+    engine.admit(batch, 0, Request(random_prompts(60)[0], 60))
+    counts = []
+    for _ in range(24):
+        before = len(lm.acceleration.graphs.made)
+        replays.clear(), others.clear()
+        with Launches():
+            engine.step(batch)
+        if len(lm.acceleration.graphs.made) == before:
+            counts.append((len(replays), len(others)))
+    assert len(counts) > 6
+    graphs, operators = LAUNCHES[name]
+    assert all(x <= graphs and y <= operators for x, y in counts), counts
+
+
+def test_what_was_warmed_up_is_not_recorded_again():
+    lm, rows, longest = graphed(tiny()), 2, 300
+    engine = Engine(lm, Kangaroo(lm, adapter_for(lm), 2, 0.0), prefix_cache=True)
+    warm_up(engine, rows, longest)
+    made = set(lm.acceleration.graphs.made)
+    batch = engine.open(rows, longest, Sampling())
+    for sampling, length in itertools.product((Sampling(), Sampling(1.4)), (5, 270)):
+        prompts = random_prompts(*[length] * rows)
+        written_out(engine, batch, prompts, max_new_tokens=9, sampling=sampling)
+    assert made and set(lm.acceleration.graphs.made) == made
+    native = Engine(tiny().compile_for_decoding(), Vanilla())
+    warm_up(native, 2, 100)
+    assert native.cache is None  # where nothing is recorded, nothing is done
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", range(max(1, torch.cuda.device_count())))
 def test_cuda_graphs_write_what_eager_decoding_writes(device):
@@ -188,7 +285,7 @@ def test_cuda_graphs_write_what_eager_decoding_writes(device):
     adapter = adapter_for(lm, architecture=AdapterHeadConfig(fused=True))
     for drafter in (Vanilla(), Kangaroo(lm, adapter, 4, 0.3)):
         recorded = Graphs.seconds
-        assert texts_of(Engine(lm, drafter), PROMPTS, 40, batch_size=2) == texts
+        assert texts_by(Engine(lm, drafter), PROMPTS, 40, batch_size=2) == texts
         assert Graphs.seconds > recorded
 
 

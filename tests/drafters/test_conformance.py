@@ -4,6 +4,7 @@ The fast tests have every pair of these for every method, the slow ones all toge
 """
 
 import itertools
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,7 +16,6 @@ from cases import (
     FAMILIES,
     HOW,
     METHODS,
-    MIXED,
     NEW_TOKENS,
     PROMPTS,
     SAMPLINGS,
@@ -23,7 +23,6 @@ from cases import (
     Case,
     case_of,
     kangaroo,
-    lm_of,
     samplings,
 )
 from helpers import (
@@ -31,6 +30,7 @@ from helpers import (
     adapter_for,
     graphed,
     random_prompts,
+    texts_by,
     tiny,
     tiny_model,
     vanilla_texts,
@@ -48,7 +48,7 @@ from kangaroo.engine.requests import Request, StepRecord
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.engine.stepper import TensorStepper
 from kangaroo.evaluation.lossless import fork
-from kangaroo.models.supported import usual_attention
+from kangaroo.evaluation.methods import generate
 from kangaroo.models.target import TargetModel
 
 # Of these, which transformers' modules run, the fast tests have two with each drafter, and the slow
@@ -86,17 +86,15 @@ def test_the_covering_has_every_pair():
 def check(drafter: str, family: str, sampling: str, batch: str) -> None:
     case = case_of(family, sampling)
     engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK)
-    requests = [
-        Request(prompt, NEW_TOKENS, own.seed, sampling=own if sampling == MIXED else None)
-        for prompt, own in zip(PROMPTS, samplings(sampling), strict=True)
-    ]
-    of_all = SAMPLINGS.get(sampling, Sampling())
+    of_all, requests = SAMPLINGS.get(sampling, SAMPLINGS["top-k"]), []
+    for prompt, how in zip(PROMPTS, samplings(sampling), strict=True):
+        differs = replace(how, seed=of_all.seed) != of_all
+        requests.append(Request(prompt, NEW_TOKENS, how.seed, sampling=how if differs else None))
     done = dict(engine.completions(requests, of_all, BATCHES[batch]))
     assert [p + done[i].tokens for i, p in enumerate(PROMPTS)] == case.texts
 
 
 def tier(drafter: str, family: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Of the covering's cases."""
     if family not in OTHERS or drafter in MOST:
         return ()
     turn = list(DRAFTERS).index(drafter) + OTHERS.index(family)
@@ -156,38 +154,28 @@ def bfloat16_case(sampling: str) -> Case:
 def test_compiled_drafters_are_exact_in_bfloat16_too(drafter, sampling):
     """No rounding depends on what is computed together, nor on where a tree's nodes lie. The texts
     are longer than a chunk of attention, whose border their trees cross."""
-    case = bfloat16_case(sampling)
+    case, how = bfloat16_case(sampling), SAMPLINGS[sampling]
     engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK)
-    done = engine.generate(LONGER, NEW_TOKENS, SAMPLINGS[sampling], batch_size=2)
-    assert [p + g.tokens for p, g in zip(LONGER, done, strict=True)] == case.texts
+    assert texts_by(engine, LONGER, NEW_TOKENS, how, batch_size=2) == case.texts
 
 
-NATIVE = {
-    name: DRAFTERS[name]
-    for name in (
-        *("vanilla", "kangaroo", "kangaroo-stops", "kangaroo-vocabulary", "kangaroo-layer"),
-        *("kangaroo-mlp", "kangaroo-own-head", "prompt-lookup-short", "rest-tree"),
-        *(
-            "hybrid-tree",
-            "hybrid-tree-stops",
-            "hybrid-tree-of-all",
-            "draft-model",
-            "draft-model-stops",
-            "kangaroo-auto",
-        ),
-        *("kangaroo-tree-auto", "draft-model-auto", "block-auto"),
-        *("kangaroo-tree", "kangaroo-tree-stops", "kangaroo-tree-least", "kangaroo-tree-of-one"),
-        *("block", "block-stops", "block-vocabulary", "layerskip"),
-        *("kangaroo-fused", "kangaroo-fused-layer", "kangaroo-tree-fused", "hybrid-tree-fused"),
-        *("suffix", "token-recycling-tree", "cascade-token-recycling-tree"),
-    )
+NATIVE_NAMES = """
+    vanilla kangaroo kangaroo-stops kangaroo-vocabulary kangaroo-layer kangaroo-mlp
+    kangaroo-own-head prompt-lookup-short rest-tree hybrid-tree hybrid-tree-stops
+    hybrid-tree-of-all draft-model draft-model-stops kangaroo-auto kangaroo-tree-auto
+    draft-model-auto block-auto kangaroo-tree kangaroo-tree-stops kangaroo-tree-least
+    kangaroo-tree-of-one block block-stops block-vocabulary layerskip kangaroo-fused
+    kangaroo-fused-layer kangaroo-tree-fused hybrid-tree-fused suffix token-recycling-tree
+    cascade-token-recycling-tree
+"""
+NATIVE = {name: DRAFTERS[name] for name in NATIVE_NAMES.split()} | {
+    "cascade of the lookup and a tree": lambda case: Cascade(
+        PromptLookup(2, 4), KangarooTree(case.lm, case.adapter, 3, 0.1, None, 3, 5, 0.01)
+    ),
+    "cascade of the lookup and a chain": lambda case: Cascade(
+        PromptLookup(2, 4), kangaroo(case.lm)
+    ),
 }
-LOOKUP_OR_CHAIN = "cascade of what native rounds know"
-LOOKUP_OR_TREE = "cascade of the lookup and a tree"
-NATIVE[LOOKUP_OR_TREE] = lambda case: Cascade(
-    PromptLookup(2, 4), KangarooTree(case.lm, case.adapter, 3, 0.1, None, 3, 5, 0.01)
-)
-NATIVE[LOOKUP_OR_CHAIN] = lambda case: Cascade(PromptLookup(2, 4), kangaroo(case.lm))
 
 
 # Each drafter has one of these in turn; the slow tests have all.
@@ -204,7 +192,6 @@ ROUNDS = list(itertools.product(["llama", "qwen3"], SAMPLINGS))
     ids=str,
 )
 def test_native_rounds_draft_and_accept_what_the_tensors_do(name, sampling, family):
-    """Round by round, in every row."""
     of_family = {"llama": {}, "qwen3": {"head_dim": 40}}[family]
     native, tensors = rounds_of_both(name, sampling, tiny_model(family, **of_family))
     assert native == tensors
@@ -228,36 +215,17 @@ def rounds_of_both(name: str, sampling: str, hf, draft_cost: float | None = None
 
 
 @pytest.mark.parametrize(
-    "name, slope",
-    [
-        ("kangaroo-auto", 0.02),
-        ("kangaroo-tree-auto", 0.02),
-        ("block", 0.02),
-        ("draft-model", 0.02),
-        ("prompt-lookup-short", 0.1),
-    ],
+    "name", "kangaroo-auto kangaroo-tree-auto block draft-model prompt-lookup-short".split()
 )
-def test_both_keep_to_the_budget_of_a_batch_alike(name, slope, measured_budget, monkeypatch):
+def test_both_keep_to_the_budget_of_a_batch_alike(name, measured_budget, monkeypatch):
     hf, drafted = tiny_model("llama"), []
-    for step in (0.0, slope, 1.0):
+    for step in (0.0, 0.1 if name == "prompt-lookup-short" else 0.02, 1.0):
         costs = VerifyCosts([1, 2, 16], [1.0, 1.0 + step, 1.0 + 15 * step])
         monkeypatch.setattr("kangaroo.engine.engine.measured", lambda lm, costs=costs: costs)
         native, tensors = rounds_of_both(name, "greedy", hf, draft_cost=0.0)
         assert native == tensors
         drafted.append(sum(count for text in native for _, _, count in text))
     assert drafted[0] > drafted[1] > drafted[2]
-
-
-@pytest.mark.parametrize("name", NATIVE)
-@pytest.mark.parametrize("temperature", [0, 2.0])
-def test_native_rounds_reach_the_end_of_the_context(name, temperature):
-    lm, sampling = lm_of("llama-compiled"), Sampling(temperature=temperature, seed=9)
-    prompts = random_prompts(lm.context - 1, lm.context - 9)
-    for prompt, room in zip(prompts, (1, 9), strict=True):
-        texts = vanilla_texts(lm, [prompt], room, sampling)
-        drafter = NATIVE[name](Case(lm, adapter_for(lm), texts))
-        (done,) = Engine(lm, drafter).generate([prompt], room, sampling)
-        assert prompt + done.tokens == texts[0]
 
 
 def test_native_rounds_leave_rejection_to_the_tensors():
@@ -319,18 +287,8 @@ def test_graphs_leave_vanillas_text_only_at_near_ties_of_half_precision(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_vanilla_decoding_writes_what_transformers_writes(family):
     case = case_of(family, "greedy")
-    hf = case.lm.hf
-    hf.set_attn_implementation(usual_attention(hf))
-    try:
-        for prompt, text in zip(PROMPTS, case.texts, strict=True):
-            tokens = torch.tensor([prompt])
-            mask = torch.ones_like(tokens)
-            written = hf.generate(
-                tokens, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False
-            )
-            assert written[0].tolist() == text
-    finally:
-        hf.set_attn_implementation("kangaroo")
+    for prompt, text in zip(PROMPTS, case.texts, strict=True):
+        assert prompt + generate(case.lm, prompt, NEW_TOKENS).tokens == text
 
 
 def steps_of(drafter: Drafter, case: Case) -> list[StepRecord]:
@@ -344,25 +302,14 @@ def accepted_share(steps: list[StepRecord]) -> float:
 
 def test_the_drafters_above_are_right_wrong_and_in_between():
     """Otherwise the equalities above would say little."""
-    case = case_of("llama", "sampled")
-    in_between = (
-        "kangaroo",
-        "kangaroo-vocabulary",
-        "kangaroo-stops",
-        "kangaroo-stops-early",
-        "kangaroo-auto",
-        "kangaroo-layer",
-        "kangaroo-own-head",
-        "kangaroo-two-layers",
-        "kangaroo-fused",
-        "kangaroo-fused-layer",
-        "kangaroo-fused-two-layers",
-        "sometimes",
-        "rest-tree",
-    )
-    steps = {
-        name: steps_of(DRAFTERS[name](case), case) for name in ("oracle", "adversary", *in_between)
-    }
+    case = case_of("llama-compiled", "sampled")
+    in_between = """
+        kangaroo kangaroo-vocabulary kangaroo-stops kangaroo-stops-early kangaroo-auto
+        kangaroo-layer kangaroo-own-head kangaroo-two-layers kangaroo-fused kangaroo-fused-layer
+        kangaroo-fused-two-layers sometimes rest-tree
+    """.split()
+    names = ("oracle", "adversary", *in_between)
+    steps = {name: steps_of(DRAFTERS[name](case), case) for name in names}
     assert accepted_share(steps["oracle"]) > 0.9  # a limit cuts the last draft
     assert accepted_share(steps["adversary"]) == 0
     for name in in_between:

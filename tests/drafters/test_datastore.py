@@ -3,26 +3,25 @@ REST drafts, against brute force."""
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import admit_text, tiny
+from helpers import tiny
 
 from kangaroo.data.store import documents
 from kangaroo.drafters import datastore
 from kangaroo.drafters.datastore import ABOUT, SUFFIXES, TOKENS, index, load, save
 from kangaroo.drafters.rest import Rest, RestConfig
-from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Sampling
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.utils.errors import CorruptFile, DataError
 
 
-def random_documents(alphabet: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(alphabet, (n,), generator=generator).tolist() for n in (5, 1, 70, 40)]
+def random_documents(alphabet: int, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(alphabet, (n,), generator=generator).tolist() for n in lengths]
 
 
 def brute_places(store: datastore.Datastore, gram: list[int]) -> set[int]:
@@ -40,7 +39,8 @@ def brute_places(store: datastore.Datastore, gram: list[int]) -> set[int]:
 def test_every_gram_is_found_where_it_stands(vocab_size):
     """Within its document, and where that goes on."""
     scale = (vocab_size - 1) // 5
-    texts = [[scale * token for token in document] for document in random_documents(6)]
+    documents = random_documents(6, (5, 1, 70, 40))
+    texts = [[scale * token for token in document] for document in documents]
     store = index([*texts, []], vocab_size)
     looked = [text[i : i + n] for text in texts for n in (1, 2, 4) for i in range(len(text))]
     looked += [[*texts[0][-1:], *texts[2][:1]], [scale, scale, scale, 0, scale, 0]]
@@ -63,7 +63,7 @@ def test_the_longest_end_of_a_text_that_goes_on():
 
 
 def test_a_loaded_datastore_is_the_one_that_was_saved_and_lies_on_the_disk(tmp_path):
-    lm, store = tiny(), index(random_documents(60), 64)
+    lm, store = tiny(), index(random_documents(60, (5, 1, 70, 40)), 64)
     folder = save(store, lm, tmp_path / "a" / "store", {"texts": ["x"]})
     loaded = load(str(folder), lm)
     assert np.array_equal(loaded.tokens_L, store.tokens_L)
@@ -96,14 +96,11 @@ def test_a_folder_without_or_with_a_broken_datastore_is_refused(tmp_path):
             load(path, lm)
 
     for name in (TOKENS, SUFFIXES):
-        broken(name, None)
-        broken(name, b"")
-        broken(name, b"\x93NUMPY\x01\x00")
-        broken(name, b"rubbish")
-    broken(ABOUT, b"{")
-    broken(ABOUT, b"7")
+        for content in (None, b"", b"\x93NUMPY\x01\x00", b"rubbish"):
+            broken(name, content)
     about = {"target": "x", "vocab_size": 64, "bos_token_id": None, "tokens": 9}
-    broken(ABOUT, json.dumps(about).encode())
+    for content in (b"{", b"7", json.dumps(about).encode()):
+        broken(ABOUT, content)
 
 
 def test_no_documents_are_refused(tmp_path):
@@ -119,29 +116,17 @@ def test_no_documents_are_refused(tmp_path):
         documents(None, [str(tmp_path / "bytes")], tokenizer)
 
 
-VOCABULARY = 64
-
-
-def documents_of(count: int, alphabet: int, seed: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 60, (count,), generator=generator).tolist()
-    return [torch.randint(alphabet, (n,), generator=generator).tolist() for n in lengths]
-
-
 def brute_tree(documents: list[list[int]], text: list[int], options: RestConfig):
     """Tokens and parents, by the definition; all occurrences are read."""
-    for span in range(
-        min(options.max_token_span, len(text)), min(2, options.max_token_span) - 1, -1
-    ):
-        gram, following = tuple(text[-span:]), []
-        for document in documents:
-            for end in range(span, len(document)):
-                if tuple(document[end - span : end]) == gram:
-                    following.append(document[end : end + options.steps])
-        if following:
-            break
-    else:
-        return [], []
+    following: list[list[int]] = []
+    longest, least = min(options.max_token_span, len(text)), min(2, options.max_token_span)
+    for span in range(longest, least - 1, -1):
+        following = following or [
+            document[end : end + options.steps]
+            for document in documents
+            for end in range(span, len(document))
+            if document[end - span : end] == text[-span:]
+        ]
     counts: Counter[tuple[int, ...]] = Counter()  # keeps the order in which prefixes were met
     for tokens in following:
         counts.update(tuple(tokens[:depth]) for depth in range(1, len(tokens) + 1))
@@ -166,11 +151,10 @@ OPTIONS = [
 @pytest.mark.parametrize("alphabet", [2, 5, 30])
 @pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
 def test_the_tree_is_that_of_the_most_frequent_prefixes(options, alphabet):
-    documents = documents_of(20, alphabet, seed=alphabet)
-    rest = Rest(index(documents, VOCABULARY), options)
-    nodes = 0
+    documents = random_documents(alphabet, range(1, 60, 3), seed=alphabet)
+    rest, nodes = Rest(index(documents, 64), options), 0
     begun = [document[: 1 + len(document) // 2] for document in documents]
-    for text in documents_of(30, alphabet + 1, seed=99) + begun:
+    for text in random_documents(alphabet + 1, range(1, 60, 2), seed=99) + begun:
         expected = brute_tree(documents, text, options)
         assert tree_after(rest, text) == expected
         nodes += len(expected[0])
@@ -180,18 +164,4 @@ def test_the_tree_is_that_of_the_most_frequent_prefixes(options, alphabet):
 def test_of_many_occurrences_those_read_keep_the_distribution():
     documents = [[1, 2, follower] for follower in [3] * 60 + [4] * 30 + [5] * 10]
     options = RestConfig(max_matches=10, num_draft=2)
-    assert tree_after(Rest(index(documents, VOCABULARY), options), [1, 2]) == ([3, 4], [0, 0])
-
-
-def test_a_tree_of_rows_with_and_without_matches():
-    lm = tiny()
-    documents = [[1, 2, 3, 4], [1, 2, 5]]
-    rest = Rest(index(documents, VOCABULARY), RestConfig(num_draft=3))
-    engine = Engine(lm, rest)
-    batch = engine.open(3, 40, Sampling())
-    for row, text in enumerate(([9, 1, 2], [8, 9], [2, 3])):
-        admit_text(engine, batch, row, text)
-    draft = rest.propose(batch)
-    assert draft.valid_BN.tolist() == [[True] * 4, [True, *[False] * 3], [True, True, *[False] * 2]]
-    assert draft.tokens_BN[0].tolist() == [2, 3, 5, 4]
-    assert draft.tree.parents_BN[0].tolist() == [0, 0, 0, 1]
+    assert tree_after(Rest(index(documents, 64), options), [1, 2]) == ([3, 4], [0, 0])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, choices_without_cache
-from helpers import adapter_for, admit_text, longest_earlier_match, tiny
+from helpers import adapter_for, admit_text, check_drafts, longest_earlier_match, paths_of, tiny
 from syncs import Syncs
 
 from kangaroo.drafters import expected_gain
@@ -19,11 +19,8 @@ from kangaroo.drafters.expected_gain import (
     Lookup,
     Recycled,
     Sources,
-    after,
     best_tree,
     drafting_pays,
-    heard,
-    next_tokens,
 )
 from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.suffix import SuffixAutomaton
@@ -34,17 +31,6 @@ from kangaroo.engine.sampling import Sampling
 NODES, STEPS = 6, 3
 COSTS = Costs([1 + 0.02 * node for node in range(NODES + 1)], 0.05, 1.0)
 SAMPLED = SAMPLINGS["sampled"]
-
-
-@pytest.fixture(scope="module")
-def case() -> Case:
-    return case_of("llama", "sampled")
-
-
-@pytest.fixture
-def sure(monkeypatch):
-    """Where the text matches, nothing is drafted."""
-    monkeypatch.setattr(expected_gain, "NEXT_BESIDE", 0.0)
 
 
 def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed) -> Sources:
@@ -63,33 +49,21 @@ def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed
 
 @pytest.mark.parametrize("beside", [0.45, 0.0], ids=["drafts", "drafts where nothing matches"])
 @pytest.mark.parametrize("rows, threshold", [(1, 0.0), (3, 0.4)])
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a_cache(
     monkeypatch, sampling, rows, threshold, beside
 ):
-    """Texts are right whatever is drafted, so a gap in a cache would cost acceptance unseen."""
     monkeypatch.setattr(expected_gain, "NEXT_BESIDE", beside)
-    case = case_of("llama", "sampled" if sampling is SAMPLED else "greedy")
+    case, drafted = case_of("llama", "sampled" if sampling is SAMPLED else "greedy"), []
     drafter = Hybrid(case.lm, case.adapter, STEPS, threshold, costs=COSTS, nodes=NODES)
-    propose, drafted = drafter.propose, []
 
-    def check(batch):
-        draft = propose(batch)
-        parents_BN = draft.tree.parents_BN.expand_as(draft.tokens_BN)
-        for row in range(batch.size):
-            valid_N = draft.valid_BN[row]
-            if batch.done_B[row]:
-                assert valid_N.sum() == 1
-                continue
-            seed = int(batch.seeds_B[row])
-            sources = expected_sources(case, drafter, row, batch.texts[row], sampling, seed)
-            tokens, parents = best_tree(COSTS, sources, NODES)
-            assert draft.tokens_BN[row, valid_N][1:].tolist() == tokens
-            assert parents_BN[row, valid_N][1:].tolist() == parents
-            drafted.append(len(sources.chain.tokens))
-        return draft
+    def check(batch, draft, row):
+        text, seed = batch.texts[row], batch.seeds[row]
+        sources = expected_sources(case, drafter, row, text, sampling, seed)
+        assert paths_of(draft, row)[1:] == paths(*best_tree(COSTS, sources, NODES))
+        drafted.append(len(sources.chain.tokens))
+        assert (draft.valid_BN[batch.done_B].sum(1) == 1).all()
 
-    monkeypatch.setattr(drafter, "propose", check)
+    check_drafts(drafter, check)
     engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
     done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=rows)
     assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts
@@ -108,23 +82,21 @@ def test_a_round_waits_once_for_the_rows_that_are_done_and_once_for_each_drafted
     batch = engine.open(rows, 60, SAMPLED)
     for row in range(rows):
         engine.admit(batch, row, Request(PROMPTS[row], NEW_TOKENS, seed=row))
+    propose = drafter.propose
     for _ in range(4):
-        with Syncs(monkeypatch) as syncs:
-            draft = drafter.propose(batch)
-        monkeypatch.undo()
+        with Syncs() as syncs:
+            draft = propose(batch)
         drafted = syncs.total - 1
         assert 1 <= drafted <= STEPS and syncs.seen["tolist"] == syncs.total
         monkeypatch.setattr(drafter, "propose", lambda batch, draft=draft: draft)
-        with Syncs(monkeypatch) as syncs:
+        with Syncs() as syncs:
             engine.step(batch)
-        monkeypatch.undo()
         assert syncs.total == 1
 
 
-def test_a_draft_ends_with_what_ends_the_text(sure):
+def test_a_draft_ends_with_what_ends_the_text():
     lm = tiny("llama", eos_token_id=5)
-    case = Case(lm, case_of("llama", "greedy").adapter, [])
-    drafter = Hybrid(lm, case.adapter, costs=COSTS, nodes=NODES)
+    drafter = Hybrid(lm, adapter_for(lm), costs=COSTS, nodes=NODES)
     engine = Engine(lm, drafter)
     for ignored, expected in (False, [3, 5]), (True, [3, 5, 4, 1, 2, 3]):
         batch = engine.open(1, 60, Sampling())
@@ -201,20 +173,20 @@ def gains(sources: Sources, depth: int) -> dict[tuple[int, ...], float]:
     of_paths, last = {}, [((), 1.0, sources.places)]
     for _ in range(depth):
         last = [
-            ((*path, token), gain * chance, after(places, token))
+            ((*path, token), gain * chance, expected_gain.after(places, token))
             for path, gain, places in last
-            for token, chance in next_tokens(heard(places))
+            for token, chance in expected_gain.next_tokens(expected_gain.heard(places))
         ]
         of_paths |= {path: gain for path, gain, _ in last}
     return of_paths
 
 
-def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = [()]
+def paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+    of_nodes: list[tuple[int, ...]] = [()]
     for token, parent in zip(tokens, parents, strict=True):
-        paths.append((*paths[parent], token))
-    assert len(set(paths)) == len(paths), "two nodes of one path"
-    return paths[1:]
+        of_nodes.append((*of_nodes[parent], token))
+    assert len(set(of_nodes)) == len(of_nodes), "two nodes of one path"
+    return of_nodes[1:]
 
 
 @pytest.mark.parametrize("min_gain_per_step", [1.0, 2.5])
@@ -224,7 +196,7 @@ def test_the_tree_is_the_best_of_all_trees(most, min_gain_per_step):
     costs = Costs([1, 1.1, 1.15, 1.2, 1.6, 1.7, 1.9], 0.05, min_gain_per_step)
     for _ in range(60):
         of_paths = gains(sources := random_sources(rng), depth=min(most, 5))
-        chosen = paths_of(*best_tree(costs, sources, most))
+        chosen = paths(*best_tree(costs, sources, most))
         assert all(path[:-1] in ((), *chosen) for path in chosen)
         # a child's gain is no higher than its parent's, so the likeliest nodes are a tree
         ordered = sorted(of_paths.values(), reverse=True)[:most]
@@ -255,11 +227,11 @@ def test_nothing_that_a_source_says_is_lost_and_chances_are_a_distribution():
 def test_recycled_tokens_are_candidates_where_others_are_silent():
     (recycled := Recycled(RECYCLED, {7: [3], 5: [8], 6: [2]})).start = 7
     sources = Sources([Lookup(LOOKUP)], DraftedChain(CHAIN), recycled)
-    assert paths_of(*best_tree(CHEAP, sources, 5)) == [(3,)]
+    assert paths(*best_tree(CHEAP, sources, 5)) == [(3,)]
     sources.lookups[0].look_up(9, [5])
     sources.chain.add([(6, 0.4), (1, 0.2)])
     expected = [(5,), (5, 8), (6,), (6, 2), (1,)]
-    assert sorted(paths_of(*best_tree(CHEAP, sources, 9))) == sorted(expected)
+    assert sorted(paths(*best_tree(CHEAP, sources, 9))) == sorted(expected)
 
 
 def test_a_text_teaches_how_far_to_trust_each_source_and_only_what_it_shows():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of
-from helpers import paths_of, random_prompts, tiny
+from helpers import check_drafts, paths_of, random_prompts, tiny
 
 from kangaroo.drafters import lookahead
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
@@ -83,34 +83,29 @@ def test_drafts_are_those_of_the_algorithm_in_lists(monkeypatch, options, sampli
     """In every round of every row, rows admitted later included."""
     monkeypatch.setattr(lookahead, "POOL", 7 if options.window == 3 else 64)
     lm, drafter = case_of("llama", sampling).lm, Lookahead(options)
-    propose, observe = drafter.propose, drafter.observe
+    observe, guessed = drafter.observe, []
     references: dict[int, tuple[list[int], Reference]] = {}
-    rounds, guessed = 0, 0
 
-    def checked_propose(batch):
-        nonlocal rounds, guessed
-        draft = propose(batch)
-        for row, text in enumerate(batch.texts):
-            if row not in references or references[row][0] is not text:
-                references[row] = text, Reference(text, options)
-            expected = references[row][1].paths(text[-1])
-            assert paths_of(draft, row) == expected
-            rounds += 1
-            guessed += len(expected) > 1 + options.window * (options.ngram - 1)
-        return draft
+    def check(batch, draft, row):
+        text = batch.texts[row]
+        if row not in references or references[row][0] is not text:
+            references[row] = text, Reference(text, options)
+        expected = references[row][1].paths(text[-1])
+        assert paths_of(draft, row) == expected
+        guessed.append(len(expected) > 1 + options.window * (options.ngram - 1))
 
-    def checked_observe(batch, draft, verdict, taps):
+    def observed(batch, draft, verdict, taps):
         observe(batch, draft, verdict, taps)
-        for row in range(batch.size):
-            references[row][1].observe(verdict.choice_BN[row].tolist())
+        for row, (_, reference) in references.items():
+            reference.observe(verdict.choice_BN[row].tolist())
 
-    monkeypatch.setattr(drafter, "propose", checked_propose)
-    monkeypatch.setattr(drafter, "observe", checked_observe)
+    check_drafts(drafter, check)
+    monkeypatch.setattr(drafter, "observe", observed)
     engine = Engine(lm, drafter, prefill_chunk=CHUNK)
     prompts, settings = [*PROMPTS, [3] * 12], SAMPLINGS[sampling]
     prompts.append(again_four_later(lm, settings, settings.seed + len(prompts)))
     engine.generate(prompts, NEW_TOKENS, settings, batch_size=2)
-    assert rounds > 40 and guessed > 0
+    assert len(guessed) > 40 and any(guessed)
 
 
 def test_a_draft_of_its_own_that_was_not_verified_changes_nothing():

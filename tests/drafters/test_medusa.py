@@ -1,6 +1,6 @@
 """Medusa and EAGLE: what their heads are taught, and what is drafted.
 
-Shapes: B rows, T tokens, N draft nodes, M positions, D hidden size.
+Shapes: B rows, T tokens, N draft nodes, M positions, D hidden size, V vocabulary.
 """
 
 import itertools
@@ -9,16 +9,27 @@ import math
 
 import pytest
 import torch
-from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of, medusa
-from helpers import VOCABULARY, eagle_for, forward_logits, random_prompts, tiny, vanilla_texts
+from cases import CHUNK, NEW_TOKENS, PROMPTS, case_of, medusa
+from helpers import (
+    VOCABULARY,
+    check_drafts,
+    eagle_for,
+    forward_logits,
+    hidden_states,
+    paths_of,
+    random_prompts,
+    texts_by,
+    tiny,
+    vanilla_texts,
+)
 from training_cases import run, sample
 
-from kangaroo.drafters.eagle import EagleConfig
+from kangaroo.drafters.eagle import EagleConfig, EagleTree
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.medusa import MedusaConfig, sparse_tree
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Sampling, candidates
+from kangaroo.engine.sampling import candidates
 from kangaroo.heads import adapter_files
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
@@ -29,12 +40,10 @@ from kangaroo.training.micro_batch import forward_target, train_step
 from kangaroo.training.recipe import AdapterRecipe, trainees
 from kangaroo.utils.errors import ConfigError
 
-HEADS = MedusaHeadsConfig(heads=3)
 
-
-def heads_for(lm, parts: MedusaHeadsConfig = HEADS, vocabulary_K=None) -> MedusaHeads:
+def heads_for(lm) -> MedusaHeads:
     """Heads that say something of their own."""
-    heads = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
+    heads = MedusaHeads(lm, MedusaHeadsConfig(heads=3)).start_from(lm)
     generator = torch.Generator().manual_seed(5)
     for block in heads.blocks:
         block.weight.data.normal_(std=0.3, generator=generator)
@@ -54,34 +63,25 @@ def test_head_k_learns_from_the_state_k_tokens_before():
             torch.testing.assert_close(learnt_BTD[0, t], heads(before_D[None, None], k - 1)[0, 0])
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLINGS["sampled"]], ids=["greedy", "sampled"])
-def test_drafts_are_guesses_from_the_last_state_in_the_cache(monkeypatch, sampling):
-    case = case_of("llama", "sampled")
-    lm = case.lm
+def test_drafts_are_guesses_from_the_last_state_in_the_cache(sampling):
+    lm, checked = case_of("llama", "sampled").lm, []
     choices = [(0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 1)]
     drafter = medusa(lm, choices)
-    propose, checked = drafter.propose, []
 
     @torch.no_grad()
-    def check(batch):
-        draft = propose(batch)
-        for row in range(batch.size):
-            text = batch.texts[row]
-            if batch.done_B[row]:
-                continue
-            h_1TD = final_states(lm, text[:-1])
-            guesses = []
-            for index, head in enumerate(drafter.draft_heads):
-                logits_1V = head.spread(head(drafter.heads(h_1TD[:, -1:], index)[:, 0]))
-                position, seed = torch.tensor([[len(text) + index]]), batch.seeds_B[row : row + 1]
-                found = candidates(logits_1V[:, None], position, sampling, seed, 3)
-                guesses.append(found[0, 0].tolist())
-            expected = [guesses[len(path) - 1][path[-1]] for path in choices]
-            assert draft.tokens_BN[row, 1:].tolist() == expected
-            checked.append(row)
-        return draft
+    def check(batch, draft, row):
+        text, guesses = batch.texts[row], []
+        h_1TD = hidden_states(lm, text[:-1])[-1]
+        for index, head in enumerate(drafter.draft_heads):
+            logits_1V = head.spread(head(drafter.heads(h_1TD[:, -1:], index)[:, 0]))
+            position, seed = torch.tensor([[len(text) + index]]), batch.seeds_B[row : row + 1]
+            tokens = candidates(logits_1V[:, None], position, sampling, seed, 3)
+            guesses.append(tokens[0, 0].tolist())
+        expected = [guesses[len(path) - 1][path[-1]] for path in choices]
+        assert draft.tokens_BN[row, 1:].tolist() == expected
+        checked.append(row)
 
-    monkeypatch.setattr(drafter, "propose", check)
+    check_drafts(drafter, check)
     engine = Engine(lm, drafter, prefill_chunk=CHUNK)
     done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
     assert len(checked) > 20
@@ -143,10 +143,8 @@ def test_settings_that_cannot_work_are_refused_by_name(tmp_path):
 
 
 def test_training_saves_heads_that_decode_as_told(tmp_path):
-    """Loss falls, and how often each guess is right is what counting by hand gives."""
     lm = tiny("llama", deep_scale=0.5)
-    prompts = random_prompts(*[6] * 14)
-    texts = vanilla_texts(lm, prompts, 40)
+    texts = vanilla_texts(lm, random_prompts(*[6] * 14), 40)
     data = [sample(text, 6) for text in texts]
     recipe = AdapterRecipe("medusa", MedusaHeadsConfig(heads=2), learning_rate=1e-2)
     folder = run(lm, tmp_path, recipe, data, vocabulary=50, epochs=6, holdout=3)
@@ -161,7 +159,7 @@ def test_training_saves_heads_that_decode_as_told(tmp_path):
     right = [[0] * GUESSES for _ in range(2)]
     counts = [0, 0]
     for text in texts[-3:]:
-        states_1TD = final_states(lm, text)
+        states_1TD = hidden_states(lm, text)[-1]
         logits = forward_logits(lm, text)
         for k, head in enumerate(draft_heads):
             # the pending token and those of the draft before this one are the assistant's
@@ -172,36 +170,19 @@ def test_training_saves_heads_that_decode_as_told(tmp_path):
                 counts[k] += 1
                 if choice in tokens:
                     right[k][tokens.index(choice)] += 1
-    told = adapter_files.read_config(str(folder)).facts["guesses"]
+    guesses = adapter_files.read_config(str(folder)).facts["guesses"]
     for k in range(2):
-        expected = [hits / counts[k] for hits in right[k]]
-        assert told[k] == pytest.approx(expected)
-    assert sum(told[0]) > 0.2
-
-
-@torch.no_grad()
-def final_states(lm, text):
-    lm.hf.set_attn_implementation("sdpa")
-    states_1TD = lm.hf.model(torch.tensor([text])).last_hidden_state
-    lm.hf.set_attn_implementation("kangaroo")
-    return states_1TD
+        assert guesses[k] == pytest.approx([hits / counts[k] for hits in right[k]])
+    assert sum(guesses[0]) > 0.2
 
 
 def test_the_head_reads_an_embedding_and_the_state_before_it():
     """By the formulas of the paper's released code, part by part."""
-    lm, (ids,) = tiny("qwen2"), random_prompts(9)
-    head = eagle_for(lm)
-    meta = lm.chunk(0, 9, row=0, n_slots=9)
-    e_1TD = lm.embed(torch.tensor([ids]))
-    deep_1TD = torch.randn(1, 9, 32)
-    join, attention = head.join, head.attention
-    x_1TD = torch.cat([e_1TD, deep_1TD], -1) @ join.weight.T + join.bias
-    attended_1TD, _ = attention(
-        hidden_states=x_1TD,
-        position_embeddings=meta.rope,
-        attention_mask=None,
-        past_key_values=None,
-    )
+    lm = tiny("qwen2")
+    head, meta = eagle_for(lm), lm.chunk(0, 9, row=0, n_slots=9)
+    e_1TD, deep_1TD = lm.embed(torch.tensor(random_prompts(9))), torch.randn(1, 9, 32)
+    x_1TD = torch.cat([e_1TD, deep_1TD], -1) @ head.join.weight.T + head.join.bias
+    attended_1TD, _ = head.attention(x_1TD, meta.rope, attention_mask=None)
     x_1TD = x_1TD + attended_1TD
     expected = x_1TD + head.feed_forward(head.middle_norm(x_1TD))
     torch.testing.assert_close(head(e_1TD, deep_1TD, meta, None), expected)
@@ -237,12 +218,10 @@ def test_the_loss_on_states_is_added_with_its_weight():
 
 
 def test_training_saves_a_head_that_decodes(tmp_path):
-    """Its loss falls, and it is then right more often."""
     lm = tiny("llama", deep_scale=0.5)
     texts = vanilla_texts(lm, random_prompts(*[6] * 14), 40)
     recipe = AdapterRecipe("eagle", EagleHeadConfig(regression=1.0), learning_rate=1e-2)
-    data = [sample(text, 6) for text in texts]
-    folder = run(lm, tmp_path, recipe, data, epochs=6, holdout=3)
+    folder = run(lm, tmp_path, recipe, [sample(x, 6) for x in texts], epochs=6, holdout=3)
     assert folder.name == "eagle"
     rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert rows[-1]["train/eagle/loss"] < rows[0]["train/eagle/loss"] - 0.2
@@ -255,6 +234,54 @@ def test_training_saves_a_head_that_decodes(tmp_path):
     tree = EagleConfig(adapter=str(folder), steps=3, threshold=0, top_k=3, nodes=8).build(lm)
     assert isinstance(tree, KangarooTree)
     for drafter in (chain, tree):
-        done = Engine(lm, drafter).generate([text[:6] for text in texts], 40)
-        assert [text[:6] + g.tokens for text, g in zip(texts, done, strict=True)] == texts
-        assert sum(step.accepted for g in done for step in g.steps) > 0
+        assert texts_by(Engine(lm, drafter), [text[:6] for text in texts], 40) == texts
+
+
+@torch.no_grad()
+def children(lm, head, text, path, sampling, seed, count):
+    """(token, confidence) of a node's candidates, by whole forwards without a cache."""
+    tokens_1T = torch.tensor([[*text, *path]])
+    length = tokens_1T.shape[1]
+    meta = lm.chunk(0, length, row=0, n_slots=length)
+    e_1TD = lm.embed(tokens_1T)
+    deep_1TD = lm.norm(lm.run(e_1TD, None, meta, range(lm.n_layers))[0])
+    for end in range(len(text), length + 1):  # from the pending token on it reads its own states
+        before_1TD = torch.cat([torch.zeros_like(e_1TD[:, :1]), deep_1TD[:, :-1]], 1)
+        deep_1TD[:, end - 1] = head(e_1TD, before_1TD, meta, None)[:, end - 1]
+    logits_11V = lm.read_out(deep_1TD[:, -1:])
+    tokens = candidates(logits_11V, torch.tensor([[length]]), sampling, torch.tensor([seed]), count)
+    sure = logits_11V.softmax(-1).sort(descending=True).values
+    return list(zip(tokens[0, 0].tolist(), sure[0, 0, :count].tolist(), strict=True))
+
+
+def tree_by_definition(lm, head, text, drafter, sampling, seed):
+    """The verified nodes of EAGLE-2 as paths of tokens: expansion, then reranking."""
+    scores, level = {}, {(): 1.0}
+    for _ in range(drafter.steps):
+        offered = {
+            (*path, token): score * sure
+            for path, score in level.items()
+            for token, sure in children(lm, head, text, path, sampling, seed, drafter.top_k)
+        }
+        scores |= offered
+        level = dict(sorted(offered.items(), key=lambda node: -node[1])[: drafter.top_k])
+    return set(sorted(scores, key=lambda path: -scores[path])[: drafter.nodes])
+
+
+@pytest.mark.parametrize("nodes, rows", [(5, 2), (14, 1)])
+def test_the_dynamic_tree_is_the_one_of_eagle_2(sampling, nodes, rows):
+    lm = case_of("llama", "sampled").lm
+    head = eagle_for(lm)
+    drafter, beside = EagleTree(lm, head, 3, 0, None, 3, nodes, 0.0), []
+
+    def check(batch, draft, row):
+        drafted, seed, text = set(paths_of(draft, row)), batch.seeds[row], batch.texts[row]
+        assert drafted - {()} == tree_by_definition(lm, head, text, drafter, sampling, seed)
+        beside.append(sum(len(path) == 2 for path in drafted) > drafter.top_k)
+
+    check_drafts(drafter, check)
+    engine = Engine(lm, drafter, prefill_chunk=CHUNK)
+    done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=rows)
+    accepted = {step.accepted for generation in done for step in generation.steps}
+    assert len(accepted) > 2
+    assert any(beside) == (nodes == 14)  # nodes that no level took

@@ -32,11 +32,11 @@ PROMPTS = random_prompts(9, 20, 14)
 
 
 def test_costs_lie_on_lines_and_half_of_what_was_hidden_is_expected_to_show():
-    found = VerifyCosts([1, 2, 4], [1.0, 1.5, 3.5])
-    assert [found.at(tokens) for tokens in (1, 2, 3, 4, 6)] == [1.0, 1.5, 2.5, 3.5, 5.5]
+    hidden, counts = VerifyCosts([1, 2, 4], [1.0, 1.5, 3.5]), (1, 2, 3, 4, 6)
+    assert list(map(hidden.at, counts)) == [1.0, 1.5, 2.5, 3.5, 5.5]
     # half of the arithmetic that memory hid is expected to show: unhidden 1, 2, 3, ...
-    assert [found.expected(tokens) for tokens in (1, 2, 3, 4, 6)] == [1.0, 1.75, 2.75, 3.75, 5.75]
-    assert found.curve(rows=2, nodes=2) == [1.0, 3.75 / 1.75, 5.75 / 1.75]
+    assert list(map(hidden.expected, counts)) == [1.0, 1.75, 2.75, 3.75, 5.75]
+    assert hidden.curve(rows=2, nodes=2) == [1.0, 3.75 / 1.75, 5.75 / 1.75]
     assert [STEEP.expected(tokens) for tokens in (1, 2, 3, 6)] == [1.0, 2.0, 3.0, 6.0]
     assert [FLAT.expected(tokens) for tokens in (1, 2, 3, 6)] == [1.0] * 4
     slow_at_first = VerifyCosts([1, 2, 4], [1.0, 1.9, 2.1])  # never less than was measured

@@ -5,9 +5,9 @@ from functools import cache
 from itertools import cycle
 
 import pytest
-from cases import DRAFTERS, Case
+from cases import DRAFTERS, Case, with_each
 from engine_cases import HOT, NEW_TOKENS, PROMPTS, Letters, continuations, fresh_place
-from helpers import Scripted, adapter_for, oracle, random_prompts, tiny, vanilla_texts
+from helpers import Scripted, adapter_for, oracle, random_prompts, texts_by, tiny, vanilla_texts
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
@@ -19,11 +19,11 @@ from kangaroo.utils.errors import ConfigError, PromptError
 
 
 @cache
-def full_context(length: int) -> tuple[Case, list[int]]:
-    """A case whose one text fills the context, and its prompt of `length` tokens."""
+def full_context(length: int) -> tuple[Case, list[list[int]], Sampling]:
+    """A case whose one text fills the context, its prompt of so many tokens, and the sampling."""
     lm = tiny(max_position_embeddings=64).compile_for_decoding()
-    (prompt,) = random_prompts(length)
-    return Case(lm, adapter_for(lm), vanilla_texts(lm, [prompt], 64 - length)), prompt
+    prompts, how = random_prompts(length), HOT if length == 62 else Sampling()
+    return Case(lm, adapter_for(lm), vanilla_texts(lm, prompts, 64 - length, how)), prompts, how
 
 
 def requests_of(*limits: int) -> list[Request]:
@@ -36,11 +36,6 @@ def step(engine: Engine, batch: Batch, written: list[list[int]]) -> None:
         tokens += record.tokens
 
 
-def finish(engine: Engine, batch: Batch, written: list[list[int]]) -> None:
-    while not all(batch.done):
-        step(engine, batch, written)
-
-
 # ---- length ------------------------------------------------------------------------------------
 
 
@@ -50,24 +45,20 @@ def test_each_row_writes_its_own_number_of_tokens_which_are_those_of_its_steps(c
         engine = Engine(case.lm, DRAFTERS[name](case))
         done = dict(engine.completions(requests_of(*limits), HOT, batch_size=3))
         for i, limit in enumerate(limits):
-            generation = done[i]
+            generation, (first, *steps) = done[i], done[i].steps
             assert generation.tokens == continuations(case)[i][:limit]
+            assert [t for s in (first, *steps) for t in s.tokens] == generation.tokens
+            assert all(s.accepted <= len(s.tokens) <= s.accepted + 1 for s in (first, *steps))
+            assert all(s.accepted <= s.drafted and s.verify_seconds > 0 for s in steps)
+            assert first.seconds == 0 < generation.prefill_seconds <= generation.seconds < 60
             assert generation.finish == "length"
-            assert [t for step in generation.steps for t in step.tokens] == generation.tokens
-            assert all(s.accepted <= s.drafted for s in generation.steps)
-            assert all(s.accepted <= len(s.tokens) <= s.accepted + 1 for s in generation.steps)
-            assert generation.steps[0].seconds == 0 < generation.prefill_seconds
-            assert all(s.draft_seconds >= 0 < s.verify_seconds for s in generation.steps[1:])
-            assert 0 < generation.seconds < 60
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("length", [45, 62, 63])
+@pytest.mark.parametrize("name, length", with_each(45, 62, 63))
 def test_a_text_may_fill_the_context_to_its_last_position(name, length):
-    case, prompt = full_context(length)
+    case, prompts, how = full_context(length)
     engine = Engine(case.lm, DRAFTERS[name](case), prefill_chunk=16)
-    (done,) = engine.generate([prompt], 64 - length)
-    assert prompt + done.tokens == case.texts[0]
+    assert texts_by(engine, prompts, 64 - length, how) == case.texts
     assert len(case.texts[0]) == case.lm.context
 
 
@@ -152,13 +143,13 @@ def test_a_prompt_may_enter_in_parts_while_others_are_decoding(request, which, n
             written[1] = ended.value.tokens
         else:
             step(engine, batch, written)
-    finish(engine, batch, written)
+    while not all(batch.done):
+        step(engine, batch, written)
     assert written[0][:NEW_TOKENS] == continuations(case)[1]
     assert len(written[0]) == 40 and written[1] == continuations(case)[2]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("count", [1, NEW_TOKENS - 1])
+@pytest.mark.parametrize("name, count", with_each(1, NEW_TOKENS - 1))
 def test_a_text_goes_on_in_another_batch_as_it_would_have(case, name, count):
     """To its limit, which the tokens that were written count for; so do they for stop strings."""
     texts, requests = continuations(case), requests_of(*[NEW_TOKENS] * 3)
@@ -180,40 +171,21 @@ def test_a_prompt_that_is_given_up_halfway_leaves_its_row_free(case):
     parts.close()
     assert batch.done == [True] and not engine.step(batch)[0].tokens
     written = [engine.admit(batch, 0, requests_of(NEW_TOKENS)[0]).tokens]
-    finish(engine, batch, written)
-    assert written[0] == continuations(case)[0]
-
-
-@pytest.mark.parametrize("native", [False, True])
-def test_a_row_is_drawn_by_its_own_settings_while_others_come_and_go(native):
-    lm = tiny().compile_for_decoding() if native else tiny()
-    drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
-    prompts = random_prompts(5, 9, 6, 4, 7)
-    own = [HOT, Sampling(), replace(HOT, top_k=3, seed=5), None, replace(HOT, top_p=0.5, seed=8)]
-    requests = [
-        Request(prompt, 6 + 3 * i, seed=(how or HOT).seed, sampling=how)
-        for i, (prompt, how) in enumerate(zip(prompts, own, strict=True))
-    ]
-    done = dict(Engine(lm, drafter).completions(requests, HOT, batch_size=2))
-    for i, (request, how) in enumerate(zip(requests, own, strict=True)):
-        (alone,) = vanilla_texts(lm, [prompts[i]], request.max_new_tokens, how or HOT)
-        assert prompts[i] + done[i].tokens == alone
+    while not all(batch.done):
+        step(engine, batch, written)
+    assert written == continuations(case)[:1]
 
 
 # ---- records and streams -----------------------------------------------------------------------
 
 
-def right_every_third_missing(position: int) -> bool:
-    return position % 3 > 0
-
-
 def test_a_stream_is_the_generation_and_tells_drafted_tokens_from_the_targets_own(case):
-    drafter = Scripted(case.texts, right_every_third_missing, steps=4)
+    drafter = Scripted(case.texts, lambda position: position % 3 > 0, steps=4)
     streamed = list(Engine(case.lm, drafter).stream(PROMPTS[0], NEW_TOKENS, HOT))
     assert [token.id for token in streamed] == continuations(case)[0]
     length = len(PROMPTS[0])
     for position, token in enumerate(streamed, start=length):
-        assert token.drafted == (position > length and right_every_third_missing(position))
+        assert token.drafted == (position > length and position % 3 > 0)
 
 
 def test_a_stream_stops_at_a_stop_string_and_its_generation_grows_along(case):

@@ -1,7 +1,7 @@
 """A text ends where it must: with its first EOS, or with the token that completes a stop string."""
 
 import pytest
-from cases import DRAFTERS
+from cases import DRAFTERS, with_each
 from engine_cases import HOT, NEW_TOKENS, PROMPTS, Letters, continuations, fresh_place
 from helpers import oracle
 
@@ -11,20 +11,13 @@ from kangaroo.engine.requests import Request
 
 
 @pytest.fixture
-def ends_with(case):
-    """Sets the tokens that end a text."""
+def ends_with(case, monkeypatch):
     config = case.lm.hf.generation_config
-
-    def set_eos(ids: int | list[int] | None) -> None:
-        config.eos_token_id = ids
-
-    yield set_eos
-    config.eos_token_id = None
+    return lambda *ids: monkeypatch.setattr(config, "eos_token_id", list(ids))
 
 
 @pytest.fixture(scope="module")
 def first(case) -> tuple[list[int], int]:
-    """The first text, and a place in it whose token did not occur before."""
     tokens = continuations(case)[0]
     return tokens, fresh_place(tokens)
 
@@ -35,12 +28,11 @@ def until(tokens: list[int], eos: set[int]) -> list[int]:
     return tokens[:end]
 
 
-@pytest.mark.parametrize("place", [0, 1, 2, 5])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name, place", with_each(0, 1, 2, 5))
 def test_a_text_ends_with_its_first_eos(case, ends_with, name, place):
     """Of three rows, which end at different times; `place` is where the EOS lies in the first."""
     eos = {continuations(case)[0][place], continuations(case)[1][2]}
-    ends_with(sorted(eos))
+    ends_with(*sorted(eos))
     done = Engine(case.lm, DRAFTERS[name](case)).generate(PROMPTS, NEW_TOKENS, HOT)
     for generation, unbroken in zip(done, continuations(case), strict=True):
         assert generation.tokens == until(unbroken, eos)
@@ -75,8 +67,8 @@ def test_an_eos_may_come_in_a_draft_as_the_bonus_token_at_the_limit_or_beyond(
         return engine.generate(PROMPTS[:1], new_tokens, HOT)[0]
 
     done = decoded(place + 3)
-    assert done.tokens == tokens[: place + 1] and done.steps[0].tokens == tokens[:1]
-    (_, step) = done.steps
+    (first_step, step) = done.steps
+    assert done.tokens == tokens[: place + 1] and first_step.tokens == tokens[:1]
     assert (step.drafted, step.accepted) == (place + 3, place)  # cut tokens do not count
     done = decoded(place - 1)
     assert done.tokens == tokens[: place + 1]
@@ -86,8 +78,7 @@ def test_an_eos_may_come_in_a_draft_as_the_bonus_token_at_the_limit_or_beyond(
     assert decoded(place + 3, new_tokens=place + 1).finish == "eos"
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("name, width", with_each(1, 3))
 def test_a_text_ends_with_the_token_that_completes_a_stop_string(case, first, name, width):
     (tokens, place), letters = first, Letters()
     stop = letters.decode(tokens[place + 1 - width : place + 1])[1:]  # from inside a token on
@@ -101,8 +92,7 @@ def test_a_text_ends_with_the_token_that_completes_a_stop_string(case, first, na
 
 
 class Stripping(Letters):
-    """Takes the leading space away, as SentencePiece tokenizers do: a window of just the stop
-    string's tokens would hide it."""
+    """As SentencePiece tokenizers: a window of just the stop string's tokens would hide it."""
 
     def decode(self, tokens):
         return super().decode(tokens).removeprefix(" ")

@@ -11,6 +11,7 @@ from cases import DRAFTERS, METHODS, SAMPLINGS, SCRIPTED, Case, lm_of
 from helpers import adapter_for, random_prompts, vanilla_texts
 
 from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling
@@ -53,8 +54,8 @@ def talks(family: str, sampling: str) -> list[list[Turn]]:
     """Of two rows, which end their turns at different times."""
     first = random_prompts(9, 40, seed=7)
     lengths = [[4, 11, 9, 2, 1, 6, 5], [13, 5, 2, 17, 7, 1, 3]]
-    how = SAMPLINGS[sampling]
-    return [talk(family, how, *row) for row in zip(first, lengths, strict=True)]
+    rows = zip(first, lengths, strict=True)
+    return [talk(family, SAMPLINGS[sampling], *row) for row in rows]
 
 
 def converse(engine: Engine, talks: list[list[Turn]], sampling: Sampling) -> list[list[Generation]]:
@@ -81,19 +82,23 @@ def reuses(engine: Engine) -> bool:
     return engine.prefix_cache and engine.stepper.supports_prefix_reuse
 
 
+def engines(drafter: str, case: Case) -> list[Engine]:
+    """Without and with the cache of prefixes."""
+    how = {"prefill_chunk": CHUNK}
+    return [Engine(case.lm, DRAFTERS[drafter](case), **how, prefix_cache=x) for x in (False, True)]
+
+
 def check(drafter: str, family: str, sampling: str) -> None:
-    lm, asked = lm_of(family), talks(family, sampling)
-    case = Case(lm, adapter_for(lm), [turn.text for row in asked for turn in row])
-    found = {}
-    for prefix_cache in (False, True):
-        engine = Engine(lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK, prefix_cache=prefix_cache)
-        done = converse(engine, asked, SAMPLINGS[sampling])
-        for row, turns in zip(done, asked, strict=True):
+    lm, of_rows, rounds = lm_of(family), talks(family, sampling), []
+    case = Case(lm, adapter_for(lm), [turn.text for row in of_rows for turn in row])
+    for engine in engines(drafter, case):
+        done = converse(engine, of_rows, SAMPLINGS[sampling])
+        for row, turns in zip(done, of_rows, strict=True):
             for said, turn in zip(row, turns, strict=True):
                 assert turn.prompt + said.tokens == turn.text
                 assert said.reused == turn.known * reuses(engine)
-        found[prefix_cache] = drafts(done)
-    assert found[True] == found[False]
+        rounds.append(drafts(done))
+    assert rounds[0] == rounds[1]
 
 
 OWN = [name for name in DRAFTERS if name not in SCRIPTED]
@@ -111,9 +116,9 @@ def share(engine: Engine, sampling: Sampling) -> tuple[list[tuple[list[int], Gen
 
     def admit(row: int, prompt: list[int], new_tokens: int) -> Generation:
         request = Request(prompt, new_tokens, sampling.seed)
-        running[row] = request, engine.admit(batch, row, request)
-        said.append((prompt, running[row][1]))
-        return running[row][1]
+        running[row] = request, (generation := engine.admit(batch, row, request))
+        said.append((prompt, generation))
+        return generation
 
     def step(count: int) -> None:
         for _ in range(count):
@@ -138,26 +143,25 @@ def share(engine: Engine, sampling: Sampling) -> tuple[list[tuple[list[int], Gen
 
 
 def check_shared(drafter: str, family: str, sampling: str) -> None:
-    lm, how, found = lm_of(family), SAMPLINGS[sampling], {}
-    read_whole, _ = share(Engine(lm, DRAFTERS["vanilla"](Case(lm, adapter_for(lm), []))), how)
-    for prefix_cache in (False, True):
-        case = Case(lm, adapter_for(lm), [prompt + said.tokens for prompt, said in read_whole])
-        engine = Engine(lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK, prefix_cache=prefix_cache)
+    lm, how, rounds = lm_of(family), SAMPLINGS[sampling], []
+    read_whole, _ = share(Engine(lm, Vanilla()), how)
+    case = Case(lm, adapter_for(lm), [prompt + said.tokens for prompt, said in read_whole])
+    for engine in engines(drafter, case):
         done, furthest = share(engine, how)
         for prompt, said in done:
             (text,) = vanilla_texts(lm, [prompt], len(said.tokens), how)
             assert prompt + said.tokens == text
         known = [18 + 1 - 2, 0, 36, 36, min(len(done[-1][0]) - 9, furthest - 2)]
         assert [said.reused for _, said in done] == [n * reuses(engine) for n in known]
-        found[prefix_cache] = drafts([[said for _, said in done]])
-    assert found[True] == found[False]
+        rounds.append(drafts([[said for _, said in done]]))
+    assert rounds[0] == rounds[1]
 
 
 @pytest.mark.parametrize("number", range(len(FAST)), ids=FAST)
 def test_a_prompt_goes_on_in_its_row_and_from_the_text_of_another(number):
-    samplings = ["greedy", "sampled"][:: 1 - number // 2 % 2 * 2]
-    for checks, sampling in zip((check, check_shared), samplings, strict=True):
-        checks(FAST[number], TURNS[number % len(TURNS)], sampling)
+    first, second = ["greedy", "sampled"][:: 1 - number // 2 % 2 * 2]
+    check(FAST[number], TURNS[number % len(TURNS)], first)
+    check_shared(FAST[number], TURNS[number % len(TURNS)], second)
 
 
 @pytest.mark.slow
@@ -171,48 +175,40 @@ def test_so_it_does_in_every_sampling(drafter, family):
 
 def test_a_layer_reads_what_was_written_without_drafts():
     """Its keys and the target's are those of a prompt that was read whole."""
-    lm, turn = lm_of("llama-compiled"), random_prompts(20, 7)
-    (text,) = vanilla_texts(lm, turn[:1], 30)
-    prompt = text + turn[1]
-    keys = {}
-    for prefix_cache in (False, True):
-        drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
-        engine = Engine(lm, drafter, prefix_cache=prefix_cache)
+    lm, (first, more), keys = lm_of("llama-compiled"), random_prompts(20, 7), []
+    (text,) = vanilla_texts(lm, [first], 30)
+    for engine in engines("kangaroo", Case(lm, adapter_for(lm), [])):
         batch = engine.open(1, LONGEST, Sampling())
-        said = engine.admit(batch, 0, Request(turn[0], 30))
+        said = engine.admit(batch, 0, Request(first, 30))
         while not said.finish:
             (record,) = engine.step(batch, drafts=False)
-            engine.record(batch, 0, record, Request(turn[0], 30), said)
+            engine.record(batch, 0, record, Request(first, 30), said)
         assert engine.stepper.buffers.unread[0] == 29
-        said = engine.admit(batch, 0, Request(prompt, 10))
-        assert said.reused == (len(text) - 2 if prefix_cache else 0)
+        said = engine.admit(batch, 0, Request(text + more, 10))
+        assert said.reused == (len(text) - 2) * engine.prefix_cache
         engine.step(batch)
-        caches = batch.cache, drafter.cache
-        keys[prefix_cache] = [
-            x[: len(prompt)].clone() for cache in caches for x in (*cache.keys, *cache.values)
-        ]
-    for known, read in zip(keys[True], keys[False], strict=True):
-        torch.testing.assert_close(known, read, rtol=1e-4, atol=1e-4)
+        both = (batch.cache, engine.drafter.cache)
+        keys.append([x for cache in both for x in (*cache.keys, *cache.values)])
+    for read, reused in zip(*keys, strict=True):
+        length = len(text + more)
+        torch.testing.assert_close(reused[:length], read[:length], rtol=1e-4, atol=1e-4)
 
 
 def test_prompts_that_nobody_drafts_from_do_not_pile_up():
     lm = lm_of("llama-compiled")
-    drafter = Kangaroo(lm, adapter_for(lm))
-    engine = Engine(lm, drafter, prefill_chunk=CHUNK)
+    engine = Engine(lm, Kangaroo(lm, adapter_for(lm)), prefill_chunk=CHUNK)
     batch = engine.open(2, LONGEST, Sampling())
     for seed in range(6):
         for row, prompt in enumerate(random_prompts(40, 9, seed=seed)):
             engine.admit(batch, row, Request(prompt, 1))
-    assert len(drafter.prompts) == 2  # the last chunks of the last two
+    assert len(engine.drafter.prompts) == 2  # the last chunks of the last two
 
 
 def test_a_chunk_is_handed_on_before_the_next_one_is_read(monkeypatch):
     lm, events = lm_of("llama-compiled"), []
     drafter = Kangaroo(lm, adapter_for(lm))
-    for owner, name in ((lm, "read"), (drafter, "prefill")):
-        do = getattr(owner, name)
-        monkeypatch.setattr(
-            owner, name, lambda *x, do=do, name=name: (events.append(name), do(*x))[1]
-        )
+    read, prefill = lm.read, drafter.prefill
+    monkeypatch.setattr(lm, "read", lambda *x: events.append("read") or read(*x))
+    monkeypatch.setattr(drafter, "prefill", lambda *x: events.append("prefill") or prefill(*x))
     Engine(lm, drafter, prefill_chunk=CHUNK).generate(random_prompts(40), 4)
     assert events == ["read", "prefill"] * 3

@@ -15,20 +15,10 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import sampling as sampling_module
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import (
-    Mixed,
-    NoiseStream,
-    Sampling,
-    candidates,
-    perturb,
-    pick,
-    settings,
-    together,
-    uniform,
-    warp,
-)
+from kangaroo.engine.sampling import NoiseStream, Sampling, candidates, perturb, pick, uniform, warp
 
 DRAWS = 20_000
 
@@ -81,10 +71,9 @@ def test_uniform_numbers_are_uniform_and_strictly_inside_0_and_1():
     assert torch.isfinite(torch.log(-torch.log1p(-numbers_V))).all()
 
 
-def flat_choice(
-    seeds_B: Tensor, positions_BN: Tensor, stream: NoiseStream = NoiseStream.choice
-) -> Tensor:
-    return perturb(torch.zeros(*positions_BN.shape, SIZE), seeds_B, positions_BN, stream).argmax(-1)
+def flat_choice(seeds_B: Tensor, positions_BN: Tensor) -> Tensor:
+    logits_BNV = torch.zeros(*positions_BN.shape, SIZE)
+    return perturb(logits_BNV, seeds_B, positions_BN, NoiseStream.choice).argmax(-1)
 
 
 @pytest.mark.parametrize("lag", [1, 2, 7, 256, 2**32])
@@ -100,7 +89,7 @@ def test_positions_and_seeds_are_independent_and_not_exchangeable(lag):
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 @pytest.mark.parametrize("top_k", [0, 1, 5, 50, 1000])
-@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 1.0])
 def test_filters_equal_those_of_transformers(temperature, top_k, top_p):
     generator = torch.Generator().manual_seed(0)
     logits_BNV = torch.randn(4, 3, 50, generator=generator) * 3
@@ -149,12 +138,11 @@ def test_the_likeliest_token_always_stays_and_at_the_extremes_alone(sampling, li
 def test_native_code_draws_the_same_at_the_extremes_each_row_by_its_own():
     """All in one batch, and each alone; the greedy ones write what greedy decoding writes."""
     (prompt,) = random_prompts(9)
-    rows = [sampling for sampling, _ in EXTREMES]
-    requests = [Request(prompt, 12, 5, sampling=own, ignore_eos=True) for own in rows]
+    requests = [Request(prompt, 12, 5, sampling=own, ignore_eos=True) for own, _ in EXTREMES]
     by_tensors, native = Engine(tiny(), Vanilla()), Engine(tiny(), Vanilla())
     native.lm.compile_for_decoding()
-    expected = dict(by_tensors.completions(requests, Sampling(), len(rows)))
-    texts = dict(native.completions(requests, Sampling(), len(rows)))
+    expected = dict(by_tensors.completions(requests, Sampling(), len(requests)))
+    texts = dict(native.completions(requests, Sampling(), len(requests)))
     assert isinstance(native.stepper, CpuStepper)
     (greedy,) = native.generate([prompt], 12)
     for row, (sampling, likeliest) in enumerate(EXTREMES):
@@ -179,8 +167,9 @@ def test_a_text_depends_on_its_own_seed_and_not_on_its_neighbours():
 
 def test_texts_of_unlike_settings_are_drawn_each_by_its_own():
     rows = [Sampling(), *SAMPLINGS]
-    mixed = together(rows, torch.tensor([settings(own) for own in rows]))
-    assert isinstance(mixed, Mixed) and not mixed.greedy
+    settings = torch.tensor([sampling_module.settings(own) for own in rows])
+    mixed = sampling_module.together(rows, settings)
+    assert isinstance(mixed, sampling_module.Mixed) and not mixed.greedy
     logits_BNV = 3 * torch.randn(len(rows), 5, 50, generator=torch.Generator().manual_seed(0))
     positions_BN = torch.arange(5).expand(len(rows), -1) + torch.arange(len(rows))[:, None]
     seeds_B = torch.arange(len(rows)) + 7

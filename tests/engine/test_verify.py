@@ -26,15 +26,11 @@ CPU = torch.device("cpu")
 
 
 def brute_ancestors(parents_BN: torch.Tensor) -> torch.Tensor:
-    rows, size = parents_BN.shape
-    ancestors_BNN = torch.zeros(rows, size, size, dtype=torch.bool)
-    for row in range(rows):
-        for start in range(size):
-            node = start
-            while node:
-                ancestors_BNN[row, start, node] = True
-                node = int(parents_BN[row, node])
-            ancestors_BNN[row, start, 0] = True
+    """A node sees itself and what its parent sees, which lies before it."""
+    ancestors_BNN = torch.eye(parents_BN.shape[1], dtype=torch.bool).repeat(len(parents_BN), 1, 1)
+    for row, parents in enumerate(parents_BN.tolist()):
+        for node in range(1, len(parents)):
+            ancestors_BNN[row, node] |= ancestors_BNN[row, parents[node]]
     return ancestors_BNN
 
 
@@ -49,15 +45,6 @@ def test_ancestors_and_depth_of_random_trees(size, rows):
             tree = Tree(parents_BN, max_depth=int(depth_BN.max()) + spare)
             assert torch.equal(tree.ancestors_BNN, brute_ancestors(parents_BN))
             assert torch.equal(tree.depth_BN, depth_BN)
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 16, 17, 65])
-def test_ancestors_of_a_chain_are_all_earlier_nodes(size):
-    tree = Tree.chain(size, CPU)
-    assert tree.is_chain and tree.max_depth == size - 1 and tree.size == size
-    assert torch.equal(tree.ancestors_BNN[0], torch.ones(size, size).tril().bool())
-    assert tree.depth_BN.tolist() == [list(range(size))]
-    assert Tree.chain(size, CPU) is tree  # for every step of a drafter
 
 
 # ---- walking -----------------------------------------------------------------------------------
@@ -90,9 +77,9 @@ def test_accept_is_the_longest_walk_on_random_trees(size, shared):
         valid_BN = torch.rand(rows, size, generator=generator) < 0.8
         valid_BN[:, 0] = True
         verdict = accept(Draft(tokens_BN, tree, valid_BN), choice_BN)
+        of_rows = parents_BN.expand(rows, -1), tokens_BN, valid_BN, choice_BN
         for row in range(rows):
-            of_row = parents_BN.expand(rows, -1), tokens_BN, valid_BN, choice_BN
-            paths = walk(*(x[row].tolist() for x in of_row))
+            paths = walk(*(x[row].tolist() for x in of_rows))
             count, path = int(verdict.count_B[row]), verdict.path_BP[row].tolist()
             assert path[: count + 1] in paths
             assert path == path[: count + 1] + [path[count]] * (tree.max_depth - count)
@@ -108,6 +95,7 @@ def test_a_chain_and_the_same_tree_in_general_form_have_one_verdict():
     valid_BN[:, 0] = True
     chain = Tree.chain(6, CPU)
     trees = chain, Tree(chain.parents_BN, max_depth=5)
+    assert chain.is_chain and torch.equal(*(tree.ancestors_BNN for tree in trees))
     verdicts = [accept(Draft(tokens_BN, tree, valid_BN), choice_BN) for tree in trees]
     assert all(map(torch.equal, *verdicts))
 
@@ -115,18 +103,15 @@ def test_a_chain_and_the_same_tree_in_general_form_have_one_verdict():
 # ---- rejection and block verification ------------------------------------------------------------
 
 SIZE, ROWS = 5, 20_000
+ONES_B1 = torch.ones(ROWS, 1, dtype=torch.long)
 SAMPLED = Sampling(temperature=0.9, rule=Rule.rejection)
 FILTERED = Sampling(temperature=0.9, top_k=3, rule=Rule.rejection)
 BLOCK = Sampling(temperature=0.9, rule=Rule.block)
 
 
 class Markov:
-    """A target and a drafter for which the next token depends on the last one alone.
-
-    Attributes:
-        logits_VV: the target's logits after each token.
-        q_VV: the drafter's distribution after each token.
-    """
+    """A target with `logits_VV` and a drafter that draws by `q_VV` after each token, whatever stood
+    before it."""
 
     def __init__(self, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
@@ -139,7 +124,12 @@ class Markov:
         return warp(self.logits_VV[None], sampling)[0].softmax(-1)
 
     def round(
-        self, pending_B1: Tensor, start: int, steps: int, sampling: Sampling, valid_BN: Tensor
+        self,
+        sampling: Sampling,
+        steps: int,
+        pending_B1: Tensor = ONES_B1,
+        start: int = 10,
+        valid_BN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Draft, verify: the new tokens `[B, steps + 1]` from position `start` on, and how many."""
         seeds_B = torch.arange(len(pending_B1))
@@ -154,6 +144,7 @@ class Markov:
             tokens.append(scores.argmax(-1))
         tokens_BN = torch.cat(tokens, 1)
         tree, probs_BNV = Tree.chain(steps + 1, CPU), torch.cat(probs, 1)
+        valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool) if valid_BN is None else valid_BN
         draft = Draft(tokens_BN, tree, valid_BN, probs_BNV=probs_BNV)
         positions_BN = start + torch.arange(steps + 1).expand_as(tokens_BN)
         choice_BN = write(draft, self.logits_VV[tokens_BN], positions_BN, sampling, seeds_B)
@@ -161,16 +152,11 @@ class Markov:
         return verdict.choice_BN.gather(1, verdict.path_BP), verdict.count_B
 
 
-def all_valid(steps: int) -> Tensor:
-    return torch.ones(ROWS, steps + 1, dtype=torch.bool)
-
-
 @pytest.mark.parametrize("sampling", [SAMPLED, FILTERED, BLOCK], ids=["all", "top-k", "block"])
 def test_a_rule_writes_the_first_token_from_the_targets_distribution(sampling):
     model = Markov(1)
     p_V, q_V = model.p_VV(sampling)[1], model.q_VV[1]
-    pending_B1 = torch.ones(ROWS, 1, dtype=torch.long)
-    new_BP, count_B = model.round(pending_B1, 10, 1, sampling, all_valid(1))
+    new_BP, count_B = model.round(sampling, 1)
     assert_distributed(new_BP[:, 0], p_V)
     rate = float(torch.minimum(p_V, q_V).sum())  # the acceptance rate of the paper
     assert binomtest(int(count_B.sum()), ROWS, rate).pvalue > SMALL and 0.1 < rate < 0.9
@@ -181,11 +167,10 @@ def test_a_rule_writes_the_first_token_from_the_targets_distribution(sampling):
 def test_a_rule_writes_token_pairs_from_the_targets_joint_distribution(steps, sampling):
     """Over two rounds where need be, though the second draws the first one's noise again."""
     model = Markov(2)
-    valid_BN = all_valid(steps)
+    valid_BN = torch.ones(ROWS, steps + 1, dtype=torch.bool)
     valid_BN[::3, 2:] = False  # some rows have stopped drafting
-    pending_B1 = torch.ones(ROWS, 1, dtype=torch.long)
-    first_BP, count_B = model.round(pending_B1, 10, steps, sampling, valid_BN)
-    second_BP, _ = model.round(first_BP[:, :1], 11, steps, sampling, valid_BN)
+    first_BP, count_B = model.round(sampling, steps, valid_BN=valid_BN)
+    second_BP, _ = model.round(sampling, steps, first_BP[:, :1], 11, valid_BN)
     pairs_B2 = first_BP[:, :2].clone()
     pairs_B2[count_B == 0, 1] = second_BP[count_B == 0, 0]
     p_VV = model.p_VV(sampling)
@@ -199,7 +184,7 @@ def test_block_verification_writes_triples_over_as_many_rounds_as_it_takes():
     model.logits_VV[:], model.q_VV[:] = model.logits_VV[1], model.q_VV[1]
     text_BT = torch.ones(ROWS, 8, dtype=torch.long)
     for start in range(3):
-        new_BP, count_B = model.round(text_BT[:, start, None], 10 + start, 3, BLOCK, all_valid(3))
+        new_BP, count_B = model.round(BLOCK, 3, text_BT[:, start, None], 10 + start)
         rows = length_B == start
         text_BT[rows, start + 1 : start + 5] = new_BP[rows]
         length_B[rows] += count_B[rows] + 1
@@ -210,10 +195,7 @@ def test_block_verification_writes_triples_over_as_many_rounds_as_it_takes():
 
 
 def test_block_verification_accepts_more_than_rejection():
-    counts = [
-        Markov(2).round(torch.ones(ROWS, 1, dtype=torch.long), 0, 3, how, all_valid(3))[1]
-        for how in (SAMPLED, BLOCK)
-    ]
+    counts = [Markov(2).round(how, 3)[1] for how in (SAMPLED, BLOCK)]
     rejection_mean, block_mean = (float(count_B.float().mean()) for count_B in counts)
     error = float(counts[0].float().std()) / ROWS**0.5
     assert block_mean > rejection_mean + 3 * error
@@ -223,15 +205,14 @@ def test_block_verification_accepts_more_than_rejection():
 def test_a_draft_from_the_targets_own_distribution_is_always_accepted(sampling):
     model = Markov()
     model.q_VV = model.p_VV(sampling)
-    _, count_B = model.round(torch.ones(ROWS, 1, dtype=torch.long), 0, 2, sampling, all_valid(2))
-    assert (count_B == 2).all()
+    assert (model.round(sampling, 2)[1] == 2).all()
 
 
 @pytest.mark.parametrize("rule", Rule)
 def test_kangaroo_writes_triples_from_the_targets_joint_distribution(rule):
     """End to end over many seeds, against the distribution by transformers' own forward."""
     size, rows = 3, 1500
-    lm = tiny(vocab_size=size)
+    lm = tiny(vocab_size=size).compile_for_decoding()
     sampling = Sampling(temperature=8.0, rule=rule)
     drafter = Kangaroo(lm, adapter_for(lm), steps=2, threshold=0.97)
     done = Engine(lm, drafter).generate([[size - 1]] * rows, 3, sampling)
@@ -249,4 +230,4 @@ def test_kangaroo_writes_triples_from_the_targets_joint_distribution(rule):
 
     steps = [step for generation in done for step in generation.steps]
     assert 0.2 < sum(s.accepted for s in steps) / sum(s.drafted for s in steps) < 0.95
-    assert {0, 1, 2} == {step.drafted for step in steps} | {0}  # some rows stop early, some do not
+    assert {1, 2} <= {step.drafted for step in steps} <= {0, 1, 2}  # some rows stop early

@@ -14,6 +14,7 @@ from helpers import (
     random_prompts,
     recipe_of,
     saved_adapter,
+    states_after,
     tiny,
     tiny_model,
 )
@@ -25,20 +26,9 @@ from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
+from kangaroo.heads import adapter_files as files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
-from kangaroo.heads.adapter_files import (
-    CONFIG,
-    VOCABULARY,
-    WEIGHTS,
-    describe,
-    draft_vocabulary,
-    find,
-    kept_dtype,
-    load,
-    read_config,
-    save,
-)
-from kangaroo.heads.base import Trainable
+from kangaroo.heads.adapter_files import CONFIG, VOCABULARY, WEIGHTS, find, load, read_config
 from kangaroo.heads.block import BlockHeadConfig
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.models.target import TargetModel
@@ -47,16 +37,8 @@ from kangaroo.training.results import frozen
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 
 
-@pytest.fixture(scope="module")
-def lm() -> TargetModel:
-    lm = tiny()
-    lm.config.name_or_path = "tiny/llama"
-    return lm
-
-
 @pytest.fixture
 def saved(lm, tmp_path):
-    """The folder of an adapter for `lm`."""
     return saved_adapter(lm, adapter_for(lm), tmp_path, (7, 3, 60), {"steps": 3})
 
 
@@ -93,7 +75,7 @@ def test_what_was_saved_is_what_is_loaded(lm, saved):
     adapter, _ = load(str(saved), lm, Adapter)
     config = read_config(str(saved))
     original = adapter_for(lm)
-    assert config == describe(lm, original, training={"steps": 3})
+    assert config == files.describe(lm, original, training={"steps": 3})
     assert (config.target, config.exit_layer, config.n_layers) == ("tiny/llama", EXIT, 4)
     assert config.parameters == sum(parameter.numel() for parameter in original.parameters())
     assert adapter.exit_layer == EXIT
@@ -112,9 +94,9 @@ def test_a_trained_adapter_is_kept_in_its_targets_dtype_and_loaded_as_it_was_fro
     (trainee,) = trainees(lm, [recipe_of(name="a", exit_layers=[EXIT])], None)
     for parameter in trainee.adapter.parameters():  # in float32, as training leaves them
         parameter.data += 1e-3 * torch.randn_like(parameter)
-    about = describe(lm, trainee.adapter, training={})
-    kept = kept_dtype(trainee.adapter, lm)
-    folder = save(trainee.adapter, about, None, tmp_path, kept)
+    about = files.describe(lm, trainee.adapter, training={})
+    kept = files.kept_dtype(trainee.adapter, lm)
+    folder = files.save(trainee.adapter, about, None, tmp_path, kept)
     (loaded, _), (frozen_now, _) = load(str(folder), lm, Adapter), frozen(lm, trainee)
     for name, tensor in load_file(folder / WEIGHTS).items():
         assert tensor.dtype == dtype
@@ -126,11 +108,9 @@ def test_a_trained_adapter_is_kept_in_its_targets_dtype_and_loaded_as_it_was_fro
 def test_a_weight_beyond_float16_is_kept_in_bfloat16():
     lm = tiny(dtype=torch.float16)
     adapter = Adapter(lm, EXIT).start_from(lm).float()
-    assert kept_dtype(adapter, lm) == torch.float16
-    adapter.norm.weight.data[3] = -65504.0
-    assert kept_dtype(adapter, lm) == torch.float16
-    adapter.norm.weight.data[3] = -65536.0
-    assert kept_dtype(adapter, lm) == torch.bfloat16
+    for weight, kept in ((-65504.0, torch.float16), (-65536.0, torch.bfloat16)):
+        adapter.norm.weight.data[3] = weight
+        assert files.kept_dtype(adapter, lm) == kept
 
 
 def test_an_adapter_that_is_not_there_is_the_one_that_training_saved(
@@ -178,16 +158,6 @@ TRAINED = {
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
-def test_weights_that_are_not_finite_are_refused_by_name(kind, lm, tmp_path):
-    adapter = TRAINED[kind](lm)
-    name, weight = next(iter(adapter.named_parameters()))
-    weight.data.view(-1)[-1] = torch.inf
-    folder = str(saved_adapter(lm, adapter, tmp_path))
-    with pytest.raises(CorruptFile, match=f"{tmp_path}.*{name} holds numbers that are not finite"):
-        load(folder, lm, Trainable)
-
-
-@pytest.mark.parametrize("kind", DRAFTS)
 def test_heads_and_adapters_are_not_taken_for_each_other(kind, lm, tmp_path):
     adapter = TRAINED[kind](lm)
     folder = str(saved_adapter(lm, adapter, tmp_path))
@@ -200,14 +170,14 @@ def test_heads_and_adapters_are_not_taken_for_each_other(kind, lm, tmp_path):
 
 BROKEN = [
     *((name, None, AdapterNotFound, name) for name in (WEIGHTS, CONFIG)),
-    *((WEIGHTS, length, CorruptFile, "") for length in (0, 5, 200, -1)),
-    *((CONFIG, text, CorruptFile, "") for text in (b"", b"{", b"[1]", b"{}", b"\xff\xfe\x00")),
+    *((WEIGHTS, length, CorruptFile, "") for length in (0, -1)),
+    *((CONFIG, text, CorruptFile, "") for text in (b"{", b"[1]", b"{}", b"\xff\xfe\x00")),
     (CONFIG, b'{"target": "x", "surprise": 1}', CorruptFile, ""),
     (CONFIG, b'{"architecture": {"kind": "os"}}', CorruptFile, "its kind is os, not one of ada"),
 ]
 
 
-@pytest.mark.parametrize("window", [-1, None, "1024", 2.5, True])
+@pytest.mark.parametrize("window", [-1, True])
 def test_a_window_that_is_no_count_is_a_broken_file(saved, window):
     fields = json.loads((saved / CONFIG).read_text())
     (saved / CONFIG).write_text(json.dumps(fields | {"facts": {"attention_window": window}}))
@@ -234,23 +204,21 @@ def test_a_folder_that_holds_no_whole_adapter_says_why(lm, saved, name, content,
         load(str(saved), lm, Adapter)
 
 
-OTHERS = {
-    "hidden size": {"hidden_size": 48},
-    "layers": {"num_hidden_layers": 5},
-    "vocabulary": {"vocab_size": 65},
-    "RoPE base": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-    "RoPE scaling": {
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-    },
-    "key heads": {"num_key_value_heads": 4},
-    "tying": {"tie_word_embeddings": True},
-    "family": {"architecture": "mistral"},
-}
+OTHERS = [
+    {"hidden_size": 48},
+    {"num_hidden_layers": 5},
+    {"vocab_size": 65},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    {"num_key_value_heads": 4},
+    {"tie_word_embeddings": True},
+    {"architecture": "mistral"},
+]
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_an_adapter_for_another_target_is_refused_and_both_are_named(saved, what):
-    other = tiny(**OTHERS[what])
+@pytest.mark.parametrize("fields", OTHERS, ids=str)
+def test_an_adapter_for_another_target_is_refused_and_both_are_named(saved, fields):
+    other = tiny(**fields)
     other.config.name_or_path = "some/other"
     named = rf"tiny/llama \(exit layer {EXIT} of 4 layers.*some/other \({other.n_layers} layers"
     with pytest.raises(AdapterMismatch, match=named):
@@ -270,16 +238,18 @@ def test_an_adapter_on_other_weights_of_the_same_shape_is_warned_of(saved, caplo
     assert "was trained for tiny/llama (weights " in said and "is somebody/fine-tuned (weig" in said
 
 
-def test_every_weight_is_needed_and_none_is_ignored(lm, saved):
+def test_every_weight_is_needed_finite_and_none_is_ignored(lm, saved):
     state = load_file(saved / WEIGHTS)
     missing = {name: tensor for name, tensor in state.items() if name != "norm.weight"}
-    for other, name in (
-        (missing, r"norm\.weight"),
-        (state | {"lm_head.weight": torch.zeros(2, 2)}, r"lm_head\.weight"),
-        (state | {"norm.weight": torch.zeros(5)}, r"norm\.weight"),
+    infinite = {"norm.weight": torch.full((32,), torch.inf)}
+    for other, error, message in (
+        (missing, AdapterMismatch, r"norm\.weight"),
+        (state | {"lm_head.weight": torch.zeros(2, 2)}, AdapterMismatch, r"lm_head\.weight"),
+        (state | {"norm.weight": torch.zeros(5)}, AdapterMismatch, r"norm\.weight"),
+        (state | infinite, CorruptFile, f"{saved}.*norm.weight holds numbers that are not finite"),
     ):
         save_file(other, saved / WEIGHTS)
-        with pytest.raises(AdapterMismatch, match=name):
+        with pytest.raises(error, match=message):
             load(str(saved), lm, Adapter)
 
 
@@ -287,6 +257,7 @@ def test_every_weight_is_needed_and_none_is_ignored(lm, saved):
 
 
 def test_a_draft_vocabulary_is_the_most_frequent_tokens(saved):
+    draft_vocabulary = files.draft_vocabulary
     assert draft_vocabulary(str(saved), 2).tolist() == [3, 7]
     for size in (-1, 4):
         with pytest.raises(ConfigError, match=f"vocabulary={size} must lie in 1 to 3"):
@@ -328,9 +299,7 @@ def test_a_head_of_low_rank_begins_nearest_to_the_targets_and_native_code_reads_
     left, values, right = torch.linalg.svd(rows_KD, full_matrices=False)
     down, up = adapter.head.parameters()
     (text,) = random_prompts(200)
-    x_TD = lm.norm(
-        lm.run(lm.embed(torch.tensor([text])), None, lm.chunk(0, 200, 0, 200), range(4))[0]
-    )[0]
+    x_TD = lm.norm(states_after(lm, text, 4))[0]
     errors = [
         ((near - rows_KD) @ x_TD.T).square().sum()
         for near in (up @ down, left[:, :9] * values[:9] @ right[:9])
@@ -367,16 +336,10 @@ def test_a_head_of_low_rank_takes_the_place_of_the_targets_alone(lm, saved):
 
 
 def test_what_an_adapter_took_to_make_is_told_from_its_file(lm, saved, tmp_path):
-    assert KangarooConfig(adapter=str(saved)).made_by() == {}  # its file does not say
-    assert KangarooConfig(adapter="untrained:2").made_by() == {}
-    training = {
-        "progress": {"assistant_tokens": 1200},
-        "trainer": {"epochs": 2},
-        "adapter": {"start": "adapters/other"},
-    }
+    for path in (str(saved), "untrained:2"):  # the file does not say
+        assert KangarooConfig(adapter=path).made_by() == {}
+    training = {"progress": {"assistant_tokens": 1200}, "trainer": {"epochs": 2}}
+    training["adapter"] = {"start": "adapters/other"}
     folder = saved_adapter(lm, adapter_for(lm), tmp_path / "told", training=training)
-    assert KangarooConfig(adapter=str(folder)).made_by() == {
-        "trained_positions": 1200,
-        "epochs": 2,
-        "start": "adapters/other",
-    }
+    facts = {"trained_positions": 1200, "epochs": 2, "start": "adapters/other"}
+    assert KangarooConfig(adapter=str(folder)).made_by() == facts

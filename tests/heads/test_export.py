@@ -6,16 +6,23 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from assistant import assistant
 from commands import ROOT
-from helpers import EXIT, adapter_for, eagle_for, random_prompts, saved_adapter, tiny, tiny_model
+from helpers import (
+    EXIT,
+    adapter_for,
+    eagle_for,
+    random_prompts,
+    saved_adapter,
+    states_after,
+    tiny,
+    tiny_model,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kangaroo.drafters.draft_model import DraftModelConfig
 from kangaroo.engine.engine import Engine
-from kangaroo.evaluation.methods import transformers_attention
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.export import draft_model, save, write_for_vllm
@@ -25,26 +32,21 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 
 LAYERS = [
-    {},
-    {"feed_forward": True},
-    {"own_head": True},
-    {"attention": False, "feed_forward": True},
+    *({}, {"feed_forward": True}, {"own_head": True}, {"attention": False, "feed_forward": True}),
     {"attention_layers": 2},
     {"attention_layers": 3, "feed_forward": True},  # as deep as the target, or deeper
 ]
 
 
 @torch.no_grad()
-def logits(lm, adapter, tokens_1T):
+def logits(lm, adapter, tokens):
     """Of the adapter after the target's first layers, `[T, V]`."""
-    width = tokens_1T.shape[1]
-    meta = lm.chunk(0, width, 0, width)
-    f_1TD, _ = lm.run(lm.embed(tokens_1T), None, meta, range(EXIT))
+    f_1TD = states_after(lm, tokens, EXIT)
+    meta = lm.chunk(0, len(tokens), 0, len(tokens))
     return DraftHead(lm, adapter.head)(adapter(f_1TD, None, meta, None)[0])
 
 
 def target(folder, family="llama", **overrides):
-    """A checkpoint on disk, as a `model=` names it."""
     fields = {"vocab_size": 259, "eos_token_id": 257} | overrides
     tiny_model(family, **fields).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
@@ -52,16 +54,7 @@ def target(folder, family="llama", **overrides):
 
 
 def saved(lm, adapter, folder, vocabulary=None):
-    """The adapter on disk, with tokens to draft from."""
     return str(saved_adapter(lm, adapter, folder, (7, 3, 5), vocabulary=vocabulary))
-
-
-@pytest.fixture
-def exported(tmp_path):
-    """A target on disk as `model=` names it, the model, and an adapter for it."""
-    model = target(tmp_path / "target")
-    lm = TargetModel(load(model)[0])
-    return model, lm, saved(lm, adapter_for(lm), tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
@@ -79,11 +72,12 @@ def test_a_saved_draft_model_is_whole_and_says_what_the_adapter_says(tmp_path, p
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert found.config.tie_word_embeddings == (tied and "own_head" not in parts)
-    tokens_1T = torch.tensor([[5, 250, 17, 99, 100, 3]])
+    models = found, draft_model(lm, adapter)
+    tokens = [5, 250, 17, 99, 100, 3]
     with torch.no_grad():
-        theirs = found(tokens_1T).logits[0]
-        assert torch.equal(theirs, draft_model(lm, adapter)(tokens_1T).logits[0])
-    torch.testing.assert_close(theirs, logits(lm, adapter, tokens_1T), atol=1e-5, rtol=0)
+        theirs, ours = (hf(torch.tensor([tokens])).logits[0] for hf in models)
+    assert torch.equal(theirs, ours)
+    torch.testing.assert_close(theirs, logits(lm, adapter, tokens), atol=1e-5, rtol=0)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "draft")
     talk = [{"role": "user", "content": "Hello"}]
     assert tokenizer.apply_chat_template(talk) == byte_tokenizer().apply_chat_template(talk)
@@ -95,7 +89,6 @@ def test_a_saved_draft_model_is_whole_and_says_what_the_adapter_says(tmp_path, p
     ("family", "layers"), [("llama", 1), ("llama", 2), ("qwen2", 1), ("qwen3", 1)]
 )
 def test_a_saved_draft_model_drafts_as_the_adapter_does(tmp_path, family, layers):
-    """For transformers, and here for `drafter=draft_model`."""
     model = target(tmp_path / "target", family, tie_word_embeddings=True, eos_token_id=None)
     lm = TargetModel(load(model)[0])
     adapter = adapter_for(lm, architecture=AdapterHeadConfig(attention_layers=layers))
@@ -107,13 +100,6 @@ def test_a_saved_draft_model_drafts_as_the_adapter_does(tmp_path, family, layers
         (done,) = Engine(lm, drafter).generate(random_prompts(9), 24)
         ours.append([(step.tokens, step.accepted, step.drafted) for step in done.steps])
     assert ours[0] == ours[1] and sum(accepted for _, accepted, _ in ours[0]) > 6
-    draft = assistant(AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype=lm.dtype))
-    tokens_1T = torch.tensor(random_prompts(9))
-    with transformers_attention(lm):
-        asked = {"max_new_tokens": 24, "attention_mask": torch.ones_like(tokens_1T)}
-        alone = lm.hf.generate(tokens_1T, **asked)
-        assert torch.equal(lm.hf.generate(tokens_1T, assistant_model=draft, **asked), alone)
-    assert alone[0, 9:].tolist() == [token for tokens, _, _ in ours[0] for token in tokens]
 
 
 def test_the_pages_example_of_an_assistant_runs(tmp_path, monkeypatch):
@@ -123,31 +109,28 @@ def test_the_pages_example_of_an_assistant_runs(tmp_path, monkeypatch):
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
     (code,) = (c for c in re.findall(r"```python\n(.*?)```", page, flags=re.S) if "assistant" in c)
     monkeypatch.chdir(tmp_path)
-    told: dict = {}
-    exec(compile(code, "serving.md", "exec"), told)
-    alone = told["target"].generate(**told["inputs"], max_new_tokens=64)
-    assert torch.equal(told["output"], alone)
+    names: dict = {}
+    exec(compile(code, "serving.md", "exec"), names)
+    alone = names["target"].generate(**names["inputs"], max_new_tokens=64)
+    assert torch.equal(names["output"], alone)
 
 
 KINDS = {
-    "fused": AdapterHeadConfig(fused=True),
-    "2 attention layers": AdapterHeadConfig(attention_layers=2),
-    "mlp": AdapterHeadConfig(attention=False, feed_forward=True),
-    "rank 9": AdapterHeadConfig(head_rank=9),
+    "fused": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(fused=True)),
+    "rank 9": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(head_rank=9)),
+    "medusa_heads": lambda lm: MedusaHeads(lm, MedusaHeadsConfig(heads=2)),
+    "eagle_head": eagle_for,
+}
+LAYERS_OF_OUR_KIND = {
+    "2 attention layers": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(attention_layers=2)),
+    "mlp": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(attention=False, feed_forward=True)),
 }
 
 
-def trained(lm, kind):
-    """An adapter, or heads."""
-    if kind == "medusa_heads":
-        return MedusaHeads(lm, MedusaHeadsConfig(heads=2))
-    return eagle_for(lm) if kind == "eagle_head" else adapter_for(lm, architecture=KINDS[kind])
-
-
-@pytest.mark.parametrize("kind", ["fused", "rank 9", "medusa_heads", "eagle_head"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_layer_is_refused_before_the_target_is_read(tmp_path, kind):
     lm = tiny()
-    path = saved(lm, trained(lm, kind), tmp_path / "adapter")
+    path = saved(lm, KINDS[kind](lm), tmp_path / "adapter")
     nowhere = ModelConfig("mine", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=f"{kind}.*Export one of adapter=attention"):
         save(path, nowhere, tmp_path / "draft")
@@ -163,16 +146,15 @@ def test_an_own_head_over_some_tokens_is_refused(tmp_path):
         draft_model(lm, adapter)
 
 
-def test_no_export_is_written_over_a_folder_that_is_there(tmp_path, exported):
-    model, lm, path = exported
-    (tmp_path / "there").mkdir()
-    for write in (
-        lambda folder: save(path, model, folder),
-        lambda folder: write_for_vllm(path, lm, folder, 0.6),
-    ):
+def test_no_export_is_written_over_a_folder_that_is_there(tmp_path):
+    model, there = target(tmp_path / "target"), tmp_path / "there"
+    lm = TargetModel(load(model)[0])
+    path = saved(lm, adapter_for(lm), tmp_path / "adapter")
+    there.mkdir()
+    for write in (lambda: save(path, model, there), lambda: write_for_vllm(path, lm, there, 0.6)):
         with pytest.raises(ConfigError, match="there already, and nothing is written over it"):
-            write(tmp_path / "there")
-        assert not any((tmp_path / "there").iterdir())
+            write()
+    assert not any(there.iterdir())
     assert {file.name for file in tmp_path.iterdir()} == {"target", "adapter", "there"}
 
 
@@ -194,22 +176,19 @@ def test_the_plugin_is_told_what_it_needs(tmp_path, parts, vocabulary):
     assert all(torch.equal(state[name], expected[name]) for name in state)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["kangaroo"] == {
-        "format": 1,
-        "exit_layer": EXIT,
-        "target_layers": 4,
+        **{"format": 1, "exit_layer": EXIT, "target_layers": 4, "threshold": 0.6},
         "architecture": {"kind": "adapter"} | asdict(architecture),
         "draft_vocabulary": vocabulary,
-        "threshold": 0.6,
     }
     assert config["architectures"] == ["KangarooDraft"] and config["num_hidden_layers"] == 1
     kept = "model_type hidden_size rms_norm_eps vocab_size rope_parameters head_dim".split()
     assert {name: config[name] for name in kept} == {n: getattr(lm.config, n) for n in kept}
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "medusa_heads", "eagle_head"])
-def test_what_the_plugin_cannot_run_is_refused(tmp_path, kind):
+@pytest.mark.parametrize("build", (KINDS | LAYERS_OF_OUR_KIND).values())
+def test_what_the_plugin_cannot_run_is_refused(tmp_path, build):
     lm = tiny()
-    path = saved(lm, trained(lm, kind), tmp_path / "adapter")
+    path = saved(lm, build(lm), tmp_path / "adapter")
     with pytest.raises(ConfigError, match="kangaroo-vllm cannot run"):
         write_for_vllm(path, lm, tmp_path / "out", threshold=0.6)
     assert not (tmp_path / "out").exists()

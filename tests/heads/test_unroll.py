@@ -1,4 +1,5 @@
-"""What a layer learns at a draft step, or a place, is what it does there when it drafts.
+"""What a layer learns at a draft step, or a place, is what it does there when it drafts; and how
+far it looks back.
 
 Shapes: T tokens, P places, D hidden size, K draft vocabulary, R rank.
 """
@@ -15,19 +16,24 @@ from helpers import (
     eagle_for,
     random_prompts,
     saved_adapter,
+    states_after,
+    texts_by,
     tiny,
     vanilla_texts,
 )
 from torch import Tensor
+from training_cases import sample
 
 from kangaroo.drafters.block import Block, BlockConfig
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
+from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.engine import engine as engine_module
 from kangaroo.engine.engine import Engine
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
-from kangaroo.training.batches import collate
+from kangaroo.training.batches import collate, reach_of
 from kangaroo.training.recipe import AdapterRecipe, trainees
 from kangaroo.utils.errors import ConfigError
 
@@ -45,22 +51,13 @@ def fused(request) -> tuple[TargetModel, Layer]:
     return lm, adapter_for(lm, architecture=AdapterHeadConfig(**parts, fused=True))
 
 
-def states(lm: TargetModel, ids: list[int], layers: int) -> Tensor:
-    """The target's states `[1, T, D]` after some layers."""
-    meta = lm.chunk(0, len(ids), row=0, n_slots=len(ids))
-    return lm.run(lm.embed(torch.tensor([ids])), None, meta, range(layers))[0]
-
-
 @torch.no_grad()
 def last_state(lm: TargetModel, adapter: Layer, ids: list[int], pending: int) -> Tensor:
-    """The adapter's state at the last of `ids`, whose tokens after `pending` are only drafted.
-
-    By the definition, in a whole pass a token: the target's deep states are known up to `pending`,
-    itself excluded, and after that the adapter's own take their place.
-    """
-    deep_1TD = lm.norm(states(lm, ids, adapter.deep_tap))[:, :pending]  # causal: the rest is unseen
+    """The adapter's state at the last of `ids`, whose tokens after `pending` are only drafted; by
+    the definition, in a whole pass a token: from `pending` on its own states are the deep ones."""
+    deep_1TD = lm.norm(states_after(lm, ids[:pending], adapter.deep_tap))
     for end in range(pending + 1, len(ids) + 1):
-        f_1TD = states(lm, ids[:end], adapter.exit_layer)
+        f_1TD = states_after(lm, ids[:end], adapter.exit_layer)
         before_1TD = torch.cat([torch.zeros(1, 1, deep_1TD.shape[-1]), deep_1TD], 1)
         own_1TD = adapter(f_1TD, before_1TD, lm.chunk(0, end, 0, end), None)
         deep_1TD = torch.cat([deep_1TD, own_1TD[:, -1:]], 1)
@@ -71,23 +68,17 @@ def test_every_draft_step_of_training_is_that_of_drafting(fused):
     lm, adapter = fused
     (ids,) = random_prompts(12)
     meta = lm.chunk(0, 12, 0, 12)
-    f_1TD = states(lm, ids, adapter.exit_layer)
-    deep_1TD = lm.norm(states(lm, ids, adapter.deep_tap))
+    f_1TD = states_after(lm, ids, adapter.exit_layer)
+    deep_1TD = lm.norm(states_after(lm, ids, adapter.deep_tap))
     with torch.no_grad():
         unrolled = adapter.states({adapter.exit_layer: f_1TD}, deep_1TD, meta, steps=3)
     for step, state_1TD in enumerate(unrolled):
         for position in range(step + 1, 12):
             expected = last_state(lm, adapter, ids[: position + 1], pending=position - step)
             torch.testing.assert_close(state_1TD[0, position], expected, **TOLERANCE)
-
-
-def test_a_fused_adapter_reads_the_deep_state_and_its_own(fused):
-    """Else the equality above would hold for anything."""
-    lm, adapter = fused
-    (ids,) = random_prompts(12)
-    assert not torch.allclose(
-        last_state(lm, adapter, ids, pending=10), last_state(lm, adapter, ids, pending=11)
-    )
+    # it reads the deep state and its own, else this would hold for anything
+    by_step = [last_state(lm, adapter, ids, pending) for pending in (10, 11)]
+    assert not torch.allclose(*by_step)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -106,7 +97,7 @@ def test_a_fused_drafter_drafts_by_that_definition(fused, batch_size):
     engine = Engine(lm, drafter, prefill_chunk=7)
     # one token, in a row used before; 9: two chunks
     engine.generate(random_prompts(9, 3, 1, 14), 16, batch_size=batch_size)
-    assert {1, 3} <= set(lengths)  # some stopped at once, and some went on to the end
+    assert {1, 3} <= lengths  # some stopped at once, and some went on to the end
 
 
 @pytest.mark.parametrize("feed_forward", [False, True])
@@ -115,10 +106,7 @@ def test_states_are_computed_only_where_they_are_read(feed_forward):
     lm = tiny()
     adapter = adapter_for(lm, architecture=AdapterHeadConfig(feed_forward=feed_forward))
     adapter.requires_grad_()
-    samples = [
-        {"input_ids": ids, "loss_mask": [0] * 4 + [1] * (n - 4), "messages": []}
-        for ids, n in zip(random_prompts(12, 7, 5), (12, 7, 5), strict=True)
-    ]
+    samples = [sample(ids, 4) for ids in random_prompts(12, 7, 5)]
     tokens = collate(samples, 64, lm.device)
     (rows, width), read_BT = tokens.input_BT.shape, tokens.wanted_BT
     meta = replace(lm.chunk(0, width, 0, width), rows=slice(0, rows))
@@ -149,9 +137,9 @@ def trained(request) -> tuple[TargetModel, BlockHead]:
 @torch.no_grad()
 def places(lm: TargetModel, head: BlockHead, text: list[int]) -> Tensor:
     """By the definition, `[P, D]`: the states of all places after a text, in one causal pass."""
-    f_1TD, deep_1TD = states(lm, text, EXIT), None
+    f_1TD, deep_1TD = states_after(lm, text, EXIT), None
     if head.deep_tap is not None:
-        deep_1TD = lm.norm(states(lm, text, head.deep_tap))[:, :-1]
+        deep_1TD = lm.norm(states_after(lm, text, head.deep_tap))[:, :-1]
         deep_1TD = torch.cat([torch.zeros_like(f_1TD[:, :1]), deep_1TD], 1)
     f_1TD, deep_1TD = head.add_places(f_1TD, deep_1TD, 4)
     length = f_1TD.shape[1]
@@ -161,8 +149,8 @@ def places(lm: TargetModel, head: BlockHead, text: list[int]) -> Tensor:
 def test_every_step_of_training_is_a_place_of_the_block(trained):
     lm, head = trained
     (ids,) = random_prompts(12)
-    deep_1TD = lm.norm(states(lm, ids, lm.n_layers - 1))
-    taps = {tap: states(lm, ids, tap) for tap in head.taps}
+    deep_1TD = lm.norm(states_after(lm, ids, lm.n_layers - 1))
+    taps = {tap: states_after(lm, ids, tap) for tap in head.taps}
     with torch.no_grad():
         learnt = head.states(taps, deep_1TD, lm.chunk(0, 12, 0, 12), 5)
         neighbours_TR = head.neighbours(taps[0])[0]
@@ -197,15 +185,14 @@ def test_a_draft_is_that_of_the_definition(trained, batch_size):
 
 def test_it_drafts_from_disk_no_further_than_it_has_places_and_a_chain_too(tmp_path):
     lm = tiny()
-    head = block_for(lm, torch.arange(0, 64, 2))
+    head, prompts = block_for(lm, torch.arange(0, 64, 2)), random_prompts(9)
     folder = saved_adapter(lm, head, tmp_path / "block", range(0, 64, 2), vocabulary=32)
     drafter = BlockConfig(adapter=str(folder), steps=9).build(lm)
     assert drafter.steps == 5 and drafter.head.size == 32
     assert torch.equal(drafter.table_KR, head.table.weight)
-    (prompt,) = random_prompts(9)
     chain = KangarooConfig(adapter=str(folder), steps=9, threshold=0).build(lm)
-    first = [Engine(lm, x).generate([prompt], 9)[0] for x in (drafter, chain)]
-    assert first[0].tokens == first[1].tokens == vanilla_texts(lm, [prompt], 9)[0][9:]
+    for reader in (drafter, chain):
+        assert texts_by(Engine(lm, reader), prompts, 9) == vanilla_texts(lm, prompts, 9)
 
 
 def test_it_may_go_on_from_an_adapter_and_is_not_asked_for_more_steps(tmp_path):
@@ -221,3 +208,58 @@ def test_it_may_go_on_from_an_adapter_and_is_not_asked_for_more_steps(tmp_path):
     assert recipe.steps == 3
     with pytest.raises(ConfigError, match=r"is not for a block: .*adapter\.architecture says"):
         AdapterRecipe("block", parts, [EXIT], draft_steps=2).steps  # noqa: B018
+
+
+WINDOW = 64
+WINDOWED = {"one layer": {}, "fused": {"fused": True, "attention_layers": 2}}
+LONG = random_prompts(200, 151)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [128, 129, 200])
+def test_a_token_sees_whole_blocks_from_the_one_where_its_window_begins(length):
+    lm = tiny()
+    adapter, whole = adapter_for(lm), lm.chunk(0, length, 0, length)
+    adapter.attention_window = WINDOW
+    f_1TD = states_after(lm, LONG[0][:length], adapter.exit_layer)
+    first = (length - 1 - WINDOW) // 64 * 64
+    assert first == {128: 0, 129: 64, 200: 128}[length]
+    seen = lm.chunk(0, length - first, 0, length)
+    seen.rope = tuple(x[:, first:] for x in whole.rope)
+    whole_1TD = adapter(f_1TD, None, whole, None)
+    adapter.attention_window = 0
+    expected_1TD = adapter(f_1TD[:, first:], None, seen, None)
+    torch.testing.assert_close(whole_1TD[0, -1], expected_1TD[0, -1], **TOLERANCE)
+
+
+def rounds(lm: TargetModel, kind: str, drafter: type[Kangaroo], window: int, batch_size: int):
+    """What each round of two long texts drafted and wrote."""
+    parts = AdapterHeadConfig(**WINDOWED.get(kind, {}))
+    adapter = eagle_for(lm) if kind == "eagle" else adapter_for(lm, architecture=parts)
+    adapter.attention_window = window
+    options = {"top_k": 3, "nodes": 9} if drafter is KangarooTree else {}
+    engine = Engine(lm, drafter(lm, adapter, 4, 0.2, None, **options), prefill_chunk=70)
+    texts = engine.generate(LONG, 40, batch_size=batch_size)
+    return [[(s.tokens, s.accepted, s.drafted) for s in text.steps] for text in texts]
+
+
+@pytest.mark.parametrize("drafter", [Kangaroo, KangarooTree])
+@pytest.mark.parametrize("kind", [*WINDOWED, "eagle"])
+def test_within_a_window_native_rounds_draft_what_tensors_draft(kind, drafter):
+    expected = rounds(tiny(), kind, drafter, WINDOW, 2)
+    assert rounds(tiny().compile_for_decoding(), kind, drafter, WINDOW, 1) == expected
+    short, far = (rounds(tiny().compile_for_decoding(), kind, drafter, n, 2) for n in (1024, 0))
+    assert short == far != expected  # no text is longer than 1,024 tokens
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_in_bfloat16_native_rounds_are_those_of_native_layers(kind, monkeypatch):
+    lm = TargetModel(tiny().hf.to(torch.bfloat16)).compile_for_decoding()
+    expected = rounds(lm, kind, Kangaroo, WINDOW, 2)
+    monkeypatch.setattr(engine_module, "native_drafting", lambda *_: None)
+    assert rounds(lm, kind, Kangaroo, WINDOW, 2) == expected
+
+
+def test_a_trained_adapter_looks_back_as_far_as_its_texts_reach():
+    assert reach_of([2048] * 10) == 2048 and reach_of([700] * 199 + [5000]) == 704
+    assert reach_of([20]) == 256

@@ -8,9 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 from cases import DRAFTERS, Case
-from check_models import model, random_tokens
-from helpers import adapter_for, random_prompts, tiny_model, vanilla_texts
-from kernel_cases import DEVICE
+from check_models import DEVICE, model, random_tokens
+from helpers import adapter_for, random_prompts, texts_by, tiny_model, vanilla_texts
 from strict_graphs import DanglingGraph, StrictGraphs, StrictRecorder
 
 from kangaroo.cuda import layers as kernels
@@ -46,20 +45,14 @@ def by_kernels(
     return lm.decode_by(Acceleration(sizes=lm.sizes(), graphs=graphs, kernels=kernels))
 
 
-def assert_equal(case: Case, name: str, sampling: str = "greedy", prompts=PROMPTS) -> None:
-    new_tokens = len(case.texts[0]) - len(prompts[0])
-    engine = Engine(case.lm, DRAFTERS[name](case))
-    done = engine.generate(prompts, new_tokens, SAMPLINGS[sampling], batch_size=2)
-    assert [p + g.tokens for p, g in zip(prompts, done, strict=True)] == case.texts
-
-
 def test_kangaroo_in_bfloat16_writes_vanillas_text_and_no_logits(monkeypatch):
     """Of short prompts: a token takes the interpreter a tenth of a second."""
     calls, logits = [], TargetModel.logits
     monkeypatch.setattr(TargetModel, "logits", lambda self, x: calls.append(1) or logits(self, x))
     lm, prompts = by_kernels("llama", torch.bfloat16, layers=3), random_prompts(3, 7)
     case = Case(lm, adapter_for(lm, exit_layer=1), vanilla_texts(lm, prompts, 3))
-    assert_equal(case, "kangaroo-fused-layer", prompts=prompts)
+    engine = Engine(lm, DRAFTERS["kangaroo-fused-layer"](case))
+    assert texts_by(engine, prompts, 3) == case.texts
     assert len(calls) == 2 * len(prompts)  # each read once for vanilla and once for Kangaroo
 
 
@@ -92,11 +85,8 @@ def test_replayed_graphs_write_the_same_text(name):
     for graphed in (False, True):
         lm = by_kernels("llama", torch.float16, graphed, layers=3)
         drafter = DRAFTERS[name](Case(lm, adapter_for(lm, exit_layer=1), []))
-        (done,) = Engine(lm, drafter).generate(PROMPTS[:1], 3)
-        texts.append(done.tokens)
-        if graphed:
-            assert sum(lm.acceleration.graphs.calls.values()) > 0
-    assert texts[0] == texts[1]
+        texts += texts_by(Engine(lm, drafter), PROMPTS[:1], 3)
+    assert texts[0] == texts[1] and lm.acceleration.graphs.calls.total()
 
 
 @slow
@@ -104,7 +94,9 @@ def test_replayed_graphs_write_the_same_text(name):
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_writes_vanillas_text(name, sampling):
     how = {"greedy": ("qwen2", torch.bfloat16), "t1": ("qwen3", torch.float16)}[sampling]
-    assert_equal(vanilla_by_kernels(*how, sampling), name, sampling)
+    case = vanilla_by_kernels(*how, sampling)
+    engine = Engine(case.lm, DRAFTERS[name](case))
+    assert texts_by(engine, PROMPTS, 5, SAMPLINGS[sampling], batch_size=2) == case.texts
 
 
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}

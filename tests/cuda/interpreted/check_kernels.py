@@ -4,7 +4,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_cases import DEVICE, DTYPES, numbers
+from check_models import DEVICE, DTYPES
+from torch import Tensor
 
 from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda import kernels, layers
@@ -13,6 +14,11 @@ from kangaroo.engine.cache import ForwardMeta, KVCache
 
 slow = pytest.mark.slow
 FORMATS = [torch.bfloat16, *(pytest.param(x, marks=slow) for x in DTYPES[:2])]
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
 @triton.jit

@@ -4,21 +4,26 @@ that depend on nothing beside a token.
 Shapes: B or R rows, N nodes or tokens of a row, T tokens of a text, S slots.
 """
 
+import os
+
 import pytest
 import torch
 from helpers import VOCABULARY, tiny_model
-from kernel_cases import DEVICE, DTYPES, TOLERANCE
 from torch import Tensor
 
 from kangaroo.cuda import layers as kernels
 from kangaroo.cuda.layers import Head, Stack
 from kangaroo.engine.acceleration import Acceleration
-from kangaroo.engine.cache import KVCache
+from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.tree import Tree
 from kangaroo.models.layer_weights import layer_weights
 from kangaroo.models.target import TargetModel
 
 slow = pytest.mark.slow
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+# What rounding leaves of numbers of about 1, to the scale of the largest of a result.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+DTYPES = list(TOLERANCE)
 SLOTS = 200
 FAMILIES = {
     "llama": {"num_key_value_heads": 4},
@@ -37,7 +42,6 @@ def model(name: str, dtype: torch.dtype = torch.float32, **options: object) -> T
 
 
 def filled_cache(lm: TargetModel, rows: int) -> KVCache:
-    """A cache of which every slot has been written."""
     cache = lm.new_cache(rows, SLOTS)
     for i, cached in enumerate((*cache.keys, *cache.values)):
         generator = torch.Generator().manual_seed(i)
@@ -46,14 +50,21 @@ def filled_cache(lm: TargetModel, rows: int) -> KVCache:
     return cache
 
 
+def stack_of(lm: TargetModel, **options: int) -> Stack:
+    return Stack(list(map(layer_weights, lm.layers)), lm.sizes(), **options)
+
+
+def meta_of(lm: TargetModel, tree: Tree, starts: list[int]) -> ForwardMeta:
+    start_B = torch.tensor(starts, device=DEVICE)
+    return lm.forward_meta(tree, start_B, max(starts) + tree.size, SLOTS)
+
+
 def by_kernels(
     lm: TargetModel, cache: KVCache, tree: Tree, starts: list[int], tokens_BN: Tensor
 ) -> Tensor:
     """Logits of a tree in each row."""
-    stack = Stack(list(map(layer_weights, lm.layers)), lm.sizes())
-    start_B = torch.tensor(starts, device=DEVICE)
-    meta = lm.forward_meta(tree, start_B, max(starts) + tree.size, SLOTS)
-    x_BND = stack(lm.embed(tokens_BN), cache, meta, range(lm.n_layers))
+    meta = meta_of(lm, tree, starts)
+    x_BND = stack_of(lm)(lm.embed(tokens_BN), cache, meta, range(lm.n_layers))
     head = Head(lm.head.weight, lm.sizes())
     logits = head(x_BND.flatten(0, 1), lm.hf.model.norm.weight)
     return logits.unflatten(0, tokens_BN.shape)
@@ -74,7 +85,7 @@ def test_kernels_compute_what_the_modules_compute(name, dtype):
     lm, starts, tokens_BN = model(name, dtype), [3, 62, 140], random_tokens(3, 3)
     tree = Tree.chain(3, DEVICE)
     eager_cache, cache = filled_cache(lm, 3), filled_cache(lm, 3)
-    meta = lm.forward_meta(tree, torch.tensor(starts, device=DEVICE), 143, SLOTS)
+    meta = meta_of(lm, tree, starts)
     x_BND, _ = lm.run(lm.embed(tokens_BN), eager_cache, meta, range(lm.n_layers))
     eager = lm.logits(x_BND).float()
     tolerance = 1e-4 if dtype == torch.float32 else 0.4
@@ -87,30 +98,24 @@ def test_kernels_compute_what_the_modules_compute(name, dtype):
 def test_a_part_of_a_block_is_computed_as_a_block_is():
     """A drafter narrows a block of all rows: what is left has gaps."""
     lm, tokens_BN = model("llama", num_hidden_layers=1), random_tokens(2, 3)
-    stack, starts = Stack(list(map(layer_weights, lm.layers)), lm.sizes()), [3, 62]
-    x_BND, start_B = lm.embed(tokens_BN), torch.tensor(starts, device=DEVICE)
-    whole = lm.forward_meta(Tree.chain(3, DEVICE), start_B, 65, SLOTS)
-    part = lm.forward_meta(Tree.chain(1, DEVICE), start_B + 1, 65, SLOTS)
-    caches = filled_cache(lm, 2), filled_cache(lm, 2)
-    narrow, same = (
-        stack(x_BND[:, 1:2], cache, meta, range(1))
-        for cache, meta in zip(caches, (whole.narrow(1, 1), part), strict=True)
-    )
-    assert torch.equal(narrow, same)
-    assert torch.equal(caches[0].keys[0], caches[1].keys[0])
+    whole = meta_of(lm, Tree.chain(3, DEVICE), [3, 62])
+    part = meta_of(lm, Tree.chain(1, DEVICE), [4, 63])
+    states, keys = [], []
+    for meta in (whole.narrow(1, 1), part):
+        cache = filled_cache(lm, 2)
+        states.append(stack_of(lm)(lm.embed(tokens_BN[:, 1:2]), cache, meta, range(1)))
+        keys.append(cache.keys[0])
+    assert torch.equal(*states) and torch.equal(*keys)
 
 
 def test_a_node_sees_its_whole_path_when_it_is_computed_alone():
     """A drafter computes a level of its tree at a time: a path has more nodes than the level, and
     they do not lie side by side."""
     lm, parents = model("llama", num_hidden_layers=1), [0, 0, 0, 2, 2, 4, 4, 6]
-    stack = Stack(list(map(layer_weights, lm.layers)), lm.sizes())
-    x_BND = lm.embed(random_tokens(1, len(parents)))
-    tree = Tree(torch.tensor([parents], device=DEVICE), max_depth=4)
-    start_B, cache = torch.tensor([62], device=DEVICE), filled_cache(lm, 1)
-    meta = lm.forward_meta(tree, start_B, 62 + tree.size, SLOTS)
-    together = stack(x_BND, cache, meta, range(1))
-    alone = stack(x_BND[:, -1:], cache, meta.narrow(tree.size - 1, 1), range(1))
+    x_BND, cache = lm.embed(random_tokens(1, len(parents))), filled_cache(lm, 1)
+    meta = meta_of(lm, Tree(torch.tensor([parents], device=DEVICE), max_depth=4), [62])
+    together = stack_of(lm)(x_BND, cache, meta, range(1))
+    alone = stack_of(lm)(x_BND[:, -1:], cache, meta.narrow(len(parents) - 1, 1), range(1))
     assert torch.equal(alone[0, 0], together[0, -1])
 
 
@@ -118,7 +123,6 @@ TREE = [0, 0, 0, 1, 1, 3, 2, 5]  # of each node its parent
 
 
 def path_to(node: int) -> list[int]:
-    """The nodes from the root on."""
     return [node] if node == 0 else [*path_to(TREE[node]), node]
 
 
@@ -210,11 +214,9 @@ def test_a_texts_bits_depend_on_no_other_row_and_no_padding_and_a_mask_is_for_mo
 
 def test_a_window_begins_at_a_block():
     lm, starts, tokens_BN = model("llama", num_hidden_layers=1), [3, 62, 140], random_tokens(3, 3)
-    stack = Stack(list(map(layer_weights, lm.layers)), lm.sizes(), window=64)
-    start_B = torch.tensor(starts, device=DEVICE)
-    meta = lm.forward_meta(Tree.chain(3, DEVICE), start_B, 143, SLOTS)
+    meta = meta_of(lm, Tree.chain(3, DEVICE), starts)
     x_BND, caches = lm.embed(tokens_BN), (filled_cache(lm, 3), filled_cache(lm, 3))
-    near_BND = stack(x_BND, caches[0], meta, range(1))
+    near_BND = stack_of(lm, window=64)(x_BND, caches[0], meta, range(1))
     expected_BND, _ = lm.run(x_BND, caches[1], meta.within(64), range(1))
     torch.testing.assert_close(near_BND, expected_BND, rtol=0, atol=1e-4)
     whole_BND, _ = lm.run(x_BND, caches[1], meta, range(1))

@@ -1,4 +1,5 @@
-"""Layers that are chosen while decoding: SWIFT's search, CLaSp's programme, and half layers.
+"""Layers that are left out, chosen while decoding (SWIFT's search, CLaSp's programme) or before;
+and half layers.
 
 Shapes: B rows, D hidden size.
 """
@@ -8,18 +9,26 @@ from itertools import pairwise
 import pytest
 import torch
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS
-from helpers import random_prompts, tiny, tiny_model
+from helpers import random_prompts, tiny, tiny_model, vanilla_texts
 
 from kangaroo.drafters.clasp import ClaspConfig
-from kangaroo.drafters.layer_search import expected_speedup, runs
+from kangaroo.drafters.draft_verify import DraftVerify
+from kangaroo.drafters.layer_search import (
+    SearchConfig,
+    agreement_of,
+    draft_cost,
+    expected_speedup,
+    found,
+    look,
+    runs,
+    search,
+)
 from kangaroo.drafters.swift import Swift, SwiftConfig, evenly
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling, pick
 from kangaroo.models.half_layers import HalfLayers
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
-
-GREEDY_AND_SAMPLED = [Sampling(), SAMPLINGS["sampled"]]
 
 
 def filled(lm: TargetModel, text: list[int]):
@@ -71,11 +80,10 @@ def skipped_by_definition(lm, text, count):
     return best[count][1]
 
 
-@pytest.mark.parametrize("sampling", GREEDY_AND_SAMPLED, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_clasp_skips_what_the_recursion_says(monkeypatch, sampling, count):
     """In each row of a batch, before each round."""
-    lm, seen = tiny(num_hidden_layers=6, deep_scale=0.5).compile_for_decoding(), set()
+    lm, sets = tiny(num_hidden_layers=6, deep_scale=0.5).compile_for_decoding(), set()
     drafter = ClaspConfig(skip_share=count / 6, steps=3, threshold=0).build(lm)
     improve = drafter.improve
 
@@ -83,12 +91,12 @@ def test_clasp_skips_what_the_recursion_says(monkeypatch, sampling, count):
         improve(batch, rows)
         for row in rows:
             assert drafter.skips[row] == skipped_by_definition(lm, batch.texts[row][:-1], count)
-            seen.add(drafter.skips[row])
+            sets.add(drafter.skips[row])
 
     monkeypatch.setattr(drafter, "improve", check)
     engine = Engine(lm, drafter, prefill_chunk=CHUNK, always_drafts=True)
     engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
-    assert len(seen) > 1
+    assert len(sets) > 1
 
 
 def test_clasp_chooses_again_after_an_interval(monkeypatch):
@@ -103,7 +111,6 @@ def test_clasp_chooses_again_after_an_interval(monkeypatch):
     assert all(5 <= after - before < 8 for before, after in pairwise(lengths))
 
 
-@pytest.mark.parametrize("sampling", GREEDY_AND_SAMPLED, ids=["greedy", "sampled"])
 def test_swift_keeps_the_best_set_by_the_tokens_that_were_written(monkeypatch, sampling):
     lm, improved = tiny(num_hidden_layers=6, deep_scale=0.7).compile_for_decoding(), []
     drafter = SwiftConfig(window=10, steps=3, threshold=0, goal=1.0).build(lm)
@@ -155,11 +162,11 @@ def test_a_text_drafts_alike_alone_after_others_and_beside_them(monkeypatch, nam
 
 def test_swift_ends_its_search_at_its_goal_and_after_its_proposals():
     lm = tiny()
-    for options, left in (({"goal": 0.0}, 0), ({"proposals": 3}, 0), ({"proposals": 0}, 0)):
+    for options in ({"goal": 0.0}, {"proposals": 3}, {"proposals": 0}):
         drafter = SwiftConfig(steps=2, threshold=0, **options).build(lm)
         Engine(lm, drafter).generate(random_prompts(5), 40)
-        search = drafter.searches[0]
-        assert search.left == left and len(search.tried) <= options.get("proposals", 1)
+        of_row = drafter.searches[0]
+        assert of_row.left == 0 and len(of_row.tried) <= options.get("proposals", 1)
 
 
 def test_the_first_set_is_evenly_spaced_and_keeps_the_outer_layers():
@@ -183,7 +190,7 @@ def test_half_layers_are_the_parts_of_a_layer(family, compiled):
     lm = lm.compile_for_decoding() if compiled else lm
     cut, (text,) = HalfLayers(lm), random_prompts(9)
     cache, meta = filled(lm, text)
-    x_11D = lm.embed(torch.tensor([text[-1:]]))
+    first_11D = x_11D = lm.embed(torch.tensor([text[-1:]]))
     for index, layer in enumerate(lm.layers):
         whole, _ = lm.run(x_11D, cache, meta, range(index, index + 1))
         attended, _ = cut.run(x_11D, cache, meta, range(2 * index, 2 * index + 1))
@@ -192,5 +199,54 @@ def test_half_layers_are_the_parts_of_a_layer(family, compiled):
         fed, _ = cut.run(x_11D, cache, meta, range(2 * index + 1, 2 * index + 2))
         torch.testing.assert_close(fed, x_11D + layer.mlp(layer.post_attention_layernorm(x_11D)))
         x_11D = whole
-    whole, _ = cut.run(lm.embed(torch.tensor([text[-1:]])), cache, meta, range(cut.n_layers))
+    whole, _ = cut.run(first_11D, cache, meta, range(cut.n_layers))
     torch.testing.assert_close(whole, x_11D)
+
+
+# ---- before decoding ------------------------------------------------------------------------
+
+TALKS = random_prompts(6, 9, 12)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return tiny("llama", deep_scale=0.4)
+
+
+@pytest.fixture(scope="module")
+def samples(lm):
+    texts = vanilla_texts(lm, TALKS, 30, Sampling())
+    return [
+        {"input_ids": text, "loss_mask": [0] * len(prompt) + [1] * 30, "messages": []}
+        for text, prompt in zip(texts, TALKS, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("skip", [(1,), (2, 3), (0,)])
+def test_agreement_is_how_often_decoding_accepts_one_draft_token(lm, samples, skip):
+    drafter = DraftVerify(lm, skip, steps=1, threshold=0)
+    right = total = 0
+    for sample, prompt in zip(samples, TALKS, strict=True):
+        text = sample["input_ids"]
+        # the prefill gives a text's last token, and one step drafts what follows it
+        for length in range(len(prompt), len(text) - 1):
+            (done,) = Engine(lm, drafter).generate([text[:length]], 2)
+            right, total = right + done.steps[1].accepted, total + 1
+    masks = [[0] * (len(prompt) + 1) + [1] * 29 for prompt in TALKS]
+    judged = [sample | {"loss_mask": m} for sample, m in zip(samples, masks, strict=True)]
+    share = agreement_of(lm, [look(lm, sample, 512) for sample in judged], skip)
+    assert 0 < right < total == 3 * 29 and right == round(share * total)
+
+
+def test_the_best_of_those_tried_is_found(lm, samples, tmp_path):
+    config = SearchConfig(budget=14, conversations=3)  # all subsets of four layers
+    best = search(lm, samples, config, tmp_path / "best.json")
+    texts = [look(lm, sample, 512) for sample in samples]
+    subsets = [tuple(i for i in range(4) if bits >> i & 1) for bits in range(1, 15)]
+    worth = {
+        skip: expected_speedup(agreement_of(lm, texts, skip), draft_cost(lm, skip), 6)
+        for skip in subsets
+    }
+    assert worth[tuple(best.skip)] == max(worth.values())
+    assert best.search["expected_speedup"] == pytest.approx(max(worth.values()))
+    assert found(str(tmp_path / "best.json")) == best
