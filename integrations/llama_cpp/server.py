@@ -18,14 +18,10 @@ import torch
 
 from kangaroo.engine.clock import running
 from kangaroo.engine.requests import Generation, StepRecord
-from kangaroo.utils.errors import KangarooError
+from kangaroo.utils.errors import ProcessLost
 
 PROCESS = Path(__file__).with_name("process.py")
 TIMEOUT = 600  # seconds until the next token
-
-
-class ProcessLost(KangarooError):
-    """A process that was needed has ended."""
 
 
 @contextmanager

@@ -12,9 +12,9 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "tests"
 import gguf_file as files
 from gguf_file import gguf_file
 from helpers import random_prompts, tiny, vanilla_texts
-from server import ProcessLost, ask, server
+from server import ask, server
 
-from kangaroo.utils.errors import MissingPackage, UnsupportedModel
+from kangaroo.utils.errors import MissingPackage, ProcessLost, UnsupportedModel
 
 NEW = 40
 LLAMA3 = {

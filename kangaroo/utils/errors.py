@@ -53,5 +53,9 @@ class NotLossless(KangarooError):
     """A method wrote another text than vanilla decoding, and rounding does not explain it."""
 
 
+class ProcessLost(KangarooError):
+    """A process that was needed has ended."""
+
+
 class MissingPackage(KangarooError):
     """A package that only some uses need is not installed."""
