@@ -42,24 +42,6 @@ class Kangaroo(EarlyExit, Chain):
     hidden: list[Tensor]  # shallow states of the round's nodes
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        def draft_token(f_BND: Tensor, meta: ForwardMeta, *others: Tensor) -> Tensors:
-            """One token of section 3.1: adapter, head, and the shallow layers on what was drafted;
-            then, `[B, 1, D]` each, the adapter's state and the token's shallow state.
-
-            Args:
-                f_BND: shallow states of the last token; in the first step of the window, too.
-                meta: of window, pending token and draft.
-                others: `Batch.draws`, and the deep states that a fused adapter reads, too.
-            """
-            end = self.window + step
-            read = meta.narrow(0, end) if step == 1 else meta.narrow(end - 1, 1)
-            read = read.to(f_BND.device)
-            draws, deep_BND = others[:3], others[3] if self.reads_deep else None
-            adapted_B1D = self.adapter(f_BND, deep_BND, read, self.cache.at(read))[:, -1:]
-            token = self.draw(batch, step, adapted_B1D, *draws)
-            f_B1D = self.run_shallow(token.id_B1, batch, meta.narrow(end, 1))
-            return *token, adapted_B1D, f_B1D
-
         self.read_prompts()
         meta, draws = self.pin_round(batch, meta)
         pending = batch.last(1), meta, self.shallow_BWD
@@ -67,11 +49,34 @@ class Kangaroo(EarlyExit, Chain):
         self.hidden = [f_B1D]
         for step in range(1, self.steps + 1):
             # a graph a step, so that none overwrites what the round still reads of another
-            key, others = ("draft", step, batch.sampling.kind), (*draws, *deep)
-            *token, adapted_B1D, f_BND = self.replay(batch, key, draft_token, f_BND, meta, *others)
+            key, work = ("draft", step, batch.sampling.kind), partial(self.draft_token, batch, step)
+            *token, adapted_B1D, f_BND = self.replay(batch, key, work, f_BND, meta, *draws, *deep)
             self.hidden.append(f_BND)
             deep = [adapted_B1D] if self.reads_deep else []
             yield DraftToken(*token)
+
+    def draft_token(
+        self, batch: Batch, step: int, f_BND: Tensor, meta: ForwardMeta, *others: Tensor
+    ) -> Tensors:
+        """One token of section 3.1: adapter, head, and the shallow layers on what was drafted.
+
+        Args:
+            f_BND: shallow states of the last token; in the first step of the window before it too.
+            meta: of window, pending token and draft.
+            others: `Batch.draws`, and the deep states that a fused adapter reads, too.
+
+        Returns a `DraftToken`, and for the next one the adapter's state and the token's shallow
+        state, `[B, 1, D]` each.
+        """
+        end = self.window + step
+        read = meta.narrow(0, end) if step == 1 else meta.narrow(end - 1, 1)
+        read = read.to(f_BND.device)
+        draws, deep = others[:3], others[3:]
+        deep_BND = deep[0] if deep else None
+        adapted_B1D = self.adapter(f_BND, deep_BND, read, self.cache.at(read))[:, -1:]
+        token = self.draw(batch, step, adapted_B1D, *draws)
+        f_B1D = self.run_shallow(token.id_B1, batch, meta.narrow(end, 1))
+        return *token, adapted_B1D, f_B1D
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         """Verification begins at the exit layer, since the shallow states are there."""
