@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from kangaroo.engine.clock import running
 from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter import Adapter
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import TargetModel
 from kangaroo.training import checkpoint, curves, results
@@ -217,8 +218,10 @@ class Trainer:
 
     def _save(self, trainee: Trainee) -> None:
         progress, name = asdict(self.progress), trainee.name
-        reach = reach_of(lengths_of(self.work.training, self.config.max_length))
-        facts = progress.pop("facts")[name] | {"attention_window": reach}
+        facts = progress.pop("facts")[name]
+        if isinstance(trainee.adapter, Adapter):  # EAGLE's head needs the first tokens
+            reach = reach_of(lengths_of(self.work.training, self.config.max_length))
+            facts |= {"attention_window": reach}
         for part, prefix in (("held_out", f"held_out/{name}/"), ("decoded", f"decode/{name}/")):
             values = progress[part].items()
             progress[part] = {k[len(prefix) :]: v for k, v in values if k.startswith(prefix)}
