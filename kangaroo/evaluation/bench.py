@@ -149,8 +149,9 @@ def _local(config: BenchConfig, path: Path) -> bytes:
 
 
 def _lines_of(file: Path) -> bytes:
-    if file.suffix != ".parquet":
-        return file.read_bytes()
+    with file.open("rb") as stream:  # of a file that is not there pyarrow does not say so
+        if file.suffix != ".parquet":
+            return stream.read()
     return _as_lines(parquet.read_table(file, partitioning=None).to_pylist())
 
 

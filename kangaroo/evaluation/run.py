@@ -175,7 +175,7 @@ class Evaluator:
         names = [method.name for method in methods]
         if len(names) == 1:
             return [output]
-        counts = Counter(names + [BASELINES[each.value] for each in self.config.baselines])
+        counts = Counter(names + [BASELINES[each.value] for each in {*self.config.baselines}])
         if twice := [name for name, count in counts.items() if count > 1]:
             raise ConfigError(
                 f"two of the methods are called '{twice[0]}'; call a further drafter otherwise: "

@@ -103,6 +103,7 @@ def test_a_download_is_kept_and_a_wrong_checksum_refused_but_of_a_local_file(
         (BenchConfig("dmeo"), ConfigError, r"no bench 'dmeo' is shipped, only demo"),
         (BenchConfig("far", url="http://127.0.0.1:9/x"), DataError, r"127.* .*bench\.path="),
         (BenchConfig(path="none.jsonl"), DataError, r"bench\.path=none\.jsonl .*: No such file"),
+        (BenchConfig(path="no.parquet"), DataError, r"bench\.path=no\.parquet .*: No such file"),
         (BenchConfig("b", hub="a/b", subset="c"), DataError, r"a/b \(c\) cannot be read from"),
     ],
 )

@@ -345,6 +345,8 @@ def test_two_methods_of_one_name_are_refused(bench, tmp_path):
         with pytest.raises(ConfigError, match=r"two of the methods are called '\w+'"):
             evaluate_several(tmp_path, bench, names)
     assert not list(tmp_path.iterdir())
+    # a baseline that is named twice is one
+    evaluate_several(tmp_path, bench, BOTH, baselines=ONLY_VANILLA * 2, question_end=1, warmup=0)
 
 
 def test_who_goes_first_changes_and_all_have_the_same_prompts(bench, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from evaluation_records import finish, record, run, vanilla_run
+from matplotlib.figure import Figure
 from paper_cases import NAMES, composed, methods_of
 
 from kangaroo.evaluation.metrics import Estimate, difference, estimate, pairs, value_of
@@ -164,6 +165,12 @@ def test_positions_are_places_with_the_share_of_rounds_that_reach_them(tmp_path)
     (row,) = report.table(study_of(composed("position").study, tmp_path))
     assert list(row.values()) == ["Kangaroo", "here", "1.00", "0.50", "0.50"]
     assert list(row) == ["method", "CTAR(w)", "1", "2", "3"]
+
+
+def test_an_interval_that_lies_beside_its_value_ends_there():
+    report._draw(axes := Figure().subplots(), [1.0], {1.0: Estimate(2.0, [2.1, 2.5])}, "k", 0)
+    (bars,) = axes.collections
+    assert bars.get_segments()[0][:, 1].tolist() == [2.0, 2.5]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -110,6 +110,8 @@ def test_nodes_lie_in_slots_of_their_own_inside_the_allocation(used):
         assert len(set(slots)) == len(slots)
         assert slots[-used:] == list(range(used))
         assert max(slots) < n_slots
+        # attention reads the occupied buckets, not the allocation
+        assert meta.extent == min(n_slots, -(-(used - start) // BUCKET) * BUCKET)
 
 
 # ---- attention ---------------------------------------------------------------------------------

@@ -197,6 +197,9 @@ def test_vicunas_template_of_a_conversation():
         "gives helpful, detailed, and polite answers to the user's questions. "
         "USER: Hi! ASSISTANT: Hello.</s>USER: 2+2? ASSISTANT:"
     )
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT[:2]]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert text == tokenizer.bos_token + "Be brief. USER: Hi! ASSISTANT: Hello.</s>"
 
 
 # ---- random models -----------------------------------------------------------------------------

@@ -170,8 +170,8 @@ def _draw(
     joined = all(isinstance(x, float) for x in places)
     x = [i + (0 if joined else 0.8 * shift) for i, place in enumerate(places) if place in values]
     y = np.array([v.value for v in estimates])
-    ends = np.array([v.ends or [v.value, v.value] for v in estimates]).reshape(-1, 2)
-    errors = np.abs(ends.T - y)
+    low, high = np.array([v.ends or [v.value, v.value] for v in estimates]).reshape(-1, 2).T
+    errors = np.maximum([y - low, high - y], 0)  # a bootstrap's interval may lie beside its value
     axes.errorbar(x, y, errors, marker="o", ms=4.5, ls="-" if joined else "", color=color)
 
 
