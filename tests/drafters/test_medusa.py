@@ -228,9 +228,7 @@ def test_training_saves_a_head_that_decodes(tmp_path):
     assert {"held_out/eagle/step6/loss", "decode/eagle/ctar1"} <= rows[-1].keys()
     config = adapter_files.read_config(str(folder))
     assert (config.exit_layer, config.architecture) == (0, EagleHeadConfig(regression=1.0))
-    assert (
-        config.attention_window == 0
-    )  # it needs the first tokens
+    assert config.attention_window == 0  # it needs the first tokens
     assert isinstance(EagleConfig(adapter="untrained:0").build(lm).adapter, EagleHead)
     chain = EagleConfig(adapter=str(folder), steps=4, threshold=0).build(lm)
     assert isinstance(chain, Kangaroo)
