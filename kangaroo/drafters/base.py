@@ -37,8 +37,8 @@ class Drafter(Protocol):
         taps: target hidden states it wants back, by the number of layers below them.
         max_nodes: the most nodes of a round, the root aside: as many slots are kept for them, and
             for places before the start of a text (`TargetModel.forward_meta`, `below`).
-        supports_prefix_reuse: whether a prompt may come to `prefill` without what it begins with as
-            the row's text before it did, its last two tokens aside, or `copy_prefix` named.
+        supports_prefix_reuse: whether a prompt may come to `prefill` without a beginning that the
+            row's text before it had, too, up to its last two tokens, or that `copy_prefix` named.
         needs_costs: whether it asks the budget also where a text is decoded alone.
     """
 

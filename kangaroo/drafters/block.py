@@ -6,6 +6,7 @@ rank of the table of neighbours.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -71,39 +72,46 @@ class Block(EarlyExit, Chain):
         self.pass_cost, self.draft_cost = self.draft_cost, self.draft_cost / self.steps
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        def run_block(pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor) -> Tensors:
-            """Logits of all places, which do not know yet what the token before them is."""
-            _, f_BND, *deep = self.start(batch, pending_B1, meta, window_BWD)
-            read = meta.narrow(0, self.window + self.steps).to(f_BND.device)
-            places = self.adapter.add_places(f_BND, deep[0] if deep else None, self.steps - 1)
-            states_BND = self.adapter(*places, read, self.cache.at(read))[:, self.window :]
-            logits_MK = self.head(states_BND.flatten(0, 1))
-            return (logits_MK.unflatten(0, states_BND.shape[:2]),)
-
-        def choose_next(logits_BNK: Tensor, meta: ForwardMeta, *others: Tensor) -> DraftToken:
-            """The token of one place; from the second on the one before it moves the logits."""
-            *draws, before_B1 = others
-            logits_BK = logits_BNK[:, step - 1]
-            if step > 1:
-                near_BR = self.neighbours_VR[before_B1[:, 0]]
-                logits_BK = logits_BK + F.linear(near_BR, self.table_KR).to(logits_BK)
-            return self.draw(batch, step, logits_BK, *draws)
-
         self.read_prompts()
         meta, draws = self.pin_round(batch, meta)
-        before_B1, drafted = batch.last(1), list[DraftToken]()
-        pending = before_B1, meta, self.shallow_BWD
-        (logits_BNK,) = self.replay(batch, ("block",), run_block, *pending)
-        has_graphs = self.lm.acceleration.graphs is not None
+        pending = batch.last(1), meta, self.shallow_BWD
+        (logits_BNK,) = self.replay(batch, ("block",), partial(self.run_block, batch), *pending)
+        tokens = self.choices(batch, logits_BNK, meta, draws)
+        # with graphs the host reads none before the last is chosen
+        yield from list(tokens) if self.lm.acceleration.graphs else tokens
+
+    def run_block(
+        self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
+    ) -> Tensors:
+        """Logits of all places, which do not know yet what the token before them is."""
+        _, f_BND, *deep = self.start(batch, pending_B1, meta, window_BWD)
+        f_BND, deep_BND = self.adapter.add_places(f_BND, deep[0] if deep else None, self.steps - 1)
+        read = meta.narrow(0, self.window + self.steps).to(f_BND.device)
+        states_BND = self.adapter(f_BND, deep_BND, read, self.cache.at(read))[:, self.window :]
+        logits_MK = self.head(states_BND.flatten(0, 1))
+        return (logits_MK.unflatten(0, states_BND.shape[:2]),)
+
+    def choices(
+        self, batch: Batch, logits_BNK: Tensor, meta: ForwardMeta, draws: Tensors
+    ) -> Iterator[DraftToken]:
+        """The draft's tokens, each by the one before it."""
+        before_B1 = batch.last(1)
         for step in range(1, self.steps + 1):
-            key, others = ("place", step, batch.sampling.kind), (*draws, before_B1)
-            token = DraftToken(*self.replay(batch, key, choose_next, logits_BNK, meta, *others))
+            key, work = ("place", step, batch.sampling.kind), partial(self.place, batch, step)
+            token = DraftToken(*self.replay(batch, key, work, logits_BNK, meta, *draws, before_B1))
             before_B1 = token.id_B1
-            if has_graphs:  # then the host reads none before the last is chosen
-                drafted.append(token)
-            else:
-                yield token
-        yield from drafted
+            yield token
+
+    def place(
+        self, batch: Batch, step: int, logits_BNK: Tensor, meta: ForwardMeta, *others: Tensor
+    ) -> DraftToken:
+        """The token of one place; from the second on the one before it moves the logits."""
+        *draws, before_B1 = others
+        logits_BK = logits_BNK[:, step - 1]
+        if step > 1:
+            near_BR = self.neighbours_VR[before_B1[:, 0]]
+            logits_BK = logits_BK + F.linear(near_BR, self.table_KR).to(logits_BK)
+        return self.draw(batch, step, logits_BK, *draws)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         self.proposed = replace(draft, meta=meta)

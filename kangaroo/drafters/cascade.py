@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kangaroo.drafters.base import Drafter, DrafterConfig
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.tree import Draft, Tree
+from kangaroo.engine.cache import ForwardMeta, Taps
+from kangaroo.engine.tree import Draft, Tree, Verdict
 from kangaroo.models.target import TargetModel
 
 
@@ -54,13 +55,13 @@ class Cascade(Drafter):
         for part in self.parts:
             part.begin(batch)
 
-    def copy_prefix(self, *prefix: int) -> None:
+    def copy_prefix(self, source: int, row: int, count: int) -> None:
         for part in self.parts:
-            part.copy_prefix(*prefix)
+            part.copy_prefix(source, row, count)
 
-    def prefill(self, *chunk: Any) -> None:
+    def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
         for part in self.parts:
-            part.prefill(*chunk)
+            part.prefill(batch, tokens_1T, meta, taps)
 
     def propose(self, batch: Batch) -> Draft:
         first = self.first.propose(batch)
@@ -70,9 +71,9 @@ class Cascade(Drafter):
         second = self.second.propose(batch)
         return second if first.tree.size == 1 else either(found_B, first, second)
 
-    def observe(self, *verified: Any) -> None:
+    def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         for part in self.parts:
-            part.observe(*verified)
+            part.observe(batch, draft, verdict, taps)
 
 
 def either(first_B: Tensor, first: Draft, second: Draft) -> Draft:

@@ -116,15 +116,12 @@ def load(path: str, lm: TargetModel) -> Datastore:
     """A datastore of `lm`'s vocabulary; its arrays stay on the disk until they are read. Errors:
     `DataError` where there is none, or it is of another vocabulary; `CorruptFile`."""
     about, folder = read_about(path), located(path)
-    here = identity(lm)
-    theirs, ours = (
-        f"({of['vocab_size']} tokens, BOS {of['bos_token_id']})"
-        for of in ({name: about.get(name) for name in here}, here)
-    )
-    if theirs != ours:
+    expected = identity(lm)
+    other = {name: about.get(name) for name in expected}
+    if other != expected:
         raise DataError(
-            f"datastore '{path}' was built for {about.get('target')} {theirs}; this target is "
-            f"{lm.name} {ours}. Build one for it: "
+            f"datastore '{path}' was built for {about.get('target')} ({_words(other)}); this "
+            f"target is {lm.name} ({_words(expected)}). Build one for it: "
             f"{command_line('prepare datastore', **options_of(lm.name))}"
         )
     try:
@@ -133,9 +130,9 @@ def load(path: str, lm: TargetModel) -> Datastore:
         suffixes_L = np.asarray(np.load(folder / SUFFIXES, mmap_mode="r"))
     except (OSError, ValueError, EOFError) as error:
         raise _unreadable(path, error) from error
-    counts = len(tokens_L), len(suffixes_L), about.get("tokens")
-    if len(set(counts)) > 1:
-        raise _unreadable(path, "{} tokens and {} suffixes, not {}".format(*counts))
+    if not len(tokens_L) == len(suffixes_L) == about.get("tokens"):
+        counts = f"{len(tokens_L)} tokens and {len(suffixes_L)} suffixes"
+        raise _unreadable(path, f"{counts}, not {about.get('tokens')}")
     return Datastore(tokens_L, suffixes_L, lm.config.vocab_size, about)
 
 
@@ -158,6 +155,10 @@ def read_about(path: str) -> dict[str, Any]:
 def identity(lm: TargetModel) -> dict[str, Any]:
     """What tells vocabularies apart, as far as a model without its tokenizer knows it."""
     return {"vocab_size": lm.config.vocab_size, "bos_token_id": lm.config.bos_token_id}
+
+
+def _words(identity: dict[str, Any]) -> str:
+    return f"{identity['vocab_size']} tokens, BOS {identity['bos_token_id']}"
 
 
 def _unreadable(path: str, error: Exception | str) -> CorruptFile:

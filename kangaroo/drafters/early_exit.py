@@ -64,7 +64,7 @@ class EarlyExit:
         self.prompts.clear()
         if batch.budget.drafting is not None and (self.needs_costs or batch.size > 1):
             self.draft_cost = batch.budget.drafting(self)
-        size, device, hidden = batch.size, self.deep_BSD.device, self.lm.config.hidden_size
+        size, device, hidden = batch.size, self.adapter.home(self.lm), self.lm.config.hidden_size
         if self.made_for != batch.cache.serial:  # the engine keeps a cache that is large enough
             self.cache = self.lm.new_cache(0, 0, [])  # the new one may need the old one's memory
             self.cache = self.lm.new_cache(size, batch.n_slots, [device] * self.adapter.depth)
@@ -72,7 +72,8 @@ class EarlyExit:
             if self.reads_deep:
                 self.deep_BSD = self.deep_BSD.new_zeros(size, batch.n_slots, hidden)
         # shallow states of the tokens before the pending one
-        self.shallow_BWD = self.deep_BSD.new_zeros(size, self.window, hidden)
+        shape = size, self.window, hidden
+        self.shallow_BWD = torch.zeros(shape, dtype=self.lm.dtype, device=device)
 
     def copy_prefix(self, source: int, row: int, count: int) -> None:
         """Copy the layer's keys; those of a prompt that waits are written first."""

@@ -121,17 +121,7 @@ class Hybrid(Kangaroo):
         self.take_costs(batch.budget, batch.active, shared_states=False)
         active = [row for row, done in enumerate(batch.done) if not done]
         sources = {row: self.asked(batch, row) for row in active}
-        growing = [row for row in sources if self.pays(sources[row])]
-        # a chain for each of these rows, as long as that pays
-        meta = chain_meta(self.lm, batch, self.window, self.steps) if growing else None
-        for token in self.tokens(batch, meta) if meta else ():
-            choices = token.reading.tolist()  # one sync
-            for row in growing:
-                sources[row].chain.add([(int(token), chance) for token, chance in choices[row]])
-            growing = [row for row in growing if self.pays(sources[row])]
-            if not growing:
-                break
-        self.hidden = []  # verification begins at the embeddings
+        self._draft_chains(batch, sources)
         trees: list[tuple[list[int], list[int]]] = [([], [])] * batch.size
         for row, of_row in sources.items():
             trees[row] = best_tree(self.costs, of_row, self.nodes)
@@ -140,6 +130,21 @@ class Hybrid(Kangaroo):
     def asked(self, batch: Batch, row: int) -> Sources:
         """What is said of a row in a new round, but for the chain, up to where its text ends."""
         return self.rows.of(row, batch.texts[row]).next_round(batch, row, self.nodes)
+
+    def _draft_chains(self, batch: Batch, sources: dict[int, Sources]) -> None:
+        """Add to each row's sources a chain, as long as that pays."""
+        growing = [row for row in sources if self.pays(sources[row])]
+        if not growing:
+            return
+        meta = chain_meta(self.lm, batch, self.window, self.steps)
+        for token in self.tokens(batch, meta):
+            choices = token.reading.tolist()  # one sync
+            for row in growing:
+                sources[row].chain.add([(int(token), chance) for token, chance in choices[row]])
+            growing = [row for row in growing if self.pays(sources[row])]
+            if not growing:
+                break
+        self.hidden = []  # verification begins at the embeddings
 
     def pays(self, sources: Sources) -> bool:
         """Whether a further token of the chain may be expected to pay."""

@@ -24,7 +24,8 @@ from kangaroo.utils.ranges import NotNegative
 @dataclass
 class EagleHeadConfig(base.HeadConfig):
     """How it is taught, besides the loss on tokens of weight 1: `regression` weighs the smooth L1
-    distance to the target's final states, averaged over their numbers; in the paper 0.1 and 1."""
+    distance to the target's final states, averaged over their numbers. The paper gives the loss on
+    tokens a weight of 0.1 and this one 1."""
 
     regression: NotNegative = 10.0
 
