@@ -220,31 +220,26 @@ template <class T> void by_vectors(const Matrix<Number<T>>& x, const Block<T>& b
     times_group<T, Prefetch::none>(x, m, std::min(size, rows - m), block, out + m * LANES);
 }
 
-// The sums of numbers k to `last` for one or two blocks and one group of sixteen tokens from m on, or two.
-template <class T, int count, int groups>
-void part_by_tiles(const Input<T>& in, i64 m, i64 k, i64 last, const Block<T>* block, Floats* sums) {
-  const T* weights[count];
-  const char* next[count];
-  for (int b = 0; b < count; b++) {
-    weights[b] = block[b].w->row(block[b].n);
-    next[b] = m ? nullptr : (const char*)block[b].next;
-  }
-  i64 width = in.x.width;
-  const Words* tokens = in.tiles + m / LANES * (width / 2);
-  times_tiles<count, groups>(tokens, k, last, width, weights, next, sums + m * count);
-}
-
-// The same for one or two blocks by tiles, out[block][m][j]. Where there are many tokens, rows are multiplied
-// in parts, so that a part of a block stays in the first-level cache for all tokens.
+// Products of one or two blocks by tiles, out[block][m][j]. Where there are many tokens, rows are multiplied in
+// parts, so that a part of a block stays in the first-level cache for all tokens; and what comes next is fetched
+// evenly over all of them, since memory gives a line at a time.
 //   sums: room for [groups, blocks, 16, 16]
 template <class T, int count>
 void by_tiles(const Input<T>& in, const Block<T>* block, Floats* sums, float* out) {
   i64 width = in.x.width, rows = in.x.rows, parts = rows > 2 * LANES ? (width + PART - 1) / PART : 1;
-  i64 part = ((width + parts - 1) / parts + 31) / 32 * 32;
+  i64 part = ((width + parts - 1) / parts + 31) / 32 * 32, pairs = (rows + 2 * LANES - 1) / (2 * LANES);
+  const T* weights[count];
+  Ahead ahead[count];
+  for (int b = 0; b < count; b++) {
+    weights[b] = block[b].w->row(block[b].n);
+    ahead[b] = {(const char*)block[b].next, block[b].next ? width / 2 : 0, (LANES + pairs - 1) / pairs};
+  }
+  auto tokens = [&](i64 m) { return in.tiles + m / LANES * (width / 2); };
   for (i64 k = 0; k < width; k += part) {
     i64 m = 0, last = std::min(k + part, width);
-    for (; m + LANES < rows; m += 2 * LANES) part_by_tiles<T, count, 2>(in, m, k, last, block, sums);
-    if (m < rows) part_by_tiles<T, count, 1>(in, m, k, last, block, sums);
+    for (; m + LANES < rows; m += 2 * LANES)
+      times_tiles<count, 2>(tokens(m), k, last, width, weights, ahead, sums + m * count);
+    if (m < rows) times_tiles<count, 1>(tokens(m), k, last, width, weights, ahead, sums + m * count);
   }
   for (i64 m = 0; m < rows; m += LANES) {
     i64 pair = m / (2 * LANES) * 2 * LANES, groups = pair + LANES < rows ? 2 : 1;

@@ -15,6 +15,15 @@
 
 namespace {
 
+// Memory that is fetched a few lines at a time, into the cache of this level, 3 being the first.
+struct Ahead {
+  const char* at;
+  i64 left, at_a_time;  // lines
+  template <int close = 2> void fetch() {
+    for (i64 i = 0; i < at_a_time && left > 0; i++, left--, at += 64) __builtin_prefetch(at, 0, close);
+  }
+};
+
 #ifdef TILES
 
 struct alignas(64) TileConfig {
@@ -58,21 +67,17 @@ struct TileUse {
 };
 
 // Products of `blocks` times sixteen rows of weights with `groups` times sixteen tokens, one or two each, for
-// numbers `first` to `last` of both; meanwhile what lies at `next` is fetched, if anything, for each block.
+// numbers `first` to `last` of both.
 //   tokens: sixteen of a group side by side, a word being two numbers; a group after the other.
 //   width: of a row of weights, and of a token.
+//   ahead: for each block, what is fetched meanwhile.
 //   out: [blocks][groups][16 rows][16 tokens]; added to, unless `first` is 0.
 template <int blocks, int groups>
-void times_tiles(const Words* tokens, i64 first, i64 last, i64 width, const bf16* const* weights,
-                 const char* const* next, Floats* out) {
+void times_tiles(const Words* tokens, i64 first, i64 last, i64 width, const bf16* const* weights, Ahead* ahead,
+                 Floats* out) {
+  constexpr int close = groups > 1 ? 2 : 3;  // for two groups the first-level cache is full with what is in use
   const i64 stride = width * sizeof(bf16);
   const Words* more = tokens + width / 2;
-  auto fetch = [&](int b, i64 k) {
-    if (!next[b]) return;
-    const char* at = next[b] + k * LANES * sizeof(bf16);
-    // for two groups the first-level cache is full with what is in use
-    for (int i = 0; i < 16; i++, at += 64) __builtin_prefetch(at, 0, groups > 1 ? 2 : 3);
-  };
   all_written();
   if (first) {
     _tile_loadd(0, out, 64);
@@ -90,12 +95,12 @@ void times_tiles(const Words* tokens, i64 first, i64 last, i64 width, const bf16
       _tile_loadd(7, more + k / 2, 64);
       _tile_dpbf16ps(1, 4, 7);
     }
-    fetch(0, k);
+    ahead[0].fetch<close>();
     if (blocks > 1) {
       _tile_loadd(5, weights[1] + k, stride);
       _tile_dpbf16ps(2, 5, 6);
       if (groups > 1) _tile_dpbf16ps(3, 5, 7);
-      fetch(1, k);
+      ahead[1].fetch<close>();
     }
   }
   _tile_stored(0, out, 64);
@@ -183,7 +188,7 @@ struct TileUse {
 };
 template <class T> bool has_tiles() { return false; }
 template <int, int>
-void times_tiles(const Words*, i64, i64, i64, const bf16* const*, const char* const*, Floats*) {}
+void times_tiles(const Words*, i64, i64, i64, const bf16* const*, Ahead*, Floats*) {}
 void scores_by_keys(const bf16*, i64, const Words*, i64, float*) {}
 void scores_by_tiles(const bf16*, i64, const std::uint32_t*, float*) {}
 void values_by_tiles(const bf16*, const std::uint32_t*, i64, float*) {}
@@ -192,7 +197,7 @@ void values_by_tiles(const bf16*, const std::uint32_t*, i64, float*) {}
 
 // Other numbers have none.
 template <int, int>
-void times_tiles(const Words*, i64, i64, i64, const float* const*, const char* const*, Floats*) {}
+void times_tiles(const Words*, i64, i64, i64, const float* const*, Ahead*, Floats*) {}
 void scores_by_keys(const float*, i64, const Words*, i64, float*) {}
 void scores_by_tiles(const float*, i64, const std::uint32_t*, float*) {}
 void values_by_tiles(const float*, const std::uint32_t*, i64, float*) {}

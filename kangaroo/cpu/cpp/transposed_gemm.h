@@ -8,6 +8,7 @@
 #pragma once
 
 #include "numbers.h"
+#include "tiles.h"
 
 namespace {
 
@@ -23,15 +24,6 @@ inline Floats dot_pairs(Floats sum, Words, Words) { return sum; }  // not called
 
 constexpr i64 MANY = 64;         // tokens for which it pays to turn the rows
 constexpr int TURNED_GROUP = 8;  // tokens that share one reading of two registers of rows
-
-// Memory that is fetched a few lines at a time.
-struct Ahead {
-  const char* at;
-  i64 left, at_a_time;  // lines
-  void fetch() {
-    for (i64 i = 0; i < at_a_time && left > 0; i++, left--, at += 64) __builtin_prefetch(at, 0, 2);
-  }
-};
 
 // Sixteen rows with their pairs side by side: to[place][step][row], pair `16 * step + place` of each.
 template <class Row> void turn_rows(Row row, i64 width, Words* to) {
