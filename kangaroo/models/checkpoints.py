@@ -120,7 +120,7 @@ def _failure(
         return kind(
             f"'{source}' is quantized ({method}), and transformers cannot load it here: {reason}. "
             "Install what it asks for, or pass the checkpoint that it was made from, with "
-            "model.quantization=int8 or int4."
+            "model.quantization=int8, int4 or nf4."
         )
     if isinstance(error, OSError) and os.path.isdir(source):
         return errors.ModelNotFound(

@@ -21,7 +21,7 @@ from kangaroo.models import random_models
 from kangaroo.models.checkpoints import check_placed, read_checkpoint, read_tokenizer
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
 from kangaroo.models.prompts import chat_template, turn_end
-from kangaroo.models.quantizing import Quantization, bits_of, check_torchao, quantize
+from kangaroo.models.quantizing import Quantization, bits_of, check_package, quantize
 from kangaroo.models.random_models import RANDOM, TINY, byte_tokenizer, random_model, shape_of
 from kangaroo.models.supported import eos_ids
 from kangaroo.models.target import TargetModel
@@ -60,8 +60,8 @@ class ModelConfig:
         device_map: `auto` spreads the layers over all GPUs, whatever `device` says; `sequential`
             fills one GPU before the next; None uses one device.
         chat_template: name of a template in `models/templates`; None uses the tokenizer's own.
-        quantization: keep the weights of the layers in int8 or int4 (torchao); None leaves a
-            checkpoint as it is, which may be quantized already.
+        quantization: keep the weights of the layers in int8, int4 (torchao) or nf4 (bitsandbytes);
+            None leaves a checkpoint as it is, which may be quantized already.
         eos_token: ends a text as well as those that the checkpoint names, such as `<|im_end|>`.
         compiled: decode in code made for this machine (`TargetModel.compile_for_decoding`).
     """
@@ -130,7 +130,7 @@ def load(
     `UnsupportedModel`, `ModelTooLarge`, `MissingPackage`; `ConfigError` for a template or an
     `eos_token` that is not there."""
     if config.quantization is not None:
-        check_torchao(config.quantization)
+        check_package(config.quantization)
     template = None if config.chat_template is None else chat_template(config.chat_template)
     device = config.device
     if device == "auto":

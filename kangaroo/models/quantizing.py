@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kangaroo.models.layer_weights import FORMATS, has_experts, packed_linears
@@ -17,17 +18,27 @@ GROUP = 32  # numbers of an int4 weight that share a scale
 
 class Quantization(Enum):
     """How a layer's weights lie in memory: `int8` with a scale for each output, `int4` with one for
-    each `GROUP` numbers (on a CPU torchao keeps these in a byte each)."""
+    each `GROUP` numbers (on a CPU torchao keeps these in a byte each), and bitsandbytes' `nf4`,
+    whose 16 values are those of a normal distribution (QLoRA, arXiv 2305.14314)."""
 
     int8 = "int8"
     int4 = "int4"
+    nf4 = "nf4"
+
+    @property
+    def package(self) -> str:
+        return "bitsandbytes" if self is Quantization.nf4 else "torchao"
+
+    @property
+    def bits(self) -> int:
+        return 8 if self is Quantization.int8 else 4
 
 
-def check_torchao(quantization: Quantization) -> None:
-    """Raise `MissingPackage` where torchao is not installed."""
-    if find_spec("torchao") is None:
+def check_package(quantization: Quantization) -> None:
+    """Raise `MissingPackage` where what quantizes is not installed."""
+    if find_spec(quantization.package) is None:
         raise MissingPackage(
-            f"model.quantization={quantization.value} needs the package torchao: "
+            f"model.quantization={quantization.value} needs the package {quantization.package}: "
             f"{install('quantized')}. Or pass model.path= a checkpoint that is quantized already."
         )
 
@@ -37,9 +48,7 @@ def quantize(
 ) -> None:
     """Quantize the weights of a model's layers in place, one layer after another, on `device`,
     where all else then goes too; None leaves each where it lies. Errors: `ConfigError` for a model
-    that is quantized already; `UnsupportedModel` for experts, which torchao leaves alone."""
-    from torchao import quantization as ao  # of the extra `quantized`
-
+    that is quantized already; `UnsupportedModel` for experts, which are no linear layers."""
     if packed_linears(model):
         method = method_of(model.config).get("quant_method", "format not named")
         raise ConfigError(
@@ -54,16 +63,37 @@ def quantize(
         )
     for layer in model.model.layers:
         layer = layer if device is None else layer.to(device)
-        weight = next(layer.parameters())
-        if quantization is Quantization.int8:
-            how = ao.Int8WeightOnlyConfig()
-        elif weight.is_cuda and weight.dtype is torch.bfloat16:  # torch has a kernel for that
-            how = ao.Int4WeightOnlyConfig(GROUP, int4_packing_format="tile_packed_to_4d")
+        if quantization is Quantization.nf4:
+            _to_nf4(layer)
         else:
-            how = ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(GROUP))  # type: ignore[attr-defined]
-        ao.quantize_(layer, how)
+            _to_integers(layer, quantization)
     if device is not None:
         model.to(device)  # type: ignore[arg-type]
+
+
+def _to_integers(layer: nn.Module, quantization: Quantization) -> None:
+    from torchao import quantization as ao  # of the extra `quantized`
+
+    weight = next(layer.parameters())
+    if quantization is Quantization.int8:
+        how = ao.Int8WeightOnlyConfig()
+    elif weight.is_cuda and weight.dtype is torch.bfloat16:  # torch has a kernel for that
+        how = ao.Int4WeightOnlyConfig(GROUP, int4_packing_format="tile_packed_to_4d")
+    else:
+        how = ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(GROUP))  # type: ignore[attr-defined]
+    ao.quantize_(layer, how)
+
+
+def _to_nf4(layer: nn.Module) -> None:
+    from bitsandbytes import nn as bnb  # of the extra `quantized`
+
+    linears = [(name, part) for name, part in layer.named_modules() if isinstance(part, nn.Linear)]
+    for name, linear in linears:
+        weight, sizes = linear.weight, (linear.in_features, linear.out_features)
+        packed = bnb.Linear4bit(*sizes, bias=False, compute_dtype=weight.dtype, device="meta")
+        packed.weight = bnb.Params4bit(weight.data, requires_grad=False, quant_type="nf4")
+        packed.bias = linear.bias
+        layer.set_submodule(name, packed.to(weight.device))
 
 
 def check_head(model: PreTrainedModel) -> None:
@@ -71,11 +101,28 @@ def check_head(model: PreTrainedModel) -> None:
     head: Any = model.lm_head
     weight = getattr(head, "weight", None)
     name = model.config.name_or_path or model.config.model_type
-    if weight is None or weight.dtype not in FORMATS or type(weight) is not torch.nn.Parameter:
+    if weight is None or weight.dtype not in FORMATS or type(weight) is not nn.Parameter:
         raise UnsupportedModel(
             f"the LM head of '{name}' is quantized, and drafters read rows of it. Pass model.path= "
             "a checkpoint that leaves lm_head as it is, as most do."
         )
+
+
+def check_linears(model: PreTrainedModel) -> None:
+    """See to it that a token's products do not depend on those beside it, in bitsandbytes' layers.
+    Errors: `UnsupportedModel` where they would."""
+    linear: Any
+    for linear in packed_linears(model).values():
+        if hasattr(linear, "support_avx512bf16_for_cpu"):
+            # else the first pass on a CPU makes the weights ones that are multiplied in bfloat16
+            linear.support_avx512bf16_for_cpu = False
+        if getattr(getattr(linear, "state", None), "threshold", 0):
+            raise UnsupportedModel(
+                f"'{model.config.name_or_path}' is quantized by LLM.int8, which looks for outliers "
+                "in all tokens of a pass together: verified drafts would not be what the model "
+                "writes alone. Quantize it with llm_int8_threshold=0, or pass the checkpoint that "
+                "it was made from with model.quantization=int8."
+            )
 
 
 def method_of(config: PretrainedConfig) -> dict[str, Any]:
@@ -87,7 +134,7 @@ def method_of(config: PretrainedConfig) -> dict[str, Any]:
 def bits_of(config: PretrainedConfig, quantization: Quantization | None) -> int | None:
     """How many bits a number of the layers' weights takes; None where they are not quantized."""
     if quantization is not None:
-        return int(quantization.value.removeprefix("int"))
+        return quantization.bits
     if not (fields := method_of(config)):
         return None
     return fields.get("bits") or (4 if fields.get("load_in_4bit") else 8)

@@ -27,7 +27,7 @@ from kangaroo.engine.cache import ForwardMeta, KVCache, Taps, occupied, power_of
 from kangaroo.engine.tree import Tree
 from kangaroo.models import layer_weights as weights_of
 from kangaroo.models.attention import ATTENTION, attention, has_flash
-from kangaroo.models.quantizing import check_head
+from kangaroo.models.quantizing import check_head, check_linears
 from kangaroo.models.supported import FULL, WINDOWED, check_supported, eos_ids, ropes, window_of
 from kangaroo.utils.errors import ConfigError
 
@@ -45,6 +45,7 @@ class TargetModel(nn.Module):
         super().__init__()
         check_supported(hf.config)
         check_head(hf)
+        check_linears(hf)
         hf.set_attn_implementation(ATTENTION)
         self.hf = hf.eval().requires_grad_(False)
         self.config = hf.config

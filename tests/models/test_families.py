@@ -14,7 +14,13 @@ from cases import CHUNK, DRAFTERS, HOW, NEW_TOKENS, PROMPTS, Case, samplings
 from helpers import BY_MODULES, EXIT, adapter_for, random_prompts, tiny, tiny_model, vanilla_texts
 from torch import nn
 from training_cases import config, recipe, samples, train
-from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Gemma3TextConfig,
+    MistralConfig,
+    Qwen2Config,
+)
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
@@ -73,8 +79,8 @@ def packed(architecture: str = "qwen2") -> TargetModel:
     return TargetModel(hf.requires_grad_(False))
 
 
-def by_torchao(how: Quantization) -> TargetModel:
-    pytest.importorskip("torchao")
+def quantized(how: Quantization) -> TargetModel:
+    pytest.importorskip(how.package)
     hf = tiny_model("qwen2")
     quantize(hf, how, "cpu")
     return TargetModel(hf)
@@ -83,8 +89,7 @@ def by_torchao(how: Quantization) -> TargetModel:
 FAMILIES = {name: partial(tiny, kind, **fields) for name, (kind, fields) in BY_MODULES.items()}
 QUANTIZED = {
     "packed": packed,
-    "int8": lambda: by_torchao(Quantization.int8),
-    "int4": lambda: by_torchao(Quantization.int4),
+    **{how.value: partial(quantized, how) for how in Quantization},
 }
 of_families = pytest.mark.parametrize("name", FAMILIES)
 of_quantized = pytest.mark.parametrize("name", QUANTIZED)
@@ -233,13 +238,14 @@ def test_what_reads_plain_weights_leaves_a_quantized_model_alone(name):
     assert not is_plain(lm.hf) and is_plain(plain.hf)
     assert lm.compile_for_decoding().fast_layers is None
     assert lm.fingerprint == QUANTIZED[name]().fingerprint != plain.fingerprint
-    assert can_record(lm.hf) == (name != "packed")
+    assert can_record(lm.hf) == (name in ("int8", "int4"))
     assert footprint(lm, []).bytes < footprint(plain, []).bytes
-    assert 0.2 < weights(*lm.layers) / weights(*plain.layers) < 0.5  # int8, float32 scales, norms
+    assert (
+        0.1 < weights(*lm.layers) / weights(*plain.layers) < 0.5
+    )  # of float32; with scales, norms
     with pytest.raises(ConfigError, match="draft model: its weights are quantized"):
         draft_model(lm, adapter_for(lm))
     with pytest.raises(ConfigError, match="is quantized already"):
-        pytest.importorskip("torchao")
         quantize(lm.hf, Quantization.int8, "cpu")
 
 
@@ -250,16 +256,38 @@ def test_a_quantized_head_is_refused_by_name():
         TargetModel(hf)
 
 
-def test_a_package_that_is_missing_is_named_with_the_extra(monkeypatch):
+@pytest.mark.parametrize("four_bits", [True, False])
+def test_a_checkpoint_by_bitsandbytes_gives_each_token_the_same_whatever_is_beside_it(
+    tmp_path, four_bits
+):
+    pytest.importorskip("bitsandbytes")
+    how = BitsAndBytesConfig(load_in_4bit=four_bits, load_in_8bit=not four_bits)
+    random_model("llama", deep_scale=0.15).save_pretrained(tmp_path / "plain")
+    options = {"quantization_config": how, "device_map": "cpu", "dtype": torch.float32}
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options)
+    hf.save_pretrained(tmp_path / "packed")
+    byte_tokenizer().save_pretrained(tmp_path / "packed")
+    config = ModelConfig("m", str(tmp_path / "packed"), dtype=Dtype.float32, device="cpu")
+    if not four_bits:
+        with pytest.raises(UnsupportedModel, match=r"LLM.int8.*llm_int8_threshold=0"):
+            load_target(config)
+        return
+    lm, _ = load_target(config)
+    assert not any(x.support_avx512bf16_for_cpu for x in packed_linears(lm.hf).values())
+    check_texts(lm, HOW[0], QUANTIZED_BY[:2], 2)
+
+
+@pytest.mark.parametrize("how", Quantization)
+def test_a_package_that_is_missing_is_named_with_the_extra(monkeypatch, how):
     monkeypatch.setattr(quantizing, "find_spec", lambda name: None)
-    config = ModelConfig("tiny", TINY, device="cpu", quantization=Quantization.int8)
-    with pytest.raises(MissingPackage, match=r"quantization=int8 needs .*torchao.*\[quantized\]"):
+    config = ModelConfig("tiny", TINY, device="cpu", quantization=how)
+    with pytest.raises(MissingPackage, match=rf"={how.value} needs .*{how.package}.*\[quantized\]"):
         load(config)
 
 
 @pytest.mark.parametrize("how", Quantization)
 def test_a_checkpoint_and_a_random_model_load_quantized(tmp_path, how):
-    pytest.importorskip("torchao")
+    pytest.importorskip(how.package)
     random_model("llama", deep_scale=0.15).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     options = {"dtype": Dtype.float32, "device": "cpu", "quantization": how}
@@ -270,7 +298,6 @@ def test_a_checkpoint_and_a_random_model_load_quantized(tmp_path, how):
 
 
 def test_experts_are_not_quantized_here():
-    pytest.importorskip("torchao")
     with pytest.raises(UnsupportedModel, match="mixtral model are experts'"):
         quantize(tiny_model("mixtral"), Quantization.int8, None)
 
@@ -288,5 +315,5 @@ def test_the_estimate_knows_what_a_quantized_checkpoint_takes(tmp_path):
         lm = meta_model(ModelConfig("m", str(tmp_path)))
         layers = sum(p.numel() for p in lm.layers.parameters())
         assert target_bytes(whole) - target_bytes(lm) == layers * (16 - bits) // 8
-    lm = meta_model(ModelConfig("m", TINY, quantization=Quantization.int8))
-    assert lm.weight_bits == 8
+    for how, bits in zip(Quantization, (8, 4, 4), strict=True):
+        assert meta_model(ModelConfig("m", TINY, quantization=how)).weight_bits == bits
