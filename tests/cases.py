@@ -58,6 +58,7 @@ from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.export import draft_model
 from kangaroo.heads.medusa_heads import MedusaHeads
+from kangaroo.heads.text_head import TextHead
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import AUTO
 
@@ -119,6 +120,11 @@ def block_of_few(case: Case) -> Block:
     return Block(case.lm, head, 5, 0.1, head.draft_heads(case.lm, vocabulary_K)[0])
 
 
+def of_text(lm: TargetModel) -> TextHead:
+    """Every eighth token, and some of those of the text."""
+    return TextHead(lm, torch.arange(0, 64, 8), room=20)
+
+
 def datastore_of(case: Case) -> Datastore:
     """Some texts whole, others half, and rubbish: right here, wrong there, nothing elsewhere."""
     halves = [text[: len(text) // 2] + text[::2] for text in case.texts[1::2]]
@@ -126,7 +132,7 @@ def datastore_of(case: Case) -> Datastore:
 
 
 def hybrid(
-    lm: TargetModel, adapter: Adapter, steps: int, nodes: int, cost: float, **sources: int
+    lm: TargetModel, adapter: Adapter, steps: int, nodes: int, cost: float, **sources: Any
 ) -> Hybrid:
     costs = Costs([1 + cost * node for node in range(nodes + 1)], cost, 1.0)
     return Hybrid(lm, adapter, steps, costs=costs, nodes=nodes, **sources)
@@ -147,6 +153,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "kangaroo-vocabulary": lambda case: Kangaroo(
         case.lm, case.adapter, 4, 0, DraftHead(case.lm, None, torch.arange(0, 64, 2))
     ),
+    "kangaroo-text-vocabulary": lambda case: Kangaroo(
+        case.lm, case.adapter, 4, 0, of_text(case.lm)
+    ),
     "kangaroo-layer": lambda case: kangaroo(case.lm, feed_forward=True),
     "kangaroo-mlp": lambda case: kangaroo(case.lm, attention=False, feed_forward=True),
     "kangaroo-own-head": lambda case: kangaroo(case.lm, own_head=True),
@@ -158,6 +167,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "kangaroo-stops-early": lambda case: Kangaroo(case.lm, case.adapter, steps=6, threshold=0.6),
     "kangaroo-tree": lambda case: KangarooTree(
         case.lm, case.adapter, steps=3, threshold=0, top_k=3, nodes=8
+    ),
+    "kangaroo-tree-text-vocabulary": lambda case: KangarooTree(
+        case.lm, case.adapter, 3, 0.05, of_text(case.lm), 3, 9
     ),
     "kangaroo-tree-stops": lambda case: KangarooTree(case.lm, case.adapter, 4, 0.3, None, 4, 2),
     "kangaroo-tree-least": lambda case: KangarooTree(case.lm, case.adapter, 3, 0, None, 4, 9, 0.02),
@@ -184,6 +196,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
         Sometimes(case.texts), DraftModel(case.lm, draft_lm(case), steps=3)
     ),
     "hybrid-tree": lambda case: hybrid(case.lm, case.adapter, 4, 7, 0.001),
+    "hybrid-tree-text-vocabulary": lambda case: hybrid(
+        case.lm, case.adapter, 4, 7, 0.001, head=of_text(case.lm)
+    ),
     "hybrid-tree-stops": lambda case: hybrid(case.lm, case.adapter, 4, 15, 0.08),
     "hybrid-tree-fused": lambda case: hybrid(
         case.lm, adapter_for(case.lm, architecture=AdapterHeadConfig(fused=True)), 4, 5, 0

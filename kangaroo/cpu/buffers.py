@@ -86,6 +86,7 @@ class DraftBuffers:
             cos=self.rope[0].data_ptr(),
             sin=self.rope[1].data_ptr(),
         )
+        self.drafting = drafting
         self.pointers = byref(target), drafting and byref(drafting), byref(rows)
         assert lm.acceleration.library is not None
         call = partial(native.function, lm.acceleration.library, dtype=lm.dtype)

@@ -94,16 +94,27 @@ class LayerDrafting(NativeDrafting):
 
     def layer(self) -> Structure:
         drafter, adapter = self.drafter, self.drafter.adapter
-        layer, head, inputs = adapter.native_layer, drafter.head.native, adapter.native_inputs()
-        assert layer is not None and head is not None and inputs is not None
+        layer, inputs = adapter.native_layer, adapter.native_inputs()
+        assert layer is not None and inputs is not None
         return native.NativeDrafting(
             stack=layer.native(drafter.cache, range(adapter.depth)),
             norm=native.pointer(weight(adapter.norm)),
-            head=head.native(ids_N=drafter.head.vocabulary_K),
+            head=self.head(),
             deep=native.pointer(drafter.deep_BSD),
             deep_tap=drafter.deep_tap or 0,
             **inputs,
         )
+
+    def head(self) -> Structure:
+        """The head that drafts, with its draft vocabulary."""
+        head = self.drafter.head
+        return head.native.native(ids_N=head.vocabulary_K)
+
+    def catch_up(self, buffers: DraftBuffers, batch: Batch) -> None:
+        """That of the drafter, in native code too."""
+        if self.drafter.catch_up(batch):
+            assert buffers.drafting is not None
+            buffers.drafting.head = self.head()
 
 
 class ChainDrafting(LayerDrafting):
@@ -113,7 +124,7 @@ class ChainDrafting(LayerDrafting):
         drafter = self.drafter
         if (limits := limits_of(drafter, batch, rows)) is None:
             return
-        drafter.read_prompts()
+        self.catch_up(buffers, batch)
         match drafter:
             case Block():
                 parts = drafter.adapter.places, drafter.neighbours_VR, drafter.table_KR
@@ -139,7 +150,7 @@ class HybridDrafting(LayerDrafting):
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
-        drafter.read_prompts()
+        self.catch_up(buffers, batch)
         drafter.take_costs(batch.budget, len(rows), shared_states=True)
         sources = {row: drafter.asked(batch, row) for row in rows}
         growing = [row for row, source in sources.items() if drafter.pays(source)]

@@ -19,6 +19,7 @@ from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import HeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
+from kangaroo.heads.text_head import TextHead
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch
 from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, CountOrZero, DraftSize, Ranged
@@ -146,11 +147,14 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
         vocabulary: draft from this many of the most frequent tokens alone, so that a draft step
             reads that part of the head (FR-Spec, arXiv 2502.14856); 0 is all, null takes what the
             adapter was saved with.
+        text_vocabulary: draft from up to so many other tokens too, those of the text itself; 0 is
+            none. Not where an adapter has a head of its own, nor in CUDA graphs.
         attention_window: how far the adapter's attention looks back; null is as it was trained.
     """
 
     exit_layer: Count | None = None
     vocabulary: CountOrZero | None = None
+    text_vocabulary: CountOrZero = 512
     attention_window: CountOrZero | None = None
 
     kind: ClassVar[type[Layer]] = Adapter  # what it drafts with
@@ -170,6 +174,9 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
                     "drafter.adapter= one of that exit layer."
                 )
             layer, heads = adapter_files.load(self.adapter, lm, self.kind, self.vocabulary)
+            frequent_K = heads[0].vocabulary_K
+            if self.text_vocabulary and frequent_K is not None and not layer.own_heads():
+                heads = [TextHead(lm, frequent_K, self.text_vocabulary)]
         else:
             begun = self.parts().build(lm, exit_layer, None).start_from(lm)
             assert isinstance(begun, self.kind)

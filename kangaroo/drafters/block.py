@@ -72,7 +72,7 @@ class Block(EarlyExit, Chain):
         self.pass_cost, self.draft_cost = self.draft_cost, self.draft_cost / self.steps
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        self.read_prompts()
+        self.catch_up(batch)
         meta, draws = self.pin_round(batch, meta)
         pending = batch.last(1), meta, self.shallow_BWD
         (logits_BNK,) = self.replay(batch, ("block",), partial(self.run_block, batch), *pending)

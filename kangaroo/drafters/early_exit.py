@@ -98,6 +98,14 @@ class EarlyExit:
         for row in list(self.prompts):
             self._read_prompt(row)
 
+    def catch_up(self, batch: Batch) -> bool:
+        """Write the layer's keys of new prompts, and let the head follow the texts: whether its
+        draft vocabulary is another now."""
+        self.read_prompts()
+        return self.head.follow(
+            [text for text, done in zip(batch.texts, batch.done, strict=True) if not done]
+        )
+
     def _read_prompt(self, row: int) -> None:
         f_1TD, first = self.prompts.pop(row)
         for part_1TD in f_1TD.split(self.lm.prompt_chunk(1), 1):  # such as keys alone need

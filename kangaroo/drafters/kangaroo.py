@@ -42,7 +42,7 @@ class Kangaroo(EarlyExit, Chain):
     hidden: list[Tensor]  # shallow states of the round's nodes
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        self.read_prompts()
+        self.catch_up(batch)
         meta, draws = self.pin_round(batch, meta)
         pending = batch.last(1), meta, self.shallow_BWD
         f_B1D, f_BND, *deep = self.replay(batch, ("root",), partial(self.start, batch), *pending)

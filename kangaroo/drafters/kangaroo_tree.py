@@ -118,7 +118,7 @@ class KangarooTree(EarlyExit):
         if not active.any():
             return Draft.nothing(batch.last(1))
         limits = np.maximum(limits, np.float32(self.threshold))
-        self.read_prompts()
+        self.catch_up(batch)
         meta = chain_meta(self.lm, batch, self.window, steps=0, room=self.max_nodes)
         meta, draws = self.pin_round(batch, meta)
         pending = batch.last(1), meta, self.shallow_BWD, batch.length_B

@@ -4,6 +4,7 @@ Shapes: B rows, N tokens of a block, M tokens, D hidden size (of a head of low r
 draft vocabulary, V vocabulary, R rank of a table, or of a head.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class DraftHead:
     def __init__(
         self, lm: TargetModel, own_head: nn.Module | None = None, vocabulary_K: Tensor | None = None
     ):
+        self.weight_KD: Tensor
         self.device, self.vocab_size = lm.device, lm.config.vocab_size
         self.vocabulary_K = None if vocabulary_K is None else vocabulary_K.to(lm.device)
         self.down_RD: Tensor | None = None  # before it, in a head of low rank
@@ -53,6 +55,10 @@ class DraftHead:
         self.native = lm.acceleration.part("Head", self.weight_KD, down=self.down_RD)
         self.chooses = lm.acceleration.kernels is not None
         return self
+
+    def follow(self, texts: Sequence[list[int]]) -> bool:
+        """Take note of which texts are decoded; whether the draft vocabulary is another now."""
+        return False
 
     def __call__(self, adapted_MD: Tensor) -> Tensor:
         """`[M, K]` logits of adapted states; in float32 from native code."""

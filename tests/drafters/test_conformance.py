@@ -166,7 +166,8 @@ NATIVE_NAMES = """
     draft-model-auto block-auto kangaroo-tree kangaroo-tree-stops kangaroo-tree-least
     kangaroo-tree-of-one block block-stops block-vocabulary layerskip kangaroo-fused
     kangaroo-fused-layer kangaroo-tree-fused hybrid-tree-fused suffix token-recycling-tree
-    cascade-token-recycling-tree
+    cascade-token-recycling-tree kangaroo-text-vocabulary kangaroo-tree-text-vocabulary
+    hybrid-tree-text-vocabulary
 """
 NATIVE = {name: DRAFTERS[name] for name in NATIVE_NAMES.split()} | {
     "cascade of the lookup and a tree": lambda case: Cascade(
@@ -304,9 +305,9 @@ def test_the_drafters_above_are_right_wrong_and_in_between():
     """Otherwise the equalities above would say little."""
     case = case_of("llama-compiled", "sampled")
     in_between = """
-        kangaroo kangaroo-vocabulary kangaroo-stops kangaroo-stops-early kangaroo-auto
-        kangaroo-layer kangaroo-own-head kangaroo-two-layers kangaroo-fused kangaroo-fused-layer
-        kangaroo-fused-two-layers sometimes rest-tree
+        kangaroo kangaroo-vocabulary kangaroo-text-vocabulary kangaroo-stops
+        kangaroo-stops-early kangaroo-auto kangaroo-layer kangaroo-own-head kangaroo-two-layers
+        kangaroo-fused kangaroo-fused-layer kangaroo-fused-two-layers sometimes rest-tree
     """.split()
     names = ("oracle", "adversary", *in_between)
     steps = {name: steps_of(DRAFTERS[name](case), case) for name in names}

@@ -271,7 +271,8 @@ def test_a_draft_vocabulary_is_the_most_frequent_tokens(saved):
 
 
 def test_a_draft_vocabulary_is_all_that_is_drafted_from(lm, saved):
-    drafter = KangarooConfig(adapter=str(saved), threshold=0, vocabulary=3).build(lm)
+    options = {"threshold": 0, "vocabulary": 3, "text_vocabulary": 0}
+    drafter = KangarooConfig(adapter=str(saved), **options).build(lm)
     assert drafter.head.weight_KD.shape == (3, lm.config.hidden_size)
     engine = Engine(lm, drafter)
     for sampling in (Sampling(), Sampling(temperature=1.0)):

@@ -1,0 +1,59 @@
+"""A draft head that follows the texts: what is rare elsewhere comes again where it stood.
+
+Shapes: K draft vocabulary, V vocabulary, D hidden size, R room for the largest draft vocabulary.
+"""
+
+from collections.abc import Sequence
+from itertools import chain, islice
+from operator import is_
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.target import TargetModel
+
+BLOCK = 16  # rows of a matrix that native code multiplies together
+
+
+class TextHead(DraftHead):
+    """Drafts from the frequent tokens, given in ascending order, and from up to `room` others that
+    the texts have: nearly all of what the whole head would bring, for 1% of its rows
+    (docs/methods.md). In CUDA graphs, which are of one size, from the frequent ones alone."""
+
+    def __init__(self, lm: TargetModel, frequent_K: Tensor, room: int):
+        super().__init__(lm, None, frequent_K)
+        self.target_VD, self.frequent = lm.head.weight, frozenset(frequent_K.tolist())
+        self.room, self.texts = room, list[list[int]]()
+        free = -(-room // BLOCK) * BLOCK
+        self.rows_RD = torch.cat(
+            [self.weight_KD, self.weight_KD.new_empty(free, lm.config.hidden_size)]
+        )
+        self.ids_R = torch.cat([frequent_K.to(lm.device), frequent_K.new_empty(free)])
+        self._grow([])
+
+    def accelerate(self, lm: TargetModel) -> Self:
+        if lm.acceleration.graphs is not None:
+            self.room = 0
+        return super().accelerate(lm)
+
+    def follow(self, texts: Sequence[list[int]]) -> bool:
+        if len(texts) == len(self.texts) and all(map(is_, texts, self.texts)):
+            return False
+        self.texts = list(texts)
+        others = dict.fromkeys(token for token in chain(*texts) if token not in self.frequent)
+        self._grow(list(others)[: self.room])
+        return True
+
+    def _grow(self, others: list[int]) -> None:
+        """Draft from these besides; the last block of rows is filled up with any of the rest."""
+        rest = (i for i in range(self.vocab_size) if i not in self.frequent and i not in others)
+        others = [*others, *islice(rest, -len(others) % BLOCK)]
+        first = len(self.frequent)
+        end = first + len(others)
+        self.ids_R[first:end] = torch.tensor(others, dtype=torch.long)
+        self.rows_RD[first:end] = self.target_VD[others]
+        self.vocabulary_K, self.weight_KD = self.ids_R[:end], self.rows_RD[:end]
+        if self.native is not None:
+            self.native.weight_ND = self.weight_KD

@@ -1,0 +1,78 @@
+"""Draft vocabularies that follow the texts.
+
+Shapes: M tokens, D hidden size, K draft vocabulary.
+"""
+
+import torch
+from helpers import adapter_for, graphed, saved_adapter, tiny
+
+from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
+from kangaroo.engine.engine import Engine
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.text_head import TextHead
+
+FREQUENT = torch.arange(0, 16)
+
+
+def rare(head):
+    """What it drafts from besides."""
+    return head.vocabulary_K[len(FREQUENT) :].tolist()
+
+
+def test_it_drafts_from_the_tokens_of_the_texts_and_fills_up_the_last_block():
+    lm = tiny()
+    head = TextHead(lm, FREQUENT, room=32).accelerate(lm)
+    assert rare(head) == []
+    first, second = [3, 40, 50, 40, 63], [20] * 3
+    assert head.follow([first, second])
+    assert rare(head)[:4] == [40, 50, 63, 20] and len(rare(head)) == 16
+    assert len(set(head.vocabulary_K.tolist())) == head.size == 32
+    x_MD = torch.randn(5, 32)
+    expected_MK = DraftHead(lm)(x_MD)[:, head.vocabulary_K]
+    torch.testing.assert_close(head(x_MD), expected_MK)
+    first.append(44)  # it grows
+    assert not head.follow([first, second])
+    assert head.follow([second]) and rare(head)[0] == 20 and 40 not in rare(head)
+    assert head.follow([[3]]) and rare(head) == []
+
+
+def test_a_long_text_takes_no_more_than_the_room():
+    head = TextHead(tiny(), FREQUENT, room=17)
+    head.follow([list(range(63, -1, -1))])
+    assert rare(head)[:17] == list(range(63, 46, -1)) and len(rare(head)) == 32
+    head = TextHead(tiny(), torch.arange(60), room=512)
+    head.follow([list(range(64))])
+    assert head.vocabulary_K.tolist() == list(range(64))  # there is no more to fill up with
+
+
+def test_a_text_of_rare_tokens_is_drafted_from_them_alone_and_by_the_texts_that_are_decoded():
+    lm = tiny().compile_for_decoding()
+    prompt = list(range(30, 60))
+
+    def accepted(head):
+        engine = Engine(lm, Kangaroo(lm, adapter_for(lm), 4, 0, head))
+        done = engine.generate([prompt, [1, 2, 3], prompt], 24, batch_size=1)
+        return [sum(step.accepted for step in generation.steps) for generation in done]
+
+    fixed, grown = accepted(DraftHead(lm, None, FREQUENT)), accepted(TextHead(lm, FREQUENT, 48))
+    assert grown[0] == grown[2] > fixed[0]  # whatever was decoded between
+
+
+def test_an_adapter_that_reads_the_targets_head_gets_one(tmp_path):
+    lm, frequent = tiny(), FREQUENT.tolist()
+    plain, own = adapter_for(lm), Adapter(lm, 2, AdapterHeadConfig(own_head=True), FREQUENT)
+    kinds = []
+    for name, adapter in (("plain", plain), ("own", own)):
+        folder = str(saved_adapter(lm, adapter, tmp_path / name, frequent, vocabulary=16))
+        for options in ({}, {"text_vocabulary": 0}, {"vocabulary": 0}):
+            if name == "plain" or "vocabulary" not in options:  # which its own head cannot have
+                kinds.append(type(KangarooConfig(adapter=folder, **options).load(lm)[1][0]))
+    assert kinds == [TextHead, DraftHead, DraftHead, DraftHead, DraftHead]
+
+
+def test_graphs_are_of_one_size():
+    lm = graphed(tiny())
+    head = TextHead(lm, FREQUENT, room=32).accelerate(lm)
+    head.follow([[40, 50]])
+    assert rare(head) == []
