@@ -20,12 +20,12 @@ BLOCK = 16  # rows of a matrix that native code multiplies together
 class TextHead(DraftHead):
     """Drafts from the frequent tokens, given in ascending order, and from up to `room` others that
     the texts have: nearly all of what the whole head would bring, for 1% of its rows
-    (docs/methods.md). In CUDA graphs, which are of one size, from the frequent ones alone."""
+    (docs/methods.md). CUDA graphs are of one size, so there all of the room is filled."""
 
     def __init__(self, lm: TargetModel, frequent_K: Tensor, room: int):
         super().__init__(lm, None, frequent_K)
         self.target_VD, self.frequent = lm.head.weight, frozenset(frequent_K.tolist())
-        self.room, self.texts = room, list[list[int]]()
+        self.room, self.fills_all, self.texts = room, False, list[list[int]]()
         free = -(-room // BLOCK) * BLOCK
         self.rows_RD = torch.cat(
             [self.weight_KD, self.weight_KD.new_empty(free, lm.config.hidden_size)]
@@ -34,8 +34,8 @@ class TextHead(DraftHead):
         self._grow([])
 
     def accelerate(self, lm: TargetModel) -> Self:
-        if lm.acceleration.graphs is not None:
-            self.room = 0
+        self.fills_all = lm.acceleration.graphs is not None
+        self._grow([])
         return super().accelerate(lm)
 
     def follow(self, texts: Sequence[list[int]]) -> bool:
@@ -47,13 +47,14 @@ class TextHead(DraftHead):
         return True
 
     def _grow(self, others: list[int]) -> None:
-        """Draft from these besides; the last block of rows is filled up with any of the rest."""
-        rest = (i for i in range(self.vocab_size) if i not in self.frequent and i not in others)
-        others = [*others, *islice(rest, -len(others) % BLOCK)]
-        first = len(self.frequent)
+        """Draft from these besides; their last block of rows is filled up with any of the rest."""
+        first, used = len(self.frequent), self.frequent.union(others)
+        free = len(self.ids_R) - first - len(others) if self.fills_all else -len(others) % BLOCK
+        rest = (token for token in range(self.vocab_size) if token not in used)
+        others = [*others, *islice(rest, free)]
         end = first + len(others)
         self.ids_R[first:end] = torch.tensor(others, dtype=torch.long)
         self.rows_RD[first:end] = self.target_VD[others]
         self.vocabulary_K, self.weight_KD = self.ids_R[:end], self.rows_RD[:end]
-        if self.native is not None:
+        if self.native is not None and not self.fills_all:
             self.native.weight_ND = self.weight_KD

@@ -71,8 +71,12 @@ def test_an_adapter_that_reads_the_targets_head_gets_one(tmp_path):
     assert kinds == [TextHead, DraftHead, DraftHead, DraftHead, DraftHead]
 
 
-def test_graphs_are_of_one_size():
+def test_for_graphs_which_are_of_one_size_all_of_the_room_is_filled_in_place():
     lm = graphed(tiny())
     head = TextHead(lm, FREQUENT, room=32).accelerate(lm)
-    head.follow([[40, 50]])
-    assert rare(head) == []
+    places = head.vocabulary_K.data_ptr(), head.weight_KD.data_ptr()
+    for text in ([40, 50], [63], list(range(64))):
+        head.follow([text])
+        assert rare(head)[:2] == [i for i in [*text, 16] if i > 15][:2]
+        assert len(set(head.vocabulary_K.tolist())) == head.size == 48
+        assert (head.vocabulary_K.data_ptr(), head.weight_KD.data_ptr()) == places
