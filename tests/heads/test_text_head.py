@@ -3,6 +3,7 @@
 Shapes: M tokens, D hidden size, K draft vocabulary.
 """
 
+import pytest
 import torch
 from helpers import adapter_for, graphed, saved_adapter, tiny
 
@@ -11,6 +12,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.text_head import TextHead
+from kangaroo.models.target import TargetModel
 
 FREQUENT = torch.arange(0, 16)
 
@@ -46,17 +48,19 @@ def test_a_long_text_takes_no_more_than_the_room():
     assert head.vocabulary_K.tolist() == list(range(64))  # there is no more to fill up with
 
 
-def test_a_text_of_rare_tokens_is_drafted_from_them_alone_and_by_the_texts_that_are_decoded():
-    lm = tiny().compile_for_decoding()
-    prompt = list(range(30, 60))
+@pytest.mark.parametrize("made", [TargetModel.compile_for_decoding, graphed])
+def test_a_text_of_rare_tokens_is_drafted_from_them_whatever_was_decoded_before(made):
+    lm = made(tiny())
+    prompts = [list(range(30, 60)), [1, 2, 3], list(range(30, 60))]
 
-    def accepted(head):
+    def generated(head):
         engine = Engine(lm, Kangaroo(lm, adapter_for(lm), 4, 0, head))
-        done = engine.generate([prompt, [1, 2, 3], prompt], 24, batch_size=1)
-        return [sum(step.accepted for step in generation.steps) for generation in done]
+        return engine.generate(prompts, 24, batch_size=1)
 
-    fixed, grown = accepted(DraftHead(lm, None, FREQUENT)), accepted(TextHead(lm, FREQUENT, 48))
-    assert grown[0] == grown[2] > fixed[0]  # whatever was decoded between
+    fixed, grown = generated(DraftHead(lm, None, FREQUENT)), generated(TextHead(lm, FREQUENT, 48))
+    assert [x.tokens for x in grown] == [x.tokens for x in fixed]
+    right, now = ([sum(step.accepted for step in x.steps) for x in some] for some in (fixed, grown))
+    assert now[0] == now[2] > right[0]
 
 
 def test_an_adapter_that_reads_the_targets_head_gets_one(tmp_path):

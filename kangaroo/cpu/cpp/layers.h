@@ -46,7 +46,8 @@ template <class T> void rms_norm(const T* x, const T* weight, i64 size, double e
 
 // Memory that all threads share, kept for the next pass.
 template <class T> struct Scratch {
-  std::vector<T> qkv, queries, attended, activated;  // [M, H + 2K, C], [M, H, C] twice, [M, F]
+  std::vector<T> qkv, queries, attended, activated, normed;  // [M, H + 2K, C], [M, H, C] twice, [M, F], [M, D]
+  std::vector<Words> tiles;  // [M, D or F], as `side_by_side` leaves them
   std::vector<float> partial;
 };
 
@@ -99,13 +100,34 @@ template <class T> class Pass {
                    : share_of(layer.gate, s.feed_forward, s.hidden);
   }
 
-  // Every thread norms all tokens for itself: that is less than a barrier costs. Without a weight
+  // Every thread norms a few tokens for itself: that is less than a barrier costs. Without a weight
   // there is no norm; the copy stands, since x itself changes before all threads have read it.
   Input<T> norm(const T* weight) {
-    if (!weight) std::copy(x, x + tokens.total * s.hidden, normed.data());
-    for (i64 m = 0; weight && m < tokens.total; m++)
-      rms_norm(x + m * s.hidden, weight, s.hidden, s.eps, normed.data() + m * s.hidden);
+    auto norm_token = [&](i64 m, T* to) {
+      const T* from = x + m * s.hidden;
+      if (weight) rms_norm(from, weight, s.hidden, s.eps, to + m * s.hidden);
+      else std::copy_n(from, s.hidden, to + m * s.hidden);
+    };
+    if (shares(s.hidden)) {
+      T* all = scratch.normed.data();
+      return shared({all, tokens.total, s.hidden}, [&](i64 m) { norm_token(m, all); });
+    }
+    for (i64 m = 0; m < tokens.total; m++) norm_token(m, normed.data());
     return input(Matrix<T>{normed.data(), tokens.total, s.hidden}, room);
+  }
+
+  // Whether threads share the work of making an input for the matrix unit.
+  bool shares(i64 width) const { return tokens.total >= MANY && takes_tiles<T>(width); }
+
+  // One that they share; `make(m)` comes first for each token.
+  template <class Make> Input<T> shared(const Matrix<T>& from, Make make) {
+    Part mine(blocks(tokens.total));
+    for (i64 group = mine.first; group < mine.last; group++) {
+      for (i64 m = group * LANES; m < std::min((group + 1) * LANES, tokens.total); m++) make(m);
+      side_by_side(from, group, &scratch.tiles[group * from.width / 2]);
+    }
+    barrier.wait();
+    return {from, scratch.tiles.data()};
   }
 
   void project(const Layer<T>& layer) {
@@ -186,7 +208,7 @@ template <class T> class Pass {
 
   // x += in . w
   void add(const Matrix<T>& x_in, const Matrix<T>& w, const T* bias, const T* after) {
-    Input<T> in = input(x_in, room);
+    Input<T> in = shares(x_in.width) ? shared(x_in, [](i64) {}) : input(x_in, room);
     Part mine(blocks(s.hidden));
     products(
         in, mine.first, mine.last, [&](i64 i) { return Block<T>{&w, i * LANES}; }, after, room_for_sums,
@@ -226,6 +248,9 @@ void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, 
   grow(scratch.queries, of_heads);
   grow(scratch.attended, of_heads);
   grow(scratch.activated, tokens.total * s.feed_forward);
+  grow(scratch.normed, tokens.total * s.hidden);
+  i64 widest = std::max({s.hidden, s.heads * s.head_size, s.feed_forward});
+  if (tokens.total >= MANY) grow(scratch.tiles, blocks(tokens.total) * widest / 2);
   grow(scratch.partial, Attention<T>(s, sight, stack.n_slots).partial_size(tokens.total));
   Scratch<T>& shared = scratch;
   Barrier barrier;

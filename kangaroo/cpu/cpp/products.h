@@ -187,23 +187,29 @@ const std::uint32_t* turned(const Matrix<bf16>& x, std::vector<Words>& room) {
   return (const std::uint32_t*)room.data();
 }
 
+template <class T> bool takes_tiles(i64 width) { return has_tiles<T>() && width % 32 == 0; }
+
+// Sixteen tokens side by side, a word being two numbers; zeros where there is none.
+template <class T> void side_by_side(const Matrix<T>& x, i64 group, Words* to) {
+  const i64 count = std::min<i64>(LANES, x.rows - group * LANES);
+  for (i64 k = 0; k < x.width / 2; k += LANES) {
+    Words* part = to + k;
+    std::fill(part, part + LANES, Words{});
+    for (i64 i = 0; i < count; i++) std::memcpy(&part[i], x.row(group * LANES + i) + 2 * k, sizeof(Words));
+    transpose(part);
+  }
+}
+
 template <class T> Input<T> input(const Matrix<T>& x, std::vector<Words>& room) {
   if constexpr (!std::is_same_v<T, Number<T>>) {
     return {widened(x, room), nullptr};
   } else {
     if constexpr (TURNS && std::is_same_v<T, bf16>)
       if (x.rows >= MANY && x.width % 32 == 0) return {x, nullptr, turned(x, room)};
-    if (!has_tiles<T>() || x.width % 32) return {lined_up(x, room), nullptr};
+    if (!takes_tiles<T>(x.width)) return {lined_up(x, room), nullptr};
     i64 groups = blocks(x.rows), words = x.width / 2;
     room.resize(groups * words);
-    for (i64 group = 0; group < groups; group++)
-      for (i64 k = 0; k < words; k += LANES) {
-        Words* part = &room[group * words + k];
-        i64 count = std::min<i64>(LANES, x.rows - group * LANES);
-        std::fill(part, part + LANES, Words{});
-        for (i64 i = 0; i < count; i++) std::memcpy(&part[i], x.row(group * LANES + i) + 2 * k, sizeof(Words));
-        transpose(part);
-      }
+    for (i64 group = 0; group < groups; group++) side_by_side(x, group, &room[group * words]);
     return {x, room.data()};
   }
 }
