@@ -149,11 +149,10 @@ class Acceptance:
 
     def as_json(self) -> dict[str, Any]:
         """Lengths count the target's own token of a round, too: 1 is the least."""
-        last = max(self.histogram, default=0)
         return {
             "mean_acceptance_length": 1 + self.accepted / max(self.rounds, 1),
             "draft_acceptance_rate": self.accepted / max(self.drafted, 1),
-            "acceptance_histogram": [self.histogram[count] for count in range(last + 1)],
+            "acceptance_histogram": [self.histogram[n] for n in range(self.longest + 1)],
             "num_spec_steps": self.rounds,
             "num_accepted_draft_tokens": self.accepted,
             "num_draft_tokens": self.drafted,

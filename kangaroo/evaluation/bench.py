@@ -42,7 +42,7 @@ class BenchConfig(Ranged):
         url: downloaded once into the cache folder (`$KANGAROO_CACHE`, else the platform's).
         sha256: what the downloaded file must have; a `path` that differs is used with a warning.
         hub: a dataset on the hub, whose split "test" has the questions.
-        subset: of that dataset; several are joined by +.
+        subset: of that dataset, or what folders below `path` are named; several are joined by +.
         max_new_tokens: the longest answer to a turn, in tokens.
     """
 
@@ -138,7 +138,7 @@ def load_questions(config: BenchConfig) -> list[Question]:
 
 def _local(config: BenchConfig, path: Path) -> bytes:
     try:
-        files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+        files = _parquet_files(path, config.subset) if path.is_dir() else [path]
         content = b"\n".join(map(_lines_of, files))
     except (OSError, ArrowException) as error:
         reason = str(getattr(error, "strerror", None) or error).rstrip(".")
@@ -148,16 +148,24 @@ def _local(config: BenchConfig, path: Path) -> bytes:
     return content
 
 
+def _parquet_files(folder: Path, subset: str | None) -> list[Path]:
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() == ".parquet")
+    if subset is None:
+        return files
+    chosen = [file for file in files if {*subset.split("+")} & {*file.relative_to(folder).parts}]
+    return chosen or files
+
+
 def _lines_of(file: Path) -> bytes:
     with file.open("rb") as stream:  # of a file that is not there pyarrow does not say so
-        if file.suffix != ".parquet":
+        if file.suffix.lower() != ".parquet":
             return stream.read()
     return _as_lines(parquet.read_table(file, partitioning=None).to_pylist())
 
 
 def _as_lines(rows: Iterable[dict[str, Any]]) -> bytes:
     # of dates and bytes, which JSON has not, nothing here reads any
-    return "\n".join(json.dumps(row, default=str) for row in rows).encode()
+    return "\n".join(json.dumps(row, default=lambda _: None) for row in rows).encode()
 
 
 def _from_hub(name: str, subset: str | None) -> bytes:
@@ -246,7 +254,8 @@ def _question(fields: Any, defaults: dict[str, Any]) -> Question:
         raise ValueError("question_id must be an integer of 64 bits")
     if not isinstance(fields["category"], str):
         raise ValueError("category must be a string")
-    turns = fields.get("turns")
+    messages = fields.get("messages", [])  # as NVIDIA's tools write SPEED-Bench
+    turns = fields.get("turns", [m["content"] for m in messages if m.get("role") == "user"])
     are_strings = isinstance(turns, list) and all(isinstance(x, str) and x.strip() for x in turns)
     if not turns or not are_strings:
         raise ValueError("turns must be a list of at least one string, none of them blank")

@@ -13,7 +13,7 @@ from kangaroo.models.layer_weights import FORMATS, has_experts, packed_linears
 from kangaroo.utils.errors import ConfigError, MissingPackage, UnsupportedModel
 from kangaroo.utils.folders import install
 
-GROUP = 32  # numbers of an int4 weight that share a scale
+GROUP, NF4_GROUP = 32, 64  # numbers of a weight that share a scale
 
 
 class Quantization(Enum):
@@ -93,6 +93,8 @@ def _to_nf4(layer: nn.Module) -> None:
         packed = bnb.Linear4bit(*sizes, bias=False, compute_dtype=weight.dtype, device="meta")
         packed.weight = bnb.Params4bit(weight.data, requires_grad=False, quant_type="nf4")
         packed.bias = linear.bias
+        if linear.in_features % NF4_GROUP:  # which its kernels for a CPU cannot do without
+            packed.support_avx512bf16_for_cpu = False
         layer.set_submodule(name, packed.to(weight.device))
 
 
@@ -109,13 +111,8 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 def check_linears(model: PreTrainedModel) -> None:
-    """See to it that a token's products do not depend on those beside it, in bitsandbytes' layers.
-    Errors: `UnsupportedModel` where they would."""
-    linear: Any
+    """Raise `UnsupportedModel` for layers that give a token other products beside other tokens."""
     for linear in packed_linears(model).values():
-        if hasattr(linear, "support_avx512bf16_for_cpu"):
-            # else the first pass on a CPU makes the weights ones that are multiplied in bfloat16
-            linear.support_avx512bf16_for_cpu = False
         if getattr(getattr(linear, "state", None), "threshold", 0):
             raise UnsupportedModel(
                 f"'{model.config.name_or_path}' is quantized by LLM.int8, which looks for outliers "

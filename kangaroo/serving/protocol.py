@@ -34,6 +34,7 @@ NOTHING = harmless_values(
     ("suffix", [""]),
     ("logit_bias", [{}]),
     ("parallel_tool_calls", [True, False]),
+    ("skip_special_tokens spaces_between_special_tokens", [True]),
     ("response_format", [{"type": "text"}]),
     ("modalities", [["text"]]),
 )
@@ -80,7 +81,7 @@ class TextRequest(Strict):
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
-    top_k: int = Field(default=0, ge=0, le=MOST)
+    top_k: Annotated[int, Field(ge=0, le=MOST), BeforeValidator(lambda k: 0 if k == -1 else k)] = 0
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
     seed: int | None = Field(default=None, ge=-SEEDS, lt=SEEDS)
     stop: Annotated[
@@ -91,6 +92,14 @@ class TextRequest(Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
+    min_tokens: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def without_a_least_length(self) -> Self:
+        """`ignore_eos`, which clients that measure send beside it, has the same effect."""
+        if self.min_tokens and not self.ignore_eos:
+            raise ValueError(f"min_tokens={self.min_tokens} is served with ignore_eos=true alone")
+        return self
 
     @model_validator(mode="after")
     def with_seeds_for_all_choices(self) -> Self:
@@ -101,9 +110,14 @@ class TextRequest(Strict):
 
 
 class Completion(TextRequest):
-    """A request for text that goes on from a prompt: text, or token ids."""
+    """A request for text that goes on from a prompt: text, alone or in a list, or token ids."""
 
-    prompt: Text | Annotated[list[int], Field(min_length=1)]
+    prompt: Annotated[
+        Text | Annotated[list[int], Field(min_length=1)],
+        BeforeValidator(
+            lambda x: x[0] if isinstance(x, list) and [str] == list(map(type, x)) else x
+        ),
+    ]
 
 
 class TextPart(Strict):

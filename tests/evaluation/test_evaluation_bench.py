@@ -68,6 +68,8 @@ def test_speed_benchs_questions_come_from_parquet_files_or_the_hub(tmp_path, mon
     parts = {"hub": "nvidia/SPEED-Bench", "subset": "throughput_1k+throughput_8k"}
     for place in (parts, {"path": str(tmp_path)}):
         assert len(load_questions(BenchConfig("speed_bench", **place))) == 3
+    one = BenchConfig("speed_bench", path=str(tmp_path), subset="8k")
+    assert len(load_questions(one)) == 1
 
 
 def test_a_download_is_kept_and_a_wrong_checksum_refused_but_of_a_local_file(

@@ -5,6 +5,7 @@ import pytest
 from evaluation_records import finish, hf_run, record, run, shown, summarised, vanilla_run
 
 import kangaroo.evaluation.metrics
+from kangaroo.engine.requests import Acceptance
 from kangaroo.evaluation import comparison, summary
 from kangaroo.evaluation.metrics import (
     METRICS,
@@ -51,6 +52,13 @@ def test_what_became_of_drafts_by_vllms_names():
         "num_spec_tokens": 3,
         "per_position_acceptance_rate": [2 / 3, 2 / 3, 1 / 3],
     }
+
+
+def test_the_histogram_has_a_place_for_each_length_that_a_draft_may_have():
+    """As clients of vLLM's servers want it: the longest draft was never accepted whole."""
+    drafts = Acceptance()
+    drafts.add(1, 4)
+    assert drafts.as_json()["acceptance_histogram"] == [0, 1, 0, 0, 0]
 
 
 def test_what_a_metric_divides_adds_up_to_it_and_others_are_refused():

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -104,3 +105,36 @@ def test_no_field_of_a_request_ends_the_server_or_changes_the_next_text():
         before = text()
         check()
     assert {200, 400} <= seen
+
+
+BOTH = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}}
+# As `vllm bench serve` (0.33) and AIPerf send them.
+MEASURING = {
+    "vllm's completions": BOTH
+    | {"prompt": "Once", "temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 5}
+    | {"logprobs": None, "ignore_eos": True, "top_k": -1, "min_p": 0, "skip_special_tokens": True},
+    "vllm's chat": BOTH
+    | {"messages": [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}]}
+    | {"max_completion_tokens": 5, "ignore_eos": True},
+    "AIPerf's completions": BOTH
+    | {"prompt": ["Once"], "max_tokens": 5, "min_tokens": 5, "ignore_eos": True},
+    "AIPerf's chat": BOTH
+    | {"messages": [{"role": "user", "content": "Why?"}], "max_completion_tokens": 5}
+    | {"min_tokens": 5, "ignore_eos": True},
+}
+
+
+@pytest.mark.parametrize("client", MEASURING)
+def test_clients_that_measure_read_a_run(client):
+    body = MEASURING[client]
+    path = "chat/completions" if "messages" in body else "completions"
+    with TestClient(server_app(longest=LONGEST), "http://localhost") as served:
+        lines = served.post(f"/v1/{path}", json=body).text.split("\n\n")
+        least = served.post(f"/v1/{path}", json=body | {"min_tokens": 5, "ignore_eos": False})
+    *_, last, end = [line.removeprefix("data: ") for line in lines if line]
+    assert end == "[DONE]"
+    told = json.loads(last)
+    drafts = told["metrics"]["speculative_decoding"]
+    assert told["usage"]["completion_tokens"] == 5
+    assert len(drafts["acceptance_histogram"]) == drafts["num_spec_tokens"] + 1
+    assert least.status_code == 400 and "min_tokens=5 is served with ignore_eos" in least.text

@@ -3,10 +3,12 @@
 import ast
 import hashlib
 import inspect
+import io
 import logging
 import pkgutil
 import re
 import textwrap
+import tokenize
 from typing import Any
 
 from kangaroo_vllm.checks import Unsupported
@@ -44,12 +46,12 @@ vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p logits k p
 
 # What is replaced, or calls this package: digests of the code.
 CODE = {
-    "vllm.model_executor.models.llama:LlamaAttention.forward": "4e2c69360faa",
-    "vllm.model_executor.models.llama:LlamaDecoderLayer.forward": "b1136578122e",
-    "vllm.model_executor.models.llama:LlamaModel.forward": "11a7a8c178dc",
-    "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": "f03164e2ce12",
-    "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer": "bc24eb1e4d3d",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids": "34f2b80c01b7",
+    "vllm.model_executor.models.llama:LlamaAttention.forward": "52a4c32d4797",
+    "vllm.model_executor.models.llama:LlamaDecoderLayer.forward": "1a826318fe6b",
+    "vllm.model_executor.models.llama:LlamaModel.forward": "c746e1aa9c11",
+    "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": "20c3008ad318",
+    "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer": "f21ff0012460",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids": "2a0d973823dc",
 }
 
 
@@ -104,8 +106,16 @@ def changes() -> list[str]:
 
 
 def digest(value: Any) -> str:
-    """Of a function's code, or of its branch for `custom_class`; comments and layout may differ."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
-    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
-    code = [x.body for x in branches if "'custom_class'" in ast.unparse(x.test)] or [tree.body]
-    return hashlib.sha256("\n".join(map(ast.unparse, code[0])).encode()).hexdigest()[:12]
+    """Of a function's code, or of its branch for `custom_class`; comments and layout may differ.
+    Of its text, since each Python writes a syntax tree in its own way."""
+    try:
+        source = textwrap.dedent(inspect.getsource(value))
+    except (OSError, TypeError):
+        return "no Python code"
+    branches = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.If)]
+    ours = [x.body for x in branches if "'custom_class'" in ast.unparse(x.test)]
+    if ours:
+        source = "\n".join(ast.get_source_segment(source, line) or "" for line in ours[0])
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    text = "".join(token.string for token in tokens if token.type != tokenize.COMMENT)
+    return hashlib.sha256("".join(text.split()).encode()).hexdigest()[:12]
