@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat serve load train tune speed soak paper test test-slow test-llama test-vllm \
+.PHONY: help setup demo chat serve load train tune speed soak paper test test-slow test-quantized test-llama test-vllm \
   check format clean
 
 help:  ## list the targets
@@ -72,6 +72,11 @@ test: setup  ## run the CPU tests
 test-slow: setup  ## run the slow tests
 	$(BIN)/python -m pytest -q --durations=10 -m slow $(ARGS)
 
+# Where torchao is installed it warns whenever transformers is imported, so it lies beside the environment.
+test-quantized: setup  ## run the tests of int8 and int4 weights
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target build/torchao -c constraints.txt torchao
+	PYTHONPATH=build/torchao $(BIN)/python -m pytest -q tests/models/test_families.py -k quantized $(ARGS)
+
 test-llama: setup  ## run the tests of integrations/llama_cpp
 	$(BIN)/python -m pytest -q integrations/llama_cpp $(ARGS)
 
@@ -102,6 +107,7 @@ check: setup  ## format, lint, types and fast tests: what a change has to pass
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(MAKE) test
+	$(MAKE) test-quantized
 
 format: setup  ## format the code and fix what ruff can fix
 	$(BIN)/ruff check --fix
