@@ -164,7 +164,7 @@ def test_text_ends_before_the_first_stop_string_however_it_comes(stop):
 
 def test_a_name_stands_for_what_the_command_line_takes_it_for(tmp_path, monkeypatch):
     for name in MODELS:
-        config = OmegaConf.to_object(composed("train", f"model={name}").model)
+        config = OmegaConf.to_object(composed("serve", f"model={name}").model)
         assert model_config(name) == config == model_config(config.path)
     (tmp_path / "Some-7B").mkdir()
     monkeypatch.chdir(tmp_path)
