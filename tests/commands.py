@@ -50,6 +50,13 @@ def python(script: str, *options: str, cwd: Path) -> subprocess.CompletedProcess
     return subprocess.CompletedProcess(command, code, *written)
 
 
+def typed(script: str, *options: str, cwd: Path) -> str:
+    """What such a command prints, which has to succeed."""
+    done = python(script, *options, cwd=cwd)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
 def free_port() -> int:
     with socket.create_server(("localhost", 0)) as listening:
         return listening.getsockname()[1]
@@ -82,24 +89,20 @@ def shown(page, program="torchrun"):
     return [shlex.split(line, comments=True) for line in lines if line.startswith(f"{program} ")]
 
 
-def talks():
-    """Conversations in ShareGPT's form."""
-    return [
-        {
-            "conversations": [
-                {"from": "human", "value": f"What is {i} times {i * i}?"},
-                {"from": "gpt", "value": f"It is {i**3}, as {i} to the third."},
-            ]
-        }
+def write_inputs(folder: Path) -> None:
+    """Conversations in ShareGPT's form, and questions in Spec-Bench's."""
+    talks = [
+        [
+            {"from": "human", "value": f"What is {i} times {i * i}?"},
+            {"from": "gpt", "value": f"It is {i**3}, as {i} to the third."},
+        ]
         for i in range(100, 124)
     ]
-
-
-def questions():
-    """In Spec-Bench's form."""
-    return [
+    (folder / "ShareGPT.json").write_text(json.dumps([{"conversations": talk} for talk in talks]))
+    questions = [
         {"question_id": i, "category": "qa", "turns": [f"What is {i} and {i}?"]} for i in range(5)
     ]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)) + "\n")
 
 
 if __name__ == "__main__":

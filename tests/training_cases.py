@@ -6,13 +6,10 @@ import torch
 from helpers import EXIT, VOCABULARY, forward_logits, random_prompts, recipe_of
 
 from kangaroo.engine import topk_logits
-from kangaroo.heads import eagle_head
 from kangaroo.training import curves
 from kangaroo.training.checkpoint import METRICS
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.loop import Trainer
-from kangaroo.training.micro_batch import forward_target, train_step
-from kangaroo.training.recipe import trainees
 from kangaroo.utils.tracking import NoTracker
 
 ABOUT = {"fingerprint": "test"}
@@ -74,22 +71,6 @@ def run(lm, folder, adapter=None, data=None, **changes):
     return saved
 
 
-VARIANTS = [
-    {},
-    {"fused": True, "draft_steps": 3},
-    {"own_head": True},
-    {"architecture": eagle_head.EagleHeadConfig(), "draft_steps": 2},
-]
-
-
-def taught(lm, batches, **changes):
-    """The gradients that micro-batches add up to."""
-    made = trainees(lm, [recipe(**changes)], None)
-    for batch in batches:
-        train_step(lm, forward_target(lm, batch, made), made, 7, weight=0.01)
-    return [parameter.grad for parameter in made[0].adapter.parameters()]
-
-
 def curve(folder):
     """The metrics of every step, but for what is of the process alone."""
     rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
@@ -97,12 +78,8 @@ def curve(folder):
     return [{k: v for k, v in row.items() if k not in own} for row in rows]
 
 
-class Killed(Exception):
-    pass
-
-
 class KillsAt(NoTracker):
-    """Stops the run in the middle, after a step that no checkpoint holds."""
+    """Stops the run in the middle, after a step that no checkpoint holds: `KeyboardInterrupt`."""
 
     def __init__(self, step):
         self.step = step
@@ -112,4 +89,4 @@ class KillsAt(NoTracker):
             self.kill()
 
     def kill(self):
-        raise Killed
+        raise KeyboardInterrupt

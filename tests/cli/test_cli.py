@@ -1,22 +1,28 @@
-"""The command line: every config composes, typos are refused, errors come without a traceback."""
+"""The command line: every config composes, typos are refused, errors come without a traceback; and
+the sizes of trees, drafts and windows are small on a CPU, elsewhere the papers'."""
 
 import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
-from commands import ROOT, talks
+import yaml
+from commands import ROOT, typed, write_inputs
 from commands import python as run
 from composing import composed
 from helpers import adapter_for, saved_adapter, tiny_target
 from omegaconf import OmegaConf
 
+import kangaroo
 from kangaroo import __main__, cli
+from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.drafters.rest import RestConfig
+from kangaroo.utils.discovery import classes
 from kangaroo.utils.folders import sole_writer
 
 FEW = ["max_new_tokens=6", "question_every=40", "warmup=0"]
@@ -28,8 +34,10 @@ def test_every_command_has_a_script_and_a_function():
     assert {name.split()[0] for name in __main__.COMMANDS} == {path.stem for path in scripts}
 
 
-def test_the_console_command_lists_them_without_loading_torch():
-    code = "import sys; from kangaroo import __main__; __main__.main()"
+def test_the_package_and_the_list_of_its_commands_load_no_torch():
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        _ = kangaroo.lode
+    code = "import sys, kangaroo; from kangaroo import __main__; __main__.main()"
     code += "; assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, "--help"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -61,7 +69,6 @@ def test_a_command_runs_under_its_name(monkeypatch, capsys, script, argv, expect
     [
         ("", "trian", "no command 'trian'. Did you mean 'train'? `kangaroo --help` lists"),
         ("", "model=tiny", "no command 'model=tiny'. `kangaroo --help` lists"),
-        ("", "export", "no command 'export'. Did you mean 'convert export'? `kangaroo"),
         ("", "search_layers", "Did you mean 'prepare layers'? `kangaroo --help` lists"),
         ("convert", "exprot", "no command 'convert exprot'. Did you mean 'convert export'?"),
     ],
@@ -80,21 +87,15 @@ def test_another_draft_model_takes_the_place_of_the_adapter(path, adapter):
     assert (drafter.model, drafter.adapter) == (path, adapter)
 
 
-@pytest.mark.parametrize(
-    "options, folder",
-    [
-        (["bench.path=my/own.jsonl"], "hybrid-own"),
-        (["bench.path=my/own.jsonl", "bench.name=other"], "hybrid-other"),
-        (["bench=spec_bench", "bench.path=my/own.jsonl"], "hybrid-spec_bench"),
-        ([], "hybrid-demo"),
-    ],
-)
-def test_a_folder_is_called_by_the_benchs_file(options, folder):
-    assert f"/{folder}" in composed("evaluate", "model=tiny", *options).hydra.run.dir
+def test_a_folder_is_called_by_the_benchs_file():
+    path = "bench.path=my/own.jsonl"
+    folders = {"own": [path], "other": [path, "bench.name=other"], "demo": []}
+    for folder, options in (folders | {"spec_bench": [path, "bench=spec_bench"]}).items():
+        run_dir = composed("evaluate", "model=tiny", *options).hydra.run.dir
+        assert f"/hybrid-{folder}" in run_dir
 
 
 def test_every_choice_of_a_group_composes():
-    """But models and drafters: `test_a_name_stands_for_what_the_command_line_takes_it_for`."""
     for data in ("self_synthesis", "tasks", "conversations", "sharegpt", "mix"):
         config = composed("train", f"data={data}", "logger=wandb", "trainer=deepspeed")
         assert config.data.path == f"outputs/data/{data}/smollm2-135m"
@@ -118,7 +119,6 @@ def test_an_error_that_a_user_can_mend_comes_without_a_traceback(command, messag
 
 @pytest.mark.parametrize("script", ["evaluate.py", "train.py"])
 def test_a_second_run_in_the_same_folder_is_refused_while_the_first_goes_on(script, tmp_path):
-    """Both would go on with what the other writes. Another rank of the same run may."""
     with sole_writer(tmp_path / "out", rank=0), sole_writer(tmp_path / "out", rank=1):
         result = run(script, "model=tiny", "output=out", cwd=tmp_path)
     assert result.returncode == 1
@@ -165,38 +165,32 @@ tracking.Wandb.start = lambda self, settings, output: sys.exit("a run has begun"
         ("evaluate", "drafter=vanilla question_begin=900", "select none of"),
         (
             "train",
-            "trainer.holdout=30 data=conversations data.source=talks.json data.regenerate=false "
+            "trainer.holdout=30 data=conversations data.source=ShareGPT.json data.regenerate=false "
             "data.filters.near_duplicate=1 data.path=data adapter.exit_layers=[2]",
             "holdout=30 .* of 24 .*Pass trainer.holdout=2",
         ),
     ],
 )
 def test_what_is_refused_begins_no_run_in_a_tracker(name, options, message, tmp_path):
-    (tmp_path / "talks.json").write_text(json.dumps(talks()))
+    write_inputs(tmp_path)
     result = run_changed(name, UNTRACKED, "logger=wandb", *options.split(), cwd=tmp_path)
     assert re.search(f"ConfigError: .*{message}", result.stderr), result.stderr
 
 
-def test_a_datastore_of_a_text_and_what_drafts_from_it(tmp_path):
-    """And of a dataset: `tests/project/test_commands.py`."""
+def test_a_datastore_of_a_text_says_what_it_is_of(tmp_path):
     (tmp_path / "notes.txt").write_text("The quick brown fox jumps over the lazy dog.")
     options = ["model=tiny", "~data", "texts=[notes.txt]"]
-    built = run("scripts/prepare.py datastore", *options, cwd=tmp_path)
-    assert built.returncode == 0, built.stderr
+    typed("scripts/prepare.py datastore", *options, cwd=tmp_path)
     about = json.loads((tmp_path / "adapters/tiny-datastore/datastore.json").read_text())
     assert (about["documents"], about["texts"], about["dataset"]) == (1, ["notes.txt"], None)
     assert about["target"] == "random:tiny" and about["versions"]["torch"]
-    evaluated = run("evaluate.py", "model=tiny", "drafter=rest", *FEW, cwd=tmp_path)
-    assert evaluated.returncode == 0, evaluated.stderr
 
 
 @pytest.mark.slow
 def test_a_training_that_goes_on_is_the_same_run_of_wandb(tmp_path):
     def train():
-        done = run(
-            "train.py", "experiment=debug", "logger=wandb", "logger.mode=offline", cwd=tmp_path
-        )
-        assert done.returncode == 0, done.stderr
+        options = "experiment=debug logger=wandb logger.mode=offline"
+        typed("train.py", *options.split(), cwd=tmp_path)
         return list((tmp_path / "outputs/train").rglob("*.wandb"))
 
     (first,) = train()
@@ -206,16 +200,15 @@ def test_a_training_that_goes_on_is_the_same_run_of_wandb(tmp_path):
 
 
 def test_a_sweep_compares_what_has_finished_and_goes_on_where_it_failed(tmp_path):
-    def sweep(*more):
-        options = ["-m", "model=tiny", "drafter=kangaroo,vanilla", *FEW, *more]
-        return run("evaluate.py", *options, cwd=tmp_path)
+    options = ["-m", "model=tiny", "drafter=kangaroo,vanilla", *FEW]
 
     def compared():
         methods = json.loads((folder / "comparison.json").read_text())["methods"]
         return {method["name"]: method for method in methods}
 
     name = "compare-demo,max_new_tokens=6,question_every=40,warmup=0"
-    failed, folder = sweep(), tmp_path / "outputs/evaluate/tiny" / name  # there is no adapter
+    folder = tmp_path / "outputs/evaluate/tiny" / name
+    failed = run("evaluate.py", *options, cwd=tmp_path)  # there is no adapter
     assert failed.returncode == 1 and "Traceback" not in failed.stderr
     assert "AdapterNotFound: no adapter at 'adapters/tiny'" in failed.stderr
     assert "tiny on demo: methods compared" in failed.stdout
@@ -225,8 +218,7 @@ def test_a_sweep_compares_what_has_finished_and_goes_on_where_it_failed(tmp_path
     lm = tiny_target()
     adapter, training = adapter_for(lm), {"progress": {"assistant_tokens": 7}}
     saved_adapter(lm, adapter, tmp_path / "adapters/tiny", training=training)
-    done = sweep("logger=wandb", "logger.mode=offline")
-    assert done.returncode == 0, done.stderr
+    typed("evaluate.py", *options, "logger=wandb", "logger.mode=offline", cwd=tmp_path)
     assert (folder / "vanilla/records-0.jsonl").read_bytes() == measured
     both = compared()
     assert set(both) == {"kangaroo", "vanilla"}
@@ -282,3 +274,49 @@ def test_a_sweeps_folder_is_named_by_all_but_the_drafter_and_its_jobs_by_that(tm
     # its name has no more bytes than file systems take
     (folder,) = (tmp_path / "outputs/evaluate/tiny/prompt_lookup-demo").iterdir()
     assert folder.name.startswith("more.variant_0.num_pred_tokens=3,")
+
+
+# ---- sizes
+
+CONFIGS = classes("kangaroo.drafters", DrafterConfig)
+CPU, GPU = yaml.safe_load((ROOT / "configs/groups/hardware.yaml").read_text()).values()
+NAMES = sorted(CPU.keys() & CONFIGS.keys())
+
+
+def sizes(config):
+    """A drafter's options, but for where a model's files lie."""
+    options = asdict(config).items()
+    return {key: x for key, x in options if key not in ("adapter", "heads", "datastore")}
+
+
+def drafters(*options):
+    more = (f"+drafter@more.{name}={name}" for name in NAMES)
+    config = OmegaConf.to_object(composed("evaluate", *more, *options).more)
+    return {name: sizes(drafter) for name, drafter in config.items()}
+
+
+def test_sizes_are_those_measured_on_a_cpu_or_on_a_gpu_the_papers(monkeypatch):
+    papers = {name: sizes(CONFIGS[name]()) for name in NAMES}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert drafters() == {name: papers[name] | CPU[name] for name in NAMES}
+    assert drafters("hardware=gpu") == {name: papers[name] | GPU[name] for name in NAMES} == papers
+    assert all(CPU[name].keys() == GPU[name].keys() for name in NAMES)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert drafters() == papers
+
+
+@pytest.mark.parametrize("hardware, expected", [("cpu", (3, 7, 5, 4)), ("gpu", (10, 59, 10, 63))])
+def test_eagle_2s_tree_and_the_drafters_of_a_cascade_have_them_too(hardware, expected):
+    options = ["drafter=cascade", "drafter@drafter.second=medusa", "+drafter@more.tree=eagle_tree"]
+    config = composed("evaluate", *options, f"hardware={hardware}")
+    tree, both = config.more.tree, config.drafter
+    assert (tree.top_k, tree.nodes, both.first.num_pred_tokens, both.second.nodes) == expected
+
+
+def test_every_command_has_them_and_the_command_line_wins(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for command in ("chat", "speed"):
+        assert composed(command, "drafter=medusa").drafter.nodes == 4
+    on_gpu = "drafter=medusa", "hardware=gpu"
+    assert composed("speed", *on_gpu).drafter.nodes == 63
+    assert composed("chat", *on_gpu, "drafter.nodes=7").drafter.nodes == 7

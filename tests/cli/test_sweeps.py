@@ -11,14 +11,14 @@ from unittest.mock import MagicMock, call
 
 import pytest
 import yaml
-from commands import ROOT, python
+from commands import ROOT, typed
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from kangaroo import cli
 from kangaroo.evaluation.metrics import METRICS
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.tracking import Wandb
+from kangaroo.utils.tracking import Wandb, forget
 
 FILES = sorted((ROOT / "configs/sweep").glob("*.yaml"))
 STUDIES = {file.stem: yaml.safe_load(file.read_text()) for file in FILES}
@@ -56,11 +56,8 @@ def test_a_study_is_one_that_wandb_runs_and_goes_by_a_metric_that_its_command_en
     study = STUDIES[name]
     fields = "program project name method metric run_cap parameters command"
     assert set(study) <= set(fields.split()) and study["project"] == Wandb().project
-    metrics = {metric.name for metric in METRICS}
-    assert (
-        study["metric"]["name"]
-        in {"evaluate.py": metrics, "train.py": {"compression_rate"}}[study["program"]]
-    )
+    metrics = {"evaluate.py": {x.name for x in METRICS}, "train.py": {"compression_rate"}}
+    assert study["metric"]["name"] in metrics[study["program"]]
     assert study["metric"]["goal"] == "maximize"
     assert ("run_cap" in study) == (study["method"] == "bayes")  # a search never ends by itself
     for parameter in study["parameters"].values():
@@ -75,7 +72,6 @@ def test_a_study_is_one_that_wandb_runs_and_goes_by_a_metric_that_its_command_en
 
 @each_study
 def test_a_choice_composes_to_what_was_chosen(name, monkeypatch):
-    """No value of a parameter is taken for several: none sweeps."""
     study = STUDIES[name]
     monkeypatch.setenv("WANDB_RUN_ID", RUN)
     # what a group of configs holds is not seen in the config: any choice of one is another recipe
@@ -99,7 +95,6 @@ def test_a_choice_composes_to_what_was_chosen(name, monkeypatch):
 
 @pytest.mark.slow
 def test_optuna_searches_for_what_a_command_returns(tmp_path):
-    """The line of docs/training.md, on a tiny model."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper.config", reason="kangaroo[optuna]")
     page = (ROOT / "docs/training.md").read_text()
     shown = re.findall(r"^python (.*search=optuna.*)$", page, flags=re.M)
@@ -107,8 +102,7 @@ def test_optuna_searches_for_what_a_command_returns(tmp_path):
     shrunk = "model=tiny drafter.adapter=untrained:2 hydra.sweeper.n_trials=4 baselines=[vanilla]"
     shrunk += " question_every=33 max_new_tokens=6 warmup=1"
     options = [*words[1:], *shrunk.split()]
-    done = python(words[0], *options, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    typed(words[0], *options, cwd=tmp_path)
     (found,) = tmp_path.rglob("optimization_results.yaml")
     best = yaml.safe_load(found.read_text())
     summaries = [json.loads(path.read_text()) for path in found.parent.rglob("summary.json")]
@@ -122,7 +116,6 @@ def test_optuna_searches_for_what_a_command_returns(tmp_path):
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """What remembers all that it is told."""
     module = MagicMock()
     module.init.return_value.starting_step = 0
     module.Image = "image of {}".format
@@ -147,6 +140,18 @@ def test_a_run_has_a_flat_config_and_its_results_after_the_last_step(wandb, tmp_
     assert wandb.Artifact.call_args == call("a-b", "evaluation", metadata={"speedup": 1.2})
     assert kept.add_file.call_args_list == [call(str(file), name="kangaroo/summary.json")]
     assert run.log_artifact.call_args == call(kept)
+
+
+def test_steps_that_wandb_knows_are_not_logged_again(wandb, tmp_path):
+    wandb.init.return_value.starting_step = 58
+    tracker = Wandb().start({}, tmp_path)
+    assert wandb.init.call_args.kwargs["name"] == "/".join(tmp_path.parts[-2:])
+    for step in (57, 58, 59):  # the checkpoint held step 56
+        tracker.log({"loss": 1.0}, step)
+    logged = wandb.init.return_value.log.call_args_list
+    assert [each.kwargs["step"] for each in logged] == [58, 59]
+    forget(tmp_path)
+    assert not list(tmp_path.glob("wandb_*"))
 
 
 def test_in_a_sweep_the_agent_says_which_run_it_is(wandb, tmp_path, monkeypatch):

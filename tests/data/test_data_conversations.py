@@ -97,16 +97,12 @@ def test_a_benchs_questions_and_a_column_that_is_named_are_read(tmp_path, target
         ("", "holds no conversations"),
         ("[{}]", r"record 1: no conversation among its fields \(none\)"),
         ('{"messages": []', r"record 1: a line that is not JSON.*data\.skip_bad=true"),
-        ('[{"messages": []}', "is not JSON"),
         ('{"messages": []}\n{"messages": "hello"}', "record 2: 'messages' is text, but not JSON"),
         ('{"messages": {"role": "user"}}', "'messages' is a dict, not a list"),
         ('{"messages": ["hello"]}', "a turn that is a str, not an object"),
-        ('{"messages": [{"role": "robot", "content": "x"}]}', "role 'robot'.*looks like"),
-        ('{"messages": [{"role": ["user"], "content": "x"}]}', r"a turn of role \['user'\]"),
+        ('{"messages": [{"role": ["user"], "content": "x"}]}', r"of role \['user'\].*looks like"),
         ('{"messages": [{"role": "user", "content": ["x"]}]}', r"a part .* no text \(part 1, str"),
-        ('{"messages": [{"role": "user", "content": {}}]}', "is of type dict, neither text nor"),
         ('{"conversations": [{"from": "human", "text": "x"}]}', "a turn .*'value' is null"),
-        ('{"messages": ' + "1" * 5000 + "}", "a line that is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ('{"messages": "größe"}'.encode("latin-1"), "not UTF-8"),
         (None, "there is no"),
@@ -222,7 +218,6 @@ def test_answers_are_the_targets_with_its_earlier_answers_before_them(target, tm
     samples, about = store.load(tmp_path / "data")
     assert len(samples) == 6 == about["asked"]
     assert samples[-1]["messages"][0] == {"role": "system", "content": "You are brief."}
-    lengths = set()
     for sample, talk in zip(samples, talks, strict=True):
         asked = [m["content"] for m in talk if m["role"] == "user"]
         said = [m["content"] for m in sample["messages"] if m["role"] == "assistant"]
@@ -232,8 +227,8 @@ def test_answers_are_the_targets_with_its_earlier_answers_before_them(target, tm
         prompt = prompt_ids(tokenizer, sample["messages"][:-1])
         assert sample["input_ids"][: len(prompt)] == prompt
         assert len(answers(sample["loss_mask"])) == len(said)
-        lengths.add(len(said))
-    assert lengths == {1, 2}  # some first answers reach their limit, which ends a conversation
+    turns = {len(answers(sample["loss_mask"])) for sample in samples}
+    assert turns == {1, 2}  # some first answers reach their limit, which ends a conversation
 
 
 def test_regeneration_goes_on_and_follows_a_source_that_grows(target, tmp_path):
@@ -281,7 +276,6 @@ def parts_of(tmp_path, records, held=1, seed=0, **options):
 
 
 def test_every_question_is_on_one_side_as_many_of_each_task_held_out(tmp_path):
-    """A task is what the record calls it, and the files are read by what they are for."""
     records = [question(f"Add {i}", task="math") for i in range(9)]
     records += [question(f"Say {i}", category="talk") for i in range(7)]
     records += [question(f"Do {i}") for i in range(4)]

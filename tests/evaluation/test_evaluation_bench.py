@@ -34,12 +34,8 @@ def test_the_demo_is_shipped_and_the_fingerprint_follows_what_is_asked():
 SPEED_BENCH = {  # of its schema, written by us
     "question_id": ["coding-1", "qa-2", "qa-3"],
     "category": ["coding", "qa", "qa"],
-    "sub_category": ["python", "short", "short"],
     "turns": [["Write f.", "And g?"], ["Why?"], ["FULL BENCHMARK DATA SHOULD BE FETCHED ..."]],
-    "source": ["ours"] * 3,
-    "src_id": ["1", "2", "3"],
     "difficulty": [None, "easy", None],
-    "multiturn": [True, False, False],
     "written": [date(2026, 1, 1)] * 3,  # a column of a file's own; JSON has no dates
 }
 
@@ -75,7 +71,6 @@ def test_speed_benchs_questions_come_from_parquet_files_or_the_hub(tmp_path, mon
 def test_a_download_is_kept_and_a_wrong_checksum_refused_but_of_a_local_file(
     tmp_path, cache, caplog
 ):
-    """The bench's home is a file."""
     home, content = tmp_path / "question.jsonl", json.dumps(GOOD).encode()
     others = content.replace(b"Why", b"How")
     config = BenchConfig("far", url=home.as_uri(), sha256=hashlib.sha256(content).hexdigest())

@@ -51,16 +51,6 @@ def test_scores_are_what_the_choice_is_made_by(sampling):
         assert scores(logits_V, sampling, seed, seed + 7).argmax() == chosen
 
 
-def test_under_sampling_the_noise_takes_part():
-    """Equal logits are no tie once the noise separates them."""
-    sampling, logits_V = Sampling(1.0), torch.full((10,), 8.0)
-    best = scores(logits_V, sampling, seed=3, position=40).topk(2)
-    first, second = best.indices.tolist()
-    assert label(logits_V, second, first, torch.float32, sampling, seed=3)[1] == "bug"
-    logits_V[second] += best.values[0] - best.values[1]
-    assert label(logits_V, second, first, torch.float32, sampling, seed=3)[1] == "near-tie"
-
-
 def test_a_token_at_the_edge_of_a_filter_is_no_bug():
     """Tokens 2 and 3 tie for the third place of top-k; rounding decides which of them stays."""
     sampling = Sampling(1.0, top_k=3)

@@ -1,10 +1,19 @@
-"""Metrics of one method, from records written by hand."""
+"""Metrics of one method, from records written by hand, and what its drafter adds in memory."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from evaluation_records import finish, hf_run, record, run, shown, summarised, vanilla_run
+import torch
+from evaluation_cases import finish, hf_run, record, run, shown, summarised, vanilla_run
+from helpers import adapter_for, random_prompts, tiny
+from torch import nn
 
 import kangaroo.evaluation.metrics
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Acceptance
 from kangaroo.evaluation import comparison, summary
 from kangaroo.evaluation.metrics import (
@@ -21,6 +30,7 @@ from kangaroo.evaluation.metrics import (
 )
 from kangaroo.evaluation.records import Fork
 from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.memory import Footprint, footprint
 
 
 def pair():
@@ -158,3 +168,44 @@ def test_a_metric_that_is_added_in_one_place_is_in_every_result(tmp_path, monkey
     assert " longest |" in comparison.markdown(compared) and "longest" in shown(compared)
     intervals = {"speedup_ci95": [1.1, 1.3], "hf_speedup_ci95": None, "ctar": [0.5]}
     assert scalars(intervals) == {"speedup_ci95_low": 1.1, "speedup_ci95_high": 1.3}
+
+
+# --- in memory
+
+
+def size(*tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def footprint_of(lm, drafter):
+    engine = Engine(lm, drafter)
+    engine.generate(random_prompts(5), 8)
+    return footprint(drafter, [lm, engine.batch])
+
+
+def test_kangaroos_adapter_cache_and_states_count_and_the_shared_head_does_not():
+    lm = tiny()
+    assert footprint_of(lm, Vanilla()) == Footprint(0, 0)
+    adapter = adapter_for(lm)
+    drafter = Kangaroo(lm, adapter, threshold=0.0)
+    parameters = sum(p.numel() for p in adapter.parameters())
+    weights = size(*adapter.parameters(), *adapter.buffers())
+    assert footprint(drafter, [lm]) == Footprint(parameters, weights)
+    after = footprint_of(lm, drafter)
+    states = drafter.shallow_BWD.untyped_storage().nbytes() + size(drafter.deep_BSD)
+    assert after == Footprint(parameters, weights + drafter.cache.bytes() + states)
+
+
+def test_every_container_is_searched_and_every_piece_of_memory_counts_once(tmp_path):
+    @dataclass
+    class Store:
+        entries: dict[str, object] = field(default_factory=dict)
+
+    mapped = np.memmap(tmp_path / "store", np.int32, "w+", shape=(6,))
+    weight, table = nn.Linear(3, 2, bias=False), torch.zeros(10)
+    views = [table[:3], (table[5:],)]
+    store = Store({"mapped": mapped[2:], "views": views, "again": weight.weight})
+    drafter = SimpleNamespace(store=store, layers=nn.ModuleList([weight]), array=np.zeros(4))
+    drafter.itself = drafter
+    assert footprint(drafter, []) == Footprint(6, 6 * 4 + 10 * 4 + 6 * 4 + 4 * 8)
+    assert footprint(drafter, [{"theirs": table[1:2]}, weight]).bytes == 6 * 4 + 4 * 8

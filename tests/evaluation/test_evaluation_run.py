@@ -3,23 +3,10 @@
 import json
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
-from evaluation_records import shown
-from evaluation_worker import (
-    ONLY_VANILLA,
-    QUESTIONS,
-    evaluate_several,
-    evaluate_tiny,
-    tiny_lm,
-    write_questions,
-)
+from evaluation_cases import evaluate_several, evaluate_tiny, shown, tiny_lm, write_questions
 from helpers import adapter_for
 
 import kangaroo.engine.engine
@@ -37,7 +24,6 @@ from kangaroo.models.prompts import prompt_ids
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, NotLossless, PromptError
 from kangaroo.utils.ranks import Ranks
 
-WORKER = Path(__file__).parent / "evaluation_worker.py"
 BOTH = ("kangaroo", "lookup")
 
 
@@ -48,7 +34,6 @@ def bench(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, bench):
-    """A complete run: its folder and its summary."""
     output = tmp_path_factory.mktemp("finished")
     return output, evaluate_tiny(output, bench)
 
@@ -62,7 +47,6 @@ def together(tmp_path_factory, bench):
 
 @pytest.fixture
 def copied(finished, tmp_path):
-    """The finished run's records and settings in a folder of their own."""
     for name in ("run.json", "records-0.jsonl"):
         shutil.copy(finished[0] / name, tmp_path)
     return tmp_path
@@ -140,6 +124,7 @@ def test_a_finished_run_is_not_run_again_its_artefacts_can_be_remade_and_other_s
 
 
 def test_a_record_cut_short_is_asked_again_and_a_damaged_one_is_named(finished, bench, copied):
+    """As `kill -9` may leave it."""
     file = copied / "records-0.jsonl"
     first, second, third, *_ = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(first + second + third[:-20])
@@ -160,19 +145,6 @@ def test_answers_of_another_revision_are_named_and_never_mixed(bench, copied, ca
     records.write_text("".join(records.read_text().splitlines(keepends=True)[:-1]))
     with pytest.raises(ConfigError, match=r"revision abc; this is .* check that revision out"):
         evaluate_tiny(copied, bench)
-
-
-def test_kill_9_in_the_middle_changes_nothing(finished, bench, tmp_path):
-    process = subprocess.Popen([sys.executable, WORKER, tmp_path, bench], stderr=subprocess.DEVNULL)
-    file = tmp_path / "records-0.jsonl"
-    while not (file.exists() and file.read_bytes().count(b"\n") >= 2):
-        assert process.poll() is None, "the run ended before it could be killed"
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "summary.json").exists()
-    evaluate_tiny(tmp_path, bench)
-    assert artefacts(tmp_path) == artefacts(finished[0])
 
 
 def test_resume_false_measures_again(bench, tmp_path, monkeypatch):
@@ -216,7 +188,7 @@ def test_answers_end_where_the_context_does_and_a_first_turn_needs_room(tmp_path
     evaluate_tiny(tmp_path / "out", file, lm, max_new_tokens=1000)
     (turn,) = store.read(tmp_path / "out")[0].turns
     assert turn.prompt_tokens + turn.max_new_tokens == 120
-    write_questions(file, [QUESTIONS[0], {"question_id": 7, "turns": ["x" * 200]}])
+    write_questions(file, [{"turns": ["Why?"]}, {"question_id": 7, "turns": ["x" * 200]}])
     monkeypatch.setattr(kangaroo.engine.engine.Engine, "generate", None)
     with pytest.raises(PromptError, match=r"question 7, turn 0 has .* the model's context is 120"):
         evaluate_tiny(tmp_path / "none", file, lm)
@@ -267,7 +239,7 @@ def test_forks_between_tied_tokens_do_not_fail_the_run(bench, tmp_path, monkeypa
 def test_ranks_that_share_no_folder_are_told(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(Ranks, "wait", lambda ranks: None)
     with pytest.raises(DataError, match=r"holds 3 of 5 questions .* folder that all ranks share"):
-        evaluate_tiny(tmp_path, bench, ranks=Ranks(0, 2), baselines=ONLY_VANILLA)
+        evaluate_tiny(tmp_path, bench, ranks=Ranks(0, 2), baselines=[Baseline.vanilla])
 
 
 # --- several methods
@@ -329,6 +301,8 @@ def test_a_run_goes_on_where_one_of_the_folders_ends(together, bench, tmp_path):
     numbers, answered = [], []
 
     def log(metrics, step):
+        assert {len(store.read(tmp_path / name)) for name in BOTH} == {step}  # if it is killed now
+        assert not list(tmp_path.rglob("summary.json"))
         numbers.append(metrics)
         answered.append(step)
 
@@ -346,11 +320,11 @@ def test_two_methods_of_one_name_are_refused(bench, tmp_path):
             evaluate_several(tmp_path, bench, names)
     assert not list(tmp_path.iterdir())
     # a baseline that is named twice is one
-    evaluate_several(tmp_path, bench, BOTH, baselines=ONLY_VANILLA * 2, question_end=1, warmup=0)
+    twice = [Baseline.vanilla] * 2
+    evaluate_several(tmp_path, bench, BOTH, baselines=twice, question_end=1, warmup=0)
 
 
 def test_who_goes_first_changes_and_all_have_the_same_prompts(bench, tmp_path, monkeypatch):
-    """The conversation goes on with the first method's answers."""
     generate, prompts = kangaroo.engine.engine.Engine.generate, []
 
     def noted(engine, texts, *settings, **options):
@@ -358,8 +332,8 @@ def test_who_goes_first_changes_and_all_have_the_same_prompts(bench, tmp_path, m
         return generate(engine, texts, *settings, **options)
 
     monkeypatch.setattr(kangaroo.engine.engine.Engine, "generate", noted)
-    settings = {"warmup": 0, "question_begin": 1, "question_end": 3, "baselines": ONLY_VANILLA}
-    evaluate_several(tmp_path, bench, BOTH, **settings)
+    settings = {"warmup": 0, "question_begin": 1, "question_end": 3}
+    evaluate_several(tmp_path, bench, BOTH, baselines=[Baseline.vanilla], **settings)
     order = ["Vanilla", "Kangaroo", "PromptLookup"]
     assert [name for name, _ in prompts] == [*order, *order, *order[::-1]]
     for turn in (prompts[:3], prompts[3:6], prompts[6:]):
@@ -367,7 +341,7 @@ def test_who_goes_first_changes_and_all_have_the_same_prompts(bench, tmp_path, m
 
 
 def test_vanilla_may_be_a_method_that_tells_what_noise_does(tmp_path, bench):
-    settings = {"baselines": ONLY_VANILLA, "drafters": [Vanilla()]}
+    settings = {"baselines": [Baseline.vanilla], "drafters": [Vanilla()]}
     (again,) = evaluate_several(tmp_path, bench, [AGAIN], **settings)
     assert again["overall"]["compression_rate"] == 1 and again["lossless"]["identical"] == 7
     for record in store.read(tmp_path):

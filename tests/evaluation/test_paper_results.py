@@ -5,9 +5,9 @@ import shutil
 
 import numpy as np
 import pytest
-from evaluation_records import finish, record, run, vanilla_run
+from evaluation_cases import finish, record, run, vanilla_run
 from matplotlib.figure import Figure
-from paper_cases import NAMES, composed, methods_of
+from test_paper import NAMES, composed, methods_of
 
 from kangaroo.evaluation.metrics import Estimate, difference, estimate, pairs, value_of
 from kangaroo.evaluation.records import AGAIN
@@ -35,7 +35,6 @@ def answered(seconds, accepted=(3, 1), ids=range(8), category="qa"):
 
 
 def test_what_makes_a_question_hard_for_both_does_not_widen_the_interval():
-    """One method is always a little slower: the intervals overlap, and the difference has none."""
     hard = np.random.default_rng(1).uniform(0.3, 3.0, 12)
     fast, slow = (pairs(answered(hard * x, ids=range(12)), "speedup") for x in (1.0, 1.1))
     a, b = estimate(fast), estimate(slow)

@@ -1,10 +1,9 @@
 """Tuning: which questions choose, which settings go on, and that evaluate takes what is written."""
 
 import json
-from pathlib import Path
 
 import pytest
-from commands import python, questions
+from commands import typed, write_inputs
 from composing import of_command
 from helpers import adapter_for, saved_adapter, tiny_target
 from omegaconf import OmegaConf
@@ -41,7 +40,7 @@ DRAFTERS = [
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: drafter.name)
-def test_evaluate_takes_the_settings_of_the_best(drafter, tmp_path: Path):
+def test_evaluate_takes_the_settings_of_the_best(drafter, tmp_path):
     write_settings(drafter, tmp_path, "python evaluate.py")
     options = ["drafter=tuned", "output=out", f"hydra.searchpath=[file://{tmp_path}]"]
     config = of_command("evaluate", options)
@@ -50,7 +49,7 @@ def test_evaluate_takes_the_settings_of_the_best(drafter, tmp_path: Path):
 
 COMMAND = """
     scripts/tune.py model=tiny bench.path=questions.jsonl tuning_questions=3 reporting_questions=2
-    max_new_tokens=8 search.kangaroo.threshold=[0.0,0.6] search.kangaroo.steps=[1,2,3,4,5]
+    max_new_tokens=8 search.kangaroo.threshold=[0.0,0.6] search.kangaroo.steps=[1,2,3]
     search.hybrid.min_gain_per_step=[1.5] search.hybrid.nodes=[5] ~drafter@more.prompt_lookup
     +drafter@more.deep=kangaroo more.deep.adapter=adapters/tiny-deep
 """
@@ -60,23 +59,17 @@ USE = """
 """
 
 
-def test_the_command_tunes_and_evaluate_takes_what_it_wrote(tmp_path: Path):
-    """As typed: two adapters, the page, its plot, and the drafter in use by its file."""
+def test_the_command_tunes_and_evaluate_takes_what_it_wrote(tmp_path):
     lm = tiny_target()
     for name, exit_layer in (("tiny", 2), ("tiny-deep", 3)):
         saved_adapter(lm, adapter_for(lm, exit_layer), tmp_path / "adapters" / name, None)
-    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions())))
-
-    def typed(command: str):
-        done = python(*command.split(), cwd=tmp_path)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-
-    typed(COMMAND)
+    write_inputs(tmp_path)
+    typed(*COMMAND.split(), cwd=tmp_path)
     output = tmp_path / "outputs/tune/tiny"
     numbers = json.loads((output / "tune.json").read_text())
     assert not set(numbers["tuning"]) & set(numbers["reporting"])
     tried, best = [each["name"] for each in numbers["tried"]], numbers["best"]
-    chains = {f"kangaroo,threshold={x},steps={n}" for x in (0.0, 0.6) for n in range(1, 6)}
+    chains = {f"kangaroo,threshold={x},steps={n}" for x in (0.0, 0.6) for n in range(1, 4)}
     others = {"today", "hybrid,min_gain_per_step=1.5,nodes=5", "deep"}
     assert set(tried) == chains | others and best == tried[0]
     report = json.loads((output / "report" / best / "comparison.json").read_text())
@@ -85,8 +78,8 @@ def test_the_command_tunes_and_evaluate_takes_what_it_wrote(tmp_path: Path):
     records = {file: file.read_bytes() for file in output.rglob("records-0.jsonl")}
     assert len(records) >= len(tried) + 1
     (output / "tune.json").unlink()
-    typed(COMMAND)  # goes on, decoding nothing
+    typed(*COMMAND.split(), cwd=tmp_path)  # goes on, decoding nothing
     assert json.loads((output / "tune.json").read_text())["tried"] == numbers["tried"]
     assert all(file.read_bytes() == before for file, before in records.items())
-    typed(USE)
+    typed(*USE.split(), cwd=tmp_path)
     assert (tmp_path / "used/summary.json").is_file()

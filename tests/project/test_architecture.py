@@ -62,7 +62,6 @@ def rank(name: str) -> int:
 
 
 def imported_by(*nodes: ast.AST) -> Iterator[str]:
-    """The full names of the modules that these statements import."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -75,7 +74,6 @@ def imported_by(*nodes: ast.AST) -> Iterator[str]:
 
 @cache
 def imports(name: str) -> set[str]:
-    """Every module that a module imports, inside functions too."""
     return set(imported_by(*ast.walk(TREES[name])))
 
 

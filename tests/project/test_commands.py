@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PAGES, ROOT, free_port, python, questions, shown, talks
+from commands import PAGES, ROOT, free_port, python, shown, typed, write_inputs
 from composing import of_command
 from helpers import adapter_for, saved_adapter, tiny_target
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -89,7 +89,6 @@ def stand_ins(line: str) -> str:
 
 
 def shrunk(line: str) -> list[str]:
-    """The words of a line with its stand-ins."""
     words = f"{line} {stand_ins(line)}".split()
     if line in AS_TYPED:
         return words
@@ -97,12 +96,6 @@ def shrunk(line: str) -> list[str]:
 
 
 # ---- where lines are typed ---------------------------------------------------------------------
-
-
-def typed(script: str, options: str, where: Path) -> None:
-    """A command that has to succeed."""
-    done = python(script, *shlex.split(options), cwd=where)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -117,14 +110,12 @@ def begun(tmp_path_factory):
     facts = {"guesses": [[0.5, 0.2]] * 2}
     saved_adapter(lm, heads, here / "adapters/tiny-medusa", facts=facts)
     saved_adapter(lm, EagleHead(lm), here / "adapters/tiny-eagle")
-    (here / "ShareGPT.json").write_text(json.dumps(talks()))
-    (here / "questions.jsonl").write_text("\n".join(map(json.dumps, questions())) + "\n")
+    write_inputs(here)
     return here
 
 
 @pytest.fixture
 def here(begun, tmp_path):
-    """A copy of that, to be changed."""
     return shutil.copytree(begun, tmp_path / "here")
 
 
@@ -133,10 +124,12 @@ def made(begun, tmp_path_factory):
     """And what earlier commands left: data, a datastore, a subset of layers; a checkpoint."""
     here = shutil.copytree(begun, tmp_path_factory.mktemp("made") / "here")
     for data in ("self_synthesis", "tasks"):
-        typed("scripts/make_data.py", f"model=tiny data={data} {SHORT} {ONE} {BRIEF}", here)
-    typed("scripts/prepare.py datastore", f"model=tiny {SHORT}", here)
-    options = "model=tiny search.budget=4 search.conversations=2"
-    typed("scripts/prepare.py layers", f"{options} {SHORT}", here)
+        options = f"model=tiny data={data} {SHORT} {ONE} {BRIEF}"
+        typed("scripts/make_data.py", *options.split(), cwd=here)
+    options = f"model=tiny {SHORT}".split()
+    typed("scripts/prepare.py datastore", *options, cwd=here)
+    search = "search.budget=4", "search.conversations=2"
+    typed("scripts/prepare.py layers", *search, *options, cwd=here)
     lm, checkpoint = tiny_target(), here / "kangaroo-tiny-v1.3"  # of the authors' code
     state = adapter_for(lm).state_dict()
     checkpoint.mkdir()
@@ -185,30 +178,30 @@ def test_a_line_of_the_pages_runs(line, request, tmp_path):
     before = request.getfixturevalue("begun" if line in FAST | AS_TYPED else "made")
     here = shutil.copytree(before, tmp_path / "here")
     script, *words = shrunk(line)
-    typed(script, " ".join(words), here)
+    typed(script, *shlex.split(" ".join(words)), cwd=here)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", sorted(WITHIN))
 def test_the_options_of_a_command_within_a_sentence_exist(line, tmp_path):
     script, *words = shlex.split(line)
-    typed(script, " ".join([*words, "--cfg", "job"]), tmp_path)
+    typed(script, *words, "--cfg", "job", cwd=tmp_path)
+
+
+TARGETS = {  # its options, and what it then prints
+    "demo": (
+        "question_end=1 warmup=1 max_new_tokens=8 output={here}",
+        r"\nvanilla: 8 tokens.*\nkangaroo: .*\nhybrid: .*methods compared.*decoding",
+    ),
+    "chat": ("chat.max_new_tokens=8", "an empty"),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (Path(sys.prefix) / ".installed").exists(), reason="needs make's own .venv")
-@pytest.mark.parametrize(
-    "target, options, shown",
-    [
-        (
-            "demo",
-            "question_end=1 warmup=1 max_new_tokens=8 output={here}",
-            r"\nvanilla: 8 tokens.*\nkangaroo: .*\nhybrid: .*methods compared.*decoding",
-        ),
-        ("chat", "chat.max_new_tokens=8", "an empty"),
-    ],
-)
-def test_a_make_target_runs_on_the_embedded_model(target, options, shown, tmp_path):
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_make_target_runs_on_the_embedded_model(target, tmp_path):
+    options, shown = TARGETS[target]
     arguments = f"ARGS={options.format(here=tmp_path)}"
     command = ["make", target, f"VENV={sys.prefix}", arguments]
     done = subprocess.run(command, cwd=ROOT, input="Hello\n", capture_output=True, text=True)
@@ -267,7 +260,6 @@ def run(line: str, folder: Path) -> None:
 
 
 def bytes_of(folder: Path, pattern: str) -> dict[str, bytes]:
-    """The content of all files of a kind, by name."""
     files = sorted((folder / "outputs").rglob(pattern))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 

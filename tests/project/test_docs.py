@@ -1,4 +1,5 @@
-"""What the documentation shows does what it says, and every public name has a docstring."""
+"""What the documentation shows does what it says, every public name has a docstring, and facts that
+stand in several files agree."""
 
 import importlib
 import inspect
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from cases import BATCHES, CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of
 from commands import ROOT
 from helpers import adapter_for, saved_adapter, tiny_target
@@ -19,6 +21,11 @@ from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it along
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 PAGE = (ROOT / "docs/add-a-drafter.md").read_text()
 (CODE,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
@@ -26,7 +33,6 @@ PAGE = (ROOT / "docs/add-a-drafter.md").read_text()
 
 @pytest.fixture(scope="module")
 def bigram(tmp_path_factory):
-    """The shown file, as a module."""
     folder = tmp_path_factory.mktemp("shown")
     (folder / "bigram.py").write_text(CODE)
     with pytest.MonkeyPatch.context() as patch:
@@ -105,3 +111,22 @@ def of(member: object) -> bool:
     is_ours = (getattr(member, "__module__", None) or "").startswith("kangaroo")
     is_kind = inspect.isclass(member) or inspect.isfunction(member)
     return is_ours and is_kind and not member.__name__.startswith("_")
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_the_workflow_runs_the_supported_python_versions():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text(encoding="utf-8"))
+    tested = workflow["jobs"]["check"]["strategy"]["matrix"]["python"]
+    name = "Programming Language :: Python :: 3."
+    named = ["3." + c.removeprefix(name) for c in PROJECT["classifiers"] if c.startswith(name)]
+    assert tested == sorted(named, key=lambda version: int(version.removeprefix("3.")))
+    assert PROJECT["requires-python"] == f">={tested[0]}"
+
+
+def test_every_extra_that_a_message_names_exists():
+    texts = (p.read_text(encoding="utf-8") for p in [*(ROOT / "kangaroo").rglob("*.py"), *PAGES])
+    naming = r"""(?:CHECKOUT\[|\binstall\(['"])([\w-]+)['"\]]"""
+    named = {extra for text in texts for extra in re.findall(naming, text)}
+    assert named and named <= PROJECT["optional-dependencies"].keys()

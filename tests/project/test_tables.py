@@ -31,6 +31,11 @@ def test_a_page_and_a_terminal_have_the_same_rows():
     assert list(ROWS[0]) in words and all(list(row.values()) in words for row in ROWS)
 
 
+def test_numbers_are_shortened_to_three_digits():
+    texts = {0: "0", 66: "66", 999: "999", 1000: "1k", 885_888: "886k", 1_267_359: "1.27M"}
+    assert {value: tables.short(value) for value in texts} == texts
+
+
 def test_what_a_user_named_stays_within_its_cell_as_it_is():
     rows = [{"task": "a|b\nc", "[bold]": "[/x] :smile:"}]
     assert tables.markdown(rows).splitlines()[2] == r"| a\|b c | [/x] :smile: |"

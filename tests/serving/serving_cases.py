@@ -87,14 +87,12 @@ class Heard(Job):
             self.ended.set()
 
     def check(self) -> None:
-        """It gets the text that it gets alone."""
         assert self.ended.wait(60)
         assert self.tokens == alone(self.request)
         assert self.finish == ("stop" if self.request.stop else "length")
 
 
 def answered(scheduler: Scheduler, *jobs: Heard) -> None:
-    """They are submitted together, and each gets the text that it gets alone."""
     scheduler.submit(*jobs)
     for job in jobs:
         job.check()
@@ -116,7 +114,6 @@ def random_request(rng: random.Random, most: int = 40) -> Request:
 
 
 def as_body(request: Request) -> dict:
-    """The body of a completion that asks for this."""
     sampling = request.sampling
     assert sampling is not None
     return {
@@ -137,7 +134,6 @@ def error_of(answer: httpx.Response) -> dict:
 def server_app(
     tokenizer: PreTrainedTokenizerBase | None = None, longest: int = LONGEST, **changes: object
 ) -> FastAPI:
-    """What answers, for three texts at a time."""
     config = ServeConfig(**({"max_batch_size": 3} | changes))  # type: ignore[arg-type]
     scheduler = Scheduler(engine_of(target()), config.max_batch_size, longest, config.max_queue)
     return Server(scheduler, tokenizer or byte_tokenizer(), "tiny", "kangaroo", config).app()
@@ -160,7 +156,6 @@ def running(app: FastAPI) -> Iterator[str]:
 
 
 def serving(**options: Any) -> AbstractContextManager[str]:
-    """The same of our server."""
     return running(server_app(**options))
 
 

@@ -18,9 +18,9 @@ SPEED = {"vanilla": {1: 10.0, 4: 30.0, 16: 60.0}, "ours": {1: 15.0, 4: 33.0, 16:
 def written(texts: dict[str, str], speed: float = 10.0, tokens: int = 5, **changes) -> str:
     """A file of guidellm's, as far as it is read."""
 
-    def asked(text: str) -> str:
+    def request(text: str) -> str:
         message = {"role": "user", "content": [{"type": "text", "text": text}]}
-        return json.dumps({"method": None, "body": {"messages": [message]}})
+        return json.dumps({"body": {"messages": [message]}})
 
     means = {
         "output_tokens_per_second": speed,
@@ -30,7 +30,7 @@ def written(texts: dict[str, str], speed: float = 10.0, tokens: int = 5, **chang
         "iter_tokens_per_iteration": 1.5,
     }
     done = [
-        {"request_args": asked(text), "output": out, "output_metrics": {"total_tokens": tokens}}
+        {"request_args": request(text), "output": out, "output_metrics": {"total_tokens": tokens}}
         for text, out in texts.items()
     ]
     requests = {"successful": done, "errored": [], "incomplete": []} | changes
@@ -39,7 +39,6 @@ def written(texts: dict[str, str], speed: float = 10.0, tokens: int = 5, **chang
 
 
 def test_methods_take_turns_and_ratios_are_taken_within_rounds(tmp_path):
-    """So that a machine that becomes slower and slower changes none of them."""
     order = load_test.cells(2, [1, 8], ["a", "b"])
     assert [(c.round, c.users, c.method) for c in order] == [
         *((0, 1, "a"), (0, 1, "b"), (0, 8, "a"), (0, 8, "b")),

@@ -38,8 +38,6 @@ ATTACK = (
 
 
 class Page:
-    """The page, as a user handles it."""
-
     def __init__(self, driver: Any, address: str):
         self.driver = driver
         driver.get(address)
@@ -147,15 +145,10 @@ def test_a_server_that_asks_for_its_key_gets_it(driver):
 
 
 class StandIn:
-    """A server whose answers a test chooses, and which keeps what it was sent.
-
-    Args:
-        parts: of the answer: text, and how many of its characters were drafted.
-        ends: whether the stream ends as it should.
-    """
+    """A server whose answers a test chooses, and which keeps what it was sent."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[str, int]] = []
+        self.parts: list[tuple[str, int]] = []  # text, and how many of its characters were drafted
         self.error, self.ends = "", True
         self.bodies: list[dict[str, Any]] = []
         self.go = threading.Event()
@@ -173,7 +166,6 @@ class StandIn:
             yield "data: [DONE]\n\n"
 
     def turns(self, number: int) -> list[tuple[str, str]]:
-        """Who said what, by a body."""
         return [(turn["role"], turn["content"]) for turn in self.bodies[number]["messages"]]
 
 
@@ -198,7 +190,6 @@ def page(driver, stand_in) -> Iterator[Page]:
 
 
 def test_nothing_that_is_said_is_taken_for_html(page, stand_in):
-    """Not the answer, the question, an error, nor the model's name."""
     stand_in.parts, stand_in.error = [(ATTACK, 5)], ATTACK
     page.ask(ATTACK)
     for css in (".user", ".assistant", ".error"):

@@ -44,7 +44,7 @@ def test_each_conversation_goes_on_in_the_row_that_has_it():
                 job = written(scheduler, text)
                 assert job.reused == (len(text) - 3 - 2 if turn else 0)
                 text += [*job.tokens, 7, 8 + turn, 9]
-            # somebody else's question takes the row that neither of them is in
+            # somebody else's question takes the row that was written longest ago
             assert written(scheduler, [rng.randrange(3, 250) for _ in range(8)]).reused == 0
 
 
@@ -53,16 +53,6 @@ def test_of_several_choices_the_prompt_is_read_once():
     with scheduling() as scheduler:
         answered(scheduler, *jobs)
     assert [job.reused for job in jobs] == [0, 29, 29]
-
-
-def test_where_no_row_has_the_text_the_one_written_longest_ago_is_taken():
-    texts = [[10 * i + j for j in range(1, 9)] for i in range(1, 5)]
-    with scheduling() as scheduler:
-        for text in texts:  # the fourth takes the row of the first
-            assert written(scheduler, text).reused == 0
-        for text in texts[1:]:
-            assert written(scheduler, [*text, 5]).reused == len(text)
-        assert written(scheduler, [*texts[0], 5]).reused == 0
 
 
 def watched(engine: Engine, monkeypatch) -> list[tuple[int, bool, int]]:
@@ -100,7 +90,6 @@ def test_nothing_is_drafted_while_a_prompt_enters(monkeypatch):
 
 
 def test_who_cancels_leaves_all_others_as_they_were():
-    """Before a row is free, while the prompt enters, and in the middle of a text."""
     rng = random.Random(1)
     jobs = [Heard(random_request(rng)) for _ in range(60)]
     with scheduling(max_batch_size=4) as scheduler:
@@ -241,7 +230,6 @@ def check_others(scheduler: Scheduler, jobs: list[Heard]) -> None:
 
 
 def check_crowd(scheduler: Scheduler, finish: str, jobs: list[Heard], guilty: Heard) -> None:
-    """The guilty one ends as told, and nobody else."""
     scheduler.submit(*jobs)
     assert guilty.ended.wait(60) and guilty.finish == finish
     assert guilty.tokens == alone(guilty.request)[: len(guilty.tokens)]
@@ -322,7 +310,6 @@ def test_who_cannot_be_told_holds_up_nobody():
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_decoding_ends_for_all_where_no_batch_can_be_opened(monkeypatch, begun):
-    """After a step that failed, or at the beginning; nobody waits for it."""
     monkeypatch.setattr("kangaroo.serving.scheduler.PAUSE", 0.05)
     engine, jobs = engine_of(target()), [heard([5], 9) for _ in range(6)]
     opened = [] if begun else failing(monkeypatch, engine, "open", lambda *_: True)

@@ -101,15 +101,13 @@ def test_openais_client_finds_the_model_by_its_name_and_no_other(client):
         assert kind == ("invalid_request_error", "model_not_found")
 
 
-def test_a_text_is_the_engines(address):
+def test_a_turn_of_a_chat_is_the_engines_text(address):
     tokenizer = byte_tokenizer()
     prompt, sampling = prompt_ids(tokenizer, TALK), Sampling(temperature=0.9, top_p=0.8)
     request = Request(prompt, 20, 7, sampling=sampling, ignore_eos=True)
-    expected, body = plain_text(tokenizer, alone(request)), as_body(request)
-    assert text_of(address, **body) == expected
-    del body["prompt"]
+    body = {k: v for k, v in as_body(request).items() if k != "prompt"}
     chat = ask(address, "chat/completions", messages=TALK, **body).json()
-    assert chat["choices"][0]["message"]["content"] == expected
+    assert chat["choices"][0]["message"]["content"] == plain_text(tokenizer, alone(request))
     assert chat["usage"]["prompt_tokens"] == len(prompt)
 
 
@@ -139,40 +137,40 @@ BAD = [
     ({}, "prompt: Field required"),
     ({"prompt": ""}, "the prompt is empty"),
     ({"prompt": "a", "max_token": 3}, "max_token: Extra inputs are not permitted"),
-    ({"prompt": "a", "max_tokens": "3"}, "max_tokens: Input should be a valid integer"),
     ({"prompt": "a" * 300}, "the prompt by 101 or more: one new"),
     ({"prompt": "a", "max_tokens": LONGEST}, "ask for at most"),
     ({"prompt": [1, 10**9]}, "a token outside the model's vocabulary"),
-    ({"prompt": "a", "temperature": 9}, "temperature: Input should be less than"),
-    ({"prompt": "a", "presence_penalty": 1}, "'presence_penalty' is not served here"),
     ({"prompt": "a", "stop": [""]}, "at least 1 character"),
     ([1, 2], "valid dictionary"),
-    ({"prompt": "a", "seed": 2**63}, "seed: Input should be less than"),
     ({"prompt": "a", "n": 2, "seed": 2**63 - 1}, f"must be {2**63 - 2} or less where n=2"),
     ({"prompt": "a", "logprobs": 0}, "'logprobs' is not served here"),
     ({"prompt": "a", "temperature": True}, "temperature: Input should be a valid number"),
+    (b'{"prompt": "a', "the body is not JSON: Unterminated string starting at (at 11)"),
+    (b"", "the body: Field required"),
+    (b'{"prompt": "\xff\xfe"}', ""),
+    (b"[" * 100_000, ""),
+    (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", ""),
+    (b'{"prompt": "\\ud800"}', "prompt: it holds half of a surrogate pair"),
+    (b'{"prompt": "a", "\\ud800": 1}', ""),
 ]
 
 
 def test_what_cannot_be_served_is_refused_by_name(address):
     for body, message in BAD:
-        answer = post(address, json.dumps(body))
+        answer = post(address, body if isinstance(body, bytes) else json.dumps(body))
         assert answer.status_code == 400 and message in error_of(answer)["message"], answer.text
 
 
-@pytest.mark.parametrize("kind", ["", "text/plain"])
-def test_a_body_that_is_not_called_json_is_told_of_the_header(address, kind):
-    headers = {"content-type": kind} if kind else {}
-    answer = httpx.post(f"{address}/v1/completions", content=b'{"prompt": "a"}', headers=headers)
-    sent = f"; '{kind}' was sent" if kind else ""
-    message = f"the header 'Content-Type: application/json' is missing{sent}."
-    assert (answer.status_code, error_of(answer)["message"]) == (400, message)
+def test_a_body_that_is_not_called_json_is_told_of_the_header(address):
+    for headers, sent in ({}, ""), ({"content-type": "text/plain"}, "; 'text/plain' was sent"):
+        answer = httpx.post(f"{address}/v1/completions", content=b"{}", headers=headers)
+        message = f"the header 'Content-Type: application/json' is missing{sent}."
+        assert (answer.status_code, error_of(answer)["message"]) == (400, message)
 
 
 def test_a_path_or_method_that_there_is_not_has_openais_error(address):
     for method, path, status, code in (
         ("GET", "/v1/none", 404, "unknown_url"),
-        ("POST", "/none", 404, "unknown_url"),
         ("GET", "/v1/completions", 405, "method_not_supported"),
         ("DELETE", "/v1/models/tiny", 405, "method_not_supported"),
     ):
@@ -183,7 +181,7 @@ def test_a_path_or_method_that_there_is_not_has_openais_error(address):
     assert "/v1/chat/completions" in httpx.get(f"{address}/").text  # the page
 
 
-LOCAL = ["localhost", "LOCALHOST:80", "127.0.0.1", "[::1]:8000", "[::1]", "192.168.1.7:8000"]
+LOCAL = ["LOCALHOST:80", "127.0.0.1", "[::1]:8000", "192.168.1.7:8000"]
 STRANGERS = ["evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example", "", "[::1"]
 
 
@@ -193,8 +191,8 @@ def test_a_page_of_another_name_does_not_reach_the_server(address):
     def status(where: str, host: str, path: str = "/v1/models") -> int:
         return httpx.get(where + path, headers={"host": host}).status_code
 
-    assert [status(address, host) for host in LOCAL] == [200] * len(LOCAL)
-    assert [status(address, host) for host in STRANGERS] == [400] * len(STRANGERS)
+    assert {status(address, host) for host in LOCAL} == {200}
+    assert {status(address, host) for host in STRANGERS} == {400}
     assert {status(address, "evil.example", path) for path in ("/", "/health", "/metrics")} == {400}
     error = error_of(httpx.get(f"{address}/v1/models", headers={"host": "evil.example"}))
     assert "allowed_hosts=[NAME]" in error["message"] and error["type"] == "invalid_request_error"
@@ -202,7 +200,7 @@ def test_a_page_of_another_name_does_not_reach_the_server(address):
         for host in ("localhost", "Kangaroo.lan:8000", "a.lab.example"):
             assert status(named, host) == 200
         assert status(named, "lab.example.evil") == status(named, "other.lan") == 400
-    with serving(host="0.0.0.0", allowed_hosts=["*"]) as open_to_all:
+    with serving(allowed_hosts=["*"]) as open_to_all:
         assert status(open_to_all, "any.example") == 200
 
 
@@ -217,8 +215,6 @@ def test_a_template_that_fails_is_told_as_any_other_refusal(template):
 
 
 def test_a_fault_of_the_server_is_an_error_of_openais_shape(address, monkeypatch, caplog):
-    """In a route, which knows of it at once, and in the thread that decodes: whole and streamed."""
-
     def fault(*given: object) -> None:
         raise RuntimeError("as in a test")
 
@@ -237,26 +233,13 @@ def test_a_fault_of_the_server_is_an_error_of_openais_shape(address, monkeypatch
     assert httpx.get(f"{address}/health").status_code == 200
 
 
-NO_REQUESTS = [
-    (b'{"prompt": "a', 400, "the body is not JSON: Unterminated string starting at (at 11)"),
-    (b"", 400, "the body: Field required"),
-    (b'{"prompt": "\xff\xfe"}', 400, ""),
-    (b"[" * 100_000, 400, ""),
-    (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, ""),
-    (b'{"prompt": "' + b"a" * 200_000 + b'"}', 400, ""),
-    (b'{"prompt": "' + b"a" * 2_000_000 + b'"}', 413, "a request has at most 1048576 bytes."),
-    (b'{"prompt": "\\ud800"}', 400, "prompt: it holds half of a surrogate pair"),
-    (b'{"prompt": "a", "\\ud800": 1}', 400, ""),
-]
-
-
-def test_what_is_no_request_is_refused(address):
-    for content, status, message in NO_REQUESTS:
+def test_a_request_is_too_large_whether_its_length_is_told_or_not(address):
+    chunks = [b'{"prompt": "', *[b"a" * 100_000] * 20]
+    for content in b"".join(chunks), iter(chunks):
         answer = post(address, content)
-        assert answer.status_code == status and error_of(answer)["message"].startswith(message)
-    chunks = [b'{"prompt": "', *[b"a" * 100_000] * 20]  # of a length that is not told
-    for path, status in (("/v1/completions", 413), ("/v1/none", 404)):
-        assert post(address, iter(chunks), path).status_code == status
+        assert answer.status_code == 413
+        assert error_of(answer)["message"].startswith("a request has at most 1048576 bytes.")
+    assert post(address, iter(chunks), "/v1/none").status_code == 404
     assert ask(address, prompt="a", max_tokens=2).status_code == 200
 
 
@@ -344,7 +327,6 @@ def test_a_stream_is_json_lines_of_server_sent_events_with_counts_if_asked_for(a
 
 @pytest.mark.slow
 def test_what_the_page_shows_works_and_a_stop_lets_texts_end(tmp_path):
-    """The `curl` line, the Python lines, and SIGTERM in the middle of a text."""
     page = PAGE.read_text(encoding="utf-8")
     drafter = ["drafter=kangaroo", "drafter.adapter='untrained:2'", f"hydra.run.dir={tmp_path}"]
     with served(*drafter, "max_model_len=4096") as (address, process):

@@ -11,15 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving_cases import server_app
 
-from kangaroo.serving.protocol import (
-    IGNORED,
-    NOTHING,
-    Chat,
-    ChatMessage,
-    Completion,
-    StreamOptions,
-    TextPart,
-)
+from kangaroo.serving import protocol
 
 LONGEST = 40  # tokens: of a turn in its template and a short answer
 ENDS = [sign * (2**bits + more) for sign in (1, -1) for bits in (31, 63, 64) for more in (-1, 0)]
@@ -42,7 +34,8 @@ GOOD: dict[str, list[Any]] = {  # the extremes of what is answered
     "ignore_eos": [True, False],
     "tools": [[], None],
 }
-FIELDS = [*NOTHING, *IGNORED, *Completion.model_fields, *Chat.model_fields]
+FIELDS = [*protocol.NOTHING, *protocol.IGNORED]
+FIELDS += [*protocol.Completion.model_fields, *protocol.Chat.model_fields]
 
 
 def changed(good: dict[str, Any], fields: Iterable[str], most: int) -> st.SearchStrategy[dict]:
@@ -52,9 +45,9 @@ def changed(good: dict[str, Any], fields: Iterable[str], most: int) -> st.Search
     return strange.map(lambda chosen: good | chosen)
 
 
-PART = changed({"type": "text", "text": "Why?"}, TextPart.model_fields, 1)
+PART = changed({"type": "text", "text": "Why?"}, protocol.TextPart.model_fields, 1)
 TURN = {"role": "user", "content": "Why?"}
-TURNS = changed(TURN, [*ChatMessage.model_fields, *ChatMessage.nothing], 2)
+TURNS = changed(TURN, [*protocol.ChatMessage.model_fields, *protocol.ChatMessage.nothing], 2)
 
 
 @st.composite
@@ -70,7 +63,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
         parts = draw(st.lists(PART, max_size=2))
         body["messages"] = [*draw(st.lists(TURNS, max_size=2)), TURN | {"content": parts}]
     if body.get("stream") is True:
-        body["stream_options"] = draw(changed({}, StreamOptions.model_fields, 2))
+        body["stream_options"] = draw(changed({}, protocol.StreamOptions.model_fields, 2))
     return "chat/completions" if is_chat else "completions", body
 
 

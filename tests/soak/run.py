@@ -4,7 +4,6 @@ A *cell* is one drafter in one setting, all of it from a seed.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
@@ -55,8 +54,10 @@ BATCHES = (1, 4, 20, 20)  # rows at a time; the largest twice, since it is the c
 FEWEST = 8  # requests of a cell, and at least twice as many as rows, so that rows are refilled
 CERTIFICATE = "certificate.json"
 BY = ("drafter", "sampling", "target", "rows at a time")  # what the certificate has tables of
+COUNTS = ("texts", "tokens", "drafted", "accepted", "ended_by_eos")  # of every cell
 
 Build = Callable[[Case], Drafter]
+Cell = dict[str, Any]  # options, counts, seconds, and texts that differ with all that makes them
 
 
 @dataclass(frozen=True)
@@ -70,18 +71,6 @@ class Setting:
     texts: Sequence[list[int]]
     eos_ids: frozenset[int]
     prefill_chunks: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Requests of a setting by one drafter; `differences` are the texts that are not vanilla's,
-    each a `records.Fork` with all that makes it again.
-    """
-
-    options: dict[str, Any]
-    counts: dict[str, int]
-    seconds: float
-    differences: list[dict[str, Any]]
 
 
 @cache
@@ -111,7 +100,8 @@ def setting_of(
     for _ in range(REQUESTS):
         prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(*PROMPT))]
         requests.append(Request(prompt, rng.randint(*LIMIT), rng.randrange(1 << 31)))
-    texts, eos_ids = alone(lm, requests, SAMPLINGS[sampling]), frozenset[int]()
+    done = dict(Engine(lm, Vanilla()).completions(requests, SAMPLINGS[sampling], 1))
+    texts, eos_ids = [done[index].tokens for index in range(REQUESTS)], frozenset[int]()
     if rng.random() < EOS_SHARE:
         longest = max(texts, key=len)
         eos = max(longest, key=longest.index)  # the last one to occur
@@ -119,12 +109,6 @@ def setting_of(
         eos_ids = frozenset({eos})
     chunks = (16, 1024) if exact else (1024,)
     return Setting(family, sampling, lm, requests, texts, eos_ids, chunks)
-
-
-def alone(lm: TargetModel, requests: Sequence[Request], how: Sampling) -> list[list[int]]:
-    """What vanilla decoding writes for each request, one after the other."""
-    done = dict(Engine(lm, Vanilla()).completions(requests, how, 1))
-    return [done[index].tokens for index in range(len(requests))]
 
 
 def soak(
@@ -147,7 +131,7 @@ def soak(
             number, name = next(cases)
             setting = setting_of(number, seed, device, dtype.torch)
             cells.append(decode(number, name, setting, builds[name], seed))
-            bar.update(cells[-1].counts["tokens"])
+            bar.update(cells[-1]["tokens"])
     settings = {"seed": seed, "device": device, "dtype": dtype.value}
     certificate = certify(cells) | {"settings": settings, "provenance": began}
     certificate["finished"] = provenance()["time"]
@@ -185,20 +169,17 @@ def decode(number: int, name: str, setting: Setting, build: Build, seed: int) ->
         for index, generation in engine.completions(requests, SAMPLINGS[setting.sampling], rows):
             done[wave[index]] = generation
     steps = [step for generation in done.values() for step in generation.steps]
-    options = dict(zip(BY, (name, setting.sampling, setting.family, rows), strict=True))
-    counts = {
+    options: Cell = dict(zip(BY, (name, setting.sampling, setting.family, rows), strict=True))
+    options |= {"exit_layer": exit_layer, "prefill_chunk": chunk, "always_drafts": always}
+    return options | {
         "texts": len(done),
         "tokens": sum(len(setting.texts[index]) for index in done),
         "drafted": sum(step.drafted for step in steps),
         "accepted": sum(step.accepted for step in steps),
         "ended_by_eos": sum(generation.finish == "eos" for generation in done.values()),
+        "seconds": running() - started,
+        "differences": [options | text for text in differences(setting, done)],
     }
-    return Cell(
-        options | {"exit_layer": exit_layer, "prefill_chunk": chunk, "always_drafts": always},
-        counts,
-        running() - started,
-        list(differences(setting, done)),
-    )
 
 
 def differences(setting: Setting, done: Mapping[int, Generation]) -> Iterator[dict[str, Any]]:
@@ -221,32 +202,26 @@ def differences(setting: Setting, done: Mapping[int, Generation]) -> Iterator[di
 
 
 def certify(cells: Sequence[Cell]) -> dict[str, Any]:
-    """What the cells say together."""
-
     def totals(some: Sequence[Cell]) -> dict[str, int]:
-        sums = sum((Counter(cell.counts) for cell in some), Counter())
-        sums["different_texts"] = sum(len(cell.differences) for cell in some)
-        return {count: sums[count] for count in (*cells[0].counts, "different_texts")}
+        counts = {count: sum(cell[count] for cell in some) for count in COUNTS}
+        return counts | {"different_texts": sum(len(cell["differences"]) for cell in some)}
 
     def by(heading: str) -> dict[str, dict[str, int]]:
-        groups: dict[str, list[Cell]] = {}
-        for cell in cells:
-            groups.setdefault(str(cell.options[heading]), []).append(cell)
-        return {value: totals(some) for value, some in groups.items()}
+        values = dict.fromkeys(cell[heading] for cell in cells)
+        return {str(x): totals([cell for cell in cells if cell[heading] == x]) for x in values}
 
     sums = totals(cells)
     return sums | {
         "verdict": f"{sums['tokens']:,} tokens in {sums['texts']:,} texts were compared with "
         f"vanilla's; texts that differ: {sums['different_texts']}.",
-        "differences": [cell.options | text for cell in cells for text in cell.differences],
+        "differences": [text for cell in cells for text in cell["differences"]],
         "by": {heading: by(heading) for heading in BY},
         "cells": len(cells),
-        "seconds": sum(cell.seconds for cell in cells),
+        "seconds": sum(cell["seconds"] for cell in cells),
     }
 
 
 def markdown(certificate: dict[str, Any]) -> str:
-    """The certificate for people."""
     sheets = [
         [
             {

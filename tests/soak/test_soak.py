@@ -1,16 +1,30 @@
 """A million tokens by every drafter, compared with vanilla's: `make soak` (docs/evaluation.md).
 
 SOAK_TOKENS, SOAK_SEED, SOAK_DEVICE and SOAK_DTYPE in the environment change how much is decoded,
-and by which targets; SOAK_OUTPUT is the folder of the certificate.
+and by which targets; SOAK_OUTPUT is the folder of the certificate. The other tests hold that the
+soak compares what it says it does, and sees what is broken.
 """
 
+import json
 import os
 from pathlib import Path
 
 import pytest
+import torch
+from cases import Case, case_of
+from helpers import adapter_for
 
+import kangaroo.engine.stepper
+from kangaroo.drafters.base import DrafterConfig
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.prompt_lookup import PromptLookup
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Rule
 from kangaroo.models.loading import Dtype
-from soak.run import SOAKED, soak
+from kangaroo.utils.discovery import classes
+from kangaroo.utils.errors import NotLossless
+from soak import run
+from soak.run import FAMILIES, SAMPLINGS, SOAKED, setting_of
 
 OPTIONS = {"tokens": int, "seed": int, "device": str, "dtype": Dtype}
 
@@ -21,5 +35,107 @@ def test_every_drafter_writes_vanillas_texts():
     texts = {name: os.environ.get(f"SOAK_{name.upper()}") for name in OPTIONS}
     options = {name: OPTIONS[name](text) for name, text in texts.items() if text}
     folder = Path(os.environ.get("SOAK_OUTPUT", "outputs/soak"))
-    certificate = soak(SOAKED, folder, **options)
+    certificate = run.soak(SOAKED, folder, **options)
     print(f"\n{certificate['verdict']} The certificate is in {folder}.")
+
+
+def test_every_drafter_and_family_and_sampling_is_soaked():
+    case, names = case_of("llama", "greedy"), classes("kangaroo.drafters", DrafterConfig)
+    kinds = {type(build(case)).__name__.lower() for build in SOAKED.values()}
+    of_kangaroo = {"eagle", "layerskip"}  # whose class is Kangaroo's
+    assert kinds == {name.replace("_", "") for name in names} - of_kangaroo | {"eagletree"}
+    assert of_kangaroo < SOAKED.keys()
+    numbers = range(len(FAMILIES) * len(SAMPLINGS))  # without a common divisor they all meet
+    assert len({(n % len(FAMILIES), n % len(SAMPLINGS)) for n in numbers}) == len(numbers)
+    assert all(max(run.FEWEST, 2 * rows) > rows for rows in run.BATCHES)  # rows are refilled
+    # under the rejection rule only greedy texts are promised to be vanilla's
+    assert all(how.greedy for how in SAMPLINGS.values() if how.rule is Rule.rejection)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(run, "REQUESTS", 8)
+    monkeypatch.setattr(run, "LIMIT", (1, 24))
+    setting_of.cache_clear()
+
+
+@pytest.mark.usefixtures("short")
+def test_in_half_precision_only_targets_that_keep_the_promise_are_soaked(tmp_path):
+    half = [setting_of(number, 0, "cpu", torch.bfloat16) for number in range(3)]
+    assert all(s.family.endswith(", compiled") and s.prefill_chunks == (1024,) for s in half)
+    assert half[0].lm.dtype == torch.bfloat16
+    certificate = run.soak(SOAKED, tmp_path, 600, dtype=Dtype.bfloat16)
+    assert certificate["different_texts"] == 0 and certificate["settings"]["dtype"] == "bfloat16"
+
+
+@pytest.mark.usefixtures("short")
+def test_the_certificate_adds_up_and_is_that_of_its_seed(tmp_path):
+    certificate = run.soak(SOAKED, tmp_path, 300, seed=1)  # where one token ends texts
+    assert certificate["tokens"] >= 300 and certificate["different_texts"] == 0
+    assert certificate["ended_by_eos"] > 0
+    for groups in certificate["by"].values():
+        assert sum(group["tokens"] for group in groups.values()) == certificate["tokens"]
+    text = (tmp_path / "certificate.md").read_text()
+    assert f"{certificate['tokens']:,} tokens in" in text and "texts that differ: 0." in text
+    again = run.soak(SOAKED, tmp_path / "again", 300, seed=1)
+    assert again["by"] == certificate["by"]
+
+
+class AltersATokenThatWasWritten(Kangaroo):
+    def observe(self, batch, draft, verdict, taps):
+        super().observe(batch, draft, verdict, taps)
+        last_B1 = (batch.length_B - 1)[:, None]  # the pending token, which the next round reads
+        changed_B1 = batch.tokens_BS.gather(1, last_B1) + (verdict.count_B > 0)[:, None].long()
+        batch.tokens_BS.scatter_(1, last_B1, changed_B1 % run.VOCABULARY)
+
+
+class WritesIntoTheCommittedCache(PromptLookup):
+    def propose(self, batch):
+        for values in batch.cache.values:
+            values += 1.0
+        return super().propose(batch)
+
+
+def accepts_one_too_many(accept):
+    """A verifier that takes the first draft token unseen."""
+
+    def accepted(draft, choice_BN):
+        if draft.tree.size > 1:
+            valid_B, first_B = draft.valid_BN[:, 1], draft.tokens_BN[:, 1]
+            choice_BN[:, 0] = torch.where(valid_B, first_B, choice_BN[:, 0])
+        return accept(draft, choice_BN)
+
+    return accepted
+
+
+def altering(case: Case) -> Kangaroo:
+    return AltersATokenThatWasWritten(case.lm, adapter_for(case.lm), 4, 0.0)
+
+
+BROKEN = {
+    "token": altering,
+    "cache": lambda case: WritesIntoTheCommittedCache(1, 4),
+    "verifier": lambda case: PromptLookup(1, 4),
+}
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("broken", BROKEN)
+def test_what_is_broken_is_caught(broken, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "FAMILIES", ["llama"])  # whose rounds are the tensors'
+    if broken == "verifier":
+        accept = kangaroo.engine.stepper.accept
+        monkeypatch.setattr(kangaroo.engine.stepper, "accept", accepts_one_too_many(accept))
+    with pytest.raises(NotLossless, match=r"of 8 texts are not vanilla's"):
+        run.soak({broken: BROKEN[broken]}, tmp_path, 1)
+    certificate = json.loads((tmp_path / run.CERTIFICATE).read_text())
+    assert certificate["different_texts"] == len(certificate["differences"]) > 0
+    first = certificate["differences"][0]
+    assert (first["label"], first["drafter"], first["target"]) == ("bug", broken, "llama")
+    assert first["vanilla"] != first["found"]
+    monkeypatch.undo()
+    # the report has all that makes the difference again
+    (text,) = Engine(run.target("llama", "cpu"), PromptLookup(1, 4)).generate(
+        [first["prompt"]], first["max_new_tokens"], seeds=[first["seed"]]
+    )
+    assert text.tokens[first["position"]] == first["vanilla"][0]

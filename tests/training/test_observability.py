@@ -1,9 +1,7 @@
 """What a training run tells: decoding beside teacher forcing, names, the table and the plot."""
 
 import json
-import sys
 from itertools import takewhile
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +24,6 @@ from kangaroo.training.micro_batch import forward_target, grade
 from kangaroo.training.recipe import trainees
 from kangaroo.training.results import decode, frozen, prompts_of
 from kangaroo.utils.errors import DataError
-from kangaroo.utils.tracking import Wandb, forget
 
 nothing_is_drawn = pytest.fixture(training_cases.nothing_is_drawn)
 EAGLE = {"architecture": eagle_head.EagleHeadConfig()}
@@ -134,19 +131,3 @@ def test_a_run_that_is_still_writing_can_be_drawn(tmp_path):
     (tmp_path / METRICS).write_text(json.dumps(whole) + '\n{"step": 2, "train/a/lo')
     curves.write(tmp_path)
     assert (tmp_path / curves.PLOT).is_file()
-
-
-def test_steps_that_wandb_knows_are_not_logged_again(tmp_path, monkeypatch):
-    logged = []
-
-    def init(**settings):
-        assert settings["name"] == "/".join(tmp_path.parts[-2:])
-        return SimpleNamespace(starting_step=58, log=lambda metrics, step: logged.append(step))
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    tracker = Wandb().start({}, tmp_path)
-    for step in (57, 58, 59):  # the checkpoint held step 56
-        tracker.log({"loss": 1.0}, step)
-    assert logged == [58, 59]
-    forget(tmp_path)
-    assert not list(tmp_path.glob("wandb_*"))

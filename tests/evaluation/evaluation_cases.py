@@ -1,12 +1,19 @@
-"""Records and results of an evaluation, written by hand."""
+"""Records and results of an evaluation, written by hand or by a tiny model."""
 
 import io
 import json
 
+from helpers import adapter_for
 from rich.console import Console
 
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.evaluation import comparison, summary
+from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.records import METHOD, MethodRun, Record, Turn, Writer
+from kangaroo.evaluation.run import EvaluateConfig, Evaluator, MethodSpec
+from kangaroo.models.loading import byte_tokenizer, random_model
+from kangaroo.models.target import TargetModel
 
 
 def run(emitted, accepted, drafted, seconds, prefill=1.0, tokens=None, retokenised=None):
@@ -56,7 +63,6 @@ PROVENANCE |= {"versions": {"torch": "2"}, "hardware": {"cpu": "x", "threads": 1
 
 
 def summarised(records, cost=COST, **settings):
-    """The summary of a run."""
     about = {"settings": SETTINGS | settings, "drafter_cost": cost, "provenance": PROVENANCE}
     return summary.summarise(records, about)
 
@@ -78,3 +84,44 @@ def shown(compared):
     comparison.show(compared, Console(width=80, file=text))
     assert max(map(len, text.getvalue().partition(":")[0].splitlines())) <= 80
     return " ".join(text.getvalue().split())
+
+
+# --- by a tiny model
+
+QUESTIONS = [
+    {"question_id": 81, "category": "writing", "turns": ["Tell me a tale.", "Shorter."]},
+    {"question_id": 90, "category": "math", "turns": ["What is 2 + 2?", "And 3 + 3?"]},
+    {"question_id": 321, "category": "qa", "turns": ["Who wrote it?"]},
+    {"question_id": 322, "category": "qa", "turns": ["When was that?"]},
+    {"question_id": 481, "category": "rag", "turns": ["Here is a text. What does it say?"]},
+]
+
+
+def write_questions(file, questions=QUESTIONS):
+    file.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    return file
+
+
+def tiny_lm(**overrides):
+    return TargetModel(random_model(deep_scale=0.15, **overrides))
+
+
+def evaluate_several(
+    output, bench_file, names, lm=None, ranks=None, log=None, drafters=None, **changes
+):
+    """Kangaroo, and prompt lookup where there are two names, or other drafters, on a random
+    six-layer model over bytes, in float32.
+    """
+    lm = lm or tiny_lm()
+    drafters = drafters or [Kangaroo(lm, adapter_for(lm), steps=3, threshold=0.2), PromptLookup()]
+    pairs = zip(names, drafters, strict=False)
+    methods = [MethodSpec(name, drafter, {"drafter": {"of": name}}) for name, drafter in pairs]
+    settings = {"output": str(output), "max_new_tokens": 16, "warmup": 1} | changes
+    config = EvaluateConfig(bench=BenchConfig("tiny", path=str(bench_file)), **settings)
+    about = {"model_name": "tiny", "ranks": ranks}
+    return Evaluator(lm, byte_tokenizer(), methods, config, **about).finish(log)
+
+
+def evaluate_tiny(output, bench_file, lm=None, ranks=None, **changes):
+    (summary,) = evaluate_several(output, bench_file, ["kangaroo"], lm, ranks, **changes)
+    return summary
