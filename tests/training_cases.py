@@ -7,7 +7,7 @@ from helpers import EXIT, VOCABULARY, forward_logits, random_prompts, recipe_of
 
 from kangaroo.engine import topk_logits
 from kangaroo.heads import eagle_head
-from kangaroo.training import curves
+from kangaroo.training import results
 from kangaroo.training.checkpoint import METRICS
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.loop import Trainer
@@ -20,7 +20,7 @@ ABOUT = {"fingerprint": "test"}
 
 def nothing_is_drawn(monkeypatch):
     """Half a second for each of many runs; see test_observability.py."""
-    monkeypatch.setattr(curves, "write", lambda folder: None)
+    monkeypatch.setattr(results, "write_curves", lambda folder: None)
 
 
 def sample(ids, prompt_length):

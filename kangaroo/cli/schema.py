@@ -13,8 +13,7 @@ from omegaconf import MISSING, OmegaConf
 from kangaroo.api import hardware_here
 from kangaroo.chat import ChatConfig
 from kangaroo.data.conversations import ConversationsConfig
-from kangaroo.data.making import MixConfig
-from kangaroo.data.synthesis import SynthesisConfig
+from kangaroo.data.making import MixConfig, SynthesisConfig
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.layer_search import SearchConfig
 from kangaroo.engine.sampling import Sampling
@@ -25,7 +24,7 @@ from kangaroo.evaluation.study.study import StudyConfig
 from kangaroo.evaluation.tune import TuneConfig
 from kangaroo.heads.base import HeadConfig
 from kangaroo.models.loading import ModelConfig
-from kangaroo.serving.config import ServeConfig
+from kangaroo.serving.serve import ServeConfig
 from kangaroo.training.config import TrainerConfig
 from kangaroo.training.recipe import AdapterRecipe
 from kangaroo.utils.discovery import classes

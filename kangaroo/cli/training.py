@@ -14,9 +14,10 @@ from kangaroo.data import store
 from kangaroo.heads import adapter_files
 from kangaroo.models.loading import ModelConfig, meta_model, options_of
 from kangaroo.models.target import TargetModel
-from kangaroo.training import backend, curves
+from kangaroo.training import backend
 from kangaroo.training.estimate import Devices, foresee
 from kangaroo.training.loop import Trainer
+from kangaroo.training.results import CURVES
 from kangaroo.utils.folders import command_line
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranks import Ranks, join
@@ -56,7 +57,7 @@ def train(config: TrainCommand) -> float | None:
                 return None
             numbers = [_report(folder, config.model, tracker) for folder in folders]
             best = max(numbers, key=lambda each: each["compression_rate"])
-            tracker.result(best, [folders[0].parent / curves.PLOT])
+            tracker.result(best, [folders[0].parent / CURVES])
             return best["compression_rate"]
 
 

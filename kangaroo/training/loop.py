@@ -20,7 +20,7 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import TargetModel
-from kangaroo.training import checkpoint, curves, results
+from kangaroo.training import checkpoint, results
 from kangaroo.training.backend import DeepSpeedBackend, TorchBackend
 from kangaroo.training.batches import Work, collate, frequent_tokens, lengths_of, plan, reach_of
 from kangaroo.training.config import TrainerConfig, loss_chunk_of, schedule
@@ -119,7 +119,7 @@ class Trainer:
         if is_first:
             for trainee in self.trained:
                 self._save(trainee)
-            curves.write(self.output)
+            results.write_curves(self.output)
         return [self.output / trainee.name for trainee in self.trained]
 
     def _step(self) -> dict[str, float]:

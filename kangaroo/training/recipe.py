@@ -13,7 +13,7 @@ from kangaroo.heads.base import Trainable
 from kangaroo.heads.block import BlockHead
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
-from kangaroo.training.losses import Loss
+from kangaroo.training.distill import Loss
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Count, DraftSize, Filled, NotNegative, Positive, Ranged
 

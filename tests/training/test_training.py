@@ -37,7 +37,7 @@ from kangaroo.training import backend
 from kangaroo.training.batches import check_trainable, collate, plan, row_width
 from kangaroo.training.checkpoint import CHECKPOINT, METRICS, read_metrics
 from kangaroo.training.config import schedule
-from kangaroo.training.losses import Loss
+from kangaroo.training.distill import Loss
 from kangaroo.training.micro_batch import forward_target, grade
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, Diverged
