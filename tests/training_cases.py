@@ -8,11 +8,10 @@ from helpers import EXIT, VOCABULARY, forward_logits, random_prompts, recipe_of
 from kangaroo.engine import topk_logits
 from kangaroo.heads import eagle_head
 from kangaroo.training import results
-from kangaroo.training.checkpoint import METRICS
-from kangaroo.training.config import TrainerConfig
+from kangaroo.training.batches import forward_target, train_step
 from kangaroo.training.loop import Trainer
-from kangaroo.training.micro_batch import forward_target, train_step
-from kangaroo.training.recipe import trainees
+from kangaroo.training.recipe import TrainerConfig, trainees
+from kangaroo.training.results import METRICS
 from kangaroo.utils.tracking import NoTracker
 
 ABOUT = {"fingerprint": "test"}

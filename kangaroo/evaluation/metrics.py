@@ -79,8 +79,7 @@ def cells(results: Results) -> Row:
             low, high = results.get(f"{metric.name}_ci95") or (0, 0)
             # that of a method over itself has no width
             row[metric.ends] = "-" if low == high else span((low, high), "-")
-    drafts, shares = results["acceptance_rate"] is not None, [*results["ctar"], 0.0, 0.0, 0.0]
-    return row | {f"CTAR({w})": number(shares[w - 1] if drafts else None) for w in POSITIONS}
+    return row
 
 
 def runs(records: Iterable[Record], name: str = METHOD) -> list[MethodRun]:
@@ -101,16 +100,6 @@ def ctar(accepted: Sequence[int], longest: int | None = None) -> list[float]:
     return [float((accepted_R >= w).mean()) for w in range(1, last + 1)]
 
 
-def compression_rate(emitted: float, rounds: float) -> float:
-    """Tokens that the target's forwards gave, over their number; vanilla's is 1."""
-    return float(emitted / rounds)
-
-
-def rate_of_ctar(shares: Sequence[float]) -> float:
-    """The compression rate, if no round is cut. Source: the paper, section 4.1."""
-    return 1 + sum(shares)
-
-
 class Estimate(NamedTuple):
     """A value and its 95% interval, None for a single question and for published values."""
 
@@ -121,16 +110,6 @@ class Estimate(NamedTuple):
 def ratio(totals_K: np.ndarray) -> np.ndarray:
     """The first of the last axis over the second."""
     return totals_K[..., 0] / totals_K[..., 1]
-
-
-def difference(totals_4: np.ndarray) -> np.ndarray:
-    """A ratio less another one."""
-    return ratio(totals_4[..., :2]) - ratio(totals_4[..., 2:])
-
-
-def ratio_of_ratios(totals_4: np.ndarray) -> np.ndarray:
-    """A ratio over another one."""
-    return ratio(totals_4[..., :2]) / ratio(totals_4[..., 2:])
 
 
 def estimate(
@@ -206,10 +185,6 @@ def _length(run: MethodRun) -> Pair:
     return sum(run.accepted) + rounds, rounds
 
 
-def _accepted(run: MethodRun) -> Pair:
-    return sum(run.accepted), sum(run.drafted)
-
-
 def _speed(run: MethodRun) -> Pair:
     return len(run.tokens), run.seconds
 
@@ -278,10 +253,18 @@ METRICS = [
     Metric("compression_rate", counted(lambda run: (sum(run.emitted), len(run.emitted))), "CR"),
     Metric("mean_acceptance_length", counted(_length)),
     Metric("ctar", of=lambda records: ctar([n for run in runs(records) for n in run.accepted])),
-    *(Metric(f"{CTAR}{w}", counted(partial(_reach, w)), of=partial(_ctar, w)) for w in POSITIONS),
     Metric("speculative_decoding", of=acceptance),
-    Metric("acceptance_rate", counted(_accepted), "accepted", show=share),
+    Metric(
+        "acceptance_rate",
+        counted(lambda run: (sum(run.accepted), sum(run.drafted))),
+        "accepted",
+        show=share,
+    ),
     Metric("tokens_per_second", counted(_speed), "tokens/s", show=partial(number, digits=1)),
+    *(
+        Metric(f"{CTAR}{w}", counted(partial(_reach, w)), f"CTAR({w})", of=partial(_ctar, w))
+        for w in POSITIONS
+    ),
     Metric("vanilla_tokens_per_second", counted(_speed, "vanilla")),
     Metric("hf_tokens_per_second", counted(_speed, "hf")),
     *(  # these four add up to its time

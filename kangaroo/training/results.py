@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, M assistant positions, S draft steps, W draft tokens, 
 """
 
 import copy
+import json
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
@@ -19,24 +20,22 @@ from kangaroo.data.filters import answers
 from kangaroo.drafters.base import TrainedConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
-from kangaroo.evaluation.metrics import compression_rate, ctar, rate_of_ctar
+from kangaroo.evaluation.metrics import ctar
 from kangaroo.evaluation.plots import FAINT
 from kangaroo.heads.adapter_files import kept_dtype
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import TargetModel
-from kangaroo.training.checkpoint import METRICS, read_metrics
-from kangaroo.training.config import TrainerConfig
 from kangaroo.training.distill import MEASURES, Student
-from kangaroo.training.recipe import Trainee
+from kangaroo.training.recipe import Trainee, TrainerConfig
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import ConfigError, DataError
 
 STEPS = 6  # draft tokens of the held-out compression rate: the paper's gamma
 DRAFTERS = classes("kangaroo.drafters", TrainedConfig)
 _ROWS = 8  # prompts decoded at a time: bounds the cache, whose rows are as long as the longest
-CURVES = "curves.png"
+METRICS, CURVES = "metrics.jsonl", "curves.png"
 HEADINGS = {
     "loss": "Loss a position",
     "agreement": "Top-1 agreement",
@@ -45,11 +44,6 @@ HEADINGS = {
     "learning_rate": "Learning rate",
 }
 MARKS = {"train": "-", "held_out": "o-", "decode": "D"}  # how results are drawn, by their names
-
-
-def sums(steps: Sequence[Student]) -> Tensor:
-    """`[S, F]`, so that micro-batches and processes add up."""
-    return torch.stack([student.sums_F for student in steps])
 
 
 def means(prefix: str, sums_SF: Tensor) -> dict[str, float]:
@@ -67,7 +61,8 @@ def means(prefix: str, sums_SF: Tensor) -> dict[str, float]:
 def held_out(prefix: str, sums_SF: Tensor, accepted_W: Tensor) -> dict[str, float]:
     """Means per position of all draft steps, CTAR and the compression rate."""
     shares = [count / float(sums_SF[0, -1]) for count in accepted_W.tolist()]
-    return means(prefix, sums_SF) | compression(prefix, shares, rate_of_ctar(shares))
+    rate = 1 + sum(shares)  # if no round is cut (the paper, section 4.1)
+    return means(prefix, sums_SF) | compression(prefix, shares, rate)
 
 
 def accepted(steps: Sequence[Student], wanted_BT: Tensor, most: int = STEPS) -> Tensor:
@@ -121,7 +116,7 @@ def decode(
         done = engine.generate(prompts, new_tokens, Sampling(), batch_size=_ROWS)
         steps = [record for generation in done for record in generation.steps]
         reached = ctar([record.accepted for record in steps], STEPS)
-        rate = compression_rate(sum(len(record.tokens) for record in steps), len(steps))
+        rate = sum(len(record.tokens) for record in steps) / len(steps)
         metrics |= compression(f"decode/{trainee.name}", reached, rate)
     return metrics
 
@@ -131,6 +126,13 @@ def frozen(lm: TargetModel, trainee: Trainee) -> tuple[Trainable, list[DraftHead
     dtype = kept_dtype(trainee.adapter, lm)
     adapter = copy.deepcopy(trainee.adapter).to(dtype).to(lm.dtype).eval().requires_grad_(False)
     return adapter, adapter.draft_heads(lm, trainee.vocabulary_K)
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """The metrics of every step; a last line that is still being written is left out."""
+    path = folder / METRICS
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def write_curves(folder: Path) -> None:

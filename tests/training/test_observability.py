@@ -20,11 +20,9 @@ from kangaroo.evaluation import metrics as evaluation
 from kangaroo.heads import eagle_head
 from kangaroo.heads.adapter_files import WEIGHTS, read_config
 from kangaroo.training import results
-from kangaroo.training.batches import collate
-from kangaroo.training.checkpoint import METRICS, read_metrics
-from kangaroo.training.micro_batch import forward_target, grade
+from kangaroo.training.batches import collate, forward_target, grade
 from kangaroo.training.recipe import trainees
-from kangaroo.training.results import decode, frozen, prompts_of
+from kangaroo.training.results import METRICS, decode, frozen, prompts_of, read_metrics
 from kangaroo.utils.errors import DataError
 from kangaroo.utils.tracking import Wandb, forget
 

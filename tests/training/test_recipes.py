@@ -16,7 +16,7 @@ from kangaroo import cli
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.adapter_files import read_config
 from kangaroo.models.random_models import SHAPES
-from kangaroo.training.config import TrainerConfig
+from kangaroo.training.recipe import TrainerConfig
 
 OWN = {"smollm2-135m", "tiny"}
 LARGE = sorted(set(MODELS) - OWN)

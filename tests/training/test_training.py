@@ -24,7 +24,7 @@ from training_cases import (
     train,
 )
 
-from kangaroo.cli.training import check_format
+from kangaroo.cli.making import check_format
 from kangaroo.cpu.native import torch_multiplies
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
@@ -34,12 +34,18 @@ from kangaroo.heads.block import BlockHeadConfig
 from kangaroo.heads.medusa_heads import MedusaHeadsConfig
 from kangaroo.models.loading import Dtype, ModelConfig
 from kangaroo.training import backend
-from kangaroo.training.batches import check_trainable, collate, plan, row_width
-from kangaroo.training.checkpoint import CHECKPOINT, METRICS, read_metrics
-from kangaroo.training.config import schedule
+from kangaroo.training.batches import (
+    check_trainable,
+    collate,
+    forward_target,
+    grade,
+    plan,
+    row_width,
+)
 from kangaroo.training.distill import Loss
-from kangaroo.training.micro_batch import forward_target, grade
-from kangaroo.training.recipe import trainees
+from kangaroo.training.loop import CHECKPOINT
+from kangaroo.training.recipe import schedule, trainees
+from kangaroo.training.results import METRICS, read_metrics
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, Diverged
 from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import NoTracker

@@ -28,7 +28,7 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation import plots
 from kangaroo.evaluation.bench import BenchConfig, load_questions, spread
 from kangaroo.evaluation.methods import generate
-from kangaroo.evaluation.metrics import compression_rate, estimate
+from kangaroo.evaluation.metrics import estimate
 from kangaroo.evaluation.speed.passes import Reads, memory_bandwidth, throughput, verifications
 from kangaroo.models.prompts import Message, prompt_ids
 from kangaroo.models.target import TargetModel
@@ -196,7 +196,7 @@ def summarise(
         "limit_ms_per_token": limit and 1e3 * limit / decoded,
         "share_of_limit": limit and limit / seconds,
         "first_ms": 1e3 * median(text.prefill_seconds for each in texts for text in each),
-        "compression_rate": compression_rate(decoded, rounds),
+        "compression_rate": decoded / rounds,
         "drafted_per_round": drafted / rounds,
         **{f"{part}_ms": took and 1e3 * took / rounds for part, took in parts.items()},
         "draft_over_limit": draft / draft_limit if draft and drafted and draft_limit else None,

@@ -11,8 +11,8 @@ import numpy as np
 import yaml
 
 from kangaroo.evaluation.comparison import shared, summaries_in
-from kangaroo.evaluation.metrics import CTAR, Estimate, difference, estimate, has, pairs, value_of
-from kangaroo.evaluation.records import BASELINES, Record, read
+from kangaroo.evaluation.metrics import CTAR, Estimate, estimate, has, pairs, ratio, value_of
+from kangaroo.evaluation.records import Baseline, Record, read
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import changes
 
@@ -137,7 +137,7 @@ def measured(config: StudyConfig, folder: Path) -> list[Measured]:
     methods = [
         Measured(name, summary, read(place if (place := folder / name).is_dir() else folder))
         for name, summary in summaries_in(folder).items()
-        if Path(name).name not in BASELINES.values()
+        if Path(name).name not in [baseline.value for baseline in Baseline]
     ]
     for method in methods[1:]:
         if difference := changes(*(fixed(config, x.summary) for x in (methods[0], method))):
@@ -230,7 +230,7 @@ def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
         return None
     # resampled together: what makes a question hard for both does not widen the interval
     values_Q4 = np.hstack([pairs(records, claim.metric) for records in both])
-    more_less = estimate(values_Q4, difference)
+    more_less = estimate(values_Q4, lambda x: ratio(x[..., :2]) - ratio(x[..., 2:]))
     return Checked(claim, more, less, more_less, verdict(more_less, len(values_Q4)))
 
 
