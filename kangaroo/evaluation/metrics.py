@@ -112,6 +112,11 @@ def ratio(totals_K: np.ndarray) -> np.ndarray:
     return totals_K[..., 0] / totals_K[..., 1]
 
 
+def difference(totals_4: np.ndarray) -> np.ndarray:
+    """A ratio less another one."""
+    return ratio(totals_4[..., :2]) - ratio(totals_4[..., 2:])
+
+
 def estimate(
     values_QK: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = ratio
 ) -> Estimate:
@@ -185,6 +190,10 @@ def _length(run: MethodRun) -> Pair:
     return sum(run.accepted) + rounds, rounds
 
 
+def _accepted(run: MethodRun) -> Pair:
+    return sum(run.accepted), sum(run.drafted)
+
+
 def _speed(run: MethodRun) -> Pair:
     return len(run.tokens), run.seconds
 
@@ -254,12 +263,7 @@ METRICS = [
     Metric("mean_acceptance_length", counted(_length)),
     Metric("ctar", of=lambda records: ctar([n for run in runs(records) for n in run.accepted])),
     Metric("speculative_decoding", of=acceptance),
-    Metric(
-        "acceptance_rate",
-        counted(lambda run: (sum(run.accepted), sum(run.drafted))),
-        "accepted",
-        show=share,
-    ),
+    Metric("acceptance_rate", counted(_accepted), "accepted", show=share),
     Metric("tokens_per_second", counted(_speed), "tokens/s", show=partial(number, digits=1)),
     *(
         Metric(f"{CTAR}{w}", counted(partial(_reach, w)), f"CTAR({w})", of=partial(_ctar, w))

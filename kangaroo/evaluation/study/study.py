@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 
 from kangaroo.evaluation.comparison import shared, summaries_in
-from kangaroo.evaluation.metrics import CTAR, Estimate, estimate, has, pairs, ratio, value_of
+from kangaroo.evaluation.metrics import CTAR, Estimate, difference, estimate, has, pairs, value_of
 from kangaroo.evaluation.records import Baseline, Record, read
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import changes
@@ -230,7 +230,7 @@ def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
         return None
     # resampled together: what makes a question hard for both does not widen the interval
     values_Q4 = np.hstack([pairs(records, claim.metric) for records in both])
-    more_less = estimate(values_Q4, lambda x: ratio(x[..., :2]) - ratio(x[..., 2:]))
+    more_less = estimate(values_Q4, difference)
     return Checked(claim, more, less, more_less, verdict(more_less, len(values_Q4)))
 
 
