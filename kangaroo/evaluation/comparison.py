@@ -187,7 +187,7 @@ def rows_of(methods: Sequence[Method]) -> list[Row]:
 
 def by_group(methods: Sequence[Method], group: str, metric: str) -> list[Row]:
     """One metric of every method, `by_task` or `by_length`; no rows where there is none."""
-    groups: list[dict[str, Any]] = [method[group] for method in methods]
+    groups: list[dict[str, Any]] = [method.get(group, {}) for method in methods]
     names = max(map(list, groups), key=len)
     parts = [each | {"overall": m["overall"]} for each, m in zip(groups, methods, strict=True)]
     values = [results.get(metric) for part in parts for results in part.values()]

@@ -79,7 +79,8 @@ def cells(results: Results) -> Row:
             low, high = results.get(f"{metric.name}_ci95") or (0, 0)
             # that of a method over itself has no width
             row[metric.ends] = "-" if low == high else span((low, high), "-")
-    return row
+    drafts, shares = results["acceptance_rate"] is not None, [*results["ctar"], 0.0, 0.0, 0.0]
+    return row | {f"CTAR({w})": number(shares[w - 1] if drafts else None) for w in POSITIONS}
 
 
 def runs(records: Iterable[Record], name: str = METHOD) -> list[MethodRun]:
@@ -262,13 +263,10 @@ METRICS = [
     Metric("compression_rate", counted(lambda run: (sum(run.emitted), len(run.emitted))), "CR"),
     Metric("mean_acceptance_length", counted(_length)),
     Metric("ctar", of=lambda records: ctar([n for run in runs(records) for n in run.accepted])),
+    *(Metric(f"{CTAR}{w}", counted(partial(_reach, w)), of=partial(_ctar, w)) for w in POSITIONS),
     Metric("speculative_decoding", of=acceptance),
     Metric("acceptance_rate", counted(_accepted), "accepted", show=share),
     Metric("tokens_per_second", counted(_speed), "tokens/s", show=partial(number, digits=1)),
-    *(
-        Metric(f"{CTAR}{w}", counted(partial(_reach, w)), f"CTAR({w})", of=partial(_ctar, w))
-        for w in POSITIONS
-    ),
     Metric("vanilla_tokens_per_second", counted(_speed, "vanilla")),
     Metric("hf_tokens_per_second", counted(_speed, "hf")),
     *(  # these four add up to its time
