@@ -9,11 +9,10 @@ from pathlib import Path
 import kangaroo
 from kangaroo.api import load_target, model_config
 from kangaroo.data import store
-from kangaroo.data.synthesis import SynthesisConfig
+from kangaroo.data.making import SynthesisConfig
 from kangaroo.heads.adapter import AdapterHeadConfig
-from kangaroo.training.config import TrainerConfig
 from kangaroo.training.loop import Trainer
-from kangaroo.training.recipe import AdapterRecipe
+from kangaroo.training.recipe import AdapterRecipe, TrainerConfig
 from kangaroo.utils.tracking import NoTracker
 
 parser = argparse.ArgumentParser(description=__doc__)

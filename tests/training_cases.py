@@ -6,10 +6,10 @@ import torch
 from helpers import EXIT, VOCABULARY, forward_logits, random_prompts, recipe_of
 
 from kangaroo.engine import topk_logits
-from kangaroo.training import curves
-from kangaroo.training.checkpoint import METRICS
-from kangaroo.training.config import TrainerConfig
+from kangaroo.training import results
 from kangaroo.training.loop import Trainer
+from kangaroo.training.recipe import TrainerConfig
+from kangaroo.training.results import METRICS
 from kangaroo.utils.tracking import NoTracker
 
 ABOUT = {"fingerprint": "test"}
@@ -17,7 +17,7 @@ ABOUT = {"fingerprint": "test"}
 
 def nothing_is_drawn(monkeypatch):
     """Half a second for each of many runs; see test_observability.py."""
-    monkeypatch.setattr(curves, "write", lambda folder: None)
+    monkeypatch.setattr(results, "write_curves", lambda folder: None)
 
 
 def sample(ids, prompt_length):

@@ -1,17 +1,18 @@
 """The commands; with `cli/schema.py`, their types, `cli/command.py` alone knows Hydra."""
 
 from kangaroo.cli.decoding import chat, evaluate, serve, speed, tune
-from kangaroo.cli.preparing import (
+from kangaroo.cli.making import (
     convert_export,
     convert_import,
     convert_pull,
     convert_push,
+    make_data,
     prepare_datastore,
     prepare_layers,
     prepare_split,
+    train,
 )
 from kangaroo.cli.schema import CONFIGS
-from kangaroo.cli.training import make_data, train
 
 __all__ = ["CONFIGS", "chat", "convert_export", "convert_import", "convert_pull", "convert_push"]
 __all__ += ["evaluate", "make_data", "prepare_datastore", "prepare_layers", "prepare_split"]

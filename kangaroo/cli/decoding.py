@@ -20,13 +20,12 @@ from kangaroo.evaluation import tune as tuning
 from kangaroo.evaluation.metrics import scalars
 from kangaroo.evaluation.race import race
 from kangaroo.evaluation.run import Evaluator, MethodSpec, questions_of
-from kangaroo.evaluation.speed import report as speed_report
-from kangaroo.evaluation.speed.speed import measure
+from kangaroo.evaluation.speed import speed as benchmark
 from kangaroo.evaluation.study import report as study_report
 from kangaroo.evaluation.study.study import study_of
 from kangaroo.models.loading import options_of
 from kangaroo.serving.serve import serve as run_server
-from kangaroo.training import curves
+from kangaroo.training.results import CURVES, write_curves
 from kangaroo.utils import tracking
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line
@@ -52,8 +51,8 @@ def evaluate(config: schema.EvaluateCommand) -> float | None:
     if not results.is_dir():
         raise ConfigError(f"results={results} is no folder; pass the output= of a run.")
     if config.page is None:  # of a training run, which may be going on
-        curves.write(results)
-        log.info("%s is in %s", curves.PLOT, results)
+        write_curves(results)
+        log.info("%s is in %s", CURVES, results)
     else:
         study_report.rewrite(Path(config.page), results)
         log.info("%s tells the results of %s", config.page, results)
@@ -137,8 +136,8 @@ def speed(config: schema.SpeedCommand) -> None:
     """Measure decoding against the memory's limit."""
     lm, tokenizer = load_target(config.model)
     more = {name: drafter.build(lm) for name, drafter in config.more.items()}
-    result = measure(lm, tokenizer, config.drafter.build(lm), config.speed, more)
-    speed_report.write(result, Path(config.output), Console())
+    result = benchmark.measure(lm, tokenizer, config.drafter.build(lm), config.speed, more)
+    benchmark.write(result, Path(config.output), Console())
 
 
 @command(goes_on=True)

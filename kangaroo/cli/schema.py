@@ -13,8 +13,7 @@ from omegaconf import MISSING, OmegaConf
 from kangaroo.api import hardware_here
 from kangaroo.chat import ChatConfig
 from kangaroo.data.conversations import ConversationsConfig
-from kangaroo.data.making import MixConfig
-from kangaroo.data.synthesis import SynthesisConfig
+from kangaroo.data.making import MixConfig, SynthesisConfig
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.layer_search import SearchConfig
 from kangaroo.engine.sampling import Sampling
@@ -25,9 +24,8 @@ from kangaroo.evaluation.study.study import StudyConfig
 from kangaroo.evaluation.tune import TuneConfig
 from kangaroo.heads.base import HeadConfig
 from kangaroo.models.loading import ModelConfig
-from kangaroo.serving.config import ServeConfig
-from kangaroo.training.config import TrainerConfig
-from kangaroo.training.recipe import AdapterRecipe
+from kangaroo.serving.serve import ServeConfig
+from kangaroo.training.recipe import AdapterRecipe, TrainerConfig
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.folders import fitting, named_by, of_project
 from kangaroo.utils.ranges import Count, Ranged, Seed
@@ -36,7 +34,7 @@ from kangaroo.utils.tracking import NoTracker, Wandb
 CONFIGS = str(of_project("configs"))
 # Of trees and drafts, by drafter and option, and of the paper's experiments: a choice of hardware=.
 Sizes = dict[str, dict[str, Any]]
-# Of which families there is a draft model (drafter=draft_model).
+# The smaller model with its tokens that drafts for a model, by family (drafter=draft_model).
 DRAFT_MODELS = {"vicuna": "double7/vicuna-68m", "llama-2": "JackFram/llama-68m"}
 
 
@@ -169,11 +167,6 @@ class ExportCommand:
     output: str = MISSING
 
 
-def draft_model_of(model: str) -> str | None:
-    """The smaller model with its tokens that drafts for a model, or None."""
-    return next((name for family, name in DRAFT_MODELS.items() if model.startswith(family)), None)
-
-
 # Choices that have no file: those of a group by name, each a type with its defaults.
 CHOICES: dict[str, dict[str, Any]] = {
     "logger": {"none": NoTracker, "wandb": Wandb},
@@ -200,9 +193,12 @@ def register() -> None:
     for group, types in choices.items():
         for name, kind in types.items():
             store(group=group, name=name, node=kind)
-    functions: tuple[Any, ...] = bench_name, fitting, hardware_here, draft_model_of
+    functions: tuple[Any, ...] = bench_name, fitting, hardware_here
     resolvers = {function.__name__: function for function in functions}
     resolvers |= {"overrides": named_by, "if": lambda x, a, b: b if x is None else a}
+    resolvers["draft_model_of"] = lambda model: next(
+        (name for family, name in DRAFT_MODELS.items() if model.startswith(family)), None
+    )
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
     for command in ("convert", "prepare"):  # whose second word says which section is theirs

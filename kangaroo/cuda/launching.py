@@ -42,41 +42,21 @@ class Card:
     is_hopper: bool = True
 
 
-@dataclass(frozen=True)
-class Tile:
-    """What a program of a product computes; it depends on the matrix and the card alone.
-
-    Args:
-        outputs: of the matrix, or of each of two that are read together.
-        inputs: read at a time.
-        warps: of 32 threads.
-        stages: loads that may be on their way, by the width; that changes no result.
-    """
-
-    outputs: int
-    inputs: int
-    warps: int
-    stages: tuple[int, ...]
-
-    def options(self, width: int) -> dict[str, int]:
-        """What a kernel and its launch take for up to so many tokens at a time."""
-        stages = self.stages[WIDTHS.index(width)]
-        options = {"BO": self.outputs, "BK": self.inputs, "TOKENS": width, "STAGES": stages}
-        return options | {"num_warps": self.warps, "num_stages": stages}
-
-
 def tile(
     weight_OK: Tensor,
     outputs: int,
+    tokens: int,
     matrices: int = 1,
     parts: int = 1,
     most: int = 64,
     whole: bool = False,
-) -> Tile:
-    """The tile of a matrix, or of two that are read together.
+) -> dict[str, int]:
+    """What the kernel of a product and its launch take. A program has BO outputs of up to TOKENS
+    tokens and reads BK inputs at a time, with STAGES loads on their way. Tokens and stages change
+    no result; all else depends on the matrix and the card alone.
 
     Args:
-        outputs: of each matrix.
+        outputs: of each of the `matrices` that are read together.
         parts: of the sum over the inputs.
         most: outputs of a program: 128, 64, 32 or 16.
         whole: no fewer than `most`.
@@ -92,19 +72,16 @@ def tile(
 
     while buffers(WIDTHS[-1]) < 2:
         inputs //= 2
+    width = next((width for width in WIDTHS if tokens <= width), WIDTHS[-1])
     in_registers = 0 if card.is_hopper else 1
-    fitting = tuple(min(stages, buffers(width) + in_registers) for width in WIDTHS)
-    return Tile(rows, inputs, warps, fitting)
+    stages = min(stages, buffers(width) + in_registers)
+    options = {"BO": rows, "BK": inputs, "TOKENS": width, "STAGES": stages}
+    return options | {"num_warps": warps, "num_stages": stages}
 
 
 def cdiv(whole: int, part: int) -> int:
     """How many parts hold the whole."""
     return -(-whole // part)
-
-
-def width_of(tokens: int) -> int:
-    """How many tokens a program takes."""
-    return next((width for width in WIDTHS if tokens <= width), WIDTHS[-1])
 
 
 @cache

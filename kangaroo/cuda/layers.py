@@ -18,7 +18,7 @@ from torch.nn.attention.bias import CausalBias
 
 from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda import kernels, kernels_attention, kernels_products
-from kangaroo.cuda.launching import PARTS, cdiv, launch, tile, width_of
+from kangaroo.cuda.launching import PARTS, cdiv, launch, tile
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.models.attention import attention
 
@@ -86,15 +86,15 @@ def product(
     """`[P, N, O]` in float32: to be summed over its parts."""
     tokens, (outputs, inputs) = len(x_NK), weight_OK.shape
     y_PNO = x_NK.new_empty(parts, tokens, outputs, dtype=torch.float32)
-    shape, width = tile(weight_OK, outputs, parts=parts), width_of(tokens)
+    shape = tile(weight_OK, outputs, tokens, parts=parts)
     launch(
         kernels_products.linear_kernel,
-        (cdiv(outputs, shape.outputs), parts, cdiv(tokens, width)),
+        (cdiv(outputs, shape["BO"]), parts, cdiv(tokens, shape["TOKENS"])),
         *(x_NK, weight_OK, bias_O, y_PNO, tokens, outputs),
         K=inputs,
         PARTS=parts,
         BIASED=bias_O is not None,
-        **shape.options(width),
+        **shape,
     )
     return y_PNO
 
@@ -103,13 +103,13 @@ def gate_and_up(x_ND: Tensor, gate_OD: Tensor, up_OD: Tensor) -> Tensor:
     """What goes down again, `[N, O]`."""
     tokens, (outputs, inputs) = len(x_ND), gate_OD.shape
     y_NO = x_ND.new_empty(tokens, outputs)
-    shape, width = tile(gate_OD, outputs, matrices=2, most=128), width_of(tokens)
+    shape = tile(gate_OD, outputs, tokens, matrices=2, most=128)
     launch(
         kernels_products.gate_up_kernel,
-        (cdiv(outputs, shape.outputs), cdiv(tokens, width)),
+        (cdiv(outputs, shape["BO"]), cdiv(tokens, shape["TOKENS"])),
         *(x_ND, gate_OD, up_OD, y_NO, tokens, outputs),
         K=inputs,
-        **shape.options(width),
+        **shape,
     )
     return y_NO
 
@@ -221,11 +221,13 @@ class Stack:
         has_norms = layer.q_norm is not None
         q_NO = x_ND.new_empty(tokens, heads * sizes.head_size)
         outputs, most = (heads + 2 * kv_heads) * half, 128 if has_norms else 64
-        shape = tile(q, outputs, matrices=2, most=min(power_of_two(half), most), whole=has_norms)
-        width, first = width_of(tokens), heads if keys_alone else 0
+        most = min(power_of_two(half), most)
+        shape = tile(q, outputs, tokens, matrices=2, most=most, whole=has_norms)
+        first = heads if keys_alone else 0
+        tiles = cdiv(half, shape["BO"]) * (heads + 2 * kv_heads - first)
         launch(
             kernels_products.qkv_kernel,
-            (cdiv(half, shape.outputs) * (heads + 2 * kv_heads - first), cdiv(tokens, width)),
+            (tiles, cdiv(tokens, shape["TOKENS"])),
             *(x_ND, q, layer.k, layer.v, layer.q_bias, layer.k_bias, layer.v_bias),
             *(layer.q_norm, layer.k_norm, *seen.rope, seen.slots_N, seen.count_N, q_NO, *past),
             *(tokens, meta.slots_RT.shape[1], sizes.eps),
@@ -236,7 +238,7 @@ class Stack:
             D=sizes.head_size,
             BIASED=layer.q_bias is not None,
             NORMS=has_norms,
-            **shape.options(width),
+            **shape,
         )
         return q_NO
 
@@ -336,16 +338,16 @@ class Head:
         """
         x_ND = self._read(flat(x_RTD), norm)
         tokens, (outputs, inputs) = len(x_ND), self.weight_OD.shape
-        shape, width = tile(self.weight_OD, outputs), width_of(tokens)
-        tiles = cdiv(outputs, shape.outputs)
+        shape = tile(self.weight_OD, outputs, tokens)
+        tiles = cdiv(outputs, shape["BO"])
         best = x_ND.new_empty(tokens, 2, tiles, dtype=torch.float32)
         ids = x_ND.new_empty(tokens, tiles, dtype=torch.int32)
         launch(
             kernels_products.choose_kernel,
-            (tiles, cdiv(tokens, width)),
+            (tiles, cdiv(tokens, shape["TOKENS"])),
             *(x_ND, self.weight_OD, best, ids, tokens, outputs, tiles),
             K=inputs,
-            **shape.options(width),
+            **shape,
         )
         ids_RT = x_ND.new_empty(x_RTD.shape[:2], dtype=torch.int64)
         chances_RT = x_ND.new_empty(x_RTD.shape[:2], dtype=torch.float32)

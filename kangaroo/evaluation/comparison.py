@@ -15,9 +15,9 @@ import numpy as np
 from rich.console import Console
 
 from kangaroo.evaluation import plots
-from kangaroo.evaluation.metrics import CTAR, POSITIONS, cells, ratio_of_ratios
+from kangaroo.evaluation.metrics import CTAR, POSITIONS, cells, ratio
 from kangaroo.evaluation.metrics import estimate as estimated
-from kangaroo.evaluation.records import AGAIN, BASELINES, SUMMARY
+from kangaroo.evaluation.records import AGAIN, SUMMARY, Baseline
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import write_json
@@ -76,10 +76,11 @@ def compare(folder: Path) -> Comparison | None:
 def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
     """Of all finished evaluations below a folder, by their places there; not a job's baselines."""
     summaries: dict[str, dict[str, Any]] = {}
+    names = [baseline.value for baseline in Baseline]
     for file in sorted(folder.rglob(SUMMARY)):
         place = file.parent
         of_job = place.parent != folder and (place.parent / SUMMARY).exists()
-        if place.name in BASELINES.values() and of_job:
+        if place.name in names and of_job:
             continue
         summary = json.loads(file.read_text(encoding="utf-8"))
         name = place.relative_to(folder).as_posix() if place != folder else summary["drafter"]
@@ -118,7 +119,7 @@ def compare_pair(
     fours = [[question[name] for question in pair for name in names] for pair in both]
     value, ends = None, None
     if fours and not any(None in four for four in fours):
-        value, ends = estimated(np.array(fours), ratio_of_ratios)
+        value, ends = estimated(np.array(fours), lambda x: ratio(x[..., :2]) / ratio(x[..., 2:]))
     result = {"row": row[0], "column": column[0], "questions": len(both)}
     return result | {"speed_ratio": value, "speed_ratio_ci95": ends}
 
@@ -242,7 +243,7 @@ def size(comparison: Comparison) -> str:
 def conclusion(comparison: Comparison) -> str:
     """Which drafter is the fastest, and what it does not differ from; empty if there is none, or no
     vanilla."""
-    baselines = (*BASELINES.values(), AGAIN)
+    baselines = AGAIN, *(baseline.value for baseline in Baseline)
     drafters = (method for method in comparison["methods"] if method["name"] not in baselines)
     fastest = next(drafters, None)
     if fastest is None or fastest["overall"]["speedup"] is None:

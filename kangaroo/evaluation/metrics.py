@@ -101,16 +101,6 @@ def ctar(accepted: Sequence[int], longest: int | None = None) -> list[float]:
     return [float((accepted_R >= w).mean()) for w in range(1, last + 1)]
 
 
-def compression_rate(emitted: float, rounds: float) -> float:
-    """Tokens that the target's forwards gave, over their number; vanilla's is 1."""
-    return float(emitted / rounds)
-
-
-def rate_of_ctar(shares: Sequence[float]) -> float:
-    """The compression rate, if no round is cut. Source: the paper, section 4.1."""
-    return 1 + sum(shares)
-
-
 class Estimate(NamedTuple):
     """A value and its 95% interval, None for a single question and for published values."""
 
@@ -126,11 +116,6 @@ def ratio(totals_K: np.ndarray) -> np.ndarray:
 def difference(totals_4: np.ndarray) -> np.ndarray:
     """A ratio less another one."""
     return ratio(totals_4[..., :2]) - ratio(totals_4[..., 2:])
-
-
-def ratio_of_ratios(totals_4: np.ndarray) -> np.ndarray:
-    """A ratio over another one."""
-    return ratio(totals_4[..., :2]) / ratio(totals_4[..., 2:])
 
 
 def estimate(

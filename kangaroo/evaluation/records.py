@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,14 @@ from kangaroo.utils.provenance import changes, provenance
 
 METHOD = "method"  # the drafter under test, beside the baselines "vanilla" and "hf"
 AGAIN = "vanilla_again"  # a method: vanilla decoding a second time, to see what noise does
-# What the baselines are called where they are methods among others, by what records call them.
-BASELINES = {"vanilla": "vanilla", "hf": "transformers"}
 RUN, RECORDS, SUMMARY = "run.json", "records-*.jsonl", "summary.json"
+
+
+class Baseline(Enum):
+    """What methods are timed against, by what records call it: what it is called as a method."""
+
+    vanilla = "vanilla"  # the same engine, proposing nothing
+    hf = "transformers"  # its `generate`
 
 
 @dataclass

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_q
 from kangaroo.evaluation.lossless import fork
 from kangaroo.evaluation.methods import as_run, generate
 from kangaroo.evaluation.metrics import metrics, scalars
-from kangaroo.evaluation.records import BASELINES, METHOD, MethodRun, Record, Turn
+from kangaroo.evaluation.records import METHOD, Baseline, MethodRun, Record, Turn
 from kangaroo.models.prompts import Message
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, DataError, NotLossless
@@ -39,13 +38,6 @@ from kangaroo.utils.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 Log = Callable[[dict[str, float], int], None]  # takes metrics, and of how many questions
-
-
-class Baseline(Enum):
-    """What the methods are timed against."""
-
-    vanilla = "vanilla"  # the same engine, proposing nothing
-    hf = "hf"  # transformers' generate
 
 
 @dataclass
@@ -175,7 +167,7 @@ class Evaluator:
         names = [method.name for method in methods]
         if len(names) == 1:
             return [output]
-        counts = Counter(names + [BASELINES[each.value] for each in {*self.config.baselines}])
+        counts = Counter(names + [each.value for each in {*self.config.baselines}])
         if twice := [name for name, count in counts.items() if count > 1]:
             raise ConfigError(
                 f"two of the methods are called '{twice[0]}'; call a further drafter otherwise: "
@@ -196,7 +188,7 @@ class Evaluator:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             **flat({"sampling": asdict(config.sampling)}),
             **{name: getattr(config, name) for name in ("seed", "hf_every", "warmup")},
-            "baselines": [baseline.value for baseline in config.baselines],
+            "baselines": [baseline.name for baseline in config.baselines],
         }
 
     def finish(self, log: Log | None = None) -> list[dict[str, Any]]:
@@ -225,7 +217,7 @@ class Evaluator:
             for result, folder in zip(results, self.folders, strict=True):
                 write_json(folder / store.SUMMARY, result)
             for baseline in self.config.baselines:
-                summary.write_baseline(baseline.value, self.folders[0], Path(self.config.output))
+                summary.write_baseline(baseline, self.folders[0], Path(self.config.output))
             for result, folder in zip(results, self.folders, strict=True):
                 check_lossless(result, folder)
         return results
@@ -285,7 +277,7 @@ class Evaluator:
         limit = min(self.limit, self.lm.context - len(prompt))
         seed = seed_of(question.question_id, number, self.config.seed)
         runs = {name: self._decode(name, prompt, limit, seed) for name in names}
-        baselines = {name: runs[name] for name in BASELINES if name in runs}
+        baselines = {b.name: runs[b.name] for b in Baseline if b.name in runs}
         turns = []
         for i in range(len(self.methods)):
             turn = Turn(len(prompt), limit, {METHOD: runs[i]} | baselines, None)

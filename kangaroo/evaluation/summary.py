@@ -8,7 +8,7 @@ from typing import Any
 
 from kangaroo.engine.sampling import Rule
 from kangaroo.evaluation.metrics import RATIOS, has, metrics, runs
-from kangaroo.evaluation.records import BASELINES, METHOD, SUMMARY, MethodRun, Record, begun, read
+from kangaroo.evaluation.records import METHOD, SUMMARY, Baseline, MethodRun, Record, begun, read
 from kangaroo.utils.folders import write_json
 
 
@@ -96,18 +96,18 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
     }
 
 
-def write_baseline(name: str, method: Path, output: Path) -> None:
+def write_baseline(baseline: Baseline, method: Path, output: Path) -> None:
     """A baseline's own `summary.json`, as of a method measured against itself, from a method's
     records."""
-    records = [record for record in read(method) if has(record, name)]
+    records = [record for record in read(method) if has(record, baseline.name)]
     for record in records:
         record.drafter_bytes = 0
         for turn in record.turns:
-            turn.runs[METHOD], turn.fork = turn.runs[name], None
+            turn.runs[METHOD], turn.fork = turn.runs[baseline.name], None
     about = begun(method)
     settings = {k: v for k, v in about["settings"].items() if k.split(".")[0] != "drafter"}
-    about["settings"] = settings | {"drafter": BASELINES[name]}
+    about["settings"] = settings | {"drafter": baseline.value}
     about["drafter_cost"] = {"parameters": 0, "training": {}}
-    folder = output / BASELINES[name]
+    folder = output / baseline.value
     folder.mkdir(exist_ok=True)
     write_json(folder / SUMMARY, summarise(records, about))

@@ -15,9 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.engine.requests import Request
 from kangaroo.engine.streaming import Pieces, UntilStop
 from kangaroo.models.prompts import mended
-from kangaroo.serving.jobs import Event, Job
 from kangaroo.serving.metrics import Metrics, Usage
-from kangaroo.serving.scheduler import Scheduler
+from kangaroo.serving.scheduler import Event, Job, Scheduler
 
 
 @dataclass

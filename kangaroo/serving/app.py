@@ -28,11 +28,10 @@ from kangaroo.engine.requests import Request as TextRequest
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models.prompts import Message, prompt_ids
 from kangaroo.serving.answers import Answer, event, problem
-from kangaroo.serving.config import ServeConfig
-from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT
 from kangaroo.serving.metrics import Metrics
 from kangaroo.serving.protocol import Chat, Completion, StreamOptions
-from kangaroo.serving.scheduler import Scheduler
+from kangaroo.serving.scheduler import CANCELLED, FAILED, STOPPED, TIMEOUT, Scheduler
+from kangaroo.serving.serve import ServeConfig
 from kangaroo.utils.errors import KangarooError
 
 PAGE = Path(__file__).with_name("page.html")  # to try it with

@@ -13,9 +13,10 @@ What happens to a job is told to it from that thread; it may be cancelled from a
 """
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -23,12 +24,75 @@ from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request, StepRecord
 from kangaroo.engine.sampling import Sampling
-from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Closing, Event, Job
+from kangaroo.utils.errors import KangarooError
 
 log = logging.getLogger(__name__)
 
 OPENINGS = 3  # of a batch before decoding ends: memory may become free meanwhile
 PAUSE = 0.2  # seconds between two of them
+# How a job can end, beside a text. The last: because nothing is decoded any more.
+CANCELLED, TIMEOUT, FAILED, STOPPED = "cancelled", "timeout", "failed", "stopped"
+
+
+class Busy(KangarooError):
+    """No more requests can wait."""
+
+    status = 429  # of the answer
+
+
+class Closing(KangarooError):
+    """The server takes no more requests."""
+
+    status = 503
+
+
+@dataclass
+class Event:
+    """A step of a job: the tokens that were written, `accepted` of them, the first ones, of
+    `drafted` draft tokens. `finish` is how the job ended: "eos", "length", "stop", or one of those
+    above; empty where it goes on. Of the first step, so many tokens of the prompt were `reused`: in
+    the cache already."""
+
+    tokens: list[int]
+    accepted: int = 0
+    drafted: int = 0
+    finish: str = ""
+    reused: int = 0
+
+
+@dataclass(eq=False)
+class Job:
+    """A request and who is told about it.
+
+    Args:
+        tell: called in the engine's thread, once for every step; it must return at once.
+        deadline: by `time.monotonic`, after which the job ends as it is.
+    """
+
+    request: Request
+    tell: Callable[[Event], object]
+    deadline: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.cancelled = False  # set by anybody, from any thread, to end the job
+        self.arrived = 0.0  # when it was submitted, by the same clock
+        self.due: float | None = None  # when its first token is due; None until that is asked
+        self.row: int | None = None  # where it is decoded; None while it waits
+        self.parts: Generator[None, None, Generation] | None = None  # its prompt on its way there
+        self.generation: Generation | None = None  # None until the prompt has entered
+        self.written: list[int] = []  # the tokens that were told
+        # whether a step failed that it took part in, and it has not made one alone since
+        self.suspect = False
+
+    @property
+    def state(self) -> str:
+        """Where it is: "waiting" for a row, "entering" it with its prompt, or "running"."""
+        return "waiting" if self.row is None else "running" if self.generation else "entering"
+
+    @property
+    def text(self) -> list[int]:
+        """The prompt and what was written: what enters a row."""
+        return [*self.request.prompt, *self.written]
 
 
 @dataclass

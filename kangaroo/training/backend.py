@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kangaroo.heads.base import Trainable
-from kangaroo.training.config import TrainerConfig
+from kangaroo.training.recipe import TrainerConfig
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import TORCHRUN, command_line, install
 from kangaroo.utils.ranks import Ranks
@@ -75,7 +75,8 @@ class TorchBackend:
         """One optimizer step with all gradients collected since the last, clipped, by the learning
         rate of each adapter."""
         for total, parameter in zip(self.sums, self.parameters.values(), strict=False):
-            self.ranks.add_up(total)
+            if self.ranks.world > 1:
+                dist.all_reduce(total)
             parameter.grad = (total / GRID).to(parameter.dtype)
             total.zero_()
         for parameter in () if self.sums else self.parameters.values():

@@ -19,13 +19,11 @@ from torch.utils.benchmark import Timer
 
 from kangaroo.data import reading, store
 from kangaroo.data.conversations import ConversationsConfig
-from kangaroo.data.making import MixConfig
-from kangaroo.data.synthesis import SynthesisConfig
+from kangaroo.data.making import MixConfig, SynthesisConfig
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import check_holdout
-from kangaroo.training.config import TrainerConfig, loss_chunk_of
-from kangaroo.training.recipe import AdapterRecipe
+from kangaroo.training.recipe import AdapterRecipe, TrainerConfig, loss_chunk_of
 from kangaroo.utils.errors import ConfigError
 
 Data = SynthesisConfig | ConversationsConfig | MixConfig

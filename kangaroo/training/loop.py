@@ -6,8 +6,9 @@ Shapes: S draft steps of an adapter, F results of each, W draft tokens, K draft 
 import json
 import logging
 import math
+import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,39 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import TargetModel
-from kangaroo.training import checkpoint, curves, results
+from kangaroo.training import batches, results
 from kangaroo.training.backend import DeepSpeedBackend, TorchBackend
-from kangaroo.training.batches import Work, collate, frequent_tokens, lengths_of, plan, reach_of
-from kangaroo.training.config import TrainerConfig, loss_chunk_of, schedule
-from kangaroo.training.micro_batch import TargetOutputs, forward_target, grade, together, train_step
-from kangaroo.training.recipe import AdapterRecipe, Trainee, trainees
+from kangaroo.training.recipe import (
+    AdapterRecipe,
+    Trainee,
+    TrainerConfig,
+    loss_chunk_of,
+    schedule,
+    trainees,
+)
 from kangaroo.utils import memory
-from kangaroo.utils.errors import ConfigError, Diverged
+from kangaroo.utils.errors import ConfigError, CorruptFile, Diverged
 from kangaroo.utils.provenance import changes, provenance
 from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import NoTracker
 
 log = logging.getLogger(__name__)
 
+CHECKPOINT = "checkpoint.pt"  # whole or not there, so that kill -9 loses little
 GIVE_BACK_EVERY = 10  # steps, of seconds each, where it takes a third of one
+
+
+@dataclass
+class Progress:
+    """How far a run has come, and its last results, by name."""
+
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # read by the target
+    assistant_tokens: int = 0  # positions that entered the loss
+    seconds: float = 0.0  # of the optimizer steps, on the machine's clock
+    held_out: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each adapter's drafter
+    decoded: dict[str, float] = field(default_factory=dict)
 
 
 class Trainer:
@@ -60,15 +79,15 @@ class Trainer:
         ranks: Ranks | None = None,
     ):
         self.lm, self.output, self.about, self.ranks = lm, output, about, ranks or Ranks()
-        saved = self.ranks.broadcast(checkpoint.load(output) if self.ranks.is_first else {})
+        saved = self.ranks.broadcast(load_checkpoint(output) if self.ranks.is_first else {})
         stored = uses_stored_logits(lm, samples, config, about)
         sizes = resolve_sizes(config, lm, saved.get("identity", {}), self.ranks)
         self.accumulate, self.chunk = sizes
         config = replace(config, accumulate=sizes[0], loss_chunk=sizes[1], use_stored_logits=stored)
-        self.config, self.work = config, Work(samples, config)
+        self.config, self.work = config, batches.Work(samples, config)
         self.total = math.ceil(len(self.work.batches) / self.accumulate)  # optimizer steps
         self.prompts = results.prompts_of(self.work.held_out, config, lm.context)
-        self.frequent_K = frequent_tokens(self.work.training)
+        self.frequent_K = batches.frequent_tokens(self.work.training)
         size = config.vocabulary
         vocabulary_K = None if size is None else self.frequent_K[:size].sort()[0]
         shard_on = self.ranks.device if config.shard_target else None
@@ -83,10 +102,11 @@ class Trainer:
                 f"'{output}' holds a run with other settings ({changed}). Go on with the same "
                 "ones, pass output= another folder, or delete it."
             )
-        self.progress = checkpoint.Progress(**saved.get("progress", {}))
+        self.progress = Progress(**saved.get("progress", {}))
         if saved:
             self.backend.load_state(saved["backend"])
-        self.target_states: dict[tuple[int, ...], TargetOutputs] = {}  # where they are cached
+        # where they are cached
+        self.target_states: dict[tuple[int, ...], batches.TargetOutputs] = {}
 
     def train(self, tracker: NoTracker) -> list[Path]:
         """All steps that are left; the folders of the adapters. Errors: `Diverged`."""
@@ -95,9 +115,9 @@ class Trainer:
             log.info("going on after step %d of %d", progress.step, self.total)
         if is_first:
             self.output.mkdir(parents=True, exist_ok=True)
-            rows = checkpoint.read_metrics(self.output)  # those of later steps are done again
+            rows = results.read_metrics(self.output)  # those of later steps are done again
             lines = [json.dumps(row) + "\n" for row in rows if row["step"] <= progress.step]
-            (self.output / checkpoint.METRICS).write_text("".join(lines))
+            (self.output / results.METRICS).write_text("".join(lines))
         steps = range(progress.step, self.total)
         shown = {"initial": progress.step, "total": self.total, "unit": "step", "desc": "training"}
         for _ in (bar := tqdm(steps, **shown, disable=not is_first)):
@@ -106,7 +126,7 @@ class Trainer:
                 raise self._diverged(broken[0])
             metrics |= self._measure()
             if is_first:
-                with (self.output / checkpoint.METRICS).open("a") as file:
+                with (self.output / results.METRICS).open("a") as file:
                     file.write(json.dumps({"step": progress.step} | metrics) + "\n")
                 tracker.log(metrics, progress.step)
             if self._is_due(self.config.save_every):
@@ -114,12 +134,12 @@ class Trainer:
                 if adapter_files.not_finite(state["weights"]) is not None:
                     raise self._diverged("a weight")
                 if is_first:
-                    checkpoint.save(self.output, self.identity, state, progress)
+                    save_checkpoint(self.output, self.identity, state, progress)
             bar.set_postfix(loss=f"{metrics[f'train/{self.trained[0].name}/loss']:.3f}")
         if is_first:
             for trainee in self.trained:
                 self._save(trainee)
-            curves.write(self.output)
+            results.write_curves(self.output)
         return [self.output / trainee.name for trainee in self.trained]
 
     def _step(self) -> dict[str, float]:
@@ -135,8 +155,8 @@ class Trainer:
             outputs = self.target_states.get(tuple(batch)) or self._look_at(work.training, batch)
             if config.cache_target_states:
                 self.target_states[tuple(batch)] = outputs
-            students = train_step(self.lm, outputs, trained, self.chunk, counts / positions)
-            sums.append([results.sums(steps) for steps in students])
+            students = batches.train_step(self.lm, outputs, trained, self.chunk, counts / positions)
+            sums.append([torch.stack([x.sums_F for x in steps]) for steps in students])
             self.backend.collect()
         sums = [[x_SF.cpu() for x_SF in each] for each in sums]  # here: each waits for the device
         sums = self.ranks.gather(sums, len(group))
@@ -159,13 +179,13 @@ class Trainer:
             metrics[f"{prefix}/learning_rate"] = rate
         return metrics
 
-    def _look_at(self, samples: Sequence[Sample], batch: Sequence[int]) -> TargetOutputs:
+    def _look_at(self, samples: Sequence[Sample], batch: Sequence[int]) -> batches.TargetOutputs:
         chosen, stored = [samples[i] for i in batch], bool(self.config.use_stored_logits)
-        tokens = collate(chosen, self.config.max_length, self.lm.device, stored)
-        return forward_target(self.lm, tokens, self.trained)
+        tokens = batches.collate(chosen, self.config.max_length, self.lm.device, stored)
+        return batches.forward_target(self.lm, tokens, self.trained)
 
     def _diverged(self, what: str) -> Diverged:
-        has_saved = (self.output / checkpoint.CHECKPOINT).exists()
+        has_saved = (self.output / CHECKPOINT).exists()
         kept = f"'{self.output}' keeps the last checkpoint before that. " if has_saved else ""
         return Diverged(
             f"{what} is not finite at step {self.progress.step} of {self.total}: the training has "
@@ -195,21 +215,23 @@ class Trainer:
         """Held-out results of every adapter, `held_out/<name>/<result>`, and by name what its
         drafter has to know (`Trainable.facts`)."""
         config, samples = self.config, self.work.held_out
-        batches = plan(lengths_of(samples, config.max_length), config.batch_tokens, seed=0, epoch=0)
+        lengths = batches.lengths_of(samples, config.max_length)
+        plan = batches.plan(lengths, config.batch_tokens, seed=0, epoch=0)
         measured: list[list[tuple[Tensor, Tensor, Tensor]]] = []
-        for batch, _ in self.ranks.scatter(batches):
+        for batch, _ in self.ranks.scatter(plan):
             outputs = self._look_at(samples, batch)
-            students = grade(self.lm, outputs, self.trained, self.chunk, results.STEPS)
+            students = batches.grade(self.lm, outputs, self.trained, self.chunk, results.STEPS)
             measured.append([])
             for trainee, steps in zip(self.trained, students, strict=True):
                 longest = trainee.recipe.architecture.own_steps or results.STEPS
                 accepted = results.accepted(steps, outputs.tokens.wanted_BT, longest)
                 top_M = outputs.distributions.top_M
-                tally = trainee.adapter.tally(trainee.heads, *together(steps), top_M)
-                measured[-1].append((results.sums(steps).cpu(), accepted.cpu(), tally))
+                tally = trainee.adapter.tally(trainee.heads, *batches.together(steps), top_M)
+                sums_SF = torch.stack([x.sums_F for x in steps])
+                measured[-1].append((sums_SF.cpu(), accepted.cpu(), tally))
         metrics: dict[str, float] = {}
         facts: dict[str, dict[str, Any]] = {}
-        gathered = zip(*self.ranks.gather(measured, len(batches)), strict=True)
+        gathered = zip(*self.ranks.gather(measured, len(plan)), strict=True)
         for trainee, of_each in zip(self.trained, gathered, strict=True):
             sums_SF, accepted_W, tally = (torch.stack(x).sum(0) for x in zip(*of_each, strict=True))
             metrics |= results.held_out(f"held_out/{trainee.name}", sums_SF, accepted_W)
@@ -220,7 +242,7 @@ class Trainer:
         progress, name = asdict(self.progress), trainee.name
         facts = progress.pop("facts")[name]
         if isinstance(trainee.adapter, Adapter):  # EAGLE's head needs the first tokens
-            reach = reach_of(lengths_of(self.work.training, self.config.max_length))
+            reach = batches.reach_of(batches.lengths_of(self.work.training, self.config.max_length))
             facts |= {"attention_window": reach}
         for part, prefix in (("held_out", f"held_out/{name}/"), ("decoded", f"decode/{name}/")):
             values = progress[part].items()
@@ -270,3 +292,25 @@ def resolve_sizes(
     suiting = ranks.broadcast(loss_chunk_of(memory.total(device), lm.config.vocab_size))
     accumulate = config.accumulate or begun.get("accumulate", ranks.world)
     return accumulate, config.loss_chunk or begun.get("loss_chunk", suiting)
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any]:
+    """What `save_checkpoint` wrote, by name; empty where it did not. Errors: `CorruptFile`."""
+    path = folder / CHECKPOINT
+    try:
+        return torch.load(path, weights_only=True) if path.exists() else {}
+    except (RuntimeError, EOFError, OSError) as error:
+        raise CorruptFile(
+            f"checkpoint '{path}' cannot be read ({error}); delete it to train anew."
+        ) from error
+
+
+def save_checkpoint(
+    folder: Path, identity: dict[str, Any], backend: dict[str, Any], progress: Progress
+) -> None:
+    """Write the settings and data of a run, its backend's `state()` and its progress beside those
+    written last, then put them in their place."""
+    path = folder / CHECKPOINT
+    part = path.with_suffix(".part")
+    torch.save({"identity": identity, "backend": backend, "progress": asdict(progress)}, part)
+    os.replace(part, path)

@@ -1,39 +1,49 @@
-"""What training reports of an adapter: held-out results by teacher forcing, and by decoding.
+"""What training reports of an adapter: held-out results by teacher forcing, and by decoding; and
+of a run the plot of all metrics, for those without W&B.
 
 Shapes: B rows, T tokens, M assistant positions, S draft steps, W draft tokens, F results.
 """
 
 import copy
+import json
 from collections.abc import Sequence
+from itertools import cycle
+from pathlib import Path
 
+import matplotlib
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from kangaroo.data.filters import answers
 from kangaroo.drafters.base import TrainedConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
-from kangaroo.evaluation.metrics import compression_rate, ctar, rate_of_ctar
+from kangaroo.evaluation.metrics import ctar
+from kangaroo.evaluation.plots import FAINT
 from kangaroo.heads.adapter_files import kept_dtype
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import TargetModel
-from kangaroo.training.config import TrainerConfig
 from kangaroo.training.distill import MEASURES, Student
-from kangaroo.training.recipe import Trainee
+from kangaroo.training.recipe import Trainee, TrainerConfig
 from kangaroo.utils.discovery import classes
-from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.errors import ConfigError, DataError
 
 STEPS = 6  # draft tokens of the held-out compression rate: the paper's gamma
 DRAFTERS = classes("kangaroo.drafters", TrainedConfig)
 _ROWS = 8  # prompts decoded at a time: bounds the cache, whose rows are as long as the longest
-
-
-def sums(steps: Sequence[Student]) -> Tensor:
-    """`[S, F]`, so that micro-batches and processes add up."""
-    return torch.stack([student.sums_F for student in steps])
+METRICS, CURVES = "metrics.jsonl", "curves.png"
+HEADINGS = {
+    "loss": "Loss a position",
+    "agreement": "Top-1 agreement",
+    "expected_acceptance": "Expected acceptance, sampled",
+    "compression_rate": "Compression rate, 6 draft tokens",
+    "learning_rate": "Learning rate",
+}
+MARKS = {"train": "-", "held_out": "o-", "decode": "D"}  # how results are drawn, by their names
 
 
 def means(prefix: str, sums_SF: Tensor) -> dict[str, float]:
@@ -51,7 +61,8 @@ def means(prefix: str, sums_SF: Tensor) -> dict[str, float]:
 def held_out(prefix: str, sums_SF: Tensor, accepted_W: Tensor) -> dict[str, float]:
     """Means per position of all draft steps, CTAR and the compression rate."""
     shares = [count / float(sums_SF[0, -1]) for count in accepted_W.tolist()]
-    return means(prefix, sums_SF) | compression(prefix, shares, rate_of_ctar(shares))
+    rate = 1 + sum(shares)  # if no round is cut (the paper, section 4.1)
+    return means(prefix, sums_SF) | compression(prefix, shares, rate)
 
 
 def accepted(steps: Sequence[Student], wanted_BT: Tensor, most: int = STEPS) -> Tensor:
@@ -105,7 +116,7 @@ def decode(
         done = engine.generate(prompts, new_tokens, Sampling(), batch_size=_ROWS)
         steps = [record for generation in done for record in generation.steps]
         reached = ctar([record.accepted for record in steps], STEPS)
-        rate = compression_rate(sum(len(record.tokens) for record in steps), len(steps))
+        rate = sum(len(record.tokens) for record in steps) / len(steps)
         metrics |= compression(f"decode/{trainee.name}", reached, rate)
     return metrics
 
@@ -115,3 +126,38 @@ def frozen(lm: TargetModel, trainee: Trainee) -> tuple[Trainable, list[DraftHead
     dtype = kept_dtype(trainee.adapter, lm)
     adapter = copy.deepcopy(trainee.adapter).to(dtype).to(lm.dtype).eval().requires_grad_(False)
     return adapter, adapter.draft_heads(lm, trainee.vocabulary_K)
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """The metrics of every step; a last line that is still being written is left out."""
+    path = folder / METRICS
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def write_curves(folder: Path) -> None:
+    """Make `curves.png` of a run's `metrics.jsonl`: every adapter's metrics over optimizer steps,
+    of training as a line, of held-out text as dots, of decoding as diamonds. Errors: `DataError`
+    where there is none, or nothing in it."""
+    rows = read_metrics(folder)
+    if not rows:
+        raise DataError(f"'{folder}' has no training run's {METRICS}, or it is empty.")
+    adapters = dict.fromkeys(k.split("/")[1] for row in rows for k in row if k.startswith("train/"))
+    colors = dict(zip(adapters, cycle(matplotlib.color_sequences["tab20"]), strict=False))
+    figure = Figure(figsize=(11.5, 6.6), layout="constrained")
+    figure.suptitle(f"Training of {folder.name}", fontsize=12, x=0.01, ha="left")
+    *panels, legend = figure.subplots(2, 3).flat
+    legend.axis("off")
+    for axes, (metric, heading) in zip(panels, HEADINGS.items(), strict=True):
+        axes.set_title(heading, fontsize=10, loc="left")
+        axes.set_xlabel("optimizer step", fontsize=8)
+        axes.grid(color=FAINT, linewidth=0.8)
+        for adapter, color in colors.items():
+            for result, mark in MARKS.items():
+                name = f"{result}/{adapter}/{metric}"
+                drawn = {row["step"]: row[name] for row in rows if name in row}
+                axes.plot(list(drawn), list(drawn.values()), mark, color=color, lw=1, ms=4)
+    for adapter, color in colors.items():
+        legend.plot([], [], color=color, label=adapter)
+    legend.legend(loc="upper left", frameon=False, fontsize=8)
+    figure.savefig(folder / CURVES, dpi=150)

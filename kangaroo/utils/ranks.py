@@ -64,11 +64,6 @@ class Ranks:
             dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def add_up(self, value: Tensor) -> None:
-        """Replace the tensor of every process by the sum of all, in place."""
-        if self.world > 1:
-            dist.all_reduce(value)
-
     def copy_from(self, rank: int, value: Tensor) -> None:
         """Replace the tensor of every process by that of one, in place."""
         if self.world > 1:

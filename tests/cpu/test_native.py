@@ -16,7 +16,7 @@ from kangaroo.cpu import compiling, native
 from kangaroo.engine.cache import KVCache
 from kangaroo.engine.tree import Tree
 from kangaroo.models.target import TargetModel
-from kangaroo.training.checkpoint import METRICS
+from kangaroo.training.results import METRICS
 
 SLOTS = 160
 FAMILIES = {

@@ -30,7 +30,7 @@ from kangaroo.engine.warm_up import warm_up
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.export import draft_model
 from kangaroo.models.target import TargetModel
-from kangaroo.training.checkpoint import METRICS
+from kangaroo.training.results import METRICS
 
 PROMPTS = random_prompts(5, 30, 9)
 

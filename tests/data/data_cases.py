@@ -1,7 +1,7 @@
 """Targets and settings for the tests of training data."""
 
 from kangaroo.data.filters import FilterConfig
-from kangaroo.data.synthesis import SynthesisConfig
+from kangaroo.data.making import SynthesisConfig
 from kangaroo.models import loading
 from kangaroo.models.loading import TINY, Dtype, ModelConfig
 from kangaroo.models.target import TargetModel

@@ -34,10 +34,9 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
 from kangaroo.heads.medusa_heads import GUESSES, MedusaHeads, MedusaHeadsConfig
-from kangaroo.training.batches import collate
-from kangaroo.training.checkpoint import METRICS
-from kangaroo.training.micro_batch import forward_target, train_step
+from kangaroo.training.batches import collate, forward_target, train_step
 from kangaroo.training.recipe import AdapterRecipe, trainees
+from kangaroo.training.results import METRICS
 from kangaroo.utils.errors import ConfigError
 
 

@@ -21,7 +21,7 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.methods import generate
 from kangaroo.evaluation.race import Runner, frame, race, timed_pieces
-from kangaroo.evaluation.speed import report, speed
+from kangaroo.evaluation.speed import speed
 from kangaroo.evaluation.speed.passes import WIDTHS, Reads, throughput
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.attention import ATTENTION
@@ -166,7 +166,7 @@ def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
     more = {"lookup": PromptLookup(num_pred_tokens=3)}
     result = speed.measure(lm, byte_tokenizer(), drafter, config, more)
     console = Console(width=200, record=True)
-    report.write(result, tmp_path, console)
+    speed.write(result, tmp_path, console)
 
     assert json.loads((tmp_path / "speed.json").read_text()) == json.loads(json.dumps(result))
     methods = result["methods"]
@@ -180,7 +180,7 @@ def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
     assert result["provenance"]["versions"]["torch"] == version("torch")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
     shown, saved = console.export_text(), (tmp_path / "speed.md").read_text()
-    for title, rows in report.sheets(result).items():
+    for title, rows in speed.sheets(result).items():
         assert all(list(row) == list(rows[0]) for row in rows)
         for words in (title, *rows[0], *rows[-1].values()):
             assert words in shown and words in saved

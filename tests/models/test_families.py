@@ -45,8 +45,8 @@ from kangaroo.models.loading import (
 from kangaroo.models.quantizing import Quantization, quantize
 from kangaroo.models.supported import window_of
 from kangaroo.models.target import TargetModel
-from kangaroo.training.checkpoint import read_metrics
 from kangaroo.training.estimate import target_bytes
+from kangaroo.training.results import read_metrics
 from kangaroo.utils.errors import ConfigError, MissingPackage, UnsupportedModel
 from kangaroo.utils.memory import footprint, weights
 

@@ -26,9 +26,8 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.app import Server
-from kangaroo.serving.config import ServeConfig
-from kangaroo.serving.jobs import Event, Job
-from kangaroo.serving.scheduler import Scheduler
+from kangaroo.serving.scheduler import Event, Job, Scheduler
+from kangaroo.serving.serve import ServeConfig
 
 LONGEST = 200
 SAMPLINGS = [

@@ -29,8 +29,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request, StepRecord
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text
-from kangaroo.serving.jobs import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Closing
-from kangaroo.serving.scheduler import Scheduler
+from kangaroo.serving.scheduler import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Closing, Scheduler
 
 NOTHING_TO_DO = {"running": 0, "entering": 0, "waiting": 0}
 

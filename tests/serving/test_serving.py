@@ -19,9 +19,8 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text, prompt_ids
-from kangaroo.serving.config import ServeConfig
 from kangaroo.serving.scheduler import Scheduler
-from kangaroo.serving.serve import check_memory, listen
+from kangaroo.serving.serve import ServeConfig, check_memory, listen
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
 

@@ -21,18 +21,19 @@ from kangaroo.heads import eagle_head, medusa_heads
 from kangaroo.heads.adapter_files import read_config
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
-from kangaroo.training.batches import Work, collate, wanted_of
+from kangaroo.training.batches import Work, collate, forward_target, train_step, wanted_of
 from kangaroo.training.distill import (
     MEASURES,
+    Loss,
     StoredDistributions,
     Student,
     WholeDistributions,
     distill,
+    divergence,
     outcomes,
+    overlap,
 )
 from kangaroo.training.loop import Trainer
-from kangaroo.training.losses import Loss, divergence, overlap
-from kangaroo.training.micro_batch import forward_target, train_step
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import ConfigError
 

@@ -17,12 +17,10 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation import metrics as evaluation
 from kangaroo.heads import eagle_head
 from kangaroo.heads.adapter_files import WEIGHTS, read_config
-from kangaroo.training import curves, results
-from kangaroo.training.batches import collate
-from kangaroo.training.checkpoint import METRICS, read_metrics
-from kangaroo.training.micro_batch import forward_target, grade
+from kangaroo.training import results
+from kangaroo.training.batches import collate, forward_target, grade
 from kangaroo.training.recipe import trainees
-from kangaroo.training.results import decode, frozen, prompts_of
+from kangaroo.training.results import METRICS, decode, frozen, prompts_of, read_metrics
 from kangaroo.utils.errors import DataError
 
 nothing_is_drawn = pytest.fixture(training_cases.nothing_is_drawn)
@@ -113,7 +111,7 @@ def test_every_metric_is_named_after_when_and_of_whom_it_was_taken(tmp_path):
     assert set(progress["held_out"]) == {*MEANS, *steps, *RATES}
     assert set(progress["decoded"]) == set(RATES)
     assert progress["tokens"] == last["tokens"]
-    assert (tmp_path / curves.PLOT).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / results.CURVES).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.usefixtures("nothing_is_drawn")
@@ -126,8 +124,8 @@ def test_answers_too_short_for_a_draft_step_leave_its_metrics_out(tmp_path):
 
 def test_a_run_that_is_still_writing_can_be_drawn(tmp_path):
     with pytest.raises(DataError, match=r"metrics\.jsonl"):
-        curves.write(tmp_path)
+        results.write_curves(tmp_path)
     whole = {"step": 1, "train/a/loss": 2.0}
     (tmp_path / METRICS).write_text(json.dumps(whole) + '\n{"step": 2, "train/a/lo')
-    curves.write(tmp_path)
-    assert (tmp_path / curves.PLOT).is_file()
+    results.write_curves(tmp_path)
+    assert (tmp_path / results.CURVES).is_file()

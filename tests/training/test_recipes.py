@@ -22,11 +22,9 @@ from kangaroo.models.loading import TINY, Dtype, ModelConfig, load, meta_model
 from kangaroo.models.random_models import SHAPES
 from kangaroo.models.target import TargetModel
 from kangaroo.training import backend
-from kangaroo.training.batches import collate
-from kangaroo.training.config import TrainerConfig
+from kangaroo.training.batches import collate, forward_target
 from kangaroo.training.estimate import Devices, Text, estimate, foresee
-from kangaroo.training.micro_batch import forward_target
-from kangaroo.training.recipe import trainees
+from kangaroo.training.recipe import TrainerConfig, trainees
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import Ranks
 

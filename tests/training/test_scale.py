@@ -17,9 +17,8 @@ from training_cases import KillsAt, curve
 
 from kangaroo.training import backend
 from kangaroo.training.backend import TorchBackend
-from kangaroo.training.checkpoint import CHECKPOINT
-from kangaroo.training.config import TrainerConfig, loss_chunk_of
-from kangaroo.training.loop import resolve_sizes
+from kangaroo.training.loop import CHECKPOINT, resolve_sizes
+from kangaroo.training.recipe import TrainerConfig, loss_chunk_of
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import Ranks

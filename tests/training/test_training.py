@@ -11,7 +11,7 @@ from helpers import EXIT, adapter_for, admit_text, random_prompts, tiny
 from safetensors.torch import load_file
 from training_cases import KillsAt, config, curve, recipe, sample, samples, stored_samples, train
 
-from kangaroo.cli.training import check_format
+from kangaroo.cli.making import check_format
 from kangaroo.cpu.native import torch_multiplies
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
@@ -22,12 +22,19 @@ from kangaroo.heads.eagle_head import EagleHeadConfig
 from kangaroo.heads.medusa_heads import MedusaHeadsConfig
 from kangaroo.models.loading import Dtype, ModelConfig
 from kangaroo.training import backend
-from kangaroo.training.batches import check_trainable, collate, plan, row_width
-from kangaroo.training.checkpoint import CHECKPOINT, METRICS, read_metrics
-from kangaroo.training.config import schedule
-from kangaroo.training.losses import Loss
-from kangaroo.training.micro_batch import forward_target, grade, train_step
-from kangaroo.training.recipe import trainees
+from kangaroo.training.batches import (
+    check_trainable,
+    collate,
+    forward_target,
+    grade,
+    plan,
+    row_width,
+    train_step,
+)
+from kangaroo.training.distill import Loss
+from kangaroo.training.loop import CHECKPOINT
+from kangaroo.training.recipe import schedule, trainees
+from kangaroo.training.results import METRICS, read_metrics
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, Diverged
 from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import NoTracker

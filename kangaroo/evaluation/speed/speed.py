@@ -1,17 +1,21 @@
-"""How fast decoding is: vanilla, Kangaroo, other drafters and transformers in turn, in one run.
+"""How fast decoding is: vanilla, Kangaroo, other drafters and transformers in turn, in one run, and
+what is said of it: JSON, tables in the terminal and in Markdown, and a plot.
 
 Everything is greedy, past any EOS, and at batch 1 but for the table of batches. All methods take
 turns on every prompt, so that a machine that slows down slows all of them. The first step of a
 text, its prefill, is timed apart; what comes after it is decoding.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -21,17 +25,36 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling
+from kangaroo.evaluation import plots
 from kangaroo.evaluation.bench import BenchConfig, load_questions, spread
 from kangaroo.evaluation.methods import generate
-from kangaroo.evaluation.metrics import compression_rate, estimate
+from kangaroo.evaluation.metrics import estimate
 from kangaroo.evaluation.speed.passes import Reads, memory_bandwidth, throughput, verifications
 from kangaroo.models.prompts import Message, prompt_ids
 from kangaroo.models.target import TargetModel
+from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.provenance import provenance
+from kangaroo.utils.provenance import machine, provenance
 from kangaroo.utils.ranges import Count, Filled, Ranged, TextLength
+from kangaroo.utils.tables import Row, number, share
 
 CORE = ("hf", "vanilla", "kangaroo")  # always measured, and at every context
+
+# Columns of tables: heading, a result's key, decimals.
+METHODS = {
+    "tokens/s": ("tokens_per_second", 1),
+    "ms/token": ("ms_per_token", 2),
+    "limit, ms": ("limit_ms_per_token", 2),
+    "first, ms": ("first_ms", 0),
+    "vanilla's texts": ("equal_texts", 0),
+    "CR": ("compression_rate", 2),
+    "draft tokens": ("drafted_per_round", 2),
+    "draft, ms": ("draft_ms", 2),
+    "verify, ms": ("verify_ms", 2),
+    "host, ms": ("host_ms", 2),
+}
+WIDTHS = {"ms": ("ms", 2), "of one": ("of_one", 2), "limit, ms": ("limit_ms", 2)}
+BATCHES = {"vanilla": ("vanilla", 1), "kangaroo": ("kangaroo", 1), "speedup": ("ratio", 2)}
 
 Method = Callable[[list[int], int], Generation]  # takes a prompt and a number of new tokens
 Texts = list[list[Generation]]  # of each prompt, each time it was given
@@ -173,7 +196,7 @@ def summarise(
         "limit_ms_per_token": limit and 1e3 * limit / decoded,
         "share_of_limit": limit and limit / seconds,
         "first_ms": 1e3 * median(text.prefill_seconds for each in texts for text in each),
-        "compression_rate": compression_rate(decoded, rounds),
+        "compression_rate": decoded / rounds,
         "drafted_per_round": drafted / rounds,
         **{f"{part}_ms": took and 1e3 * took / rounds for part, took in parts.items()},
         "draft_over_limit": draft / draft_limit if draft and drafted and draft_limit else None,
@@ -244,3 +267,65 @@ def long_prompt(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
     text = "\n\n".join([*texts[-20:], "Write a detailed summary of all of the above."])
     ids = prompt_ids(tokenizer, [Message(role="user", content=text)])
     return (ids * (length // len(ids) + 1))[-length:]
+
+
+def write(result: dict[str, Any], output: Path, console: Console) -> None:
+    """Save what `speed.measure` returned, `speed.json`, `speed.md` and `speed.png`, and show it."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
+    sections = {title: tables.markdown(rows) for title, rows in sheets(result).items()}
+    text = "".join(f"**{title}**\n\n{table}\n\n" for title, table in sections.items())
+    (output / "speed.md").write_text(f"{text}{notes(result)}\n", encoding="utf-8")
+    title = f"{result['model']}, {result['dtype']}, {machine(result['provenance'])}"
+    figure = plots.speedup_bars(list(result["methods"].items()), title, accent="kangaroo")
+    figure.savefig(output / "speed.png", dpi=150)
+    for heading, rows in sheets(result).items():
+        console.print(tables.terminal(rows, heading))
+    console.print(notes(result), f"Saved in {output}.", sep="\n", markup=False, highlight=False)
+
+
+def sheets(result: dict[str, Any]) -> dict[str, list[Row]]:
+    """All tables, by title."""
+    contexts = result["contexts"]
+    return {
+        "Decoding speed, and parts of a round": [
+            {
+                "method": name,
+                "times vanilla": tables.estimate(m["speedup"], m["speedup_ci95"], same=1.0),
+            }
+            | _cells(m, METHODS)
+            for name, m in result["methods"].items()
+        ],
+        "ms/token over the context": [
+            {"context": str(c["context"]), "KV, MB": number(c["kv_bytes"] / 1e6, 1)}
+            | {name: number(c[name]["ms_per_token"]) for name in CORE}
+            | {"vanilla of limit": share(c["vanilla"]["share_of_limit"])}
+            | {"draft over its limit": number(c["kangaroo"]["draft_over_limit"])}
+            | {"first token, ms": number(c["vanilla"]["first_ms"], 0)}
+            for c in contexts
+        ],
+        f"Verification at context {contexts[0]['context']}": [
+            {"tokens": str(v["tokens"])} | _cells(v, WIDTHS) for v in result["verifications"]
+        ],
+        "Tokens/s over the batch": [
+            {"batch": str(b["batch"])} | _cells(b, BATCHES) for b in result["batches"]
+        ],
+    }
+
+
+def _cells(values: dict[str, Any], columns: dict[str, tuple[str, int]]) -> Row:
+    return {heading: number(values[key], digits) for heading, (key, digits) in columns.items()}
+
+
+def notes(result: dict[str, Any]) -> str:
+    """What the tables need to be read."""
+    settings, about = result["settings"], result["provenance"]
+    before, after = (result["bandwidth"][when] / 1e9 for when in ("before", "after"))
+    return (
+        f"Memory: {before:.1f} GB/s before, {after:.1f} GB/s after; limits take the higher. A "
+        f"vanilla token reads {result['weights'] / 1e6:.1f} MB of weights. {result['model']}, "
+        f"{result['dtype']}, {machine(about)}; {settings['prompts']} prompts x "
+        f"{settings['max_new_tokens']} tokens x {settings['repeats']} repeats; "
+        f"{result['drafter']}. git {about['git_revision']}, torch {about['versions']['torch']}, "
+        f"transformers {about['versions']['transformers']}, {about['time']}."
+    )

@@ -12,7 +12,7 @@ import yaml
 
 from kangaroo.evaluation.comparison import shared, summaries_in
 from kangaroo.evaluation.metrics import CTAR, Estimate, difference, estimate, has, pairs, value_of
-from kangaroo.evaluation.records import BASELINES, Record, read
+from kangaroo.evaluation.records import Baseline, Record, read
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import changes
 
@@ -137,7 +137,7 @@ def measured(config: StudyConfig, folder: Path) -> list[Measured]:
     methods = [
         Measured(name, summary, read(place if (place := folder / name).is_dir() else folder))
         for name, summary in summaries_in(folder).items()
-        if Path(name).name not in BASELINES.values()
+        if Path(name).name not in [baseline.value for baseline in Baseline]
     ]
     for method in methods[1:]:
         if difference := changes(*(fixed(config, x.summary) for x in (methods[0], method))):
