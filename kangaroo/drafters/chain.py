@@ -14,7 +14,7 @@ from torch import Tensor
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.sampling import AnySampling, Rule, pick, warp
+from kangaroo.engine.sampling import BatchSampling, Rule, pick, warp
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.engine.verify import of_round
 from kangaroo.heads.draft_head import DraftHead
@@ -125,7 +125,7 @@ class Chain(ABC):
         return self.head.token_of(index)
 
     def reading(
-        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
+        self, logits_BK: Tensor, sampling: BatchSampling, positions_B1: Tensor, seeds_B: Tensor
     ) -> Tensor:
         """What the host reads of a token: the confidence `[B]`, if nothing else."""
         return confidence(logits_BK)

@@ -17,7 +17,7 @@ from kangaroo.drafters.suffix import AnswerStore, TextMatches
 from kangaroo.drafters.token_recycling import recycle, successors_in
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
-from kangaroo.engine.sampling import AnySampling
+from kangaroo.engine.sampling import BatchSampling
 from kangaroo.engine.tree import Draft
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
@@ -152,7 +152,7 @@ class Hybrid(Kangaroo):
         return goes_on and drafting_pays(self.costs, sources, self.nodes)
 
     def reading(
-        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
+        self, logits_BK: Tensor, sampling: BatchSampling, positions_B1: Tensor, seeds_B: Tensor
     ) -> Tensor:
         """The best choices for each row's next token, and the probabilities of their ranks, which
         know nothing of temperature and noise: `[B, C, 2]`."""

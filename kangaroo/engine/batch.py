@@ -12,13 +12,13 @@ from torch import Tensor
 
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import KVCache
-from kangaroo.engine.sampling import AnySampling, Sampling, settings, together
+from kangaroo.engine.sampling import Sampling, settings, together
 from kangaroo.engine.tree import Draft, Verdict
 
 
 class RowTensors(NamedTuple):
     """What the device knows of all rows: committed tokens, and their limit; whether an EOS ends the
-    text, and which tokens are one; how tokens are chosen, as of `Mixed`."""
+    text, and which tokens are one; how tokens are chosen, as of `BatchSampling`."""
 
     length_B: Tensor
     limit_B: Tensor
@@ -88,7 +88,7 @@ class Batch:
         self.default = replace(sampling, seed=0)
         self.samplings, self.alike = [self.default] * size, True
         self.settings_B3 = torch.tensor([settings(self.default)] * size, device=device)
-        self.sampling: AnySampling = together([self.default], self.settings_B3)  # of all rows
+        self.sampling = together([self.default], self.settings_B3)  # of all rows
 
     @property
     def rows(self) -> RowTensors:

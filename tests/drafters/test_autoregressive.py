@@ -32,7 +32,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Rule, Sampling, pick
+from kangaroo.engine.sampling import Rule, Sampling, pick, together
 from kangaroo.engine.tree import Draft
 from kangaroo.evaluation.methods import generate
 from kangaroo.heads.export import draft_model
@@ -65,7 +65,7 @@ def written_by(model: TargetModel, sampling: Sampling, layers: int | None = None
         for length in range(len(text), len(text) + count):
             x_1TD = states_after(model, tokens, layers or model.n_layers)
             at, seeds = torch.tensor([[length]]), torch.tensor([seed])
-            tokens.append(int(pick(model.logits(x_1TD[:, -1:]), at, sampling, seeds)))
+            tokens.append(int(pick(model.logits(x_1TD[:, -1:]), at, together([sampling]), seeds)))
         return tokens[len(text) :]
 
     return expected
@@ -138,7 +138,7 @@ def test_skipped_layers_read_the_whole_targets_keys_of_the_text(case, sampling, 
             for layer in (layer for layer in range(lm.n_layers) if layer not in skip):
                 x_11D, _ = lm.run(x_11D, cache, meta, range(layer, layer + 1))
             at, seeds = torch.tensor([[length]]), torch.tensor([seed])
-            tokens.append(int(pick(lm.logits(x_11D), at, sampling, seeds)))
+            tokens.append(int(pick(lm.logits(x_11D), at, together([sampling]), seeds)))
         return tokens[len(text) :]
 
     drafter = DraftVerify(lm, skip, steps=3, threshold=0)

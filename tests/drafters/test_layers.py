@@ -25,7 +25,7 @@ from kangaroo.drafters.layer_search import (
 )
 from kangaroo.drafters.swift import Swift, SwiftConfig, evenly
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Sampling, pick
+from kangaroo.engine.sampling import Sampling, pick, together
 from kangaroo.models.half_layers import HalfLayers
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
@@ -49,7 +49,7 @@ def first_draft(lm, cut, text, skip, sampling, seed):
     for layers in runs(skip, cut.n_layers):
         x_11D, _ = cut.run(x_11D, cache, meta, layers)
     position = torch.tensor([[len(text)]])
-    return int(pick(lm.logits(x_11D), position, sampling, torch.tensor([seed])))
+    return int(pick(lm.logits(x_11D), position, together([sampling]), torch.tensor([seed])))
 
 
 @torch.no_grad()
