@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import groupby
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kangaroo.drafters.base import ChainConfig, Drafter, limit
@@ -17,8 +18,25 @@ from kangaroo.drafters.layer_search import Subset
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.tree import Draft
+from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.memory import weights
+
+
+class WholeHead(DraftHead):
+    """Final norm and head of a model that drafts, as if its vocabulary were of `size` tokens: those
+    that it lacks are never drafted, nor are those beyond."""
+
+    def __init__(self, lm: TargetModel, size: int | None = None):
+        super().__init__(lm)
+        self.lm, self.more = lm, 0 if size is None else size - lm.config.vocab_size
+
+    def __call__(self, x_MD: Tensor) -> Tensor:
+        logits_MV = self.lm.logits(x_MD[:, None])[:, 0]
+        return F.pad(logits_MV, (0, self.more), value=-torch.inf) if self.more else logits_MV
+
+    def choose(self, x_MD: Tensor) -> tuple[Tensor, Tensor] | None:
+        return self.lm.choose(x_MD[:, None]) if self.more >= 0 else None
 
 
 class Autoregressive(Chain):
@@ -28,6 +46,7 @@ class Autoregressive(Chain):
 
     def __init__(self, lm: TargetModel, steps: int, threshold: float | str, window: int):
         self.lm, self.steps, self.window = lm, steps, window
+        self.head = WholeHead(lm)
         self.threshold, self.auto = limit(threshold)
         self.needs_costs = self.auto
         self.max_nodes = steps
@@ -53,18 +72,6 @@ class Autoregressive(Chain):
             token = DraftToken(*self.lm.acceleration.step(self.caches(batch), key, work, *inputs))
             input_BN = token.id_B1
             yield token
-
-    def choose(self, x_B1D: Tensor) -> tuple[Tensor, Tensor] | None:
-        return self.lm.choose(x_B1D)
-
-    def logits(self, x_B1D: Tensor) -> Tensor:
-        return self.lm.logits(x_B1D)[:, 0]
-
-    def spread(self, logits_BK: Tensor) -> Tensor:
-        return logits_BK
-
-    def token_of(self, index: Tensor) -> Tensor:
-        return index
 
 
 class LayerChoice(Autoregressive, Drafter):

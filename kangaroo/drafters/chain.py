@@ -67,7 +67,7 @@ class Chain(ABC):
             ids.append(token.id_B1)
             lengths += active
             if keeps_probs:
-                logits_B1V = self.spread(token.logits_BK)[:, None]
+                logits_B1V = self.head.spread(token.logits_BK)[:, None]
                 probs.append(warp(logits_B1V, sampling).softmax(-1))
             if may_stop and len(ids) <= self.steps:  # Kangaroo's section 3.2
                 confidence = np.array(token.reading.tolist(), np.float32)
@@ -95,34 +95,22 @@ class Chain(ABC):
 
     def draw(self, batch: Batch, step: int, x_B1D: Tensor, *draws: Tensor) -> DraftToken:
         """The chain's token number `step`, from the state that the head reads, by `Batch.draws`."""
-        choice = self.choose(x_B1D) if batch.sampling.greedy and not self.reads_logits else None
-        if choice is not None:
-            return DraftToken(choice[0], x_B1D.new_empty(0), choice[1][:, 0])
-        logits_BK, (length_B, seeds_B, settings_B3) = self.logits(x_B1D), draws
+        x_BD, by_choice = x_B1D[:, 0], batch.sampling.greedy and not self.reads_logits
+        if by_choice and (choice := self.head.choose(x_BD)) is not None:
+            return DraftToken(choice[0], x_BD.new_empty(0), choice[1][:, 0])
+        return self.draw_from(batch, step, self.head(x_BD), *draws)
+
+    def draw_from(self, batch: Batch, step: int, logits_BK: Tensor, *draws: Tensor) -> DraftToken:
+        """The same from its logits over the draft vocabulary."""
+        length_B, seeds_B, settings_B3 = draws
         if batch.sampling.rule is Rule.block:  # what is accepted depends on tokens drafted after it
             seeds_B = of_round(seeds_B, length_B)
         sampling, at_B1 = batch.sampling.reading(settings_B3), length_B[:, None] + step - 1
         if sampling.greedy:  # without spreading them
-            id_B1 = self.token_of(logits_BK.argmax(-1, keepdim=True))
+            id_B1 = self.head.token_of(logits_BK.argmax(-1, keepdim=True))
         else:
-            id_B1 = pick(self.spread(logits_BK)[:, None], at_B1, sampling, seeds_B)
+            id_B1 = pick(self.head.spread(logits_BK)[:, None], at_B1, sampling, seeds_B)
         return DraftToken(id_B1, logits_BK, self.reading(logits_BK, sampling, at_B1, seeds_B))
-
-    def choose(self, x_B1D: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The likeliest token after a state and its chance, both `[B, 1]`; None without kernels."""
-        return self.head.choose(x_B1D[:, 0])
-
-    def logits(self, x_B1D: Tensor) -> Tensor:
-        """Over the draft vocabulary, `[B, K]`."""
-        return self.head(x_B1D[:, 0])
-
-    def spread(self, logits_BK: Tensor) -> Tensor:
-        """The same logits over the target's vocabulary, `[B, V]`."""
-        return self.head.spread(logits_BK)
-
-    def token_of(self, index: Tensor) -> Tensor:
-        """Token ids of places in the draft vocabulary."""
-        return self.head.token_of(index)
 
     def reading(
         self, logits_BK: Tensor, sampling: BatchSampling, positions_B1: Tensor, seeds_B: Tensor

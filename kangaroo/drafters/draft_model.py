@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from kangaroo.drafters.autoregressive import Autoregressive
+from kangaroo.drafters.autoregressive import Autoregressive, WholeHead
 from kangaroo.drafters.base import ChainConfig, Drafter, path_meta
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache, Taps
@@ -117,6 +116,7 @@ class DraftModel(Autoregressive):
         self.made_for = -1  # serial of the target's cache that this one goes with
         self.vocab_size = draft_lm.config.vocab_size
         self.padding = lm.config.vocab_size - self.vocab_size  # below 0 the target's is smaller
+        self.head = WholeHead(draft_lm, lm.config.vocab_size)
         self.proposed: Draft | None = None
         self.prompts: list[tuple[Tensor, int, int]] = []  # not read yet: as of `read_chunk`
 
@@ -155,13 +155,6 @@ class DraftModel(Autoregressive):
 
     def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
         return self.lm.run(self._embed(tokens_BN), self.cache, meta, self.layers)[0]
-
-    def logits(self, x_B1D: Tensor) -> Tensor:
-        logits_BV = super().logits(x_B1D)
-        return F.pad(logits_BV, (0, self.padding), value=-torch.inf) if self.padding else logits_BV
-
-    def choose(self, x_B1D: Tensor) -> tuple[Tensor, Tensor] | None:
-        return super().choose(x_B1D) if self.padding >= 0 else None
 
     def _embed(self, tokens_BN: Tensor) -> Tensor:
         if self.padding > 0:  # what the target only has room for may be in a text, if hardly ever
