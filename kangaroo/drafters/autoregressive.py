@@ -4,15 +4,16 @@ Shapes: B rows, N tokens of a pass, D hidden size, K = the model's vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.drafters.base import ChainConfig, Drafter, limit
+from kangaroo.drafters.base import ChainConfig, Drafter, RowStates, limit
 from kangaroo.drafters.chain import Chain, DraftToken, limits_of
 from kangaroo.drafters.layer_search import Subset
 from kangaroo.engine.batch import Batch
@@ -74,6 +75,14 @@ class Autoregressive(Chain):
             yield token
 
 
+@dataclass
+class Choice:
+    """What the drafts of a text leave out, and how long it was when that was chosen."""
+
+    skip: Subset
+    length: int = 0
+
+
 class LayerChoice(Autoregressive, Drafter):
     """Drafts on the target's cache as Draft & Verify does; which layers are left out is each row's
     own, and begins anew with another text.
@@ -83,6 +92,8 @@ class LayerChoice(Autoregressive, Drafter):
     are those of `cut`, the target or the same model cut more finely; a text begins without `first`.
     `improve` runs as many tokens of a row at once as are `judged`.
     """
+
+    rows: RowStates[Any]
 
     def __init__(
         self, lm: TargetModel, cut: TargetModel, first: Subset, options: ChainConfig, judged: int
@@ -97,37 +108,34 @@ class LayerChoice(Autoregressive, Drafter):
         """Of a drafted token, in vanilla steps."""
         return 1 - sum(self.shares[layer] for layer in skip)
 
-    @abstractmethod
-    def restart(self, row: int, text: list[int]) -> None:
-        """Another text has taken a row; its prompt and the first token are there."""
+    def start(self, row: int, text: list[int]) -> Choice:
+        """Of a text whose prompt and first token are there."""
+        return Choice(self.first)
 
     @abstractmethod
-    def improve(self, batch: Batch, rows: Sequence[int]) -> None:
-        """Choose, in `skips`, what the drafts of these rows leave out from now on."""
+    def improve(self, batch: Batch, choices: dict[int, Choice]) -> None:
+        """Choose, in `skip`, what the drafts of these rows leave out from now on."""
 
     def begin(self, batch: Batch) -> None:
-        self.texts: list[list[int] | None] = [None] * batch.size
-        self.skips = [self.first] * batch.size
+        self.rows = RowStates(self.start)
         self.runs: list[tuple[range, Tensor | None]] = []
 
     def caches(self, batch: Batch) -> tuple[KVCache, ...]:
         return (batch.cache,)
 
     def propose(self, batch: Batch) -> Draft:
-        for row, text in enumerate(batch.texts):
-            if text is not self.texts[row]:
-                self.texts[row], self.skips[row] = text, self.first
-                self.restart(row, text)
         rows = (limits_of(self, batch)[:, 0] < 1).nonzero()[0].tolist()
-        if rows:
-            self.improve(batch, rows)
-            self.runs = self.choose_runs(rows, batch)
+        if choices := {row: self.rows.of(row, batch.texts[row]) for row in rows}:
+            self.improve(batch, choices)
+            self.runs = self.choose_runs({row: x.skip for row, x in choices.items()}, batch)
         return super().propose(batch)
 
-    def choose_runs(self, rows: Sequence[int], batch: Batch) -> list[tuple[range, Tensor | None]]:
+    def choose_runs(
+        self, skips: dict[int, Subset], batch: Batch
+    ) -> list[tuple[range, Tensor | None]]:
         """Layers that run in a row, and which rows keep them, `[B, 1, 1]`; None where all do."""
-        skips, layers = [set(self.skips[row]) for row in rows], range(self.cut.n_layers)
-        keeps = [tuple(layer not in skip for skip in skips) for layer in layers]
+        layers = range(self.cut.n_layers)
+        keeps = [tuple(layer not in skip for skip in skips.values()) for layer in layers]
         unkept = [layer for layer in layers if not any(keeps[layer])]
         self.draft_cost = self.cost_without(unkept)
         one_by_one = self.lm.acceleration.graphs is not None
@@ -136,7 +144,7 @@ class LayerChoice(Autoregressive, Drafter):
             first, *_, last = [*group] * 2
             kept_B11 = None
             if not all(kept):
-                in_row = dict(zip(rows, kept, strict=True))
+                in_row = dict(zip(skips, kept, strict=True))
                 kept_B = torch.tensor([in_row.get(row, True) for row in range(batch.size)])
                 kept_B11 = kept_B[:, None, None].to(self.lm.device)
             runs += [(range(first, last + 1), kept_B11)] if any(kept) else []

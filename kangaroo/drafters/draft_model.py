@@ -6,7 +6,6 @@ Shapes: B rows, N draft nodes, T tokens of a prefill chunk, V vocabulary.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 

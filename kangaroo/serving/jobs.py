@@ -55,7 +55,8 @@ class Job:
         self.arrived = 0.0  # when it was submitted, by the same clock
         self.due: float | None = None  # when its first token is due; None until that is asked
         self.row: int | None = None  # where it is decoded; None while it waits
-        self.parts: Generator[None, None, Generation] | None = None  # its prompt on its way there
+        # its prompt on its way there
+        self.parts: Generator[Generation | None, None, None] | None = None
         self.generation: Generation | None = None  # None until the prompt has entered
         self.written: list[int] = []  # the tokens that were told
         # whether a step failed that it took part in, and it has not made one alone since

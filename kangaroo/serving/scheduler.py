@@ -198,17 +198,13 @@ class Scheduler:
             return
         job = min(due, key=due.__getitem__)
         with self._blaming(batch, job):
-            parts = job.parts or self._admit(batch, job)
-            try:
-                next(parts)
-            except StopIteration as entered:
-                generation: Generation = entered.value
-                job.generation = generation
+            job.generation = generation = next(job.parts or self._admit(batch, job))
+            if generation is not None:
                 self.read_tokens += len(job.text) - generation.reused
                 self.read_seconds += generation.prefill_seconds
                 self._record(job, generation, generation.steps[0])
 
-    def _admit(self, batch: Batch, job: Job) -> Generator[None, None, Generation]:
+    def _admit(self, batch: Batch, job: Job) -> Generator[Generation | None, None, None]:
         """A job that waits goes on from what it has written, in the free row of a text that it goes
         on from; where there is none, in the one that was written longest ago, so that others may
         still be gone on from. Returns the parts of its prompt."""
