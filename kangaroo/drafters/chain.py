@@ -125,8 +125,7 @@ class Chain(ABC):
 
 def limits_of(drafter: Chain | EarlyExit, batch: Batch) -> np.ndarray:
     """`Budget.limits` of all rows, `[B, steps]`; 1, never exceeded, of those that are done."""
-    rows = [row for row, done in enumerate(batch.done) if not done]
-    limits = np.ones((batch.size, drafter.steps), np.float32)
+    rows, limits = batch.active, np.ones((batch.size, drafter.steps), np.float32)
     limits[rows] = batch.budget.limits(rows, drafter.steps, drafter.draft_cost, drafter.auto)
     return limits
 

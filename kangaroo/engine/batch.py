@@ -100,9 +100,9 @@ class Batch:
         return self.length_B, self.seeds_B, self.settings_B3
 
     @property
-    def active(self) -> int:
+    def active(self) -> list[int]:
         """Rows whose text is being written."""
-        return self.done.count(False)
+        return [row for row, done in enumerate(self.done) if not done]
 
     @property
     def lengths(self) -> list[int]:

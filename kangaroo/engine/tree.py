@@ -6,7 +6,7 @@ D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kangaroo.engine.cache import ForwardMeta
 
-ByRow = Sequence[Sequence[int]]  # of each row's nodes, the root aside
+# Of a row the tokens below its pending one, and their parents: 0 is that one, i the i-th of them.
+Nodes = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,16 +132,16 @@ class Draft:
         return Draft(pending_B1, tree, torch.ones_like(pending_B1, dtype=torch.bool))
 
     @staticmethod
-    def listed(pending_B1: Tensor, tokens: ByRow, parents: ByRow | None = None) -> Draft:
-        """A draft that was made on the host: of each row the tokens below its pending one, and
-        their parents, where 0 is the pending token and i the i-th node; None makes chains."""
+    def listed(pending_B1: Tensor, nodes: Mapping[int, Nodes]) -> Draft:
+        """A draft that was made on the host, of some rows."""
+        by_row = [nodes.get(row, ((), ())) for row in range(len(pending_B1))]
+        tokens, parents = zip(*by_row, strict=True)
         size, device = 1 + max(map(len, tokens)), pending_B1.device
 
-        def padded(rows: ByRow) -> Tensor:
+        def padded(rows: Sequence[Sequence[int]]) -> Tensor:
             return torch.tensor([[0, *row, *[0] * (size - 1 - len(row))] for row in rows])
 
         tree = Tree.chain(size, device)
-        parents = parents or [range(len(row)) for row in tokens]
         if any(list(row) != list(range(len(row))) for row in parents):
             depths = [[0] for _ in parents]
             for depth, row in zip(depths, parents, strict=True):

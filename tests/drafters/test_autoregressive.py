@@ -281,8 +281,8 @@ def test_a_first_that_finds_nothing_changes_no_round_of_a_tree(case):
 
 def test_rows_of_two_drafts_keep_their_own_trees():
     pending_B1 = torch.tensor([[5], [6]])
-    chain = Draft.listed(pending_B1, [[1, 2, 3], []])
-    tree = Draft.listed(pending_B1, [[7, 8], [7, 8]], [[0, 0], [0, 1]])
+    chain = Draft.listed(pending_B1, {0: ([1, 2, 3], [0, 1, 2])})
+    tree = Draft.listed(pending_B1, {0: ([7, 8], [0, 0]), 1: ([7, 8], [0, 1])})
     draft = either(torch.tensor([True, False]), chain, tree)
     assert draft.tokens_BN.tolist() == [[5, 1, 2, 3], [6, 7, 8, 0]]
     assert draft.valid_BN.tolist() == [[True] * 4, [True, True, True, False]]
