@@ -102,9 +102,8 @@ class Hybrid(Kangaroo):
 
     def start_text(self, row: int, text: list[int]) -> tuple[TextMatches, Sources]:
         """What a row's text and others say of it, and the sources by which they are weighed."""
-        matches, matrix = self.store.matches(row, text), None
-        if self.recycle:
-            matrix = successors_in(text, 1)
+        matches = self.store.matches(row, text)
+        matrix = successors_in(text, 1) if self.recycle else None
         return matches, sources_of(len(text), len(matches.grown()), matrix)
 
     def asked(self, batch: Batch, row: int) -> Sources:

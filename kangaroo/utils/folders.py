@@ -103,8 +103,8 @@ def new_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
         (partial := Path(beside, folder.name)).mkdir()
         yield partial
-        if folder.exists():
-            shutil.rmtree(folder)
+        if replace:
+            shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
 
 
