@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.drafters.base import ChainConfig, Drafter, RowStates, limit
+from kangaroo.drafters.base import ChainConfig, RowStates, limit
 from kangaroo.drafters.chain import Chain, DraftToken, limits_of
 from kangaroo.drafters.layer_search import Subset
 from kangaroo.engine.batch import Batch
@@ -42,8 +42,6 @@ class WholeHead(DraftHead):
 
 class Autoregressive(Chain):
     """Each token is the input of the next pass, after a first one with the window."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, lm: TargetModel, steps: int, threshold: float | str, window: int):
         self.lm, self.steps, self.window = lm, steps, window
@@ -83,7 +81,7 @@ class Choice:
     length: int = 0
 
 
-class LayerChoice(Autoregressive, Drafter):
+class LayerChoice(Autoregressive):
     """Drafts on the target's cache as Draft & Verify does; which layers are left out is each row's
     own, and begins anew with another text.
 

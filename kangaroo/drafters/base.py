@@ -184,8 +184,7 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
         return int(layer) if kind == "untrained" and layer.isdecimal() else None
 
     def settings(self) -> dict[str, Any]:
-        trained = self._untrained() is None
-        return super().settings() if trained else DrafterConfig.settings(self)
+        return super().settings() if self._untrained() is None else DrafterConfig.settings(self)
 
     def made_by(self) -> dict[str, Any]:
         return super().made_by() if self._untrained() is None else {}

@@ -3,7 +3,7 @@
 Shapes: B rows, D hidden size, V vocabulary, K draft vocabulary.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
@@ -30,7 +31,7 @@ class DraftToken(NamedTuple):
     reading: Tensor
 
 
-class Chain(ABC):
+class Chain(Drafter):
     """Drafts until every row's confidence has fallen to the threshold, or `steps` tokens; with
     `threshold=auto` until one more would no longer pay (`Budget.limits`). The token whose
     confidence was low is still verified.

@@ -102,8 +102,6 @@ class DraftModel(Autoregressive):
     after a round that was accepted whole it has not seen the older one. In native rounds it takes
     whatever it has not read. Its vocabulary may be padded to another size than the target's."""
 
-    supports_prefix_reuse = True
-
     def __init__(
         self, lm: TargetModel, draft_lm: TargetModel, steps: int = 4, threshold: float | str = 0.0
     ):
