@@ -116,8 +116,9 @@ class Chain(Drafter):
     def reading(
         self, logits_BK: Tensor, sampling: BatchSampling, positions_B1: Tensor, seeds_B: Tensor
     ) -> Tensor:
-        """What the host reads of a token: the confidence `[B]`, if nothing else."""
-        return confidence(logits_BK)
+        """What the host reads of a token: the confidence `[B]`, before temperature and filters, if
+        nothing else."""
+        return logits_BK.float().softmax(-1).amax(-1)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         """The draft as it is verified, with what was computed of its nodes already, and where."""
@@ -142,8 +143,3 @@ def chain_meta(
     return lm.forward_meta(
         tree, batch.base_B - window, used, batch.n_slots, below, ("draft", batch.cache)
     )
-
-
-def confidence(logits_BK: Tensor) -> Tensor:
-    """The top-1 probability `[B]`, read before temperature and filters."""
-    return logits_BK.float().softmax(-1).amax(-1)
