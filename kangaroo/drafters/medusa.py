@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from kangaroo.drafters.base import Drafter, TrainedConfig
+from kangaroo.drafters.early_exit import take
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.engine.tree import Draft, Tree, Verdict
@@ -129,5 +130,5 @@ class Medusa(Drafter):
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         states_BND = taps[self.lm.n_layers]
-        best_B11 = verdict.best_B.to(states_BND.device)[:, None, None]
-        self.final_BD = states_BND.gather(1, best_B11.expand(-1, 1, states_BND.shape[-1]))[:, 0]
+        last_B1 = verdict.path_BP[:, -1:].to(states_BND.device)
+        self.final_BD = take(states_BND, last_B1)[:, 0]

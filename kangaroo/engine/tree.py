@@ -154,12 +154,11 @@ class Draft:
 
 
 class Verdict(NamedTuple):
-    """What verification decided: the target's token after each node; the deepest node whose whole
-    path matched; how many draft tokens that accepts; the nodes from the root to it, which is then
+    """What verification decided: the target's token after each node; how many draft tokens it
+    accepts; the nodes from the root to the deepest one whose whole path matched, which is then
     repeated."""
 
     choice_BN: Tensor
-    best_B: Tensor
     count_B: Tensor
     path_BP: Tensor
 
@@ -171,8 +170,8 @@ def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
     steps_P = torch.arange(tree.max_depth + 1, device=choice_BN.device)
     if tree.is_chain:  # node and depth are one
         matched_BN = draft.valid_BN[:, 1:] & (draft.tokens_BN[:, 1:] == choice_BN[:, :-1])
-        count_B = best_B = matched_BN.cumprod(1).sum(1)
-        return Verdict(choice_BN, best_B, count_B, torch.minimum(steps_P, best_B[:, None]))
+        count_B = matched_BN.cumprod(1).sum(1)
+        return Verdict(choice_BN, count_B, torch.minimum(steps_P, count_B[:, None]))
     parents_BN = tree.parents_BN.expand_as(draft.tokens_BN)
     matched_BN = draft.valid_BN & (draft.tokens_BN == choice_BN.gather(1, parents_BN))
     is_root_N = torch.arange(tree.size, device=choice_BN.device) == 0
@@ -185,4 +184,4 @@ def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
     on_path_BN = tree.ancestors_BNN.expand(len(best_B), -1, -1)[rows_B, best_B]
     order_BN = torch.where(on_path_BN, depth_BN, tree.size).argsort(dim=-1, stable=True)
     path_BP = torch.where(steps_P <= count_B[:, None], order_BN[:, : len(steps_P)], best_B[:, None])
-    return Verdict(choice_BN, best_B, count_B, path_BP)
+    return Verdict(choice_BN, count_B, path_BP)

@@ -83,7 +83,6 @@ def test_accept_is_the_longest_walk_on_random_trees(size, shared):
             count, path = int(verdict.count_B[row]), verdict.path_BP[row].tolist()
             assert path[: count + 1] in paths
             assert path == path[: count + 1] + [path[count]] * (tree.max_depth - count)
-            assert int(verdict.best_B[row]) == path[count]
             depths.add(count)
     assert len(depths) > min(size, 3) - 1  # short and long walks both occur
 
