@@ -121,7 +121,7 @@ class Recycled(Source):
 @dataclass
 class Sources:
     """Of a row's text: lookups in itself and others; what is drafted, and perhaps recycled; how
-    long the text was when they last learnt."""
+    long the text was when they were last asked."""
 
     lookups: list[Lookup]
     chain: DraftedChain
@@ -141,9 +141,9 @@ class Sources:
         """The one whose first token is likeliest."""
         return max(self.lookups, key=lambda line: [chance for _, chance in line.choices(0)])
 
-    def learn(self, text: Sequence[int]) -> None:
-        """Shift each source by what the text has had since, as far as it foresaw."""
-        places, written, self.length = self.places, text[self.length :], len(text)
+    def learn(self, written: Sequence[int]) -> None:
+        """Shift each source by what the text has had in this place, as far as it foresaw."""
+        places = self.places
         for token in written:
             for source, choices in heard(places):
                 best, chance = choices[0]

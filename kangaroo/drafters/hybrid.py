@@ -111,7 +111,8 @@ class Hybrid(Kangaroo):
         sources have learnt what the last round came to."""
         text = batch.texts[row]
         matches, sources = self.rows.of(row, text)
-        sources.learn(text)
+        sources.learn(text[sources.length :])
+        sources.length = len(text)
         for lookup, part in zip(sources.lookups, matches.grown(), strict=True):
             lookup.look_up(part.match[0], part.continuation(self.nodes, batch.ends[row]))
         sources.chain.say([])
