@@ -52,7 +52,7 @@ from kangaroo.drafters.swift import SwiftConfig
 from kangaroo.drafters.token_recycling import TokenRecycling
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.acceleration import Acceleration
-from kangaroo.engine.sampling import Sampling, candidates
+from kangaroo.engine.sampling import Sampling, candidates, together
 from kangaroo.heads import medusa_heads
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
@@ -310,7 +310,7 @@ def choices_without_cache(
     x_1TD = case.adapter(f_1TD, None, case.lm.chunk(0, length, 0, length), None)
     logits_11V = case.lm.read_out(x_1TD[:, -1:])
     at, seeds = torch.tensor([[length]]), torch.tensor([seed])
-    ids = candidates(logits_11V, at, sampling, seeds, count).flatten().tolist()
+    ids = candidates(logits_11V, at, together([sampling]), seeds, count).flatten().tolist()
     chances = logits_11V.softmax(-1).topk(count).values.flatten().tolist()
     return list(zip(ids, chances, strict=True))
 

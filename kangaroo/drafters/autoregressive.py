@@ -4,30 +4,48 @@ Shapes: B rows, N tokens of a pass, D hidden size, K = the model's vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.drafters.base import ChainConfig, Drafter, limit
+from kangaroo.drafters.base import ChainConfig, RowStates, limit
 from kangaroo.drafters.chain import Chain, DraftToken, limits_of
 from kangaroo.drafters.layer_search import Subset
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.tree import Draft
+from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.memory import weights
+
+
+class WholeHead(DraftHead):
+    """Final norm and head of a model that drafts, as if its vocabulary were of `size` tokens: those
+    that it lacks are never drafted, nor are those beyond."""
+
+    def __init__(self, lm: TargetModel, size: int | None = None):
+        super().__init__(lm)
+        self.lm, self.more = lm, 0 if size is None else size - lm.config.vocab_size
+
+    def __call__(self, x_MD: Tensor) -> Tensor:
+        logits_MV = self.lm.logits(x_MD[:, None])[:, 0]
+        return F.pad(logits_MV, (0, self.more), value=-torch.inf) if self.more else logits_MV
+
+    def choose(self, x_MD: Tensor) -> tuple[Tensor, Tensor] | None:
+        return self.lm.choose(x_MD[:, None]) if self.more >= 0 else None
 
 
 class Autoregressive(Chain):
     """Each token is the input of the next pass, after a first one with the window."""
 
-    taps: tuple[int, ...] = ()
-
     def __init__(self, lm: TargetModel, steps: int, threshold: float | str, window: int):
         self.lm, self.steps, self.window = lm, steps, window
+        self.head = WholeHead(lm)
         self.threshold, self.auto = limit(threshold)
         self.needs_costs = self.auto
         self.max_nodes = steps
@@ -54,20 +72,16 @@ class Autoregressive(Chain):
             input_BN = token.id_B1
             yield token
 
-    def choose(self, x_B1D: Tensor) -> tuple[Tensor, Tensor] | None:
-        return self.lm.choose(x_B1D)
 
-    def logits(self, x_B1D: Tensor) -> Tensor:
-        return self.lm.logits(x_B1D)[:, 0]
+@dataclass
+class Choice:
+    """What the drafts of a text leave out, and how long it was when that was chosen."""
 
-    def spread(self, logits_BK: Tensor) -> Tensor:
-        return logits_BK
-
-    def token_of(self, index: Tensor) -> Tensor:
-        return index
+    skip: Subset
+    length: int = 0
 
 
-class LayerChoice(Autoregressive, Drafter):
+class LayerChoice(Autoregressive):
     """Drafts on the target's cache as Draft & Verify does; which layers are left out is each row's
     own, and begins anew with another text.
 
@@ -76,6 +90,8 @@ class LayerChoice(Autoregressive, Drafter):
     are those of `cut`, the target or the same model cut more finely; a text begins without `first`.
     `improve` runs as many tokens of a row at once as are `judged`.
     """
+
+    rows: RowStates[Any]
 
     def __init__(
         self, lm: TargetModel, cut: TargetModel, first: Subset, options: ChainConfig, judged: int
@@ -90,37 +106,34 @@ class LayerChoice(Autoregressive, Drafter):
         """Of a drafted token, in vanilla steps."""
         return 1 - sum(self.shares[layer] for layer in skip)
 
-    @abstractmethod
-    def restart(self, row: int, text: list[int]) -> None:
-        """Another text has taken a row; its prompt and the first token are there."""
+    def start(self, row: int, text: list[int]) -> Choice:
+        """Of a text whose prompt and first token are there."""
+        return Choice(self.first)
 
     @abstractmethod
-    def improve(self, batch: Batch, rows: Sequence[int]) -> None:
-        """Choose, in `skips`, what the drafts of these rows leave out from now on."""
+    def improve(self, batch: Batch, choices: dict[int, Choice]) -> None:
+        """Choose, in `skip`, what the drafts of these rows leave out from now on."""
 
     def begin(self, batch: Batch) -> None:
-        self.texts: list[list[int] | None] = [None] * batch.size
-        self.skips = [self.first] * batch.size
+        self.rows = RowStates(self.start)
         self.runs: list[tuple[range, Tensor | None]] = []
 
     def caches(self, batch: Batch) -> tuple[KVCache, ...]:
         return (batch.cache,)
 
     def propose(self, batch: Batch) -> Draft:
-        for row, text in enumerate(batch.texts):
-            if text is not self.texts[row]:
-                self.texts[row], self.skips[row] = text, self.first
-                self.restart(row, text)
         rows = (limits_of(self, batch)[:, 0] < 1).nonzero()[0].tolist()
-        if rows:
-            self.improve(batch, rows)
-            self.runs = self.choose_runs(rows, batch)
+        if choices := {row: self.rows.of(row, batch.texts[row]) for row in rows}:
+            self.improve(batch, choices)
+            self.runs = self.choose_runs({row: x.skip for row, x in choices.items()}, batch)
         return super().propose(batch)
 
-    def choose_runs(self, rows: Sequence[int], batch: Batch) -> list[tuple[range, Tensor | None]]:
+    def choose_runs(
+        self, skips: dict[int, Subset], batch: Batch
+    ) -> list[tuple[range, Tensor | None]]:
         """Layers that run in a row, and which rows keep them, `[B, 1, 1]`; None where all do."""
-        skips, layers = [set(self.skips[row]) for row in rows], range(self.cut.n_layers)
-        keeps = [tuple(layer not in skip for skip in skips) for layer in layers]
+        layers = range(self.cut.n_layers)
+        keeps = [tuple(layer not in skip for skip in skips.values()) for layer in layers]
         unkept = [layer for layer in layers if not any(keeps[layer])]
         self.draft_cost = self.cost_without(unkept)
         one_by_one = self.lm.acceleration.graphs is not None
@@ -129,7 +142,7 @@ class LayerChoice(Autoregressive, Drafter):
             first, *_, last = [*group] * 2
             kept_B11 = None
             if not all(kept):
-                in_row = dict(zip(rows, kept, strict=True))
+                in_row = dict(zip(skips, kept, strict=True))
                 kept_B = torch.tensor([in_row.get(row, True) for row in range(batch.size)])
                 kept_B11 = kept_B[:, None, None].to(self.lm.device)
             runs += [(range(first, last + 1), kept_B11)] if any(kept) else []

@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Taps
-from kangaroo.engine.tree import Draft, Tree, Verdict
+from kangaroo.engine.tree import Draft, Nodes, Tree, Verdict
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import HeadConfig
@@ -191,8 +191,7 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
         return int(layer) if kind == "untrained" and layer.isdecimal() else None
 
     def settings(self) -> dict[str, Any]:
-        trained = self._untrained() is None
-        return super().settings() if trained else DrafterConfig.settings(self)
+        return super().settings() if self._untrained() is None else DrafterConfig.settings(self)
 
     def made_by(self) -> dict[str, Any]:
         return super().made_by() if self._untrained() is None else {}
@@ -233,14 +232,11 @@ class TreesFromText(Drafter):
     """Drafts by reading the text alone, on the host."""
 
     @abstractmethod
-    def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents, as `Draft.listed` takes them, of a row that is not done."""
+    def tree_of(self, batch: Batch, row: int) -> Nodes:
+        """Below the pending token of a row that is not done."""
 
     def propose(self, batch: Batch) -> Draft:
-        trees: list[tuple[list[int], list[int]]] = [
-            ([], []) if done else self.tree_of(batch, row) for row, done in enumerate(batch.done)
-        ]
-        return Draft.listed(batch.last(1), *zip(*trees, strict=True))
+        return Draft.listed(batch.last(1), {row: self.tree_of(batch, row) for row in batch.active})
 
 
 class FromText(TreesFromText):
@@ -251,8 +247,8 @@ class FromText(TreesFromText):
         """Tokens that may follow the row's committed ones, `batch.texts[row]`; none where it finds
         none."""
 
-    def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:
-        least = batch.budget.min_chain_chances(batch.active, self.max_nodes)
+    def tree_of(self, batch: Batch, row: int) -> Nodes:
+        least = batch.budget.min_chain_chances(len(batch.active), self.max_nodes)
         dear = (n for n, chance in enumerate(least) if chance >= LOOKED_UP**n)
         tokens = self.continuation(row, batch.texts[row])[: next(dear, self.max_nodes)]
-        return tokens, list(range(len(tokens)))
+        return tokens, range(len(tokens))

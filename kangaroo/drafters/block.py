@@ -111,14 +111,8 @@ class Block(EarlyExit, Chain):
         if step > 1:
             near_BR = self.neighbours_VR[before_B1[:, 0]]
             logits_BK = logits_BK + F.linear(near_BR, self.table_KR).to(logits_BK)
-        return self.draw(batch, step, logits_BK, *draws)
+        return self.draw_from(batch, step, logits_BK, *draws)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         self.proposed = replace(draft, meta=meta)
         return self.proposed
-
-    def choose(self, x_BK: Tensor) -> None:  # the neighbours come after the head
-        return None
-
-    def logits(self, x_BK: Tensor) -> Tensor:
-        return x_BK

@@ -3,7 +3,7 @@
 Shapes: B rows, D hidden size, V vocabulary, K draft vocabulary.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta
-from kangaroo.engine.sampling import AnySampling, Rule, pick, warp
+from kangaroo.engine.sampling import BatchSampling, Rule, pick, warp
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.engine.verify import of_round
 from kangaroo.heads.draft_head import DraftHead
@@ -30,7 +31,7 @@ class DraftToken(NamedTuple):
     reading: Tensor
 
 
-class Chain(ABC):
+class Chain(Drafter):
     """Drafts until every row's confidence has fallen to the threshold, or `steps` tokens; with
     `threshold=auto` until one more would no longer pay (`Budget.limits`). The token whose
     confidence was low is still verified.
@@ -67,7 +68,7 @@ class Chain(ABC):
             ids.append(token.id_B1)
             lengths += active
             if keeps_probs:
-                logits_B1V = self.spread(token.logits_BK)[:, None]
+                logits_B1V = self.head.spread(token.logits_BK)[:, None]
                 probs.append(warp(logits_B1V, sampling).softmax(-1))
             if may_stop and len(ids) <= self.steps:  # Kangaroo's section 3.2
                 confidence = np.array(token.reading.tolist(), np.float32)
@@ -95,40 +96,29 @@ class Chain(ABC):
 
     def draw(self, batch: Batch, step: int, x_B1D: Tensor, *draws: Tensor) -> DraftToken:
         """The chain's token number `step`, from the state that the head reads, by `Batch.draws`."""
-        choice = self.choose(x_B1D) if batch.sampling.greedy and not self.reads_logits else None
-        if choice is not None:
-            return DraftToken(choice[0], x_B1D.new_empty(0), choice[1][:, 0])
-        logits_BK, (length_B, seeds_B, settings_B3) = self.logits(x_B1D), draws
+        x_BD, by_choice = x_B1D[:, 0], batch.sampling.greedy and not self.reads_logits
+        if by_choice and (choice := self.head.choose(x_BD)) is not None:
+            return DraftToken(choice[0], x_BD.new_empty(0), choice[1][:, 0])
+        return self.draw_from(batch, step, self.head(x_BD), *draws)
+
+    def draw_from(self, batch: Batch, step: int, logits_BK: Tensor, *draws: Tensor) -> DraftToken:
+        """The same from its logits over the draft vocabulary."""
+        length_B, seeds_B, settings_B3 = draws
         if batch.sampling.rule is Rule.block:  # what is accepted depends on tokens drafted after it
             seeds_B = of_round(seeds_B, length_B)
         sampling, at_B1 = batch.sampling.reading(settings_B3), length_B[:, None] + step - 1
         if sampling.greedy:  # without spreading them
-            id_B1 = self.token_of(logits_BK.argmax(-1, keepdim=True))
+            id_B1 = self.head.token_of(logits_BK.argmax(-1, keepdim=True))
         else:
-            id_B1 = pick(self.spread(logits_BK)[:, None], at_B1, sampling, seeds_B)
+            id_B1 = pick(self.head.spread(logits_BK)[:, None], at_B1, sampling, seeds_B)
         return DraftToken(id_B1, logits_BK, self.reading(logits_BK, sampling, at_B1, seeds_B))
 
-    def choose(self, x_B1D: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The likeliest token after a state and its chance, both `[B, 1]`; None without kernels."""
-        return self.head.choose(x_B1D[:, 0])
-
-    def logits(self, x_B1D: Tensor) -> Tensor:
-        """Over the draft vocabulary, `[B, K]`."""
-        return self.head(x_B1D[:, 0])
-
-    def spread(self, logits_BK: Tensor) -> Tensor:
-        """The same logits over the target's vocabulary, `[B, V]`."""
-        return self.head.spread(logits_BK)
-
-    def token_of(self, index: Tensor) -> Tensor:
-        """Token ids of places in the draft vocabulary."""
-        return self.head.token_of(index)
-
     def reading(
-        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
+        self, logits_BK: Tensor, sampling: BatchSampling, positions_B1: Tensor, seeds_B: Tensor
     ) -> Tensor:
-        """What the host reads of a token: the confidence `[B]`, if nothing else."""
-        return confidence(logits_BK)
+        """What the host reads of a token: the confidence `[B]`, before temperature and filters, if
+        nothing else."""
+        return logits_BK.float().softmax(-1).amax(-1)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         """The draft as it is verified, with what was computed of its nodes already, and where."""
@@ -137,8 +127,7 @@ class Chain(ABC):
 
 def limits_of(drafter: Chain | EarlyExit, batch: Batch) -> np.ndarray:
     """`Budget.limits` of all rows, `[B, steps]`; 1, never exceeded, of those that are done."""
-    rows = [row for row, done in enumerate(batch.done) if not done]
-    limits = np.ones((batch.size, drafter.steps), np.float32)
+    rows, limits = batch.active, np.ones((batch.size, drafter.steps), np.float32)
     limits[rows] = batch.budget.limits(rows, drafter.steps, drafter.draft_cost, drafter.auto)
     return limits
 
@@ -154,8 +143,3 @@ def chain_meta(
     return lm.forward_meta(
         tree, batch.base_B - window, used, batch.n_slots, below, ("draft", batch.cache)
     )
-
-
-def confidence(logits_BK: Tensor) -> Tensor:
-    """The top-1 probability `[B]`, read before temperature and filters."""
-    return logits_BK.float().softmax(-1).amax(-1)

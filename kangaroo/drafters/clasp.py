@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kangaroo.drafters import layer_search
-from kangaroo.drafters.autoregressive import LayerChoice
+from kangaroo.drafters.autoregressive import Choice, LayerChoice
 from kangaroo.drafters.base import ChainConfig, Drafter
 from kangaroo.drafters.layer_search import Subset
 from kangaroo.engine.batch import Batch
@@ -55,21 +55,12 @@ class Clasp(LayerChoice):
         first = tuple(range(1, 1 + self.count))  # until the first choice, before the first draft
         super().__init__(lm, lm, first, options, self.count + 1)
 
-    def begin(self, batch: Batch) -> None:
-        super().begin(batch)
-        self.chosen_at = [0] * batch.size  # length of the text
-
-    def restart(self, row: int, text: list[int]) -> None:
-        self.chosen_at[row] = 0
-
-    def improve(self, batch: Batch, rows: Sequence[int]) -> None:
-        due = [row for row in rows if len(batch.texts[row]) >= self.chosen_at[row] + self.interval]
-        if not due:
-            return
-        keeps = self.programme(batch).tolist()  # a sync
+    def improve(self, batch: Batch, choices: dict[int, Choice]) -> None:
+        lengths = {row: len(batch.texts[row]) for row in choices}
+        due = [row for row, x in choices.items() if lengths[row] >= x.length + self.interval]
+        keeps = self.programme(batch).tolist() if due else []  # a sync
         for row in due:
-            self.skips[row] = skipped(keeps[row], self.count)
-            self.chosen_at[row] = len(batch.texts[row])
+            choices[row].skip, choices[row].length = skipped(keeps[row], self.count), lengths[row]
 
     def programme(self, batch: Batch) -> Tensor:
         """Whether the state for a layer and a count went through the layer, `[B, layers, J]`."""

@@ -5,8 +5,6 @@ Shapes: L tokens, a separator after each document included.
 
 import hashlib
 import json
-import os
-import shutil
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from kangaroo.engine.clock import running
 from kangaroo.models.loading import options_of
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import CorruptFile, DataError, MissingPackage
-from kangaroo.utils.folders import command_line, install, located
+from kangaroo.utils.folders import command_line, install, located, new_folder, write_json
 
 TOKENS, SUFFIXES, ABOUT = "tokens.npy", "suffixes.npy", "datastore.json"
 
@@ -99,16 +97,10 @@ def save(store: Datastore, lm: TargetModel, folder: Path, facts: dict[str, Any])
     something else."""
     if folder.exists() and not (folder / ABOUT).is_file():
         raise DataError(f"'{folder}' exists and is no datastore; pass another output=.")
-    part = folder.with_name(folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    np.save(part / TOKENS, store.tokens_L)
-    np.save(part / SUFFIXES, store.suffixes_L)
-    recorded = {"target": lm.name} | identity(lm) | store.about | facts
-    (part / ABOUT).write_text(json.dumps(recorded, indent=2) + "\n")
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(part, folder)
+    with new_folder(folder, replace=True) as partial:
+        np.save(partial / TOKENS, store.tokens_L)
+        np.save(partial / SUFFIXES, store.suffixes_L)
+        write_json(partial / ABOUT, {"target": lm.name} | identity(lm) | store.about | facts)
     return folder
 
 

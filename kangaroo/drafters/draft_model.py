@@ -6,12 +6,10 @@ Shapes: B rows, N draft nodes, T tokens of a prefill chunk, V vocabulary.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from kangaroo.drafters.autoregressive import Autoregressive
+from kangaroo.drafters.autoregressive import Autoregressive, WholeHead
 from kangaroo.drafters.base import ChainConfig, Drafter, path_meta
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache, Taps
@@ -104,8 +102,6 @@ class DraftModel(Autoregressive):
     after a round that was accepted whole it has not seen the older one. In native rounds it takes
     whatever it has not read. Its vocabulary may be padded to another size than the target's."""
 
-    supports_prefix_reuse = True
-
     def __init__(
         self, lm: TargetModel, draft_lm: TargetModel, steps: int = 4, threshold: float | str = 0.0
     ):
@@ -117,6 +113,7 @@ class DraftModel(Autoregressive):
         self.made_for = -1  # serial of the target's cache that this one goes with
         self.vocab_size = draft_lm.config.vocab_size
         self.padding = lm.config.vocab_size - self.vocab_size  # below 0 the target's is smaller
+        self.head = WholeHead(draft_lm, lm.config.vocab_size)
         self.proposed: Draft | None = None
         self.prompts: list[tuple[Tensor, int, int]] = []  # not read yet: as of `read_chunk`
 
@@ -155,13 +152,6 @@ class DraftModel(Autoregressive):
 
     def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
         return self.lm.run(self._embed(tokens_BN), self.cache, meta, self.layers)[0]
-
-    def logits(self, x_B1D: Tensor) -> Tensor:
-        logits_BV = super().logits(x_B1D)
-        return F.pad(logits_BV, (0, self.padding), value=-torch.inf) if self.padding else logits_BV
-
-    def choose(self, x_B1D: Tensor) -> tuple[Tensor, Tensor] | None:
-        return super().choose(x_B1D) if self.padding >= 0 else None
 
     def _embed(self, tokens_BN: Tensor) -> Tensor:
         if self.padding > 0:  # what the target only has room for may be in a text, if hardly ever

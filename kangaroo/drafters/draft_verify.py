@@ -54,7 +54,7 @@ class DraftVerifyConfig(ChainConfig):
         return super().settings() | {"skip": skip}
 
 
-class DraftVerify(Autoregressive, Drafter):
+class DraftVerify(Autoregressive):
     """Drafts on the target's cache: committed keys are the whole model's, and verification writes
     those of the draft again."""
 

@@ -102,9 +102,7 @@ class EarlyExit:
         """Write the layer's keys of new prompts, and let the head follow the texts: whether its
         draft vocabulary is another now."""
         self.read_prompts()
-        return self.head.follow(
-            [text for text, done in zip(batch.texts, batch.done, strict=True) if not done]
-        )
+        return self.head.follow([batch.texts[row] for row in batch.active])
 
     def _read_prompt(self, row: int) -> None:
         f_1TD, first = self.prompts.pop(row)

@@ -12,6 +12,8 @@ from itertools import accumulate, pairwise
 from math import exp, log, prod
 from typing import NamedTuple
 
+from kangaroo.engine.tree import Nodes
+
 # Of the log-odds of each source where a text begins, fitted on held-out conversations of
 # SmolLM2-135M. An adapter is right more often than it is sure.
 LOOKUP, STORE, CHAIN, RECYCLED = -0.74, -0.74, 0.5, -0.6
@@ -118,11 +120,13 @@ class Recycled(Source):
 
 @dataclass
 class Sources:
-    """Of a row's text: lookups in itself and others; what is drafted, and perhaps recycled."""
+    """Of a row's text: lookups in itself and others; what is drafted, and perhaps recycled; how
+    long the text was when they were last asked."""
 
     lookups: list[Lookup]
     chain: DraftedChain
     recycled: Recycled | None = None
+    length: int = 0
 
     def __post_init__(self) -> None:
         self.all: list[Source] = [*self.lookups, self.chain]
@@ -147,10 +151,11 @@ class Sources:
             places = after(places, token)
 
 
-def sources_of(lookups: int, matrix: dict[int, list[int]] | None) -> Sources:
+def sources_of(length: int, lookups: int, matrix: dict[int, list[int]] | None) -> Sources:
     """Of a text that begins, with so many lookups, and with a matrix recycled tokens."""
     recycled = None if matrix is None else Recycled(RECYCLED, matrix)
-    return Sources([Lookup(LOOKUP), Lookup(STORE)][:lookups], DraftedChain(CHAIN), recycled)
+    by_text = [Lookup(LOOKUP), Lookup(STORE)][:lookups]
+    return Sources(by_text, DraftedChain(CHAIN), recycled, length)
 
 
 def heard(places: Places) -> list[tuple[Source, Choices]]:
@@ -259,9 +264,8 @@ def drafting_pays(costs: Costs, sources: Sources, most: int) -> bool:
     return after - before > costs.min_gain_per_step * cost
 
 
-def best_tree(costs: Costs, sources: Sources, most: int) -> tuple[list[int], list[int]]:
-    """Tokens and parents, as `Draft.listed` takes them, of the tree of `most` nodes at most that
-    gains most for its cost."""
+def best_tree(costs: Costs, sources: Sources, most: int) -> Nodes:
+    """The tree of `most` nodes at most that gains most for its cost."""
     nodes = best_nodes(costs, sources, most)[1:]
     count, _ = best_size(costs, [node.gain for node in nodes])
     return [node.token for node in nodes[:count]], [node.parent for node in nodes[:count]]

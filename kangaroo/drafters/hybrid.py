@@ -17,7 +17,7 @@ from kangaroo.drafters.suffix import AnswerStore, TextMatches
 from kangaroo.drafters.token_recycling import recycle, successors_in
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
-from kangaroo.engine.sampling import AnySampling
+from kangaroo.engine.sampling import BatchSampling
 from kangaroo.engine.tree import Draft
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
@@ -53,29 +53,6 @@ class HybridConfig(EarlyExitConfig):
         return Hybrid(lm, trained, *of_chain, *of_tree)
 
 
-class RowSources:
-    """The sources of a text that grows elsewhere, and how long it was when they were last asked."""
-
-    def __init__(self, text: list[int], matches: TextMatches, recycles: bool):
-        self.text, self.matches, self.length = text, matches, len(text)
-        matrix = successors_in(text, 1) if recycles else None
-        self.sources = sources_of(len(matches.grown()), matrix)
-
-    def next_round(self, batch: Batch, row: int, count: int) -> Sources:
-        """Learn what the last round has come to, and look up at most `count` tokens, up to what
-        ends the text; nothing is drafted yet."""
-        sources, text = self.sources, self.text
-        sources.learn(text[self.length :])
-        self.length = len(text)
-        for lookup, part in zip(sources.lookups, self.matches.grown(), strict=True):
-            lookup.look_up(part.match[0], part.continuation(count, batch.ends[row]))
-        sources.chain.say([])
-        if sources.recycled is not None:
-            sources.recycled.start = text[-1]
-            recycle(sources.recycled.matrix, batch, row)
-        return sources
-
-
 class Hybrid(Kangaroo):
     """Verifies what its sources say, as far as that is worth its place. Where a lookup is nearly
     sure, nothing is drafted. Without `costs`, of at least `nodes` nodes, they are measured."""
@@ -105,8 +82,7 @@ class Hybrid(Kangaroo):
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
         self.store.begin()
-        matches, recycle = self.store.matches, self.recycle
-        self.rows = RowStates(lambda row, text: RowSources(text, matches(row, text), recycle))
+        self.rows = RowStates(self.start_text)
         batch.likeliest = max(batch.likeliest, int(self.recycle))
 
     def take_costs(self, budget: Budget, rows: int, shared_states: bool) -> None:
@@ -118,18 +94,32 @@ class Hybrid(Kangaroo):
             self.costs = Costs(verify, self.draft_cost, self.min_gain_per_step, states)
 
     def propose(self, batch: Batch) -> Draft:
-        self.take_costs(batch.budget, batch.active, shared_states=False)
-        active = [row for row, done in enumerate(batch.done) if not done]
-        sources = {row: self.asked(batch, row) for row in active}
+        self.take_costs(batch.budget, len(batch.active), shared_states=False)
+        sources = {row: self.asked(batch, row) for row in batch.active}
         self._draft_chains(batch, sources)
-        trees: list[tuple[list[int], list[int]]] = [([], [])] * batch.size
-        for row, of_row in sources.items():
-            trees[row] = best_tree(self.costs, of_row, self.nodes)
-        return Draft.listed(batch.last(1), *zip(*trees, strict=True))
+        trees = {row: best_tree(self.costs, x, self.nodes) for row, x in sources.items()}
+        return Draft.listed(batch.last(1), trees)
+
+    def start_text(self, row: int, text: list[int]) -> tuple[TextMatches, Sources]:
+        """What a row's text and others say of it, and the sources by which they are weighed."""
+        matches = self.store.matches(row, text)
+        matrix = successors_in(text, 1) if self.recycle else None
+        return matches, sources_of(len(text), len(matches.grown()), matrix)
 
     def asked(self, batch: Batch, row: int) -> Sources:
-        """What is said of a row in a new round, but for the chain, up to where its text ends."""
-        return self.rows.of(row, batch.texts[row]).next_round(batch, row, self.nodes)
+        """What is said of a row in a new round, but for the chain, up to where its text ends; the
+        sources have learnt what the last round came to."""
+        text = batch.texts[row]
+        matches, sources = self.rows.of(row, text)
+        sources.learn(text[sources.length :])
+        sources.length = len(text)
+        for lookup, part in zip(sources.lookups, matches.grown(), strict=True):
+            lookup.look_up(part.match[0], part.continuation(self.nodes, batch.ends[row]))
+        sources.chain.say([])
+        if sources.recycled is not None:
+            sources.recycled.start = text[-1]
+            recycle(sources.recycled.matrix, batch, row)
+        return sources
 
     def _draft_chains(self, batch: Batch, sources: dict[int, Sources]) -> None:
         """Add to each row's sources a chain, as long as that pays."""
@@ -152,7 +142,7 @@ class Hybrid(Kangaroo):
         return goes_on and drafting_pays(self.costs, sources, self.nodes)
 
     def reading(
-        self, logits_BK: Tensor, sampling: AnySampling, positions_B1: Tensor, seeds_B: Tensor
+        self, logits_BK: Tensor, sampling: BatchSampling, positions_B1: Tensor, seeds_B: Tensor
     ) -> Tensor:
         """The best choices for each row's next token, and the probabilities of their ranks, which
         know nothing of temperature and noise: `[B, C, 2]`."""

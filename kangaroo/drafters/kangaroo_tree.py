@@ -231,7 +231,7 @@ class KangarooTree(EarlyExit):
             key, nodes = (work.__name__, count, size), batch.size * sum(sizes)
             return self.lm.acceleration.replay(self.caches(batch), key, work, *inputs, tokens=nodes)
 
-        worth_W = torch.tensor(self.min_node_chances(batch.budget, batch.active))
+        worth_W = torch.tensor(self.min_node_chances(batch.budget, len(batch.active)))
         uploaded = torch.from_numpy(valid.repeat(sizes, 1)).to(device), worth_W.to(device)
         largest, *order = replay(rank, *uploaded, *parents, *score)
         # one sync a round

@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import Drafter, DrafterConfig
+from kangaroo.drafters.base import Drafter, DrafterConfig, RowStates
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import Taps
 from kangaroo.engine.tree import Draft, Tree, Verdict
@@ -69,13 +69,12 @@ class Lookahead(Drafter):
         self.window_BJW = batch.length_B.new_zeros(size, self.levels, options.window)
         # the newest first; -1 where there is none
         self.pool_BPN = batch.length_B.new_full((size, POOL, options.ngram), -1)
-        self.texts: list[list[int] | None] = [None] * size
+        self.rows = RowStates(self._start)
         self.proposed: Draft | None = None
 
     def propose(self, batch: Batch) -> Draft:
         for row, text in enumerate(batch.texts):
-            if text is not self.texts[row]:  # another request took the row
-                self._start(row, text)
+            self.rows.of(row, text)
         pending_B1, guesses = batch.last(1), self.options.guesses
         age_P = torch.arange(POOL, device=pending_B1.device)
         fits_BP = self.pool_BPN[..., 0] == pending_B1
@@ -106,6 +105,7 @@ class Lookahead(Drafter):
         self.window_BJW = self.window_BJW[:, 1:]
 
     def _start(self, row: int, text: list[int]) -> None:
+        """Of a text that has taken a row, window and pool."""
         options, device = self.options, self.window_BJW.device
         reach = options.window + self.levels - 1
         tail = (text * (1 + reach // len(text)))[-reach:]
@@ -116,7 +116,6 @@ class Lookahead(Drafter):
         self.pool_BPN[row] = -1
         if newest:
             self.pool_BPN[row, : len(newest)] = torch.tensor(newest, device=device)
-        self.texts[row] = text
 
 
 def remember(pool_BPN: Tensor, grams_BWN: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ Shapes: B rows, N draft nodes, D hidden size, K draft vocabulary, C candidates o
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from kangaroo.drafters.base import Drafter, TrainedConfig
+from kangaroo.drafters.early_exit import take
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.engine.tree import Draft, Tree, Verdict
@@ -57,10 +59,23 @@ class MedusaConfig(TrainedConfig):
         return Medusa(lm, trained, heads, choices)
 
 
+def likeliest_paths(guesses: Sequence[Sequence[float]]) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Paths of ranks and how often all of a path is right, the likeliest first, and a path after
+    its beginnings, where `guesses[k][i]` says how often guess i of head k is right, by itself."""
+    # of equals the shallower is first
+    open_nodes: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]
+    while open_nodes:
+        value, depth, path = heapq.heappop(open_nodes)
+        if path:
+            yield path, -value
+        if depth < len(guesses):
+            for rank, right in enumerate(guesses[depth]):
+                heapq.heappush(open_nodes, (value * right, depth + 1, (*path, rank)))
+
+
 def sparse_tree(guesses: Sequence[Sequence[float]], nodes: int) -> Choices:
-    """The tree of `nodes` nodes with the highest expected acceptance, each as its path of ranks,
-    where `guesses[k][i]` says how often guess i of head k is right, by itself. Errors:
-    `ConfigError` for no heads, or no guesses.
+    """The tree of `nodes` nodes with the highest expected acceptance. Errors: `ConfigError` for no
+    heads, or no guesses.
 
     Source: Medusa, arXiv 2401.10774, appendix on optimised tree construction.
     """
@@ -69,16 +84,8 @@ def sparse_tree(guesses: Sequence[Sequence[float]], nodes: int) -> Choices:
             "the heads' config.json does not say how often their guesses are right; train them "
             "again."
         )
-    # the best first; of equals the shallower
-    open_nodes: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]
-    chosen: list[tuple[int, ...]] = []
-    while open_nodes and len(chosen) <= nodes:
-        value, depth, path = heapq.heappop(open_nodes)
-        chosen.append(path)
-        if depth < len(guesses):
-            for rank, right in enumerate(guesses[depth]):
-                heapq.heappush(open_nodes, (value * right, depth + 1, (*path, rank)))
-    return sorted(chosen[1:], key=lambda path: (len(path), path))
+    paths = [path for path, _ in islice(likeliest_paths(guesses), nodes)]
+    return sorted(paths, key=lambda path: (len(path), path))
 
 
 class Medusa(Drafter):
@@ -123,5 +130,5 @@ class Medusa(Drafter):
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         states_BND = taps[self.lm.n_layers]
-        best_B11 = verdict.best_B.to(states_BND.device)[:, None, None]
-        self.final_BD = states_BND.gather(1, best_B11.expand(-1, 1, states_BND.shape[-1]))[:, 0]
+        last_B1 = verdict.path_BP[:, -1:].to(states_BND.device)
+        self.final_BD = take(states_BND, last_B1)[:, 0]

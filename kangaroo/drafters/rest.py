@@ -12,6 +12,7 @@ from kangaroo.drafters import datastore
 from kangaroo.drafters.base import Drafter, DrafterConfig, TreesFromText
 from kangaroo.drafters.datastore import Datastore
 from kangaroo.engine.batch import Batch
+from kangaroo.engine.tree import Nodes
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Count, DraftSize
 
@@ -56,7 +57,7 @@ class Rest(TreesFromText):
         self.store, self.options = store, options
         self.max_nodes = options.num_draft
 
-    def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:
+    def tree_of(self, batch: Batch, row: int) -> Nodes:
         """The most frequent prefixes. Of equally frequent ones the shallower comes first, then the
         one that stands earlier in the datastore. So parents come before their children, and are in
         the tree wherever these are."""

@@ -56,7 +56,7 @@ class SuffixAutomaton(Match):
         # of each state: where a token leads, its suffix link, its longest string, and where it
         # ended last as the longest suffix that had stood before
         self._next: list[dict[int, int]] = [{}]
-        self._link, self._length, self._end = [-1], [0], [0]
+        self._link, self._length, self.ends = [-1], [0], [0]
         self._whole = 0  # the state of the whole text
         self.match = 0, 0
         self.extend(tokens)
@@ -66,7 +66,7 @@ class SuffixAutomaton(Match):
             self._append(token)
 
     def _append(self, token: int) -> None:
-        follows, link, lengths, ends = self._next, self._link, self._length, self._end
+        follows, link, lengths, ends = self._next, self._link, self._length, self.ends
         self.tokens.append(token)
         end, new = len(self.tokens), len(link)
         follows.append({})
@@ -95,7 +95,7 @@ class SuffixAutomaton(Match):
         follows.append(dict(follows[longer]))
         link.append(link[longer])
         self._length.append(self._length[state] + 1)
-        self._end.append(self._end[longer])
+        self.ends.append(self.ends[longer])
         link[longer] = shorter
         while state >= 0 and follows[state].get(token) == longer:
             follows[state][token] = shorter
@@ -104,17 +104,13 @@ class SuffixAutomaton(Match):
 
     def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
         """Of another text, whose longest end that stands here has this state and length: the same
-        of it with one token more."""
+        of it with one token more. A state's strings end before `ends[state]`."""
         while state and token not in self._next[state]:
             state = self._link[state]
             length = self._length[state]
         if token not in self._next[state]:
             return 0, 0
         return self._next[state][token], length + 1
-
-    def end(self, state: int) -> int:
-        """A place after the strings of a state."""
-        return self._end[state]
 
 
 class StoredMatch(Match):
@@ -128,7 +124,7 @@ class StoredMatch(Match):
         length, _ = self.match
         for token in tokens:
             self._state, length = self.automaton.follow(self._state, length, token)
-        self.match = length, self.automaton.end(self._state)
+        self.match = length, self.automaton.ends[self._state]
 
 
 class TextMatches:

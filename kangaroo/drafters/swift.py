@@ -4,13 +4,13 @@ Shapes: M positions of a text, D hidden size.
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from kangaroo.drafters import layer_search
-from kangaroo.drafters.autoregressive import LayerChoice
+from kangaroo.drafters.autoregressive import Choice, LayerChoice
 from kangaroo.drafters.base import ChainConfig, Drafter
 from kangaroo.drafters.layer_search import Subset
 from kangaroo.engine.batch import Batch
@@ -52,14 +52,14 @@ class SwiftConfig(ChainConfig):
         return Swift(lm, self)
 
 
-@dataclass
-class Search:
-    """Of one text."""
+@dataclass(kw_only=True)
+class Search(Choice):
+    """`skip` is the best set so far."""
 
     prompt: int  # tokens
     left: int  # sets that may still be tried
     rng: random.Random
-    speedup: float = 0.0  # that is expected of the best set so far
+    speedup: float = 0.0  # that is expected of the best set
     tried: set[Subset] = field(default_factory=set)
 
 
@@ -69,21 +69,17 @@ class Swift(LayerChoice):
         first = evenly(range(2, halves.n_layers - 2), options.skip_share, halves.n_layers)
         super().__init__(lm, halves, first, options, options.window)
 
-    def begin(self, batch: Batch) -> None:
-        super().begin(batch)
-        self.searches: dict[int, Search] = {}
+    def start(self, row: int, text: list[int]) -> Search:
+        rng, left = random.Random(self.options.seed), self.options.proposals
+        return Search(skip=self.first, prompt=len(text) - 1, left=left, rng=rng)
 
-    def restart(self, row: int, text: list[int]) -> None:
-        rng, options = random.Random(self.options.seed), self.options
-        self.searches[row] = Search(len(text) - 1, options.proposals, rng)
-
-    def improve(self, batch: Batch, rows: Sequence[int]) -> None:
-        for row in rows:
-            search, layers = self.searches[row], self.cut.n_layers
+    def improve(self, batch: Batch, choices: dict[int, Any]) -> None:
+        layers = self.cut.n_layers
+        for row, search in choices.items():
             count = min(len(batch.texts[row]) - search.prompt, self.options.window)
             if not search.left or count < LEAST_JUDGED:
                 continue
-            subset, search.left = self.skips[row], search.left - 1
+            subset, search.left = search.skip, search.left - 1
             if search.tried:
                 subset = layer_search.neighbour(subset, layers, search.rng)
             if subset in search.tried:
@@ -93,7 +89,7 @@ class Swift(LayerChoice):
             cost = self.cost_without(subset)
             speedup = layer_search.expected_speedup(matchness, cost, self.steps)
             if speedup >= search.speedup:
-                self.skips[row], search.speedup = subset, speedup
+                search.skip, search.speedup = subset, speedup
                 search.left *= matchness < self.options.goal
 
     def matchness(self, batch: Batch, row: int, skip: Subset, count: int) -> float:

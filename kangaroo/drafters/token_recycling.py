@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
-from math import prod
+from itertools import islice, pairwise
 
 from kangaroo.drafters.base import Drafter, DrafterConfig, RowStates, TreesFromText
-from kangaroo.drafters.medusa import sparse_tree
+from kangaroo.drafters.medusa import likeliest_paths
 from kangaroo.engine.batch import Batch
+from kangaroo.engine.tree import Nodes
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import DraftSize
 
@@ -40,16 +40,16 @@ class TokenRecycling(TreesFromText):
         batch.likeliest = max(batch.likeliest, self.top_k)
         self.matrices = RowStates(lambda _, text: successors_in(text, self.top_k))
 
-    def tree_of(self, batch: Batch, row: int) -> tuple[list[int], list[int]]:
-        least = batch.budget.min_node_chances(batch.active, self.max_nodes)
-        chances = tree_chances(self.max_nodes)
-        pays = (n for n, chance in enumerate(chances) if chance < least[n])
+    def tree_of(self, batch: Batch, row: int) -> Nodes:
+        least = batch.budget.min_node_chances(len(batch.active), self.max_nodes)
         text = batch.texts[row]
         successors = self.matrices.of(row, text)
         recycle(successors, batch, row)
         tokens, parents = [text[-1]], []
         numbers: dict[tuple[int, ...], int] = {(): 0}
-        for path in static_tree(next(pays, self.max_nodes)):
+        for (path, chance), needed in zip(static_tree(self.max_nodes), least, strict=True):
+            if chance < needed:
+                break
             parent = numbers.get(path[:-1])
             if parent is None:
                 continue
@@ -77,13 +77,7 @@ def recycle(matrix: Successors, batch: Batch, row: int) -> None:
 
 
 @cache
-def static_tree(nodes: int) -> list[tuple[int, ...]]:
-    """Paths of ranks, parents first, of the tree with the most tokens to be expected right."""
-    return list(sparse_tree([RIGHT] * nodes, nodes)) if nodes else []
-
-
-@cache
-def tree_chances(nodes: int) -> list[float]:
-    """How often each node of that tree is right, the likeliest first."""
-    paths = static_tree(nodes)
-    return sorted((prod(RIGHT[rank] for rank in path) for path in paths), reverse=True)
+def static_tree(nodes: int) -> list[tuple[tuple[int, ...], float]]:
+    """Paths of ranks and how often each is right, the likeliest first, of the tree with the most
+    tokens to be expected right."""
+    return list(islice(likeliest_paths([RIGHT] * nodes), nodes))

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import KVCache
-from kangaroo.engine.sampling import AnySampling, Sampling, settings, together
+from kangaroo.engine.sampling import Sampling, settings, together
 from kangaroo.engine.tree import Draft, Verdict
 
 
 class RowTensors(NamedTuple):
     """What the device knows of all rows: committed tokens, and their limit; whether an EOS ends the
-    text, and which tokens are one; how tokens are chosen, as of `Mixed`."""
+    text, and which tokens are one; how tokens are chosen, as of `BatchSampling`."""
 
     length_B: Tensor
     limit_B: Tensor
@@ -88,7 +88,7 @@ class Batch:
         self.default = replace(sampling, seed=0)
         self.samplings, self.alike = [self.default] * size, True
         self.settings_B3 = torch.tensor([settings(self.default)] * size, device=device)
-        self.sampling: AnySampling = together([self.default], self.settings_B3)  # of all rows
+        self.sampling = together([self.default], self.settings_B3)  # of all rows
 
     @property
     def rows(self) -> RowTensors:
@@ -100,9 +100,9 @@ class Batch:
         return self.length_B, self.seeds_B, self.settings_B3
 
     @property
-    def active(self) -> int:
+    def active(self) -> list[int]:
         """Rows whose text is being written."""
-        return self.done.count(False)
+        return [row for row, done in enumerate(self.done) if not done]
 
     @property
     def lengths(self) -> list[int]:

@@ -6,7 +6,7 @@ Shapes: T tokens of a prefill chunk, V vocabulary.
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,19 +185,16 @@ class Engine:
         """Let a request take a free row, between steps; its prefill gives the first token. Errors:
         `PromptError` where it cannot be served, or not by a batch this small; `ConfigError` for
         another batch than the one opened last."""
-        parts = self.prefill_chunks(batch, row, request)
-        while True:
-            try:
-                next(parts)
-            except StopIteration as ended:
-                return cast(Generation, ended.value)
+        *_, generation = self.prefill_chunks(batch, row, request)
+        assert generation is not None
+        return generation
 
     @torch.inference_mode()
     def prefill_chunks(
         self, batch: Batch, row: int, request: Request
-    ) -> Generator[None, None, Generation]:
-        """The same chunk by chunk, so that other rows may step in between; `close` gives the prompt
-        up, and leaves its row free."""
+    ) -> Generator[Generation | None, None, None]:
+        """The same chunk by chunk, so that other rows may step in between: None after each, and at
+        last the generation; `close` gives the prompt up, and leaves its row free."""
         self._check_is_current(batch is self.batch)
         self.check(request)
         if len(request.prompt) + request.max_new_tokens > batch.longest:
@@ -220,7 +217,7 @@ class Engine:
                 batch.tokens_BS[row, :first] = prompt_T[:first]
                 batch.texts[row], batch.length_B[row] = [*text[:first], 0], first + 1
                 seconds += now(lm.device) - begun
-                yield
+                yield None
                 begun = now(lm.device)
             tokens_1T = prompt_T[None, first : first + chunk]
             last_11D, meta, taps = lm.read(tokens_1T, first, batch.cache, row, self.drafter.taps)
@@ -240,7 +237,7 @@ class Engine:
         seconds += now(lm.device) - begun
         generation = Generation(list(request.written), prefill_seconds=seconds, reused=reused)
         self.record(batch, row, StepRecord([token], kept=kept[0]), request, generation)
-        return generation
+        yield generation
 
     def check(self, request: Request) -> None:
         """Errors: `PromptError` for an empty prompt, or one that leaves no room in the context."""

@@ -7,15 +7,15 @@ Shapes: B rows, N nodes, V vocabulary, K likeliest tokens.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kangaroo.engine.cache import power_of_two
 from kangaroo.utils.ranges import CountOrZero, NoiseSeed, NotNegative, Ranged, Share
 
 _MASK = 0xFFFFFFFF
@@ -68,35 +68,26 @@ class Sampling(Ranged):
         """Whether the likeliest token is taken, without noise."""
         return self.temperature == 0
 
-    @property
-    def kind(self) -> str:
-        """By which recordings are told apart: all that is not in a tensor."""
-        return repr(self)
-
-    def reading(self, settings_B3: Tensor) -> "Sampling":
-        """Itself: these settings are the same for all texts, whatever the device has."""
-        return self
-
 
 @dataclass(frozen=True, eq=False)
-class Mixed:
-    """Texts that are decoded together, not all of them greedy, each by settings of its own, which
-    the device reads: temperature, top_p (infinite where it keeps all) and top_k. No top_k is above
-    `most_k`, a power of two, or 0 where none has one; `filters_p` where a top_p removes tokens."""
+class BatchSampling:
+    """How the texts of a batch are drawn, each by settings of its own, which the device reads:
+    temperature, top_p (infinite where it keeps all) and top_k. `greedy` where all of them are; no
+    top_k is above `most_k`, a power of two, or 0 where none has one; `filters_p` where a top_p
+    removes tokens."""
 
     settings_B3: Tensor
+    greedy: bool
     most_k: int
     filters_p: bool
-
-    greedy: ClassVar[bool] = False
-    rule: ClassVar[Rule] = Rule.match
+    rule: Rule
 
     @property
-    def kind(self) -> str:
-        """As of `Sampling`."""
-        return f"mixed {self.most_k} {self.filters_p}"
+    def kind(self) -> Hashable:
+        """By which recordings are told apart: all that is not in a tensor."""
+        return self.greedy, self.most_k, self.filters_p, self.rule
 
-    def reading(self, settings_B3: Tensor) -> "Mixed":
+    def reading(self, settings_B3: Tensor) -> "BatchSampling":
         """The same kind with settings that lie elsewhere, or of some rows."""
         return replace(self, settings_B3=settings_B3)
 
@@ -106,51 +97,40 @@ class Mixed:
         return list(self.settings_B3[:, :, None, None].unbind(1))
 
 
-AnySampling = Sampling | Mixed
-
-
 def settings(sampling: Sampling) -> list[float]:
-    """As a row of `Mixed`."""
+    """As a row of `BatchSampling`."""
     top_p = sampling.top_p if sampling.top_p < 1 else math.inf
     return [sampling.temperature, top_p, min(sampling.top_k, 1 << 24)]  # whole in float32
 
 
-def together(rows: Sequence[Sampling], settings_B3: Tensor) -> AnySampling:
-    """Settings of several texts, one at least, as one; seeds do not count."""
+def together(rows: Sequence[Sampling], settings_B3: Tensor | None = None) -> BatchSampling:
+    """How texts of these settings, all by one rule, are drawn; seeds do not count. By default the
+    settings are on the CPU."""
+    if settings_B3 is None:
+        settings_B3 = torch.tensor([settings(row) for row in rows])
     sampled = [row for row in rows if not row.greedy]
-    if not sampled:
-        return Sampling()
-    if rows[0].rule is not Rule.match:  # then all are alike
-        return replace(rows[0], seed=0)
-    most_k = max(row.top_k for row in sampled)
+    most_k = max((row.top_k for row in sampled), default=0)
     filters_p = any(row.top_p < 1 for row in sampled)
-    return Mixed(settings_B3, most_k and 1 << (most_k - 1).bit_length(), filters_p)
+    return BatchSampling(
+        settings_B3, not sampled, most_k and power_of_two(most_k), filters_p, rows[0].rule
+    )
 
 
-def warp(logits_BNV: Tensor, sampling: AnySampling) -> Tensor:
+def warp(logits_BNV: Tensor, sampling: BatchSampling) -> Tensor:
     """Logits in float32 after temperature, top-k and top-p, in transformers' order; -inf where a
     filter removed the token. Tokens tied with the k-th stay. A row of temperature 0 is rubbish."""
-    temperature: float | Tensor
-    top_p: float | Tensor
-    if isinstance(sampling, Mixed):
-        temperature, top_p, top_k_B11 = sampling.columns
-        most_k, filters_p = sampling.most_k, sampling.filters_p
-    else:
-        temperature, top_p, most_k = sampling.temperature, sampling.top_p, sampling.top_k
-        filters_p = top_p < 1
-    logits_BNV = logits_BNV.float() / temperature
-    if most_k:
-        likeliest = logits_BNV.topk(min(most_k, logits_BNV.shape[-1])).values
-        kth = likeliest[..., -1:]  # no token that is kept is below
-        if isinstance(sampling, Mixed):
-            last_B11 = (top_k_B11.long() - 1).clamp(0, likeliest.shape[-1] - 1)
-            kth = likeliest.gather(-1, last_B11.expand_as(kth))
-            kth = kth.masked_fill(top_k_B11 == 0, -torch.inf)
+    temperature_B11, top_p_B11, top_k_B11 = sampling.columns
+    logits_BNV = logits_BNV.float() / temperature_B11
+    if sampling.most_k:
+        likeliest = logits_BNV.topk(min(sampling.most_k, logits_BNV.shape[-1])).values
+        last_B11 = (top_k_B11.long() - 1).clamp(0, likeliest.shape[-1] - 1)
+        kth = likeliest.gather(-1, last_B11.expand_as(likeliest[..., :1]))
+        kth = kth.masked_fill(top_k_B11 == 0, -torch.inf)  # no token that is kept is below
         logits_BNV = logits_BNV.masked_fill(logits_BNV < kth, -torch.inf)
-    if filters_p:
+    if sampling.filters_p:
         ordered, index = logits_BNV.sort(dim=-1, descending=True, stable=True)
         probs = ordered.softmax(-1)
-        removed = (probs.cumsum(-1) - probs) >= top_p
+        removed = (probs.cumsum(-1) - probs) >= top_p_B11
         removed = F.pad(removed[..., 1:], (1, 0))  # the likeliest stays, even where top_p is 0
         removed = torch.zeros_like(removed).scatter(-1, index, removed)
         logits_BNV = logits_BNV.masked_fill(removed, -torch.inf)
@@ -187,19 +167,23 @@ def perturb(
     return log_p_BNV - race.log_()
 
 
+def scores(logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor) -> Tensor:
+    """Of each token how early a target with these logits would choose it after a node, `[B, N, V]`,
+    the highest first; `at` are the positions of these tokens."""
+    if sampling.greedy:
+        return logits_BNV
+    drawn_BNV = perturb(warp(logits_BNV, sampling), seeds_B, at_BN)
+    return torch.where(sampling.columns[0] == 0, logits_BNV.float(), drawn_BNV)
+
+
 def candidates(
-    logits_BNV: Tensor, at_BN: Tensor, sampling: AnySampling, seeds_B: Tensor, count: int
+    logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor, count: int
 ) -> Tensor:
-    """The `count` tokens `[B, N, count]` that a target with these logits would choose first after
-    each node, in order; `at` are the positions of these tokens."""
-    scores_BNV = logits_BNV
-    if not sampling.greedy:
-        scores_BNV = perturb(warp(logits_BNV, sampling), seeds_B, at_BN)
-    if isinstance(sampling, Mixed):
-        scores_BNV = torch.where(sampling.columns[0] == 0, logits_BNV.float(), scores_BNV)
+    """The first `count` tokens by their `scores`, `[B, N, count]`, in order."""
+    scores_BNV = scores(logits_BNV, at_BN, sampling, seeds_B)
     return scores_BNV.argmax(-1, True) if count == 1 else scores_BNV.topk(count).indices
 
 
-def pick(logits_BNV: Tensor, at_BN: Tensor, sampling: AnySampling, seeds_B: Tensor) -> Tensor:
+def pick(logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor) -> Tensor:
     """The token that follows each node, `[B, N]`: the first of `candidates`."""
     return candidates(logits_BNV, at_BN, sampling, seeds_B, 1)[..., 0]

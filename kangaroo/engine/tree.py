@@ -6,7 +6,7 @@ D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kangaroo.engine.cache import ForwardMeta
 
-ByRow = Sequence[Sequence[int]]  # of each row's nodes, the root aside
+# Of a row the tokens below its pending one, and their parents: 0 is that one, i the i-th of them.
+Nodes = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,16 +132,16 @@ class Draft:
         return Draft(pending_B1, tree, torch.ones_like(pending_B1, dtype=torch.bool))
 
     @staticmethod
-    def listed(pending_B1: Tensor, tokens: ByRow, parents: ByRow | None = None) -> Draft:
-        """A draft that was made on the host: of each row the tokens below its pending one, and
-        their parents, where 0 is the pending token and i the i-th node; None makes chains."""
+    def listed(pending_B1: Tensor, nodes: Mapping[int, Nodes]) -> Draft:
+        """A draft that was made on the host, of some rows."""
+        by_row = [nodes.get(row, ((), ())) for row in range(len(pending_B1))]
+        tokens, parents = zip(*by_row, strict=True)
         size, device = 1 + max(map(len, tokens)), pending_B1.device
 
-        def padded(rows: ByRow) -> Tensor:
+        def padded(rows: Sequence[Sequence[int]]) -> Tensor:
             return torch.tensor([[0, *row, *[0] * (size - 1 - len(row))] for row in rows])
 
         tree = Tree.chain(size, device)
-        parents = parents or [range(len(row)) for row in tokens]
         if any(list(row) != list(range(len(row))) for row in parents):
             depths = [[0] for _ in parents]
             for depth, row in zip(depths, parents, strict=True):
@@ -153,12 +154,11 @@ class Draft:
 
 
 class Verdict(NamedTuple):
-    """What verification decided: the target's token after each node; the deepest node whose whole
-    path matched; how many draft tokens that accepts; the nodes from the root to it, which is then
+    """What verification decided: the target's token after each node; how many draft tokens it
+    accepts; the nodes from the root to the deepest one whose whole path matched, which is then
     repeated."""
 
     choice_BN: Tensor
-    best_B: Tensor
     count_B: Tensor
     path_BP: Tensor
 
@@ -170,8 +170,8 @@ def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
     steps_P = torch.arange(tree.max_depth + 1, device=choice_BN.device)
     if tree.is_chain:  # node and depth are one
         matched_BN = draft.valid_BN[:, 1:] & (draft.tokens_BN[:, 1:] == choice_BN[:, :-1])
-        count_B = best_B = matched_BN.cumprod(1).sum(1)
-        return Verdict(choice_BN, best_B, count_B, torch.minimum(steps_P, best_B[:, None]))
+        count_B = matched_BN.cumprod(1).sum(1)
+        return Verdict(choice_BN, count_B, torch.minimum(steps_P, count_B[:, None]))
     parents_BN = tree.parents_BN.expand_as(draft.tokens_BN)
     matched_BN = draft.valid_BN & (draft.tokens_BN == choice_BN.gather(1, parents_BN))
     is_root_N = torch.arange(tree.size, device=choice_BN.device) == 0
@@ -184,4 +184,4 @@ def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
     on_path_BN = tree.ancestors_BNN.expand(len(best_B), -1, -1)[rows_B, best_B]
     order_BN = torch.where(on_path_BN, depth_BN, tree.size).argsort(dim=-1, stable=True)
     path_BP = torch.where(steps_P <= count_B[:, None], order_BN[:, : len(steps_P)], best_B[:, None])
-    return Verdict(choice_BN, best_B, count_B, path_BP)
+    return Verdict(choice_BN, count_B, path_BP)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.engine.sampling import AnySampling, NoiseStream, Rule, perturb, uniform, warp
+from kangaroo.engine.sampling import BatchSampling, NoiseStream, Rule, perturb, uniform, warp
 from kangaroo.engine.tree import Draft
 from kangaroo.utils.errors import ConfigError
 
@@ -30,7 +30,7 @@ class Chances(NamedTuple):
 
 
 def write(
-    draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: AnySampling, seeds_B: Tensor
+    draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor
 ) -> Tensor:
     """What the target writes after each node of a chain, `[B, N]`, by the rule that `sampling`
     names; `positions` are those of the tokens after each node. Errors: `ConfigError` for a draft

@@ -85,19 +85,11 @@ class Trainable(nn.Module, ABC):
         return self
 
     @abstractmethod
-    def states(
-        self,
-        taps: Taps,
-        deep_BTD: Tensor,
-        meta: ForwardMeta,
-        steps: int,
-        read_BT: Tensor | None = None,
-    ) -> list[Tensor]:
+    def states(self, taps: Taps, deep_BTD: Tensor, meta: ForwardMeta, steps: int) -> list[Tensor]:
         """What its heads read the next token from at every position of whole texts, `[B, T, D]` at
         each of the draft steps 1 to `steps`. That of step k is the one it has there when its draft
         began k - 1 tokens earlier, so that every step is judged by the same tokens. `deep` states
-        are of width 0 where there is no `deep_tap`; where no head reads, a state may be anything.
-        """
+        are of width 0 where there is no `deep_tap`."""
 
     def own_heads(self) -> list[nn.Module]:
         """Its LM heads (`new_head`), one for each draft step or one for all; none if it reads the

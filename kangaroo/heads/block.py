@@ -100,23 +100,16 @@ class BlockHead(Adapter):
             deep_BND = torch.cat([deep_BND, deep_BND[:, -1:].expand(-1, count, -1)], 1)
         return f_BND, deep_BND
 
-    def states(
-        self,
-        taps: Taps,
-        deep_BTD: Tensor,
-        meta: ForwardMeta,
-        steps: int,
-        read_BT: Tensor | None = None,
-    ) -> list[Tensor]:
+    def states(self, taps: Taps, deep_BTD: Tensor, meta: ForwardMeta, steps: int) -> list[Tensor]:
         """Place k of the draft that began k - 1 tokens earlier, at every token of the texts."""
         past, f_BTD, positions_RT = Unrolled(), taps[self.exit_layer], meta.positions_RT
         meta = meta.of_layer(self.windowed)
         deep_BTD = before(deep_BTD, positions_RT)
-        states = [self(f_BTD, deep_BTD, meta, past, read_BT)]
+        states = [self(f_BTD, deep_BTD, meta, past)]
         neighbours_BTR = self.neighbours(taps[0])
         for place in range(1, steps):
             f_BTD, deep_BTD = before(f_BTD, positions_RT), before(deep_BTD, positions_RT)
             at = at_step(meta, place + 1, f_BTD)
-            state_BTD = self(f_BTD + self.places[place - 1], deep_BTD, at, past, read_BT)
+            state_BTD = self(f_BTD + self.places[place - 1], deep_BTD, at, past)
             states.append(torch.cat([state_BTD, neighbours_BTR], -1))
         return states

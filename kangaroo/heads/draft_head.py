@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from kangaroo.engine.sampling import AnySampling, candidates
+from kangaroo.engine.sampling import BatchSampling, candidates
 from kangaroo.models.target import TargetModel
 
 
@@ -92,7 +92,12 @@ class DraftHead:
         return logits_MV.index_copy_(1, self.vocabulary_K, logits_MK)
 
     def candidates(
-        self, logits_BNK: Tensor, at_BN: Tensor, sampling: AnySampling, seeds_B: Tensor, count: int
+        self,
+        logits_BNK: Tensor,
+        at_BN: Tensor,
+        sampling: BatchSampling,
+        seeds_B: Tensor,
+        count: int,
     ) -> Tensor:
         """Those of `sampling.candidates` for these logits, `[B, N, count]`."""
         if sampling.greedy:

@@ -70,31 +70,27 @@ class Layer(Trainable):
         deep_BND: Tensor | None,
         meta: ForwardMeta,
         past: "BlockCache | Unrolled | None",
-        read_BN: Tensor | None = None,
     ) -> Tensor:
         """What a head reads, `[B, N, D]`, from the target's state after `exit_layer` layers, and
         if it reads one from the deep state of the token before each, zeros at the start. Keys and
-        values are kept in `past`; None sees the block alone. Where no head reads, by `read_BN`, the
-        state is zeros."""
+        values are kept in `past`; None sees the block alone."""
         x_BND, native_layer = self.mix_inputs(f_BND, deep_BND), self.native_layer
         meta = meta if isinstance(past, Unrolled) else meta.of_layer(self.windowed)
         if native_layer and isinstance(past, BlockCache) and native_layer.takes(x_BND, meta):
             return native_layer(x_BND, past.cache, meta, range(self.depth), weight(self.norm))
         meta = meta if isinstance(past, Unrolled) else meta.within(self.attention_window)
-        attentions = self.attentions
-        for place, (norm, attention) in enumerate(attentions, 1):
+        for norm, attention in self.attentions:
             attended_BND, _ = attention(
                 hidden_states=x_BND if norm is None else norm(x_BND),
                 position_embeddings=meta.rope,
                 attention_mask=meta.bias_R1TE,
                 past_key_values=past,
-                read_RT=read_BN if place == len(attentions) else None,
             )
             x_BND = x_BND + self.added * attended_BND
-        if read_BN is None:
-            return self.above_attention(x_BND)
-        made_MD = self.above_attention(x_BND[read_BN])
-        return made_MD.new_zeros(x_BND.shape).masked_scatter(read_BN[..., None], made_MD)
+        if self.feed_forward is not None:
+            assert self.middle_norm is not None
+            x_BND = x_BND + self.added * self.feed_forward(self.middle_norm(x_BND))
+        return x_BND if self.norm is None else self.norm(x_BND)
 
     def write_kv(
         self, f_BND: Tensor, deep_BND: Tensor | None, meta: ForwardMeta, past: BlockCache
@@ -111,32 +107,15 @@ class Layer(Trainable):
         else:
             self(f_BND, deep_BND, meta, past)
 
-    def above_attention(self, x_XD: Tensor) -> Tensor:
-        """The feed-forward part and the last norm, of any tokens X."""
-        if self.feed_forward is not None:
-            assert self.middle_norm is not None
-            normed_1XD = self.middle_norm(x_XD).reshape(1, -1, x_XD.shape[-1])  # for experts
-            x_XD = x_XD + self.added * self.feed_forward(normed_1XD).view_as(x_XD)
-        return x_XD if self.norm is None else self.norm(x_XD)
-
-    def states(
-        self,
-        taps: Taps,
-        deep_BTD: Tensor,
-        meta: ForwardMeta,
-        steps: int,
-        read_BT: Tensor | None = None,
-    ) -> list[Tensor]:
+    def states(self, taps: Taps, deep_BTD: Tensor, meta: ForwardMeta, steps: int) -> list[Tensor]:
         """Drafts read the target's deep states up to their beginning, then the layer's. As in
         decoding, keys before the draft are those of step 1, and within it of their own steps
         (training-time test, EAGLE-3, arXiv 2503.01840)."""
-        if steps > 1:
-            read_BT = None  # later steps read states where no head does
         f_BTD, past, meta = taps[self.exit_layer], Unrolled(), meta.of_layer(self.windowed)
         states: list[Tensor] = []
         for step in range(1, steps + 1):
             deep_BTD = before(deep_BTD, meta.positions_RT)
-            deep_BTD = self(f_BTD, deep_BTD, at_step(meta, step, f_BTD), past, read_BT)
+            deep_BTD = self(f_BTD, deep_BTD, at_step(meta, step, f_BTD), past)
             states.append(deep_BTD)
         return states
 

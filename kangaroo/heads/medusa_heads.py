@@ -79,14 +79,7 @@ class MedusaHeads(Trainable):
         """What head `index`, counted from 0, reads at each token."""
         return F.silu(self.blocks[index](h_BND)) + h_BND
 
-    def states(
-        self,
-        taps: Taps,
-        deep_BTD: Tensor,
-        meta: ForwardMeta,
-        steps: int,
-        read_BT: Tensor | None = None,
-    ) -> list[Tensor]:
+    def states(self, taps: Taps, deep_BTD: Tensor, meta: ForwardMeta, steps: int) -> list[Tensor]:
         """Head k stands k tokens earlier, as draft step k of an adapter does."""
         states = []
         for index in range(steps):

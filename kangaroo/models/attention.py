@@ -20,7 +20,6 @@ def attention(
     v_RKEC: Tensor,
     bias_R1TE: Tensor | None,
     scaling: float,
-    read_RT: Tensor | None = None,
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
@@ -31,7 +30,6 @@ def attention(
         bias_R1TE: what is added to the scores, or a boolean mask, true where a token is seen, both
             with the window; or a `CausalBias` for the last tokens of a prompt, which needs no
             memory; None for a whole text.
-        read_RT: the tokens whose output is read, in training: for others it may be zeros.
         softcap: what scores come near to at most, before the mask (Gemma 2, arXiv 2408.00118).
 
     Returns the output `[R, T, H, C]` and, as transformers expects, no weights.
@@ -40,10 +38,6 @@ def attention(
     kv_heads, extent = k_RKEC.shape[1:3]
     group = heads // kv_heads
     attend = partial(F.scaled_dot_product_attention, scale=scaling)
-    # of a whole text a GPU computes all, since with a mask it would compute all scores, too
-    if read_RT is not None and (bias_R1TE is not None or q_RHTC.device.type != "cuda"):
-        assert not isinstance(bias_R1TE, CausalBias)
-        return where_read(q_RHTC, k_RKEC, v_RKEC, bias_R1TE, scaling, read_RT, softcap), None
     if bias_R1TE is None and extent != width:  # transformers' generate: silently wrong
         raise ValueError(
             f"{width} queries without a mask for {extent} keys: for transformers' own "
@@ -72,32 +66,6 @@ def capped_attention(
     is_mask = bias.dtype == torch.bool
     scores_RKTE = scores_RKTE.masked_fill(~bias, -torch.inf) if is_mask else scores_RKTE + bias
     return scores_RKTE.softmax(-1, dtype=torch.float32).to(v_RKEC.dtype) @ v_RKEC
-
-
-def where_read(
-    q_RHTC: Tensor,
-    k_RKEC: Tensor,
-    v_RKEC: Tensor,
-    bias_R1TE: Tensor | None,
-    scaling: float,
-    read_RT: Tensor,
-    softcap: float | None = None,
-) -> Tensor:
-    """Attention of as many tokens of each row as the row with most of them is read at, N, some of
-    them others. Elsewhere the output `[R, T, H, C]` is zero."""
-    most = int(read_RT.sum(1).max())
-    index_RN = read_RT.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
-    places_RHNC = index_RN[:, None, :, None].expand(-1, q_RHTC.shape[1], -1, q_RHTC.shape[3])
-    rows, extent = len(q_RHTC), k_RKEC.shape[2]
-    if bias_R1TE is None:
-        bias_R1NE = (index_RN[..., None] >= torch.arange(extent, device=q_RHTC.device))[:, None]
-    else:
-        bias_RTE = bias_R1TE[:, 0].expand(rows, -1, -1)
-        bias_R1NE = bias_RTE.gather(1, index_RN[..., None].expand(-1, -1, extent))[:, None]
-    q_RHNC, keys = q_RHTC.gather(2, places_RHNC), (k_RKEC, v_RKEC)
-    out_RNHC, _ = attention(torch.nn.Identity(), q_RHNC, *keys, bias_R1NE, scaling, softcap=softcap)
-    out_RHTC = out_RNHC.new_zeros(q_RHTC.shape)  # autocast may have changed the dtype
-    return out_RHTC.scatter(2, places_RHNC, out_RNHC.transpose(1, 2)).transpose(1, 2)
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:

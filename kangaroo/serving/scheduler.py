@@ -78,7 +78,8 @@ class Job:
         self.arrived = 0.0  # when it was submitted, by the same clock
         self.due: float | None = None  # when its first token is due; None until that is asked
         self.row: int | None = None  # where it is decoded; None while it waits
-        self.parts: Generator[None, None, Generation] | None = None  # its prompt on its way there
+        # its prompt on its way there
+        self.parts: Generator[Generation | None, None, None] | None = None
         self.generation: Generation | None = None  # None until the prompt has entered
         self.written: list[int] = []  # the tokens that were told
         # whether a step failed that it took part in, and it has not made one alone since
@@ -262,17 +263,13 @@ class Scheduler:
             return
         job = min(due, key=due.__getitem__)
         with self._blaming(batch, job):
-            parts = job.parts or self._admit(batch, job)
-            try:
-                next(parts)
-            except StopIteration as entered:
-                generation: Generation = entered.value
-                job.generation = generation
+            job.generation = generation = next(job.parts or self._admit(batch, job))
+            if generation is not None:
                 self.read_tokens += len(job.text) - generation.reused
                 self.read_seconds += generation.prefill_seconds
                 self._record(job, generation, generation.steps[0])
 
-    def _admit(self, batch: Batch, job: Job) -> Generator[None, None, Generation]:
+    def _admit(self, batch: Batch, job: Job) -> Generator[Generation | None, None, None]:
         """A job that waits goes on from what it has written, in the free row of a text that it goes
         on from; where there is none, in the one that was written longest ago, so that others may
         still be gone on from. Returns the parts of its prompt."""

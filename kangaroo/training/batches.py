@@ -243,11 +243,11 @@ def students_of(
     deep_BTD = parameter.new_empty(*wanted_BT.shape, 0)
     if adapter.deep_tap is not None:
         deep_BTD = outputs.deep[adapter.deep_tap].to(parameter)
-    meta, read_BT = outputs.meta.to(parameter.device), wanted_BT.to(parameter.device)
+    meta = outputs.meta.to(parameter.device)
     # matrix products in bfloat16 under a half-precision target; float32 stays exact
     is_half = lm.dtype != torch.float32
     with torch.autocast(lm.device.type, torch.bfloat16, enabled=is_half):
-        states = adapter.states(taps, deep_BTD, meta, steps, read_BT)
+        states = adapter.states(taps, deep_BTD, meta, steps)
     students, valid_BT = [], wanted_BT
     for step, state_BTD in enumerate(states):
         head = trainee.heads[min(step, len(trainee.heads) - 1)]

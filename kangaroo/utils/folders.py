@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,10 +91,10 @@ def sole_writer(folder: Path, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """Where to write what `folder` is to hold, which appears whole, at the end, or not at all.
-    Errors: `ConfigError` where there is something already."""
-    if folder.exists():
+def new_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
+    """Where to write what `folder` is to hold, which appears whole, at the end, or not at all; with
+    `replace` in place of what is there. Errors: `ConfigError` where there is something else."""
+    if folder.exists() and not replace:
         raise ConfigError(
             f"'{folder}' is there already, and nothing is written over it. Pass output= another "
             "folder, or remove this one."
@@ -102,6 +103,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
         (partial := Path(beside, folder.name)).mkdir()
         yield partial
+        if replace:
+            shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
 
 

@@ -32,7 +32,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Rule, Sampling, pick
+from kangaroo.engine.sampling import Rule, Sampling, pick, together
 from kangaroo.engine.tree import Draft
 from kangaroo.evaluation.methods import generate
 from kangaroo.heads.export import draft_model
@@ -65,7 +65,7 @@ def written_by(model: TargetModel, sampling: Sampling, layers: int | None = None
         for length in range(len(text), len(text) + count):
             x_1TD = states_after(model, tokens, layers or model.n_layers)
             at, seeds = torch.tensor([[length]]), torch.tensor([seed])
-            tokens.append(int(pick(model.logits(x_1TD[:, -1:]), at, sampling, seeds)))
+            tokens.append(int(pick(model.logits(x_1TD[:, -1:]), at, together([sampling]), seeds)))
         return tokens[len(text) :]
 
     return expected
@@ -138,7 +138,7 @@ def test_skipped_layers_read_the_whole_targets_keys_of_the_text(case, sampling, 
             for layer in (layer for layer in range(lm.n_layers) if layer not in skip):
                 x_11D, _ = lm.run(x_11D, cache, meta, range(layer, layer + 1))
             at, seeds = torch.tensor([[length]]), torch.tensor([seed])
-            tokens.append(int(pick(lm.logits(x_11D), at, sampling, seeds)))
+            tokens.append(int(pick(lm.logits(x_11D), at, together([sampling]), seeds)))
         return tokens[len(text) :]
 
     drafter = DraftVerify(lm, skip, steps=3, threshold=0)
@@ -281,8 +281,8 @@ def test_a_first_that_finds_nothing_changes_no_round_of_a_tree(case):
 
 def test_rows_of_two_drafts_keep_their_own_trees():
     pending_B1 = torch.tensor([[5], [6]])
-    chain = Draft.listed(pending_B1, [[1, 2, 3], []])
-    tree = Draft.listed(pending_B1, [[7, 8], [7, 8]], [[0, 0], [0, 1]])
+    chain = Draft.listed(pending_B1, {0: ([1, 2, 3], [0, 1, 2])})
+    tree = Draft.listed(pending_B1, {0: ([7, 8], [0, 0]), 1: ([7, 8], [0, 1])})
     draft = either(torch.tensor([True, False]), chain, tree)
     assert draft.tokens_BN.tolist() == [[5, 1, 2, 3], [6, 7, 8, 0]]
     assert draft.valid_BN.tolist() == [[True] * 4, [True, True, True, False]]

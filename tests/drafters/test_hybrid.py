@@ -35,7 +35,7 @@ SAMPLED = SAMPLINGS["sampled"]
 
 def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed) -> Sources:
     """What the sources say after a text, trusted as the drafter's are."""
-    trusted = drafter.rows.of(row, text).sources
+    _, trusted = drafter.rows.of(row, text)
     length, _ = longest_earlier_match(text)
     lookup, chain = Lookup(trusted.lookups[0].shift), DraftedChain(trusted.chain.shift)
     lookup.look_up(length, SuffixAutomaton(text).continuation(NODES))

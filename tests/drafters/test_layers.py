@@ -25,7 +25,7 @@ from kangaroo.drafters.layer_search import (
 )
 from kangaroo.drafters.swift import Swift, SwiftConfig, evenly
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Sampling, pick
+from kangaroo.engine.sampling import Sampling, pick, together
 from kangaroo.models.half_layers import HalfLayers
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
@@ -49,7 +49,7 @@ def first_draft(lm, cut, text, skip, sampling, seed):
     for layers in runs(skip, cut.n_layers):
         x_11D, _ = cut.run(x_11D, cache, meta, layers)
     position = torch.tensor([[len(text)]])
-    return int(pick(lm.logits(x_11D), position, sampling, torch.tensor([seed])))
+    return int(pick(lm.logits(x_11D), position, together([sampling]), torch.tensor([seed])))
 
 
 @torch.no_grad()
@@ -87,11 +87,11 @@ def test_clasp_skips_what_the_recursion_says(monkeypatch, sampling, count):
     drafter = ClaspConfig(skip_share=count / 6, steps=3, threshold=0).build(lm)
     improve = drafter.improve
 
-    def check(batch, rows):
-        improve(batch, rows)
-        for row in rows:
-            assert drafter.skips[row] == skipped_by_definition(lm, batch.texts[row][:-1], count)
-            sets.add(drafter.skips[row])
+    def check(batch, choices):
+        improve(batch, choices)
+        for row, choice in choices.items():
+            assert choice.skip == skipped_by_definition(lm, batch.texts[row][:-1], count)
+            sets.add(choice.skip)
 
     monkeypatch.setattr(drafter, "improve", check)
     engine = Engine(lm, drafter, prefill_chunk=CHUNK, always_drafts=True)
@@ -112,25 +112,28 @@ def test_clasp_chooses_again_after_an_interval(monkeypatch):
 
 
 def test_swift_keeps_the_best_set_by_the_tokens_that_were_written(monkeypatch, sampling):
-    lm, improved = tiny(num_hidden_layers=6, deep_scale=0.7).compile_for_decoding(), []
+    lm = tiny(num_hidden_layers=6, deep_scale=0.7).compile_for_decoding()
+    improved, searches = [], []
     drafter = SwiftConfig(window=10, steps=3, threshold=0, goal=1.0).build(lm)
     measure = drafter.matchness
 
     def check(batch, row, skip, count):
-        text, seed, prompt = batch.texts[row], batch.seeds[row], drafter.searches[row].prompt
-        assert 8 <= count == min(10, len(text) - prompt)
+        text, seed = batch.texts[row], batch.seeds[row]
+        search = drafter.rows.of(row, text)
+        assert 8 <= count == min(10, len(text) - search.prompt)
         right = measure(batch, row, skip, count)
         places = range(len(text) - count, len(text))
         drafts = [first_draft(lm, drafter.cut, text[:i], skip, sampling, seed) for i in places]
         assert right == sum(map(int.__eq__, drafts, text[-count:])) / count
         speedup = expected_speedup(right, drafter.cost_without(skip), 3)
-        improved.append(speedup >= drafter.searches[row].speedup)
+        improved.append(speedup >= search.speedup)
+        searches.append(search)
         return right
 
     monkeypatch.setattr(drafter, "matchness", check)
     Engine(lm, drafter, always_drafts=True).generate(random_prompts(9, 20), 28, sampling)
     assert any(improved) and not all(improved)
-    assert any(skip != drafter.first for skip in drafter.skips)
+    assert any(search.skip != drafter.first for search in searches)
 
 
 def rounds(drafter, lm, prompts, rows):
@@ -151,9 +154,9 @@ def test_a_text_drafts_alike_alone_after_others_and_beside_them(monkeypatch, nam
     drafter, differing = config.build(lm), []
     choose = drafter.choose_runs
 
-    def observed(rows, batch):
-        differing.append(len({drafter.skips[row] for row in rows}) > 1)
-        return choose(rows, batch)
+    def observed(skips, batch):
+        differing.append(len(set(skips.values())) > 1)
+        return choose(skips, batch)
 
     monkeypatch.setattr(drafter, "choose_runs", observed)
     assert [rounds(drafter, lm, prompts, count) for count in (3, 2)] == [alone] * 2
@@ -164,8 +167,9 @@ def test_swift_ends_its_search_at_its_goal_and_after_its_proposals():
     lm = tiny()
     for options in ({"goal": 0.0}, {"proposals": 3}, {"proposals": 0}):
         drafter = SwiftConfig(steps=2, threshold=0, **options).build(lm)
-        Engine(lm, drafter).generate(random_prompts(5), 40)
-        of_row = drafter.searches[0]
+        engine = Engine(lm, drafter)
+        engine.generate(random_prompts(5), 40)
+        of_row = drafter.rows.of(0, engine.batch.texts[0])
         assert of_row.left == 0 and len(of_row.tried) <= options.get("proposals", 1)
 
 

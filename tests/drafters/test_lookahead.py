@@ -116,7 +116,7 @@ def test_a_draft_of_its_own_that_was_not_verified_changes_nothing():
     engine.admit(batch, 0, Request(random_prompts(9)[0], 20))
     first = drafter.propose(batch)
     window, pool = drafter.window_BJW.clone(), drafter.pool_BPN.clone()
-    other = Draft.listed(batch.last(1), [[1, 2]])
+    other = Draft.listed(batch.last(1), {0: ([1, 2], [0, 1])})
     drafter.observe(batch, other, None, {})
     assert torch.equal(drafter.window_BJW, window) and torch.equal(drafter.pool_BPN, pool)
     assert torch.equal(drafter.propose(batch).tokens_BN, first.tokens_BN)

@@ -29,7 +29,7 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.medusa import MedusaConfig, sparse_tree
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import candidates
+from kangaroo.engine.sampling import candidates, together
 from kangaroo.heads import adapter_files
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
@@ -74,7 +74,7 @@ def test_drafts_are_guesses_from_the_last_state_in_the_cache(sampling):
         for index, head in enumerate(drafter.draft_heads):
             logits_1V = head.spread(head(drafter.heads(h_1TD[:, -1:], index)[:, 0]))
             position, seed = torch.tensor([[len(text) + index]]), batch.seeds_B[row : row + 1]
-            tokens = candidates(logits_1V[:, None], position, sampling, seed, 3)
+            tokens = candidates(logits_1V[:, None], position, together([sampling]), seed, 3)
             guesses.append(tokens[0, 0].tolist())
         expected = [guesses[len(path) - 1][path[-1]] for path in choices]
         assert draft.tokens_BN[row, 1:].tolist() == expected
@@ -249,7 +249,9 @@ def children(lm, head, text, path, sampling, seed, count):
         before_1TD = torch.cat([torch.zeros_like(e_1TD[:, :1]), deep_1TD[:, :-1]], 1)
         deep_1TD[:, end - 1] = head(e_1TD, before_1TD, meta, None)[:, end - 1]
     logits_11V = lm.read_out(deep_1TD[:, -1:])
-    tokens = candidates(logits_11V, torch.tensor([[length]]), sampling, torch.tensor([seed]), count)
+    tokens = candidates(
+        logits_11V, torch.tensor([[length]]), together([sampling]), torch.tensor([seed]), count
+    )
     sure = logits_11V.softmax(-1).sort(descending=True).values
     return list(zip(tokens[0, 0].tolist(), sure[0, 0, :count].tolist(), strict=True))
 

@@ -10,7 +10,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from kangaroo.drafters.base import FromText
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.suffix import SEPARATOR, Suffix, SuffixAutomaton
-from kangaroo.drafters.token_recycling import RIGHT, TokenRecycling, static_tree, tree_chances
+from kangaroo.drafters.token_recycling import RIGHT, TokenRecycling, static_tree
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.costs import VerifyCosts
 from kangaroo.engine.engine import Engine
@@ -147,7 +147,9 @@ PROMPTS = random_prompts(5, 30, 9)
 
 def batch_of(drafter: TokenRecycling, *texts: list[int], costs: VerifyCosts | None = None):
     budget = Budget((costs or VerifyCosts([1, 2], [1.0, 1.0])).curve, always=costs is None)
-    batch = SimpleNamespace(texts=list(texts), size=len(texts), active=len(texts), budget=budget)
+    batch = SimpleNamespace(
+        texts=list(texts), size=len(texts), active=range(len(texts)), budget=budget
+    )
     batch.likeliest, batch.verified = 0, [[] for _ in texts]
     drafter.begin(batch)
     return batch
@@ -156,9 +158,9 @@ def batch_of(drafter: TokenRecycling, *texts: list[int], costs: VerifyCosts | No
 def test_a_tree_follows_the_matrix_by_rank_and_leaves_out_what_nothing_is_known_of():
     drafter = TokenRecycling(nodes=4)
     batch = batch_of(drafter, [1, 2, 3, 1, 4, 1])
-    assert static_tree(4) == [(0,), (1,), (0, 0), (0, 0, 0)]
+    assert [path for path, _ in static_tree(4)] == [(0,), (0, 0), (1,), (0, 0, 0)]
     # 1 was followed by 2, and then by 4, whose successor is 1
-    assert drafter.tree_of(batch, 0) == ([4, 2, 1, 4], [0, 0, 1, 3])
+    assert drafter.tree_of(batch, 0) == ([4, 1, 2, 4], [0, 1, 0, 2])
     batch.verified[0] += [(1, [7, 8, 9]), (8, [1])]
     assert drafter.tree_of(batch, 0) == ([7, 8], [0, 0])  # nothing is known of 7
     assert not batch.verified[0]
@@ -167,7 +169,8 @@ def test_a_tree_follows_the_matrix_by_rank_and_leaves_out_what_nothing_is_known_
 
 
 def test_the_static_tree_begins_with_the_likeliest_tokens():
-    assert tree_chances(3) == pytest.approx([RIGHT[0], RIGHT[0] ** 2, RIGHT[1]])
+    chances = [chance for _, chance in static_tree(3)]
+    assert chances == pytest.approx([RIGHT[0], RIGHT[0] ** 2, RIGHT[1]])
 
 
 def test_rows_of_a_batch_draft_what_pays(measured_budget):

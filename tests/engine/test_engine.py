@@ -137,12 +137,10 @@ def test_a_prompt_may_enter_in_parts_while_others_are_decoding(request, which, n
     written = [engine.admit(batch, 0, replace(requests[1], max_new_tokens=40)).tokens, []]
     parts = engine.prefill_chunks(batch, 1, requests[2])
     while not written[1]:
-        try:
-            next(parts)
-        except StopIteration as ended:
-            written[1] = ended.value.tokens
-        else:
+        if (entered := next(parts)) is None:
             step(engine, batch, written)
+        else:
+            written[1] = entered.tokens
     while not all(batch.done):
         step(engine, batch, written)
     assert written[0][:NEW_TOKENS] == continuations(case)[1]

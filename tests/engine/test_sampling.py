@@ -15,10 +15,18 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine import sampling as sampling_module
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import NoiseStream, Sampling, candidates, perturb, pick, uniform, warp
+from kangaroo.engine.sampling import (
+    NoiseStream,
+    Sampling,
+    candidates,
+    perturb,
+    pick,
+    together,
+    uniform,
+    warp,
+)
 
 DRAWS = 20_000
 
@@ -38,7 +46,8 @@ SAMPLINGS = [
 def over_positions(sampling: Sampling, seed: int = 0) -> Tensor:
     """Tokens at `DRAWS` consecutive positions of one seed."""
     logits_1NV = LOGITS_V.expand(1, DRAWS, -1)
-    return pick(logits_1NV, torch.arange(DRAWS)[None], sampling, torch.tensor([seed]))[0]
+    how, seed_1 = together([sampling]), torch.tensor([seed])
+    return pick(logits_1NV, torch.arange(DRAWS)[None], how, seed_1)[0]
 
 
 def assert_independent(first: Tensor, second: Tensor) -> None:
@@ -48,13 +57,14 @@ def assert_independent(first: Tensor, second: Tensor) -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_tokens_follow_the_warped_softmax_over_positions_and_over_seeds(sampling):
-    probs_V = warp(LOGITS_V[None, None], sampling).softmax(-1)[0, 0]
+    how = together([sampling])
+    probs_V = warp(LOGITS_V[None, None], how).softmax(-1)[0, 0]
     assert_distributed(over_positions(sampling), probs_V)
     assert_distributed(over_positions(sampling, seed=2**40 + 5), probs_V)
     for position in (0, 1000):
         positions_B1, seeds_B = torch.full((DRAWS, 1), position), torch.arange(DRAWS)
         logits_B1V = LOGITS_V.expand(DRAWS, 1, -1)
-        assert_distributed(pick(logits_B1V, positions_B1, sampling, seeds_B)[:, 0], probs_V)
+        assert_distributed(pick(logits_B1V, positions_B1, how, seeds_B)[:, 0], probs_V)
 
 
 def test_uniform_numbers_are_uniform_and_strictly_inside_0_and_1():
@@ -99,7 +109,7 @@ def test_filters_equal_those_of_transformers(temperature, top_k, top_p):
     if top_p < 1:
         flat = TopPLogitsWarper(top_p)(None, expected.flatten(0, 1))  # it takes [rows, V]
         expected = flat.unflatten(0, (4, 3))
-    sampling = Sampling(temperature, top_p, top_k)
+    sampling = together([Sampling(temperature, top_p, top_k)])
     assert torch.equal(warp(logits_BNV, sampling), expected)
     half = logits_BNV.bfloat16()  # filters work in float32
     assert torch.equal(warp(half, sampling), warp(half.float(), sampling))
@@ -131,7 +141,7 @@ def test_the_likeliest_token_always_stays_and_at_the_extremes_alone(sampling, li
     elif sampling.temperature > 0.1:
         assert_distributed(tokens, (LOGITS_V / sampling.temperature).softmax(-1))
     if not sampling.greedy:
-        warped_V = warp(LOGITS_V, sampling)
+        warped_V = warp(LOGITS_V[None, None], together([sampling]))[0, 0]
         assert torch.isfinite(warped_V[LOGITS_V.argmax()]) and not warped_V.isnan().any()
 
 
@@ -167,9 +177,8 @@ def test_a_text_depends_on_its_own_seed_and_not_on_its_neighbours():
 
 def test_texts_of_unlike_settings_are_drawn_each_by_its_own():
     rows = [Sampling(), *SAMPLINGS]
-    settings = torch.tensor([sampling_module.settings(own) for own in rows])
-    mixed = sampling_module.together(rows, settings)
-    assert isinstance(mixed, sampling_module.Mixed) and not mixed.greedy
+    mixed = together(rows)
+    assert not mixed.greedy
     logits_BNV = 3 * torch.randn(len(rows), 5, 50, generator=torch.Generator().manual_seed(0))
     positions_BN = torch.arange(5).expand(len(rows), -1) + torch.arange(len(rows))[:, None]
     seeds_B = torch.arange(len(rows)) + 7
@@ -178,8 +187,8 @@ def test_texts_of_unlike_settings_are_drawn_each_by_its_own():
         chosen = choose(logits_BNV, positions_BN, mixed, seeds_B)
         for row, own in enumerate(rows):
             part = slice(row, row + 1)
-            alone = choose(logits_BNV[part], positions_BN[part], own, seeds_B[part])
+            alone = choose(logits_BNV[part], positions_BN[part], together([own]), seeds_B[part])
             assert torch.equal(chosen[part], alone)
         shared = choose(logits_BNV, positions_BN[one], mixed, seeds_B)  # positions of all rows
-        alone = choose(logits_BNV[one], positions_BN[one], rows[2], seeds_B[one])
+        alone = choose(logits_BNV[one], positions_BN[one], together([rows[2]]), seeds_B[one])
         assert torch.equal(shared[one], alone)

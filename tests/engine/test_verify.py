@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import NoiseStream, Rule, Sampling, perturb, warp
+from kangaroo.engine.sampling import NoiseStream, Rule, Sampling, perturb, together, warp
 from kangaroo.engine.tree import Draft, Tree, accept
 from kangaroo.engine.verify import of_round, write
 
@@ -83,7 +83,6 @@ def test_accept_is_the_longest_walk_on_random_trees(size, shared):
             count, path = int(verdict.count_B[row]), verdict.path_BP[row].tolist()
             assert path[: count + 1] in paths
             assert path == path[: count + 1] + [path[count]] * (tree.max_depth - count)
-            assert int(verdict.best_B[row]) == path[count]
             depths.add(count)
     assert len(depths) > min(size, 3) - 1  # short and long walks both occur
 
@@ -121,7 +120,7 @@ class Markov:
         self.q_VV /= self.q_VV.sum(-1, keepdim=True)
 
     def p_VV(self, sampling: Sampling) -> Tensor:
-        return warp(self.logits_VV[None], sampling)[0].softmax(-1)
+        return warp(self.logits_VV[None], together([sampling]))[0].softmax(-1)
 
     def round(
         self,
@@ -147,7 +146,9 @@ class Markov:
         valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool) if valid_BN is None else valid_BN
         draft = Draft(tokens_BN, tree, valid_BN, probs_BNV=probs_BNV)
         positions_BN = start + torch.arange(steps + 1).expand_as(tokens_BN)
-        choice_BN = write(draft, self.logits_VV[tokens_BN], positions_BN, sampling, seeds_B)
+        choice_BN = write(
+            draft, self.logits_VV[tokens_BN], positions_BN, together([sampling]), seeds_B
+        )
         verdict = accept(draft, choice_BN)
         return verdict.choice_BN.gather(1, verdict.path_BP), verdict.count_B
 
@@ -221,7 +222,9 @@ def test_kangaroo_writes_triples_from_the_targets_joint_distribution(rule):
     joint = torch.ones(1)
     for length in range(3):
         following = [
-            warp(forward_logits(lm, [size - 1, *before])[None, -1:], sampling).softmax(-1)[0]
+            warp(forward_logits(lm, [size - 1, *before])[None, -1:], together([sampling])).softmax(
+                -1
+            )[0]
             for before in itertools.product(range(size), repeat=length)
         ]
         joint = (joint[:, None] * torch.cat(following)).flatten()

@@ -4,8 +4,6 @@ far it looks back.
 Shapes: T tokens, P places, D hidden size, K draft vocabulary, R rank.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers import (
@@ -22,7 +20,6 @@ from helpers import (
     vanilla_texts,
 )
 from torch import Tensor
-from training_cases import sample
 
 from kangaroo.drafters.block import Block, BlockConfig
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
@@ -33,7 +30,7 @@ from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
-from kangaroo.training.batches import collate, reach_of
+from kangaroo.training.batches import reach_of
 from kangaroo.training.recipe import AdapterRecipe, trainees
 from kangaroo.utils.errors import ConfigError
 
@@ -98,31 +95,6 @@ def test_a_fused_drafter_drafts_by_that_definition(fused, batch_size):
     # one token, in a row used before; 9: two chunks
     engine.generate(random_prompts(9, 3, 1, 14), 16, batch_size=batch_size)
     assert {1, 3} <= lengths  # some stopped at once, and some went on to the end
-
-
-@pytest.mark.parametrize("feed_forward", [False, True])
-def test_states_are_computed_only_where_they_are_read(feed_forward):
-    """Same states there, same gradients of the weights, and nothing elsewhere."""
-    lm = tiny()
-    adapter = adapter_for(lm, architecture=AdapterHeadConfig(feed_forward=feed_forward))
-    adapter.requires_grad_()
-    samples = [sample(ids, 4) for ids in random_prompts(12, 7, 5)]
-    tokens = collate(samples, 64, lm.device)
-    (rows, width), read_BT = tokens.input_BT.shape, tokens.wanted_BT
-    meta = replace(lm.chunk(0, width, 0, width), rows=slice(0, rows))
-    with torch.no_grad():
-        f_BTD = lm.run(lm.embed(tokens.input_BT), None, meta, range(adapter.exit_layer))[0]
-    found = []
-    for read in (None, read_BT):
-        adapter.zero_grad()
-        (state_BTD,) = adapter.states({adapter.exit_layer: f_BTD}, f_BTD[..., :0], meta, 1, read)
-        state_BTD[read_BT].square().sum().backward()
-        found.append((state_BTD.detach(), [p.grad.clone() for p in adapter.parameters()]))
-    (whole_BTD, whole), (part_BTD, part) = found
-    torch.testing.assert_close(part_BTD[read_BT], whole_BTD[read_BT], **TOLERANCE)
-    assert not part_BTD[~read_BT].any()
-    for gradient, expected in zip(part, whole, strict=True):
-        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4)
 
 
 PARTS = [{}, {"feed_forward": True, "fused": True}, {"attention_layers": 2}]

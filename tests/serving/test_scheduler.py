@@ -122,11 +122,7 @@ def test_prompts_are_read_in_the_order_in_which_they_are_due(monkeypatch, second
             parts.append(len(request.prompt))
             if len(parts) == 3:
                 scheduler.submit(short)
-            try:
-                next(chunks)
-            except StopIteration as entered:
-                return entered.value
-            yield
+            yield next(chunks)
 
     monkeypatch.setattr(engine, "prefill_chunks", watched_chunks)
     with scheduling(engine) as scheduler:

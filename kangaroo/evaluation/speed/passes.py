@@ -16,7 +16,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.clock import now
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Sampling, pick
+from kangaroo.engine.sampling import Sampling, pick, together
 from kangaroo.engine.tree import Tree
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
@@ -91,6 +91,7 @@ def verifications(lm: TargetModel, exit_layer: int, length: int) -> dict[int, fl
     cache, generator = lm.new_cache(1, n_slots), torch.Generator(lm.device).manual_seed(0)
     start_B = torch.tensor([length - 1], device=lm.device)
     seeds_B = torch.zeros(1, dtype=torch.long, device=lm.device)
+    greedy = together([Sampling()])
     seconds = {}
     for width in WIDTHS:
         shape = (1, width, lm.config.hidden_size)
@@ -99,7 +100,7 @@ def verifications(lm: TargetModel, exit_layer: int, length: int) -> dict[int, fl
 
         def verify(x_1ND: torch.Tensor = x_1ND, meta: Any = meta) -> None:
             deep_1ND, _ = lm.run(x_1ND, cache, meta, layers)
-            pick(lm.logits(deep_1ND), meta.positions_RT, Sampling(), seeds_B)
+            pick(lm.logits(deep_1ND), meta.positions_RT, greedy, seeds_B)
 
         seconds[width] = median_seconds(verify, lm.device, REPEATS)
     return seconds
