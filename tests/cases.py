@@ -42,6 +42,7 @@ from kangaroo.drafters.expected_gain import Costs
 from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.drafters.layer_search import runs
 from kangaroo.drafters.layerskip import LayerSkipConfig
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.medusa import Medusa
@@ -52,7 +53,9 @@ from kangaroo.drafters.swift import SwiftConfig
 from kangaroo.drafters.token_recycling import TokenRecycling
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.acceleration import Acceleration
-from kangaroo.engine.sampling import Sampling, candidates
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Generation
+from kangaroo.engine.sampling import Sampling, candidates, pick
 from kangaroo.heads import medusa_heads
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
@@ -155,7 +158,6 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "kangaroo-fused": lambda case: kangaroo(case.lm, fused=True),
     "kangaroo-fused-layer": lambda case: kangaroo(case.lm, fused=True, feed_forward=True),
     "kangaroo-fused-two-layers": lambda case: kangaroo(case.lm, fused=True, attention_layers=2),
-    "kangaroo-stops-early": lambda case: Kangaroo(case.lm, case.adapter, steps=6, threshold=0.6),
     "kangaroo-tree": lambda case: KangarooTree(
         case.lm, case.adapter, steps=3, threshold=0, top_k=3, nodes=8
     ),
@@ -233,8 +235,6 @@ def with_each(*values: object) -> list[Any]:
     ]
 
 
-TREES = {"medusa"} | {name for name in DRAFTERS if "tree" in name}
-
 SCRIPTED = {"oracle", "adversary", "sometimes", "tree", "tree-shared", "tree-from-exit"}
 
 SAMPLINGS = {
@@ -283,6 +283,49 @@ def case_of(family: str, sampling: str) -> Case:
         for text in vanilla_texts(lm, [prompt], NEW_TOKENS, own)
     ]
     return Case(lm, adapter_for(lm), texts)
+
+
+def rounds_of(done: list[Generation]) -> list[list[tuple[list[int], int, int]]]:
+    """What each round of each text wrote, how much of it was accepted, and what it drafted."""
+    return [[(s.tokens, s.accepted, s.drafted) for s in text.steps] for text in done]
+
+
+def accepted(drafter: Drafter, lm: TargetModel, sampling: Sampling, rows: int = 2) -> set[int]:
+    """How many tokens were accepted in some round or other, of prompts in chunks."""
+    done = Engine(lm, drafter, prefill_chunk=CHUNK).generate(PROMPTS, NEW_TOKENS, sampling, rows)
+    return {count for text in rounds_of(done) for _, count, _ in text}
+
+
+def filled(lm: TargetModel, text: list[int], room: int = 0):
+    """The whole target's keys of a text but for its last token, and where that goes."""
+    last = len(text) - 1
+    cache = lm.new_cache(1, len(text) + room)
+    if last:
+        meta = lm.chunk(0, last, row=0, n_slots=cache.n_slots)
+        lm.run(lm.embed(torch.tensor([text[:-1]])), cache, meta, range(lm.n_layers))
+    return cache, lm.chunk(last, last + 1, row=0, n_slots=cache.n_slots)
+
+
+def written_without(
+    lm: TargetModel, skip: Sequence[int], sampling: Sampling, cut: Any = None
+) -> Callable[[list[int], int, int], list[int]]:
+    """What the layers but `skip` write after a text whose keys are those of all layers; of half
+    layers those of `cut`."""
+    cut = cut or lm
+
+    @torch.no_grad()
+    def expected(text: list[int], seed: int, count: int) -> list[int]:
+        tokens, (cache, meta) = list(text), filled(lm, text, room=count)
+        for length in range(len(text), len(text) + count):
+            meta = lm.chunk(length - 1, length, row=0, n_slots=cache.n_slots)
+            x_11D = lm.embed(torch.tensor([tokens[-1:]]))
+            for layers in runs(skip, cut.n_layers):
+                x_11D, _ = cut.run(x_11D, cache, meta, layers)
+            at, seeds = torch.tensor([[length]]), torch.tensor([seed])
+            tokens.append(int(pick(lm.logits(x_11D), at, sampling, seeds)))
+        return tokens[len(text) :]
+
+    return expected
 
 
 @torch.no_grad()

@@ -13,7 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 from assistant import assistant
-from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, draft_lm, first_layers
+from cases import (
+    CHUNK,
+    NEW_TOKENS,
+    PROMPTS,
+    SAMPLINGS,
+    Case,
+    accepted,
+    draft_lm,
+    first_layers,
+    rounds_of,
+    written_without,
+)
 from cases import drafted_without_cache as drafted_by_adapter
 from helpers import Sometimes, check_chains, states_after, texts_by, tiny, tiny_model, vanilla_texts
 from tokenizers import Tokenizer
@@ -44,12 +55,6 @@ from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError,
 SAMPLED = SAMPLINGS["sampled"]
 
 
-def accepted(drafter: Drafter, case: Case, sampling: Sampling) -> set[int]:
-    engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
-    done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
-    return {step.accepted for generation in done for step in generation.steps}
-
-
 def another_model() -> TargetModel:
     """With positions of its own."""
     rope = {"rope_type": "default", "rope_theta": 300.0}
@@ -71,17 +76,41 @@ def written_by(model: TargetModel, sampling: Sampling, layers: int | None = None
     return expected
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["first layers", "another model"])
-def test_a_draft_model_drafts_what_it_would_with_the_whole_text_before_it(case, sampling, own):
+def draft_verify(case: Case, how: Sampling, *skip: int) -> tuple[Drafter, Callable]:
+    return DraftVerify(case.lm, skip, 3, 0), written_without(case.lm, skip, how)
+
+
+def layerskip(case: Case, how: Sampling, layers: int) -> tuple[Drafter, Callable]:
+    config = LayerSkipConfig(exit_layer=layers, steps=3, threshold=0)
+    return config.build(case.lm), written_by(case.lm, how, layers)
+
+
+def by_model(case: Case, how: Sampling, model: TargetModel) -> tuple[Drafter, Callable]:
+    return DraftModel(case.lm, model, steps=3), written_by(model, how)
+
+
+# Chains of three tokens, and what they are by definition.
+CHAINS: dict[str, Callable[[Case, Sampling], tuple[Drafter, Callable]]] = {
+    "first layers": lambda case, how: by_model(case, how, draft_lm(case)),
+    "another model": lambda case, how: by_model(case, how, another_model()),
+    "layerskip 1": lambda case, how: layerskip(case, how, 1),
+    "layerskip 3": lambda case, how: layerskip(case, how, 3),
+    "without 1": lambda case, how: draft_verify(case, how, 1),
+    "without 1, 3": lambda case, how: draft_verify(case, how, 1, 3),
+    "without 0, 1, 2": lambda case, how: draft_verify(case, how, 0, 1, 2),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_is_what_its_definition_gives_with_the_whole_text_before_it(case, sampling, name):
     """Also after rounds in which another drafter had its way."""
-    model = draft_lm(case) if own else another_model()
-    expected = written_by(model, sampling)
-    drafter = DraftModel(case.lm, model, steps=3)
-    check_chains(drafter, expected)
-    assert not own or {1, 3} <= accepted(drafter, case, sampling)  # whole and others
-    drafter = DraftModel(case.lm, model, steps=3)
-    check_chains(drafter, expected)
-    accepted(Cascade(Sometimes(case.texts), drafter), case, sampling)
+    for cascaded in (False, True):
+        drafter, expected = CHAINS[name](case, sampling)
+        lengths = check_chains(drafter, expected)
+        whole = Cascade(Sometimes(case.texts), drafter) if cascaded else drafter
+        counts = accepted(whole, case.lm, sampling)
+        assert lengths == {3}
+        assert cascaded or len(counts) > 2 or name in ("another model", "without 0, 1, 2")
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["first layers", "another model"])
@@ -111,39 +140,6 @@ def test_so_it_does_in_native_rounds_also_after_rounds_without_drafts(case, own,
     texts = texts_by(engine, PROMPTS, 2 * NEW_TOKENS, SAMPLED, batch_size=2)
     assert counts == ({0, 3} if idle else {3})
     assert texts == vanilla_texts(lm, PROMPTS, 2 * NEW_TOKENS, SAMPLED)
-
-
-@pytest.mark.parametrize("exit_layer", [1, 3])
-def test_layerskip_drafts_what_the_first_layers_write(case, sampling, exit_layer):
-    drafter = LayerSkipConfig(exit_layer=exit_layer, steps=3, threshold=0).build(case.lm)
-    expected = written_by(case.lm, sampling, exit_layer)
-    check_chains(drafter, expected)
-    assert len(accepted(drafter, case, sampling)) > 2
-    accepted(Cascade(Sometimes(case.texts), drafter), case, sampling)
-
-
-@pytest.mark.parametrize("skip", [[1], [1, 3], [0, 1, 2]])
-def test_skipped_layers_read_the_whole_targets_keys_of_the_text(case, sampling, skip):
-    lm = case.lm
-
-    @torch.no_grad()
-    def expected(text: list[int], seed: int, count: int) -> list[int]:
-        tokens, cache = list(text), lm.new_cache(1, len(text) + count)
-        if len(text) > 1:  # the text's keys are those of all layers
-            meta = lm.chunk(0, len(text) - 1, row=0, n_slots=cache.n_slots)
-            lm.run(lm.embed(torch.tensor([text[:-1]])), cache, meta, range(lm.n_layers))
-        for length in range(len(text), len(text) + count):
-            meta = lm.chunk(length - 1, length, row=0, n_slots=cache.n_slots)
-            x_11D = lm.embed(torch.tensor([tokens[-1:]]))
-            for layer in (layer for layer in range(lm.n_layers) if layer not in skip):
-                x_11D, _ = lm.run(x_11D, cache, meta, range(layer, layer + 1))
-            at, seeds = torch.tensor([[length]]), torch.tensor([seed])
-            tokens.append(int(pick(lm.logits(x_11D), at, sampling, seeds)))
-        return tokens[len(text) :]
-
-    drafter = DraftVerify(lm, skip, steps=3, threshold=0)
-    check_chains(drafter, expected)
-    assert len(accepted(drafter, case, sampling)) > 2 or skip == [0, 1, 2]
 
 
 @pytest.mark.parametrize("early_exit", [False, True], ids=["draft model", "layerskip"])
@@ -271,12 +267,12 @@ def test_rows_are_drafted_by_the_first_or_else_the_second(case, rows, steps):
 
 
 def test_a_first_that_finds_nothing_changes_no_round_of_a_tree(case):
-    rounds = []
-    for tree in (KangarooTree(case.lm, case.adapter, 3, 0.2, None, 3) for _ in range(2)):
-        drafter = Cascade(Vanilla(), tree) if rounds else tree
-        done = Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLED)
-        rounds.append([[len(step.tokens) for step in text.steps] for text in done])
-    assert rounds[0] == rounds[1]
+    trees = [KangarooTree(case.lm, case.adapter, 3, 0.2, None, 3) for _ in range(2)]
+    alone, beside = (
+        Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLED)
+        for drafter in (trees[0], Cascade(Vanilla(), trees[1]))
+    )
+    assert rounds_of(alone) == rounds_of(beside)
 
 
 def test_rows_of_two_drafts_keep_their_own_trees():

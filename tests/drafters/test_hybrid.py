@@ -4,7 +4,16 @@ import random
 from dataclasses import replace
 
 import pytest
-from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, choices_without_cache
+from cases import (
+    CHUNK,
+    NEW_TOKENS,
+    PROMPTS,
+    SAMPLINGS,
+    Case,
+    case_of,
+    choices_without_cache,
+    rounds_of,
+)
 from helpers import adapter_for, admit_text, check_drafts, longest_earlier_match, paths_of, tiny
 from syncs import Syncs
 
@@ -24,6 +33,7 @@ from kangaroo.drafters.expected_gain import (
 )
 from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.suffix import SuffixAutomaton
+from kangaroo.drafters.token_recycling import TokenRecycling
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
@@ -131,12 +141,18 @@ def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled)
     assert steps[1] == steps[2] == -(-NEW_TOKENS // (1 + NODES))  # the same answer is stored
 
 
-def test_the_same_text_takes_the_same_rounds_alone_and_in_a_batch(case):
-    drafter = Hybrid(case.lm, case.adapter, STEPS, costs=COSTS, nodes=NODES, recycle=True)
-    rounds = []
-    for rows in (1, 3, 1):
-        done = Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLED, rows)
-        rounds.append([[(step.tokens, step.drafted) for step in text.steps] for text in done])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda case: Hybrid(case.lm, case.adapter, 3, costs=COSTS, nodes=NODES, recycle=True),
+        lambda case: TokenRecycling(6),
+    ],
+    ids=["hybrid", "token recycling"],
+)
+def test_the_same_text_takes_the_same_rounds_alone_and_in_a_batch(case, build):
+    engine = Engine(case.lm, build(case), always_drafts=True)
+    done = [engine.generate(PROMPTS, NEW_TOKENS, SAMPLED, rows) for rows in (1, 4, 1)]
+    rounds = list(map(rounds_of, done))
     assert rounds[0] == rounds[1] == rounds[2]
 
 

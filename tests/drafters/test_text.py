@@ -142,9 +142,6 @@ def test_a_store_keeps_the_newest_answers_and_one_of_no_tokens_none(limit, kept)
     assert drafter.store.tokens[-4:] == kept and len(drafter.store.tokens) <= limit
 
 
-PROMPTS = random_prompts(5, 30, 9)
-
-
 def batch_of(drafter: TokenRecycling, *texts: list[int], costs: VerifyCosts | None = None):
     budget = Budget((costs or VerifyCosts([1, 2], [1.0, 1.0])).curve, always=costs is None)
     batch = SimpleNamespace(texts=list(texts), size=len(texts), active=len(texts), budget=budget)
@@ -185,7 +182,7 @@ def test_every_verified_node_says_the_targets_likeliest_tokens(compiled):
     lm = lm.compile_for_decoding() if compiled else lm
     engine = Engine(lm, TokenRecycling(9), always_drafts=True)
     batch = engine.open(2, 80, Sampling(temperature=1.0))
-    for row, prompt in enumerate(PROMPTS[:2]):
+    for row, prompt in enumerate(random_prompts(5, 30)):
         engine.admit(batch, row, Request(prompt * 2, 12))
     nodes = 0
     for _ in range(6):
@@ -202,12 +199,3 @@ def test_every_verified_node_says_the_targets_likeliest_tokens(compiled):
                 assert likeliest == expected.tolist()
             nodes += len(tokens)
     assert nodes > 10
-
-
-def test_a_text_takes_the_same_rounds_alone_and_in_a_batch():
-    rounds = []
-    engine = Engine(tiny().compile_for_decoding(), TokenRecycling(6), always_drafts=True)
-    for rows in (1, len(PROMPTS), 1):
-        done = engine.generate(PROMPTS, 20, batch_size=rows)
-        rounds.append([[(step.tokens, step.drafted) for step in text.steps] for text in done])
-    assert rounds[0] == rounds[1] == rounds[2]
