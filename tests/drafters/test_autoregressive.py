@@ -7,30 +7,33 @@ Shapes: B rows, N draft nodes.
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from assistant import assistant
 from cases import (
     CHUNK,
+    DRAFTERS,
     NEW_TOKENS,
     PROMPTS,
     SAMPLINGS,
     Case,
     accepted,
+    case_of,
     draft_lm,
+    drafted_without_cache,
     first_layers,
     rounds_of,
-    written_without,
+    written_by_some,
 )
-from cases import drafted_without_cache as drafted_by_adapter
 from helpers import Sometimes, check_chains, states_after, texts_by, tiny, tiny_model, vanilla_texts
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from kangaroo.cpu.buffers import DraftBuffers
 from kangaroo.cpu.drafting import DraftModelDrafting
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.cascade import Cascade, either
@@ -38,9 +41,8 @@ from kangaroo.drafters.draft_model import DraftModel, DraftModelConfig
 from kangaroo.drafters.draft_verify import DraftVerify, DraftVerifyConfig
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
-from kangaroo.drafters.layerskip import LayerSkipConfig
+from kangaroo.drafters.layerskip import FinalNorm, LayerSkipConfig
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule, Sampling, pick
@@ -76,41 +78,45 @@ def written_by(model: TargetModel, sampling: Sampling, layers: int | None = None
     return expected
 
 
-def draft_verify(case: Case, how: Sampling, *skip: int) -> tuple[Drafter, Callable]:
-    return DraftVerify(case.lm, skip, 3, 0), written_without(case.lm, skip, how)
-
-
-def layerskip(case: Case, how: Sampling, layers: int) -> tuple[Drafter, Callable]:
-    config = LayerSkipConfig(exit_layer=layers, steps=3, threshold=0)
-    return config.build(case.lm), written_by(case.lm, how, layers)
-
-
-def by_model(case: Case, how: Sampling, model: TargetModel) -> tuple[Drafter, Callable]:
-    return DraftModel(case.lm, model, steps=3), written_by(model, how)
-
-
-# Chains of three tokens, and what they are by definition.
-CHAINS: dict[str, Callable[[Case, Sampling], tuple[Drafter, Callable]]] = {
-    "first layers": lambda case, how: by_model(case, how, draft_lm(case)),
-    "another model": lambda case, how: by_model(case, how, another_model()),
-    "layerskip 1": lambda case, how: layerskip(case, how, 1),
-    "layerskip 3": lambda case, how: layerskip(case, how, 3),
-    "without 1": lambda case, how: draft_verify(case, how, 1),
-    "without 1, 3": lambda case, how: draft_verify(case, how, 1, 3),
-    "without 0, 1, 2": lambda case, how: draft_verify(case, how, 0, 1, 2),
+CHAINS: dict[str, Callable[[Case], Any]] = {
+    name: DRAFTERS[name]
+    for name in """
+        kangaroo kangaroo-stops kangaroo-two-layers kangaroo-fused kangaroo-fused-layer
+        kangaroo-fused-two-layers eagle-stops draft-model draft_verify draft_verify-stops
+    """.split()
+} | {
+    "another model": lambda case: DraftModel(case.lm, another_model(), 3),
+    "first layer": lambda case: LayerSkipConfig(1, steps=3, threshold=0).build(case.lm),
+    "all but the last": lambda case: LayerSkipConfig(3, steps=3, threshold=0).build(case.lm),
+    "last layer alone": lambda case: DraftVerify(case.lm, [0, 1, 2], 3, 0),
 }
 
 
-@pytest.mark.parametrize("name", CHAINS)
-def test_a_chain_is_what_its_definition_gives_with_the_whole_text_before_it(case, sampling, name):
+def definition(case: Case, drafter: Any, how: Sampling) -> Callable:
+    match drafter:
+        case DraftModel():
+            return written_by(drafter.lm, how)
+        case DraftVerify():
+            return written_by_some(case.lm, drafter.runs, how)
+        case Kangaroo(adapter=FinalNorm()):
+            return written_by(case.lm, how, drafter.exit_layer)
+    case = replace(case, adapter=drafter.adapter)
+    return lambda text, seed, count: drafted_without_cache(case, text, count, how, seed)
+
+
+@pytest.mark.parametrize(
+    "name, family", [*((name, "llama") for name in CHAINS), ("kangaroo-fused", "mistral-window")]
+)
+def test_a_chain_is_what_its_definition_gives_after_the_whole_text(sampling, name, family):
     """Also after rounds in which another drafter had its way."""
+    case = case_of(family, "sampled")
     for cascaded in (False, True):
-        drafter, expected = CHAINS[name](case, sampling)
-        lengths = check_chains(drafter, expected)
+        drafter = CHAINS[name](case)
+        lengths = check_chains(drafter, definition(case, drafter, sampling))
         whole = Cascade(Sometimes(case.texts), drafter) if cascaded else drafter
         counts = accepted(whole, case.lm, sampling)
-        assert lengths == {3}
-        assert cascaded or len(counts) > 2 or name in ("another model", "without 0, 1, 2")
+        assert max(lengths) == drafter.steps and (len(lengths) > 1) == ("stops" in name)
+        assert cascaded or len(counts) > 2 or name in ("another model", "last layer alone")
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["first layers", "another model"])
@@ -122,13 +128,13 @@ def test_so_it_does_in_native_rounds_also_after_rounds_without_drafts(case, own,
     drafter, expected = DraftModel(lm, model, steps=3), written_by(model, SAMPLED)
     engine, rounds, counts = Engine(lm, drafter, prefill_chunk=CHUNK), itertools.count(), set()
 
-    def least(self: Budget, rows: int, nodes: int, drafting: float) -> list[float]:
+    def least(self, rows, nodes, drafting):
         return [float(next(rounds) % (2 + idle) >= 2)] * nodes
 
     monkeypatch.setattr(Budget, "min_chain_chances", least)
     draft = DraftModelDrafting.draft
 
-    def check(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
+    def check(self, buffers, batch, rows):
         draft(self, buffers, batch, rows)
         for row in rows:
             drafted = buffers.token[row, 1 : buffers.count[row]].tolist()
@@ -258,7 +264,7 @@ def test_rows_are_drafted_by_the_first_or_else_the_second(case, rows, steps):
     def expected(text: list[int], seed: int, count: int) -> list[int]:
         found = first.continuation(0, text)
         who.add("first" if found else "second")
-        return found or drafted_by_adapter(case, text, steps, SAMPLED, seed)
+        return found or drafted_without_cache(case, text, steps, SAMPLED, seed)
 
     check_chains(cascade, expected)
     engine = Engine(case.lm, cascade, prefill_chunk=CHUNK)

@@ -9,17 +9,16 @@ from engine_cases import HOT, PROMPTS
 from helpers import adapter_for, graphed, random_prompts, tiny
 from syncs import Syncs
 
+from kangaroo.drafters.expected_gain import DraftedChain
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.models.target import TargetModel
 
 
-def begun(lm: TargetModel, drafter, sampling: Sampling, prompts) -> tuple[Engine, Batch]:
+def begun(lm, drafter, sampling: Sampling, prompts):
     engine = Engine(lm, drafter)
     batch = engine.open(len(prompts), 60, sampling)
     for row, prompt in enumerate(prompts):
@@ -27,21 +26,12 @@ def begun(lm: TargetModel, drafter, sampling: Sampling, prompts) -> tuple[Engine
     return engine, batch
 
 
-SYNCS = [
-    *(lambda x: x[0].item(), lambda x: bool(x.any()), lambda x: int(x[0]), lambda x: float(x[0])),
-    *(lambda x: [1, 2, 3][x[1]], lambda x: x.tolist(), lambda x: x.cpu(), lambda x: x.numpy()),
-    *(lambda x: x.nonzero(), lambda x: x[x > 1], lambda x: x.masked_select(x > 1)),
-    lambda x: x.__setitem__(x > 1, 0) if x[0] else None,
-    lambda x: torch.where(x > 1),
-]
-
-
-@pytest.mark.parametrize("code", SYNCS)
-def test_the_counter_of_syncs_sees_them(code):
+def test_the_counter_of_syncs_sees_them():
     x = torch.arange(3)
-    with Syncs() as syncs:
-        code(x)
-    assert syncs.total >= 1
+    for code in (int, torch.where, lambda x: x.numpy(), lambda x: x[x > 1]):
+        with Syncs() as syncs:
+            code(x[1:2])
+        assert syncs.total >= 1
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), HOT, replace(HOT, top_k=5, top_p=0.9)], ids=str)
@@ -86,6 +76,21 @@ def test_a_drafted_tree_waits_once_for_its_size_and_for_each_level_that_may_be_t
             engine.step(batch)
         asked = min(len(levels), steps - 1) if threshold else 0
         assert syncs.seen["tolist"] == 1 + asked and syncs.total == 2 + asked, syncs.seen
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_hybrids_round_waits_once_more_for_the_rows_that_are_done_and_for_each_drafted_token(
+    eager_case, monkeypatch, rows
+):
+    chains, add = [], DraftedChain.add
+    monkeypatch.setattr(DraftedChain, "add", lambda *said: chains.append(said[0]) or add(*said))
+    engine, batch = begun(eager_case.lm, DRAFTERS["hybrid-tree"](eager_case), HOT, PROMPTS[:rows])
+    for _ in range(4):
+        chains.clear()
+        with Syncs() as syncs:
+            engine.step(batch)
+        drafted = max(len(chain.tokens) for chain in chains)
+        assert syncs.seen["tolist"] == syncs.total == 2 + drafted
 
 
 @pytest.mark.parametrize(
