@@ -101,28 +101,16 @@ def test_kernels_compute_what_the_modules_compute(name, dtype):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
-def test_a_part_of_a_block_is_computed_as_a_block_is():
-    """A drafter narrows a block of all rows: what is left has gaps."""
-    lm, tokens_BN = model("llama", **SMALLEST), random_tokens(2, 3)
-    whole = meta_of(lm, Tree.chain(3, DEVICE), [3, 62])
-    part = meta_of(lm, Tree.chain(1, DEVICE), [4, 63])
-    states, keys = [], []
-    for meta in (whole.narrow(1, 1), part):
-        cache = filled_cache(lm, 2)
-        states.append(stack_of(lm)(lm.embed(tokens_BN[:, 1:2]), cache, meta, range(1)))
-        keys.append(cache.keys[0])
-    assert torch.equal(*states) and torch.equal(*keys)
-
-
 def test_a_node_sees_its_whole_path_when_it_is_computed_alone():
     """A drafter computes a level of its tree at a time: a path has more nodes than the level, and
-    they do not lie side by side."""
+    they do not lie side by side. What is left of all rows' block has gaps."""
     lm, parents = model("llama", **SMALLEST), [0, 0, 0, 2, 2, 4, 4, 6]
-    x_BND, cache = lm.embed(random_tokens(1, len(parents))), filled_cache(lm, 1)
-    meta = meta_of(lm, Tree(torch.tensor([parents], device=DEVICE), max_depth=4), [62])
+    x_BND, cache = lm.embed(random_tokens(2, len(parents))), filled_cache(lm, 2)
+    meta = meta_of(lm, Tree(torch.tensor([parents], device=DEVICE), max_depth=4), [3, 62])
     together = stack_of(lm)(x_BND, cache, meta, range(1))
+    keys = cache.keys[0].clone()
     alone = stack_of(lm)(x_BND[:, -1:], cache, meta.narrow(len(parents) - 1, 1), range(1))
-    assert torch.equal(alone[0, 0], together[0, -1])
+    assert torch.equal(alone[:, 0], together[:, -1]) and torch.equal(cache.keys[0], keys)
 
 
 TREE = [0, 0, 0, 1, 1, 3, 2, 5]  # of each node its parent
