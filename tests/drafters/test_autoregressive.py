@@ -77,16 +77,20 @@ def written_by(model: TargetModel, sampling: Sampling, layers: int | None = None
     return expected
 
 
+def layerskip(lm: TargetModel, layers: int) -> Drafter:
+    return LayerSkipConfig(exit_layer=layers, steps=3, threshold=0).build(lm)
+
+
 CHAINS: dict[str, Callable[[Case], Any]] = {
     name: DRAFTERS[name]
     for name in """
         kangaroo kangaroo-stops kangaroo-two-layers kangaroo-fused kangaroo-fused-layer
-        kangaroo-fused-two-layers eagle-stops draft-model draft_verify draft_verify-stops
+        kangaroo-fused-two-layers eagle draft-model draft_verify draft_verify-stops
     """.split()
 } | {
     "another model": lambda case: DraftModel(case.lm, another_model(), 3),
-    "first layer": lambda case: LayerSkipConfig(3, 0, exit_layer=1).build(case.lm),
-    "all but the last": lambda case: LayerSkipConfig(3, 0, exit_layer=3).build(case.lm),
+    "first layer": lambda case: layerskip(case.lm, 1),
+    "all but the last": lambda case: layerskip(case.lm, 3),
     "last layer alone": lambda case: DraftVerify(case.lm, [0, 1, 2], 3, 0),
 }
 
