@@ -4,7 +4,6 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 from cases import NEW_TOKENS, PROMPTS, Case, accepted, case_of, choices_without_cache, rounds_of
 from helpers import adapter_for, admit_text, check_drafts, longest_earlier_match, paths_of, tiny
 
@@ -28,7 +27,6 @@ from kangaroo.drafters.token_recycling import TokenRecycling
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.engine.tree import Draft
 
 NODES, STEPS = 6, 3
 COSTS = Costs([1 + 0.02 * node for node in range(NODES + 1)], 0.05, 1.0)
@@ -163,7 +161,9 @@ def gains(sources: Sources, depth: int) -> dict[tuple[int, ...], float]:
 
 
 def paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
-    of_nodes = paths_of(Draft.listed(torch.zeros(1, 1).long(), [tokens], [parents]), 0)
+    of_nodes: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens, parents, strict=True):
+        of_nodes.append((*of_nodes[parent], token))
     assert len(set(of_nodes)) == len(of_nodes), "two nodes of one path"
     return of_nodes[1:]
 
