@@ -29,6 +29,7 @@ from helpers import (
     tiny,
     vanilla_texts,
 )
+from torch import Tensor
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.block import Block
@@ -52,11 +53,14 @@ from kangaroo.drafters.swift import SwiftConfig
 from kangaroo.drafters.token_recycling import TokenRecycling
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.acceleration import Acceleration
-from kangaroo.engine.sampling import Sampling, candidates, together
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Generation, Request
+from kangaroo.engine.sampling import Sampling, candidates, pick, together
 from kangaroo.heads import medusa_heads
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.export import draft_model
+from kangaroo.heads.layer import Layer
 from kangaroo.heads.medusa_heads import MedusaHeads
 from kangaroo.heads.text_head import TextHead
 from kangaroo.models.target import TargetModel
@@ -68,6 +72,7 @@ CHUNK = 16
 
 # 40: several chunks; 1: one token, in a row used before; 17: a last chunk of one token
 PROMPTS = random_prompts(5, 40, 1, 17)
+LONGER = random_prompts(5, 55, 1, 120)
 
 
 @dataclass
@@ -164,7 +169,6 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "kangaroo-fused": lambda case: kangaroo(case.lm, fused=True),
     "kangaroo-fused-layer": lambda case: kangaroo(case.lm, fused=True, feed_forward=True),
     "kangaroo-fused-two-layers": lambda case: kangaroo(case.lm, fused=True, attention_layers=2),
-    "kangaroo-stops-early": lambda case: Kangaroo(case.lm, case.adapter, steps=6, threshold=0.6),
     "kangaroo-tree": lambda case: KangarooTree(
         case.lm, case.adapter, steps=3, threshold=0, top_k=3, nodes=8
     ),
@@ -248,8 +252,6 @@ def with_each(*values: object) -> list[Any]:
     ]
 
 
-TREES = {"medusa"} | {name for name in DRAFTERS if "tree" in name}
-
 SCRIPTED = {"oracle", "adversary", "sometimes", "tree", "tree-shared", "tree-from-exit"}
 
 SAMPLINGS = {
@@ -289,37 +291,104 @@ FAMILIES: dict[str, Callable[[], TargetModel]] = {
 lm_of = cache(lambda family: FAMILIES[family]())
 
 
-@cache
-def case_of(family: str, sampling: str) -> Case:
-    lm = lm_of(family)
-    texts = [
-        text
-        for prompt, own in zip(PROMPTS, samplings(sampling), strict=True)
-        for text in vanilla_texts(lm, [prompt], NEW_TOKENS, own)
-    ]
+def case_for(lm: TargetModel, sampling: str) -> Case:
+    pairs = zip(PROMPTS, samplings(sampling), strict=True)
+    texts = [vanilla_texts(lm, [prompt], NEW_TOKENS, own)[0] for prompt, own in pairs]
     return Case(lm, adapter_for(lm), texts)
 
 
+@cache
+def case_of(family: str, sampling: str) -> Case:
+    return case_for(lm_of(family), sampling)
+
+
+def check_texts(case: Case, drafter: str, sampling: str, rows: int) -> None:
+    """It writes what vanilla decoding writes alone."""
+    engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK)
+    of_all, requests = SAMPLINGS.get(sampling, SAMPLINGS["top-k"]), []
+    for prompt, how in zip(PROMPTS, samplings(sampling), strict=True):
+        differs = replace(how, seed=of_all.seed) != of_all
+        requests.append(Request(prompt, NEW_TOKENS, how.seed, sampling=how if differs else None))
+    done = dict(engine.completions(requests, of_all, rows))
+    assert [p + done[i].tokens for i, p in enumerate(PROMPTS)] == case.texts, drafter
+
+
+def rounds_of(done: list[Generation]) -> list[list[tuple[list[int], int, int]]]:
+    """What each round of each text wrote, how much of it was accepted, and what it drafted."""
+    return [[(s.tokens, s.accepted, s.drafted) for s in text.steps] for text in done]
+
+
+def accepted(drafter: Drafter, lm: TargetModel, sampling: Sampling, rows: int = 2) -> set[int]:
+    """How many tokens were accepted in some round or other, of prompts in chunks."""
+    done = Engine(lm, drafter, prefill_chunk=CHUNK).generate(PROMPTS, NEW_TOKENS, sampling, rows)
+    return {count for text in rounds_of(done) for _, count, _ in text}
+
+
+def filled(lm: TargetModel, text: list[int], room: int = 0):
+    """The whole target's keys of a text but for its last token, and where that goes."""
+    last = len(text) - 1
+    cache = lm.new_cache(1, len(text) + room)
+    if last:
+        meta = lm.chunk(0, last, row=0, n_slots=cache.n_slots)
+        lm.run(lm.embed(torch.tensor([text[:-1]])), cache, meta, range(lm.n_layers))
+    return cache, lm.chunk(last, last + 1, row=0, n_slots=cache.n_slots)
+
+
+def written_by_some(
+    lm: TargetModel, runs: Sequence[range], sampling: Sampling, cut: Any = None
+) -> Callable[[list[int], int, int], list[int]]:
+    """What these layers alone, or half layers of `cut`, write after a text whose keys are those of
+    the whole target."""
+
+    @torch.no_grad()
+    def expected(text: list[int], seed: int, count: int) -> list[int]:
+        tokens, (cache, meta) = list(text), filled(lm, text, room=count)
+        for length in range(len(text), len(text) + count):
+            meta = lm.chunk(length - 1, length, row=0, n_slots=cache.n_slots)
+            x_11D = lm.embed(torch.tensor([tokens[-1:]]))
+            for layers in runs:
+                x_11D, _ = (cut or lm).run(x_11D, cache, meta, layers)
+            at, seeds = torch.tensor([[length]]), torch.tensor([seed])
+            tokens.append(int(pick(lm.logits(x_11D), at, together([sampling]), seeds)))
+        return tokens[len(text) :]
+
+    return expected
+
+
 @torch.no_grad()
+def last_state(lm: TargetModel, adapter: Layer, ids: list[int], pending: int) -> Tensor:
+    """The adapter's state at the last of `ids`, whose tokens after `pending` are only drafted; by
+    the definition, in a whole pass a token: from `pending` on its own states are the deep ones."""
+    before_1TD, length = None, len(ids)
+    if adapter.deep_tap is None:
+        f_1TD = states_after(lm, ids, adapter.exit_layer)
+        return adapter(f_1TD, None, lm.chunk(0, length, 0, length), None)[0, -1]
+    deep_1TD = lm.norm(states_after(lm, ids[:pending], adapter.deep_tap))
+    for end in range(pending + 1, length + 1):
+        f_1TD = states_after(lm, ids[:end], adapter.exit_layer)
+        before_1TD = torch.cat([torch.zeros(1, 1, deep_1TD.shape[-1]), deep_1TD], 1)
+        own_1TD = adapter(f_1TD, before_1TD, lm.chunk(0, end, 0, end), None)
+        deep_1TD = torch.cat([deep_1TD, own_1TD[:, -1:]], 1)
+    return deep_1TD[0, -1]
+
+
 def choices_without_cache(
-    case: Case, text: list[int], sampling: Sampling, seed: int, count: int = 3
+    case: Case, text: list[int], drafted: Sequence[int], sampling: Sampling, seed: int, count: int
 ) -> list[tuple[int, float]]:
-    """The adapter's best choices after `text`, by a whole forward, and the best chances."""
-    length = len(text)
-    f_1TD = states_after(case.lm, text, case.adapter.exit_layer)
-    x_1TD = case.adapter(f_1TD, None, case.lm.chunk(0, length, 0, length), None)
-    logits_11V = case.lm.read_out(x_1TD[:, -1:])
-    at, seeds = torch.tensor([[length]]), torch.tensor([seed])
-    ids = candidates(logits_11V, at, together([sampling]), seeds, count).flatten().tolist()
+    """The adapter's best choices after `text` and what was drafted, and the best chances."""
+    ids = [*text, *drafted]
+    logits_11V = case.lm.read_out(last_state(case.lm, case.adapter, ids, len(text) - 1)[None, None])
+    at, seeds = torch.tensor([[len(ids)]]), torch.tensor([seed])
+    tokens = candidates(logits_11V, at, together([sampling]), seeds, count).flatten().tolist()
     chances = logits_11V.softmax(-1).topk(count).values.flatten().tolist()
-    return list(zip(ids, chances, strict=True))
+    return list(zip(tokens, chances, strict=True))
 
 
 def drafted_without_cache(
     case: Case, text: list[int], steps: int, sampling: Sampling, seed: int
 ) -> list[int]:
     """What the adapter drafts after `text`, by a whole forward a token."""
-    longer = list(text)
+    drafted: list[int] = []
     for _ in range(steps):
-        longer.append(choices_without_cache(case, longer, sampling, seed)[0][0])
-    return longer[len(text) :]
+        drafted.append(choices_without_cache(case, text, drafted, sampling, seed, 1)[0][0])
+    return drafted

@@ -224,7 +224,6 @@ def states_after(lm: TargetModel, tokens: Sequence[int], layers: int) -> Tensor:
 
 @torch.no_grad()
 def hidden_states(lm: TargetModel, tokens: Sequence[int]) -> tuple[Tensor, ...]:
-    """By the same, `[1, T, D]` after so many layers; the last ones are normed."""
     with transformers_attention(lm):
         return lm.hf(torch.tensor([list(tokens)]), output_hidden_states=True).hidden_states
 
@@ -284,11 +283,11 @@ class Scripted(Knowing):
     """A chain of tokens, `right` or wrong by their absolute position; those beyond a known text are
     padding. It may first fill all scratch slots of the target's cache, as a drafter may."""
 
-    scribbles = False
-
-    def __init__(self, texts: Texts, right: Callable[[int], bool], steps: int = 4):
+    def __init__(
+        self, texts: Texts, right: Callable[[int], bool], steps: int = 4, scribbles: bool = False
+    ):
         super().__init__(texts)
-        self.right, self.max_nodes = right, steps
+        self.right, self.max_nodes, self.scribbles = right, steps, scribbles
 
     def propose(self, batch: Batch) -> Draft:
         tokens_BN = batch.last(1).repeat(1, self.max_nodes + 1)
@@ -319,15 +318,13 @@ class Sometimes(Knowing, FromText):
         return [] if last is None else [*right, (last + 1) % VOCABULARY]
 
 
-def oracle(texts: Sequence[list[int]], steps: int = 4) -> Scripted:
+def oracle(texts: Texts, steps: int = 4) -> Scripted:
     return Scripted(texts, lambda position: True, steps)
 
 
-def adversary(texts: Sequence[list[int]], steps: int = 4) -> Scripted:
+def adversary(texts: Texts, steps: int = 4) -> Scripted:
     """Always wrong, and it leaves rubbish in the scratch slots."""
-    drafter = Scripted(texts, lambda position: False, steps)
-    drafter.scribbles = True
-    return drafter
+    return Scripted(texts, lambda position: False, steps, scribbles=True)
 
 
 class RandomTree(Knowing):

@@ -9,7 +9,6 @@ whose last tape was freed cannot be recorded into again, nor can work that waits
 
 import ctypes
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kangaroo.cuda import launching
-from kangaroo.cuda.graphs import MOST_GRAPHS, WARM_UPS, Graphs, Key
+from kangaroo.cuda.graphs import MOST_GRAPHS, WARM_UPS, Graphs
 
 start = launching.start
 
@@ -56,20 +55,11 @@ class Foreign:
             raise DanglingGraph(f"{self.size} bytes that recording saw {fate}")
 
 
-@dataclass
-class Operator:
-    """With the tensors that recording saw; no `results` where it writes into its arguments."""
-
-    run: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: list[Tensor]
-
-
 class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.operators: list[Operator] = []
+        # with the tensors that recording saw; no results where one writes into its arguments
+        self.operators: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
         self.foreign: dict[int, Foreign] = {}
         self.pool: dict[int, torch.UntypedStorage] = {}
 
@@ -116,9 +106,9 @@ class Tape(TorchDispatchMode):
     def replay(self) -> None:
         for foreign in self.foreign.values():
             foreign.check()
-        for op in self.operators:
-            out = op.run(*op.args, **op.kwargs)
-            for mine, x in zip(op.results, tree_leaves(out) if op.results else (), strict=True):
+        for run, args, kwargs, results in self.operators:
+            out = run(*args, **kwargs)
+            for mine, x in zip(results, tree_leaves(out) if results else (), strict=True):
                 mine.copy_(x)
         self.spoil()
 
@@ -130,7 +120,7 @@ class Tape(TorchDispatchMode):
 
     def _append(self, func: Any, args: Any, kwargs: Any, results: list[Tensor]) -> None:
         bare = tree_map_only(Tensor, bare_tensor, (args, kwargs))
-        self.operators.append(Operator(func, *bare, [bare_tensor(x) for x in results]))
+        self.operators.append((func, *bare, [bare_tensor(x) for x in results]))
 
     def spoil(self) -> None:
         """Fill the pool with what is no number and no index."""
@@ -190,13 +180,7 @@ class StrictRecorder:
 
 
 class StrictGraphs(Graphs):
-    """Graphs for models on the CPU; `calls` counts how often each key was recorded or replayed."""
+    """Graphs for models on the CPU."""
 
     def __init__(self, most: int = MOST_GRAPHS) -> None:
         super().__init__(torch.device("cpu"), StrictRecorder(), most)
-        self.calls: Counter[Key] = Counter()
-
-    def __call__(self, caches: Any, key: Key, *work_and_inputs: Any, **options: Any) -> Any:
-        if not self.recording:
-            self.calls[key] += 1
-        return super().__call__(caches, key, *work_and_inputs, **options)

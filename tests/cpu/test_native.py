@@ -43,7 +43,6 @@ def pairs(first: KVCache, second: KVCache):
 
 @torch.no_grad()
 def logits(lm: TargetModel, starts: list[int], tokens_BN: torch.Tensor, cache=None):
-    """Of a chain in each row, from its start on."""
     cache = cache or filled_cache(lm, len(starts))
     tree = Tree.chain(tokens_BN.shape[1], lm.device)
     meta = lm.forward_meta(tree, torch.tensor(starts), max(starts) + tree.size, SLOTS)

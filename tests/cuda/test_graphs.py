@@ -39,9 +39,6 @@ def cache() -> KVCache:
     return KVCache(1, 8, 1, 4, torch.float32, [torch.device("cpu")])
 
 
-# ---- what the stand-in refuses, as CUDA would or should ----------------------------------------
-
-
 WAITS = {
     "item": lambda x: x * x.sum().item(),
     "mask": lambda x: x[x > 0],
@@ -67,9 +64,6 @@ def test_a_replay_on_freed_or_moved_memory_fails():
     gc.collect()
     with pytest.raises(DanglingGraph, match="freed"):
         replay()
-
-
-# ---- recording and replaying ---------------------------------------------------------------------
 
 
 def test_work_is_recorded_once_and_replayed_with_new_inputs():
@@ -113,9 +107,6 @@ def test_what_was_used_longest_ago_gives_way_and_few_graphs_are_enough():
     assert len(lm.acceleration.graphs.made) == 3
 
 
-# ---- caches come and go --------------------------------------------------------------------------
-
-
 def test_engines_made_and_dropped_in_turn_write_the_same_and_leave_nothing():
     lm = graphed(tiny())
     expected = vanilla_texts(tiny(), PROMPTS, 12)
@@ -129,7 +120,6 @@ def test_engines_made_and_dropped_in_turn_write_the_same_and_leave_nothing():
 
 
 def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(monkeypatch):
-    """A draft model's, too."""
     lm = graphed(tiny())
     drafter = DraftModel(lm, TargetModel(draft_model(lm, adapter_for(lm))), 2)
     engine = Engine(lm, drafter)
@@ -176,9 +166,6 @@ def test_recording_takes_none_of_the_steps_time(monkeypatch):
     engine = Engine(lm, Kangaroo(lm, adapter_for(lm), 3, 0.0))
     (done,) = engine.generate(PROMPTS[:1], 20)
     assert seconds[0] >= 4000 and done.seconds == pytest.approx(0, abs=1e-6)
-
-
-# ---- rounds: few launches, and few are ever recorded --------------------------------------------
 
 
 def written_out(engine: Engine, batch: Batch, prompts: list[list[int]], **options) -> None:
@@ -269,9 +256,6 @@ def test_what_was_warmed_up_is_not_recorded_again():
     native = Engine(tiny().compile_for_decoding(), Vanilla())
     warm_up(native, 2, 100)
     assert native.cache is None  # where nothing is recorded, nothing is done
-
-
-# ---- on a GPU ------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -1,5 +1,5 @@
-"""What Kangaroo drafts, a chain or a tree, and where it stops, against the definition. That every
-drafter is lossless: `test_conformance.py`.
+"""What Kangaroo drafts, a chain or a tree, and where it stops, against the definition; lookahead
+against the algorithm in lists. That every drafter is lossless: `test_conformance.py`.
 
 Shapes: B rows, N draft nodes.
 """
@@ -8,53 +8,29 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import (
-    CHUNK,
-    NEW_TOKENS,
-    PROMPTS,
-    SAMPLINGS,
-    Case,
-    choices_without_cache,
-    drafted_without_cache,
-)
-from helpers import adapter_for, check_chains, check_drafts, paths_of
+from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, accepted, choices_without_cache
+from helpers import check_drafts, eagle_for, paths_of, random_prompts, tiny
 
-from kangaroo.drafters import chain as chain_file
+from kangaroo.drafters import lookahead
+from kangaroo.drafters.eagle import EagleTree
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, kept
+from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
+from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.heads.adapter import AdapterHeadConfig
+from kangaroo.engine.tree import Draft
 from kangaroo.utils.errors import ConfigError
 
 SAMPLED = SAMPLINGS["sampled"]
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("threshold", [0, 0.4])
-def test_kangaroo_drafts_what_its_adapter_would_with_the_whole_text_before_it(
-    case, sampling, threshold, layers
-):
-    parts = AdapterHeadConfig(attention_layers=layers)
-    case = replace(case, adapter=adapter_for(case.lm, architecture=parts))
-    drafter = Kangaroo(case.lm, case.adapter, steps=3, threshold=threshold)
-    lengths = check_chains(
-        drafter, lambda text, seed, count: drafted_without_cache(case, text, count, sampling, seed)
-    )
-    engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
-    done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
-    # rounds that were accepted whole and rounds that were not both lie behind later drafts
-    whole = [s.accepted == s.drafted for generation in done for s in generation.steps]
-    assert set(whole) == {False, True}
-    assert lengths == ({3} if threshold == 0 else {1, 2, 3})
 
 
 def test_low_confidence_token_is_still_verified(case):
     drafter = Kangaroo(case.lm, case.adapter, steps=6, threshold=0.9999)
     done = Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLED)
     steps = [step for generation in done for step in generation.steps[1:]]
-    assert {step.drafted for step in steps} == {1}  # nothing was confident enough for a second
+    assert {step.drafted for step in steps} == {1}
     assert sum(step.accepted for step in steps) > len(steps) // 4
 
 
@@ -63,7 +39,7 @@ def test_drafting_stops_exactly_where_confidence_falls_to_the_threshold(case, mo
     """In every row of a batch, whatever the others do."""
     of_rows = [0.9, 0.7, 0.5, 0.9, 0.9, 0.9], [0.9] * 6, [0.4, 0.9, 0.9, 0.9, 0.9, 0.9]
     after_tokens = iter(torch.tensor(of_rows[:rows]).T)
-    monkeypatch.setattr(chain_file, "confidence", lambda logits_BK: next(after_tokens))
+    monkeypatch.setattr(Kangaroo, "reading", lambda *_: next(after_tokens))
     drafter = Kangaroo(case.lm, case.adapter, steps=6, threshold=0.5)  # 0.5 itself stops
     engine = Engine(case.lm, drafter)
     batch = engine.open(rows, 60, SAMPLED)
@@ -77,41 +53,50 @@ def test_drafting_stops_exactly_where_confidence_falls_to_the_threshold(case, mo
 def tree_by_definition(
     case: Case, text: list[int], drafter: KangarooTree, sampling: Sampling, seed: int
 ) -> set[tuple[int, ...]]:
+    """EAGLE-2's expansion, then its reranking of all that was offered; or Kangaroo's, of which half
+    of the nodes without children are left."""
     top_k, scores, level = drafter.top_k, {}, {(): 1.0}
     for _ in range(drafter.steps):
-        found = [
+        offered = [
             ((*path, token), score * sure)
             for path, score in level.items()
-            for token, sure in choices_without_cache(case, [*text, *path], sampling, seed, top_k)
+            for token, sure in choices_without_cache(case, text, path, sampling, seed, top_k)
         ]
-        level = dict(sorted(found, key=lambda node: -node[1])[:top_k])
-        scores |= level
+        level = dict(sorted(offered, key=lambda node: -node[1])[:top_k])
+        scores |= dict(offered) if isinstance(drafter, EagleTree) else level
         if max(level.values()) <= drafter.threshold:
             break
     parents = {path[:-1] for path in scores}
     childless = sorted((path for path in scores if path not in parents), key=lambda p: scores[p])
-    for path in childless[: len(childless) // 2]:
+    for path in childless[: 0 if isinstance(drafter, EagleTree) else len(childless) // 2]:
         del scores[path]
     return set(sorted(scores, key=lambda path: (-scores[path], len(path)))[: drafter.nodes])
 
 
-@pytest.mark.parametrize("threshold, nodes", [(0, 30), (0.2, 30), (0, 5)])
-def test_the_tree_is_the_one_of_the_definition(case, sampling, threshold, nodes):
+@pytest.mark.parametrize(
+    "kind, threshold, nodes, rows",
+    [
+        *((KangarooTree, threshold, nodes, 2) for threshold, nodes in ((0, 30), (0.2, 30), (0, 5))),
+        *((EagleTree, 0, nodes, rows) for nodes, rows in ((5, 2), (14, 1))),
+    ],
+)
+def test_the_tree_is_the_one_of_the_definition(case, sampling, kind, threshold, nodes, rows):
     """Also after drafts that were accepted on a branch."""
-    drafter, sizes = KangarooTree(case.lm, case.adapter, 3, threshold, None, 3, nodes), set()
+    sizes, beside, is_eagle = set(), [], kind is EagleTree
+    case = replace(case, adapter=eagle_for(case.lm)) if is_eagle else case
+    least = 0.0 if is_eagle else None
+    drafter = kind(case.lm, case.adapter, 3, threshold, None, 3, nodes, least)
 
     def check(batch, draft, row):
-        text, seed = batch.texts[row], batch.seeds[row]
-        expected = tree_by_definition(case, text, drafter, sampling, seed)
-        assert set(paths_of(draft, row)) - {()} == expected
-        sizes.add(len(expected))
+        drafted, text, seed = set(paths_of(draft, row)), batch.texts[row], batch.seeds[row]
+        assert drafted - {()} == tree_by_definition(case, text, drafter, sampling, seed)
+        sizes.add(len(drafted) - 1)
+        beside.append(sum(len(path) == 2 for path in drafted) > drafter.top_k)
 
     check_drafts(drafter, check)
-    engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
-    done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
-    accepted = {s.accepted for generation in done for s in generation.steps}
-    assert len(accepted) > 2
-    assert max(sizes) <= nodes and (threshold == 0 or len(sizes) > 1)
+    assert len(accepted(drafter, case.lm, sampling, rows)) > 2
+    assert max(sizes) <= nodes and (threshold != 0.2 or len(sizes) > 1)
+    assert any(beside) == (is_eagle and nodes == 14)  # nodes that no level took
 
 
 def test_pruning_keeps_parents_and_the_most_confident():
@@ -139,3 +124,108 @@ def test_trees_that_cannot_be_are_refused_by_name(case):
         KangarooTree(case.lm, case.adapter, top_k=65)
     with pytest.raises(ConfigError, match=r"top_k=10, drafter.steps=103 make 1030 nodes"):
         KangarooTreeConfig(top_k=10, steps=103)
+
+
+class Reference:
+    """One row, written as the paper tells it: lists, and a pool as a list with the newest first."""
+
+    def __init__(self, prompt: list[int], options: LookaheadConfig):
+        self.options, n = options, options.ngram
+        reach = options.window + n - 2
+        tail = [prompt[i % len(prompt)] for i in range(len(prompt) - reach, len(prompt))]
+        self.levels = [tail[j : j + options.window] for j in range(n - 1)]
+        self.pool: list[tuple[int, ...]] = []
+        for i in range(len(prompt) - n + 1):
+            self.insert(tuple(prompt[i : i + n]))
+
+    def insert(self, gram: tuple[int, ...]) -> None:
+        if gram in self.pool:
+            self.pool.remove(gram)
+        self.pool = [gram, *self.pool][: lookahead.POOL]
+
+    def paths(self, pending: int) -> list[tuple[int, ...]]:
+        """The tokens from the root to every node, in the order of the nodes."""
+        paths = [()]
+        for j, level in enumerate(self.levels):
+            for column in range(self.options.window):
+                across = self.levels[0][: column + 1]
+                down = [self.levels[i][column] for i in range(1, j)]
+                paths.append((*across, *down, *([level[column]] if j else [])))
+        guesses = [gram[1:] for gram in self.pool if gram[0] == pending][: self.options.guesses]
+        return paths + [gram[: i + 1] for gram in guesses for i in range(len(gram))]
+
+    def observe(self, choices: list[int]) -> None:
+        """Args: choices: what the target writes after every node."""
+        window = self.options.window
+        first = 1 + (len(self.levels) - 1) * window
+        new = choices[first : first + window]
+        for column in range(window):
+            self.insert((*(level[column] for level in self.levels), new[column]))
+        self.levels = [*self.levels[1:], new]
+
+
+OPTIONS = [
+    LookaheadConfig(window=4, ngram=4, guesses=3),
+    LookaheadConfig(window=3, ngram=3, guesses=2),  # the pool overflows
+    LookaheadConfig(window=1, ngram=5, guesses=1),
+    LookaheadConfig(),
+]
+
+
+def again_four_later(lm, sampling: Sampling, seed: int) -> list[int]:
+    """A prompt whose first new token stands four places before it: of the n-grams of five that the
+    text has then, the newest begins with the pending token."""
+
+    def first_tokens(prompts: list[list[int]]) -> list[int]:
+        done = Engine(lm, Vanilla()).generate(prompts, 1, sampling, seeds=[seed] * len(prompts))
+        return [generation.tokens[0] for generation in done]
+
+    prompts = random_prompts(*[12] * 64, seed=1)
+    for prompt, token in zip(prompts, first_tokens(prompts), strict=True):
+        prompt[-4] = token  # most go on as before
+    return next(
+        p for p, token in zip(prompts, first_tokens(prompts), strict=True) if p[-4] == token
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
+def test_drafts_are_those_of_the_algorithm_in_lists(case, monkeypatch, options, sampling):
+    monkeypatch.setattr(lookahead, "POOL", 7 if options.window == 3 else 64)
+    drafter = Lookahead(options)
+    observe, guessed = drafter.observe, []
+    references: dict[int, tuple[list[int], Reference]] = {}
+
+    def check(batch, draft, row):
+        text = batch.texts[row]
+        if row not in references or references[row][0] is not text:
+            references[row] = text, Reference(text, options)
+        expected = references[row][1].paths(text[-1])
+        assert paths_of(draft, row) == expected
+        guessed.append(len(expected) > 1 + options.window * (options.ngram - 1))
+
+    def observed(batch, draft, verdict, taps):
+        observe(batch, draft, verdict, taps)
+        for row, (_, reference) in references.items():
+            reference.observe(verdict.choice_BN[row].tolist())
+
+    check_drafts(drafter, check)
+    monkeypatch.setattr(drafter, "observe", observed)
+    prompts = [*PROMPTS, [3] * 12]
+    prompts.append(again_four_later(case.lm, sampling, sampling.seed + len(prompts)))
+    engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
+    engine.generate(prompts, NEW_TOKENS, sampling, batch_size=2)
+    assert len(guessed) > 40 and any(guessed)
+
+
+def test_a_draft_of_its_own_that_was_not_verified_changes_nothing():
+    """Another drafter's was; the window's next levels are then unknown."""
+    lm, drafter = tiny(), Lookahead(LookaheadConfig(window=3, ngram=3, guesses=2))
+    engine = Engine(lm, drafter)
+    batch = engine.open(1, 60, Sampling())
+    engine.admit(batch, 0, Request(random_prompts(9)[0], 20))
+    first = drafter.propose(batch)
+    window, pool = drafter.window_BJW.clone(), drafter.pool_BPN.clone()
+    other = Draft.listed(batch.last(1), {0: ([1, 2], [0, 1])})
+    drafter.observe(batch, other, None, {})
+    assert torch.equal(drafter.window_BJW, window) and torch.equal(drafter.pool_BPN, pool)
+    assert torch.equal(drafter.propose(batch).tokens_BN, first.tokens_BN)

@@ -4,9 +4,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, choices_without_cache
+from cases import NEW_TOKENS, PROMPTS, Case, accepted, case_of, choices_without_cache, rounds_of
 from helpers import adapter_for, admit_text, check_drafts, longest_earlier_match, paths_of, tiny
-from syncs import Syncs
 
 from kangaroo.drafters import expected_gain
 from kangaroo.drafters.expected_gain import (
@@ -24,13 +23,13 @@ from kangaroo.drafters.expected_gain import (
 )
 from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.suffix import SuffixAutomaton
+from kangaroo.drafters.token_recycling import TokenRecycling
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 
 NODES, STEPS = 6, 3
 COSTS = Costs([1 + 0.02 * node for node in range(NODES + 1)], 0.05, 1.0)
-SAMPLED = SAMPLINGS["sampled"]
 
 
 def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed) -> Sources:
@@ -41,7 +40,7 @@ def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed
     lookup.look_up(length, SuffixAutomaton(text).continuation(NODES))
     sources = Sources([lookup], chain)
     while len(chain.tokens) < STEPS and drafting_pays(COSTS, sources, NODES):
-        chain.add(choices_without_cache(case, text + chain.tokens, sampling, seed))
+        chain.add(choices_without_cache(case, text, chain.tokens, sampling, seed, 3))
         if chain.confidence <= drafter.threshold:
             break
     return sources
@@ -50,10 +49,10 @@ def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed
 @pytest.mark.parametrize("beside", [0.45, 0.0], ids=["drafts", "drafts where nothing matches"])
 @pytest.mark.parametrize("rows, threshold", [(1, 0.0), (3, 0.4)])
 def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a_cache(
-    monkeypatch, sampling, rows, threshold, beside
+    case, monkeypatch, sampling, rows, threshold, beside
 ):
     monkeypatch.setattr(expected_gain, "NEXT_BESIDE", beside)
-    case, drafted = case_of("llama", "sampled" if sampling is SAMPLED else "greedy"), []
+    drafted = []
     drafter = Hybrid(case.lm, case.adapter, STEPS, threshold, costs=COSTS, nodes=NODES)
 
     def check(batch, draft, row):
@@ -64,34 +63,9 @@ def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a
         assert (draft.valid_BN[batch.done_B].sum(1) == 1).all()
 
     check_drafts(drafter, check)
-    engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
-    done = engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=rows)
-    assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts
     # rounds with and without drafting lie behind later drafts, and accepted paths of all lengths
+    assert {0, 1, 2} <= accepted(drafter, case.lm, sampling, rows)
     assert len(set(drafted)) > 1 and (0 in drafted) == (beside == 0)
-    assert {0, 1, 2} <= {step.accepted for generation in done for step in generation.steps}
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_round_waits_once_for_the_rows_that_are_done_and_once_for_each_drafted_token(
-    monkeypatch, rows
-):
-    lm = tiny()
-    drafter = Hybrid(lm, adapter_for(lm), STEPS, costs=COSTS, nodes=NODES)
-    engine = Engine(lm, drafter)
-    batch = engine.open(rows, 60, SAMPLED)
-    for row in range(rows):
-        engine.admit(batch, row, Request(PROMPTS[row], NEW_TOKENS, seed=row))
-    propose = drafter.propose
-    for _ in range(4):
-        with Syncs() as syncs:
-            draft = propose(batch)
-        drafted = syncs.total - 1
-        assert 1 <= drafted <= STEPS and syncs.seen["tolist"] == syncs.total
-        monkeypatch.setattr(drafter, "propose", lambda batch, draft=draft: draft)
-        with Syncs() as syncs:
-            engine.step(batch)
-        assert syncs.total == 1
 
 
 def test_a_draft_ends_with_what_ends_the_text():
@@ -131,12 +105,18 @@ def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled)
     assert steps[1] == steps[2] == -(-NEW_TOKENS // (1 + NODES))  # the same answer is stored
 
 
-def test_the_same_text_takes_the_same_rounds_alone_and_in_a_batch(case):
-    drafter = Hybrid(case.lm, case.adapter, STEPS, costs=COSTS, nodes=NODES, recycle=True)
-    rounds = []
-    for rows in (1, 3, 1):
-        done = Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLED, rows)
-        rounds.append([[(step.tokens, step.drafted) for step in text.steps] for text in done])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda case: Hybrid(case.lm, case.adapter, 3, costs=COSTS, nodes=NODES, recycle=True),
+        lambda case: TokenRecycling(6),
+    ],
+    ids=["hybrid", "token recycling"],
+)
+def test_the_same_text_takes_the_same_rounds_alone_and_in_a_batch(case, sampling, build):
+    engine = Engine(case.lm, build(case), always_drafts=True)
+    done = [engine.generate(PROMPTS, NEW_TOKENS, sampling, rows) for rows in (1, 4, 1)]
+    rounds = list(map(rounds_of, done))
     assert rounds[0] == rounds[1] == rounds[2]
 
 
@@ -169,7 +149,6 @@ def random_sources(rng: random.Random) -> Sources:
 
 
 def gains(sources: Sources, depth: int) -> dict[tuple[int, ...], float]:
-    """Of all paths up to this depth that any source says."""
     of_paths, last = {}, [((), 1.0, sources.places)]
     for _ in range(depth):
         last = [

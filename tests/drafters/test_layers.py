@@ -4,11 +4,12 @@ and half layers.
 Shapes: B rows, D hidden size.
 """
 
+from collections import defaultdict
 from itertools import pairwise
 
 import pytest
 import torch
-from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS
+from cases import SAMPLINGS, accepted, filled, rounds_of, written_by_some
 from helpers import random_prompts, tiny, tiny_model, vanilla_texts
 
 from kangaroo.drafters.clasp import ClaspConfig
@@ -25,31 +26,10 @@ from kangaroo.drafters.layer_search import (
 )
 from kangaroo.drafters.swift import Swift, SwiftConfig, evenly
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Sampling, pick, together
+from kangaroo.engine.sampling import Sampling
 from kangaroo.models.half_layers import HalfLayers
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
-
-
-def filled(lm: TargetModel, text: list[int]):
-    """The whole target's keys of a text but for its last token, and where that goes."""
-    last = len(text) - 1
-    cache = lm.new_cache(1, len(text))
-    if last:
-        meta = lm.chunk(0, last, row=0, n_slots=cache.n_slots)
-        lm.run(lm.embed(torch.tensor([text[:-1]])), cache, meta, range(lm.n_layers))
-    return cache, lm.chunk(last, last + 1, row=0, n_slots=cache.n_slots)
-
-
-@torch.no_grad()
-def first_draft(lm, cut, text, skip, sampling, seed):
-    """What follows a text by the layers that are left."""
-    cache, meta = filled(lm, text)
-    x_11D = lm.embed(torch.tensor([text[-1:]]))
-    for layers in runs(skip, cut.n_layers):
-        x_11D, _ = cut.run(x_11D, cache, meta, layers)
-    position = torch.tensor([[len(text)]])
-    return int(pick(lm.logits(x_11D), position, together([sampling]), torch.tensor([seed])))
 
 
 @torch.no_grad()
@@ -66,23 +46,16 @@ def skipped_by_definition(lm, text, count):
     whole = lm.embed(torch.tensor([text[-1:]]))
     best = {0: (whole, ())}  # by the number of skipped layers so far: state, and which they are
     for layer in range(lm.n_layers):
-        whole, above = through(layer, whole), {}
-        for skips in range(min(count, layer + 1) + 1):
-            choices = []
-            if skips in best:
-                state, skip = best[skips]
-                choices.append((through(layer, state), skip))
-            if skips - 1 in best:
-                state, skip = best[skips - 1]
-                choices.append((state, (*skip, layer)))
-            above[skips] = max(choices, key=lambda choice: cosine(choice[0], whole))
-        best = above
+        whole, choices = through(layer, whole), defaultdict(list)
+        for skips, (state, skip) in best.items():
+            choices[skips].append((through(layer, state), skip))
+            choices[skips + 1].append((state, (*skip, layer)))
+        best = {n: max(c, key=lambda x: cosine(x[0], whole)) for n, c in choices.items()}
     return best[count][1]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_clasp_skips_what_the_recursion_says(monkeypatch, sampling, count):
-    """In each row of a batch, before each round."""
     lm, sets = tiny(num_hidden_layers=6, deep_scale=0.5).compile_for_decoding(), set()
     drafter = ClaspConfig(skip_share=count / 6, steps=3, threshold=0).build(lm)
     improve = drafter.improve
@@ -94,8 +67,7 @@ def test_clasp_skips_what_the_recursion_says(monkeypatch, sampling, count):
             sets.add(choice.skip)
 
     monkeypatch.setattr(drafter, "improve", check)
-    engine = Engine(lm, drafter, prefill_chunk=CHUNK, always_drafts=True)
-    engine.generate(PROMPTS, NEW_TOKENS, sampling, batch_size=2)
+    accepted(drafter, lm, sampling)
     assert len(sets) > 1
 
 
@@ -123,8 +95,8 @@ def test_swift_keeps_the_best_set_by_the_tokens_that_were_written(monkeypatch, s
         assert 8 <= count == min(10, len(text) - search.prompt)
         right = measure(batch, row, skip, count)
         places = range(len(text) - count, len(text))
-        drafts = [first_draft(lm, drafter.cut, text[:i], skip, sampling, seed) for i in places]
-        assert right == sum(map(int.__eq__, drafts, text[-count:])) / count
+        expected = written_by_some(lm, runs(skip, drafter.cut.n_layers), sampling, drafter.cut)
+        assert right == sum(expected(text[:i], seed, 1) == [text[i]] for i in places) / count
         speedup = expected_speedup(right, drafter.cost_without(skip), 3)
         improved.append(speedup >= search.speedup)
         searches.append(search)
@@ -136,31 +108,24 @@ def test_swift_keeps_the_best_set_by_the_tokens_that_were_written(monkeypatch, s
     assert any(search.skip != drafter.first for search in searches)
 
 
-def rounds(drafter, lm, prompts, rows):
-    done = Engine(lm, drafter, always_drafts=True).generate(
-        prompts, 24, SAMPLINGS["sampled"], batch_size=rows, seeds=range(7, 7 + len(prompts))
-    )
-    return [[(step.tokens, step.drafted) for step in generation.steps] for generation in done]
-
-
-@pytest.mark.parametrize("name", ["swift", "clasp"])
-def test_a_text_drafts_alike_alone_after_others_and_beside_them(monkeypatch, name):
+@pytest.mark.parametrize("config", [SwiftConfig, ClaspConfig])
+def test_a_text_drafts_alike_alone_after_others_and_beside_them(monkeypatch, config):
     """Each row chooses for itself, by its text alone, and begins anew with the next."""
     lm = tiny(num_hidden_layers=6, deep_scale=0.7).compile_for_decoding()
-    prompts = random_prompts(9, 20, 14)
-    config = {"swift": SwiftConfig, "clasp": ClaspConfig}[name](steps=3, threshold=0)
-    alone = rounds(config.build(lm), lm, prompts, 1)
-    assert max(drafted for text in alone for _, drafted in text) == 3
-    drafter, differing = config.build(lm), []
-    choose = drafter.choose_runs
+    drafter, differing, rounds = config(steps=3, threshold=0).build(lm), [], []
+    choose, seeds = drafter.choose_runs, range(7, 10)
 
     def observed(skips, batch):
         differing.append(len(set(skips.values())) > 1)
         return choose(skips, batch)
 
     monkeypatch.setattr(drafter, "choose_runs", observed)
-    assert [rounds(drafter, lm, prompts, count) for count in (3, 2)] == [alone] * 2
-    assert any(differing)
+    for rows in (1, 3, 2):
+        engine = Engine(lm, drafter, always_drafts=True)
+        done = engine.generate(random_prompts(9, 20, 14), 24, SAMPLINGS["sampled"], rows, seeds)
+        rounds.append(rounds_of(done))
+    assert rounds[0] == rounds[1] == rounds[2] and any(differing)
+    assert max(drafted for text in rounds[0] for *_, drafted in text) == 3
 
 
 def test_swift_ends_its_search_at_its_goal_and_after_its_proposals():
@@ -206,8 +171,6 @@ def test_half_layers_are_the_parts_of_a_layer(family, compiled):
     whole, _ = cut.run(first_11D, cache, meta, range(cut.n_layers))
     torch.testing.assert_close(whole, x_11D)
 
-
-# ---- before decoding ------------------------------------------------------------------------
 
 TALKS = random_prompts(6, 9, 12)
 

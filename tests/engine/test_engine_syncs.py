@@ -1,5 +1,6 @@
-"""A step waits for the device but once."""
+"""A step waits for the device but once: what would make the host wait is counted on a CPU."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,19 +8,62 @@ import torch
 from cases import DRAFTERS
 from engine_cases import HOT, PROMPTS
 from helpers import adapter_for, graphed, random_prompts, tiny
-from syncs import Syncs
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from kangaroo.drafters.expected_gain import DraftedChain
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.models.target import TargetModel
 
 
-def begun(lm: TargetModel, drafter, sampling: Sampling, prompts) -> tuple[Engine, Batch]:
+class Syncs(TorchDispatchMode):
+    # in inference mode `_local_scalar_dense` is called `item`
+    NAMES = (
+        "_local_scalar_dense item nonzero is_nonzero masked_select equal unique _unique2 bincount "
+        "repeat_interleave"
+    ).split()
+
+    def __enter__(self):
+        self.seen: Counter[str] = Counter()
+        self.patches = pytest.MonkeyPatch()
+        # on a CPU tensor these read memory without an operator
+        for name in ("tolist", "cpu", "numpy", "__array__"):
+            self.patches.setattr(torch.Tensor, name, self._counted(name))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.patches.undo()
+
+    def _counted(self, name):
+        original = getattr(torch.Tensor, name)
+
+        def method(tensor, *args, **kwargs):
+            self.seen[name] += 1
+            return original(tensor, *args, **kwargs)
+
+        return method
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in self.NAMES:
+            self.seen[name] += 1
+        if name in ("index", "index_put_", "index_put"):  # a mask as index hides a nonzero
+            indices = args[1]
+            self.seen["mask index"] += sum(
+                index is not None and index.dtype == torch.bool for index in indices
+            )
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def total(self) -> int:
+        return sum(self.seen.values())
+
+
+def begun(lm, drafter, sampling: Sampling, prompts):
     engine = Engine(lm, drafter)
     batch = engine.open(len(prompts), 60, sampling)
     for row, prompt in enumerate(prompts):
@@ -27,21 +71,12 @@ def begun(lm: TargetModel, drafter, sampling: Sampling, prompts) -> tuple[Engine
     return engine, batch
 
 
-SYNCS = [
-    *(lambda x: x[0].item(), lambda x: bool(x.any()), lambda x: int(x[0]), lambda x: float(x[0])),
-    *(lambda x: [1, 2, 3][x[1]], lambda x: x.tolist(), lambda x: x.cpu(), lambda x: x.numpy()),
-    *(lambda x: x.nonzero(), lambda x: x[x > 1], lambda x: x.masked_select(x > 1)),
-    lambda x: x.__setitem__(x > 1, 0) if x[0] else None,
-    lambda x: torch.where(x > 1),
-]
-
-
-@pytest.mark.parametrize("code", SYNCS)
-def test_the_counter_of_syncs_sees_them(code):
+def test_the_counter_of_syncs_sees_them():
     x = torch.arange(3)
-    with Syncs() as syncs:
-        code(x)
-    assert syncs.total >= 1
+    for code in (int, torch.where, lambda x: x.numpy(), lambda x: x[x > 1]):
+        with Syncs() as syncs:
+            code(x[1:2])
+        assert syncs.total >= 1
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), HOT, replace(HOT, top_k=5, top_p=0.9)], ids=str)
@@ -86,6 +121,19 @@ def test_a_drafted_tree_waits_once_for_its_size_and_for_each_level_that_may_be_t
             engine.step(batch)
         asked = min(len(levels), steps - 1) if threshold else 0
         assert syncs.seen["tolist"] == 1 + asked and syncs.total == 2 + asked, syncs.seen
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_hybrids_round_waits_once_more_for_each_drafted_token(eager_case, monkeypatch, rows):
+    chains, add = [], DraftedChain.add
+    monkeypatch.setattr(DraftedChain, "add", lambda *said: chains.append(said[0]) or add(*said))
+    engine, batch = begun(eager_case.lm, DRAFTERS["hybrid-tree"](eager_case), HOT, PROMPTS[:rows])
+    for _ in range(4):
+        chains.clear()
+        with Syncs() as syncs:
+            engine.step(batch)
+        drafted = max(len(chain.tokens) for chain in chains)
+        assert syncs.seen["tolist"] == syncs.total == 1 + drafted
 
 
 @pytest.mark.parametrize(

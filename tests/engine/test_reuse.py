@@ -51,7 +51,6 @@ def talk(family: str, sampling: Sampling, first: list[int], lengths: list[int]) 
 
 @cache
 def talks(family: str, sampling: str) -> list[list[Turn]]:
-    """Of two rows, which end their turns at different times."""
     first = random_prompts(9, 40, seed=7)
     lengths = [[4, 11, 9, 2, 1, 6, 5], [13, 5, 2, 17, 7, 1, 3]]
     rows = zip(first, lengths, strict=True)
@@ -83,7 +82,6 @@ def reuses(engine: Engine) -> bool:
 
 
 def engines(drafter: str, case: Case) -> list[Engine]:
-    """Without and with the cache of prefixes."""
     how = {"prefill_chunk": CHUNK}
     return [Engine(case.lm, DRAFTERS[drafter](case), **how, prefix_cache=x) for x in (False, True)]
 

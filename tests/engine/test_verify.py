@@ -22,34 +22,6 @@ from kangaroo.engine.verify import of_round, write
 CPU = torch.device("cpu")
 
 
-# ---- trees -------------------------------------------------------------------------------------
-
-
-def brute_ancestors(parents_BN: torch.Tensor) -> torch.Tensor:
-    """A node sees itself and what its parent sees, which lies before it."""
-    ancestors_BNN = torch.eye(parents_BN.shape[1], dtype=torch.bool).repeat(len(parents_BN), 1, 1)
-    for row, parents in enumerate(parents_BN.tolist()):
-        for node in range(1, len(parents)):
-            ancestors_BNN[row, node] |= ancestors_BNN[row, parents[node]]
-    return ancestors_BNN
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 8, 33])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_ancestors_and_depth_of_random_trees(size, rows):
-    generator = torch.Generator().manual_seed(size)
-    for _ in range(5):
-        parents_BN = random_parents(rows, size, generator)
-        depth_BN = brute_depth(parents_BN)
-        for spare in (0, 3):  # a bound on the depth may be loose
-            tree = Tree(parents_BN, max_depth=int(depth_BN.max()) + spare)
-            assert torch.equal(tree.ancestors_BNN, brute_ancestors(parents_BN))
-            assert torch.equal(tree.depth_BN, depth_BN)
-
-
-# ---- walking -----------------------------------------------------------------------------------
-
-
 def walk(parents: list[int], tokens: list[int], valid: list[bool], choice: list[int]) -> list[list]:
     """Every longest path from the root by the target's choices."""
     paths = [[0]]
@@ -63,14 +35,17 @@ def walk(parents: list[int], tokens: list[int], valid: list[bool], choice: list[
     return [path for path in paths if len(path) == max(map(len, paths))]
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["per-row", "shared"])
+@pytest.mark.parametrize("kind", ["per-row", "shared", "chain"])
 @pytest.mark.parametrize("size", [1, 2, 7, 20])
-def test_accept_is_the_longest_walk_on_random_trees(size, shared):
+def test_accept_is_the_longest_walk_on_random_trees_and_chains(size, kind):
     generator = torch.Generator().manual_seed(size)
     rows, depths = 8, set()
     for _ in range(10):
-        parents_BN = random_parents(1 if shared else rows, size, generator)
+        parents_BN = random_parents(rows if kind == "per-row" else 1, size, generator)
         tree = Tree(parents_BN, max_depth=int(brute_depth(parents_BN).max()))
+        if kind == "chain":
+            tree = Tree.chain(size, CPU)
+            parents_BN = tree.parents_BN
         # three tokens, so that matches, siblings with one token, and matches below misses abound
         tokens_BN = torch.randint(3, (rows, size), generator=generator)
         choice_BN = torch.randint(3, (rows, size), generator=generator)
@@ -84,22 +59,9 @@ def test_accept_is_the_longest_walk_on_random_trees(size, shared):
             assert path[: count + 1] in paths
             assert path == path[: count + 1] + [path[count]] * (tree.max_depth - count)
             depths.add(count)
+    assert tree.is_chain == (kind == "chain")
     assert len(depths) > min(size, 3) - 1  # short and long walks both occur
 
-
-def test_a_chain_and_the_same_tree_in_general_form_have_one_verdict():
-    generator = torch.Generator().manual_seed(0)
-    tokens_BN, choice_BN = torch.randint(2, (2, 50, 6), generator=generator)
-    valid_BN = torch.rand(50, 6, generator=generator) < 0.9
-    valid_BN[:, 0] = True
-    chain = Tree.chain(6, CPU)
-    trees = chain, Tree(chain.parents_BN, max_depth=5)
-    assert chain.is_chain and torch.equal(*(tree.ancestors_BNN for tree in trees))
-    verdicts = [accept(Draft(tokens_BN, tree, valid_BN), choice_BN) for tree in trees]
-    assert all(map(torch.equal, *verdicts))
-
-
-# ---- rejection and block verification ------------------------------------------------------------
 
 SIZE, ROWS = 5, 20_000
 ONES_B1 = torch.ones(ROWS, 1, dtype=torch.long)

@@ -16,7 +16,6 @@ from helpers import (
     saved_adapter,
     states_after,
     tiny,
-    tiny_model,
 )
 from safetensors.torch import load_file, save_file
 
@@ -40,35 +39,6 @@ from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError,
 @pytest.fixture
 def saved(lm, tmp_path):
     return saved_adapter(lm, adapter_for(lm), tmp_path, (7, 3, 60), {"steps": 3})
-
-
-# ---- what it is --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_an_adapter_has_its_targets_biases_and_norms(architecture):
-    lm = tiny(architecture)
-    adapter = adapter_for(lm)
-    target = lm.layers[EXIT].self_attn.state_dict()
-    assert adapter.attention.state_dict().keys() == target.keys()
-    assert all(torch.equal(adapter.attention.state_dict()[name], target[name]) for name in target)
-    assert type(adapter.norm) is type(lm.hf.model.norm)
-    assert adapter.norm.variance_epsilon == lm.config.rms_norm_eps
-
-
-def test_a_drafter_holds_no_copy_of_the_targets_weights(lm):
-    drafter = Kangaroo(lm, adapter_for(lm))
-    assert drafter.lm is lm
-    held = {id(value) for value in vars(drafter).values() if isinstance(value, torch.nn.Module)}
-    assert held == {id(lm), id(drafter.adapter)}
-    own = {parameter.data_ptr(): parameter.numel() for parameter in drafter.adapter.parameters()}
-    # query, output; key, value; two norms
-    assert sum(own.values()) == 2 * 32 * 32 + 2 * 32 * 16 + 2 * 32
-    assert not own.keys() & {parameter.data_ptr() for parameter in lm.parameters()}
-    assert lm.layers[0] is lm.hf.model.layers[0]
-
-
-# ---- save and load -----------------------------------------------------------------------------
 
 
 def test_what_was_saved_is_what_is_loaded(lm, saved):
@@ -149,29 +119,28 @@ def test_an_adapter_that_is_nowhere_names_what_was_tried(lm, saved, monkeypatch)
             load(path, lm, Adapter)
 
 
-DRAFTS = {"adapter": KangarooConfig, "eagle": EagleConfig, "medusa": MedusaConfig}
 TRAINED = {
-    "adapter": adapter_for,
-    "eagle": eagle_for,
-    "medusa": lambda lm: MedusaHeads(lm, MedusaHeadsConfig()),
+    KangarooConfig: adapter_for,
+    EagleConfig: eagle_for,
+    MedusaConfig: lambda lm: MedusaHeads(lm, MedusaHeadsConfig()),
 }
 
 
-@pytest.mark.parametrize("kind", DRAFTS)
-def test_heads_and_adapters_are_not_taken_for_each_other(kind, lm, tmp_path):
-    adapter = TRAINED[kind](lm)
+@pytest.mark.parametrize("config", TRAINED)
+def test_heads_and_adapters_are_not_taken_for_each_other(config, lm, tmp_path):
+    adapter = TRAINED[config](lm)
     folder = str(saved_adapter(lm, adapter, tmp_path))
-    for other in DRAFTS.keys() - {kind}:
+    for other in TRAINED.keys() - {config}:
         with pytest.raises(AdapterMismatch, match=f"drafter={adapter.architecture.drafter}"):
-            DRAFTS[other](adapter=folder).build(lm)
-    if kind != "medusa":  # whose guesses were not counted
-        assert type(DRAFTS[kind](adapter=folder).build(lm).adapter) is type(adapter)
+            other(adapter=folder).build(lm)
+    if config is not MedusaConfig:  # whose guesses were not counted
+        assert type(config(adapter=folder).build(lm).adapter) is type(adapter)
 
 
 BROKEN = [
     *((name, None, AdapterNotFound, name) for name in (WEIGHTS, CONFIG)),
     *((WEIGHTS, length, CorruptFile, "") for length in (0, -1)),
-    *((CONFIG, text, CorruptFile, "") for text in (b"{", b"[1]", b"{}", b"\xff\xfe\x00")),
+    *((CONFIG, text, CorruptFile, "") for text in (b"{", b"[1]", b"\xff\xfe\x00")),
     (CONFIG, b'{"target": "x", "surprise": 1}', CorruptFile, ""),
     (CONFIG, b'{"architecture": {"kind": "os"}}', CorruptFile, "its kind is os, not one of ada"),
 ]
@@ -205,12 +174,9 @@ def test_a_folder_that_holds_no_whole_adapter_says_why(lm, saved, name, content,
 
 
 OTHERS = [
-    {"hidden_size": 48},
     {"num_hidden_layers": 5},
-    {"vocab_size": 65},
-    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-    {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     {"num_key_value_heads": 4},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     {"tie_word_embeddings": True},
     {"architecture": "mistral"},
 ]
@@ -227,7 +193,7 @@ def test_an_adapter_for_another_target_is_refused_and_both_are_named(saved, fiel
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_an_adapter_on_other_weights_of_the_same_shape_is_warned_of(saved, caplog, dtype):
-    other = TargetModel(tiny_model(dtype=torch.bfloat16).to(dtype))
+    other = TargetModel(tiny(dtype=torch.bfloat16).hf.to(dtype))
     load(str(saved), other, Adapter)
     assert not caplog.messages  # the same weights, under another name and in any number format
     del other.fingerprint
@@ -251,9 +217,6 @@ def test_every_weight_is_needed_finite_and_none_is_ignored(lm, saved):
         save_file(other, saved / WEIGHTS)
         with pytest.raises(error, match=message):
             load(str(saved), lm, Adapter)
-
-
-# ---- draft vocabulary --------------------------------------------------------------------------
 
 
 def test_a_draft_vocabulary_is_the_most_frequent_tokens(saved):

@@ -6,6 +6,7 @@ Shapes: T tokens, P places, D hidden size, K draft vocabulary, R rank.
 
 import pytest
 import torch
+from cases import last_state, rounds_of
 from helpers import (
     EXIT,
     adapter_for,
@@ -28,7 +29,6 @@ from kangaroo.engine import engine as engine_module
 from kangaroo.engine.engine import Engine
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.block import BlockHead, BlockHeadConfig
-from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import reach_of
 from kangaroo.training.recipe import AdapterRecipe, trainees
@@ -38,31 +38,11 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order
 FUSED = [{}, {"feed_forward": True}, {"attention_layers": 2}]
 
 
-@pytest.fixture(scope="module", params=[*FUSED, "eagle", "window"], ids=str)
-def fused(request) -> tuple[TargetModel, Layer]:
-    """Layers that read deep states."""
-    lm = tiny("mistral", sliding_window=6) if request.param == "window" else tiny()
-    if request.param == "eagle":
-        return lm, eagle_for(lm)
-    parts = {} if request.param == "window" else request.param
-    return lm, adapter_for(lm, architecture=AdapterHeadConfig(**parts, fused=True))
-
-
-@torch.no_grad()
-def last_state(lm: TargetModel, adapter: Layer, ids: list[int], pending: int) -> Tensor:
-    """The adapter's state at the last of `ids`, whose tokens after `pending` are only drafted; by
-    the definition, in a whole pass a token: from `pending` on its own states are the deep ones."""
-    deep_1TD = lm.norm(states_after(lm, ids[:pending], adapter.deep_tap))
-    for end in range(pending + 1, len(ids) + 1):
-        f_1TD = states_after(lm, ids[:end], adapter.exit_layer)
-        before_1TD = torch.cat([torch.zeros(1, 1, deep_1TD.shape[-1]), deep_1TD], 1)
-        own_1TD = adapter(f_1TD, before_1TD, lm.chunk(0, end, 0, end), None)
-        deep_1TD = torch.cat([deep_1TD, own_1TD[:, -1:]], 1)
-    return deep_1TD[0, -1]
-
-
-def test_every_draft_step_of_training_is_that_of_drafting(fused):
-    lm, adapter = fused
+@pytest.mark.parametrize("kind", [*FUSED, "eagle", "window"], ids=str)
+def test_every_draft_step_of_training_is_that_of_drafting(kind):
+    lm = tiny("mistral", sliding_window=6) if kind == "window" else tiny()
+    parts = AdapterHeadConfig(fused=True, **(kind if kind in FUSED else {}))
+    adapter = eagle_for(lm) if kind == "eagle" else adapter_for(lm, EXIT, parts)
     (ids,) = random_prompts(12)
     meta = lm.chunk(0, 12, 0, 12)
     f_1TD = states_after(lm, ids, adapter.exit_layer)
@@ -76,25 +56,6 @@ def test_every_draft_step_of_training_is_that_of_drafting(fused):
     # it reads the deep state and its own, else this would hold for anything
     by_step = [last_state(lm, adapter, ids, pending) for pending in (10, 11)]
     assert not torch.allclose(*by_step)
-
-
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_a_fused_drafter_drafts_by_that_definition(fused, batch_size):
-    lm, adapter = fused
-    drafter = Kangaroo(lm, adapter, steps=3, threshold=0.2)
-
-    def expected(text: list[int], seed: int, count: int) -> list[int]:
-        ids = list(text)
-        for _ in range(count):
-            state_D = last_state(lm, adapter, ids, len(text) - 1)
-            ids.append(int(drafter.head(state_D[None])[0].argmax()))
-        return ids[len(text) :]
-
-    lengths = check_chains(drafter, expected)
-    engine = Engine(lm, drafter, prefill_chunk=7)
-    # one token, in a row used before; 9: two chunks
-    engine.generate(random_prompts(9, 3, 1, 14), 16, batch_size=batch_size)
-    assert {1, 3} <= lengths  # some stopped at once, and some went on to the end
 
 
 PARTS = [{}, {"feed_forward": True, "fused": True}, {"attention_layers": 2}]
@@ -205,14 +166,12 @@ def test_a_token_sees_whole_blocks_from_the_one_where_its_window_begins(length):
 
 
 def rounds(lm: TargetModel, kind: str, drafter: type[Kangaroo], window: int, batch_size: int):
-    """What each round of two long texts drafted and wrote."""
     parts = AdapterHeadConfig(**WINDOWED.get(kind, {}))
     adapter = eagle_for(lm) if kind == "eagle" else adapter_for(lm, architecture=parts)
     adapter.attention_window = window
     options = {"top_k": 3, "nodes": 9} if drafter is KangarooTree else {}
     engine = Engine(lm, drafter(lm, adapter, 4, 0.2, None, **options), prefill_chunk=70)
-    texts = engine.generate(LONG, 40, batch_size=batch_size)
-    return [[(s.tokens, s.accepted, s.drafted) for s in text.steps] for text in texts]
+    return rounds_of(engine.generate(LONG, 40, batch_size=batch_size))
 
 
 @pytest.mark.parametrize("drafter", [Kangaroo, KangarooTree])

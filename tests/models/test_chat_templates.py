@@ -1,5 +1,7 @@
 """Loss masks: which tokens the assistant wrote, for templates of every common form."""
 
+from itertools import groupby
+
 import pytest
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
@@ -112,15 +114,9 @@ CONVERSATION = turns("Why?", ANSWERS[0], "Is that  so?\n", ANSWERS[1], "1 2", AN
 
 
 def marked_texts(tokenizer, ids, mask):
-    """The runs of masked tokens, decoded."""
-    runs, last = [], 0
-    for token, wanted in zip(ids, mask, strict=True):
-        if wanted and not last:
-            runs.append([])
-        if wanted:
-            runs[-1].append(token)
-        last = wanted
-    return [tokenizer.decode(run).strip() for run in runs]
+    runs = groupby(zip(mask, ids, strict=True), lambda pair: pair[0])
+    marked = [[token for _, token in run] for wanted, run in runs if wanted]
+    return [tokenizer.decode(run).strip() for run in marked]
 
 
 @pytest.mark.parametrize("system", [False, True])

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import training_cases
-from cases import CHUNK, DRAFTERS, HOW, NEW_TOKENS, PROMPTS, Case, samplings
+from cases import HOW, case_for, check_texts
 from helpers import BY_MODULES, EXIT, adapter_for, random_prompts, tiny, tiny_model, vanilla_texts
 from torch import nn
 from training_cases import config, recipe, samples, train
@@ -24,8 +24,6 @@ from transformers import (
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Sampling
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.adapter_files import target_hash
@@ -95,21 +93,6 @@ of_families = pytest.mark.parametrize("name", FAMILIES)
 of_quantized = pytest.mark.parametrize("name", QUANTIZED)
 
 
-def check_texts(lm, how, drafters, batch_size):
-    """Each drafter writes what vanilla decoding writes alone."""
-    pairs = list(zip(PROMPTS, samplings(how), strict=True))
-    texts = [vanilla_texts(lm, [prompt], NEW_TOKENS, own)[0] for prompt, own in pairs]
-    requests = [Request(prompt, NEW_TOKENS, own.seed, sampling=own) for prompt, own in pairs]
-    case = Case(lm, adapter_for(lm), texts)
-    for name in drafters:
-        engine = Engine(lm, DRAFTERS[name](case), prefill_chunk=CHUNK)
-        done = dict(engine.completions(requests, Sampling(), batch_size))
-        assert [p + done[i].tokens for i, p in enumerate(PROMPTS)] == texts, name
-
-
-# ---- windows -----------------------------------------------------------------------------------
-
-
 SOME = {"use_sliding_window": True, "sliding_window": 128, "num_hidden_layers": 4}
 OF_GEMMA = {"max_position_embeddings": 512, "sliding_window": 512, "num_hidden_layers": 6}
 
@@ -133,11 +116,9 @@ def test_a_window_is_that_of_the_layers_that_the_config_names(config, window, wi
 @pytest.mark.parametrize("window", [2, 3])
 def test_a_tree_may_be_deeper_than_the_window(window):
     """What a node sees of its own ancestors ends there, too."""
-    drafters = ["kangaroo-tree", "tree-from-exit", "eagle-tree", "lookahead-tree"]
-    check_texts(tiny("mistral", sliding_window=window), "sampled", drafters, 4)
-
-
-# ---- what their layers compute -----------------------------------------------------------------
+    case = case_for(tiny("mistral", sliding_window=window), "sampled")
+    for drafter in ("kangaroo-tree", "tree-from-exit", "eagle-tree", "lookahead-tree"):
+        check_texts(case, drafter, "sampled", 4)
 
 
 @of_families
@@ -152,9 +133,6 @@ def test_what_a_family_adds_is_part_of_the_target_that_an_adapter_is_for():
     changed = [tiny("gemma2", final_logit_softcapping=9.0), tiny("mistral", sliding_window=8)]
     targets = [*(family() for family in FAMILIES.values()), *changed]
     assert len(set(map(target_hash, targets))) == len(targets)
-
-
-# ---- adapters ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *QUANTIZED])
@@ -173,10 +151,10 @@ def test_an_adapter_learns_is_saved_and_drafts(name, tmp_path):
 
 
 @torch.no_grad()
-@of_families
-def test_an_adapter_begins_as_the_targets_layer_with_its_windows_and_multipliers(name):
+@pytest.mark.parametrize("name", [*FAMILIES, "llama", "qwen2", "qwen3"])
+def test_an_adapter_begins_as_the_targets_layer_with_all_that_its_family_adds(name):
     """But for norms after the attention, which it does not have."""
-    lm = FAMILIES[name]()
+    lm = FAMILIES[name]() if name in FAMILIES else tiny(name)
     adapter = Adapter(lm, EXIT).start_from(lm)
     meta, f_1TD = lm.chunk(0, 40, 0, 40), torch.randn(1, 40, 32)
     layer = lm.layers[EXIT]
@@ -207,8 +185,6 @@ def test_a_draft_model_says_what_the_adapter_says_or_is_refused(name):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-# ---- quantized ---------------------------------------------------------------------------------
-
 QUANTIZED_BY = """kangaroo kangaroo-tree kangaroo-fused-layer eagle-tree block hybrid-tree
 draft_verify medusa kangaroo-vocabulary prompt-lookup-short""".split()
 
@@ -217,7 +193,9 @@ draft_verify medusa kangaroo-vocabulary prompt-lookup-short""".split()
 def test_drafters_write_what_the_quantized_model_writes_itself(name):
     lm = QUANTIZED[name]().compile_for_decoding()
     for number, how in enumerate(HOW):
-        check_texts(lm, how, QUANTIZED_BY[number :: len(HOW)], 1 + number % 4)
+        case = case_for(lm, how)
+        for drafter in QUANTIZED_BY[number :: len(HOW)]:
+            check_texts(case, drafter, how, 1 + number % 4)
 
 
 @of_quantized

@@ -1,21 +1,13 @@
-"""A target driven by layer ranges computes what transformers computes, however it attends.
+"""A target driven by layer ranges computes what transformers computes, however it attends, and its
+cache writes where it is told.
 
-Shapes as in `kangaroo/models/target.py`.
+Shapes as in `kangaroo/models/target.py` and `kangaroo/engine/cache.py`.
 """
-
-import itertools
 
 import pytest
 import torch
 from cases import FAMILIES
-from helpers import (
-    LLAMA3_ROPE,
-    adapter_for,
-    forward_logits,
-    random_prompts,
-    tiny,
-    vanilla_texts,
-)
+from helpers import LLAMA3_ROPE, adapter_for, forward_logits, random_prompts, tiny, vanilla_texts
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3Config, Gemma3TextConfig, GemmaConfig, LlamaConfig
@@ -23,7 +15,7 @@ from transformers import Gemma3Config, Gemma3TextConfig, GemmaConfig, LlamaConfi
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine.cache import BUCKET
+from kangaroo.engine.cache import BUCKET, occupied
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.tree import Tree
 from kangaroo.models import target as model
@@ -82,41 +74,6 @@ def test_logits_in_pieces_equal_those_of_transformers_in_one(name):
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
 
-@torch.no_grad()
-def test_taps_are_the_states_between_layers():
-    lm = tiny()
-    tokens_1T = torch.tensor(random_prompts(9))
-    hidden = lm.hf(tokens_1T, output_hidden_states=True).hidden_states
-    meta = lm.chunk(0, 9, row=0, n_slots=16)
-    x_1TD, taps = lm.run(lm.embed(tokens_1T), None, meta, range(4), taps=(0, 1, 3, 4))
-    assert sorted(taps) == [0, 1, 3, 4]
-    for tap in (0, 1, 3):
-        torch.testing.assert_close(taps[tap], hidden[tap], atol=TOLERANCE, rtol=0)
-    assert torch.equal(taps[4], x_1TD)  # before the final norm, after which transformers' is
-    assert lm.run(x_1TD, None, meta, range(2, 4), taps=(2,))[1].keys() == {2}
-    assert lm.run(x_1TD, None, meta, range(2, 4), taps=(1,))[1] == {}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("used", [1, BUCKET - 1, BUCKET, BUCKET + 1])
-def test_nodes_lie_in_slots_of_their_own_inside_the_allocation(used):
-    lm = tiny()
-    # at the least, `used` slots and a free one for each place before the text
-    for start, roomy in itertools.product((-5, -1, 0), (False, True)):
-        n_slots = 1000 if roomy else used - start
-        tree = Tree.chain(used - start, lm.device)
-        meta = lm.forward_meta(tree, torch.tensor([start]), used, n_slots, below=-start)
-        slots = meta.slots_RT[0].tolist()
-        assert len(set(slots)) == len(slots)
-        assert slots[-used:] == list(range(used))
-        assert max(slots) < n_slots
-        # attention reads the occupied buckets, not the allocation
-        assert meta.extent == min(n_slots, -(-(used - start) // BUCKET) * BUCKET)
-
-
-# ---- attention ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("width, extent", [(1, 9), (5, 9), (9, 9)])
@@ -139,7 +96,6 @@ def test_every_mask_and_none_give_the_formula_capped_or_not(width, extent, group
 
 
 def test_texts_are_the_same_by_the_gpus_paths(monkeypatch):
-    """Prompts without masks, on the CPU."""
     prompts = random_prompts(5, 40, 130)
     expected = vanilla_texts(tiny(), prompts, 16)
     monkeypatch.setattr(model, "has_flash", lambda device, dtype: True)
@@ -149,9 +105,6 @@ def test_texts_are_the_same_by_the_gpus_paths(monkeypatch):
         for rows in (1, 2):
             done = Engine(lm, drafter, prefill_chunk=16).generate(prompts, 16, batch_size=rows)
             assert [p + g.tokens for p, g in zip(prompts, done, strict=True)] == expected
-
-
-# ---- what is refused ---------------------------------------------------------------------------
 
 
 SOME = {"num_hidden_layers": 6}
@@ -175,9 +128,6 @@ def test_what_is_no_target_or_only_looks_like_a_family_is_refused_by_name(config
         tiny("gemma")
 
 
-# ---- end of text -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "by_generation_config, by_config, expected",
     [(None, None, []), (None, 5, [5]), (7, 5, [7]), ([7, 8, 9], 5, [7, 8, 9]), (0, 5, [0])],
@@ -188,9 +138,6 @@ def test_every_eos_id_is_known(by_generation_config, by_config, expected):
     lm.config.eos_token_id = by_config
     assert lm.eos_ids() == expected
     assert Engine(lm, Vanilla()).eos_ids == set(expected)
-
-
-# ---- several devices ---------------------------------------------------------------------------
 
 
 class Moves(TorchDispatchMode):
@@ -223,3 +170,12 @@ def test_layers_on_a_second_device_get_their_inputs_there():
     assert devices == {1: "cpu", 2: "cpu", 4: "meta"}
     assert moves.count == 6  # state, slots, positions, bias, cosine, sine: once, not once a layer
     cache.move(torch.tensor([[1]]), torch.tensor([[0]]))
+
+
+CPU = torch.device("cpu")
+
+
+def test_the_extent_is_bucketed_and_never_beyond_the_allocation():
+    assert occupied(1000, 1) == occupied(1000, BUCKET) == BUCKET
+    assert occupied(1000, BUCKET + 1) == 2 * BUCKET
+    assert occupied(100, BUCKET + 1) == 100

@@ -47,13 +47,9 @@ def config(path, **changes) -> ModelConfig:
 
 @pytest.fixture
 def folder(tmp_path):
-    """A complete tiny checkpoint."""
     random_model().save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     return tmp_path
-
-
-# ---- local folders and the hub -----------------------------------------------------------------
 
 
 def test_folder_loads_frozen_in_the_dtype_asked_for(folder):
@@ -108,17 +104,16 @@ def test_a_setting_that_cannot_be_is_refused_by_name(changes, message):
 
 
 @pytest.mark.parametrize(
-    "content, reason",
+    "name, content, reason",
     [
-        (b"", "it is empty"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
-        (b"<!DOCTYPE html><html></html>", "it is a web page"),
-        (5000, ""),  # bytes that are left of it, of which torch makes an OSError
-        (-1, ""),
+        ("pytorch_model.bin", b"", "it is empty"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        ("tokenizer.json", b"<!DOCTYPE html><html></html>", "it is a web page"),
+        ("pytorch_model.bin", 5000, ""),  # bytes that are left, of which torch makes an OSError
+        *((f, -1, "") for f in ("model.safetensors", "pytorch_model.bin", "tokenizer.json")),
     ],
-    ids=["empty", "lfs", "html", "5000", "cut by one"],
+    ids=lambda value: str(value)[:20],
 )
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json"])
 def test_a_damaged_file_is_named(folder, name, content, reason):
     file = folder / name
     if file.suffix == ".bin":
@@ -186,9 +181,6 @@ def test_a_turn_that_ends_no_text_is_warned_of_and_the_option_ends_it(folder, ca
     assert lm.eos_ids() == [258, 300, 257] and not caplog.messages
 
 
-# ---- templates ---------------------------------------------------------------------------------
-
-
 def test_vicunas_template_of_a_conversation():
     _, tokenizer = load(config(TINY, chat_template="vicuna"))
     assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == (
@@ -200,9 +192,6 @@ def test_vicunas_template_of_a_conversation():
     chat = [{"role": "system", "content": "Be brief."}, *CHAT[:2]]
     text = tokenizer.apply_chat_template(chat, tokenize=False)
     assert text == tokenizer.bos_token + "Be brief. USER: Hi! ASSISTANT: Hello.</s>"
-
-
-# ---- random models -----------------------------------------------------------------------------
 
 
 def test_byte_tokenizer_round_trips_any_text(tmp_path):
@@ -223,9 +212,6 @@ def test_tiny_model_fits_its_tokenizer_and_is_the_same_in_every_dtype():
     assert torch.equal(wide.lm_head.weight.bfloat16(), narrow.lm_head.weight)
     assert narrow.dtype == narrow.config.dtype == torch.bfloat16
     assert narrow.model.rotary_emb.inv_freq.dtype == torch.float32
-
-
-# ---- the embedded model ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -300,8 +286,6 @@ def test_embedded_model_knows_its_tokens_and_answers(smollm2):
     answer = output[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
 
-
-# ---- shapes without weights --------------------------------------------------------------------
 
 # of the hub's safetensors files, in parameters
 PUBLISHED = {

@@ -17,7 +17,7 @@ RUNS = {
     "train_adapter.py": ("--output {here}", r"attention-exit2 is trained; with it .*\n'.+'\n$"),
     "add_a_drafter.py": ("--model tiny", "writes the same: True"),
     "h100_speedups.py": ("", r"hybrid, fused adapter \| \d\.\d\d \| \d\.\d\d \("),
-    # if it says 3 passes twice, transformers is mended: drop tests/assistant.py, too
+    # if it says 3 passes twice, transformers is mended: drop `with_mask` of the tests, too
     "assistant_mask.py": ("", r"5\]: 3 passes\n.*5\]: \d{2} passes\n$"),
     "fine_tune.py": (
         "--model tiny --output {here}/tuned --files examples --steps 3 --width 64",

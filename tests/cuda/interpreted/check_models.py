@@ -1,17 +1,23 @@
 """Whole tiny models, decoding and over whole texts: what transformers' modules compute, and bits
-that depend on nothing beside a token.
+that depend on nothing beside a token. And what they show too little of: rounding, choices among
+equals, and what is no token.
 
 Shapes: B or R rows, N nodes or tokens of a row, T tokens of a text, S slots.
 """
 
+import itertools
 import os
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from helpers import VOCABULARY, tiny_model
 from torch import Tensor
 
-from kangaroo.cuda import layers as kernels
+from kangaroo.cpu.native import LayerWeights, Sizes
+from kangaroo.cuda import kernels, layers
+from kangaroo.cuda.launching import launch
 from kangaroo.cuda.layers import Head, Stack
 from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.cache import ForwardMeta, KVCache
@@ -25,13 +31,14 @@ DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "c
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 DTYPES = list(TOLERANCE)
 SLOTS = 200
+SMALLEST = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
 FAMILIES = {
     "llama": {"num_key_value_heads": 4},
     "llama-biased": {"attention_bias": True},
     "llama-wide": {"head_dim": 96},
     "llama-widest": {"head_dim": 256, "num_key_value_heads": 1},
     "qwen2": {"head_dim": 80},
-    "qwen3": {"head_dim": 40},
+    "qwen3": {"head_dim": 40, "num_attention_heads": 2, "num_key_value_heads": 1},
     "mistral": {"hidden_size": 72, "intermediate_size": 200, "num_key_value_heads": 1},
 }
 
@@ -62,7 +69,6 @@ def meta_of(lm: TargetModel, tree: Tree, starts: list[int]) -> ForwardMeta:
 def by_kernels(
     lm: TargetModel, cache: KVCache, tree: Tree, starts: list[int], tokens_BN: Tensor
 ) -> Tensor:
-    """Logits of a tree in each row."""
     meta = meta_of(lm, tree, starts)
     x_BND = stack_of(lm)(lm.embed(tokens_BN), cache, meta, range(lm.n_layers))
     head = Head(lm.head.weight, lm.sizes())
@@ -95,62 +101,50 @@ def test_kernels_compute_what_the_modules_compute(name, dtype):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
-def test_a_part_of_a_block_is_computed_as_a_block_is():
-    """A drafter narrows a block of all rows: what is left has gaps."""
-    lm, tokens_BN = model("llama", num_hidden_layers=1), random_tokens(2, 3)
-    whole = meta_of(lm, Tree.chain(3, DEVICE), [3, 62])
-    part = meta_of(lm, Tree.chain(1, DEVICE), [4, 63])
-    states, keys = [], []
-    for meta in (whole.narrow(1, 1), part):
-        cache = filled_cache(lm, 2)
-        states.append(stack_of(lm)(lm.embed(tokens_BN[:, 1:2]), cache, meta, range(1)))
-        keys.append(cache.keys[0])
-    assert torch.equal(*states) and torch.equal(*keys)
-
-
 def test_a_node_sees_its_whole_path_when_it_is_computed_alone():
     """A drafter computes a level of its tree at a time: a path has more nodes than the level, and
-    they do not lie side by side."""
-    lm, parents = model("llama", num_hidden_layers=1), [0, 0, 0, 2, 2, 4, 4, 6]
-    x_BND, cache = lm.embed(random_tokens(1, len(parents))), filled_cache(lm, 1)
-    meta = meta_of(lm, Tree(torch.tensor([parents], device=DEVICE), max_depth=4), [62])
+    they do not lie side by side. What is left of all rows' block has gaps."""
+    lm, parents = model("llama", **SMALLEST), [0, 0, 0, 2, 2, 4, 4, 6]
+    x_BND, cache = lm.embed(random_tokens(2, len(parents))), filled_cache(lm, 2)
+    meta = meta_of(lm, Tree(torch.tensor([parents], device=DEVICE), max_depth=4), [3, 62])
     together = stack_of(lm)(x_BND, cache, meta, range(1))
+    keys = cache.keys[0].clone()
     alone = stack_of(lm)(x_BND[:, -1:], cache, meta.narrow(len(parents) - 1, 1), range(1))
-    assert torch.equal(alone[0, 0], together[0, -1])
+    assert torch.equal(alone[:, 0], together[:, -1]) and torch.equal(cache.keys[0], keys)
 
 
 TREE = [0, 0, 0, 1, 1, 3, 2, 5]  # of each node its parent
+EVERY = [0, 1], [4, 6, 7]  # rows and leaves
 
 
 def path_to(node: int) -> list[int]:
     return [node] if node == 0 else [*path_to(TREE[node]), node]
 
 
-# Name, options, format, starts, and the leaves that are decoded alone.
+# Name, options, format, starts, and the rows and leaves that are decoded alone.
 BITS = [
-    ("llama", {"num_key_value_heads": 1, "num_hidden_layers": 1}, torch.bfloat16, [3, 62], [6]),
-    ("llama", {"head_dim": 64, "num_attention_heads": 8}, torch.bfloat16, [128, 129], [4, 6, 7]),
-    ("qwen3", {"head_dim": 32}, torch.float16, [63, 64], [4, 6, 7]),
-    ("qwen2", {"head_dim": 80}, torch.float32, [120, 127], [4, 6, 7]),
-    ("mistral", {"num_attention_heads": 8}, torch.float16, [125, 190], [4, 6, 7]),
+    ("llama", SMALLEST, torch.bfloat16, [3, 62], [1], [6]),
+    ("llama", {"head_dim": 64, "num_attention_heads": 8}, torch.bfloat16, [128, 129], *EVERY),
+    ("qwen3", {"head_dim": 32}, torch.float16, [63, 64], *EVERY),
+    ("qwen2", {"head_dim": 80}, torch.float32, [120, 127], *EVERY),
+    ("mistral", {"num_attention_heads": 8}, torch.float16, [125, 190], *EVERY),
 ]
 
 
 @pytest.mark.parametrize("case", [BITS[0], *(pytest.param(x, marks=slow) for x in BITS[1:])])
 def test_each_node_of_a_tree_in_a_batch_has_the_bits_of_its_token_alone(case):
     """The same tokens decoded one by one, each path in the slots of its positions."""
-    name, options, dtype, starts, leaves = case
+    name, options, dtype, starts, rows, leaves = case
     lm, tokens_BN = model(name, dtype, **options), random_tokens(2, len(TREE))
     tree = Tree(torch.tensor([TREE], device=DEVICE), max_depth=4)
     together = by_kernels(lm, filled_cache(lm, 2), tree, starts, tokens_BN)
     alone = Tree.chain(1, DEVICE)
-    for row, start in enumerate(starts):
-        for leaf in leaves:
-            cache = filled_cache(lm, 1)
-            for depth, node in enumerate(path_to(leaf)):
-                token_11 = tokens_BN[row, node][None, None]
-                logits = by_kernels(lm, cache, alone, [start + depth], token_11)
-                assert torch.equal(logits[0, 0], together[row, node]), (row, node)
+    for row, leaf in itertools.product(rows, leaves):
+        cache = filled_cache(lm, 1)
+        for depth, node in enumerate(path_to(leaf)):
+            token_11 = tokens_BN[row, node][None, None]
+            logits = by_kernels(lm, cache, alone, [starts[row] + depth], token_11)
+            assert torch.equal(logits[0, 0], together[row, node]), (row, node)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +153,7 @@ def test_each_node_of_a_tree_in_a_batch_has_the_bits_of_its_token_alone(case):
 def test_a_chain_of_any_width_has_the_bits_of_one_token(width):
     """Wider ones fill further accumulators, and more programs; some tokens of a long one are
     enough."""
-    fewer = {"num_key_value_heads": 1, "num_hidden_layers": 1}
-    lm, tokens_1N = model("llama", torch.bfloat16, **fewer), random_tokens(1, width)
+    lm, tokens_1N = model("llama", torch.bfloat16, **SMALLEST), random_tokens(1, width)
     cache = filled_cache(lm, 1)
     together = by_kernels(lm, cache, Tree.chain(width, DEVICE), [60], tokens_1N)
     alone = Tree.chain(1, DEVICE)
@@ -176,8 +169,7 @@ def over_texts(lm: TargetModel, tokens_RT: Tensor, taps: tuple[int, ...] = ()) -
 
 
 def with_stack(lm: TargetModel) -> TargetModel:
-    """As on a GPU, whose kernels decode."""
-    return lm.decode_by(Acceleration(sizes=lm.sizes(), kernels=kernels))
+    return lm.decode_by(Acceleration(sizes=lm.sizes(), kernels=layers))
 
 
 @pytest.mark.parametrize(
@@ -213,11 +205,86 @@ def test_a_texts_bits_depend_on_no_other_row_and_no_padding_and_a_mask_is_for_mo
 
 
 def test_a_window_begins_at_a_block():
-    lm, starts, tokens_BN = model("llama", num_hidden_layers=1), [3, 62, 140], random_tokens(3, 3)
+    lm, starts, tokens_BN = model("llama", **SMALLEST), [62, 140], random_tokens(2, 3)
     meta = meta_of(lm, Tree.chain(3, DEVICE), starts)
-    x_BND, caches = lm.embed(tokens_BN), (filled_cache(lm, 3), filled_cache(lm, 3))
+    x_BND, caches = lm.embed(tokens_BN), (filled_cache(lm, 2), filled_cache(lm, 2))
     near_BND = stack_of(lm, window=64)(x_BND, caches[0], meta, range(1))
     expected_BND, _ = lm.run(x_BND, caches[1], meta.within(64), range(1))
     torch.testing.assert_close(near_BND, expected_BND, rtol=0, atol=1e-4)
     whole_BND, _ = lm.run(x_BND, caches[1], meta, range(1))
-    assert torch.equal(expected_BND[:2], whole_BND[:2]) and not near_BND[2].allclose(whole_BND[2])
+    assert torch.equal(expected_BND[0], whole_BND[0]) and not near_BND[1].allclose(whole_BND[1])
+
+
+FORMATS = [torch.bfloat16, *(pytest.param(x, marks=slow) for x in DTYPES[:2])]
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+@triton.jit
+def double_kernel(x_ptr, wide_ptr, y_ptr, N: tl.constexpr, PDL: tl.constexpr):
+    at = tl.arange(0, N)
+    x = kernels.read(x_ptr + at, at < N).to(tl.float32)
+    tl.store(wide_ptr + at, x)
+    kernels.write(y_ptr + at, x * 2, at < N)
+
+
+@triton.jit
+def round_kernel(x_ptr, y_ptr, z_ptr, N: tl.constexpr, PDL: tl.constexpr):
+    at = tl.arange(0, N)
+    x = tl.load(x_ptr + at)
+    kernels.write(y_ptr + at, x, at < N)
+    tl.store(z_ptr + at, kernels.rounded(x, y_ptr.dtype.element_ty).to(tl.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_numbers_are_read_and_rounded_as_torch_does(dtype):
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).to(DEVICE)
+    wide, doubled = torch.empty(2**16, device=DEVICE), torch.empty_like(every)
+    launch(double_kernel, (1,), every, wide, doubled, N=2**16)
+    torch.testing.assert_close(wide, every.float(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(doubled, every * 2, rtol=0, atol=0, equal_nan=True)
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (2**16,), generator=generator)
+    bits[::2] = bits[::2] // 2**16 * 2**16 + 2**15  # halfway between two numbers of bfloat16
+    bits[::4] += 1
+    floats = bits.to(torch.int32).view(torch.float32).to(DEVICE)
+    if dtype == torch.float16:
+        floats = floats.clamp(-6e4, 6e4)  # numpy warns of what has no place
+    narrow, kept = torch.empty_like(every), torch.empty_like(wide)
+    launch(round_kernel, (1,), floats, narrow, kept, N=2**16)
+    torch.testing.assert_close(narrow, floats.to(dtype), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(kept, floats.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_a_choice_is_the_likeliest_token_and_of_equals_the_lowest(dtype):
+    x, weight = numbers(19, 40, dtype=dtype), numbers(75, 40, dtype=dtype)
+    weight[[70, 40, 3]] = weight[50] * 4  # three equal rows, in several tiles
+    head = layers.Head(weight, Sizes(40, 1, 1, 16, 160, 1e-5, 0.25))
+    logits = head(x)
+    torch.testing.assert_close(logits, (x.double() @ weight.double().T).float(), rtol=0, atol=1e-4)
+    (ids,), (chances,) = head.choose(x[None])
+    order = logits.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(ids, order.indices[:, 0]) and 3 in ids
+    exact = logits.double().softmax(-1).gather(1, ids[:, None])
+    torch.testing.assert_close(chances.double()[:, None], exact, rtol=1e-5, atol=1e-7)
+    listed = torch.arange(75, device=DEVICE) * 2 + 1  # a part of a vocabulary
+    assert torch.equal(head.choose(x[None], ids_O=listed)[0][0], ids * 2 + 1)
+
+
+def test_what_is_no_token_writes_nothing():
+    layer, cache = LayerWeights(), KVCache(1, 8, 1, 16, torch.float32, [DEVICE])
+    layer.q, layer.k, layer.v = numbers(32, 48), numbers(16, 48), numbers(16, 48)
+    layer.o = torch.eye(32, device=DEVICE)
+    layer.attention_norm = torch.ones(48, device=DEVICE)
+    slots_RT = torch.arange(2, device=DEVICE)[None]
+    bias = torch.full((1, 1, 2, 8), -torch.inf, device=DEVICE)
+    bias[0, 0, 0, 0] = 0
+    rope = torch.ones(1, 2, 16, device=DEVICE), torch.zeros(1, 2, 16, device=DEVICE)
+    meta = ForwardMeta(slots_RT, slots_RT, bias, 8, slice(0, 1), rope, recordable=True)
+    stack = layers.Stack([layer], Sizes(48, 2, 1, 16, 192, 1e-5, 0.25))
+    stack(numbers(1, 2, 48), cache, meta, range(1), keys_alone=True)
+    assert cache.keys[0][0].any() and not cache.keys[0][1:].any()
