@@ -19,7 +19,7 @@ from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import HeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
-from kangaroo.heads.text_head import TextHead
+from kangaroo.heads.text_head import ROOM, TextHead
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch
 from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, CountOrZero, DraftSize, Ranged
@@ -154,7 +154,7 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
 
     exit_layer: Count | None = None
     vocabulary: CountOrZero | None = None
-    text_vocabulary: CountOrZero = 512
+    text_vocabulary: CountOrZero = ROOM
     attention_window: CountOrZero | None = None
 
     kind: ClassVar[type[Layer]] = Adapter  # what it drafts with
@@ -174,9 +174,8 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
                     "drafter.adapter= one of that exit layer."
                 )
             layer, heads = adapter_files.load(self.adapter, lm, self.kind, self.vocabulary)
-            frequent_K = heads[0].vocabulary_K
-            if self.text_vocabulary and frequent_K is not None and not layer.own_heads():
-                heads = [TextHead(lm, frequent_K, self.text_vocabulary)]
+            if isinstance(head := heads[0], TextHead):
+                head.make_room(self.text_vocabulary)
         else:
             begun = self.parts().build(lm, exit_layer, None).start_from(lm)
             assert isinstance(begun, self.kind)

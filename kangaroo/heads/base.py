@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.text_head import TextHead
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Ranged
@@ -98,8 +99,9 @@ class Trainable(nn.Module, ABC):
 
     def draft_heads(self, lm: TargetModel, vocabulary_K: Tensor | None) -> list[DraftHead]:
         """What it drafts with: one for each draft step, the last one for all further steps."""
-        heads: Sequence[nn.Module | None] = self.own_heads() or [None]
-        return [DraftHead(lm, head, vocabulary_K) for head in heads]
+        if heads := self.own_heads():
+            return [DraftHead(lm, head, vocabulary_K) for head in heads]
+        return [DraftHead(lm) if vocabulary_K is None else TextHead(lm, vocabulary_K)]
 
     def side_loss(self, states: Sequence[Tensor], valid: Tensor, deep_MD: Tensor) -> Tensor | None:
         """A loss besides the one on tokens, summed over positions, if there is one, of the states

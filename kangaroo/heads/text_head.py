@@ -14,6 +14,7 @@ from typing_extensions import Self
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 
+ROOM = 512  # for tokens of the texts
 BLOCK = 16  # rows of a matrix that native code multiplies together
 
 
@@ -22,15 +23,19 @@ class TextHead(DraftHead):
     the texts have: nearly all of what the whole head would bring, for 1% of its rows
     (docs/methods.md). CUDA graphs are of one size, so there all of the room is filled."""
 
-    def __init__(self, lm: TargetModel, frequent_K: Tensor, room: int):
+    def __init__(self, lm: TargetModel, frequent_K: Tensor, room: int = ROOM):
         super().__init__(lm, None, frequent_K)
         self.target_VD, self.frequent = lm.head.weight, frozenset(frequent_K.tolist())
-        self.room, self.fills_all, self.texts = room, False, list[list[int]]()
-        free = -(-room // BLOCK) * BLOCK
-        self.rows_RD = torch.cat(
-            [self.weight_KD, self.weight_KD.new_empty(free, lm.config.hidden_size)]
-        )
-        self.ids_R = torch.cat([frequent_K.to(lm.device), frequent_K.new_empty(free)])
+        self.fills_all, self.texts = False, list[list[int]]()
+        self.make_room(room)
+
+    def make_room(self, room: int) -> None:
+        """For so many other tokens, of which there is none yet."""
+        assert self.vocabulary_K is not None
+        self.room, size, free = room, len(self.frequent), -(-room // BLOCK) * BLOCK
+        ids_K, rows_KD = self.vocabulary_K[:size], self.weight_KD[:size]
+        self.ids_R = torch.cat([ids_K, ids_K.new_empty(free)])
+        self.rows_RD = torch.cat([rows_KD, rows_KD.new_empty(free, rows_KD.shape[1])])
         self._grow([])
 
     def accelerate(self, lm: TargetModel) -> Self:

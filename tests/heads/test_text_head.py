@@ -66,13 +66,17 @@ def test_a_text_of_rare_tokens_is_drafted_from_them_whatever_was_decoded_before(
 def test_an_adapter_that_reads_the_targets_head_gets_one(tmp_path):
     lm, frequent = tiny(), FREQUENT.tolist()
     plain, own = adapter_for(lm), Adapter(lm, 2, AdapterHeadConfig(own_head=True), FREQUENT)
-    kinds = []
-    for name, adapter in (("plain", plain), ("own", own)):
+
+    def head_of(name, adapter, **options):
         folder = str(saved_adapter(lm, adapter, tmp_path / name, frequent, vocabulary=16))
-        for options in ({}, {"text_vocabulary": 0}, {"vocabulary": 0}):
-            if name == "plain" or "vocabulary" not in options:  # which its own head cannot have
-                kinds.append(type(KangarooConfig(adapter=folder, **options).load(lm)[1][0]))
-    assert kinds == [TextHead, DraftHead, DraftHead, DraftHead, DraftHead]
+        return KangarooConfig(adapter=folder, **options).load(lm)[1][0]
+
+    assert head_of("plain", plain).room == 512
+    without = head_of("plain", plain, text_vocabulary=0)
+    without.follow([[40, 50]])
+    assert without.vocabulary_K.tolist() == frequent
+    assert type(head_of("plain", plain, vocabulary=0)) is DraftHead
+    assert type(head_of("own", own)) is DraftHead
 
 
 def test_for_graphs_which_are_of_one_size_all_of_the_room_is_filled_in_place():

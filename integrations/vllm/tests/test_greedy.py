@@ -10,6 +10,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
+from kangaroo.heads.draft_head import DraftHead
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_text_is_vllms_own_and_drafts_are_accepted(drafter, serve, alone):
 def test_each_round_writes_what_our_engines_does(drafter, vocabulary, steps, threshold, lm, serve):
     adapter = adapter_for(lm, feed_forward=drafter == "layer")
     vocabulary_K = None if vocabulary is None else torch.arange(0, 128, 2)
-    (head,) = adapter.draft_heads(lm, vocabulary_K)
+    head = DraftHead(lm, None, vocabulary_K)  # which does not follow the texts
     engine = Engine(lm, Kangaroo(lm, adapter, steps, threshold, head))
     with serve(drafter, steps, threshold) as llm:
         for prompt in prompts(3):
