@@ -332,8 +332,8 @@ class Head:
     def choose(
         self, x_RTD: Tensor, norm: Tensor | None = None, ids_O: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The likeliest token after each, of equals the lowest, and what the distribution gives it,
-        both `[R, T]`; no logits are written. `ids_O` are the outputs' tokens, ascending; None where
+        """The likeliest token after each, of equals the first, and what the distribution gives it,
+        both `[R, T]`; no logits are written. `ids_O` are the outputs' tokens; None where
         they are all tokens.
         """
         x_ND = self._read(flat(x_RTD), norm)
