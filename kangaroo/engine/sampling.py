@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kangaroo.engine.cache import power_of_two
+from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import CountOrZero, NoiseSeed, NotNegative, Ranged, Share
 
 _MASK = 0xFFFFFFFF
@@ -59,6 +60,11 @@ class Sampling(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        try:
+            self.rule = Rule(self.rule)  # or its name
+        except ValueError as error:
+            rules = ", ".join(rule.value for rule in Rule)
+            raise ConfigError(f"sampling.rule={self.rule} must be one of {rules}.") from error
         self.temperature = min(self.temperature, HOTTEST)
         if self.temperature < GREEDY_BELOW:
             self.temperature = 0.0
