@@ -148,7 +148,7 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
             reads that part of the head (FR-Spec, arXiv 2502.14856); 0 is all, null takes what the
             adapter was saved with.
         text_vocabulary: draft from up to so many other tokens too, those of the text itself; 0 is
-            none. Not where an adapter has a head of its own, nor in CUDA graphs.
+            none. Not where an adapter has a head of its own.
         attention_window: how far the adapter's attention looks back; null is as it was trained.
     """
 

@@ -254,8 +254,11 @@ def _question(fields: Any, defaults: dict[str, Any]) -> Question:
         raise ValueError("question_id must be an integer of 64 bits")
     if not isinstance(fields["category"], str):
         raise ValueError("category must be a string")
-    messages = fields.get("messages", [])  # as NVIDIA's tools write SPEED-Bench
-    turns = fields.get("turns", [m["content"] for m in messages if m.get("role") == "user"])
+    turns = fields.get("turns")
+    if turns is None and isinstance(messages := fields.get("messages"), list):
+        # as NVIDIA's tools write SPEED-Bench
+        users = (x for x in messages if isinstance(x, dict) and x.get("role") == "user")
+        turns = [message.get("content") for message in users]
     are_strings = isinstance(turns, list) and all(isinstance(x, str) and x.strip() for x in turns)
     if not turns or not are_strings:
         raise ValueError("turns must be a list of at least one string, none of them blank")

@@ -5,7 +5,6 @@ Shapes: K draft vocabulary, V vocabulary, D hidden size, R room for the largest 
 
 from collections.abc import Sequence
 from itertools import chain, islice
-from operator import is_
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ class TextHead(DraftHead):
     def __init__(self, lm: TargetModel, frequent_K: Tensor, room: int = ROOM):
         super().__init__(lm, None, frequent_K)
         self.target_VD, self.frequent = lm.head.weight, frozenset(frequent_K.tolist())
-        self.fills_all, self.texts = False, list[list[int]]()
+        self.fills_all = False
         self.make_room(room)
 
     def make_room(self, room: int) -> None:
@@ -36,6 +35,10 @@ class TextHead(DraftHead):
         ids_K, rows_KD = self.vocabulary_K[:size], self.weight_KD[:size]
         self.ids_R = torch.cat([ids_K, ids_K.new_empty(free)])
         self.rows_RD = torch.cat([rows_KD, rows_KD.new_empty(free, rows_KD.shape[1])])
+        rare = (token for token in range(self.vocab_size) if token not in self.frequent)
+        self.filling = list(islice(rare, 2 * free))  # at most half of them are a text's, too
+        # each text, how much of it was read, and its rare tokens in their order
+        self.texts = list[tuple[list[int], int, dict[int, None]]]()
         self._grow([])
 
     def accelerate(self, lm: TargetModel) -> Self:
@@ -44,19 +47,23 @@ class TextHead(DraftHead):
         return super().accelerate(lm)
 
     def follow(self, texts: Sequence[list[int]]) -> bool:
-        if len(texts) == len(self.texts) and all(map(is_, texts, self.texts)):
+        known = {id(text): (read, rare) for text, read, rare in self.texts}
+        if [*map(id, texts)] == [*known]:
             return False
-        self.texts = list(texts)
-        others = dict.fromkeys(token for token in chain(*texts) if token not in self.frequent)
+        self.texts = []
+        for text in texts:
+            read, rare = known.get(id(text), (0, {}))
+            new = {token: None for token in text[read:] if token not in self.frequent}
+            self.texts.append((text, len(text), rare | new))
+        others = dict.fromkeys(chain.from_iterable(rare for *_, rare in self.texts))
         self._grow(list(others)[: self.room])
         return True
 
     def _grow(self, others: list[int]) -> None:
         """Draft from these besides; their last block of rows is filled up with any of the rest."""
-        first, used = len(self.frequent), self.frequent.union(others)
+        first, own = len(self.frequent), {*others}
         free = len(self.ids_R) - first - len(others) if self.fills_all else -len(others) % BLOCK
-        rest = (token for token in range(self.vocab_size) if token not in used)
-        others = [*others, *islice(rest, free)]
+        others = [*others, *islice((token for token in self.filling if token not in own), free)]
         end = first + len(others)
         self.ids_R[first:end] = torch.tensor(others, dtype=torch.long)
         self.rows_RD[first:end] = self.target_VD[others]

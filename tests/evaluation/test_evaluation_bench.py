@@ -66,6 +66,10 @@ def test_speed_benchs_questions_come_from_parquet_files_or_the_hub(tmp_path, mon
         assert len(load_questions(BenchConfig("speed_bench", **place))) == 3
     one = BenchConfig("speed_bench", path=str(tmp_path), subset="8k")
     assert len(load_questions(one)) == 1
+    talk = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": talk}))
+    (question,) = load_questions(BenchConfig(path=str(tmp_path / "talks.jsonl")))
+    assert question.turns == ["user"]
 
 
 def test_a_download_is_kept_and_a_wrong_checksum_refused_but_of_a_local_file(
@@ -118,6 +122,7 @@ def test_questions_that_are_nowhere_are_named_with_the_way_out(config, error, me
         (json.dumps(GOOD | {"category": 5}), "category must be a string"),
         ("[" * 100_000, "recursion"),
         (json.dumps(GOOD | {"turns": []}), "at least one string"),
+        (json.dumps({"messages": ["Why?", {"role": "user"}]}), "at least one string"),
         (json.dumps(GOOD | {"turns": ["Why?", " "]}), "none of them blank"),
         (json.dumps(GOOD | {"turns": ["half \ud83d pair"]}), "half of a surrogate pair"),
         (json.dumps(GOOD), "question_id 1 again"),

@@ -248,9 +248,10 @@ void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, 
   grow(scratch.queries, of_heads);
   grow(scratch.attended, of_heads);
   grow(scratch.activated, tokens.total * s.feed_forward);
-  grow(scratch.normed, tokens.total * s.hidden);
-  i64 widest = std::max({s.hidden, s.heads * s.head_size, s.feed_forward});
-  if (tokens.total >= MANY) grow(scratch.tiles, blocks(tokens.total) * widest / 2);
+  if (tokens.total >= MANY) {
+    grow(scratch.normed, tokens.total * s.hidden);
+    grow(scratch.tiles, blocks(tokens.total) * std::max({s.hidden, s.heads * s.head_size, s.feed_forward}) / 2);
+  }
   grow(scratch.partial, Attention<T>(s, sight, stack.n_slots).partial_size(tokens.total));
   Scratch<T>& shared = scratch;
   Barrier barrier;
