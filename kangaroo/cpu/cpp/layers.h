@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "barrier.h"
+#include "side_by_side.h"
 
 namespace {
 
@@ -46,8 +47,8 @@ template <class T> void rms_norm(const T* x, const T* weight, i64 size, double e
 
 // Memory that all threads share, kept for the next pass.
 template <class T> struct Scratch {
-  std::vector<T> qkv, queries, attended, activated, normed;  // [M, H + 2K, C], [M, H, C] twice, [M, F], [M, D]
-  std::vector<Words> tiles;  // [M, D or F], as `side_by_side` leaves them
+  std::vector<T> qkv, queries, attended, activated;  // [M, H + 2K, C], [M, H, C] twice, [M, F]
+  std::vector<Words> states, normed, read;           // side by side: [M, D] twice, and what is added next, [M, F or H C]
   std::vector<float> partial;
 };
 
@@ -56,8 +57,15 @@ template <class T> class Pass {
   Pass(const Sizes& sizes, const Tokens<T>& tokens, const Sight& sight, i64 n_slots, Scratch<T>& scratch,
        Barrier& barrier, T* x)
       : s(sizes), tokens(tokens), sight(sight), n_slots(n_slots), scratch(scratch), barrier(barrier), x(x),
-        attention(sizes, sight, n_slots) {
-    normed.resize(tokens.total * s.hidden);
+        attention(sizes, sight, n_slots), wide(takes_wide(sizes, tokens.total)), groups(blocks(tokens.total)) {
+    if (!wide) normed.resize(tokens.total * s.hidden);
+    for (i64 group = groups.first; wide && group < groups.last; group++)
+      side_by_side(Matrix<T>{x, tokens.total, s.hidden}, group, &scratch.states[group * s.hidden / 2]);
+  }
+
+  // Whether all that lies between two products stays as a matrix unit reads it; the results are the same.
+  static bool takes_wide(const Sizes& s, i64 total) {
+    return total >= MANY && takes_tiles<T>(s.hidden) && s.head_size % 32 == 0 && s.feed_forward % 32 == 0;
   }
 
   // `next` has the layer after this one, or this one again.
@@ -74,7 +82,13 @@ template <class T> class Pass {
       attention.merge(scratch.partial.data(), scratch.attended.data());
       barrier.wait();
       i64 width = s.heads * s.head_size;
-      add({scratch.attended.data(), tokens.total, width}, {layer.o, s.hidden, width, layer.passing}, layer.o_bias,
+      Matrix<T> attended{scratch.attended.data(), tokens.total, width};
+      if (wide) {
+        for (i64 group = groups.first; group < groups.last; group++)
+          side_by_side(attended, group, &scratch.read[group * width / 2]);
+        barrier.wait();
+      }
+      add(attended, {layer.o, s.hidden, width, layer.passing}, layer.o_bias,
           layer.gate ? share_of(layer.gate, s.feed_forward, s.hidden) : first_of(next));
       barrier.wait();
     }
@@ -87,10 +101,20 @@ template <class T> class Pass {
     }
   }
 
+  // Without a weight there is no norm.
   void finish(const T* weight) {
+    auto norm_token = [&](i64 m) {
+      if (weight) rms_norm(x + m * s.hidden, weight, s.hidden, s.eps, x + m * s.hidden);
+    };
+    if (wide) {
+      for (i64 group = groups.first; group < groups.last; group++) {
+        one_by_one(&scratch.states[group * s.hidden / 2], group, {x, tokens.total, s.hidden}, x);
+        for (i64 m = group * LANES; m < std::min((group + 1) * LANES, tokens.total); m++) norm_token(m);
+      }
+      return;
+    }
     Part mine(tokens.total);
-    for (i64 m = mine.first; m < mine.last; m++)
-      rms_norm(x + m * s.hidden, weight, s.hidden, s.eps, x + m * s.hidden);
+    for (i64 m = mine.first; m < mine.last; m++) norm_token(m);
   }
 
  private:
@@ -103,31 +127,25 @@ template <class T> class Pass {
   // Every thread norms a few tokens for itself: that is less than a barrier costs. Without a weight
   // there is no norm; the copy stands, since x itself changes before all threads have read it.
   Input<T> norm(const T* weight) {
-    auto norm_token = [&](i64 m, T* to) {
+    if (wide) return norm_wide(weight);
+    for (i64 m = 0; m < tokens.total; m++) {
       const T* from = x + m * s.hidden;
-      if (weight) rms_norm(from, weight, s.hidden, s.eps, to + m * s.hidden);
-      else std::copy_n(from, s.hidden, to + m * s.hidden);
-    };
-    if (shares(s.hidden)) {
-      T* all = scratch.normed.data();
-      return shared({all, tokens.total, s.hidden}, [&](i64 m) { norm_token(m, all); });
+      if (weight) rms_norm(from, weight, s.hidden, s.eps, normed.data() + m * s.hidden);
+      else std::copy_n(from, s.hidden, normed.data() + m * s.hidden);
     }
-    for (i64 m = 0; m < tokens.total; m++) norm_token(m, normed.data());
     return input(Matrix<T>{normed.data(), tokens.total, s.hidden}, room);
   }
 
-  // Whether threads share the work of making an input for the matrix unit.
-  bool shares(i64 width) const { return tokens.total >= MANY && takes_tiles<T>(width); }
-
-  // One that they share; `make(m)` comes first for each token.
-  template <class Make> Input<T> shared(const Matrix<T>& from, Make make) {
-    Part mine(blocks(tokens.total));
-    for (i64 group = mine.first; group < mine.last; group++) {
-      for (i64 m = group * LANES; m < std::min((group + 1) * LANES, tokens.total); m++) make(m);
-      side_by_side(from, group, &scratch.tiles[group * from.width / 2]);
+  // Of many tokens each thread norms some.
+  Input<T> norm_wide(const T* weight) {
+    const i64 words = s.hidden / 2;
+    for (i64 group = groups.first; group < groups.last; group++) {
+      const Words* from = &scratch.states[group * words];
+      if (weight) norm_side_by_side(from, weight, s.hidden, s.eps, &scratch.normed[group * words]);
+      else std::copy_n(from, words, &scratch.normed[group * words]);
     }
     barrier.wait();
-    return {from, scratch.tiles.data()};
+    return {{nullptr, tokens.total, s.hidden}, scratch.normed.data()};
   }
 
   void project(const Layer<T>& layer) {
@@ -140,16 +158,26 @@ template <class T> class Pass {
     auto part_of = [&](i64 i) -> auto& { return parts[i < parts[1].before ? 0 : i < parts[2].before ? 1 : 2]; };
     i64 skipped = layer.q ? 0 : blocks(of_q);
     Part mine(blocks(of_q) + 2 * blocks(of_k) - skipped);
-    products(
-        in, mine.first + skipped, mine.last + skipped,
-        [&](i64 i) { return Block<T>{&part_of(i).w, (i - part_of(i).before) * LANES}; },
-        layer.q ? share_of(layer.o, s.hidden, of_q) : first_of(layer), room_for_sums, [&](i64 i, const float* sums) {
-          auto& part = part_of(i);
-          i64 n = (i - part.before) * LANES, width = part.w.rows - n;
-          Floats shift = part.bias ? get(part.bias + n, width) : Floats{};
-          for (i64 m = 0; m < tokens.total; m++)
-            put(&scratch.qkv[m * all + part.first + n], get(sums + m * LANES) + shift, width);
-        });
+    const i64 first = mine.first + skipped, last = mine.last + skipped;
+    const T* after = layer.q ? share_of(layer.o, s.hidden, of_q) : first_of(layer);
+    auto block_of = [&](i64 i) { return Block<T>{&part_of(i).w, (i - part_of(i).before) * LANES}; };
+    // of `count` tokens from m on: sums_of(i), of the i-th
+    auto keep = [&](i64 i, i64 m, i64 count, auto sums_of) {
+      auto& part = part_of(i);
+      i64 n = (i - part.before) * LANES, width = part.w.rows - n;
+      Floats shift = part.bias ? get(part.bias + n, width) : Floats{};
+      for (i64 j = 0; j < count; j++) put(&scratch.qkv[(m + j) * all + part.first + n], sums_of(j) + shift, width);
+    };
+    if (wide)
+      products_side_by_side(in, first, last, block_of, after, room_for_sums,
+                            [&](i64 i, i64 m, Floats* sums, const Floats*) {
+                              transpose((Words*)sums);
+                              keep(i, m, std::min<i64>(LANES, tokens.total - m), [&](i64 j) { return sums[j]; });
+                            });
+    else
+      products(in, first, last, block_of, after, room_for_sums, [&](i64 i, const float* sums) {
+        keep(i, 0, tokens.total, [&](i64 j) { return get(sums + j * LANES); });
+      });
   }
 
   // Rotary positions of queries and keys; keys and values to their slots.
@@ -191,35 +219,44 @@ template <class T> class Pass {
     Matrix<T> gate{layer.gate, s.feed_forward, s.hidden, layer.passing};
     Matrix<T> up{layer.up, s.feed_forward, s.hidden, layer.passing};
     Part mine(blocks(s.feed_forward));
-    products(
-        in, 2 * mine.first, 2 * mine.last,
-        [&](i64 i) { return Block<T>{i % 2 ? &up : &gate, i / 2 * LANES}; },
-        share_of(layer.down, s.hidden, s.feed_forward), room_for_sums, [&](i64 i, const float* sums) {
-          if (i % 2 == 0) return;  // with its `up`, which follows
-          const float *ups = sums, *gates = sums - tokens.total * LANES;
-          i64 n = i / 2 * LANES;
-          for (i64 m = 0; m < tokens.total; m++) {
-            Floats g = stored<T>(get(gates + m * LANES)), silu = stored<T>(g / (1.0f + exp16(-g)));
-            put(&scratch.activated[m * s.feed_forward + n], silu * stored<T>(get(ups + m * LANES)),
-                s.feed_forward - n);
-          }
-        });
+    auto block_of = [&](i64 i) { return Block<T>{i % 2 ? &up : &gate, i / 2 * LANES}; };
+    const T* after = share_of(layer.down, s.hidden, s.feed_forward);
+    // a gate comes with its `up`, which follows
+    if (wide)
+      products_side_by_side(in, 2 * mine.first, 2 * mine.last, block_of, after, room_for_sums,
+                            [&](i64 i, i64 m, const Floats* ups, const Floats* gates) {
+                              Words* to = &scratch.read[(m * s.feed_forward + i / 2 * LANES * LANES) / (2 * LANES)];
+                              if (i % 2) activate_side_by_side<T>(gates, ups, to);
+                            });
+    else
+      products(in, 2 * mine.first, 2 * mine.last, block_of, after, room_for_sums, [&](i64 i, const float* ups) {
+        const float* gates = ups - tokens.total * LANES;
+        i64 n = i / 2 * LANES;
+        for (i64 m = 0; i % 2 && m < tokens.total; m++)
+          put(&scratch.activated[m * s.feed_forward + n],
+              gated<T>(get(gates + m * LANES), get(ups + m * LANES)), s.feed_forward - n);
+      });
   }
 
-  // x += in . w
-  void add(const Matrix<T>& x_in, const Matrix<T>& w, const T* bias, const T* after) {
-    Input<T> in = shares(x_in.width) ? shared(x_in, [](i64) {}) : input(x_in, room);
+  // x += in . w; of many tokens, what lies side by side
+  void add(const Matrix<T>& in, const Matrix<T>& w, const T* bias, const T* after) {
     Part mine(blocks(s.hidden));
-    products(
-        in, mine.first, mine.last, [&](i64 i) { return Block<T>{&w, i * LANES}; }, after, room_for_sums,
-        [&](i64 i, const float* sums) {
-          i64 n = i * LANES, width = s.hidden - n;
-          Floats shift = bias ? get(bias + n, width) : Floats{};
-          for (i64 m = 0; m < tokens.total; m++) {
-            T* to = x + m * s.hidden + n;
-            put(to, get(to, width) + stored<T>(get(sums + m * LANES) + shift), width);
-          }
-        });
+    auto block_of = [&](i64 i) { return Block<T>{&w, i * LANES}; };
+    if (wide)
+      return products_side_by_side(
+          Input<T>{{nullptr, in.rows, in.width}, scratch.read.data()}, mine.first, mine.last, block_of, after,
+          room_for_sums, [&](i64 i, i64 m, const Floats* sums, const Floats*) {
+            Words* to = &scratch.states[(m * s.hidden + i * LANES * LANES) / (2 * LANES)];
+            add_side_by_side(sums, bias ? bias + i * LANES : nullptr, to);
+          });
+    products(input(in, room), mine.first, mine.last, block_of, after, room_for_sums, [&](i64 i, const float* sums) {
+      i64 n = i * LANES, width = s.hidden - n;
+      Floats shift = bias ? get(bias + n, width) : Floats{};
+      for (i64 m = 0; m < tokens.total; m++) {
+        T* to = x + m * s.hidden + n;
+        put(to, get(to, width) + stored<T>(get(sums + m * LANES) + shift), width);
+      }
+    });
   }
 
   const Sizes& s;
@@ -230,6 +267,8 @@ template <class T> class Pass {
   Barrier& barrier;
   T* x;
   Attention<T> attention;
+  const bool wide;
+  const Part groups;  // of sixteen tokens
   Room room_for_sums;
   std::vector<T> normed;
   std::vector<Words> room;
@@ -248,9 +287,11 @@ void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, 
   grow(scratch.queries, of_heads);
   grow(scratch.attended, of_heads);
   grow(scratch.activated, tokens.total * s.feed_forward);
-  if (tokens.total >= MANY) {
-    grow(scratch.normed, tokens.total * s.hidden);
-    grow(scratch.tiles, blocks(tokens.total) * std::max({s.hidden, s.heads * s.head_size, s.feed_forward}) / 2);
+  if (Pass<T>::takes_wide(s, tokens.total)) {
+    i64 groups = blocks(tokens.total);
+    grow(scratch.states, groups * s.hidden / 2);
+    grow(scratch.normed, groups * s.hidden / 2);
+    grow(scratch.read, groups * std::max(s.heads * s.head_size, s.feed_forward) / 2);
   }
   grow(scratch.partial, Attention<T>(s, sight, stack.n_slots).partial_size(tokens.total));
   Scratch<T>& shared = scratch;
@@ -260,7 +301,7 @@ void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, 
     for (i64 i = 0; i < stack.count; i++)
       pass.run(stack.layers[i], stack.layers[std::min(i + 1, stack.count - 1)], stack.keys[i],
                stack.values[i]);
-    if (final_norm) pass.finish(final_norm);
+    pass.finish(final_norm);
   };
 }
 

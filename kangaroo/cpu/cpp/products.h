@@ -226,12 +226,11 @@ template <class T> void by_vectors(const Matrix<Number<T>>& x, const Block<T>& b
     times_group<T, Prefetch::none>(x, m, std::min(size, rows - m), block, out + m * LANES);
 }
 
-// Products of one or two blocks by tiles, out[block][m][j]. Where there are many tokens, rows are multiplied in
-// parts, so that a part of a block stays in the first-level cache for all tokens; and what comes next is fetched
-// evenly over all of them, since memory gives a line at a time.
-//   sums: room for [groups, blocks, 16, 16]
-template <class T, int count>
-void by_tiles(const Input<T>& in, const Block<T>* block, Floats* sums, float* out) {
+// Products of one or two blocks by tiles. Where there are many tokens, rows are multiplied in parts, so that a part
+// of a block stays in the first-level cache for all tokens; and what comes next is fetched evenly over all of them,
+// since memory gives a line at a time.
+//   sums: [pairs of groups, blocks, groups of the pair, 16 rows, 16 tokens]
+template <class T, int count> void sum_tiles(const Input<T>& in, const Block<T>* block, Floats* sums) {
   i64 width = in.x.width, rows = in.x.rows, parts = rows > 2 * LANES ? (width + PART - 1) / PART : 1;
   i64 part = ((width + parts - 1) / parts + 31) / 32 * 32, pairs = (rows + 2 * LANES - 1) / (2 * LANES);
   const T* weights[count];
@@ -247,14 +246,25 @@ void by_tiles(const Input<T>& in, const Block<T>* block, Floats* sums, float* ou
       times_tiles<count, 2>(tokens(m), k, last, width, weights, ahead, sums + m * count);
     if (m < rows) times_tiles<count, 1>(tokens(m), k, last, width, weights, ahead, sums + m * count);
   }
-  for (i64 m = 0; m < rows; m += LANES) {
-    i64 pair = m / (2 * LANES) * 2 * LANES, groups = pair + LANES < rows ? 2 : 1;
+}
+
+// Where the sums of one block with the sixteen tokens from m on begin.
+template <int count> i64 sums_at(i64 m, i64 rows, int block) {
+  i64 pair = m / (2 * LANES) * 2 * LANES, groups = pair + LANES < rows ? 2 : 1;
+  return pair * count + block * groups * LANES + (m - pair);
+}
+
+// The same turned, out[block][m][j].
+template <class T, int count>
+void by_tiles(const Input<T>& in, const Block<T>* block, Floats* sums, float* out) {
+  const i64 rows = in.x.rows;
+  sum_tiles<T, count>(in, block, sums);
+  for (i64 m = 0; m < rows; m += LANES)
     for (int b = 0; b < count; b++) {
-      Floats* part = sums + pair * count + b * groups * LANES + (m - pair);
+      Floats* part = sums + sums_at<count>(m, rows, b);
       transpose((Words*)part);
       for (i64 i = 0; i < std::min<i64>(LANES, rows - m); i++) put(out + (b * rows + m + i) * LANES, part[i]);
     }
-  }
 }
 
 // The same for one or two blocks that are turned first, while those after them are fetched.

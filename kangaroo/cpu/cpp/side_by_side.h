@@ -1,0 +1,98 @@
+// Sixteen tokens side by side, as a matrix unit reads them: a word holds two numbers of a token that follow each other.
+//
+// Products with sixteen rows of weights leave sixteen numbers of sixteen tokens, a register being one number of all of
+// them. What comes next, sums with the states, norms, activations, can be done on those as they lie, and is packed
+// into such words again without being turned; in the same order of sums as for a token by itself (`rms_norm`).
+
+#pragma once
+
+#include "products.h"
+
+namespace {
+
+Floats first_of(Words pairs) { return (Floats)(pairs << 16); }
+Floats second_of(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
+Words paired(Floats first, Floats second) {
+  return __builtin_convertvector(narrowed(first), Words) | __builtin_convertvector(narrowed(second), Words) << 16;
+}
+
+// What `side_by_side` in products.h undoes: the tokens of a group one after another.
+template <class T> void one_by_one(const Words* from, i64 group, const Matrix<T>& x, T* to) {
+  const i64 count = std::min<i64>(LANES, x.rows - group * LANES);
+  for (i64 k = 0; k < x.width / 2; k += LANES) {
+    Words part[LANES];
+    std::copy_n(from + k, LANES, part);
+    transpose(part);
+    for (i64 i = 0; i < count; i++) std::memcpy(to + (group * LANES + i) * x.width + 2 * k, &part[i], sizeof(Words));
+  }
+}
+
+// `rms_norm` of sixteen tokens; the sums of a token that lie beside each other there are one after another here.
+template <class T> void norm_side_by_side(const Words* x, const T* weight, i64 size, double eps, Words* out) {
+  Floats squares[LANES] = {};
+  for (i64 k = 0; k < size / 2; k += LANES / 2)
+#pragma GCC unroll 8
+    for (i64 i = 0; i < LANES / 2; i++) {
+      Floats a = first_of(x[k + i]), b = second_of(x[k + i]);
+      squares[2 * i] += a * a;
+      squares[2 * i + 1] += b * b;
+    }
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) squares[i] += squares[i + half];
+  Floats scale;
+  for (int i = 0; i < LANES; i++) scale[i] = 1.0f / std::sqrt(squares[0][i] / float(size) + float(eps));
+  for (i64 k = 0; k < size / 2; k++)
+    out[k] = paired(widen(weight[2 * k]) * stored<T>(first_of(x[k]) * scale),
+                    widen(weight[2 * k + 1]) * stored<T>(second_of(x[k]) * scale));
+}
+
+// x += the sums of sixteen rows, of which `bias` has a number each, if it is there.
+template <class T> void add_side_by_side(const Floats* sums, const T* bias, Words* x) {
+  auto added = [&](Floats before, int row) {
+    Floats shift = bias ? Floats{} + widen(bias[row]) : Floats{};
+    return before + stored<T>(sums[row] + shift);
+  };
+  for (int i = 0; i < LANES / 2; i++)
+    x[i] = paired(added(first_of(x[i]), 2 * i), added(second_of(x[i]), 2 * i + 1));
+}
+
+// The gated activation, SwiGLU.
+template <class T> Floats gated(Floats gate, Floats up) {
+  Floats g = stored<T>(gate), silu = stored<T>(g / (1.0f + exp16(-g)));
+  return silu * stored<T>(up);
+}
+
+template <class T> void activate_side_by_side(const Floats* gates, const Floats* ups, Words* to) {
+  for (int i = 0; i < LANES / 2; i++)
+    to[i] = paired(gated<T>(gates[2 * i], ups[2 * i]), gated<T>(gates[2 * i + 1], ups[2 * i + 1]));
+}
+
+// Products of all tokens with blocks `first` to `last`, as `products`, by tiles.
+//   store(i, m, sums, before): [16 rows, 16 tokens] of block i with the tokens from m on; and those of the block before
+//   it, if i - first is odd.
+template <class T, class BlockOf, class Store>
+void products_side_by_side(const Input<T>& in, i64 first, i64 last, BlockOf block_of, const T* after, Room& room,
+                           Store store) {
+  const i64 rows = in.x.rows;
+  room.hold(2 * rows * LANES, 0);
+  Floats* sums = room.sums.data();
+  auto start_of = [&](i64 i) -> const T* {
+    if (i >= last) return i == last ? after : nullptr;
+    Block<T> block = block_of(i);
+    return block.w->row(block.n);
+  };
+  for (i64 i = first; i < last; i += 2) {
+    const bool two = i + 1 < last;
+    Block<T> block[2] = {block_of(i), block_of(two ? i + 1 : i)};
+    for (int b = 0; b < 2; b++) block[b].next = start_of(i + 2 + b);
+    if (!two) block[0].next = after;
+    (two ? sum_tiles<T, 2> : sum_tiles<T, 1>)(in, block, sums);
+    for (i64 m = 0; m < rows; m += LANES) {
+      Floats* of_first = sums + (two ? sums_at<2>(m, rows, 0) : sums_at<1>(m, rows, 0));
+      store(i, m, of_first, nullptr);
+      if (two) store(i + 1, m, sums + sums_at<2>(m, rows, 1), of_first);
+    }
+  }
+}
+
+}  // namespace
