@@ -10,6 +10,7 @@ namespace {
 constexpr i64 WIDEST_HEAD = 1024;
 constexpr bool BY_ROWS = WIDE < 16;  // scores are products with rows: turning keys needs long registers
 constexpr int BESIDE = 4;            // queries that share one reading of a value
+constexpr int TOGETHER = 12;         // queries whose scores are not turned: those of sixteen cost as much then
 
 struct Sizes {  // what all layers share, as Python fills it in
   i64 hidden, heads, kv_heads, head_size, feed_forward, threads;
@@ -56,9 +57,8 @@ template <class T> class Attention {
         fetch = fetch_of(next, keys, values);
       bool goes_on = held && held->alike == piece.alike && held_head == head;
       i64 known = goes_on ? sight.in_common(*held, piece) : 0;
-      // to turn the keys pays for many queries; the products are the same, and their sums in the same order
-      bool direct = tiled && !slots && piece.width == CHUNK && piece.n_members * group <= LANES;
-      if (BY_ROWS) gather(keys + at, stride, piece, slots, known);
+      bool direct = tiled && !slots && piece.width == CHUNK;
+      if (BY_ROWS || (tiled && !direct)) gather(keys + at, stride, piece, slots, known);
       else if (!direct) turn(keys + at, stride, piece, slots, known, fetch);
       if (paired) pair(values + at, stride, piece, slots, known, fetch);
       held = direct ? nullptr : &piece, held_head = head;
@@ -74,11 +74,12 @@ template <class T> class Attention {
           widths[j] = width;
           if (++query == group) query = 0, member++;
         }
-        if (direct) score_direct(asking, count, keys + at + piece.first * stride, stride);
-        else if (tiled) score_tiled(asking, count);
+        if (direct) score_tiled(asking, count, keys + at + piece.first * stride, stride);
+        else if (tiled) score_tiled(asking, count, (const T*)&turned[0], size);
         else if (BY_ROWS) score_by_rows(asking, count, piece.width);
         else score(asking, count);
-        for (i64 j = 0; j < count; j++) soften(j, widths[j], out[j]);
+        if (tiled && count >= TOGETHER) soften_together(count, widths, out);
+        else for (i64 j = 0; j < count; j++) soften(j, widths[j], out[j]);
         if (tiled) weigh_tiled(count, out);
         for (i64 j = 0; !tiled && j < count; j += BESIDE)
           if (paired) weigh_pairs(piece.width, j, count, out);
@@ -166,7 +167,7 @@ template <class T> class Attention {
     for (i64 c = 0; c < s.head_size; c += step)
       for (i64 n = known / LANES * LANES; n < CHUNK; n += LANES) {
         Words block[LANES] = {};
-        for (i64 i = 0; !tiled && i < LANES; i++) {
+        for (i64 i = 0; i < LANES; i++) {
           fetch.key();
           if (!paired) fetch.value();
         }
@@ -210,24 +211,18 @@ template <class T> class Attention {
       }
   }
 
-  // Products of up to sixteen queries with a chunk of keys where they lie.
-  void score_direct(const T* const* asking, i64 count, const T* keys, i64 stride) {
+  // Products of up to sixteen queries with a chunk of keys, each `stride` numbers after the one before.
+  void score_tiled(const T* const* asking, i64 count, const T* keys, i64 stride) {
     for (i64 k = 0; k < s.head_size / 2; k += LANES) {
       Words* part = &turned_queries[k];
       for (i64 i = 0; i < LANES; i++) std::memcpy(&part[i], asking[std::min(i, count - 1)] + 2 * k, sizeof(Words));
       transpose(part);
     }
     scores_by_keys(keys, stride, &turned_queries[0], s.head_size, (float*)by_key);
-    for (i64 n = 0; n < CHUNK; n += LANES) {
+    for (i64 n = 0; count < TOGETHER && n < CHUNK; n += LANES) {
       transpose((Words*)by_key + n);
       for (i64 i = 0; i < count; i++) put(&scores[i][n], by_key[n + i]);
     }
-  }
-
-  // Products of up to sixteen queries with the turned keys.
-  void score_tiled(const T* const* asking, i64 count) {
-    for (i64 j = 0; j < count; j++) std::copy_n(asking[j], s.head_size, &asked[j * s.head_size]);
-    scores_by_tiles(&asked[0], s.head_size, &turned[0], scores[0]);
   }
 
   void score(const T* const* asking, i64 count) {
@@ -278,6 +273,30 @@ template <class T> class Attention {
       else put(own + i * LANES, part[i]);
     }
     out[1] = sum_of(sum);
+  }
+
+  // The same for up to sixteen queries side by side, as their products come; the sums are in the same order.
+  void soften_together(i64 count, const i64* widths, float* const* out) {
+    Ints width;
+    for (int i = 0; i < LANES; i++) width[i] = int(widths[std::min<i64>(i, count - 1)]);
+    Floats largest = Floats{} + NEVER, sums[LANES] = {};
+    for (int n = 0; n < CHUNK; n++) {
+      by_key[n] = Ints{} + n < width ? by_key[n] * float(s.scaling) : Floats{} + NEVER;
+      largest = larger(largest, by_key[n]);
+    }
+    for (int n = 0; n < CHUNK; n++) {
+      by_key[n] = exp16(by_key[n] - largest);
+      sums[n % LANES] += by_key[n];
+    }
+    for (int half = LANES / 2; half; half /= 2)
+      for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+    for (i64 i = 0; i < count; i++) out[i][0] = largest[i], out[i][1] = sums[0][i];
+    for (int n = 0; n < CHUNK; n += 2 * LANES) {
+      Words part[LANES];
+      for (int i = 0; i < LANES; i++) part[i] = pair_of(by_key[n + 2 * i], by_key[n + 2 * i + 1]);
+      transpose(part);
+      for (int i = 0; i < LANES; i++) std::memcpy(&weights[i * CHUNK + n], &part[i], sizeof part[i]);
+    }
   }
 
   // The values weighted by sixteen queries.

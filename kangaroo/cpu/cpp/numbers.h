@@ -100,6 +100,13 @@ template <class T> Floats stored(Floats v);
 template <> Floats stored<float>(Floats v) { return v; }
 template <> Floats stored<bf16>(Floats v) { return (Floats)(__builtin_convertvector(narrowed(v), Words) << 16); }
 
+// Two numbers of bfloat16 in a word, of sixteen words.
+Floats first_of(Words pairs) { return (Floats)(pairs << 16); }
+Floats second_of(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
+Words pair_of(Floats first, Floats second) {
+  return __builtin_convertvector(narrowed(first), Words) | __builtin_convertvector(narrowed(second), Words) << 16;
+}
+
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 
 template <class Merge> float fold(Floats v, Merge merge) {

@@ -10,12 +10,6 @@
 
 namespace {
 
-Floats first_of(Words pairs) { return (Floats)(pairs << 16); }
-Floats second_of(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
-Words paired(Floats first, Floats second) {
-  return __builtin_convertvector(narrowed(first), Words) | __builtin_convertvector(narrowed(second), Words) << 16;
-}
-
 // What `side_by_side` in products.h undoes: the tokens of a group one after another.
 template <class T> void one_by_one(const Words* from, i64 group, const Matrix<T>& x, T* to) {
   const i64 count = std::min<i64>(LANES, x.rows - group * LANES);
@@ -42,7 +36,7 @@ template <class T> void norm_side_by_side(const Words* x, const T* weight, i64 s
   Floats scale;
   for (int i = 0; i < LANES; i++) scale[i] = 1.0f / std::sqrt(squares[0][i] / float(size) + float(eps));
   for (i64 k = 0; k < size / 2; k++)
-    out[k] = paired(widen(weight[2 * k]) * stored<T>(first_of(x[k]) * scale),
+    out[k] = pair_of(widen(weight[2 * k]) * stored<T>(first_of(x[k]) * scale),
                     widen(weight[2 * k + 1]) * stored<T>(second_of(x[k]) * scale));
 }
 
@@ -53,7 +47,7 @@ template <class T> void add_side_by_side(const Floats* sums, const T* bias, Word
     return before + stored<T>(sums[row] + shift);
   };
   for (int i = 0; i < LANES / 2; i++)
-    x[i] = paired(added(first_of(x[i]), 2 * i), added(second_of(x[i]), 2 * i + 1));
+    x[i] = pair_of(added(first_of(x[i]), 2 * i), added(second_of(x[i]), 2 * i + 1));
 }
 
 // The gated activation, SwiGLU.
@@ -64,7 +58,7 @@ template <class T> Floats gated(Floats gate, Floats up) {
 
 template <class T> void activate_side_by_side(const Floats* gates, const Floats* ups, Words* to) {
   for (int i = 0; i < LANES / 2; i++)
-    to[i] = paired(gated<T>(gates[2 * i], ups[2 * i]), gated<T>(gates[2 * i + 1], ups[2 * i + 1]));
+    to[i] = pair_of(gated<T>(gates[2 * i], ups[2 * i]), gated<T>(gates[2 * i + 1], ups[2 * i + 1]));
 }
 
 // Products of all tokens with blocks `first` to `last`, as `products`, by tiles.

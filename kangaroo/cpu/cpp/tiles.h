@@ -132,29 +132,6 @@ void scores_by_keys(const bf16* keys, i64 step, const Words* queries, i64 width,
   _tile_stored(3, out + 768, 64);
 }
 
-// The same by turned keys, for sixteen rows with 64 positions: out[i][n] for each row i and position n.
-//   rows: sixteen, [16, width]; turned: [width / 2, 64 positions], a word being two numbers.
-void scores_by_tiles(const bf16* rows, i64 width, const std::uint32_t* turned, float* out) {
-  all_written();
-  zero_sums();
-  for (i64 k = 0; k < width; k += 32) {
-    const std::uint32_t* part = turned + k / 2 * 64;
-    _tile_loadd(4, rows + k, width * sizeof(bf16));
-    _tile_loadd(5, part, 256);
-    _tile_dpbf16ps(0, 4, 5);
-    _tile_loadd(6, part + 16, 256);
-    _tile_dpbf16ps(1, 4, 6);
-    _tile_loadd(7, part + 32, 256);
-    _tile_dpbf16ps(2, 4, 7);
-    _tile_loadd(5, part + 48, 256);
-    _tile_dpbf16ps(3, 4, 5);
-  }
-  _tile_stored(0, out, 256);
-  _tile_stored(1, out + 16, 256);
-  _tile_stored(2, out + 32, 256);
-  _tile_stored(3, out + 48, 256);
-}
-
 // Sixteen rows of weights of 64 positions times the positions' values: out[i][c].
 //   weights: [16, 64]; paired: [32, width], a word being the values of two positions.
 void values_by_tiles(const bf16* weights, const std::uint32_t* paired, i64 width, float* out) {
@@ -190,7 +167,6 @@ template <class T> bool has_tiles() { return false; }
 template <int, int>
 void times_tiles(const Words*, i64, i64, i64, const bf16* const*, Ahead*, Floats*) {}
 void scores_by_keys(const bf16*, i64, const Words*, i64, float*) {}
-void scores_by_tiles(const bf16*, i64, const std::uint32_t*, float*) {}
 void values_by_tiles(const bf16*, const std::uint32_t*, i64, float*) {}
 
 #endif
@@ -199,7 +175,6 @@ void values_by_tiles(const bf16*, const std::uint32_t*, i64, float*) {}
 template <int, int>
 void times_tiles(const Words*, i64, i64, i64, const float* const*, Ahead*, Floats*) {}
 void scores_by_keys(const float*, i64, const Words*, i64, float*) {}
-void scores_by_tiles(const float*, i64, const std::uint32_t*, float*) {}
 void values_by_tiles(const float*, const std::uint32_t*, i64, float*) {}
 
 }  // namespace
