@@ -10,6 +10,7 @@ namespace {
 constexpr i64 WIDEST_HEAD = 1024;
 constexpr bool BY_ROWS = WIDE < 16;  // scores are products with rows: turning keys needs long registers
 constexpr int BESIDE = 4;            // queries that share one reading of a value
+constexpr int AT_ONCE = 4;           // sixteens of queries that take each step together on a matrix unit
 constexpr int TOGETHER = 12;         // queries whose scores are not turned: those of sixteen cost as much then
 
 struct Sizes {  // what all layers share, as Python fills it in
@@ -36,9 +37,9 @@ template <class T> class Attention {
   Attention(const Sizes& sizes, const Sight& sight, i64 n_slots)
       : s(sizes), sight(sight), n_slots(n_slots), tiled(has_tiles<T>() && sizes.head_size % 32 == 0),
         paired(tiled || (std::is_same_v<Number<T>, bf16> && sizes.head_size % 32 == 0)),
-        asked(LANES * sizes.head_size), weighted(LANES * sizes.head_size),
+        asked(LANES * sizes.head_size), weighted(AT_ONCE * LANES * sizes.head_size),
         turned(CHUNK * (sizes.head_size + 2 * LANES)), pairs(CHUNK / 2 * sizes.head_size),
-        turned_queries(sizes.head_size / 2 + LANES) {}
+        turned_queries(AT_ONCE * (sizes.head_size / 2 + LANES)) {}
 
   i64 partial_size(i64 tokens) const { return tokens * s.heads * sight.chunks * (s.head_size + 2); }
 
@@ -62,28 +63,14 @@ template <class T> class Attention {
       else if (!direct) turn(keys + at, stride, piece, slots, known, fetch);
       if (paired) pair(values + at, stride, piece, slots, known, fetch);
       held = direct ? nullptr : &piece, held_head = head;
-      i64 member = 0, query = 0;  // of the member
-      for (i64 left = piece.n_members * group; left > 0; left -= LANES) {
-        const T* asking[LANES];
-        float* out[LANES];
-        i64 widths[LANES], count = std::min<i64>(LANES, left);
-        for (i64 j = 0; j < count; j++) {
-          auto [token, width] = sight.members[piece.members + member];
-          asking[j] = queries + (token * s.heads + head * group + query) * size;
-          out[j] = partial + place(token, head, piece.first / CHUNK, query);
-          widths[j] = width;
-          if (++query == group) query = 0, member++;
-        }
-        if (direct) score_tiled(asking, count, keys + at + piece.first * stride, stride);
-        else if (tiled) score_tiled(asking, count, (const T*)&turned[0], size);
-        else if (BY_ROWS) score_by_rows(asking, count, piece.width);
-        else score(asking, count);
-        if (tiled && count >= TOGETHER) soften_together(count, widths, out);
-        else for (i64 j = 0; j < count; j++) soften(j, widths[j], out[j]);
-        if (tiled) weigh_tiled(count, out);
-        for (i64 j = 0; !tiled && j < count; j += BESIDE)
-          if (paired) weigh_pairs(piece.width, j, count, out);
-          else weigh(values + at, stride, piece, slots, j, count, out);
+      Asking asking[AT_ONCE];
+      for (i64 first = 0, all = piece.n_members * group; first < all;) {
+        int n = 0;
+        for (; n < (tiled ? AT_ONCE : 1) && first < all; n++, first += LANES)
+          asking[n] = ask(piece, head, first, queries, partial);
+        if (direct) attend_tiled(asking, n, keys + at + piece.first * stride, stride);
+        else if (tiled) attend_tiled(asking, n, (const T*)&turned[0], size);
+        else attend_untiled(asking[0], piece, slots, values + at, stride);
       }
     }
   }
@@ -115,6 +102,49 @@ template <class T> class Attention {
   i64 place(i64 token, i64 head, i64 chunk, i64 query) const {
     return (((token * s.kv_heads + head) * sight.chunks + chunk) * s.group() + query) *
            (s.head_size + 2);
+  }
+
+  // Up to sixteen queries of a piece, one after another for each of its members, from the `first` on.
+  struct Asking {
+    const T* queries[LANES];
+    float* out[LANES];
+    i64 widths[LANES], count;
+  };
+
+  Asking ask(const Piece& piece, i64 head, i64 first, const T* queries, float* partial) const {
+    Asking a;
+    a.count = std::min<i64>(LANES, piece.n_members * s.group() - first);
+    i64 member = piece.members + first / s.group(), query = first % s.group();
+    for (i64 j = 0; j < a.count; j++) {
+      auto [token, width] = sight.members[member];
+      a.queries[j] = queries + (token * s.heads + head * s.group() + query) * s.head_size;
+      a.out[j] = partial + place(token, head, piece.first / CHUNK, query);
+      a.widths[j] = width;
+      if (++query == s.group()) query = 0, member++;
+    }
+    return a;
+  }
+
+  // Some sixteens of queries on a chunk of keys, each `stride` numbers after the one before, and of paired values. What
+  // vectors write is not read by tiles at once: those wait until it has reached the cache.
+  void attend_tiled(const Asking* asking, int n, const T* keys, i64 stride) {
+    const i64 size = s.head_size, words = size / 2 + LANES;
+    for (int i = 0; i < n; i++) turn_queries(asking[i], &turned_queries[i * words]);
+    for (int i = 0; i < n; i++) scores_by_keys(keys, stride, &turned_queries[i * words], size, (float*)by_key[i]);
+    for (int i = 0; i < n; i++) soften_tiled(asking[i], by_key[i], weights[i]);
+    for (int i = 0; i < n; i++) values_by_tiles(weights[i], &pairs[0], size, &weighted[i * LANES * size]);
+    for (int i = 0; i < n; i++)
+      for (i64 j = 0; j < asking[i].count; j++)
+        std::copy_n(&weighted[(i * LANES + j) * size], size, asking[i].out[j] + 2);
+  }
+
+  void attend_untiled(const Asking& a, const Piece& piece, const i64* slots, const T* values, i64 stride) {
+    if (BY_ROWS) score_by_rows(a.queries, a.count, piece.width);
+    else score(a.queries, a.count);
+    for (i64 j = 0; j < a.count; j++) soften(scores[j], a.widths[j], weights[0] + j * CHUNK, a.out[j]);
+    for (i64 j = 0; j < a.count; j += BESIDE)
+      if (paired) weigh_pairs(piece.width, j, a.count, a.out);
+      else weigh(values, stride, piece, slots, j, a.count, a.out);
   }
 
   static i64 slot_of(const Piece& piece, const i64* slots, i64 n) {
@@ -211,17 +241,11 @@ template <class T> class Attention {
       }
   }
 
-  // Products of up to sixteen queries with a chunk of keys, each `stride` numbers after the one before.
-  void score_tiled(const T* const* asking, i64 count, const T* keys, i64 stride) {
-    for (i64 k = 0; k < s.head_size / 2; k += LANES) {
-      Words* part = &turned_queries[k];
-      for (i64 i = 0; i < LANES; i++) std::memcpy(&part[i], asking[std::min(i, count - 1)] + 2 * k, sizeof(Words));
-      transpose(part);
-    }
-    scores_by_keys(keys, stride, &turned_queries[0], s.head_size, (float*)by_key);
-    for (i64 n = 0; count < TOGETHER && n < CHUNK; n += LANES) {
-      transpose((Words*)by_key + n);
-      for (i64 i = 0; i < count; i++) put(&scores[i][n], by_key[n + i]);
+  // Side by side, a word being two numbers; the last one again where there are fewer.
+  void turn_queries(const Asking& a, Words* to) const {
+    for (i64 k = 0; k < s.head_size / 2; k += LANES, to += LANES) {
+      for (i64 i = 0; i < LANES; i++) std::memcpy(&to[i], a.queries[std::min(i, a.count - 1)] + 2 * k, sizeof(Words));
+      transpose(to);
     }
   }
 
@@ -254,10 +278,9 @@ template <class T> class Attention {
   }
 
   // A query's scores become weights, 0 from its width on; out = (largest score, sum of weights).
-  void soften(i64 query, i64 width, float* out) {
-    float* own = scores[query];
+  void soften(float* scores, i64 width, T* weights, float* out) const {
     Floats part[CHUNK / LANES], largest = Floats{} + NEVER, sum{};
-    for (int i = 0; i < CHUNK / LANES; i++) part[i] = get(own + i * LANES) * float(s.scaling);
+    for (int i = 0; i < CHUNK / LANES; i++) part[i] = get(scores + i * LANES) * float(s.scaling);
     if (width < CHUNK) {
       Ints place;
       for (int i = 0; i < LANES; i++) place[i] = i;
@@ -269,41 +292,46 @@ template <class T> class Attention {
     for (int i = 0; i < CHUNK / LANES; i++) {
       part[i] = exp16(part[i] - out[0]);
       sum += part[i];
-      if (paired) put(&weights[query * CHUNK + i * LANES], part[i]);
-      else put(own + i * LANES, part[i]);
+      if (paired) put(weights + i * LANES, part[i]);
+      else put(scores + i * LANES, part[i]);
     }
     out[1] = sum_of(sum);
   }
 
-  // The same for up to sixteen queries side by side, as their products come; the sums are in the same order.
-  void soften_together(i64 count, const i64* widths, float* const* out) {
-    Ints width;
-    for (int i = 0; i < LANES; i++) width[i] = int(widths[std::min<i64>(i, count - 1)]);
-    Floats largest = Floats{} + NEVER, sums[LANES] = {};
-    for (int n = 0; n < CHUNK; n++) {
-      by_key[n] = Ints{} + n < width ? by_key[n] * float(s.scaling) : Floats{} + NEVER;
-      largest = larger(largest, by_key[n]);
+  // The same for up to sixteen queries, whose scores lie side by side for each position; sums are in the same order.
+  void soften_tiled(const Asking& a, Floats* scores, T* weights) {
+    if (a.count < TOGETHER) {
+      for (i64 n = 0; n < CHUNK; n += LANES) transpose((Words*)scores + n);
+      for (i64 j = 0; j < a.count; j++) {
+        float mine[CHUNK];
+        for (i64 n = 0; n < CHUNK; n += LANES) put(mine + n, scores[n + j]);
+        soften(mine, a.widths[j], weights + j * CHUNK, a.out[j]);
+      }
+      return;
     }
+    Ints width;
+    for (int i = 0; i < LANES; i++) width[i] = int(a.widths[std::min<i64>(i, a.count - 1)]);
+    Floats largest = Floats{} + NEVER, sums[LANES];
     for (int n = 0; n < CHUNK; n++) {
-      by_key[n] = exp16(by_key[n] - largest);
-      sums[n % LANES] += by_key[n];
+      scores[n] = Ints{} + n < width ? scores[n] * float(s.scaling) : Floats{} + NEVER;
+      largest = larger(largest, scores[n]);
+    }
+    for (int i = 0; i < LANES; i++) {
+      sums[i] = Floats{};
+      for (int n = i; n < CHUNK; n += LANES) {
+        scores[n] = exp16(scores[n] - largest);
+        sums[i] += scores[n];
+      }
     }
     for (int half = LANES / 2; half; half /= 2)
       for (int i = 0; i < half; i++) sums[i] += sums[i + half];
-    for (i64 i = 0; i < count; i++) out[i][0] = largest[i], out[i][1] = sums[0][i];
+    for (i64 i = 0; i < a.count; i++) a.out[i][0] = largest[i], a.out[i][1] = sums[0][i];
     for (int n = 0; n < CHUNK; n += 2 * LANES) {
       Words part[LANES];
-      for (int i = 0; i < LANES; i++) part[i] = pair_of(by_key[n + 2 * i], by_key[n + 2 * i + 1]);
+      for (int i = 0; i < LANES; i++) part[i] = pair_of(scores[n + 2 * i], scores[n + 2 * i + 1]);
       transpose(part);
-      for (int i = 0; i < LANES; i++) std::memcpy(&weights[i * CHUNK + n], &part[i], sizeof part[i]);
+      for (int i = 0; i < LANES; i++) std::memcpy(weights + i * CHUNK + n, &part[i], sizeof part[i]);
     }
-  }
-
-  // The values weighted by sixteen queries.
-  void weigh_tiled(i64 count, float* const* out) {
-    i64 size = s.head_size;
-    values_by_tiles(weights, &pairs[0], size, &weighted[0]);
-    for (i64 i = 0; i < count; i++) std::copy_n(&weighted[i * size], size, out[i] + 2);
   }
 
   // The values weighted by a few queries, from `query` on, two positions at a time.
@@ -316,7 +344,7 @@ template <class T> class Attention {
   // The same for so many registers of the values.
   template <int registers> void weigh_part(i64 width, i64 query, i64 count, i64 c, float* const* out) const {
     const T* of[BESIDE];
-    for (i64 i = 0; i < BESIDE; i++) of[i] = &weights[std::min(query + i, count - 1) * CHUNK];
+    for (i64 i = 0; i < BESIDE; i++) of[i] = weights[0] + std::min(query + i, count - 1) * CHUNK;
     Register sum[BESIDE][registers] = {};
     for (i64 n = 0; n < width; n += 2) {
       const std::uint32_t* from = &pairs[n / 2 * s.head_size + c];
@@ -378,13 +406,13 @@ template <class T> class Attention {
   i64 n_slots;
   bool tiled, paired;  // paired: weights are multiplied with values of two positions at a time
   alignas(64) float scores[LANES][CHUNK] = {};  // of sixteen queries, then their weights
-  alignas(64) T weights[LANES * CHUNK] = {};
+  alignas(64) T weights[AT_ONCE][LANES * CHUNK] = {};
   Lines<T> asked;
   Lines<float> weighted;
   Lines<std::uint32_t> turned, pairs;
   Lines<Words> turned_queries;
   std::vector<Words> room;
-  Floats by_key[CHUNK];
+  Floats by_key[AT_ONCE][CHUNK];
 };
 
 }  // namespace
