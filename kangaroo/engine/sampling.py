@@ -185,9 +185,19 @@ def scores(logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: 
 def candidates(
     logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor, count: int
 ) -> Tensor:
-    """The first `count` tokens by their `scores`, `[B, N, count]`, in order."""
+    """The first `count` tokens by their `scores`, `[B, N, count]`, in order; where the filters
+    leave fewer, the likeliest others follow."""
     scores_BNV = scores(logits_BNV, at_BN, sampling, seeds_B)
-    return scores_BNV.argmax(-1, True) if count == 1 else scores_BNV.topk(count).indices
+    if count == 1:
+        return scores_BNV.argmax(-1, True)
+    best = scores_BNV.topk(count)
+    if not sampling.most_k and not sampling.filters_p:
+        return best.indices
+    left_BN1 = best.values.isfinite().sum(-1, True)
+    removed_BNV = logits_BNV.masked_fill(scores_BNV.isfinite(), -torch.inf)
+    rank_C = torch.arange(count, device=logits_BNV.device)
+    others = removed_BNV.topk(count).indices.gather(-1, (rank_C - left_BN1).clamp(min=0))
+    return torch.where(rank_C < left_BN1, best.indices, others)
 
 
 def pick(logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor) -> Tensor:

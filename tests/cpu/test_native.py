@@ -112,9 +112,11 @@ def test_other_models_stay_eager(overrides):
     assert lm.fast_layers is None and lm.fast_head is None
 
 
-def test_a_prompt_that_is_read_here_may_come_in_any_parts():
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_prompt_that_is_read_here_may_come_in_any_parts(biased):
     """Its states are the same bit by bit, beside other tokens or not, and close to the modules'."""
     sizes = dict(hidden_size=64, intermediate_size=96, head_dim=32, dtype=torch.bfloat16)
+    sizes |= dict(attention_bias=biased)
     tokens_1T, states, lm = random_tokens(1, 200), {}, tiny(**sizes).compile_for_decoding()
     if lm.fast_layers is None or not lm.fast_layers.longest_prompt:
         pytest.skip("PyTorch reads prompts on this processor")

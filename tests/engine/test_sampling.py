@@ -200,3 +200,11 @@ def test_texts_of_unlike_settings_are_drawn_each_by_its_own():
         shared = choose(logits_BNV, positions_BN[one], mixed, seeds_B)  # positions of all rows
         alone = choose(logits_BNV[one], positions_BN[one], together([rows[2]]), seeds_B[one])
         assert torch.equal(shared[one], alone)
+
+
+def test_where_the_filters_leave_too_few_candidates_the_likeliest_others_follow():
+    logits_BNV = torch.log(torch.tensor([[[0.02, 0.5, 0.03, 0.4, 0.05]]]))
+    for sampling in (Sampling(temperature=1, top_p=0.8), Sampling(temperature=1, top_k=2)):
+        at_BN, seeds_B = torch.tensor([[7]]), torch.tensor([1])
+        tokens = candidates(logits_BNV, at_BN, together([sampling]), seeds_B, 4).flatten().tolist()
+        assert set(tokens[:2]) == {1, 3} and tokens[2:] == [4, 2]
