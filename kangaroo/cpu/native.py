@@ -33,7 +33,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_TOKENS = 256  # in a pass
 PROMPT_CHUNK = 128  # of a prompt in a pass: what is computed in between stays in the cache
 TURNED_CHUNK = 256  # where rows of weights are turned first, which then serves more tokens
-LONGEST_PROMPT = 1024  # with a matrix unit: for longer ones PyTorch's attention is faster
+LONGEST_PROMPT = 2048  # with a matrix unit: for longer ones PyTorch's attention is faster
 WIDEST_HEAD = 1024  # of `attention.h`
 CHOICES, MOST_CHOICES = 3, 16  # of `choice.h`
 
