@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_TOKENS = 256  # in a pass
 PROMPT_CHUNK = 128  # of a prompt in a pass: what is computed in between stays in the cache
-TURNED_CHUNK = 256  # where rows of weights are turned first, which then serves more tokens
+WIDE_CHUNK = 256  # where many tokens share more: rows that are turned, or a matrix unit
 LONGEST_PROMPT = 2048  # with a matrix unit: for longer ones PyTorch's attention is faster
 WIDEST_HEAD = 1024  # of `attention.h`
 CHOICES, MOST_CHOICES = 3, 16  # of `choice.h`
@@ -141,8 +141,8 @@ class Stack:
         self.dtype = next(w.dtype for w in vars(layers[0]).values() if w is not None)
         self.call = function(library, "run_block", self.dtype)
         self.longest_prompt = longest_prompt(library, self.dtype, sizes)
-        turns = self.dtype == torch.bfloat16 and library.turns_rows()
-        self.chunk = TURNED_CHUNK if turns else PROMPT_CHUNK
+        wide = self.dtype == torch.bfloat16 and (library.turns_rows() or library.uses_tiles())
+        self.chunk = WIDE_CHUNK if wide else PROMPT_CHUNK
 
     def prompt_chunk(self, length: int) -> int | None:
         """How many tokens of a prompt of this length enter in a pass; None leaves it to PyTorch."""

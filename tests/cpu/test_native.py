@@ -120,7 +120,8 @@ def test_a_prompt_that_is_read_here_may_come_in_any_parts(biased):
     tokens_1T, states, lm = random_tokens(1, 200), {}, tiny(**sizes).compile_for_decoding()
     if lm.fast_layers is None or not lm.fast_layers.longest_prompt:
         pytest.skip("PyTorch reads prompts on this processor")
-    chunk = native.TURNED_CHUNK if native.library().turns_rows() else native.PROMPT_CHUNK
+    wide = native.library().turns_rows() or native.library().uses_tiles()
+    chunk = native.WIDE_CHUNK if wide else native.PROMPT_CHUNK
     assert lm.prompt_chunk(200) == chunk
     assert (lm.prompt_chunk(4000) > chunk) == bool(native.library().uses_tiles())
     for parts in (200, 64, 33, 7, "eager"):

@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -226,12 +227,16 @@ template <class T> void by_vectors(const Matrix<Number<T>>& x, const Block<T>& b
     times_group<T, Prefetch::none>(x, m, std::min(size, rows - m), block, out + m * LANES);
 }
 
+// Whether sixteen rows begin in as many sets of a first-level cache of 64 sets. Others push each other out of it.
+bool stays_close(i64 width) { return 64 / std::gcd(width / 32, i64(64)) >= LANES; }
+
 // Products of one or two blocks by tiles. Where there are many tokens, rows are multiplied in parts, so that a part
 // of a block stays in the first-level cache for all tokens; and what comes next is fetched evenly over all of them,
 // since memory gives a line at a time.
 //   sums: [pairs of groups, blocks, groups of the pair, 16 rows, 16 tokens]
 template <class T, int count> void sum_tiles(const Input<T>& in, const Block<T>* block, Floats* sums) {
-  i64 width = in.x.width, rows = in.x.rows, parts = rows > 2 * LANES ? (width + PART - 1) / PART : 1;
+  const i64 width = in.x.width, rows = in.x.rows;
+  const i64 parts = rows > 2 * LANES && stays_close(width) ? (width + PART - 1) / PART : 1;
   i64 part = ((width + parts - 1) / parts + 31) / 32 * 32, pairs = (rows + 2 * LANES - 1) / (2 * LANES);
   const T* weights[count];
   Ahead ahead[count];
