@@ -146,7 +146,7 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
         exit_layer: refuse an adapter of another exit layer; null takes the adapter's own.
         vocabulary: draft from this many of the most frequent tokens alone, so that a draft step
             reads that part of the head (FR-Spec, arXiv 2502.14856); 0 is all, null takes what the
-            adapter was saved with.
+            adapter was saved with, which may be fewer beside a text's own.
         text_vocabulary: draft from up to so many other tokens too, those of the text itself; 0 is
             none. Not where an adapter has a head of its own.
         attention_window: how far the adapter's attention looks back; null is as it was trained.
@@ -166,14 +166,16 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
 
     def load(self, lm: TargetModel) -> tuple[Layer, list[DraftHead]]:
         if (exit_layer := self._untrained()) is None:
-            trained_for = adapter_files.read_config(self.adapter).exit_layer
-            if self.exit_layer not in (None, trained_for):
+            config, vocabulary = adapter_files.read_config(self.adapter), self.vocabulary
+            if self.exit_layer not in (None, config.exit_layer):
                 raise AdapterMismatch(
-                    f"adapter '{self.adapter}' was trained for exit layer {trained_for}, and "
+                    f"adapter '{self.adapter}' was trained for exit layer {config.exit_layer}, and "
                     f"drafter.exit_layer={self.exit_layer} was asked for. Leave it unset, or pass "
                     "drafter.adapter= one of that exit layer."
                 )
-            layer, heads = adapter_files.load(self.adapter, lm, self.kind, self.vocabulary)
+            if vocabulary is None and self.text_vocabulary:
+                vocabulary = config.vocabulary_beside_texts
+            layer, heads = adapter_files.load(self.adapter, lm, self.kind, vocabulary)
             if isinstance(head := heads[0], TextHead):
                 head.make_room(self.text_vocabulary)
         else:

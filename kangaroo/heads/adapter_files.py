@@ -62,6 +62,11 @@ class AdapterConfig:
         """How far back it learnt to look, in tokens; 0, where nobody says, is to the beginning."""
         return self.facts.get("attention_window", 0)
 
+    @property
+    def vocabulary_beside_texts(self) -> int | None:
+        """How many frequent tokens do where a text's own are drafted too; None: as without."""
+        return self.facts.get("vocabulary_beside_texts", self.vocabulary)
+
 
 def target_hash(lm: TargetModel) -> str:
     """Hash of the config fields that fix what the target computes, whatever else its file holds."""

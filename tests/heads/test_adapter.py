@@ -250,6 +250,13 @@ def test_the_adapter_says_how_much_to_draft_from_unless_the_drafter_does(lm, tmp
     assert KangarooConfig(adapter=folder).build(lm).head.vocabulary_K.tolist() == [3, 7]
     assert KangarooConfig(adapter=folder, vocabulary=1).build(lm).head.vocabulary_K.tolist() == [7]
     assert KangarooConfig(adapter=folder, vocabulary=0).build(lm).head.vocabulary_K is None
+    fewer = saved_adapter(
+        *(lm, adapter_for(lm), tmp_path / "fewer", (7, 3, 60)),
+        **dict(vocabulary=2, facts={"vocabulary_beside_texts": 1}),
+    )
+    for options, tokens in ({}, [7]), ({"text_vocabulary": 0}, [3, 7]), ({"vocabulary": 2}, [3, 7]):
+        drafter = KangarooConfig(adapter=str(fewer), **options).build(lm)
+        assert drafter.head.vocabulary_K.tolist() == tokens
 
 
 @pytest.mark.parametrize("kind", [AdapterHeadConfig, BlockHeadConfig])
