@@ -148,7 +148,7 @@ class TorchBackend:
 def matrices_of(adapter: nn.Module) -> list[Tensor]:
     """What Muon moves: the weights of linear layers, but for LM heads of the adapter's own."""
     assert isinstance(adapter, Trainable)
-    heads = {part for head in adapter.own_heads() for part in head.modules()}
+    heads = {*adapter.own_heads()}
     linear = (module for module in adapter.modules() if isinstance(module, nn.Linear))
     return [module.weight for module in linear if module not in heads]
 
