@@ -134,7 +134,7 @@ class Trainer:
                 if adapter_files.not_finite(state["weights"]) is not None:
                     raise self._diverged("a weight")
                 if is_first:
-                    save_checkpoint(self.output, self.identity, state, progress)
+                    self._save_checkpoint(state)
             bar.set_postfix(loss=f"{metrics[f'train/{self.trained[0].name}/loss']:.3f}")
         if is_first:
             for trainee in self.trained:
@@ -224,7 +224,7 @@ class Trainer:
             measured.append([])
             for trainee, steps in zip(self.trained, students, strict=True):
                 longest = trainee.recipe.architecture.own_steps or results.STEPS
-                accepted = results.accepted(steps, outputs.tokens.wanted_BT, longest)
+                accepted = results.accepted(steps, outputs.wanted_BT, longest)
                 top_M = outputs.distributions.top_M
                 tally = trainee.adapter.tally(trainee.heads, *batches.together(steps), top_M)
                 sums_SF = torch.stack([x.sums_F for x in steps])
@@ -237,6 +237,12 @@ class Trainer:
             metrics |= results.held_out(f"held_out/{trainee.name}", sums_SF, accepted_W)
             facts[trainee.name] = trainee.adapter.facts(tally)
         return metrics, facts
+
+    def _save_checkpoint(self, state: dict[str, Any]) -> None:
+        path, progress = self.output / CHECKPOINT, asdict(self.progress)
+        part = path.with_suffix(".part")
+        torch.save({"identity": self.identity, "backend": state, "progress": progress}, part)
+        os.replace(part, path)
 
     def _save(self, trainee: Trainee) -> None:
         progress, name = asdict(self.progress), trainee.name
@@ -295,7 +301,8 @@ def resolve_sizes(
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """What `save_checkpoint` wrote, by name; empty where it did not. Errors: `CorruptFile`."""
+    """The settings and data of a run, its backend's `state()` and its progress as they were last
+    saved, by name; empty where they were not. Errors: `CorruptFile`."""
     path = folder / CHECKPOINT
     try:
         return torch.load(path, weights_only=True) if path.exists() else {}
@@ -303,14 +310,3 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
         raise CorruptFile(
             f"checkpoint '{path}' cannot be read ({error}); delete it to train anew."
         ) from error
-
-
-def save_checkpoint(
-    folder: Path, identity: dict[str, Any], backend: dict[str, Any], progress: Progress
-) -> None:
-    """Write the settings and data of a run, its backend's `state()` and its progress beside those
-    written last, then put them in their place."""
-    path = folder / CHECKPOINT
-    part = path.with_suffix(".part")
-    torch.save({"identity": identity, "backend": backend, "progress": asdict(progress)}, part)
-    os.replace(part, path)
