@@ -10,7 +10,7 @@ from rich.console import Console
 from kangaroo import chat as talk
 from kangaroo.api import load_target
 from kangaroo.cli import schema
-from kangaroo.cli.command import command, in_group, plain, sweep_folder, to_measure, varied
+from kangaroo.cli.command import command, plain, sweep_folder, to_measure, tracker_of, varied
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.drafters.vanilla import Vanilla
@@ -65,7 +65,7 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
             f"output={output} lies outside the sweep's folder '{sweep}', where its methods are "
             "compared. Leave it out, or pass hydra.sweep.dir= instead."
         )
-    in_group(config.logger, config.model.name)
+    logger = tracker_of(config.logger, config.model.name, ranks)
     drafters = varied(config.drafter, config.variants)
     for name in drafters.keys() & config.more.keys():
         raise ConfigError(f"more.{name} is drafter={name} again.")
@@ -88,7 +88,6 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
     about = plain(config) | {"provenance": provenance()}
     if isinstance(first_drafter := methods[0].drafter, EarlyExit):
         about["drafter.exit_layer"] = first_drafter.exit_layer  # an axis of a sweep's plots
-    logger = config.logger if ranks.is_first else NoTracker()
     with logger.start(about, output) as tracker:
         try:
             results = evaluator.finish(tracker.log)

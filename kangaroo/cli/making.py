@@ -11,7 +11,7 @@ import torch
 
 from kangaroo.api import load_target
 from kangaroo.cli import schema
-from kangaroo.cli.command import command, in_group, plain, to_measure
+from kangaroo.cli.command import command, plain, to_measure, tracker_of
 from kangaroo.cpu.native import torch_multiplies
 from kangaroo.data import store
 from kangaroo.data.filters import list_reasons
@@ -47,8 +47,8 @@ SLOW_BFLOAT16 = (
 def train(config: schema.TrainCommand) -> float | None:
     """Say what a training takes; let the target write its data, train adapters on it, and save
     them. Returns the best held-out compression rate."""
-    in_group(config.logger, config.model.name)
     with join() as ranks:
+        logger = tracker_of(config.logger, config.model.name, ranks)
         backend.check(config.trainer, ranks)
         check_format(config.model, config.trainer.muon)
         say_what_it_takes(config, ranks)
@@ -57,7 +57,6 @@ def train(config: schema.TrainCommand) -> float | None:
         lm = _target_with_data(config, ranks)
         output, recipes = Path(config.output), [config.adapter, *config.more.values()]
         samples, about = store.load(Path(config.data.path))
-        logger = config.logger if ranks.is_first else NoTracker()
         origin = {"dataset": about, "provenance": provenance()}
         # before a tracker has begun a run: this may refuse
         trainer = Trainer(lm, samples, recipes, config.trainer, output, about, ranks)

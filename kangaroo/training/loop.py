@@ -21,16 +21,9 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import TargetModel
-from kangaroo.training import batches, results
+from kangaroo.training import batches, recipe, results
 from kangaroo.training.backend import DeepSpeedBackend, TorchBackend
-from kangaroo.training.recipe import (
-    AdapterRecipe,
-    Trainee,
-    TrainerConfig,
-    loss_chunk_of,
-    schedule,
-    trainees,
-)
+from kangaroo.training.recipe import AdapterRecipe, Trainee, TrainerConfig
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError, CorruptFile, Diverged
 from kangaroo.utils.provenance import changes, provenance
@@ -91,7 +84,7 @@ class Trainer:
         size = config.vocabulary
         vocabulary_K = None if size is None else self.frequent_K[:size].sort()[0]
         shard_on = self.ranks.device if config.shard_target else None
-        self.trained = trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
+        self.trained = recipe.trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
         adapters = [trainee.adapter for trainee in self.trained]
         backend = DeepSpeedBackend if config.zero_stage else TorchBackend
         self.backend = backend(adapters, config, self.ranks)
@@ -160,7 +153,7 @@ class Trainer:
             self.backend.collect()
         sums = [[x_SF.cpu() for x_SF in each] for each in sums]  # here: each waits for the device
         sums = self.ranks.gather(sums, len(group))
-        share = schedule(config, progress.step, self.total)
+        share = recipe.schedule(config, progress.step, self.total)
         rates = [share * (x.recipe.learning_rate or config.learning_rate) for x in trained]
         self.backend.step(rates)
 
@@ -295,7 +288,7 @@ def resolve_sizes(
     with, else one micro-batch for each process, and what suits the first one's device."""
     # a sharded target goes there later
     device = ranks.device if config.shard_target else lm.device
-    suiting = ranks.broadcast(loss_chunk_of(memory.total(device), lm.config.vocab_size))
+    suiting = ranks.broadcast(recipe.loss_chunk_of(memory.total(device), lm.config.vocab_size))
     accumulate = config.accumulate or begun.get("accumulate", ranks.world)
     return accumulate, config.loss_chunk or begun.get("loss_chunk", suiting)
 
