@@ -118,7 +118,7 @@ def plain(config: Any) -> dict[str, Any]:
     return cast(dict[str, Any], values)
 
 
-def to_measure(model: ModelConfig, *words: str, **options: str | Path) -> str:
+def to_measure(model: ModelConfig, *words: str, **options: Any) -> str:
     """The command that evaluates this target with these options, for a user to type."""
     target = options_of(model.path, model.name)
     return command_line("evaluate", *words, **target, **options)

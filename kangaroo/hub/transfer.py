@@ -201,7 +201,7 @@ def card(adapter: AdapterConfig, config: PushConfig, hashes: Mapping[str, str]) 
     kind = {"kind": adapter.architecture.kind()}
     return template.render(
         front_matter=front_matter.to_yaml(),
-        config=asdict(adapter) | {"architecture": kind | asdict(adapter.architecture)},
+        config=asdict(adapter) | {"architecture": kind | asdict(adapter)["architecture"]},
         repo=config.repo,
         hashes=hashes,
         kind=KINDS[drafter],
