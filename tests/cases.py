@@ -164,7 +164,6 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "kangaroo-layer": lambda case: kangaroo(case.lm, feed_forward=True),
     "kangaroo-mlp": lambda case: kangaroo(case.lm, attention=False, feed_forward=True),
     "kangaroo-own-head": lambda case: kangaroo(case.lm, own_head=True),
-    "kangaroo-head-rank": lambda case: kangaroo(case.lm, head_rank=8),
     "kangaroo-two-layers": lambda case: kangaroo(case.lm, attention_layers=2),
     "kangaroo-fused": lambda case: kangaroo(case.lm, fused=True),
     "kangaroo-fused-layer": lambda case: kangaroo(case.lm, fused=True, feed_forward=True),

@@ -176,7 +176,7 @@ def block_for(lm: TargetModel, vocabulary_K: Tensor | None = None, **parts: int)
     return head.to(lm.device, lm.dtype).requires_grad_(False)
 
 
-PARTS = ("attention", "attention_layers", "feed_forward", "own_head", "head_rank", "fused")
+PARTS = ("attention", "attention_layers", "feed_forward", "own_head", "fused")
 
 
 def recipe_of(name: str = "attention", **options: object) -> AdapterRecipe:

@@ -23,9 +23,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kangaroo.cli.schema import CONFIGS
 from kangaroo.drafters.base import DrafterConfig
+from kangaroo.models.loading import ModelConfig, options_of
 from kangaroo.utils import ranges, ranks
 from kangaroo.utils.errors import ConfigError, KangarooError
-from kangaroo.utils.folders import sole_writer
+from kangaroo.utils.folders import command_line, sole_writer
+from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import NoTracker, Wandb
 
 STOPPED = 130  # the exit code of what Ctrl-C stops: 128 and the signal's number
@@ -102,16 +104,24 @@ def sweep_folder() -> Path | None:
     return Path(hydra_config.sweep.dir) if hydra_config.mode is RunMode.MULTIRUN else None
 
 
-def in_group(logger: NoTracker, model_name: str) -> None:
-    """The jobs of a sweep (`-m`) lie in one group of W&B, if no other was asked for."""
+def tracker_of(logger: NoTracker, model_name: str, ranks: Ranks) -> NoTracker:
+    """The first process alone tracks. The jobs of a sweep (`-m`) lie in one group of W&B, if no
+    other was asked for."""
     if isinstance(logger, Wandb) and logger.group is None and (sweep := sweep_folder()):
         logger.group = f"{model_name}-{sweep.name}"
+    return logger if ranks.is_first else NoTracker()
 
 
 def plain(config: Any) -> dict[str, Any]:
     """A command's config as plain JSON values."""
     values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     return cast(dict[str, Any], values)
+
+
+def to_measure(model: ModelConfig, *words: str, **options: Any) -> str:
+    """The command that evaluates this target with these options, for a user to type."""
+    target = options_of(model.path, model.name)
+    return command_line("evaluate", *words, **target, **options)
 
 
 def varied(drafter: DrafterConfig, options: dict[str, list[Any]]) -> dict[str, DrafterConfig]:

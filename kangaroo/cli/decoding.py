@@ -10,7 +10,7 @@ from rich.console import Console
 from kangaroo import chat as talk
 from kangaroo.api import load_target
 from kangaroo.cli import schema
-from kangaroo.cli.command import command, in_group, plain, sweep_folder, varied
+from kangaroo.cli.command import command, plain, sweep_folder, to_measure, tracker_of, varied
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.drafters.vanilla import Vanilla
@@ -23,12 +23,10 @@ from kangaroo.evaluation.run import Evaluator, MethodSpec, questions_of
 from kangaroo.evaluation.speed import speed as benchmark
 from kangaroo.evaluation.study import report as study_report
 from kangaroo.evaluation.study.study import study_of
-from kangaroo.models.loading import options_of
 from kangaroo.serving.serve import serve as run_server
 from kangaroo.training.results import CURVES, write_curves
 from kangaroo.utils import tracking
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.folders import command_line
 from kangaroo.utils.provenance import flat, provenance
 from kangaroo.utils.ranks import Ranks, check_alone, join
 from kangaroo.utils.tracking import NoTracker
@@ -67,7 +65,7 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
             f"output={output} lies outside the sweep's folder '{sweep}', where its methods are "
             "compared. Leave it out, or pass hydra.sweep.dir= instead."
         )
-    in_group(config.logger, config.model.name)
+    logger = tracker_of(config.logger, config.model.name, ranks)
     drafters = varied(config.drafter, config.variants)
     for name in drafters.keys() & config.more.keys():
         raise ConfigError(f"more.{name} is drafter={name} again.")
@@ -90,7 +88,6 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
     about = plain(config) | {"provenance": provenance()}
     if isinstance(first_drafter := methods[0].drafter, EarlyExit):
         about["drafter.exit_layer"] = first_drafter.exit_layer  # an axis of a sweep's plots
-    logger = config.logger if ranks.is_first else NoTracker()
     with logger.start(about, output) as tracker:
         try:
             results = evaluator.finish(tracker.log)
@@ -148,8 +145,7 @@ def tune(config: schema.TuneCommand) -> None:
         for variant, each in varied(drafter, config.search.get(name, {})).items():
             drafters[name + variant.removeprefix(drafter.name)] = each
     lm, tokenizer = load_target(config.model)
-    target = options_of(config.model.path, config.model.name)
-    use = command_line("evaluate", f"--config-dir={config.output}", **target, drafter="tuned")
+    use = to_measure(config.model, f"--config-dir={config.output}", drafter="tuned")
     settings = {"model": plain(config)["model"], "use": use}
     report = tuning.tune(lm, tokenizer, drafters, config.drafter, config, **settings)
     comparison.show(report, Console())

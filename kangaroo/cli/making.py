@@ -11,7 +11,7 @@ import torch
 
 from kangaroo.api import load_target
 from kangaroo.cli import schema
-from kangaroo.cli.command import command, in_group, plain
+from kangaroo.cli.command import command, plain, to_measure, tracker_of
 from kangaroo.cpu.native import torch_multiplies
 from kangaroo.data import store
 from kangaroo.data.filters import list_reasons
@@ -20,7 +20,7 @@ from kangaroo.drafters import datastore, layer_search
 from kangaroo.heads import adapter_files, export, official
 from kangaroo.hub import transfer
 from kangaroo.hub.transfer import PullConfig, PushConfig, measure
-from kangaroo.models.loading import ModelConfig, meta_model, options_of
+from kangaroo.models.loading import ModelConfig, meta_model
 from kangaroo.models.target import TargetModel
 from kangaroo.training import backend
 from kangaroo.training.estimate import Devices, foresee
@@ -47,8 +47,8 @@ SLOW_BFLOAT16 = (
 def train(config: schema.TrainCommand) -> float | None:
     """Say what a training takes; let the target write its data, train adapters on it, and save
     them. Returns the best held-out compression rate."""
-    in_group(config.logger, config.model.name)
     with join() as ranks:
+        logger = tracker_of(config.logger, config.model.name, ranks)
         backend.check(config.trainer, ranks)
         check_format(config.model, config.trainer.muon)
         say_what_it_takes(config, ranks)
@@ -57,7 +57,6 @@ def train(config: schema.TrainCommand) -> float | None:
         lm = _target_with_data(config, ranks)
         output, recipes = Path(config.output), [config.adapter, *config.more.values()]
         samples, about = store.load(Path(config.data.path))
-        logger = config.logger if ranks.is_first else NoTracker()
         origin = {"dataset": about, "provenance": provenance()}
         # before a tracker has begun a run: this may refuse
         trainer = Trainer(lm, samples, recipes, config.trainer, output, about, ranks)
@@ -120,8 +119,7 @@ def _report(folder: Path, model: ModelConfig, tracker: NoTracker) -> dict[str, f
     files, name = sorted(folder.iterdir()), f"{model.name}-{folder.name}"
     tracker.save(folder, files, name, "adapter", described | progress)
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    target, drafter = options_of(model.path, model.name), saved.architecture.drafter
-    use = command_line("evaluate", **target, drafter=drafter, drafter__adapter=shown)
+    use = to_measure(model, drafter=saved.architecture.drafter, drafter__adapter=shown)
     log.info("saved %s; measure it: %s", shown, use)
     decoded = {f"decoded/{name}": value for name, value in progress["decoded"].items()}
     facts = {"exit_layer": saved.exit_layer, "parameters": saved.parameters}
@@ -138,8 +136,7 @@ def convert_import(config: schema.ImportCommand) -> None:
     adapter, origin = official.read(config.source, lm, exit_layer)
     about = {"imported": origin} | provenance()
     adapter_files.save(adapter, adapter_files.describe(lm, adapter, about), None, folder)
-    target = options_of(lm.name, config.model.name)
-    use = command_line("evaluate", **target, drafter__adapter=folder)
+    use = to_measure(config.model, drafter__adapter=folder)
     log.info("%s: exit layer %d of %s; measure it: %s", folder, exit_layer, lm.name, use)
 
 
@@ -150,8 +147,7 @@ def convert_export(config: schema.ExportCommand) -> None:
     if config.to is schema.Layout.draft_model:
         export.save(source, config.model, output)
         log.info("%s is a checkpoint: a draft model for vLLM, SGLang and transformers", output)
-        target = options_of(config.model.path, config.model.name)
-        use = command_line("evaluate", **target, drafter="draft_model", drafter__model=output)
+        use = to_measure(config.model, drafter="draft_model", drafter__model=output)
         log.info("here: %s", use)
     else:
         export.write_for_vllm(source, meta_model(config.model), output, VLLM_THRESHOLD)
@@ -188,8 +184,7 @@ def prepare_datastore(config: schema.DatastoreCommand) -> None:
     folder = datastore.save(built, lm, Path(config.output), origin | provenance())
     counts = (built.about[name] for name in ("tokens", "documents", "build_seconds"))
     log.info("%d tokens of %d documents in %.1f s", *counts)
-    target = options_of(lm.name, config.model.name)
-    use = command_line("evaluate", **target, drafter="rest", drafter__datastore=folder)
+    use = to_measure(config.model, drafter="rest", drafter__datastore=folder)
     log.info("use them: %s", use)
 
 

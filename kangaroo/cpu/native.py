@@ -98,7 +98,7 @@ NativeSizes = struct(
     "NativeSizes", "hidden heads kv_heads head_size feed_forward threads", "eps scaling"
 )
 NativeStack = struct("NativeStack", "layers count keys values n_slots window")
-NativeHead = struct("NativeHead", "norm weight outputs ids passing down rank")
+NativeHead = struct("NativeHead", "norm weight outputs ids passing")
 NativeFusing = struct("NativeFusing", "shallow_norm deep_norm weight")
 NativeTarget = struct(
     "NativeTarget", "embedding cos sin", sizes=NativeSizes, stack=NativeStack, head=NativeHead
@@ -208,10 +208,10 @@ def layer_table(layers: Sequence[LayerWeights], names: Collection[str] | None = 
 
 
 class Head:
-    """A matrix from hidden states to logits; or in two parts, of which `down` comes first."""
+    """A matrix from hidden states to logits."""
 
-    def __init__(self, library: CDLL, weight_ND: Tensor, sizes: Sizes, down: Tensor | None = None):
-        self.weight_ND, self.sizes, self.down = weight_ND, sizes, down
+    def __init__(self, library: CDLL, weight_ND: Tensor, sizes: Sizes):
+        self.weight_ND, self.sizes = weight_ND, sizes
         self.passing = weight_ND.nbytes > staying_bytes()
         self.call = function(library, "read_out", weight_ND.dtype)
 
@@ -222,9 +222,8 @@ class Head:
     def native(self, norm: Tensor | None = None, ids_N: Tensor | None = None) -> Structure:
         """The head for native code, after a norm if one is given; `ids` are the tokens that it has
         outputs for, if these are not all."""
-        (outputs, inputs), weight = self.weight_ND.shape, pointer(self.weight_ND)
-        more = pointer(ids_N), self.passing, pointer(self.down), inputs
-        return NativeHead(pointer(norm), weight, outputs, *more)
+        weight, outputs = pointer(self.weight_ND), len(self.weight_ND)
+        return NativeHead(pointer(norm), weight, outputs, pointer(ids_N), self.passing)
 
     def __call__(self, x_MD: Tensor, norm: Tensor | None = None) -> Tensor:
         """Logits `[M, N]` in float32, of the normed states where a norm is given."""

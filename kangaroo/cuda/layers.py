@@ -312,10 +312,10 @@ class Stack:
 
 
 class Head:
-    """A matrix from hidden states to logits; or in two parts, of which `down` comes first."""
+    """A matrix from hidden states to logits."""
 
-    def __init__(self, weight_OD: Tensor, sizes: Sizes, down: Tensor | None = None):
-        self.weight_OD, self.sizes, self.down = weight_OD, sizes, down
+    def __init__(self, weight_OD: Tensor, sizes: Sizes):
+        self.weight_OD, self.sizes = weight_OD, sizes
 
     def takes(self, x_MD: Tensor) -> bool:
         """Whether it is a step of decoding."""
@@ -323,11 +323,8 @@ class Head:
 
     def __call__(self, x_MD: Tensor, norm: Tensor | None = None) -> Tensor:
         """Logits `[M, O]` in float32, of the normed states where a norm is given."""
-        return product(self._read(x_MD.contiguous(), norm), self.weight_OD)[0]
-
-    def _read(self, x_MD: Tensor, norm: Tensor | None) -> Tensor:
-        _, x_MD = add_and_norm(x_MD, None, norm, self.sizes.eps)
-        return x_MD if self.down is None else product(x_MD, self.down)[0].to(x_MD.dtype)
+        _, x_MD = add_and_norm(x_MD.contiguous(), None, norm, self.sizes.eps)
+        return product(x_MD, self.weight_OD)[0]
 
     def choose(
         self, x_RTD: Tensor, norm: Tensor | None = None, ids_O: Tensor | None = None
@@ -336,7 +333,7 @@ class Head:
         both `[R, T]`; no logits are written. `ids_O` are the outputs' tokens; None where
         they are all tokens.
         """
-        x_ND = self._read(flat(x_RTD), norm)
+        _, x_ND = add_and_norm(flat(x_RTD), None, norm, self.sizes.eps)
         tokens, (outputs, inputs) = len(x_ND), self.weight_OD.shape
         shape = tile(self.weight_OD, outputs, tokens)
         tiles = cdiv(outputs, shape["BO"])

@@ -101,20 +101,28 @@ def machine(lm: TargetModel) -> list[str | int]:
     return [torch.get_num_threads(), build_name() if native else "torch " + torch.__version__]
 
 
-@torch.inference_mode()
 def measure(lm: TargetModel) -> tuple[VerifyCosts, bool]:
     """The fastest pass of each width; and whether the machine was steady meanwhile."""
     widths = [width for width in WIDTHS if context(lm) + width <= lm.context]
-    cache = lm.new_cache(1, context(lm) + widths[-1] + BUCKET)
+    passes = verifications(lm, widths, range(lm.n_layers), context(lm)).values()
+    costs = VerifyCosts(widths, list(accumulate(map(min, passes), max)))
+    return costs, all(map(steady, passes))
+
+
+@torch.inference_mode()
+def verifications(
+    lm: TargetModel, widths: list[int], layers: range, length: int
+) -> dict[int, list[float]]:
+    """Seconds of passes of each width, ascending, through layers up to the last one, head and
+    choice, after `length` tokens."""
+    cache = lm.new_cache(1, length + widths[-1] + BUCKET)
 
     def verify(x_1ND: Tensor, meta: ForwardMeta) -> tuple[Tensor]:
-        x_1ND, _ = lm.run(x_1ND, cache, meta, range(lm.n_layers))
+        x_1ND, _ = lm.run(x_1ND, cache, meta, layers)
         chosen = lm.choose(x_1ND)
         return (lm.logits(x_1ND).argmax(-1) if chosen is None else chosen[0],)
 
-    passes = timed(lm, widths, (cache,), verify).values()
-    costs = VerifyCosts(widths, list(accumulate(map(min, passes), max)))
-    return costs, all(map(steady, passes))
+    return timed(lm, widths, length, (cache,), verify)
 
 
 @torch.inference_mode()
@@ -131,7 +139,7 @@ def drafting(lm: TargetModel, drafter: Any) -> float:
             token_11 = chosen[0] if chosen else head.token_of(head(adapted_1D).argmax(-1, True))
             return (lm.run(lm.embed(token_11), cache, meta, drafter.shallow)[0],)
 
-        seconds = timed(lm, [1], (cache, draft_cache), draft)[1]
+        seconds = timed(lm, [1], context(lm), (cache, draft_cache), draft)[1]
         _drafting[drafter] = min(seconds) / measured(lm).seconds[0]
     return _drafting[drafter]
 
@@ -151,18 +159,20 @@ def context(lm: TargetModel) -> int:
 def timed(
     lm: TargetModel,
     widths: list[int],
+    length: int,
     caches: tuple[KVCache, ...],
     work: Callable[[Tensor, ForwardMeta], tuple[Tensor]],
 ) -> dict[int, list[float]]:
-    """Seconds of the passes `work(x, meta)` of each width, the widths in turn."""
+    """Seconds of the passes `work(x, meta)` of each width after `length` tokens, the widths in
+    turn."""
     seconds: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(REPEATS):
         for width in widths:
             if sum(seconds[width]) > MOST_SECONDS:
                 continue
             tokens_1N = torch.zeros(1, width, dtype=torch.long, device=lm.device)
-            tree, start_1 = Tree.chain(width, lm.device), tokens_1N[:, 0] + context(lm)
-            meta = lm.forward_meta(tree, start_1, context(lm) + width, caches[0].n_slots)
+            tree, start_1 = Tree.chain(width, lm.device), tokens_1N[:, 0] + length
+            meta = lm.forward_meta(tree, start_1, length + width, caches[0].n_slots)
             began = now(lm.device)
             lm.acceleration.step(caches, ("cost",), work, lm.embed(tokens_1N), meta)
             seconds[width].append(now(lm.device) - began)

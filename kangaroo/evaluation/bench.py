@@ -138,7 +138,11 @@ def load_questions(config: BenchConfig) -> list[Question]:
 
 def _local(config: BenchConfig, path: Path) -> bytes:
     try:
-        files = _parquet_files(path, config.subset) if path.is_dir() else [path]
+        files = [path]
+        if path.is_dir():
+            names = {*(config.subset or "").split("+")}
+            files = sorted(file for file in path.rglob("*") if file.suffix.lower() == ".parquet")
+            files = [x for x in files if names & {*x.relative_to(path).parts}] or files
         content = b"\n".join(map(_lines_of, files))
     except (OSError, ArrowException) as error:
         reason = str(getattr(error, "strerror", None) or error).rstrip(".")
@@ -146,14 +150,6 @@ def _local(config: BenchConfig, path: Path) -> bytes:
     if config.sha256 and hashlib.sha256(content).hexdigest() != config.sha256:
         log.warning("%s does not hold the questions of %s (its sha256 differs)", path, config.name)
     return content
-
-
-def _parquet_files(folder: Path, subset: str | None) -> list[Path]:
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() == ".parquet")
-    if subset is None:
-        return files
-    chosen = [file for file in files if {*subset.split("+")} & {*file.relative_to(folder).parts}]
-    return chosen or files
 
 
 def _lines_of(file: Path) -> bytes:

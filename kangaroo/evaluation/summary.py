@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kangaroo.engine.sampling import Rule
-from kangaroo.evaluation.metrics import RATIOS, has, metrics, runs
+from kangaroo.evaluation.metrics import has, metrics, paired_seconds, runs
 from kangaroo.evaluation.records import METHOD, SUMMARY, Baseline, MethodRun, Record, begun, read
 from kangaroo.utils.folders import write_json
 
@@ -58,17 +58,10 @@ def by_length(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def of_question(record: Record) -> dict[str, Any]:
-    """Totals over the turns of a question, for as many tokens of both where seconds are paired."""
-    totals: dict[str, Any] = {"question_id": record.question_id, "task": record.task}
-    for metric, names in {
-        "tokens_per_second": ("tokens", "seconds"),
-        "speedup": ("vanilla_paired_seconds", "paired_seconds"),
-        "compression_rate": ("emitted", "rounds"),
-        "acceptance_rate": ("accepted", "drafted"),
-    }.items():
-        measured = metric != "speedup" or has(record, "vanilla")
-        totals |= zip(names, RATIOS[metric](record) if measured else (None, None), strict=True)
-    return totals
+    """What comparisons in pairs read: seconds of a question, for as many tokens of both."""
+    vanilla, method = paired_seconds(record) if has(record, "vanilla") else (None, None)
+    seconds = {"vanilla_paired_seconds": vanilla, "paired_seconds": method}
+    return {"question_id": record.question_id, "task": record.task} | seconds
 
 
 def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from kangaroo.heads import base
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, ConfigError
-from kangaroo.utils.ranges import CountOrZero, Layers
+from kangaroo.utils.ranges import Layers
 
 
 @dataclass
@@ -32,8 +32,6 @@ class AdapterHeadConfig(base.HeadConfig):
             costs a third of a feed-forward part, and brings more (docs/training.md).
         feed_forward: the target's feed-forward part after attention, or alone.
         own_head: an LM head of its own, begun as the target's, instead of the target's.
-        head_rank: if not 0, an LM head of its own of this rank, begun as near to the target's as it
-            can be (SlimSpec, arXiv 2605.10453).
         fused: also read what goes into the target's last layer at the token before, and for a
             token that is only drafted the adapter's own state in its place (after EAGLE-3, arXiv
             2503.01840). Of a prompt it costs nothing, since that layer's keys need it.
@@ -43,7 +41,6 @@ class AdapterHeadConfig(base.HeadConfig):
     attention_layers: Layers = 1
     feed_forward: bool = False
     own_head: bool = False
-    head_rank: CountOrZero = 0
     fused: bool = False
 
     drafter: ClassVar[str] = "kangaroo"
@@ -57,11 +54,6 @@ class AdapterHeadConfig(base.HeadConfig):
             )
         if self.attention_layers > 1 and not self.attention:
             raise ConfigError("adapter.architecture.attention_layers > 1 needs attention=true.")
-        if self.own_head and self.head_rank:
-            raise ConfigError(
-                f"adapter.architecture.head_rank={self.head_rank} is an LM head of its own too: "
-                "leave adapter.architecture.own_head off, or head_rank 0."
-            )
 
     def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> "Adapter":
         return Adapter(lm, exit_layer, self, vocabulary_K)
@@ -112,13 +104,7 @@ class Adapter(Layer):
             self.middle_norm = lm.new_norm()
             self.feed_forward = type(layer.mlp)(lm.config)
         self.norm = lm.new_norm()
-        if parts.head_rank >= size:
-            raise ConfigError(
-                f"adapter.architecture.head_rank={parts.head_rank} saves nothing: states have "
-                f"{size} numbers. Pass a smaller one, or 0 and own_head=true."
-            )
-        has_head = parts.own_head or parts.head_rank
-        self.head = base.new_head(lm, vocabulary_K, parts.head_rank) if has_head else None
+        self.head = base.new_head(lm, vocabulary_K) if parts.own_head else None
         self.native_fusing: native.Fusing | None = None
 
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
@@ -138,25 +124,18 @@ class Adapter(Layer):
             base.copy_head(self.head, lm, vocabulary_K)
         return self
 
-    def grown(
-        self, lm: TargetModel, wanted: AdapterHeadConfig, vocabulary_K: Tensor | None
-    ) -> "Adapter":
+    def grown(self, lm: TargetModel, wanted: AdapterHeadConfig) -> "Adapter":
         """The same adapter with the parts that `wanted` has too, which add nothing until they are
-        trained; and if it reads the target's head, with a head over this vocabulary in its place.
-        """
+        trained."""
         now = self.architecture
         parts = replace(
             now,
             attention_layers=max(now.attention_layers, wanted.attention_layers),
             feed_forward=now.feed_forward or wanted.feed_forward,
             fused=now.fused or wanted.fused,
-            head_rank=wanted.head_rank if self.head is None else now.head_rank,
         )
-        grown = Adapter(lm, self.exit_layer, parts, vocabulary_K)
-        if self.head is not None:
-            grown.head = self.head
-        elif grown.head is not None:
-            base.copy_head(grown.head, lm, vocabulary_K)
+        grown = Adapter(lm, self.exit_layer, parts)
+        grown.head = self.head
         grown.copy_layers(lm, self.exit_layer)
         last: list[Tensor]
         last = [attention.get_parameter("o_proj.weight") for _, attention in grown.attentions[1:]]

@@ -301,7 +301,8 @@ def not_finite(state: Mapping[str, Tensor]) -> str | None:
 
 
 def read_config(path: str) -> AdapterConfig:
-    """What an adapter was made for. Errors: `AdapterNotFound`, `CorruptFile`."""
+    """What an adapter was made for. Errors: `AdapterNotFound`, `CorruptFile`, `AdapterMismatch` for
+    a head of low rank."""
     folder = find(path)
     for name in (WEIGHTS, CONFIG):
         if not (folder / name).is_file():
@@ -309,6 +310,11 @@ def read_config(path: str) -> AdapterConfig:
     try:
         fields = json.loads((folder / CONFIG).read_text())
         parts = fields.pop("architecture")
+        if rank := parts.pop("head_rank", None):  # 0 in all other adapters of those versions
+            raise AdapterMismatch(
+                f"adapter '{path}' has an LM head of low rank (head_rank={rank}), which is not run "
+                "any more. Train one without it: trainer.vocabulary=8192 makes drafts as cheap."
+            )
         if (kind := parts.pop("kind", None)) not in kinds():
             raise ValueError(f"its kind is {kind}, not one of {', '.join(kinds())}")
         config = AdapterConfig(**fields, architecture=kinds()[kind](**parts))

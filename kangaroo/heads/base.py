@@ -1,12 +1,10 @@
 """What all trained parts of drafters have in common (docs/add-a-drafter.md adds one).
 
-Shapes: B rows, T tokens of a text, M positions that are learnt, D hidden size, K draft vocabulary,
-R rank of a head.
+Shapes: B rows, T tokens of a text, M positions that are learnt, D hidden size, K draft vocabulary.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -19,8 +17,6 @@ from kangaroo.heads.text_head import TextHead
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Ranged
-
-TOKENS = 512  # whose states say what a head of low rank begins with
 
 
 class HeadConfig(Ranged, ABC):
@@ -123,35 +119,15 @@ class Trainable(nn.Module, ABC):
         return lm.layer_devices[max(self.exit_layer, 1) - 1]
 
 
-def new_head(lm: TargetModel, vocabulary_K: Tensor | None, rank: int = 0) -> nn.Module:
-    """An LM head over the draft vocabulary; of a rank, if one is given, as two linear maps: down to
-    so many numbers, and up to the tokens (SlimSpec, arXiv 2605.10453)."""
+def new_head(lm: TargetModel, vocabulary_K: Tensor | None) -> nn.Linear:
+    """An LM head over the draft vocabulary."""
     outputs = lm.config.vocab_size if vocabulary_K is None else len(vocabulary_K)
-    sizes = [lm.config.hidden_size, *([rank] if rank else []), outputs]
-    maps = [nn.Linear(*pair, bias=False) for pair in pairwise(sizes)]
-    return nn.Sequential(*maps) if rank else maps[0]
+    return nn.Linear(lm.config.hidden_size, outputs, bias=False)
 
 
 @torch.no_grad()
 def copy_head(head: nn.Module, lm: TargetModel, vocabulary_K: Tensor | None) -> None:
-    """Begin with the target's rows, or of a rank as near to what they say as that can be: on the
-    target's final states of random tokens, which are far longer in some directions than in others.
-    Nearest to the matrix alone, one of rank 96 agrees with SmolLM2's head in 1% of places."""
-    weight_KD = lm.head.weight[slice(None) if vocabulary_K is None else vocabulary_K]
-    if isinstance(head, nn.Linear):
-        head.weight.copy_(weight_KD)
-        return
-    down_RD, up_KR = (part.get_parameter("weight") for part in head.children())
-    length, generator = min(TOKENS, lm.context), torch.Generator().manual_seed(0)
-    ids_1T = torch.randint(lm.config.vocab_size, (1, length), generator=generator).to(lm.device)
-    meta = lm.chunk(0, length, row=0, n_slots=length)
-    state_1TD, _ = lm.run(lm.embed(ids_1T), None, meta, range(lm.n_layers))
-    state_TD, weight_KD = lm.norm(state_1TD)[0].float(), weight_KD.float()
-    moments_DD = state_TD.T @ state_TD / length
-    moments_DD.diagonal().add_(1e-3 * moments_DD.diagonal().mean())  # no direction counts nothing
-    root_DD = torch.linalg.cholesky(moments_DD)
-    scaled_KD = weight_KD.to(root_DD.device) @ root_DD
-    _, vectors_DD = torch.linalg.eigh(scaled_KD.T @ scaled_KD)  # the largest last
-    kept_DR = vectors_DD[:, -len(down_RD) :]
-    up_KR.copy_(scaled_KD @ kept_DR)
-    down_RD.copy_(torch.linalg.solve_triangular(root_DD, kept_DR.T, upper=False, left=False))
+    """Begin with the target's rows."""
+    head.get_parameter("weight").copy_(
+        lm.head.weight[slice(None) if vocabulary_K is None else vocabulary_K]
+    )

@@ -1,7 +1,7 @@
 """The head that a drafter reads tokens from, over the whole vocabulary or a part of it.
 
-Shapes: B rows, N tokens of a block, M tokens, D hidden size (of a head of low rank: its rank), K
-draft vocabulary, V vocabulary, R rank of a table, or of a head.
+Shapes: B rows, N tokens of a block, M tokens, D hidden size, K draft vocabulary, V vocabulary, R
+rank of a table.
 """
 
 from collections.abc import Sequence
@@ -27,10 +27,8 @@ class DraftHead:
         self.weight_KD: Tensor
         self.device, self.vocab_size = lm.device, lm.config.vocab_size
         self.vocabulary_K = None if vocabulary_K is None else vocabulary_K.to(lm.device)
-        self.down_RD: Tensor | None = None  # before it, in a head of low rank
         if own_head is not None:
-            *down, self.weight_KD = own_head.parameters()
-            self.down_RD = down[0] if down else None
+            self.weight_KD = own_head.get_parameter("weight")
         elif vocabulary_K is None:
             self.weight_KD = lm.head.weight
         else:  # gathered once: a copy of this part alone, in memory alone
@@ -48,11 +46,11 @@ class DraftHead:
     @property
     def weights(self) -> list[Tensor]:
         """All that is read for a token."""
-        return [x for x in (self.down_RD, self.weight_KD, self.table_KR) if x is not None]
+        return [x for x in (self.weight_KD, self.table_KR) if x is not None]
 
     def accelerate(self, lm: TargetModel) -> Self:
         """Draft in native code, or in kernels, if the target decodes in it."""
-        self.native = lm.acceleration.part("Head", self.weight_KD, down=self.down_RD)
+        self.native = lm.acceleration.part("Head", self.weight_KD)
         self.chooses = lm.acceleration.kernels is not None
         return self
 
@@ -64,11 +62,8 @@ class DraftHead:
         """`[M, K]` logits of adapted states; in float32 from native code."""
         if self.native and self.native.takes(adapted_MD):
             return self.native(adapted_MD)
-        size = self.weights[0].shape[1]
-        read_MD = adapted_MD[:, :size].to(self.weight_KD)
-        if self.down_RD is not None:
-            read_MD = F.linear(read_MD, self.down_RD)
-        logits_MK = F.linear(read_MD, self.weight_KD)
+        size = self.weight_KD.shape[1]
+        logits_MK = F.linear(adapted_MD[:, :size].to(self.weight_KD), self.weight_KD)
         if self.table_KR is not None:
             near_MK = F.linear(adapted_MD[:, size:].to(self.table_KR), self.table_KR)
             logits_MK = logits_MK + near_MK.to(logits_MK)

@@ -42,8 +42,6 @@ def check(parts: HeadConfig, vocabulary: int | None) -> None:
         reason = f"it is a trained {parts.kind()}, which drafts in one pass"
     elif parts.fused:
         reason = "it is fused: it reads deep states of the target"
-    elif parts.head_rank:
-        reason = f"its own head is of rank {parts.head_rank}, and a model's head is whole"
     elif parts.own_head and vocabulary:
         reason = f"its own head knows {vocabulary} tokens, and a model's head needs all of them"
     else:
@@ -134,7 +132,7 @@ def write_for_vllm(path: str, lm: TargetModel, folder: Path, threshold: float) -
     adapter, vocabulary_K = adapter_files.as_saved(path, lm)
     parts: Any = adapter.architecture
     one_layer = isinstance(parts, AdapterHeadConfig) and parts.attention_layers == 1
-    if not one_layer or not parts.attention or parts.fused or parts.head_rank:
+    if not one_layer or not parts.attention or parts.fused:
         raise ConfigError(
             f"adapter '{path}' is {parts}, which the plugin kangaroo-vllm cannot run. Export one "
             "of adapter=attention, layer or own_head, or decode with this one here "

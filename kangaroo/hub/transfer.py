@@ -107,8 +107,7 @@ def prepare(config: PushConfig) -> Path:
         shutil.copy(source / name, output)
     hashes = {name: hashlib.sha256((output / name).read_bytes()).hexdigest() for name in names}
     (output / SUMS).write_text("".join(f"{sha}  {name}\n" for name, sha in hashes.items()))
-    text = card(described, config.repo, hashes, config.base_model, config.license)
-    (output / CARD).write_text(text, encoding="utf-8")
+    (output / CARD).write_text(card(described, config, hashes), encoding="utf-8")
     return output
 
 
@@ -175,22 +174,15 @@ def _check_repos(**names: str | None) -> None:
             raise ConfigError(problem)
 
 
-def card(
-    config: AdapterConfig,
-    repo: str,
-    hashes: Mapping[str, str],
-    base_model: str | None = None,
-    license: str | None = None,
-) -> str:
-    """`README.md` of an adapter's repository `repo`, whose files have these SHA-256 by name: YAML
-    for the hub, then text. `base_model` is the hub id of a target that came from elsewhere,
-    `license` an identifier of the hub's, such as "apache-2.0"."""
-    drafter = config.architecture.drafter
-    is_on_hub = repo_fault(config.target) is None and not Path(config.target).exists()
-    base_model = base_model or (config.target if is_on_hub else None)
-    model = options_of(config.target).get("model") or base_model or UNKNOWN_MODEL
+def card(adapter: AdapterConfig, config: PushConfig, hashes: Mapping[str, str]) -> str:
+    """`README.md` of an adapter's repository, whose files have these SHA-256 by name: YAML for the
+    hub, then text."""
+    drafter = adapter.architecture.drafter
+    is_on_hub = repo_fault(adapter.target) is None and not Path(adapter.target).exists()
+    base_model = config.base_model or (adapter.target if is_on_hub else None)
+    model = options_of(adapter.target).get("model") or base_model or UNKNOWN_MODEL
     # a folder of somebody's machine: its last part alone says something to others
-    target = f"`{Path(config.target).name}`"
+    target = f"`{Path(adapter.target).name}`"
     if base_model is not None:
         target = f"[{base_model}](https://huggingface.co/{base_model})"
     front_matter = ModelCardData(
@@ -198,7 +190,7 @@ def card(
         tags=[*dict.fromkeys(("kangaroo", "speculative-decoding", "custom_generate", drafter))],
         base_model=base_model,
         base_model_relation=base_model and "adapter",
-        license=license,
+        license=config.license,
     )
     template = Template(
         TEMPLATE.read_text("utf-8"),
@@ -206,17 +198,17 @@ def card(
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    kind = {"kind": config.architecture.kind()}
+    kind = {"kind": adapter.architecture.kind()}
     return template.render(
         front_matter=front_matter.to_yaml(),
-        config=asdict(config) | {"architecture": kind | asdict(config)["architecture"]},
-        repo=repo,
+        config=asdict(adapter) | {"architecture": kind | asdict(adapter)["architecture"]},
+        repo=config.repo,
         hashes=hashes,
         kind=KINDS[drafter],
         target=target,
         model=model,
         drafter_class=classes("kangaroo.drafters", DrafterConfig)[drafter],
-        measure=measure(model, drafter, repo),
+        measure=measure(model, drafter, config.repo),
         table=_table,
         metrics=_metrics,
     )

@@ -52,7 +52,7 @@ class TorchBackend:
     methods. Adapters begin as those of rank 0, and each is clipped by itself; in `options`,
     `accumulate` is a number."""
 
-    def __init__(self, adapters: Sequence[nn.Module], options: TrainerConfig, ranks: Ranks):
+    def __init__(self, adapters: Sequence[Trainable], options: TrainerConfig, ranks: Ranks):
         assert options.accumulate is not None
         self.adapters, self.options, self.ranks = adapters, options, ranks
         self.parameters = dict(nn.ModuleList(adapters).named_parameters())
@@ -145,10 +145,9 @@ class TorchBackend:
                 optimizer.state[p]["step"] = torch.tensor(float(self.steps))  # Muon reads none
 
 
-def matrices_of(adapter: nn.Module) -> list[Tensor]:
+def matrices_of(adapter: Trainable) -> list[Tensor]:
     """What Muon moves: the weights of linear layers, but for LM heads of the adapter's own."""
-    assert isinstance(adapter, Trainable)
-    heads = {part for head in adapter.own_heads() for part in head.modules()}
+    heads = {*adapter.own_heads()}
     linear = (module for module in adapter.modules() if isinstance(module, nn.Linear))
     return [module.weight for module in linear if module not in heads]
 

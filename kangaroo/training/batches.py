@@ -169,9 +169,9 @@ def collate(
 @dataclass
 class TargetOutputs:
     """A text as the frozen target sees it: hidden states `[B, T, D]` by the number of layers below
-    them, `deep` ones normed, and what it says at the assistant's positions."""
+    them, `deep` ones normed, and what it says at the wanted positions."""
 
-    tokens: Tokens
+    wanted_BT: Tensor
     meta: ForwardMeta
     taps: dict[int, Tensor]
     deep: dict[int, Tensor]
@@ -195,10 +195,9 @@ def forward_target(lm: TargetModel, tokens: Tokens, trained: Sequence[Trainee]) 
     shallow = {tap: states[tap] for tap in taps}
     if tokens.stored is None:
         whole = WholeDistributions(lm, final_MD, head.vocabulary_K)
-        return TargetOutputs(tokens, meta, shallow, normed, whole)
+        return TargetOutputs(tokens.wanted_BT, meta, shallow, normed, whole)
     stored = StoredDistributions(final_MD, *tokens.stored, head)
-    # what is stored lies there once, which is enough where the outputs are cached
-    return TargetOutputs(replace(tokens, stored=None), meta, shallow, normed, stored)
+    return TargetOutputs(tokens.wanted_BT, meta, shallow, normed, stored)
 
 
 def train_step(
@@ -237,7 +236,7 @@ def students_of(
     lm: TargetModel, outputs: TargetOutputs, trainee: Trainee, steps: int, weight: float = 1.0
 ) -> list[Student]:
     """The states of an adapter at its first draft steps, to be graded."""
-    adapter, wanted_BT = trainee.adapter, outputs.tokens.wanted_BT
+    adapter, wanted_BT = trainee.adapter, outputs.wanted_BT
     parameter = next(adapter.parameters())
     taps = {tap: outputs.taps[tap].to(parameter) for tap in adapter.taps}
     deep_BTD = parameter.new_empty(*wanted_BT.shape, 0)

@@ -176,8 +176,7 @@ def estimate(
     for recipe, adapter in planned:
         steps, heads = recipe.steps, adapter.own_heads()
         passes = recipe.architecture.passes(steps)
-        in_heads = {part for head in heads for part in head.modules()}
-        products = {m for m in adapter.modules() if isinstance(m, nn.Linear)} - in_heads
+        products = {m for m in adapter.modules() if isinstance(m, nn.Linear)}.difference(heads)
         features = sum(m.in_features + m.out_features for m in products)
         # what autograd keeps; gathered states and their gradients
         kept = batch * passes * features * (5 if size == 4 else 4)

@@ -21,16 +21,9 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import TargetModel
-from kangaroo.training import batches, results
+from kangaroo.training import batches, recipe, results
 from kangaroo.training.backend import DeepSpeedBackend, TorchBackend
-from kangaroo.training.recipe import (
-    AdapterRecipe,
-    Trainee,
-    TrainerConfig,
-    loss_chunk_of,
-    schedule,
-    trainees,
-)
+from kangaroo.training.recipe import AdapterRecipe, Trainee, TrainerConfig
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError, CorruptFile, Diverged
 from kangaroo.utils.provenance import changes, provenance
@@ -91,7 +84,7 @@ class Trainer:
         size = config.vocabulary
         vocabulary_K = None if size is None else self.frequent_K[:size].sort()[0]
         shard_on = self.ranks.device if config.shard_target else None
-        self.trained = trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
+        self.trained = recipe.trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
         adapters = [trainee.adapter for trainee in self.trained]
         backend = DeepSpeedBackend if config.zero_stage else TorchBackend
         self.backend = backend(adapters, config, self.ranks)
@@ -134,7 +127,7 @@ class Trainer:
                 if adapter_files.not_finite(state["weights"]) is not None:
                     raise self._diverged("a weight")
                 if is_first:
-                    save_checkpoint(self.output, self.identity, state, progress)
+                    self._save_checkpoint(state)
             bar.set_postfix(loss=f"{metrics[f'train/{self.trained[0].name}/loss']:.3f}")
         if is_first:
             for trainee in self.trained:
@@ -160,7 +153,7 @@ class Trainer:
             self.backend.collect()
         sums = [[x_SF.cpu() for x_SF in each] for each in sums]  # here: each waits for the device
         sums = self.ranks.gather(sums, len(group))
-        share = schedule(config, progress.step, self.total)
+        share = recipe.schedule(config, progress.step, self.total)
         rates = [share * (x.recipe.learning_rate or config.learning_rate) for x in trained]
         self.backend.step(rates)
 
@@ -224,7 +217,7 @@ class Trainer:
             measured.append([])
             for trainee, steps in zip(self.trained, students, strict=True):
                 longest = trainee.recipe.architecture.own_steps or results.STEPS
-                accepted = results.accepted(steps, outputs.tokens.wanted_BT, longest)
+                accepted = results.accepted(steps, outputs.wanted_BT, longest)
                 top_M = outputs.distributions.top_M
                 tally = trainee.adapter.tally(trainee.heads, *batches.together(steps), top_M)
                 sums_SF = torch.stack([x.sums_F for x in steps])
@@ -237,6 +230,12 @@ class Trainer:
             metrics |= results.held_out(f"held_out/{trainee.name}", sums_SF, accepted_W)
             facts[trainee.name] = trainee.adapter.facts(tally)
         return metrics, facts
+
+    def _save_checkpoint(self, state: dict[str, Any]) -> None:
+        path, progress = self.output / CHECKPOINT, asdict(self.progress)
+        part = path.with_suffix(".part")
+        torch.save({"identity": self.identity, "backend": state, "progress": progress}, part)
+        os.replace(part, path)
 
     def _save(self, trainee: Trainee) -> None:
         progress, name = asdict(self.progress), trainee.name
@@ -289,13 +288,14 @@ def resolve_sizes(
     with, else one micro-batch for each process, and what suits the first one's device."""
     # a sharded target goes there later
     device = ranks.device if config.shard_target else lm.device
-    suiting = ranks.broadcast(loss_chunk_of(memory.total(device), lm.config.vocab_size))
+    suiting = ranks.broadcast(recipe.loss_chunk_of(memory.total(device), lm.config.vocab_size))
     accumulate = config.accumulate or begun.get("accumulate", ranks.world)
     return accumulate, config.loss_chunk or begun.get("loss_chunk", suiting)
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """What `save_checkpoint` wrote, by name; empty where it did not. Errors: `CorruptFile`."""
+    """The settings and data of a run, its backend's `state()` and its progress as they were last
+    saved, by name; empty where they were not. Errors: `CorruptFile`."""
     path = folder / CHECKPOINT
     try:
         return torch.load(path, weights_only=True) if path.exists() else {}
@@ -303,14 +303,3 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
         raise CorruptFile(
             f"checkpoint '{path}' cannot be read ({error}); delete it to train anew."
         ) from error
-
-
-def save_checkpoint(
-    folder: Path, identity: dict[str, Any], backend: dict[str, Any], progress: Progress
-) -> None:
-    """Write the settings and data of a run, its backend's `state()` and its progress beside those
-    written last, then put them in their place."""
-    path = folder / CHECKPOINT
-    part = path.with_suffix(".part")
-    torch.save({"identity": identity, "backend": backend, "progress": asdict(progress)}, part)
-    os.replace(part, path)

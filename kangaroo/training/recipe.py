@@ -186,7 +186,7 @@ def trainees(
             if recipe.start is None:
                 adapter.start_from(lm, vocabulary_K)
             elif recipe.start != RANDOM:
-                go_on_from(recipe.start, adapter, lm, vocabulary_K)
+                go_on_from(recipe.start, adapter, lm)
             adapters[name] = recipe, adapter.float()
     if shard_on is not None:
         lm.shard(shard_on)  # the layers that adapters start from had to be whole
@@ -198,14 +198,14 @@ def trainees(
     return trained
 
 
-def go_on_from(path: str, adapter: Trainable, lm: TargetModel, vocabulary_K: Tensor | None) -> None:
+def go_on_from(path: str, adapter: Trainable, lm: TargetModel) -> None:
     """Give `adapter` the weights of a trained one. Errors: `ConfigError` where that is another kind
     of adapter; what `adapter_files.load` raises."""
     trained, _ = adapter_files.load(path, lm, Trainable)  # type: ignore[type-abstract]
     if isinstance(trained, Adapter) and type(adapter) is Adapter:
-        trained = trained.grown(lm, adapter.architecture, vocabulary_K)
+        trained = trained.grown(lm, adapter.architecture)
     elif type(trained) is Adapter and isinstance(adapter, BlockHead):
-        trained = trained.grown(lm, adapter.architecture, vocabulary_K)
+        trained = trained.grown(lm, adapter.architecture)
         if trained.exit_layer == adapter.exit_layer:
             trained = adapter.start_from(lm).go_on_from(trained)
     kinds = [f"for exit layer {a.exit_layer} with {a.architecture}" for a in (trained, adapter)]

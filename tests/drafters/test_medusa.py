@@ -175,7 +175,7 @@ def test_the_loss_on_states_is_added_with_its_weight():
     lm = tiny()
     head, seen, both = gradients(lm, regression=3.0)
     _, _, tokens_alone = gradients(lm, regression=0.0)
-    wanted_BT = seen.tokens.wanted_BT
+    wanted_BT = seen.wanted_BT
     (state_BTD,) = head.states(seen.taps, seen.deep[lm.n_layers], seen.meta, 1)
     difference_MD = state_BTD[wanted_BT] - seen.deep[lm.n_layers][wanted_BT]
     near = difference_MD.abs() < 1

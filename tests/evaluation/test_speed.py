@@ -22,7 +22,7 @@ from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.methods import generate
 from kangaroo.evaluation.race import Runner, frame, race, timed_pieces
 from kangaroo.evaluation.speed import speed
-from kangaroo.evaluation.speed.passes import WIDTHS, Reads, throughput
+from kangaroo.evaluation.speed.passes import Reads, throughput
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.attention import ATTENTION
 from kangaroo.models.loading import byte_tokenizer
@@ -176,7 +176,7 @@ def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
     assert [c["context"] for c in result["contexts"]] == [32, 96]
     assert result["contexts"][1]["kv_bytes"] == lm.n_layers * KV * 96
     assert [b["batch"] for b in result["batches"]] == [1, 3]
-    assert [v["tokens"] for v in result["verifications"]] == WIDTHS
+    assert [v["tokens"] for v in result["verifications"]] == speed.WIDTHS
     assert result["provenance"]["versions"]["torch"] == version("torch")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
     shown, saved = console.export_text(), (tmp_path / "speed.md").read_text()

@@ -102,7 +102,6 @@ def test_the_pages_example_of_an_assistant_runs(tmp_path, monkeypatch):
 
 KINDS = {
     "fused": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(fused=True)),
-    "rank 9": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(head_rank=9)),
     "medusa_heads": lambda lm: MedusaHeads(lm, MedusaHeadsConfig(heads=2)),
     "eagle_head": eagle_for,
 }

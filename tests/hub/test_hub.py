@@ -30,6 +30,7 @@ REFUSAL = httpx.Response(401, request=httpx.Request("POST", "https://hub"))
 SHIPPED = sorted(path.parent for path in ROOT.glob(f"adapters/*/{WEIGHTS}"))
 REPO = "someone/an-adapter"
 SUMS = {WEIGHTS: "0" * 64}
+PUSHED = PushConfig("", REPO, "")
 TRAINING = {
     "command": "train.py model=tiny",
     "progress": {"assistant_tokens": 7, "held_out": {"agreement": 0.5, "step2/loss": 1.0}},
@@ -201,7 +202,8 @@ def front_matter(text):
 @pytest.mark.parametrize("folder", SHIPPED, ids=lambda folder: folder.name)
 def test_the_card_of_a_shipped_adapter_says_what_its_config_says(folder):
     config = check(folder)
-    text = card(config, "someone/x", SUMS, "user/target", "apache-2.0")
+    pushed = PushConfig("", "someone/x", "", base_model="user/target", license="apache-2.0")
+    text = card(config, pushed, SUMS)
     tags = ["kangaroo", "speculative-decoding", "custom_generate", config.architecture.drafter]
     assert front_matter(text) == {
         "library_name": "kangaroo",
@@ -229,21 +231,22 @@ def test_the_card_of_a_shipped_adapter_says_what_its_config_says(folder):
 
 def test_a_card_claims_nothing_that_the_config_does_not_say(lm):
     about = adapter_files.describe(lm, adapter_for(lm), {})
-    text = card(about, REPO, SUMS)
+    text = card(about, PUSHED, SUMS)
     assert set(front_matter(text)) == {"library_name", "tags"}
     for heading in ("## Results", "## How it was trained", "None", "| loss"):
         assert heading not in text
-    imported = card(replace(about, training={"imported": {"source": "x"}}), REPO, SUMS)
+    imported = card(replace(about, training={"imported": {"source": "x"}}), PUSHED, SUMS)
     assert "## Where it comes from" in imported and "| imported from | source=x |" in imported
 
 
 def test_a_card_names_a_hub_target_and_keeps_a_local_path_to_itself(lm):
     about = adapter_files.describe(lm, adapter_for(lm), {})
-    on_hub = card(replace(about, target="lmsys/vicuna-7b-v1.3"), REPO, SUMS)
+    on_hub = card(replace(about, target="lmsys/vicuna-7b-v1.3"), PUSHED, SUMS)
     assert front_matter(on_hub)["base_model"] == "lmsys/vicuna-7b-v1.3"
     assert 'kangaroo.load("vicuna-7b", ' in on_hub and "model=vicuna-7b" in on_hub
     for folder in ("/home/me/secret/llama", "llama"):
-        local = card(replace(about, target=folder), REPO, SUMS)
+        local = card(replace(about, target=folder), PUSHED, SUMS)
         assert "secret" not in local and "base_model" not in local and "`llama`" in local
-    given = card(replace(about, target="/home/me/llama"), REPO, SUMS, base_model="org/model")
+    pushed = replace(PUSHED, base_model="org/model")
+    given = card(replace(about, target="/home/me/llama"), pushed, SUMS)
     assert 'kangaroo.load("org/model", ' in given and "model.path=org/model" in given

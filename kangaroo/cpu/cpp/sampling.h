@@ -14,8 +14,6 @@ template <class T> struct Head {
   i64 outputs;
   const i64* ids;   // the token of each output; null where they are all tokens, in order
   i64 passing = 0;  // as of a matrix
-  const T* down = nullptr;  // before the weight, in a head of low rank
-  i64 rank = 0;
   i64 token(i64 output) const { return ids ? ids[output] : output; }
   // Of sixteen outputs; beyond the last one, any.
   Words tokens16(i64 first) const {
@@ -29,17 +27,6 @@ template <class T> struct Head {
 template <class T>
 void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float* logits) {
   if (!tokens) return;
-  if (head.down) {
-    i64 total = tokens * head.rank;
-    std::vector<float> sums(total);
-    std::vector<T> low(total);
-    read_out(s, Head<T>{head.norm, head.down, head.rank, nullptr}, x, tokens, sums.data());
-    for (i64 i = 0; i < total; i += LANES) put(&low[i], get(&sums[i], total - i), total - i);
-    Sizes narrow = s;
-    narrow.hidden = head.rank;
-    Head<T> up{nullptr, head.weight, head.outputs, nullptr, head.passing};
-    return read_out(narrow, up, low.data(), tokens, logits);
-  }
   PARALLEL(s.threads) {
     std::vector<T> normed(head.norm ? tokens * s.hidden : 0);
     for (i64 m = 0; head.norm && m < tokens; m++)

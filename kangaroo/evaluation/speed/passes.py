@@ -1,12 +1,8 @@
-"""What passes of the target read and take: the memory's limit, verifications by their width, and
-rows decoded together.
-
-Shapes: N nodes, D hidden size.
-"""
+"""What passes of the target read, how fast the memory is read, and rows decoded together."""
 
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +12,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.clock import now
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Sampling, pick, together
-from kangaroo.engine.tree import Tree
+from kangaroo.engine.sampling import Sampling
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
@@ -25,15 +20,14 @@ from kangaroo.utils import memory
 
 log = logging.getLogger(__name__)
 
-REPEATS = 31
-WIDTHS = [*range(1, 9), 12, 16, 32, 64]
+WARM_UP, REPEATS = 2, 15
 CACHES = 0.8  # of the memory that is free; the rest is for what a pass computes
 
 
 class Reads:
     """Bytes that rounds of decoding read, everything once a forward: vanilla, or with an adapter
-    and the head that it drafts with, or the whole one. Of the embedding table that is one row a
-    token, unless the head is tied to it."""
+    and the head that it drafts with. Of the embedding table that is one row a token, unless the
+    head is tied to it."""
 
     def __init__(
         self, lm: TargetModel, adapter: Layer | None = None, draft_head: DraftHead | None = None
@@ -70,40 +64,12 @@ class Reads:
 
 def memory_bandwidth(device: torch.device, megabytes: int) -> float:
     """Bytes a second in reading a buffer of so many 2**20 bytes in order, as weights are."""
-    source = torch.ones(megabytes * 2**20 // 8, dtype=torch.int64, device=device)
-    return source.nbytes / median_seconds(source.sum, device, repeats=15)
-
-
-def median_seconds(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Of one call, after two that warm up; the device is waited for after each, as a step's is."""
-    seconds = []
-    for _ in range(repeats + 2):
+    source, seconds = torch.ones(megabytes * 2**17, dtype=torch.int64, device=device), []
+    for _ in range(WARM_UP + REPEATS):
         start = now(device)
-        work()
+        source.sum()
         seconds.append(now(device) - start)
-    return statistics.median(seconds[2:])
-
-
-@torch.no_grad()
-def verifications(lm: TargetModel, exit_layer: int, length: int) -> dict[int, float]:
-    """Seconds of the layers above the exit, head and choices, by the tokens in the pass."""
-    layers, n_slots = range(exit_layer, lm.n_layers), length + max(WIDTHS)
-    cache, generator = lm.new_cache(1, n_slots), torch.Generator(lm.device).manual_seed(0)
-    start_B = torch.tensor([length - 1], device=lm.device)
-    seeds_B = torch.zeros(1, dtype=torch.long, device=lm.device)
-    greedy = together([Sampling()])
-    seconds = {}
-    for width in WIDTHS:
-        shape = (1, width, lm.config.hidden_size)
-        x_1ND = torch.randn(shape, generator=generator, device=lm.device).to(lm.dtype)
-        meta = lm.forward_meta(Tree.chain(width, lm.device), start_B, length + width, n_slots)
-
-        def verify(x_1ND: torch.Tensor = x_1ND, meta: Any = meta) -> None:
-            deep_1ND, _ = lm.run(x_1ND, cache, meta, layers)
-            pick(lm.logits(deep_1ND), meta.positions_RT, greedy, seeds_B)
-
-        seconds[width] = median_seconds(verify, lm.device, REPEATS)
-    return seconds
+    return source.nbytes / statistics.median(seconds[WARM_UP:])
 
 
 def throughput(

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.costs import verifications
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling
@@ -29,7 +30,7 @@ from kangaroo.evaluation import plots
 from kangaroo.evaluation.bench import BenchConfig, load_questions, spread
 from kangaroo.evaluation.methods import generate
 from kangaroo.evaluation.metrics import estimate
-from kangaroo.evaluation.speed.passes import Reads, memory_bandwidth, throughput, verifications
+from kangaroo.evaluation.speed.passes import Reads, memory_bandwidth, throughput
 from kangaroo.models.prompts import Message, prompt_ids
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import tables
@@ -39,6 +40,7 @@ from kangaroo.utils.ranges import Count, Filled, Ranged, TextLength
 from kangaroo.utils.tables import Row, number, share
 
 CORE = ("hf", "vanilla", "kangaroo")  # always measured, and at every context
+WIDTHS = [*range(1, 9), 12, 16, 32, 64]  # tokens of a verification
 
 # Columns of tables: heading, a result's key, decimals.
 METHODS = {
@@ -53,7 +55,7 @@ METHODS = {
     "verify, ms": ("verify_ms", 2),
     "host, ms": ("host_ms", 2),
 }
-WIDTHS = {"ms": ("ms", 2), "of one": ("of_one", 2), "limit, ms": ("limit_ms", 2)}
+PASSES = {"ms": ("ms", 2), "of one": ("of_one", 2), "limit, ms": ("limit_ms", 2)}
 BATCHES = {"vanilla": ("vanilla", 1), "kangaroo": ("kangaroo", 1), "speedup": ("ratio", 2)}
 
 Method = Callable[[list[int], int], Generation]  # takes a prompt and a number of new tokens
@@ -125,7 +127,9 @@ def measure(
     answers = take_turns(methods, prompts, tokens, config.repeats, "answers")
     core = {name: methods[name] for name in CORE}
     grown = take_turns(core, long_prompts, config.context_tokens, config.repeats, "contexts")
-    of_width = verifications(lm, drafter.exit_layer, contexts[0])
+    above = range(drafter.exit_layer, lm.n_layers)
+    passes = verifications(lm, WIDTHS, above, contexts[0])
+    of_width = {width: median(seconds) for width, seconds in passes.items()}
     batches = throughput(lm, drafter, prompts, tokens, config.batches)
     after = memory_bandwidth(lm.device, config.bandwidth_megabytes)
 
@@ -305,7 +309,7 @@ def sheets(result: dict[str, Any]) -> dict[str, list[Row]]:
             for c in contexts
         ],
         f"Verification at context {contexts[0]['context']}": [
-            {"tokens": str(v["tokens"])} | _cells(v, WIDTHS) for v in result["verifications"]
+            {"tokens": str(v["tokens"])} | _cells(v, PASSES) for v in result["verifications"]
         ],
         "Tokens/s over the batch": [
             {"batch": str(b["batch"])} | _cells(b, BATCHES) for b in result["batches"]

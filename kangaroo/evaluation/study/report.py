@@ -12,6 +12,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -127,34 +128,29 @@ def plot(study: Study) -> Figure:
     about = "{model} on {bench}, {dtype}, {device}".format(**study.methods[0].summary)
     figure.suptitle(f"{config.title}: {about}", fontsize=10, x=0.01, ha="left")
     panels = figure.subplots(len(metrics), len(models), squeeze=False, sharex=True, sharey="row")
-    for metric, row in zip(metrics, panels, strict=True):
-        for model, axes in zip(models, row, strict=True):
-            if not any(p.values.get(metric) for p in points if p.model == model):
-                axes.set_axis_off()
-                continue
-            axes.set_title(f"{heading_of(metric)}, {model}", fontsize=9, loc="left")
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(axis="y", color=FAINT, linewidth=0.8)
-            axes.tick_params(labelsize=8)
-            if metric == "speedup":
-                axes.axhline(1, color=INK, linewidth=1, linestyle=":")
-            for i, (curve, color) in enumerate(colors.items()):
-                values = {
-                    p.x: value
-                    for p in points
-                    if (p.model, p.curve) == (model, curve) and (value := p.values.get(metric))
-                }
-                _draw(axes, places, values, color, (i + 0.5) / len(colors) - 0.5)
-            axes.set_xticks(range(len(names)), names)
-            axes.tick_params("x", rotation=30 if len("".join(names)) > 30 else 0)
+    for (metric, model), axes in zip(product(metrics, models), panels.flat, strict=True):
+        of_panel = [(p, x) for p in points if p.model == model and (x := p.values.get(metric))]
+        if not of_panel:
+            axes.set_axis_off()
+            continue
+        axes.set_title(f"{heading_of(metric)}, {model}", fontsize=9, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color=FAINT, linewidth=0.8)
+        axes.tick_params(labelsize=8)
+        if metric == "speedup":
+            axes.axhline(1, color=INK, linewidth=1, linestyle=":")
+        for i, (curve, color) in enumerate(colors.items()):
+            values = {point.x: value for point, value in of_panel if point.curve == curve}
+            _draw(axes, places, values, color, (i + 0.5) / len(colors) - 0.5)
+        axes.set_xticks(range(len(names)), names)
+        axes.tick_params("x", rotation=30 if len("".join(names)) > 30 else 0)
     for axes in panels[-1]:
         axes.set_xlabel(config.x.rpartition(".")[2].replace("_", " "), fontsize=8)
     handles = []
-    for curve, color in colors.items():
-        if curve != "":
-            label = word(config.curve, curve)
-            label = f"{config.curve_label} {label}" if isinstance(curve, float) else label
-            handles.append(Line2D([], [], color=color, linewidth=2, label=label))
+    for curve in (curve for curve in curves if curve != ""):
+        label = word(config.curve, curve)
+        label = f"{config.curve_label} {label}" if isinstance(curve, float) else label
+        handles.append(Line2D([], [], color=colors[curve], linewidth=2, label=label))
     if handles:
         figure.legend(handles=handles, fontsize=8, loc="outside lower center", ncols=5)
     return figure
