@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cases import DRAFTERS, METHODS, SAMPLINGS, SCRIPTED, Case, lm_of
+from cases import DRAFTERS, METHODS, SAMPLINGS, SCRIPTED, Case, lm_of, rounds_of
 from helpers import adapter_for, random_prompts, vanilla_texts
 
 from kangaroo.drafters.kangaroo import Kangaroo
@@ -73,10 +73,6 @@ def converse(engine: Engine, talks: list[list[Turn]], sampling: Sampling) -> lis
     return done
 
 
-def drafts(done: list[list[Generation]]) -> list:
-    return [[[(s.drafted, s.accepted) for s in g.steps] for g in row] for row in done]
-
-
 def reuses(engine: Engine) -> bool:
     return engine.prefix_cache and engine.stepper.supports_prefix_reuse
 
@@ -95,7 +91,7 @@ def check(drafter: str, family: str, sampling: str) -> None:
             for said, turn in zip(row, turns, strict=True):
                 assert turn.prompt + said.tokens == turn.text
                 assert said.reused == turn.known * reuses(engine)
-        rounds.append(drafts(done))
+        rounds.append(list(map(rounds_of, done)))
     assert rounds[0] == rounds[1]
 
 
@@ -151,7 +147,7 @@ def check_shared(drafter: str, family: str, sampling: str) -> None:
             assert prompt + said.tokens == text
         known = [18 + 1 - 2, 0, 36, 36, min(len(done[-1][0]) - 9, furthest - 2)]
         assert [said.reused for _, said in done] == [n * reuses(engine) for n in known]
-        rounds.append(drafts([[said for _, said in done]]))
+        rounds.append(rounds_of([said for _, said in done]))
     assert rounds[0] == rounds[1]
 
 
