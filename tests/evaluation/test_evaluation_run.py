@@ -263,7 +263,9 @@ def test_each_has_its_own_folder_they_share_baselines_and_transformers_answers_e
         assert summary["lossless"]["hf_turns"] == summary["lossless"]["hf_identical"] == 3
 
 
-def test_the_baselines_are_rows_beside_the_methods(together, tmp_path):
+def test_the_baselines_are_rows_beside_methods_or_one_but_not_in_a_sweep(
+    finished, together, tmp_path
+):
     output, (first, _) = together
     result = comparison.compare(output)
     methods = {method["name"]: method for method in result["methods"]}
@@ -281,9 +283,6 @@ def test_the_baselines_are_rows_beside_the_methods(together, tmp_path):
     part = "transformers answered 2 of them and is compared on these."
     for text in ((tmp_path / "report.md").read_text(), shown(result)):
         assert size in text and part in text and "kangaroo answered" not in text
-
-
-def test_one_method_has_the_baselines_beside_it_too_but_not_in_a_sweep(finished, tmp_path):
     names = [method["name"] for method in comparison.compare(finished[0])["methods"]]
     assert set(names) == {"kangaroo", "vanilla", "transformers"}
     shutil.copytree(finished[0], tmp_path / "sweep/job")
