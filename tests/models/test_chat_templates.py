@@ -93,12 +93,8 @@ def backend(request):
 
 
 def with_template(backend, template):
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="</s>",
-        additional_special_tokens=SPECIAL,
-    )
+    special = {"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": SPECIAL}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     tokenizer.chat_template = template
     return tokenizer
 
@@ -113,12 +109,6 @@ ANSWERS = ["Because of scattering, 日本語 🦘.", "No: café\n\nnaïve", "3"]
 CONVERSATION = turns("Why?", ANSWERS[0], "Is that  so?\n", ANSWERS[1], "1 2", ANSWERS[2])
 
 
-def marked_texts(tokenizer, ids, mask):
-    runs = groupby(zip(mask, ids, strict=True), lambda pair: pair[0])
-    marked = [[token for _, token in run] for wanted, run in runs if wanted]
-    return [tokenizer.decode(run).strip() for run in marked]
-
-
 @pytest.mark.parametrize("system", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_exactly_the_answers_and_their_ends_are_marked(backend, name, system):
@@ -131,7 +121,10 @@ def test_exactly_the_answers_and_their_ends_are_marked(backend, name, system):
         return
     ids, mask = masked_ids(tokenizer, before + CONVERSATION)
     gap = " " if name == "inst" else ""
-    assert marked_texts(tokenizer, ids, mask) == [answer + gap + end for answer in ANSWERS]
+    runs = groupby(zip(mask, ids, strict=True), lambda pair: pair[0])
+    marked = [[token for _, token in run] for wanted, run in runs if wanted]
+    texts = [tokenizer.decode(run).strip() for run in marked]
+    assert texts == [answer + gap + end for answer in ANSWERS]
     if name in BOS_ONCE:
         assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
     rendered = tokenizer.apply_chat_template(before + CONVERSATION, return_dict=False)
