@@ -36,19 +36,14 @@ def model():
     return kangaroo.load("tiny", adapter=ADAPTER)
 
 
-@pytest.fixture(scope="module")
-def engine():
-    """What the three lines stand for."""
-    lm, _ = load_target(model_config("tiny"))
-    return Engine(lm, KangarooConfig(adapter=ADAPTER).build(lm))
-
-
 def talk(question):
     return [{"role": "user", "content": question}]
 
 
 @pytest.mark.parametrize("sampling, batch_size", [({}, None), (SAMPLED, 1), (SAMPLED, 2)])
-def test_texts_are_the_engines_in_a_list_alone_and_in_pieces(model, engine, sampling, batch_size):
+def test_texts_are_the_engines_in_a_list_alone_and_in_pieces(model, sampling, batch_size):
+    lm, _ = load_target(model_config("tiny"))  # what the three lines stand for
+    engine = Engine(lm, KangarooConfig(adapter=ADAPTER).build(lm))
     prompts = [prompt_ids(model.tokenizer, talk(question)) for question in QUESTIONS]
     done = engine.generate(prompts, 24, Sampling(**sampling))
     expected = [model.tokenizer.decode(d.tokens, skip_special_tokens=True) for d in done]
@@ -248,7 +243,6 @@ def test_loading_refuses(name, settings, message):
     [
         (["Why?", " "], {}, "the prompt is empty"),
         ([{"role": "user"}], {}, "{'role': 'user'} is no message"),
-        ([*talk("Why?"), "And?"], {}, "'And\\?' is no message"),
         ("Why?", {"max_new_tokens": 0}, "max_new_tokens=0 must be a whole number, 1 or more"),
         ("Why?", {"temprature": 1}, "'temprature'; Sampling has temperature"),
         (None, {}, "None is no prompt"),
@@ -256,7 +250,6 @@ def test_loading_refuses(name, settings, message):
         ({"role": "user", "content": [{"type": "image_url"}]}, {}, "has a part.*image_url"),
         ("Why \udcff?", {}, r"no text: .*half of a surrogate pair.*\\udcff"),
         ("Why?", {"stop": ""}, "stop='': '' is no text"),
-        ("Why?", {"stop": 3}, "stop=3: 3 is no text"),
         ("Why?", {"stop": ["\ud83e"]}, "stop=.*half of a surrogate pair"),
         ("Why?", {"temperature": True}, "temperature=True must be a number"),
         ("Why?", {"rule": "Match"}, "rule='Match' is a str; it takes one of: match, rejection"),

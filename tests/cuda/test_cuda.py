@@ -1,6 +1,5 @@
 """The Triton kernels, without a GPU: in Triton's interpreter, and compiled for cards that are not
-here. On a GPU the same checks run there.
-"""
+here. On a GPU the same checks run there."""
 
 import itertools
 import os
@@ -69,13 +68,8 @@ CARDS = {
     89: Card(128, launching.LEAST_SHARED, False),
     90: Card(132, SHARED[9, 0]),
 }
-TYPES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
+TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+TYPES |= {torch.int32: "i32", torch.int64: "i64"}
 # hidden size, heads, key heads, their size, width of the feed-forward part, vocabulary
 SHAPES = {
     "7b": (4096, 32, 32, 128, 11008, 32000),

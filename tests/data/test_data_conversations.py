@@ -19,13 +19,8 @@ from kangaroo.training.batches import check_trainable
 from kangaroo.utils.errors import DataError
 
 target = pytest.fixture(scope="module")(data_cases.brief)
-QUESTIONS = [
-    "Why is the sky blue?",
-    "How are bridges built?",
-    "Who was Ada Lovelace?",
-    "What does a compiler do?",
-    "Name a dish with lentils.",
-]
+QUESTIONS = ["Why is the sky blue?", "How are bridges built?", "Who was Ada Lovelace?"]
+QUESTIONS += ["What does a compiler do?", "Name a dish with lentils."]
 
 
 def chat(*contents, system=None):

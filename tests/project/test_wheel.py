@@ -33,8 +33,7 @@ def run(home: Path, program: str, *arguments: str) -> str:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """A wheel, and a folder away from the checkout with a virtual environment that it is in; other
-    packages are those of the environment that runs the tests.
-    """
+    packages are those of the environment that runs the tests."""
     here = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", here, ROOT]

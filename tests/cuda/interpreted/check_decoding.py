@@ -1,6 +1,5 @@
 """Drafters on the kernels write what vanilla decoding on them writes, in half precision too; graphs
-record the kernels; prompts have the bits of decoding, so that one may go on from any text.
-"""
+record the kernels; prompts have the bits of decoding, so that one may go on from any text."""
 
 from functools import cache
 from itertools import pairwise
