@@ -118,9 +118,7 @@ def test_numbers_of_numpy_are_numbers_and_a_rule_goes_by_its_name(rule):
 
 
 @pytest.mark.parametrize("text, end, count", [("aé€", None, 3), ("a€", -1, 2)])
-def test_a_character_waits_for_its_last_token_and_is_shown_if_that_never_comes(
-    model, text, end, count
-):
+def test_a_character_waits_for_its_last_token_and_is_shown_if_none_comes(model, text, end, count):
     ids = model.tokenizer.encode(text, add_special_tokens=False)  # a token for each byte
     shown = [text for text, _ in pieces((Token(i, True) for i in ids[:end]), model.tokenizer)]
     assert len(shown) == count and (end or shown == list(text))

@@ -128,9 +128,8 @@ def test_a_prompt_that_is_read_here_may_come_in_any_parts():
                 states[parts][:, first : first + step] = lm.run(x_1TD, cache, meta, range(4))[0]
     for parts in (64, 33, 7):
         assert torch.equal(states[parts], states[200]), parts
-    torch.testing.assert_close(
-        states[200], states["eager"], atol=TOLERANCE[torch.bfloat16], rtol=0.02
-    )
+    near = {"atol": TOLERANCE[torch.bfloat16], "rtol": 0.02}
+    torch.testing.assert_close(states[200], states["eager"], **near)
 
 
 @pytest.mark.parametrize("start", [0, 20])
@@ -199,9 +198,7 @@ def test_it_is_built_once(fresh_library, monkeypatch):
     "compiler, reason",
     [("", "no C++ compiler"), ("no-such-compiler", "no-such-compiler"), ("false", "false")],
 )
-def test_without_a_compiler_decoding_stays_eager(
-    fresh_library, monkeypatch, caplog, compiler, reason
-):
+def test_without_a_compiler_all_stays_eager(fresh_library, monkeypatch, caplog, compiler, reason):
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
     with caplog.at_level(logging.WARNING):

@@ -52,9 +52,7 @@ def test_kernels_compute_what_they_should(mark, interpreted):
     ],
     ids=str,
 )
-def test_a_warning_names_why_the_kernels_cannot_run(
-    caplog, monkeypatch, dtype, heads, is_plain, named
-):
+def test_a_warning_names_why_kernels_cannot_run(caplog, monkeypatch, dtype, heads, is_plain, named):
     if "installed" in named:
         monkeypatch.setattr(cuda, "find_spec", lambda name: None)
     sizes = Sizes(64, *heads, 128, 1e-5, 0.25)
@@ -161,9 +159,7 @@ OTHERS = {f"{name}_kernel" for name in BETWEEN}
 
 
 @pytest.mark.parametrize("capability, shape, dtype, all_widths", all_cases())
-def test_kernels_compile_to_one_kind_of_instruction(
-    monkeypatch, capability, shape, dtype, all_widths
-):
+def test_kernels_become_one_kind_of_instruction(monkeypatch, capability, shape, dtype, all_widths):
     """Of one kernel and matrix, whatever the number of tokens; no more shared memory than the card
     has."""
     kinds: dict[tuple, set[str]] = {}

@@ -134,12 +134,10 @@ NATIVE_NAMES = """
     hybrid-tree-text-vocabulary
 """
 NATIVE = {name: DRAFTERS[name] for name in NATIVE_NAMES.split()} | {
-    "cascade of the lookup and a tree": lambda case: Cascade(
+    "cascade to a tree": lambda case: Cascade(
         PromptLookup(2, 4), KangarooTree(case.lm, case.adapter, 3, 0.1, None, 3, 5, 0.01)
     ),
-    "cascade of the lookup and a chain": lambda case: Cascade(
-        PromptLookup(2, 4), cases.kangaroo(case.lm)
-    ),
+    "cascade to a chain": lambda case: Cascade(PromptLookup(2, 4), cases.kangaroo(case.lm)),
 }
 
 
@@ -233,9 +231,7 @@ GRAPHS = [
 
 
 @pytest.mark.parametrize("drafter, device, dtype, sampling", GRAPHS, ids=str)
-def test_graphs_leave_vanillas_text_only_at_near_ties_of_half_precision(
-    drafter, device, dtype, sampling
-):
+def test_graphs_leave_vanilla_only_at_near_ties_of_half_precision(drafter, device, dtype, sampling):
     """A pass over several tokens rounds otherwise than a pass over one, so near-ties may swap."""
     case = graph_case(device, dtype, sampling)
     engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=cases.CHUNK)

@@ -97,9 +97,7 @@ def drafted(lm, drafter, known: VerifyCosts, rows: int, monkeypatch) -> list[int
 
 @by_both
 @pytest.mark.parametrize("name", "kangaroo kangaroo-tree prompt-lookup draft-model".split())
-def test_a_batch_drafts_nothing_where_each_token_costs_as_much_as_the_first(
-    monkeypatch, name, compiled
-):
+def test_a_batch_drafts_nothing_where_each_token_costs_like_the_first(monkeypatch, name, compiled):
     lm, drafter = drafter_of(name, compiled)
     drafter.draft_cost = 0.05  # half a step in a model this small
     assert not any(drafted(lm, drafter, STEEP, 3, monkeypatch))
@@ -110,9 +108,7 @@ def test_a_batch_drafts_nothing_where_each_token_costs_as_much_as_the_first(
 @pytest.mark.parametrize("rows", [1, 3])
 @by_both
 @pytest.mark.parametrize("name", ["kangaroo-auto", "kangaroo-tree-auto", "draft-model-auto"])
-def test_auto_drafts_what_pays_alone_too_and_the_same_for_the_same_text(
-    monkeypatch, name, compiled, rows
-):
+def test_auto_drafts_what_pays_alone_too_and_alike_for_one_text(monkeypatch, name, compiled, rows):
     lm, drafter = drafter_of(name, compiled)
     assert not any(drafted(lm, drafter, STEEP, rows, monkeypatch))
     counts = [drafted(lm, drafter, FLAT, rows, monkeypatch) for _ in range(2)]

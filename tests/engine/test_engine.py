@@ -239,9 +239,7 @@ def test_a_request_may_ignore_eos_while_others_in_the_batch_end_with_it(case, en
         assert (done[ignoring].finish, done[1 - ignoring].finish) == ("length", "eos")
 
 
-def test_an_eos_may_come_in_a_draft_as_the_bonus_token_at_the_limit_or_beyond(
-    case, ends_with, first
-):
+def test_an_eos_may_come_in_a_draft_as_bonus_token_at_the_limit_or_beyond(case, ends_with, first):
     tokens, place = first
     ends_with(tokens[place])
 
@@ -289,9 +287,7 @@ def test_a_stop_string_inside_an_accepted_draft_cuts_the_rest(case, first):
     assert (done.steps[-1].accepted, len(done.steps[-1].tokens)) == (place, place)
 
 
-def test_a_stop_string_may_be_of_parts_of_a_character_or_a_space_but_not_begin_in_the_prompt(
-    case, first
-):
+def test_a_stop_string_may_be_parts_of_a_character_or_space_but_not_begin_in_a_prompt(case, first):
     tokens, place = first
     raw = {tokens[place - 1]: b"\xc3", tokens[place]: b"\xa9"}
     for letters, stop in (Letters(raw), "é"), (Stripping({tokens[place]: b" "}), " "):

@@ -60,9 +60,7 @@ def talks(family: str, sampling: str) -> list[list[Turn]]:
 def converse(engine: Engine, talks: list[list[Turn]], sampling: Sampling) -> list[list[Generation]]:
     """What was written in each row's turns; a row begins its next one as soon as one has ended."""
     done: list[list[Generation]] = [[] for _ in talks]
-    turns = [
-        [Request(turn.prompt, turn.new_tokens, sampling.seed) for turn in row] for row in talks
-    ]
+    turns = [[Request(x.prompt, x.new_tokens, sampling.seed) for x in row] for row in talks]
 
     def following(row: int, generation: Generation) -> Request | None:
         done[row].append(generation)

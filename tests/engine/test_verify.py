@@ -108,9 +108,8 @@ class Markov:
         valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool) if valid_BN is None else valid_BN
         draft = Draft(tokens_BN, tree, valid_BN, probs_BNV=probs_BNV)
         positions_BN = start + torch.arange(steps + 1).expand_as(tokens_BN)
-        choice_BN = write(
-            draft, self.logits_VV[tokens_BN], positions_BN, together([sampling]), seeds_B
-        )
+        logits_BNV, how = self.logits_VV[tokens_BN], together([sampling])
+        choice_BN = write(draft, logits_BNV, positions_BN, how, seeds_B)
         verdict = accept(draft, choice_BN)
         return verdict.choice_BN.gather(1, verdict.path_BP), verdict.count_B
 
@@ -174,12 +173,10 @@ def test_kangaroo_writes_triples_from_the_targets_joint_distribution(rule):
     done = Engine(lm, drafter).generate([[size - 1]] * rows, 3, sampling)
     triples = torch.tensor([generation.tokens for generation in done])
 
-    joint = torch.ones(1)
+    joint, how = torch.ones(1), together([sampling])
     for length in range(3):
         following = [
-            warp(forward_logits(lm, [size - 1, *before])[None, -1:], together([sampling])).softmax(
-                -1
-            )[0]
+            warp(forward_logits(lm, [size - 1, *before])[None, -1:], how).softmax(-1)[0]
             for before in itertools.product(range(size), repeat=length)
         ]
         joint = (joint[:, None] * torch.cat(following)).flatten()

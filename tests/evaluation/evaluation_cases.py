@@ -95,9 +95,7 @@ def tiny_lm(**overrides):
     return TargetModel(random_model(deep_scale=0.15, **overrides))
 
 
-def evaluate_several(
-    output, bench_file, names, lm=None, ranks=None, log=None, drafters=None, **changes
-):
+def evaluate_several(output, bench, names, lm=None, ranks=None, log=None, drafters=None, **changes):
     """Kangaroo, and prompt lookup where there are two names, or other drafters, on a random
     six-layer model over bytes, in float32."""
     lm = lm or tiny_lm()
@@ -105,11 +103,11 @@ def evaluate_several(
     pairs = zip(names, drafters, strict=False)
     methods = [MethodSpec(name, drafter, {"drafter": {"of": name}}) for name, drafter in pairs]
     settings = {"output": str(output), "max_new_tokens": 16, "warmup": 1} | changes
-    config = EvaluateConfig(bench=BenchConfig("tiny", path=str(bench_file)), **settings)
+    config = EvaluateConfig(bench=BenchConfig("tiny", path=str(bench)), **settings)
     about = {"model_name": "tiny", "ranks": ranks}
     return Evaluator(lm, byte_tokenizer(), methods, config, **about).finish(log)
 
 
-def evaluate_tiny(output, bench_file, lm=None, ranks=None, **changes):
-    (summary,) = evaluate_several(output, bench_file, ["kangaroo"], lm, ranks, **changes)
+def evaluate_tiny(output, bench, lm=None, ranks=None, **changes):
+    (summary,) = evaluate_several(output, bench, ["kangaroo"], lm, ranks, **changes)
     return summary

@@ -135,9 +135,7 @@ def test_the_cards_example_answers_as_the_adapter_in_its_folder_does(hub, adapte
     )
 
 
-def test_a_dry_run_writes_what_would_be_uploaded_and_asks_the_hub_nothing(
-    hub, adapter, monkeypatch, capsys
-):
+def test_a_dry_run_writes_what_would_be_sent_and_asks_nothing(hub, adapter, monkeypatch, capsys):
     words = ["source=made", f"repo={REPO}", "output=out", "dry_run=true"]
     monkeypatch.setattr("sys.argv", ["scripts/convert.py push", *words])
     cli.convert_push()

@@ -100,9 +100,8 @@ def with_template(backend, template):
 
 
 def turns(*contents):
-    return [
-        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)
-    ]
+    roles = "user", "assistant"
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
 
 
 ANSWERS = ["Because of scattering, 日本語 🦘.", "No: café\n\nnaïve", "3"]

@@ -71,10 +71,7 @@ def quantized(how: Quantization) -> TargetModel:
 
 
 FAMILIES = {name: partial(tiny, kind, **fields) for name, (kind, fields) in BY_MODULES.items()}
-QUANTIZED = {
-    "packed": packed,
-    **{how.value: partial(quantized, how) for how in Quantization},
-}
+QUANTIZED = {"packed": packed} | {how.value: partial(quantized, how) for how in Quantization}
 of_families = pytest.mark.parametrize("name", FAMILIES)
 of_quantized = pytest.mark.parametrize("name", QUANTIZED)
 
@@ -204,9 +201,7 @@ def test_what_reads_plain_weights_leaves_a_quantized_model_alone(name):
     assert lm.fingerprint == QUANTIZED[name]().fingerprint != plain.fingerprint
     assert can_record(lm.hf) == (name in ("int8", "int4"))
     assert footprint(lm, []).bytes < footprint(plain, []).bytes
-    assert (
-        0.1 < weights(*lm.layers) / weights(*plain.layers) < 0.5
-    )  # of float32; with scales, norms
+    assert 0.1 < weights(*lm.layers) / weights(*plain.layers) < 0.5  # of float32; with scales
     with pytest.raises(ConfigError, match="draft model: its weights are quantized"):
         draft_model(lm, adapter_for(lm))
     with pytest.raises(ConfigError, match="is quantized already"):
@@ -221,9 +216,7 @@ def test_a_quantized_head_is_refused_by_name():
 
 
 @pytest.mark.parametrize("four_bits", [True, False])
-def test_a_checkpoint_by_bitsandbytes_gives_each_token_the_same_whatever_is_beside_it(
-    tmp_path, four_bits
-):
+def test_a_checkpoint_by_bitsandbytes_gives_a_token_the_same_beside_any_other(tmp_path, four_bits):
     pytest.importorskip("bitsandbytes")
     how = transformers.BitsAndBytesConfig(load_in_4bit=four_bits, load_in_8bit=not four_bits)
     random_model("llama", deep_scale=0.15).save_pretrained(tmp_path / "plain")

@@ -53,9 +53,7 @@ def test_layers_that_device_map_leaves_on_the_disk_are_counted(folder, monkeypat
     spread = config(folder, dtype=Dtype.float32, device_map="auto")
     load(spread)  # what fits is left alone
     room = {"cpu": size // 2}
-    monkeypatch.setattr(
-        transformers.integrations.accelerate, "get_max_memory", lambda given=None: room
-    )
+    monkeypatch.setattr(transformers.integrations.accelerate, "get_max_memory", lambda _=None: room)
     with pytest.raises(errors.ModelTooLarge) as raised:
         load(spread)
     message = str(raised.value)
@@ -65,9 +63,7 @@ def test_layers_that_device_map_leaves_on_the_disk_are_counted(folder, monkeypat
     assert "model.device_map=sequential" in message and "trainer.shard_target=true" in message
 
 
-@pytest.mark.parametrize(
-    "path", ["lmsys/vicuna-7b-v1.3", "/no/such", "./no-such", "~/no/such/folder", ""]
-)
+@pytest.mark.parametrize("path", ["lmsys/vicuna-7b-v1.3", "/no/such", "~/no/such/folder", ""])
 def test_what_is_no_model_is_named_with_the_fix(path):
     offline = path.startswith("lmsys")
     message = r"lmsys/vicuna-7b-v1\.3.*online.*smollm2-135m" if offline else "there is no folder"

@@ -151,9 +151,8 @@ def test_a_run_learns_from_what_was_kept_unless_told_otherwise_or_it_is_missing(
 
     def run(name, samples=samples, about=ABOUT, **changes):
         """Whether it used stored logits."""
-        (folder,) = train(
-            tiny(), samples, config(epochs=1, **changes), tmp_path / name, about=about
-        )
+        settings = config(epochs=1, **changes)
+        (folder,) = train(tiny(), samples, settings, tmp_path / name, about=about)
         return read_config(str(folder)).training["trainer"]["use_stored_logits"]
 
     assert run("stored")

@@ -147,9 +147,7 @@ PARTS = {  # what is asked for, and what of it is zero at first
 }
 
 
-def test_training_goes_on_from_an_adapter_and_may_add_a_part_that_changes_nothing_at_first(
-    tmp_path,
-):
+def test_training_goes_on_from_an_adapter_and_may_add_parts_that_change_nothing_at_first(tmp_path):
     settings = config(epochs=2, learning_rate=1e-2)
     (folder,) = train(tiny(), samples(6), settings, tmp_path / "first")
     lm, saved = tiny(), load_file(folder / WEIGHTS)
@@ -231,9 +229,7 @@ def test_what_changes_no_weight_may_change_on_resuming_and_all_else_is_refused_b
 def test_what_cannot_be_trained_is_refused_with_the_fix(tmp_path):
     refused = r"sample 1 has no trainable token among its first 5: .* 6 to 8\..*user: 'Why\?'"
     with pytest.raises(DataError, match=refused):
-        batches.check_trainable(
-            [sample(list(range(9)), 3), sample(list(range(9)), 6)], max_length=5
-        )
+        batches.check_trainable([sample([*range(9)], n) for n in (3, 6)], max_length=5)
     with pytest.raises(ConfigError, match=r"holdout=20 .* of 20 .*Pass trainer\.holdout=2\."):
         train(tiny(), samples(20), config(holdout=20), tmp_path)
     with pytest.raises(ConfigError, match=f"two adapters are called attention-exit{EXIT}"):
@@ -241,9 +237,7 @@ def test_what_cannot_be_trained_is_refused_with_the_fix(tmp_path):
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_training_that_diverges_stops_and_keeps_the_last_good_checkpoint(
-    last, tmp_path, monkeypatch
-):
+def test_a_training_that_diverges_stops_and_keeps_its_last_checkpoint(last, tmp_path, monkeypatch):
     update = backend.TorchBackend._update
 
     def diverging(self, rates):

@@ -86,9 +86,7 @@ def random_tokens(*shape: int) -> Tensor:
     return torch.randint(VOCABULARY, shape, generator=generator).to(DEVICE)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)])
 @of_families
 def test_kernels_compute_what_the_modules_compute(name, dtype):
     lm, starts, tokens_BN = model(name, dtype), [3, 62, 140], random_tokens(3, 3)
