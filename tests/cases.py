@@ -243,11 +243,9 @@ HOW = [*SAMPLINGS, MIXED]
 
 def samplings(name: str) -> list[Sampling]:
     """Of each prompt, with its seed."""
-    known = list(SAMPLINGS.values()) if name == MIXED else [SAMPLINGS[name]]
-    return [
-        replace(own, seed=own.seed + i)
-        for i, own in zip(range(len(PROMPTS)), itertools.cycle(known), strict=False)
-    ]
+    kinds = SAMPLINGS.values() if name == MIXED else [SAMPLINGS[name]]
+    turns = itertools.islice(itertools.cycle(kinds), len(PROMPTS))
+    return [replace(how, seed=how.seed + i) for i, how in enumerate(turns)]
 
 
 BATCHES = {"alone": 1, "ragged": len(PROMPTS), "admitted": 2}  # rows at a time

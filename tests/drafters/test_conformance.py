@@ -162,10 +162,8 @@ def test_native_rounds_draft_and_accept_what_the_tensors_do(name, sampling, fami
 
 def rounds_of_both(name: str, sampling: str, hf, draft_cost: float | None = None) -> list:
     rounds = []
-    for lm, stepper in (
-        (TargetModel(hf).compile_for_decoding(), CpuStepper),
-        (TargetModel(hf), TensorStepper),
-    ):
+    native = TargetModel(hf).compile_for_decoding()
+    for lm, stepper in ((native, CpuStepper), (TargetModel(hf), TensorStepper)):
         drafter = NATIVE[name](Case(lm, adapter_for(lm), cases.case_of("llama", sampling).texts))
         if draft_cost is not None:
             drafter.draft_cost = draft_cost

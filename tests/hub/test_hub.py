@@ -130,9 +130,8 @@ def test_the_cards_example_answers_as_the_adapter_in_its_folder_does(hub, adapte
     own = kangaroo.load("tiny", adapter=str(adapter))
     expected = own.generate("Why is the sky blue?", max_new_tokens=24)
     assert capsys.readouterr().out == f"{expected}\n"
-    assert in_transformers == (
-        f'model.generate(**inputs, custom_generate="{REPO}", trust_remote_code=True)\n'
-    )
+    options = f'custom_generate="{REPO}", trust_remote_code=True'
+    assert in_transformers == f"model.generate(**inputs, {options})\n"
 
 
 def test_a_dry_run_writes_what_would_be_sent_and_asks_nothing(hub, adapter, monkeypatch, capsys):

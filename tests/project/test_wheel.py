@@ -61,11 +61,8 @@ def test_the_wheel_holds_the_package_its_configs_and_what_is_shipped(installed):
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     folders = ["kangaroo", "configs", "adapters", "integrations/transformers"]
     files = subprocess.check_output([*listed, *folders], cwd=ROOT, text=True).splitlines()
-    expected = {
-        name if name.startswith("kangaroo/") else f"kangaroo/{name}"
-        for name in files
-        if (ROOT / name).is_file()
-    }
+    there = (name.removeprefix("kangaroo/") for name in files if (ROOT / name).is_file())
+    expected = {f"kangaroo/{name}" for name in there}
     names = set(zipfile.ZipFile(installed[0]).namelist())
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert {"kangaroo/configs/train.yaml", f"kangaroo/{ADAPTER}/config.json"} <= names
