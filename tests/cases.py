@@ -10,25 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
+import helpers
 import pytest
 import torch
-from helpers import (
-    ARCHITECTURES,
-    EXIT,
-    RandomTree,
-    Scripted,
-    Sometimes,
-    adapter_for,
-    adversary,
-    block_for,
-    eagle_for,
-    graphed,
-    oracle,
-    random_prompts,
-    states_after,
-    tiny,
-    vanilla_texts,
-)
+from helpers import EXIT, VOCABULARY, RandomTree, adapter_for, block_for, eagle_for, tiny
 from torch import Tensor
 
 from kangaroo.drafters.base import Drafter
@@ -66,13 +51,11 @@ from kangaroo.heads.text_head import TextHead
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import AUTO
 
-NEW_TOKENS = 18
-
-CHUNK = 16
-
+NEW_TOKENS, CHUNK = 18, 16
 # 40: several chunks; 1: one token, in a row used before; 17: a last chunk of one token
-PROMPTS = random_prompts(5, 40, 1, 17)
-LONGER = random_prompts(5, 55, 1, 120)
+PROMPTS = helpers.random_prompts(5, 40, 1, 17)
+LONGER = helpers.random_prompts(5, 55, 1, 120)
+EVEN_K = torch.arange(0, VOCABULARY, 2)  # a draft vocabulary
 
 
 @dataclass
@@ -113,21 +96,37 @@ def medusa(
 ) -> Medusa:
     """Untrained: each head guesses what the target's own head says."""
     parts = medusa_heads.MedusaHeadsConfig(heads=heads, own_head=own_head)
-    vocabulary_K = torch.arange(0, 64, 2)
-    trained = MedusaHeads(lm, parts, vocabulary_K).start_from(lm, vocabulary_K)
+    trained = MedusaHeads(lm, parts, EVEN_K).start_from(lm, EVEN_K)
     trained = trained.to(lm.device, lm.dtype).requires_grad_(False)
-    return Medusa(lm, trained, trained.draft_heads(lm, vocabulary_K.to(lm.device)), choices)
+    return Medusa(lm, trained, trained.draft_heads(lm, EVEN_K.to(lm.device)), choices)
 
 
 def block_of_few(case: Case) -> Block:
-    vocabulary_K = torch.arange(0, 64, 2)
-    head = block_for(case.lm, vocabulary_K, attention_layers=2)
-    return Block(case.lm, head, 5, 0.1, head.draft_heads(case.lm, vocabulary_K)[0])
+    head = block_for(case.lm, EVEN_K, attention_layers=2)
+    return Block(case.lm, head, 5, 0.1, head.draft_heads(case.lm, EVEN_K)[0])
 
 
-def of_text(lm: TargetModel) -> TextHead:
+def of_text(case: Case) -> TextHead:
     """Every eighth token, and some of those of the text."""
-    return TextHead(lm, torch.arange(0, 64, 8), room=20)
+    return TextHead(case.lm, EVEN_K[::4], room=20)
+
+
+def fused(case: Case) -> Case:
+    parts = AdapterHeadConfig(fused=True)
+    return replace(case, adapter=adapter_for(case.lm, architecture=parts))
+
+
+def chain_from(case: Case, head: DraftHead) -> Kangaroo:
+    return Kangaroo(case.lm, case.adapter, 4, 0, head)
+
+
+def tree(case: Case, *options: Any) -> KangarooTree:
+    """Steps, threshold, head, top_k, nodes, and the least confidence."""
+    return KangarooTree(case.lm, case.adapter, *options)
+
+
+def behind(case: Case, second: Drafter) -> Cascade:
+    return Cascade(helpers.Sometimes(case.texts), second)
 
 
 def datastore_of(case: Case) -> Datastore:
@@ -136,11 +135,9 @@ def datastore_of(case: Case) -> Datastore:
     return index(case.texts[::2] + halves, case.lm.config.vocab_size)
 
 
-def hybrid(
-    lm: TargetModel, adapter: Adapter, steps: int, nodes: int, cost: float, **sources: Any
-) -> Hybrid:
+def hybrid(case: Case, nodes: int, cost: float, **sources: Any) -> Hybrid:
     costs = Costs([1 + cost * node for node in range(nodes + 1)], cost, 1.0)
-    return Hybrid(lm, adapter, steps, costs=costs, nodes=nodes, **sources)
+    return Hybrid(case.lm, case.adapter, 4, costs=costs, nodes=nodes, **sources)
 
 
 def cheap(drafter: Any) -> Any:
@@ -155,12 +152,8 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "kangaroo": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0),
     "kangaroo-stops": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0.3),
     "kangaroo-auto": lambda case: cheap(Kangaroo(case.lm, case.adapter, 4, AUTO)),
-    "kangaroo-vocabulary": lambda case: Kangaroo(
-        case.lm, case.adapter, 4, 0, DraftHead(case.lm, None, torch.arange(0, 64, 2))
-    ),
-    "kangaroo-text-vocabulary": lambda case: Kangaroo(
-        case.lm, case.adapter, 4, 0, of_text(case.lm)
-    ),
+    "kangaroo-vocabulary": lambda case: chain_from(case, DraftHead(case.lm, None, EVEN_K)),
+    "kangaroo-text-vocabulary": lambda case: chain_from(case, of_text(case)),
     "kangaroo-layer": lambda case: kangaroo(case.lm, feed_forward=True),
     "kangaroo-mlp": lambda case: kangaroo(case.lm, attention=False, feed_forward=True),
     "kangaroo-own-head": lambda case: kangaroo(case.lm, own_head=True),
@@ -168,21 +161,13 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "kangaroo-fused": lambda case: kangaroo(case.lm, fused=True),
     "kangaroo-fused-layer": lambda case: kangaroo(case.lm, fused=True, feed_forward=True),
     "kangaroo-fused-two-layers": lambda case: kangaroo(case.lm, fused=True, attention_layers=2),
-    "kangaroo-tree": lambda case: KangarooTree(
-        case.lm, case.adapter, steps=3, threshold=0, top_k=3, nodes=8
-    ),
-    "kangaroo-tree-text-vocabulary": lambda case: KangarooTree(
-        case.lm, case.adapter, 3, 0.05, of_text(case.lm), 3, 9
-    ),
-    "kangaroo-tree-stops": lambda case: KangarooTree(case.lm, case.adapter, 4, 0.3, None, 4, 2),
-    "kangaroo-tree-least": lambda case: KangarooTree(case.lm, case.adapter, 3, 0, None, 4, 9, 0.02),
-    "kangaroo-tree-auto": lambda case: cheap(
-        KangarooTree(case.lm, case.adapter, 4, AUTO, None, 3, 9)
-    ),
-    "kangaroo-tree-of-one": lambda case: KangarooTree(case.lm, case.adapter, 4, 0.3, None, 1),
-    "kangaroo-tree-fused": lambda case: KangarooTree(
-        case.lm, adapter_for(case.lm, architecture=AdapterHeadConfig(fused=True)), 3, 0, None, 3, 9
-    ),
+    "kangaroo-tree": lambda case: tree(case, 3, 0, None, 3, 8),
+    "kangaroo-tree-text-vocabulary": lambda case: tree(case, 3, 0.05, of_text(case), 3, 9),
+    "kangaroo-tree-stops": lambda case: tree(case, 4, 0.3, None, 4, 2),
+    "kangaroo-tree-least": lambda case: tree(case, 3, 0, None, 4, 9, 0.02),
+    "kangaroo-tree-auto": lambda case: cheap(tree(case, 4, AUTO, None, 3, 9)),
+    "kangaroo-tree-of-one": lambda case: tree(case, 4, 0.3, None, 1),
+    "kangaroo-tree-fused": lambda case: tree(fused(case), 3, 0, None, 3, 9),
     "draft-model": lambda case: DraftModel(case.lm, draft_lm(case), steps=4),
     "draft-model-stops": lambda case: DraftModel(case.lm, draft_lm(case), 4, threshold=0.3),
     "draft-model-auto": lambda case: cheap(DraftModel(case.lm, draft_lm(case), 4, AUTO)),
@@ -191,24 +176,14 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "layerskip": lambda case: LayerSkipConfig(exit_layer=2, steps=4, threshold=0.1).build(case.lm),
     "swift": lambda case: SwiftConfig(steps=4, threshold=0, window=9).build(case.lm),
     "clasp": lambda case: ClaspConfig(interval=2, steps=4, threshold=0.1).build(case.lm),
-    "cascade": lambda case: Cascade(Sometimes(case.texts), Kangaroo(case.lm, case.adapter, 4, 0.3)),
-    "cascade-of-trees": lambda case: Cascade(
-        Sometimes(case.texts), KangarooTree(case.lm, case.adapter, 3, 0, None, 3, 8)
-    ),
-    "cascade-draft-model": lambda case: Cascade(
-        Sometimes(case.texts), DraftModel(case.lm, draft_lm(case), steps=3)
-    ),
-    "hybrid-tree": lambda case: hybrid(case.lm, case.adapter, 4, 7, 0.001),
-    "hybrid-tree-text-vocabulary": lambda case: hybrid(
-        case.lm, case.adapter, 4, 7, 0.001, head=of_text(case.lm)
-    ),
-    "hybrid-tree-stops": lambda case: hybrid(case.lm, case.adapter, 4, 15, 0.08),
-    "hybrid-tree-fused": lambda case: hybrid(
-        case.lm, adapter_for(case.lm, architecture=AdapterHeadConfig(fused=True)), 4, 5, 0
-    ),
-    "hybrid-tree-of-all": lambda case: hybrid(
-        case.lm, case.adapter, 4, 9, 0.01, recycle=True, store_tokens=60
-    ),
+    "cascade": lambda case: behind(case, Kangaroo(case.lm, case.adapter, 4, 0.3)),
+    "cascade-of-trees": lambda case: behind(case, tree(case, 3, 0, None, 3, 8)),
+    "cascade-draft-model": lambda case: behind(case, DraftModel(case.lm, draft_lm(case), 3)),
+    "hybrid-tree": lambda case: hybrid(case, 7, 0.001),
+    "hybrid-tree-text-vocabulary": lambda case: hybrid(case, 7, 0.001, head=of_text(case)),
+    "hybrid-tree-stops": lambda case: hybrid(case, 15, 0.08),
+    "hybrid-tree-fused": lambda case: hybrid(fused(case), 5, 0),
+    "hybrid-tree-of-all": lambda case: hybrid(case, 9, 0.01, recycle=True, store_tokens=60),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
     "medusa-chain": lambda case: medusa(case.lm, [(0,), (0, 0), (0, 0, 0)], own_head=False),
     "block": lambda case: Block(case.lm, block_for(case.lm), 4, threshold=0),
@@ -229,9 +204,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "suffix-store": lambda case: Suffix(4, 0.5, store_tokens=40),
     "token-recycling-tree": lambda case: TokenRecycling(9, vocab_size=case.lm.config.vocab_size),
     "cascade-token-recycling-tree": lambda case: Cascade(Suffix(4, 0.5), TokenRecycling(7)),
-    "oracle": lambda case: oracle(case.texts),
-    "adversary": lambda case: adversary(case.texts),
-    "sometimes": lambda case: Scripted(case.texts, lambda position: position % 3 > 0),
+    "oracle": lambda case: helpers.oracle(case.texts),
+    "adversary": lambda case: helpers.adversary(case.texts),
+    "sometimes": lambda case: helpers.Scripted(case.texts, lambda position: position % 3 > 0),
     "tree": lambda case: RandomTree(case.lm, case.texts),
     "tree-shared": lambda case: RandomTree(case.lm, case.texts, shared=True),
     "tree-from-exit": lambda case: RandomTree(case.lm, case.texts, entry=EXIT),
@@ -267,22 +242,20 @@ HOW = [*SAMPLINGS, MIXED]
 
 def samplings(name: str) -> list[Sampling]:
     """Of each prompt, with its seed."""
-    known = list(SAMPLINGS.values()) if name == MIXED else [SAMPLINGS[name]]
-    return [
-        replace(own, seed=own.seed + i)
-        for i, own in zip(range(len(PROMPTS)), itertools.cycle(known), strict=False)
-    ]
+    kinds = SAMPLINGS.values() if name == MIXED else [SAMPLINGS[name]]
+    turns = itertools.islice(itertools.cycle(kinds), len(PROMPTS))
+    return [replace(how, seed=how.seed + i) for i, how in enumerate(turns)]
 
 
 BATCHES = {"alone": 1, "ragged": len(PROMPTS), "admitted": 2}  # rows at a time
 
 FAMILIES: dict[str, Callable[[], TargetModel]] = {
     name: partial(tiny, architecture, **fields)
-    for name, (architecture, fields) in ARCHITECTURES.items()
+    for name, (architecture, fields) in helpers.ARCHITECTURES.items()
 } | {
     "llama-compiled": lambda: tiny("llama").compile_for_decoding(),
     "qwen2-compiled": lambda: tiny("qwen2").compile_for_decoding(),
-    "llama-graphs": lambda: graphed(tiny("llama")),
+    "llama-graphs": lambda: helpers.graphed(tiny("llama")),
     "qwen3-compiled": lambda: tiny("qwen3", head_dim=40).compile_for_decoding(),
 }
 
@@ -292,7 +265,7 @@ lm_of = cache(lambda family: FAMILIES[family]())
 
 def case_for(lm: TargetModel, sampling: str) -> Case:
     pairs = zip(PROMPTS, samplings(sampling), strict=True)
-    texts = [vanilla_texts(lm, [prompt], NEW_TOKENS, own)[0] for prompt, own in pairs]
+    texts = [helpers.vanilla_texts(lm, [prompt], NEW_TOKENS, own)[0] for prompt, own in pairs]
     return Case(lm, adapter_for(lm), texts)
 
 
@@ -360,11 +333,11 @@ def last_state(lm: TargetModel, adapter: Layer, ids: list[int], pending: int) ->
     the definition, in a whole pass a token: from `pending` on its own states are the deep ones."""
     before_1TD, length = None, len(ids)
     if adapter.deep_tap is None:
-        f_1TD = states_after(lm, ids, adapter.exit_layer)
+        f_1TD = helpers.states_after(lm, ids, adapter.exit_layer)
         return adapter(f_1TD, None, lm.chunk(0, length, 0, length), None)[0, -1]
-    deep_1TD = lm.norm(states_after(lm, ids[:pending], adapter.deep_tap))
+    deep_1TD = lm.norm(helpers.states_after(lm, ids[:pending], adapter.deep_tap))
     for end in range(pending + 1, length + 1):
-        f_1TD = states_after(lm, ids[:end], adapter.exit_layer)
+        f_1TD = helpers.states_after(lm, ids[:end], adapter.exit_layer)
         before_1TD = torch.cat([torch.zeros(1, 1, deep_1TD.shape[-1]), deep_1TD], 1)
         own_1TD = adapter(f_1TD, before_1TD, lm.chunk(0, end, 0, end), None)
         deep_1TD = torch.cat([deep_1TD, own_1TD[:, -1:]], 1)

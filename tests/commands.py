@@ -33,8 +33,7 @@ STREAMS = ("stdin", "stdout", "stderr")
 
 def python(script: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """`python SCRIPT OPTIONS...` as typed in `cwd`; the script is named from the project's root, an
-    action of its stands behind it.
-    """
+    action of its stands behind it."""
     file, *action = script.split()
     command = [str(ROOT / file), *action, *options]
     with tempfile.TemporaryDirectory() as folder:

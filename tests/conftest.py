@@ -23,8 +23,7 @@ def measured_budget():
 @pytest.fixture(autouse=True)
 def steady_budget(request, monkeypatch):
     """A batch drafts as its drafter would one text alone, and hybrids count on the same costs
-    everywhere: what a machine measures would make rounds differ from run to run.
-    """
+    everywhere: what a machine measures would make rounds differ from run to run."""
     if "measured_budget" in request.fixturenames:
         return
     from kangaroo.engine import engine

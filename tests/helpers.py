@@ -31,14 +31,9 @@ from kangaroo.training.recipe import AdapterRecipe
 Texts = list[list[int]]
 EXIT = 2  # of four layers; all but the first change little
 VOCABULARY = 64
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
+LLAMA3_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE |= {"original_max_position_embeddings": 32}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0}  # both are felt
 GEMMA3 = {
     "sliding_window": 9,
@@ -49,12 +44,8 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
-GRANITE = {
-    "embedding_multiplier": 3.0,
-    "attention_multiplier": 0.2,
-    "residual_multiplier": 0.7,
-    "logits_scaling": 0.5,
-}
+GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2}
+GRANITE |= {"residual_multiplier": 0.7, "logits_scaling": 0.5}
 SMALL_EXPERTS = {"moe_intermediate_size": 32, "decoder_sparse_step": 2}  # every second is dense
 # Families that transformers' modules run; see `ARCHITECTURES`.
 BY_MODULES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,17 +74,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def tiny_model(architecture: str = "llama", deep_scale: float = 0.15, **overrides: object):
     """A transformers model without EOS; `overrides` are fields of its config."""
-    fields: dict[str, object] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 8}
+    fields: dict[str, object] = {"vocab_size": VOCABULARY, "max_position_embeddings": 512} | sizes
+    fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     hf = random_model(architecture, deep_scale=deep_scale, **(fields | overrides))
     generator = torch.Generator().manual_seed(1)
     for parameter in hf.parameters():

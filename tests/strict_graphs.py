@@ -135,12 +135,9 @@ def _address(x: Tensor) -> int:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The arguments that an operator writes into, by its schema."""
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    return [
-        named[a.name]
-        for a in func._schema.arguments
-        if a.alias_info is not None and a.alias_info.is_write
-    ]
+    arguments = func._schema.arguments
+    named = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+    return [named[a.name] for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def bare_tensor(x: Tensor) -> Tensor:

@@ -42,16 +42,9 @@ def stored_samples(lm, count=VOCABULARY, samples=12):
 
 
 def config(**changes):
-    settings = {
-        "epochs": 2,
-        "batch_tokens": 64,
-        "holdout": 2,
-        "loss_chunk": 7,
-        "evaluate_every": 3,
-        "save_every": 2,
-        "warmup_steps": 2,
-        "decode_prompts": 0,  # see test_observability.py
-    }
+    settings = {"epochs": 2, "batch_tokens": 64, "holdout": 2, "loss_chunk": 7, "warmup_steps": 2}
+    settings |= {"evaluate_every": 3, "save_every": 2}
+    settings |= {"decode_prompts": 0}  # see test_observability.py
     return TrainerConfig(**(settings | changes))
 
 

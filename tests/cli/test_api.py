@@ -36,19 +36,14 @@ def model():
     return kangaroo.load("tiny", adapter=ADAPTER)
 
 
-@pytest.fixture(scope="module")
-def engine():
-    """What the three lines stand for."""
-    lm, _ = load_target(model_config("tiny"))
-    return Engine(lm, KangarooConfig(adapter=ADAPTER).build(lm))
-
-
 def talk(question):
     return [{"role": "user", "content": question}]
 
 
 @pytest.mark.parametrize("sampling, batch_size", [({}, None), (SAMPLED, 1), (SAMPLED, 2)])
-def test_texts_are_the_engines_in_a_list_alone_and_in_pieces(model, engine, sampling, batch_size):
+def test_texts_are_the_engines_in_a_list_alone_and_in_pieces(model, sampling, batch_size):
+    lm, _ = load_target(model_config("tiny"))  # what the three lines stand for
+    engine = Engine(lm, KangarooConfig(adapter=ADAPTER).build(lm))
     prompts = [prompt_ids(model.tokenizer, talk(question)) for question in QUESTIONS]
     done = engine.generate(prompts, 24, Sampling(**sampling))
     expected = [model.tokenizer.decode(d.tokens, skip_special_tokens=True) for d in done]
@@ -123,9 +118,7 @@ def test_numbers_of_numpy_are_numbers_and_a_rule_goes_by_its_name(rule):
 
 
 @pytest.mark.parametrize("text, end, count", [("aé€", None, 3), ("a€", -1, 2)])
-def test_a_character_waits_for_its_last_token_and_is_shown_if_that_never_comes(
-    model, text, end, count
-):
+def test_a_character_waits_for_its_last_token_and_is_shown_if_none_comes(model, text, end, count):
     ids = model.tokenizer.encode(text, add_special_tokens=False)  # a token for each byte
     shown = [text for text, _ in pieces((Token(i, True) for i in ids[:end]), model.tokenizer)]
     assert len(shown) == count and (end or shown == list(text))
@@ -217,10 +210,8 @@ def test_a_folder_without_an_adapter_is_told_which_drafters_need_none(tmp_path, 
 
 
 def test_a_chat_template_can_be_chosen():
-    usual, other = (
-        kangaroo.load("tiny", drafter="vanilla", chat_template=template)
-        for template in (None, "vicuna")
-    )
+    usual = kangaroo.load("tiny", drafter="vanilla")
+    other = kangaroo.load("tiny", drafter="vanilla", chat_template="vicuna")
     assert "USER:" in other.tokenizer.chat_template
     assert usual.generate("Why?", 24) != other.generate("Why?", 24)
 
@@ -248,7 +239,6 @@ def test_loading_refuses(name, settings, message):
     [
         (["Why?", " "], {}, "the prompt is empty"),
         ([{"role": "user"}], {}, "{'role': 'user'} is no message"),
-        ([*talk("Why?"), "And?"], {}, "'And\\?' is no message"),
         ("Why?", {"max_new_tokens": 0}, "max_new_tokens=0 must be a whole number, 1 or more"),
         ("Why?", {"temprature": 1}, "'temprature'; Sampling has temperature"),
         (None, {}, "None is no prompt"),
@@ -256,7 +246,6 @@ def test_loading_refuses(name, settings, message):
         ({"role": "user", "content": [{"type": "image_url"}]}, {}, "has a part.*image_url"),
         ("Why \udcff?", {}, r"no text: .*half of a surrogate pair.*\\udcff"),
         ("Why?", {"stop": ""}, "stop='': '' is no text"),
-        ("Why?", {"stop": 3}, "stop=3: 3 is no text"),
         ("Why?", {"stop": ["\ud83e"]}, "stop=.*half of a surrogate pair"),
         ("Why?", {"temperature": True}, "temperature=True must be a number"),
         ("Why?", {"rule": "Match"}, "rule='Match' is a str; it takes one of: match, rejection"),

@@ -95,14 +95,6 @@ def test_a_folder_is_called_by_the_benchs_file():
         assert f"/hybrid-{folder}" in run_dir
 
 
-def test_every_choice_of_a_group_composes():
-    for data in ("self_synthesis", "tasks", "conversations", "sharegpt", "mix"):
-        config = composed("train", f"data={data}", "logger=wandb", "trainer=deepspeed")
-        assert config.data.path == f"outputs/data/{data}/smollm2-135m"
-    assert config.logger.name == "wandb" and config.trainer.zero_stage == 1
-    assert composed("evaluate", "logger=wandb").logger.name == "wandb"
-
-
 @pytest.mark.parametrize(
     "command, message",
     [
@@ -306,17 +298,13 @@ def test_sizes_are_those_measured_on_a_cpu_or_on_a_gpu_the_papers(monkeypatch):
 
 
 @pytest.mark.parametrize("hardware, expected", [("cpu", (3, 7, 5, 4)), ("gpu", (10, 59, 10, 63))])
-def test_eagle_2s_tree_and_the_drafters_of_a_cascade_have_them_too(hardware, expected):
+def test_every_command_has_them_also_in_a_cascade_and_the_command_line_wins(hardware, expected):
+    for command in ("chat", "speed"):
+        of_command = composed(command, "drafter=medusa", f"hardware={hardware}").drafter
+        assert of_command.nodes == expected[-1]
+    named = "drafter=medusa", f"hardware={hardware}", "drafter.nodes=7"
+    assert composed("chat", *named).drafter.nodes == 7
     options = ["drafter=cascade", "drafter@drafter.second=medusa", "+drafter@more.tree=eagle_tree"]
     config = composed("evaluate", *options, f"hardware={hardware}")
     tree, both = config.more.tree, config.drafter
     assert (tree.top_k, tree.nodes, both.first.num_pred_tokens, both.second.nodes) == expected
-
-
-def test_every_command_has_them_and_the_command_line_wins(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for command in ("chat", "speed"):
-        assert composed(command, "drafter=medusa").drafter.nodes == 4
-    on_gpu = "drafter=medusa", "hardware=gpu"
-    assert composed("speed", *on_gpu).drafter.nodes == 63
-    assert composed("chat", *on_gpu, "drafter.nodes=7").drafter.nodes == 7

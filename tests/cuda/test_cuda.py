@@ -1,6 +1,5 @@
 """The Triton kernels, without a GPU: in Triton's interpreter, and compiled for cards that are not
-here. On a GPU the same checks run there.
-"""
+here. On a GPU the same checks run there."""
 
 import itertools
 import os
@@ -53,9 +52,7 @@ def test_kernels_compute_what_they_should(mark, interpreted):
     ],
     ids=str,
 )
-def test_a_warning_names_why_the_kernels_cannot_run(
-    caplog, monkeypatch, dtype, heads, is_plain, named
-):
+def test_a_warning_names_why_kernels_cannot_run(caplog, monkeypatch, dtype, heads, is_plain, named):
     if "installed" in named:
         monkeypatch.setattr(cuda, "find_spec", lambda name: None)
     sizes = Sizes(64, *heads, 128, 1e-5, 0.25)
@@ -69,13 +66,8 @@ CARDS = {
     89: Card(128, launching.LEAST_SHARED, False),
     90: Card(132, SHARED[9, 0]),
 }
-TYPES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
+TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+TYPES |= {torch.int32: "i32", torch.int64: "i64"}
 # hidden size, heads, key heads, their size, width of the feed-forward part, vocabulary
 SHAPES = {
     "7b": (4096, 32, 32, 128, 11008, 32000),
@@ -167,9 +159,7 @@ OTHERS = {f"{name}_kernel" for name in BETWEEN}
 
 
 @pytest.mark.parametrize("capability, shape, dtype, all_widths", all_cases())
-def test_kernels_compile_to_one_kind_of_instruction(
-    monkeypatch, capability, shape, dtype, all_widths
-):
+def test_kernels_become_one_kind_of_instruction(monkeypatch, capability, shape, dtype, all_widths):
     """Of one kernel and matrix, whatever the number of tokens; no more shared memory than the card
     has."""
     kinds: dict[tuple, set[str]] = {}

@@ -1,6 +1,5 @@
 """Recorded work is replayed with new inputs, where it may be, and never outlives its memory; a
-round is a few launches, and few are ever recorded.
-"""
+round is a few launches, and few are ever recorded."""
 
 import gc
 import itertools
@@ -199,12 +198,8 @@ def test_a_growing_text_is_recorded_anew_at_powers_of_two_alone(name, most):
     assert further <= (0 if name == "kangaroo" else most // 4)  # of other widths
 
 
-LAUNCHES = {
-    "vanilla": (2, 16),
-    "kangaroo": (8, 30),
-    "hybrid-tree": (11, 48),
-    "eagle-tree": (11, 35),
-}
+LAUNCHES = {"vanilla": (2, 16), "kangaroo": (8, 30)}
+LAUNCHES |= {"hybrid-tree": (11, 48), "eagle-tree": (11, 35)}
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -276,10 +271,7 @@ def test_cuda_graphs_write_what_eager_decoding_writes(device):
 @pytest.mark.gpu
 def test_a_gpu_learns_what_a_cpu_learns(tmp_path):
     """In float32; sums of another order differ a little, and a draft may fall the other way."""
-    recipes = [
-        recipe_of(name="attention", exit_layers=[1]),
-        recipe_of(name="fused", fused=True, draft_steps=2),
-    ]
+    recipes = [recipe_of(exit_layers=[1]), recipe_of(name="fused", fused=True, draft_steps=2)]
     losses = []
     for device in ("cpu", "cuda"):
         lm = TargetModel(tiny().hf.to(device)).compile_for_decoding()

@@ -23,12 +23,6 @@ def brief():
 
 
 def settings(path, **changes):
-    fields = {
-        "shards": 3,
-        "shard_size": 4,
-        "batch_size": 3,
-        "max_question_tokens": 8,
-        "max_answer_tokens": 12,
-        "keep_unfinished_questions": True,
-    }
+    fields = {"shards": 3, "shard_size": 4, "batch_size": 3, "keep_unfinished_questions": True}
+    fields |= {"max_question_tokens": 8, "max_answer_tokens": 12}
     return SynthesisConfig(path=str(path), **(fields | changes))

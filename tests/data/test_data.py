@@ -68,9 +68,7 @@ def times(tmp_path):
     return {file: file.stat().st_mtime_ns for file in (tmp_path / "data.shards").glob("*.jsonl")}
 
 
-def test_shards_stay_for_more_of_them_and_other_filters_and_other_settings_are_refused(
-    target, tmp_path
-):
+def test_shards_stay_for_more_and_other_filters_and_other_settings_are_refused(target, tmp_path):
     settings(tmp_path / "data", shards=1).make(*target)
     first, (few, _) = times(tmp_path), store.load(tmp_path / "data")
     settings(tmp_path / "data").make(*target)

@@ -19,13 +19,8 @@ from kangaroo.training.batches import check_trainable
 from kangaroo.utils.errors import DataError
 
 target = pytest.fixture(scope="module")(data_cases.brief)
-QUESTIONS = [
-    "Why is the sky blue?",
-    "How are bridges built?",
-    "Who was Ada Lovelace?",
-    "What does a compiler do?",
-    "Name a dish with lentils.",
-]
+QUESTIONS = ["Why is the sky blue?", "How are bridges built?", "Who was Ada Lovelace?"]
+QUESTIONS += ["What does a compiler do?", "Name a dish with lentils."]
 
 
 def chat(*contents, system=None):
@@ -297,9 +292,7 @@ def test_every_question_is_on_one_side_as_many_of_each_task_held_out(tmp_path):
 @pytest.mark.parametrize(
     ("passage", "learnt"), [(PASSAGE, 0), (PASSAGE.rsplit(" ", 1)[0], 5)], ids=["shared", "short"]
 )
-def test_who_shares_a_passage_with_a_held_out_question_is_not_learnt_from(
-    passage, learnt, tmp_path
-):
+def test_who_shares_a_passage_with_a_held_out_question_is_not_learnt(passage, learnt, tmp_path):
     """A run of `SHARED` words in any turn; one word less is what many questions have."""
     parts = parts_of(tmp_path, [question(f"Q{i} {passage}") for i in range(6)])
     assert len(parts.held_out) == 1 and len(parts.training) == learnt == 5 - parts.left_out

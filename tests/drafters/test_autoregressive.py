@@ -12,24 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cases
 import pytest
 import torch
-from cases import (
-    CHUNK,
-    DRAFTERS,
-    NEW_TOKENS,
-    PROMPTS,
-    SAMPLINGS,
-    Case,
-    accepted,
-    case_of,
-    draft_lm,
-    drafted_without_cache,
-    first_layers,
-    rounds_of,
-    written_by_some,
-)
-from helpers import Sometimes, check_chains, states_after, texts_by, tiny, tiny_model, vanilla_texts
+from cases import CHUNK, DRAFTERS, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, draft_lm
+from helpers import Sometimes, check_chains, texts_by, tiny, tiny_model, vanilla_texts
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -44,7 +31,7 @@ from kangaroo.drafters.layerskip import FinalNorm, LayerSkipConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Rule, Sampling, pick, together
+from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.engine.tree import Draft
 from kangaroo.evaluation.methods import generate
 from kangaroo.heads.export import draft_model
@@ -60,21 +47,6 @@ def another_model() -> TargetModel:
     """With positions of its own."""
     rope = {"rope_type": "default", "rope_theta": 300.0}
     return tiny("llama", rope_parameters=rope, num_hidden_layers=2)
-
-
-def written_by(model: TargetModel, sampling: Sampling, layers: int | None = None) -> Callable:
-    """What a model writes after a whole text, without a cache, by its first layers or all."""
-
-    @torch.no_grad()
-    def expected(text: list[int], seed: int, count: int) -> list[int]:
-        tokens = list(text)
-        for length in range(len(text), len(text) + count):
-            x_1TD = states_after(model, tokens, layers or model.n_layers)
-            at, seeds = torch.tensor([[length]]), torch.tensor([seed])
-            tokens.append(int(pick(model.logits(x_1TD[:, -1:]), at, together([sampling]), seeds)))
-        return tokens[len(text) :]
-
-    return expected
 
 
 def layerskip(lm: TargetModel, layers: int) -> Drafter:
@@ -97,26 +69,28 @@ CHAINS: dict[str, Callable[[Case], Any]] = {
 
 def definition(case: Case, drafter: Any, how: Sampling) -> Callable:
     match drafter:
-        case DraftModel():
-            return written_by(drafter.lm, how)
+        case DraftModel(lm=lm):
+            return cases.written_by_some(lm, [range(lm.n_layers)], how)
         case DraftVerify():
-            return written_by_some(case.lm, drafter.runs, how)
+            return cases.written_by_some(case.lm, drafter.runs, how)
         case Kangaroo(adapter=FinalNorm()):
-            return written_by(case.lm, how, drafter.exit_layer)
+            return cases.written_by_some(case.lm, [range(drafter.exit_layer)], how)
     case = replace(case, adapter=drafter.adapter)
-    return lambda text, seed, count: drafted_without_cache(case, text, count, how, seed)
+    return lambda text, seed, count: cases.drafted_without_cache(case, text, count, how, seed)
 
 
-@pytest.mark.parametrize(
-    "name, family", [*((name, "llama") for name in CHAINS), ("kangaroo-fused", "mistral-window")]
-)
+FURTHER = [("kangaroo", "qwen2-biased"), ("kangaroo", "qwen3-tied")]
+FURTHER += [("kangaroo-fused", "mistral-window")]
+
+
+@pytest.mark.parametrize("name, family", [*((name, "llama") for name in CHAINS), *FURTHER])
 def test_a_chain_is_what_its_definition_gives_after_the_whole_text(sampling, name, family):
     """Alone, or after rounds in which another drafter had its way."""
     case = case_of(family, "sampled")
     drafter = CHAINS[name](case)
     lengths = check_chains(drafter, definition(case, drafter, sampling))
     whole = drafter if sampling.greedy else Cascade(Sometimes(case.texts), drafter)
-    counts = accepted(whole, case.lm, sampling)
+    counts = cases.accepted(whole, case.lm, sampling)
     assert max(lengths) == drafter.steps and (len(lengths) > 1) == (drafter.threshold > 0)
     assert len(counts) > 2 or name in ("another model", "last layer alone")
 
@@ -127,7 +101,8 @@ def test_so_it_does_in_native_rounds_also_after_rounds_without_drafts(case, own,
     """Of each so many, after two in which it drafts."""
     lm = TargetModel(case.lm.hf).compile_for_decoding()
     model = TargetModel(draft_lm(case).hf if own else another_model().hf).compile_for_decoding()
-    drafter, expected = DraftModel(lm, model, steps=3), written_by(model, SAMPLED)
+    expected = cases.written_by_some(model, [range(model.n_layers)], SAMPLED)
+    drafter = DraftModel(lm, model, steps=3)
     engine, rounds, counts = Engine(lm, drafter, prefill_chunk=CHUNK), itertools.count(), set()
 
     def least(self, rows, nodes, drafting):
@@ -167,7 +142,7 @@ def with_mask(model):
 @pytest.mark.parametrize("steps", [1, 3])
 def test_rounds_are_those_of_transformers_assisted_generation(case, steps, early_exit):
     """Same drafts, same acceptance: an implementation that is not ours."""
-    hf = first_layers(case.lm, 2) if early_exit else draft_model(case.lm, case.adapter)
+    hf = cases.first_layers(case.lm, 2) if early_exit else draft_model(case.lm, case.adapter)
     model = with_mask(hf)
     config = model.generation_config
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = steps, "constant"
@@ -279,7 +254,7 @@ def test_rows_are_drafted_by_the_first_or_else_the_second(case, rows, steps):
     def expected(text: list[int], seed: int, count: int) -> list[int]:
         found = first.continuation(0, text)
         who.add("first" if found else "second")
-        return found or drafted_without_cache(case, text, steps, SAMPLED, seed)
+        return found or cases.drafted_without_cache(case, text, steps, SAMPLED, seed)
 
     check_chains(cascade, expected)
     engine = Engine(case.lm, cascade, prefill_chunk=CHUNK)
@@ -293,7 +268,7 @@ def test_a_first_that_finds_nothing_changes_no_round_of_a_tree(case):
         Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLED)
         for drafter in (trees[0], Cascade(Vanilla(), trees[1]))
     )
-    assert rounds_of(alone) == rounds_of(beside)
+    assert cases.rounds_of(alone) == cases.rounds_of(beside)
 
 
 def test_rows_of_two_drafts_keep_their_own_trees():

@@ -6,27 +6,10 @@ The fast tests have every pair of these for every method, the slow ones all toge
 import itertools
 from functools import cache
 
+import cases
 import pytest
 import torch
-from cases import (
-    BATCHES,
-    CHUNK,
-    DRAFTERS,
-    FAMILIES,
-    HOW,
-    LONGER,
-    METHODS,
-    NEW_TOKENS,
-    PROMPTS,
-    SAMPLINGS,
-    SCRIPTED,
-    Case,
-    case_of,
-    check_texts,
-    kangaroo,
-    rounds_of,
-    samplings,
-)
+from cases import DRAFTERS, FAMILIES, HOW, LONGER, METHODS, NEW_TOKENS, PROMPTS, SAMPLINGS, Case
 from helpers import BY_MODULES, adapter_for, graphed, texts_by, tiny, tiny_model, vanilla_texts
 
 from kangaroo.cpu.stepper import CpuStepper
@@ -67,11 +50,12 @@ COVERING = [
 
 
 def test_the_covering_has_every_pair():
-    everything = (METHODS, FAMILIES, HOW, BATCHES)
+    everything = (METHODS, FAMILIES, HOW, cases.BATCHES)
     for one, other in itertools.combinations(range(len(everything)), 2):
         pairs = set(itertools.product(everything[one], everything[other]))
         assert pairs <= {(case[one], case[other]) for case in COVERING}
-    assert {(case[0], case[3]) for case in COVERING} == set(itertools.product(DRAFTERS, BATCHES))
+    in_batches = {(case[0], case[3]) for case in COVERING}
+    assert in_batches == set(itertools.product(DRAFTERS, cases.BATCHES))
 
 
 def tier(drafter: str, family: str) -> tuple[pytest.MarkDecorator, ...]:
@@ -86,7 +70,7 @@ def tier(drafter: str, family: str) -> tuple[pytest.MarkDecorator, ...]:
     [pytest.param(*case, marks=tier(*case[:2])) for case in COVERING],
 )
 def test_drafter_writes_what_vanilla_decoding_writes(drafter, family, sampling, batch):
-    check_texts(case_of(family, sampling), drafter, sampling, BATCHES[batch])
+    cases.check_texts(cases.case_of(family, sampling), drafter, sampling, cases.BATCHES[batch])
 
 
 @pytest.mark.slow
@@ -95,8 +79,8 @@ def test_drafter_writes_what_vanilla_decoding_writes(drafter, family, sampling, 
     [pair for pair in itertools.product(DRAFTERS, FAMILIES) if {*pair} & {*PLAIN, *MOST}],
 )
 def test_so_it_does_in_every_sampling_and_batch(drafter, family):
-    for sampling, rows in itertools.product(HOW, BATCHES.values()):
-        check_texts(case_of(family, sampling), drafter, sampling, rows)
+    for sampling, rows in itertools.product(HOW, cases.BATCHES.values()):
+        cases.check_texts(cases.case_of(family, sampling), drafter, sampling, rows)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +88,10 @@ def test_so_it_does_in_every_sampling_and_batch(drafter, family):
 )
 def test_steps_without_drafts_in_between_change_no_text(drafter, family):
     """A server asks for them while prompts enter."""
-    case = case_of(family, "sampled")
+    case = cases.case_of(family, "sampled")
     engine = Engine(case.lm, DRAFTERS[drafter](case))
     batch = engine.open(len(PROMPTS), max(map(len, case.texts)), SAMPLINGS["sampled"])
-    for row, (prompt, own) in enumerate(zip(PROMPTS, samplings("sampled"), strict=True)):
+    for row, (prompt, own) in enumerate(zip(PROMPTS, cases.samplings("sampled"), strict=True)):
         engine.admit(batch, row, Request(prompt, NEW_TOKENS, own.seed))
     for number in itertools.count():
         records = engine.step(batch, drafts=number % 4 > 1)
@@ -135,7 +119,7 @@ def test_compiled_drafters_are_exact_in_bfloat16_too(drafter, sampling):
     """No rounding depends on what is computed together, nor on where a tree's nodes lie. The texts
     are longer than a chunk of attention, whose border their trees cross."""
     case, how = bfloat16_case(sampling), SAMPLINGS[sampling]
-    engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK)
+    engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=cases.CHUNK)
     assert texts_by(engine, LONGER, NEW_TOKENS, how, batch_size=2) == case.texts
 
 
@@ -150,12 +134,10 @@ NATIVE_NAMES = """
     hybrid-tree-text-vocabulary
 """
 NATIVE = {name: DRAFTERS[name] for name in NATIVE_NAMES.split()} | {
-    "cascade of the lookup and a tree": lambda case: Cascade(
+    "cascade to a tree": lambda case: Cascade(
         PromptLookup(2, 4), KangarooTree(case.lm, case.adapter, 3, 0.1, None, 3, 5, 0.01)
     ),
-    "cascade of the lookup and a chain": lambda case: Cascade(
-        PromptLookup(2, 4), kangaroo(case.lm)
-    ),
+    "cascade to a chain": lambda case: Cascade(PromptLookup(2, 4), cases.kangaroo(case.lm)),
 }
 
 
@@ -180,17 +162,15 @@ def test_native_rounds_draft_and_accept_what_the_tensors_do(name, sampling, fami
 
 def rounds_of_both(name: str, sampling: str, hf, draft_cost: float | None = None) -> list:
     rounds = []
-    for lm, stepper in (
-        (TargetModel(hf).compile_for_decoding(), CpuStepper),
-        (TargetModel(hf), TensorStepper),
-    ):
-        drafter = NATIVE[name](Case(lm, adapter_for(lm), case_of("llama", sampling).texts))
+    native = TargetModel(hf).compile_for_decoding()
+    for lm, stepper in ((native, CpuStepper), (TargetModel(hf), TensorStepper)):
+        drafter = NATIVE[name](Case(lm, adapter_for(lm), cases.case_of("llama", sampling).texts))
         if draft_cost is not None:
             drafter.draft_cost = draft_cost
         engine = Engine(lm, drafter)
         done = engine.generate(PROMPTS, NEW_TOKENS, SAMPLINGS[sampling], batch_size=2)
         assert isinstance(engine.stepper, stepper)
-        rounds.append(rounds_of(done))
+        rounds.append(cases.rounds_of(done))
     return rounds
 
 
@@ -210,7 +190,7 @@ def test_both_keep_to_the_budget_of_a_batch_alike(name, measured_budget, monkeyp
 
 def test_native_rounds_leave_rejection_to_the_tensors():
     lm = tiny().compile_for_decoding()
-    engine = Engine(lm, kangaroo(lm))
+    engine = Engine(lm, cases.kangaroo(lm))
     engine.open(1, 20, Sampling(temperature=1.0, rule=Rule.rejection))
     assert isinstance(engine.stepper, TensorStepper)
 
@@ -244,19 +224,17 @@ GRAPHS = [
     pytest.param(drafter, "cuda", *how, marks=pytest.mark.gpu)
     for drafter in DRAFTERS
     for how in ON_CUDA
-    if drafter not in SCRIPTED
+    if drafter not in cases.SCRIPTED
 ]
 
 
 @pytest.mark.parametrize("drafter, device, dtype, sampling", GRAPHS, ids=str)
-def test_graphs_leave_vanillas_text_only_at_near_ties_of_half_precision(
-    drafter, device, dtype, sampling
-):
+def test_graphs_leave_vanilla_only_at_near_ties_of_half_precision(drafter, device, dtype, sampling):
     """A pass over several tokens rounds otherwise than a pass over one, so near-ties may swap."""
     case = graph_case(device, dtype, sampling)
-    engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=CHUNK)
+    engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=cases.CHUNK)
     how, recorded = SAMPLINGS[sampling], Graphs.seconds
-    done = engine.generate(PROMPTS, NEW_TOKENS, how, batch_size=BATCHES["ragged"])
+    done = engine.generate(PROMPTS, NEW_TOKENS, how, batch_size=cases.BATCHES["ragged"])
     assert Graphs.seconds > recorded
     for row, (prompt, text, said) in enumerate(zip(PROMPTS, case.texts, done, strict=True)):
         vanilla = text[len(prompt) :]
@@ -266,7 +244,7 @@ def test_graphs_leave_vanillas_text_only_at_near_ties_of_half_precision(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_vanilla_decoding_writes_what_transformers_writes(family):
-    case = case_of(family, "greedy")
+    case = cases.case_of(family, "greedy")
     for prompt, text in zip(PROMPTS, case.texts, strict=True):
         assert prompt + generate(case.lm, prompt, NEW_TOKENS).tokens == text
 
@@ -282,7 +260,7 @@ def accepted_share(steps: list) -> float:
 
 def test_the_drafters_above_are_right_wrong_and_in_between():
     """Otherwise the equalities above would say little."""
-    case = case_of("llama-compiled", "sampled")
+    case = cases.case_of("llama-compiled", "sampled")
     in_between = """
         kangaroo kangaroo-vocabulary kangaroo-text-vocabulary kangaroo-stops kangaroo-auto
         kangaroo-layer kangaroo-own-head kangaroo-two-layers kangaroo-fused kangaroo-fused-layer

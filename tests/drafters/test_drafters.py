@@ -183,9 +183,8 @@ def again_four_later(lm, sampling: Sampling, seed: int) -> list[int]:
     prompts = random_prompts(*[12] * 64, seed=1)
     for prompt, token in zip(prompts, first_tokens(prompts), strict=True):
         prompt[-4] = token  # most go on as before
-    return next(
-        p for p, token in zip(prompts, first_tokens(prompts), strict=True) if p[-4] == token
-    )
+    begun = zip(prompts, first_tokens(prompts), strict=True)
+    return next(prompt for prompt, token in begun if prompt[-4] == token)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))

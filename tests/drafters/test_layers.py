@@ -12,18 +12,10 @@ import torch
 from cases import SAMPLINGS, accepted, filled, rounds_of, written_by_some
 from helpers import random_prompts, tiny, tiny_model, vanilla_texts
 
+from kangaroo.drafters import layer_search
 from kangaroo.drafters.clasp import ClaspConfig
 from kangaroo.drafters.draft_verify import DraftVerify
-from kangaroo.drafters.layer_search import (
-    SearchConfig,
-    agreement_of,
-    draft_cost,
-    expected_speedup,
-    found,
-    look,
-    runs,
-    search,
-)
+from kangaroo.drafters.layer_search import agreement_of, expected_speedup, look, runs
 from kangaroo.drafters.swift import Swift, SwiftConfig, evenly
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
@@ -206,14 +198,12 @@ def test_agreement_is_how_often_decoding_accepts_one_draft_token(lm, samples, sk
 
 
 def test_the_best_of_those_tried_is_found(lm, samples, tmp_path):
-    config = SearchConfig(budget=14, conversations=3)  # all subsets of four layers
-    best = search(lm, samples, config, tmp_path / "best.json")
+    config = layer_search.SearchConfig(budget=14, conversations=3)  # all subsets of four layers
+    best = layer_search.search(lm, samples, config, tmp_path / "best.json")
     texts = [look(lm, sample, 512) for sample in samples]
     subsets = [tuple(i for i in range(4) if bits >> i & 1) for bits in range(1, 15)]
-    worth = {
-        skip: expected_speedup(agreement_of(lm, texts, skip), draft_cost(lm, skip), 6)
-        for skip in subsets
-    }
+    costs = {skip: layer_search.draft_cost(lm, skip) for skip in subsets}
+    worth = {s: expected_speedup(agreement_of(lm, texts, s), costs[s], 6) for s in subsets}
     assert worth[tuple(best.skip)] == max(worth.values())
     assert best.search["expected_speedup"] == pytest.approx(max(worth.values()))
-    assert found(str(tmp_path / "best.json")) == best
+    assert layer_search.found(str(tmp_path / "best.json")) == best

@@ -7,21 +7,11 @@ import itertools
 import json
 import math
 
+import helpers
 import pytest
 import torch
 from cases import accepted, case_of, medusa
-from helpers import (
-    VOCABULARY,
-    check_drafts,
-    eagle_for,
-    forward_logits,
-    hidden_states,
-    random_prompts,
-    saved_adapter,
-    texts_by,
-    tiny,
-    vanilla_texts,
-)
+from helpers import VOCABULARY, eagle_for, hidden_states, random_prompts, saved_adapter, tiny
 from training_cases import run, sample
 
 from kangaroo.drafters.eagle import EagleConfig
@@ -78,7 +68,7 @@ def test_drafts_are_guesses_from_the_last_state_in_the_cache(sampling):
         assert draft.tokens_BN[row, 1:].tolist() == expected
         checked.append(row)
 
-    check_drafts(drafter, check)
+    helpers.check_drafts(drafter, check)
     assert accepted(drafter, lm, sampling) >= {0, 1} and len(checked) > 20
 
 
@@ -113,7 +103,7 @@ def test_settings_that_cannot_work_are_refused_by_name(tmp_path):
 
 def test_training_saves_heads_that_decode_as_told(tmp_path):
     lm = tiny("llama", deep_scale=0.5)
-    texts = vanilla_texts(lm, random_prompts(*[6] * 14), 40)
+    texts = helpers.vanilla_texts(lm, random_prompts(*[6] * 14), 40)
     data = [sample(text, 6) for text in texts]
     recipe = AdapterRecipe("medusa", MedusaHeadsConfig(heads=2), learning_rate=1e-2)
     folder = run(lm, tmp_path, recipe, data, vocabulary=50, epochs=6, holdout=3)
@@ -127,7 +117,7 @@ def test_training_saves_heads_that_decode_as_told(tmp_path):
     heads, draft_heads = adapter_files.load(str(folder), lm, MedusaHeads)
     ranks: list[list[int]] = [[], []]
     for text in texts[-3:]:
-        states_1TD, logits = hidden_states(lm, text)[-1], forward_logits(lm, text)
+        states_1TD, logits = hidden_states(lm, text)[-1], helpers.forward_logits(lm, text)
         for k, head in enumerate(draft_heads):
             # the pending token and those of the draft before this one are the assistant's
             for t in range(5 + k, len(text) - 1):
@@ -189,7 +179,7 @@ def test_the_loss_on_states_is_added_with_its_weight():
 
 def test_training_saves_a_head_that_decodes(tmp_path):
     lm = tiny("llama", deep_scale=0.5)
-    texts = vanilla_texts(lm, random_prompts(*[6] * 14), 40)
+    texts = helpers.vanilla_texts(lm, random_prompts(*[6] * 14), 40)
     recipe = AdapterRecipe("eagle", EagleHeadConfig(regression=1.0), learning_rate=1e-2)
     folder = run(lm, tmp_path, recipe, [sample(x, 6) for x in texts], epochs=6, holdout=3)
     assert folder.name == "eagle"
@@ -205,4 +195,4 @@ def test_training_saves_a_head_that_decodes(tmp_path):
     tree = EagleConfig(adapter=str(folder), steps=3, threshold=0, top_k=3, nodes=8).build(lm)
     assert isinstance(tree, KangarooTree)
     for drafter in (chain, tree):
-        assert texts_by(Engine(lm, drafter), [text[:6] for text in texts], 40) == texts
+        assert helpers.texts_by(Engine(lm, drafter), [text[:6] for text in texts], 40) == texts

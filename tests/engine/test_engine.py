@@ -1,6 +1,5 @@
 """Texts are as long as they may be, rows come and go, step records add up, and a text ends where it
-must: with its first EOS, or with the token that completes a stop string.
-"""
+must: with its first EOS, or with the token that completes a stop string."""
 
 from dataclasses import replace
 from functools import cache
@@ -80,15 +79,6 @@ def test_a_prompt_that_cannot_be_served_is_refused_with_its_numbers(prompt, new_
         list(engine.stream(prompt, new_tokens))
 
 
-def test_a_request_too_long_for_its_batch_is_refused_with_its_numbers(case):
-    for drafter in (Vanilla(), DRAFTERS["kangaroo"](case)):
-        engine = Engine(case.lm, drafter)
-        batch = engine.open(1, 20, Sampling())
-        engine.admit(batch, 0, Request([1] * 15, 5))
-        with pytest.raises(PromptError, match=r"texts of 20 tokens.*has 15 and 6 new"):
-            engine.admit(batch, 0, Request([1] * 15, 6))
-
-
 def test_settings_that_cannot_work_are_refused_by_name(case):
     with pytest.raises(ConfigError, match=r"prefill_chunk.*0"):
         Engine(case.lm, Vanilla(), prefill_chunk=0)
@@ -99,11 +89,15 @@ def test_settings_that_cannot_work_are_refused_by_name(case):
     for seed in (2**63, -(2**63) - 1):
         with pytest.raises(ConfigError, match=f"seed={seed} must be .* at most {2**63 - 1}"):
             Request([5], 1, seed)
-    engine = Engine(case.lm, Vanilla())
-    batch = engine.open(1, 20, Sampling(temperature=1, rule=Rule.rejection))
-    with pytest.raises(ConfigError, match=r"under sampling\.rule=rejection cannot have sampling"):
-        engine.admit(batch, 0, Request([1, 2], 3, sampling=HOT))
-    assert engine.generate([], 5) == []
+    for drafter in (Vanilla(), DRAFTERS["kangaroo"](case)):
+        engine = Engine(case.lm, drafter)
+        batch = engine.open(1, 20, Sampling(temperature=1, rule=Rule.rejection))
+        engine.admit(batch, 0, Request([1] * 15, 5))
+        with pytest.raises(PromptError, match=r"texts of 20 tokens.*has 15 and 6 new"):
+            engine.admit(batch, 0, Request([1] * 15, 6))
+        with pytest.raises(ConfigError, match=r"under sampling\.rule=rejection cannot have sampl"):
+            engine.admit(batch, 0, Request([1, 2], 3, sampling=HOT))
+        assert engine.generate([], 5) == []
 
 
 @pytest.mark.parametrize("name, which", list(zip(DRAFTERS, cycle(["case", "eager_case"]))))
@@ -245,9 +239,7 @@ def test_a_request_may_ignore_eos_while_others_in_the_batch_end_with_it(case, en
         assert (done[ignoring].finish, done[1 - ignoring].finish) == ("length", "eos")
 
 
-def test_an_eos_may_come_in_a_draft_as_the_bonus_token_at_the_limit_or_beyond(
-    case, ends_with, first
-):
+def test_an_eos_may_come_in_a_draft_as_bonus_token_at_the_limit_or_beyond(case, ends_with, first):
     tokens, place = first
     ends_with(tokens[place])
 
@@ -295,9 +287,7 @@ def test_a_stop_string_inside_an_accepted_draft_cuts_the_rest(case, first):
     assert (done.steps[-1].accepted, len(done.steps[-1].tokens)) == (place, place)
 
 
-def test_a_stop_string_may_be_of_parts_of_a_character_or_a_space_but_not_begin_in_the_prompt(
-    case, first
-):
+def test_a_stop_string_may_be_parts_of_a_character_or_space_but_not_begin_in_a_prompt(case, first):
     tokens, place = first
     raw = {tokens[place - 1]: b"\xc3", tokens[place]: b"\xa9"}
     for letters, stop in (Letters(raw), "é"), (Stripping({tokens[place]: b" "}), " "):

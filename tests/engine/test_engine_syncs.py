@@ -52,10 +52,8 @@ class Syncs(TorchDispatchMode):
         if name in self.NAMES:
             self.seen[name] += 1
         if name in ("index", "index_put_", "index_put"):  # a mask as index hides a nonzero
-            indices = args[1]
-            self.seen["mask index"] += sum(
-                index is not None and index.dtype == torch.bool for index in indices
-            )
+            masks = [index is not None and index.dtype == torch.bool for index in args[1]]
+            self.seen["mask index"] += sum(masks)
         return func(*args, **(kwargs or {}))
 
     @property

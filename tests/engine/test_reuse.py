@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from cases import DRAFTERS, METHODS, SAMPLINGS, SCRIPTED, Case, lm_of
+from cases import DRAFTERS, METHODS, SAMPLINGS, SCRIPTED, Case, lm_of, rounds_of
 from helpers import adapter_for, random_prompts, vanilla_texts
 
 from kangaroo.drafters.kangaroo import Kangaroo
@@ -60,9 +60,7 @@ def talks(family: str, sampling: str) -> list[list[Turn]]:
 def converse(engine: Engine, talks: list[list[Turn]], sampling: Sampling) -> list[list[Generation]]:
     """What was written in each row's turns; a row begins its next one as soon as one has ended."""
     done: list[list[Generation]] = [[] for _ in talks]
-    turns = [
-        [Request(turn.prompt, turn.new_tokens, sampling.seed) for turn in row] for row in talks
-    ]
+    turns = [[Request(x.prompt, x.new_tokens, sampling.seed) for x in row] for row in talks]
 
     def following(row: int, generation: Generation) -> Request | None:
         done[row].append(generation)
@@ -71,10 +69,6 @@ def converse(engine: Engine, talks: list[list[Turn]], sampling: Sampling) -> lis
     first = [row[0] for row in turns]
     list(engine.completions(first, sampling, len(talks), after=following, longest=LONGEST))
     return done
-
-
-def drafts(done: list[list[Generation]]) -> list:
-    return [[[(s.drafted, s.accepted) for s in g.steps] for g in row] for row in done]
 
 
 def reuses(engine: Engine) -> bool:
@@ -95,7 +89,7 @@ def check(drafter: str, family: str, sampling: str) -> None:
             for said, turn in zip(row, turns, strict=True):
                 assert turn.prompt + said.tokens == turn.text
                 assert said.reused == turn.known * reuses(engine)
-        rounds.append(drafts(done))
+        rounds.append(list(map(rounds_of, done)))
     assert rounds[0] == rounds[1]
 
 
@@ -151,7 +145,7 @@ def check_shared(drafter: str, family: str, sampling: str) -> None:
             assert prompt + said.tokens == text
         known = [18 + 1 - 2, 0, 36, 36, min(len(done[-1][0]) - 9, furthest - 2)]
         assert [said.reused for _, said in done] == [n * reuses(engine) for n in known]
-        rounds.append(drafts([[said for _, said in done]]))
+        rounds.append(rounds_of([said for _, said in done]))
     assert rounds[0] == rounds[1]
 
 

@@ -18,20 +18,10 @@ from kangaroo.models.target import TargetModel
 
 def run(emitted, accepted, drafted, seconds, prefill=1.0, tokens=None, retokenised=None):
     """A text; all of a round's `seconds` but a fifth is drafting and verifying, half each."""
-    count = sum(emitted)
-    return MethodRun(
-        tokens=list(range(count)) if tokens is None else tokens,
-        text="text",
-        finish="length",
-        retokenised=count + 1 if retokenised is None else retokenised,
-        seconds=prefill + sum(seconds),
-        emitted=emitted,
-        accepted=accepted,
-        drafted=drafted,
-        draft_seconds=[0.4 * s for s in seconds],
-        verify_seconds=[0.4 * s for s in seconds],
-        host_seconds=[0.2 * s for s in seconds],
-    )
+    tokens = list(range(sum(emitted))) if tokens is None else tokens
+    retokenised = sum(emitted) + 1 if retokenised is None else retokenised
+    rounds = emitted, accepted, drafted, *([part * s for s in seconds] for part in (0.4, 0.4, 0.2))
+    return MethodRun(tokens, "text", "length", retokenised, prefill + sum(seconds), *rounds)
 
 
 def vanilla_run(count, seconds=1.0, **others):
@@ -45,8 +35,7 @@ def hf_run(count, seconds):
 
 def record(question_id, *pairs, category="qa", fork=None, prompts=(3, 3)):
     """A question; each pair is (method's run, vanilla's run or None), `prompts` the length of each
-    one's prompt.
-    """
+    one's prompt."""
     turns = [
         Turn(length, 8, {METHOD: a} if b is None else {METHOD: a, "vanilla": b}, fork)
         for length, (a, b) in zip(prompts, pairs, strict=False)
@@ -106,22 +95,19 @@ def tiny_lm(**overrides):
     return TargetModel(random_model(deep_scale=0.15, **overrides))
 
 
-def evaluate_several(
-    output, bench_file, names, lm=None, ranks=None, log=None, drafters=None, **changes
-):
+def evaluate_several(output, bench, names, lm=None, ranks=None, log=None, drafters=None, **changes):
     """Kangaroo, and prompt lookup where there are two names, or other drafters, on a random
-    six-layer model over bytes, in float32.
-    """
+    six-layer model over bytes, in float32."""
     lm = lm or tiny_lm()
     drafters = drafters or [Kangaroo(lm, adapter_for(lm), steps=3, threshold=0.2), PromptLookup()]
     pairs = zip(names, drafters, strict=False)
     methods = [MethodSpec(name, drafter, {"drafter": {"of": name}}) for name, drafter in pairs]
     settings = {"output": str(output), "max_new_tokens": 16, "warmup": 1} | changes
-    config = EvaluateConfig(bench=BenchConfig("tiny", path=str(bench_file)), **settings)
+    config = EvaluateConfig(bench=BenchConfig("tiny", path=str(bench)), **settings)
     about = {"model_name": "tiny", "ranks": ranks}
     return Evaluator(lm, byte_tokenizer(), methods, config, **about).finish(log)
 
 
-def evaluate_tiny(output, bench_file, lm=None, ranks=None, **changes):
-    (summary,) = evaluate_several(output, bench_file, ["kangaroo"], lm, ranks, **changes)
+def evaluate_tiny(output, bench, lm=None, ranks=None, **changes):
+    (summary,) = evaluate_several(output, bench, ["kangaroo"], lm, ranks, **changes)
     return summary

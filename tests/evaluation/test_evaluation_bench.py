@@ -72,9 +72,7 @@ def test_speed_benchs_questions_come_from_parquet_files_or_the_hub(tmp_path, mon
     assert question.turns == ["user"]
 
 
-def test_a_download_is_kept_and_a_wrong_checksum_refused_but_of_a_local_file(
-    tmp_path, cache, caplog
-):
+def test_a_download_is_kept_and_wrong_checksums_refused_but_of_local_files(tmp_path, cache, caplog):
     home, content = tmp_path / "question.jsonl", json.dumps(GOOD).encode()
     others = content.replace(b"Why", b"How")
     config = BenchConfig("far", url=home.as_uri(), sha256=hashlib.sha256(content).hexdigest())

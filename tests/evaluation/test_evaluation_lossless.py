@@ -34,9 +34,7 @@ def label(logits_V, method, vanilla, dtype, sampling=GREEDY, seed=0):
         ((16.0, 16.0, 16.0), 2, 1, torch.bfloat16, (0.0, "near-tie")),
     ],
 )
-def test_tokens_within_rounding_are_a_near_tie_and_the_gap_is_told(
-    values, method, vanilla, dtype, judged
-):
+def test_tokens_within_rounding_are_a_near_tie_with_its_gap(values, method, vanilla, dtype, judged):
     assert label(logits(*values), method, vanilla, dtype) == judged
 
 

@@ -10,24 +10,12 @@ from evaluation_cases import finish, hf_run, record, run, shown, summarised, van
 from helpers import adapter_for, random_prompts, tiny
 from torch import nn
 
-import kangaroo.evaluation.metrics
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import Acceptance
 from kangaroo.evaluation import comparison, summary
-from kangaroo.evaluation.metrics import (
-    METRICS,
-    Metric,
-    ctar,
-    estimate,
-    metrics,
-    paired_seconds,
-    pairs,
-    runs,
-    scalars,
-    seconds_until,
-)
+from kangaroo.evaluation import metrics as figures
+from kangaroo.evaluation.metrics import METRICS, Metric, estimate, metrics, pairs, runs, scalars
 from kangaroo.evaluation.records import Fork
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.memory import Footprint, footprint
@@ -51,24 +39,14 @@ def test_metrics_of_one_question_by_hand():
 
 
 def test_what_became_of_drafts_by_vllms_names():
-    rounds = run([1, 3, 1, 4], [0, 2, 0, 3], [0, 3, 2, 3], [0.0, 1.0, 1.0, 2.0])
-    assert metrics([record(1, (rounds, vanilla_run(9)))])["speculative_decoding"] == {
-        "mean_acceptance_length": 1 + 5 / 3,
-        "draft_acceptance_rate": 5 / 8,
-        "acceptance_histogram": [1, 0, 1, 1],
-        "num_spec_steps": 3,
-        "num_accepted_draft_tokens": 5,
-        "num_draft_tokens": 8,
-        "num_spec_tokens": 3,
-        "per_position_acceptance_rate": [2 / 3, 2 / 3, 1 / 3],
-    }
-
-
-def test_the_histogram_has_a_place_for_each_length_that_a_draft_may_have():
-    """As clients of vLLM's servers want it: the longest draft was never accepted whole."""
-    drafts = Acceptance()
-    drafts.add(1, 4)
-    assert drafts.as_json()["acceptance_histogram"] == [0, 1, 0, 0, 0]
+    rounds = run([1, 3, 1, 4], [0, 2, 0, 3], [0, 3, 2, 4], [0.0, 1.0, 1.0, 2.0])
+    drafts = metrics([record(1, (rounds, vanilla_run(9)))])["speculative_decoding"]
+    shares = {"mean_acceptance_length": 1 + 5 / 3, "draft_acceptance_rate": 5 / 9}
+    counts = {"num_spec_steps": 3, "num_accepted_draft_tokens": 5, "num_draft_tokens": 9}
+    # a place for each length that a draft may have, as clients want it: none was accepted whole
+    by_length = {"num_spec_tokens": 4, "acceptance_histogram": [1, 0, 1, 1, 0]}
+    by_position = {"per_position_acceptance_rate": [2 / 3, 2 / 3, 1 / 3]}
+    assert drafts == shares | counts | by_length | by_position
 
 
 def test_what_a_metric_divides_adds_up_to_it_and_others_are_refused():
@@ -76,7 +54,7 @@ def test_what_a_metric_divides_adds_up_to_it_and_others_are_refused():
     some = [record(i, (each, vanilla_run(4 + i))) for i, each in enumerate(methods)]
     assert [estimate(pairs(some, f"ctar{w}")).value for w in (1, 2, 3)] == metrics(some)["ctar"]
     assert pairs(some, "compression_rate").tolist() == [[4, 2], [5, 2], [6, 2], [7, 2]]
-    assert ctar([0, 2], longest=3) == [0.5, 0.5, 0.0]
+    assert figures.ctar([0, 2], longest=3) == [0.5, 0.5, 0.0]
     for metric in ("speed", "ctar", "ctarx"):
         with pytest.raises(ConfigError, match=f"there is no '{metric}'; there are speedup"):
             pairs(some, metric)
@@ -84,14 +62,13 @@ def test_what_a_metric_divides_adds_up_to_it_and_others_are_refused():
 
 def test_both_sides_are_timed_up_to_the_same_number_of_tokens():
     """The method forked and wrote an EOS after 4 tokens, vanilla went on to 8; a round that the
-    count cuts counts in proportion, and so does a text that tells no rounds.
-    """
+    count cuts counts in proportion, and so does a text that tells no rounds."""
     method = run([2, 4], [1, 3], [3, 3], [1.0, 2.0], prefill=0.5)
-    assert [seconds_until(method, n) for n in (2, 3, 6)] == pytest.approx([1.5, 2.0, 3.5])
+    assert [figures.seconds_until(method, n) for n in (2, 3, 6)] == pytest.approx([1.5, 2.0, 3.5])
     some = record(1, (run([4], [3], [3], [2.0]), vanilla_run(8)))
-    assert paired_seconds(some) == pytest.approx((1 + 4, 1 + 2))
+    assert figures.paired_seconds(some) == pytest.approx((1 + 4, 1 + 2))
     some.turns[0].runs["hf"] = hf_run(10, 20.0)  # its share of 4 tokens is 8 seconds
-    assert paired_seconds(some, "hf") == pytest.approx((8, 3))
+    assert figures.paired_seconds(some, "hf") == pytest.approx((8, 3))
     m = metrics([some, some])
     assert m["hf_speedup"] == pytest.approx(8 / 3)
     assert m["hf_speedup_ci95"] == pytest.approx([8 / 3, 8 / 3])
@@ -119,18 +96,10 @@ def test_spec_bench_counts_vanilla_by_its_text():
 
 def test_a_question_is_summed_over_its_turns_and_mt_benchs_categories_are_one_task():
     some = record(7, *[(run([4], [3], [5], [2.0]), vanilla_run(8))] * 2, category="writing")
-    assert summary.of_question(some) == {
-        "question_id": 7,
-        "task": "mt_bench",
-        "tokens": 8,
-        "seconds": 6.0,
-        "paired_seconds": 6.0,
-        "vanilla_paired_seconds": pytest.approx(10.0),
-        "rounds": 2,
-        "emitted": 8,
-        "drafted": 10,
-        "accepted": 6,
-    }
+    seconds = {"seconds": 6.0, "paired_seconds": 6.0, "vanilla_paired_seconds": pytest.approx(10.0)}
+    counts = {"tokens": 8, "rounds": 2, "emitted": 8, "drafted": 10, "accepted": 6}
+    expected = {"question_id": 7, "task": "mt_bench"} | seconds | counts
+    assert summary.of_question(some) == expected
     assert metrics([some])["speedup"] == pytest.approx(10 / 6)
     result = summarised([some, record(1, pair(), category="math"), record(3, pair())])
     counts = {task: m["questions"] for task, m in result["by_task"].items()}
@@ -142,13 +111,9 @@ def test_forks_are_listed_by_question_and_turn():
     method.tokens[3] = 99
     fork = Fork(3, 0.125, "near-tie")
     result = summarised([record(4, (method, vanilla), fork=fork), record(5, pair())])
-    assert result["lossless"] == {
-        "turns": 2,
-        "identical": 1,
-        "hf_turns": 0,
-        "hf_identical": None,
-        "forks": [{"question_id": 4, "turn": 0, "position": 3, "gap": 0.125, "label": "near-tie"}],
-    }
+    counts = {"turns": 2, "identical": 1, "hf_turns": 0, "hf_identical": None}
+    place = {"question_id": 4, "turn": 0, "position": 3, "gap": 0.125, "label": "near-tie"}
+    assert result["lossless"] == counts | {"forks": [place]}
 
 
 def test_a_metric_that_is_added_in_one_place_is_in_every_result(tmp_path, monkeypatch):
@@ -158,7 +123,7 @@ def test_a_metric_that_is_added_in_one_place_is_in_every_result(tmp_path, monkey
         heading="longest",
         show=str,
     )
-    monkeypatch.setattr(kangaroo.evaluation.metrics, "METRICS", [*METRICS, longest])
+    monkeypatch.setattr(figures, "METRICS", [*METRICS, longest])
     records = [record(1, pair()), record(2, pair(), category="rag")]
     result = summarised(records)
     assert result["overall"]["longest_round"] == result["by_task"]["rag"]["longest_round"] == 4

@@ -108,9 +108,7 @@ def test_turn_two_carries_the_methods_own_answer(bench, tmp_path, monkeypatch):
     assert answered == [checked, ["Tell me a tale.", first[METHOD].text, "Shorter."]]
 
 
-def test_a_finished_run_is_not_run_again_its_artefacts_can_be_remade_and_other_settings_are_refused(
-    finished, bench, monkeypatch
-):
+def test_what_is_finished_is_not_run_again_and_other_settings_refused(finished, bench, monkeypatch):
     output, summary = finished
     (output / "summary.json").unlink()
     monkeypatch.setattr(kangaroo.engine.engine.Engine, "generate", None)
@@ -263,7 +261,7 @@ def test_each_has_its_own_folder_they_share_baselines_and_transformers_answers_e
         assert summary["lossless"]["hf_turns"] == summary["lossless"]["hf_identical"] == 3
 
 
-def test_the_baselines_are_rows_beside_the_methods(together, tmp_path):
+def test_baselines_are_rows_beside_methods_or_one_but_not_in_a_sweep(finished, together, tmp_path):
     output, (first, _) = together
     result = comparison.compare(output)
     methods = {method["name"]: method for method in result["methods"]}
@@ -281,9 +279,6 @@ def test_the_baselines_are_rows_beside_the_methods(together, tmp_path):
     part = "transformers answered 2 of them and is compared on these."
     for text in ((tmp_path / "report.md").read_text(), shown(result)):
         assert size in text and part in text and "kangaroo answered" not in text
-
-
-def test_one_method_has_the_baselines_beside_it_too_but_not_in_a_sweep(finished, tmp_path):
     names = [method["name"] for method in comparison.compare(finished[0])["methods"]]
     assert set(names) == {"kangaroo", "vanilla", "transformers"}
     shutil.copytree(finished[0], tmp_path / "sweep/job")

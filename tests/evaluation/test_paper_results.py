@@ -39,9 +39,8 @@ def test_what_makes_a_question_hard_for_both_does_not_widen_the_interval():
     fast, slow = (pairs(answered(hard * x, ids=range(12)), "speedup") for x in (1.0, 1.1))
     a, b = estimate(fast), estimate(slow)
     assert value_of("compression_rate", answered(1.0, ids=[1])) == Estimate(3.0)  # has none
-    plain, reverse, none = (
-        estimate(np.hstack(both), difference) for both in ((fast, slow), (slow, fast), (fast, fast))
-    )
+    both = (fast, slow), (slow, fast), (fast, fast)
+    plain, reverse, none = (estimate(np.hstack(x), difference) for x in both)
     assert a.ends[0] < b.ends[1]
     assert plain.ends[0] > 0 and plain.value == pytest.approx(a.value - b.value)
     assert [verdict(each, 12) for each in (plain, reverse, none)] == [AGREES, DISAGREES, OPEN]

@@ -6,19 +6,11 @@ Shapes: T tokens of a text, D hidden size, H heads, C their size.
 import json
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
 from commands import python as run
-from helpers import (
-    EXIT,
-    adapter_for,
-    check_chains,
-    hidden_states,
-    random_prompts,
-    saved_adapter,
-    tiny,
-    tiny_target,
-)
+from helpers import EXIT, adapter_for, hidden_states, random_prompts, saved_adapter, tiny
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -122,7 +114,7 @@ def test_an_imported_checkpoint_drafts_what_its_formulas_give(lm, tmp_path, file
     origin = config.training["imported"]
     assert (origin["source"], origin["file"]) == (source, file) and len(origin["sha256"]) == 16
     drafter = KangarooConfig(adapter=path, steps=STEPS, threshold=THRESHOLD).build(lm)
-    lengths = check_chains(drafter, lambda text, seed, count: plain_draft(lm, state, text))
+    lengths = helpers.check_chains(drafter, lambda text, seed, count: plain_draft(lm, state, text))
     engine = Engine(lm, drafter, prefill_chunk=8)
     done = engine.generate(random_prompts(1, 2, 7, 19, 30), 24, batch_size=2)
     steps = [step for generation in done for step in generation.steps]
@@ -157,7 +149,7 @@ def test_the_released_checkpoints_fit_vicuna_by_shape_alone(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_writes_where_evaluate_looks_and_over_nothing(tmp_path):
-    lm = tiny_target()
+    lm = helpers.tiny_target()
     checkpoint(tmp_path / "official", random_state(lm, torch.float16), config_of(lm))
     command = ("scripts/convert.py import", "model=tiny", "source=official", "exit_layer=2")
     done, again = (run(*command, cwd=tmp_path) for _ in range(2))

@@ -4,22 +4,11 @@ far it looks back.
 Shapes: T tokens, P places, D hidden size, K draft vocabulary, R rank.
 """
 
+import helpers
 import pytest
 import torch
 from cases import last_state, rounds_of
-from helpers import (
-    EXIT,
-    adapter_for,
-    block_for,
-    check_chains,
-    eagle_for,
-    random_prompts,
-    saved_adapter,
-    states_after,
-    texts_by,
-    tiny,
-    vanilla_texts,
-)
+from helpers import EXIT, adapter_for, block_for, eagle_for, random_prompts, states_after, tiny
 from torch import Tensor
 
 from kangaroo.drafters.block import Block, BlockConfig
@@ -109,7 +98,7 @@ def test_a_draft_is_that_of_the_definition(trained, batch_size):
             tokens.append(int(logits_1K.argmax()))
         return tokens[1:]
 
-    lengths = check_chains(drafter, expected)
+    lengths = helpers.check_chains(drafter, expected)
     engine = Engine(lm, drafter, prefill_chunk=7, always_drafts=True)
     # one token, in a row used before; 9: two chunks
     engine.generate(random_prompts(9, 3, 1, 14), 16, batch_size=batch_size)
@@ -119,19 +108,20 @@ def test_a_draft_is_that_of_the_definition(trained, batch_size):
 def test_it_drafts_from_disk_no_further_than_it_has_places_and_a_chain_too(tmp_path):
     lm = tiny()
     head, prompts = block_for(lm, torch.arange(0, 64, 2)), random_prompts(9)
-    folder = saved_adapter(lm, head, tmp_path / "block", range(0, 64, 2), vocabulary=32)
+    folder = helpers.saved_adapter(lm, head, tmp_path / "block", range(0, 64, 2), vocabulary=32)
     drafter = BlockConfig(adapter=str(folder), steps=9).build(lm)
     assert drafter.steps == 5 and drafter.head.size == 32
     assert torch.equal(drafter.table_KR, head.table.weight)
     chain = KangarooConfig(adapter=str(folder), steps=9, threshold=0).build(lm)
     for reader in (drafter, chain):
-        assert texts_by(Engine(lm, reader), prompts, 9) == vanilla_texts(lm, prompts, 9)
+        texts = helpers.texts_by(Engine(lm, reader), prompts, 9)
+        assert texts == helpers.vanilla_texts(lm, prompts, 9)
 
 
 def test_it_may_go_on_from_an_adapter_and_is_not_asked_for_more_steps(tmp_path):
     lm = tiny()
     adapter = adapter_for(lm)
-    folder = saved_adapter(lm, adapter, tmp_path / "attention")
+    folder = helpers.saved_adapter(lm, adapter, tmp_path / "attention")
     parts = BlockHeadConfig(places=3, feed_forward=True)
     recipe = AdapterRecipe("block", parts, [EXIT], start=str(folder))
     (trainee,) = trainees(lm, [recipe], None)

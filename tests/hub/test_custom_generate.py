@@ -169,9 +169,7 @@ def state_of(hf) -> dict:
         "training": [module.training for module in hf.modules()],
         "hooks": [dict(module._forward_hooks) for module in hf.modules()],
         "members": [sorted(vars(module)) for module in hf.modules()],
-        "parameters": [
-            (n, p.requires_grad, p.dtype, p.data_ptr()) for n, p in hf.named_parameters()
-        ],
+        "identity": [(n, p.requires_grad, p.dtype, p.data_ptr()) for n, p in hf.named_parameters()],
         "weights": [p.detach().clone().tolist() for p in hf.parameters()],
         "buffers": [b.tolist() for b in hf.buffers()],
         "random": torch.get_rng_state().tolist(),

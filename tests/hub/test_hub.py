@@ -131,14 +131,11 @@ def test_the_cards_example_answers_as_the_adapter_in_its_folder_does(hub, adapte
     own = kangaroo.load("tiny", adapter=str(adapter))
     expected = own.generate("Why is the sky blue?", max_new_tokens=24)
     assert capsys.readouterr().out == f"{expected}\n"
-    assert in_transformers == (
-        f'model.generate(**inputs, custom_generate="{REPO}", trust_remote_code=True)\n'
-    )
+    options = f'custom_generate="{REPO}", trust_remote_code=True'
+    assert in_transformers == f"model.generate(**inputs, {options})\n"
 
 
-def test_a_dry_run_writes_what_would_be_uploaded_and_asks_the_hub_nothing(
-    hub, adapter, monkeypatch, capsys
-):
+def test_a_dry_run_writes_what_would_be_sent_and_asks_nothing(hub, adapter, monkeypatch, capsys):
     words = ["source=made", f"repo={REPO}", "output=out", "dry_run=true"]
     monkeypatch.setattr("sys.argv", ["scripts/convert.py push", *words])
     cli.convert_push()
@@ -205,13 +202,9 @@ def test_the_card_of_a_shipped_adapter_says_what_its_config_says(folder):
     pushed = PushConfig("", "someone/x", "", base_model="user/target", license="apache-2.0")
     text = card(config, pushed, SUMS)
     tags = ["kangaroo", "speculative-decoding", "custom_generate", config.architecture.drafter]
-    assert front_matter(text) == {
-        "library_name": "kangaroo",
-        "tags": list(dict.fromkeys(tags)),
-        "base_model": "user/target",
-        "base_model_relation": "adapter",
-        "license": "apache-2.0",
-    }
+    target = {"base_model": "user/target", "base_model_relation": "adapter"}
+    about = {"library_name": "kangaroo", "tags": list(dict.fromkeys(tags)), "license": "apache-2.0"}
+    assert front_matter(text) == about | target
     progress = config.training["progress"]
     for part in (
         f"{config.parameters:,}",

@@ -93,30 +93,19 @@ def backend(request):
 
 
 def with_template(backend, template):
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="</s>",
-        additional_special_tokens=SPECIAL,
-    )
+    special = {"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": SPECIAL}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     tokenizer.chat_template = template
     return tokenizer
 
 
 def turns(*contents):
-    return [
-        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)
-    ]
+    roles = "user", "assistant"
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
 
 
 ANSWERS = ["Because of scattering, 日本語 🦘.", "No: café\n\nnaïve", "3"]
 CONVERSATION = turns("Why?", ANSWERS[0], "Is that  so?\n", ANSWERS[1], "1 2", ANSWERS[2])
-
-
-def marked_texts(tokenizer, ids, mask):
-    runs = groupby(zip(mask, ids, strict=True), lambda pair: pair[0])
-    marked = [[token for _, token in run] for wanted, run in runs if wanted]
-    return [tokenizer.decode(run).strip() for run in marked]
 
 
 @pytest.mark.parametrize("system", [False, True])
@@ -131,7 +120,10 @@ def test_exactly_the_answers_and_their_ends_are_marked(backend, name, system):
         return
     ids, mask = masked_ids(tokenizer, before + CONVERSATION)
     gap = " " if name == "inst" else ""
-    assert marked_texts(tokenizer, ids, mask) == [answer + gap + end for answer in ANSWERS]
+    runs = groupby(zip(mask, ids, strict=True), lambda pair: pair[0])
+    marked = [[token for _, token in run] for wanted, run in runs if wanted]
+    texts = [tokenizer.decode(run).strip() for run in marked]
+    assert texts == [answer + gap + end for answer in ANSWERS]
     if name in BOS_ONCE:
         assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
     rendered = tokenizer.apply_chat_template(before + CONVERSATION, return_dict=False)

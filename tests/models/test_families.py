@@ -10,17 +10,12 @@ from functools import partial
 import pytest
 import torch
 import training_cases
+import transformers
 from cases import HOW, case_for, check_texts
 from helpers import BY_MODULES, EXIT, adapter_for, random_prompts, tiny, tiny_model, vanilla_texts
 from torch import nn
 from training_cases import config, recipe, samples, train
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    Gemma3TextConfig,
-    MistralConfig,
-    Qwen2Config,
-)
+from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
@@ -28,18 +23,9 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.adapter_files import target_hash
 from kangaroo.heads.export import draft_model
-from kangaroo.models import quantizing
+from kangaroo.models import loading, quantizing
 from kangaroo.models.layer_weights import can_record, is_plain, packed_linears
-from kangaroo.models.loading import (
-    TINY,
-    Dtype,
-    ModelConfig,
-    byte_tokenizer,
-    load,
-    load_target,
-    meta_model,
-    random_model,
-)
+from kangaroo.models.loading import TINY, Dtype, ModelConfig, load_target, meta_model, random_model
 from kangaroo.models.quantizing import Quantization, quantize
 from kangaroo.models.supported import window_of
 from kangaroo.models.target import TargetModel
@@ -85,10 +71,7 @@ def quantized(how: Quantization) -> TargetModel:
 
 
 FAMILIES = {name: partial(tiny, kind, **fields) for name, (kind, fields) in BY_MODULES.items()}
-QUANTIZED = {
-    "packed": packed,
-    **{how.value: partial(quantized, how) for how in Quantization},
-}
+QUANTIZED = {"packed": packed} | {how.value: partial(quantized, how) for how in Quantization}
 of_families = pytest.mark.parametrize("name", FAMILIES)
 of_quantized = pytest.mark.parametrize("name", QUANTIZED)
 
@@ -218,9 +201,7 @@ def test_what_reads_plain_weights_leaves_a_quantized_model_alone(name):
     assert lm.fingerprint == QUANTIZED[name]().fingerprint != plain.fingerprint
     assert can_record(lm.hf) == (name in ("int8", "int4"))
     assert footprint(lm, []).bytes < footprint(plain, []).bytes
-    assert (
-        0.1 < weights(*lm.layers) / weights(*plain.layers) < 0.5
-    )  # of float32; with scales, norms
+    assert 0.1 < weights(*lm.layers) / weights(*plain.layers) < 0.5  # of float32; with scales
     with pytest.raises(ConfigError, match="draft model: its weights are quantized"):
         draft_model(lm, adapter_for(lm))
     with pytest.raises(ConfigError, match="is quantized already"):
@@ -235,16 +216,14 @@ def test_a_quantized_head_is_refused_by_name():
 
 
 @pytest.mark.parametrize("four_bits", [True, False])
-def test_a_checkpoint_by_bitsandbytes_gives_each_token_the_same_whatever_is_beside_it(
-    tmp_path, four_bits
-):
+def test_a_checkpoint_by_bitsandbytes_gives_a_token_the_same_beside_any_other(tmp_path, four_bits):
     pytest.importorskip("bitsandbytes")
-    how = BitsAndBytesConfig(load_in_4bit=four_bits, load_in_8bit=not four_bits)
+    how = transformers.BitsAndBytesConfig(load_in_4bit=four_bits, load_in_8bit=not four_bits)
     random_model("llama", deep_scale=0.15).save_pretrained(tmp_path / "plain")
     options = {"quantization_config": how, "device_map": "cpu", "dtype": torch.float32}
-    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options)
     hf.save_pretrained(tmp_path / "packed")
-    byte_tokenizer().save_pretrained(tmp_path / "packed")
+    loading.byte_tokenizer().save_pretrained(tmp_path / "packed")
     config = ModelConfig("m", str(tmp_path / "packed"), dtype=Dtype.float32, device="cpu")
     if not four_bits:
         with pytest.raises(UnsupportedModel, match=r"LLM.int8.*llm_int8_threshold=0"):
@@ -259,14 +238,14 @@ def test_a_package_that_is_missing_is_named_with_the_extra(monkeypatch, how):
     monkeypatch.setattr(quantizing, "find_spec", lambda name: None)
     config = ModelConfig("tiny", TINY, device="cpu", quantization=how)
     with pytest.raises(MissingPackage, match=rf"={how.value} needs .*{how.package}.*\[quantized\]"):
-        load(config)
+        loading.load(config)
 
 
 @pytest.mark.parametrize("how", Quantization)
 def test_a_checkpoint_and_a_random_model_load_quantized(tmp_path, how):
     pytest.importorskip(how.package)
     random_model("llama", deep_scale=0.15).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    loading.byte_tokenizer().save_pretrained(tmp_path)
     options = {"dtype": Dtype.float32, "device": "cpu", "quantization": how}
     models = [load_target(ModelConfig("m", path, **options))[0] for path in (TINY, str(tmp_path))]
     prompt = [list(range(40, 60))]

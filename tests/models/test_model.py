@@ -34,10 +34,7 @@ ROPES = {
 # float32, four layers: what regrouping sums leaves of logits of size 10
 TOLERANCE = 5e-5
 
-MODELS = {
-    **FAMILIES,
-    **{f"rope-{n}": lambda r=r: tiny(rope_parameters=r) for n, r in ROPES.items()},
-}
+MODELS = FAMILIES | {f"rope-{n}": lambda r=r: tiny(rope_parameters=r) for n, r in ROPES.items()}
 
 
 @torch.no_grad()

@@ -42,9 +42,7 @@ def by_vanilla(target):
     return prompts, texts
 
 
-@pytest.mark.parametrize(
-    "options, sampling", list(zip(SHIPPED, itertools.cycle(SAMPLINGS), strict=False))
-)
+@pytest.mark.parametrize("options, sampling", list(zip(SHIPPED, itertools.cycle(SAMPLINGS))))
 def test_every_method_writes_what_vanilla_writes_with_what_is_shipped(
     target, by_vanilla, monkeypatch, options, sampling
 ):

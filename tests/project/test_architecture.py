@@ -91,9 +91,8 @@ def test_the_order_names_every_module_once():
 
 
 def test_imports_point_one_way():
-    wrong = [
-        (name, other) for name in MODULES for other in inside(name) if rank(other) > rank(name)
-    ]
+    pairs = [(name, imported) for name in MODULES for imported in inside(name)]
+    wrong = [(name, imported) for name, imported in pairs if rank(imported) > rank(name)]
     assert not wrong, "each imports one that stands below it"
 
 

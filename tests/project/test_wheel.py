@@ -33,8 +33,7 @@ def run(home: Path, program: str, *arguments: str) -> str:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """A wheel, and a folder away from the checkout with a virtual environment that it is in; other
-    packages are those of the environment that runs the tests.
-    """
+    packages are those of the environment that runs the tests."""
     here = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", here, ROOT]
@@ -62,11 +61,8 @@ def test_the_wheel_holds_the_package_its_configs_and_what_is_shipped(installed):
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     folders = ["kangaroo", "configs", "adapters", "integrations/transformers"]
     files = subprocess.check_output([*listed, *folders], cwd=ROOT, text=True).splitlines()
-    expected = {
-        name if name.startswith("kangaroo/") else f"kangaroo/{name}"
-        for name in files
-        if (ROOT / name).is_file()
-    }
+    there = (name.removeprefix("kangaroo/") for name in files if (ROOT / name).is_file())
+    expected = {f"kangaroo/{name}" for name in there}
     names = set(zipfile.ZipFile(installed[0]).namelist())
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert {"kangaroo/configs/train.yaml", f"kangaroo/{ADAPTER}/config.json"} <= names

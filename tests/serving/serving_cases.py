@@ -30,12 +30,7 @@ from kangaroo.serving.scheduler import Event, Job, Scheduler
 from kangaroo.serving.serve import ServeConfig
 
 LONGEST = 200
-SAMPLINGS = [
-    Sampling(),
-    Sampling(temperature=1.0),
-    Sampling(temperature=1.3, top_p=0.7),
-    Sampling(temperature=0.8, top_k=4),
-]
+SAMPLINGS = [Sampling(), Sampling(1.0), Sampling(1.3, top_p=0.7), Sampling(0.8, top_k=4)]
 
 
 def target() -> TargetModel:
@@ -115,15 +110,9 @@ def random_request(rng: random.Random, most: int = 40) -> Request:
 def as_body(request: Request) -> dict:
     sampling = request.sampling
     assert sampling is not None
-    return {
-        "prompt": request.prompt,
-        "max_tokens": request.max_new_tokens,
-        "seed": request.seed,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "ignore_eos": True,
-    }
+    body = {"prompt": request.prompt, "max_tokens": request.max_new_tokens, "seed": request.seed}
+    how = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
+    return body | how | {"ignore_eos": True}
 
 
 def error_of(answer: httpx.Response) -> dict:

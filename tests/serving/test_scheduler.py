@@ -9,19 +9,8 @@ from functools import partial
 from unittest.mock import Mock
 
 import pytest
-from serving_cases import (
-    LONGEST,
-    SAMPLINGS,
-    Heard,
-    alone,
-    answered,
-    engine_of,
-    heard,
-    random_request,
-    scheduling,
-    target,
-    written,
-)
+import serving_cases
+from serving_cases import Heard, alone, answered, engine_of, heard, scheduling, target, written
 
 import kangaroo.engine.engine
 from kangaroo.engine.batch import Batch
@@ -90,7 +79,7 @@ def test_nothing_is_drafted_while_a_prompt_enters(monkeypatch):
 
 def test_who_cancels_leaves_all_others_as_they_were():
     rng = random.Random(1)
-    jobs = [Heard(random_request(rng)) for _ in range(60)]
+    jobs = [Heard(serving_cases.random_request(rng)) for _ in range(60)]
     with scheduling(max_batch_size=4) as scheduler:
         for i, job in enumerate(jobs):
             scheduler.submit(job)
@@ -165,7 +154,7 @@ def test_closing_finishes_what_there_is_and_takes_nothing_more():
 
 def test_what_is_not_finished_in_time_is_cancelled_at_the_end():
     with scheduling(max_batch_size=1) as scheduler:
-        jobs = [heard([5], LONGEST - 1) for _ in range(30)]
+        jobs = [heard([5], serving_cases.LONGEST - 1) for _ in range(30)]
         scheduler.submit(*jobs)
         scheduler.close(0.05)
         assert all(job.finish for job in jobs) and jobs[-1].finish == CANCELLED
@@ -203,12 +192,12 @@ def crowd() -> tuple[list[Heard], Heard]:
     """Jobs of all kinds, and the guilty one in their middle: with more rows than one it has others
     beside it. Two end at a stop string, a part of which is written before a fault."""
     rng = random.Random(11)
-    requests = [random_request(rng, 30) for _ in range(7)]
+    requests = [serving_cases.random_request(rng, 30) for _ in range(7)]
     for request in requests[:2]:
         request.max_new_tokens = 40
         text = plain_text(byte_tokenizer(), alone(request))
         request.stop = [re.findall("[ -~]{2}", text)[-1]]
-    guilty = Heard(Request(GUILTY, 40, 3, sampling=SAMPLINGS[1], ignore_eos=True))
+    guilty = Heard(Request(GUILTY, 40, 3, sampling=serving_cases.SAMPLINGS[1], ignore_eos=True))
     jobs = [Heard(request) for request in requests]
     return [*jobs[:2], guilty, *jobs[2:]], guilty
 

@@ -1,8 +1,6 @@
 """A server answers as decoding alone would, whatever else it does, and refuses by name."""
 
-import asyncio
 import json
-import random
 import shlex
 import signal
 import subprocess
@@ -12,7 +10,7 @@ import httpx
 import pytest
 from commands import ROOT
 from openai import BadRequestError, NotFoundError, OpenAI
-from serving_cases import LONGEST, alone, as_body, error_of, random_request, served, serving, target
+from serving_cases import LONGEST, alone, as_body, error_of, served, serving, target
 
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
@@ -290,20 +288,6 @@ def test_prometheus_sees_what_was_written(address):
     assert drafts["mean_acceptance_length"] == 1 + wanted[3] / wanted[1]
     assert metric('vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"}') > 0
     assert metric("kangaroo_first_token_seconds_count") > 0
-
-
-def test_texts_at_the_same_time_are_those_alone(address):
-    rng = random.Random(3)
-    requests = [random_request(rng, 30) for _ in range(24)]
-
-    async def answers() -> list[httpx.Response]:
-        url = f"{address}/v1/completions"
-        async with httpx.AsyncClient(timeout=60) as client:
-            return await asyncio.gather(*(client.post(url, json=as_body(r)) for r in requests))
-
-    for request, answer in zip(requests, asyncio.run(answers()), strict=True):
-        expected = plain_text(byte_tokenizer(), alone(request))
-        assert answer.json()["choices"][0]["text"] == expected
 
 
 def test_a_stream_is_json_lines_of_server_sent_events_with_counts_if_asked_for(address):

@@ -34,6 +34,7 @@ GOOD: dict[str, list[Any]] = {  # the extremes of what is answered
     "ignore_eos": [True, False],
     "tools": [[], None],
 }
+DRAWN = {"max_examples": 150, "deadline": None, "derandomize": True, "database": None}
 FIELDS = [*protocol.NOTHING, *protocol.IGNORED]
 FIELDS += [*protocol.Completion.model_fields, *protocol.Chat.model_fields]
 
@@ -78,13 +79,7 @@ def test_no_field_of_a_request_ends_the_server_or_changes_the_next_text():
     def text() -> str:
         return ask("completions", fixed).json()["choices"][0]["text"]
 
-    @settings(
-        max_examples=150,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(**DRAWN, suppress_health_check=list(HealthCheck))
     @given(bodies())
     def check(drawn: tuple[str, dict[str, Any]]) -> None:
         answer = ask(*drawn)

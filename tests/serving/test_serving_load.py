@@ -13,13 +13,8 @@ from kangaroo.engine.requests import Request
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text
 
-SERVED = [
-    "drafter=kangaroo",
-    "drafter.adapter='untrained:2'",
-    "model.dtype=float32",
-    "max_batch_size=8",
-    f"max_model_len={LONGEST}",
-]
+SERVED = ["drafter=kangaroo", "drafter.adapter='untrained:2'", "model.dtype=float32"]
+SERVED += ["max_batch_size=8", f"max_model_len={LONGEST}"]
 BROKEN = [b"", b"[", b'{"prompt": 3}', b'{"prompt": "a", "n": 99}', b'{"prompt": "' + b"x" * 5000]
 
 

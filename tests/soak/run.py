@@ -88,11 +88,8 @@ def setting_of(
     number: int, seed: int, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Setting:
     """Every family with every sampling, in turn: prompts of random tokens. Usually one token of
-    vanilla's texts is made the EOS, so that it ends these texts in the middle, and drafts as well.
-
-    In half precision the promise is that of native code and of the kernels of a GPU alone, and of
-    prompts that enter in the same chunks.
-    """
+    vanilla's texts is made the EOS, which ends them, and drafts, in the middle. In half precision
+    only native code and kernels keep the promise, for prompts that enter in the same chunks."""
     exact, rng = dtype == torch.float32, Random(f"{seed}/tiny/{number}")
     families = [name for name in FAMILIES if exact or name.endswith(COMPILED)]
     family, sampling = families[number % len(families)], list(SAMPLINGS)[number % len(SAMPLINGS)]
@@ -120,10 +117,7 @@ def soak(
     dtype: Dtype = Dtype.float32,
 ) -> dict[str, Any]:
     """Decode by each drafter in turn until so many tokens are compared. Write `certificate.json`
-    and `certificate.md`, and return the former.
-
-    Errors: `NotLossless`, after everything is written.
-    """
+    and `certificate.md`, and return the former. Errors: `NotLossless`, after all is written."""
     began, cells = provenance(), list[Cell]()
     cases = ((number, name) for number in itertools.count() for name in builds)
     with tqdm(total=tokens, unit_scale=True) as bar:
@@ -147,12 +141,9 @@ def soak(
 
 
 def decode(number: int, name: str, setting: Setting, build: Build, seed: int) -> Cell:
-    """Requests of a setting by one drafter, compared with vanilla's texts.
-
-    The batch, the exit layer, the size of prompt chunks and whether rows draft where it does not
-    pay are drawn at random. A row that is done takes the next request. The last quarter comes after
-    all others have ended, in the cache that the engine has kept.
-    """
+    """Requests of a setting by one drafter, compared with vanilla's texts. The batch, the exit
+    layer, the prompt chunks and whether rows draft where it does not pay are drawn at random. The
+    last quarter comes after all others have ended, in the cache that the engine has kept."""
     started, draw, lm = running(), Random(f"{seed}/tiny/{number}/{name}"), setting.lm
     exit_layer, chunk = draw.randrange(1, lm.n_layers), draw.choice(setting.prefill_chunks)
     rows, always = draw.choice(BATCHES), draw.choice((True, False))

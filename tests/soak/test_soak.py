@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import Case, case_of
+from cases import case_of
 from helpers import adapter_for
 
 import kangaroo.engine.stepper
@@ -96,24 +96,8 @@ class WritesIntoTheCommittedCache(PromptLookup):
         return super().propose(batch)
 
 
-def accepts_one_too_many(accept):
-    """A verifier that takes the first draft token unseen."""
-
-    def accepted(draft, choice_BN):
-        if draft.tree.size > 1:
-            valid_B, first_B = draft.valid_BN[:, 1], draft.tokens_BN[:, 1]
-            choice_BN[:, 0] = torch.where(valid_B, first_B, choice_BN[:, 0])
-        return accept(draft, choice_BN)
-
-    return accepted
-
-
-def altering(case: Case) -> Kangaroo:
-    return AltersATokenThatWasWritten(case.lm, adapter_for(case.lm), 4, 0.0)
-
-
 BROKEN = {
-    "token": altering,
+    "token": lambda case: AltersATokenThatWasWritten(case.lm, adapter_for(case.lm), 4, 0.0),
     "cache": lambda case: WritesIntoTheCommittedCache(1, 4),
     "verifier": lambda case: PromptLookup(1, 4),
 }
@@ -123,9 +107,17 @@ BROKEN = {
 @pytest.mark.parametrize("broken", BROKEN)
 def test_what_is_broken_is_caught(broken, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "FAMILIES", ["llama"])  # whose rounds are the tensors'
+    accept = kangaroo.engine.stepper.accept
+
+    def unseen(draft, choice_BN):
+        """It takes the first draft token as it is."""
+        if draft.tree.size > 1:
+            valid_B, first_B = draft.valid_BN[:, 1], draft.tokens_BN[:, 1]
+            choice_BN[:, 0] = torch.where(valid_B, first_B, choice_BN[:, 0])
+        return accept(draft, choice_BN)
+
     if broken == "verifier":
-        accept = kangaroo.engine.stepper.accept
-        monkeypatch.setattr(kangaroo.engine.stepper, "accept", accepts_one_too_many(accept))
+        monkeypatch.setattr(kangaroo.engine.stepper, "accept", unseen)
     with pytest.raises(NotLossless, match=r"of 8 texts are not vanilla's"):
         run.soak({broken: BROKEN[broken]}, tmp_path, 1)
     certificate = json.loads((tmp_path / run.CERTIFICATE).read_text())

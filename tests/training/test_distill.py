@@ -21,18 +21,9 @@ from kangaroo.heads import eagle_head, medusa_heads
 from kangaroo.heads.adapter_files import read_config
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
+from kangaroo.training import distill
 from kangaroo.training.batches import Work, collate, forward_target, train_step, wanted_of
-from kangaroo.training.distill import (
-    MEASURES,
-    Loss,
-    StoredDistributions,
-    Student,
-    WholeDistributions,
-    distill,
-    divergence,
-    outcomes,
-    overlap,
-)
+from kangaroo.training.distill import Loss, Student, divergence, overlap
 from kangaroo.training.loop import Trainer
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import ConfigError
@@ -56,7 +47,7 @@ def test_the_rest_is_one_outcome_and_native_code_finds_the_same(dtype, size, mon
         if not is_native:
             monkeypatch.setattr(native, "library", lambda: None)
         leaf_CK = logits_CK.clone().requires_grad_()
-        log_q_CO, best_C = outcomes(leaf_CK, index_CJ, inside_CJ)
+        log_q_CO, best_C = distill.outcomes(leaf_CK, index_CJ, inside_CJ)
         (gradient_CK,) = torch.autograd.grad((g_CO * log_q_CO).sum(), leaf_CK)
         log_q_CO = log_q_CO.detach()
         results.append((log_q_CO[:, -1], log_q_CO[:, :-1][inside_CJ], best_C, gradient_CK))
@@ -75,7 +66,7 @@ def test_a_student_that_is_sure_has_a_finite_gradient(loss, is_native, monkeypat
     if not is_native:
         monkeypatch.setattr(native, "library", lambda: None)
     tokens, chances = torch.tensor([[1, 2], [1, 2]]), torch.tensor([[0.7, 0.2], [1.0, 0.01]])
-    teacher = StoredDistributions(torch.empty(2, 0), tokens, chances, DraftHead(tiny()))
+    teacher = distill.StoredDistributions(torch.empty(2, 0), tokens, chances, DraftHead(tiny()))
     for sure in (1, 2, 9):
         logits = torch.full((2, VOCABULARY), -300.0).index_fill_(1, torch.tensor([sure]), 300.0)
         logits.requires_grad_()
@@ -160,9 +151,8 @@ def test_a_run_learns_from_what_was_kept_unless_told_otherwise_or_it_is_missing(
 
     def run(name, samples=samples, about=ABOUT, **changes):
         """Whether it used stored logits."""
-        (folder,) = train(
-            tiny(), samples, config(epochs=1, **changes), tmp_path / name, about=about
-        )
+        settings = config(epochs=1, **changes)
+        (folder,) = train(tiny(), samples, settings, tmp_path / name, about=about)
         return read_config(str(folder)).training["trainer"]["use_stored_logits"]
 
     assert run("stored")
@@ -230,14 +220,14 @@ def test_the_chunked_loss_and_its_gradients_equal_the_whole(loss, size, own_head
     leaves = [whole, head.weight_KD] if own_head else [whole]
     expected = torch.autograd.grad(total, leaves)
     taught = Student(student, valid, head, loss, weight=0.5)
-    target = WholeDistributions(lm, teacher, vocabulary_K)
+    target = distill.WholeDistributions(lm, teacher, vocabulary_K)
     if kept:
         top = p.topk(VOCABULARY)
-        target = StoredDistributions(teacher, top.indices, top.values, head)
-    distill(target, [taught], chunk_size=4)
+        target = distill.StoredDistributions(teacher, top.indices, top.values, head)
+    distill.distill(target, [taught], chunk_size=4)
     for (_, gradient), wanted in zip(taught.gradients, expected, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)  # another order of sums
-    results = dict(zip(MEASURES, taught.sums_F.tolist(), strict=True))
+    results = dict(zip(distill.MEASURES, taught.sums_F.tolist(), strict=True))
     assert math.isclose(results["loss"], total.item() / 0.5, rel_tol=1e-4)
     assert results["positions"] == valid.sum()
     drafted = torch.arange(64)[rows][log_q.argmax(-1)]
@@ -263,11 +253,11 @@ def test_gradients_through_a_float16_head_are_float32s(loss, size, own_head):
     teacher_MD = (states + 2 * torch.randn_like(states)).half()
     frequent = lm.head(teacher_MD).float().softmax(-1).sum(0).argsort(descending=True)
     vocabulary_K = None if size is None else frequent[:size].sort().values
-    teacher = WholeDistributions(lm, teacher_MD, vocabulary_K)
+    teacher = distill.WholeDistributions(lm, teacher_MD, vocabulary_K)
     (made,) = trainees(lm, [recipe(own_head=own_head)], vocabulary_K)
     head, weight = made.heads[0], 1 / 50_000
     student = Student(states, torch.arange(90) % 3 > 0, head, loss, weight)
-    distill(teacher, [student], 64)
+    distill.distill(teacher, [student], 64)
 
     p = teacher.chances(slice(None))
     logits = head(states).detach().float().requires_grad_()

@@ -68,9 +68,8 @@ def test_what_training_decodes_is_what_the_saved_adapter_decodes(tmp_path, chang
     told = read_config(str(folder)).training["progress"]["decoded"]
     method = EagleConfig if "architecture" in changes else KangarooConfig
     drafter = method(adapter=str(folder), threshold=0).build(lm)
-    done = Engine(lm, drafter).generate(
-        prompts_of(data[-2:], config(decode_prompts=2, decode_tokens=12), lm.context), 12
-    )
+    prompts = prompts_of(data[-2:], config(decode_prompts=2, decode_tokens=12), lm.context)
+    done = Engine(lm, drafter).generate(prompts, 12)
     accepted = [step.accepted for generation in done for step in generation.steps]
     reached = evaluation.ctar(accepted)
     assert [told[f"ctar{w}"] for w in range(1, 7)] == reached + [0.0] * (6 - len(reached))

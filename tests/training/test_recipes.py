@@ -181,9 +181,7 @@ def test_activations_are_about_what_autograd_keeps(recipe, dtype):
         adapter.states({2: f_BTD}, deep_BTD, seen.meta, recipe.draft_steps)
     real = sum(storage.nbytes() for storage in kept.values())
     config, text = TrainerConfig(batch_tokens=800), Text(8, 3200, 8, 400)
-    step, frozen = (
-        estimate(lm, recipes, config, text)[1]["a micro-batch"] for recipes in ([recipe], [])
-    )
+    step, frozen = (estimate(lm, x, config, text)[1]["a micro-batch"] for x in ([recipe], []))
     states = (len(seen.taps) + len(seen.deep)) * 800 * lm.config.hidden_size * lm.dtype.itemsize
     assert step - frozen - states == pytest.approx(real, rel=0.4)
 

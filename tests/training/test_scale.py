@@ -147,9 +147,7 @@ CACHED_AND_SHARDED = {"shard_target": True, "cache_target_states": True}
         ({"muon": True, "zero_stage": 1}, 1, "there", "muon and trainer.zero_stage exclude"),
     ],
 )
-def test_options_that_do_not_fit_the_processes_are_refused(
-    settings, world, package, message, monkeypatch
-):
+def test_options_unfit_for_processes_are_refused(settings, world, package, message, monkeypatch):
     monkeypatch.setattr(backend, "find_spec", lambda name: package)
     with pytest.raises(ConfigError, match=message):
         backend.check(TrainerConfig(**settings), Ranks(0, world))

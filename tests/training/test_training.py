@@ -7,30 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 import training_cases
-from helpers import EXIT, adapter_for, admit_text, random_prompts, tiny
+from helpers import EXIT, tiny
 from safetensors.torch import load_file
 from training_cases import KillsAt, config, curve, recipe, sample, samples, stored_samples, train
 
 from kangaroo.cli.making import check_format
 from kangaroo.cpu.native import torch_multiplies
-from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.heads.adapter_files import WEIGHTS, read_config
 from kangaroo.heads.block import BlockHeadConfig
 from kangaroo.heads.eagle_head import EagleHeadConfig
 from kangaroo.heads.medusa_heads import MedusaHeadsConfig
 from kangaroo.models.loading import Dtype, ModelConfig
-from kangaroo.training import backend
-from kangaroo.training.batches import (
-    check_trainable,
-    collate,
-    forward_target,
-    grade,
-    plan,
-    row_width,
-    train_step,
-)
+from kangaroo.training import backend, batches
 from kangaroo.training.distill import Loss
 from kangaroo.training.loop import CHECKPOINT
 from kangaroo.training.recipe import schedule, trainees
@@ -57,25 +45,25 @@ def test_an_epoch_holds_every_sample_once_in_batches_that_fit_with_hardly_any_pa
     generator = torch.Generator().manual_seed(0)
     drawn = (torch.randn(1000, generator=generator) * 0.9 + 7).exp()
     lengths = [max(16, int(length)) for length in drawn.clamp(max=2048).tolist()] + [9000]
-    batches = plan(lengths, batch_tokens=8192, seed=0, epoch=0)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    padded = [len(batch) * max(lengths[i] for i in batch) for batch in batches]
+    planned = batches.plan(lengths, batch_tokens=8192, seed=0, epoch=0)
+    assert sorted(i for batch in planned for i in batch) == list(range(len(lengths)))
+    padded = [len(batch) * max(lengths[i] for i in batch) for batch in planned]
     assert sorted(padded)[-1] == 9000 and sorted(padded)[-2] <= 8192
     assert sum(lengths) > 0.985 * sum(padded)
-    assert batches == plan(lengths, 8192, seed=0, epoch=0)
-    assert batches != plan(lengths, 8192, seed=0, epoch=1)
-    assert batches != plan(lengths, 8192, seed=1, epoch=0)
+    assert planned == batches.plan(lengths, 8192, seed=0, epoch=0)
+    assert planned != batches.plan(lengths, 8192, seed=0, epoch=1)
+    assert planned != batches.plan(lengths, 8192, seed=1, epoch=0)
 
 
 @pytest.mark.parametrize("step", [1, 4])
 def test_a_remembered_micro_batch_has_the_same_place_in_a_step(step):
     """So it meets the process that has it: `Ranks.scatter` goes by places."""
     lengths = list(range(10, 60))
-    first = plan(lengths, batch_tokens=64, seed=0, epoch=0, same=step)
+    first = batches.plan(lengths, batch_tokens=64, seed=0, epoch=0, same=step)
     place = {tuple(batch): i % step for i, batch in enumerate(first)}
-    assert len(first) % 4 and first == plan(lengths, 64, seed=0, epoch=0)
+    assert len(first) % 4 and first == batches.plan(lengths, 64, seed=0, epoch=0)
     for epoch in (1, 2):
-        later = plan(lengths, 64, seed=0, epoch=epoch, same=step)
+        later = batches.plan(lengths, 64, seed=0, epoch=epoch, same=step)
         assert later != first and sorted(later) == sorted(first)
         at = [(epoch * len(first) + i) % step for i in range(len(later))]
         moved = sum(place[tuple(batch)] != where for batch, where in zip(later, at, strict=True))
@@ -84,38 +72,13 @@ def test_a_remembered_micro_batch_has_the_same_place_in_a_step(step):
 
 def test_wanted_positions_are_those_before_a_token_of_the_assistant():
     two_turns = sample([1, 2, 3, 4, 5, 6, 7], 0) | {"loss_mask": [0, 0, 1, 1, 0, 0, 1]}
-    tokens = collate([two_turns, sample([8, 9], 1)], 100, torch.device("cpu"))
+    tokens = batches.collate([two_turns, sample([8, 9], 1)], 100, torch.device("cpu"))
     assert tokens.wanted_BT.int().tolist() == [[0, 1, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 0]]
 
 
 def test_rows_are_aligned_on_a_gpu_alone():
-    widths = [row_width([9, 17], torch.device(kind)) for kind in ("cuda", "cpu")]
-    assert widths == [24, 17] and row_width([16], torch.device("cuda")) == 16
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_training_sees_what_decoding_sees(architecture):
-    """The adapter's distribution at each assistant position equals the one it drafts from."""
-    lm = tiny(architecture)
-    (trainee,) = trainees(lm, [recipe()], None)
-    trainee.adapter = adapter = adapter_for(lm)
-    (ids,) = random_prompts(24)
-    trained = []
-    handle = adapter.register_forward_hook(lambda module, inputs, out: trained.append(out))
-    tokens = collate([sample(ids[:9], 5), sample(ids, 5)], 100, lm.device)  # the first is padded
-    outputs = forward_target(lm, tokens, [trainee])
-    grade(lm, outputs, [trainee], loss_chunk=7, steps=1)
-    handle.remove()
-    learnt_TV = lm.head(trained[0][1]).softmax(-1)
-    drafter = Kangaroo(lm, adapter, steps=1, threshold=0)
-    engine = Engine(lm, drafter, prefill_chunk=6)
-    sampling = Sampling(temperature=1.0, rule=Rule.rejection)
-    for length in range(5, len(ids)):
-        batch = engine.open(1, 40, sampling)
-        admit_text(engine, batch, 0, ids[:length])
-        drafted_V = drafter.propose(batch).probs_BNV[0, 1]
-        # float32, summed in another order
-        torch.testing.assert_close(learnt_TV[length - 1], drafted_V, rtol=1e-4, atol=1e-6)
+    widths = [batches.row_width([9, 17], torch.device(kind)) for kind in ("cuda", "cpu")]
+    assert widths == [24, 17] and batches.row_width([16], torch.device("cuda")) == 16
 
 
 @pytest.mark.parametrize(
@@ -128,8 +91,8 @@ def test_gradients_do_not_depend_on_how_a_step_is_split(changes):
     for parts in [data], [data[:1], data[1:]]:
         trained = trainees(lm, [recipe(**changes)], None)
         for part in parts:
-            outputs = forward_target(lm, collate(part, 100, lm.device), trained)
-            train_step(lm, outputs, trained, 7, weight=0.01)
+            outputs = batches.forward_target(lm, batches.collate(part, 100, lm.device), trained)
+            batches.train_step(lm, outputs, trained, 7, weight=0.01)
         gradients.append([parameter.grad for parameter in trained[0].adapter.parameters()])
     for whole, split in zip(*gradients, strict=True):
         torch.testing.assert_close(whole, split, rtol=1e-4, atol=1e-6)  # float32, another order
@@ -184,9 +147,7 @@ PARTS = {  # what is asked for, and what of it is zero at first
 }
 
 
-def test_training_goes_on_from_an_adapter_and_may_add_a_part_that_changes_nothing_at_first(
-    tmp_path,
-):
+def test_training_goes_on_from_an_adapter_and_may_add_parts_that_change_nothing_at_first(tmp_path):
     settings = config(epochs=2, learning_rate=1e-2)
     (folder,) = train(tiny(), samples(6), settings, tmp_path / "first")
     lm, saved = tiny(), load_file(folder / WEIGHTS)
@@ -268,7 +229,7 @@ def test_what_changes_no_weight_may_change_on_resuming_and_all_else_is_refused_b
 def test_what_cannot_be_trained_is_refused_with_the_fix(tmp_path):
     refused = r"sample 1 has no trainable token among its first 5: .* 6 to 8\..*user: 'Why\?'"
     with pytest.raises(DataError, match=refused):
-        check_trainable([sample(list(range(9)), 3), sample(list(range(9)), 6)], max_length=5)
+        batches.check_trainable([sample([*range(9)], n) for n in (3, 6)], max_length=5)
     with pytest.raises(ConfigError, match=r"holdout=20 .* of 20 .*Pass trainer\.holdout=2\."):
         train(tiny(), samples(20), config(holdout=20), tmp_path)
     with pytest.raises(ConfigError, match=f"two adapters are called attention-exit{EXIT}"):
@@ -276,9 +237,7 @@ def test_what_cannot_be_trained_is_refused_with_the_fix(tmp_path):
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_training_that_diverges_stops_and_keeps_the_last_good_checkpoint(
-    last, tmp_path, monkeypatch
-):
+def test_a_training_that_diverges_stops_and_keeps_its_last_checkpoint(last, tmp_path, monkeypatch):
     update = backend.TorchBackend._update
 
     def diverging(self, rates):

@@ -1,6 +1,5 @@
 """Drafters on the kernels write what vanilla decoding on them writes, in half precision too; graphs
-record the kernels; prompts have the bits of decoding, so that one may go on from any text.
-"""
+record the kernels; prompts have the bits of decoding, so that one may go on from any text."""
 
 from functools import cache
 from itertools import pairwise
@@ -38,9 +37,8 @@ def by_kernels(
     architecture: str, dtype: torch.dtype, graphed: bool = False, layers: int = 4
 ) -> TargetModel:
     few = {"num_attention_heads": 2, "num_key_value_heads": 1}  # which the interpreter is faster at
-    lm = TargetModel(
-        tiny_model(architecture, dtype=dtype, num_hidden_layers=layers, **few).to(DEVICE)
-    )
+    hf = tiny_model(architecture, dtype=dtype, num_hidden_layers=layers, **few)
+    lm = TargetModel(hf.to(DEVICE))
     graphs = StrictGraphs() if graphed else None
     return lm.decode_by(Acceleration(sizes=lm.sizes(), graphs=graphs, kernels=kernels))
 

@@ -30,6 +30,7 @@ DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "c
 # What rounding leaves of numbers of about 1, to the scale of the largest of a result.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 DTYPES = list(TOLERANCE)
+FORMATS = [torch.bfloat16, *(pytest.param(x, marks=slow) for x in DTYPES[:2])]
 SLOTS = 200
 SMALLEST = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
 FAMILIES = {
@@ -41,6 +42,10 @@ FAMILIES = {
     "qwen3": {"head_dim": 40, "num_attention_heads": 2, "num_key_value_heads": 1},
     "mistral": {"hidden_size": 72, "intermediate_size": 200, "num_key_value_heads": 1},
 }
+
+of_families = pytest.mark.parametrize(
+    "name", [x if x.startswith("q") else pytest.param(x, marks=slow) for x in FAMILIES]
+)
 
 
 def model(name: str, dtype: torch.dtype = torch.float32, **options: object) -> TargetModel:
@@ -81,12 +86,8 @@ def random_tokens(*shape: int) -> Tensor:
     return torch.randint(VOCABULARY, shape, generator=generator).to(DEVICE)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)], ids=str
-)
-@pytest.mark.parametrize(
-    "name", [x if x.startswith("q") else pytest.param(x, marks=slow) for x in FAMILIES]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)])
+@of_families
 def test_kernels_compute_what_the_modules_compute(name, dtype):
     lm, starts, tokens_BN = model(name, dtype), [3, 62, 140], random_tokens(3, 3)
     tree = Tree.chain(3, DEVICE)
@@ -172,12 +173,8 @@ def with_stack(lm: TargetModel) -> TargetModel:
     return lm.decode_by(Acceleration(sizes=lm.sizes(), kernels=layers))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, *(pytest.param(x, marks=slow) for x in DTYPES[:2])]
-)
-@pytest.mark.parametrize(
-    "name", [x if x.startswith("q") else pytest.param(x, marks=slow) for x in FAMILIES]
-)
+@pytest.mark.parametrize("dtype", FORMATS)
+@of_families
 def test_kernels_compute_what_the_modules_compute_of_whole_texts(name, dtype, monkeypatch):
     lm, tokens_RT = model(name, dtype), random_tokens(2, 9)
     expected = over_texts(lm, tokens_RT, (1,))
@@ -213,9 +210,6 @@ def test_a_window_begins_at_a_block():
     torch.testing.assert_close(near_BND, expected_BND, rtol=0, atol=1e-4)
     whole_BND, _ = lm.run(x_BND, caches[1], meta, range(1))
     assert torch.equal(expected_BND[0], whole_BND[0]) and not near_BND[1].allclose(whole_BND[1])
-
-
-FORMATS = [torch.bfloat16, *(pytest.param(x, marks=slow) for x in DTYPES[:2])]
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
