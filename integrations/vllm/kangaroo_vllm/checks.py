@@ -11,6 +11,8 @@ SHAPE = """
     head_dim rope_parameters rms_norm_eps
 """.split()
 
+ROOM = 512  # in a draft vocabulary, for tokens of the texts
+
 EXPORT = "python scripts/convert.py export to=vllm source=... model=... output=..."
 
 
@@ -108,11 +110,25 @@ class Options:
         folder: of the adapter, or its hub id.
         threshold: None is the folder's.
         max_batch: more rows than this at the same time draft nothing.
+        text_vocabulary: draft from so many of the texts' own tokens beside the frequent ones; None
+            is `ROOM`, if the adapter can.
     """
 
     folder: str
     threshold: float | None
     max_batch: int
+    text_vocabulary: int | None
+
+    def room(self, adapter: AdapterFacts) -> int:
+        """For tokens of the texts in this adapter's draft vocabulary. Errors: `Unsupported`."""
+        if adapter.draft_vocabulary is not None and not adapter.own_head:
+            return ROOM if self.text_vocabulary is None else self.text_vocabulary
+        if self.text_vocabulary:
+            raise Unsupported(
+                "kangaroo_text_vocabulary is for adapters that draft by some rows of the target's "
+                "head; this one has a head of its own, or drafts from all tokens. Leave it out."
+            )
+        return 0
 
 
 def options(vllm_config: Any) -> Options:
@@ -154,9 +170,12 @@ def options(vllm_config: Any) -> Options:
             f"kangaroo_threshold must be a number from 0 (never stop early) to below 1, not "
             f"{threshold!r}."
         )
-    if not isinstance(max_batch, int) or not _is_number(max_batch, 0, 2**31 + 1):
-        raise Unsupported(f"kangaroo_max_batch must be a whole number from 0, not {max_batch!r}.")
-    return Options(folder, threshold, max_batch)
+    text_vocabulary = additional.get("kangaroo_text_vocabulary")
+    for name, count in (("max_batch", max_batch), ("text_vocabulary", text_vocabulary)):
+        unset = name == "text_vocabulary" and count is None
+        if not (unset or (isinstance(count, int) and _is_number(count, 0, 2**31 + 1))):
+            raise Unsupported(f"kangaroo_{name} must be a whole number from 0, not {count!r}.")
+    return Options(folder, threshold, max_batch, text_vocabulary)
 
 
 def _is_number(value: Any, least: float, below: float) -> bool:

@@ -1,6 +1,7 @@
 """The adapter as vLLM runs it: its own weights alone, and the head's rows of the draft vocabulary.
 
-Shapes: B rows, N tokens, D hidden size, K draft vocabulary.
+Shapes: B rows, N tokens, D hidden size, K draft vocabulary, V vocabulary, R room for the largest
+draft vocabulary.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig
@@ -28,13 +31,16 @@ from kangaroo_vllm import checks
 from kangaroo_vllm.checks import Unsupported
 
 
-def load_adapter(vllm_config: VllmConfig, folder: str, target: nn.Module) -> KangarooAdapter:
-    """The adapter in this folder or hub repository, drafting for this target.
+def load_adapter(
+    vllm_config: VllmConfig, options: checks.Options, target: nn.Module
+) -> KangarooAdapter:
+    """The adapter in the folder or hub repository of these options, drafting for this target.
 
     Errors: `Unsupported`.
     """
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(options.folder)
     facts = checks.read(config)
+    room = options.room(facts)
     if not isinstance(target, LlamaForCausalLM):
         raise Unsupported(
             f"vLLM runs this target as {type(target).__name__}, and kangaroo-vllm drafts on "
@@ -49,9 +55,9 @@ def load_adapter(vllm_config: VllmConfig, folder: str, target: nn.Module) -> Kan
         set_model_tag("kangaroo_adapter"),
     ):
         adapter = KangarooAdapter(config=config, facts=facts, vllm_config=vllm_config)
-    adapter.load_weights(load_file(cached_file(folder, "model.safetensors")).items())
+    adapter.load_weights(load_file(cached_file(options.folder, "model.safetensors")).items())
     process_weights_after_loading(adapter, vllm_config.model_config, torch.device(device))
-    adapter.attach(target)
+    adapter.attach(target, room)
     return adapter
 
 
@@ -92,15 +98,40 @@ class KangarooAdapter(nn.Module):
             rows = config.vocab_size if k is None else k
             self.head = nn.Linear(size, rows, bias=False)
         self.head_KD: Tensor | None = None
+        self.ids_K: Tensor | None = None
+        self.room = 0
         self._target: tuple[Any, ...] = ()  # no submodule: its weights are not this model's
 
-    def attach(self, target: Any) -> None:
-        """Draft by the head of this target, where the adapter has none of its own."""
+    def attach(self, target: Any, room: int) -> None:
+        """Draft by the head of this target, where the adapter has none of its own, and then from up
+        to `room` tokens of the texts beside the frequent ones."""
         self._target = (target,)
+        if self.facts.draft_vocabulary is not None:
+            self.ids_K = self.vocabulary.detach()  # no second parameter
         if self.facts.own_head:
             self.head_KD = self.head.weight
         elif self.facts.draft_vocabulary is not None:
             self.head_KD = rows_of(target.lm_head, self.vocabulary)
+        if room:
+            self.rare_V = np.ones(self.config.vocab_size, dtype=bool)
+            self.rare_V[self.vocabulary.cpu().numpy()] = False
+            self.room = min(room, int(self.rare_V.sum()))
+            self.ids_R = torch.cat([self.ids_K, self.ids_K.new_empty(self.room)])
+            free_RD = self.head_KD.new_empty(self.room, self.head_KD.shape[1])
+            self.rows_RD = torch.cat([self.head_KD, free_RD])
+            self.follow([])
+
+    def follow(self, texts: list[NDArray[Any]]) -> None:
+        """Draft from the tokens of these too, the first ones if there are more than the room: what
+        is rare elsewhere comes again where it stood."""
+        rare = [token for ids in texts for token in ids[self.rare_V[ids]].tolist()]
+        others = list(dict.fromkeys(rare))[: self.room]
+        first = self.facts.draft_vocabulary
+        end = first + len(others)
+        if others:
+            self.ids_R[first:end] = torch.tensor(others)
+            self.rows_RD[first:end] = rows_of(self._target[0].lm_head, self.ids_R[first:end])
+        self.ids_K, self.head_KD = self.ids_R[:end], self.rows_RD[:end]
 
     def forward(self, f_ND: Tensor, positions: Tensor) -> Tensor:
         """The states `[N, D]` that the head reads, from those at the exit."""
@@ -126,8 +157,7 @@ class KangarooAdapter(nn.Module):
 
     def tokens(self, index_B: Tensor) -> Tensor:
         """The tokens at these places of the draft vocabulary."""
-        whole = self.facts.draft_vocabulary is None
-        return index_B if whole else self.vocabulary[index_B]
+        return index_B if self.ids_K is None else self.ids_K[index_B]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Fill the parameters, whose projections are stacked here and single on disk."""

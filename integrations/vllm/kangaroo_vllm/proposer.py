@@ -30,11 +30,12 @@ class Kangaroo:
         self.options = checks.options(self.vllm_config)
         if not HAS_TRITON:
             cpu_sampling.repair()
-        self.adapter = load_adapter(self.vllm_config, self.options.folder, target)
+        self.adapter = load_adapter(self.vllm_config, self.options, target)
         self.threshold = self.options.threshold
         if self.threshold is None:
             self.threshold = self.adapter.facts.threshold
         self.target = SplitTarget(self.vllm_config, self.adapter, target)
+        self.followed = 0  # rows whose texts the draft vocabulary follows
 
     def propose(
         self,
@@ -48,10 +49,16 @@ class Kangaroo:
         Args:
             sampled_token_ids: what the last step wrote in each row; nothing where a prompt enters.
             num_tokens_no_spec: how many tokens each row has now, the last of them in no cache.
+            token_ids_cpu: these tokens, and further ones.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if len(drafts) > self.options.max_batch:
+            self.followed = 0
             return drafts
+        if self.adapter.room and (self.target.enters or len(drafts) != self.followed):
+            # as our engine does: when a text enters or leaves
+            self.followed, lengths = len(drafts), num_tokens_no_spec[: len(drafts)].tolist()
+            self.adapter.follow([token_ids_cpu[i, :n] for i, n in enumerate(lengths)])
         rows = [
             self.target.row(i, int(num_tokens_no_spec[i]) - 1, tokens[-1])
             for i, tokens in enumerate(sampled_token_ids)

@@ -147,6 +147,12 @@ class SplitTarget:
         self.adapter.write_keys(f_ND, positions)
         return self.above(f_ND, positions)
 
+    @property
+    def enters(self) -> bool:
+        """A prompt, or a part of it, was in the last step."""
+        assert self.step is not None and self.step.is_prefilling is not None
+        return bool(self.step.is_prefilling.any())
+
     def row(self, index: int, position: int, token: int) -> DraftRow:
         """A draft that begins with the pending token at this position."""
         assert self.step is not None

@@ -61,6 +61,7 @@ def serve(folders: dict[str, Path]) -> Serve:
         speculative: dict[str, Any] | None = None,
         target: str = "target",
         max_batch: int | None = None,
+        text_vocabulary: int | None = None,
         **options: Any,
     ) -> Iterator[LLM]:
         if drafter is not None:
@@ -73,6 +74,7 @@ def serve(folders: dict[str, Path]) -> Serve:
                 "kangaroo": str(folders[drafter]),
                 "kangaroo_threshold": threshold,
                 "kangaroo_max_batch": max_batch,
+                "kangaroo_text_vocabulary": text_vocabulary,
             }
             options["additional_config"] = {k: x for k, x in ours.items() if x is not None}
         defaults = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True}

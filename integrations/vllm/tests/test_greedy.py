@@ -4,12 +4,14 @@ import pytest
 import torch
 from conftest import counted, prompts, written
 from folders import adapter_for, save_adapter, save_int8, save_model, tiny
+from kangaroo_vllm.model import KangarooAdapter
 from kangaroo_vllm.target import Below
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
+from kangaroo.heads import text_head
 from kangaroo.heads.draft_head import DraftHead
 
 
@@ -37,7 +39,7 @@ def rounds(llm, prompt, max_tokens=48):
 
 @pytest.mark.parametrize("drafter", ["attention", "layer", "own_head", "half"])
 def test_text_is_vllms_own_and_drafts_are_accepted(drafter, serve, alone):
-    with serve(drafter) as llm:
+    with serve(drafter, text_vocabulary=0) as llm:  # with it drafts depend on the texts beside
         assert [written(llm, [prompt])[0] for prompt in prompts()] == alone
         one_by_one = counted(llm)
         assert written(llm, prompts()) == alone  # in one batch
@@ -45,14 +47,17 @@ def test_text_is_vllms_own_and_drafts_are_accepted(drafter, serve, alone):
     assert one_by_one["accepted_tokens"] > 0.15 * one_by_one["draft_tokens"]
 
 
-@pytest.mark.parametrize("drafter, vocabulary", [("layer", None), ("half", 64)])
+@pytest.mark.parametrize("drafter, room", [("layer", None), ("half", 0), ("half", 9)])
 @pytest.mark.parametrize("steps, threshold", [(3, 0.0), (6, 0.5)])
-def test_each_round_writes_what_our_engines_does(drafter, vocabulary, steps, threshold, lm, serve):
+def test_each_round_writes_what_our_engines_does(
+    drafter, room, steps, threshold, lm, serve, monkeypatch
+):
+    monkeypatch.setattr(text_head, "BLOCK", 1)  # else it fills up with tokens of no text
     adapter = adapter_for(lm, feed_forward=drafter == "layer")
-    vocabulary_K = None if vocabulary is None else torch.arange(0, 128, 2)
-    head = DraftHead(lm, None, vocabulary_K)  # which does not follow the texts
+    frequent_K = torch.arange(0, 128, 2)
+    head = DraftHead(lm) if room is None else text_head.TextHead(lm, frequent_K, room)
     engine = Engine(lm, Kangaroo(lm, adapter, steps, threshold, head))
-    with serve(drafter, steps, threshold) as llm:
+    with serve(drafter, steps, threshold, text_vocabulary=room) as llm:
         for prompt in prompts(3):
             before = counted(llm)
             theirs = rounds(llm, prompt)
@@ -61,6 +66,32 @@ def test_each_round_writes_what_our_engines_does(drafter, vocabulary, steps, thr
             drafted = counted(llm)["draft_tokens"] - before["draft_tokens"]
             last = ours.steps[-1].drafted  # vLLM drafts beyond the end, our engine does not
             assert abs(drafted - sum(step.drafted for step in ours.steps)) <= 2 * steps - last
+
+
+def test_tokens_of_the_texts_are_drafted_too(serve, alone, monkeypatch):
+    """Three rows for five texts, so that texts enter and leave beside others."""
+    followed, follow = [], KangarooAdapter.follow
+
+    def follow_and_look(adapter, texts):
+        follow(adapter, texts)
+        followed.append([ids.tolist() for ids in texts])
+        rare = {token for ids in followed[-1] for token in ids if token % 2}
+        assert sorted(adapter.ids_K.tolist()) == sorted([*range(0, 128, 2), *rare])
+
+    monkeypatch.setattr(KangarooAdapter, "follow", follow_and_look)
+    rates = []
+    for most, options in ((0, {"text_vocabulary": 0}), (3, {}), (2, {"max_batch": 2})):
+        followed.clear()
+        with serve("half", max_num_seqs=3, **options) as llm:
+            assert written(llm, prompts(5)) == alone[:5]
+            counts = counted(llm)
+        rates.append(counts["accepted_tokens"] / counts["drafts"])
+        assert max(map(len, followed), default=0) == most
+        assert len(followed) <= 1 + 2 * 5  # not in each step
+        if most == 3:
+            begun = [ids for texts in followed for ids in texts]
+            assert all(any(ids[: len(p)] == p for ids in begun) for p in prompts(5))
+    assert rates[1] > 1.1 * rates[0] and rates[2] > 0
 
 
 def test_no_token_runs_through_the_lower_layers_twice(serve, alone, monkeypatch):

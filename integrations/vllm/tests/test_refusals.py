@@ -96,6 +96,7 @@ def test_lora_is_named(refused):
         ("compilation_config", "cudagraph_mode", CUDAGraphMode.FULL, "--enforce-eager"),
         ("", "additional_config", {}, "which adapter is to draft?"),
         ("", "additional_config", {"kangaroo": "folder", "kangaroo_max_batch": 1.5}, "max_batch"),
+        ("", "additional_config", {"kangaroo": "x", "kangaroo_text_vocabulary": "9"}, "from 0, no"),
     ],
 )
 def test_options_that_were_not_tried_are_named(section, field, value, named):
@@ -112,6 +113,17 @@ def test_options_that_were_not_tried_are_named(section, field, value, named):
     setattr(getattr(config, section) if section else config, field, value)
     with pytest.raises(Unsupported, match=named):
         checks.options(config)
+
+
+@pytest.mark.parametrize("own_head, vocabulary", [(False, None), (True, None), (True, 64)])
+def test_tokens_of_texts_are_refused_where_they_bring_nothing(own_head, vocabulary):
+    rooms = [checks.Options("folder", None, 8, wanted).room for wanted in (None, 0, 64)]
+    facts = checks.AdapterFacts(2, 6, False, own_head, vocabulary, 0.6)
+    assert [room(facts) for room in rooms[:2]] == [0, 0]
+    with pytest.raises(Unsupported, match="kangaroo_text_vocabulary is for adapters that draft by"):
+        rooms[2](facts)
+    by_some_rows = checks.AdapterFacts(2, 6, False, False, 64, 0.6)
+    assert [room(by_some_rows) for room in rooms] == [checks.ROOM, 0, 64]
 
 
 @pytest.mark.parametrize("version, warned", [(touched.TESTED[0], 0), ("0.99.0", 1)])
