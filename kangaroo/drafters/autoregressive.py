@@ -17,7 +17,7 @@ from kangaroo.drafters.base import ChainConfig, RowStates, limit
 from kangaroo.drafters.chain import Chain, DraftToken, limits_of
 from kangaroo.drafters.layer_search import Subset
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta, KVCache
+from kangaroo.engine.cache import ForwardMeta, KVCache, Tensors
 from kangaroo.engine.tree import Draft
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
@@ -59,16 +59,16 @@ class Autoregressive(Chain):
         """All that `run` reads or writes."""
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        def work(input_BN: Tensor, meta: ForwardMeta, *draws: Tensor) -> DraftToken:
+        def work(input_BN: Tensor, meta: ForwardMeta, draws: Tensors) -> DraftToken:
             first = 0 if step == 1 else self.window + step - 1
             x_BND = self.run(batch, input_BN, meta.narrow(first, input_BN.shape[1]))
-            return self.draw(batch, step, x_BND[:, -1:], *draws)
+            return self.draw(batch, step, x_BND[:, -1:], draws)
 
         input_BN = batch.last(self.window + 1)
         for step in range(1, self.steps + 1):
             # a graph a step, so that none overwrites what the round still reads of another
-            key, inputs = ("draft", step, batch.sampling.kind), (input_BN, meta, *batch.draws)
-            token = DraftToken(*self.lm.acceleration.step(self.caches(batch), key, work, *inputs))
+            key, inputs = ("draft", step, batch.sampling.kind), (input_BN, meta, batch.draws)
+            token = self.lm.acceleration.replay(self.caches(batch), key, work, *inputs)
             input_BN = token.id_B1
             yield token
 

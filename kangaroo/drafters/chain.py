@@ -14,7 +14,7 @@ from torch import Tensor
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta
+from kangaroo.engine.cache import ForwardMeta, Tensors
 from kangaroo.engine.sampling import BatchSampling, Rule, pick, warp
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.engine.verify import of_round
@@ -94,14 +94,14 @@ class Chain(Drafter):
         """The chain, one token after another; the caller may stop before the last. `meta` is of
         the window, the pending token and `steps` draft tokens."""
 
-    def draw(self, batch: Batch, step: int, x_B1D: Tensor, *draws: Tensor) -> DraftToken:
+    def draw(self, batch: Batch, step: int, x_B1D: Tensor, draws: Tensors) -> DraftToken:
         """The chain's token number `step`, from the state that the head reads, by `Batch.draws`."""
         x_BD, by_choice = x_B1D[:, 0], batch.sampling.greedy and not self.reads_logits
         if by_choice and (choice := self.head.choose(x_BD)) is not None:
             return DraftToken(choice[0], x_BD.new_empty(0), choice[1][:, 0])
-        return self.draw_from(batch, step, self.head(x_BD), *draws)
+        return self.draw_from(batch, step, self.head(x_BD), draws)
 
-    def draw_from(self, batch: Batch, step: int, logits_BK: Tensor, *draws: Tensor) -> DraftToken:
+    def draw_from(self, batch: Batch, step: int, logits_BK: Tensor, draws: Tensors) -> DraftToken:
         """The same from its logits over the draft vocabulary."""
         length_B, seeds_B, settings_B3 = draws
         if batch.sampling.rule is Rule.block:  # what is accepted depends on tokens drafted after it
