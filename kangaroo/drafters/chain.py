@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.base import Drafter, chain_meta
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Tensors
@@ -60,7 +60,7 @@ class Chain(Drafter):
             return Draft.nothing(batch.last(1))
         may_stop, sampling = self.threshold > 0 or limits[active].any(), batch.sampling
         keeps_probs = sampling.rule is not Rule.match and not sampling.greedy
-        meta = chain_meta(self.lm, batch, self.window, self.steps)
+        meta = chain_meta(self.lm, batch, self.window, self.steps, self.steps)
         # on the host, which reads one number a row and token where chains may stop
         lengths, chance = np.zeros(batch.size, np.int64), np.ones(batch.size, np.float32)
         ids, probs = [batch.last(1)], []
@@ -130,16 +130,3 @@ def limits_of(drafter: Chain | EarlyExit, batch: Batch) -> np.ndarray:
     rows, limits = batch.active, np.ones((batch.size, drafter.steps), np.float32)
     limits[rows] = batch.budget.limits(rows, drafter.steps, drafter.draft_cost, drafter.auto)
     return limits
-
-
-def chain_meta(
-    lm: TargetModel, batch: Batch, window: int, steps: int, room: int | None = None
-) -> ForwardMeta:
-    """One block for a round: the window, the pending token, `steps` more; `room` is how many nodes
-    there will be after the pending token, if not `steps`."""
-    tree = Tree.chain(window + 1 + steps, batch.length_B.device)
-    below = 0 if min(batch.lengths) > window else window
-    used = batch.used + (steps if room is None else room)
-    return lm.forward_meta(
-        tree, batch.base_B - window, used, batch.n_slots, below, ("draft", batch.cache)
-    )

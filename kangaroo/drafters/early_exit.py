@@ -55,7 +55,6 @@ class EarlyExit:
         self.cache = lm.new_cache(0, 0, [])
         # the target's deep state, normed, at each slot of the text, where one is read
         self.deep_BSD = torch.zeros(0, 0, 0, dtype=lm.dtype, device=adapter.home(lm))
-        self.made_for = -1  # serial of the target's cache that the adapter's goes with
         self.proposed: Draft | None = None
         # by row, a part of a prompt that the layer has not read, and its first position
         self.prompts: dict[int, tuple[Tensor, int]] = {}
@@ -66,10 +65,9 @@ class EarlyExit:
         if batch.budget.drafting is not None and (self.needs_costs or batch.size > 1):
             self.draft_cost = batch.budget.drafting(self)
         size, device, hidden = batch.size, self.adapter.home(self.lm), self.lm.config.hidden_size
-        if self.made_for != batch.cache.serial:  # the engine keeps a cache that is large enough
+        if (self.cache.batch_size, self.cache.n_slots) != (size, batch.n_slots):
             self.cache = self.lm.new_cache(0, 0, [])  # the new one may need the old one's memory
             self.cache = self.lm.new_cache(size, batch.n_slots, [device] * self.adapter.depth)
-            self.made_for = batch.cache.serial
             if self.reads_deep:
                 self.deep_BSD = self.deep_BSD.new_zeros(size, batch.n_slots, hidden)
         # shallow states of the tokens before the pending one

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.drafters.base import Drafter, EarlyExitConfig
-from kangaroo.drafters.chain import chain_meta, limits_of
+from kangaroo.drafters.base import Drafter, EarlyExitConfig, chain_meta
+from kangaroo.drafters.chain import limits_of
 from kangaroo.drafters.early_exit import EarlyExit, take
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
@@ -110,7 +110,7 @@ class KangarooTree(EarlyExit):
             return Draft.nothing(batch.last(1))
         limits = np.maximum(limits, np.float32(self.threshold))
         self.catch_up(batch)
-        meta = chain_meta(self.lm, batch, self.window, steps=0, room=self.max_nodes)
+        meta = chain_meta(self.lm, batch, self.window, 0, self.max_nodes)
         meta, draws = self.pin_round(batch, meta)
         pending = batch.last(1), meta, self.shallow_BWD, batch.length_B
         root, *read = self.replay(batch, ("root",), partial(self.start_tree, batch), *pending)
@@ -141,12 +141,13 @@ class KangarooTree(EarlyExit):
     ) -> tuple[Level, Tensor, Tensor | None]:
         """The pending token as a `Level`, and what the layer's first pass reads (`start`); `meta`
         is of the window and this token."""
-        f_B1D, *first = self.start(batch, pending_B1, meta, window_BWD)
+        f_B1D, f_BND, deep_BND = self.start(batch, pending_B1, meta, window_BWD)
         slots_E = torch.arange(meta.extent, device=pending_B1.device)
         hidden_B1E = (slots_E >= length_B[:, None])[:, None]
         none_B1, sure_B1 = torch.zeros_like(pending_B1), torch.ones_like(pending_B1).float()
         itself = pending_B1, sure_B1, none_B1, meta.narrow(self.window, 1)
-        return Level(none_B1, pending_B1, sure_B1, f_B1D, hidden_B1E, *itself), *first
+        level = Level(none_B1, pending_B1, sure_B1, f_B1D, hidden_B1E, *itself)
+        return level, f_BND, deep_BND
 
     def grow(
         self,

@@ -24,10 +24,9 @@ from kangaroo.drafters.layer_search import (
     runs,
     search,
 )
-from kangaroo.drafters.swift import Swift, SwiftConfig, evenly
+from kangaroo.drafters.swift import HalfLayers, Swift, SwiftConfig, evenly
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
-from kangaroo.models.half_layers import HalfLayers
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 
