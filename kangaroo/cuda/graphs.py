@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ WARM_UPS = 2  # libraries allocate and choose kernels in their first calls, whic
 MOST_TOKENS = 512  # a pass over more keeps the GPU busy for longer than its launch takes
 MOST_GRAPHS = 1024  # of one model; the one used longest ago gives way
 
-Key = tuple[Hashable, ...]
+Key = tuple[Any, ...]
 Record = Callable[[Callable[[], None]], Callable[[], Any]]  # gives what repeats the work
 
 
@@ -32,12 +32,10 @@ class Recorded:
     """One graph.
 
     Args:
-        serials: of the caches that it uses.
         inputs, results: what it reads, where a call copies its own, and what a replay writes. They
             are not in the graphs' pool, where a replay overwrites what later graphs have left.
     """
 
-    serials: tuple[int, ...]
     inputs: list[Tensor]
     replay: Callable[[], Any]
     results: Any
@@ -94,13 +92,12 @@ class Graphs:
             return inputs if work is None else work(*inputs)
         while self.dead:
             self._forget(self.dead.pop())
-        serials = tuple(cache.serial for cache in caches)
-        given = tensors_in(inputs)
+        given, serials = tensors_in(inputs), tuple(cache.serial for cache in caches)
         whole = (serials, *key, *(x.shape for x in given))
         with torch.inference_mode():  # wherever the call comes from, the tensors are of one kind
             if whole not in self.made:
                 self._watch(caches)
-                self._make(serials, whole, work, rehearsal or inputs)
+                self._make(whole, work, rehearsal or inputs)
             self.made.move_to_end(whole)
             graph = self.made[whole]
             pairs = zip(graph.inputs, given, strict=True)
@@ -111,17 +108,11 @@ class Graphs:
             graph.replay()
         return graph.results
 
-    def _make(
-        self,
-        serials: tuple[int, ...],
-        whole: Key,
-        work: Callable[..., Any] | None,
-        inputs: tuple[Any, ...],
-    ) -> None:
+    def _make(self, whole: Key, work: Callable[..., Any] | None, inputs: tuple[Any, ...]) -> None:
         self._wait()
         start = time.perf_counter()
         held = [x if x in self.static else x.clone() for x in tensors_in(inputs)]
-        graph = Recorded(serials, held, lambda: None, with_tensors(inputs, iter(held)))
+        graph = Recorded(held, lambda: None, with_tensors(inputs, iter(held)))
         if work is not None:
 
             def run() -> Any:
@@ -155,7 +146,7 @@ class Graphs:
 
     def _forget(self, serial: int) -> None:
         self.watched.discard(serial)
-        for key in [key for key, graph in self.made.items() if serial in graph.serials]:
+        for key in [key for key in self.made if serial in key[0]]:
             del self.made[key]
 
 

@@ -71,9 +71,7 @@ class Block(EarlyExit, Chain):
         self.pass_cost, self.draft_cost = self.draft_cost, self.draft_cost / self.steps
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        self.catch_up(batch)
-        meta, draws = self.pin_round(batch, meta)
-        pending = batch.last(1), meta, self.shallow_BWD
+        meta, draws, pending = self.begin_round(batch, meta)
         logits_BNK = self.replay(batch, ("block",), partial(self.run_block, batch), *pending)
         tokens = self.choices(batch, logits_BNK, draws)
         # with graphs the host reads none before the last is chosen

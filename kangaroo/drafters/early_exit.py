@@ -150,10 +150,15 @@ class EarlyExit:
         """All that drafting reads or writes."""
         return batch.cache, self.cache
 
-    def pin_round(self, batch: Batch, meta: ForwardMeta) -> tuple[ForwardMeta, Tensors]:
-        """What all steps of a round read, in one place: its block, and `Batch.draws`."""
+    def begin_round(
+        self, batch: Batch, meta: ForwardMeta
+    ) -> tuple[ForwardMeta, Tensors, tuple[Tensor, ForwardMeta, Tensor]]:
+        """What all steps of a round read, in one place: its block, and `Batch.draws`; and what
+        `start` takes."""
+        self.catch_up(batch)
         tokens = batch.size * self.window
-        return self.replay(batch, ("round",), None, meta, batch.draws, tokens=tokens)
+        meta, draws = self.replay(batch, ("round",), None, meta, batch.draws, tokens=tokens)
+        return meta, draws, (batch.last(1), meta, self.shallow_BWD)
 
     def replay(self, batch: Batch, *recorded: Any, **how: Any) -> Any:
         """`Acceleration.replay` of work on what drafting reads and writes."""

@@ -41,9 +41,7 @@ class Kangaroo(EarlyExit, Chain):
     hidden: list[Tensor]  # shallow states of the round's nodes
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        self.catch_up(batch)
-        meta, draws = self.pin_round(batch, meta)
-        pending = batch.last(1), meta, self.shallow_BWD
+        meta, draws, pending = self.begin_round(batch, meta)
         states = self.replay(batch, ("root",), partial(self.start, batch), *pending)
         f_B1D, f_BND, deep_BND = states
         self.hidden = [f_B1D]

@@ -109,10 +109,8 @@ class KangarooTree(EarlyExit):
         if not active.any():
             return Draft.nothing(batch.last(1))
         limits = np.maximum(limits, np.float32(self.threshold))
-        self.catch_up(batch)
         meta = chain_meta(self.lm, batch, self.window, 0, self.max_nodes)
-        meta, draws = self.pin_round(batch, meta)
-        pending = batch.last(1), meta, self.shallow_BWD, batch.length_B
+        meta, draws, pending = self.begin_round(batch, meta)
         root, *read = self.replay(batch, ("root",), partial(self.start_tree, batch), *pending)
         levels, valid = [root], [np.ones_like(active)]
         for step in range(1, self.steps + 1):
@@ -132,22 +130,17 @@ class KangarooTree(EarlyExit):
         return self._pruned(batch, levels, np.stack(valid, 1))
 
     def start_tree(
-        self,
-        batch: Batch,
-        pending_B1: Tensor,
-        meta: ForwardMeta,
-        window_BWD: Tensor,
-        length_B: Tensor,
+        self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
     ) -> tuple[Level, Tensor, Tensor | None]:
         """The pending token as a `Level`, and what the layer's first pass reads (`start`); `meta`
         is of the window and this token."""
         f_B1D, f_BND, deep_BND = self.start(batch, pending_B1, meta, window_BWD)
+        itself = meta.narrow(self.window, 1)
         slots_E = torch.arange(meta.extent, device=pending_B1.device)
-        hidden_B1E = (slots_E >= length_B[:, None])[:, None]
+        hidden_B1E = slots_E > itself.slots_RT[..., None]
         none_B1, sure_B1 = torch.zeros_like(pending_B1), torch.ones_like(pending_B1).float()
-        itself = pending_B1, sure_B1, none_B1, meta.narrow(self.window, 1)
-        level = Level(none_B1, pending_B1, sure_B1, f_B1D, hidden_B1E, *itself)
-        return level, f_BND, deep_BND
+        nodes = none_B1, pending_B1, sure_B1, f_B1D, hidden_B1E
+        return Level(*nodes, pending_B1, sure_B1, none_B1, itself), f_BND, deep_BND
 
     def grow(
         self,

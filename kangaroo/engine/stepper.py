@@ -3,6 +3,8 @@
 Shapes: B rows, N draft nodes, P nodes of a path, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -72,7 +74,7 @@ class TensorStepper:
         by_match = sampling.rule is Rule.match or sampling.greedy or draft.tree.size == 1
         taps, layers = sorted(set(self.drafter.taps)), range(draft.entry, lm.n_layers)
 
-        def work(draft: Draft, rows: RowTensors) -> tuple[Verdict, Emitted, Tensor | None, Taps]:
+        def work(draft: Draft, rows: RowTensors) -> tuple[Any, ...]:
             assert draft.meta is not None
             x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
             x_BND, states = lm.run(x_BND, batch.cache, draft.meta, layers, taps)
@@ -85,11 +87,13 @@ class TensorStepper:
                 choice_BN = pick(*drawn_by) if by_match else write(draft, *drawn_by)
                 kept_BNV = logits_BNV if keeps else None
             verdict = accept(draft, choice_BN)
-            return verdict, emitted(draft, verdict, rows), kept_BNV, states
+            return verdict, emitted(draft, verdict, rows), kept_BNV, [states[tap] for tap in taps]
 
         shape = draft.entry, draft.tree.is_chain, draft.tree.max_depth, sampling.kind
         key = ("verify", *taps, keeps, *shape)
-        return lm.acceleration.replay((batch.cache,), key, work, draft, batch.rows)
+        results = lm.acceleration.replay((batch.cache,), key, work, draft, batch.rows)
+        verdict, written, kept_BNV, states = results
+        return verdict, written, kept_BNV, dict(zip(taps, states, strict=True))
 
     def _add_likeliest(self, draft: Draft, logits_BNV: Tensor) -> None:
         """Tell a drafter that wants them of the likeliest tokens after each node: one sync."""
