@@ -56,14 +56,9 @@ class Acceleration:
         blocks among the inputs may be recorded, and tokens are few; by default those of the first
         input, `[B, N, ...]`. With `keep` the results outlive the next call with this key; other
         arguments as of `Graphs`."""
-        graphs = self.graphs
+        graphs, count = self.graphs, tokens or tensors_in(inputs[0])[0].shape[:2].numel()
         recordable = all(x.recordable for x in inputs if isinstance(x, ForwardMeta))
-        if graphs is None or not recordable or not graphs.take(tokens or _tokens(*inputs)):
+        if graphs is None or not recordable or not graphs.take(count):
             return inputs if work is None else work(*inputs)
         results = graphs(caches, key, work, *inputs, **how)
         return with_tensors(results, (x.clone() for x in tensors_in(results))) if keep else results
-
-
-def _tokens(first: Any, *others: Any) -> int:
-    rows, nodes, *_ = tensors_in(first)[0].shape
-    return rows * nodes
