@@ -100,7 +100,7 @@ def definition(case: Case, drafter: Any, how: Sampling) -> Callable:
         case DraftModel():
             return written_by(drafter.lm, how)
         case DraftVerify():
-            return written_by_some(case.lm, drafter.runs, how)
+            return written_by_some(case.lm, [layers for layers, _ in drafter.runs], how)
         case Kangaroo(adapter=FinalNorm()):
             return written_by(case.lm, how, drafter.exit_layer)
     case = replace(case, adapter=drafter.adapter)
