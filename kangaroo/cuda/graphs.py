@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kangaroo.engine.cache import KVCache
+from kangaroo.engine.cache import KVCache, Tensors, tensors_in, with_tensors
 
 WARM_UPS = 2  # libraries allocate and choose kernels in their first calls, which no graph may hold
 MOST_TOKENS = 512  # a pass over more keeps the GPU busy for longer than its launch takes
 MOST_GRAPHS = 1024  # of one model; the one used longest ago gives way
 
-Tensors = tuple[Tensor, ...]
-Key = tuple[Hashable, ...]
+Key = tuple[Any, ...]
 Record = Callable[[Callable[[], None]], Callable[[], Any]]  # gives what repeats the work
 
 
@@ -33,15 +32,13 @@ class Recorded:
     """One graph.
 
     Args:
-        serials: of the caches that it uses.
         inputs, results: what it reads, where a call copies its own, and what a replay writes. They
             are not in the graphs' pool, where a replay overwrites what later graphs have left.
     """
 
-    serials: tuple[int, ...]
-    inputs: Tensors
+    inputs: list[Tensor]
     replay: Callable[[], Any]
-    results: Tensors
+    results: Any
 
 
 class Graphs:
@@ -73,13 +70,15 @@ class Graphs:
         self,
         caches: Sequence[KVCache],
         key: Key,
-        work: Callable[..., Tensors] | None,
-        *inputs: Tensor,
+        work: Callable[..., Any] | None,
+        *inputs: Any,
         rehearsal: Tensors | None = None,
-    ) -> Tensors:
+    ) -> Any:
         """The results of `work(*inputs)`, which must do the same for every call of this key.
+        Inputs and results are tensors, or hold some (`tensors_in`); all else in them stays what it
+        was when this was recorded.
 
-        The next call with this key overwrites them.
+        The next call with this key overwrites the results.
 
         Args:
             caches: all that the work reads or writes; when one of them ends, the graph does.
@@ -93,41 +92,41 @@ class Graphs:
             return inputs if work is None else work(*inputs)
         while self.dead:
             self._forget(self.dead.pop())
-        serials = tuple(cache.serial for cache in caches)
-        whole = (serials, *key, *(x.shape for x in inputs))
+        given, serials = tensors_in(inputs), tuple(cache.serial for cache in caches)
+        whole = (serials, *key, *(x.shape for x in given))
         with torch.inference_mode():  # wherever the call comes from, the tensors are of one kind
             if whole not in self.made:
                 self._watch(caches)
-                self._make(serials, whole, work, rehearsal or inputs)
+                self._make(whole, work, rehearsal or inputs)
             self.made.move_to_end(whole)
             graph = self.made[whole]
-            pairs = zip(graph.inputs, inputs, strict=True)
+            pairs = zip(graph.inputs, given, strict=True)
             stale = [pair for pair in pairs if pair[0] is not pair[1]]
-            for dtype in {given.dtype for _, given in stale}:  # of each all at once
+            for dtype in {x.dtype for _, x in stale}:  # of each all at once
                 same = [pair for pair in stale if pair[1].dtype == dtype]
-                torch._foreach_copy_([place for place, _ in same], [given for _, given in same])
+                torch._foreach_copy_([place for place, _ in same], [x for _, x in same])
             graph.replay()
         return graph.results
 
-    def _make(
-        self,
-        serials: tuple[int, ...],
-        whole: Key,
-        work: Callable[..., Tensors] | None,
-        inputs: Tensors,
-    ) -> None:
+    def _make(self, whole: Key, work: Callable[..., Any] | None, inputs: tuple[Any, ...]) -> None:
         self._wait()
         start = time.perf_counter()
-        held = tuple(x if x in self.static else x.clone() for x in inputs)
-        graph = Recorded(serials, held, lambda: None, held)
+        held = [x if x in self.static else x.clone() for x in tensors_in(inputs)]
+        graph = Recorded(held, lambda: None, with_tensors(inputs, iter(held)))
         if work is not None:
+
+            def run() -> Any:
+                return work(*with_tensors(inputs, iter(held)))  # made anew: a tree keeps its masks
+
             self.recording = True
             try:
-                graph.results = tuple(torch.empty_like(x) for x in work(*held))
-                graph.replay = self.record(lambda: _fill(graph.results, work(*held)))
+                results = run()
+                places = [torch.empty_like(x) for x in tensors_in(results)]
+                graph.results = with_tensors(results, iter(places))
+                graph.replay = self.record(lambda: _fill(places, tensors_in(run())))
             finally:
                 self.recording = False
-        for tensor in graph.results:
+        for tensor in tensors_in(graph.results):
             self.static[tensor] = True
         self.made[whole] = graph
         if len(self.made) > self.most:
@@ -147,11 +146,11 @@ class Graphs:
 
     def _forget(self, serial: int) -> None:
         self.watched.discard(serial)
-        for key in [key for key, graph in self.made.items() if serial in graph.serials]:
+        for key in [key for key in self.made if serial in key[0]]:
             del self.made[key]
 
 
-def _fill(places: Tensors, values: Tensors) -> None:
+def _fill(places: list[Tensor], values: list[Tensor]) -> None:
     for place, value in zip(places, values, strict=True):
         place.copy_(value)
 

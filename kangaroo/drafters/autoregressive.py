@@ -17,7 +17,7 @@ from kangaroo.drafters.base import ChainConfig, RowStates, limit
 from kangaroo.drafters.chain import Chain, DraftToken, limits_of
 from kangaroo.drafters.layer_search import Subset
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta, KVCache
+from kangaroo.engine.cache import ForwardMeta, KVCache, Tensors
 from kangaroo.engine.tree import Draft
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
@@ -41,34 +41,50 @@ class WholeHead(DraftHead):
 
 
 class Autoregressive(Chain):
-    """Each token is the input of the next pass, after a first one with the window."""
+    """Each token is the input of the next pass, after a first one with the window. By default the
+    target drafts on its own cache by some of its layers: committed keys are the whole model's, and
+    verification writes those of the draft again.
+
+    Attributes:
+        cut: whose layers these are: the target, or the same model cut more finely.
+        runs: those that run in a row, and in which rows, `[B, 1, 1]`; None in all.
+    """
+
+    runs: list[tuple[range, Tensor | None]]
 
     def __init__(self, lm: TargetModel, steps: int, threshold: float | str, window: int):
-        self.lm, self.steps, self.window = lm, steps, window
+        self.lm, self.cut, self.steps, self.window = lm, lm, steps, window
         self.head = WholeHead(lm)
         self.threshold, self.auto = limit(threshold)
         self.needs_costs = self.auto
         self.max_nodes = steps
 
-    @abstractmethod
     def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
         """The output of the last layer, `[B, N, D]`."""
+        x_BND, meta = self.lm.embed(tokens_BN), replace(meta, recordable=True)
+        for layers, kept_B11 in self.runs:
+            out_BND, _ = self.cut.run(x_BND, batch.cache, meta, layers)
+            if kept_B11 is not None:
+                kept_B11, x_BND = kept_B11.to(out_BND.device), x_BND.to(out_BND.device)
+                out_BND = torch.where(kept_B11, out_BND, x_BND)
+            x_BND = out_BND
+        return x_BND
 
-    @abstractmethod
     def caches(self, batch: Batch) -> tuple[KVCache, ...]:
         """All that `run` reads or writes."""
+        return (batch.cache,)
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        def work(input_BN: Tensor, meta: ForwardMeta, *draws: Tensor) -> DraftToken:
+        def work(input_BN: Tensor, meta: ForwardMeta, draws: Tensors) -> DraftToken:
             first = 0 if step == 1 else self.window + step - 1
             x_BND = self.run(batch, input_BN, meta.narrow(first, input_BN.shape[1]))
-            return self.draw(batch, step, x_BND[:, -1:], *draws)
+            return self.draw(batch, step, x_BND[:, -1:], draws)
 
         input_BN = batch.last(self.window + 1)
         for step in range(1, self.steps + 1):
             # a graph a step, so that none overwrites what the round still reads of another
-            key, inputs = ("draft", step, batch.sampling.kind), (input_BN, meta, *batch.draws)
-            token = DraftToken(*self.lm.acceleration.step(self.caches(batch), key, work, *inputs))
+            key, inputs = ("draft", step, batch.sampling.kind), (input_BN, meta, batch.draws)
+            token = self.lm.acceleration.replay(self.caches(batch), key, work, *inputs)
             input_BN = token.id_B1
             yield token
 
@@ -82,13 +98,11 @@ class Choice:
 
 
 class LayerChoice(Autoregressive):
-    """Drafts on the target's cache as Draft & Verify does; which layers are left out is each row's
-    own, and begins anew with another text.
+    """Which layers are left out is each row's own, and begins anew with another text.
 
     What any row keeps runs for all rows, and changes nothing in those that leave it out. Each layer
-    is a graph of its own, and a drafted token is none, since others are left out soon. The layers
-    are those of `cut`, the target or the same model cut more finely; a text begins without `first`.
-    `improve` runs as many tokens of a row at once as are `judged`.
+    is a graph of its own, and a drafted token is none, since others are left out soon. A text
+    begins without `first`. `improve` runs as many tokens of a row at once as are `judged`.
     """
 
     rows: RowStates[Any]
@@ -116,28 +130,22 @@ class LayerChoice(Autoregressive):
 
     def begin(self, batch: Batch) -> None:
         self.rows = RowStates(self.start)
-        self.runs: list[tuple[range, Tensor | None]] = []
-
-    def caches(self, batch: Batch) -> tuple[KVCache, ...]:
-        return (batch.cache,)
 
     def propose(self, batch: Batch) -> Draft:
         rows = (limits_of(self, batch)[:, 0] < 1).nonzero()[0].tolist()
         if choices := {row: self.rows.of(row, batch.texts[row]) for row in rows}:
             self.improve(batch, choices)
-            self.runs = self.choose_runs({row: x.skip for row, x in choices.items()}, batch)
+            self.choose_runs({row: choice.skip for row, choice in choices.items()}, batch)
         return super().propose(batch)
 
-    def choose_runs(
-        self, skips: dict[int, Subset], batch: Batch
-    ) -> list[tuple[range, Tensor | None]]:
-        """Layers that run in a row, and which rows keep them, `[B, 1, 1]`; None where all do."""
+    def choose_runs(self, skips: dict[int, Subset], batch: Batch) -> None:
+        """Of these rows, by what each leaves out; and what a drafted token then costs."""
         layers = range(self.cut.n_layers)
         keeps = [tuple(layer not in skip for skip in skips.values()) for layer in layers]
         unkept = [layer for layer in layers if not any(keeps[layer])]
         self.draft_cost = self.cost_without(unkept)
         one_by_one = self.lm.acceleration.graphs is not None
-        runs: list[tuple[range, Tensor | None]] = []
+        self.runs = []
         for (kept, _), group in groupby(layers, lambda layer: (keeps[layer], one_by_one * layer)):
             first, *_, last = [*group] * 2
             kept_B11 = None
@@ -145,18 +153,7 @@ class LayerChoice(Autoregressive):
                 in_row = dict(zip(skips, kept, strict=True))
                 kept_B = torch.tensor([in_row.get(row, True) for row in range(batch.size)])
                 kept_B11 = kept_B[:, None, None].to(self.lm.device)
-            runs += [(range(first, last + 1), kept_B11)] if any(kept) else []
-        return runs
+            self.runs += [(range(first, last + 1), kept_B11)] if any(kept) else []
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
         return super().tokens(batch, replace(meta, recordable=False))
-
-    def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
-        x_BND, meta = self.lm.embed(tokens_BN), replace(meta, recordable=True)
-        for layers, kept_B11 in self.runs:
-            out_BND, _ = self.cut.run(x_BND, batch.cache, meta, layers)
-            if kept_B11 is not None:
-                kept_B11, x_BND = kept_B11.to(out_BND.device), x_BND.to(out_BND.device)
-                out_BND = torch.where(kept_B11, out_BND, x_BND)
-            x_BND = out_BND
-        return x_BND

@@ -210,18 +210,25 @@ class RowStates(Generic[State]):
         return self._rows[row][1]
 
 
+def chain_meta(
+    lm: TargetModel, batch: Batch, window: int, steps: int, room: int, path_B: Tensor | None = None
+) -> ForwardMeta:
+    """One block in a line: the window, the pending token, `steps` more; `room` is how many nodes
+    there are to be after the pending token. Of a path it is from the slot where that begins."""
+    tree = Tree.chain(window + 1 + steps, batch.length_B.device)
+    start_B, use = (batch.base_B, "draft") if path_B is None else (path_B, "path")
+    below = 0 if min(batch.lengths) > window else window
+    place = start_B - window, batch.used + room, batch.n_slots, below
+    return lm.forward_meta(tree, *place, (use, batch.cache))
+
+
 def path_meta(lm: TargetModel, batch: Batch, draft: Draft, window: int) -> ForwardMeta:
     """Where the accepted path of a draft lies now that it is committed, in a line from its root on,
     and `window` tokens before it: for a drafter whose own cache has to follow what another drafted.
     """
     assert draft.meta is not None
-    length = draft.tree.max_depth + 1
-    tree = Tree.chain(window + length, batch.length_B.device)
-    below = 0 if min(batch.lengths) > window else window
-    start_B = draft.meta.slots_RT[:, 0] - window
-    return lm.forward_meta(
-        tree, start_B, batch.used + length, batch.n_slots, below, ("path", batch.cache)
-    )
+    depth, root_B = draft.tree.max_depth, draft.meta.slots_RT[:, 0]
+    return chain_meta(lm, batch, window, depth, depth + 1, root_B)
 
 
 def limit(threshold: float | str) -> tuple[float, bool]:

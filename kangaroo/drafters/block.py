@@ -16,9 +16,8 @@ from torch import Tensor
 from kangaroo.drafters.base import Drafter, EarlyExitConfig
 from kangaroo.drafters.chain import Chain, DraftToken
 from kangaroo.drafters.early_exit import EarlyExit
-from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta
+from kangaroo.engine.cache import ForwardMeta, Tensors
 from kangaroo.engine.tree import Draft
 from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.heads.draft_head import DraftHead
@@ -72,46 +71,41 @@ class Block(EarlyExit, Chain):
         self.pass_cost, self.draft_cost = self.draft_cost, self.draft_cost / self.steps
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        self.catch_up(batch)
-        meta, draws = self.pin_round(batch, meta)
-        pending = batch.last(1), meta, self.shallow_BWD
-        (logits_BNK,) = self.replay(batch, ("block",), partial(self.run_block, batch), *pending)
-        tokens = self.choices(batch, logits_BNK, meta, draws)
+        meta, draws, pending = self.begin_round(batch, meta)
+        logits_BNK = self.replay(batch, ("block",), partial(self.run_block, batch), *pending)
+        tokens = self.choices(batch, logits_BNK, draws)
         # with graphs the host reads none before the last is chosen
         yield from list(tokens) if self.lm.acceleration.graphs else tokens
 
     def run_block(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
-    ) -> Tensors:
+    ) -> Tensor:
         """Logits of all places, which do not know yet what the token before them is."""
-        _, f_BND, *deep = self.start(batch, pending_B1, meta, window_BWD)
-        f_BND, deep_BND = self.adapter.add_places(f_BND, deep[0] if deep else None, self.steps - 1)
+        _, f_BND, deep_BND = self.start(batch, pending_B1, meta, window_BWD)
+        f_BND, deep_BND = self.adapter.add_places(f_BND, deep_BND, self.steps - 1)
         read = meta.narrow(0, self.window + self.steps).to(f_BND.device)
         states_BND = self.adapter(f_BND, deep_BND, read, self.cache.at(read))[:, self.window :]
         logits_MK = self.head(states_BND.flatten(0, 1))
-        return (logits_MK.unflatten(0, states_BND.shape[:2]),)
+        return logits_MK.unflatten(0, states_BND.shape[:2])
 
-    def choices(
-        self, batch: Batch, logits_BNK: Tensor, meta: ForwardMeta, draws: Tensors
-    ) -> Iterator[DraftToken]:
+    def choices(self, batch: Batch, logits_BNK: Tensor, draws: Tensors) -> Iterator[DraftToken]:
         """The draft's tokens, each by the one before it."""
         before_B1 = batch.last(1)
         for step in range(1, self.steps + 1):
             key, work = ("place", step, batch.sampling.kind), partial(self.place, batch, step)
-            token = DraftToken(*self.replay(batch, key, work, logits_BNK, meta, *draws, before_B1))
+            token = self.replay(batch, key, work, logits_BNK, draws, before_B1)
             before_B1 = token.id_B1
             yield token
 
     def place(
-        self, batch: Batch, step: int, logits_BNK: Tensor, meta: ForwardMeta, *others: Tensor
+        self, batch: Batch, step: int, logits_BNK: Tensor, draws: Tensors, before_B1: Tensor
     ) -> DraftToken:
         """The token of one place; from the second on the one before it moves the logits."""
-        *draws, before_B1 = others
         logits_BK = logits_BNK[:, step - 1]
         if step > 1:
             near_BR = self.neighbours_VR[before_B1[:, 0]]
             logits_BK = logits_BK + F.linear(near_BR, self.table_KR).to(logits_BK)
-        return self.draw_from(batch, step, logits_BK, *draws)
+        return self.draw_from(batch, step, logits_BK, draws)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         self.proposed = replace(draft, meta=meta)

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.base import Drafter, chain_meta
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta
+from kangaroo.engine.cache import ForwardMeta, Tensors
 from kangaroo.engine.sampling import BatchSampling, Rule, pick, warp
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.engine.verify import of_round
@@ -60,7 +60,7 @@ class Chain(Drafter):
             return Draft.nothing(batch.last(1))
         may_stop, sampling = self.threshold > 0 or limits[active].any(), batch.sampling
         keeps_probs = sampling.rule is not Rule.match and not sampling.greedy
-        meta = chain_meta(self.lm, batch, self.window, self.steps)
+        meta = chain_meta(self.lm, batch, self.window, self.steps, self.steps)
         # on the host, which reads one number a row and token where chains may stop
         lengths, chance = np.zeros(batch.size, np.int64), np.ones(batch.size, np.float32)
         ids, probs = [batch.last(1)], []
@@ -94,14 +94,14 @@ class Chain(Drafter):
         """The chain, one token after another; the caller may stop before the last. `meta` is of
         the window, the pending token and `steps` draft tokens."""
 
-    def draw(self, batch: Batch, step: int, x_B1D: Tensor, *draws: Tensor) -> DraftToken:
+    def draw(self, batch: Batch, step: int, x_B1D: Tensor, draws: Tensors) -> DraftToken:
         """The chain's token number `step`, from the state that the head reads, by `Batch.draws`."""
         x_BD, by_choice = x_B1D[:, 0], batch.sampling.greedy and not self.reads_logits
         if by_choice and (choice := self.head.choose(x_BD)) is not None:
             return DraftToken(choice[0], x_BD.new_empty(0), choice[1][:, 0])
-        return self.draw_from(batch, step, self.head(x_BD), *draws)
+        return self.draw_from(batch, step, self.head(x_BD), draws)
 
-    def draw_from(self, batch: Batch, step: int, logits_BK: Tensor, *draws: Tensor) -> DraftToken:
+    def draw_from(self, batch: Batch, step: int, logits_BK: Tensor, draws: Tensors) -> DraftToken:
         """The same from its logits over the draft vocabulary."""
         length_B, seeds_B, settings_B3 = draws
         if batch.sampling.rule is Rule.block:  # what is accepted depends on tokens drafted after it
@@ -130,16 +130,3 @@ def limits_of(drafter: Chain | EarlyExit, batch: Batch) -> np.ndarray:
     rows, limits = batch.active, np.ones((batch.size, drafter.steps), np.float32)
     limits[rows] = batch.budget.limits(rows, drafter.steps, drafter.draft_cost, drafter.auto)
     return limits
-
-
-def chain_meta(
-    lm: TargetModel, batch: Batch, window: int, steps: int, room: int | None = None
-) -> ForwardMeta:
-    """One block for a round: the window, the pending token, `steps` more; `room` is how many nodes
-    there will be after the pending token, if not `steps`."""
-    tree = Tree.chain(window + 1 + steps, batch.length_B.device)
-    below = 0 if min(batch.lengths) > window else window
-    used = batch.used + (steps if room is None else room)
-    return lm.forward_meta(
-        tree, batch.base_B - window, used, batch.n_slots, below, ("draft", batch.cache)
-    )

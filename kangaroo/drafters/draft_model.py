@@ -110,7 +110,6 @@ class DraftModel(Autoregressive):
         self.draft_cost = weights(*draft_lm.layers, draft_lm.head) / whole  # the weights it reads
         self.layers = range(draft_lm.n_layers)
         self.cache = draft_lm.new_cache(0, 0)
-        self.made_for = -1  # serial of the target's cache that this one goes with
         self.vocab_size = draft_lm.config.vocab_size
         self.padding = lm.config.vocab_size - self.vocab_size  # below 0 the target's is smaller
         self.head = WholeHead(draft_lm, lm.config.vocab_size)
@@ -120,10 +119,9 @@ class DraftModel(Autoregressive):
     def begin(self, batch: Batch) -> None:
         self.prompts.clear()
         self.read = [0] * batch.size  # in native code, how many tokens of each row's text were read
-        if self.made_for != batch.cache.serial:  # the engine keeps a cache that is large enough
+        if (self.cache.batch_size, self.cache.n_slots) != (batch.size, batch.n_slots):
             self.cache = self.lm.new_cache(0, 0)  # the new one may need the old one's memory
             self.cache = self.lm.new_cache(batch.size, batch.n_slots)
-            self.made_for = batch.cache.serial
 
     def copy_prefix(self, source: int, row: int, count: int) -> None:
         self.read_prompts()

@@ -1,19 +1,12 @@
-"""Draft & Verify: the target drafts for itself with some of its layers left out.
-
-Shapes: B rows, N draft nodes, T tokens of a prefill chunk.
-"""
+"""Draft & Verify: the target drafts for itself with some of its layers left out."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from kangaroo.drafters import layer_search
 from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import ChainConfig, Drafter
-from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.models.loading import options_of
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
@@ -55,8 +48,7 @@ class DraftVerifyConfig(ChainConfig):
 
 
 class DraftVerify(Autoregressive):
-    """Drafts on the target's cache: committed keys are the whole model's, and verification writes
-    those of the draft again."""
+    """Leaves out the same layers in all rows."""
 
     def __init__(
         self, lm: TargetModel, skip: Collection[int], steps: int = 6, threshold: float | str = 0.6
@@ -67,14 +59,5 @@ class DraftVerify(Autoregressive):
                 f"to {lm.n_layers - 1}."
             )
         super().__init__(lm, steps, threshold, window=0)
-        self.runs = layer_search.runs(skip, lm.n_layers)
+        self.runs = [(layers, None) for layers in layer_search.runs(skip, lm.n_layers)]
         self.draft_cost = layer_search.draft_cost(lm, skip)
-
-    def caches(self, batch: Batch) -> tuple[KVCache, ...]:
-        return (batch.cache,)
-
-    def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
-        x_BND = self.lm.embed(tokens_BN)
-        for layers in self.runs:
-            x_BND, _ = self.lm.run(x_BND, batch.cache, meta, layers)
-        return x_BND

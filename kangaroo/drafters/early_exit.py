@@ -3,13 +3,14 @@
 Shapes: B rows, N draft nodes, P nodes of a path, T tokens of a chunk, W window, D hidden size.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kangaroo.drafters.base import limit, path_meta
-from kangaroo.engine.acceleration import Key, Tensors, Work
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta, KVCache, Taps
+from kangaroo.engine.cache import ForwardMeta, KVCache, Taps, Tensors
 from kangaroo.engine.tree import Draft, Verdict
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
@@ -54,7 +55,6 @@ class EarlyExit:
         self.cache = lm.new_cache(0, 0, [])
         # the target's deep state, normed, at each slot of the text, where one is read
         self.deep_BSD = torch.zeros(0, 0, 0, dtype=lm.dtype, device=adapter.home(lm))
-        self.made_for = -1  # serial of the target's cache that the adapter's goes with
         self.proposed: Draft | None = None
         # by row, a part of a prompt that the layer has not read, and its first position
         self.prompts: dict[int, tuple[Tensor, int]] = {}
@@ -65,10 +65,9 @@ class EarlyExit:
         if batch.budget.drafting is not None and (self.needs_costs or batch.size > 1):
             self.draft_cost = batch.budget.drafting(self)
         size, device, hidden = batch.size, self.adapter.home(self.lm), self.lm.config.hidden_size
-        if self.made_for != batch.cache.serial:  # the engine keeps a cache that is large enough
+        if (self.cache.batch_size, self.cache.n_slots) != (size, batch.n_slots):
             self.cache = self.lm.new_cache(0, 0, [])  # the new one may need the old one's memory
             self.cache = self.lm.new_cache(size, batch.n_slots, [device] * self.adapter.depth)
-            self.made_for = batch.cache.serial
             if self.reads_deep:
                 self.deep_BSD = self.deep_BSD.new_zeros(size, batch.n_slots, hidden)
         # shallow states of the tokens before the pending one
@@ -114,65 +113,66 @@ class EarlyExit:
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         """Bring the windows, and where another draft was verified the cache, up to the text."""
-        path: ForwardMeta | None = None  # where the adapter's keys are not yet
+        path: ForwardMeta | None = None
         if draft is not self.proposed or not draft.tree.is_chain:
             self.read_prompts()
             path = path_meta(self.lm, batch, draft, self.window)
         self.proposed, is_chain = None, draft.tree.is_chain
 
         def work(
-            window_BWD: Tensor, path_BP: Tensor, count_B: Tensor, root_B1: Tensor, *others: Tensor
-        ) -> tuple[Tensor]:
-            states, others = others[: len(self.taps)], others[len(self.taps) :]
+            window_BWD: Tensor,
+            path_BP: Tensor,
+            count_B: Tensor,
+            root_B1: Tensor,
+            states: list[Tensor],
+            path: ForwardMeta | None,  # where the adapter's keys are not yet
+        ) -> Tensor:
             new_BPD, *deep = (x if is_chain else take(x, path_BP.to(x.device)) for x in states)
             for deep_BPD in deep:
                 path_P = torch.arange(deep_BPD.shape[1], device=deep_BPD.device)
                 self.keep_deep(root_B1.to(deep_BPD.device) + path_P, deep_BPD)
             if path is not None:
-                at = path.with_tensors(*others).to(new_BPD.device)
+                at = path.to(new_BPD.device)
                 f_BND = torch.cat([window_BWD, new_BPD], 1)
                 self.adapter.write_kv(f_BND, self.deep_before(at), at, self.cache.at(at))
             # the window over the longer text: again its last states
             after_B1, width = count_B.to(new_BPD.device)[:, None] + 1, window_BWD.shape[1]
             states_BND = torch.cat([window_BWD, new_BPD], 1)
-            return (take(states_BND, after_B1 + torch.arange(width, device=after_B1.device)),)
+            return take(states_BND, after_B1 + torch.arange(width, device=after_B1.device))
 
         assert draft.meta is not None
-        (self.shallow_BWD,) = self.lm.acceleration.replay(
-            self.caches(batch),
-            ("observe", is_chain),
-            work,
-            *(self.shallow_BWD, verdict.path_BP, verdict.count_B, draft.meta.slots_RT[:, :1]),
-            *(taps[tap] for tap in self.taps),
-            *(() if path is None else path.tensors()),
-            tokens=draft.tokens_BN.numel(),
-        )
+        states, root_B1 = [taps[tap] for tap in self.taps], draft.meta.slots_RT[:, :1]
+        inputs = self.shallow_BWD, verdict.path_BP, verdict.count_B, root_B1, states, path
+        count, key = draft.tokens_BN.numel(), ("observe", is_chain)
+        self.shallow_BWD = self.replay(batch, key, work, *inputs, tokens=count)
 
     def caches(self, batch: Batch) -> tuple[KVCache, ...]:
         """All that drafting reads or writes."""
         return batch.cache, self.cache
 
-    def pin_round(self, batch: Batch, meta: ForwardMeta) -> tuple[ForwardMeta, Tensors]:
-        """What all steps of a round read, in one place: its block, and `Batch.draws`."""
-        caches, key = self.caches(batch), ("round",)
-        return self.lm.acceleration.pin_inputs(caches, key, self.shallow_BWD, meta, *batch.draws)
+    def begin_round(
+        self, batch: Batch, meta: ForwardMeta
+    ) -> tuple[ForwardMeta, Tensors, tuple[Tensor, ForwardMeta, Tensor]]:
+        """What all steps of a round read, in one place: its block, and `Batch.draws`; and what
+        `start` takes."""
+        self.catch_up(batch)
+        tokens = batch.size * self.window
+        meta, draws = self.replay(batch, ("round",), None, meta, batch.draws, tokens=tokens)
+        return meta, draws, (batch.last(1), meta, self.shallow_BWD)
 
-    def replay(
-        self, batch: Batch, key: Key, work: Work, x_BND: Tensor, meta: ForwardMeta, *more: Tensor
-    ) -> Tensors:
-        """`work(x, meta, *more)` on what drafting reads and writes (`Acceleration.step`)."""
-        return self.lm.acceleration.step(self.caches(batch), key, work, x_BND, meta, *more)
+    def replay(self, batch: Batch, *recorded: Any, **how: Any) -> Any:
+        """`Acceleration.replay` of work on what drafting reads and writes."""
+        return self.lm.acceleration.replay(self.caches(batch), *recorded, **how)
 
     def start(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
-    ) -> Tensors:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of the pending token the shallow state; what the round's first pass reads: the window's
         and this one, `[B, W + 1, D]`, and if the layer reads them the deep ones before those.
         `meta` is from the window on."""
         f_B1D = self.run_shallow(pending_B1, batch, meta.narrow(self.window, 1))
         deep_BND = self.deep_before(meta.narrow(0, self.window + 1).to(f_B1D.device))
-        f_BND = torch.cat([window_BWD, f_B1D], 1)
-        return f_B1D, f_BND, *(() if deep_BND is None else (deep_BND,))
+        return f_B1D, torch.cat([window_BWD, f_B1D], 1), deep_BND
 
     def run_shallow(self, tokens_BN: Tensor, batch: Batch, meta: ForwardMeta) -> Tensor:
         """The states of tokens at the exit layer, `[B, N, D]`."""

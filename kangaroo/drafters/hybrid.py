@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import Drafter, EarlyExitConfig, RowStates
-from kangaroo.drafters.chain import chain_meta
+from kangaroo.drafters.base import Drafter, EarlyExitConfig, RowStates, chain_meta
 from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_pays, sources_of
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.suffix import AnswerStore, TextMatches
+from kangaroo.drafters.suffix import AnswerStore
 from kangaroo.drafters.token_recycling import recycle, successors_in
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
@@ -100,20 +99,19 @@ class Hybrid(Kangaroo):
         trees = {row: best_tree(self.costs, x, self.nodes) for row, x in sources.items()}
         return Draft.listed(batch.last(1), trees)
 
-    def start_text(self, row: int, text: list[int]) -> tuple[TextMatches, Sources]:
-        """What a row's text and others say of it, and the sources by which they are weighed."""
-        matches = self.store.matches(row, text)
+    def start_text(self, row: int, text: list[int]) -> Sources:
+        """What is asked of a row's text."""
         matrix = successors_in(text, 1) if self.recycle else None
-        return matches, sources_of(len(text), len(matches.grown()), matrix)
+        return sources_of(len(text), len(self.store.matches(row, text)), matrix)
 
     def asked(self, batch: Batch, row: int) -> Sources:
         """What is said of a row in a new round, but for the chain, up to where its text ends; the
         sources have learnt what the last round came to."""
         text = batch.texts[row]
-        matches, sources = self.rows.of(row, text)
+        sources = self.rows.of(row, text)
         sources.learn(text[sources.length :])
         sources.length = len(text)
-        for lookup, part in zip(sources.lookups, matches.grown(), strict=True):
+        for lookup, part in zip(sources.lookups, self.store.matches(row, text), strict=True):
             lookup.look_up(part.match[0], part.continuation(self.nodes, batch.ends[row]))
         sources.chain.say([])
         if sources.recycled is not None:
@@ -126,7 +124,7 @@ class Hybrid(Kangaroo):
         growing = [row for row in sources if self.pays(sources[row])]
         if not growing:
             return
-        meta = chain_meta(self.lm, batch, self.window, self.steps)
+        meta = chain_meta(self.lm, batch, self.window, self.steps, self.steps)
         for token in self.tokens(batch, meta):
             choices = token.reading.tolist()  # one sync
             for row in growing:

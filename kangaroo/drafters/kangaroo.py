@@ -14,9 +14,8 @@ from torch import Tensor
 from kangaroo.drafters.base import Drafter, EarlyExitConfig
 from kangaroo.drafters.chain import Chain, DraftToken
 from kangaroo.drafters.early_exit import EarlyExit
-from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta
+from kangaroo.engine.cache import ForwardMeta, Tensors
 from kangaroo.engine.tree import Draft
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
@@ -42,41 +41,44 @@ class Kangaroo(EarlyExit, Chain):
     hidden: list[Tensor]  # shallow states of the round's nodes
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        self.catch_up(batch)
-        meta, draws = self.pin_round(batch, meta)
-        pending = batch.last(1), meta, self.shallow_BWD
-        f_B1D, f_BND, *deep = self.replay(batch, ("root",), partial(self.start, batch), *pending)
+        meta, draws, pending = self.begin_round(batch, meta)
+        states = self.replay(batch, ("root",), partial(self.start, batch), *pending)
+        f_B1D, f_BND, deep_BND = states
         self.hidden = [f_B1D]
         for step in range(1, self.steps + 1):
             # a graph a step, so that none overwrites what the round still reads of another
             key, work = ("draft", step, batch.sampling.kind), partial(self.draft_token, batch, step)
-            *token, adapted_B1D, f_BND = self.replay(batch, key, work, f_BND, meta, *draws, *deep)
+            token, f_BND, deep_BND = self.replay(batch, key, work, f_BND, meta, draws, deep_BND)
             self.hidden.append(f_BND)
-            deep = [adapted_B1D] if self.reads_deep else []
-            yield DraftToken(*token)
+            yield token
 
     def draft_token(
-        self, batch: Batch, step: int, f_BND: Tensor, meta: ForwardMeta, *others: Tensor
-    ) -> Tensors:
+        self,
+        batch: Batch,
+        step: int,
+        f_BND: Tensor,
+        meta: ForwardMeta,
+        draws: Tensors,
+        deep_BND: Tensor | None,
+    ) -> tuple[DraftToken, Tensor, Tensor | None]:
         """One token of section 3.1: adapter, head, and the shallow layers on what was drafted.
 
         Args:
             f_BND: shallow states of the last token; in the first step of the window before it too.
             meta: of window, pending token and draft.
-            others: `Batch.draws`, and the deep states that a fused adapter reads, too.
+            draws: those of the batch.
+            deep_BND: what a fused adapter reads, too.
 
-        Returns a `DraftToken`, and for the next one the adapter's state and the token's shallow
-        state, `[B, 1, D]` each.
+        Returns the token, and for the next one its shallow state and, if a fused adapter reads
+        that, the adapter's, `[B, 1, D]` each.
         """
         end = self.window + step
         read = meta.narrow(0, end) if step == 1 else meta.narrow(end - 1, 1)
         read = read.to(f_BND.device)
-        draws, deep = others[:3], others[3:]
-        deep_BND = deep[0] if deep else None
         adapted_B1D = self.adapter(f_BND, deep_BND, read, self.cache.at(read))[:, -1:]
-        token = self.draw(batch, step, adapted_B1D, *draws)
+        token = self.draw(batch, step, adapted_B1D, draws)
         f_B1D = self.run_shallow(token.id_B1, batch, meta.narrow(end, 1))
-        return *token, adapted_B1D, f_B1D
+        return token, f_B1D, adapted_B1D if self.reads_deep else None
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         """Verification begins at the exit layer, since the shallow states are there."""

@@ -4,10 +4,9 @@ Shapes: B rows, N draft nodes (node 0 is the pending token), L nodes of a level,
 each, M candidates of a level, E occupied slots, W window, D hidden size, K draft vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,13 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.drafters.base import Drafter, EarlyExitConfig
-from kangaroo.drafters.chain import chain_meta, limits_of
+from kangaroo.drafters.base import Drafter, EarlyExitConfig, chain_meta
+from kangaroo.drafters.chain import limits_of
 from kangaroo.drafters.early_exit import EarlyExit, take
-from kangaroo.engine.acceleration import Tensors
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
-from kangaroo.engine.cache import ForwardMeta
+from kangaroo.engine.cache import ForwardMeta, Tensors
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
@@ -61,7 +59,7 @@ class Level(NamedTuple):
     """Nodes of one depth, all of which have passed the shallow layers: their parents' places in the
     draft, confidence, shallow states, true for the slots that they do not see; all candidates of
     the level above that they were chosen from, their confidence, and where the nodes stand among
-    these; and the tensors of their block."""
+    these; and their block."""
 
     parents_BL: Tensor
     tokens_BL: Tensor
@@ -71,14 +69,7 @@ class Level(NamedTuple):
     children_BM: Tensor
     chances_BM: Tensor
     places_BL: Tensor
-    layout: Tensors
-
-    @staticmethod
-    def split(tensors: Tensors, block: int) -> "tuple[Level, Tensors]":
-        """A level, whose block has so many tensors, and what comes after it."""
-        alone = len(Level._fields) - 1
-        end = alone + block
-        return Level._make((*tensors[:alone], tensors[alone:end])), tensors[end:]
+    meta: ForwardMeta
 
 
 class KangarooTree(EarlyExit):
@@ -118,21 +109,15 @@ class KangarooTree(EarlyExit):
         if not active.any():
             return Draft.nothing(batch.last(1))
         limits = np.maximum(limits, np.float32(self.threshold))
-        self.catch_up(batch)
-        meta = chain_meta(self.lm, batch, self.window, steps=0, room=self.max_nodes)
-        meta, draws = self.pin_round(batch, meta)
-        pending = batch.last(1), meta, self.shallow_BWD, batch.length_B
-        tensors = self.replay(batch, ("root",), partial(self.start_tree, batch), *pending)
-        block = len(meta.tensors())
-        root, (f_BND, *deep) = Level.split(tensors, block)
-        levels, read = [root], meta
-        valid = [np.ones_like(active)]
+        meta = chain_meta(self.lm, batch, self.window, 0, self.max_nodes)
+        meta, draws, pending = self.begin_round(batch, meta)
+        root, *read = self.replay(batch, ("root",), partial(self.start_tree, batch), *pending)
+        levels, valid = [root], [np.ones_like(active)]
         for step in range(1, self.steps + 1):
             # a graph a level, so that none overwrites what the round still reads of another
             key, work = ("level", step, batch.sampling.kind), partial(self.grow, batch, step)
-            last = levels[-1].score_BL, levels[-1].hidden_BLE
-            tensors = self.replay(batch, key, work, f_BND, read, *last, *draws, *deep)
-            level, (best_B, *deep) = Level.split(tensors, block)
+            grown = self.replay(batch, key, work, *read, meta, draws, levels[-1])
+            level, best_B, deep_BND = grown
             levels.append(level)
             valid.append(active)
             if step == self.steps:
@@ -141,31 +126,38 @@ class KangarooTree(EarlyExit):
                 active = active & (np.array(best_B.tolist(), np.float32) > limits[:, step])
                 if not active.any():
                     break
-            read, f_BND = meta.with_tensors(*level.layout), level.f_BLD
-        return self._pruned(batch, meta, levels, np.stack(valid, 1))
+            read, meta = [level.f_BLD, deep_BND], level.meta
+        return self._pruned(batch, levels, np.stack(valid, 1))
 
     def start_tree(
-        self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, *others: Tensor
-    ) -> Tensors:
+        self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
+    ) -> tuple[Level, Tensor, Tensor | None]:
         """The pending token as a `Level`, and what the layer's first pass reads (`start`); `meta`
         is of the window and this token."""
-        window_BWD, length_B = others
-        f_B1D, *first = self.start(batch, pending_B1, meta, window_BWD)
+        f_B1D, f_BND, deep_BND = self.start(batch, pending_B1, meta, window_BWD)
+        itself = meta.narrow(self.window, 1)
         slots_E = torch.arange(meta.extent, device=pending_B1.device)
-        hidden_B1E = (slots_E >= length_B[:, None])[:, None]
+        hidden_B1E = slots_E > itself.slots_RT[..., None]
         none_B1, sure_B1 = torch.zeros_like(pending_B1), torch.ones_like(pending_B1).float()
-        itself = pending_B1, sure_B1, none_B1, *meta.narrow(self.window, 1).tensors()
-        return none_B1, pending_B1, sure_B1, f_B1D, hidden_B1E, *itself, *first
+        nodes = none_B1, pending_B1, sure_B1, f_B1D, hidden_B1E
+        return Level(*nodes, pending_B1, sure_B1, none_B1, itself), f_BND, deep_BND
 
     def grow(
-        self, batch: Batch, step: int, f_BND: Tensor, meta: ForwardMeta, *others: Tensor
-    ) -> Tensors:
-        """The most confident children of the last level, as a `Level`; the score of the best `[B]`;
-        and the layer's states of their parents, if it reads such. `others` are the last level's
-        scores, and what is hidden from it; `Batch.draws`; and the deep states if they are read."""
-        score_BL, hidden_BLE, length_B, seeds_B, settings_B3, *deep = others
-        at, width, rows = meta.to(f_BND.device), score_BL.shape[1], batch.size
-        adapted_BND = self.adapter(f_BND, deep[0] if deep else None, at, self.cache.at(at))
+        self,
+        batch: Batch,
+        step: int,
+        f_BND: Tensor,
+        deep_BND: Tensor | None,
+        meta: ForwardMeta,
+        draws: Tensors,
+        last: Level,
+    ) -> tuple[Level, Tensor, Tensor | None]:
+        """The most confident children of the last level; the score of the best `[B]`; and the
+        layer's states of their parents, if it reads such. What the layer reads now is this level,
+        of the root the window too."""
+        length_B, seeds_B, settings_B3 = draws
+        at, width, rows = meta.to(f_BND.device), last.score_BL.shape[1], batch.size
+        adapted_BND = self.adapter(f_BND, deep_BND, at, self.cache.at(at))
         adapted_BLD = adapted_BND[:, -width:]  # without the window
         logits_BLK = self.head(adapted_BLD.flatten(0, 1)).unflatten(0, (rows, width))
         positions_BL = (length_B[:, None] + step - 1).expand(-1, width)
@@ -173,23 +165,23 @@ class KangarooTree(EarlyExit):
         candidates_BLC = self.head.candidates(logits_BLK, positions_BL, how, seeds_B, self.top_k)
         confidence_BLC = logits_BLK.float().softmax(-1).topk(self.top_k).values
         children_BM = candidates_BLC.flatten(1)
-        chances_BM = (score_BL[..., None] * confidence_BLC).flatten(1)
+        chances_BM = (last.score_BL[..., None] * confidence_BLC).flatten(1)
         score_BL, index_BL = chances_BM.topk(self.top_k)
         of_parent_BL = index_BL // self.top_k
         first = 1 + (step - 1) * self.top_k  # the first node's place in the draft
         parents_BL = of_parent_BL + max(first - self.top_k, 0)
         numbers_L = torch.arange(first, first + self.top_k, device=length_B.device)
         slots_BL = length_B[:, None] - 1 + numbers_L
-        hidden_BLE = take(hidden_BLE, of_parent_BL).scatter(2, slots_BL[..., None], False)
+        hidden_BLE = take(last.hidden_BLE, of_parent_BL).scatter(2, slots_BL[..., None], False)
         tokens_BL = children_BM.gather(1, index_BL)
         at_BL = (length_B[:, None] - 1 + step).expand(-1, self.top_k)
         place = slots_BL, at_BL, hidden_BLE, batch.n_slots, self.positions(length_B, meta.extent)
-        new_meta = self.lm.forward_meta_of(*place)
-        f_BLD = self.run_shallow(tokens_BL, batch, new_meta)
-        level: Tensors = parents_BL, tokens_BL, score_BL, f_BLD, hidden_BLE
-        level += children_BM, chances_BM, index_BL, *new_meta.tensors()
-        further = (take(adapted_BLD, of_parent_BL),) if self.reads_deep else ()
-        return *level, score_BL.amax(1), *further
+        meta = self.lm.forward_meta_of(*place)
+        f_BLD = self.run_shallow(tokens_BL, batch, meta)
+        nodes = parents_BL, tokens_BL, score_BL, f_BLD, hidden_BLE
+        level = Level(*nodes, children_BM, chances_BM, index_BL, meta)
+        further_BLD = take(adapted_BLD, of_parent_BL) if self.reads_deep else None
+        return level, score_BL.amax(1), further_BLD
 
     def positions(self, length_B: Tensor, extent: int) -> Tensor | None:
         """Of what lies in the slots, `[B, E]`; None where no window asks for them."""
@@ -199,60 +191,50 @@ class KangarooTree(EarlyExit):
         depth_BE = (slots_E - length_B1 + self.top_k) // self.top_k  # of a drafted node
         return torch.minimum(slots_E, length_B1 - 1 + depth_BE.clamp(min=0))
 
-    def _pruned(
-        self, batch: Batch, meta: ForwardMeta, levels: list[Level], valid: np.ndarray
-    ) -> Draft:
+    def _pruned(self, batch: Batch, levels: list[Level], valid: np.ndarray) -> Draft:
         count, device, halves = len(levels), batch.length_B.device, self.min_confidence is None
         parents, score, *others = self.offered(levels)
         sizes = [of_level.shape[1] for of_level in score]
 
-        def rank(valid_BN: Tensor, worth_W: Tensor, *parts: Tensor) -> Tensors:
-            parents_BN, score_BN = torch.cat(parts[:count], 1), torch.cat(parts[count:], 1)
+        def rank(valid_BN: Tensor, worth_W: Tensor, parents: Tensors, score: Tensors) -> Tensors:
+            parents_BN, score_BN = torch.cat(parents, 1), torch.cat(score, 1)
             keep_BN = kept(score_BN, parents_BN, valid_BN, worth_W, halves)
             # nodes that are kept, in their order; rows with fewer are filled up with others
             order_BN = (~keep_BN).int().argsort(dim=1, stable=True)
             return keep_BN.sum(1).max(), order_BN, keep_BN, parents_BN
 
-        def prune(order_BN: Tensor, keep_BN: Tensor, parents_BN: Tensor, *parts: Tensor) -> Tensors:
+        def prune(
+            order_BN: Tensor, keep_BN: Tensor, parents_BN: Tensor, tokens: Tensors, *computed: Any
+        ) -> Draft:
             index_BN = order_BN[:, :size]
             number_BN = order_BN.argsort(1)  # of each node in the pruned tree
             keep_BN = keep_BN.gather(1, index_BN)
             parents_BN = number_BN.gather(1, parents_BN.gather(1, index_BN)) * keep_BN
-            tokens, *others = (parts[i : i + count] for i in range(0, len(parts), count))
             tokens_BN = torch.cat(tokens, 1).gather(1, index_BN)
-            if not others:
-                return tokens_BN, keep_BN, parents_BN
-            states, *layout = others
-            metas = [meta.with_tensors(*of_level) for of_level in zip(*layout, strict=True)]
-            whole = ForwardMeta.join(metas).take(index_BN).tensors()
-            return tokens_BN, keep_BN, parents_BN, take(torch.cat(states, 1), index_BN), *whole
-
-        def replay(work: Callable[..., Tensors], *inputs: Tensor, size: int = 0) -> Tensors:
-            key, nodes = (work.__name__, count, size), batch.size * sum(sizes)
-            return self.lm.acceleration.replay(self.caches(batch), key, work, *inputs, tokens=nodes)
+            tree = Tree(parents_BN, min(count, size) - 1)
+            tree = Tree.chain(size, device) if self.top_k == 1 else tree
+            draft = Draft(tokens_BN, tree, keep_BN, entry=self.exit_layer)
+            if computed:
+                states, metas = computed
+                draft.hidden_BND = take(torch.cat(states, 1), index_BN)
+                draft.meta = ForwardMeta.join(metas).take(index_BN)
+            return draft
 
         worth_W = torch.tensor(self.min_node_chances(batch.budget, len(batch.active)))
         uploaded = torch.from_numpy(valid.repeat(sizes, 1)).to(device), worth_W.to(device)
-        largest, *order = replay(rank, *uploaded, *parents, *score)
+        largest, *order = self.replay(batch, ("rank", count), rank, *uploaded, parents, score)
         # one sync a round
         size = self.lm.acceleration.width(int(largest), min(self.nodes + 1, sum(sizes)))
-        pruned = replay(prune, *order, *chain.from_iterable(others), size=size)
-        tokens_BN, keep_BN, parents_BN, *computed = pruned
-        tree = (
-            Tree.chain(size, device) if self.top_k == 1 else Tree(parents_BN, min(count, size) - 1)
-        )
-        self.proposed = Draft(tokens_BN, tree, keep_BN, entry=self.exit_layer)
-        if computed:
-            self.proposed.hidden_BND = computed[0]
-            self.proposed.meta = meta.with_tensors(*computed[1:])
+        draft = self.replay(batch, ("prune", count, size), prune, *order, *others)
+        # both anew: the next replay gives the same ones, and a tree keeps its masks
+        self.proposed = replace(draft, tree=replace(draft.tree))
         return self.proposed
 
-    def offered(self, levels: list[Level]) -> Sequence[Sequence[Tensor]]:
+    def offered(self, levels: list[Level]) -> Sequence[Sequence[Any]]:
         """Of the nodes that may be verified, by level: parents, confidence, tokens; then what is
-        computed already, if anything is: their states, and what makes their block."""
-        parts = "parents_BL", "score_BL", "tokens_BL", "f_BLD"
-        of_nodes = [[getattr(level, part) for level in levels] for part in parts]
-        return [*of_nodes, *zip(*(level.layout for level in levels), strict=True)]
+        computed already, if anything is: their states, and their blocks."""
+        parts = "parents_BL", "score_BL", "tokens_BL", "f_BLD", "meta"
+        return [[getattr(level, part) for level in levels] for part in parts]
 
 
 def kept(

@@ -127,20 +127,14 @@ class StoredMatch(Match):
         self.match = length, self.automaton.ends[self._state]
 
 
+@dataclass
 class TextMatches:
-    """Of the end of a text that grows elsewhere: in itself, and in what is stored, if anything."""
+    """Of a text that grows elsewhere, and whose answer `begins` there; `read` tokens were added."""
 
-    def __init__(self, text: list[int], stored: SuffixAutomaton | None):
-        self.text, self.begins, self._read = text, len(text) - 1, 0  # begins: its answer
-        self._parts: list[Match] = [SuffixAutomaton()]
-        self._parts += [] if stored is None else [StoredMatch(stored)]
-
-    def grown(self) -> Sequence[Match]:
-        """With all of the text."""
-        new, self._read = self.text[self._read :], len(self.text)
-        for part in self._parts:
-            part.extend(new)
-        return self._parts
+    text: list[int]
+    begins: int
+    parts: list[Match]
+    read: int = 0
 
 
 class AnswerStore:
@@ -162,14 +156,19 @@ class AnswerStore:
         for row in list(self._rows):
             self._store(row)
 
-    def matches(self, row: int, text: list[int]) -> TextMatches:
-        """Of a row's text."""
+    def matches(self, row: int, text: list[int]) -> Sequence[Match]:
+        """Of the end of a row's text: in itself, and in what is stored, if that is wanted."""
         if row not in self._rows or self._rows[row].text is not text:  # another prompt took the row
             self._store(row)
             if self.size and self._automaton is None:
                 self._automaton = SuffixAutomaton(self.tokens)
-            self._rows[row] = TextMatches(text, self._automaton)
-        return self._rows[row]
+            stored = [] if self._automaton is None else [StoredMatch(self._automaton)]
+            self._rows[row] = TextMatches(text, len(text) - 1, [SuffixAutomaton(), *stored])
+        of_row = self._rows[row]
+        new, of_row.read = text[of_row.read :], len(text)
+        for part in of_row.parts:
+            part.extend(new)
+        return of_row.parts
 
     def _store(self, row: int) -> None:
         of_row = self._rows.pop(row, None)
@@ -213,7 +212,7 @@ class Suffix(FromText):
         self.store.begin()
 
     def continuation(self, row: int, text: list[int]) -> list[int]:
-        matches = self.store.matches(row, text).grown()
+        matches = self.store.matches(row, text)
         longest = max(matches, key=lambda part: part.match[0])  # of equals the text's
         count = min(self.max_nodes, int(self.alpha * longest.match[0]))
         return longest.continuation(count, self.batch.ends[row])

@@ -1,24 +1,28 @@
 """SWIFT: attention and feed-forward parts are skipped, other ones from one round to the next.
 
-Shapes: M positions of a text, D hidden size.
+Shapes: M positions of a text, R rows, T tokens a row, D hidden size.
 """
 
 import random
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from kangaroo.drafters import layer_search
 from kangaroo.drafters.autoregressive import Choice, LayerChoice
 from kangaroo.drafters.base import ChainConfig, Drafter
 from kangaroo.drafters.layer_search import Subset
 from kangaroo.engine.batch import Batch
+from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.sampling import pick
-from kangaroo.models.half_layers import HalfLayers
+from kangaroo.models.layer_weights import layer_weights
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Chance, CountOrZero, DraftSize, Seed, Share
 
+FEED_FORWARD = "feed_forward_norm", "gate", "up", "down"  # weights
 LEAST_JUDGED = 8  # written tokens that a set is judged by at least
 
 
@@ -111,3 +115,63 @@ def evenly(places: range, share: float, of: int) -> Subset:
     """So many of the places, that share of `of` or all, with even gaps."""
     count = min(round(share * of), len(places))
     return tuple(places[int((i + 0.5) * len(places) / count)] for i in range(count))
+
+
+class HalfLayers(TargetModel):
+    """The same model with the same weights, of twice as many layers: of each its attention, then
+    its feed-forward part. It runs on the target's cache, as fast as the target."""
+
+    def __init__(self, lm: TargetModel):
+        super().__init__(lm.hf)
+        names = "mlp", "self_attn"  # what is left out of a half
+        self.layers = nn.ModuleList(without(layer, name) for layer in lm.layers for name in names)
+        self.layer_devices = [device for device in lm.layer_devices for _ in range(2)]
+        self.windowed = [windowed for windowed in lm.windowed for _ in range(2)]
+        self.acceleration = lm.acceleration
+        if lm.fast_layers:
+            parts = [half for layer in lm.layers for half in halves(layer_weights(layer))]
+            self.fast_layers = HalfStack(lm.acceleration.part("Stack", parts))
+
+
+class Nothing(nn.Module):
+    """Stands where a part is left out, and adds nothing."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.is_attention = name == "self_attn"
+
+    def forward(self, hidden_states: Tensor, **kwargs: object) -> Any:
+        zeros = torch.zeros_like(hidden_states)
+        return (zeros, None) if self.is_attention else zeros
+
+
+def without(layer: nn.Module, name: str) -> nn.Module:
+    """The layer without that part; the others are shared, and it stays as it was."""
+    half = copy(layer)
+    half._modules = layer._modules | {name: Nothing(name)}
+    return half
+
+
+def halves(layer: Any) -> list[Any]:
+    """The `LayerWeights` of its attention alone, and of its feed-forward part alone."""
+    others = vars(layer).keys() - set(FEED_FORWARD)
+    return [replace(layer, **dict.fromkeys(names)) for names in (FEED_FORWARD, others)]
+
+
+class HalfStack:
+    """A stack of half layers on a cache of whole ones."""
+
+    def __init__(self, stack: Any):
+        self.stack, self.takes = stack, stack.takes
+
+    def __call__(self, x_RTD: Tensor, cache: KVCache, meta: ForwardMeta, layers: range) -> Tensor:
+        return self.stack(x_RTD, Doubled(cache), meta, layers)
+
+
+class Doubled(KVCache):
+    """The same memory, where each layer's keys and values have two numbers."""
+
+    def __init__(self, cache: KVCache):
+        self.n_slots = cache.n_slots
+        self.keys = [keys for keys in cache.keys for _ in range(2)]
+        self.values = [values for values in cache.values for _ in range(2)]

@@ -1,6 +1,6 @@
 """What makes decoding faster than PyTorch: native code, or Triton kernels and CUDA graphs.
 
-Shapes: B rows, N tokens of a block, D hidden size.
+Shapes: B rows, N tokens of a block.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,15 +9,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
-
 from kangaroo.cpu import native
 from kangaroo.cpu.native import Sizes
-from kangaroo.cuda.graphs import Graphs, Key, Tensors
-from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two
-
-Caches = Sequence[KVCache]
-Work = Callable[..., Tensors]
+from kangaroo.cuda.graphs import Graphs, Key
+from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two, tensors_in, with_tensors
 
 
 @dataclass(eq=False)
@@ -48,47 +43,22 @@ class Acceleration:
         return getattr(native, name)(self.library, weights, self.sizes, **more)
 
     def replay(
-        self, caches: Caches, key: Key, work: Work, *inputs: Tensor, tokens: int, **how: Any
-    ) -> Tensors:
-        """`work(*inputs)`, over so many tokens of all rows; other arguments as of `Graphs`."""
-        if self.graphs is None or not self.graphs.take(tokens):
-            return work(*inputs)
-        return self.graphs(caches, key, work, *inputs, **how)
-
-    def step(
         self,
-        caches: Caches,
+        caches: Sequence[KVCache],
         key: Key,
-        work: Work,
-        x_BND: Tensor,
-        meta: ForwardMeta,
-        *more: Tensor,
+        work: Callable[..., Any] | None,
+        *inputs: Any,
+        tokens: int | None = None,
         keep: bool = False,
-    ) -> Tensors:
-        """`work(x, block, *more)`: recorded once and replayed, where this is a step of decoding.
-        With `keep` the results outlive the next call with this key."""
-        if (graphs := self._recording(x_BND, meta)) is None:
-            return work(x_BND, meta, *more)
-        layout = meta.tensors()
-
-        def flat(x_BND: Tensor, *tensors: Tensor) -> Tensors:
-            new_meta = meta.with_tensors(*tensors[: len(layout)])
-            return work(x_BND, new_meta, *tensors[len(layout) :])
-
-        results = graphs(caches, key, flat, x_BND, *layout, *more)
-        return tuple(result.clone() for result in results) if keep else results
-
-    def pin_inputs(
-        self, caches: Caches, key: Key, x_BND: Tensor, meta: ForwardMeta, *more: Tensor
-    ) -> tuple[ForwardMeta, Tensors]:
-        """The block and more that steps on `x` will read; where they are recorded, it lies in the
-        same place call after call, so that none copies it."""
-        if (graphs := self._recording(x_BND, meta)) is None:
-            return meta, more
-        layout = meta.tensors()
-        held = graphs(caches, key, None, *layout, *more)
-        return meta.with_tensors(*held[: len(layout)]), held[len(layout) :]
-
-    def _recording(self, x_BND: Tensor, meta: ForwardMeta) -> Graphs | None:
-        graphs = self.graphs if meta.recordable else None
-        return graphs if graphs and graphs.take(x_BND.shape[0] * x_BND.shape[1]) else None
+        **how: Any,
+    ) -> Any:
+        """`work(*inputs)`, recorded once and replayed where this is a step of decoding: where the
+        blocks among the inputs may be recorded, and tokens are few; by default those of the first
+        input, `[B, N, ...]`. With `keep` the results outlive the next call with this key; other
+        arguments as of `Graphs`."""
+        graphs, count = self.graphs, tokens or tensors_in(inputs[0])[0].shape[:2].numel()
+        recordable = all(x.recordable for x in inputs if isinstance(x, ForwardMeta))
+        if graphs is None or not recordable or not graphs.take(count):
+            return inputs if work is None else work(*inputs)
+        results = graphs(caches, key, work, *inputs, **how)
+        return with_tensors(results, (x.clone() for x in tensors_in(results))) if keep else results

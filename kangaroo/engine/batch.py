@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kangaroo.engine.budget import Budget
-from kangaroo.engine.cache import KVCache
+from kangaroo.engine.cache import KVCache, Tensors
 from kangaroo.engine.sampling import Sampling, settings, together
 from kangaroo.engine.tree import Draft, Verdict
 
@@ -95,7 +95,7 @@ class Batch:
         return RowTensors(*(getattr(self, name) for name in RowTensors._fields))
 
     @property
-    def draws(self) -> tuple[Tensor, Tensor, Tensor]:
+    def draws(self) -> Tensors:
         """Lengths, seeds, settings: what tokens are drawn by."""
         return self.length_B, self.seeds_B, self.settings_B3
 

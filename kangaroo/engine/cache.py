@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -20,9 +20,41 @@ from torch.nn.attention.bias import CausalBias
 
 from kangaroo.cpu.huge_pages import zeros
 
-TOKEN_AXES = 1, 1, 2, 1, 1, 2, 1, 1  # of each of `ForwardMeta.tensors`
+Tensors = tuple[Tensor, ...]
 BUCKET = 64  # attention reads the occupied slots rounded up to this, so few shapes occur
 LEAST_RECORDED = 256  # where each shape is recorded as a graph: this, or a larger power of two
+
+
+def tensors_in(x: Any, tensors: list[Tensor] | None = None) -> list[Tensor]:
+    """All tensors of a tuple, list or dataclass, and of those in it, in order, after others."""
+    tensors = [] if tensors is None else tensors
+    if isinstance(x, (tuple, list)):
+        for part in x:
+            tensors_in(part, tensors)
+    elif issubclass(x.__class__, Tensor):  # faster than `isinstance`, which most often fails
+        tensors.append(x)
+    else:
+        for name in field_names(x.__class__):
+            tensors_in(getattr(x, name), tensors)
+    return tensors
+
+
+def with_tensors(x: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same with the next of these in place of each of `tensors_in`."""
+    if isinstance(x, Tensor):
+        return next(tensors)
+    if isinstance(x, (tuple, list)):
+        parts = [with_tensors(part, tensors) for part in x]
+        return x._make(parts) if hasattr(x, "_make") else tuple(parts)
+    names = field_names(x.__class__)
+    changed = {name: with_tensors(getattr(x, name), tensors) for name in names}
+    return replace(x, **changed) if changed else x
+
+
+@cache
+def field_names(kind: type) -> list[str]:
+    """Of a dataclass; none of others."""
+    return [field.name for field in fields(kind)] if is_dataclass(kind) else []
 
 
 @dataclass
@@ -97,26 +129,14 @@ class ForwardMeta:
     @staticmethod
     def join(metas: Sequence[ForwardMeta]) -> ForwardMeta:
         """Blocks of the same rows and extent as one block."""
-        kinds = zip(*(meta.tensors() for meta in metas), strict=True)
-        joined = (torch.cat(kind, axis) for kind, axis in zip(kinds, TOKEN_AXES, strict=False))
-        return metas[0].with_tensors(*joined)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What differs between two steps whose blocks have one shape; see `with_tensors`."""
-        assert self.bias_R1TE is not None
-        return (self.slots_RT, self.positions_RT, self.bias_R1TE, *self.rope, *self.windowed)
-
-    def with_tensors(self, *tensors: Any) -> ForwardMeta:
-        """A block of the same rows and extent with other tensors, in the order of `tensors`."""
-        slots, positions, bias, cos, sin, *windowed = tensors
-        here = self.extent, self.rows, (cos, sin), self.recordable, tuple(windowed)
-        return ForwardMeta(slots, positions, bias, *here)
+        others = zip(*map(tensors_in, metas), strict=True)
+        return metas[0]._each(lambda _, axis: torch.cat(next(others), axis))
 
     def _each(self, change: Callable[[Tensor, int], Tensor]) -> ForwardMeta:
         """The block with `change(tensor, axis of its tokens)` in place of each tensor."""
-        tensors = self.slots_RT, self.positions_RT, self.bias_R1TE, *self.rope, *self.windowed
-        pairs = zip(tensors, TOKEN_AXES, strict=False)
-        return self.with_tensors(*(x if x is None else change(x, axis) for x, axis in pairs))
+        # of four axes is a mask alone, whose second one is for the heads
+        changed = (change(x, 2 if x.ndim == 4 else 1) for x in tensors_in(self))
+        return with_tensors(self, changed)
 
 
 Taps = dict[int, Tensor]  # hidden states of the target, by the number of layers below them

@@ -117,10 +117,10 @@ def verifications(
     choice, after `length` tokens."""
     cache = lm.new_cache(1, length + widths[-1] + BUCKET)
 
-    def verify(x_1ND: Tensor, meta: ForwardMeta) -> tuple[Tensor]:
+    def verify(x_1ND: Tensor, meta: ForwardMeta) -> Tensor:
         x_1ND, _ = lm.run(x_1ND, cache, meta, layers)
         chosen = lm.choose(x_1ND)
-        return (lm.logits(x_1ND).argmax(-1) if chosen is None else chosen[0],)
+        return lm.logits(x_1ND).argmax(-1) if chosen is None else chosen[0]
 
     return timed(lm, widths, length, (cache,), verify)
 
@@ -132,12 +132,12 @@ def drafting(lm: TargetModel, drafter: Any) -> float:
         cache = lm.new_cache(1, context(lm) + BUCKET)
         draft_cache = lm.new_cache(1, cache.n_slots, [lm.device] * drafter.adapter.depth)
 
-        def draft(f_11D: Tensor, meta: ForwardMeta) -> tuple[Tensor]:
+        def draft(f_11D: Tensor, meta: ForwardMeta) -> Tensor:
             deep_11D = f_11D if drafter.reads_deep else None
             adapted_1D = drafter.adapter(f_11D, deep_11D, meta, draft_cache.at(meta))[:, 0]
             chosen, head = drafter.head.choose(adapted_1D), drafter.head
             token_11 = chosen[0] if chosen else head.token_of(head(adapted_1D).argmax(-1, True))
-            return (lm.run(lm.embed(token_11), cache, meta, drafter.shallow)[0],)
+            return lm.run(lm.embed(token_11), cache, meta, drafter.shallow)[0]
 
         seconds = timed(lm, [1], context(lm), (cache, draft_cache), draft)[1]
         _drafting[drafter] = min(seconds) / measured(lm).seconds[0]
@@ -161,7 +161,7 @@ def timed(
     widths: list[int],
     length: int,
     caches: tuple[KVCache, ...],
-    work: Callable[[Tensor, ForwardMeta], tuple[Tensor]],
+    work: Callable[[Tensor, ForwardMeta], Tensor],
 ) -> dict[int, list[float]]:
     """Seconds of the passes `work(x, meta)` of each width after `length` tokens, the widths in
     turn."""
@@ -174,6 +174,6 @@ def timed(
             tree, start_1 = Tree.chain(width, lm.device), tokens_1N[:, 0] + length
             meta = lm.forward_meta(tree, start_1, length + width, caches[0].n_slots)
             began = now(lm.device)
-            lm.acceleration.step(caches, ("cost",), work, lm.embed(tokens_1N), meta)
+            lm.acceleration.replay(caches, ("cost",), work, lm.embed(tokens_1N), meta)
             seconds[width].append(now(lm.device) - began)
     return seconds

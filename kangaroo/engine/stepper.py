@@ -3,7 +3,7 @@
 Shapes: B rows, N draft nodes, P nodes of a path, V vocabulary.
 """
 
-from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class TensorStepper:
         draft = drafter.propose(batch) if drafts else Draft.nothing(batch.last(1))
         proposed = mark(device)
         draft.meta = draft.meta or self._block(draft)
-        verdict, written, logits_BNV, taps = self._verify(draft, draft.meta)
+        verdict, written, logits_BNV, taps = self._verify(draft)
         if not draft.tree.is_chain:
             self._keep_path(draft.meta, verdict)
         verified = mark(device)
@@ -66,42 +66,34 @@ class TensorStepper:
         place = draft.tree, batch.base_B, batch.used + draft.tree.size, batch.n_slots
         return self.lm.forward_meta(*place, recorded=("verify", batch.cache))
 
-    def _verify(
-        self, draft: Draft, meta: ForwardMeta
-    ) -> tuple[Verdict, Emitted, Tensor | None, Taps]:
+    def _verify(self, draft: Draft) -> tuple[Verdict, Emitted, Tensor | None, Taps]:
         """The verdict, what is written, the logits `[B, N, V]` where something of them is kept, and
         the states that the drafter wants."""
         lm, batch, sampling = self.lm, self.batch, self.batch.sampling
         keeps = self.keep > 0 or batch.likeliest > 0
         by_match = sampling.rule is Rule.match or sampling.greedy or draft.tree.size == 1
         taps, layers = sorted(set(self.drafter.taps)), range(draft.entry, lm.n_layers)
-        drafted, placed = draft.tensors(), meta.tensors()
 
-        def work(*inputs: Tensor) -> tuple[Tensor, ...]:
-            given = iter(inputs)
-            nodes = draft.with_tensors(*islice(given, len(drafted)))
-            block, rows = meta.with_tensors(*islice(given, len(placed))), RowTensors(*given)
-            x_BND = lm.embed(nodes.tokens_BN) if nodes.hidden_BND is None else nodes.hidden_BND
-            x_BND, states = lm.run(x_BND, batch.cache, block, layers, taps)
-            kept: tuple[Tensor, ...] = ()
+        def work(draft: Draft, rows: RowTensors) -> tuple[Any, ...]:
+            assert draft.meta is not None
+            x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
+            x_BND, states = lm.run(x_BND, batch.cache, draft.meta, layers, taps)
+            kept_BNV: Tensor | None = None
             if sampling.greedy and not keeps and (chosen := lm.choose(x_BND)) is not None:
                 choice_BN = chosen[0]
             else:
                 logits_BNV, how = lm.logits(x_BND), sampling.reading(rows.settings_B3)
-                drawn_by = logits_BNV, block.positions_RT + 1, how, rows.seeds_B
-                choice_BN = pick(*drawn_by) if by_match else write(nodes, *drawn_by)
-                kept = (logits_BNV,) if keeps else ()
-            verdict = accept(nodes, choice_BN)
-            return *verdict, *emitted(nodes, verdict, rows), *kept, *(states[tap] for tap in taps)
+                drawn_by = logits_BNV, draft.meta.positions_RT + 1, how, rows.seeds_B
+                choice_BN = pick(*drawn_by) if by_match else write(draft, *drawn_by)
+                kept_BNV = logits_BNV if keeps else None
+            verdict = accept(draft, choice_BN)
+            return verdict, emitted(draft, verdict, rows), kept_BNV, [states[tap] for tap in taps]
 
         shape = draft.entry, draft.tree.is_chain, draft.tree.max_depth, sampling.kind
-        key, inputs = ("verify", *taps, keeps, *shape), (*drafted, *placed, *batch.rows)
-        count, replay = draft.tokens_BN.numel(), lm.acceleration.replay
-        results = iter(replay((batch.cache,), key, work, *inputs, tokens=count))
-        verdict = Verdict(*islice(results, len(Verdict._fields)))
-        written = Emitted(*islice(results, len(Emitted._fields)))
-        logits_BNV = next(results) if keeps else None
-        return verdict, written, logits_BNV, dict(zip(taps, results, strict=True))
+        key = ("verify", *taps, keeps, *shape)
+        results = lm.acceleration.replay((batch.cache,), key, work, draft, batch.rows)
+        verdict, written, kept_BNV, states = results
+        return verdict, written, kept_BNV, dict(zip(taps, states, strict=True))
 
     def _add_likeliest(self, draft: Draft, logits_BNV: Tensor) -> None:
         """Tell a drafter that wants them of the likeliest tokens after each node: one sync."""
@@ -120,9 +112,5 @@ class TensorStepper:
         depth_P = torch.arange(verdict.path_BP.shape[1], device=verdict.path_BP.device)
         places = meta.slots_RT.gather(1, verdict.path_BP), batch.base_B[:, None] + depth_P
 
-        def work(from_BP: Tensor, to_BP: Tensor) -> tuple[Tensor, ...]:
-            batch.cache.move(from_BP, to_BP)
-            return ()
-
-        args, rehearsal = ((batch.cache,), ("move",), work, *places), (places[1], places[1])
-        self.lm.acceleration.replay(*args, tokens=places[0].numel(), rehearsal=rehearsal)
+        args, rehearsal = ((batch.cache,), ("move",), batch.cache.move), (places[1], places[1])
+        self.lm.acceleration.replay(*args, *places, rehearsal=rehearsal)

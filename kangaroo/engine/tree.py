@@ -100,21 +100,6 @@ class Draft:
     probs_BNV: Tensor | None = None
     meta: ForwardMeta | None = None
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What differs between two drafts of one shape; see `with_tensors`."""
-        parents = () if self.tree.is_chain else (self.tree.parents_BN,)
-        further = [x for x in (self.hidden_BND, self.probs_BNV) if x is not None]
-        return self.tokens_BN, self.valid_BN, *parents, *further
-
-    def with_tensors(self, tokens_BN: Tensor, valid_BN: Tensor, *others: Tensor) -> Draft:
-        """A draft of the same shape with other tensors, in their order; without a block."""
-        left, tree = list(others), self.tree
-        if not tree.is_chain:
-            tree = Tree(left.pop(0), tree.max_depth)
-        hidden_BND = None if self.hidden_BND is None else left.pop(0)
-        probs_BNV = None if self.probs_BNV is None else left.pop(0)
-        return Draft(tokens_BN, tree, valid_BN, hidden_BND, self.entry, probs_BNV)
-
     def widen(self, size: int, depth: int) -> None:
         """Add nodes that never match to a draft of tokens alone, as of a tree of this depth."""
         more = size - self.tree.size

@@ -184,21 +184,15 @@ class TargetModel(nn.Module):
             recorded: a use, and the cache of recorded steps; the next block of both overwrites it.
         """
         extent = self.extent(n_slots, used + below)
-        if recorded is None or self.acceleration.graphs is None:
+
+        def work(start_B: Tensor, tree: Tree) -> ForwardMeta:
             return self.forward_meta_of(*tree.place(start_B, extent, below), n_slots)
-        (use, cache), parents = recorded, () if tree.is_chain else (tree.parents_BN,)
 
-        def work(start_B: Tensor, *parents: Tensor) -> tuple[Tensor, ...]:
-            step_tree = Tree(parents[0], tree.max_depth) if parents else tree
-            place = step_tree.place(start_B, extent, below)
-            return self.forward_meta_of(*place, n_slots).tensors()
-
+        if recorded is None:
+            return work(start_B, tree)
+        (use, cache), tokens = recorded, len(start_B) * tree.size
         key = ("block", use, tree.is_chain, tree.size, tree.max_depth, extent, n_slots, below)
-        tokens, inputs = len(start_B) * tree.size, (start_B, *parents)
-        tensors = self.acceleration.replay((cache,), key, work, *inputs, tokens=tokens)
-        slots_BN, positions_BN, bias_B1NE, cos, sin, *windowed = tensors
-        here, rows = (slots_BN, positions_BN, bias_B1NE), slice(0, len(start_B))
-        return ForwardMeta(*here, extent, rows, (cos, sin), True, tuple(windowed))
+        return self.acceleration.replay((cache,), key, work, start_B, tree, tokens=tokens)
 
     def forward_meta_of(
         self,
@@ -316,14 +310,14 @@ class TargetModel(nn.Module):
     def _run(
         self, x_BND: Tensor, cache: KVCache | None, meta: ForwardMeta, layers: range
     ) -> Tensor:
-        def work(x_BND: Tensor, meta: ForwardMeta) -> tuple[Tensor]:
+        def work(x_BND: Tensor, meta: ForwardMeta) -> Tensor:
             if self.fast_layers and self.fast_layers.takes(x_BND, meta):
-                return (self.fast_layers(x_BND, cache, meta, layers),)
-            return (self._eager(x_BND, cache, meta, layers),)
+                return self.fast_layers(x_BND, cache, meta, layers)
+            return self._eager(x_BND, cache, meta, layers)
 
         if cache is not None:
             key = ("layers", self.n_layers, layers, meta.rows.start)
-            return self.acceleration.step((cache,), key, work, x_BND, meta, keep=True)[0]
+            return self.acceleration.replay((cache,), key, work, x_BND, meta, keep=True)
         if self.acceleration.kernels and self.fast_layers.takes_text(x_BND, meta):
             return self.fast_layers.run_text(x_BND, meta, layers)
         return self._eager(x_BND, None, meta, layers)

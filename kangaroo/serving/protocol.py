@@ -95,15 +95,11 @@ class TextRequest(Strict):
     min_tokens: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
-    def without_a_least_length(self) -> Self:
-        """`ignore_eos`, which clients that measure send beside it, has the same effect."""
+    def with_fields_that_go_together(self) -> Self:
+        """Choice i has seed + i; and `ignore_eos`, which clients that measure send beside
+        `min_tokens`, has the same effect."""
         if self.min_tokens and not self.ignore_eos:
             raise ValueError(f"min_tokens={self.min_tokens} is served with ignore_eos=true alone")
-        return self
-
-    @model_validator(mode="after")
-    def with_seeds_for_all_choices(self) -> Self:
-        """Choice i has seed + i."""
         if self.seed is not None and self.seed + self.n > SEEDS:
             raise ValueError(f"seed={self.seed} must be {SEEDS - self.n} or less where n={self.n}")
         return self

@@ -72,7 +72,8 @@ def definition(case: Case, drafter: Any, how: Sampling) -> Callable:
         case DraftModel(lm=lm):
             return cases.written_by_some(lm, [range(lm.n_layers)], how)
         case DraftVerify():
-            return cases.written_by_some(case.lm, drafter.runs, how)
+            runs = [layers for layers, _ in drafter.runs]
+            return cases.written_by_some(case.lm, runs, how)
         case Kangaroo(adapter=FinalNorm()):
             return cases.written_by_some(case.lm, [range(drafter.exit_layer)], how)
     case = replace(case, adapter=drafter.adapter)

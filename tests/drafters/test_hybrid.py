@@ -34,7 +34,7 @@ COSTS = Costs([1 + 0.02 * node for node in range(NODES + 1)], 0.05, 1.0)
 
 def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed) -> Sources:
     """What the sources say after a text, trusted as the drafter's are."""
-    _, trusted = drafter.rows.of(row, text)
+    trusted = drafter.rows.of(row, text)
     length, _ = longest_earlier_match(text)
     lookup, chain = Lookup(trusted.lookups[0].shift), DraftedChain(trusted.chain.shift)
     lookup.look_up(length, SuffixAutomaton(text).continuation(NODES))

@@ -16,10 +16,9 @@ from kangaroo.drafters import layer_search
 from kangaroo.drafters.clasp import ClaspConfig
 from kangaroo.drafters.draft_verify import DraftVerify
 from kangaroo.drafters.layer_search import agreement_of, expected_speedup, look, runs
-from kangaroo.drafters.swift import Swift, SwiftConfig, evenly
+from kangaroo.drafters.swift import HalfLayers, Swift, SwiftConfig, evenly
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
-from kangaroo.models.half_layers import HalfLayers
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 

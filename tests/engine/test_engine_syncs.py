@@ -107,9 +107,9 @@ def test_a_drafted_tree_waits_once_for_its_size_and_for_each_level_that_may_be_t
     drafter = KangarooTree(lm, adapter_for(lm), steps, threshold, None, 3, 8)
     replay = drafter.replay
 
-    def counted(batch, key, *args):
+    def counted(batch, key, *args, **how):
         levels.extend([1] if key[0] == "level" else [])
-        return replay(batch, key, *args)
+        return replay(batch, key, *args, **how)
 
     monkeypatch.setattr(drafter, "replay", counted)
     engine, batch = begun(lm, drafter, HOT, random_prompts(3, 5, 1, 9)[:rows])
