@@ -96,10 +96,8 @@ def test_spec_bench_counts_vanilla_by_its_text():
 
 def test_a_question_is_summed_over_its_turns_and_mt_benchs_categories_are_one_task():
     some = record(7, *[(run([4], [3], [5], [2.0]), vanilla_run(8))] * 2, category="writing")
-    seconds = {"seconds": 6.0, "paired_seconds": 6.0, "vanilla_paired_seconds": pytest.approx(10.0)}
-    counts = {"tokens": 8, "rounds": 2, "emitted": 8, "drafted": 10, "accepted": 6}
-    expected = {"question_id": 7, "task": "mt_bench"} | seconds | counts
-    assert summary.of_question(some) == expected
+    seconds = {"paired_seconds": 6.0, "vanilla_paired_seconds": pytest.approx(10.0)}
+    assert summary.of_question(some) == {"question_id": 7, "task": "mt_bench"} | seconds
     assert metrics([some])["speedup"] == pytest.approx(10 / 6)
     result = summarised([some, record(1, pair(), category="math"), record(3, pair())])
     counts = {task: m["questions"] for task, m in result["by_task"].items()}
