@@ -253,8 +253,8 @@ template <class T, int count> void sum_tiles(const Input<T>& in, const Block<T>*
   }
 }
 
-// Where the sums of one block with the sixteen tokens from m on begin.
-template <int count> i64 sums_at(i64 m, i64 rows, int block) {
+// Where the sums of one of `count` blocks with the sixteen tokens from m on begin.
+i64 sums_at(i64 count, i64 m, i64 rows, i64 block) {
   i64 pair = m / (2 * LANES) * 2 * LANES, groups = pair + LANES < rows ? 2 : 1;
   return pair * count + block * groups * LANES + (m - pair);
 }
@@ -266,7 +266,7 @@ void by_tiles(const Input<T>& in, const Block<T>* block, Floats* sums, float* ou
   sum_tiles<T, count>(in, block, sums);
   for (i64 m = 0; m < rows; m += LANES)
     for (int b = 0; b < count; b++) {
-      Floats* part = sums + sums_at<count>(m, rows, b);
+      Floats* part = sums + sums_at(count, m, rows, b);
       transpose((Words*)part);
       for (i64 i = 0; i < std::min<i64>(LANES, rows - m); i++) put(out + (b * rows + m + i) * LANES, part[i]);
     }
@@ -299,6 +299,13 @@ struct Room {  // of the sums of two blocks, and of turned rows, kept from one t
   }
 };
 
+// Where block i begins, or what this thread reads on at after the last one; null beyond.
+template <class T, class BlockOf> const T* start_of(i64 i, i64 last, BlockOf block_of, const T* after) {
+  if (i >= last) return i == last ? after : nullptr;
+  Block<T> block = block_of(i);
+  return block.w->row(block.n);
+}
+
 // Products of all tokens with blocks `first` to `last`, of which `block_of(i)` tells the i-th, though not
 // what follows it: after the last one, this thread reads on at `after`.
 //   store(i, sums): of block i, [M, 16]; those of the block before it lie before them, if i - first is odd.
@@ -308,26 +315,21 @@ void products(const Input<T>& in, i64 first, i64 last, BlockOf block_of, const T
   const i64 size = in.x.rows * LANES;
   room.hold(2 * size, in.turned ? in.x.width : 0);
   float* out = room.out.data();
-  auto start_of = [&](i64 i) -> const T* {
-    if (i >= last) return i == last ? after : nullptr;
-    Block<T> block = block_of(i);
-    return block.w->row(block.n);
-  };
   for (i64 i = first; i < last; i += 2) {
     i64 count = std::min<i64>(2, last - i);
     Block<T> block[2] = {block_of(i), block_of(i + count - 1)};
     auto tiled = [&](int b) { return in.tiles && block[b].w->rows % LANES == 0; };
     if (in.turned) {
-      for (int b = 0; b < count; b++) block[b].next = start_of(i + count + b);
+      for (int b = 0; b < count; b++) block[b].next = start_of(i + count + b, last, block_of, after);
       if constexpr (TURNS && std::is_same_v<T, bf16>)
         (count == 2 ? by_turned<2> : by_turned<1>)(in, block, room.rows.data(), out);
       // what arithmetic takes is less for two blocks together, what memory takes is less for one by one
     } else if (tiled(0) && tiled(1) && count == 2 && in.x.rows > LANES) {
-      for (int b = 0; b < 2; b++) block[b].next = start_of(i + 2 + b);
+      for (int b = 0; b < 2; b++) block[b].next = start_of(i + 2 + b, last, block_of, after);
       by_tiles<T, 2>(in, block, room.sums.data(), out);
     } else {
       for (int b = 0; b < count; b++) {
-        block[b].next = start_of(i + b + 1);
+        block[b].next = start_of(i + b + 1, last, block_of, after);
         if (tiled(b)) by_tiles<T, 1>(in, block + b, room.sums.data(), out + b * size);
         else by_vectors<T>(in.x, block[b], out + b * size);
       }

@@ -69,22 +69,18 @@ void products_side_by_side(const Input<T>& in, i64 first, i64 last, BlockOf bloc
                            Store store) {
   const i64 rows = in.x.rows;
   room.hold(2 * rows * LANES, 0);
-  Floats* sums = room.sums.data();
-  auto start_of = [&](i64 i) -> const T* {
-    if (i >= last) return i == last ? after : nullptr;
-    Block<T> block = block_of(i);
-    return block.w->row(block.n);
-  };
   for (i64 i = first; i < last; i += 2) {
-    const bool two = i + 1 < last;
-    Block<T> block[2] = {block_of(i), block_of(two ? i + 1 : i)};
-    for (int b = 0; b < 2; b++) block[b].next = start_of(i + 2 + b);
-    if (!two) block[0].next = after;
-    (two ? sum_tiles<T, 2> : sum_tiles<T, 1>)(in, block, sums);
+    const i64 count = std::min<i64>(2, last - i);
+    Block<T> block[2] = {block_of(i), block_of(i + count - 1)};
+    for (i64 b = 0; b < count; b++) block[b].next = start_of(i + count + b, last, block_of, after);
+    (count == 2 ? sum_tiles<T, 2> : sum_tiles<T, 1>)(in, block, room.sums.data());
     for (i64 m = 0; m < rows; m += LANES) {
-      Floats* of_first = sums + (two ? sums_at<2>(m, rows, 0) : sums_at<1>(m, rows, 0));
-      store(i, m, of_first, nullptr);
-      if (two) store(i + 1, m, sums + sums_at<2>(m, rows, 1), of_first);
+      Floats* before = nullptr;
+      for (i64 b = 0; b < count; b++) {
+        Floats* sums = room.sums.data() + sums_at(count, m, rows, b);
+        store(i + b, m, sums, before);
+        before = sums;
+      }
     }
   }
 }
