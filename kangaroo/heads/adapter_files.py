@@ -318,8 +318,9 @@ def read_config(path: str) -> AdapterConfig:
         if (kind := parts.pop("kind", None)) not in kinds():
             raise ValueError(f"its kind is {kind}, not one of {', '.join(kinds())}")
         config = AdapterConfig(**fields, architecture=kinds()[kind](**parts))
-        if type(config.attention_window) is not int or config.attention_window < 0:
-            raise ValueError(f"its attention_window is {config.attention_window!r}, no count")
+        for name in ("attention_window", "vocabulary_beside_texts"):
+            if type(count := config.facts.get(name, 0)) is not int or count < 0:
+                raise ValueError(f"its {name} is {count!r}, no count")
         return config
     except (ValueError, TypeError, AttributeError, KeyError, ConfigError) as error:  # no JSON, ...
         raise _unreadable(folder, error) from error

@@ -143,11 +143,12 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("window", [-1, True])
-def test_a_window_that_is_no_count_is_a_broken_file(saved, window):
+@pytest.mark.parametrize("name", ["attention_window", "vocabulary_beside_texts"])
+@pytest.mark.parametrize("count", [-1, True])
+def test_a_fact_that_is_no_count_is_a_broken_file(saved, name, count):
     fields = json.loads((saved / CONFIG).read_text())
-    (saved / CONFIG).write_text(json.dumps(fields | {"facts": {"attention_window": window}}))
-    with pytest.raises(CorruptFile, match=f"{saved}.*its attention_window is {window!r}"):
+    (saved / CONFIG).write_text(json.dumps(fields | {"facts": {name: count}}))
+    with pytest.raises(CorruptFile, match=f"{saved}.*its {name} is {count!r}"):
         read_config(str(saved))
 
 
