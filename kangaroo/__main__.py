@@ -37,11 +37,11 @@ def main(script: str = "") -> None:
         near = get_close_matches(name.split()[-1], last_words, n=1)
         hint = f"Did you mean '{last_words[near[0]]}'? " if near else ""
         raise SystemExit(f"there is no command '{name}'. {hint}`kangaroo --help` lists them all.")
-    from kangaroo import cli  # here, since it takes seconds
+    from kangaroo.cli import commands  # here, since it takes seconds
 
     program = f"{sys.argv[0]} {words[1]}" if script else f"kangaroo {name}"
     sys.argv = [program, *words[count:]]  # what Hydra reads, and what results say they came from
-    getattr(cli, name.replace(" ", "_"))()
+    getattr(commands, name.replace(" ", "_"))()
 
 
 if __name__ == "__main__":

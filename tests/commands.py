@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 IMPORTED = (
-    "kangaroo.cli",
+    "kangaroo.cli.commands",
     "kangaroo.api",
     "datasets",
     "matplotlib.backends.backend_agg",

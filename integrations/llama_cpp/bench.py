@@ -14,10 +14,9 @@ from server import ask, server
 from kangaroo.api import load_target, model_config
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
-from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.evaluation.speed.speed import (
+from kangaroo.evaluation.bench import BenchConfig, question_prompts
+from kangaroo.evaluation.speed import (
     against_vanilla,
-    question_prompts,
     seconds_a_token,
     take_turns,
     write_by_engine,

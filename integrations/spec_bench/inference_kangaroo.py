@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from kangaroo.api import load_target
-from kangaroo.cli import CONFIGS
+from kangaroo.cli.schema import CONFIGS
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.utils.errors import KangarooError

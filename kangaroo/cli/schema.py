@@ -19,7 +19,7 @@ from kangaroo.drafters.layer_search import SearchConfig
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.bench import BenchConfig, bench_name
 from kangaroo.evaluation.run import EvaluateConfig
-from kangaroo.evaluation.speed.speed import SpeedConfig
+from kangaroo.evaluation.speed import SpeedConfig
 from kangaroo.evaluation.study.study import StudyConfig
 from kangaroo.evaluation.tune import TuneConfig
 from kangaroo.heads.base import HeadConfig

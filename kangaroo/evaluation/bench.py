@@ -136,6 +136,29 @@ def load_questions(config: BenchConfig) -> list[Question]:
     return parse(content, where, config.name)
 
 
+def question_prompts(
+    tokenizer: PreTrainedTokenizerBase, count: int, bench: BenchConfig, longest: int
+) -> list[list[int]]:
+    """First turns of a bench, spread over its tasks, of at most `longest` tokens."""
+    firsts = [question.turns[0] for question in load_questions(bench)]
+    prompts = [prompt_ids(tokenizer, [Message(role="user", content=first)]) for first in firsts]
+    fitting = [prompt for prompt in prompts if len(prompt) <= longest]
+    if not fitting:
+        raise ConfigError(
+            f"no question of {bench.name} has at most {longest} tokens, which is what the model's "
+            "context leaves; lower speed.max_new_tokens or pass another bench."
+        )
+    return spread(fitting, count)
+
+
+def long_prompt(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
+    """The last `length` tokens of a question on the demo bench's long texts, again and again."""
+    texts = sorted((question.turns[0] for question in load_questions(BenchConfig())), key=len)
+    text = "\n\n".join([*texts[-20:], "Write a detailed summary of all of the above."])
+    ids = prompt_ids(tokenizer, [Message(role="user", content=text)])
+    return (ids * (length // len(ids) + 1))[-length:]
+
+
 def _local(config: BenchConfig, path: Path) -> bytes:
     try:
         files = [path]

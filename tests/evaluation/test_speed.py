@@ -12,17 +12,17 @@ from evaluation_cases import tiny_lm
 from helpers import EXIT, VOCABULARY, adapter_for, random_prompts, tiny, vanilla_texts
 from rich.console import Console
 
+from kangaroo.chat import Runner, frame, race, timed_pieces
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, StepRecord
 from kangaroo.engine.sampling import Sampling
+from kangaroo.evaluation import speed
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.methods import generate
-from kangaroo.evaluation.race import Runner, frame, race, timed_pieces
-from kangaroo.evaluation.speed import speed
-from kangaroo.evaluation.speed.passes import Reads, throughput
+from kangaroo.evaluation.speed import Reads, throughput
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.attention import ATTENTION
 from kangaroo.models.loading import byte_tokenizer

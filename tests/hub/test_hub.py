@@ -17,7 +17,7 @@ from helpers import adapter_for, saved_adapter, tiny_target
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
 import kangaroo
-from kangaroo import cli
+from kangaroo.cli import commands as cli
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import CONFIG, WEIGHTS
 from kangaroo.heads.eagle_head import EagleHead

@@ -34,8 +34,7 @@ ORDER = [
     {"data", "evaluation"},
     {"evaluation.study"},
     {"training"},
-    {"evaluation.speed"},
-    {"api", "chat", "evaluation.race", "hub", "serving"},
+    {"api", "chat", "hub", "serving"},
     {"cli"},
     {"__main__"},
 ]

@@ -21,7 +21,7 @@ from helpers import adapter_for, saved_adapter, tiny_target
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from test_architecture import TREES
 
-from kangaroo import cli
+from kangaroo.cli import commands as cli
 from kangaroo.heads import official
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.adapter_files import WEIGHTS

@@ -15,7 +15,7 @@ from helpers import random_prompts, recipe_of
 from omegaconf import OmegaConf
 from training_cases import curve, sample
 
-from kangaroo import cli
+from kangaroo.cli import commands as cli
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.adapter_files import read_config
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load, meta_model

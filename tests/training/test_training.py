@@ -11,7 +11,7 @@ from helpers import EXIT, tiny
 from safetensors.torch import load_file
 from training_cases import KillsAt, config, curve, recipe, sample, samples, stored_samples, train
 
-from kangaroo.cli.making import check_format
+from kangaroo.cli.commands import check_format
 from kangaroo.cpu.native import torch_multiplies
 from kangaroo.heads.adapter_files import WEIGHTS, read_config
 from kangaroo.heads.block import BlockHeadConfig

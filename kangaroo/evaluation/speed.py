@@ -7,14 +7,17 @@ text, its prefill, is timed apart; what comes after it is decoding.
 """
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -22,26 +25,30 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.clock import now
 from kangaroo.engine.costs import verifications
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation import plots
-from kangaroo.evaluation.bench import BenchConfig, load_questions, spread
+from kangaroo.evaluation.bench import BenchConfig, long_prompt, question_prompts
 from kangaroo.evaluation.methods import generate
 from kangaroo.evaluation.metrics import estimate
-from kangaroo.evaluation.speed.passes import Reads, memory_bandwidth, throughput
-from kangaroo.models.prompts import Message, prompt_ids
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
-from kangaroo.utils import tables
+from kangaroo.utils import memory, tables
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import machine, provenance
 from kangaroo.utils.ranges import Count, Filled, Ranged, TextLength
 from kangaroo.utils.tables import Row, number, share
 
+log = logging.getLogger(__name__)
+
 CORE = ("hf", "vanilla", "kangaroo")  # always measured, and at every context
 WIDTHS = [*range(1, 9), 12, 16, 32, 64]  # tokens of a verification
-
+WARM_UP, REPEATS = 2, 15
+CACHES = 0.8  # of the memory that is free; the rest is for what a pass computes
 # Columns of tables: heading, a result's key, decimals.
 METHODS = {
     "tokens/s": ("tokens_per_second", 1),
@@ -171,38 +178,115 @@ def _about(lm: TargetModel, drafter: Kangaroo, config: SpeedConfig) -> dict[str,
     }
 
 
+class Reads:
+    """Bytes that rounds of decoding read, everything once a forward: vanilla, or with an adapter
+    and the head that it drafts with. Of the embedding table that is one row a token, unless the
+    head is tied to it."""
+
+    def __init__(
+        self, lm: TargetModel, adapter: Layer | None = None, draft_head: DraftHead | None = None
+    ):
+        self.exit_layer = 0 if adapter is None else adapter.exit_layer
+        self.n_layers, self.kv = lm.n_layers, lm.new_cache(1, 1, [lm.device]).bytes()
+        self.shallow = memory.weights(*lm.layers[: self.exit_layer])
+        self.deep = memory.weights(*lm.layers[self.exit_layer :])
+        table, head = lm.hf.model.embed_tokens.weight, memory.weights(lm.head)
+        self.head = memory.weights(lm.hf.model.norm) + head
+        self.draft_head = sum(x.nbytes for x in draft_head.weights) if draft_head else head
+        self.row = table.shape[1] * table.element_size()
+        parts = [] if adapter is None else adapter.named_children()
+        # a head of its own counts as the draft head, which it is
+        self.adapter = memory.weights(*(module for name, module in parts if name != "head"))
+        self.adapter_depth = 0 if adapter is None else adapter.depth
+
+    def draft(self, length: int, drafted: int) -> int:
+        """Of drafting after `length` tokens: the pending token passes the shallow layers too."""
+        below, keys_below = self.row + self.shallow, self.exit_layer * self.kv
+        beside, keys_beside = self.adapter + self.draft_head, self.adapter_depth * self.kv
+        shallow = sum(below + keys_below * (length + i) for i in range(drafted + 1))
+        return shallow + sum(beside + keys_beside * (length + i) for i in range(drafted))
+
+    def verify(self, length: int, drafted: int) -> int:
+        """Of the one forward through the layers above the exit that ends a round."""
+        above = self.n_layers - self.exit_layer
+        return self.deep + self.head + above * self.kv * (length + drafted)
+
+    def round(self, length: int, drafted: int) -> int:
+        """Of a draft of so many tokens and its verification."""
+        return self.draft(length, drafted) + self.verify(length, drafted)
+
+
+def memory_bandwidth(device: torch.device, megabytes: int) -> float:
+    """Bytes a second in reading a buffer of so many 2**20 bytes in order, as weights are."""
+    source, seconds = torch.ones(megabytes * 2**17, dtype=torch.int64, device=device), []
+    for _ in range(WARM_UP + REPEATS):
+        start = now(device)
+        source.sum()
+        seconds.append(now(device) - start)
+    return source.nbytes / median(seconds[WARM_UP:])
+
+
+def throughput(
+    lm: TargetModel,
+    drafter: Kangaroo,
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    sizes: Sequence[int],
+) -> list[dict[str, Any]]:
+    """Tokens a second by vanilla and Kangaroo at every batch size whose cache fits."""
+    results = []
+    token = lm.n_layers * lm.new_cache(1, 1, [lm.device]).bytes()
+    row = token * (max(map(len, prompts)) + new_tokens)
+    for size in sizes:
+        if size * row > CACHES * memory.free(lm.device):
+            log.warning("batch %d is left out: its cache would take %d bytes", size, size * row)
+            continue
+        texts = [prompts[i % len(prompts)] for i in range(size)]
+        vanilla, kangaroo = (
+            tokens_per_second(Engine(lm, each), texts, new_tokens) for each in (Vanilla(), drafter)
+        )
+        rates = {"vanilla": vanilla, "kangaroo": kangaroo, "ratio": kangaroo / vanilla}
+        results.append({"batch": size} | rates)
+    return results
+
+
+def tokens_per_second(engine: Engine, texts: Sequence[list[int]], new_tokens: int) -> float:
+    """Of decoding texts together, past any EOS, until the first is complete."""
+    device, longest = engine.lm.device, max(map(len, texts)) + new_tokens
+    batch = engine.open(len(texts), longest, Sampling())
+    for row, text in enumerate(texts):
+        engine.admit(batch, row, Request(text, new_tokens, ignore_eos=True))
+    written, start = 0, now(device)
+    while not any(batch.done):
+        written += sum(len(record.tokens) for record in engine.step(batch))
+    return written / (now(device) - start)
+
+
 def summarise(
     prompts: Sequence[list[int]], texts: Texts, reads: Reads | None, bandwidth: float
 ) -> dict[str, Any]:
     """The results of one method, by a bandwidth in bytes a second; None for what is not known."""
-    sizes, steps = [], []
+    rounds = []  # each with the number of tokens before it
     for prompt, of_prompt in zip(prompts, texts, strict=True):
         for text in of_prompt:
-            length = len(prompt) + len(text.steps[0].tokens)
-            for step in text.steps[1:]:
-                sizes.append((length, step.drafted))
-                steps.append(step)
-                length += len(step.tokens)
-    decoded, rounds = sum(len(step.tokens) for step in steps), len(steps)
-    drafted, seconds = sum(step.drafted for step in steps), sum(step.seconds for step in steps)
-    parts: dict[str, float | None] = {
-        part: sum(getattr(step, f"{part}_seconds") for step in steps)
-        for part in ("draft", "verify", "host")
-    }
-    draft = parts["draft"]
-    limit = reads and sum(reads.round(*size) for size in sizes) / bandwidth
-    draft_limit = reads and sum(reads.draft(*size) for size in sizes) / bandwidth
-    if not parts["verify"]:  # transformers does not tell its parts
-        parts = dict.fromkeys(parts)
+            lengths = accumulate((len(step.tokens) for step in text.steps), initial=len(prompt))
+            rounds += list(zip(lengths, text.steps, strict=False))[1:]
+    steps = [step for _, step in rounds]
+    decoded, seconds = sum(len(step.tokens) for step in steps), sum(step.seconds for step in steps)
+    drafted, names = sum(step.drafted for step in steps), ("draft", "verify", "host")
+    parts = {x: sum(getattr(step, f"{x}_seconds") for step in steps) for x in names}
+    draft, are_told = parts["draft"], parts["verify"] > 0  # transformers does not tell them
+    limit = reads and sum(reads.round(n, step.drafted) for n, step in rounds) / bandwidth
+    draft_limit = reads and sum(reads.draft(n, step.drafted) for n, step in rounds) / bandwidth
     return {
         "tokens_per_second": decoded / seconds,
         "ms_per_token": 1e3 * seconds / decoded,
         "limit_ms_per_token": limit and 1e3 * limit / decoded,
         "share_of_limit": limit and limit / seconds,
         "first_ms": 1e3 * median(text.prefill_seconds for each in texts for text in each),
-        "compression_rate": decoded / rounds,
-        "drafted_per_round": drafted / rounds,
-        **{f"{part}_ms": took and 1e3 * took / rounds for part, took in parts.items()},
+        "compression_rate": decoded / len(steps),
+        "drafted_per_round": drafted / len(steps),
+        **{f"{x}_ms": 1e3 * t / len(steps) if are_told else None for x, t in parts.items()},
         "draft_over_limit": draft / draft_limit if draft and drafted and draft_limit else None,
     }
 
@@ -248,29 +332,6 @@ def against_vanilla(vanilla: Texts, method: Texts) -> dict[str, Any]:
     speedup, ends = estimate(np.array(seconds_P2))
     equal = sum(a[0].tokens == b[0].tokens for a, b in pairs)
     return {"speedup": speedup, "speedup_ci95": ends, "equal_texts": equal}
-
-
-def question_prompts(
-    tokenizer: PreTrainedTokenizerBase, count: int, bench: BenchConfig, longest: int
-) -> list[list[int]]:
-    """First turns of a bench, spread over its tasks, of at most `longest` tokens."""
-    firsts = [question.turns[0] for question in load_questions(bench)]
-    prompts = [prompt_ids(tokenizer, [Message(role="user", content=first)]) for first in firsts]
-    fitting = [prompt for prompt in prompts if len(prompt) <= longest]
-    if not fitting:
-        raise ConfigError(
-            f"no question of {bench.name} has at most {longest} tokens, which is what the model's "
-            "context leaves; lower speed.max_new_tokens or pass another bench."
-        )
-    return spread(fitting, count)
-
-
-def long_prompt(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
-    """The last `length` tokens of a question on the demo bench's long texts, again and again."""
-    texts = sorted((question.turns[0] for question in load_questions(BenchConfig())), key=len)
-    text = "\n\n".join([*texts[-20:], "Write a detailed summary of all of the above."])
-    ids = prompt_ids(tokenizer, [Message(role="user", content=text)])
-    return (ids * (length // len(ids) + 1))[-length:]
 
 
 def write(result: dict[str, Any], output: Path, console: Console) -> None:
