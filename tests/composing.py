@@ -4,7 +4,7 @@ from commands import ROOT
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from kangaroo.cli.schema import CONFIGS
+from kangaroo.cli import commands as cli
 from kangaroo.models.loading import known_models
 
 MODELS = [model["name"] for model in known_models()]
@@ -13,7 +13,7 @@ DRAFTERS = sorted(path.stem for path in (ROOT / "configs/drafter").glob("*.yaml"
 
 def of_command(command, options, **how):
     """The config of a command, as `make_data` or as `prepare layers`, with these options."""
-    with initialize_config_dir(CONFIGS, version_base="1.3"):
+    with initialize_config_dir(cli.schema.CONFIGS, version_base="1.3"):
         return compose(command.replace(" ", "_"), list(options), **how)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from kangaroo.api import load_target
-from kangaroo.cli.schema import CONFIGS
+from kangaroo.cli import commands
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.utils.errors import KangarooError
@@ -57,7 +57,7 @@ def kangaroo_forward(
 
 def loaded(options: list[str]) -> tuple[Engine, PreTrainedTokenizerBase]:
     """The engine that options of `evaluate.py` ask for, and the target's tokenizer."""
-    with initialize_config_dir(CONFIGS, version_base="1.3"):
+    with initialize_config_dir(commands.schema.CONFIGS, version_base="1.3"):
         config: Any = compose("evaluate", options)
     lm, tokenizer = load_target(OmegaConf.to_object(config.model))
     return Engine(lm, OmegaConf.to_object(config.drafter).build(lm)), tokenizer

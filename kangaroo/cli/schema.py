@@ -65,7 +65,6 @@ class DraftingCommand:
 class EvaluateCommand(DraftingCommand, EvaluateConfig):
     """`evaluate.py`: a target, a drafter, what they are asked; or a page of finished results."""
 
-    output: str = MISSING
     variants: dict[str, list[Any]] = field(default_factory=dict)  # values of the drafter's options
     more: dict[str, Any] = field(default_factory=dict)  # drafters that answer the same questions
     logger: Any = MISSING
@@ -103,7 +102,6 @@ class TuneCommand(DraftingCommand, TuneConfig):
 
     more: dict[str, Any] = field(default_factory=dict)  # drafters that are tried beside today's
     search: dict[str, dict[str, list[Any]]] = field(default_factory=dict)  # options, by drafter
-    output: str = MISSING
 
 
 @dataclass

@@ -314,14 +314,11 @@ def take_turns(
     """What each method writes for each prompt, all in turn; who goes first changes each time."""
     names = list(methods)
     texts: dict[str, Texts] = {name: [[] for _ in prompts] for name in names}
-    bar = tqdm(total=len(names) * len(prompts) * repeats, unit="text", desc=title)
-    for repeat in range(repeats):
-        for index, prompt in enumerate(prompts):
-            first = (repeat + index) % len(names)
-            for name in names[first:] + names[:first]:
-                texts[name][index].append(methods[name](prompt, new_tokens))
-                bar.update()
-    bar.close()
+    turns = [(repeat + i, i) for repeat in range(repeats) for i in range(len(prompts))]
+    for turn, index in tqdm(turns, title, unit="turn"):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            texts[name][index].append(methods[name](prompts[index], new_tokens))
     return texts
 
 

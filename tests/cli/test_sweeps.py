@@ -15,7 +15,7 @@ from commands import ROOT, typed
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from kangaroo.cli.schema import CONFIGS
+from kangaroo.cli import commands as cli
 from kangaroo.evaluation.metrics import METRICS
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.tracking import Wandb, forget
@@ -76,7 +76,7 @@ def test_a_choice_composes_to_what_was_chosen(name, monkeypatch):
     monkeypatch.setenv("WANDB_RUN_ID", RUN)
     # what a group of configs holds is not seen in the config: any choice of one is another recipe
     groups = [p for p in study["parameters"] if (ROOT / f"configs/groups/{p}.yaml").is_file()]
-    with initialize_config_dir(CONFIGS, version_base="1.3"):
+    with initialize_config_dir(cli.schema.CONFIGS, version_base="1.3"):
         for point in each_value(study):
             env, interpreter, program, *options = typed_by_the_agent(study, point, monkeypatch)
             assert [env, interpreter, program] == ["/usr/bin/env", "python", study["program"]]
