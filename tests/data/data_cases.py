@@ -1,18 +1,17 @@
 """Targets and settings for the tests of training data."""
 
+from helpers import tiny_target
+
 from kangaroo.data.filters import FilterConfig
 from kangaroo.data.making import SynthesisConfig
-from kangaroo.models import loading
-from kangaroo.models.loading import TINY, Dtype, ModelConfig
-from kangaroo.models.target import TargetModel
+from kangaroo.models.loading import byte_tokenizer
 
 NO_FILTERS = FilterConfig(min_answer_tokens=0, max_repetition=1, near_duplicate=1)
 
 
 def target():
     """A target, which writes by native code, and its tokenizer."""
-    hf, tokenizer = loading.load(ModelConfig("tiny", TINY, dtype=Dtype.float32, device="cpu"))
-    return TargetModel(hf).compile_for_decoding(), tokenizer
+    return tiny_target().compile_for_decoding(), byte_tokenizer()
 
 
 def brief():

@@ -98,7 +98,7 @@ def tiny_lm(**overrides):
 def evaluate_several(output, bench, names, lm=None, ranks=None, log=None, drafters=None, **changes):
     """Kangaroo, and prompt lookup where there are two names, or other drafters, on a random
     six-layer model over bytes, in float32."""
-    lm = lm or tiny_lm()
+    lm = lm or tiny_lm().compile_for_decoding()
     drafters = drafters or [Kangaroo(lm, adapter_for(lm), steps=3, threshold=0.2), PromptLookup()]
     pairs = zip(names, drafters, strict=False)
     methods = [MethodSpec(name, drafter, {"drafter": {"of": name}}) for name, drafter in pairs]

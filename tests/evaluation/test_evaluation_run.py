@@ -212,7 +212,7 @@ def test_an_engine_that_accepts_wrong_tokens_fails_the_run(bench, tmp_path, monk
 
     monkeypatch.setattr(kangaroo.engine.stepper, "accept", credulous)
     with pytest.raises(NotLossless, match=r"of 7 turns leave vanilla's text .* question \d+, turn"):
-        evaluate_tiny(tmp_path, bench)
+        evaluate_tiny(tmp_path, bench, tiny_lm())
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert "bug" in {fork["label"] for fork in summary["lossless"]["forks"]}
 

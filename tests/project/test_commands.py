@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PAGES, ROOT, free_port, python, shown, typed, write_inputs
+from commands import BRIEF, FILES, PAGES, ROOT, SHORT, free_port, python, shown, typed, write_inputs
 from composing import of_command
 from helpers import adapter_for, saved_adapter, tiny_target
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -35,15 +35,6 @@ from kangaroo.utils import folders
 MODELS = "smollm2-135m|vicuna-7b|vicuna-33b|llama-3.1-70b"
 FEW = "bench.path=questions.jsonl max_new_tokens=6 warmup=1"
 ONE = "adapter.exit_layers=[2]"
-BRIEF = (
-    "trainer.epochs=1 trainer.holdout=4 trainer.decode_prompts=2 trainer.decode_tokens=8 "
-    "trainer.batch_tokens=256"
-)
-SHORT = (
-    "data.shards=1 data.shard_size=12 data.max_question_tokens=8 data.max_answer_tokens=16 "
-    "data.keep_unfinished_questions=true data.filters.max_repetition=1 "
-    "data.filters.near_duplicate=1"
-)
 TUNED = (
     "tuning_questions=2 reporting_questions=2 max_new_tokens=8 search.kangaroo.steps=[6] "
     "search.kangaroo.threshold=[0.0] search.hybrid.nodes=[5] search.hybrid.min_gain_per_step=[1.5]"
@@ -53,7 +44,6 @@ SPEED = (
     "speed.context_tokens=20 speed.batches=[1,2] speed.bandwidth_megabytes=16"
 )
 MIXED = "data.paths=[outputs/data/self_synthesis/tiny,outputs/data/tasks/tiny]"
-FILES = "data.max_answer_tokens=16 data.filters.max_repetition=1 data.filters.near_duplicate=1"
 AS_TYPED = {"train.py model=vicuna-7b --cfg job"}  # it needs no weights, and so no stand-in
 
 

@@ -140,7 +140,6 @@ BAD = [
     ({"prompt": "a", "stop": [""]}, "at least 1 character"),
     ([1, 2], "valid dictionary"),
     ({"prompt": "a", "n": 2, "seed": 2**63 - 1}, f"must be {2**63 - 2} or less where n=2"),
-    ({"prompt": "a", "logprobs": 0}, "'logprobs' is not served here"),
     ({"prompt": "a", "temperature": True}, "temperature: Input should be a valid number"),
     (b'{"prompt": "a', "the body is not JSON: Unterminated string starting at (at 11)"),
     (b"", "the body: Field required"),

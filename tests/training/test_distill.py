@@ -190,16 +190,6 @@ def test_losses_are_the_formulas_of_their_papers():
 
 
 @pytest.mark.parametrize("loss", Loss)
-def test_a_perfect_adapter_has_no_gradient(loss):
-    p = torch.randn(3, 7).softmax(-1)
-    logits = p.log().requires_grad_()
-    divergence(loss, p, logits.log_softmax(-1)).sum().backward()
-    # min(p, q) has a kink where the two are equal, of at most q (1 - q)
-    is_smooth = loss in (Loss.cross_entropy, Loss.kl)
-    assert logits.grad.abs().max() < (1e-6 if is_smooth else 0.2501)
-
-
-@pytest.mark.parametrize("loss", Loss)
 @pytest.mark.parametrize("size", [None, 20])
 @pytest.mark.parametrize("own_head", [False, True])
 @pytest.mark.parametrize("kept", [False, True])

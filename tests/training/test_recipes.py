@@ -4,12 +4,13 @@ refused if too much; each recipe and experiment trains on a tiny model."""
 import inspect
 import math
 from dataclasses import replace
+from functools import cache
 
 import psutil
 import pytest
 import torch
 import training_cases
-from commands import ROOT, write_inputs
+from commands import BRIEF, FILES, ROOT, SHORT, write_inputs
 from composing import MODELS, of_command
 from helpers import random_prompts, recipe_of
 from omegaconf import OmegaConf
@@ -91,16 +92,7 @@ def test_another_checkpoint_takes_the_recipe_of_the_model_that_is_named():
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
 EXPERIMENTS.remove("methods")  # which evaluate.py takes: tests/project/test_commands.py
-SETTINGS = """
-    model=tiny trainer.zero_stage=0 trainer.shard_target=false trainer.holdout=4
-    trainer.batch_tokens=256 trainer.epochs=1 trainer.save_every=100 trainer.decode_prompts=2
-    trainer.decode_tokens=8
-""".split()
-FILTERS = ["data.filters.max_repetition=1", "data.filters.near_duplicate=1"]
-SYNTHESIS = """
-    data.shards=1 data.shard_size=12 data.max_question_tokens=8 data.max_answer_tokens=16
-    data.keep_unfinished_questions=true
-""".split()
+SETTINGS = ["model=tiny", "trainer.zero_stage=0", "trainer.shard_target=false", *BRIEF.split()]
 
 
 @pytest.mark.usefixtures("nothing_is_drawn")
@@ -109,11 +101,9 @@ def test_every_experiment_trains_a_few_steps_on_a_tiny_model(asked, tmp_path):
     """One process in plain torch: `test_scale.py` holds that others end with the same weights."""
     write_inputs(tmp_path)
     source = f"data.source={tmp_path / 'ShareGPT.json'}"
-    settings = {
-        "recipe=paper": [source],
-        "experiment=questions": [source, "data.max_answer_tokens=16", *FILTERS],
-    }.get(asked, SYNTHESIS + FILTERS)
-    config = composed(*SETTINGS, asked, *settings, f"data.path={tmp_path / 'data'}")
+    from_file = {"recipe=paper": [source], "experiment=questions": [source, *FILES.split()]}
+    data = [f"data.path={tmp_path / 'data'}", *from_file.get(asked, SHORT.split())]
+    config = composed(*SETTINGS, asked, *data)
     config.output = str(tmp_path / "out")
     recipes = [config.adapter, *config.more.values()]
     for recipe in recipes:  # tiny has six layers
@@ -206,10 +196,15 @@ def machine(tmp_path, monkeypatch):
     return with_gpus
 
 
-def foreseen(*overrides, processes=1):
+@cache
+def shaped(*overrides):
     config = composed(*overrides)
+    return meta_model(config.model), config
+
+
+def foreseen(*overrides, processes=1):
+    shapes, config = shaped(*overrides)
     recipes = [config.adapter, *config.more.values()]
-    shapes = meta_model(config.model)
     return foresee(shapes, recipes, config.model, config.data, config.trainer, processes)
 
 
