@@ -82,14 +82,20 @@ class DrafterConfig(Ranged, ABC):
     def build(self, lm: TargetModel) -> Drafter:
         """The drafter for this target."""
 
+    @property
+    def trained(self) -> str | None:
+        """The folder or hub id of what was trained for the target; None where nothing was."""
+        return None
+
     def settings(self) -> dict[str, Any]:
         """All that fixes what the drafter proposes, so that unlike runs are not mixed up."""
-        return asdict(self)
+        weights = {"weights": adapter_files.weights_hash(self.trained)} if self.trained else {}
+        return asdict(self) | weights
 
     def made_by(self) -> dict[str, Any]:
         """What training the drafter for its target took, by name: `trained_positions` that entered
         the loss, all epochs together, `epochs`; empty where it was not trained."""
-        return {}
+        return adapter_files.made_by(self.trained) if self.trained else {}
 
 
 @dataclass
@@ -129,11 +135,9 @@ class TrainedConfig(DrafterConfig):
     def build(self, lm: TargetModel) -> Drafter:
         return self.of(lm, *self.load(lm))
 
-    def settings(self) -> dict[str, Any]:
-        return super().settings() | {"weights": adapter_files.weights_hash(self.adapter)}
-
-    def made_by(self) -> dict[str, Any]:
-        return adapter_files.made_by(self.adapter)
+    @property
+    def trained(self) -> str | None:
+        return self.adapter
 
 
 @dataclass
@@ -191,11 +195,9 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
         kind, _, layer = self.adapter.partition(":")
         return int(layer) if kind == "untrained" and layer.isdecimal() else None
 
-    def settings(self) -> dict[str, Any]:
-        return super().settings() if self._untrained() is None else DrafterConfig.settings(self)
-
-    def made_by(self) -> dict[str, Any]:
-        return super().made_by() if self._untrained() is None else {}
+    @property
+    def trained(self) -> str | None:
+        return self.adapter if self._untrained() is None else None
 
 
 class RowStates(Generic[State]):

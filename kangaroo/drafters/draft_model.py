@@ -4,7 +4,6 @@ Shapes: B rows, N draft nodes, T tokens of a prefill chunk, V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -59,13 +58,9 @@ class DraftModelConfig(ChainConfig):
         draft_lm = draft_lm.compile_for_decoding() if lm.acceleration else draft_lm
         return DraftModel(lm, draft_lm, self.steps, self.threshold)
 
-    def settings(self) -> dict[str, Any]:
-        if self.adapter is None:
-            return super().settings()
-        return super().settings() | {"weights": adapter_files.weights_hash(self.adapter)}
-
-    def made_by(self) -> dict[str, Any]:
-        return {} if self.adapter is None else adapter_files.made_by(self.adapter)
+    @property
+    def trained(self) -> str | None:
+        return self.adapter
 
 
 def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
