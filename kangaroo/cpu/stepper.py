@@ -36,8 +36,7 @@ class CpuStepper:
         records = [StepRecord([], 0, 0, *seconds) for _ in range(batch.size)]
         for row in active:
             accepted, count = int(buffers.accepted[row]), int(buffers.count[row])
-            tokens = self._cut(row, buffers.written[row, : accepted + 1].tolist())
-            batch.append(row, tokens)
+            tokens = batch.append(row, buffers.written[row, : accepted + 1].tolist())
             batch.budget.observe(row, count - 1, accepted)
             records[row] = StepRecord(tokens, min(accepted, len(tokens)), count - 1, *seconds)
             if batch.likeliest:
@@ -50,13 +49,6 @@ class CpuStepper:
             for record, likeliest in zip(records, topk_logits.records(*kept), strict=True):
                 record.kept = likeliest
         return records
-
-    def _cut(self, row: int, tokens: list[int]) -> list[int]:
-        """What of them belongs to the row's text: nothing after an EOS or beyond its limit."""
-        batch, ends = self.batch, self.batch.ends[row]
-        room = batch.limits[row] - len(batch.texts[row])
-        last = next((i for i, token in enumerate(tokens) if token in ends), room)
-        return tokens[: min(last + 1, room)]
 
     def _begin(self, active: list[int]) -> None:
         """The pending token of each row is its only node."""

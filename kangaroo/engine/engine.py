@@ -327,9 +327,8 @@ def place(batch: Batch, row: int, prompt_T: Tensor, request: Request) -> None:
     batch.tokens_BS[row, : len(prompt_T)] = prompt_T
     batch.length_B[row] = len(prompt_T)
     batch.texts[row], batch.verified[row] = prompt_T.tolist(), []
-    batch.limit_B[row] = batch.limits[row] = len(request.prompt) + request.max_new_tokens
+    batch.limits[row] = len(request.prompt) + request.max_new_tokens
     batch.seeds_B[row] = batch.seeds[row] = request.seed
-    batch.heeds_eos_B[row] = not request.ignore_eos
     batch.ends[row] = frozenset() if request.ignore_eos else batch.eos_ids
     batch.done_B[row] = batch.done[row] = False
     batch.samplings[row] = sampling or batch.default
@@ -347,4 +346,3 @@ def write_first(batch: Batch, row: int, token: int) -> None:
     batch.length_B[row] += 1
     batch.append(row, [token])
     batch.whole[row] = True
-    batch.done_B[row] = batch.done[row]

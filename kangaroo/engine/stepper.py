@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.engine import topk_logits
-from kangaroo.engine.batch import Batch, Emitted, RowTensors, emitted
+from kangaroo.engine.batch import Batch, written
 from kangaroo.engine.cache import Chunk, ForwardMeta, Taps
 from kangaroo.engine.clock import between, mark
 from kangaroo.engine.requests import StepRecord
@@ -38,22 +38,26 @@ class TensorStepper:
         draft = drafter.propose(batch) if drafts else Draft.nothing(batch.last(1))
         proposed = mark(device)
         draft.meta = draft.meta or self._block(draft)
-        verdict, written, logits_BNV, taps = self._verify(draft)
+        verdict, written_BX, logits_BNV, taps = self._verify(draft)
         if not draft.tree.is_chain:
             self._keep_path(draft.meta, verdict)
         verified = mark(device)
-        batch.commit(written)
+        batch.commit(written_BX)
         drafter.observe(batch, draft, verdict, taps)
-        rows = written.to_host()  # the step's one device-to-host copy, but for what is kept
+        rows = written_BX.tolist()  # the step's one device-to-host copy, but for what is kept
         kept: topk_logits.Rows = [None] * batch.size
         if logits_BNV is not None:
             kept = topk_logits.likeliest(logits_BNV, verdict.path_BP, self.keep)
             self._add_likeliest(draft, logits_BNV)
-        for row, (tokens, accepted, drafted) in enumerate(rows):
-            batch.append(row, tokens)
-            batch.budget.observe(row, drafted, accepted)
         seconds = between(started, proposed), between(proposed, verified), 0.0
-        return [StepRecord(*row, *seconds, of) for row, of in zip(rows, kept, strict=True)]
+        records = [StepRecord([], 0, 0, *seconds, of) for of in kept]
+        for row in batch.active:
+            accepted, drafted, *tokens = rows[row]
+            tokens = batch.append(row, tokens[: accepted + 1])
+            accepted = min(accepted, len(tokens))
+            batch.budget.observe(row, drafted, accepted)
+            records[row] = StepRecord(tokens, accepted, drafted, *seconds, kept[row])
+        return records
 
     def _block(self, draft: Draft) -> ForwardMeta:
         """Where a draft will lie; one of tokens alone takes one of the few recorded shapes."""
@@ -66,7 +70,7 @@ class TensorStepper:
         place = draft.tree, batch.base_B, batch.used + draft.tree.size, batch.n_slots
         return self.lm.forward_meta(*place, recorded=("verify", batch.cache))
 
-    def _verify(self, draft: Draft) -> tuple[Verdict, Emitted, Tensor | None, Taps]:
+    def _verify(self, draft: Draft) -> tuple[Verdict, Tensor, Tensor | None, Taps]:
         """The verdict, what is written, the logits `[B, N, V]` where something of them is kept, and
         the states that the drafter wants."""
         lm, batch, sampling = self.lm, self.batch, self.batch.sampling
@@ -74,7 +78,7 @@ class TensorStepper:
         by_match = sampling.rule is Rule.match or sampling.greedy or draft.tree.size == 1
         taps, layers = sorted(set(self.drafter.taps)), range(draft.entry, lm.n_layers)
 
-        def work(draft: Draft, rows: RowTensors) -> tuple[Any, ...]:
+        def work(draft: Draft, seeds_B: Tensor, settings_B3: Tensor) -> tuple[Any, ...]:
             assert draft.meta is not None
             x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
             x_BND, states = lm.run(x_BND, batch.cache, draft.meta, layers, taps)
@@ -82,18 +86,18 @@ class TensorStepper:
             if sampling.greedy and not keeps and (chosen := lm.choose(x_BND)) is not None:
                 choice_BN = chosen[0]
             else:
-                logits_BNV, how = lm.logits(x_BND), sampling.reading(rows.settings_B3)
-                drawn_by = logits_BNV, draft.meta.positions_RT + 1, how, rows.seeds_B
+                logits_BNV, how = lm.logits(x_BND), sampling.reading(settings_B3)
+                drawn_by = logits_BNV, draft.meta.positions_RT + 1, how, seeds_B
                 choice_BN = pick(*drawn_by) if by_match else write(draft, *drawn_by)
                 kept_BNV = logits_BNV if keeps else None
             verdict = accept(draft, choice_BN)
-            return verdict, emitted(draft, verdict, rows), kept_BNV, [states[tap] for tap in taps]
+            return verdict, written(draft, verdict), kept_BNV, [states[tap] for tap in taps]
 
         shape = draft.entry, draft.tree.is_chain, draft.tree.max_depth, sampling.kind
         key = ("verify", *taps, keeps, *shape)
-        results = lm.acceleration.replay((batch.cache,), key, work, draft, batch.rows)
-        verdict, written, kept_BNV, states = results
-        return verdict, written, kept_BNV, dict(zip(taps, states, strict=True))
+        inputs = draft, batch.seeds_B, batch.settings_B3
+        *results, states = lm.acceleration.replay((batch.cache,), key, work, *inputs)
+        return *results, dict(zip(taps, states, strict=True))
 
     def _add_likeliest(self, draft: Draft, logits_BNV: Tensor) -> None:
         """Tell a drafter that wants them of the likeliest tokens after each node: one sync."""
