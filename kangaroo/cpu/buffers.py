@@ -128,16 +128,17 @@ class DraftBuffers:
         """The chains of these rows grow by up to so many tokens, within `Budget.limits`, if any;
         see `rounds.h`."""
         if rows:
-            least = self._ask(rows, steps, 0.0 if limits is None else limits)
+            self._ask(rows)
+            least = np.zeros((len(self.base), steps), np.float32) if limits is None else limits
             self._draft(*self.pointers, steps, threshold, least.ctypes.data)
 
     def draft_block(
         self, rows: Sequence[int], places: Structure, threshold: float, limits: np.ndarray
     ) -> None:
         """The same for rows without a chain, by one pass of the layer, with its `NativePlaces`."""
-        steps = limits.shape[1]
-        least = self._ask(rows, steps, limits)
-        self._draft_block(*self.pointers, byref(places), steps, threshold, least.ctypes.data)
+        self._ask(rows)
+        of_draft = limits.shape[1], threshold, limits.ctypes.data
+        self._draft_block(*self.pointers, byref(places), *of_draft)
 
     def draft_trees(
         self,
@@ -155,17 +156,14 @@ class DraftBuffers:
                 likeliest node of the last one is likelier than its n-th.
             worth, halves_leaves: which nodes are verified, as of `kangaroo_tree.kept`.
         """
-        steps, worths = limits.shape[1], np.array(worth, np.float32)
-        least = self._ask(rows, steps, limits)
+        worths = np.array(worth, np.float32)
+        self._ask(rows)
         self._draft_trees(
             *self.pointers,
-            *(steps, width, threshold, least.ctypes.data),
+            *(limits.shape[1], width, threshold, limits.ctypes.data),
             *(len(worth), worths.ctypes.data, halves_leaves),
         )
 
-    def _ask(self, rows: Sequence[int], steps: int, limits: np.ndarray | float) -> np.ndarray:
+    def _ask(self, rows: Sequence[int]) -> None:
         self.asking[:] = 0
         self.asking[list(rows)] = 1
-        least = np.zeros((len(self.base), steps), np.float32)
-        least[list(rows)] = limits
-        return least

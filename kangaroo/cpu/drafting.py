@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from ctypes import Structure
 
-import numpy as np
 import torch
 
 from kangaroo.cpu import native
@@ -11,7 +10,7 @@ from kangaroo.cpu.buffers import DraftBuffers
 from kangaroo.drafters.base import Drafter, TreesFromText
 from kangaroo.drafters.block import Block
 from kangaroo.drafters.cascade import Cascade
-from kangaroo.drafters.chain import Chain
+from kangaroo.drafters.chain import limits_of
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.drafters.expected_gain import best_tree
@@ -68,12 +67,6 @@ def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> Na
     return None
 
 
-def limits_of(drafter: Chain | EarlyExit, batch: Batch, rows: Sequence[int]) -> np.ndarray | None:
-    """`Budget.limits`; None where no row drafts, so that prompts need not be read yet."""
-    limits = batch.budget.limits(rows, drafter.steps, drafter.draft_cost, drafter.auto)
-    return limits if (limits[:, 0] < 1).any() else None
-
-
 class TextDrafting(NativeDrafting):
     """Chains and trees that are read from the text."""
 
@@ -122,7 +115,8 @@ class ChainDrafting(LayerDrafting):
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
-        if (limits := limits_of(drafter, batch, rows)) is None:
+        limits = limits_of(drafter, batch, rows)
+        if (limits[:, 0] >= 1).all():  # no row drafts: prompts need not be read yet
             return
         self.catch_up(buffers, batch)
         match drafter:
@@ -197,7 +191,8 @@ class DraftModelDrafting(NativeDrafting):
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
         drafter.prompts.clear()  # the texts have them
-        if (limits := limits_of(drafter, batch, rows)) is None:
+        limits = limits_of(drafter, batch, rows)
+        if (limits[:, 0] >= 1).all():  # no row drafts: prompts need not be read yet
             return
         chains = self.buffers = self.buffers or self._buffers()
         chains.count[:] = chains.end[:] = 0

@@ -132,7 +132,8 @@ class LayerChoice(Autoregressive):
         self.rows = RowStates(self.start)
 
     def propose(self, batch: Batch) -> Draft:
-        rows = (limits_of(self, batch)[:, 0] < 1).nonzero()[0].tolist()
+        limits = limits_of(self, batch, batch.active)
+        rows = (limits[:, 0] < 1).nonzero()[0].tolist()
         if choices := {row: self.rows.of(row, batch.texts[row]) for row in rows}:
             self.improve(batch, choices)
             self.choose_runs({row: choice.skip for row, choice in choices.items()}, batch)

@@ -4,7 +4,7 @@ Shapes: B rows, D hidden size, V vocabulary, K draft vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,7 +54,7 @@ class Chain(Drafter):
 
     def propose(self, batch: Batch) -> Draft:
         """A chain below each row's pending token, as long as the budget of a batch allows."""
-        limits = limits_of(self, batch)
+        limits = limits_of(self, batch, batch.active)
         active = limits[:, 0] < 1
         if not active.any():
             return Draft.nothing(batch.last(1))
@@ -125,8 +125,8 @@ class Chain(Drafter):
         return draft
 
 
-def limits_of(drafter: Chain | EarlyExit, batch: Batch) -> np.ndarray:
-    """`Budget.limits` of all rows, `[B, steps]`; 1, never exceeded, of those that are done."""
-    rows, limits = batch.active, np.ones((batch.size, drafter.steps), np.float32)
+def limits_of(drafter: Chain | EarlyExit, batch: Batch, rows: Sequence[int]) -> np.ndarray:
+    """`Budget.limits` of these rows, `[B, steps]`; 1, never exceeded, of others."""
+    limits = np.ones((batch.size, drafter.steps), np.float32)
     limits[rows] = batch.budget.limits(rows, drafter.steps, drafter.draft_cost, drafter.auto)
     return limits

@@ -103,7 +103,7 @@ class KangarooTree(EarlyExit):
         return [max(chance, self.min_confidence or 0.0) for chance in chances]
 
     def propose(self, batch: Batch) -> Draft:
-        limits = limits_of(self, batch)
+        limits = limits_of(self, batch, batch.active)
         # on the host, which reads one number a row and level where there is a threshold
         active = limits[:, 0] < 1
         if not active.any():

@@ -92,7 +92,7 @@ class Batch:
         count_B, new_BP = written_BX[:, 0], written_BX[:, 2:]
         index_BP = self.length_B[:, None] + torch.arange(new_BP.shape[1], device=new_BP.device)
         self.tokens_BS.scatter_(1, index_BP, new_BP)  # what lies beyond the count is scratch
-        self.length_B = self.length_B + (count_B + 1) * ~self.done_B
+        self.length_B = torch.where(self.done_B, self.length_B, self.length_B + count_B)
 
     def append(self, row: int, tokens: list[int]) -> list[int]:
         """The same on the host. Returns what of them belongs to the row's text, nothing after an
@@ -121,8 +121,8 @@ class Batch:
 
 
 def written(draft: Draft, verdict: Verdict) -> Tensor:
-    """Of each row how many draft tokens were accepted, of how many; then what the target writes
+    """Of each row how many tokens are new, and how many were drafted; then what the target writes
     after each node of the accepted path, the next one's token, at last the bonus: `[B, 2 + P]`."""
     new_BP = verdict.choice_BN.gather(1, verdict.path_BP)
-    counts_B2 = torch.stack([verdict.count_B, draft.valid_BN.sum(1) - 1], 1)
+    counts_B2 = torch.stack([verdict.count_B + 1, draft.valid_BN.sum(1) - 1], 1)
     return torch.cat([counts_B2, new_BP], 1)

@@ -52,9 +52,9 @@ class TensorStepper:
         seconds = between(started, proposed), between(proposed, verified), 0.0
         records = [StepRecord([], 0, 0, *seconds, of) for of in kept]
         for row in batch.active:
-            accepted, drafted, *tokens = rows[row]
-            tokens = batch.append(row, tokens[: accepted + 1])
-            accepted = min(accepted, len(tokens))
+            count, drafted, *tokens = rows[row]
+            tokens = batch.append(row, tokens[:count])
+            accepted = min(count - 1, len(tokens))
             batch.budget.observe(row, drafted, accepted)
             records[row] = StepRecord(tokens, accepted, drafted, *seconds, kept[row])
         return records

@@ -198,8 +198,8 @@ def test_a_growing_text_is_recorded_anew_at_powers_of_two_alone(name, most):
     assert further <= (0 if name == "kangaroo" else most // 4)  # of other widths
 
 
-LAUNCHES = {"vanilla": (2, 16), "kangaroo": (8, 30)}
-LAUNCHES |= {"hybrid-tree": (11, 48), "eagle-tree": (11, 35)}
+LAUNCHES = {"vanilla": (2, 15), "kangaroo": (8, 29)}
+LAUNCHES |= {"hybrid-tree": (11, 47), "eagle-tree": (11, 34)}
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -224,7 +224,7 @@ def test_a_round_is_few_launches(name, monkeypatch):
     lm = graphed(tiny())
     engine = Engine(lm, DRAFTERS[name](Case(lm, adapter_for(lm), [])))
     batch = engine.open(1, 200, Sampling(temperature=0.7))
-    engine.admit(batch, 0, Request(random_prompts(60)[0], 60))
+    engine.admit(batch, 0, Request(random_prompts(60)[0], 140))
     counts = []
     for _ in range(24):
         before = len(lm.acceleration.graphs.made)
