@@ -99,11 +99,12 @@ class Batch:
         EOS or beyond its limit; either ends it."""
         text, ends = self.texts[row], self.ends[row]
         room = self.limits[row] - len(text)
-        last = next((i for i, token in enumerate(tokens) if token in ends), room)
-        text += tokens[: min(last + 1, room)]
-        if last < room or len(text) >= self.limits[row]:
+        ended = next((n for n, token in enumerate(tokens[:room], 1) if token in ends), None)
+        tokens = tokens[: ended or room]
+        text += tokens
+        if ended or len(text) >= self.limits[row]:
             self.stop(row)
-        return tokens[: min(last + 1, room)]
+        return tokens
 
     @torch.inference_mode()
     def stop(self, row: int) -> None:
