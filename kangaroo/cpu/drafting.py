@@ -101,7 +101,7 @@ class LayerDrafting(NativeDrafting):
     def head(self) -> Structure:
         """The head that drafts, with its draft vocabulary."""
         head = self.drafter.head
-        return head.native.native(ids_N=head.vocabulary_K)
+        return head.native.native(ids_O=head.vocabulary_K)
 
     def catch_up(self, buffers: DraftBuffers, batch: Batch) -> None:
         """That of the drafter, in native code too."""

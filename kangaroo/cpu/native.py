@@ -4,7 +4,7 @@ A step of decoding takes the time of reading the weights once, and what a token 
 nothing beside it, bit by bit. It is built at first use, for this very processor; without a C++
 compiler decoding stays eager.
 
-Shapes: R rows, T tokens a row, D hidden size, N outputs.
+Shapes: R rows, T tokens a row, D hidden size, O outputs.
 """
 
 import ctypes
@@ -210,28 +210,28 @@ def layer_table(layers: Sequence[LayerWeights], names: Collection[str] | None = 
 class Head:
     """A matrix from hidden states to logits."""
 
-    def __init__(self, library: CDLL, weight_ND: Tensor, sizes: Sizes):
-        self.weight_ND, self.sizes = weight_ND, sizes
-        self.passing = weight_ND.nbytes > staying_bytes()
-        self.call = function(library, "read_out", weight_ND.dtype)
+    def __init__(self, library: CDLL, weight_OD: Tensor, sizes: Sizes):
+        self.weight_OD, self.sizes = weight_OD, sizes
+        self.passing = weight_OD.nbytes > staying_bytes()
+        self.call = function(library, "read_out", weight_OD.dtype)
 
     def takes(self, x_MD: Tensor) -> bool:
         """Whether it is a step of decoding."""
         return x_MD.shape[0] <= MOST_TOKENS and not torch.is_grad_enabled()
 
-    def native(self, norm: Tensor | None = None, ids_N: Tensor | None = None) -> Structure:
+    def native(self, norm: Tensor | None = None, ids_O: Tensor | None = None) -> Structure:
         """The head for native code, after a norm if one is given; `ids` are the tokens that it has
         outputs for, if these are not all."""
-        weight, outputs = pointer(self.weight_ND), len(self.weight_ND)
-        return NativeHead(pointer(norm), weight, outputs, pointer(ids_N), self.passing)
+        weight, outputs = pointer(self.weight_OD), len(self.weight_OD)
+        return NativeHead(pointer(norm), weight, outputs, pointer(ids_O), self.passing)
 
     def __call__(self, x_MD: Tensor, norm: Tensor | None = None) -> Tensor:
-        """Logits `[M, N]` in float32, of the normed states where a norm is given."""
+        """Logits `[M, O]` in float32, of the normed states where a norm is given."""
         x_MD = x_MD.contiguous()
-        logits_MN = x_MD.new_empty(len(x_MD), len(self.weight_ND), dtype=torch.float32)
+        logits_MO = x_MD.new_empty(len(x_MD), len(self.weight_OD), dtype=torch.float32)
         head, sizes = self.native(norm), self.sizes.native()
-        self.call(byref(sizes), byref(head), pointer(x_MD), len(x_MD), pointer(logits_MN))
-        return logits_MN
+        self.call(byref(sizes), byref(head), pointer(x_MD), len(x_MD), pointer(logits_MO))
+        return logits_MO
 
 
 class Fusing:

@@ -70,6 +70,7 @@ def attend_kernel(
     keys_ptr,
     values_ptr,
     S,
+    row_ptr,
     count_ptr,
     lead_ptr,
     path_ptr,
@@ -85,6 +86,7 @@ def attend_kernel(
     G: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    ANY_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Of a block and each column: the weighted sum of values, `sum` `[N, H, B, D]`, the largest
@@ -94,6 +96,7 @@ def attend_kernel(
     the others T * P / 64 blocks of one token. Those before the window of all columns do nothing.
 
     Args:
+        row_ptr: the cache's row that these begin at, with ANY_ROW; else they begin where it does.
         WINDOW: how far a token looks back, to the beginning of a block; 0 is to all.
         DP: D, or more: a power of two.
     """
@@ -124,7 +127,10 @@ def attend_kernel(
         head = token.to(tl.int64) * H + h * GROUP + j
         inside = is_live[:, None] & (d < D)[None, :]
         q = read(q_ptr + head[:, None] * D + d[None, :], inside)
-        at = ((row.to(tl.int64) * S + slot) * G + h)[:, None] * D + d[None, :]
+        first = row.to(tl.int64)
+        if ANY_ROW:
+            first += tl.load(row_ptr)
+        at = ((first * S + slot) * G + h)[:, None] * D + d[None, :]
         within = is_key[:, None] & (d < D)[None, :]
         keys = read(keys_ptr + at, within)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale

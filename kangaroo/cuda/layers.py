@@ -28,7 +28,8 @@ SUMS = 1 << 28  # numbers that attention may keep of a prompt's pass, if it has 
 LONGEST_PATH = 128  # nodes of a draft from its root on
 GATE_BLOCK = 1024  # numbers of a program
 
-Past = tuple[Tensor, Tensor, int]  # keys and values from a block's first row on, slots of a row
+# keys and values from a block's first row on, slots of a row, and `ForwardMeta.row_1`
+Past = tuple[Tensor, Tensor, int, Tensor | None]
 
 
 def power_of_two(least: int) -> int:
@@ -134,11 +135,13 @@ class Paths:
     rope: tuple[Tensor, Tensor]
 
 
-def paths(meta: ForwardMeta) -> Paths:
+def paths(meta: ForwardMeta, n_slots: int) -> Paths:
     """Read a block's mask: after the first slot that is hidden from a token, it may show it
     `LONGEST_PATH`, or as many as the row has tokens. Prompts have no mask of numbers."""
     rows, tokens = meta.slots_RT.shape
     slots_N = flat(meta.slots_RT[..., None])[:, 0]
+    if meta.row_1 is not None:
+        slots_N = slots_N + meta.row_1 * n_slots
     cos, sin = (flat(x.expand(rows, -1, -1)) for x in meta.rope)
     if meta.bias_R1TE is None or isinstance(meta.bias_R1TE, CausalBias):
         count_N = flat(meta.positions_RT[..., None])[:, 0].int() + 1
@@ -185,13 +188,15 @@ class Stack:
     ) -> Tensor:
         """The output of the last layer, normed where a norm is given; keys and values are written
         at the block's slots, or for a single layer these `keys_alone`."""
-        x_ND, eps, seen, parts_PND = flat(x_RTD), self.sizes.eps, paths(meta), None
+        x_ND, eps, parts_PND = flat(x_RTD), self.sizes.eps, None
+        seen = paths(meta, cache.n_slots)
         for index in layers:
             layer = self.layers[index]
             if layer.o is not None:
                 x_ND, normed_ND = add_and_norm(x_ND, parts_PND, layer.attention_norm, eps)
                 first = meta.rows.start * cache.n_slots
-                past = cache.keys[index][first:], cache.values[index][first:], cache.n_slots
+                keys, values = cache.keys[index][first:], cache.values[index][first:]
+                past = keys, values, cache.n_slots, meta.row_1
                 q_NO = self._queries_and_keys(normed_ND, past, meta, seen, layer, keys_alone)
                 if keys_alone:
                     return x_RTD
@@ -229,7 +234,7 @@ class Stack:
             kernels_products.qkv_kernel,
             (tiles, cdiv(tokens, shape["TOKENS"])),
             *(x_ND, q, layer.k, layer.v, layer.q_bias, layer.k_bias, layer.v_bias),
-            *(layer.q_norm, layer.k_norm, *seen.rope, seen.slots_N, seen.count_N, q_NO, *past),
+            *(layer.q_norm, layer.k_norm, *seen.rope, seen.slots_N, seen.count_N, q_NO, *past[:3]),
             *(tokens, meta.slots_RT.shape[1], sizes.eps),
             H=heads,
             G=kv_heads,
@@ -257,6 +262,7 @@ class Stack:
             *(tokens, places, blocks, columns, self.window, sizes.scaling),
             G=sizes.kv_heads,
             **shape,
+            ANY_ROW=meta.row_1 is not None,
             num_warps=4,
         )
         out_NO, combine = torch.empty_like(q_NO), kernels_attention.combine_kernel

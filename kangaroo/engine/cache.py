@@ -70,6 +70,7 @@ class ForwardMeta:
         extent: how many slots attention reads.
         recordable: a step of decoding, which may be recorded as a graph.
         windowed: mask, cosine and sine that layers with a window read instead, if there are such.
+        row_1: what is added to `rows`, where one recording is for any row.
     """
 
     slots_RT: Tensor
@@ -80,6 +81,7 @@ class ForwardMeta:
     rope: tuple[Tensor, Tensor]
     recordable: bool = False
     windowed: tuple[Any, ...] = ()
+    row_1: Tensor | None = None
 
     def of_layer(self, windowed: bool) -> ForwardMeta:
         """The block as a layer with a window reads it, or as one without."""
@@ -134,8 +136,9 @@ class ForwardMeta:
 
     def _each(self, change: Callable[[Tensor, int], Tensor]) -> ForwardMeta:
         """The block with `change(tensor, axis of its tokens)` in place of each tensor."""
-        # of four axes is a mask alone, whose second one is for the heads
-        changed = (change(x, 2 if x.ndim == 4 else 1) for x in tensors_in(self))
+        # of four axes is a mask alone, whose second one is for the heads, and of one is `row_1`
+        tensors = tensors_in(self)
+        changed = (change(x, 2 if x.ndim == 4 else 1) if x.ndim > 1 else x for x in tensors)
         return with_tensors(self, changed)
 
 

@@ -69,4 +69,4 @@ class TextHead(DraftHead):
         self.rows_RD[first:end] = self.target_VD[others]
         self.vocabulary_K, self.weight_KD = self.ids_R[:end], self.rows_RD[:end]
         if self.native is not None and not self.fills_all:
-            self.native.weight_ND = self.weight_KD
+            self.native.weight_OD = self.weight_KD
