@@ -140,7 +140,7 @@ def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(monkeypatch)
     assert large <= set(made) and len({key[0] for key in made}) <= 3
 
 
-def test_a_prompt_in_chunks_is_not_recorded():
+def test_a_prompt_in_chunks_is_not_recorded_without_kernels():
     """Equal prompts in one batch: chunks of one shape, which differ in their row alone."""
     lm = graphed(tiny())
     prompts = random_prompts(40) * 2

@@ -104,11 +104,17 @@ READ_AS = [("llama", torch.bfloat16, SMALLEST, 66)] + [
 
 @pytest.mark.parametrize("name, dtype, options, length", READ_AS)
 def test_a_prompt_has_the_same_bits_in_chunks_of_any_size_and_decoded(name, dtype, options, length):
+    """Nor in graphs, of which one is for all rows and places."""
     lm, tokens_1T = model(name, dtype, **options), random_tokens(1, length)
-    lm.decode_by(Acceleration(sizes=lm.sizes(), kernels=kernels))
-    readings = []
-    for borders in ([0, length], [0, 17, length - 6, length - 1, length]):
-        cache = lm.new_cache(1, 192)
+    pieces, readings = [0, 17, length - 6, length - 1, length], []
+    graphs = StrictGraphs() if DEVICE.type == "cpu" else Graphs(DEVICE)
+    for borders, recorded in (
+        ([0, length], None),
+        (pieces, None),
+        ([0, length - 3, length], graphs),
+    ):
+        lm.decode_by(Acceleration(sizes=lm.sizes(), graphs=recorded, kernels=kernels))
+        cache, row = lm.new_cache(2, 192), 0 if recorded is None else 1
         for start, stop in pairwise(borders):
             part_1T = tokens_1T[:, start:stop]
             if stop - start == 5:  # as a draft is verified
@@ -116,6 +122,7 @@ def test_a_prompt_has_the_same_bits_in_chunks_of_any_size_and_decoded(name, dtyp
                 meta = lm.forward_meta(tree, start_1, stop, cache.n_slots)
                 lm.run(lm.embed(part_1T), cache, meta, range(lm.n_layers))
             else:
-                x_11D, _, _ = lm.read(part_1T, start, cache, 0, ())
-        readings.append([lm.logits(x_11D), *cache.keys, *cache.values])
-    assert all(map(torch.equal, *readings))
+                x_11D, _, _ = lm.read(part_1T, start, cache, row, ())
+        written = [x.unflatten(0, (2, -1))[row] for x in (*cache.keys, *cache.values)]
+        readings.append([lm.logits(x_11D), *written])
+    assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(*readings, strict=True))
