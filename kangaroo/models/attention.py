@@ -5,6 +5,7 @@ Shapes: R rows, T tokens, E occupied slots, H query heads, K key/value heads, C 
 
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias
 
 ATTENTION = "kangaroo"  # the name under which transformers finds it
-# Of masked attention on a GPU. Not cuDNN's, which plans for every new shape: a training meets
-# thousands, and on an H100 its step took half a second where the shape was new.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -42,7 +41,7 @@ def attention(
     rows, heads, width, size = q_RHTC.shape
     kv_heads, extent = k_RKEC.shape[1:3]
     group = heads // kv_heads
-    attend = partial(F.scaled_dot_product_attention, scale=scaling)
+    attend = partial(fused_attention, scale=scaling)
     if bias_R1TE is None and extent != width:  # transformers' generate: silently wrong
         raise ValueError(
             f"{width} queries without a mask for {extent} keys: for transformers' own "
@@ -59,9 +58,15 @@ def attention(
         return out.transpose(1, 2), None
     packed = q_RHTC.reshape(rows, kv_heads, group * width, size)
     bias = bias_R1TE if group == 1 else bias_R1TE.repeat(1, 1, group, 1)
-    with sdpa_kernel(BACKENDS) if q_RHTC.is_cuda else nullcontext():
-        out = attend(packed, k_RKEC, v_RKEC, bias)
+    out = attend(packed, k_RKEC, v_RKEC, bias)
     return out.reshape(rows, heads, width, size).transpose(1, 2), None
+
+
+def fused_attention(q_RHTC: Tensor, *others: Any, **options: Any) -> Tensor:
+    """PyTorch's, but on a GPU not by cuDNN, which plans for every new shape: a training meets
+    thousands, and its step took half a second on an H100 wherever masked attention met one."""
+    with sdpa_kernel(BACKENDS) if q_RHTC.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(q_RHTC, *others, **options)
 
 
 def capped_attention(
