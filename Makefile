@@ -73,9 +73,9 @@ test-slow: setup  ## run the slow tests
 	$(BIN)/python -m pytest -q --durations=10 -m slow $(ARGS)
 
 # Where torchao is installed it warns whenever transformers is imported, so it lies beside the environment.
-test-quantized: setup  ## run the tests of int8 and int4 weights
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target build/torchao -c constraints.txt torchao
-	PYTHONPATH=build/torchao $(BIN)/python -m pytest -q tests/models/test_families.py -k quantized $(ARGS)
+test-quantized: setup  ## run the tests of quantized weights
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target build/quantized -c constraints.txt torchao compressed-tensors
+	PYTHONPATH=build/quantized $(BIN)/python -m pytest -q tests/models/test_families.py -k "quantized or saved_and_drafts" $(ARGS)
 
 test-llama: setup  ## run the tests of integrations/llama_cpp
 	$(BIN)/python -m pytest -q integrations/llama_cpp $(ARGS)

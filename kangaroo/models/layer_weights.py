@@ -28,7 +28,8 @@ def layer_weights(layer: Any) -> LayerWeights:
 def can_record(hf: PreTrainedModel) -> bool:
     """Whether a step may be recorded as a CUDA graph: not where experts or linear layers of another
     library may wait for the host."""
-    foreign = any(type(linear) is not nn.Linear for linear in packed_linears(hf).values())
+    packed = packed_linears(hf).values()
+    foreign = any(type(linear) is not nn.Linear or "forward" in vars(linear) for linear in packed)
     return not foreign and not has_experts(hf)
 
 

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from kangaroo.models import random_models
 from kangaroo.models.checkpoints import check_placed, read_checkpoint, read_tokenizer
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
+from kangaroo.models.layer_weights import packed_linears
 from kangaroo.models.prompts import chat_template, turn_end
 from kangaroo.models.quantizing import Quantization, bits_of, check_package, quantize
 from kangaroo.models.random_models import RANDOM, TINY, byte_tokenizer, random_model, shape_of
@@ -158,6 +159,9 @@ def load(
         check_placed(model)
     if config.quantization:
         quantize(model, config.quantization, None if config.device_map else device)
+    elif packed_linears(model):  # which some formats unpack in the model's first forward
+        with torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return model.eval().requires_grad_(False), tokenizer
 
 
