@@ -28,8 +28,7 @@ SUMS = 1 << 28  # numbers that attention may keep of a prompt's pass, if it has 
 LONGEST_PATH = 128  # nodes of a draft from its root on
 GATE_BLOCK = 1024  # numbers of a program
 
-# keys and values from a block's first row on, slots of a row, and `ForwardMeta.row_1`
-Past = tuple[Tensor, Tensor, int, Tensor | None]
+Past = tuple[Tensor, Tensor, int, Tensor | None]  # keys, values, slots of a row, the first row
 
 
 def power_of_two(least: int) -> int:
@@ -140,8 +139,7 @@ def paths(meta: ForwardMeta, n_slots: int) -> Paths:
     `LONGEST_PATH`, or as many as the row has tokens. Prompts have no mask of numbers."""
     rows, tokens = meta.slots_RT.shape
     slots_N = flat(meta.slots_RT[..., None])[:, 0]
-    if meta.row_1 is not None:
-        slots_N = slots_N + meta.row_1 * n_slots
+    slots_N = slots_N if meta.row_1 is None else slots_N + meta.row_1 * n_slots
     cos, sin = (flat(x.expand(rows, -1, -1)) for x in meta.rope)
     if meta.bias_R1TE is None or isinstance(meta.bias_R1TE, CausalBias):
         count_N = flat(meta.positions_RT[..., None])[:, 0].int() + 1
@@ -188,15 +186,14 @@ class Stack:
     ) -> Tensor:
         """The output of the last layer, normed where a norm is given; keys and values are written
         at the block's slots, or for a single layer these `keys_alone`."""
-        x_ND, eps, parts_PND = flat(x_RTD), self.sizes.eps, None
-        seen = paths(meta, cache.n_slots)
+        seen, parts_PND = paths(meta, cache.n_slots), None
+        x_ND, eps, first = flat(x_RTD), self.sizes.eps, meta.rows.start * cache.n_slots
         for index in layers:
             layer = self.layers[index]
             if layer.o is not None:
                 x_ND, normed_ND = add_and_norm(x_ND, parts_PND, layer.attention_norm, eps)
-                first = meta.rows.start * cache.n_slots
-                keys, values = cache.keys[index][first:], cache.values[index][first:]
-                past = keys, values, cache.n_slots, meta.row_1
+                both = cache.keys[index][first:], cache.values[index][first:]
+                past = *both, cache.n_slots, meta.row_1
                 q_NO = self._queries_and_keys(normed_ND, past, meta, seen, layer, keys_alone)
                 if keys_alone:
                     return x_RTD

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from kangaroo.cpu.drafting import native_drafting
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters.base import Drafter
-from kangaroo.engine import topk_logits
+from kangaroo.engine import prefill, topk_logits
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import BUCKET, KVCache
@@ -210,7 +210,7 @@ class Engine:
         if reused and source != row:
             batch.cache.copy(source, row, reused)
             self.drafter.copy_prefix(source, row, reused)
-        read = self.stepper.unread(source, row, prompt_T[:reused]) if reused else []
+        unread = self.stepper.unread(source, row, prompt_T[:reused]) if reused else []
         batch.whole[row] = False  # and if this is interrupted, nothing goes on from it
         for first in range(reused, end, chunk):
             if first > reused:  # what steps leave behind in the row lies above what it has read
@@ -220,13 +220,14 @@ class Engine:
                 yield None
                 begun = now(lm.device)
             tokens_1T = prompt_T[None, first : first + chunk]
-            last_11D, meta, taps = lm.read(tokens_1T, first, batch.cache, row, self.drafter.taps)
-            read.append((tokens_1T, meta, taps))
+            place_read = first, batch.cache, row, self.drafter.taps
+            last_11D, chunk_read = prefill.read(lm, tokens_1T, *place_read)
+            unread.append(chunk_read)
             # else later, since a step in between would change what a drafter keeps of the row
             if batch.size == 1 or first + chunk >= end:
-                for chunk_read in read:
-                    self.drafter.prefill(batch, *chunk_read)
-                read.clear()
+                for some in unread:
+                    self.drafter.prefill(batch, *some)
+                unread.clear()
         place(batch, row, prompt_T, request)
         at_11, seed_1 = torch.full((1, 1), end, device=lm.device), batch.seeds_B[row : row + 1]
         logits_11V = lm.logits(last_11D)

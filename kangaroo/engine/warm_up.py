@@ -8,6 +8,7 @@ import torch
 
 from kangaroo.engine.cache import LEAST_RECORDED
 from kangaroo.engine.engine import Engine
+from kangaroo.engine.prefill import LEAST_CHUNK
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 
@@ -31,7 +32,8 @@ def warm_up(engine: Engine, rows: int, longest: int) -> None:
     sizes, vocabulary = [most, *[min(most, SHORT)] * (rows - 1)], engine.lm.config.vocab_size
     texts = [torch.randint(vocabulary, (size,), generator=generator).tolist() for size in sizes]
     extents = [LEAST_RECORDED << i for i in range(most.bit_length())]
-    lengths = [1, *(extent for extent in extents if extent < most)]
+    widths = [LEAST_CHUNK, 2 * LEAST_CHUNK, *extents]  # chunks of prompts are recorded, too
+    lengths = [1, *(width + 1 for width in widths if width + 1 < most)]
     batch = engine.open(rows, longest, Sampling())
     for length, how, active in product(lengths, HOW, sorted({1, rows})):
         for row, prompt in enumerate(text[:length] for text in texts[:active]):

@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, PreTrainedModel
@@ -34,7 +33,6 @@ from kangaroo.utils.errors import ConfigError
 
 Pair = tuple[Tensor, Tensor]
 PROMPT_CHUNK = 1024  # tokens of a prompt that bound its memory, without native code
-LEAST_CHUNK = 16  # tokens of a recorded one
 
 AttentionInterface.register(ATTENTION, attention)
 
@@ -291,64 +289,6 @@ class TargetModel(nn.Module):
             if stop in taps:
                 tapped[stop] = x_BND
         return x_BND, tapped
-
-    def read(
-        self, tokens_1T: Tensor, start: int, cache: KVCache, row: int, taps: Collection[int]
-    ) -> tuple[Tensor, ForwardMeta, Taps]:
-        """A chunk of a prompt, at the positions from `start` on of one row: the output of the last
-        layer for its last token, `[1, 1, D]`, the chunk's block, and the tapped states. For others
-        native code and kernels make only keys and values in the last layer, unless it is tapped."""
-        stop, n_slots = start + tokens_1T.shape[1], cache.n_slots
-        meta, acceleration = self.chunk(start, stop, row, n_slots), self.acceleration
-        is_step = acceleration.graphs and acceleration.kernels and not torch.is_grad_enabled()
-        if is_step and self.window is None:
-            last_11D, tapped = self._read_recorded(tokens_1T, start, cache, row, taps)
-        else:
-            ending, x_1TD = self.chunk(stop - 1, stop, row, n_slots), self.embed(tokens_1T)
-            last_11D, tapped = self._read(x_1TD, cache, meta, ending, taps)
-        return last_11D, meta, tapped
-
-    def _read_recorded(
-        self, tokens_1T: Tensor, start: int, cache: KVCache, row: int, taps: Collection[int]
-    ) -> tuple[Tensor, Taps]:
-        """The same as `_read` by one graph for all rows and places, of a chunk that is filled up in
-        front by what is no token, at position -1."""
-        count, stop = tokens_1T.shape[1], start + tokens_1T.shape[1]
-        width, extent = max(LEAST_CHUNK, power_of_two(count)), self.extent(cache.n_slots, stop)
-
-        def work(tokens_1W: Tensor, place_3: Tensor) -> tuple[Tensor, list[Tensor]]:
-            start_1, stop_1, row_1 = place_3.split(1)
-            at_1W = torch.arange(width, device=self.device)[None] + (stop_1 - width)
-            at_1W = at_1W.masked_fill(at_1W < start_1, -1)
-            here = at_1W, at_1W, None, extent, slice(0, 1), self._rope(cache.n_slots, at_1W)
-            meta = ForwardMeta(*here, row_1=row_1)
-            ending = meta.narrow(width - 1, 1)
-            last_11D, tapped = self._read(self.embed(tokens_1W), cache, meta, ending, taps)
-            return last_11D, [tapped[tap] for tap in sorted(taps)]
-
-        key = "prompt", self.n_layers, width, extent, tuple(sorted(taps))
-        place_3 = torch.tensor([start, stop, row], device=self.device)
-        inputs = F.pad(tokens_1T, (width - count, 0)), place_3
-        last_11D, states = self.acceleration.replay((cache,), key, work, *inputs, keep=True)
-        return last_11D, {tap: x[:, -count:] for tap, x in zip(sorted(taps), states, strict=True)}
-
-    def _read(
-        self,
-        x_1TD: Tensor,
-        cache: KVCache,
-        meta: ForwardMeta,
-        ending: ForwardMeta,
-        taps: Collection[int],
-    ) -> tuple[Tensor, Taps]:
-        """The last layer's output for a chunk's last token, whose block is `ending`, and what is
-        tapped."""
-        layers, last = self.fast_layers, self.n_layers - 1
-        if layers is None or self.n_layers in taps or not layers.takes(x_1TD, meta):
-            x_1TD, tapped = self.run(x_1TD, cache, meta, range(self.n_layers), taps)
-            return x_1TD[:, -1:], tapped
-        x_1TD, tapped = self.run(x_1TD, cache, meta, range(last), taps)
-        layers(x_1TD, cache, meta, range(last, last + 1), keys_alone=True)
-        return layers(x_1TD[:, -1:], cache, ending, range(last, last + 1)), tapped
 
     def _run(
         self, x_BND: Tensor, cache: KVCache | None, meta: ForwardMeta, layers: range

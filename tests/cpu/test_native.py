@@ -12,6 +12,7 @@ from helpers import VOCABULARY, tiny, tiny_model
 
 from kangaroo.cpu import compiling, native
 from kangaroo.engine.cache import KVCache
+from kangaroo.engine.prefill import read
 from kangaroo.engine.tree import Tree
 from kangaroo.models.target import TargetModel
 
@@ -146,8 +147,8 @@ def test_a_prompt_takes_no_more_of_the_last_layer_than_is_read(name, dtype, star
     whole, cache, tapped = (filled_cache(lm, 2) for _ in range(3))
     meta = lm.chunk(start, start + 30, 1, SLOTS)
     every_1TD, taps = lm.run(lm.embed(tokens_1T), whole, meta, range(lm.n_layers), (1,))
-    last_11D, own_block, own_taps = lm.read(tokens_1T, start, cache, 1, (1,))
-    _, _, all_taps = lm.read(tokens_1T, start, tapped, 1, (1, lm.n_layers))
+    last_11D, (_, own_block, own_taps) = read(lm, tokens_1T, start, cache, 1, (1,))
+    _, (_, _, all_taps) = read(lm, tokens_1T, start, tapped, 1, (1, lm.n_layers))
     assert torch.equal(last_11D, every_1TD[:, -1:]) and torch.equal(own_taps[1], taps[1])
     assert torch.equal(all_taps[lm.n_layers], every_1TD)
     assert own_block.extent == meta.extent and own_block.rows == meta.rows

@@ -25,7 +25,7 @@ ORDER = [
     {"engine.verify", "engine.budget", "cpu.native", "cuda"},
     {"engine.acceleration", "engine.clock", "models.layer_weights", "models.quantizing"},
     {"engine.batch", "models.target"},
-    {"engine.costs"},
+    {"engine.costs", "engine.prefill"},
     {"models"},
     {"heads"},
     {"drafters"},

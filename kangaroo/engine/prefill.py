@@ -1,0 +1,79 @@
+"""A chunk of a prompt through the target.
+
+Shapes: T tokens of the chunk, W of a recorded one, D hidden size.
+"""
+
+from collections.abc import Collection
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kangaroo.engine.cache import Chunk, ForwardMeta, KVCache, Taps, power_of_two
+from kangaroo.models.target import TargetModel
+
+LEAST_CHUNK = 16  # tokens of a recorded one
+
+
+def read(
+    lm: TargetModel,
+    tokens_1T: Tensor,
+    start: int,
+    cache: KVCache,
+    row: int,
+    taps: Collection[int] = (),
+) -> tuple[Tensor, Chunk]:
+    """Read tokens at the positions from `start` on of one row: the output of the last layer for the
+    last of them, `[1, 1, D]`, and the chunk with the tapped states."""
+    stop, acceleration = start + tokens_1T.shape[1], lm.acceleration
+    meta, is_decoding = lm.chunk(start, stop, row, cache.n_slots), not torch.is_grad_enabled()
+    if acceleration.graphs and acceleration.kernels and is_decoding and lm.window is None:
+        last_11D, tapped = replay(lm, tokens_1T, start, cache, row, taps)
+    else:
+        ending = lm.chunk(stop - 1, stop, row, cache.n_slots)
+        last_11D, tapped = run(lm, tokens_1T, cache, meta, ending, taps)
+    return last_11D, (tokens_1T, meta, tapped)
+
+
+def replay(
+    lm: TargetModel, tokens_1T: Tensor, start: int, cache: KVCache, row: int, taps: Collection[int]
+) -> tuple[Tensor, Taps]:
+    """What `run` returns by one graph for all rows and places, of a chunk that is filled up in
+    front by what is no token, at position -1."""
+    count, stop = tokens_1T.shape[1], start + tokens_1T.shape[1]
+    width, extent = max(LEAST_CHUNK, power_of_two(count)), lm.extent(cache.n_slots, stop)
+    cos_SC, sin_SC = lm.rope_table(cache.n_slots)
+
+    def work(tokens_1W: Tensor, place_3: Tensor) -> tuple[Tensor, list[Tensor]]:
+        start_1, stop_1, row_1 = place_3.split(1)
+        at_1W = torch.arange(width, device=lm.device)[None] + (stop_1 - width)
+        at_1W = at_1W.masked_fill(at_1W < start_1, -1)
+        rope = cos_SC[at_1W], sin_SC[at_1W]
+        meta = ForwardMeta(at_1W, at_1W, None, extent, slice(0, 1), rope, row_1=row_1)
+        last_11D, tapped = run(lm, tokens_1W, cache, meta, meta.narrow(width - 1, 1), taps)
+        return last_11D, [tapped[tap] for tap in sorted(taps)]
+
+    key = "prompt", lm.n_layers, width, extent, tuple(sorted(taps))
+    inputs = F.pad(tokens_1T, (width - count, 0)), torch.tensor([start, stop, row]).to(lm.device)
+    last_11D, states = lm.acceleration.replay((cache,), key, work, *inputs, keep=True)
+    return last_11D, {tap: x[:, -count:] for tap, x in zip(sorted(taps), states, strict=True)}
+
+
+def run(
+    lm: TargetModel,
+    tokens_1T: Tensor,
+    cache: KVCache,
+    meta: ForwardMeta,
+    ending: ForwardMeta,
+    taps: Collection[int],
+) -> tuple[Tensor, Taps]:
+    """The last layer's output for the last token, whose block is `ending`, and the tapped states.
+    For other tokens native code and kernels make only keys and values in the last layer, unless it
+    is tapped."""
+    x_1TD, layers, last = lm.embed(tokens_1T), lm.fast_layers, lm.n_layers - 1
+    if layers is None or lm.n_layers in taps or not layers.takes(x_1TD, meta):
+        x_1TD, tapped = lm.run(x_1TD, cache, meta, range(lm.n_layers), taps)
+        return x_1TD[:, -1:], tapped
+    x_1TD, tapped = lm.run(x_1TD, cache, meta, range(last), taps)
+    layers(x_1TD, cache, meta, range(last, last + 1), keys_alone=True)
+    return layers(x_1TD[:, -1:], cache, ending, range(last, last + 1)), tapped
