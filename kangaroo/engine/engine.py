@@ -225,8 +225,8 @@ class Engine:
             unread.append(chunk_read)
             # else later, since a step in between would change what a drafter keeps of the row
             if batch.size == 1 or first + chunk >= end:
-                for some in unread:
-                    self.drafter.prefill(batch, *some)
+                for read in unread:
+                    self.drafter.prefill(batch, *read)
                 unread.clear()
         place(batch, row, prompt_T, request)
         at_11, seed_1 = torch.full((1, 1), end, device=lm.device), batch.seeds_B[row : row + 1]
