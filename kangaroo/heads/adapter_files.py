@@ -1,11 +1,10 @@
 """Adapters on disk: weights, what they were made for, and the tokens they may draft from."""
 
-import dataclasses
 import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -120,8 +119,7 @@ def save(
     save_file(state, folder / WEIGHTS)
     if frequent_K is not None:
         save_file({"frequent": frequent_K.to(torch.int32)}, folder / VOCABULARY)
-    fields = dataclasses.asdict(config)
-    fields["architecture"] = {"kind": config.architecture.kind()} | fields["architecture"]
+    fields = asdict(config) | {"architecture": config.architecture.as_json()}
     (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
     return folder
 

@@ -198,10 +198,9 @@ def card(adapter: AdapterConfig, config: PushConfig, hashes: Mapping[str, str]) 
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    kind = {"kind": adapter.architecture.kind()}
     return template.render(
         front_matter=front_matter.to_yaml(),
-        config=asdict(adapter) | {"architecture": kind | asdict(adapter)["architecture"]},
+        config=asdict(adapter) | {"architecture": adapter.architecture.as_json()},
         repo=config.repo,
         hashes=hashes,
         kind=KINDS[drafter],
