@@ -14,7 +14,7 @@ from rich.console import Console
 from kangaroo import chat as talk
 from kangaroo.api import load_target
 from kangaroo.cli import schema
-from kangaroo.cli.command import command, plain, sweep_folder, to_measure, tracker_of, varied
+from kangaroo.cli.command import command, plain, sweep_folder, tracker_of, varied
 from kangaroo.cpu.native import torch_multiplies
 from kangaroo.data import store
 from kangaroo.data.filters import list_reasons
@@ -33,8 +33,8 @@ from kangaroo.evaluation.study import report as study_report
 from kangaroo.evaluation.study.study import study_of
 from kangaroo.heads import adapter_files, export, official
 from kangaroo.hub import transfer
-from kangaroo.hub.transfer import PullConfig, PushConfig, measure
-from kangaroo.models.loading import ModelConfig, meta_model
+from kangaroo.hub.transfer import PullConfig, PushConfig
+from kangaroo.models.loading import ModelConfig, meta_model, to_measure
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.serve import serve as run_server
 from kangaroo.training import backend
@@ -323,7 +323,8 @@ def convert_push(config: PushConfig) -> None:
 def convert_pull(config: PullConfig) -> None:
     """Fetch an adapter, check it, and say how to measure it."""
     adapter, folder = transfer.pull(config), config.output
-    use = measure(adapter.target, adapter.architecture.drafter, folder)
+    options = {"drafter": adapter.architecture.drafter, "drafter__adapter": folder}
+    use = to_measure(adapter.target, **options, bench="demo")
     log.info("%s: exit layer %d of %s; %s", folder, adapter.exit_layer, adapter.target, use)
 
 

@@ -26,7 +26,7 @@ from kangaroo.models.random_models import RANDOM, TINY, byte_tokenizer, random_m
 from kangaroo.models.supported import eos_ids
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, ModelNotFound, UnsupportedModel
-from kangaroo.utils.folders import of_project
+from kangaroo.utils.folders import command_line, of_project
 
 MODELS = of_project("configs") / "groups/model.yaml"  # a section for each model known by name
 
@@ -121,6 +121,12 @@ def options_of(model: str, name: str | None = None) -> dict[str, str]:
         return {"model": settings["name"]}
     path = model if _is_path(model) else "FOLDER"
     return {"model__path": path, "model__name": name or _name_of(model)}
+
+
+def to_measure(model: str | ModelConfig, *words: str, **options: Any) -> str:
+    """The command that evaluates this target with these options, for a user to type."""
+    names = (model,) if isinstance(model, str) else (model.path, model.name)
+    return command_line("evaluate", *words, **options_of(*names), **options)
 
 
 def load(
