@@ -10,14 +10,13 @@ from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.data import store
 from kangaroo.data.filters import answers, cut, cut_by, list_reasons
 from kangaroo.data.making import WrittenConfig, finish
 from kangaroo.data.reading import Source, read, regular
 from kangaroo.data.writing import Dialogue, DialogueWriter
-from kangaroo.models.prompts import Message, Sample, masked_ids
+from kangaroo.models.prompts import Message, Sample, Tokenizer, masked_ids
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, DataError
 from kangaroo.utils.ranges import Count
@@ -53,9 +52,7 @@ class ConversationsConfig(WrittenConfig, Source):
     keep_system: bool = True
     regenerate: bool = True
 
-    def make(
-        self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
-    ) -> None:
+    def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks | None = None) -> None:
         """Write the dataset to `path`, or what is still missing of it; processes as in synthesis.
         Errors: `DataError` for a source that cannot be read or has nothing usable; `ConfigError`
         for a template that does not show which part is the assistant's."""
@@ -134,10 +131,7 @@ class ConversationsConfig(WrittenConfig, Source):
         return dialogues
 
     def _as_they_are(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        conversations: Sequence[list[Message]],
-        dropped: Counter[str],
+        self, tokenizer: Tokenizer, conversations: Sequence[list[Message]], dropped: Counter[str]
     ) -> list[Sample]:
         """Samples, each up to the last answer within `max_length`; dropped and cut ones counted."""
         samples = []

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig, list_reasons, select
 from kangaroo.data.writing import Dialogue, DialogueWriter
 from kangaroo.engine.topk_logits import Likeliest
-from kangaroo.models.prompts import Sample
+from kangaroo.models.prompts import Sample, Tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import DataError
 from kangaroo.utils.ranges import Count, Filled, NotNegative, Ranged, Seed
@@ -72,7 +71,7 @@ class WrittenConfig(Ranged):
     def write_shards(
         self,
         lm: TargetModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         writers: Mapping[str, Callable[[DialogueWriter], list[Dialogue]]],
         longest: int,
         leave_out: Collection[str],
@@ -167,9 +166,7 @@ class SynthesisConfig(WrittenConfig):
     openings: Filled[str] = field(default_factory=lambda: [""])
     question_temperature: NotNegative = 1.0
 
-    def make(
-        self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
-    ) -> None:
+    def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks | None = None) -> None:
         """Write the dataset to `path`, or what is still missing of it. The processes share the
         shards; the first makes the dataset, and the others do not wait for it. Errors: `DataError`
         where nothing is usable, or the folder was begun with other settings."""
@@ -214,9 +211,7 @@ class MixConfig(Ranged):
     seed: Seed = 0
     filters: FilterConfig = field(default_factory=FilterConfig)
 
-    def make(
-        self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
-    ) -> None:
+    def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks | None = None) -> None:
         """Write the dataset to `path`; of several processes the first does it, none waits. Errors:
         `DataError` where a part is no complete dataset."""
         if ranks is not None and not ranks.is_first:

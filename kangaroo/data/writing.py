@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.models.prompts import Message, Sample, masked_ids, plain_text, user_header
+from kangaroo.models.prompts import Message, Sample, Tokenizer, masked_ids, plain_text, user_header
 from kangaroo.models.target import TargetModel
 
 
@@ -77,7 +76,7 @@ class DialogueWriter:
     def __init__(
         self,
         lm: TargetModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         batch_size: int,
         longest: int,
         keep: int,

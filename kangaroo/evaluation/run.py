@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.base import Drafter, DrafterConfig
 from kangaroo.drafters.vanilla import Vanilla
@@ -26,7 +25,7 @@ from kangaroo.evaluation.lossless import fork
 from kangaroo.evaluation.methods import as_run, generate
 from kangaroo.evaluation.metrics import metrics, scalars
 from kangaroo.evaluation.records import METHOD, Baseline, MethodRun, Record, Turn
-from kangaroo.models.prompts import Message
+from kangaroo.models.prompts import Message, Tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, DataError, NotLossless
 from kangaroo.utils.folders import write_json
@@ -122,7 +121,7 @@ class Evaluator:
     def __init__(
         self,
         lm: TargetModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         methods: Sequence[MethodSpec],
         config: EvaluateConfig,
         *,

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
@@ -36,6 +35,7 @@ from kangaroo.evaluation.methods import generate
 from kangaroo.evaluation.metrics import estimate
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
+from kangaroo.models.prompts import Tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import memory, tables
 from kangaroo.utils.errors import ConfigError
@@ -98,7 +98,7 @@ class SpeedConfig(Ranged):
 
 def measure(
     lm: TargetModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     drafter: Drafter | Kangaroo,
     config: SpeedConfig,
     more: Mapping[str, Drafter] | None = None,

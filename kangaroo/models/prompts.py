@@ -12,6 +12,7 @@ from typing_extensions import NotRequired
 
 from kangaroo.utils.errors import ConfigError, PromptError
 
+Tokenizer = PreTrainedTokenizerBase
 TEMPLATES = Path(__file__).parent / "templates"
 
 _SENTINEL = "kangarookangaroo"  # stands for a user turn while the template around it is read
