@@ -20,7 +20,7 @@ from kangaroo.models.prompts import Message, Sample, Tokenizer, masked_ids
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, DataError
 from kangaroo.utils.ranges import Count
-from kangaroo.utils.ranks import Ranks
+from kangaroo.utils.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class ConversationsConfig(WrittenConfig, Source):
     keep_system: bool = True
     regenerate: bool = True
 
-    def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks | None = None) -> None:
+    def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks = ALONE) -> None:
         """Write the dataset to `path`, or what is still missing of it; processes as in synthesis.
         Errors: `DataError` for a source that cannot be read or has nothing usable; `ConfigError`
         for a template that does not show which part is the assistant's."""
@@ -68,7 +68,6 @@ class ConversationsConfig(WrittenConfig, Source):
         usable = len(conversations), self.source, list_reasons(dropped)
         log.info("%d conversations in %s are usable; not usable or cut: %s", *usable)
         settings = self.settings(lm) | {"conversations": _hash(conversations)}
-        ranks = ranks or Ranks()
         if ranks.broadcast(store.is_of(Path(self.path), settings)):
             return
         if self.regenerate:

@@ -22,7 +22,7 @@ from kangaroo.models.prompts import Sample, Tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import DataError
 from kangaroo.utils.ranges import Count, Filled, NotNegative, Ranged, Seed
-from kangaroo.utils.ranks import Ranks
+from kangaroo.utils.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ class WrittenConfig(Ranged):
     def settings(self, lm: TargetModel, leave_out: Collection[str] = ()) -> dict[str, Any]:
         """What a dataset, or without some of it a shard, is a function of."""
         settings = {"model": lm.name} | asdict(self)
-        unset = [name for name in ADDED_LATER if not settings.get(name)]
-        return {k: v for k, v in settings.items() if k not in ("path", *leave_out, *unset)}
+        kept = {k: v for k, v in settings.items() if k not in ("path", *leave_out)}
+        return {k: v for k, v in kept.items() if v or k not in ADDED_LATER}
 
     def begin_shard(self, number: int, count: int) -> tuple[list[Dialogue], float]:
         """So many dialogues of a shard, and the temperature of its answers."""
@@ -166,11 +166,11 @@ class SynthesisConfig(WrittenConfig):
     openings: Filled[str] = field(default_factory=lambda: [""])
     question_temperature: NotNegative = 1.0
 
-    def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks | None = None) -> None:
+    def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks = ALONE) -> None:
         """Write the dataset to `path`, or what is still missing of it. The processes share the
         shards; the first makes the dataset, and the others do not wait for it. Errors: `DataError`
         where nothing is usable, or the folder was begun with other settings."""
-        settings, ranks = self.settings(lm), ranks or Ranks()
+        settings = self.settings(lm)
         if ranks.broadcast(store.is_of(Path(self.path), settings)):
             return
         writers = {f"{number:05d}": partial(self._write, number) for number in range(self.shards)}
@@ -211,10 +211,10 @@ class MixConfig(Ranged):
     seed: Seed = 0
     filters: FilterConfig = field(default_factory=FilterConfig)
 
-    def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks | None = None) -> None:
+    def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks = ALONE) -> None:
         """Write the dataset to `path`; of several processes the first does it, none waits. Errors:
         `DataError` where a part is no complete dataset."""
-        if ranks is not None and not ranks.is_first:
+        if not ranks.is_first:
             return
         parts = [store.load(Path(path)) for path in self.paths]
         settings: dict[str, Any] = asdict(self)

@@ -32,7 +32,7 @@ from kangaroo.utils.folders import write_json
 from kangaroo.utils.memory import footprint
 from kangaroo.utils.provenance import flat, git_revision
 from kangaroo.utils.ranges import Count, CountOrZero, Index, Ranged, Seed
-from kangaroo.utils.ranks import Ranks
+from kangaroo.utils.ranks import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -126,10 +126,9 @@ class Evaluator:
         config: EvaluateConfig,
         *,
         model_name: str,
-        ranks: Ranks | None = None,
+        ranks: Ranks = ALONE,
     ):
-        self.ranks = ranks or Ranks()
-        self.lm, self.tokenizer, self.config = lm, tokenizer, config
+        self.lm, self.tokenizer, self.config, self.ranks = lm, tokenizer, config, ranks
         self.methods, self.folders = methods, self._folders(methods)
         self.questions, self.limit = questions_of(config)
         for question in self.questions:  # whether it fits; later turns have answers in them
