@@ -83,8 +83,7 @@ def chat(
                 batch = engine.open(1, max(longest, min(2 * longest, engine.lm.context)), sampling)
             stream = engine.stream(prompt, limit, sampling, batch=batch)
             for text, drafted in pieces(iter(stream), tokenizer):
-                shown = Text(text, style="green" if drafted else "")
-                console.print(shown, end="", soft_wrap=True)
+                console.print(Text(text, style="green" if drafted else ""), end="", soft_wrap=True)
         except PromptError as error:
             fix = "(an empty line begins a new conversation)"
             console.print(f"{error} {fix}", style="red", markup=False)

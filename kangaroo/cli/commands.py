@@ -188,8 +188,7 @@ def chat(config: schema.ChatCommand) -> None:
         "line begins a new conversation, Ctrl-D ends.",
         style="dim",
     )
-    questions = talk.questions(console)
-    talk.chat(engine, tokenizer, config.sampling, config.chat, console, questions)
+    talk.chat(engine, tokenizer, config.sampling, config.chat, console, talk.questions(console))
 
 
 @command()
@@ -302,8 +301,7 @@ def convert_export(config: schema.ExportCommand) -> None:
     if config.to is schema.Layout.draft_model:
         export.save(source, config.model, output)
         log.info("%s is a checkpoint: a draft model for vLLM, SGLang and transformers", output)
-        use = to_measure(config.model, drafter="draft_model", drafter__model=output)
-        log.info("here: %s", use)
+        log.info("here: %s", to_measure(config.model, drafter="draft_model", drafter__model=output))
     else:
         export.write_for_vllm(source, meta_model(config.model), output, VLLM_THRESHOLD)
         log.info("%s is for the plugin kangaroo-vllm", output)
@@ -340,8 +338,7 @@ def prepare_datastore(config: schema.DatastoreCommand) -> None:
     folder = datastore.save(built, lm, Path(config.output), origin | provenance())
     counts = (built.about[name] for name in ("tokens", "documents", "build_seconds"))
     log.info("%d tokens of %d documents in %.1f s", *counts)
-    use = to_measure(config.model, drafter="rest", drafter__datastore=folder)
-    log.info("use them: %s", use)
+    log.info("use them: %s", to_measure(config.model, drafter="rest", drafter__datastore=folder))
 
 
 @command()

@@ -75,8 +75,7 @@ class ConversationsConfig(WrittenConfig, Source):
             for number, first in enumerate(range(0, len(conversations), self.shard_size)):
                 some = conversations[first : first + self.shard_size]
                 writers[f"{number:05d}-{_hash(some)}"] = partial(self._write, number, some)
-            limits = self.max_length, NOT_IN_SHARDS
-            raw = self.write_shards(lm, tokenizer, writers, *limits, ranks)
+            raw = self.write_shards(lm, tokenizer, writers, self.max_length, NOT_IN_SHARDS, ranks)
             dropped["too long"] = len(conversations) - len(raw)  # there was no room for an answer
         elif ranks.is_first:
             raw = self._as_they_are(tokenizer, conversations, dropped)
@@ -125,8 +124,7 @@ class ConversationsConfig(WrittenConfig, Source):
             proceed(dialogue)
         # a further question takes room for the longest conversation
         several = any(sum(m["role"] == "user" for m in turns) > 1 for turns in conversations)
-        more = proceed if several else None
-        writer.answer(dialogues, self.max_answer_tokens, temperature, more)
+        writer.answer(dialogues, self.max_answer_tokens, temperature, proceed if several else None)
         return dialogues
 
     def _as_they_are(

@@ -93,8 +93,7 @@ class WrittenConfig(Ranged):
             log.info("%d of %d shards to write", len(missing), len(writers))
             started, mine = time.perf_counter(), missing[ranks.rank :: ranks.world]
             with tqdm(unit="token", disable=not ranks.is_first) as bar:
-                limits = self.batch_size, longest, self.teacher
-                writer = DialogueWriter(lm, tokenizer, *limits, bar)
+                writer = DialogueWriter(lm, tokenizer, self.batch_size, longest, self.teacher, bar)
                 for number, name in enumerate(mine, start=1):
                     bar.set_description(f"writing shard {number} of {len(mine)}")
                     dialogues = writers[name](writer)
@@ -229,5 +228,4 @@ class MixConfig(Ranged):
             for sample in samples:
                 sample.pop("teacher", None)
         random.Random(self.seed).shuffle(samples)
-        model = kept and kept["model"]
-        finish(self, settings, samples, len(samples), Counter(), model)
+        finish(self, settings, samples, len(samples), Counter(), kept and kept["model"])

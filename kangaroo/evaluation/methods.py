@@ -54,10 +54,9 @@ def generate(
         "use_cache": True,
     }
     tokens_1T = torch.tensor([prompt], device=lm.device)
-    mask_1T = torch.ones_like(tokens_1T)
     with transformers_attention(lm), torch.random.fork_rng():
         torch.manual_seed(seed)
-        settings |= {"attention_mask": mask_1T, "streamer": watch} | speculation
+        settings |= {"attention_mask": torch.ones_like(tokens_1T), "streamer": watch} | speculation
         start = running()
         written_1T = lm.hf.generate(tokens_1T, **settings)
     tokens, steps, at = written_1T[0, len(prompt) :].tolist(), [], 0

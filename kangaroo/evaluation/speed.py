@@ -134,8 +134,7 @@ def measure(
     answers = take_turns(methods, prompts, tokens, config.repeats, "answers")
     core = {name: methods[name] for name in CORE}
     grown = take_turns(core, long_prompts, config.context_tokens, config.repeats, "contexts")
-    above = range(drafter.exit_layer, lm.n_layers)
-    passes = verifications(lm, WIDTHS, above, contexts[0])
+    passes = verifications(lm, WIDTHS, range(drafter.exit_layer, lm.n_layers), contexts[0])
     of_width = {width: median(seconds) for width, seconds in passes.items()}
     batches = throughput(lm, drafter, prompts, tokens, config.batches)
     after = memory_bandwidth(lm.device, config.bandwidth_megabytes)

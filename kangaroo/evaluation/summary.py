@@ -21,9 +21,8 @@ def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any
     settings = about["settings"]
     tasks = dict.fromkeys(record.task for record in records)
     by_task = {task: [record for record in records if record.task == task] for task in tasks}
-    names = ("model", "drafter", "bench", "dtype", "device")
     return {
-        **{name: settings[name] for name in names},
+        **{name: settings[name] for name in ("model", "drafter", "bench", "dtype", "device")},
         "questions": len(records),
         "overall": metrics(records),
         "by_task": {task: metrics(part) for task, part in by_task.items()},

@@ -212,8 +212,7 @@ async def whole(answer: Answer, request: Request) -> Response:
     finally:
         watching.cancel()
         answer.end()
-    ends = (choice.finish for choice in answer.choices if choice.finish in FAULTS)
-    fault = next(ends, None)
+    fault = next((choice.finish for choice in answer.choices if choice.finish in FAULTS), None)
     return JSONResponse(answer.whole()) if fault is None else problem(*FAULTS[fault])
 
 

@@ -257,8 +257,7 @@ class Trainer:
         size = None if trainee.vocabulary_K is None else len(trainee.vocabulary_K)
         described = adapter_files.describe(self.lm, trainee.adapter, training, size, facts)
         dtype = adapter_files.kept_dtype(trainee.adapter, self.lm)
-        folder = self.output / name
-        adapter_files.save(trainee.adapter, described, self.frequent_K, folder, dtype)
+        adapter_files.save(trainee.adapter, described, self.frequent_K, self.output / name, dtype)
 
 
 def uses_stored_logits(
