@@ -107,8 +107,7 @@ def questions_of(config: EvaluateConfig) -> tuple[list[Question], int]:
             f"question_begin={config.question_begin}, question_end={config.question_end} select "
             f"none of the {len(questions)} questions of {config.bench.name}."
         )
-    limit = config.max_new_tokens
-    return chosen, config.bench.max_new_tokens if limit is None else limit
+    return chosen, config.max_new_tokens or config.bench.max_new_tokens
 
 
 class Evaluator:

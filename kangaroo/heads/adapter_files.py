@@ -21,7 +21,7 @@ from kangaroo.models.loading import options_of
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
-from kangaroo.utils.folders import SHIPPED, command_line, located
+from kangaroo.utils.folders import SHIPPED, command_line, located, write_json
 
 WEIGHTS, CONFIG, VOCABULARY = "adapter.safetensors", "config.json", "vocabulary.safetensors"
 Kind = TypeVar("Kind", bound=Trainable)
@@ -120,7 +120,7 @@ def save(
     if frequent_K is not None:
         save_file({"frequent": frequent_K.to(torch.int32)}, folder / VOCABULARY)
     fields = asdict(config) | {"architecture": config.architecture.as_json()}
-    (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+    write_json(folder / CONFIG, fields)
     return folder
 
 
