@@ -11,7 +11,6 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 import numpy as np
 import torch
 import yaml
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.engine.engine import Engine
@@ -19,7 +18,7 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.streaming import pieces
 from kangaroo.models.loading import ModelConfig, load_target, model_config
-from kangaroo.models.prompts import Message, content_text, plain_text, prompt_ids, whole
+from kangaroo.models.prompts import Message, Tokenizer, content_text, plain_text, prompt_ids, whole
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import AdapterNotFound, ConfigError, PromptError
 from kangaroo.utils.folders import of_project
@@ -149,7 +148,7 @@ class Model:
     """A target and its drafter: text in, text out, one batch or stream at a time."""
 
     engine: Engine
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
 
     def generate(
         self,

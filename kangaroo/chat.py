@@ -12,14 +12,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request, Token
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.streaming import pieces
-from kangaroo.models.prompts import Message, plain_text, prompt_ids
+from kangaroo.models.prompts import Message, Tokenizer, plain_text, prompt_ids
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import PromptError
 from kangaroo.utils.ranges import Count, Ranged
@@ -59,7 +58,7 @@ def summary(generation: Generation) -> str:
 
 def chat(
     engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     sampling: Sampling,
     config: ChatConfig,
     console: Console,
@@ -84,8 +83,7 @@ def chat(
                 batch = engine.open(1, max(longest, min(2 * longest, engine.lm.context)), sampling)
             stream = engine.stream(prompt, limit, sampling, batch=batch)
             for text, drafted in pieces(iter(stream), tokenizer):
-                shown = Text(text, style="green" if drafted else "")
-                console.print(shown, end="", soft_wrap=True)
+                console.print(Text(text, style="green" if drafted else ""), end="", soft_wrap=True)
         except PromptError as error:
             fix = "(an empty line begins a new conversation)"
             console.print(f"{error} {fix}", style="red", markup=False)
@@ -115,7 +113,7 @@ class Runner:
 
 def race(
     lm: TargetModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     drafters: Mapping[str, Drafter],
     question: str,
     max_new_tokens: int,
@@ -148,9 +146,7 @@ def race(
         live.update(frame(runners, end, console), refresh=True)  # they stand there whole
 
 
-def timed_pieces(
-    answer: Generation, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[float, str, bool]]:
+def timed_pieces(answer: Generation, tokenizer: Tokenizer) -> Iterator[tuple[float, str, bool]]:
     """A `Runner`'s pieces, each with the end of the step that completed it."""
     seconds = answer.prefill_seconds
 

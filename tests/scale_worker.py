@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from helpers import recipe_of, tiny
 from training_cases import KillsAt, config, samples, train
 
-from kangaroo.utils.ranks import join
+from kangaroo.utils.ranks import ALONE, join
 
 
 @dataclass
@@ -49,7 +49,7 @@ class KillsProcessAt(KillsAt):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train_tiny(output, settings, tracker=None, ranks=None, lm=None, recipes=None):
+def train_tiny(output, settings, tracker=None, ranks=ALONE, lm=None, recipes=None):
     """Three adapters on a random four-layer model, in 18, 9 or 6 steps (accumulate=1, 2, 3)."""
     shared = {"epochs": 3, "accumulate": 2, "holdout": 3, "clip": 0.05, "decode_every": 4}
     shared |= {"decode_prompts": 2, "decode_tokens": 8}

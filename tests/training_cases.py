@@ -10,6 +10,7 @@ from kangaroo.training import results
 from kangaroo.training.loop import Trainer
 from kangaroo.training.recipe import TrainerConfig
 from kangaroo.training.results import METRICS
+from kangaroo.utils.ranks import ALONE
 from kangaroo.utils.tracking import NoTracker
 
 ABOUT = {"fingerprint": "test"}
@@ -52,7 +53,7 @@ def recipe(**changes):
     return recipe_of(**({"exit_layers": [EXIT]} | changes))
 
 
-def train(lm, data, settings, folder, tracker=None, about=ABOUT, recipes=None, ranks=None):
+def train(lm, data, settings, folder, tracker=None, about=ABOUT, recipes=None, ranks=ALONE):
     trainer = Trainer(lm, data, recipes or [recipe()], settings, folder, about, ranks)
     return trainer.train(tracker or NoTracker())
 

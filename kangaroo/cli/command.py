@@ -23,10 +23,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kangaroo.cli.schema import CONFIGS
 from kangaroo.drafters.base import DrafterConfig
-from kangaroo.models.loading import ModelConfig, options_of
 from kangaroo.utils import ranges, ranks
 from kangaroo.utils.errors import ConfigError, KangarooError
-from kangaroo.utils.folders import command_line, sole_writer
+from kangaroo.utils.folders import sole_writer
 from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import NoTracker, Wandb
 
@@ -116,12 +115,6 @@ def plain(config: Any) -> dict[str, Any]:
     """A command's config as plain JSON values."""
     values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     return cast(dict[str, Any], values)
-
-
-def to_measure(model: ModelConfig, *words: str, **options: Any) -> str:
-    """The command that evaluates this target with these options, for a user to type."""
-    target = options_of(model.path, model.name)
-    return command_line("evaluate", *words, **target, **options)
 
 
 def varied(drafter: DrafterConfig, options: dict[str, list[Any]]) -> dict[str, DrafterConfig]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from kangaroo import chat as talk
 from kangaroo.api import load_target
 from kangaroo.cli import schema
-from kangaroo.cli.command import command, plain, sweep_folder, to_measure, tracker_of, varied
+from kangaroo.cli.command import command, plain, sweep_folder, tracker_of, varied
 from kangaroo.cpu.native import torch_multiplies
 from kangaroo.data import store
 from kangaroo.data.filters import list_reasons
@@ -33,8 +33,8 @@ from kangaroo.evaluation.study import report as study_report
 from kangaroo.evaluation.study.study import study_of
 from kangaroo.heads import adapter_files, export, official
 from kangaroo.hub import transfer
-from kangaroo.hub.transfer import PullConfig, PushConfig, measure
-from kangaroo.models.loading import ModelConfig, meta_model
+from kangaroo.hub.transfer import PullConfig, PushConfig
+from kangaroo.models.loading import ModelConfig, meta_model, to_measure
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.serve import serve as run_server
 from kangaroo.training import backend
@@ -188,8 +188,7 @@ def chat(config: schema.ChatCommand) -> None:
         "line begins a new conversation, Ctrl-D ends.",
         style="dim",
     )
-    questions = talk.questions(console)
-    talk.chat(engine, tokenizer, config.sampling, config.chat, console, questions)
+    talk.chat(engine, tokenizer, config.sampling, config.chat, console, talk.questions(console))
 
 
 @command()
@@ -302,8 +301,7 @@ def convert_export(config: schema.ExportCommand) -> None:
     if config.to is schema.Layout.draft_model:
         export.save(source, config.model, output)
         log.info("%s is a checkpoint: a draft model for vLLM, SGLang and transformers", output)
-        use = to_measure(config.model, drafter="draft_model", drafter__model=output)
-        log.info("here: %s", use)
+        log.info("here: %s", to_measure(config.model, drafter="draft_model", drafter__model=output))
     else:
         export.write_for_vllm(source, meta_model(config.model), output, VLLM_THRESHOLD)
         log.info("%s is for the plugin kangaroo-vllm", output)
@@ -323,7 +321,8 @@ def convert_push(config: PushConfig) -> None:
 def convert_pull(config: PullConfig) -> None:
     """Fetch an adapter, check it, and say how to measure it."""
     adapter, folder = transfer.pull(config), config.output
-    use = measure(adapter.target, adapter.architecture.drafter, folder)
+    options = {"drafter": adapter.architecture.drafter, "drafter__adapter": folder}
+    use = to_measure(adapter.target, **options, bench="demo")
     log.info("%s: exit layer %d of %s; %s", folder, adapter.exit_layer, adapter.target, use)
 
 
@@ -339,8 +338,7 @@ def prepare_datastore(config: schema.DatastoreCommand) -> None:
     folder = datastore.save(built, lm, Path(config.output), origin | provenance())
     counts = (built.about[name] for name in ("tokens", "documents", "build_seconds"))
     log.info("%d tokens of %d documents in %.1f s", *counts)
-    use = to_measure(config.model, drafter="rest", drafter__datastore=folder)
-    log.info("use them: %s", use)
+    log.info("use them: %s", to_measure(config.model, drafter="rest", drafter__datastore=folder))
 
 
 @command()

@@ -10,18 +10,17 @@ from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.data import store
 from kangaroo.data.filters import answers, cut, cut_by, list_reasons
 from kangaroo.data.making import WrittenConfig, finish
 from kangaroo.data.reading import Source, read, regular
 from kangaroo.data.writing import Dialogue, DialogueWriter
-from kangaroo.models.prompts import Message, Sample, masked_ids
+from kangaroo.models.prompts import Message, Sample, Tokenizer, masked_ids
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, DataError
 from kangaroo.utils.ranges import Count
-from kangaroo.utils.ranks import Ranks
+from kangaroo.utils.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +52,7 @@ class ConversationsConfig(WrittenConfig, Source):
     keep_system: bool = True
     regenerate: bool = True
 
-    def make(
-        self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
-    ) -> None:
+    def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks = ALONE) -> None:
         """Write the dataset to `path`, or what is still missing of it; processes as in synthesis.
         Errors: `DataError` for a source that cannot be read or has nothing usable; `ConfigError`
         for a template that does not show which part is the assistant's."""
@@ -71,7 +68,6 @@ class ConversationsConfig(WrittenConfig, Source):
         usable = len(conversations), self.source, list_reasons(dropped)
         log.info("%d conversations in %s are usable; not usable or cut: %s", *usable)
         settings = self.settings(lm) | {"conversations": _hash(conversations)}
-        ranks = ranks or Ranks()
         if ranks.broadcast(store.is_of(Path(self.path), settings)):
             return
         if self.regenerate:
@@ -79,8 +75,7 @@ class ConversationsConfig(WrittenConfig, Source):
             for number, first in enumerate(range(0, len(conversations), self.shard_size)):
                 some = conversations[first : first + self.shard_size]
                 writers[f"{number:05d}-{_hash(some)}"] = partial(self._write, number, some)
-            limits = self.max_length, NOT_IN_SHARDS
-            raw = self.write_shards(lm, tokenizer, writers, *limits, ranks)
+            raw = self.write_shards(lm, tokenizer, writers, self.max_length, NOT_IN_SHARDS, ranks)
             dropped["too long"] = len(conversations) - len(raw)  # there was no room for an answer
         elif ranks.is_first:
             raw = self._as_they_are(tokenizer, conversations, dropped)
@@ -129,15 +124,11 @@ class ConversationsConfig(WrittenConfig, Source):
             proceed(dialogue)
         # a further question takes room for the longest conversation
         several = any(sum(m["role"] == "user" for m in turns) > 1 for turns in conversations)
-        more = proceed if several else None
-        writer.answer(dialogues, self.max_answer_tokens, temperature, more)
+        writer.answer(dialogues, self.max_answer_tokens, temperature, proceed if several else None)
         return dialogues
 
     def _as_they_are(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        conversations: Sequence[list[Message]],
-        dropped: Counter[str],
+        self, tokenizer: Tokenizer, conversations: Sequence[list[Message]], dropped: Counter[str]
     ) -> list[Sample]:
         """Samples, each up to the last answer within `max_length`; dropped and cut ones counted."""
         samples = []

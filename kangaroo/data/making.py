@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig, list_reasons, select
 from kangaroo.data.writing import Dialogue, DialogueWriter
 from kangaroo.engine.topk_logits import Likeliest
-from kangaroo.models.prompts import Sample
+from kangaroo.models.prompts import Sample, Tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import DataError
 from kangaroo.utils.ranges import Count, Filled, NotNegative, Ranged, Seed
-from kangaroo.utils.ranks import Ranks
+from kangaroo.utils.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +59,8 @@ class WrittenConfig(Ranged):
     def settings(self, lm: TargetModel, leave_out: Collection[str] = ()) -> dict[str, Any]:
         """What a dataset, or without some of it a shard, is a function of."""
         settings = {"model": lm.name} | asdict(self)
-        unset = [name for name in ADDED_LATER if not settings.get(name)]
-        return {k: v for k, v in settings.items() if k not in ("path", *leave_out, *unset)}
+        kept = {k: v for k, v in settings.items() if k not in ("path", *leave_out)}
+        return {k: v for k, v in kept.items() if v or k not in ADDED_LATER}
 
     def begin_shard(self, number: int, count: int) -> tuple[list[Dialogue], float]:
         """So many dialogues of a shard, and the temperature of its answers."""
@@ -72,7 +71,7 @@ class WrittenConfig(Ranged):
     def write_shards(
         self,
         lm: TargetModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         writers: Mapping[str, Callable[[DialogueWriter], list[Dialogue]]],
         longest: int,
         leave_out: Collection[str],
@@ -94,8 +93,7 @@ class WrittenConfig(Ranged):
             log.info("%d of %d shards to write", len(missing), len(writers))
             started, mine = time.perf_counter(), missing[ranks.rank :: ranks.world]
             with tqdm(unit="token", disable=not ranks.is_first) as bar:
-                limits = self.batch_size, longest, self.teacher
-                writer = DialogueWriter(lm, tokenizer, *limits, bar)
+                writer = DialogueWriter(lm, tokenizer, self.batch_size, longest, self.teacher, bar)
                 for number, name in enumerate(mine, start=1):
                     bar.set_description(f"writing shard {number} of {len(mine)}")
                     dialogues = writers[name](writer)
@@ -167,13 +165,11 @@ class SynthesisConfig(WrittenConfig):
     openings: Filled[str] = field(default_factory=lambda: [""])
     question_temperature: NotNegative = 1.0
 
-    def make(
-        self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
-    ) -> None:
+    def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks = ALONE) -> None:
         """Write the dataset to `path`, or what is still missing of it. The processes share the
         shards; the first makes the dataset, and the others do not wait for it. Errors: `DataError`
         where nothing is usable, or the folder was begun with other settings."""
-        settings, ranks = self.settings(lm), ranks or Ranks()
+        settings = self.settings(lm)
         if ranks.broadcast(store.is_of(Path(self.path), settings)):
             return
         writers = {f"{number:05d}": partial(self._write, number) for number in range(self.shards)}
@@ -214,12 +210,10 @@ class MixConfig(Ranged):
     seed: Seed = 0
     filters: FilterConfig = field(default_factory=FilterConfig)
 
-    def make(
-        self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
-    ) -> None:
+    def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks = ALONE) -> None:
         """Write the dataset to `path`; of several processes the first does it, none waits. Errors:
         `DataError` where a part is no complete dataset."""
-        if ranks is not None and not ranks.is_first:
+        if not ranks.is_first:
             return
         parts = [store.load(Path(path)) for path in self.paths]
         settings: dict[str, Any] = asdict(self)
@@ -234,5 +228,4 @@ class MixConfig(Ranged):
             for sample in samples:
                 sample.pop("teacher", None)
         random.Random(self.seed).shuffle(samples)
-        model = kept and kept["model"]
-        finish(self, settings, samples, len(samples), Counter(), model)
+        finish(self, settings, samples, len(samples), Counter(), kept and kept["model"])

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from kangaroo.models.prompts import Sample
+from kangaroo.models.prompts import Sample, Tokenizer
 from kangaroo.utils.errors import CorruptFile, DataError
 from kangaroo.utils.folders import write_json, write_whole
 from kangaroo.utils.provenance import changes, provenance
@@ -171,7 +170,7 @@ def _text(sample: Sample) -> dict[str, Any]:
 
 
 def documents(
-    dataset: str | None, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    dataset: str | None, texts: Sequence[str], tokenizer: Tokenizer
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """The token ids of each document of a datastore, conversations of a dataset and text files, and
     the origin of all as JSON values. Errors: `DataError` where there is nothing, or no text."""

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.models.prompts import Message, Sample, masked_ids, plain_text, user_header
+from kangaroo.models.prompts import Message, Sample, Tokenizer, masked_ids, plain_text, user_header
 from kangaroo.models.target import TargetModel
 
 
@@ -64,6 +63,7 @@ class Dialogue:
         self.loss_mask = [*mask, *[1] * len(said.tokens)]
 
 
+@dataclass
 class DialogueWriter:
     """Lets the target write turns of dialogues.
 
@@ -74,18 +74,16 @@ class DialogueWriter:
         bar: shows how many tokens it has written, as `written` does.
     """
 
-    def __init__(
-        self,
-        lm: TargetModel,
-        tokenizer: PreTrainedTokenizerBase,
-        batch_size: int,
-        longest: int,
-        keep: int,
-        bar: tqdm[Any],
-    ):
-        self.tokenizer, self.batch_size, self.keep, self.bar = tokenizer, batch_size, keep, bar
-        self.engine = Engine(lm, Vanilla(), tokenizer, prefix_cache=True)
-        self.longest, self.written = min(longest, lm.context), 0
+    lm: TargetModel
+    tokenizer: Tokenizer
+    batch_size: int
+    longest: int
+    keep: int
+    bar: tqdm[Any]
+
+    def __post_init__(self) -> None:
+        self.engine = Engine(self.lm, Vanilla(), self.tokenizer, prefix_cache=True)
+        self.longest, self.written = min(self.longest, self.lm.context), 0
 
     def ask(
         self, dialogues: Iterable[Dialogue], max_tokens: int, temperature: float, keeps_cut: bool

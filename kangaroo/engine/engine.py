@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.cpu.drafting import native_drafting
 from kangaroo.cpu.stepper import CpuStepper
@@ -24,6 +23,7 @@ from kangaroo.engine.costs import drafting, measured
 from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
 from kangaroo.engine.sampling import Rule, Sampling, pick, settings, together
 from kangaroo.engine.stepper import TensorStepper
+from kangaroo.models.prompts import Tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, PromptError
 
@@ -41,7 +41,7 @@ class Engine:
 
     lm: TargetModel
     drafter: Drafter
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: Tokenizer | None = None
     prefill_chunk: int | None = None
     prefix_cache: bool = False
     always_drafts: bool = False

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from transformers import PreTrainedTokenizerBase
-
 from kangaroo.engine.requests import Token
-from kangaroo.models.prompts import plain_text
+from kangaroo.models.prompts import Tokenizer, plain_text
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence decodes to
 
@@ -14,7 +12,7 @@ class Pieces:
     """Tokens in, text out: a character of several tokens waits for the last one. A piece is decoded
     together with the one before it, since SentencePiece strips a text's first space."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.before: list[int] = []  # tokens of the last piece
         self.pending: list[int] = []
@@ -37,9 +35,7 @@ class Pieces:
         return plain_text(self.tokenizer, self.before + self.pending)[len(before) :]
 
 
-def pieces(
-    tokens: Iterator[Token], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[str, bool]]:
+def pieces(tokens: Iterator[Token], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
     """Pairs (text, drafted) as tokens arrive, of whole characters."""
     growing, drafted = Pieces(tokenizer), False
     for token in tokens:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pyarrow import ArrowException, parquet
-from transformers import PreTrainedTokenizerBase
 
-from kangaroo.models.prompts import Message, prompt_ids, whole
+from kangaroo.models.prompts import Message, Tokenizer, prompt_ids, whole
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, PromptError
 from kangaroo.utils.folders import cache_folder, command_line, write_whole
@@ -77,9 +76,7 @@ class Question:
     def __post_init__(self) -> None:
         self.task = self.task or self.category
 
-    def prompt(
-        self, lm: TargetModel, tokenizer: PreTrainedTokenizerBase, messages: list[Message]
-    ) -> list[int]:
+    def prompt(self, lm: TargetModel, tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
         """The ids of a conversation that ends with one of its turns. Errors: `PromptError`."""
         prompt = prompt_ids(tokenizer, messages)
         if len(prompt) >= lm.context:
@@ -137,7 +134,7 @@ def load_questions(config: BenchConfig) -> list[Question]:
 
 
 def question_prompts(
-    tokenizer: PreTrainedTokenizerBase, count: int, bench: BenchConfig, longest: int
+    tokenizer: Tokenizer, count: int, bench: BenchConfig, longest: int
 ) -> list[list[int]]:
     """First turns of a bench, spread over its tasks, of at most `longest` tokens."""
     firsts = [question.turns[0] for question in load_questions(bench)]
@@ -151,7 +148,7 @@ def question_prompts(
     return spread(fitting, count)
 
 
-def long_prompt(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
+def long_prompt(tokenizer: Tokenizer, length: int) -> list[int]:
     """The last `length` tokens of a question on the demo bench's long texts, again and again."""
     texts = sorted((question.turns[0] for question in load_questions(BenchConfig())), key=len)
     text = "\n\n".join([*texts[-20:], "Write a detailed summary of all of the above."])

@@ -18,6 +18,7 @@ from kangaroo.evaluation import plots
 from kangaroo.evaluation.metrics import CTAR, POSITIONS, cells, ratio
 from kangaroo.evaluation.metrics import estimate as estimated
 from kangaroo.evaluation.records import AGAIN, SUMMARY, Baseline
+from kangaroo.evaluation.summary import shared
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import write_json
@@ -86,11 +87,6 @@ def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
         name = place.relative_to(folder).as_posix() if place != folder else summary["drafter"]
         summaries.setdefault(name, summary)
     return summaries
-
-
-def shared(summary: dict[str, Any]) -> dict[str, Any]:
-    """Settings that methods must have in common: all but the drafter's."""
-    return {k: v for k, v in summary["settings"].items() if k.split(".")[0] != "drafter"}
 
 
 def _method(name: str, summary: dict[str, Any]) -> Method:

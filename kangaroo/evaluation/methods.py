@@ -6,14 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.engine.clock import running
 from kangaroo.engine.requests import Generation, StepRecord
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.records import MethodRun
 from kangaroo.models.attention import ATTENTION
-from kangaroo.models.prompts import plain_text
+from kangaroo.models.prompts import Tokenizer, plain_text
 from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
 
@@ -55,10 +54,9 @@ def generate(
         "use_cache": True,
     }
     tokens_1T = torch.tensor([prompt], device=lm.device)
-    mask_1T = torch.ones_like(tokens_1T)
     with transformers_attention(lm), torch.random.fork_rng():
         torch.manual_seed(seed)
-        settings |= {"attention_mask": mask_1T, "streamer": watch} | speculation
+        settings |= {"attention_mask": torch.ones_like(tokens_1T), "streamer": watch} | speculation
         start = running()
         written_1T = lm.hf.generate(tokens_1T, **settings)
     tokens, steps, at = written_1T[0, len(prompt) :].tolist(), [], 0
@@ -72,7 +70,7 @@ def generate(
     return Generation(tokens, steps, finish, prefill_seconds=first - start)
 
 
-def as_run(tokenizer: PreTrainedTokenizerBase, generation: Generation, seconds: float) -> MethodRun:
+def as_run(tokenizer: Tokenizer, generation: Generation, seconds: float) -> MethodRun:
     """A text and its times as records keep them: to the microsecond, so that they stay small."""
     text, steps = plain_text(tokenizer, generation.tokens).strip(), generation.steps
     return MethodRun(

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.base import Drafter, DrafterConfig
 from kangaroo.drafters.vanilla import Vanilla
@@ -26,14 +25,14 @@ from kangaroo.evaluation.lossless import fork
 from kangaroo.evaluation.methods import as_run, generate
 from kangaroo.evaluation.metrics import metrics, scalars
 from kangaroo.evaluation.records import METHOD, Baseline, MethodRun, Record, Turn
-from kangaroo.models.prompts import Message
+from kangaroo.models.prompts import Message, Tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, DataError, NotLossless
 from kangaroo.utils.folders import write_json
 from kangaroo.utils.memory import footprint
 from kangaroo.utils.provenance import flat, git_revision
 from kangaroo.utils.ranges import Count, CountOrZero, Index, Ranged, Seed
-from kangaroo.utils.ranks import Ranks
+from kangaroo.utils.ranks import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +107,7 @@ def questions_of(config: EvaluateConfig) -> tuple[list[Question], int]:
             f"question_begin={config.question_begin}, question_end={config.question_end} select "
             f"none of the {len(questions)} questions of {config.bench.name}."
         )
-    limit = config.max_new_tokens
-    return chosen, config.bench.max_new_tokens if limit is None else limit
+    return chosen, config.max_new_tokens or config.bench.max_new_tokens
 
 
 class Evaluator:
@@ -122,15 +120,14 @@ class Evaluator:
     def __init__(
         self,
         lm: TargetModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         methods: Sequence[MethodSpec],
         config: EvaluateConfig,
         *,
         model_name: str,
-        ranks: Ranks | None = None,
+        ranks: Ranks = ALONE,
     ):
-        self.ranks = ranks or Ranks()
-        self.lm, self.tokenizer, self.config = lm, tokenizer, config
+        self.lm, self.tokenizer, self.config, self.ranks = lm, tokenizer, config, ranks
         self.methods, self.folders = methods, self._folders(methods)
         self.questions, self.limit = questions_of(config)
         for question in self.questions:  # whether it fits; later turns have answers in them

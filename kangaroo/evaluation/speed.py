@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
@@ -36,6 +35,7 @@ from kangaroo.evaluation.methods import generate
 from kangaroo.evaluation.metrics import estimate
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
+from kangaroo.models.prompts import Tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import memory, tables
 from kangaroo.utils.errors import ConfigError
@@ -98,7 +98,7 @@ class SpeedConfig(Ranged):
 
 def measure(
     lm: TargetModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     drafter: Drafter | Kangaroo,
     config: SpeedConfig,
     more: Mapping[str, Drafter] | None = None,
@@ -134,8 +134,7 @@ def measure(
     answers = take_turns(methods, prompts, tokens, config.repeats, "answers")
     core = {name: methods[name] for name in CORE}
     grown = take_turns(core, long_prompts, config.context_tokens, config.repeats, "contexts")
-    above = range(drafter.exit_layer, lm.n_layers)
-    passes = verifications(lm, WIDTHS, above, contexts[0])
+    passes = verifications(lm, WIDTHS, range(drafter.exit_layer, lm.n_layers), contexts[0])
     of_width = {width: median(seconds) for width, seconds in passes.items()}
     batches = throughput(lm, drafter, prompts, tokens, config.batches)
     after = memory_bandwidth(lm.device, config.bandwidth_megabytes)

@@ -21,9 +21,8 @@ def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any
     settings = about["settings"]
     tasks = dict.fromkeys(record.task for record in records)
     by_task = {task: [record for record in records if record.task == task] for task in tasks}
-    names = ("model", "drafter", "bench", "dtype", "device")
     return {
-        **{name: settings[name] for name in names},
+        **{name: settings[name] for name in ("model", "drafter", "bench", "dtype", "device")},
         "questions": len(records),
         "overall": metrics(records),
         "by_task": {task: metrics(part) for task, part in by_task.items()},
@@ -89,6 +88,11 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
     }
 
 
+def shared(about: dict[str, Any]) -> dict[str, Any]:
+    """Settings that methods must have in common: all but the drafter's."""
+    return {k: v for k, v in about["settings"].items() if k.split(".")[0] != "drafter"}
+
+
 def write_baseline(baseline: Baseline, method: Path, output: Path) -> None:
     """A baseline's own `summary.json`, as of a method measured against itself, from a method's
     records."""
@@ -98,8 +102,7 @@ def write_baseline(baseline: Baseline, method: Path, output: Path) -> None:
         for turn in record.turns:
             turn.runs[METHOD], turn.fork = turn.runs[baseline.name], None
     about = begun(method)
-    settings = {k: v for k, v in about["settings"].items() if k.split(".")[0] != "drafter"}
-    about["settings"] = settings | {"drafter": baseline.value}
+    about["settings"] = shared(about) | {"drafter": baseline.value}
     about["drafter_cost"] = {"parameters": 0, "training": {}}
     folder = output / baseline.value
     folder.mkdir(exist_ok=True)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation.bench import BenchConfig, Question, load_questions, spread
 from kangaroo.evaluation.run import Baseline, EvaluateConfig, Evaluator, MethodSpec
+from kangaroo.models.prompts import Tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import write_json
@@ -50,7 +50,7 @@ class TuneConfig(Ranged):
 
 def tune(
     lm: TargetModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     drafters: Mapping[str, DrafterConfig],
     today: DrafterConfig,
     config: TuneConfig,

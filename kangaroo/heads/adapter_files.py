@@ -1,11 +1,10 @@
 """Adapters on disk: weights, what they were made for, and the tokens they may draft from."""
 
-import dataclasses
 import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from kangaroo.models.loading import options_of
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
-from kangaroo.utils.folders import SHIPPED, command_line, located
+from kangaroo.utils.folders import SHIPPED, command_line, located, write_json
 
 WEIGHTS, CONFIG, VOCABULARY = "adapter.safetensors", "config.json", "vocabulary.safetensors"
 Kind = TypeVar("Kind", bound=Trainable)
@@ -120,9 +119,8 @@ def save(
     save_file(state, folder / WEIGHTS)
     if frequent_K is not None:
         save_file({"frequent": frequent_K.to(torch.int32)}, folder / VOCABULARY)
-    fields = dataclasses.asdict(config)
-    fields["architecture"] = {"kind": config.architecture.kind()} | fields["architecture"]
-    (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+    fields = asdict(config) | {"architecture": config.architecture.as_json()}
+    write_json(folder / CONFIG, fields)
     return folder
 
 

@@ -5,6 +5,7 @@ Shapes: B rows, T tokens of a text, M positions that are learnt, D hidden size, 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,10 @@ class HeadConfig(Ranged, ABC):
     def kind(cls) -> str:
         """What config.json calls it: the name of its module."""
         return cls.__module__.rpartition(".")[2]
+
+    def as_json(self) -> dict[str, Any]:
+        """What config.json holds of it."""
+        return {"kind": self.kind()} | asdict(self)  # type: ignore[call-overload]
 
     @abstractmethod
     def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> "Trainable":

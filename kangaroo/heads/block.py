@@ -15,12 +15,13 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import DynamicCache
 from typing_extensions import Self
 
 from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.heads.layer import Unrolled, at_step, before
+from kangaroo.heads.layer import at_step, before
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Count, DraftSize
 
@@ -102,7 +103,7 @@ class BlockHead(Adapter):
 
     def states(self, taps: Taps, deep_BTD: Tensor, meta: ForwardMeta, steps: int) -> list[Tensor]:
         """Place k of the draft that began k - 1 tokens earlier, at every token of the texts."""
-        past, f_BTD, positions_RT = Unrolled(), taps[self.exit_layer], meta.positions_RT
+        past, f_BTD, positions_RT = DynamicCache(), taps[self.exit_layer], meta.positions_RT
         meta = meta.of_layer(self.windowed)
         deep_BTD = before(deep_BTD, positions_RT)
         states = [self(f_BTD, deep_BTD, meta, past)]

@@ -11,7 +11,7 @@ the target's, of one layer, with what the plugin needs to know under "kangaroo".
 
 import json
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,7 @@ def write_for_vllm(path: str, lm: TargetModel, folder: Path, threshold: float) -
         "format": PLUGIN_FORMAT,
         "exit_layer": adapter.exit_layer,
         "target_layers": lm.n_layers,
-        "architecture": {"kind": parts.kind()} | asdict(parts),
+        "architecture": parts.as_json(),
         "draft_vocabulary": None if vocabulary_K is None else len(vocabulary_K),
         "threshold": threshold,
     }

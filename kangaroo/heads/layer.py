@@ -5,7 +5,6 @@ Shapes: B rows, R rows of a block (1 or B), N tokens of a block, T tokens of a t
 """
 
 from abc import abstractmethod
-from collections import defaultdict
 from ctypes import Structure
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import DynamicCache
 from typing_extensions import Self
 
 from kangaroo.cpu import native
@@ -69,16 +69,17 @@ class Layer(Trainable):
         f_BND: Tensor,
         deep_BND: Tensor | None,
         meta: ForwardMeta,
-        past: "BlockCache | Unrolled | None",
+        past: BlockCache | DynamicCache | None,
     ) -> Tensor:
         """What a head reads, `[B, N, D]`, from the target's state after `exit_layer` layers, and
         if it reads one from the deep state of the token before each, zeros at the start. Keys and
-        values are kept in `past`; None sees the block alone."""
+        values are kept in `past`, in training one draft step's after another's; None sees the block
+        alone."""
         x_BND, native_layer = self.mix_inputs(f_BND, deep_BND), self.native_layer
-        meta = meta if isinstance(past, Unrolled) else meta.of_layer(self.windowed)
+        meta = meta if isinstance(past, DynamicCache) else meta.of_layer(self.windowed)
         if native_layer and isinstance(past, BlockCache) and native_layer.takes(x_BND, meta):
             return native_layer(x_BND, past.cache, meta, range(self.depth), weight(self.norm))
-        meta = meta if isinstance(past, Unrolled) else meta.within(self.attention_window)
+        meta = meta if isinstance(past, DynamicCache) else meta.within(self.attention_window)
         for norm, attention in self.attentions:
             attended_BND, _ = attention(
                 hidden_states=x_BND if norm is None else norm(x_BND),
@@ -111,7 +112,7 @@ class Layer(Trainable):
         """Drafts read the target's deep states up to their beginning, then the layer's. As in
         decoding, keys before the draft are those of step 1, and within it of their own steps
         (training-time test, EAGLE-3, arXiv 2503.01840)."""
-        f_BTD, past, meta = taps[self.exit_layer], Unrolled(), meta.of_layer(self.windowed)
+        f_BTD, past, meta = taps[self.exit_layer], DynamicCache(), meta.of_layer(self.windowed)
         states: list[Tensor] = []
         for step in range(1, steps + 1):
             deep_BTD = before(deep_BTD, meta.positions_RT)
@@ -157,20 +158,6 @@ class Layer(Trainable):
 def weight(norm: nn.Module | None) -> Tensor | None:
     """Of a norm, if there is one."""
     return None if norm is None else norm.get_parameter("weight")
-
-
-class Unrolled:
-    """Keys and values of all draft steps so far, one step's T tokens after another's."""
-
-    def __init__(self) -> None:
-        self.steps: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # by layers
-
-    def update(
-        self, k_RKTC: Tensor, v_RKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        self.steps[layer_idx].append((k_RKTC, v_RKTC))
-        keys, values = zip(*self.steps[layer_idx], strict=True)
-        return torch.cat(keys, 2), torch.cat(values, 2)
 
 
 def at_step(meta: ForwardMeta, step: int, like: Tensor) -> ForwardMeta:

@@ -16,11 +16,11 @@ from jinja2 import ChainableUndefined, Template
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import CONFIG, VOCABULARY, WEIGHTS, AdapterConfig
-from kangaroo.models.loading import options_of
+from kangaroo.models.loading import options_of, to_measure
 from kangaroo.utils import tables
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
-from kangaroo.utils.folders import command_line, new_folder, of_project
+from kangaroo.utils.folders import new_folder, of_project
 
 CARD, SUMS = "README.md", "SHA256SUMS"
 FILES = (WEIGHTS, CONFIG, VOCABULARY)  # what is sent of an adapter's folder
@@ -198,26 +198,19 @@ def card(adapter: AdapterConfig, config: PushConfig, hashes: Mapping[str, str]) 
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    kind = {"kind": adapter.architecture.kind()}
     return template.render(
         front_matter=front_matter.to_yaml(),
-        config=asdict(adapter) | {"architecture": kind | asdict(adapter)["architecture"]},
+        config=asdict(adapter) | {"architecture": adapter.architecture.as_json()},
         repo=config.repo,
         hashes=hashes,
         kind=KINDS[drafter],
         target=target,
         model=model,
         drafter_class=classes("kangaroo.drafters", DrafterConfig)[drafter],
-        measure=measure(model, drafter, config.repo),
+        measure=to_measure(model, drafter=drafter, drafter__adapter=config.repo, bench="demo"),
         table=_table,
         metrics=_metrics,
     )
-
-
-def measure(model: str, drafter: str, repo: str) -> str:
-    """The command that measures the adapter."""
-    target = options_of(model)
-    return command_line("evaluate", **target, drafter=drafter, drafter__adapter=repo, bench="demo")
 
 
 def repo_fault(name: str) -> str | None:

@@ -17,9 +17,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
+from kangaroo.models.prompts import Tokenizer
 from kangaroo.models.quantizing import method_of
 from kangaroo.models.supported import check_supported
 from kangaroo.utils import errors
@@ -34,7 +34,7 @@ BEGINNINGS = {
 
 def read_checkpoint(
     source: str, revision: str | None, **options: Any
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[PreTrainedModel, Tokenizer]:
     """The model of a folder or hub id, by `from_pretrained` with these options, and its tokenizer.
     Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `MissingPackage`."""
     is_hub_id = re.fullmatch(r"[^/.][^/]*(/[^/]+)?", source)
@@ -75,7 +75,7 @@ def read_checkpoint(
     return model, tokenizer
 
 
-def read_tokenizer(source: str, revision: str | None) -> PreTrainedTokenizerBase:
+def read_tokenizer(source: str, revision: str | None) -> Tokenizer:
     """The tokenizer of a folder or a hub id. Errors: `ModelNotFound`, `CorruptFile`."""
     try:
         return AutoTokenizer.from_pretrained(source, revision=revision)

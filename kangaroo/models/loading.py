@@ -15,19 +15,19 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kangaroo.models import random_models
 from kangaroo.models.checkpoints import check_placed, read_checkpoint, read_tokenizer
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
 from kangaroo.models.layer_weights import packed_linears
-from kangaroo.models.prompts import chat_template, turn_end
+from kangaroo.models.prompts import Tokenizer, chat_template, turn_end
 from kangaroo.models.quantizing import Quantization, bits_of, check_package, quantize
 from kangaroo.models.random_models import RANDOM, TINY, byte_tokenizer, random_model, shape_of
 from kangaroo.models.supported import eos_ids
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, ModelNotFound, UnsupportedModel
-from kangaroo.utils.folders import of_project
+from kangaroo.utils.folders import command_line, of_project
 
 MODELS = of_project("configs") / "groups/model.yaml"  # a section for each model known by name
 
@@ -124,9 +124,15 @@ def options_of(model: str, name: str | None = None) -> dict[str, str]:
     return {"model__path": path, "model__name": name or _name_of(model)}
 
 
+def to_measure(model: str | ModelConfig, *words: str, **options: Any) -> str:
+    """The command that evaluates this target with these options, for a user to type."""
+    names = (model,) if isinstance(model, str) else (model.path, model.name)
+    return command_line("evaluate", *words, **options_of(*names), **options)
+
+
 def load(
     config: ModelConfig, attn_implementation: str | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[PreTrainedModel, Tokenizer]:
     """The frozen target, in eval mode, and its tokenizer. Errors: `ModelNotFound`, `CorruptFile`,
     `UnsupportedModel`, `ModelTooLarge`, `MissingPackage`; `ConfigError` for a template or an
     `eos_token` that is not there."""
@@ -141,7 +147,7 @@ def load(
     options: Any = {"dtype": config.dtype.torch, "attn_implementation": attn_implementation}
     if config.path.startswith(RANDOM):
         model: Any = random_models.random_target(config.path, device, **options)
-        tokenizer: PreTrainedTokenizerBase = byte_tokenizer()
+        tokenizer: Tokenizer = byte_tokenizer()
     else:
         options["device_map"] = config.device_map or ("cpu" if config.quantization else device)
         model, tokenizer = read_checkpoint(_source(config.path), config.revision, **options)
@@ -165,7 +171,7 @@ def load(
     return model.eval().requires_grad_(False), tokenizer
 
 
-def load_target(config: ModelConfig) -> tuple[TargetModel, PreTrainedTokenizerBase]:
+def load_target(config: ModelConfig) -> tuple[TargetModel, Tokenizer]:
     """The target as the engine drives it, and its tokenizer; with a warning where the token that
     ends a turn in the chat template does not end a text. Errors: those of `load`."""
     hf, tokenizer = load(config)
@@ -214,7 +220,7 @@ def meta_model(config: ModelConfig) -> TargetModel:
     return lm
 
 
-def own_tokenizer(path: str, revision: str | None) -> PreTrainedTokenizerBase | None:
+def own_tokenizer(path: str, revision: str | None) -> Tokenizer | None:
     """The tokenizer that belongs to a `model.path`; None for random weights of a known shape.
     Errors: `ModelNotFound`, `CorruptFile`."""
     if path.startswith(RANDOM):

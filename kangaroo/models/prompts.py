@@ -12,6 +12,7 @@ from typing_extensions import NotRequired
 
 from kangaroo.utils.errors import ConfigError, PromptError
 
+Tokenizer = PreTrainedTokenizerBase
 TEMPLATES = Path(__file__).parent / "templates"
 
 _SENTINEL = "kangarookangaroo"  # stands for a user turn while the template around it is read
@@ -72,7 +73,7 @@ class Sample(TypedDict):
     teacher: NotRequired[np.ndarray]
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
     """Token ids of the conversation up to where the assistant begins, by the chat template, which
     writes BOS itself where the model needs one. Errors: `PromptError` for an empty user turn, one
     that is no text (`whole`) or that the template refuses; `ConfigError` where there is none."""
@@ -97,7 +98,7 @@ def chat_template(name: str) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def plain_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+def plain_text(tokenizer: Tokenizer, ids: list[int]) -> str:
     """The text of one sequence, without special tokens."""
     text = tokenizer.decode(ids, skip_special_tokens=True)
     assert isinstance(text, str)  # a list only for several sequences
@@ -105,7 +106,7 @@ def plain_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def user_header(
-    tokenizer: PreTrainedTokenizerBase, history: list[Message] | None = None
+    tokenizer: Tokenizer, history: list[Message] | None = None
 ) -> tuple[list[int], str]:
     """The tokens before the user's next turn, and the text that ends a user turn. After them an
     aligned model writes a question itself (Magpie, arXiv 2406.08464). Errors: `ConfigError` for a
@@ -122,7 +123,7 @@ def user_header(
     return ids, after.strip().splitlines()[0]
 
 
-def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def turn_end(tokenizer: Tokenizer) -> int | None:
     """The special token that the template ends an assistant's turn with; None where it is none."""
     if tokenizer.chat_template is None:
         return None
@@ -137,7 +138,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def masked_ids(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool = False
+    tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool = False
 ) -> tuple[list[int], list[int]]:
     """Token ids and loss mask of a conversation that is already written.
 
@@ -159,7 +160,7 @@ def masked_ids(
 
 
 def _masked_text(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool
+    tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool
 ) -> tuple[list[int], list[int]]:
     """`masked_ids` of the rendered text as one piece."""
     if not any(message["role"] == "assistant" for message in messages):
@@ -197,9 +198,7 @@ def _masked_text(
     return encoded["input_ids"], mask
 
 
-def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool
-) -> str:
+def _render(tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool) -> str:
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"the tokenizer of '{tokenizer.name_or_path}' has no chat template; pass "
@@ -215,7 +214,7 @@ def _render(
 
 
 def _applied(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages: list[Message],
     add_generation_prompt: bool,
     **options: Any,

@@ -10,11 +10,10 @@ from functools import partial
 from typing import Any
 
 from fastapi.responses import JSONResponse
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.engine.requests import Request
 from kangaroo.engine.streaming import Pieces, UntilStop
-from kangaroo.models.prompts import mended
+from kangaroo.models.prompts import Tokenizer, mended
 from kangaroo.serving.metrics import Metrics, Usage
 from kangaroo.serving.scheduler import Event, Job, Scheduler
 
@@ -54,7 +53,7 @@ class Answer:
     """
 
     scheduler: Scheduler
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     requests: Sequence[Request]
     deadline: float
     metrics: Metrics

@@ -22,11 +22,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
-from transformers import PreTrainedTokenizerBase
 
 from kangaroo.engine.requests import Request as TextRequest
 from kangaroo.engine.sampling import Sampling
-from kangaroo.models.prompts import Message, prompt_ids
+from kangaroo.models.prompts import Message, Tokenizer, prompt_ids
 from kangaroo.serving.answers import Answer, event, problem
 from kangaroo.serving.metrics import Metrics
 from kangaroo.serving.protocol import Chat, Completion, StreamOptions
@@ -84,7 +83,7 @@ class Server:
     """The routes, and what they share; `model` and `drafter` are names."""
 
     scheduler: Scheduler
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     model: str
     drafter: str
     limits: ServeConfig
@@ -213,8 +212,7 @@ async def whole(answer: Answer, request: Request) -> Response:
     finally:
         watching.cancel()
         answer.end()
-    ends = (choice.finish for choice in answer.choices if choice.finish in FAULTS)
-    fault = next(ends, None)
+    fault = next((choice.finish for choice in answer.choices if choice.finish in FAULTS), None)
     return JSONResponse(answer.whole()) if fault is None else problem(*FAULTS[fault])
 
 

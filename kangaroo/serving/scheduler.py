@@ -82,6 +82,7 @@ class Job:
         self.parts: Generator[Generation | None, None, None] | None = None
         self.generation: Generation | None = None  # None until the prompt has entered
         self.written: list[int] = []  # the tokens that were told
+        self.resumed = replace(self.request, written=self.written)  # goes on from all of them
         # whether a step failed that it took part in, and it has not made one alone since
         self.suspect = False
 
@@ -89,11 +90,6 @@ class Job:
     def state(self) -> str:
         """Where it is: "waiting" for a row, "entering" it with its prompt, or "running"."""
         return "waiting" if self.row is None else "running" if self.generation else "entering"
-
-    @property
-    def text(self) -> list[int]:
-        """The prompt and what was written: what enters a row."""
-        return [*self.request.prompt, *self.written]
 
 
 @dataclass
@@ -255,7 +251,8 @@ class Scheduler:
         for job in self._readable():
             with self._blaming(batch, job):
                 if job.due is None:  # by what prompts have taken so far
-                    unread = len(job.text) - self.engine.match_prefix(batch, 0, job.text)[1]
+                    text = job.resumed.text
+                    unread = len(text) - self.engine.match_prefix(batch, 0, text)[1]
                     seconds = self.read_seconds / max(self.read_tokens, 1)
                     job.due = job.arrived + unread * seconds
                 due[job] = job.due
@@ -265,7 +262,7 @@ class Scheduler:
         with self._blaming(batch, job):
             job.generation = generation = next(job.parts or self._admit(batch, job))
             if generation is not None:
-                self.read_tokens += len(job.text) - generation.reused
+                self.read_tokens += len(job.resumed.text) - generation.reused
                 self.read_seconds += generation.prefill_seconds
                 self._record(job, generation, generation.steps[0])
 
@@ -273,12 +270,11 @@ class Scheduler:
         """A job that waits goes on from what it has written, in the free row of a text that it goes
         on from; where there is none, in the one that was written longest ago, so that others may
         still be gone on from. Returns the parts of its prompt."""
-        shared = {row: batch.shared(row, job.text) for row in self.idle}
+        shared = {row: batch.shared(row, job.resumed.text) for row in self.idle}
         row = max(shared, key=shared.__getitem__)
         if 2 * shared[row] <= len(batch.texts[row]):
             row = self.idle[0]
-        request = replace(job.request, written=list(job.written))
-        job.parts = self.engine.prefill_chunks(batch, row, request)
+        job.parts = self.engine.prefill_chunks(batch, row, job.resumed)
         job.row = row
         self.idle.remove(row)
         return job.parts

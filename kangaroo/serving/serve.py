@@ -6,13 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from transformers import PreTrainedTokenizerBase
-
 from kangaroo.api import load_target
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.warm_up import warm_up
 from kangaroo.models.loading import ModelConfig
+from kangaroo.models.prompts import Tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.scheduler import Scheduler
 from kangaroo.utils import memory
@@ -103,7 +102,7 @@ def serve(model: ModelConfig, drafter: DrafterConfig, config: ServeConfig) -> No
     except ModuleNotFoundError as error:
         raise MissingPackage(f"a server needs '{error.name}': {install('serve')}.") from error
 
-    def loaded() -> tuple[Engine, PreTrainedTokenizerBase, int]:
+    def loaded() -> tuple[Engine, Tokenizer, int]:
         lm, tokenizer = load_target(model)
         longest = min(config.max_model_len or lm.context, lm.context)
         check_memory(lm, config.max_batch_size, longest)

@@ -70,8 +70,7 @@ def divergence(loss: Loss, p_CK: Tensor, log_q_CK: Tensor) -> Tensor:
     if loss is Loss.lk:
         return -alpha_C.clamp(min=1e-6).log()  # finite where nothing overlaps in float32
     weight_C = (-_DECAY * alpha_C.detach()).exp()
-    kl_C = divergence(Loss.kl, p_CK, log_q_CK)
-    return weight_C * kl_C + (1 - weight_C) * (1 - alpha_C)
+    return weight_C * divergence(Loss.kl, p_CK, log_q_CK) + (1 - weight_C) * (1 - alpha_C)
 
 
 class WholeDistributions:

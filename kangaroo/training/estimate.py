@@ -99,7 +99,7 @@ class Text:
     def of(data: Data, max_length: int) -> Text:
         """What lies in the data's folder or will, at most `max_length` tokens a conversation.
         Errors: `DataError` where a part of a mix is missing, or a local source cannot be read."""
-        lengths = lengths_of(data, max_length)
+        lengths = planned_lengths(data, max_length)
         folders = data.paths if isinstance(data, MixConfig) else []
         if store.is_complete(Path(data.path)):
             folders = [data.path]
@@ -122,7 +122,7 @@ class Text:
         return Text(count, tokens, int(LEARNT * tokens), max(lengths), data.teacher, source)
 
 
-def lengths_of(data: Data, limit: int, template: int = 0) -> list[int]:
+def planned_lengths(data: Data, limit: int, template: int = 0) -> list[int]:
     """The most tokens, `limit` at most, of conversations that are to come, which take turns; a turn
     has so many of a template."""
     if isinstance(data, SynthesisConfig):
@@ -200,7 +200,7 @@ def check_writing(lm: TargetModel, data: Data, devices: Devices) -> None:
     given = isinstance(data, ConversationsConfig) and not data.regenerate
     if isinstance(data, MixConfig) or given or store.is_complete(Path(data.path)):
         return
-    longest = max(lengths_of(data, lm.context, 2 * TEMPLATE))
+    longest = max(planned_lengths(data, lm.context, 2 * TEMPLATE))
     rows = min(data.batch_size, data.shard_size)
     row = longest * lm.new_cache(1, 1, [lm.device] * lm.n_layers).bytes()
     fitting = (devices.free - target) // row

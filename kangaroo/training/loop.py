@@ -27,7 +27,7 @@ from kangaroo.training.recipe import AdapterRecipe, Trainee, TrainerConfig
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError, CorruptFile, Diverged
 from kangaroo.utils.provenance import changes, provenance
-from kangaroo.utils.ranks import Ranks
+from kangaroo.utils.ranks import ALONE, Ranks
 from kangaroo.utils.tracking import NoTracker
 
 log = logging.getLogger(__name__)
@@ -69,9 +69,9 @@ class Trainer:
         config: TrainerConfig,
         output: Path,
         about: dict[str, Any],
-        ranks: Ranks | None = None,
+        ranks: Ranks = ALONE,
     ):
-        self.lm, self.output, self.about, self.ranks = lm, output, about, ranks or Ranks()
+        self.lm, self.output, self.about, self.ranks = lm, output, about, ranks
         saved = self.ranks.broadcast(load_checkpoint(output) if self.ranks.is_first else {})
         stored = uses_stored_logits(lm, samples, config, about)
         sizes = resolve_sizes(config, lm, saved.get("identity", {}), self.ranks)
@@ -257,8 +257,7 @@ class Trainer:
         size = None if trainee.vocabulary_K is None else len(trainee.vocabulary_K)
         described = adapter_files.describe(self.lm, trainee.adapter, training, size, facts)
         dtype = adapter_files.kept_dtype(trainee.adapter, self.lm)
-        folder = self.output / name
-        adapter_files.save(trainee.adapter, described, self.frequent_K, folder, dtype)
+        adapter_files.save(trainee.adapter, described, self.frequent_K, self.output / name, dtype)
 
 
 def uses_stored_logits(

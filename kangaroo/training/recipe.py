@@ -160,9 +160,8 @@ class Trainee:
 
     def settings(self) -> dict[str, Any]:
         """What it was asked to be, as plain values."""
-        settings = asdict(self.recipe) | {"loss": self.recipe.loss.value}
-        kind = {"kind": self.recipe.architecture.kind()}
-        return settings | {"architecture": kind | settings["architecture"]}
+        loss, architecture = self.recipe.loss.value, self.recipe.architecture.as_json()
+        return asdict(self.recipe) | {"loss": loss, "architecture": architecture}
 
 
 def trainees(

@@ -74,12 +74,15 @@ class Ranks:
         self.all_gather(None)
 
 
+ALONE = Ranks()
+
+
 @contextmanager
 def join() -> Iterator[Ranks]:
     """Join the processes that torchrun started, each on its own GPU, before a model is loaded;
     without it, there is one. The first alone logs, and none leaves before all are at the end."""
     if "WORLD_SIZE" not in os.environ:
-        yield Ranks()
+        yield ALONE
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

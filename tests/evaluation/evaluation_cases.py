@@ -14,6 +14,7 @@ from kangaroo.evaluation.records import METHOD, MethodRun, Record, Turn, Writer
 from kangaroo.evaluation.run import EvaluateConfig, Evaluator, MethodSpec
 from kangaroo.models.loading import byte_tokenizer, random_model
 from kangaroo.models.target import TargetModel
+from kangaroo.utils.ranks import ALONE
 
 
 def run(emitted, accepted, drafted, seconds, prefill=1.0, tokens=None, retokenised=None):
@@ -95,7 +96,9 @@ def tiny_lm(**overrides):
     return TargetModel(random_model(deep_scale=0.15, **overrides))
 
 
-def evaluate_several(output, bench, names, lm=None, ranks=None, log=None, drafters=None, **changes):
+def evaluate_several(
+    output, bench, names, lm=None, ranks=ALONE, log=None, drafters=None, **changes
+):
     """Kangaroo, and prompt lookup where there are two names, or other drafters, on a random
     six-layer model over bytes, in float32."""
     lm = lm or tiny_lm().compile_for_decoding()
@@ -108,6 +111,6 @@ def evaluate_several(output, bench, names, lm=None, ranks=None, log=None, drafte
     return Evaluator(lm, byte_tokenizer(), methods, config, **about).finish(log)
 
 
-def evaluate_tiny(output, bench, lm=None, ranks=None, **changes):
+def evaluate_tiny(output, bench, lm=None, ranks=ALONE, **changes):
     (summary,) = evaluate_several(output, bench, ["kangaroo"], lm, ranks, **changes)
     return summary

@@ -2,7 +2,6 @@
 
 import json
 from copy import deepcopy
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,7 @@ def save_adapter(
         "format": 1,
         "exit_layer": adapter.exit_layer,
         "target_layers": lm.n_layers,
-        "architecture": {"kind": parts.kind()} | asdict(parts),
+        "architecture": parts.as_json(),
         "draft_vocabulary": None if vocabulary_K is None else len(vocabulary_K),
         "threshold": 0.6,
     } | changes

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from kangaroo.evaluation.comparison import shared, summaries_in
+from kangaroo.evaluation.comparison import summaries_in
 from kangaroo.evaluation.metrics import CTAR, Estimate, difference, estimate, has, pairs, value_of
 from kangaroo.evaluation.records import Baseline, Record, read
+from kangaroo.evaluation.summary import shared
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import changes
 
