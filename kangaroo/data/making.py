@@ -206,7 +206,7 @@ class MixConfig(Ranged):
 
     name: str = "mix"
     path: str = "???"
-    paths: list[str] = field(default_factory=list)
+    paths: Filled[str] = field(default_factory=list)
     seed: Seed = 0
     filters: FilterConfig = field(default_factory=FilterConfig)
 
