@@ -10,7 +10,6 @@ from kangaroo.cpu.buffers import DraftBuffers
 from kangaroo.drafters.base import Drafter, TreesFromText
 from kangaroo.drafters.block import Block
 from kangaroo.drafters.cascade import Cascade
-from kangaroo.drafters.chain import limits_of
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.drafters.expected_gain import best_tree
@@ -115,7 +114,7 @@ class ChainDrafting(LayerDrafting):
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
-        limits = limits_of(drafter, batch, rows)
+        limits = drafter.limits(batch, rows)
         if (limits[:, 0] >= 1).all():  # no row drafts: prompts need not be read yet
             return
         self.catch_up(buffers, batch)
@@ -191,7 +190,7 @@ class DraftModelDrafting(NativeDrafting):
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
         drafter.prompts.clear()  # the texts have them
-        limits = limits_of(drafter, batch, rows)
+        limits = drafter.limits(batch, rows)
         if (limits[:, 0] >= 1).all():  # no row drafts: prompts need not be read yet
             return
         chains = self.buffers = self.buffers or self._buffers()

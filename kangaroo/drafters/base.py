@@ -4,10 +4,11 @@ Shapes: B rows of the batch, T tokens of a prefill chunk.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import numpy as np
 from torch import Tensor
 from typing_extensions import Self
 
@@ -233,9 +234,28 @@ def path_meta(lm: TargetModel, batch: Batch, draft: Draft, window: int) -> Forwa
     return chain_meta(lm, batch, window, depth, depth + 1, root_B)
 
 
-def limit(threshold: float | str) -> tuple[float, bool]:
-    """The confidence that stops a chain, 0 for none, and whether the budget stops it (`auto`)."""
-    return (0.0, True) if isinstance(threshold, str) else (threshold, False)
+class EarlyStopping(Drafter):
+    """Drafts step by step, at most `steps`, until more would not pay.
+
+    Attributes:
+        lm: the model that drafts, or the target where its layers draft.
+        threshold: the confidence that stops a draft; 0 for none.
+        auto: whether the budget stops it.
+        draft_cost: of a token of the chain, in vanilla steps.
+    """
+
+    draft_cost: float
+
+    def __init__(self, lm: TargetModel, steps: int, threshold: float | str):
+        self.lm, self.steps, self.max_nodes = lm, steps, steps
+        self.auto = self.needs_costs = isinstance(threshold, str)
+        self.threshold = 0.0 if isinstance(threshold, str) else threshold
+
+    def limits(self, batch: Batch, rows: Sequence[int]) -> np.ndarray:
+        """`Budget.limits` of these rows, `[B, steps]`; 1, never exceeded, of others."""
+        limits = np.ones((batch.size, self.steps), np.float32)
+        limits[rows] = batch.budget.limits(rows, self.steps, self.draft_cost, self.auto)
+        return limits
 
 
 class TreesFromText(Drafter):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import limit, path_meta
+from kangaroo.drafters.base import EarlyStopping, path_meta
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache, Taps, Tensors
 from kangaroo.engine.tree import Draft, Verdict
@@ -18,7 +18,7 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.memory import weights
 
 
-class EarlyExit:
+class EarlyExit(EarlyStopping):
     """Drafts on the target's own cache and hands its shallow states to verification.
 
     The layer's first pass of a round takes, beside the pending token, a *window* of the committed
@@ -35,10 +35,9 @@ class EarlyExit:
         threshold: float | str = 0.6,
         head: DraftHead | None = None,
     ):
-        self.lm, self.adapter, self.steps = lm, adapter.accelerate(lm), steps
+        super().__init__(lm, steps, threshold)
+        self.adapter = adapter.accelerate(lm)
         self.head = (head or adapter.draft_heads(lm, None)[0]).accelerate(lm)
-        self.threshold, self.auto = limit(threshold)
-        self.needs_costs, self.max_nodes = self.auto, steps
         self.exit_layer, self.deep_tap = adapter.exit_layer, adapter.deep_tap
         self.shallow, self.reads_deep = range(adapter.exit_layer), self.deep_tap is not None
         # by tensors; the window's shallow states before a prompt's rest are not kept

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kangaroo.drafters.base import Drafter, EarlyExitConfig, chain_meta
-from kangaroo.drafters.chain import limits_of
 from kangaroo.drafters.early_exit import EarlyExit, take
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
@@ -103,7 +102,7 @@ class KangarooTree(EarlyExit):
         return [max(chance, self.min_confidence or 0.0) for chance in chances]
 
     def propose(self, batch: Batch) -> Draft:
-        limits = limits_of(self, batch, batch.active)
+        limits = self.limits(batch, batch.active)
         # on the host, which reads one number a row and level where there is a threshold
         active = limits[:, 0] < 1
         if not active.any():
