@@ -108,5 +108,4 @@ class Block(EarlyExit, Chain):
         return self.draw_from(batch, step, logits_BK, draws)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
-        self.proposed = replace(draft, meta=meta)
-        return self.proposed
+        return replace(draft, meta=meta)

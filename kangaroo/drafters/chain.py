@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import EarlyStopping, chain_meta
+from kangaroo.drafters.base import EarlyStopping
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Tensors
 from kangaroo.engine.sampling import BatchSampling, Rule, pick, warp
@@ -35,23 +35,17 @@ class Chain(EarlyStopping):
     confidence was low is still verified.
 
     Attributes:
-        window: committed tokens before the pending one that a round's first pass takes again.
-        reads_logits: whether greedy decoding takes more from them than the likeliest token.
+        reads_logits: whether greedy decoding takes more from logits than the likeliest token.
     """
 
     head: DraftHead
-    window: int
     reads_logits = False
 
-    def propose(self, batch: Batch) -> Draft:
-        """A chain below each row's pending token, as long as the budget of a batch allows."""
-        limits = self.limits(batch, batch.active)
+    def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
         active = limits[:, 0] < 1
-        if not active.any():
-            return Draft.nothing(batch.last(1))
         may_stop, sampling = self.threshold > 0 or limits[active].any(), batch.sampling
         keeps_probs = sampling.rule is not Rule.match and not sampling.greedy
-        meta = chain_meta(self.lm, batch, self.window, self.steps, self.steps)
+        meta = self.chain_meta(batch, self.steps, self.steps)
         # on the host, which reads one number a row and token where chains may stop
         lengths, chance = np.zeros(batch.size, np.int64), np.ones(batch.size, np.float32)
         ids, probs = [batch.last(1)], []

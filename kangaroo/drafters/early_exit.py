@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import EarlyStopping, path_meta
+from kangaroo.drafters.base import EarlyStopping
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache, Taps, Tensors
 from kangaroo.engine.tree import Draft, Verdict
@@ -54,7 +54,6 @@ class EarlyExit(EarlyStopping):
         self.cache = lm.new_cache(0, 0, [])
         # the target's deep state, normed, at each slot of the text, where one is read
         self.deep_BSD = torch.zeros(0, 0, 0, dtype=lm.dtype, device=adapter.home(lm))
-        self.proposed: Draft | None = None
         # by row, a part of a prompt that the layer has not read, and its first position
         self.prompts: dict[int, tuple[Tensor, int]] = {}
 
@@ -115,7 +114,7 @@ class EarlyExit(EarlyStopping):
         path: ForwardMeta | None = None
         if draft is not self.proposed or not draft.tree.is_chain:
             self.read_prompts()
-            path = path_meta(self.lm, batch, draft, self.window)
+            path = self.path_meta(batch, draft)
         self.proposed, is_chain = None, draft.tree.is_chain
 
         def work(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import Drafter, EarlyExitConfig, RowStates, chain_meta
+from kangaroo.drafters.base import Drafter, EarlyExitConfig, RowStates
 from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_pays, sources_of
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.suffix import AnswerStore
@@ -124,7 +124,7 @@ class Hybrid(Kangaroo):
         growing = [row for row in sources if self.pays(sources[row])]
         if not growing:
             return
-        meta = chain_meta(self.lm, batch, self.window, self.steps, self.steps)
+        meta = self.chain_meta(batch, self.steps, self.steps)
         for token in self.tokens(batch, meta):
             choices = token.reading.tolist()  # one sync
             for row in growing:
