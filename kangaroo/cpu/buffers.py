@@ -61,10 +61,9 @@ class DraftBuffers:
         self.unread_BUD = torch.empty(size, unread, hidden, dtype=lm.dtype)
         fused = capacity if drafting and drafting.fusing.weight else 0
         self.adapted_BND = torch.empty(size, fused, hidden, dtype=lm.dtype)
-        arrays = """
-            base count asking end draw token parent place has_state choices chances unread accepted
-            written path kept kept_chances
-        """
+        arrays = {
+            name: x.ctypes.data for name, x in vars(self).items() if isinstance(x, np.ndarray)
+        }
         rows = native.NativeRows(
             batch=size,
             capacity=capacity,
@@ -75,7 +74,7 @@ class DraftBuffers:
             states=self.states_BND.data_ptr(),
             unread_states=self.unread_BUD.data_ptr(),
             made=self.adapted_BND.data_ptr(),
-            **{name: getattr(self, name).ctypes.data for name in arrays.split()},
+            **arrays,
         )
         self.rope = lm.rope_table(cache.n_slots)  # held as long as it is used
         target = native.NativeTarget(
@@ -122,15 +121,11 @@ class DraftBuffers:
             else:
                 self.place[row, node], self.has_state[row, node] = places[was], states[was]
 
-    def draft(
-        self, rows: Sequence[int], steps: int, threshold: float, limits: np.ndarray | None = None
-    ) -> None:
-        """The chains of these rows grow by up to so many tokens, within `Budget.limits`, if any;
-        see `rounds.h`."""
-        if rows:
-            self._ask(rows)
-            least = np.zeros((len(self.base), steps), np.float32) if limits is None else limits
-            self._draft(*self.pointers, steps, threshold, least.ctypes.data)
+    def draft(self, rows: Sequence[int], threshold: float, limits: np.ndarray) -> None:
+        """The chains of these rows grow within limits as of `Budget.limits`, by as many tokens at
+        most; see `rounds.h`."""
+        self._ask(rows)
+        self._draft(*self.pointers, limits.shape[1], threshold, limits.ctypes.data)
 
     def draft_block(
         self, rows: Sequence[int], places: Structure, threshold: float, limits: np.ndarray

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from ctypes import Structure
 
+import numpy as np
 import torch
 
 from kangaroo.cpu import native
@@ -129,7 +130,7 @@ class ChainDrafting(LayerDrafting):
                 halves = drafter.min_confidence is None
                 buffers.draft_trees(rows, drafter.top_k, drafter.threshold, limits, worth, halves)
             case _:
-                buffers.draft(rows, drafter.steps, drafter.threshold, limits)
+                buffers.draft(rows, drafter.threshold, limits)
 
 
 class HybridDrafting(LayerDrafting):
@@ -149,10 +150,11 @@ class HybridDrafting(LayerDrafting):
         growing = [row for row, source in sources.items() if drafter.pays(source)]
         for row in growing:  # one pass gives their states together with the pending token's
             buffers.add(row, sources[row].likeliest_lookup.tokens)
+        a_token = np.zeros((batch.size, 1), np.float32)  # whether it pays is asked beforehand
         for _ in range(drafter.steps):
             if not growing:
                 break
-            buffers.draft(growing, 1, drafter.threshold)
+            buffers.draft(growing, drafter.threshold, a_token)
             for row in growing:
                 choices = buffers.choices[row].tolist(), buffers.chances[row].tolist()
                 sources[row].chain.add(list(zip(*choices, strict=True))[: drafter.head.size])
@@ -201,7 +203,7 @@ class DraftModelDrafting(NativeDrafting):
                 chains.draw[row] = buffers.draw[row]
             self._catch_up(chains, batch.texts[row], row)
         pending = chains.count.tolist()
-        chains.draft(rows, drafter.steps, drafter.threshold, limits)
+        chains.draft(rows, drafter.threshold, limits)
         for row in rows:
             new = slice(pending[row], int(chains.count[row]))
             tokens = chains.token[row, new].tolist()
