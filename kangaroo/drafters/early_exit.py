@@ -27,6 +27,8 @@ class EarlyExit(EarlyStopping):
     the others again changes nothing, and shapes are static. After another drafter's draft, or a
     tree, it passes over the accepted path once more."""
 
+    tokens_of_pass = 1  # that are drafted
+
     def __init__(
         self,
         lm: TargetModel,
@@ -61,7 +63,7 @@ class EarlyExit(EarlyStopping):
         """Make the layer's cache, unless the last one will do, and empty windows."""
         self.prompts.clear()
         if batch.budget.drafting is not None and (self.needs_costs or batch.size > 1):
-            self.draft_cost = batch.budget.drafting(self)
+            self.draft_cost = batch.budget.drafting(self) / self.tokens_of_pass
         size, device, hidden = batch.size, self.adapter.home(self.lm), self.lm.config.hidden_size
         if (self.cache.batch_size, self.cache.n_slots) != (size, batch.n_slots):
             self.cache = self.lm.new_cache(0, 0, [])  # the new one may need the old one's memory
