@@ -72,11 +72,9 @@ class LayerSubset:
 
 def runs(skip: Collection[int], n_layers: int) -> list[range]:
     """The layers that are left, as ranges."""
-    kept = [layer for layer in range(n_layers) if layer not in set(skip)]
-    # layers in a row differ from their places by the same number
-    groups = groupby(enumerate(kept), key=lambda pair: pair[1] - pair[0])
-    blocks = [[layer for _, layer in group] for _, group in groups]
-    return [range(group[0], group[-1] + 1) for group in blocks]
+    groups = groupby(range(n_layers), lambda layer: layer not in skip)
+    kept = [list(layers) for is_kept, layers in groups if is_kept]
+    return [range(layers[0], layers[-1] + 1) for layers in kept]
 
 
 def draft_cost(lm: TargetModel, skip: Collection[int]) -> float:
