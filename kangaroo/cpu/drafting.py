@@ -17,9 +17,11 @@ from kangaroo.drafters.expected_gain import best_tree
 from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.drafters.layerskip import FinalNorm
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.layer import weight
 from kangaroo.models.target import TargetModel
 
@@ -45,8 +47,8 @@ def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> Na
     by_match = sampling.greedy or sampling.rule is Rule.match
     if not (lm.acceleration.library and by_match):
         return None
-    if isinstance(drafter, EarlyExit) and drafter.adapter.native_inputs() is None:
-        return None
+    if isinstance(drafter, EarlyExit) and not isinstance(drafter.adapter, (Adapter, FinalNorm)):
+        return None  # its layer's input is not made natively
     match drafter:
         case Vanilla():
             return NativeDrafting()
@@ -87,15 +89,15 @@ class LayerDrafting(NativeDrafting):
 
     def layer(self) -> Structure:
         drafter, adapter = self.drafter, self.drafter.adapter
-        layer, inputs = adapter.native_layer, adapter.native_inputs()
-        assert layer is not None and inputs is not None
+        layer, fusing = adapter.native_layer, getattr(adapter, "native_fusing", None)
+        assert layer is not None
         return native.NativeDrafting(
             stack=layer.native(drafter.cache, range(adapter.depth)),
             norm=native.pointer(weight(adapter.norm)),
             head=self.head(),
             deep=native.pointer(drafter.deep_BSD),
             deep_tap=drafter.deep_tap or 0,
-            **inputs,
+            **({"fusing": fusing.native()} if fusing else {}),
         )
 
     def head(self) -> Structure:
