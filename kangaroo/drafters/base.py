@@ -18,9 +18,8 @@ from kangaroo.engine.tree import Draft, Nodes, Tree, Verdict
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import HeadConfig
-from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.draft_head import ROOM, DraftHead, TextHead
 from kangaroo.heads.layer import Layer
-from kangaroo.heads.text_head import ROOM, TextHead
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch
 from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, CountOrZero, DraftSize, Ranged
