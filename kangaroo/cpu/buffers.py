@@ -4,9 +4,10 @@ Shapes: B rows of the batch, N nodes of a row, C choices for a token, U states t
 not read, D hidden size, S slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Structure, byref
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -124,16 +125,14 @@ class DraftBuffers:
     def draft(self, rows: Sequence[int], threshold: float, limits: np.ndarray) -> None:
         """The chains of these rows grow within limits as of `Budget.limits`, by as many tokens at
         most; see `rounds.h`."""
-        self._ask(rows)
-        self._draft(*self.pointers, limits.shape[1], threshold, limits.ctypes.data)
+        self._call(self._draft, rows, limits.shape[1], threshold, limits.ctypes.data)
 
     def draft_block(
         self, rows: Sequence[int], places: Structure, threshold: float, limits: np.ndarray
     ) -> None:
         """The same for rows without a chain, by one pass of the layer, with its `NativePlaces`."""
-        self._ask(rows)
         of_draft = limits.shape[1], threshold, limits.ctypes.data
-        self._draft_block(*self.pointers, byref(places), *of_draft)
+        self._call(self._draft_block, rows, byref(places), *of_draft)
 
     def draft_trees(
         self,
@@ -152,13 +151,12 @@ class DraftBuffers:
             worth, halves_leaves: which nodes are verified, as of `kangaroo_tree.kept`.
         """
         worths = np.array(worth, np.float32)
-        self._ask(rows)
-        self._draft_trees(
-            *self.pointers,
-            *(limits.shape[1], width, threshold, limits.ctypes.data),
-            *(len(worth), worths.ctypes.data, halves_leaves),
-        )
+        growing = limits.shape[1], width, threshold, limits.ctypes.data
+        pruning = len(worth), worths.ctypes.data, halves_leaves
+        self._call(self._draft_trees, rows, *growing, *pruning)
 
-    def _ask(self, rows: Sequence[int]) -> None:
+    def _call(self, drafting: Callable[..., None], rows: Sequence[int], *how: Any) -> None:
+        """Draft in these rows."""
         self.asking[:] = 0
         self.asking[list(rows)] = 1
+        drafting(*self.pointers, *how)
