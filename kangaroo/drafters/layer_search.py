@@ -22,7 +22,7 @@ from kangaroo.models.loading import options_of
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
-from kangaroo.utils.folders import command_line, located
+from kangaroo.utils.folders import command_line, located, write_json
 from kangaroo.utils.memory import weights
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranges import Count, DraftSize, Ranged, Seed
@@ -153,7 +153,7 @@ def search(
     } | provenance()
     winner = LayerSubset(list(best), lm.name, target_hash(lm), about)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(asdict(winner), indent=2) + "\n")
+    write_json(file, asdict(winner))
     return winner
 
 
