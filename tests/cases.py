@@ -43,11 +43,10 @@ from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling, candidates, pick, together
 from kangaroo.heads import medusa_heads
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
-from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.draft_head import DraftHead, TextHead
 from kangaroo.heads.export import draft_model
 from kangaroo.heads.layer import Layer
 from kangaroo.heads.medusa_heads import MedusaHeads
-from kangaroo.heads.text_head import TextHead
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import AUTO
 

@@ -4,9 +4,10 @@ Shapes: B rows of the batch, N nodes of a row, C choices for a token, U states t
 not read, D hidden size, S slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Structure, byref
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,10 +62,9 @@ class DraftBuffers:
         self.unread_BUD = torch.empty(size, unread, hidden, dtype=lm.dtype)
         fused = capacity if drafting and drafting.fusing.weight else 0
         self.adapted_BND = torch.empty(size, fused, hidden, dtype=lm.dtype)
-        arrays = """
-            base count asking end draw token parent place has_state choices chances unread accepted
-            written path kept kept_chances
-        """
+        arrays = {
+            name: x.ctypes.data for name, x in vars(self).items() if isinstance(x, np.ndarray)
+        }
         rows = native.NativeRows(
             batch=size,
             capacity=capacity,
@@ -75,7 +75,7 @@ class DraftBuffers:
             states=self.states_BND.data_ptr(),
             unread_states=self.unread_BUD.data_ptr(),
             made=self.adapted_BND.data_ptr(),
-            **{name: getattr(self, name).ctypes.data for name in arrays.split()},
+            **arrays,
         )
         self.rope = lm.rope_table(cache.n_slots)  # held as long as it is used
         target = native.NativeTarget(
@@ -122,23 +122,17 @@ class DraftBuffers:
             else:
                 self.place[row, node], self.has_state[row, node] = places[was], states[was]
 
-    def draft(
-        self, rows: Sequence[int], steps: int, threshold: float, limits: np.ndarray | None = None
-    ) -> None:
-        """The chains of these rows grow by up to so many tokens, within `Budget.limits`, if any;
-        see `rounds.h`."""
-        if rows:
-            self._ask(rows)
-            least = np.zeros((len(self.base), steps), np.float32) if limits is None else limits
-            self._draft(*self.pointers, steps, threshold, least.ctypes.data)
+    def draft(self, rows: Sequence[int], threshold: float, limits: np.ndarray) -> None:
+        """The chains of these rows grow within limits as of `Budget.limits`, by as many tokens at
+        most; see `rounds.h`."""
+        self._call(self._draft, rows, limits.shape[1], threshold, limits.ctypes.data)
 
     def draft_block(
         self, rows: Sequence[int], places: Structure, threshold: float, limits: np.ndarray
     ) -> None:
         """The same for rows without a chain, by one pass of the layer, with its `NativePlaces`."""
-        self._ask(rows)
         of_draft = limits.shape[1], threshold, limits.ctypes.data
-        self._draft_block(*self.pointers, byref(places), *of_draft)
+        self._call(self._draft_block, rows, byref(places), *of_draft)
 
     def draft_trees(
         self,
@@ -157,13 +151,12 @@ class DraftBuffers:
             worth, halves_leaves: which nodes are verified, as of `kangaroo_tree.kept`.
         """
         worths = np.array(worth, np.float32)
-        self._ask(rows)
-        self._draft_trees(
-            *self.pointers,
-            *(limits.shape[1], width, threshold, limits.ctypes.data),
-            *(len(worth), worths.ctypes.data, halves_leaves),
-        )
+        growing = limits.shape[1], width, threshold, limits.ctypes.data
+        pruning = len(worth), worths.ctypes.data, halves_leaves
+        self._call(self._draft_trees, rows, *growing, *pruning)
 
-    def _ask(self, rows: Sequence[int]) -> None:
+    def _call(self, drafting: Callable[..., None], rows: Sequence[int], *how: Any) -> None:
+        """Draft in these rows."""
         self.asking[:] = 0
         self.asking[list(rows)] = 1
+        drafting(*self.pointers, *how)

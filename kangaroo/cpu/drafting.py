@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from ctypes import Structure
 
+import numpy as np
 import torch
 
 from kangaroo.cpu import native
@@ -10,16 +11,17 @@ from kangaroo.cpu.buffers import DraftBuffers
 from kangaroo.drafters.base import Drafter, TreesFromText
 from kangaroo.drafters.block import Block
 from kangaroo.drafters.cascade import Cascade
-from kangaroo.drafters.chain import limits_of
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.drafters.expected_gain import best_tree
 from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
+from kangaroo.drafters.layerskip import FinalNorm
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.layer import weight
 from kangaroo.models.target import TargetModel
 
@@ -45,8 +47,8 @@ def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> Na
     by_match = sampling.greedy or sampling.rule is Rule.match
     if not (lm.acceleration.library and by_match):
         return None
-    if isinstance(drafter, EarlyExit) and drafter.adapter.native_inputs() is None:
-        return None
+    if isinstance(drafter, EarlyExit) and not isinstance(drafter.adapter, (Adapter, FinalNorm)):
+        return None  # its layer's input is not made natively
     match drafter:
         case Vanilla():
             return NativeDrafting()
@@ -87,15 +89,15 @@ class LayerDrafting(NativeDrafting):
 
     def layer(self) -> Structure:
         drafter, adapter = self.drafter, self.drafter.adapter
-        layer, inputs = adapter.native_layer, adapter.native_inputs()
-        assert layer is not None and inputs is not None
+        layer, fusing = adapter.native_layer, getattr(adapter, "native_fusing", None)
+        assert layer is not None
         return native.NativeDrafting(
             stack=layer.native(drafter.cache, range(adapter.depth)),
             norm=native.pointer(weight(adapter.norm)),
             head=self.head(),
             deep=native.pointer(drafter.deep_BSD),
             deep_tap=drafter.deep_tap or 0,
-            **inputs,
+            **({"fusing": fusing.native()} if fusing else {}),
         )
 
     def head(self) -> Structure:
@@ -115,7 +117,7 @@ class ChainDrafting(LayerDrafting):
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
-        limits = limits_of(drafter, batch, rows)
+        limits = drafter.limits(batch, rows)
         if (limits[:, 0] >= 1).all():  # no row drafts: prompts need not be read yet
             return
         self.catch_up(buffers, batch)
@@ -130,7 +132,7 @@ class ChainDrafting(LayerDrafting):
                 halves = drafter.min_confidence is None
                 buffers.draft_trees(rows, drafter.top_k, drafter.threshold, limits, worth, halves)
             case _:
-                buffers.draft(rows, drafter.steps, drafter.threshold, limits)
+                buffers.draft(rows, drafter.threshold, limits)
 
 
 class HybridDrafting(LayerDrafting):
@@ -150,10 +152,11 @@ class HybridDrafting(LayerDrafting):
         growing = [row for row, source in sources.items() if drafter.pays(source)]
         for row in growing:  # one pass gives their states together with the pending token's
             buffers.add(row, sources[row].likeliest_lookup.tokens)
+        a_token = np.zeros((batch.size, 1), np.float32)  # whether it pays is asked beforehand
         for _ in range(drafter.steps):
             if not growing:
                 break
-            buffers.draft(growing, 1, drafter.threshold)
+            buffers.draft(growing, drafter.threshold, a_token)
             for row in growing:
                 choices = buffers.choices[row].tolist(), buffers.chances[row].tolist()
                 sources[row].chain.add(list(zip(*choices, strict=True))[: drafter.head.size])
@@ -191,7 +194,7 @@ class DraftModelDrafting(NativeDrafting):
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
         drafter.prompts.clear()  # the texts have them
-        limits = limits_of(drafter, batch, rows)
+        limits = drafter.limits(batch, rows)
         if (limits[:, 0] >= 1).all():  # no row drafts: prompts need not be read yet
             return
         chains = self.buffers = self.buffers or self._buffers()
@@ -202,7 +205,7 @@ class DraftModelDrafting(NativeDrafting):
                 chains.draw[row] = buffers.draw[row]
             self._catch_up(chains, batch.texts[row], row)
         pending = chains.count.tolist()
-        chains.draft(rows, drafter.steps, drafter.threshold, limits)
+        chains.draft(rows, drafter.threshold, limits)
         for row in rows:
             new = slice(pending[row], int(chains.count[row]))
             tokens = chains.token[row, new].tolist()

@@ -26,7 +26,7 @@ class CpuStepper:
 
     def step(self, drafts: bool) -> list[StepRecord]:
         batch, buffers, started = self.batch, self.buffers, running()
-        active = [row for row, done in enumerate(batch.done) if not done]
+        active = batch.active
         self._begin(active)
         if drafts:
             self.drafting.draft(buffers, batch, active)

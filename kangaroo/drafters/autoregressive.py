@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.drafters.base import ChainConfig, RowStates, limit
-from kangaroo.drafters.chain import Chain, DraftToken, limits_of
+from kangaroo.drafters.base import ChainConfig, RowStates
+from kangaroo.drafters.chain import Chain, DraftToken
 from kangaroo.drafters.layer_search import Subset
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache, Tensors
@@ -53,11 +53,8 @@ class Autoregressive(Chain):
     runs: list[tuple[range, Tensor | None]]
 
     def __init__(self, lm: TargetModel, steps: int, threshold: float | str, window: int):
-        self.lm, self.cut, self.steps, self.window = lm, lm, steps, window
-        self.head = WholeHead(lm)
-        self.threshold, self.auto = limit(threshold)
-        self.needs_costs = self.auto
-        self.max_nodes = steps
+        super().__init__(lm, steps, threshold)
+        self.cut, self.window, self.head = lm, window, WholeHead(lm)
 
     def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
         """The output of the last layer, `[B, N, D]`."""
@@ -132,7 +129,7 @@ class LayerChoice(Autoregressive):
         self.rows = RowStates(self.start)
 
     def propose(self, batch: Batch) -> Draft:
-        limits = limits_of(self, batch, batch.active)
+        limits = self.limits(batch, batch.active)
         rows = (limits[:, 0] < 1).nonzero()[0].tolist()
         if choices := {row: self.rows.of(row, batch.texts[row]) for row in rows}:
             self.improve(batch, choices)

@@ -4,10 +4,11 @@ Shapes: B rows of the batch, T tokens of a prefill chunk.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import numpy as np
 from torch import Tensor
 from typing_extensions import Self
 
@@ -17,9 +18,8 @@ from kangaroo.engine.tree import Draft, Nodes, Tree, Verdict
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import HeadConfig
-from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.draft_head import ROOM, DraftHead, TextHead
 from kangaroo.heads.layer import Layer
-from kangaroo.heads.text_head import ROOM, TextHead
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch
 from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, CountOrZero, DraftSize, Ranged
@@ -212,30 +212,60 @@ class RowStates(Generic[State]):
         return self._rows[row][1]
 
 
-def chain_meta(
-    lm: TargetModel, batch: Batch, window: int, steps: int, room: int, path_B: Tensor | None = None
-) -> ForwardMeta:
-    """One block in a line: the window, the pending token, `steps` more; `room` is how many nodes
-    there are to be after the pending token. Of a path it is from the slot where that begins."""
-    tree = Tree.chain(window + 1 + steps, batch.length_B.device)
-    start_B, use = (batch.base_B, "draft") if path_B is None else (path_B, "path")
-    below = 0 if min(batch.lengths) > window else window
-    place = start_B - window, batch.used + room, batch.n_slots, below
-    return lm.forward_meta(tree, *place, (use, batch.cache))
+class EarlyStopping(Drafter):
+    """Drafts step by step, at most `steps`, until more would not pay.
 
-
-def path_meta(lm: TargetModel, batch: Batch, draft: Draft, window: int) -> ForwardMeta:
-    """Where the accepted path of a draft lies now that it is committed, in a line from its root on,
-    and `window` tokens before it: for a drafter whose own cache has to follow what another drafted.
+    Attributes:
+        lm: the model that drafts, or the target where its layers draft.
+        proposed: what it drafted in this round, until that is observed.
+        threshold: the confidence that stops a draft; 0 for none.
+        auto: whether the budget stops it.
+        draft_cost: of a token of the chain, in vanilla steps.
+        window: committed tokens before the pending one that a round's first pass takes again.
     """
-    assert draft.meta is not None
-    depth, root_B = draft.tree.max_depth, draft.meta.slots_RT[:, 0]
-    return chain_meta(lm, batch, window, depth, depth + 1, root_B)
 
+    draft_cost: float
+    window: int
 
-def limit(threshold: float | str) -> tuple[float, bool]:
-    """The confidence that stops a chain, 0 for none, and whether the budget stops it (`auto`)."""
-    return (0.0, True) if isinstance(threshold, str) else (threshold, False)
+    def __init__(self, lm: TargetModel, steps: int, threshold: float | str):
+        self.lm, self.steps, self.max_nodes = lm, steps, steps
+        self.auto = self.needs_costs = isinstance(threshold, str)
+        self.threshold = 0.0 if isinstance(threshold, str) else threshold
+        self.proposed: Draft | None = None
+
+    @abstractmethod
+    def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
+        """A draft below each row's pending token, of which one may have some by its `limits`."""
+
+    def propose(self, batch: Batch) -> Draft:
+        limits = self.limits(batch, batch.active)
+        self.proposed = self.draft(batch, limits) if (limits[:, 0] < 1).any() else None
+        return self.proposed or Draft.nothing(batch.last(1))
+
+    def limits(self, batch: Batch, rows: Sequence[int]) -> np.ndarray:
+        """`Budget.limits` of these rows, `[B, steps]`; 1, never exceeded, of others."""
+        limits = np.ones((batch.size, self.steps), np.float32)
+        limits[rows] = batch.budget.limits(rows, self.steps, self.draft_cost, self.auto)
+        return limits
+
+    def chain_meta(
+        self, batch: Batch, steps: int, room: int, path_B: Tensor | None = None
+    ) -> ForwardMeta:
+        """One block in a line: the window, the pending token, `steps` more; `room` is how many
+        nodes there are to be after the pending token. Of a path it is from the slot where that
+        begins."""
+        tree = Tree.chain(self.window + 1 + steps, batch.length_B.device)
+        start_B, use = (batch.base_B, "draft") if path_B is None else (path_B, "path")
+        below = 0 if min(batch.lengths) > self.window else self.window
+        place = start_B - self.window, batch.used + room, batch.n_slots, below
+        return self.lm.forward_meta(tree, *place, (use, batch.cache))
+
+    def path_meta(self, batch: Batch, draft: Draft) -> ForwardMeta:
+        """Where the accepted path of a draft lies now that it is committed, in a line from its root
+        on, and the window before it: for a cache that has to follow what another drafted."""
+        assert draft.meta is not None
+        depth, root_B = draft.tree.max_depth, draft.meta.slots_RT[:, 0]
+        return self.chain_meta(batch, depth, depth + 1, root_B)
 
 
 class TreesFromText(Drafter):

@@ -59,16 +59,11 @@ class Block(EarlyExit, Chain):
         super().__init__(lm, adapter, steps, threshold, head)
         self.window = steps
         self.supports_prefix_reuse = False  # shallow states before a prompt's rest are not kept
-        self.pass_cost = self.draft_cost  # whatever the tokens
+        self.draft_cost, self.tokens_of_pass = self.draft_cost / steps, steps
         parts = lm.hf.model.embed_tokens.weight.to(adapter.home(lm)).split(EMBEDDED)
         neighbours_VR = torch.cat([adapter.neighbours(part_XD) for part_XD in parts])
         self.neighbours_VR = neighbours_VR.detach().to(lm.device)
         self.table_KR = adapter.table.weight.detach().to(lm.device)
-
-    def begin(self, batch: Batch) -> None:
-        self.draft_cost = self.pass_cost
-        super().begin(batch)
-        self.pass_cost, self.draft_cost = self.draft_cost, self.draft_cost / self.steps
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
         meta, draws, pending = self.begin_round(batch, meta)
@@ -108,5 +103,4 @@ class Block(EarlyExit, Chain):
         return self.draw_from(batch, step, logits_BK, draws)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
-        self.proposed = replace(draft, meta=meta)
-        return self.proposed
+        return replace(draft, meta=meta)

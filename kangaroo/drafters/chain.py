@@ -4,22 +4,20 @@ Shapes: B rows, D hidden size, V vocabulary, K draft vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import Drafter, chain_meta
-from kangaroo.drafters.early_exit import EarlyExit
+from kangaroo.drafters.base import EarlyStopping
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Tensors
 from kangaroo.engine.sampling import BatchSampling, Rule, pick, warp
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.engine.verify import of_round
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.models.target import TargetModel
 
 
 class DraftToken(NamedTuple):
@@ -31,36 +29,23 @@ class DraftToken(NamedTuple):
     reading: Tensor
 
 
-class Chain(Drafter):
+class Chain(EarlyStopping):
     """Drafts until every row's confidence has fallen to the threshold, or `steps` tokens; with
     `threshold=auto` until one more would no longer pay (`Budget.limits`). The token whose
     confidence was low is still verified.
 
     Attributes:
-        lm: the model that drafts, or the target where its layers draft.
-        draft_cost: of a token of the chain, in vanilla steps.
-        window: committed tokens before the pending one that a round's first pass takes again.
-        reads_logits: whether greedy decoding takes more from them than the likeliest token.
+        reads_logits: whether greedy decoding takes more from logits than the likeliest token.
     """
 
-    lm: TargetModel
     head: DraftHead
-    steps: int
-    threshold: float
-    auto: bool
-    draft_cost: float
-    window: int
     reads_logits = False
 
-    def propose(self, batch: Batch) -> Draft:
-        """A chain below each row's pending token, as long as the budget of a batch allows."""
-        limits = limits_of(self, batch, batch.active)
+    def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
         active = limits[:, 0] < 1
-        if not active.any():
-            return Draft.nothing(batch.last(1))
         may_stop, sampling = self.threshold > 0 or limits[active].any(), batch.sampling
         keeps_probs = sampling.rule is not Rule.match and not sampling.greedy
-        meta = chain_meta(self.lm, batch, self.window, self.steps, self.steps)
+        meta = self.chain_meta(batch, self.steps, self.steps)
         # on the host, which reads one number a row and token where chains may stop
         lengths, chance = np.zeros(batch.size, np.int64), np.ones(batch.size, np.float32)
         ids, probs = [batch.last(1)], []
@@ -123,10 +108,3 @@ class Chain(Drafter):
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         """The draft as it is verified, with what was computed of its nodes already, and where."""
         return draft
-
-
-def limits_of(drafter: Chain | EarlyExit, batch: Batch, rows: Sequence[int]) -> np.ndarray:
-    """`Budget.limits` of these rows, `[B, steps]`; 1, never exceeded, of others."""
-    limits = np.ones((batch.size, drafter.steps), np.float32)
-    limits[rows] = batch.budget.limits(rows, drafter.steps, drafter.draft_cost, drafter.auto)
-    return limits

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from kangaroo.drafters.autoregressive import Autoregressive, WholeHead
-from kangaroo.drafters.base import ChainConfig, Drafter, path_meta
+from kangaroo.drafters.base import ChainConfig, Drafter
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache, Taps
 from kangaroo.engine.tree import Draft, Verdict
@@ -108,7 +108,6 @@ class DraftModel(Autoregressive):
         self.vocab_size = draft_lm.config.vocab_size
         self.padding = lm.config.vocab_size - self.vocab_size  # below 0 the target's is smaller
         self.head = WholeHead(draft_lm, lm.config.vocab_size)
-        self.proposed: Draft | None = None
         self.prompts: list[tuple[Tensor, int, int]] = []  # not read yet: as of `read_chunk`
 
     def begin(self, batch: Batch) -> None:
@@ -159,7 +158,7 @@ class DraftModel(Autoregressive):
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         if draft is not self.proposed:  # another drafter's: its tokens are in no cache here
             self.read_prompts()
-            meta = path_meta(self.lm, batch, draft, self.window)
+            meta = self.path_meta(batch, draft)
             tokens_BN = batch.tokens_BS.gather(1, meta.positions_RT)
             self.run(batch, tokens_BN, meta)
         self.proposed = None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import limit, path_meta
+from kangaroo.drafters.base import EarlyStopping
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache, Taps, Tensors
 from kangaroo.engine.tree import Draft, Verdict
@@ -18,7 +18,7 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.memory import weights
 
 
-class EarlyExit:
+class EarlyExit(EarlyStopping):
     """Drafts on the target's own cache and hands its shallow states to verification.
 
     The layer's first pass of a round takes, beside the pending token, a *window* of the committed
@@ -26,6 +26,8 @@ class EarlyExit:
     deep states, all that the last round may have drafted, whose deep states are known now. Writing
     the others again changes nothing, and shapes are static. After another drafter's draft, or a
     tree, it passes over the accepted path once more."""
+
+    tokens_of_pass = 1  # that are drafted
 
     def __init__(
         self,
@@ -35,10 +37,9 @@ class EarlyExit:
         threshold: float | str = 0.6,
         head: DraftHead | None = None,
     ):
-        self.lm, self.adapter, self.steps = lm, adapter.accelerate(lm), steps
+        super().__init__(lm, steps, threshold)
+        self.adapter = adapter.accelerate(lm)
         self.head = (head or adapter.draft_heads(lm, None)[0]).accelerate(lm)
-        self.threshold, self.auto = limit(threshold)
-        self.needs_costs, self.max_nodes = self.auto, steps
         self.exit_layer, self.deep_tap = adapter.exit_layer, adapter.deep_tap
         self.shallow, self.reads_deep = range(adapter.exit_layer), self.deep_tap is not None
         # by tensors; the window's shallow states before a prompt's rest are not kept
@@ -55,7 +56,6 @@ class EarlyExit:
         self.cache = lm.new_cache(0, 0, [])
         # the target's deep state, normed, at each slot of the text, where one is read
         self.deep_BSD = torch.zeros(0, 0, 0, dtype=lm.dtype, device=adapter.home(lm))
-        self.proposed: Draft | None = None
         # by row, a part of a prompt that the layer has not read, and its first position
         self.prompts: dict[int, tuple[Tensor, int]] = {}
 
@@ -63,7 +63,7 @@ class EarlyExit:
         """Make the layer's cache, unless the last one will do, and empty windows."""
         self.prompts.clear()
         if batch.budget.drafting is not None and (self.needs_costs or batch.size > 1):
-            self.draft_cost = batch.budget.drafting(self)
+            self.draft_cost = batch.budget.drafting(self) / self.tokens_of_pass
         size, device, hidden = batch.size, self.adapter.home(self.lm), self.lm.config.hidden_size
         if (self.cache.batch_size, self.cache.n_slots) != (size, batch.n_slots):
             self.cache = self.lm.new_cache(0, 0, [])  # the new one may need the old one's memory
@@ -116,7 +116,7 @@ class EarlyExit:
         path: ForwardMeta | None = None
         if draft is not self.proposed or not draft.tree.is_chain:
             self.read_prompts()
-            path = path_meta(self.lm, batch, draft, self.window)
+            path = self.path_meta(batch, draft)
         self.proposed, is_chain = None, draft.tree.is_chain
 
         def work(

@@ -14,9 +14,6 @@ from typing import NamedTuple
 
 from kangaroo.engine.tree import Nodes
 
-# Of the log-odds of each source where a text begins, fitted on held-out conversations of
-# SmolLM2-135M. An adapter is right more often than it is sure.
-LOOKUP, STORE, CHAIN, RECYCLED = -0.74, -0.74, 0.5, -0.6
 SUREST = 0.98  # confidences beyond this, and beyond its opposite, say no more
 RATE = 0.2  # how far a token that came true, or did not, moves a source's log-odds
 NEXT, NEXT_BESIDE = 0.65, 0.45  # a chain's next token; and where a lookup says one too
@@ -27,13 +24,12 @@ Places = list[tuple["Source", int]]  # of a node in the sources that have one fo
 
 class Source(ABC):
     """It says what may follow each place of a draft. `shift` is of the log-odds of its best
-    choices: assumed, then moved by what comes true."""
+    choices: where a text begins its kind's, fitted on held-out conversations of SmolLM2-135M, then
+    moved by what comes true."""
 
+    shift: float
     last_resort = False  # asked only where others say nothing
     start = 0  # its place at the root
-
-    def __init__(self, shift: float):
-        self.shift = shift
 
     @abstractmethod
     def choices(self, place: int) -> Choices:
@@ -52,8 +48,7 @@ class Line(Source):
     """Tokens that follow one another, perhaps with further choices for each; a place is how many
     came before. `odds` are log-odds that a token is right if those before it are."""
 
-    def __init__(self, shift: float):
-        super().__init__(shift)
+    def __init__(self) -> None:
         self.say([])
 
     def say(self, tokens: Sequence[int], odds: Sequence[float] = ()) -> None:
@@ -72,7 +67,9 @@ class Line(Source):
 
 
 class Lookup(Line):
-    """What followed where the end of the text stood before."""
+    """What followed where the end of the text stood before, in itself or in a store."""
+
+    shift = -0.74
 
     def look_up(self, length: int, tokens: Sequence[int]) -> None:
         """A match of so many tokens, and what followed: the longer what has matched so far, the
@@ -83,6 +80,8 @@ class Lookup(Line):
 class DraftedChain(Line):
     """What a model drafts, token by token; `confidence` is the probability of the last one, 1 where
     there is none."""
+
+    shift = 0.5  # an adapter is right more often than it is sure
 
     def say(self, tokens: Sequence[int], odds: Sequence[float] = ()) -> None:
         super().say(tokens, odds)
@@ -105,10 +104,10 @@ class Recycled(Source):
     """What was likeliest where each token last stood, by a matrix that changes elsewhere; a place
     is the token before."""
 
+    shift = -0.6
     last_resort = True  # a lookup knows it too, and a chain better
 
-    def __init__(self, shift: float, matrix: dict[int, list[int]]):
-        super().__init__(shift)
+    def __init__(self, matrix: dict[int, list[int]]):
         self.matrix = matrix
 
     def choices(self, place: int) -> Choices:
@@ -149,13 +148,6 @@ class Sources:
                 best, chance = choices[0]
                 source.shift += RATE * ((best == token) - chance)
             places = after(places, token)
-
-
-def sources_of(length: int, lookups: int, matrix: dict[int, list[int]] | None) -> Sources:
-    """Of a text that begins, with so many lookups, and with a matrix recycled tokens."""
-    recycled = None if matrix is None else Recycled(RECYCLED, matrix)
-    by_text = [Lookup(LOOKUP), Lookup(STORE)][:lookups]
-    return Sources(by_text, DraftedChain(CHAIN), recycled, length)
 
 
 def heard(places: Places) -> list[tuple[Source, Choices]]:

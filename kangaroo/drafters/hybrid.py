@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import Drafter, EarlyExitConfig, RowStates, chain_meta
-from kangaroo.drafters.expected_gain import Costs, Sources, best_tree, drafting_pays, sources_of
+from kangaroo.drafters import expected_gain
+from kangaroo.drafters.base import Drafter, EarlyExitConfig, RowStates
+from kangaroo.drafters.expected_gain import Costs, DraftedChain, Lookup, Recycled, Sources
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.suffix import AnswerStore
 from kangaroo.drafters.token_recycling import recycle, successors_in
@@ -96,13 +97,16 @@ class Hybrid(Kangaroo):
         self.take_costs(batch.budget, len(batch.active), shared_states=False)
         sources = {row: self.asked(batch, row) for row in batch.active}
         self._draft_chains(batch, sources)
-        trees = {row: best_tree(self.costs, x, self.nodes) for row, x in sources.items()}
+        trees = {
+            row: expected_gain.best_tree(self.costs, x, self.nodes) for row, x in sources.items()
+        }
         return Draft.listed(batch.last(1), trees)
 
     def start_text(self, row: int, text: list[int]) -> Sources:
         """What is asked of a row's text."""
-        matrix = successors_in(text, 1) if self.recycle else None
-        return sources_of(len(text), len(self.store.matches(row, text)), matrix)
+        lookups = [Lookup() for _ in self.store.matches(row, text)]
+        recycled = Recycled(successors_in(text, 1)) if self.recycle else None
+        return Sources(lookups, DraftedChain(), recycled, len(text))
 
     def asked(self, batch: Batch, row: int) -> Sources:
         """What is said of a row in a new round, but for the chain, up to where its text ends; the
@@ -124,7 +128,7 @@ class Hybrid(Kangaroo):
         growing = [row for row in sources if self.pays(sources[row])]
         if not growing:
             return
-        meta = chain_meta(self.lm, batch, self.window, self.steps, self.steps)
+        meta = self.chain_meta(batch, self.steps, self.steps)
         for token in self.tokens(batch, meta):
             choices = token.reading.tolist()  # one sync
             for row in growing:
@@ -137,7 +141,7 @@ class Hybrid(Kangaroo):
     def pays(self, sources: Sources) -> bool:
         """Whether a further token of the chain may be expected to pay."""
         goes_on = sources.chain.confidence > self.threshold
-        return goes_on and drafting_pays(self.costs, sources, self.nodes)
+        return goes_on and expected_gain.drafting_pays(self.costs, sources, self.nodes)
 
     def reading(
         self, logits_BK: Tensor, sampling: BatchSampling, positions_B1: Tensor, seeds_B: Tensor

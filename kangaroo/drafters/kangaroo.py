@@ -35,7 +35,7 @@ class KangarooConfig(EarlyExitConfig):
 class Kangaroo(EarlyExit, Chain):
     """The draft model of section 3.1: the target's layers below the exit, the adapter, and the
     target's head. They draft until the confidence falls to the threshold (section 3.2), which
-    `Chain.propose` watches; verification goes on from the shallow states of the whole draft.
+    `Chain.draft` watches; verification goes on from the shallow states of the whole draft.
     EAGLE's chain is the same with a layer of its own kind."""
 
     hidden: list[Tensor]  # shallow states of the round's nodes
@@ -84,5 +84,4 @@ class Kangaroo(EarlyExit, Chain):
         """Verification begins at the exit layer, since the shallow states are there."""
         padding = self.hidden[-1:] * (draft.tree.size - len(self.hidden))
         hidden_BND, self.hidden = torch.cat([*self.hidden, *padding], 1), []
-        self.proposed = replace(draft, hidden_BND=hidden_BND, entry=self.exit_layer, meta=meta)
-        return self.proposed
+        return replace(draft, hidden_BND=hidden_BND, entry=self.exit_layer, meta=meta)

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.drafters.base import Drafter, EarlyExitConfig, chain_meta
-from kangaroo.drafters.chain import limits_of
+from kangaroo.drafters.base import Drafter, EarlyExitConfig
 from kangaroo.drafters.early_exit import EarlyExit, take
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
@@ -102,14 +101,11 @@ class KangarooTree(EarlyExit):
         chances = budget.min_node_chances(rows, self.nodes, self.auto)
         return [max(chance, self.min_confidence or 0.0) for chance in chances]
 
-    def propose(self, batch: Batch) -> Draft:
-        limits = limits_of(self, batch, batch.active)
+    def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
         # on the host, which reads one number a row and level where there is a threshold
         active = limits[:, 0] < 1
-        if not active.any():
-            return Draft.nothing(batch.last(1))
         limits = np.maximum(limits, np.float32(self.threshold))
-        meta = chain_meta(self.lm, batch, self.window, 0, self.max_nodes)
+        meta = self.chain_meta(batch, 0, self.max_nodes)
         meta, draws, pending = self.begin_round(batch, meta)
         root, *read = self.replay(batch, ("root",), partial(self.start_tree, batch), *pending)
         levels, valid = [root], [np.ones_like(active)]
@@ -227,8 +223,7 @@ class KangarooTree(EarlyExit):
         size = self.lm.acceleration.width(int(largest), min(self.nodes + 1, sum(sizes)))
         draft = self.replay(batch, ("prune", count, size), prune, *order, *others)
         # both anew: the next replay gives the same ones, and a tree keeps its masks
-        self.proposed = replace(draft, tree=replace(draft.tree))
-        return self.proposed
+        return replace(draft, tree=replace(draft.tree))
 
     def offered(self, levels: list[Level]) -> Sequence[Sequence[Any]]:
         """Of the nodes that may be verified, by level: parents, confidence, tokens; then what is

@@ -22,7 +22,7 @@ from kangaroo.models.loading import options_of
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
-from kangaroo.utils.folders import command_line, located
+from kangaroo.utils.folders import command_line, located, write_json
 from kangaroo.utils.memory import weights
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranges import Count, DraftSize, Ranged, Seed
@@ -72,11 +72,9 @@ class LayerSubset:
 
 def runs(skip: Collection[int], n_layers: int) -> list[range]:
     """The layers that are left, as ranges."""
-    kept = [layer for layer in range(n_layers) if layer not in set(skip)]
-    # layers in a row differ from their places by the same number
-    groups = groupby(enumerate(kept), key=lambda pair: pair[1] - pair[0])
-    blocks = [[layer for _, layer in group] for _, group in groups]
-    return [range(group[0], group[-1] + 1) for group in blocks]
+    groups = groupby(range(n_layers), lambda layer: layer not in skip)
+    kept = [list(layers) for is_kept, layers in groups if is_kept]
+    return [range(layers[0], layers[-1] + 1) for layers in kept]
 
 
 def draft_cost(lm: TargetModel, skip: Collection[int]) -> float:
@@ -155,7 +153,7 @@ def search(
     } | provenance()
     winner = LayerSubset(list(best), lm.name, target_hash(lm), about)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(asdict(winner), indent=2) + "\n")
+    write_json(file, asdict(winner))
     return winner
 
 

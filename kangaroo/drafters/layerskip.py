@@ -3,7 +3,6 @@
 Shapes: B rows, N tokens of a block, D hidden size.
 """
 
-from ctypes import Structure
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -54,9 +53,6 @@ class FinalNorm(Layer):
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         assert self.norm is not None
         return f_BND.to(self.norm.get_parameter("weight").device)
-
-    def native_inputs(self) -> dict[str, Structure]:
-        return {}
 
     def accelerate(self, lm: TargetModel) -> Self:
         """Norm where the target's layers run, of which none is between."""

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kangaroo.drafters.base import Drafter, DrafterConfig, FromText
 from kangaroo.engine.batch import Batch
@@ -127,14 +128,13 @@ class StoredMatch(Match):
         self.match = length, self.automaton.ends[self._state]
 
 
-@dataclass
-class TextMatches:
-    """Of a text that grows elsewhere, and whose answer `begins` there; `read` tokens were added."""
+class TextMatches(NamedTuple):
+    """Of a text that grows elsewhere, and whose answer `begins` there: in itself, which has read as
+    far as it has tokens, and perhaps in a store."""
 
     text: list[int]
     begins: int
     parts: list[Match]
-    read: int = 0
 
 
 class AnswerStore:
@@ -164,11 +164,11 @@ class AnswerStore:
                 self._automaton = SuffixAutomaton(self.tokens)
             stored = [] if self._automaton is None else [StoredMatch(self._automaton)]
             self._rows[row] = TextMatches(text, len(text) - 1, [SuffixAutomaton(), *stored])
-        of_row = self._rows[row]
-        new, of_row.read = text[of_row.read :], len(text)
-        for part in of_row.parts:
+        parts = self._rows[row].parts
+        new = text[len(parts[0].tokens) :]
+        for part in parts:
             part.extend(new)
-        return of_row.parts
+        return parts
 
     def _store(self, row: int) -> None:
         of_row = self._rows.pop(row, None)

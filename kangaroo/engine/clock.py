@@ -1,12 +1,13 @@
 """The time that decoding takes: devices are waited for, and recording graphs does not count."""
 
 import time
+from typing import Any
 
 import torch
 
 from kangaroo.cuda.graphs import Graphs
 
-Mark = tuple[float | torch.cuda.Event, float]  # a moment; seconds of recording until then
+Mark = tuple[Any, float]  # seconds of a clock, or a GPU's event; seconds of recording until then
 
 
 def running() -> float:
@@ -33,7 +34,5 @@ def mark(device: torch.device) -> Mark:
 def between(start: Mark, stop: Mark) -> float:
     """Seconds between two marks, once the device was waited for."""
     (first, recorded_first), (last, recorded_last) = start, stop
-    if isinstance(first, float) or isinstance(last, float):
-        assert isinstance(first, float) and isinstance(last, float)
-        return last - first
-    return first.elapsed_time(last) / 1000 - (recorded_last - recorded_first)
+    passed: float = last - first if isinstance(first, float) else first.elapsed_time(last) / 1000
+    return passed - (recorded_last - recorded_first)

@@ -7,7 +7,6 @@ two norms, no feed-forward part, and the target's own LM head (Kangaroo, arXiv 2
 Shapes: B rows, N tokens of a block, D hidden size, K draft vocabulary.
 """
 
-from ctypes import Structure
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -151,10 +150,6 @@ class Adapter(Layer):
 
     def own_heads(self) -> list[nn.Module]:
         return [] if self.head is None else [self.head]
-
-    def native_inputs(self) -> dict[str, Structure]:
-        fusing = self.native_fusing
-        return {"fusing": fusing.native()} if isinstance(fusing, native.Fusing) else {}
 
     def accelerate(self, lm: TargetModel) -> Self:
         super().accelerate(lm)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from kangaroo.engine.cache import ForwardMeta, Taps
-from kangaroo.heads.draft_head import DraftHead
-from kangaroo.heads.text_head import TextHead
+from kangaroo.heads.draft_head import DraftHead, TextHead
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Ranged

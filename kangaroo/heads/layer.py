@@ -5,7 +5,6 @@ Shapes: B rows, R rows of a block (1 or B), N tokens of a block, T tokens of a t
 """
 
 from abc import abstractmethod
-from ctypes import Structure
 from dataclasses import replace
 from typing import Any
 
@@ -131,11 +130,6 @@ class Layer(Trainable):
         for part, theirs in parts:
             if part is not None and theirs is not None:
                 of_target.copy_weights(part, theirs, lm.dtype)
-
-    def native_inputs(self) -> dict[str, Structure] | None:
-        """What native rounds make the layer's input with, by its name in `NativeDrafting`, where it
-        is not the shallow state as it is; None where they cannot."""
-        return None
 
     def accelerate(self, lm: TargetModel) -> Self:
         """Draft in native code if the target decodes in it."""

@@ -9,10 +9,6 @@ from helpers import adapter_for, admit_text, check_drafts, longest_earlier_match
 
 from kangaroo.drafters import expected_gain
 from kangaroo.drafters.expected_gain import (
-    CHAIN,
-    LOOKUP,
-    RECYCLED,
-    STORE,
     Costs,
     DraftedChain,
     Lookup,
@@ -36,7 +32,8 @@ def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed
     """What the sources say after a text, trusted as the drafter's are."""
     trusted = drafter.rows.of(row, text)
     length, _ = longest_earlier_match(text)
-    lookup, chain = Lookup(trusted.lookups[0].shift), DraftedChain(trusted.chain.shift)
+    lookup, chain = Lookup(), DraftedChain()
+    lookup.shift, chain.shift = trusted.lookups[0].shift, trusted.chain.shift
     lookup.look_up(length, SuffixAutomaton(text).continuation(NODES))
     sources = Sources([lookup], chain)
     while len(chain.tokens) < STEPS and drafting_pays(COSTS, sources, NODES):
@@ -78,7 +75,7 @@ def test_a_draft_ends_with_what_ends_the_text():
         assert drafter.asked(batch, 0).lookups[0].tokens == expected
 
 
-STARTS = [LOOKUP, STORE, CHAIN, RECYCLED]
+STARTS = [Lookup.shift, Lookup.shift, DraftedChain.shift, Recycled.shift]
 
 
 def shifts(sources: Sources) -> list[float]:
@@ -125,7 +122,7 @@ MATRIX = {0: [1], 1: [0], 2: [2]}
 
 
 def sources_of(length: int, lookup: list[int], *chain: list[tuple[int, float]]) -> Sources:
-    sources = Sources([Lookup(LOOKUP)], DraftedChain(CHAIN))
+    sources = Sources([Lookup()], DraftedChain())
     sources.lookups[0].look_up(length, lookup)
     for ranked in chain:
         sources.chain.add(ranked)
@@ -143,8 +140,8 @@ def random_sources(rng: random.Random) -> Sources:
     sources = sources_of(rng.randrange(1, 20), said[0], *chain)
     if rng.random() < 0.5:
         return sources
-    (store := Lookup(STORE)).look_up(rng.randrange(1, 20), said[1])
-    (recycled := Recycled(RECYCLED, MATRIX)).start = rng.randrange(4)
+    (store := Lookup()).look_up(rng.randrange(1, 20), said[1])
+    (recycled := Recycled(MATRIX)).start = rng.randrange(4)
     return Sources([*sources.lookups, store], sources.chain, recycled)
 
 
@@ -204,8 +201,8 @@ def test_nothing_that_a_source_says_is_lost_and_chances_are_a_distribution():
 
 
 def test_recycled_tokens_are_candidates_where_others_are_silent():
-    (recycled := Recycled(RECYCLED, {7: [3], 5: [8], 6: [2]})).start = 7
-    sources = Sources([Lookup(LOOKUP)], DraftedChain(CHAIN), recycled)
+    (recycled := Recycled({7: [3], 5: [8], 6: [2]})).start = 7
+    sources = Sources([Lookup()], DraftedChain(), recycled)
     assert paths(*best_tree(CHEAP, sources, 5)) == [(3,)]
     sources.lookups[0].look_up(9, [5])
     sources.chain.add([(6, 0.4), (1, 0.2)])
@@ -217,7 +214,7 @@ def test_a_text_teaches_how_far_to_trust_each_source_and_only_what_it_shows():
     sources = sources_of(2, [5, 6, 7], [(5, 0.6)], [(9, 0.6)])
     sources.learn([5])
     raised = shifts(sources)
-    assert raised[0] > LOOKUP and raised[1] > CHAIN
+    assert raised[0] > Lookup.shift and raised[1] > DraftedChain.shift
     sources.learn([])
     assert shifts(sources) == raised
     chance = sources.lookups[0].choices(0)[0][1]
@@ -226,11 +223,11 @@ def test_a_text_teaches_how_far_to_trust_each_source_and_only_what_it_shows():
     for _ in range(99):
         sources.learn([8])
     assert all(source.choices(0)[0][1] < 0.1 for source in sources.all)
-    (recycled := Recycled(RECYCLED, {7: [3], 3: [4]})).start = 7
-    sources = Sources([Lookup(LOOKUP)], DraftedChain(CHAIN), recycled)
+    (recycled := Recycled({7: [3], 3: [4]})).start = 7
+    sources = Sources([Lookup()], DraftedChain(), recycled)
     sources.lookups[0].look_up(1, [3])
     sources.learn([3, 4, 4])
-    assert recycled.shift > RECYCLED, "it was right where it alone spoke"
+    assert recycled.shift > Recycled.shift, "it was right where it alone spoke"
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from helpers import adapter_for, graphed, saved_adapter, tiny
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
-from kangaroo.heads.draft_head import DraftHead
-from kangaroo.heads.text_head import TextHead
+from kangaroo.heads.draft_head import DraftHead, TextHead
 from kangaroo.models.target import TargetModel
 
 FREQUENT = torch.arange(0, 16)

@@ -11,8 +11,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
-from kangaroo.heads import text_head
-from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads import draft_head
+from kangaroo.heads.draft_head import DraftHead, TextHead
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +52,10 @@ def test_text_is_vllms_own_and_drafts_are_accepted(drafter, serve, alone):
 def test_each_round_writes_what_our_engines_does(
     drafter, room, steps, threshold, lm, serve, monkeypatch
 ):
-    monkeypatch.setattr(text_head, "BLOCK", 1)  # else it fills up with tokens of no text
+    monkeypatch.setattr(draft_head, "BLOCK", 1)  # else it fills up with tokens of no text
     adapter = adapter_for(lm, feed_forward=drafter == "layer")
     frequent_K = torch.arange(0, 128, 2)
-    head = DraftHead(lm) if room is None else text_head.TextHead(lm, frequent_K, room)
+    head = DraftHead(lm) if room is None else TextHead(lm, frequent_K, room)
     engine = Engine(lm, Kangaroo(lm, adapter, steps, threshold, head))
     with serve(drafter, steps, threshold, text_vocabulary=room) as llm:
         for prompt in prompts(3):
