@@ -12,6 +12,7 @@ from helpers import adapter_for, random_prompts, vanilla_texts
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import prefill
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling
@@ -199,8 +200,8 @@ def test_prompts_that_nobody_drafts_from_do_not_pile_up():
 def test_a_chunk_is_handed_on_before_the_next_one_is_read(monkeypatch):
     lm, events = lm_of("llama-compiled"), []
     drafter = Kangaroo(lm, adapter_for(lm))
-    read, prefill = lm.read, drafter.prefill
-    monkeypatch.setattr(lm, "read", lambda *x: events.append("read") or read(*x))
-    monkeypatch.setattr(drafter, "prefill", lambda *x: events.append("prefill") or prefill(*x))
+    read, take = prefill.read, drafter.prefill
+    monkeypatch.setattr(prefill, "read", lambda *x: events.append("read") or read(*x))
+    monkeypatch.setattr(drafter, "prefill", lambda *x: events.append("prefill") or take(*x))
     Engine(lm, drafter, prefill_chunk=CHUNK).generate(random_prompts(40), 4)
     assert events == ["read", "prefill"] * 3
