@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from kangaroo.drafters.autoregressive import Autoregressive, WholeHead
 from kangaroo.drafters.base import ChainConfig, Drafter
+from kangaroo.engine import prefill
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache, Taps
 from kangaroo.engine.tree import Draft, Verdict
@@ -103,7 +104,6 @@ class DraftModel(Autoregressive):
         super().__init__(draft_lm, steps, threshold, window=1)
         whole = weights(*lm.layers, lm.head)
         self.draft_cost = weights(*draft_lm.layers, draft_lm.head) / whole  # the weights it reads
-        self.layers = range(draft_lm.n_layers)
         self.cache = draft_lm.new_cache(0, 0)
         self.vocab_size = draft_lm.config.vocab_size
         self.padding = lm.config.vocab_size - self.vocab_size  # below 0 the target's is smaller
@@ -136,19 +136,18 @@ class DraftModel(Autoregressive):
 
     def read_chunk(self, tokens_1T: Tensor, first: int, row: int) -> None:
         """Write the keys of a part of a row's text."""
-        meta = self.lm.chunk(first, first + tokens_1T.shape[1], row, self.cache.n_slots)
-        self.lm.run(self._embed(tokens_1T), self.cache, meta, self.layers)
+        prefill.read(self.lm, self._known(tokens_1T), first, self.cache, row)
 
     def caches(self, batch: Batch) -> tuple[KVCache, ...]:
         return (self.cache,)
 
     def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
-        return self.lm.run(self._embed(tokens_BN), self.cache, meta, self.layers)[0]
+        x_BND = self.lm.embed(self._known(tokens_BN))
+        return self.lm.run(x_BND, self.cache, meta, range(self.lm.n_layers))[0]
 
-    def _embed(self, tokens_BN: Tensor) -> Tensor:
-        if self.padding > 0:  # what the target only has room for may be in a text, if hardly ever
-            tokens_BN = tokens_BN.clamp(max=self.vocab_size - 1)
-        return self.lm.embed(tokens_BN)
+    def _known(self, tokens_BN: Tensor) -> Tensor:
+        """What the target only has room for may be in a text, if hardly ever."""
+        return tokens_BN.clamp(max=self.vocab_size - 1) if self.padding > 0 else tokens_BN
 
     def propose(self, batch: Batch) -> Draft:
         self.read_prompts()

@@ -25,9 +25,9 @@ def read(
 ) -> tuple[Tensor, Chunk]:
     """Read tokens at the positions from `start` on of one row: the output of the last layer for the
     last of them, `[1, 1, D]`, and the chunk with the tapped states."""
-    stop, acceleration = start + tokens_1T.shape[1], lm.acceleration
-    meta, is_decoding = lm.chunk(start, stop, row, cache.n_slots), not torch.is_grad_enabled()
-    if acceleration.graphs and acceleration.kernels and is_decoding and lm.window is None:
+    stop, graphs = start + tokens_1T.shape[1], lm.acceleration.graphs
+    meta, by_kernels = lm.chunk(start, stop, row, cache.n_slots), lm.acceleration.kernels
+    if graphs and by_kernels and lm.window is None and graphs.take(tokens_1T.shape[1]):
         last_11D, tapped = replay(lm, tokens_1T, start, cache, row, taps)
     else:
         ending = lm.chunk(stop - 1, stop, row, cache.n_slots)
