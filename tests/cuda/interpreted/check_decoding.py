@@ -105,7 +105,7 @@ READ_AS = [("llama", torch.bfloat16, SMALLEST, 66)] + [
 
 @pytest.mark.parametrize("name, dtype, options, length", READ_AS)
 def test_a_prompt_has_the_same_bits_in_chunks_of_any_size_and_decoded(name, dtype, options, length):
-    """Nor in graphs, of which one is for all rows and places."""
+    """And from graphs, of which one is for all rows and places."""
     lm, tokens_1T = model(name, dtype, **options), random_tokens(1, length)
     pieces, readings = [0, 17, length - 6, length - 1, length], []
     graphs = StrictGraphs() if DEVICE.type == "cpu" else Graphs(DEVICE)
