@@ -34,7 +34,7 @@ from kangaroo.evaluation.bench import BenchConfig, fingerprint, load_questions
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError, DataError, KangarooError, MissingPackage, ProcessLost
 from kangaroo.utils.folders import install
-from kangaroo.utils.provenance import git_revision, machine
+from kangaroo.utils.provenance import git_revision, describe_machine
 from kangaroo.utils.tables import number
 
 CLIENT = "guidellm"
@@ -344,7 +344,7 @@ def markdown(summary: dict[str, Any]) -> str:
         "\n".join(f"- {sentence}" for sentence in pays),
         NOTES,
         f"`{about['command']}`, revision {about['git_revision']}, {about['time']}, "
-        f"{machine(about)}",
+        f"{describe_machine(about)}",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 

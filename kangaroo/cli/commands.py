@@ -44,7 +44,7 @@ from kangaroo.training.results import CURVES, write_curves
 from kangaroo.utils import tracking
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line
-from kangaroo.utils.provenance import flat, provenance
+from kangaroo.utils.provenance import flatten, provenance
 from kangaroo.utils.ranks import Ranks, check_alone, join
 from kangaroo.utils.tracking import NoTracker
 
@@ -131,7 +131,7 @@ def _track(
 ) -> None:
     """Hand a finished run's results to the tracker."""
     overall, folder = {r["drafter"]: r["overall"] for r in results}, Path(config.output)
-    numbers = scalars(results[0]["overall"] if len(results) == 1 else flat(overall))
+    numbers = scalars(results[0]["overall"] if len(results) == 1 else flatten(overall))
     tracker.result(numbers, sorted(folder.glob("*.png")))
     kept = (file for file in sorted(folder.rglob("*")) if file.suffix in RESULTS)
     files = [file for file in kept if "wandb" not in file.relative_to(folder).parts]

@@ -27,11 +27,11 @@ from kangaroo.models.loading import ModelConfig
 from kangaroo.serving.serve import ServeConfig
 from kangaroo.training.recipe import AdapterRecipe, TrainerConfig
 from kangaroo.utils.discovery import classes
-from kangaroo.utils.folders import fitting, named_by, of_project
+from kangaroo.utils.folders import fitting, named_by, project_folder
 from kangaroo.utils.ranges import Count, Ranged, Seed
 from kangaroo.utils.tracking import NoTracker, Wandb
 
-CONFIGS = str(of_project("configs"))
+CONFIGS = str(project_folder("configs"))
 # Of trees and drafts, by drafter and option, and of the paper's experiments: a choice of hardware=.
 Sizes = dict[str, dict[str, Any]]
 # The smaller model with its tokens that drafts for a model, by family (drafter=draft_model).
