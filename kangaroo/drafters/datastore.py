@@ -19,7 +19,7 @@ from kangaroo.engine.clock import running
 from kangaroo.models.loading import options_of
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import CorruptFile, DataError, MissingPackage
-from kangaroo.utils.folders import command_line, install, resolve_path, new_folder, write_json
+from kangaroo.utils.folders import command_line, install, new_folder, resolve_path, write_json
 
 TOKENS, SUFFIXES, ABOUT = "tokens.npy", "suffixes.npy", "datastore.json"
 

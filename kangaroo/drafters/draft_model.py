@@ -103,7 +103,7 @@ class DraftModel(Autoregressive):
     ):
         super().__init__(draft_lm, steps, threshold, window=1)
         whole = weight_bytes(*lm.layers, lm.head)
-        self.draft_cost = weight_bytes(*draft_lm.layers, draft_lm.head) / whole  # the weights it reads
+        self.draft_cost = weight_bytes(*draft_lm.layers, draft_lm.head) / whole  # weights read
         self.cache = draft_lm.new_cache(0, 0)
         self.vocab_size = draft_lm.config.vocab_size
         self.padding = lm.config.vocab_size - self.vocab_size  # below 0 the target's is smaller

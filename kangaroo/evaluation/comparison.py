@@ -22,7 +22,7 @@ from kangaroo.evaluation.summary import shared
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import write_json
-from kangaroo.utils.provenance import differences, describe_machine
+from kangaroo.utils.provenance import describe_machine, differences
 from kangaroo.utils.tables import Row, estimate, short
 
 TITLE = "{model} on {bench}: methods compared"

@@ -276,9 +276,7 @@ class Scheduler:
         if not running:
             return
         suspect = running[0][0] if running[0][0].suspect else None
-        load = self.load
-        can_read = load["entering"] or (self.idle and load["waiting"])
-        records = self.engine.step(batch, drafts=suspect is not None or not can_read)
+        records = self.engine.step(batch, drafts=suspect is not None or not self._readable())
         for job, generation in running:
             assert job.row is not None and generation is not None
             with self._ending(batch, job):

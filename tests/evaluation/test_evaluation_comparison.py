@@ -15,7 +15,7 @@ from kangaroo.evaluation.records import Fork
 from kangaroo.evaluation.summary import by_length
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.folders import shorten_names, overrides_suffix
+from kangaroo.utils.folders import overrides_suffix, shorten_names
 
 TASKS = ["qa", "rag", "math_reasoning", "translation", "summarization", "writing"]
 
