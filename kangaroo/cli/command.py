@@ -104,8 +104,7 @@ def sweep_folder() -> Path | None:
 
 
 def select_tracker(logger: NoTracker, model_name: str, ranks: Ranks) -> NoTracker:
-    """The tracker of this process: only the first one tracks. By default, the jobs of a sweep form
-    a group in W&B."""
+    """The tracker of this process: the first one's. By default, W&B groups the jobs of a sweep."""
     if isinstance(logger, Wandb) and logger.group is None and (sweep := sweep_folder()):
         logger.group = f"{model_name}-{sweep.name}"
     return logger if ranks.is_first else NoTracker()

@@ -51,19 +51,12 @@ log = logging.getLogger(__name__)
 
 RESULTS = (".json", ".jsonl", ".md", ".png")  # a run's files that a tracker keeps
 VLLM_THRESHOLD = 0.6  # the paper's, since vLLM does not learn when a draft pays
-SLOW_BFLOAT16 = (
-    "PyTorch multiplies bfloat16 slowly on this processor, which has no AVX-512: training takes "
-    "some five times as long as with model.dtype=float32, and ten times with trainer.muon=true, "
-    "whatever the format. The text can be written in bfloat16 "
-    f"first ({command_line('make_data')}), and the adapter serves either format."
-)
 
 
 @command(shared=True, resumable=True)
 def evaluate(config: schema.EvaluateCommand) -> float | None:
-    """Measure drafters on a bench, and compare the methods of the run, of the sweep's jobs so far,
-    or of a study; or report finished `results` again. Returns the first drafter's speedup, or its
-    tokens/s where vanilla did not run."""
+    """Measure drafters on a bench and compare them, or report finished `results` again. Returns the
+    first drafter's speedup, or its tokens/s where vanilla did not run."""
     if config.results is None:
         with join() as ranks:
             return _measure(config, ranks)
@@ -234,7 +227,12 @@ def check_format(model: ModelConfig, muon: bool = False) -> None:
     """Warn where training would be slow in the model's number format, or in bfloat16 for Muon."""
     multiplied = torch.bfloat16 if muon else model.dtype.torch
     if Devices.of(model).place == "cpu" and not torch_multiplies(multiplied):
-        log.warning("%s", SLOW_BFLOAT16)
+        log.warning(
+            "PyTorch multiplies bfloat16 slowly on this processor, which has no AVX-512: training "
+            "takes some five times as long as with model.dtype=float32, and ten times with "
+            "trainer.muon=true, whatever the format. The text can be written in bfloat16 "
+            f"first ({command_line('make_data')}), and the adapter serves either format."
+        )
 
 
 def _log_estimate(config: schema.TrainCommand, ranks: Ranks, holds_out: bool = True) -> None:

@@ -31,8 +31,6 @@ from kangaroo.utils.ranges import Count, Ranged, Seed
 from kangaroo.utils.tracking import NoTracker, Wandb
 
 CONFIGS = str(project_folder("configs"))
-# Sizes of drafts and trees by drafter and option, and of the paper's experiments (hardware=).
-Sizes = dict[str, dict[str, Any]]
 # Small models with the vocabulary of a model family, for drafter=draft_model.
 DRAFT_MODELS = {"vicuna": "double7/vicuna-68m", "llama-2": "JackFram/llama-68m"}
 
@@ -57,7 +55,7 @@ class DraftingCommand:
 
     model: ModelConfig = MISSING
     drafter: Any = MISSING
-    hardware: Sizes = field(default_factory=dict)
+    hardware: dict[str, dict[str, Any]] = field(default_factory=dict)  # sizes by drafter, option
 
 
 @dataclass
@@ -164,26 +162,21 @@ class ExportCommand:
     output: str = MISSING
 
 
-# Choices of config groups that have no file: types with their defaults.
-CHOICES: dict[str, dict[str, Any]] = {
-    "logger": {"none": NoTracker, "wandb": Wandb},
-    "trainer": {"default": TrainerConfig, "deepspeed": TrainerConfig(zero_stage=1)},
-    "model": {"schema": ModelConfig},
-    "bench": {"schema": BenchConfig},
-    "adapter": {"schema": AdapterRecipe},
-    "data": {
-        "self_synthesis_schema": SynthesisConfig,
-        "conversations_schema": ConversationsConfig,
-        "mix_schema": MixConfig,
-    },
-}
-
-
 def register() -> None:
     """Register the types of all groups, and the choices that are sections of a file."""
     store = ConfigStore.instance().store
     drafters = classes("kangaroo.drafters", DrafterConfig)
-    choices = CHOICES | {
+    choices: dict[str, dict[str, Any]] = {
+        "logger": {"none": NoTracker, "wandb": Wandb},
+        "trainer": {"default": TrainerConfig, "deepspeed": TrainerConfig(zero_stage=1)},
+        "model": {"schema": ModelConfig},
+        "bench": {"schema": BenchConfig},
+        "adapter": {"schema": AdapterRecipe},
+        "data": {
+            "self_synthesis_schema": SynthesisConfig,
+            "conversations_schema": ConversationsConfig,
+            "mix_schema": MixConfig,
+        },
         "drafter": {f"{name}_schema": kind for name, kind in drafters.items()},
         "adapter/architecture": dict(classes("kangaroo.heads", HeadConfig)),
     }

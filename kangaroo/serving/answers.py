@@ -58,10 +58,6 @@ class Answer:
 
     def __post_init__(self) -> None:
         self.usage = Usage(len(self.requests[0].prompt))
-        self.choices = [
-            AnswerChoice(i, Pieces(self.tokenizer), UntilStop(request.stop))
-            for i, request in enumerate(self.requests)
-        ]
         kind = "chatcmpl" if self.is_chat else "cmpl"
         self.id, self.created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
         loop, self.events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
@@ -69,8 +65,10 @@ class Answer:
         def notify(index: int, event: Event) -> None:
             loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
 
-        jobs = enumerate(self.requests)
-        self.jobs = [Job(request, partial(notify, i), self.deadline) for i, request in jobs]
+        self.choices, self.jobs = list[AnswerChoice](), list[Job]()
+        for i, request in enumerate(self.requests):
+            self.choices.append(AnswerChoice(i, Pieces(self.tokenizer), UntilStop(request.stop)))
+            self.jobs.append(Job(request, partial(notify, i), self.deadline))
         self.scheduler.submit(*self.jobs)
 
     async def steps(self) -> AsyncGenerator[tuple[AnswerChoice, str, int], None]:
@@ -79,10 +77,10 @@ class Answer:
         while any(not choice.finish for choice in self.choices):
             index, event = await self.events.get()
             self.usage.add(index, event)
-            new_text, now = self.choices[index].push(event), time.perf_counter()
+            (text, drafted), now = self.choices[index].push(event), time.perf_counter()
             histogram.observe(now - last)
             histogram, last = self.metrics.step, now
-            yield self.choices[index], *new_text
+            yield self.choices[index], text, drafted
 
     def cancel(self) -> None:
         """Stop decoding the texts."""
@@ -127,10 +125,9 @@ def server_sent_event(content: dict[str, Any]) -> str:
 
 def error_response(status: int, message: str, code: str | None = None) -> JSONResponse:
     """An error in OpenAI's format; `code` defaults to the status."""
-    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
-        status, "invalid_request_error" if status < 500 else "server_error"
-    )
-    message = mended(message)  # it may quote broken text of the request
-    error = {"message": message, "type": kind, "param": None, "code": code or status}
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    # the message may quote broken text of the request
+    error = {"message": mended(message), "type": kind, "param": None, "code": code or status}
     headers = {"Retry-After": "1"} if status in (429, 503) else None
     return JSONResponse({"error": error}, status, headers)

@@ -50,8 +50,7 @@ async def explain(request: Request, error: Exception) -> Response:
     if isinstance(error, KangarooError):
         return error_response(getattr(error, "status", 400), str(error))
     if isinstance(error, RequestValidationError):
-        message = invalid_fields(error, request.headers.get("content-type"))
-        return error_response(400, message)
+        return error_response(400, field_errors(error, request.headers.get("content-type")))
     if isinstance(error, HTTPException):
         code = CODES.get(error.status_code)
         route = f"{request.method} {request.url.path}: " if code else ""
@@ -59,7 +58,7 @@ async def explain(request: Request, error: Exception) -> Response:
     return error_response(500, f"the server has failed ({type(error).__name__}); see its log.")
 
 
-def invalid_fields(error: RequestValidationError, content_type: str | None) -> str:
+def field_errors(error: RequestValidationError, content_type: str | None) -> str:
     """The errors of a request's body, each with its field."""
     if isinstance(error.body, bytes):  # not read as JSON
         sent = f"; '{content_type}' was sent" if content_type else ""
@@ -120,8 +119,7 @@ class Server:
 
     async def show_metrics(self) -> Response:
         """The metrics for Prometheus."""
-        text = self.metrics.exposition(self.scheduler.load)
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        return Response(self.metrics.as_text(self.scheduler.load), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, name: str | None = None) -> Response:
         """The served model, by its name or in a list."""
@@ -156,16 +154,15 @@ class Server:
     ) -> Response:
         if body.model is not None and body.model != self.model:
             return self._no_model(body.model)
-        free_tokens = self.scheduler.max_model_len - len(prompt)
-        new_tokens = limit or max(1, min(DEFAULT_TOKENS, free_tokens))
+        n_tokens = limit or max(1, min(DEFAULT_TOKENS, self.scheduler.max_model_len - len(prompt)))
         seed = secrets.randbits(31) if body.seed is None else body.seed
         sampling = Sampling(body.temperature, body.top_p, body.top_k)
-        first = TextRequest(prompt, new_tokens, seed, body.stop, body.ignore_eos, sampling)
+        first = TextRequest(prompt, n_tokens, seed, body.stop, body.ignore_eos, sampling)
         self.scheduler.check(first)
         requests = [replace(first, seed=seed + i) for i in range(body.n)]
         deadline = time.monotonic() + (self.limits.timeout or math.inf)
-        names = self.model, isinstance(body, Chat)
-        answer = Answer(self.scheduler, self.tokenizer, requests, deadline, self.metrics, *names)
+        kind = self.model, isinstance(body, Chat)
+        answer = Answer(self.scheduler, self.tokenizer, requests, deadline, self.metrics, *kind)
         if body.stream:
             return EventStream(answer, body.stream_options or StreamOptions())
         return await full_response(answer, request)

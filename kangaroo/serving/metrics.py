@@ -74,7 +74,7 @@ class Metrics:
         for position, count in enumerate(usage.drafts.by_position):
             self.accepted_at.labels(str(position)).inc(count)
 
-    def exposition(self, load: dict[str, int]) -> bytes:
+    def as_text(self, load: dict[str, int]) -> bytes:
         """All metrics in Prometheus' text format."""
         for state, texts in load.items():
             self.texts.labels(state).set(texts)

@@ -63,11 +63,10 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """Token counts in a stream: in a last part of their own, and, as in vLLM's servers, the counts
-    so far in every part, for benchmark clients."""
+    """Which token counts a stream contains."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool = False  # the final ones, in a last part of their own
+    continuous_usage_stats: bool = False  # those so far in every part, as in vLLM's servers
 
 
 class TextRequest(Strict):
@@ -106,9 +105,7 @@ class Completion(TextRequest):
 
     prompt: Annotated[
         Text | Annotated[list[int], Field(min_length=1)],
-        BeforeValidator(
-            lambda x: x[0] if isinstance(x, list) and [str] == list(map(type, x)) else x
-        ),
+        BeforeValidator(lambda x: x[0] if isinstance(x, list) and [*map(type, x)] == [str] else x),
     ]
 
 

@@ -57,16 +57,11 @@ class Event:
 
 @dataclass(eq=False)
 class Job:
-    """A request in the scheduler.
-
-    Args:
-        notify: called by the scheduler's thread after every step; it must return at once.
-        deadline: the time by `time.monotonic` at which the job is ended.
-    """
+    """A request in the scheduler."""
 
     request: Request
-    notify: Callable[[Event], object]
-    deadline: float = math.inf
+    notify: Callable[[Event], object]  # called by the decoding thread; it must return at once
+    deadline: float = math.inf  # the time by `time.monotonic` at which the job is ended
 
     def __post_init__(self) -> None:
         self.cancelled = False  # any thread may set this to end the job
@@ -87,15 +82,7 @@ class Job:
 
 @dataclass
 class Scheduler:
-    """Decodes jobs in its own thread, which starts at once. The limits are those of `ServeConfig`.
-
-    Attributes:
-        jobs: unfinished jobs in the order of arrival. Any thread may append jobs while it holds
-            `changed`; only the decoding thread does anything else with them.
-        idle: free rows, the least recently used first.
-        read_tokens, read_seconds: totals of all prefills so far.
-        failure: the error that ended the decoding thread.
-    """
+    """Decodes jobs in its own thread, which starts at once; the limits are `ServeConfig`'s."""
 
     engine: Engine
     max_batch_size: int
@@ -103,10 +90,12 @@ class Scheduler:
     max_queue: int
 
     def __post_init__(self) -> None:
-        self.jobs, self.read_tokens, self.read_seconds = list[Job](), 0, 0.0
-        self.closing, self.failure = False, ""
-        self.idle = list(range(self.max_batch_size))
-        self.changed = threading.Condition()
+        self.jobs = list[Job]()  # unfinished ones by arrival; only `submit` appends some
+        self.changed = threading.Condition()  # to be held while appending
+        self.idle = list(range(self.max_batch_size))  # free rows, the least recently used first
+        self.read_tokens, self.read_seconds = 0, 0.0  # totals of all prefills
+        self.closing = False
+        self.failure = ""  # the error that ended the decoding thread
         self.thread = threading.Thread(target=self._run, name="decoding", daemon=True)
         self.thread.start()
 

@@ -51,8 +51,7 @@ class ServeConfig(Ranged):
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """A listening socket; clients wait until it is served. Errors: `ConfigError` where nothing can
-    listen there."""
+    """A listening socket. Errors: `ConfigError` where nothing can listen at this address."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         return socket.create_server((config.host, config.port), family=family, backlog=2048)
@@ -79,9 +78,8 @@ def check_memory(lm: TargetModel, max_batch_size: int, max_model_len: int) -> No
 
 
 def serve(model: ModelConfig, drafter: DrafterConfig, config: ServeConfig) -> None:
-    """Serve requests until the process is stopped; then finish running texts. Earlier requests wait
-    until the model is loaded and its CUDA graphs are recorded. Errors: `MissingPackage` without the
-    extra `serve`; `ConfigError` as above; those of loading."""
+    """Serve requests until the process is stopped; then finish running texts. Requests wait while
+    the model is loaded. Errors: `MissingPackage`; `ConfigError` as above; those of loading."""
     try:
         import uvicorn
 

@@ -1,8 +1,6 @@
-"""The ranges of all numeric options, as part of their fields' types (`steps: DraftSize = 6`).
-
-A `Ranged` dataclass checks its values when it is created. The command line checks them before, to
-name the option as the user wrote it. Hydra sees the plain types.
-"""
+"""The ranges of all numeric options, as part of their fields' types (`steps: DraftSize = 6`), of
+which Hydra sees the plain types. A `Ranged` dataclass checks its values when it is created; the
+command line checks them before, to name the option as the user wrote it."""
 
 import functools
 import math

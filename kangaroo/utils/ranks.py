@@ -99,8 +99,7 @@ def join() -> Iterator[Ranks]:
 
 def check_alone() -> None:
     """Errors: `ConfigError` where torchrun started several processes of a one-process command."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
+    if (world := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise ConfigError(
             f"{Path(sys.argv[0]).name} runs in one process, and torchrun started {world}, which "
             "would overwrite each other's files. Start it without torchrun."

@@ -54,19 +54,13 @@ def forget(output: Path) -> None:
 
 @dataclass
 class Wandb(NoTracker):
-    """Weights & Biases.
-
-    Args:
-        project, entity: of the run; a run of a W&B sweep takes those of the sweep.
-        group: shared by the runs of one sweep or comparison.
-        mode: "online", or "offline" for a later `wandb sync`; None takes `$WANDB_MODE`.
-    """
+    """Weights & Biases. A run of a W&B sweep takes the sweep's project and entity."""
 
     name: str = "wandb"
     project: str = "kangaroo"
     entity: str | None = None
-    group: str | None = None
-    mode: str | None = None
+    group: str | None = None  # shared by the runs of one sweep or comparison
+    mode: str | None = None  # "online", or "offline" for `wandb sync`; None takes `$WANDB_MODE`
 
     def start(self, settings: dict[str, Any], output: Path) -> Wandb:
         try:
