@@ -90,15 +90,14 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
     for drafter in drafters.values():
         drafter.settings()  # report a missing adapter before gigabytes are downloaded
     lm, tokenizer = load_target(config.model)
-    model, name = asdict(config.model), config.model.name
-    methods = [MethodSpec.of(method, x, lm, model) for method, x in drafters.items()]
+    methods = [MethodSpec.of(name, x, lm, asdict(config.model)) for name, x in drafters.items()]
     if config.race and ranks.is_first:
         (first, *_), limit = questions_of(config)
         racers = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
         sampling = replace(config.sampling, seed=config.seed)
         talk.race(lm, tokenizer, racers, first.turns[0], limit, sampling, Console())
     # before the tracker starts a run, since this may refuse
-    evaluator = Evaluator(lm, tokenizer, methods, config, model_name=name, ranks=ranks)
+    evaluator = Evaluator(lm, tokenizer, methods, config, model_name=config.model.name, ranks=ranks)
     if ranks.is_first and not config.resume:
         tracking.forget(output)
     settings = plain(config) | {"provenance": provenance()}

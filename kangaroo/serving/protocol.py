@@ -9,10 +9,8 @@ from typing_extensions import Self
 from kangaroo.models.prompts import content_text, whole
 from kangaroo.utils.ranges import MOST, SEEDS
 
-MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 16, 16, 256
-
 Text = Annotated[str, AfterValidator(whole)]
-Stop = Annotated[str, Field(max_length=LONGEST_STOP, min_length=1), AfterValidator(whole)]
+Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(whole)]
 
 
 def by_field(*groups: tuple[str, list[Any]]) -> dict[str, list[Any]]:
@@ -78,11 +76,11 @@ class TextRequest(Strict):
     temperature: float = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
     top_k: Annotated[int, Field(ge=0, le=MOST), BeforeValidator(lambda k: 0 if k == -1 else k)] = 0
-    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
+    n: int = Field(default=1, ge=1, le=16)
     seed: int | None = Field(default=None, ge=-SEEDS, lt=SEEDS)
     stop: Annotated[
         list[Stop],
-        Field(max_length=MOST_STOPS),
+        Field(max_length=16),
         BeforeValidator(lambda x: [x] if isinstance(x, str) else x),
     ] = Field(default_factory=list)
     stream: bool = False

@@ -1,5 +1,4 @@
-"""Continuous batching in one thread: requests wait for a row, are prefilled in chunks, and then
-decoded together.
+"""Continuous batching in one thread: requests wait for a row, are prefilled in chunks, and decoded.
 
 The next chunk is of the prompt whose first token is due first: its arrival plus the time to read it
 alone. So a short prompt does not wait for a long one that arrived just before it, and a long one is

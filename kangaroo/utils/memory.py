@@ -69,9 +69,8 @@ class Footprint(NamedTuple):
 
 
 def footprint(drafter: object, shared: Sequence[object]) -> Footprint:
-    """The memory of `drafter` beyond `shared` objects, such as the target and its batch. Every
-    allocation counts once, in full. Python objects, and memory that only closures or CUDA graphs
-    hold, are not counted."""
+    """The memory of `drafter` beyond `shared` objects such as the target. Each allocation counts
+    once, in full; Python objects and what only closures or CUDA graphs hold do not count."""
     visited: set[int] = set()
     shared_addresses = {address for address, _, _ in _allocations(shared, visited)}
     sizes: dict[tuple[str, int], tuple[int, int]] = {}
