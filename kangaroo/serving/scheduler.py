@@ -89,7 +89,7 @@ class Scheduler:
     max_queue: int
 
     def __post_init__(self) -> None:
-        self.jobs = list[Job]()  # unfinished ones by arrival; only `submit` appends some
+        self.jobs = list[Job]()  # unfinished, by arrival; other threads only append
         self.changed = threading.Condition()  # to be held while appending
         self.idle = list(range(self.max_batch_size))  # free rows, the least recently used first
         self.read_tokens, self.read_seconds = 0, 0.0  # totals of all prefills

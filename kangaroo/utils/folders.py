@@ -110,9 +110,7 @@ def new_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
 
 def write_whole(file: Path, content: bytes) -> None:
     """Write a file atomically: a killed process leaves no partial file under its name."""
-    part = file.with_name(
-        f"{file.name}.{uuid4().hex}.part"
-    )  # other processes may write the same file
+    part = file.with_name(f"{file.name}.{uuid4().hex}.part")  # others may write the same file
     part.write_bytes(content)
     os.replace(part, file)
 

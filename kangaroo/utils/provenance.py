@@ -50,7 +50,7 @@ def processor() -> str:
 
 
 def git_revision() -> str | None:
-    """The checkout's commit, with "-dirty" if it has uncommitted changes; None if there is none."""
+    """The checkout's commit, with "-dirty" for uncommitted changes; None outside a checkout."""
     checkout = PACKAGE.parent
     if not (checkout / ".git").exists():  # an installed package may lie in another repository
         return None

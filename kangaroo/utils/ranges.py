@@ -1,6 +1,6 @@
-"""The ranges of all numeric options, as part of their fields' types (`steps: DraftSize = 6`), of
-which Hydra sees the plain types. A `Ranged` dataclass checks its values when it is created; the
-command line checks them before, to name the option as the user wrote it."""
+"""The ranges of all numeric options, as part of their fields' types (`steps: DraftSize = 6`). Hydra
+sees the plain types. A `Ranged` dataclass checks its values when it is created; the command line
+checks them before, to name the option as the user wrote it."""
 
 import functools
 import math
@@ -53,7 +53,7 @@ Layers = Annotated[int, Range(1, 1024)]  # more than any model has
 Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(0)]
 Chance = Annotated[float, Range(0, 1)]
-Threshold = Annotated[float, Range(0, below=1)]  # no confidence exceeds 1
+Threshold = Annotated[float, Range(0, below=1)]  # at 1 no confidence would suffice
 AutoThreshold = Annotated[float | int | str, Range(0, below=1, auto=True)]  # to Hydra 0 is an int
 Share = Annotated[float, Range(above=0, most=1)]
 Filled = Annotated[list[T], Range(1)]
@@ -73,12 +73,12 @@ def check_nodes(count: int, **options: int) -> None:
         raise ConfigError(f"{settings} make {count} nodes, of {MOST_NODES} at most. Lower one.")
 
 
-def check(kind: type, values: Mapping[str, Any], place: str = "") -> None:
+def check(kind: type, values: Mapping[str, Any], prefix: str = "") -> None:
     """Check values against the ranges of a dataclass's fields. Errors: `ConfigError` names the
-    first invalid field and its range, after a prefix such as "trainer."."""
+    first invalid field and its range, after a `prefix` such as "trainer."."""
     for name, hint in _type_hints(kind).items():
         if name in values and (requirement := _requirement(hint, values[name])) is not None:
-            raise ConfigError(f"{place}{name}={values[name]!r} must be {requirement}.")
+            raise ConfigError(f"{prefix}{name}={values[name]!r} must be {requirement}.")
 
 
 _type_hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
@@ -106,6 +106,6 @@ def _requirement(hint: Any, value: Any) -> str | None:
     if limit.auto and value == AUTO:
         return None
     number, numbers = ("a whole number", Integral) if kind is int else ("a number", Real)
-    if isinstance(value, numbers) and not isinstance(value, bool) and value in limit:
+    if not isinstance(value, bool) and isinstance(value, numbers) and value in limit:
         return None
     return f"{number}, {limit}{f', or {AUTO}' if limit.auto else ''}"

@@ -35,10 +35,10 @@ class NoTracker:
         """Record the summary and the plots of the whole run."""
 
     def save(
-        self, folder: Path, files: Sequence[Path], name: str, kind: str, about: dict[str, Any]
+        self, folder: Path, files: Sequence[Path], name: str, kind: str, metadata: dict[str, Any]
     ) -> None:
         """Upload files, by their names within `folder`, as a version of the artifact `name`, of a
-        `kind` such as "adapter", with the metadata `about`."""
+        `kind` such as "adapter", with `metadata`."""
 
     def __enter__(self) -> NoTracker:
         return self
@@ -90,11 +90,11 @@ class Wandb(NoTracker):
         self.run.summary.update(metrics)
 
     def save(
-        self, folder: Path, files: Sequence[Path], name: str, kind: str, about: dict[str, Any]
+        self, folder: Path, files: Sequence[Path], name: str, kind: str, metadata: dict[str, Any]
     ) -> None:
         # names of artifacts may hold letters, digits and these three characters
         name = re.sub(r"[^\w.-]", "-", name, flags=re.ASCII)
-        artifact = self.wandb.Artifact(name, kind, metadata=about)
+        artifact = self.wandb.Artifact(name, kind, metadata=metadata)
         for file in files:
             artifact.add_file(str(file), name=file.relative_to(folder).as_posix())
         self.run.log_artifact(artifact)
