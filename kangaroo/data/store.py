@@ -16,7 +16,7 @@ import numpy as np
 from kangaroo.models.prompts import Sample, Tokenizer
 from kangaroo.utils.errors import CorruptFile, DataError
 from kangaroo.utils.folders import write_json, write_whole
-from kangaroo.utils.provenance import changes, provenance
+from kangaroo.utils.provenance import differences, provenance
 
 PROVENANCE, RECORDS, SETTINGS = "provenance.json", "teacher.npy", "settings.json"
 
@@ -95,7 +95,7 @@ class Shards:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             write_json(path, settings)
-        if changed := changes(_json(path, path.read_text()), settings):
+        if changed := differences(_json(path, path.read_text()), settings):
             raise DataError(
                 f"{folder} was begun with other settings ({changed}). Go on with the same ones, "
                 "pass data.path= another folder, or delete it."

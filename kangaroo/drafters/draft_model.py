@@ -20,7 +20,7 @@ from kangaroo.heads.export import draft_model
 from kangaroo.models.loading import Dtype, ModelConfig, load, own_tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.memory import weights
+from kangaroo.utils.memory import weight_bytes
 from kangaroo.utils.ranges import DraftSize
 
 
@@ -102,8 +102,8 @@ class DraftModel(Autoregressive):
         self, lm: TargetModel, draft_lm: TargetModel, steps: int = 4, threshold: float | str = 0.0
     ):
         super().__init__(draft_lm, steps, threshold, window=1)
-        whole = weights(*lm.layers, lm.head)
-        self.draft_cost = weights(*draft_lm.layers, draft_lm.head) / whole  # the weights it reads
+        whole = weight_bytes(*lm.layers, lm.head)
+        self.draft_cost = weight_bytes(*draft_lm.layers, draft_lm.head) / whole  # weights read
         self.cache = draft_lm.new_cache(0, 0)
         self.vocab_size = draft_lm.config.vocab_size
         self.padding = lm.config.vocab_size - self.vocab_size  # below 0 the target's is smaller

@@ -22,7 +22,7 @@ from kangaroo.evaluation.summary import shared
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import write_json
-from kangaroo.utils.provenance import changes, machine
+from kangaroo.utils.provenance import describe_machine, differences
 from kangaroo.utils.tables import Row, estimate, short
 
 TITLE = "{model} on {bench}: methods compared"
@@ -55,7 +55,7 @@ def compare(folder: Path) -> Comparison | None:
     first, *others = summaries
     settings = shared(summaries[first])
     for name in others:
-        if difference := changes(settings, shared(summaries[name])):
+        if difference := differences(settings, shared(summaries[name])):
             raise ConfigError(
                 f"'{name}' and '{first}' in '{folder}' cannot be compared, since '{first}' was run "
                 f"with other settings: {difference}. Move one of them elsewhere."
@@ -274,7 +274,7 @@ def provenance_lines(comparison: Comparison) -> Iterator[str]:
 def circumstances(about: dict[str, Any]) -> Iterator[str]:
     """Versions and hardware, a line each."""
     yield ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
-    yield machine(about)
+    yield describe_machine(about)
 
 
 def assigned(settings: dict[str, Any]) -> str:

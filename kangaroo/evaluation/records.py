@@ -10,7 +10,7 @@ from typing import Any
 from kangaroo.evaluation.bench import task_of
 from kangaroo.utils.errors import ConfigError, CorruptFile
 from kangaroo.utils.folders import write_json
-from kangaroo.utils.provenance import changes, provenance
+from kangaroo.utils.provenance import differences, provenance
 
 METHOD = "method"  # the drafter under test, beside the baselines "vanilla" and "hf"
 AGAIN = "vanilla_again"  # a method: vanilla decoding a second time, to see what noise does
@@ -129,7 +129,7 @@ def enter(
     the settings that differ."""
     file = folder / RUN
     if resume and file.is_file():
-        if difference := changes(begun(folder)["settings"], json.loads(json.dumps(settings))):
+        if difference := differences(begun(folder)["settings"], json.loads(json.dumps(settings))):
             raise ConfigError(
                 f"'{folder}' holds a run with other settings: {difference}. Pass another "
                 "output=, or resume=false to measure again from the start."

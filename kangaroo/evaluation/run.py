@@ -30,7 +30,7 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, DataError, NotLossless
 from kangaroo.utils.folders import write_json
 from kangaroo.utils.memory import footprint
-from kangaroo.utils.provenance import flat, git_revision
+from kangaroo.utils.provenance import flatten, git_revision
 from kangaroo.utils.ranges import Count, CountOrZero, Index, Ranged, Seed
 from kangaroo.utils.ranks import ALONE, Ranks
 
@@ -138,7 +138,7 @@ class Evaluator:
             parameters = footprint(method.drafter, [lm]).parameters
             cost = {"parameters": parameters, "training": method.made_by}
             if self.ranks.is_first:
-                store.enter(folder, named | shared | flat(method.settings), cost, config.resume)
+                store.enter(folder, named | shared | flatten(method.settings), cost, config.resume)
         self.ranks.wait()  # no rank reads before the folders are this run's
         records = [store.read(folder) for folder in self.folders]
         complete = set.intersection(*({r.question_id for r in answered} for answered in records))
@@ -183,7 +183,7 @@ class Evaluator:
             "max_new_tokens": self.limit,
             "dtype": str(self.lm.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            **flat({"sampling": asdict(config.sampling)}),
+            **flatten({"sampling": asdict(config.sampling)}),
             **{name: getattr(config, name) for name in ("seed", "hf_every", "warmup")},
             "baselines": [baseline.name for baseline in config.baselines],
         }
@@ -240,7 +240,7 @@ class Evaluator:
             }
             first = next(iter(numbers.values()))
             if log is not None:
-                log(flat(numbers) if len(numbers) > 1 else first, len(self.records[0]))
+                log(flatten(numbers) if len(numbers) > 1 else first, len(self.records[0]))
             bar.set_postfix({k: first[k] for k in ("speedup", "compression_rate") if k in first})
         for writer in writers:
             writer.close()

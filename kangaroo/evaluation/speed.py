@@ -39,7 +39,7 @@ from kangaroo.models.prompts import Tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import memory, tables
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.provenance import machine, provenance
+from kangaroo.utils.provenance import describe_machine, provenance
 from kangaroo.utils.ranges import Count, Filled, Ranged, TextLength
 from kangaroo.utils.tables import Row, number, share
 
@@ -187,15 +187,15 @@ class Reads:
     ):
         self.exit_layer = 0 if adapter is None else adapter.exit_layer
         self.n_layers, self.kv = lm.n_layers, lm.new_cache(1, 1, [lm.device]).bytes()
-        self.shallow = memory.weights(*lm.layers[: self.exit_layer])
-        self.deep = memory.weights(*lm.layers[self.exit_layer :])
-        table, head = lm.hf.model.embed_tokens.weight, memory.weights(lm.head)
-        self.head = memory.weights(lm.hf.model.norm) + head
+        self.shallow = memory.weight_bytes(*lm.layers[: self.exit_layer])
+        self.deep = memory.weight_bytes(*lm.layers[self.exit_layer :])
+        table, head = lm.hf.model.embed_tokens.weight, memory.weight_bytes(lm.head)
+        self.head = memory.weight_bytes(lm.hf.model.norm) + head
         self.draft_head = sum(x.nbytes for x in draft_head.weights) if draft_head else head
         self.row = table.shape[1] * table.element_size()
         parts = [] if adapter is None else adapter.named_children()
         # a head of its own counts as the draft head, which it is
-        self.adapter = memory.weights(*(module for name, module in parts if name != "head"))
+        self.adapter = memory.weight_bytes(*(module for name, module in parts if name != "head"))
         self.adapter_depth = 0 if adapter is None else adapter.depth
 
     def draft(self, length: int, drafted: int) -> int:
@@ -337,7 +337,7 @@ def write(result: dict[str, Any], output: Path, console: Console) -> None:
     sections = {title: tables.markdown(rows) for title, rows in sheets(result).items()}
     text = "".join(f"**{title}**\n\n{table}\n\n" for title, table in sections.items())
     (output / "speed.md").write_text(f"{text}{notes(result)}\n", encoding="utf-8")
-    title = f"{result['model']}, {result['dtype']}, {machine(result['provenance'])}"
+    title = f"{result['model']}, {result['dtype']}, {describe_machine(result['provenance'])}"
     figure = plots.speedup_bars(list(result["methods"].items()), title, accent="kangaroo")
     figure.savefig(output / "speed.png", dpi=150)
     for heading, rows in sheets(result).items():
@@ -385,7 +385,7 @@ def notes(result: dict[str, Any]) -> str:
     return (
         f"Memory: {before:.1f} GB/s before, {after:.1f} GB/s after; limits take the higher. A "
         f"vanilla token reads {result['weights'] / 1e6:.1f} MB of weights. {result['model']}, "
-        f"{result['dtype']}, {machine(about)}; {settings['prompts']} prompts x "
+        f"{result['dtype']}, {describe_machine(about)}; {settings['prompts']} prompts x "
         f"{settings['max_new_tokens']} tokens x {settings['repeats']} repeats; "
         f"{result['drafter']}. git {about['git_revision']}, torch {about['versions']['torch']}, "
         f"transformers {about['versions']['transformers']}, {about['time']}."

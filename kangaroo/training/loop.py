@@ -26,7 +26,7 @@ from kangaroo.training.backend import DeepSpeedBackend, TorchBackend
 from kangaroo.training.recipe import AdapterRecipe, Trainee, TrainerConfig
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError, CorruptFile, Diverged
-from kangaroo.utils.provenance import changes, provenance
+from kangaroo.utils.provenance import differences, provenance
 from kangaroo.utils.ranks import ALONE, Ranks
 from kangaroo.utils.tracking import NoTracker
 
@@ -90,7 +90,7 @@ class Trainer:
         self.backend = backend(adapters, config, self.ranks)
         settings = config.identity() | {"adapters": [x.settings() for x in self.trained]}
         self.identity = json.loads(json.dumps(settings | {"data": about["fingerprint"]}))
-        if saved and (changed := changes(saved["identity"], self.identity)):
+        if saved and (changed := differences(saved["identity"], self.identity)):
             raise ConfigError(
                 f"'{output}' holds a run with other settings ({changed}). Go on with the same "
                 "ones, pass output= another folder, or delete it."

@@ -15,7 +15,7 @@ from kangaroo.evaluation.records import Fork
 from kangaroo.evaluation.summary import by_length
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.folders import fitting, named_by
+from kangaroo.utils.folders import overrides_suffix, shorten_names
 
 TASKS = ["qa", "rag", "math_reasoning", "translation", "summarization", "writing"]
 
@@ -140,15 +140,15 @@ def test_a_jobs_folder_is_named_by_the_drafters_settings_and_the_sweeps_by_the_o
     words = ["model=tiny", "drafter=kangaroo", "seed=3", "drafter.threshold=0.4", "bench=demo"]
     words += ["drafter.adapter=adapters/x", "+sampling.top_p=0.9", "logger=wandb"]
     excluded = ["model", "drafter", "bench", "logger"]
-    assert named_by(words, excluded, "drafter") == ",adapter=adapters-x,threshold=0.4"
-    assert named_by(words, excluded, "others") == ",sampling.top_p=0.9,seed=3"
-    assert named_by(words[::-1], excluded, "others") == ",sampling.top_p=0.9,seed=3"
-    assert named_by([], excluded, "drafter") == ""
+    assert overrides_suffix(words, excluded, "drafter") == ",adapter=adapters-x,threshold=0.4"
+    assert overrides_suffix(words, excluded, "others") == ",sampling.top_p=0.9,seed=3"
+    assert overrides_suffix(words[::-1], excluded, "others") == ",sampling.top_p=0.9,seed=3"
+    assert overrides_suffix([], excluded, "drafter") == ""
     # only names that are too long are shortened
-    assert fitting("outputs/threshold=0.4,steps=6") == "outputs/threshold=0.4,steps=6"
+    assert shorten_names("outputs/threshold=0.4,steps=6") == "outputs/threshold=0.4,steps=6"
     long, other = "a" * 190 + "é" * 20, "a" * 190 + "é" * 19 + "b"
-    first, second = fitting(f"{long}/{long}").split("/")
-    assert first == second and first.startswith("a" * 180) and first != fitting(other)
+    first, second = shorten_names(f"{long}/{long}").split("/")
+    assert first == second and first.startswith("a" * 180) and first != shorten_names(other)
     assert len(first.encode()) <= 200
 
 

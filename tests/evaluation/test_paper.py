@@ -14,7 +14,7 @@ from helpers import adapter_for, saved_adapter, tiny_target
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from kangaroo.cli.command import varied
+from kangaroo.cli.command import combinations
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.metrics import pairs
@@ -44,7 +44,7 @@ def jobs(name, *overrides):
 def methods_of(name):
     """The names of the folders that an experiment's results lie in, but for the noise floor's."""
     config = composed(name)
-    names = [*varied(config.drafter, config.variants), *config.more]
+    names = [*combinations(config.drafter, config.variants), *config.more]
     names.remove(AGAIN)
     if name != "temperature":
         return names
@@ -135,14 +135,14 @@ def test_published_values_lie_where_the_study_has_places_for_them(name):
 
 
 def test_variants_are_all_combinations_named_by_their_options():
-    variants = varied(KangarooConfig(adapter="a"), {"steps": [2, 4], "threshold": [0, 0.5]})
+    variants = combinations(KangarooConfig(adapter="a"), {"steps": [2, 4], "threshold": [0, 0.5]})
     assert list(variants) == [f"kangaroo,steps={s},threshold={t}" for s in (2, 4) for t in (0, 0.5)]
     last = KangarooConfig(adapter="a", steps=4, threshold=0.5)
     assert list(variants.values())[-1] == last
-    assert varied(last, {}) == {"kangaroo": last}
+    assert combinations(last, {}) == {"kangaroo": last}
     for options in ({"step": [1]}, {"steps": ["many"]}):
         with pytest.raises(ConfigError, match=r"^variants=.* for drafter=kangaroo: "):
-            varied(last, options)
+            combinations(last, options)
 
 
 def test_the_questions_of_one_task_are_counted_among_themselves():

@@ -15,7 +15,7 @@ from kangaroo.evaluation.metrics import CTAR, Estimate, difference, estimate, ha
 from kangaroo.evaluation.records import Baseline, Record, read
 from kangaroo.evaluation.summary import shared
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.provenance import changes
+from kangaroo.utils.provenance import differences
 
 PUBLISHED = Path(__file__).with_name("published.yaml")
 OVERALL = "overall"  # beside the tasks
@@ -141,7 +141,7 @@ def measured(config: StudyConfig, folder: Path) -> list[Measured]:
         if Path(name).name not in [baseline.value for baseline in Baseline]
     ]
     for method in methods[1:]:
-        if difference := changes(*(fixed(config, x.summary) for x in (methods[0], method))):
+        if difference := differences(*(fixed(config, x.summary) for x in (methods[0], method))):
             raise ConfigError(
                 f"'{method.name}' and '{methods[0].name}' in '{folder}' cannot be in one study: "
                 f"{difference}. Move one of them elsewhere."
