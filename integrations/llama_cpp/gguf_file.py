@@ -63,7 +63,6 @@ def check_convertible(lm: TargetModel) -> None:
         f"it is a {config.model_type} model": config.model_type != "llama",
         f"its activation is {config.hidden_act}": config.hidden_act != "silu",
         f"its RoPE is '{rope_type}'": rope_type not in ROPE_TYPES,
-        f"its weights are {lm.dtype}": lm.dtype not in FORMATS,
     }
     if reasons := [reason for reason, holds in problems.items() if holds]:
         raise UnsupportedModel(
