@@ -20,7 +20,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation import summary
-from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions, seed_of
+from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions, turn_seed
 from kangaroo.evaluation.lossless import fork
 from kangaroo.evaluation.methods import as_run, generate
 from kangaroo.evaluation.metrics import metrics, scalars
@@ -90,7 +90,7 @@ class MethodSpec:
         return cls(name, drafter.build(lm), settings, drafter.made_by())
 
 
-def questions_of(config: EvaluateConfig) -> tuple[list[Question], int]:
+def select_questions(config: EvaluateConfig) -> tuple[list[Question], int]:
     """The questions of a run, and the most new tokens of a turn. Errors: `ConfigError` for none,
     those of `load_questions`."""
     questions = load_questions(config.bench)
@@ -129,7 +129,7 @@ class Evaluator:
     ):
         self.lm, self.tokenizer, self.config, self.ranks = lm, tokenizer, config, ranks
         self.methods, self.folders = methods, self._folders(methods)
-        self.questions, self.limit = questions_of(config)
+        self.questions, self.limit = select_questions(config)
         for question in self.questions:  # whether it fits; later turns have answers in them
             question.prompt(lm, tokenizer, [Message(role="user", content=question.turns[0])])
         shared = self._settings()
@@ -138,7 +138,7 @@ class Evaluator:
             parameters = footprint(method.drafter, [lm]).parameters
             cost = {"parameters": parameters, "training": method.made_by}
             if self.ranks.is_first:
-                store.enter(folder, named | shared | flat(method.settings), cost, config.resume)
+                store.start_run(folder, named | shared | flat(method.settings), cost, config.resume)
         self.ranks.wait()  # no rank reads before the folders are this run's
         records = [store.read(folder) for folder in self.folders]
         complete = set.intersection(*({r.question_id for r in answered} for answered in records))
@@ -209,7 +209,7 @@ class Evaluator:
                     f"'{folder}' holds {len(records)} of {len(self.questions)} questions after the "
                     "run; under torchrun it must be a folder that all ranks share."
                 )
-            results.append(summary.summarise(records, store.begun(folder)))
+            results.append(summary.summarise(records, store.read_run(folder)))
         if self.ranks.is_first:
             for result, folder in zip(results, self.folders, strict=True):
                 write_json(folder / store.SUMMARY, result)
@@ -272,7 +272,7 @@ class Evaluator:
     ) -> list[Turn]:
         prompt = question.prompt(self.lm, self.tokenizer, messages)
         limit = min(self.limit, self.lm.context - len(prompt))
-        seed = seed_of(question.question_id, number, self.config.seed)
+        seed = turn_seed(question.question_id, number, self.config.seed)
         runs = {name: self._decode(name, prompt, limit, seed) for name in names}
         baselines = {b.name: runs[b.name] for b in Baseline if b.name in runs}
         turns = []
@@ -308,7 +308,7 @@ def check_lossless(result: dict[str, Any], output: Path) -> None:
 
 def check_revision(folder: Path, answered: int, questions: int) -> None:
     """Say what a folder holds; another revision may report it, and not go on."""
-    then, now = store.begun(folder)["provenance"]["git_revision"], git_revision()
+    then, now = store.read_run(folder)["provenance"]["git_revision"], git_revision()
     holds = f"{answered} of {questions} questions are in '{folder}' already"
     if then == now:
         logger.info(holds)
