@@ -17,7 +17,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig, question_prompts
 from kangaroo.evaluation.speed import (
     against_vanilla,
-    seconds_a_token,
+    seconds_per_token,
     take_turns,
     write_by_engine,
 )
@@ -50,7 +50,7 @@ def main() -> None:
     rows = []
     for name, texts in trials.items():
         every = [text for of_prompt in texts for text in of_prompt]
-        rate = len(every) / sum(map(seconds_a_token, every))  # texts are equally long
+        rate = len(every) / sum(map(seconds_per_token, every))  # texts are equally long
         result = against_vanilla(texts, trials["vanilla"])
         times = estimate(result["speedup"], result["speedup_ci95"], same=1.0)
         texts_alike = f"{result['equal_texts']} of {len(prompts)}"

@@ -7,7 +7,6 @@ import logging
 import urllib.request
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -115,7 +114,7 @@ def load_questions(config: BenchConfig) -> list[Question]:
     elif config.hub is not None:
         content, source = _read_hub(config.hub, config.subset), config.hub
     else:
-        shipped = resources.files(__package__) / "benches" / f"{config.name}.jsonl"
+        shipped = Path(__file__).parent / "benches" / f"{config.name}.jsonl"
         if not shipped.is_file():
             raise ConfigError(
                 f"no bench '{config.name}' is shipped, only {DEMO}; pass bench.path= or bench.url=."
@@ -140,8 +139,7 @@ def question_prompts(
 
 
 def long_prompt(tokenizer: Tokenizer, length: int) -> list[int]:
-    """A prompt of `length` tokens: a question about the demo bench's longest texts, repeated until
-    it is long enough, and cut at its beginning."""
+    """The last `length` tokens of a question on the demo bench's longest texts, repeated."""
     texts = sorted((question.turns[0] for question in load_questions(BenchConfig())), key=len)
     text = "\n\n".join([*texts[-20:], "Write a detailed summary of all of the above."])
     ids = prompt_ids(tokenizer, [Message(role="user", content=text)])

@@ -15,15 +15,14 @@ import numpy as np
 from rich.console import Console
 
 from kangaroo.evaluation import plots
-from kangaroo.evaluation.metrics import CTAR, POSITIONS, cells, ratio
-from kangaroo.evaluation.metrics import estimate as bootstrap
+from kangaroo.evaluation.metrics import CTAR, POSITIONS, cells, estimate
 from kangaroo.evaluation.records import AGAIN, SUMMARY, Baseline
 from kangaroo.evaluation.summary import shared_settings
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import write_json
 from kangaroo.utils.provenance import changes, machine
-from kangaroo.utils.tables import Row, estimate, short
+from kangaroo.utils.tables import Row, short
 
 TITLE = "{model} on {bench}: methods compared"
 # Metrics that have a table by task and by input length, and their headings.
@@ -43,7 +42,7 @@ WIDE = ["95% vs hf", "accepted", *(f"CTAR({w})" for w in POSITIONS), "params", "
 SPEEDUPS = "speedup: of the whole time, prompts included; decoding: from the first token on."
 Comparison = dict[str, Any]
 Method = dict[str, Any]  # an entry of a comparison's `methods`
-Question = dict[str, Any]  # an entry of `by_question` in a summary
+Questions = Sequence[dict[str, Any]]  # `by_question` of a summary
 
 
 def compare(folder: Path) -> Comparison | None:
@@ -75,14 +74,12 @@ def compare(folder: Path) -> Comparison | None:
 
 
 def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """Summaries of all finished evaluations below a folder, by their paths within it, without the
-    baselines of a sweep's jobs."""
+    """Summaries below a folder by their paths within it, without baselines of a sweep's jobs."""
     summaries: dict[str, dict[str, Any]] = {}
     baselines = [baseline.value for baseline in Baseline]
     for file in sorted(folder.rglob(SUMMARY)):
         path = file.parent
-        is_in_job = path.parent != folder and (path.parent / SUMMARY).exists()
-        if path.name in baselines and is_in_job:
+        if path.name in baselines and path.parent != folder and (path.parent / SUMMARY).exists():
             continue
         summary = json.loads(file.read_text(encoding="utf-8"))
         name = path.relative_to(folder).as_posix() if path != folder else summary["drafter"]
@@ -102,9 +99,7 @@ def _method(name: str, summary: dict[str, Any]) -> Method:
     }
 
 
-def compare_pair(
-    row: tuple[str, Sequence[Question]], column: tuple[str, Sequence[Question]]
-) -> dict[str, Any]:
+def compare_pair(row: tuple[str, Questions], column: tuple[str, Questions]) -> dict[str, Any]:
     """How many times as fast `row` is as `column`, on the questions that both answered: the ratio
     of their speedups, since each job of a sweep has its own vanilla. None without vanilla."""
     by_id = {question["question_id"]: question for question in column[1]}
@@ -113,7 +108,7 @@ def compare_pair(
     seconds = [[question[name] for question in pair for name in names] for pair in both]
     value, ends = None, None
     if seconds and not any(None in four for four in seconds):
-        value, ends = bootstrap(np.array(seconds), lambda x: ratio(x[..., :2]) / ratio(x[..., 2:]))
+        value, ends = estimate(np.array(seconds), np.divide)
     result = {"row": row[0], "column": column[0], "questions": len(both)}
     return result | {"speed_ratio": value, "speed_ratio_ci95": ends}
 
@@ -162,21 +157,17 @@ def show(comparison: Comparison, console: Console) -> None:
 
 def rows_of(methods: Sequence[Method]) -> list[Row]:
     """The main table, with a row for each method."""
-    return [
-        {"method": method["name"]}
-        | cells(method["overall"])
-        | {
-            "params": short(method["drafter_cost"]["parameters"]),
-            "memory": f"{short(method['drafter_cost']['bytes'])}B",
-            "lossless": _lossless(**method["lossless"]),
-            "training": ", ".join(
-                f"{name.replace('_', ' ')}: {value if isinstance(value, str) else short(value)}"
-                for name, value in method["drafter_cost"]["training"].items()
-            )
-            or "none",
-        }
-        for method in methods
-    ]
+    rows = []
+    for method in methods:
+        row, cost = {"method": method["name"]} | cells(method["overall"]), method["drafter_cost"]
+        row |= {"params": short(cost["parameters"]), "memory": f"{short(cost['bytes'])}B"}
+        training = [
+            f"{name.replace('_', ' ')}: {value if isinstance(value, str) else short(value)}"
+            for name, value in cost["training"].items()
+        ]
+        row["lossless"] = _lossless(**method["lossless"])
+        rows.append(row | {"training": ", ".join(training) or "none"})
+    return rows
 
 
 def by_group(methods: Sequence[Method], group: str, metric: str) -> list[Row]:
@@ -188,8 +179,9 @@ def by_group(methods: Sequence[Method], group: str, metric: str) -> list[Row]:
         row, groups = {"method": method["name"]}, method[group] | {"overall": method["overall"]}
         for name in [*names, "overall"]:
             results = groups.get(name, {})
-            row[name] = estimate(results.get(metric), results.get(f"{metric}_ci95"), same)
-            has_values |= results.get(metric) is not None
+            value, ends = results.get(metric), results.get(f"{metric}_ci95")
+            row[name] = tables.estimate(value, ends, same)
+            has_values |= value is not None
         rows.append(row)
     return rows if names and has_values else []
 
@@ -197,8 +189,8 @@ def by_group(methods: Sequence[Method], group: str, metric: str) -> list[Row]:
 def pair_table(pairs: Sequence[dict[str, Any]]) -> list[Row]:
     """How many times as fast the row's method is as the column's, each pair once."""
     values = {
-        (pair["row"], pair["column"]): estimate(pair["speed_ratio"], pair["speed_ratio_ci95"], 1.0)
-        for pair in pairs
+        (x["row"], x["column"]): tables.estimate(x["speed_ratio"], x["speed_ratio_ci95"], 1.0)
+        for x in pairs
     }
     columns = dict.fromkeys(column for _, column in values)
     return [
@@ -230,8 +222,7 @@ def size(comparison: Comparison) -> str:
 
 
 def conclusion(comparison: Comparison) -> str:
-    """Which drafter is the fastest, and from which methods it does not differ; empty without
-    drafters or without vanilla."""
+    """The fastest drafter and its equals, in a sentence; empty without drafters or vanilla."""
     baselines = AGAIN, *(baseline.value for baseline in Baseline)
     drafters = (method for method in comparison["methods"] if method["name"] not in baselines)
     fastest = next(drafters, None)

@@ -3,9 +3,7 @@
 
 A *round* is one forward of the target: the prefill, which gives the first token, or a verification.
 The prefill's token and the bonus token, which follows the accepted draft tokens, count as emitted,
-never as accepted.
-
-Shapes: Q questions, R resamples, K values of a question.
+never as accepted. Shapes: Q questions, R resamples, K values of a question.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -105,22 +103,14 @@ class Estimate(NamedTuple):
     ends: list[float] | None = None
 
 
-def ratio(totals_K: np.ndarray) -> np.ndarray:
-    """The first entry of the last axis divided by the second."""
-    return totals_K[..., 0] / totals_K[..., 1]
+def estimate(values_QK: np.ndarray, combine: np.ufunc = np.subtract) -> Estimate:
+    """The ratio of sums over questions, with its interval; of two ratios (K=4) their difference, or
+    what `combine` makes of them. The interval is by percentile bootstrap, with a fixed seed. All
+    values of a question are drawn together: what two methods share does not widen the interval."""
 
+    def statistic(sums_K: np.ndarray) -> np.ndarray:
+        return combine.reduce(sums_K[..., ::2] / sums_K[..., 1::2], axis=-1)
 
-def difference(totals_4: np.ndarray) -> np.ndarray:
-    """The ratio of the first two entries less that of the last two."""
-    return ratio(totals_4[..., :2]) - ratio(totals_4[..., 2:])
-
-
-def estimate(
-    values_QK: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray] = ratio
-) -> Estimate:
-    """A statistic of totals `[..., K]` over questions, with its interval: percentile bootstrap over
-    questions, with a fixed seed. All values of a question are drawn together, so what is common to
-    two methods does not widen the interval of their difference."""
     value = float(statistic(values_QK.sum(0)))
     if len(values_QK) < 2:
         return Estimate(value)
@@ -224,7 +214,8 @@ def spec_bench_speedup(records: Sequence[Record]) -> float | None:
     method = per_question(_speed)
     vanilla = per_question(lambda run: (run.retokenised - 1, run.seconds), "vanilla")
     both = [(method(x), vanilla(x)) for x in records if has_run(x, "vanilla")]
-    over, under = ratio(np.array(both, float).reshape(-1, 2, 2)).sum(0)
+    pairs_Q22 = np.array(both, float).reshape(-1, 2, 2)
+    over, under = (pairs_Q22[..., 0] / pairs_Q22[..., 1]).sum(0)
     return float(over / under) if under else None
 
 

@@ -54,8 +54,7 @@ class Fork:
     """Where a method's text leaves vanilla's."""
 
     position: int  # index of the first new token that differs
-    # the best score less the lower score of the two tokens, by teacher forcing; None where one
-    # text has ended or a filter removed one of the tokens
+    # best score less the two tokens' lower one; None if a text ended or a filter removed a token
     gap: float | None
     label: str  # "near-tie" if rounding explains the fork, else "bug"
 
@@ -82,22 +81,14 @@ class Record:
     task: str = ""  # the group it is reported under
 
 
-class Writer:
-    """Appends records to a rank's file; they survive a kill -9 and a power cut."""
-
-    def __init__(self, folder: Path, rank: int = 0):
-        file = folder / RECORDS.replace("*", str(rank))
-        self.stream = file.open("ab")
-        self.stream.truncate(len(_whole_lines(file)))  # drops a line that a killed run cut short
-
-    def append(self, record: Record) -> None:
-        """Write one record to the disk."""
-        self.stream.write(json.dumps(asdict(record)).encode() + b"\n")
-        self.stream.flush()
-        os.fsync(self.stream.fileno())
-
-    def close(self) -> None:
-        self.stream.close()
+def append(record: Record, folder: Path, rank: int = 0) -> None:
+    """Append a record to a rank's file, where it survives a kill -9 and a power cut."""
+    file = folder / RECORDS.replace("*", str(rank))
+    with file.open("ab") as stream:
+        stream.truncate(len(_whole_lines(file)))  # drops a line that a killed run cut short
+        stream.write(json.dumps(asdict(record)).encode() + b"\n")
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def read(folder: Path) -> list[Record]:

@@ -13,11 +13,8 @@ from kangaroo.utils.folders import write_json
 
 
 def summarise(records: Sequence[Record], run: dict[str, Any]) -> dict[str, Any]:
-    """All metrics, overall and by group; `run` is what `records.read_run` returns.
-
-    `drafter_cost` is what the method adds to the target: `parameters`, `bytes` (the most that it
-    held after any question) and `training`.
-    """
+    """All metrics, overall and by group; `run` is what `records.read_run` returns. Of the drafter's
+    cost, `bytes` are the most that it held after any question."""
     settings = run["settings"]
     tasks = dict.fromkeys(record.task for record in records)
     by_task = {task: [record for record in records if record.task == task] for task in tasks}
@@ -64,9 +61,8 @@ def question_seconds(record: Record) -> dict[str, Any]:
 
 
 def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, Any]:
-    """Counts of turns equal to vanilla's token for token, and all forks. `identical` is None if
-    equality is not expected (no vanilla, rejection rule), `hf_identical` if hf samples by its own
-    noise."""
+    """How many turns are vanilla's token for token, and all forks. `identical` is None without
+    vanilla and under the rejection rule, `hf_identical` also if hf samples by its own noise."""
     greedy = settings["sampling.temperature"] == 0
     comparable = greedy or settings["sampling.rule"] == Rule.match.value
     turns = [turn.runs for record in records for turn in record.turns]

@@ -10,7 +10,7 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.evaluation import comparison, summary
 from kangaroo.evaluation.bench import MTBENCH, BenchConfig
-from kangaroo.evaluation.records import METHOD, MethodRun, Record, Turn, Writer
+from kangaroo.evaluation.records import METHOD, MethodRun, Record, Turn, append
 from kangaroo.evaluation.run import EvaluateConfig, Evaluator, MethodSpec
 from kangaroo.models.loading import byte_tokenizer, random_model
 from kangaroo.models.target import TargetModel
@@ -61,10 +61,8 @@ def summarised(records, cost=COST, **settings):
 def finish(folder, records, cost=COST, **settings):
     """A finished run, called as its folder where nothing else is said."""
     folder.mkdir(parents=True)
-    writer = Writer(folder)
     for each in records:
-        writer.append(each)
-    writer.close()
+        append(each, folder)
     result = summarised(records, cost, **{"drafter": folder.name} | settings)
     (folder / "summary.json").write_text(json.dumps(result))
 

@@ -9,7 +9,7 @@ from evaluation_cases import finish, record, run, vanilla_run
 from matplotlib.figure import Figure
 from test_paper import NAMES, composed, methods_of
 
-from kangaroo.evaluation.metrics import Estimate, difference, estimate, pairs, value_of
+from kangaroo.evaluation.metrics import Estimate, estimate, pairs, value_of
 from kangaroo.evaluation.records import AGAIN
 from kangaroo.evaluation.study import report
 from kangaroo.evaluation.study.study import (
@@ -40,7 +40,7 @@ def test_what_makes_a_question_hard_for_both_does_not_widen_the_interval():
     a, b = estimate(fast), estimate(slow)
     assert value_of("compression_rate", answered(1.0, ids=[1])) == Estimate(3.0)  # has none
     both = (fast, slow), (slow, fast), (fast, fast)
-    plain, reverse, none = (estimate(np.hstack(x), difference) for x in both)
+    plain, reverse, none = (estimate(np.hstack(x)) for x in both)
     assert a.ends[0] < b.ends[1]
     assert plain.ends[0] > 0 and plain.value == pytest.approx(a.value - b.value)
     assert [verdict(each, 12) for each in (plain, reverse, none)] == [AGREES, DISAGREES, OPEN]

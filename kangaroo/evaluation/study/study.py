@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 
 from kangaroo.evaluation.comparison import summaries_in
-from kangaroo.evaluation.metrics import CTAR, Estimate, difference, estimate, pairs, value_of
+from kangaroo.evaluation.metrics import CTAR, Estimate, estimate, pairs, value_of
 from kangaroo.evaluation.records import Baseline, Record, read
 from kangaroo.evaluation.summary import shared_settings
 from kangaroo.utils.errors import ConfigError
@@ -231,7 +231,7 @@ def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
         return None
     # resampled together: what makes a question hard for both does not widen the interval
     values_Q4 = np.hstack([pairs(records, claim.metric) for records in both])
-    margin = estimate(values_Q4, difference)
+    margin = estimate(values_Q4)
     return Checked(claim, more, less, margin, verdict(margin, len(values_Q4)))
 
 
