@@ -188,15 +188,12 @@ def by_group(methods: Sequence[Method], group: str, metric: str) -> list[Row]:
 
 def pair_table(pairs: Sequence[dict[str, Any]]) -> list[Row]:
     """How many times as fast the row's method is as the column's, each pair once."""
-    values = {
-        (x["row"], x["column"]): tables.estimate(x["speed_ratio"], x["speed_ratio_ci95"], 1.0)
-        for x in pairs
-    }
-    columns = dict.fromkeys(column for _, column in values)
-    return [
-        {"": row} | {column: values.get((row, column), "") for column in columns}
-        for row in dict.fromkeys(row for row, _ in values)
-    ]
+    empty_cells: Row = dict.fromkeys((pair["column"] for pair in pairs), "")
+    rows = {pair["row"]: {"": pair["row"]} | empty_cells for pair in pairs}
+    for pair in pairs:
+        cell = tables.estimate(pair["speed_ratio"], pair["speed_ratio_ci95"], 1.0)
+        rows[pair["row"]][pair["column"]] = cell
+    return list(rows.values())
 
 
 def _lossless(identical: int | None, turns: int, forks: dict[str, int], **_: Any) -> str:
@@ -224,8 +221,7 @@ def size(comparison: Comparison) -> str:
 def conclusion(comparison: Comparison) -> str:
     """The fastest drafter and its equals, in a sentence; empty without drafters or vanilla."""
     baselines = AGAIN, *(baseline.value for baseline in Baseline)
-    drafters = (method for method in comparison["methods"] if method["name"] not in baselines)
-    fastest = next(drafters, None)
+    fastest = next((x for x in comparison["methods"] if x["name"] not in baselines), None)
     if fastest is None or fastest["overall"]["speedup"] is None:
         return ""
     name, intervals = fastest["name"], {"vanilla": fastest["overall"]["speedup_ci95"]}
@@ -257,8 +253,7 @@ def provenance_lines(comparison: Comparison) -> Iterator[str]:
 
 def environment_lines(provenance: dict[str, Any]) -> Iterator[str]:
     """Versions and hardware, one line each."""
-    versions = provenance["versions"].items()
-    yield ", ".join(f"{name} {version}" for name, version in versions if version)
+    yield ", ".join(f"{name} {x}" for name, x in provenance["versions"].items() if x)
     yield machine(provenance)
 
 

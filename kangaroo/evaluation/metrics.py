@@ -83,11 +83,6 @@ def runs(records: Iterable[Record], name: str = METHOD) -> list[MethodRun]:
     return [turn.runs[name] for record in records for turn in record.turns if name in turn.runs]
 
 
-def has_run(record: Record, name: str) -> bool:
-    """Whether a method or a baseline answered the question."""
-    return name in record.turns[0].runs
-
-
 def ctar(accepted: Sequence[int], longest: int | None = None) -> list[float]:
     """CTAR(1), CTAR(2), ...: the share of rounds whose first w draft tokens (of a path) were all
     accepted. The last position is `longest`, by default the most tokens accepted in a round."""
@@ -104,9 +99,9 @@ class Estimate(NamedTuple):
 
 
 def estimate(values_QK: np.ndarray, combine: np.ufunc = np.subtract) -> Estimate:
-    """The ratio of sums over questions, with its interval; of two ratios (K=4) their difference, or
-    what `combine` makes of them. The interval is by percentile bootstrap, with a fixed seed. All
-    values of a question are drawn together: what two methods share does not widen the interval."""
+    """The ratio of sums over questions (K=2), or two ratios combined, such as their difference
+    (K=4), with its interval: percentile bootstrap over questions, with a fixed seed. All values of
+    a question are drawn together, so what two methods share does not widen the interval."""
 
     def statistic(sums_K: np.ndarray) -> np.ndarray:
         return combine.reduce(sums_K[..., ::2] / sums_K[..., 1::2], axis=-1)
@@ -213,7 +208,7 @@ def spec_bench_speedup(records: Sequence[Record]) -> float | None:
     """
     method = per_question(_speed)
     vanilla = per_question(lambda run: (run.retokenised - 1, run.seconds), "vanilla")
-    both = [(method(x), vanilla(x)) for x in records if has_run(x, "vanilla")]
+    both = [(method(x), vanilla(x)) for x in records if "vanilla" in x.turns[0].runs]
     pairs_Q22 = np.array(both, float).reshape(-1, 2, 2)
     over, under = (pairs_Q22[..., 0] / pairs_Q22[..., 1]).sum(0)
     return float(over / under) if under else None

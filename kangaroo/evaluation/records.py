@@ -108,9 +108,7 @@ def read(folder: Path) -> list[Record]:
     return [records[question_id] for question_id in sorted(records)]
 
 
-def start_run(
-    folder: Path, settings: dict[str, Any], drafter_cost: dict[str, Any], resume: bool
-) -> None:
+def start_run(folder: Path, settings: dict[str, Any], cost: dict[str, Any], resume: bool) -> None:
     """Start a run in `folder`, or resume the one that it holds. Errors: `ConfigError` names the
     settings that differ."""
     if resume and (folder / RUN).is_file():
@@ -123,7 +121,7 @@ def start_run(
     folder.mkdir(parents=True, exist_ok=True)
     for file in (*folder.glob(RECORDS), folder / SUMMARY):
         file.unlink(missing_ok=True)
-    run = {"settings": settings, "drafter_cost": drafter_cost, "provenance": provenance()}
+    run = {"settings": settings, "drafter_cost": cost, "provenance": provenance()}
     write_json(folder / RUN, run)
 
 

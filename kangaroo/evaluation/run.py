@@ -134,7 +134,7 @@ class Evaluator:
             cost = {"parameters": parameters, "training": method.made_by}
             if ranks.is_first:
                 store.start_run(folder, settings | flat(method.settings), cost, config.resume)
-        ranks.wait()  # before the first rank has started the runs, folders may hold other records
+        ranks.wait()  # no rank reads a folder before the first rank has started its run
         records = [store.read(folder) for folder in self.folders]
         complete = set.intersection(*({x.question_id for x in answers} for answers in records))
         if complete:
@@ -142,8 +142,8 @@ class Evaluator:
         # each method's records of the questions that all methods have answered
         self.records = [[x for x in answers if x.question_id in complete] for answers in records]
         self.engines = [Engine(lm, method.drafter) for method in methods]
-        # Methods by index, baselines by name, None for transformers. Vanilla is first, so that it
-        # is not beside a last method that is vanilla again.
+        # methods by index, baselines by name, transformers is None; vanilla is first, so that it is
+        # not beside a last method that is vanilla again
         self.decoders: dict[int | str, Engine | None] = {}
         if Baseline.vanilla in config.baselines:
             self.decoders["vanilla"] = Engine(lm, Vanilla())
@@ -186,10 +186,8 @@ class Evaluator:
     def finish(self, log: Log | None = None) -> list[dict[str, Any]]:
         """Ask the remaining questions, write all summaries, and return those of the methods. After
         each question `log` gets all metrics, as `method.metric` if there are several methods.
-
         Errors: `NotLossless`, after all is written, if rounding does not explain a fork;
-        `PromptError`; `DataError` if ranks do not share the folder.
-        """
+        `PromptError`; `DataError` if ranks do not share the folder."""
         self._answer(log)
         self.ranks.wait()
         results = []
@@ -232,7 +230,7 @@ class Evaluator:
             bar.set_postfix({k: first[k] for k in ("speedup", "compression_rate") if k in first})
 
     def order(self, index: int) -> list[int | str]:
-        """The decoders of a question, in reverse for every other one, in case the machine slows."""
+        """Who answers a question, in turn; the order alternates, in case the machine slows down."""
         with_hf = index % self.config.hf_every == 0
         names = [name for name in self.decoders if name != "hf" or with_hf]
         return names[::-1] if index // self.ranks.world % 2 else names

@@ -103,11 +103,8 @@ def measure(
     config: SpeedConfig,
     more: Mapping[str, Drafter],
 ) -> Results:
-    """Run the benchmark and return its results, for `write`. `drafter` must be a Kangaroo; `more`
-    are further drafters, by name, that answer the same questions.
-
-    Errors: `ConfigError` if `drafter` is none, a name is taken, or nothing fits the model.
-    """
+    """Run the benchmark and return its results, for `write`; `more` are further drafters, by name.
+    Errors: `ConfigError` if `drafter` is no Kangaroo, a name is taken, or no context fits."""
     if not isinstance(drafter, Kangaroo) or set(CORE) & set(more):
         raise ConfigError(
             "the speed benchmark looks at Kangaroo's steps; pass drafter=kangaroo, and other "

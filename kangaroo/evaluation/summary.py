@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kangaroo.engine.sampling import Rule
-from kangaroo.evaluation.metrics import has_run, metrics, paired_seconds
+from kangaroo.evaluation.metrics import metrics, paired_seconds
 from kangaroo.evaluation.records import METHOD, SUMMARY, Baseline, Record, read, read_run
 from kangaroo.utils.folders import write_json
 
@@ -55,7 +55,8 @@ def by_length(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 def question_seconds(record: Record) -> dict[str, Any]:
     """A question's seconds by vanilla and by the method, for `comparison.compare_pair`."""
-    vanilla, method = paired_seconds(record) if has_run(record, "vanilla") else (None, None)
+    has_vanilla = "vanilla" in record.turns[0].runs
+    vanilla, method = paired_seconds(record) if has_vanilla else (None, None)
     seconds = {"vanilla_paired_seconds": vanilla, "paired_seconds": method}
     return {"question_id": record.question_id, "task": record.task} | seconds
 
@@ -93,7 +94,7 @@ def shared_settings(run: dict[str, Any]) -> dict[str, Any]:
 def write_baseline(baseline: Baseline, method: Path, output: Path) -> None:
     """Write a baseline's own `summary.json` below `output`, from the records in the folder of a
     method, as if the baseline had been the method."""
-    records = [record for record in read(method) if has_run(record, baseline.name)]
+    records = [record for record in read(method) if baseline.name in record.turns[0].runs]
     for record in records:
         record.drafter_bytes = 0
         for turn in record.turns:

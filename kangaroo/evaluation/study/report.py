@@ -114,8 +114,7 @@ def write(study: Study, folder: Path) -> None:
 
 
 def plot(study: Study) -> Figure:
-    """All points, ours with intervals. Places are equidistant; a value without a place becomes a
-    horizontal line."""
+    """All points, ours with intervals; a value without a place is a horizontal line."""
     points, config = [*study.points, *study.published], study.config
     metrics, models = list(study.points[0].values), list(dict.fromkeys(p.model for p in points))
     places = [x for x in sorted_places(point.x for point in points) if x is not None]
@@ -241,7 +240,7 @@ def rewrite(page: Path, results: Path) -> None:
 
 
 def section(name: str, file: Path | None) -> str:
-    """A study's text on the page; `file` is its JSON."""
+    """A study's part of the page; `file` is its JSON."""
     if file is None:
         return f"Not measured yet: `{command_line('evaluate', experiment=f'paper/{name}')}`."
     _, text = file.with_suffix(".md").read_text(encoding="utf-8").split("\n\n", 1)
