@@ -17,7 +17,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig, question_prompts
 from kangaroo.evaluation.speed import (
     against_vanilla,
-    seconds_a_token,
+    seconds_per_token,
     take_turns,
     write_by_engine,
 )
@@ -49,8 +49,8 @@ def main() -> None:
         trials = take_turns(methods, prompts, options.tokens, options.repeats, "answers")
     rows = []
     for name, texts in trials.items():
-        all_texts = [text for repeats in texts for text in repeats]
-        rate = len(all_texts) / sum(map(seconds_a_token, all_texts))  # texts are equally long
+        every = [text for of_prompt in texts for text in of_prompt]
+        rate = len(every) / sum(map(seconds_per_token, every))  # texts are equally long
         result = against_vanilla(texts, trials["vanilla"])
         times = estimate(result["speedup"], result["speedup_ci95"], same=1.0)
         equal_texts = f"{result['equal_texts']} of {len(prompts)}"

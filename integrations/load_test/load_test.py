@@ -242,7 +242,7 @@ def measure(options: argparse.Namespace, methods: dict[str, str]) -> dict[Cell, 
     settings = {"git_revision": git_revision(), CLIENT: version(CLIENT), "requests": requests}
     settings |= {"bench": options.bench or "demo", "bench.fingerprint": fingerprint(chosen)}
     settings |= {"max_new_tokens": options.max_new_tokens, "methods": methods}
-    records.enter(folder, settings, {}, True)
+    records.start_run(folder, settings, {}, True)
     prompts = folder / "prompts.jsonl"
     rows = [{"prompt": question.turns[0]} for question in chosen]
     rows = [row | {"output_tokens_count": options.max_new_tokens} for row in rows]
@@ -384,7 +384,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options, methods = parsed(sys.argv[1:])
     try:
-        summary = summarise(measure(options, methods), records.begun(options.output))
+        summary = summarise(measure(options, methods), records.read_run(options.output))
     except KangarooError as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from None
     records.write_json(options.output / "load.json", summary)

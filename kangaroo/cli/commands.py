@@ -27,9 +27,9 @@ from kangaroo.evaluation import comparison
 from kangaroo.evaluation import speed as benchmark
 from kangaroo.evaluation import tune as tuning
 from kangaroo.evaluation.metrics import scalars
-from kangaroo.evaluation.run import Evaluator, MethodSpec, questions_of
+from kangaroo.evaluation.run import Evaluator, MethodSpec, select_questions
 from kangaroo.evaluation.study import report as study_report
-from kangaroo.evaluation.study.study import study_of
+from kangaroo.evaluation.study.study import read_study
 from kangaroo.heads import adapter_files, export, official
 from kangaroo.hub import transfer
 from kangaroo.hub.transfer import PullConfig, PushConfig
@@ -92,7 +92,7 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
     lm, tokenizer = load_target(config.model)
     methods = [MethodSpec.of(name, x, lm, asdict(config.model)) for name, x in drafters.items()]
     if config.race and ranks.is_first:
-        (first, *_), limit = questions_of(config)
+        (first, *_), limit = select_questions(config)
         racers = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
         sampling = replace(config.sampling, seed=config.seed)
         talk.race(lm, tokenizer, racers, first.turns[0], limit, sampling, Console())
@@ -131,7 +131,7 @@ def _track(
 def _compare(config: schema.EvaluateCommand, folder: Path) -> None:
     """Print and write the study, or the comparison, of all results in a folder."""
     if config.study is not None:
-        if study := study_of(config.study, folder):
+        if study := read_study(config.study, folder):
             study_report.write(study, folder)
             Console().print(study_report.terminal_table(study))
             log.info("%s.md, .json and .png are in %s", config.study.name, folder)
