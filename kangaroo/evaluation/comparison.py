@@ -21,7 +21,7 @@ from kangaroo.evaluation.summary import shared_settings
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import write_json
-from kangaroo.utils.provenance import changes, machine
+from kangaroo.utils.provenance import describe_machine, differences
 from kangaroo.utils.tables import Row, short
 
 TITLE = "{model} on {bench}: methods compared"
@@ -54,7 +54,7 @@ def compare(folder: Path) -> Comparison | None:
     first, *others = summaries
     settings = shared_settings(summaries[first])
     for name in others:
-        if difference := changes(settings, shared_settings(summaries[name])):
+        if difference := differences(settings, shared_settings(summaries[name])):
             raise ConfigError(
                 f"'{name}' and '{first}' in '{folder}' cannot be compared, since '{first}' was run "
                 f"with other settings: {difference}. Move one of them elsewhere."
@@ -254,7 +254,7 @@ def provenance_lines(comparison: Comparison) -> Iterator[str]:
 def environment_lines(provenance: dict[str, Any]) -> Iterator[str]:
     """Versions and hardware, one line each."""
     yield ", ".join(f"{name} {x}" for name, x in provenance["versions"].items() if x)
-    yield machine(provenance)
+    yield describe_machine(provenance)
 
 
 def settings_line(settings: dict[str, Any]) -> str:

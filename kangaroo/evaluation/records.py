@@ -112,7 +112,9 @@ def start_run(folder: Path, settings: dict[str, Any], cost: dict[str, Any], resu
     """Start a run in `folder`, or resume the one that it holds. Errors: `ConfigError` names the
     settings that differ."""
     if resume and (folder / RUN).is_file():
-        if difference := changes(read_run(folder)["settings"], json.loads(json.dumps(settings))):
+        if difference := differences(
+            read_run(folder)["settings"], json.loads(json.dumps(settings))
+        ):
             raise ConfigError(
                 f"'{folder}' holds a run with other settings: {difference}. Pass another "
                 "output=, or resume=false to measure again from the start."

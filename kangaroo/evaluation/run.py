@@ -133,7 +133,7 @@ class Evaluator:
             parameters = footprint(method.drafter, [lm]).parameters
             cost = {"parameters": parameters, "training": method.made_by}
             if ranks.is_first:
-                store.start_run(folder, settings | flat(method.settings), cost, config.resume)
+                store.start_run(folder, settings | flatten(method.settings), cost, config.resume)
         ranks.wait()  # no rank reads a folder before the first rank has started its run
         records = [store.read(folder) for folder in self.folders]
         complete = set.intersection(*({x.question_id for x in answers} for answers in records))

@@ -183,7 +183,7 @@ class Reads:
         self.row = table.shape[1] * table.element_size()
         parts = [] if adapter is None else adapter.named_children()
         # a head that belongs to the adapter is counted as the draft head
-        self.adapter = memory.weights(*(module for name, module in parts if name != "head"))
+        self.adapter = memory.weight_bytes(*(module for name, module in parts if name != "head"))
         self.adapter_depth = 0 if adapter is None else adapter.depth
 
     def draft(self, length: int, drafted: int) -> int:
@@ -358,7 +358,7 @@ def notes(result: Results) -> str:
     return (
         f"Memory: {before:.1f} GB/s before, {after:.1f} GB/s after; limits take the higher. A "
         f"vanilla token reads {result['weights'] / 1e6:.1f} MB of weights. {result['model']}, "
-        f"{result['dtype']}, {machine(run)}; {settings['prompts']} prompts x "
+        f"{result['dtype']}, {describe_machine(run)}; {settings['prompts']} prompts x "
         f"{settings['max_new_tokens']} tokens x {settings['repeats']} repeats; "
         f"{result['drafter']}. git {run['git_revision']}, torch {run['versions']['torch']}, "
         f"transformers {run['versions']['transformers']}, {run['time']}."

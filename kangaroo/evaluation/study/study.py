@@ -148,10 +148,10 @@ def measured_methods(config: StudyConfig, folder: Path) -> list[Measured]:
     ]
     for method in methods[1:]:
         settings = (config.common_settings(x.summary) for x in (methods[0], method))
-        if differences := changes(*settings):
+        if changed := differences(*settings):
             raise ConfigError(
                 f"'{method.name}' and '{methods[0].name}' in '{folder}' cannot be in one study: "
-                f"{differences}. Move one of them elsewhere."
+                f"{changed}. Move one of them elsewhere."
             )
     has_speedups = "speedup" in config.metrics and config.x != "position"
     if has_speedups and any(x.summary["overall"]["speedup"] is None for x in methods):
