@@ -259,7 +259,7 @@ def test_a_training_that_diverges_stops_and_keeps_its_last_checkpoint(last, tmp_
 def test_muon_moves_linear_layers_but_for_heads_and_adamw_all_else():
     made = trainees(tiny(), [recipe(own_head=True)], None)[0].adapter
     options = replace(config(muon=True, clip=1e9), accumulate=1)
-    moved = {id(p) for p in backend.matrices_of(made)}
+    moved = {id(p) for p in backend.muon_weights(made)}
     before = {name: p.detach().clone() for name, p in made.named_parameters()}
     names = {name for name, p in made.named_parameters() if id(p) in moved}
     assert names == {f"attention.{part}_proj.weight" for part in "qkvo"}
