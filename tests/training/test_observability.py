@@ -54,7 +54,7 @@ def test_accepted_are_the_tokens_that_drafts_begun_at_every_position_would_get_r
             pairs = zip(drafted, text[start:], strict=False)
             counts.append(len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))))
     reached = [sum(count >= w for count in counts) for w in range(1, results.STEPS + 1)]
-    assert results.accepted(steps, tokens.wanted_BT).tolist() == reached
+    assert results.accepted(steps, tokens.learnt_BT).tolist() == reached
     assert len(counts) > reached[0] > reached[2] > 0
 
 
