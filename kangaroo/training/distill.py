@@ -181,7 +181,7 @@ def _grade(student: Student, part: slice, target: TargetDistributions, p_CO: Ten
 
 
 def outcomes(logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities `[C, O]`, in float32, of some tokens (undefined where not inside) and of all
+    """Log-probabilities `[C, O]` in float32 of some tokens, undefined where not inside, and of all
     others together; and the argmax `[C]`. On a CPU in native code (`cpp/outcomes.h`), which needs
     no float32 copy of the logits."""
     on_cpu = logits_CK.device.type == "cpu" and logits_CK.dtype in native.DTYPES

@@ -23,7 +23,7 @@ from kangaroo.data.making import MixConfig, SynthesisConfig
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import check_holdout
-from kangaroo.training.recipe import AdapterRecipe, TrainerConfig, loss_chunk_of
+from kangaroo.training.recipe import AdapterRecipe, TrainerConfig, default_loss_chunk
 from kangaroo.utils.errors import ConfigError
 
 Data = SynthesisConfig | ConversationsConfig | MixConfig
@@ -144,8 +144,11 @@ def estimate(
     layers, epochs, vocabulary = _count(lm.layers), config.epochs, config.vocabulary or whole
     with FakeTensorMode():  # tensors have shapes and types, and no numbers
         tokens_K = None if config.vocabulary is None else torch.empty(vocabulary)
-        places = [(recipe, layer) for recipe in recipes for layer in recipe.places(lm).values()]
-        planned = [(r, r.architecture.build(lm, layer, tokens_K)) for r, layer in places]
+        planned = [
+            (recipe, recipe.architecture.build(lm, layer, tokens_K))
+            for recipe in recipes
+            for layer in recipe.named_exits(lm).values()
+        ]
     taps = {tap for _, adapter in planned for tap in adapter.taps}
     deep = {tap for _, adapter in planned if (tap := adapter.deep_tap) is not None}
     stored = 0 if config.use_stored_logits is False else text.likeliest  # of each distribution
@@ -228,7 +231,7 @@ def foresee(
     devices, text = Devices.of(trains), Text.of(data, trainer.max_length)
     if holds_out and not store.is_complete(Path(data.path)):  # that may be another one, and go
         check_holdout(trainer.holdout, text.conversations)
-    chunk = trainer.loss_chunk or loss_chunk_of(devices.total, lm.config.vocab_size)
+    chunk = trainer.loss_chunk or default_loss_chunk(devices.total, lm.config.vocab_size)
     trainer = replace(trainer, loss_chunk=chunk)
     steps, memory, flops = estimate(lm, recipes, trainer, text, processes)
     devices.check("training", memory)

@@ -287,7 +287,7 @@ def resolve_sizes(
     with, else one micro-batch for each process, and what suits the first one's device."""
     # a sharded target goes there later
     device = ranks.device if config.shard_target else lm.device
-    suiting = ranks.broadcast(recipe.loss_chunk_of(memory.total(device), lm.config.vocab_size))
+    suiting = ranks.broadcast(recipe.default_loss_chunk(memory.total(device), lm.config.vocab_size))
     accumulate = config.accumulate or begun.get("accumulate", ranks.world)
     return accumulate, config.loss_chunk or begun.get("loss_chunk", suiting)
 
