@@ -38,7 +38,7 @@ from kangaroo.models.loading import ModelConfig, meta_model, to_measure
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.serve import serve as run_server
 from kangaroo.training import backend
-from kangaroo.training.estimate import Devices, foresee
+from kangaroo.training.estimate import Devices, forecast
 from kangaroo.training.loop import Trainer
 from kangaroo.training.results import CURVES, write_curves
 from kangaroo.utils import tracking
@@ -236,7 +236,7 @@ def make_data(config: schema.TrainCommand) -> None:
 def check_format(model: ModelConfig, muon: bool = False) -> None:
     """Warn where training would be slow in the model's number format, or Muon in its own."""
     multiplied = torch.bfloat16 if muon else model.dtype.torch
-    if Devices.of(model).place == "cpu" and not torch_multiplies(multiplied):
+    if Devices.of(model).device == "cpu" and not torch_multiplies(multiplied):
         log.warning("%s", SLOW_BFLOAT16)
 
 
@@ -245,7 +245,7 @@ def say_what_it_takes(config: schema.TrainCommand, ranks: Ranks, holds_out: bool
     writes the data. Errors: `ConfigError` where it cannot fit, or would hold out all there is."""
     lm, recipes = meta_model(config.model), [config.adapter, *config.more.values()]
     parts = config.model, config.data, config.trainer, ranks.world
-    for line in foresee(lm, recipes, *parts, holds_out):
+    for line in forecast(lm, recipes, *parts, holds_out):
         log.info("%s", line)
     ranks.wait()  # who loads its target earlier takes memory that others count
 
@@ -258,7 +258,7 @@ def _target_with_data(config: schema.TrainCommand, ranks: Ranks) -> TargetModel:
     lm, tokenizer = load_target(model)
     config.data.make(lm, tokenizer, ranks)
     ranks.wait()
-    about = store.about(Path(config.data.path))
+    about = store.read_provenance(Path(config.data.path))
     counts = (about[name] for name in ("conversations", "tokens", "assistant_tokens"))
     log.info("%d conversations, %d tokens, %d of the assistant, from %s", *counts, config.data.path)
     return lm

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from kangaroo.data import store
 from kangaroo.data.filters import answers, cut, cut_by, list_reasons
 from kangaroo.data.making import WrittenConfig, finish
-from kangaroo.data.reading import Source, read, regular
+from kangaroo.data.reading import Source, read, alternating_turns
 from kangaroo.data.writing import Dialogue, DialogueWriter
 from kangaroo.models.prompts import Message, Sample, Tokenizer, masked_ids
 from kangaroo.models.target import TargetModel
@@ -90,7 +90,7 @@ class ConversationsConfig(WrittenConfig, Source):
         unused = {"assistant"} if self.regenerate else set()
         unused |= set() if self.keep_system else {"system"}
         for messages in conversations:
-            turns, reason = regular(messages)
+            turns, reason = alternating_turns(messages)
             turns = [turn for turn in turns if turn["role"] not in unused]
             while turns and turns[-1]["role"] != last:
                 turns.pop()

@@ -22,7 +22,7 @@ from kangaroo.heads.adapter_files import read_config
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 from kangaroo.training import distill
-from kangaroo.training.batches import Work, collate, forward_target, train_step, learnt_positions
+from kangaroo.training.batches import Work, collate, forward_target, learnt_positions, train_step
 from kangaroo.training.distill import Loss, Student, divergence, overlap
 from kangaroo.training.loop import Trainer
 from kangaroo.training.recipe import trainees
@@ -81,7 +81,8 @@ def test_what_is_not_known_is_not_learnt():
     lm = tiny()
     one = stored_samples(lm, count=4, samples=1)[0]
     one["teacher"][3:6] = 0
-    assert learnt_positions(one, 100).sum() == 15 and learnt_positions(one, 100, stored=True).sum() == 12
+    assert learnt_positions(one, 100).sum() == 15
+    assert learnt_positions(one, 100, stored=True).sum() == 12
     tokens = collate([one], 100, lm.device, stored=True)
     places = tokens.learnt_BT[0].nonzero()[:, 0].tolist()
     assert places == [*range(4, 7), *range(10, 19)]
