@@ -14,6 +14,7 @@ from kangaroo.utils.ranges import Chance, CountOrZero, Ranged
 NGRAM = 4  # tokens or words of a phrase; any text repeats shorter ones
 SHINGLE = 5  # characters, not words: some languages have no spaces between words
 BANDS, ROWS = 16, 4  # of the MinHash; two texts of similarity 0.7 share a band with 98.8 %
+LATER_TURNS = "later turns: "  # before the reason for which a conversation was cut
 _PRIME = (1 << 31) - 1
 
 
@@ -49,15 +50,10 @@ def select(
         elif duplicate := seen.add(question):
             dropped[duplicate] += 1
         elif reason:
-            dropped[later_turns(reason)] += 1
+            dropped[LATER_TURNS + reason] += 1
             yield cut(sample, turns)
         else:
             yield sample
-
-
-def later_turns(reason: str) -> str:
-    """The reason for a conversation that was cut rather than dropped."""
-    return f"later turns: {reason}"
 
 
 def list_reasons(dropped: Counter[str]) -> str:

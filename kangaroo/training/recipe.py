@@ -173,7 +173,7 @@ def trainees(
     processes. Errors: `ConfigError` for two adapters of the same name; those of `load_start`."""
     adapters: dict[str, tuple[AdapterRecipe, Trainable]] = {}
     for recipe in recipes:
-        for name, layer in recipe.places(lm).items():
+        for name, layer in recipe.named_exits(lm).items():
             if name in adapters:
                 raise ConfigError(f"two adapters are called {name}; give one another adapter.name.")
             with torch.random.fork_rng(devices=[]):  # the same weights in every process
