@@ -1,15 +1,15 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Attention over the slots of a cache: chains, trees and batches by one kernel.
+"""Attention over the slots of a cache, with one kernel for chains, trees and batches.
 
-A token sees slots; in the order of its text they are its positions 0, 1, ... They are read in
-blocks of 64 positions, whatever else is decoded, and a block is one product of 16 columns with 64
-keys. Blocks that lie in the slots of the same numbers are shared: a column is a token with a query
-head. From the first one that does not, a token reads its blocks alone, by an index of slots, and
-its columns are the query heads of a group. A column's result does not depend on the others, so it
-makes no difference to a token's bits which of the two a block is.
+The slots that a token sees are its positions 0, 1, ... in the order of its text. They are read in
+blocks of 64 positions, and a block is one product of 16 columns with 64 keys. While positions are
+equal to slots, blocks are shared, and a column is a query head of any token in the row. From the
+first block where they differ, each token reads its own blocks through an index of slots (its path),
+and the columns are its query heads of a group. No column depends on the others, so both kinds of
+blocks give the same bits.
 
-Shapes: N tokens, T of a row, E slots that are looked at, S slots of a row, P places of a path,
-B blocks, H query heads, G key heads, D head size.
+Shapes: N tokens, T of a row, E slots that may be seen, S slots of a row, P places of a path, B
+blocks, H query heads, G key heads, D head size.
 """
 
 import triton
@@ -32,11 +32,11 @@ def path_kernel(
     BE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What a mask says: how many slots each token sees, how many of them are shared blocks, and the
-    slots that come after those, `path` `[N, P]`. Programs: N.
+    """Read a mask: how many slots each token sees, how many of them are in shared blocks, and the
+    other slots, `path` `[N, P]`. Programs: N.
 
     Args:
-        bias_ptr: 0 for a slot that is seen, -inf for another; of one token they lie in a line.
+        bias_ptr: 0 for a slot that is seen, -inf for any other; contiguous for each token.
     """
     wait(PDL)
     n = tl.program_id(0)
@@ -45,7 +45,7 @@ def path_kernel(
     e = tl.arange(0, BE)
     lead = E
     start = 0
-    while start < E:  # the interpreter has no ranges to what is not a constant
+    while start < E:  # the interpreter's ranges need constant ends
         slot = start + e
         is_seen = (slot < E) & (read(bias_ptr + slot, slot < E).to(tl.float32) == 0)
         lead = tl.minimum(lead, tl.min(tl.where(is_seen, E, slot)))
@@ -89,16 +89,16 @@ def attend_kernel(
     ANY_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of a block and each column: the weighted sum of values, `sum` `[N, H, B, D]`, the largest
-    score, and the sum of exponentials under it, `weight` `[N, H, B, 2]`.
+    """For a block and each column, the weighted sum of values, `sum` `[N, H, B, D]`; and the
+    largest score with the sum of exponentials relative to it, `weight` `[N, H, B, 2]`.
 
     Programs: rows, key heads, units. The first COLUMNS * B units are shared blocks of 16 columns,
-    the others T * P / 64 blocks of one token. Those before the window of all columns do nothing.
+    the others T * P / 64 blocks of one token. Blocks before every column's window do nothing.
 
     Args:
-        row_ptr: the cache's row that these begin at, with ANY_ROW; else they begin where it does.
-        WINDOW: how far a token looks back, to the beginning of a block; 0 is to all.
-        DP: D, or more: a power of two.
+        row_ptr: the cache's row of the first row, with ANY_ROW; otherwise it is 0.
+        WINDOW: how many tokens a token looks back, rounded up to whole blocks; 0 is to all.
+        DP: D rounded up to a power of two.
     """
     wait(PDL)
     GROUP: tl.constexpr = H // G
@@ -148,7 +148,7 @@ def attend_kernel(
 
 @triton.jit
 def first_block(count, WINDOW):
-    """The first one that a token sees which is the last of so many."""
+    """The first block that the last of `count` tokens sees."""
     return tl.where(WINDOW > 0, tl.maximum(count - 1 - WINDOW, 0) // 64, 0)
 
 
@@ -165,8 +165,8 @@ def combine_kernel(
     DP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The blocks of each token in their order, `[N, H, D]`; zeros where there is none. Programs:
-    N, H."""
+    """Combine the blocks of each token in order to `[N, H, D]`, zeros if it has none. Programs: N,
+    H."""
     wait(PDL)
     n = tl.program_id(0)
     head = n.to(tl.int64) * H + tl.program_id(1)

@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,assignment"
 # ruff: noqa: E741, RUF005, SIM102 (Triton takes no starred tuple, nor a constant beside an `and`)
-"""Products of weights and a few tokens: every weight is read once for up to 64 of them.
+"""Products of weights and a few tokens; every weight is read once for up to 64 tokens.
 
-The weights are the first operand, and 16 tokens the second, always: more tokens go into further
-accumulators of 16, or to other programs. An instruction that takes more columns would sum in
-another order.
+The first operand is always weights, and the second 16 tokens, since instructions with more columns
+sum in another order. More tokens have further accumulators of 16, or other programs.
 
 Shapes: N tokens, K inputs, O outputs, P parts over the inputs, H query heads, G key heads, D head
 size, B tiles of the outputs. A program has BO outputs of TOKENS tokens, and reads BK inputs at a
@@ -19,7 +18,7 @@ from kangaroo.cuda.kernels import numbers, read, rounded, wait, write
 
 @triton.jit
 def zeros(BO: tl.constexpr, COUNT: tl.constexpr):
-    """So many accumulators of 16 tokens."""
+    """`COUNT` accumulators of 16 tokens."""
     sums = ()
     for _ in tl.static_range(COUNT):
         sums = sums + (tl.zeros([BO, 16], tl.float32),)
@@ -28,7 +27,7 @@ def zeros(BO: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def weights(w_ptr, rows, O, k, K: tl.constexpr, BK: tl.constexpr):
-    """Rows of a matrix `[O, K]`, their inputs k to k + BK."""
+    """Inputs k to k + BK of these rows of a matrix `[O, K]`."""
     cols = k + tl.arange(0, BK)
     inside = (rows < O)[:, None] & (cols < K)[None, :]
     at = w_ptr + rows[:, None].to(tl.int64) * K + cols[None, :]
@@ -37,7 +36,7 @@ def weights(w_ptr, rows, O, k, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def inputs(x_ptr, first, N, k, K: tl.constexpr, BK: tl.constexpr):
-    """Of the 16 tokens from `first` on the inputs k to k + BK, `[BK, 16]`."""
+    """Inputs k to k + BK of 16 tokens from `first` on, `[BK, 16]`."""
     cols = k + tl.arange(0, BK)
     tokens = first + tl.arange(0, 16)
     inside = (cols < K)[:, None] & (tokens < N)[None, :]
@@ -46,8 +45,8 @@ def inputs(x_ptr, first, N, k, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def add(sums, matrices, x_ptr, first, N, k, K: tl.constexpr, BK: tl.constexpr):
-    """The accumulators, and the products of these weights with each 16 tokens, which are read once:
-    of each 16 there is one for every matrix."""
+    """Add the products of these weights and tokens to the accumulators, of which every 16 tokens
+    have one for each matrix."""
     MATRICES: tl.constexpr = len(matrices)
     added = ()
     for i in tl.static_range(len(sums) // MATRICES):
@@ -75,7 +74,7 @@ def linear_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`[P, N, O]`, each part over its share of the inputs. Programs: tiles, P, tokens."""
+    """Products `[P, N, O]`, each part over its share of the inputs. Programs: tiles, P, tokens."""
     wait(PDL)
     rows = tl.program_id(0) * BO + tl.arange(0, BO)
     part, first = tl.program_id(1), tl.program_id(2) * TOKENS
@@ -161,12 +160,12 @@ def qkv_kernel(
     PDL: tl.constexpr,
 ):
     """Queries `[N, H, D]`, and keys and values at the tokens' slots of the cache. Programs: tiles
-    of heads, tokens. A tile has BO numbers of a head's first half and the same of its second, since
-    these rotate together; with norms it has the whole head.
+    of heads, tokens. A tile has BO numbers of a head's first half and the same of its second half,
+    which rotate together; with norms it has the whole head.
 
     Args:
-        slot_ptr: of each token, within its row; rows have T tokens and S slots.
-        count_ptr: 0 for what is no token, which writes nothing to the cache.
+        slot_ptr: each token's slot within its row; rows have T tokens and S slots.
+        count_ptr: 0 for padding, which writes nothing to the cache.
         FIRST: the first head; H leaves queries out.
     """
     wait(PDL)
@@ -239,8 +238,8 @@ def choose_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of each tile of a head: its largest logit and the sum of exponentials under it, `best`
-    `[N, 2, B]`, and whose it is, `id` `[N, B]`. Programs: B, tokens."""
+    """For each tile of an LM head the largest logit and the sum of exponentials relative to it,
+    `best` `[N, 2, B]`, and that logit's output, `id` `[N, B]`. Programs: B, tokens."""
     wait(PDL)
     tile, first = tl.program_id(0), tl.program_id(1) * TOKENS
     rows = tile * BO + tl.arange(0, BO)
@@ -271,12 +270,12 @@ def choice_kernel(
     LISTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of each token, over all tiles: its likeliest id, `chosen` `[N]`, of equals the lowest, and
-    what it is given of the whole, `chance` `[N]`. Programs: N.
+    """The likeliest token over all tiles, `chosen` `[N]`, the first of equal ones, and its
+    probability, `chance` `[N]`. Programs: N.
 
     Args:
-        token_ptr: the ids of the head's outputs, ascending, where it has a part of the vocabulary.
-        BB: B, or more.
+        token_ptr: the tokens of the head's outputs, ascending, with LISTED.
+        BB: B rounded up to a power of two.
     """
     wait(PDL)
     n, tile = tl.program_id(0).to(tl.int64), tl.arange(0, BB)
