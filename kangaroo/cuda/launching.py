@@ -28,17 +28,12 @@ LEAST_SHARED = 99 << 10
 
 @dataclass(frozen=True)
 class Card:
-    """The properties of a GPU that tiles depend on.
-
-    Args:
-        processors: number of programs that run at the same time, at least.
-        shared: bytes of shared memory that a program may have.
-        is_hopper: Hopper (H100) or later: products read operands from shared memory, and a kernel
-            may start while the one before it ends (PDL).
-    """
+    """The properties of a GPU that tiles depend on."""
 
     processors: int
-    shared: int
+    shared: int  # bytes of shared memory that a program may have
+    # or later: products read operands from shared memory, and a kernel may start while the one
+    # before it ends (PDL)
     is_hopper: bool = True
 
 

@@ -27,7 +27,7 @@ SUMS = 1 << 28  # numbers that attention may keep in a prompt's pass of more tha
 LONGEST_PATH = 128  # nodes on a path from a draft's root
 GATE_BLOCK = 1024  # numbers of a program
 
-Past = tuple[Tensor, Tensor, int, Tensor | None]  # keys, values, slots of a row, the first row
+Past = tuple[Tensor, Tensor, int]  # keys and values from the first row on, slots of a row
 
 
 def power_of_two(least: int) -> int:
@@ -121,6 +121,7 @@ class Paths:
         rope: cosine and sine, each `[N, head size]`.
     """
 
+    meta: ForwardMeta
     count_N: Tensor
     lead_N: Tensor
     path_NP: Tensor
@@ -137,7 +138,8 @@ def paths(meta: ForwardMeta, n_slots: int) -> Paths:
     cos, sin = (flat(x.expand(rows, -1, -1)) for x in meta.rope)
     if meta.bias_R1TE is None or isinstance(meta.bias_R1TE, CausalBias):
         count_N = flat(meta.positions_RT[..., None])[:, 0].int() + 1
-        return Paths(count_N, count_N, count_N.new_empty(len(count_N), 0), slots_N, (cos, sin))
+        path_NP = count_N.new_empty(len(count_N), 0)
+        return Paths(meta, count_N, count_N, path_NP, slots_N, (cos, sin))
     bias_RTE = meta.bias_R1TE[:, 0].expand(rows, -1, -1)
     places = cdiv(63 + max(tokens, LONGEST_PATH), 64) * 64
     count_N, lead_N = slots_N.new_empty(2, len(slots_N), dtype=torch.int32)
@@ -149,7 +151,7 @@ def paths(meta: ForwardMeta, n_slots: int) -> Paths:
         *bias_RTE.stride()[:2],
         BE=1024,
     )
-    return Paths(count_N, lead_N, path_NP, slots_N, (cos, sin))
+    return Paths(meta, count_N, lead_N, path_NP, slots_N, (cos, sin))
 
 
 class Stack:
@@ -186,12 +188,11 @@ class Stack:
             layer = self.layers[index]
             if layer.o is not None:
                 x_ND, normed_ND = add_and_norm(x_ND, parts_PND, layer.attention_norm, eps)
-                both = cache.keys[index][first:], cache.values[index][first:]
-                past = *both, cache.n_slots, meta.row_1
-                q_NO = self._queries_and_keys(normed_ND, past, meta, seen, layer, keys_alone)
+                past = cache.keys[index][first:], cache.values[index][first:], cache.n_slots
+                q_NO = self._queries_and_keys(normed_ND, past, seen, layer, keys_alone)
                 if keys_alone:
                     return x_RTD
-                attended_NO = self._attend(q_NO, past, meta, seen)
+                attended_NO = self._attend(q_NO, past, seen)
                 parts_PND = product(attended_NO, layer.o, layer.o_bias, PARTS)
             if layer.gate is not None:
                 assert layer.up is not None and layer.down is not None
@@ -202,13 +203,7 @@ class Stack:
         return normed_ND.view(x_RTD.shape)
 
     def _queries_and_keys(
-        self,
-        x_ND: Tensor,
-        past: Past,
-        meta: ForwardMeta,
-        seen: Paths,
-        layer: LayerWeights,
-        keys_alone: bool,
+        self, x_ND: Tensor, past: Past, seen: Paths, layer: LayerWeights, keys_alone: bool
     ) -> Tensor:
         """The queries `[N, H * C]`; writes keys and values to the cache."""
         sizes, tokens, q = self.sizes, len(x_ND), layer.q
@@ -225,8 +220,8 @@ class Stack:
             kernels_products.qkv_kernel,
             (tiles, cdiv(tokens, shape["TOKENS"])),
             *(x_ND, q, layer.k, layer.v, layer.q_bias, layer.k_bias, layer.v_bias),
-            *(layer.q_norm, layer.k_norm, *seen.rope, seen.slots_N, seen.count_N, q_NO, *past[:3]),
-            *(tokens, meta.slots_RT.shape[1], sizes.eps),
+            *(layer.q_norm, layer.k_norm, *seen.rope, seen.slots_N, seen.count_N, q_NO, *past),
+            *(tokens, seen.meta.slots_RT.shape[1], sizes.eps),
             H=heads,
             G=kv_heads,
             FIRST=first,
@@ -237,10 +232,11 @@ class Stack:
         )
         return q_NO
 
-    def _attend(self, q_NO: Tensor, past: Past, meta: ForwardMeta, seen: Paths) -> Tensor:
+    def _attend(self, q_NO: Tensor, past: Past, seen: Paths) -> Tensor:
         """Attention `[N, H * C]` over the cache, with the tokens' own keys and values in it."""
-        sizes, (rows, tokens), places = self.sizes, meta.slots_RT.shape, seen.path_NP.shape[1]
-        heads, size, blocks = sizes.heads, sizes.head_size, cdiv(meta.extent, 64)
+        sizes, meta, places = self.sizes, seen.meta, seen.path_NP.shape[1]
+        (rows, tokens), blocks = meta.slots_RT.shape, cdiv(meta.extent, 64)
+        heads, size = sizes.heads, sizes.head_size
         columns = cdiv(tokens * heads // sizes.kv_heads, 16)
         sums = q_NO.new_empty(len(q_NO), heads, blocks, size, dtype=torch.float32)
         weights = q_NO.new_empty(len(q_NO), heads, blocks, 2, dtype=torch.float32)
@@ -248,7 +244,7 @@ class Stack:
         launch(
             kernels_attention.attend_kernel,
             (rows, sizes.kv_heads, columns * blocks + tokens * places // 64),
-            *(q_NO, *past, seen.count_N, seen.lead_N, seen.path_NP, sums, weights),
+            *(q_NO, *past, meta.row_1, seen.count_N, seen.lead_N, seen.path_NP, sums, weights),
             *(tokens, places, blocks, columns, self.window, sizes.scaling),
             G=sizes.kv_heads,
             **shape,

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from kangaroo.data import store
 from kangaroo.data.filters import LATER_TURNS, answer_spans, cut, list_reasons
 from kangaroo.data.making import WrittenConfig, finish
-from kangaroo.data.reading import Source, read, alternating_turns
+from kangaroo.data.reading import Source, alternating_turns, read
 from kangaroo.data.writing import Dialogue, DialogueWriter
 from kangaroo.models.prompts import Message, Sample, Tokenizer, masked_ids
 from kangaroo.models.target import TargetModel
@@ -23,6 +23,7 @@ from kangaroo.utils.ranges import Count
 from kangaroo.utils.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
+
 
 @dataclass
 class ConversationsConfig(WrittenConfig, Source):

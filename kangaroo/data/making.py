@@ -77,13 +77,9 @@ class WrittenConfig(Ranged):
         longest: int,
         ranks: Ranks,
     ) -> list[Sample]:
-        """Write the missing shards, which the processes share, and wait for all of them. Returns
-        the samples of all shards in the first process. Errors: those of `store.Shards`.
-
-        Args:
-            writers: functions that write the dialogues of a shard, by the shard's name.
-            longest: the most tokens of a conversation.
-        """
+        """Write the missing shards, which the processes share, and wait for all of them. `writers`
+        write a shard's dialogues, by its name, and `longest` limits their tokens. Returns all
+        samples in the first process. Errors: those of `store.Shards`."""
         settings = {k: v for k, v in self.settings(lm).items() if k not in self.not_in_shards}
         shards = store.Shards(Path(self.path + ".shards"), settings)
         existing = ranks.broadcast({name for name in writers if shards.path(name).exists()})
@@ -111,14 +107,9 @@ def finish(
     dropped: Counter[str],
     model: str | None,
 ) -> None:
-    """Filter raw samples, save them as a dataset, and log the counts. Errors: `DataError` if no
-    sample is left.
-
-    Args:
-        count: conversations there should have been.
-        dropped: counts by reason of conversations that are not in `raw`, or were cut.
-        model: name of the model of the samples' records, if they have any.
-    """
+    """Filter raw samples, save them as a dataset, and log the counts: of `count` conversations,
+    `dropped` by reason are not in `raw`, or were cut. The samples' records, if they have any, are
+    those of `model`. Errors: `DataError` if no sample is left."""
     samples = list(select(raw, config.filters, dropped))
     dropped = +dropped  # without zeros
     reasons = list_reasons(dropped)
@@ -128,10 +119,10 @@ def finish(
             "data.filters.* and the limits on tokens set what is kept."
         )
     log.info("%d of %d conversations kept; not kept or cut: %s", len(samples), count, reasons)
-    records = [sample["teacher"] for sample in samples if "teacher" in sample]
-    likeliest = records[0].dtype["tokens"].shape[0] if records else None
-    teacher = {"model": model, "likeliest": likeliest} if records else None
-    facts = {"asked": count, "dropped": dict(dropped), "teacher": teacher}
+    facts: dict[str, Any] = {"asked": count, "dropped": dict(dropped), "teacher": None}
+    if records := [sample["teacher"] for sample in samples if "teacher" in sample]:
+        likeliest = records[0].dtype["tokens"].shape[0]
+        facts["teacher"] = {"model": model, "likeliest": likeliest}
     store.save(samples, Path(config.path), settings, facts)
 
 

@@ -114,12 +114,8 @@ class DialogueWriter:
         proceed: Callable[[Dialogue], object] | None = None,
     ) -> None:
         """Let the target answer the user turn that ends every open dialogue. An answer that reaches
-        `max_tokens` is kept and closes its dialogue.
-
-        Args:
-            proceed: called after an answer that leaves its dialogue open. If it adds a user turn,
-                this is answered at once, without a new prefill of the earlier turns.
-        """
+        `max_tokens` is kept and closes its dialogue; after any other `proceed` is called. A user
+        turn that it adds is answered at once, without a new prefill of the earlier turns."""
         asked = [(d, prompt) for d in dialogues if (prompt := self._prompt(d, max_tokens))]
 
         def after(index: int, answer: Generation) -> Request | None:
@@ -139,8 +135,7 @@ class DialogueWriter:
         self._decode(requests, temperature, self.keep, after, self.longest if proceed else None)
 
     def _prompt(self, dialogue: Dialogue, max_tokens: int) -> tuple[Request, list[int]] | None:
-        """The request for the next answer, and its prompt's loss mask; None if no answer is due, or
-        there is no room."""
+        """The request for the next answer and its loss mask; None if none is due or has room."""
         if not (dialogue.open and dialogue.messages[-1]["role"] == "user"):
             return None
         prompt, mask = masked_ids(self.tokenizer, dialogue.messages, add_generation_prompt=True)

@@ -98,9 +98,8 @@ class TorchBackend:
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from the `state()` of any backend with any number of processes."""
         self.steps = state["steps"]
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(state["weights"][name])
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(state["weights"][name])
         self._load_moments(state)
 
     def _begin(self) -> None:

@@ -26,12 +26,9 @@ from kangaroo.utils.errors import ConfigError, DataError
 
 
 class Work:
-    """Training and held-out samples. Errors: those of `check_trainable` and `check_holdout`.
-
-    Attributes:
-        tokens, positions: how many tokens of each training sample are read, and how many learnt.
-        batches: the micro-batches of all epochs, as indices into `training`.
-    """
+    """Training and held-out samples; how many `tokens` of each training sample are read, and at how
+    many `positions` it is learnt; and the micro-batches of all epochs, as indices into `training`.
+    Errors: those of `check_trainable` and `check_holdout`."""
 
     def __init__(self, samples: Sequence[Sample], config: TrainerConfig):
         check_trainable(samples, config.max_length)
@@ -116,12 +113,8 @@ def plan(
 
 @dataclass
 class Tokens:
-    """A micro-batch with a row for each sample, padded on the right.
-
-    Args:
-        learnt_BT: the learnt positions, where the *next* token is the assistant's.
-        stored: likeliest tokens and their probabilities at those positions, each `[M, J]`.
-    """
+    """A micro-batch with a row for each sample, padded on the right; the learnt positions, where
+    the *next* token is the assistant's; and the stored tokens and probabilities, each `[M, J]`."""
 
     input_BT: Tensor
     learnt_BT: Tensor

@@ -12,7 +12,7 @@ from datasets import Dataset
 from kangaroo.data import reading, store
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.filters import answer_spans
-from kangaroo.data.reading import HELD_OUT, SHARED, TRAINING, Source, read, alternating_turns, split
+from kangaroo.data.reading import HELD_OUT, SHARED, TRAINING, Source, alternating_turns, read, split
 from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.models.prompts import masked_ids, prompt_ids
 from kangaroo.training.batches import check_trainable
