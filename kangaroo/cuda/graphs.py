@@ -29,8 +29,7 @@ Record = Callable[[Callable[[], None]], Callable[[], Any]]  # returns a function
 
 @dataclass
 class Recorded:
-    """One graph. Calls copy their inputs to `inputs`, and a replay writes `results`. Neither is in
-    the graphs' memory pool, which every replay overwrites."""
+    """A graph that reads `inputs` and writes `results`, outside of the memory pool it shares."""
 
     inputs: list[Tensor]
     replay: Callable[[], Any]
@@ -39,8 +38,7 @@ class Recorded:
 
 class Graphs:
     """Recorded work, by caches and key, on one device. Besides its inputs, work may use the weights
-    of the model and of a drafter that owns one of the caches. Calls within recorded work become
-    part of it."""
+    of the model and of a drafter that owns one of the caches."""
 
     seconds = 0.0  # all models' time for recording, which does not count as decoding
 

@@ -165,8 +165,7 @@ def combine_kernel(
     DP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Combine the blocks of each token in order to `[N, H, D]`, zeros if it has none. Programs: N,
-    H."""
+    """Combine a token's blocks, in order, to `[N, H, D]`; 0 without blocks. Programs: N, H."""
     wait(PDL)
     n = tl.program_id(0)
     head = n.to(tl.int64) * H + tl.program_id(1)

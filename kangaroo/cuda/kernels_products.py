@@ -45,8 +45,7 @@ def inputs(x_ptr, first, N, k, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def add(sums, matrices, x_ptr, first, N, k, K: tl.constexpr, BK: tl.constexpr):
-    """Add the products of these weights and tokens to the accumulators, of which every 16 tokens
-    have one for each matrix."""
+    """Add products of weights and tokens to accumulators: one for 16 tokens and a matrix."""
     MATRICES: tl.constexpr = len(matrices)
     added = ()
     for i in tl.static_range(len(sums) // MATRICES):

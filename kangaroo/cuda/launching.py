@@ -92,9 +92,8 @@ def card_of(device: torch.device) -> Card:
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Tensor | int | float | None, **options: Any
 ) -> None:
-    """Launch a kernel on the device of its first tensor. None stands for a tensor that the kernel
-    does not read. Multiply-adds are not fused, since a compiler might do it in some variants of a
-    kernel only, and results would differ."""
+    """Launch a kernel on the device of its first tensor; None stands for a tensor that it does not
+    read. No multiply-adds are fused, as a compiler might do in some variants of a kernel only."""
     any_tensor = next(x for x in args if isinstance(x, Tensor))
     device = any_tensor.device
     overlaps = device.type != "cpu" and card_of(device).is_hopper and not os.environ.get(NO_PDL)

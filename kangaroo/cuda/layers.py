@@ -56,8 +56,7 @@ def add_and_norm(
     eps: float,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of x and a product's parts, if there are any, and its norm, if there is a weight; the
-    norm is written to the view `out`, if given."""
+    """The sum of x and any parts of a product, and its norm if there is a weight (in `out`)."""
     if parts_PND is None and weight_D is None:
         return x_ND, x_ND
     size = x_ND.shape[1]
@@ -155,8 +154,7 @@ def paths(meta: ForwardMeta, n_slots: int) -> Paths:
 
 
 class Stack:
-    """A sequence of layers, with weights of one dtype, which are not copied. They look back
-    `window` tokens (`ForwardMeta.within`)."""
+    """A sequence of layers of one dtype that look back `window` tokens (`ForwardMeta.within`)."""
 
     def __init__(self, layers: Sequence[LayerWeights], sizes: Sizes, window: int = 0):
         self.layers, self.sizes, self.window = layers, sizes, window
@@ -367,8 +365,7 @@ class Fusing:
 
 
 def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> None:
-    """Run a layer and a small head for one token, and a layer for a text, since compiling may fail.
-    Errors: Triton's."""
+    """Run a layer and a small head, since compiling may fail. Errors: Triton's."""
     size, hidden, intermediate = sizes.head_size, sizes.hidden, sizes.feed_forward
     zeros = partial(torch.zeros, dtype=dtype, device=device)
     q, k = zeros(sizes.heads * size, hidden), zeros(sizes.kv_heads * size, hidden)

@@ -52,8 +52,8 @@ class ConversationsConfig(WrittenConfig, Source):
 
     def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks = ALONE) -> None:
         """Write what is missing of the dataset to `path`, in processes as in `SynthesisConfig`.
-        Errors: `DataError` for a source that cannot be read or has nothing usable; `ConfigError`
-        for a template that does not show which part is the assistant's."""
+        Errors: `DataError` if no conversation can be read or used; `ConfigError` for a chat
+        template that does not show the assistant's part."""
         if self.teacher and not self.regenerate:
             raise ConfigError(
                 f"data.teacher={self.teacher} keeps what the target computes while it writes, and "

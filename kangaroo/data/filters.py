@@ -105,9 +105,8 @@ def repetition(items: Sequence[object]) -> float:
 
 
 class Questions:
-    """A set of questions without near duplicates, found by MinHash with banding (Broder 1997;
-    Leskovec et al., Mining of Massive Datasets, chapter 3): only questions that share a band are
-    compared."""
+    """A set of questions without near duplicates. MinHash with banding (Broder 1997; Leskovec et
+    al., Mining of Massive Datasets, chapter 3) compares only questions that share a band."""
 
     def __init__(self, similarity: float):
         self.similarity = similarity

@@ -89,8 +89,8 @@ def read_records(
 
 
 def alternating_turns(messages: list[Message]) -> tuple[list[Message], str]:
-    """The longest beginning in which user and assistant alternate, after a system turn if there is
-    one; and what is wrong with the next turn, if there is one."""
+    """The longest beginning of alternating user and assistant turns, which may follow a system
+    turn; and what is wrong with the next turn, if there is one."""
     usable = [m for m in messages[:1] if m["role"] == "system" and m["content"].strip()]
     turns = list(itertools.dropwhile(lambda m: m["role"] != "user", messages))
     if not turns:
@@ -213,12 +213,11 @@ def _first(turn: dict[str, Any], *names: str) -> Any:
 
 @dataclass(frozen=True)
 class Split:
-    """Training records, unchanged, held-out questions of a bench, and how many records were left
-    out, since they share a passage with a held-out question."""
+    """Training records, held-out questions of a bench, and how many records were left out."""
 
     training: list[dict[str, Any]]
     held_out: list[dict[str, Any]]
-    left_out: int
+    left_out: int  # since they share a passage with a held-out question
 
     def write(self, folder: Path) -> None:
         """Write both lists as files of JSON lines, valid UTF-8, whole or not at all."""

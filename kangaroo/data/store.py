@@ -147,8 +147,7 @@ def save_records(path: Path, samples: Sequence[Sample]) -> None:
 
 
 def attach_records(path: Path, samples: Sequence[Sample], source: Path) -> None:
-    """Give every sample its records. Errors: `CorruptFile`, which says to delete `source`, if they
-    cannot be read or do not belong to these samples."""
+    """Give every sample its records. Errors: `CorruptFile`, which says to delete `source`."""
     if not samples:
         return
     counts = [sum(sample["loss_mask"]) for sample in samples]

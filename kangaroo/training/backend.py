@@ -48,9 +48,8 @@ def check(config: TrainerConfig, ranks: Ranks) -> None:
 
 
 class TorchBackend:
-    """AdamW, and Muon for linear layers if asked for, with the whole state in every process. All
-    processes call the same methods. Adapters start as rank 0's, and each adapter's gradient is
-    clipped by itself. `options.accumulate` must be a number."""
+    """AdamW, and Muon for linear layers if asked for, whole in every process. All processes call
+    the same methods. Adapters start as rank 0's and have separate gradient clipping."""
 
     def __init__(self, adapters: Sequence[Trainable], options: TrainerConfig, ranks: Ranks):
         assert options.accumulate is not None
@@ -72,8 +71,7 @@ class TorchBackend:
             parameter.grad = None
 
     def step(self, rates: Sequence[float]) -> None:
-        """Take an optimizer step with the gradients collected since the last one, clipped, at the
-        learning rate of each adapter."""
+        """Take an optimizer step with the collected, clipped gradients at each adapter's rate."""
         for total, parameter in zip(self.sums, self.parameters.values(), strict=False):
             if self.ranks.world > 1:
                 dist.all_reduce(total)
@@ -90,8 +88,7 @@ class TorchBackend:
             parameter.grad = None
 
     def state(self) -> dict[str, Any]:
-        """All weights and the optimizers' moments in float32 on the CPU, by name. There are no
-        moments before the first step."""
+        """Weights and moments in float32 on the CPU, by name; no moments before the first step."""
         weights = {name: p.detach().cpu().clone() for name, p in self.parameters.items()}
         return {"steps": self.steps, "weights": weights} | self._moments()
 

@@ -26,8 +26,8 @@ from kangaroo.utils.errors import ConfigError, DataError
 
 
 class Work:
-    """Training and held-out samples; how many `tokens` of each training sample are read, and at how
-    many `positions` it is learnt; and the micro-batches of all epochs, as indices into `training`.
+    """Training and held-out samples; the `tokens` of each training sample that are read, and the
+    `positions` that are learnt; and the micro-batches of all epochs, as indices into `training`.
     Errors: those of `check_trainable` and `check_holdout`."""
 
     def __init__(self, samples: Sequence[Sample], config: TrainerConfig):
@@ -122,8 +122,7 @@ class Tokens:
 
 
 def learnt_positions(sample: Sample, length: int, stored: bool = False) -> np.ndarray:
-    """`[length - 1]`: whether the next token is learnt. It is where the assistant wrote it and,
-    with `stored`, where its distribution is known."""
+    """`[length - 1]`: whether the next token is the assistant's and, if `stored`, known."""
     learnt_T = np.array(sample["loss_mask"][:length], dtype=bool)
     if stored:
         learnt_T[learnt_T] = topk_logits.known(sample["teacher"][: learnt_T.sum()])
@@ -200,8 +199,7 @@ def train_step(
     loss_chunk: int,
     weight: float,
 ) -> list[list[Student]]:
-    """Add `weight` x the gradient of each adapter's summed loss to its parameters. Returns the
-    graded draft steps of each adapter."""
+    """Add `weight` x the gradient of each adapter's summed loss; return its graded steps."""
     students = [make_students(lm, outputs, x, x.recipe.steps, weight) for x in trainees]
     distill(outputs.distributions, list(chain(*students)), loss_chunk)
     for trainee, steps in zip(trainees, students, strict=True):

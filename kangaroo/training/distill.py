@@ -144,8 +144,7 @@ class Student:
 
 
 def distill(target: TargetDistributions, students: Sequence[Student], chunk_size: int) -> None:
-    """Grade every student against the target, in chunks. If gradients are enabled, also compute its
-    `gradients`, which the caller passes on to the adapter."""
+    """Grade all students against the target; with gradients enabled, set their `gradients`."""
     for student in students:
         student.sums_F = torch.zeros(len(MEASURES), device=student.valid_M.device)
         student.agrees_M = torch.zeros_like(student.valid_M)

@@ -42,12 +42,11 @@ UTILISATION, TEMPLATE, CONVERSATIONS, LENGTH, LEARNT = 0.5, 32, 68_000, 1024, 0.
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of each process: their name, free memory, total memory of the first GPU (0 for a
-    CPU), and torch's name of that device."""
+    """The devices of each process, with the memory and torch's name of the first one."""
 
     name: str
-    free: int
-    total: int = 0
+    free: int  # bytes of all of them
+    total: int = 0  # bytes of the first one; 0 for a CPU
     device: str = "cpu"
 
     @staticmethod
@@ -121,8 +120,7 @@ class Text:
 
 
 def planned_lengths(data: Data, limit: int, template: int = 0) -> list[int]:
-    """The most tokens, up to `limit`, that conversations of each kind of shard may have, with
-    `template` extra tokens in each turn."""
+    """The most tokens of conversations, by kind of shard, with `template` more in each turn."""
     if isinstance(data, SynthesisConfig):
         turn = data.max_question_tokens + data.max_answer_tokens + template
         return [min(turn * turns, limit) for turns in data.turns]
@@ -219,8 +217,7 @@ def forecast(
     processes: int,
     holds_out: bool = True,
 ) -> list[str]:
-    """The memory and time of a run on the devices at hand, as lines for the log. Errors:
-    `ConfigError` if it cannot fit, or would hold out all samples."""
+    """Log lines on a run's memory and time. Errors: `ConfigError` if it cannot run like this."""
     training_model = replace(model, device_map=None) if trainer.shard_target else model
     # a sharded target is loaded and writes on the CPU, and then goes to the GPUs part by part
     writing_model = replace(training_model, device="cpu") if trainer.shard_target else model

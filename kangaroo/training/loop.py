@@ -206,8 +206,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-        """Held-out metrics of every adapter, `held_out/<name>/<metric>`, and the facts for its
-        drafter (`Trainable.facts`) by name."""
+        """Held-out metrics of every adapter, and the facts for its drafter (`Trainable.facts`)."""
         config, samples = self.config, self.work.held_out
         lengths = batches.clipped_lengths(samples, config.max_length)
         plan = batches.plan(lengths, config.batch_tokens, seed=0, epoch=0)
@@ -263,8 +262,7 @@ class Trainer:
 def uses_stored_logits(
     lm: TargetModel, samples: Sequence[Sample], config: TrainerConfig, data: dict[str, Any]
 ) -> bool:
-    """Whether to learn from stored distributions. Errors: `ConfigError` if `use_stored_logits` is
-    true, and the data has none of this target."""
+    """Whether to learn from stored distributions. Errors: `ConfigError` if it is not possible."""
     if config.use_stored_logits is False:
         return False
     model = (data.get("teacher") or {"model": lm.name})["model"]
@@ -293,8 +291,7 @@ def resolve_sizes(
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """The last saved `identity`, `backend` (its `state()`) and `progress` of a run; empty if there
-    is no checkpoint. Errors: `CorruptFile`."""
+    """The last checkpoint of a run; empty if there is none. Errors: `CorruptFile`."""
     path = folder / CHECKPOINT
     try:
         return torch.load(path, weights_only=True) if path.exists() else {}

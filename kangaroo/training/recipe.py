@@ -142,8 +142,7 @@ class AdapterRecipe(Ranged):
 
 @dataclass
 class Trainee:
-    """An adapter in training, and its `heads`, which have one vocabulary: one for each draft step,
-    the last for all further ones."""
+    """An adapter in training, with a head for each draft step, the last for all further ones."""
 
     name: str
     adapter: Trainable
@@ -195,8 +194,7 @@ def trainees(
 
 
 def load_start(path: str, adapter: Trainable, lm: TargetModel) -> None:
-    """Give `adapter` the weights of a trained one. Errors: `ConfigError` for another kind of
-    adapter; those of `adapter_files.load`."""
+    """Load a trained adapter's weights. Errors: `ConfigError`; those of `adapter_files.load`."""
     trained, _ = adapter_files.load(path, lm, Trainable)  # type: ignore[type-abstract]
     if isinstance(trained, Adapter) and type(adapter) is Adapter:
         trained = trained.grown(lm, adapter.architecture)

@@ -137,8 +137,7 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 
 
 def write_curves(folder: Path) -> None:
-    """Plot every adapter's metrics over optimizer steps, from a run's `metrics.jsonl` to its
-    `curves.png`. Errors: `DataError` if there are no metrics."""
+    """Plot every adapter's metrics over steps to `curves.png`. Errors: `DataError` for none."""
     rows = read_metrics(folder)
     if not rows:
         raise DataError(f"'{folder}' has no training run's {METRICS}, or it is empty.")
