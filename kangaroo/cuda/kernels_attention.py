@@ -32,12 +32,8 @@ def path_kernel(
     BE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Read a mask: how many slots each token sees, how many of them are in shared blocks, and the
-    other slots, `path` `[N, P]`. Programs: N.
-
-    Args:
-        bias_ptr: 0 for a slot that is seen, -inf for any other; contiguous for each token.
-    """
+    """Read a mask `bias`, contiguous for a token and 0 for slots that it sees: how many they are,
+    how many of them are in shared blocks, and the others, `path` `[N, P]`. Programs: N."""
     wait(PDL)
     n = tl.program_id(0)
     bias_ptr += (n // T).to(tl.int64) * ROW_STRIDE + (n % T).to(tl.int64) * TOKEN_STRIDE

@@ -270,12 +270,8 @@ def choice_kernel(
     PDL: tl.constexpr,
 ):
     """The likeliest token over all tiles, `chosen` `[N]`, the first of equal ones, and its
-    probability, `chance` `[N]`. Programs: N.
-
-    Args:
-        token_ptr: the tokens of the head's outputs, ascending, with LISTED.
-        BB: B rounded up to a power of two.
-    """
+    probability, `chance` `[N]`. With LISTED, `token` are the outputs' tokens, ascending. BB is B
+    rounded up to a power of two. Programs: N."""
     wait(PDL)
     n, tile = tl.program_id(0).to(tl.int64), tl.arange(0, BB)
     inside = tile < B

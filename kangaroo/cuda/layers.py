@@ -109,23 +109,15 @@ def gate_and_up(x_ND: Tensor, gate_OD: Tensor, up_OD: Tensor) -> Tensor:
 
 @dataclass
 class Paths:
-    """The slots that the tokens of a pass see, for all layers.
-
-    Args:
-        count_N: the number of slots that a token sees; 0 for padding.
-        lead_N: how many of them are the slots 0, 1, ..., in whole blocks of 64.
-        path_NP: the further slots, in the order of positions; empty in a prompt, whose tokens share
-            its last block even if they see only a part of it.
-        slots_N: slots for the tokens' own keys and values.
-        rope: cosine and sine, each `[N, head size]`.
-    """
+    """The slots that the tokens of a pass see, for all layers. In a prompt `path_NP` is empty: its
+    tokens share the last block even if they see only a part of it."""
 
     meta: ForwardMeta
-    count_N: Tensor
-    lead_N: Tensor
-    path_NP: Tensor
-    slots_N: Tensor
-    rope: tuple[Tensor, Tensor]
+    count_N: Tensor  # the number of slots that a token sees; 0 for padding
+    lead_N: Tensor  # how many of them are the slots 0, 1, ..., in whole blocks of 64
+    path_NP: Tensor  # the other ones, in the order of positions
+    slots_N: Tensor  # slots for the tokens' own keys and values
+    rope: tuple[Tensor, Tensor]  # cosine and sine, each `[N, head size]`
 
 
 def paths(meta: ForwardMeta, n_slots: int) -> Paths:

@@ -19,22 +19,15 @@ from kangaroo.models.target import TargetModel
 
 @dataclass
 class Dialogue:
-    """A growing conversation, a function of its seed, the model and the sampling.
-
-    Args:
-        opening: the beginning of its first user turn.
-        open: whether another turn may follow.
-        input_ids, loss_mask: tokens up to the last answer; empty before the first.
-        topk_logits: a record for each token of the assistant, if they are kept.
-    """
+    """A growing conversation, a function of its seed, the model and the sampling."""
 
     seed: int
-    opening: str = ""
+    opening: str = ""  # the beginning of its first user turn
     messages: list[Message] = field(default_factory=list)
-    open: bool = True
-    input_ids: list[int] = field(default_factory=list)
+    open: bool = True  # whether another turn may follow
+    input_ids: list[int] = field(default_factory=list)  # up to the last answer, as the loss mask
     loss_mask: list[int] = field(default_factory=list)
-    topk_logits: np.ndarray | None = None
+    topk_logits: np.ndarray | None = None  # a record for each token of the assistant, if kept
 
     def sample(self) -> Sample:
         """The conversation up to its last answer; it must have one."""

@@ -84,8 +84,7 @@ class TorchBackend:
             nn.utils.clip_grad_norm_(adapter.parameters(), self.options.clip)
         self._update(rates)
         self.steps += 1
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        nn.ModuleList(self.adapters).zero_grad()
 
     def state(self) -> dict[str, Any]:
         """Weights and moments in float32 on the CPU, by name; no moments before the first step."""

@@ -52,12 +52,8 @@ def overlap(p_CK: Tensor, log_q_CK: Tensor) -> Tensor:
 
 
 def divergence(loss: Loss, p_CK: Tensor, log_q_CK: Tensor) -> Tensor:
-    """The loss at each position, in nats or as a probability.
-
-    Args:
-        p_CK: the target's probabilities in the draft vocabulary; the rest to 1 is outside of it.
-            An outcome that stands for many tokens (`StoredDistributions`) counts as one in `alpha`.
-    """
+    """The loss at each position, in nats or as a probability. What `p_CK` lacks to 1 is outside of
+    the draft vocabulary. The outcome for all others (`StoredDistributions`) counts as one token."""
     if loss is Loss.cross_entropy:
         return -(p_CK * log_q_CK).sum(-1)
     if loss is Loss.kl:

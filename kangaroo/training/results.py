@@ -107,8 +107,7 @@ def decode(
     lm: TargetModel, trainees: Sequence[Trainee], prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> dict[str, float]:
     """Decode greedily with every adapter, as it would be saved now, and `STEPS` draft tokens at
-    threshold 0. Returns `decode/<name>/compression_rate` and `.../ctar1`, ..., defined as in
-    `kangaroo.evaluation.metrics`."""
+    threshold 0. Returns `decode/<name>/...` metrics as in `kangaroo.evaluation.metrics`."""
     metrics: dict[str, float] = {}
     for trainee in trainees:
         method = DRAFTERS[trainee.recipe.architecture.drafter]
