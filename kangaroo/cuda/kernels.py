@@ -135,8 +135,9 @@ def rotate_kernel(
     n = tl.program_id(0).to(tl.int64)
     head, d = tl.arange(0, HP)[:, None], tl.arange(0, HALF)[None, :]
     half = D // 2
-    at, inside = (n * H + head) * D + d, (head < H) & (d < half)
-    a, b = read(x_ptr + at, inside).to(tl.float32), read(x_ptr + at + half, inside).to(tl.float32)
+    offset, inside = (n * H + head) * D + d, (head < H) & (d < half)
+    a = read(x_ptr + offset, inside).to(tl.float32)
+    b = read(x_ptr + offset + half, inside).to(tl.float32)
     if NORMS:
         factor = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
         a = rounded(a * factor, x_ptr.dtype.element_ty).to(tl.float32)
@@ -145,18 +146,18 @@ def rotate_kernel(
         b *= read(norm_ptr + d + half, d < half).to(tl.float32)
         a = rounded(a, x_ptr.dtype.element_ty).to(tl.float32)
         b = rounded(b, x_ptr.dtype.element_ty).to(tl.float32)
-    turn = (n // T) * ROW + (n % T) * D + d
-    cos = read(cos_ptr + turn, d < half).to(tl.float32)
-    sin = read(sin_ptr + turn, d < half).to(tl.float32)
-    write(x_ptr + at, a * cos - b * sin, inside)
-    write(x_ptr + at + half, b * cos + a * sin, inside)
+    rope_offset = (n // T) * ROW + (n % T) * D + d
+    cos = read(cos_ptr + rope_offset, d < half).to(tl.float32)
+    sin = read(sin_ptr + rope_offset, d < half).to(tl.float32)
+    write(x_ptr + offset, a * cos - b * sin, inside)
+    write(x_ptr + offset + half, b * cos + a * sin, inside)
 
 
 @triton.jit(do_not_specialize=["NUMBERS"])
 def gate_kernel(gate_ptr, up_ptr, NUMBERS, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """`silu(gate) * up`, `[N, O]`, in place of the gate. Programs: blocks of numbers."""
     wait(PDL)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = read(gate_ptr + at, at < NUMBERS).to(tl.float32)
-    up = read(up_ptr + at, at < NUMBERS).to(tl.float32)
-    write(gate_ptr + at, gate * tl.sigmoid(gate) * up, at < NUMBERS)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate = read(gate_ptr + offset, offset < NUMBERS).to(tl.float32)
+    up = read(up_ptr + offset, offset < NUMBERS).to(tl.float32)
+    write(gate_ptr + offset, gate * tl.sigmoid(gate) * up, offset < NUMBERS)

@@ -103,21 +103,21 @@ def attend_kernel(
     m, e, d = tl.arange(0, 16), tl.arange(0, 64), tl.arange(0, DP)
     is_path = unit >= COLUMNS * B
     unit = tl.where(is_path, unit - COLUMNS * B, unit)
-    per = tl.where(is_path, P // 64, B)
-    part, nth = unit // per, unit % per
+    per_part = tl.where(is_path, P // 64, B)
+    part, nth = unit // per_part, unit % per_part
     t = tl.where(is_path, part, (part * 16 + m) // GROUP)
     j = tl.where(is_path, m, (part * 16 + m) % GROUP)
     token = row * T + tl.minimum(t, T - 1)
-    whose = row * T + tl.minimum(part, T - 1)  # a path is that of one token
-    block = tl.where(is_path, tl.load(lead_ptr + whose) // 64 + nth, nth)
+    path_token = row * T + tl.minimum(part, T - 1)  # a path is that of one token
+    block = tl.where(is_path, tl.load(lead_ptr + path_token) // 64 + nth, nth)
     count = tl.load(count_ptr + token)
     end = tl.where(is_path, count, tl.load(lead_ptr + token))
     is_live = (t < T) & (j < GROUP) & (block * 64 < end) & (block >= first_block(count, WINDOW))
     if tl.max(is_live.to(tl.int32)) > 0:
         place = block * 64 + e
-        path_end = tl.load(count_ptr + whose)
+        path_end = tl.load(count_ptr + path_token)
         on_path = place < tl.where(is_path, path_end, 0)
-        slot = tl.load(path_ptr + whose.to(tl.int64) * P + nth * 64 + e, mask=on_path, other=0)
+        slot = tl.load(path_ptr + path_token.to(tl.int64) * P + nth * 64 + e, mask=on_path, other=0)
         slot = tl.where(is_path, slot, place)
         is_key = place < tl.max(tl.where(is_live, count, 0))
         head = token.to(tl.int64) * H + h * GROUP + j
@@ -126,20 +126,20 @@ def attend_kernel(
         first = row.to(tl.int64)
         if ANY_ROW:
             first += tl.load(row_ptr)
-        at = ((first * S + slot) * G + h)[:, None] * D + d[None, :]
-        within = is_key[:, None] & (d < D)[None, :]
-        keys = read(keys_ptr + at, within)
+        offset = ((first * S + slot) * G + h)[:, None] * D + d[None, :]
+        key_inside = is_key[:, None] & (d < D)[None, :]
+        keys = read(keys_ptr + offset, key_inside)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
-        seen = is_live[:, None] & (place[None, :] < count[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
+        is_visible = is_live[:, None] & (place[None, :] < count[:, None])
+        scores = tl.where(is_visible, scores, float("-inf"))
         top = tl.max(scores, 1)
         weights = tl.exp(scores - tl.where(is_live, top, 0.0)[:, None])
-        values = read(values_ptr + at, within)
+        values = read(values_ptr + offset, key_inside)
         sums = tl.dot(rounded(weights, FORMAT), values, input_precision="ieee")
-        to = head * B + block
-        tl.store(sum_ptr + to[:, None] * D + d[None, :], sums, mask=inside)
-        tl.store(weight_ptr + to * 2, top, mask=is_live)
-        tl.store(weight_ptr + to * 2 + 1, tl.sum(weights, 1), mask=is_live)
+        head_block = head * B + block
+        tl.store(sum_ptr + head_block[:, None] * D + d[None, :], sums, mask=inside)
+        tl.store(weight_ptr + head_block * 2, top, mask=is_live)
+        tl.store(weight_ptr + head_block * 2 + 1, tl.sum(weights, 1), mask=is_live)
 
 
 @triton.jit
@@ -170,14 +170,14 @@ def combine_kernel(
     count = tl.load(count_ptr + n)
     block = first_block(count, WINDOW)
     while block * 64 < count:
-        at = head * B + block
-        block_top = tl.load(weight_ptr + at * 2)
-        block_total = tl.load(weight_ptr + at * 2 + 1)
-        block_out = tl.load(sum_ptr + at * D + d, mask=d < D, other=0.0)
+        offset = head * B + block
+        block_top = tl.load(weight_ptr + offset * 2)
+        block_total = tl.load(weight_ptr + offset * 2 + 1)
+        block_out = tl.load(sum_ptr + offset * D + d, mask=d < D, other=0.0)
         new = tl.maximum(top, block_top)
-        before, here = tl.exp(top - new), tl.exp(block_top - new)
-        out = out * before + block_out * here
-        total = total * before + block_total * here
+        old_scale, new_scale = tl.exp(top - new), tl.exp(block_top - new)
+        out = out * old_scale + block_out * new_scale
+        total = total * old_scale + block_total * new_scale
         top = new
         block += 1
     out = tl.where(total > 0, out / total, 0.0)

@@ -30,8 +30,8 @@ def weights(w_ptr, rows, O, k, K: tl.constexpr, BK: tl.constexpr):
     """Inputs k to k + BK of these rows of a matrix `[O, K]`."""
     cols = k + tl.arange(0, BK)
     inside = (rows < O)[:, None] & (cols < K)[None, :]
-    at = w_ptr + rows[:, None].to(tl.int64) * K + cols[None, :]
-    return numbers(tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first"))
+    pointers = w_ptr + rows[:, None].to(tl.int64) * K + cols[None, :]
+    return numbers(tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first"))
 
 
 @triton.jit
@@ -88,8 +88,8 @@ def linear_kernel(
             bias = read(bias_ptr + rows, rows < O).to(tl.float32)
             y += tl.where(part == 0, bias, 0.0)[:, None]
         tokens = first + 16 * i + tl.arange(0, 16)
-        at = (part * N + tokens[None, :]).to(tl.int64) * O + rows[:, None]
-        write(y_ptr + at, y, (rows < O)[:, None] & (tokens < N)[None, :])
+        offset = (part * N + tokens[None, :]).to(tl.int64) * O + rows[:, None]
+        write(y_ptr + offset, y, (rows < O)[:, None] & (tokens < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -119,8 +119,8 @@ def gate_up_kernel(
         gate = rounded(sums[2 * i], y_ptr.dtype.element_ty).to(tl.float32)
         tokens = first + 16 * i + tl.arange(0, 16)
         inside = (rows < O)[:, None] & (tokens < N)[None, :]
-        at = tokens[None, :].to(tl.int64) * O + rows[:, None]
-        write(y_ptr + at, gate * tl.sigmoid(gate) * sums[2 * i + 1], inside)
+        offset = tokens[None, :].to(tl.int64) * O + rows[:, None]
+        write(y_ptr + offset, gate * tl.sigmoid(gate) * sums[2 * i + 1], inside)
 
 
 @triton.jit(do_not_specialize=["N", "T", "S"])
@@ -173,12 +173,12 @@ def qkv_kernel(
     head = tl.program_id(0) // TILES + FIRST
     d = tl.program_id(0) % TILES * BO + tl.arange(0, BO)
     first = tl.program_id(1) * TOKENS
-    w_ptr, bias_ptr, norm_ptr, to_ptr, h = q_weight_ptr, q_bias_ptr, q_norm_ptr, q_ptr, head
+    w_ptr, bias_ptr, norm_ptr, out_ptr, h = q_weight_ptr, q_bias_ptr, q_norm_ptr, q_ptr, head
     if head >= H:
-        w_ptr, bias_ptr, norm_ptr, to_ptr = k_weight_ptr, k_bias_ptr, k_norm_ptr, keys_ptr
+        w_ptr, bias_ptr, norm_ptr, out_ptr = k_weight_ptr, k_bias_ptr, k_norm_ptr, keys_ptr
         h = head - H
     if head >= H + G:
-        w_ptr, bias_ptr, to_ptr = v_weight_ptr, v_bias_ptr, values_ptr
+        w_ptr, bias_ptr, out_ptr = v_weight_ptr, v_bias_ptr, values_ptr
         h = head - H - G
     heads = tl.where(head < H, H, G)
     inside_head = d < HALF
@@ -206,9 +206,9 @@ def qkv_kernel(
                 b = rounded(rounded(b * factor, FORMAT).to(tl.float32) * norm2, FORMAT)
                 a, b = a.to(tl.float32), b.to(tl.float32)
         if head < H + G:
-            at = tokens[None, :].to(tl.int64) * D + d[:, None]
-            cos = read(cos_ptr + at, inside).to(tl.float32)
-            sin = read(sin_ptr + at, inside).to(tl.float32)
+            offset = tokens[None, :].to(tl.int64) * D + d[:, None]
+            cos = read(cos_ptr + offset, inside).to(tl.float32)
+            sin = read(sin_ptr + offset, inside).to(tl.float32)
             a, b = a * cos - b * sin, b * cos + a * sin
         place = tokens.to(tl.int64)
         if head >= H:
@@ -216,9 +216,9 @@ def qkv_kernel(
             slot = tl.load(slot_ptr + tokens, mask=tokens < N, other=0).to(tl.int64)
             place = (tokens // T).to(tl.int64) * S + slot
             inside = inside & is_token[None, :]
-        at = (place * heads + h)[None, :] * D + d[:, None]
-        write(to_ptr + at, a, inside)
-        write(to_ptr + at + HALF, b, inside)
+        offset = (place * heads + h)[None, :] * D + d[:, None]
+        write(out_ptr + offset, a, inside)
+        write(out_ptr + offset + HALF, b, inside)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -250,9 +250,9 @@ def choose_kernel(
         top = tl.max(logits, 0)
         top_id = tl.min(tl.where(logits == top[None, :], rows[:, None], O), 0)
         tokens = (first + 16 * i + tl.arange(0, 16)).to(tl.int64)
-        at = best_ptr + tokens * 2 * B + tile
-        tl.store(at, top, mask=tokens < N)
-        tl.store(at + B, tl.sum(tl.exp(logits - top[None, :]), 0), mask=tokens < N)
+        pointers = best_ptr + tokens * 2 * B + tile
+        tl.store(pointers, top, mask=tokens < N)
+        tl.store(pointers + B, tl.sum(tl.exp(logits - top[None, :]), 0), mask=tokens < N)
         tl.store(id_ptr + tokens * B + tile, top_id, mask=tokens < N)
 
 

@@ -172,17 +172,17 @@ class Stack:
     ) -> Tensor:
         """The output of the last layer, normed if a norm is given. Keys and values are written at
         the block's slots; with `keys_alone`, for a single layer, nothing else is computed."""
-        seen, parts_PND = paths(meta, cache.n_slots), None
+        path, parts_PND = paths(meta, cache.n_slots), None
         x_ND, eps, first = flat(x_RTD), self.sizes.eps, meta.rows.start * cache.n_slots
         for index in layers:
             layer = self.layers[index]
             if layer.o is not None:
                 x_ND, normed_ND = add_and_norm(x_ND, parts_PND, layer.attention_norm, eps)
                 past = cache.keys[index][first:], cache.values[index][first:], cache.n_slots
-                q_NO = self._queries_and_keys(normed_ND, past, seen, layer, keys_alone)
+                q_NO = self._queries_and_keys(normed_ND, past, path, layer, keys_alone)
                 if keys_alone:
                     return x_RTD
-                attended_NO = self._attend(q_NO, past, seen)
+                attended_NO = self._attend(q_NO, past, path)
                 parts_PND = product(attended_NO, layer.o, layer.o_bias, PARTS)
             if layer.gate is not None:
                 assert layer.up is not None and layer.down is not None
@@ -193,7 +193,7 @@ class Stack:
         return normed_ND.view(x_RTD.shape)
 
     def _queries_and_keys(
-        self, x_ND: Tensor, past: Past, seen: Paths, layer: LayerWeights, keys_alone: bool
+        self, x_ND: Tensor, past: Past, path: Paths, layer: LayerWeights, keys_alone: bool
     ) -> Tensor:
         """The queries `[N, H * C]`; writes keys and values to the cache."""
         sizes, tokens, q = self.sizes, len(x_ND), layer.q
@@ -210,8 +210,8 @@ class Stack:
             kernels_products.qkv_kernel,
             (tiles, cdiv(tokens, shape["TOKENS"])),
             *(x_ND, q, layer.k, layer.v, layer.q_bias, layer.k_bias, layer.v_bias),
-            *(layer.q_norm, layer.k_norm, *seen.rope, seen.slots_N, seen.count_N, q_NO, *past),
-            *(tokens, seen.meta.slots_RT.shape[1], sizes.eps),
+            *(layer.q_norm, layer.k_norm, *path.rope, path.slots_N, path.count_N, q_NO, *past),
+            *(tokens, path.meta.slots_RT.shape[1], sizes.eps),
             H=heads,
             G=kv_heads,
             FIRST=first,
@@ -222,9 +222,9 @@ class Stack:
         )
         return q_NO
 
-    def _attend(self, q_NO: Tensor, past: Past, seen: Paths) -> Tensor:
+    def _attend(self, q_NO: Tensor, past: Past, path: Paths) -> Tensor:
         """Attention `[N, H * C]` over the cache, with the tokens' own keys and values in it."""
-        sizes, meta, places = self.sizes, seen.meta, seen.path_NP.shape[1]
+        sizes, meta, places = self.sizes, path.meta, path.path_NP.shape[1]
         (rows, tokens), blocks = meta.slots_RT.shape, cdiv(meta.extent, 64)
         heads, size = sizes.heads, sizes.head_size
         columns = cdiv(tokens * heads // sizes.kv_heads, 16)
@@ -234,7 +234,7 @@ class Stack:
         launch(
             kernels_attention.attend_kernel,
             (rows, sizes.kv_heads, columns * blocks + tokens * places // 64),
-            *(q_NO, *past, meta.row_1, seen.count_N, seen.lead_N, seen.path_NP, sums, weights),
+            *(q_NO, *past, meta.row_1, path.count_N, path.lead_N, path.path_NP, sums, weights),
             *(tokens, places, blocks, columns, self.window, sizes.scaling),
             G=sizes.kv_heads,
             **shape,
@@ -242,7 +242,7 @@ class Stack:
             num_warps=4,
         )
         out_NO, combine = torch.empty_like(q_NO), kernels_attention.combine_kernel
-        tensors = sums, weights, seen.count_N, out_NO
+        tensors = sums, weights, path.count_N, out_NO
         launch(combine, (len(q_NO), heads), *tensors, blocks, self.window, **shape, num_warps=1)
         return out_NO
 

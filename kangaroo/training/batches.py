@@ -122,7 +122,7 @@ class Tokens:
 
 
 def learnt_positions(sample: Sample, length: int, stored: bool = False) -> np.ndarray:
-    """`[length - 1]`: whether the next token is the assistant's and, if `stored`, known."""
+    """`[length - 1]`: where the next token is the assistant's (and its distribution `stored`)."""
     learnt_T = np.array(sample["loss_mask"][:length], dtype=bool)
     if stored:
         learnt_T[learnt_T] = topk_logits.known(sample["teacher"][: learnt_T.sum()])
