@@ -37,7 +37,7 @@ from kangaroo.models.loading import ModelConfig, meta_model, to_measure
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.serve import serve as run_server
 from kangaroo.training import backend
-from kangaroo.training.estimate import Devices, foresee
+from kangaroo.training.estimate import Devices, forecast
 from kangaroo.training.loop import Trainer
 from kangaroo.training.results import CURVES, write_curves
 from kangaroo.utils import tracking
@@ -225,13 +225,8 @@ def make_data(config: schema.TrainCommand) -> None:
 def check_format(model: ModelConfig, muon: bool = False) -> None:
     """Warn where training would be slow in the model's number format, or in bfloat16 for Muon."""
     multiplied = torch.bfloat16 if muon else model.dtype.torch
-    if Devices.of(model).place == "cpu" and not torch_multiplies(multiplied):
-        log.warning(
-            "PyTorch multiplies bfloat16 slowly on this processor, which has no AVX-512: training "
-            "takes some five times as long as with model.dtype=float32, and ten times with "
-            "trainer.muon=true, whatever the format. The text can be written in bfloat16 "
-            f"first ({command_line('make_data')}), and the adapter serves either format."
-        )
+    if Devices.of(model).device == "cpu" and not torch_multiplies(multiplied):
+        log.warning("%s", SLOW_BFLOAT16)
 
 
 def _log_estimate(config: schema.TrainCommand, ranks: Ranks, holds_out: bool = True) -> None:
@@ -239,7 +234,7 @@ def _log_estimate(config: schema.TrainCommand, ranks: Ranks, holds_out: bool = T
     writes data. Errors: `ConfigError` where it cannot fit, or would hold out all data."""
     lm, recipes = meta_model(config.model), [config.adapter, *config.more.values()]
     parts = config.model, config.data, config.trainer, ranks.world
-    for line in foresee(lm, recipes, *parts, holds_out):
+    for line in forecast(lm, recipes, *parts, holds_out):
         log.info("%s", line)
     ranks.wait()  # a target that is loaded earlier would take memory that other processes count
 
@@ -252,7 +247,7 @@ def _target_with_data(config: schema.TrainCommand, ranks: Ranks) -> TargetModel:
     lm, tokenizer = load_target(model)
     config.data.make(lm, tokenizer, ranks)
     ranks.wait()
-    about = store.about(Path(config.data.path))
+    about = store.read_provenance(Path(config.data.path))
     counts = (about[name] for name in ("conversations", "tokens", "assistant_tokens"))
     log.info("%d conversations, %d tokens, %d of the assistant, from %s", *counts, config.data.path)
     return lm
