@@ -87,7 +87,7 @@ class Trainer:
         self.backend = backend(adapters, config, ranks)
         settings = config.identity() | {"adapters": [x.settings() for x in self.trainees]}
         self.identity = json.loads(json.dumps(settings | {"data": data["fingerprint"]}))
-        if saved and (changed := changes(saved["identity"], self.identity)):
+        if saved and (changed := differences(saved["identity"], self.identity)):
             raise ConfigError(
                 f"'{output}' holds a run with other settings ({changed}). Go on with the same "
                 "ones, pass output= another folder, or delete it."
