@@ -148,7 +148,7 @@ class HybridDrafting(LayerDrafting):
         drafter = self.drafter
         self.catch_up(buffers, batch)
         drafter.take_costs(batch.budget, len(rows), shared_states=True)
-        sources = {row: drafter.asked(batch, row) for row in rows}
+        sources = {row: drafter.update_sources(batch, row) for row in rows}
         growing = [row for row, source in sources.items() if drafter.pays(source)]
         for row in growing:  # one pass gives their states together with the pending token's
             buffers.add(row, sources[row].likeliest_lookup.tokens)
@@ -159,7 +159,7 @@ class HybridDrafting(LayerDrafting):
             buffers.draft(growing, drafter.threshold, a_token)
             for row in growing:
                 choices = buffers.choices[row].tolist(), buffers.chances[row].tolist()
-                sources[row].chain.add(list(zip(*choices, strict=True))[: drafter.head.size])
+                sources[row].chain.append(list(zip(*choices, strict=True))[: drafter.head.size])
             growing = [row for row in growing if drafter.pays(sources[row])]
         for row, source in sources.items():
             tree = best_tree(drafter.costs, source, drafter.nodes)
