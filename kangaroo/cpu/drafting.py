@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from ctypes import Structure
 
 import numpy as np
-import torch
 
 from kangaroo.cpu import native
 from kangaroo.cpu.buffers import DraftBuffers
@@ -230,10 +229,8 @@ class DraftModelDrafting(NativeDrafting):
                 break
             at += 1
         if len(text) - at > UNREAD:
-            chunk = drafter.lm.prompt_chunk(last)
-            for first in range(at, last, chunk):
-                part_1T = torch.tensor([text[first : min(first + chunk, last)]])
-                drafter.read_chunk(part_1T, first, row)
+            drafter.read[row] = at
+            drafter.read_text(text, row, last)
             at = last
         last_id = drafter.vocab_size - 1  # the target's further ids are padding
         pending = [min(token, last_id) for token in text[at:]]
