@@ -96,7 +96,7 @@ def _tokens(config: PretrainedConfig) -> dict[int, str] | None:
 
 
 class DraftModel(Autoregressive):
-    """Keeps a cache of its own. The first pass of a round takes the last two committed tokens: after
+    """Keeps its own cache. The first pass of a round takes the last two committed tokens: after
     a draft that was accepted whole the older one is in no cache. Tokens of earlier rounds without a
     draft are read before; native rounds read all in that pass. Its vocabulary may be padded to
     another size than the target's.
