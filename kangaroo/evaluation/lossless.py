@@ -15,7 +15,7 @@ from torch import Tensor
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Sampling, together
+from kangaroo.engine.sampling import Sampling, combine
 from kangaroo.engine.sampling import scores as scores_of
 from kangaroo.engine.tree import Tree
 from kangaroo.evaluation.records import Fork
@@ -81,7 +81,7 @@ def slack(logits_V: Tensor, dtype: torch.dtype) -> float:
 def scores(logits_V: Tensor, sampling: Sampling, seed: int, position: int) -> Tensor:
     """What `sampling.pick` takes the argmax of."""
     seed_1, at_1 = torch.tensor([[seed], [position]], device=logits_V.device)
-    how = together([sampling])
+    how = combine([sampling])
     how = how.reading(how.settings_B3.to(logits_V.device))
     return scores_of(logits_V[None, None], at_1[None], how, seed_1)[0, 0]
 

@@ -270,7 +270,7 @@ class Scheduler:
         """A job that waits goes on from what it has written, in the free row of a text that it goes
         on from; where there is none, in the one that was written longest ago, so that others may
         still be gone on from. Returns the parts of its prompt."""
-        shared = {row: batch.shared(row, job.resumed.text) for row in self.idle}
+        shared = {row: batch.common_prefix(row, job.resumed.text) for row in self.idle}
         row = max(shared, key=shared.__getitem__)
         if 2 * shared[row] <= len(batch.texts[row]):
             row = self.idle[0]

@@ -133,7 +133,7 @@ def wanted_of(sample: Sample, length: int, stored: bool = False) -> np.ndarray:
     but for those whose distribution should have been `stored` and is not known."""
     wanted_T = np.array(sample["loss_mask"][:length], dtype=bool)
     if stored:
-        wanted_T[wanted_T] = topk_logits.known(sample["teacher"][: wanted_T.sum()])
+        wanted_T[wanted_T] = topk_logits.nonempty(sample["teacher"][: wanted_T.sum()])
     return wanted_T[1:]
 
 
@@ -158,7 +158,7 @@ def collate(
         if stored:
             mask = sample["loss_mask"][:length]
             records_M = sample["teacher"][mask[0] : sum(mask)]
-            records.append(records_M[topk_logits.known(records_M)])
+            records.append(records_M[topk_logits.nonempty(records_M)])
     tokens = Tokens(input_BT.to(device), wanted_BT.to(device))
     if stored:
         likeliest, chances = topk_logits.tensors(np.concatenate(records))
