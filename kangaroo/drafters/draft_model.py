@@ -136,7 +136,7 @@ class DraftModel(Autoregressive):
 
     def read_chunk(self, tokens_1T: Tensor, first: int, row: int) -> None:
         """Write the keys of a part of a row's text."""
-        prefill.read(self.lm, self._known(tokens_1T), first, self.cache, row)
+        prefill.read(self.lm, self._known(tokens_1T), first, self.cache, row, ())
 
     def caches(self, batch: Batch) -> tuple[KVCache, ...]:
         return (self.cache,)

@@ -29,13 +29,11 @@ class Acceleration:
         return bool(self.library or self.graphs or self.kernels)
 
     def width(self, tokens: int, most: int) -> int:
-        """How many tokens of a row a pass over `tokens` is padded to: where it is recorded, a power
-        of two or `most`."""
+        """The width of a pass over `tokens`: if it is recorded, a power of two or `most`."""
         return tokens if self.graphs is None else max(tokens, min(power_of_two(tokens), most))
 
     def part(self, name: str, weights: Any, **options: Any) -> Any:
-        """A `Stack`, `Head` or `Fusing` over these weights, which are not copied; None without
-        kernels and native code."""
+        """A `Stack`, `Head` or `Fusing` of these weights; None without kernels and native code."""
         if self.kernels is not None:
             return getattr(self.kernels, name)(weights, self.sizes, **options)
         if self.library is None:

@@ -4,7 +4,7 @@ Shapes: B rows, S slots a row, P = 1 + the draft's largest depth.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from kangaroo.engine.sampling import Sampling, combine, settings
 from kangaroo.engine.tree import Draft, Verdict
 
 
+@dataclass(eq=False)
 class Batch:
     """Texts of different lengths in the rows of one cache; another text may take a free row.
 
@@ -23,28 +24,25 @@ class Batch:
 
     Args:
         longest: tokens of the longest text, prompt included.
-        sampling: for texts that have none of their own.
+        default: the sampling of texts that have none of their own; its seed does not matter.
     """
 
-    def __init__(
-        self,
-        cache: KVCache,
-        longest: int,
-        sampling: Sampling,
-        eos_ids: frozenset[int],
-        device: torch.device,
-        budget: Budget,
-    ):
-        size = self.size = cache.batch_size
-        self.n_slots = cache.n_slots
-        self.cache, self.longest, self.budget = cache, longest, budget
+    cache: KVCache
+    longest: int
+    default: Sampling
+    eos_ids: frozenset[int]
+    device: torch.device
+    budget: Budget
+
+    def __post_init__(self) -> None:
+        size, device = self.cache.batch_size, self.device
+        self.size, self.n_slots = size, self.cache.n_slots
         self.tokens_BS = torch.zeros(size, self.n_slots, dtype=torch.long, device=device)
         self.length_B = torch.ones(size, dtype=torch.long, device=device)
         self.seeds_B = self.length_B.clone()
         self.done_B = torch.ones(size, dtype=torch.bool, device=device)
-        self.eos_ids = eos_ids
         # copies on the host, so that extents and drafters that read the text need no sync
-        self.ends: list[frozenset[int]] = [eos_ids] * size  # the tokens that end each row's text
+        self.ends = [self.eos_ids] * size  # the tokens that end each row's text
         self.texts: list[list[int]] = [[0] for _ in range(size)]
         self.limits, self.seeds, self.done = [1] * size, [0] * size, [True] * size
         self.prompt_read = [False] * size  # whether the row's prompt was read to its end
@@ -52,7 +50,7 @@ class Batch:
         # `begin`; and by row the nodes' tokens with these, until the drafter clears them
         self.likeliest = 0
         self.verified: list[list[tuple[int, list[int]]]] = [[] for _ in range(size)]
-        self.default = replace(sampling, seed=0)
+        self.default = replace(self.default, seed=0)
         self.samplings, self.all_default = [self.default] * size, True
         self.settings_B3 = torch.tensor([settings(self.default)] * size, device=device)
         self.sampling = combine([self.default], self.settings_B3)

@@ -24,8 +24,7 @@ class Budget:
     Args:
         curve: `VerifyCosts.curve`; the costs are measured at the first call.
         always: every row drafts as a text alone does.
-        measure_draft_cost: the cost of a token of a drafter's chain, in vanilla steps; None leaves
-            the drafter's own estimate.
+        measure_draft_cost: the cost of a chain's token, in vanilla steps; None trusts the drafter.
     """
 
     curve: Callable[[int, int], list[float]]
@@ -47,13 +46,11 @@ class Budget:
         self.tried[row] = self.right[row] = 0.0
 
     def limits(self, rows: Sequence[int], nodes: int, drafting: float, auto: bool) -> np.ndarray:
-        """The limit, `[rows, nodes]`, that the product of the confidences in the first n tokens of
-        a row's chain has to exceed for one more token, which costs `drafting` vanilla steps.
-
-        With `auto` that product times the share of right tokens in this text is the chance that the
-        next one is right, and has to pay for drafting and verifying it. Otherwise the drafter's
-        threshold decides, within what a batch allows.
-        """
+        """The limits, `[rows, nodes]`, that the product of the confidences in the first n tokens of
+        a row's chain has to exceed for one more token, which costs `drafting` vanilla steps. With
+        `auto` that product times the share of right tokens in this text is the chance that the next
+        one is right, which has to pay for drafting and verifying it. Otherwise the drafter's
+        threshold decides, within what a batch allows."""
         if not auto:
             chances = self.min_chain_chances(len(rows), nodes, drafting)
             return np.tile(np.array(chances, np.float32), (len(rows), 1))

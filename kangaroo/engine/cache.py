@@ -222,8 +222,7 @@ class BlockCache:
 
 
 def occupied(n_slots: int, used: int, recorded: bool = False) -> int:
-    """How many slots attention reads to cover `used` ones: few values, so that few shapes occur,
-    and powers of two where each is `recorded` as a graph."""
+    """How many slots attention reads to cover `used`: few values, even fewer if `recorded`."""
     if recorded:
         return min(max(LEAST_RECORDED, power_of_two(used)), n_slots)
     return min(math.ceil(used / BUCKET) * BUCKET, n_slots)

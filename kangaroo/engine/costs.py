@@ -2,8 +2,7 @@
 and on a GPU that of drafting a token.
 
 Where reading the weights takes the time, more tokens are nearly free. On a virtual machine that
-depends on its neighbours, so half of the arithmetic hidden behind memory is counted
-(docs/methods.md).
+depends on its neighbours, so half of the hidden arithmetic is counted (docs/methods.md).
 
 Shapes: N tokens of a pass.
 """
@@ -13,17 +12,17 @@ import json
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from kangaroo.cpu.native import build_name
 from kangaroo.engine.cache import BUCKET, ForwardMeta, KVCache
 from kangaroo.engine.clock import now
 from kangaroo.engine.tree import Tree
@@ -37,6 +36,8 @@ CONTEXT = 256
 REPEATS, MOST_SECONDS = 30, 0.5  # passes of a width, fewer if they take longer
 KEPT_SECONDS = 86400.0  # a stored measurement is repeated after this: neighbours come and go
 STEADY = 1.1  # if times differ by a larger factor, the machine is busy, and they are not stored
+
+Work = Callable[[Tensor, ForwardMeta], Tensor]  # a pass over the states of its tokens
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,9 @@ def machine(lm: TargetModel) -> list[str | int]:
     if lm.device.type == "cuda":
         by = "eager" if not lm.acceleration else "kernels" if lm.acceleration.kernels else "graphs"
         return [torch.cuda.get_device_name(lm.device), by]
-    native = lm.acceleration.library is not None
-    return [torch.get_num_threads(), build_name() if native else "torch " + torch.__version__]
+    library = lm.acceleration.library
+    build = Path(library._name).stem if library else "torch " + torch.__version__
+    return [torch.get_num_threads(), build]
 
 
 def measure(lm: TargetModel) -> tuple[VerifyCosts, bool]:
@@ -113,8 +115,7 @@ def measure(lm: TargetModel) -> tuple[VerifyCosts, bool]:
 def verifications(
     lm: TargetModel, widths: list[int], layers: range, length: int
 ) -> dict[int, list[float]]:
-    """Seconds of each pass by width, through `layers`, the head and the choice of a token, after
-    `length` tokens; `widths` are ascending."""
+    """Seconds of passes by width, ascending, of layers, head and choice after `length` tokens."""
     cache = lm.new_cache(1, length + widths[-1] + BUCKET)
 
     def verify(x_1ND: Tensor, meta: ForwardMeta) -> Tensor:
@@ -157,18 +158,12 @@ def context(lm: TargetModel) -> int:
 
 
 def timed(
-    lm: TargetModel,
-    widths: list[int],
-    length: int,
-    caches: tuple[KVCache, ...],
-    work: Callable[[Tensor, ForwardMeta], Tensor],
+    lm: TargetModel, widths: list[int], length: int, caches: Sequence[KVCache], work: Work
 ) -> dict[int, list[float]]:
     """Seconds of each pass `work(x, meta)` by width, after `length` tokens; widths take turns."""
     seconds: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(REPEATS):
-        for width in widths:
-            if sum(seconds[width]) > MOST_SECONDS:
-                continue
+        for width in [width for width in widths if sum(seconds[width]) <= MOST_SECONDS]:
             tokens_1N = torch.zeros(1, width, dtype=torch.long, device=lm.device)
             tree, start_1 = Tree.chain(width, lm.device), tokens_1N[:, 0] + length
             meta = lm.forward_meta(tree, start_1, length + width, caches[0].n_slots)

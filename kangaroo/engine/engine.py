@@ -120,8 +120,7 @@ class Engine:
         """Decode all requests, `batch_size` at a time, and yield (index, generation) as each ends.
 
         Args:
-            after: the request that follows in the same row under the same index, such as the next
-                turn of a conversation.
+            after: the request that follows in the same row: the next turn of a conversation.
             longest: tokens of the longest text; by default of `requests`.
         """
         for request in requests:
@@ -136,8 +135,8 @@ class Engine:
         following: dict[int, tuple[int, Request]] = {}  # by row
         active: dict[int, tuple[int, Request, Generation]] = {}
         while True:
-            for row in [row for row in range(batch.size) if row not in active]:
-                if entry := following.pop(row, None) or next(waiting, None):
+            for row in range(batch.size):
+                if row not in active and (entry := following.pop(row, None) or next(waiting, None)):
                     active[row] = (*entry, self.admit(batch, row, entry[1]))
             if not active:
                 return
@@ -182,9 +181,8 @@ class Engine:
         return batch
 
     def admit(self, batch: Batch, row: int, request: Request) -> Generation:
-        """Put a request into a free row, between steps, and write its first token. Errors:
-        `PromptError` if it cannot be served, or does not fit into the batch; `ConfigError` if the
-        batch is not the one opened last."""
+        """Put a request into a free row and write its first token. Errors: `PromptError` if it
+        cannot be served, or not by this batch; `ConfigError` if that is not the one opened last."""
         *_, generation = self.prefill_chunks(batch, row, request)
         assert generation is not None
         return generation
@@ -257,8 +255,7 @@ class Engine:
             raise PromptError("stop strings need the engine's tokenizer: Engine(..., tokenizer=).")
 
     def match_prefix(self, batch: Batch, row: int, prompt: Sequence[int]) -> tuple[int, int]:
-        """The row whose text has the longest prefix of a prompt, the free `row` if it is one of
-        them, and the prefix's length in tokens, which need not be read."""
+        """The row that has the longest prefix of a prompt, preferably `row`, and its length."""
         if not (self.prefix_cache and self.stepper and self.stepper.supports_prefix_reuse):
             return row, 0
         lengths = {x: batch.common_prefix(x, prompt) for x in (row, *range(batch.size))}

@@ -108,8 +108,7 @@ def settings(sampling: Sampling) -> list[float]:
 
 
 def combine(rows: Sequence[Sampling], settings_B3: Tensor | None = None) -> BatchSampling:
-    """The sampling of a batch of such texts, which share a rule; seeds do not matter. By default
-    the settings are on the CPU."""
+    """The sampling of a batch of texts that share a rule, by default with settings on the CPU."""
     if settings_B3 is None:
         settings_B3 = torch.tensor([settings(row) for row in rows])
     sampled = [row for row in rows if not row.greedy]

@@ -48,7 +48,8 @@ class TensorStepper:
         topk: topk_logits.Rows = [None] * batch.size
         if logits_BNV is not None:
             topk = topk_logits.likeliest(logits_BNV, verdict.path_BP, self.keep)
-            self._add_likeliest(draft, logits_BNV)
+            if batch.likeliest:
+                self._add_likeliest(draft, logits_BNV)
         seconds = between(started, proposed), between(proposed, verified), 0.0
         records = [StepRecord([], 0, 0, *seconds, row_topk) for row_topk in topk]
         for row in batch.active:
@@ -71,8 +72,7 @@ class TensorStepper:
         return self.lm.forward_meta(*place, recorded=("verify", batch.cache))
 
     def _verify(self, draft: Draft) -> tuple[Verdict, Tensor, Tensor | None, Taps]:
-        """The verdict, what is written, the logits `[B, N, V]` if they are kept, and the states
-        that the drafter taps."""
+        """The verdict, what is written, the logits `[B, N, V]` if kept, and the tapped states."""
         lm, batch, sampling = self.lm, self.batch, self.batch.sampling
         keeps_logits = self.keep > 0 or batch.likeliest > 0
         by_match = sampling.rule is Rule.match or sampling.greedy or draft.tree.size == 1
@@ -100,10 +100,7 @@ class TensorStepper:
 
     def _add_likeliest(self, draft: Draft, logits_BNV: Tensor) -> None:
         """Give the likeliest tokens after each node to a drafter that wants them: one sync."""
-        batch = self.batch
-        if not batch.likeliest:
-            return
-        likeliest_BNK = logits_BNV.topk(batch.likeliest).indices
+        batch, likeliest_BNK = self.batch, logits_BNV.topk(self.batch.likeliest).indices
         nodes_BN2 = torch.stack([draft.valid_BN.long(), draft.tokens_BN], -1)
         for row, nodes in enumerate(torch.cat([nodes_BN2, likeliest_BNK], -1).tolist()):
             if not batch.done[row]:

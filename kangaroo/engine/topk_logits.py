@@ -18,16 +18,12 @@ Likeliest = Annotated[int, Range(0, MOST)]
 Rows = Sequence[np.ndarray | None]  # records of each row; None where nothing is kept
 
 
-def layout(vocab_size: int, count: int) -> np.dtype:
-    """The type of a record: `tokens`, the likeliest first, and their `chances` in half precision,
-    exact to 1/2048, and 0 below 3e-8."""
-    token = np.uint16 if vocab_size <= 1 << 16 else np.int32
-    return np.dtype([("tokens", token, (count,)), ("chances", np.float16, (count,))])
-
-
 def records(tokens: np.ndarray, chances: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Records `[...]` of tokens and chances `[..., K]`."""
-    topk = np.empty(tokens.shape[:-1], layout(vocab_size, tokens.shape[-1]))
+    """Records `[...]` of `tokens` and `chances`, `[..., K]`, the likeliest first. Chances are in
+    half precision: exact to 1/2048, and 0 below 3e-8."""
+    token, shape = np.uint16 if vocab_size <= 1 << 16 else np.int32, tokens.shape[-1:]
+    layout = np.dtype([("tokens", token, shape), ("chances", np.float16, shape)])
+    topk = np.empty(tokens.shape[:-1], layout)
     topk["tokens"], topk["chances"] = tokens, chances
     return topk
 
