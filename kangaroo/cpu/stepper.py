@@ -67,7 +67,7 @@ class CpuStepper:
     def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
         """Chunks of a shared prefix that the drafting layer has not read, with the kept states."""
         buffers, end = self.buffers, len(prefix_T)
-        if self.texts[source] is not self.batch.texts[source]:  # no step has drafted from it
+        if self.texts[source] is not self.batch.texts[source]:  # no step since its prompt
             return []
         text_end = buffers.base[source] + buffers.accepted[source] + 1
         first = min(int(text_end - buffers.unread[source]), end)

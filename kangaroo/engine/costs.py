@@ -81,9 +81,9 @@ def verify_costs(lm: TargetModel) -> VerifyCosts:
     with suppress(OSError, ValueError, TypeError):  # it is missing or incomplete
         if time.time() - file.stat().st_mtime < KEPT_SECONDS:
             return _verify_costs.setdefault(lm, VerifyCosts(**json.loads(file.read_text())))
-    costs, is_steady = measure(lm)
+    costs, steady = measure(lm)
     try:
-        if is_steady:
+        if steady:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, asdict(costs))
         else:
@@ -108,7 +108,7 @@ def measure(lm: TargetModel) -> tuple[VerifyCosts, bool]:
     widths = [width for width in WIDTHS if context(lm) + width <= lm.context]
     passes = verifications(lm, widths, range(lm.n_layers), context(lm)).values()
     costs = VerifyCosts(widths, list(accumulate(map(min, passes), max)))
-    return costs, all(map(steady, passes))
+    return costs, all(map(is_steady, passes))
 
 
 @torch.inference_mode()
@@ -145,7 +145,7 @@ def draft_cost(lm: TargetModel, drafter: Any) -> float:
     return _draft_costs[drafter]
 
 
-def steady(times: list[float]) -> bool:
+def is_steady(times: list[float]) -> bool:
     """Whether the fastest passes of both halves took about the same time."""
     half = len(times) // 2
     fastest = [min(part) for part in (times[:half], times[half:]) if part]

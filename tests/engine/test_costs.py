@@ -64,8 +64,8 @@ def test_what_a_busy_machine_took_is_used_and_not_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
     monkeypatch.setattr(costs, "measure", lambda lm: (FLAT, False))
     assert costs.verify_costs(tiny()) is FLAT and not (tmp_path / "costs").exists()
-    assert costs.steady([5.0, 3.0, 4.0, 3.2]) and not costs.steady([5.0, 3.0, 4.0, 3.4])
-    assert costs.steady([3.0]) and not costs.steady([3.0, 4.0])  # so few say little
+    assert costs.is_steady([5.0, 3.0, 4.0, 3.2]) and not costs.is_steady([5.0, 3.0, 4.0, 3.4])
+    assert costs.is_steady([3.0]) and not costs.is_steady([3.0, 4.0])  # so few say little
 
 
 @pytest.mark.parametrize("fused", [False, True])
