@@ -40,7 +40,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
-from kangaroo.engine.sampling import Sampling, candidates, pick, together
+from kangaroo.engine.sampling import Sampling, candidates, combine, pick
 from kangaroo.heads import medusa_heads
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead, TextHead
@@ -320,7 +320,7 @@ def written_by_some(
             for layers in runs:
                 x_11D, _ = (cut or lm).run(x_11D, cache, meta, layers)
             at, seeds = torch.tensor([[length]]), torch.tensor([seed])
-            tokens.append(int(pick(lm.logits(x_11D), at, together([sampling]), seeds)))
+            tokens.append(int(pick(lm.logits(x_11D), at, combine([sampling]), seeds)))
         return tokens[len(text) :]
 
     return expected
@@ -350,7 +350,7 @@ def choices_without_cache(
     ids = [*text, *drafted]
     logits_11V = case.lm.read_out(last_state(case.lm, case.adapter, ids, len(text) - 1)[None, None])
     at, seeds = torch.tensor([[len(ids)]]), torch.tensor([seed])
-    tokens = candidates(logits_11V, at, together([sampling]), seeds, count).flatten().tolist()
+    tokens = candidates(logits_11V, at, combine([sampling]), seeds, count).flatten().tolist()
     chances = logits_11V.softmax(-1).topk(count).values.flatten().tolist()
     return list(zip(tokens, chances, strict=True))
 

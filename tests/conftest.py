@@ -31,8 +31,8 @@ def steady_budget(request, monkeypatch):
     from kangaroo.engine.costs import VerifyCosts
 
     costs = VerifyCosts([1, 2, 4, 8, 16], [1.0, 1.03, 1.09, 1.2, 2.3])
-    monkeypatch.setattr(engine, "measured", lambda lm: costs)
-    monkeypatch.setattr(engine, "drafting", lambda lm, drafter: drafter.draft_cost)
+    monkeypatch.setattr(engine, "verify_costs", lambda lm: costs)
+    monkeypatch.setattr(engine, "draft_cost", lambda lm, drafter: drafter.draft_cost)
 
     def no_limits(self, rows, nodes, drafting=0.0):
         """Whatever the batch."""  # tests/project/test_docs.py reads it, too

@@ -1,4 +1,4 @@
-"""What native code reads and writes, on plain arrays.
+"""The plain arrays that native code reads and writes.
 
 Shapes: B rows of the batch, N nodes of a row, C choices for a token, U states that a drafter has
 not read, D hidden size, S slots.
@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from kangaroo.cpu import native
+from kangaroo.drafters.block import Block
+from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.engine.cache import KVCache
 from kangaroo.models.target import TargetModel
 
@@ -21,19 +23,18 @@ class DraftBuffers:
     """The nodes of all rows, and a model with its cache.
 
     Attributes:
-        base: the slot of each row's node 0, `[B]`, which is also its position.
-        count: nodes of each row, `[B]`; 0 for one that takes no part.
+        base: the slot and position of each row's node 0, `[B]`.
+        count: nodes of each row, `[B]`; 0 for a row that takes no part.
         token, parent, place, has_state: of each node, `[B, N]`; node 0 is the pending token.
-        end: the node that a row's chain ends with, `[B]`.
-        choices: the best ones for the last draft token, `[B, C]`, the drafted one first.
-        chances: the probabilities of as many likeliest tokens, before temperature and noise.
-        written, path: what a verification writes, and after which nodes, `[B, N]`; of each row,
-            `accepted` and one.
+        end: the node at the end of a row's chain, `[B]`.
+        choices: the best choices for the last draft token, `[B, C]`, the drafted one first.
+        chances: the probabilities of the C likeliest tokens, before temperature and noise.
+        written, path: the `accepted` + 1 tokens that a step writes, and the nodes before, `[B, N]`.
 
     Args:
         capacity: nodes that a row may have.
-        exit_layer: the layers below it give the states that `drafting` reads; 0 is none.
-        keep: so many likeliest tokens of the distribution after each node.
+        exit_layer: the layers below it give the states that `drafting` reads; 0 for none.
+        keep: how many likeliest tokens after each node are kept.
     """
 
     def __init__(
@@ -46,42 +47,38 @@ class DraftBuffers:
         keep: int = 0,
     ):
         size, hidden = cache.batch_size, lm.config.hidden_size
-        # committed tokens whose states the drafting layer has yet to read; unused memory is free
-        unread = cache.n_slots if exit_layer else 0
+        # room for committed tokens that the drafting layer has not read; unused memory is free
+        most_unread = cache.n_slots if exit_layer else 0
         self.base, self.count, self.asking = np.zeros((3, size), np.int64)
         self.draw = np.zeros(size, native.DRAW)
         self.end, self.unread, self.accepted = np.zeros((3, size), np.int64)
-        of_nodes = np.zeros((6, size, capacity), np.int64)
-        self.token, self.parent, self.place, self.has_state = of_nodes[:4]
-        self.written, self.path = of_nodes[4:]
+        by_node = np.zeros((6, size, capacity), np.int64)
+        self.token, self.parent, self.place, self.has_state, self.written, self.path = by_node
         self.choices = np.zeros((size, native.CHOICES), np.int64)
         self.chances = np.zeros((size, native.CHOICES), np.float32)
         self.kept = np.zeros((size, capacity, keep), np.int32)
         self.kept_chances = np.zeros((size, capacity, keep), np.float32)
         self.states_BND = torch.zeros(size, capacity, hidden, dtype=lm.dtype)
-        self.unread_BUD = torch.empty(size, unread, hidden, dtype=lm.dtype)
+        self.unread_BUD = torch.empty(size, most_unread, hidden, dtype=lm.dtype)
         fused = capacity if drafting and drafting.fusing.weight else 0
         self.adapted_BND = torch.empty(size, fused, hidden, dtype=lm.dtype)
-        arrays = {
-            name: x.ctypes.data for name, x in vars(self).items() if isinstance(x, np.ndarray)
-        }
         rows = native.NativeRows(
             batch=size,
             capacity=capacity,
             hidden=hidden,
-            most_unread=unread,
+            most_unread=most_unread,
             exit=exit_layer,
             keep=keep,
             states=self.states_BND.data_ptr(),
             unread_states=self.unread_BUD.data_ptr(),
             made=self.adapted_BND.data_ptr(),
-            **arrays,
+            **{name: x.ctypes.data for name, x in vars(self).items() if isinstance(x, np.ndarray)},
         )
-        self.rope = lm.rope_table(cache.n_slots)  # held as long as it is used
+        self.rope = lm.rope_table(cache.n_slots)  # kept while native code uses it
         target = native.NativeTarget(
-            sizes=lm.sizes().native(),
-            stack=lm.fast_layers.native(cache, range(lm.n_layers)),
-            head=lm.fast_head.native(lm.hf.model.norm.weight),
+            sizes=lm.sizes().as_struct(),
+            stack=lm.fast_layers.as_struct(cache, range(lm.n_layers)),
+            head=lm.fast_head.as_struct(lm.hf.model.norm.weight),
             embedding=lm.hf.model.embed_tokens.weight.data_ptr(),
             cos=self.rope[0].data_ptr(),
             sin=self.rope[1].data_ptr(),
@@ -94,11 +91,11 @@ class DraftBuffers:
         self._draft_block, self._verify = call("draft_block"), call("verify")
 
     def verify(self) -> None:
-        """The target's choices for all nodes, and the walk: `accepted`, `written`."""
+        """Let the target choose after all nodes, and walk: sets `accepted`, `written`, `path`."""
         self._verify(*self.pointers)
 
     def add(self, row: int, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
-        """Nodes below the node 0 of a row that has no others; `parents` as of `Draft.listed`."""
+        """Add nodes to a row that has only node 0: a chain, or a tree of `parents` (`Nodes`)."""
         end = 1 + len(tokens)
         self.token[row, 1:end] = tokens
         self.parent[row, 1:end] = range(end - 1) if parents is None else parents
@@ -107,56 +104,45 @@ class DraftBuffers:
         self.count[row] = end
 
     def replace_with_tree(self, row: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        """A tree in place of a row's nodes; what was a node before stays where it is."""
-        count = int(self.count[row])
-        parents_before, before = (of[row, 1:count].tolist() for of in (self.parent, self.token))
-        keys = zip(parents_before, before, strict=True)
-        nodes = {key: node for node, key in enumerate(keys, start=1)}
-        places, states = self.place[row, :count].tolist(), self.has_state[row, :count].tolist()
-        same, free = [0], count  # the node that each of the tree's was, or -1
+        """Replace a row's nodes by a tree; nodes that it had already keep their places."""
+        nodes = slice(1, int(self.count[row]))
+        keys = zip(self.parent[row, nodes].tolist(), self.token[row, nodes].tolist(), strict=True)
+        old_nodes = {key: node for node, key in enumerate(keys, start=1)}
+        places, states = self.place[row].tolist(), self.has_state[row].tolist()
+        same, free = [0], nodes.stop  # each new node's old number, or -1; the next free place
         self.add(row, tokens, parents)
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
-            same.append(was := nodes.get((same[parent], token), -1))
-            if was < 0:
+            same.append(old := old_nodes.get((same[parent], token), -1))
+            if old < 0:
                 self.place[row, node], free = free, free + 1
             else:
-                self.place[row, node], self.has_state[row, node] = places[was], states[was]
+                self.place[row, node], self.has_state[row, node] = places[old], states[old]
 
     def draft(self, rows: Sequence[int], threshold: float, limits: np.ndarray) -> None:
-        """The chains of these rows grow within limits as of `Budget.limits`, by as many tokens at
-        most; see `rounds.h`."""
+        """Grow the chains of these rows within `Budget.limits`, `[B, steps]`; see `rounds.h`."""
         self._call(self._draft, rows, limits.shape[1], threshold, limits.ctypes.data)
 
-    def draft_block(
-        self, rows: Sequence[int], places: Structure, threshold: float, limits: np.ndarray
-    ) -> None:
-        """The same for rows without a chain, by one pass of the layer, with its `NativePlaces`."""
-        of_draft = limits.shape[1], threshold, limits.ctypes.data
-        self._call(self._draft_block, rows, byref(places), *of_draft)
+    def draft_block(self, rows: Sequence[int], drafter: Block, limits: np.ndarray) -> None:
+        """Draft chains by one pass of a block, in rows that have none."""
+        tensors = drafter.adapter.places, drafter.neighbours_VR, drafter.table_KR
+        rank = drafter.adapter.architecture.rank
+        places = native.NativePlaces(*map(native.pointer, tensors), rank)
+        options = limits.shape[1], drafter.threshold, limits.ctypes.data
+        self._call(self._draft_block, rows, byref(places), *options)
 
     def draft_trees(
-        self,
-        rows: Sequence[int],
-        width: int,
-        threshold: float,
-        limits: np.ndarray,
-        worth: Sequence[float],
-        halves_leaves: bool,
+        self, rows: Sequence[int], drafter: KangarooTree, limits: np.ndarray, worth: Sequence[float]
     ) -> None:
-        """Trees below these rows' pending tokens, `width` nodes a level; see `rounds.h`.
-
-        Args:
-            limits: of `Budget.limits`: a row's tree of n levels, at most as many, grows if the
-                likeliest node of the last one is likelier than its n-th.
-            worth, halves_leaves: which nodes are verified, as of `kangaroo_tree.kept`.
-        """
-        worths = np.array(worth, np.float32)
-        growing = limits.shape[1], width, threshold, limits.ctypes.data
+        """Grow trees in rows that have only node 0. After n levels a row's tree grows if the
+        likeliest node of the last level is likelier than its n-th limit (`Budget.limits`); `worth`
+        prunes it as in `kangaroo_tree.kept`."""
+        worths, halves_leaves = np.array(worth, np.float32), drafter.min_confidence is None
+        growing = limits.shape[1], drafter.top_k, drafter.threshold, limits.ctypes.data
         pruning = len(worth), worths.ctypes.data, halves_leaves
         self._call(self._draft_trees, rows, *growing, *pruning)
 
-    def _call(self, drafting: Callable[..., None], rows: Sequence[int], *how: Any) -> None:
+    def _call(self, draft: Callable[..., None], rows: Sequence[int], *options: Any) -> None:
         """Draft in these rows."""
         self.asking[:] = 0
         self.asking[list(rows)] = 1
-        drafting(*self.pointers, *how)
+        draft(*self.pointers, *options)

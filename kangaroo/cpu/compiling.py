@@ -1,4 +1,4 @@
-"""Builds `cpp/decode.cpp` for this very processor, by whatever C++ compiler there is."""
+"""Builds `cpp/decode.cpp` for this processor with the C++ compiler that is installed."""
 
 import hashlib
 import os
@@ -11,12 +11,11 @@ from kangaroo.utils.folders import cache_folder
 SOURCES = sorted((Path(__file__).parent / "cpp").iterdir())
 MAIN = next(source for source in SOURCES if source.suffix == ".cpp")
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
-SHARED = ["-shared", "-fPIC"]
 OPENMP, STANDARD = ["-fopenmp", "-include", "omp.h"], ["-pthread"]  # threads: see `threads.h`
 
 
 def compiler() -> str:
-    """Errors: `OSError` where there is none."""
+    """The C++ compiler. Errors: `OSError` if there is none."""
     name = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if not name:
         raise OSError("there is no C++ compiler; install g++, or name one in CXX")
@@ -24,14 +23,14 @@ def compiler() -> str:
 
 
 def supported(compiler: str, *choices: list[str]) -> tuple[list[str], str]:
-    """The first set of flags that the compiler takes, and what it defines then. Errors:
-    `CalledProcessError` where it takes none."""
+    """The first choice of flags that the compiler supports, and the macros it then defines. Errors:
+    `CalledProcessError` if it supports none."""
     for flags in choices:
         command = [compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode == 0:
-            return flags, done.stdout
-    raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode == 0:
+            return flags, result.stdout
+    raise subprocess.CalledProcessError(result.returncode, command, result.stdout, result.stderr)
 
 
 def build(compiler: str, target: list[str]) -> Path:
@@ -43,8 +42,8 @@ def build(compiler: str, target: list[str]) -> Path:
     file = cache_folder() / "native" / f"decode-{key}.so"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")  # renamed when whole: others may build too
-        command = [compiler, *FLAGS, *machine, *SHARED, str(MAIN), "-o", str(partial)]
+        partial = file.with_suffix(f".{os.getpid()}")  # renamed at the end: others may build too
+        command = [compiler, *FLAGS, *machine, "-shared", "-fPIC", str(MAIN), "-o", str(partial)]
         subprocess.run(command, check=True, capture_output=True, text=True)
         os.replace(partial, file)
     return file

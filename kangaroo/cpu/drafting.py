@@ -1,4 +1,4 @@
-"""How each drafter drafts in native code, by its class; the definition is its `propose`."""
+"""How drafters draft in native code, by their classes; the reference is a drafter's `propose`."""
 
 from collections.abc import Sequence
 from ctypes import Structure
@@ -24,17 +24,17 @@ from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.layer import weight
 from kangaroo.models.target import TargetModel
 
-UNREAD = 4  # tokens of a text that a draft model reads along with its draft; more, like a prompt
+UNREAD = 4  # unread tokens that a draft model reads while drafting; if there are more, as a prompt
 
 
 class NativeDrafting:
-    """A drafter in native code, for one batch; by itself vanilla decoding."""
+    """A drafter in native code for one batch; the base class is vanilla decoding."""
 
     nodes = 0  # the most places that its nodes take in a round
-    exit_layer = 0  # verification shares the states of the layers below this one
+    exit_layer = 0  # verification reuses the states of the layers below this one
 
     def layer(self) -> Structure | None:
-        """The layer that drafts, if there is one, once its cache is there."""
+        """The drafting layer, if there is one; its cache must exist."""
         return None
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
@@ -42,12 +42,12 @@ class NativeDrafting:
 
 
 def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> NativeDrafting | None:
-    """How a batch is drafted and decoded in native code; None where that is left to tensors."""
+    """The native drafting for a batch of a drafter; None if it has to decode on tensors."""
     by_match = sampling.greedy or sampling.rule is Rule.match
     if not (lm.acceleration.library and by_match):
         return None
     if isinstance(drafter, EarlyExit) and not isinstance(drafter.adapter, (Adapter, FinalNorm)):
-        return None  # its layer's input is not made natively
+        return None  # native code does not compute the input of its layer
     match drafter:
         case Vanilla():
             return NativeDrafting()
@@ -62,14 +62,13 @@ def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> Na
         case DraftModel() if drafter.lm.acceleration.library:
             return DraftModelDrafting(drafter)
         case Cascade() if isinstance(drafter.first, TreesFromText):
-            parts = drafter.first, drafter.second
-            first, second = (native_drafting(lm, part, sampling) for part in parts)
-            return CascadeDrafting(first, second) if first and second else None
+            second = native_drafting(lm, drafter.second, sampling)
+            return second and CascadeDrafting(TextDrafting(drafter.first), second)
     return None
 
 
 class TextDrafting(NativeDrafting):
-    """Chains and trees that are read from the text."""
+    """Chains and trees from the text."""
 
     def __init__(self, drafter: TreesFromText):
         self.drafter, self.nodes = drafter, drafter.max_nodes
@@ -80,7 +79,7 @@ class TextDrafting(NativeDrafting):
 
 
 class LayerDrafting(NativeDrafting):
-    """Drafts by a layer on the target's shallow states."""
+    """Drafting with a layer on the target's shallow states."""
 
     def __init__(self, drafter: EarlyExit):
         self.drafter, self.nodes = drafter, drafter.max_nodes
@@ -91,28 +90,28 @@ class LayerDrafting(NativeDrafting):
         layer, fusing = adapter.native_layer, getattr(adapter, "native_fusing", None)
         assert layer is not None
         return native.NativeDrafting(
-            stack=layer.native(drafter.cache, range(adapter.depth)),
+            stack=layer.as_struct(drafter.cache, range(adapter.depth)),
             norm=native.pointer(weight(adapter.norm)),
             head=self.head(),
             deep=native.pointer(drafter.deep_BSD),
             deep_tap=drafter.deep_tap or 0,
-            **({"fusing": fusing.native()} if fusing else {}),
+            **({"fusing": fusing.as_struct()} if fusing else {}),
         )
 
     def head(self) -> Structure:
-        """The head that drafts, with its draft vocabulary."""
+        """The drafter's head with its draft vocabulary."""
         head = self.drafter.head
-        return head.native.native(ids_O=head.vocabulary_K)
+        return head.native.as_struct(ids_O=head.vocabulary_K)
 
     def catch_up(self, buffers: DraftBuffers, batch: Batch) -> None:
-        """That of the drafter, in native code too."""
+        """Let the drafter catch up, and update the head that native code uses."""
         if self.drafter.catch_up(batch):
             assert buffers.drafting is not None
             buffers.drafting.head = self.head()
 
 
 class ChainDrafting(LayerDrafting):
-    """The chains and trees of Kangaroo and EAGLE, and block's chains from one pass."""
+    """The chains and trees of Kangaroo and EAGLE, and a block's chains from one pass."""
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
@@ -122,26 +121,22 @@ class ChainDrafting(LayerDrafting):
         self.catch_up(buffers, batch)
         match drafter:
             case Block():
-                parts = drafter.adapter.places, drafter.neighbours_VR, drafter.table_KR
-                rank = drafter.adapter.architecture.rank
-                places = native.NativePlaces(*map(native.pointer, parts), rank)
-                buffers.draft_block(rows, places, drafter.threshold, limits)
+                buffers.draft_block(rows, drafter, limits)
             case KangarooTree():
                 worth = drafter.min_node_chances(batch.budget, len(rows))
-                halves = drafter.min_confidence is None
-                buffers.draft_trees(rows, drafter.top_k, drafter.threshold, limits, worth, halves)
+                buffers.draft_trees(rows, drafter, limits, worth)
             case _:
                 buffers.draft(rows, drafter.threshold, limits)
 
 
 class HybridDrafting(LayerDrafting):
-    """One tree from the text and the chain."""
+    """Trees from the text and a chain."""
 
     drafter: Hybrid
 
     def __init__(self, drafter: Hybrid):
         super().__init__(drafter)
-        self.nodes = drafter.steps + 2 * drafter.nodes  # chain, lookup, and others
+        self.nodes = drafter.steps + 2 * drafter.nodes  # the chain, the lookup, and the tree
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
@@ -149,24 +144,23 @@ class HybridDrafting(LayerDrafting):
         drafter.take_costs(batch.budget, len(rows), shared_states=True)
         sources = {row: drafter.update_sources(batch, row) for row in rows}
         growing = [row for row, source in sources.items() if drafter.pays(source)]
-        for row in growing:  # one pass gives their states together with the pending token's
+        for row in growing:  # one pass computes their states and the pending token's
             buffers.add(row, sources[row].likeliest_lookup.tokens)
-        a_token = np.zeros((batch.size, 1), np.float32)  # whether it pays is asked beforehand
+        one_token = np.zeros((batch.size, 1), np.float32)  # at no limit: `drafter.pays` decides
         for _ in range(drafter.steps):
             if not growing:
                 break
-            buffers.draft(growing, drafter.threshold, a_token)
+            buffers.draft(growing, drafter.threshold, one_token)
             for row in growing:
                 choices = buffers.choices[row].tolist(), buffers.chances[row].tolist()
                 sources[row].chain.append(list(zip(*choices, strict=True))[: drafter.head.size])
             growing = [row for row in growing if drafter.pays(sources[row])]
         for row, source in sources.items():
-            tree = best_tree(drafter.costs, source, drafter.nodes)
-            buffers.replace_with_tree(row, *tree)
+            buffers.replace_with_tree(row, *best_tree(drafter.costs, source, drafter.nodes))
 
 
 class CascadeDrafting(NativeDrafting):
-    """The second drafts where the text says nothing."""
+    """The second drafter drafts in rows where the first, from the text, has no draft."""
 
     def __init__(self, first: NativeDrafting, second: NativeDrafting):
         self.first, self.second = first, second
@@ -181,18 +175,18 @@ class CascadeDrafting(NativeDrafting):
 
 
 class DraftModelDrafting(NativeDrafting):
-    """Chains of a model with a cache of its own; a round's first pass reads what is unread."""
+    """Chains of a model with a cache of its own; a round's first pass reads unread tokens."""
 
     def __init__(self, drafter: DraftModel):
         self.drafter, self.nodes = drafter, drafter.max_nodes
         self.buffers: DraftBuffers | None = None
-        # the text that a row's cache is of, and the drafted tokens that lie there after its own
+        # by row the text in the model's cache, and the drafted tokens that follow it there
         self.texts: dict[int, list[int]] = {}
         self.drafted: dict[int, list[int]] = {}
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
-        drafter.prompts.clear()  # the texts have them
+        drafter.prompts.clear()  # they are part of `batch.texts`
         limits = drafter.limits(batch, rows)
         if (limits[:, 0] >= 1).all():  # no row drafts: prompts need not be read yet
             return
@@ -212,28 +206,29 @@ class DraftModelDrafting(NativeDrafting):
             self.drafted[row] = tokens[: int(chains.has_state[row, new].sum())]
             buffers.add(row, tokens)
 
-    def _buffers(self) -> DraftBuffers:  # of this model, whose states are its last layer's
+    def _buffers(self) -> DraftBuffers:
+        """Buffers for the draft model, which drafts from the states of its last layer."""
         drafter, lm = self.drafter, self.drafter.lm
-        head = lm.fast_head.native(lm.hf.model.norm.weight)
+        head = lm.fast_head.as_struct(lm.hf.model.norm.weight)
         head.outputs = drafter.vocab_size + min(drafter.padding, 0)
-        stack = lm.fast_layers.native(drafter.cache, range(0))
+        stack = lm.fast_layers.as_struct(drafter.cache, range(0))
         layer = native.NativeDrafting(stack=stack, head=head)
         return DraftBuffers(lm, drafter.cache, UNREAD + drafter.steps, lm.n_layers, layer)
 
     def _catch_up(self, chains: DraftBuffers, text: list[int], row: int) -> None:
-        """A row's nodes are the tokens that are not read yet, the pending one the last of them."""
-        drafter = self.drafter
-        at, last = drafter.read[row], len(text) - 1
+        """Make the unread tokens of a text, of which the last is pending, the row's nodes."""
+        drafter, last = self.drafter, len(text) - 1
+        n_read = drafter.read[row]
         for token in self.drafted[row]:
-            if at >= last or text[at] != token:
+            if n_read >= last or text[n_read] != token:
                 break
-            at += 1
-        if len(text) - at > UNREAD:
-            drafter.read[row] = at
+            n_read += 1
+        if len(text) - n_read > UNREAD:
+            drafter.read[row] = n_read
             drafter.read_text(text, row, last)
-            at = last
-        last_id = drafter.vocab_size - 1  # the target's further ids are padding
-        pending = [min(token, last_id) for token in text[at:]]
-        chains.base[row], chains.token[row, 0], chains.has_state[row, 0] = at, pending[0], 0
-        chains.add(row, pending[1:])
-        chains.end[row] = len(pending) - 1
+            n_read = last
+        last_id = drafter.vocab_size - 1  # the target's larger ids are padding
+        unread = [min(token, last_id) for token in text[n_read:]]
+        chains.base[row], chains.token[row, 0], chains.has_state[row, 0] = n_read, unread[0], 0
+        chains.add(row, unread[1:])
+        chains.end[row] = len(unread) - 1

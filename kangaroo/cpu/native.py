@@ -1,15 +1,13 @@
-"""Decoder layers in native code, for a CPU: calls what `cpp/decode.cpp` is built to.
+"""Decoder layers in native code on a CPU: calls the library built from `cpp/decode.cpp`.
 
-A step of decoding takes the time of reading the weights once, and what a token gets depends on
-nothing beside it, bit by bit. It is built at first use, for this very processor; without a C++
-compiler decoding stays eager.
+A step of decoding takes the time of reading the weights once, and a token's result does not depend,
+bit by bit, on what is computed beside it. The library is built at first use, for this processor.
 
 Shapes: R rows, T tokens a row, D hidden size, O outputs.
 """
 
 import ctypes
 import logging
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -31,8 +29,8 @@ log = logging.getLogger(__name__)
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_TOKENS = 256  # in a pass
-PROMPT_CHUNK = 128  # of a prompt in a pass: what is computed in between stays in the cache
-WIDE_CHUNK = 256  # where many tokens share more: rows that are turned, or a matrix unit
+PROMPT_CHUNK = 128  # tokens of a prompt in a pass, so that intermediate results stay in the cache
+WIDE_CHUNK = 256  # the same where many tokens share more work: turned rows, or a matrix unit
 LONGEST_PROMPT = 2048  # with a matrix unit: for longer ones PyTorch's attention is faster
 WIDEST_HEAD = 1024  # of `attention.h`
 CHOICES, MOST_CHOICES = 3, 16  # of `choice.h`
@@ -59,13 +57,13 @@ class LayerWeights:
     down: Tensor | None = None
 
 
-# Those that a layer's keys and values are made with.
-OF_KEYS = "attention_norm", "k", "v", "k_bias", "v_bias", "k_norm"
+# The weights that a layer's keys and values need.
+KEY_WEIGHTS = "attention_norm", "k", "v", "k_bias", "v_bias", "k_norm"
 
 
 @dataclass
 class Sizes:
-    """What all layers of a stack share; `eps` is of every norm, `scaling` of attention's scores."""
+    """Sizes of every layer of a stack; `eps` of the norms, `scaling` of attention's scores."""
 
     hidden: int
     heads: int
@@ -75,69 +73,54 @@ class Sizes:
     eps: float
     scaling: float
 
-    @property
-    def fits_tiles(self) -> bool:
-        """Whether a matrix unit can multiply all matrices of a layer."""
-        widths = self.hidden, self.feed_forward, self.heads * self.head_size, self.head_size
-        return all(width % 32 == 0 for width in widths)
-
-    def native(self) -> Structure:
-        """The same for native code, with as many threads as torch has now."""
+    def as_struct(self) -> Structure:
+        """The sizes for native code, with torch's current number of threads."""
         return NativeSizes(threads=torch.get_num_threads(), **vars(self))
 
 
-def struct(name: str, integers: str = "", doubles: str = "", **others: Any) -> type[Structure]:
+def struct(integers: str, doubles: str = "", **others: type[Structure]) -> type[Structure]:
     """A structure of native code: `integers` and pointers, then `doubles`, then others."""
-    parts: list[tuple[str, Any]] = [(part, ctypes.c_int64) for part in integers.split()]
-    parts += [(part, ctypes.c_double) for part in doubles.split()]
-    return type(name, (Structure,), {"_fields_": parts + list(others.items())})
+    members: list[tuple[str, Any]] = [(member, ctypes.c_int64) for member in integers.split()]
+    members += [(member, ctypes.c_double) for member in doubles.split()]
+    return type("Native", (Structure,), {"_fields_": members + list(others.items())})
 
 
-# As in the files of `cpp/`: each as there, a pointer as an integer.
-NativeSizes = struct(
-    "NativeSizes", "hidden heads kv_heads head_size feed_forward threads", "eps scaling"
-)
-NativeStack = struct("NativeStack", "layers count keys values n_slots window")
-NativeHead = struct("NativeHead", "norm weight outputs ids passing")
-NativeFusing = struct("NativeFusing", "shallow_norm deep_norm weight")
-NativeTarget = struct(
-    "NativeTarget", "embedding cos sin", sizes=NativeSizes, stack=NativeStack, head=NativeHead
-)
+# The structures of `cpp/`, with pointers as integers.
+NativeSizes = struct("hidden heads kv_heads head_size feed_forward threads", "eps scaling")
+NativeStack = struct("layers count keys values n_slots window")
+NativeHead = struct("norm weight outputs ids passing")
+NativeFusing = struct("shallow_norm deep_norm weight")
+NativeTarget = struct("embedding cos sin", sizes=NativeSizes, stack=NativeStack, head=NativeHead)
 NativeDrafting = struct(
-    "NativeDrafting", "norm deep deep_tap", stack=NativeStack, head=NativeHead, fusing=NativeFusing
+    "norm deep deep_tap", stack=NativeStack, head=NativeHead, fusing=NativeFusing
 )
-NativePlaces = struct("NativePlaces", "places neighbours table rank")
+NativePlaces = struct("places neighbours table rank")
 NativeRows = struct(
-    "NativeRows",
-    """
-    batch capacity hidden most_unread exit base count asking end draw token parent place has_state
-    choices chances states unread unread_states made accepted written path keep kept kept_chances
-    """,
+    "batch capacity hidden most_unread exit base count asking end draw token parent place has_state"
+    " choices chances states unread unread_states made accepted written path keep kept kept_chances"
 )
-# Of each row, an array of it.
+# An element of the array `NativeRows.draw`.
 DRAW = np.dtype(
     [("temperature", np.float64), ("top_p", np.float64), ("top_k", np.int64), ("seed", np.int64)]
 )
-NativeOutcomes = struct(
-    "NativeOutcomes", "rows logits tokens threads scores index inside log_q largest rest best"
-)
+NativeOutcomes = struct("rows logits tokens threads scores index inside log_q largest rest best")
 
 
 def pointer(tensor: Tensor | None) -> int:
-    """A tensor's address; 0 for none."""
+    """A tensor's address; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 class Stack:
-    """Layers that run in one call; their weights, of one dtype of `DTYPES`, are not copied. How
-    far they look back is `window` (`ForwardMeta.within`)."""
+    """Layers that run in one call. Their weights have one dtype of `DTYPES` and are not copied;
+    attention looks back `window` positions (`ForwardMeta.within`)."""
 
     def __init__(
         self, library: CDLL, layers: Sequence[LayerWeights], sizes: Sizes, window: int = 0
     ):
         self.layers, self.sizes, self.window = layers, sizes, window
         self.per_layer = (len(fields(LayerWeights)) + 1) * ctypes.sizeof(ctypes.c_int64)
-        self.table, self.keys_table = layer_table(layers), layer_table(layers, OF_KEYS)
+        self.table, self.keys_table = layer_table(layers), layer_table(layers, KEY_WEIGHTS)
         self.dtype = next(w.dtype for w in vars(layers[0]).values() if w is not None)
         self.call = function(library, "run_block", self.dtype)
         self.longest_prompt = longest_prompt(library, self.dtype, sizes)
@@ -145,26 +128,25 @@ class Stack:
         self.chunk = WIDE_CHUNK if wide else PROMPT_CHUNK
 
     def prompt_chunk(self, length: int) -> int | None:
-        """How many tokens of a prompt of this length enter in a pass; None leaves it to PyTorch."""
+        """How many tokens of a prompt of this length run in a pass; None leaves it to PyTorch."""
         return self.chunk if length <= self.longest_prompt else None
 
     def takes(self, x_RTD: Tensor, meta: ForwardMeta) -> bool:
-        """Whether it is a step of decoding, or a part of a prompt that is read here. A text that is
-        learnt has one mask for all rows, or a boolean one."""
+        """Whether these are a step of decoding, or a chunk of a prompt that native code reads. In
+        training texts have one mask for all rows, or a boolean one."""
         few = x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS and not torch.is_grad_enabled()
-        bias = meta.bias_R1TE
+        bias, rows = meta.bias_R1TE, len(meta.slots_RT)
         if bias is None:  # from the first position on
-            return few and self.longest_prompt > 0 and len(x_RTD) == len(meta.slots_RT) == 1
-        masked = isinstance(bias, Tensor) and len(bias) == len(meta.slots_RT) == len(x_RTD)
-        return few and masked and bias.dtype == x_RTD.dtype
+            return few and self.longest_prompt > 0 and len(x_RTD) == rows == 1
+        return few and len(bias) == rows == len(x_RTD) and bias.dtype == x_RTD.dtype
 
-    def native(self, cache: KVCache, layers: range, keys_alone: bool = False) -> Structure:
-        """Some of the layers with their keys and values, as long as the cache is there; with
-        `keys_alone` each writes these, and leaves the states as they are."""
+    def as_struct(self, cache: KVCache, layers: range, keys_alone: bool = False) -> Structure:
+        """Some of the layers with their keys and values, valid while the cache exists; with
+        `keys_alone` each layer writes these, and leaves the states as they are."""
         table = self.keys_table if keys_alone else self.table
         weights = ctypes.addressof(table) + layers.start * self.per_layer
-        step = layers.start * ctypes.sizeof(ctypes.c_void_p)
-        keys, values = (ctypes.addressof(of_layers) + step for of_layers in cache.addresses)
+        offset = layers.start * ctypes.sizeof(ctypes.c_void_p)
+        keys, values = (ctypes.addressof(addresses) + offset for addresses in cache.addresses)
         return NativeStack(weights, len(layers), keys, values, cache.n_slots, self.window)
 
     def __call__(
@@ -176,7 +158,7 @@ class Stack:
         final_norm: Tensor | None = None,
         keys_alone: bool = False,
     ) -> Tensor:
-        """The output of the last layer, normed where a norm is given; keys and values are written
+        """The output of the last layer, after the norm if one is given; keys and values are written
         at the block's slots."""
         rows, tokens, _ = x_RTD.shape
         x_RTD = x_RTD.clone(memory_format=torch.contiguous_format)
@@ -185,8 +167,8 @@ class Stack:
             bias_R1TE = x_RTD.new_full((tokens, tokens), -torch.inf).triu_(1)
         held = [t.contiguous() for t in (bias_R1TE, *meta.rope, meta.slots_RT)]
         self.call(
-            byref(self.sizes.native()),
-            byref(self.native(cache, layers, keys_alone)),
+            byref(self.sizes.as_struct()),
+            byref(self.as_struct(cache, layers, keys_alone)),
             *(rows, tokens, meta.extent, meta.rows.start),
             *map(pointer, (x_RTD, *held, final_norm)),
         )
@@ -194,15 +176,14 @@ class Stack:
 
 
 def layer_table(layers: Sequence[LayerWeights], names: Collection[str] | None = None) -> Array[Any]:
-    """The layers as `layers.h` reads them, or some of their weights. As many of the first as fit
-    stay in the last-level cache, since a draft reads them for each token."""
+    """The layers as `layers.h` reads them, with all weights or those of these names. As many of the
+    first layers as fit stay in the last-level cache, since a draft reads them for each token."""
     entries, size = [], 0
     for layer in layers:
         weights = vars(layer)
         assert all(w is None or w.is_contiguous() for w in weights.values())
         size += sum(w.nbytes for w in weights.values() if w is not None)
-        some = {name: w for name, w in weights.items() if names is None or name in names}
-        entries += [pointer(some.get(name)) for name in weights]
+        entries += [pointer(w if names is None or n in names else None) for n, w in weights.items()]
         entries.append(int(size > staying_bytes()))
     return (ctypes.c_int64 * len(entries))(*entries)
 
@@ -216,54 +197,48 @@ class Head:
         self.call = function(library, "read_out", weight_OD.dtype)
 
     def takes(self, x_MD: Tensor) -> bool:
-        """Whether it is a step of decoding."""
+        """Whether these states are of a step of decoding."""
         return x_MD.shape[0] <= MOST_TOKENS and not torch.is_grad_enabled()
 
-    def native(self, norm: Tensor | None = None, ids_O: Tensor | None = None) -> Structure:
-        """The head for native code, after a norm if one is given; `ids` are the tokens that it has
-        outputs for, if these are not all."""
+    def as_struct(self, norm: Tensor | None = None, ids_O: Tensor | None = None) -> Structure:
+        """The head for native code, after a norm if one is given; by `ids` for some tokens only."""
         weight, outputs = pointer(self.weight_OD), len(self.weight_OD)
         return NativeHead(pointer(norm), weight, outputs, pointer(ids_O), self.passing)
 
     def __call__(self, x_MD: Tensor, norm: Tensor | None = None) -> Tensor:
-        """Logits `[M, O]` in float32, of the normed states where a norm is given."""
+        """Logits `[M, O]` in float32, after a norm if one is given."""
         x_MD = x_MD.contiguous()
         logits_MO = x_MD.new_empty(len(x_MD), len(self.weight_OD), dtype=torch.float32)
-        head, sizes = self.native(norm), self.sizes.native()
+        head, sizes = self.as_struct(norm), self.sizes.as_struct()
         self.call(byref(sizes), byref(head), pointer(x_MD), len(x_MD), pointer(logits_MO))
         return logits_MO
 
 
 class Fusing:
-    """How a fused adapter joins shallow states and the deep ones before them: the weights of the
-    norms of both, `[D]`, and of the projection, `[D, 2 D]`."""
+    """Joins shallow states and the deep ones before them for a fused adapter. The weights are those
+    of both norms, `[D]`, and of the projection, `[D, 2 D]`."""
 
     def __init__(self, library: CDLL, weights: Sequence[Tensor], sizes: Sizes):
         self.weights, self.sizes = weights, sizes
         self.call = function(library, "fuse", weights[-1].dtype)
 
-    def native(self) -> Structure:
-        """The same for native code."""
+    def as_struct(self) -> Structure:
+        """The weights for native code."""
         return NativeFusing(*map(pointer, self.weights))
 
     def __call__(self, f_BND: Tensor, deep_BND: Tensor) -> Tensor:
-        """What goes into the adapter's layer, `[B, N, D]`."""
+        """The input of the adapter's layer, `[B, N, D]`."""
         x_BND = f_BND.clone(memory_format=torch.contiguous_format)
         deep_BND = deep_BND.expand_as(f_BND).contiguous()
         tokens = x_BND.shape[0] * x_BND.shape[1]
-        sizes, fusing = self.sizes.native(), self.native()
+        sizes, fusing = self.sizes.as_struct(), self.as_struct()
         self.call(byref(sizes), byref(fusing), pointer(x_BND), pointer(deep_BND), tokens)
         return x_BND
 
 
-# What the functions of `decode.cpp` take: pointers, integers, floats, a boolean.
-KINDS: dict[str, Any] = {
-    "p": ctypes.c_void_p,
-    "i": ctypes.c_int64,
-    "f": ctypes.c_float,
-    "b": ctypes.c_int,
-}
-TAKES = {
+# The arguments of the functions of `decode.cpp`: pointers, integers, floats, and booleans.
+TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "b": ctypes.c_int}
+ARGUMENTS = {
     "run_block": "ppiiiipppppp",
     "read_out": "pppip",
     "fuse": "ppppi",
@@ -278,8 +253,8 @@ TAKES = {
 
 def function(library: CDLL, name: str, dtype: torch.dtype) -> Callable[..., None]:
     """A function of the library for numbers of this format."""
-    call = library[f"{name}_{DTYPES[dtype]}"]  # an object of its own: `getattr` would share it
-    call.argtypes, call.restype = [KINDS[kind] for kind in TAKES[name]], None
+    call: Any = library[f"{name}_{DTYPES[dtype]}"]  # a new object: `getattr` would share it
+    call.argtypes, call.restype = [TYPES[letter] for letter in ARGUMENTS[name]], None
     return call
 
 
@@ -289,15 +264,15 @@ def longest_prompt(library: CDLL, dtype: torch.dtype, sizes: Sizes) -> int:
         return sys.maxsize
     if dtype != torch.bfloat16:
         return 0
-    if library.uses_tiles():  # a matrix unit, which the system lets this process use
-        return LONGEST_PROMPT if sizes.fits_tiles else 0
+    if library.uses_tiles():  # a matrix unit that the system lets this process use
+        widths = sizes.hidden, sizes.feed_forward, sizes.heads * sizes.head_size, sizes.head_size
+        return LONGEST_PROMPT if all(width % 32 == 0 for width in widths) else 0
     return sys.maxsize if library.multiplies_bfloat16() else 0
 
 
 @cache
 def torch_multiplies(dtype: torch.dtype) -> bool:
-    """Whether PyTorch has fast products of many tokens in this format on this processor: for
-    bfloat16 not on x86 without AVX-512."""
+    """Whether PyTorch multiplies fast in this format here: bfloat16 needs AVX-512 on x86."""
     if dtype != torch.bfloat16:
         return True
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -305,20 +280,19 @@ def torch_multiplies(dtype: torch.dtype) -> bool:
 
 @cache
 def staying_bytes() -> int:
-    """How much of a model's layers, or of a head, stays in the last-level cache between passes:
-    half, so that the rest, which is fetched past it (`products.h`), does not push it out. All
-    where Linux does not tell its size."""
+    """How many bytes of a model's layers, or of a head, stay in the last-level cache between
+    passes: half of its size, so that weights fetched past it (`products.h`) do not push them out.
+    There is no limit where Linux does not tell the size."""
     sizes = [0]
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        with suppress(OSError):
-            size = re.fullmatch(r"(\d+)K", file.read_text().strip())
-            sizes.append(1024 * int(size[1]) if size else 0)
+        with suppress(OSError, ValueError):
+            sizes.append(1024 * int(file.read_text().strip().removesuffix("K")))
     return max(sizes) // 2 or sys.maxsize
 
 
 @cache
 def library() -> CDLL | None:
-    """The native code; None, with a warning that says why, where it cannot be built."""
+    """The native library; None, with a warning that says why, if it cannot be built."""
     try:
         name = compiler()
         target, _ = supported(name, ["-march=native"], ["-mcpu=native"])
@@ -328,9 +302,3 @@ def library() -> CDLL | None:
         reason = next((line for line in lines if "error:" in line), lines[0])
         log.warning("decoding stays eager, which is slower: %s", reason)
         return None
-
-
-def build_name() -> str:
-    """Tells the native code of this version, compiler and processor from any other."""
-    code = library()
-    return "" if code is None else Path(code._name).stem

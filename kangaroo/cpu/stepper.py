@@ -1,4 +1,4 @@
-"""A step in native code (`cpp/rounds.h`): a draft is one call, a verification is one."""
+"""A step in native code (`cpp/rounds.h`): one call drafts, one verifies."""
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +14,7 @@ from kangaroo.models.target import TargetModel
 
 
 class CpuStepper:
-    """Of a batch that drafts natively; `keep` is that of `Engine.open`."""
+    """Steps of a batch that drafts natively; for `keep` see `Engine.open`."""
 
     supports_prefix_reuse = True
 
@@ -44,14 +44,14 @@ class CpuStepper:
                 nodes = buffers.token[row, :count].tolist()
                 batch.verified[row] += zip(nodes, likeliest, strict=True)
         if self.keep:
-            of_path = np.arange(batch.size)[:, None], buffers.path, slice(self.keep)
-            kept = buffers.kept[of_path], buffers.kept_chances[of_path], self.lm.config.vocab_size
-            for record, likeliest in zip(records, topk_logits.records(*kept), strict=True):
-                record.kept = likeliest
+            path = np.arange(batch.size)[:, None], buffers.path, slice(self.keep)
+            kept = buffers.kept[path], buffers.kept_chances[path], self.lm.config.vocab_size
+            for record, topk in zip(records, topk_logits.records(*kept), strict=True):
+                record.topk = topk
         return records
 
     def _begin(self, active: list[int]) -> None:
-        """The pending token of each row is its only node."""
+        """Make each active row's pending token its only node."""
         batch, buffers = self.batch, self.buffers
         buffers.count[:] = buffers.end[:] = 0
         for row in active:
@@ -65,9 +65,9 @@ class CpuStepper:
             buffers.count[row], buffers.has_state[row, 0] = 1, 0
 
     def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
-        """The drafting layer reads only when it drafts; the states that it needs are kept."""
+        """Chunks of a shared prefix that the drafting layer has not read, with the kept states."""
         buffers, end = self.buffers, len(prefix_T)
-        if self.texts[source] is not self.batch.texts[source]:  # it has none but its prompt's
+        if self.texts[source] is not self.batch.texts[source]:  # no step since its prompt
             return []
         text_end = buffers.base[source] + buffers.accepted[source] + 1
         first = min(int(text_end - buffers.unread[source]), end)

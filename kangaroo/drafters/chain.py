@@ -16,7 +16,7 @@ from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Tensors
 from kangaroo.engine.sampling import BatchSampling, Rule, pick, warp
 from kangaroo.engine.tree import Draft, Tree
-from kangaroo.engine.verify import of_round
+from kangaroo.engine.verify import draft_seeds
 from kangaroo.heads.draft_head import DraftHead
 
 
@@ -90,7 +90,7 @@ class Chain(EarlyStopping):
         """The same from its logits over the draft vocabulary."""
         length_B, seeds_B, settings_B3 = draws
         if batch.sampling.rule is Rule.block:  # what is accepted depends on tokens drafted after it
-            seeds_B = of_round(seeds_B, length_B)
+            seeds_B = draft_seeds(seeds_B, length_B)
         sampling, at_B1 = batch.sampling.reading(settings_B3), length_B[:, None] + step - 1
         if sampling.greedy:  # without spreading them
             id_B1 = self.head.token_of(logits_BK.argmax(-1, keepdim=True))

@@ -144,7 +144,7 @@ class DraftModel(Autoregressive):
 
     def read_chunk(self, tokens_1T: Tensor, first: int, row: int) -> None:
         """Write the keys of a part of a row's text."""
-        prefill.read(self.lm, self._known(tokens_1T), first, self.cache, row)
+        prefill.read(self.lm, self._known(tokens_1T), first, self.cache, row, ())
         if self.read[row] >= first:
             self.read[row] = first + tokens_1T.shape[1]
 

@@ -62,8 +62,8 @@ class EarlyExit(EarlyStopping):
     def begin(self, batch: Batch) -> None:
         """Make the layer's cache, unless the last one will do, and empty windows."""
         self.prompts.clear()
-        if batch.budget.drafting is not None and (self.needs_costs or batch.size > 1):
-            self.draft_cost = batch.budget.drafting(self) / self.tokens_of_pass
+        if batch.budget.measure_draft_cost is not None and (self.needs_costs or batch.size > 1):
+            self.draft_cost = batch.budget.measure_draft_cost(self) / self.tokens_of_pass
         size, device, hidden = batch.size, self.adapter.home(self.lm), self.lm.config.hidden_size
         if (self.cache.batch_size, self.cache.n_slots) != (size, batch.n_slots):
             self.cache = self.lm.new_cache(0, 0, [])  # the new one may need the old one's memory

@@ -17,8 +17,8 @@ from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two, tensors_in
 
 @dataclass(eq=False)
 class Acceleration:
-    """Of one target and all that drafts for it: a native library, or graphs and the kernels of
-    `kangaroo.cuda.layers`; by default none."""
+    """What a target and its drafters run on: a native library, or graphs and the kernels of
+    `kangaroo.cuda.layers`; by default PyTorch alone."""
 
     library: CDLL | None = None
     sizes: Sizes | None = None
@@ -29,18 +29,16 @@ class Acceleration:
         return bool(self.library or self.graphs or self.kernels)
 
     def width(self, tokens: int, most: int) -> int:
-        """How many tokens of a row a pass takes that needs so many: where it is recorded a power of
-        two, or the most that there may be."""
+        """The width of a pass over `tokens`: if it is recorded, a power of two or `most`."""
         return tokens if self.graphs is None else max(tokens, min(power_of_two(tokens), most))
 
-    def part(self, name: str, weights: Any, **more: Any) -> Any:
-        """A `Stack`, `Head` or `Fusing` that reads these weights where they lie; None where neither
-        kernels nor native code are there."""
+    def part(self, name: str, weights: Any, **options: Any) -> Any:
+        """A `Stack`, `Head` or `Fusing` of these weights; None without kernels and native code."""
         if self.kernels is not None:
-            return getattr(self.kernels, name)(weights, self.sizes, **more)
+            return getattr(self.kernels, name)(weights, self.sizes, **options)
         if self.library is None:
             return None
-        return getattr(native, name)(self.library, weights, self.sizes, **more)
+        return getattr(native, name)(self.library, weights, self.sizes, **options)
 
     def replay(
         self,
@@ -50,15 +48,15 @@ class Acceleration:
         *inputs: Any,
         tokens: int | None = None,
         keep: bool = False,
-        **how: Any,
+        **options: Any,
     ) -> Any:
-        """`work(*inputs)`, recorded once and replayed where this is a step of decoding: where the
-        blocks among the inputs may be recorded, and tokens are few; by default those of the first
-        input, `[B, N, ...]`. With `keep` the results outlive the next call with this key; other
-        arguments as of `Graphs`."""
+        """`work(*inputs)`, recorded once and replayed in steps of decoding: where all blocks among
+        the inputs are `recordable` and `tokens` are few, by default those of the first input,
+        `[B, N, ...]`. With `keep` the results outlive the next call with this key; the other
+        arguments are those of `Graphs`."""
         graphs, count = self.graphs, tokens or tensors_in(inputs[0])[0].shape[:2].numel()
         recordable = all(x.recordable for x in inputs if isinstance(x, ForwardMeta))
         if graphs is None or not recordable or not graphs.takes(count):
             return inputs if work is None else work(*inputs)
-        results = graphs(caches, key, work, *inputs, **how)
+        results = graphs(caches, key, work, *inputs, **options)
         return with_tensors(results, (x.clone() for x in tensors_in(results))) if keep else results

@@ -1,80 +1,78 @@
-"""The rows being decoded: their tokens, lengths and limits, and how a verdict is committed.
+"""The rows being decoded: their tokens, lengths and limits; and how a verdict is committed.
 
 Shapes: B rows, S slots a row, P = 1 + the draft's largest depth.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import KVCache, Tensors
-from kangaroo.engine.sampling import Sampling, settings, together
+from kangaroo.engine.sampling import Sampling, combine, settings
 from kangaroo.engine.tree import Draft, Verdict
 
 
+@dataclass(eq=False)
 class Batch:
-    """Rows of different length in one cache, until another prompt takes their place.
+    """Texts of different lengths in the rows of one cache; another text may take a free row.
 
     The last committed token of a row is *pending*: it is in no cache yet, and it is the root of the
     next draft. Slots from `length - 1` up are scratch.
 
     Args:
         longest: tokens of the longest text, prompt included.
-        sampling: of texts that have none of their own.
+        default: the sampling of texts that have none of their own; its seed does not matter.
     """
 
-    def __init__(
-        self,
-        cache: KVCache,
-        longest: int,
-        sampling: Sampling,
-        eos_ids: frozenset[int],
-        device: torch.device,
-        budget: Budget,
-    ):
-        size = self.size = cache.batch_size
-        self.n_slots = cache.n_slots
-        self.cache, self.longest, self.budget = cache, longest, budget
+    cache: KVCache
+    longest: int
+    default: Sampling
+    eos_ids: frozenset[int]
+    device: torch.device
+    budget: Budget
+
+    def __post_init__(self) -> None:
+        size, device = self.cache.batch_size, self.device
+        self.size, self.n_slots = size, self.cache.n_slots
         self.tokens_BS = torch.zeros(size, self.n_slots, dtype=torch.long, device=device)
         self.length_B = torch.ones(size, dtype=torch.long, device=device)
         self.seeds_B = self.length_B.clone()
         self.done_B = torch.ones(size, dtype=torch.bool, device=device)
-        self.eos_ids = eos_ids
-        # the host's copies, so that extents and drafters that read the text need no sync
-        self.ends: list[frozenset[int]] = [eos_ids] * size  # what ends each row's text
+        # copies on the host, so that extents and drafters that read the text need no sync
+        self.ends = [self.eos_ids] * size  # the tokens that end each row's text
         self.texts: list[list[int]] = [[0] for _ in range(size)]
         self.limits, self.seeds, self.done = [1] * size, [0] * size, [True] * size
-        self.whole = [False] * size  # whether a row's prompt was read to its end
-        # how many likeliest tokens after every verified node a drafter wants, which says so in its
-        # `begin`; the nodes' tokens and these, of each row, which it empties
+        self.prompt_read = [False] * size  # whether the row's prompt was read to its end
+        # how many of the likeliest tokens after each verified node a drafter wants, as it says in
+        # `begin`; and by row the nodes' tokens with these, until the drafter clears them
         self.likeliest = 0
         self.verified: list[list[tuple[int, list[int]]]] = [[] for _ in range(size)]
-        self.default = replace(sampling, seed=0)
-        self.samplings, self.alike = [self.default] * size, True
+        self.default = replace(self.default, seed=0)
+        self.samplings, self.all_default = [self.default] * size, True
         self.settings_B3 = torch.tensor([settings(self.default)] * size, device=device)
-        self.sampling = together([self.default], self.settings_B3)  # of all rows
+        self.sampling = combine([self.default], self.settings_B3)
 
     @property
     def draws(self) -> Tensors:
-        """Lengths, seeds, settings: what tokens are drawn by."""
+        """Lengths, seeds and settings, which decide how tokens are drawn."""
         return self.length_B, self.seeds_B, self.settings_B3
 
     @property
     def active(self) -> list[int]:
-        """Rows whose text is being written."""
+        """The rows whose text is still being written."""
         return [row for row, done in enumerate(self.done) if not done]
 
     @property
     def lengths(self) -> list[int]:
-        """The host's copy of `length_B`."""
+        """`length_B` on the host."""
         return list(map(len, self.texts))
 
     @property
     def used(self) -> int:
-        """The largest length of any row."""
+        """The length of the longest row."""
         return max(self.lengths)
 
     @property
@@ -83,47 +81,47 @@ class Batch:
         return self.length_B - 1
 
     def last(self, count: int) -> Tensor:
-        """The last `count` committed tokens of each row, `[B, count]`; before the start, any."""
+        """The last `count` committed tokens of each row, `[B, count]`; before its start any."""
         index = self.length_B[:, None] + torch.arange(-count, 0, device=self.length_B.device)
         return self.tokens_BS.gather(1, index.clamp(min=0))
 
     def commit(self, written_BX: Tensor) -> None:
-        """Append what a step wrote, on the device, which knows of no text's end."""
+        """Append what a step wrote, on the device, where texts do not end."""
         count_B, new_BP = written_BX[:, 0], written_BX[:, 2:]
         index_BP = self.length_B[:, None] + torch.arange(new_BP.shape[1], device=new_BP.device)
         self.tokens_BS.scatter_(1, index_BP, new_BP)  # what lies beyond the count is scratch
         self.length_B = torch.where(self.done_B, self.length_B, self.length_B + count_B)
 
     def append(self, row: int, tokens: list[int]) -> list[int]:
-        """The same on the host. Returns what of them belongs to the row's text, nothing after an
-        EOS or beyond its limit; either ends it."""
+        """Append a row's tokens on the host. Returns those that belong to its text: none after an
+        EOS or beyond the limit, which both end the text."""
         text, ends = self.texts[row], self.ends[row]
         room = self.limits[row] - len(text)
-        ended = next((n for n, token in enumerate(tokens[:room], 1) if token in ends), None)
-        tokens = tokens[: ended or room]
+        eos_end = next((n for n, token in enumerate(tokens[:room], 1) if token in ends), None)
+        tokens = tokens[: eos_end or room]
         text += tokens
-        if ended or len(text) >= self.limits[row]:
+        if eos_end or len(text) >= self.limits[row]:
             self.stop(row)
         return tokens
 
     @torch.inference_mode()
     def stop(self, row: int) -> None:
-        """A row's text ends here."""
+        """End a row's text here."""
         self.done_B[row] = self.done[row] = True
         self.length_B[row] = len(self.texts[row])
 
-    def shared(self, row: int, prompt: Sequence[int]) -> int:
-        """How many of a prompt's first tokens a row's text begins with, but for the text's last
-        two, which some drafters have not read, and the prompt's last, which gives the next one."""
-        if not self.whole[row]:
+    def common_prefix(self, row: int, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt a row's text begins with. The text's last two do not count,
+        which some drafters have not read, nor does the prompt's last, which predicts a token."""
+        if not self.prompt_read[row]:
             return 0
         text, most = self.texts[row], min(len(self.texts[row]) - 2, len(prompt) - 1)
         return next((i for i in range(most) if text[i] != prompt[i]), max(most, 0))
 
 
 def written(draft: Draft, verdict: Verdict) -> Tensor:
-    """Of each row how many tokens are new, and how many were drafted; then what the target writes
-    after each node of the accepted path, the next one's token, at last the bonus: `[B, 2 + P]`."""
+    """What a step writes in each row, `[B, 2 + P]`: how many tokens are new, how many were drafted,
+    and the target's choices along the accepted path, which end with the bonus token."""
     new_BP = verdict.choice_BN.gather(1, verdict.path_BP)
     counts_B2 = torch.stack([verdict.count_B + 1, draft.valid_BN.sum(1) - 1], 1)
     return torch.cat([counts_B2, new_BP], 1)

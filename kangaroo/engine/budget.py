@@ -1,4 +1,4 @@
-"""What a batch may draft: by what a verification costs, and how often its drafts were right."""
+"""What a batch may draft, by the cost of verification and by how often its drafts were right."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -8,88 +8,84 @@ from typing import Any
 
 import numpy as np
 
-PACE = 2.0  # tokens that the time of a vanilla step has to gain, in a batch
-PACE_ALONE = 1.5  # and where one text is decoded alone
-PRIOR, PRIOR_RIGHT = 20, 9  # as if so many drafts had been seen, and so many begun right
-# As if a row had tried so many draft tokens after right ones, and so many had been right.
-ROW_PRIOR, ROW_PRIOR_RIGHT = 10, 5
-FORGETTING = 0.95  # of both in a round without a draft, so that drafting is tried again
-# A text alone of which less is known tries a token, dear as it may be: else nothing were learnt.
+PACE = 2.0  # tokens that drafting has to gain in the time of a vanilla step, in a batch
+PACE_ALONE = 1.5  # and where a text is decoded alone
+PRIOR, PRIOR_RIGHT = 20, 9  # prior counts: drafts, and drafts whose first token was right
+ROW_PRIOR, ROW_PRIOR_RIGHT = 10, 5  # of a row's text: draft tokens tried, and right ones
+FORGETTING = 0.95  # of a row's counts in a round without a draft, so that drafting is tried again
+# A text alone with fewer tried tokens drafts one at any cost: else nothing would be learnt.
 UNTRIED, TRY = 0.1, 0.99
 
 
 @dataclass(eq=False)
 class Budget:
-    """Of one batch: every stepper asks it, and tells it of every verdict.
+    """The budget of one batch, which learns from every verdict.
 
     Args:
-        curve: of `VerifyCosts`; measured when it is first asked for.
+        curve: `VerifyCosts.curve`; the costs are measured at the first call.
         always: every row drafts as a text alone does.
-        drafting: measures a token of a drafter's chain, in vanilla steps; None trusts the drafter.
+        measure_draft_cost: the cost of a chain's token, in vanilla steps; None trusts the drafter.
     """
 
     curve: Callable[[int, int], list[float]]
     always: bool = False
-    drafting: Callable[[Any], float] | None = None
+    measure_draft_cost: Callable[[Any], float] | None = None
 
     def __post_init__(self) -> None:
         self.curve = cache(self.curve)
-        self.first_tried, self.first_right = 0, 0  # drafts, and how many began with a right token
-        # of each row's text: draft tokens before which all were right, and those that were, too
+        self.first_tried, self.first_right = 0, 0  # drafts, and those whose first token was right
+        # by row: draft tokens in its text after right ones only, and how many of these were right
         self.tried, self.right = defaultdict[int, float](float), defaultdict[int, float](float)
 
     def cost(self, rows: int, nodes: int) -> list[float]:
-        """Of verifying 0 to `nodes` nodes in each of so many rows, in vanilla steps of these."""
+        """The cost of verifying 0 to `nodes` nodes in each of `rows` rows, in vanilla steps."""
         return self.curve(1 if self.always else rows, nodes)
 
     def admit(self, row: int) -> None:
-        """Another text has taken a row: nothing is known of it yet."""
+        """Forget a row's counts, since another text has taken it."""
         self.tried[row] = self.right[row] = 0.0
 
     def limits(self, rows: Sequence[int], nodes: int, drafting: float, auto: bool) -> np.ndarray:
-        """What the product of the confidences in the first n tokens of a row's chain has to exceed
-        so that one more, which takes `drafting` vanilla steps, is drafted: `[rows, nodes]`, n from
-        0 on.
-
-        With `auto` that product times the share of tokens that were right in this text is the
-        chance that one more is right too, and has to pay for drafting and verifying it. Otherwise
-        this is left to the drafter's threshold, and to what a batch allows.
-        """
+        """The limits, `[rows, nodes]`, that the product of the confidences in the first n tokens of
+        a row's chain has to exceed for one more token, which costs `drafting` vanilla steps. With
+        `auto` that product times the share of right tokens in this text is the chance that the next
+        one is right, which has to pay for drafting and verifying it. Otherwise the drafter's
+        threshold decides, within what a batch allows."""
         if not auto:
-            of_all = self.min_chain_chances(len(rows), nodes, drafting)
-            return np.tile(np.array(of_all, np.float32), (len(rows), 1))
-        verifying = np.array(self.min_node_chances(len(rows), nodes, auto))
+            chances = self.min_chain_chances(len(rows), nodes, drafting)
+            return np.tile(np.array(chances, np.float32), (len(rows), 1))
+        pace, verifying = self.pace(len(rows)), self.min_node_chances(len(rows), nodes, auto)
         shares = [(self.right[x] + ROW_PRIOR_RIGHT) / (self.tried[x] + ROW_PRIOR) for x in rows]
-        needed = verifying + self.pace(len(rows)) * drafting
+        needed = np.array(verifying) + pace * drafting
         limits = (needed / np.array(shares)[:, None]).astype(np.float32)
-        if self.pace(len(rows)) == PACE_ALONE and needed[0] < 1:  # were all tokens right, it paid
+        if pace == PACE_ALONE and needed[0] < 1:  # it pays if all tokens are right
             untried = [self.tried[x] < UNTRIED for x in rows]
             limits[untried, 0] = limits[untried, 0].clip(max=TRY)
         return limits
 
     def pace(self, rows: int) -> float:
-        """Tokens that the time of a vanilla step of so many rows has to gain."""
+        """The tokens that drafting has to gain in the time of a vanilla step of `rows` rows."""
         return PACE_ALONE if rows <= 1 or self.always else PACE
 
     def min_chain_chances(self, rows: int, nodes: int, drafting: float = 0.0) -> list[float]:
-        """How likely the first n tokens of a chain must be right for one more to pay, n from 0 on;
-        0 for one text alone, which is left to the drafter's own rule."""
-        if rows <= 1 or self.always:
+        """The chance, by n, that the first n tokens of a chain need to be right for one more to
+        pay; 0 for a text alone, where the drafter's own rule decides."""
+        if self.pace(rows) == PACE_ALONE:
             return [0.0] * nodes
         costs = self.cost(rows, nodes)
         right = (self.first_right + PRIOR_RIGHT) / (self.first_tried + PRIOR)
         return [PACE * (drafting + costs[n + 1] - costs[n]) / right for n in range(nodes)]
 
     def min_node_chances(self, rows: int, nodes: int, auto: bool = False) -> list[float]:
-        """How likely the n-th node must be right to pay for its verification, n from 0 on; 0 for
-        one text alone, unless it is `auto`."""
-        if not auto and (rows <= 1 or self.always):
+        """The chance that each of `nodes` nodes needs to be right to pay for its verification; 0
+        for a text alone, unless it is `auto`."""
+        if not auto and self.pace(rows) == PACE_ALONE:
             return [0.0] * nodes
         costs = self.cost(rows, nodes)
         return [self.pace(rows) * (costs[n + 1] - costs[n]) for n in range(nodes)]
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
-        """A row's verdict."""
+        """Learn from a row's verdict."""
         if drafted:
             self.tried[row] += min(accepted + 1, drafted)
             self.right[row] += accepted

@@ -22,11 +22,11 @@ from kangaroo.cpu.huge_pages import zeros
 
 Tensors = tuple[Tensor, ...]
 BUCKET = 64  # attention reads the occupied slots rounded up to this, so few shapes occur
-LEAST_RECORDED = 256  # where each shape is recorded as a graph: this, or a larger power of two
+LEAST_RECORDED = 256  # where each extent is recorded as a graph: this, or a larger power of two
 
 
 def tensors_in(x: Any, tensors: list[Tensor] | None = None) -> list[Tensor]:
-    """All tensors of a tuple, list or dataclass, and of those in it, in order, after others."""
+    """All tensors of a nested tuple, list or dataclass in order, appended to `tensors`."""
     tensors = [] if tensors is None else tensors
     if isinstance(x, (tuple, list)):
         for part in x:
@@ -40,37 +40,36 @@ def tensors_in(x: Any, tensors: list[Tensor] | None = None) -> list[Tensor]:
 
 
 def with_tensors(x: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same with the next of these in place of each of `tensors_in`."""
+    """`x` with the next of `tensors` in place of each of its own, in the order of `tensors_in`."""
     if isinstance(x, Tensor):
         return next(tensors)
     if isinstance(x, (tuple, list)):
         parts = [with_tensors(part, tensors) for part in x]
         return x._make(parts) if hasattr(x, "_make") else tuple(parts)
-    names = field_names(x.__class__)
-    changed = {name: with_tensors(getattr(x, name), tensors) for name in names}
+    changed = {name: with_tensors(getattr(x, name), tensors) for name in field_names(x.__class__)}
     return replace(x, **changed) if changed else x
 
 
 @cache
 def field_names(kind: type) -> list[str]:
-    """Of a dataclass; none of others."""
+    """The fields of a dataclass; none of other types."""
     return [field.name for field in fields(kind)] if is_dataclass(kind) else []
 
 
 @dataclass
 class ForwardMeta:
-    """Where a block of tokens lies: the slots it writes, its positions, what it may see.
+    """Where a block of tokens lies: the slots it writes, its positions, and what it may see.
 
     Args:
         slots_RT: slot of each token within its row.
         positions_RT: for RoPE, with the cosine and sine in `rope`, and for the sampling noise.
-        bias_R1TE: what is added to attention's scores (0 or -inf), or a boolean mask, true where a
-            token is seen; or a `CausalBias`, for the last T tokens of a prompt; None is causal, for
-            a block that fills slots 0..T-1 of its rows.
+        bias_R1TE: added to attention's scores (0 or -inf); or a boolean mask, true where a token is
+            seen; or a `CausalBias`, for the last T tokens of a prompt; None is causal, for a block
+            that fills slots 0..T-1 of its rows.
         extent: how many slots attention reads.
-        recordable: a step of decoding, which may be recorded as a graph.
-        windowed: mask, cosine and sine that layers with a window read instead, if there are such.
-        row_1: what is added to `rows`, where one recording is for any row.
+        recordable: whether the block is a step of decoding, which may be recorded as a graph.
+        windowed: mask, cosine and sine for layers with a window, if the model has any.
+        row_1: an offset to `rows`, where one recording serves any row.
     """
 
     slots_RT: Tensor
@@ -83,46 +82,44 @@ class ForwardMeta:
     windowed: tuple[Any, ...] = ()
     row_1: Tensor | None = None
 
-    def of_layer(self, windowed: bool) -> ForwardMeta:
-        """The block as a layer with a window reads it, or as one without."""
+    def for_layer(self, windowed: bool) -> ForwardMeta:
+        """The block as a layer with or without a window reads it."""
         if not windowed or not self.windowed:
             return self
         bias_R1TE, cos, sin = self.windowed
         return replace(self, bias_R1TE=bias_R1TE, rope=(cos, sin), windowed=())
 
     def within(self, window: int) -> ForwardMeta:
-        """The block as a layer sees it that looks back so far, 0 being everywhere: a token sees
-        whole blocks of 64 positions, the first of them the one that lies `window` before it. Below
-        the drafted tokens, which are nearer, slots are positions."""
+        """The block for a layer that looks back `window` positions; 0 is no limit. A token sees
+        whole blocks of 64 positions, from the one that lies `window` before it. Slots below the
+        drafted tokens, which are nearer, are positions."""
         if not window or self.extent <= window + BUCKET:
             return self
-        at_RT1, here = self.positions_RT[..., None], self.slots_RT.device
-        slots_E = torch.arange(self.extent, device=here)
-        near_R1TE = (slots_E >= (at_RT1 - window) // BUCKET * BUCKET)[:, None]
-        bias = self.bias_R1TE
+        at_RT1, bias = self.positions_RT[..., None], self.bias_R1TE
+        slots_E = torch.arange(self.extent, device=at_RT1.device)
+        far_R1TE = (slots_E < (at_RT1 - window) // BUCKET * BUCKET)[:, None]
         if bias is None or isinstance(bias, CausalBias):
-            return replace(self, bias_R1TE=near_R1TE & (slots_E <= at_RT1)[:, None])
-        if bias.dtype == torch.bool:
-            return replace(self, bias_R1TE=near_R1TE & bias)
-        return replace(self, bias_R1TE=bias.masked_fill(~near_R1TE, -torch.inf))
+            bias = (slots_E <= at_RT1)[:, None]
+        hidden = False if bias.dtype == torch.bool else -torch.inf
+        return replace(self, bias_R1TE=bias.masked_fill(far_R1TE, hidden))
 
     def narrow(self, start: int, width: int) -> ForwardMeta:
-        """The `width` tokens from `start` on, or as many as there are: views."""
+        """Views of the `width` tokens from `start` on, or of as many as there are."""
         width = min(width, self.slots_RT.shape[1] - start)
         return self._each(lambda x, axis: x.narrow(axis, start, width))
 
     def take(self, index_RN: Tensor) -> ForwardMeta:
-        """The tokens at the places `index_RN` of the block, in that order."""
+        """The tokens at `index_RN` in the block, in that order."""
 
-        def taken(x: Tensor, axis: int) -> Tensor:
-            ones = (1,) * (axis - 1), (1,) * (x.ndim - axis - 1)
-            index = index_RN.view(len(index_RN), *ones[0], -1, *ones[1])
-            return x.take_along_dim(index, axis)
+        def take(x: Tensor, axis: int) -> Tensor:
+            shape = [len(index_RN), *[1] * (x.ndim - 1)]
+            shape[axis] = -1
+            return x.take_along_dim(index_RN.view(shape), axis)
 
-        return self._each(taken)
+        return self._each(take)
 
     def to(self, device: torch.device) -> ForwardMeta:
-        """The same block for layers that lie on another device."""
+        """The same block for layers on another device."""
         if self.slots_RT.device == device:
             return self
         # a `CausalBias` has no memory
@@ -131,25 +128,25 @@ class ForwardMeta:
     @staticmethod
     def join(metas: Sequence[ForwardMeta]) -> ForwardMeta:
         """Blocks of the same rows and extent as one block."""
-        others = zip(*map(tensors_in, metas), strict=True)
-        return metas[0]._each(lambda _, axis: torch.cat(next(others), axis))
+        parts = zip(*map(tensors_in, metas), strict=True)
+        return metas[0]._each(lambda _, axis: torch.cat(next(parts), axis))
 
     def _each(self, change: Callable[[Tensor, int], Tensor]) -> ForwardMeta:
         """The block with `change(tensor, axis of its tokens)` in place of each tensor."""
-        # of four axes is a mask alone, whose second one is for the heads, and of one is `row_1`
+        # only masks have four axes, of which the second is for the heads; only `row_1` has one
         tensors = tensors_in(self)
         changed = (change(x, 2 if x.ndim == 4 else 1) if x.ndim > 1 else x for x in tensors)
         return with_tensors(self, changed)
 
 
 Taps = dict[int, Tensor]  # hidden states of the target, by the number of layers below them
-Chunk = tuple[Tensor, ForwardMeta, Taps]  # of a prompt, as `Drafter.prefill` takes it
+Chunk = tuple[Tensor, ForwardMeta, Taps]  # a prompt's chunk: the arguments of `Drafter.prefill`
 
 
 class KVCache:
-    """Keys and values of some layers, each `[B * S, K, C]` on its layer's device: so one
-    `index_copy_` writes a block whatever its rows and slots, and attention reads rows as strided
-    views. No other cache of this process has or had its `serial`."""
+    """Keys and values of some layers, each `[B * S, K, C]` on its layer's device, so that one
+    `index_copy_` writes any rows and slots, and attention reads rows as strided views. Its `serial`
+    is unique in this process."""
 
     serials = itertools.count()
 
@@ -169,18 +166,18 @@ class KVCache:
         self.values = [zeros(shape, dtype, device) for device in devices]
 
     def at(self, meta: ForwardMeta) -> BlockCache:
-        """What the attention layers take as their cache while `meta` runs."""
+        """The cache that attention layers get while the block `meta` runs."""
         return BlockCache(self, meta)
 
     @cached_property
     def addresses(self) -> tuple[ctypes.Array, ctypes.Array]:
-        """Where each layer's keys and values lie, for native code."""
-        kind = ctypes.c_void_p * len(self.keys)
+        """The addresses of each layer's keys and values, for native code."""
+        pointers = ctypes.c_void_p * len(self.keys)
         keys, values = (map(Tensor.data_ptr, cached) for cached in (self.keys, self.values))
-        return kind(*keys), kind(*values)
+        return pointers(*keys), pointers(*values)
 
     def move(self, src_BT: Tensor, dst_BT: Tensor) -> None:
-        """Copy slots `src` to slots `dst` of the same row in every layer: keep an accepted path."""
+        """Copy slots `src` to slots `dst` of the same row in every layer, for an accepted path."""
         base_B1 = torch.arange(self.batch_size, device=src_BT.device)[:, None] * self.n_slots
         src, dst = (src_BT + base_B1).flatten(), (dst_BT + base_B1).flatten()
         for cached in (*self.keys, *self.values):
@@ -199,14 +196,14 @@ class KVCache:
 
 
 class BlockCache:
-    """A `KVCache` seen from one block: what a transformers attention layer takes as its cache."""
+    """A `KVCache` for one block, as a transformers attention layer takes it."""
 
     def __init__(self, cache: KVCache, meta: ForwardMeta):
         self.cache, self.meta = cache, meta
 
     @cached_property
     def index(self) -> Tensor:
-        """Where the block's tokens lie in the cache's flat first axis."""
+        """The places of the block's tokens in the cache's flat first axis."""
         meta = self.meta
         rows = torch.arange(meta.rows.start, meta.rows.stop, device=meta.slots_RT.device)
         return (meta.slots_RT + rows[:, None] * self.cache.n_slots).flatten()
@@ -225,13 +222,12 @@ class BlockCache:
 
 
 def occupied(n_slots: int, used: int, recorded: bool = False) -> int:
-    """The number of slots to read so that `used` are covered: where each number is recorded as a
-    graph a power of two, of which a text meets few."""
+    """How many slots attention reads to cover `used`: few values, even fewer if `recorded`."""
     if recorded:
         return min(max(LEAST_RECORDED, power_of_two(used)), n_slots)
     return min(math.ceil(used / BUCKET) * BUCKET, n_slots)
 
 
 def power_of_two(least: int) -> int:
-    """The smallest one that is no less."""
+    """The smallest power of two that is not below `least`."""
     return 1 << max(least - 1, 0).bit_length()

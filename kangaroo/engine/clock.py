@@ -1,4 +1,4 @@
-"""The time that decoding takes: devices are waited for, and recording graphs does not count."""
+"""The time that decoding takes: it includes a device's work, and leaves out recording graphs."""
 
 import time
 from typing import Any
@@ -7,23 +7,23 @@ import torch
 
 from kangaroo.cuda.graphs import Graphs
 
-Mark = tuple[Any, float]  # seconds of a clock, or a GPU's event; seconds of recording until then
+Mark = tuple[Any, float]  # a time or a GPU's event, and the seconds spent on recording before it
 
 
 def running() -> float:
-    """Seconds on a clock that stands still while graphs are recorded, as happens once a shape."""
+    """Seconds on a clock that stands still while graphs are recorded."""
     return time.perf_counter() - Graphs.seconds
 
 
 def now(device: torch.device) -> float:
-    """The same clock, once the device has done what it was given."""
+    """Seconds on the same clock, after waiting for the device to finish its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return running()
 
 
 def mark(device: torch.device) -> Mark:
-    """This moment, in a GPU's stream of work: that costs no wait."""
+    """Mark this moment, on a GPU in its stream of work, so that nothing waits."""
     if device.type != "cuda":
         return running(), 0.0
     event = torch.cuda.Event(enable_timing=True)
@@ -32,7 +32,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def between(start: Mark, stop: Mark) -> float:
-    """Seconds between two marks, once the device was waited for."""
-    (first, recorded_first), (last, recorded_last) = start, stop
+    """Seconds between two marks, after the device has been waited for."""
+    (first, recording_before), (last, recording_after) = start, stop
     passed: float = last - first if isinstance(first, float) else first.elapsed_time(last) / 1000
-    return passed - (recorded_last - recorded_first)
+    return passed - (recording_after - recording_before)

@@ -1,4 +1,4 @@
-"""Decode whole requests: prefill a row, step until its text ends, take the next one.
+"""Decode whole requests: prefill a row, step until its text ends, take the next request.
 
 Shapes: T tokens of a prefill chunk, V vocabulary.
 """
@@ -19,9 +19,9 @@ from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import BUCKET, KVCache
 from kangaroo.engine.clock import now, running
-from kangaroo.engine.costs import drafting, measured
+from kangaroo.engine.costs import draft_cost, verify_costs
 from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
-from kangaroo.engine.sampling import Rule, Sampling, pick, settings, together
+from kangaroo.engine.sampling import Rule, Sampling, combine, pick, settings
 from kangaroo.engine.stepper import TensorStepper
 from kangaroo.models.prompts import Tokenizer
 from kangaroo.models.target import TargetModel
@@ -30,13 +30,13 @@ from kangaroo.utils.errors import ConfigError, PromptError
 
 @dataclass(eq=False)
 class Engine:
-    """A target and a drafter, which decode one batch at a time.
+    """Decodes one batch at a time with a target and a drafter.
 
     Args:
-        tokenizer: needed for stop strings alone.
-        prefill_chunk: the most tokens of a prompt that enter in a pass; None: as many as are quick.
-        prefix_cache: a prompt that begins like a row's text is read from where it differs.
-        always_drafts: every row of a batch drafts as a text alone does, not just what pays there.
+        tokenizer: needed only for stop strings.
+        prefill_chunk: the most tokens of a prompt in a pass; None leaves it to the target.
+        prefix_cache: read a prompt that begins like a row's text from where they differ.
+        always_drafts: every row of a batch drafts as a text alone does, even where it does not pay.
     """
 
     lm: TargetModel
@@ -51,9 +51,9 @@ class Engine:
             raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {self.prefill_chunk}.")
         self.eos_ids = frozenset(self.lm.eos_ids())
         self.batch: Batch | None = None  # the current one
-        self.stepper: Any = None  # of the current batch: a `TensorStepper`, or a backend's
-        self.cache: KVCache | None = None  # kept for the next batch if that needs no larger one
-        self.keep = 0  # likeliest tokens that are kept of every distribution
+        self.stepper: Any = None  # of the current batch: a `TensorStepper` or a backend's
+        self.cache: KVCache | None = None  # reused by the next batch unless that needs a larger one
+        self.keep = 0  # how many likeliest tokens of each distribution are kept
 
     def generate(
         self,
@@ -64,14 +64,14 @@ class Engine:
         seeds: Sequence[int] | None = None,
         stop: Sequence[str] = (),
     ) -> list[Generation]:
-        """Decode every prompt, `batch_size` at a time, or all at once; by default with the seeds
+        """Decode all prompts, `batch_size` at a time or at once; by default with the seeds
         `sampling.seed`, `sampling.seed + 1`, ... Errors: `PromptError`, `ConfigError`."""
         sampling = sampling or Sampling()
         seeds = seeds or range(sampling.seed, sampling.seed + len(prompts))
         pairs = zip(prompts, seeds, strict=True)
         requests = [Request(prompt, max_new_tokens, seed, stop) for prompt, seed in pairs]
         rows = len(prompts) or 1 if batch_size is None else batch_size
-        return [done for _, done in sorted(self.completions(requests, sampling, rows))]
+        return [generation for _, generation in sorted(self.completions(requests, sampling, rows))]
 
     def stream(
         self,
@@ -81,9 +81,9 @@ class Engine:
         stop: Sequence[str] = (),
         batch: Batch | None = None,
     ) -> Stream:
-        """Decode one prompt, token by token as steps write them, in a batch of one row opened with
-        this sampling, where a conversation's next turn may go on (`prefix_cache`); by default in a
-        new one. Errors: `PromptError`; `ConfigError` where another one has taken its place."""
+        """Decode one prompt, token by token as steps write them, in a new batch or in `batch`. That
+        has one row and was opened with this sampling; a conversation's next turn may go on there
+        (`prefix_cache`). Errors: `PromptError`; `ConfigError` if another batch replaced it."""
         sampling = sampling or Sampling()
         request = Request(prompt, max_new_tokens, sampling.seed, stop)
         self.check(request)
@@ -102,7 +102,7 @@ class Engine:
     ) -> Iterator[Token]:
         yield Token(generation.tokens[0], drafted=False)
         while not generation.finish:
-            self._check_is_current(batch.texts[0] is text)  # no other stream's
+            self._check_is_current(batch.texts[0] is text)  # not another stream's
             (record,) = self.step(batch)
             self.record(batch, 0, record, request, generation)
             for i, token in enumerate(record.tokens):
@@ -117,11 +117,11 @@ class Engine:
         after: Callable[[int, Generation], Request | None] = lambda index, generation: None,
         longest: int | None = None,
     ) -> Iterator[tuple[int, Generation]]:
-        """Decode all requests, `batch_size` at a time; (index, generation) as each one ends.
+        """Decode all requests, `batch_size` at a time, and yield (index, generation) as each ends.
 
         Args:
-            after: what follows a request in its row, under its index: a conversation's next turn.
-            longest: tokens of the longest text; by default that of `requests`.
+            after: the request that follows in the same row: the next turn of a conversation.
+            longest: tokens of the longest text; by default of `requests`.
         """
         for request in requests:
             self.check(request)
@@ -135,8 +135,8 @@ class Engine:
         following: dict[int, tuple[int, Request]] = {}  # by row
         active: dict[int, tuple[int, Request, Generation]] = {}
         while True:
-            for row in (row for row in range(batch.size) if row not in active):
-                if entry := following.pop(row, None) or next(waiting, None):
+            for row in range(batch.size):
+                if row not in active and (entry := following.pop(row, None) or next(waiting, None)):
                     active[row] = (*entry, self.admit(batch, row, entry[1]))
             if not active:
                 return
@@ -153,24 +153,23 @@ class Engine:
 
     @torch.no_grad()
     def open(self, batch_size: int, longest: int, sampling: Sampling, keep: int = 0) -> Batch:
-        """An empty batch for texts of at most `longest` tokens, prompts included. Of the
-        distribution behind every token the `keep` likeliest are kept (`Generation.teacher`)."""
+        """An empty batch for texts of at most `longest` tokens, prompts included. The `keep`
+        likeliest tokens of each token's distribution are kept (`Generation.teacher`)."""
         lm, drafter, always = self.lm, self.drafter, self.always_drafts
         self.keep = min(keep, topk_logits.MOST, lm.config.vocab_size)
         native = native_drafting(lm, drafter, sampling)
-        # beyond the longest text a draft's nodes, as many places before it, and the bonus
+        # beside the longest text: a draft's nodes, as many slots before a text, and the bonus token
         spare = max(2 * drafter.max_nodes, native.nodes if native else 0) + 2
-        # rounded up, since attention kernels want the rows of a mask aligned
+        # rounded up, since attention kernels need aligned rows of a mask
         n_slots = -(-(longest + spare) // BUCKET) * BUCKET
-        fits = self.cache is not None and self.cache.batch_size == batch_size
-        if self.cache is None or not fits or n_slots > self.cache.n_slots:
-            # their memory may be needed for the new ones
-            self.batch = self.cache = self.stepper = None
+        same_size = self.cache is not None and self.cache.batch_size == batch_size
+        if self.cache is None or not same_size or n_slots > self.cache.n_slots:
+            self.batch = self.cache = self.stepper = None  # the new ones may need their memory
             self.cache = lm.new_cache(batch_size, n_slots)
-        # native rounds draft otherwise than what would be measured
-        by_graphs = lm.acceleration.graphs and lm.device.type == "cuda"
-        of_drafts = partial(drafting, lm) if by_graphs else None
-        budget = Budget(lambda *sizes: measured(lm).curve(*sizes), always, of_drafts)
+        # native drafting costs something else than what would be measured
+        is_measured = lm.acceleration.graphs and lm.device.type == "cuda"
+        measure_draft_cost = partial(draft_cost, lm) if is_measured else None
+        budget = Budget(lambda *sizes: verify_costs(lm).curve(*sizes), always, measure_draft_cost)
         batch = self.batch = Batch(self.cache, longest, sampling, self.eos_ids, lm.device, budget)
         drafter.begin(batch)
         if drafter.needs_costs or (batch_size > 1 and drafter.max_nodes and not always):
@@ -182,9 +181,8 @@ class Engine:
         return batch
 
     def admit(self, batch: Batch, row: int, request: Request) -> Generation:
-        """Let a request take a free row, between steps; its prefill gives the first token. Errors:
-        `PromptError` where it cannot be served, or not by a batch this small; `ConfigError` for
-        another batch than the one opened last."""
+        """Put a request into a free row and write its first token. Errors: `PromptError` if it
+        cannot be served, or not by this batch; `ConfigError` if that is not the one opened last."""
         *_, generation = self.prefill_chunks(batch, row, request)
         assert generation is not None
         return generation
@@ -193,8 +191,8 @@ class Engine:
     def prefill_chunks(
         self, batch: Batch, row: int, request: Request
     ) -> Generator[Generation | None, None, None]:
-        """The same chunk by chunk, so that other rows may step in between: None after each, and at
-        last the generation; `close` gives the prompt up, and leaves its row free."""
+        """`admit` chunk by chunk, so that other rows may step in between: yields None after each
+        chunk, and the generation at the end. `close` drops the prompt, and leaves its row free."""
         self._check_is_current(batch is self.batch)
         self.check(request)
         if len(request.prompt) + request.max_new_tokens > batch.longest:
@@ -203,7 +201,7 @@ class Engine:
                 f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
             )
         lm, text = self.lm, request.text
-        begun, seconds = now(lm.device), 0.0
+        start, seconds = now(lm.device), 0.0
         prompt_T, end = torch.tensor(text, device=lm.device), len(text)
         chunk = min(self.prefill_chunk or end, lm.prompt_chunk(end))
         source, reused = self.match_prefix(batch, row, text)
@@ -211,37 +209,37 @@ class Engine:
             batch.cache.copy(source, row, reused)
             self.drafter.copy_prefix(source, row, reused)
         unread = self.stepper.unread(source, row, prompt_T[:reused]) if reused else []
-        batch.whole[row] = False  # and if this is interrupted, nothing goes on from it
+        batch.prompt_read[row] = False  # an interrupted prompt is no prefix of others
         for first in range(reused, end, chunk):
-            if first > reused:  # what steps leave behind in the row lies above what it has read
+            if first > reused:  # steps in between write only above the tokens that were read
                 batch.tokens_BS[row, :first] = prompt_T[:first]
                 batch.texts[row], batch.length_B[row] = [*text[:first], 0], first + 1
-                seconds += now(lm.device) - begun
+                seconds += now(lm.device) - start
                 yield None
-                begun = now(lm.device)
+                start = now(lm.device)
             tokens_1T = prompt_T[None, first : first + chunk]
-            place_read = first, batch.cache, row, self.drafter.taps
-            last_11D, chunk_read = prefill.read(lm, tokens_1T, *place_read)
+            place = first, batch.cache, row, self.drafter.taps
+            last_11D, chunk_read = prefill.read(lm, tokens_1T, *place)
             unread.append(chunk_read)
-            # else later, since a step in between would change what a drafter keeps of the row
+            # else later, since a step in between would change a drafter's state for the row
             if batch.size == 1 or first + chunk >= end:
                 for read in unread:
                     self.drafter.prefill(batch, *read)
                 unread.clear()
-        place(batch, row, prompt_T, request)
-        at_11, seed_1 = torch.full((1, 1), end, device=lm.device), batch.seeds_B[row : row + 1]
+        begin_text(batch, row, prompt_T, request)
+        at_11, rows = torch.full((1, 1), end, device=lm.device), slice(row, row + 1)
         logits_11V = lm.logits(last_11D)
-        how = batch.sampling.reading(batch.settings_B3[row : row + 1])
-        token = int(pick(logits_11V, at_11, how, seed_1))
+        sampling = batch.sampling.reading(batch.settings_B3[rows])
+        token = int(pick(logits_11V, at_11, sampling, batch.seeds_B[rows]))
         write_first(batch, row, token)
-        kept = topk_logits.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
-        seconds += now(lm.device) - begun
+        (topk,) = topk_logits.likeliest(logits_11V, torch.zeros_like(at_11), self.keep)
+        seconds += now(lm.device) - start
         generation = Generation(list(request.written), prefill_seconds=seconds, reused=reused)
-        self.record(batch, row, StepRecord([token], kept=kept[0]), request, generation)
+        self.record(batch, row, StepRecord([token], topk=topk), request, generation)
         yield generation
 
     def check(self, request: Request) -> None:
-        """Errors: `PromptError` for an empty prompt, or one that leaves no room in the context."""
+        """Errors: `PromptError` for a request that cannot be served."""
         if not request.prompt:
             raise PromptError("the prompt is empty; give at least one token (the BOS, say).")
         vocabulary = self.lm.config.vocab_size
@@ -257,22 +255,21 @@ class Engine:
             raise PromptError("stop strings need the engine's tokenizer: Engine(..., tokenizer=).")
 
     def match_prefix(self, batch: Batch, row: int, prompt: Sequence[int]) -> tuple[int, int]:
-        """The row whose text a prompt begins like, rather the free one itself, and by how many
-        tokens, which need not be read."""
+        """The row that has the longest prefix of a prompt, preferably `row`, and its length."""
         if not (self.prefix_cache and self.stepper and self.stepper.supports_prefix_reuse):
             return row, 0
-        begins = {place: batch.shared(place, prompt) for place in (row, *range(batch.size))}
-        source = max(begins, key=begins.__getitem__)
-        return source, begins[source]
+        lengths = {x: batch.common_prefix(x, prompt) for x in (row, *range(batch.size))}
+        source = max(lengths, key=lengths.__getitem__)
+        return source, lengths[source]
 
     @torch.inference_mode()
     def step(self, batch: Batch, drafts: bool = True) -> list[StepRecord]:
-        """One record a row; without drafts the step is a short one. Errors: `ConfigError` for
-        another batch than the one opened last."""
+        """Write at least a token in each active row, and return a record of each row; without
+        drafts exactly one. Errors: `ConfigError` if the batch is not the one opened last."""
         self._check_is_current(batch is self.batch)
-        started = running()
+        start = running()
         records: list[StepRecord] = self.stepper.step(drafts)
-        seconds = running() - started
+        seconds = running() - start
         for record in records:
             record.host_seconds = seconds - record.draft_seconds - record.verify_seconds
         return records
@@ -288,13 +285,13 @@ class Engine:
     def record(
         self, batch: Batch, row: int, record: StepRecord, request: Request, generation: Generation
     ) -> None:
-        """Append a step to a row's generation, and say so there if that ended it."""
+        """Append a step to a row's generation, and set its `finish` if that ends it."""
         before = len(generation.tokens)
         generation.steps.append(record)
         generation.tokens += record.tokens
-        kept = self._stopped(generation.tokens, before, request.stop) if request.stop else None
-        if kept is not None:
-            del generation.tokens[kept:], record.tokens[kept - before :]
+        end = self._stop_end(generation.tokens, before, request.stop) if request.stop else None
+        if end is not None:
+            del generation.tokens[end:], record.tokens[end - before :]
             record.accepted = min(record.accepted, len(record.tokens))
             generation.finish = "stop"
             batch.stop(row)
@@ -303,8 +300,8 @@ class Engine:
         elif len(generation.tokens) >= request.max_new_tokens:
             generation.finish = "length"
 
-    def _stopped(self, tokens: list[int], before: int, stop: Sequence[str]) -> int | None:
-        """How many tokens to keep if one of those from `before` on completes a stop string."""
+    def _stop_end(self, tokens: list[int], before: int, stop: Sequence[str]) -> int | None:
+        """The end of the first token, from `before` on, that completes a stop string."""
         assert self.tokenizer is not None
         # a string of n bytes spans at most n tokens; SentencePiece strips the first one's space
         reach = 1 + max(len(s.encode()) for s in stop)
@@ -315,9 +312,9 @@ class Engine:
         return None
 
 
-def place(batch: Batch, row: int, prompt_T: Tensor, request: Request) -> None:
-    """A request's whole text has entered a row. Errors: `ConfigError` for sampling of its own where
-    the batch's rule is not matched noise."""
+def begin_text(batch: Batch, row: int, prompt_T: Tensor, request: Request) -> None:
+    """Let a row begin the text of a request, which was read. Errors: `ConfigError` for sampling of
+    its own where the batch's rule is not matched noise."""
     sampling = request.sampling
     if sampling and (batch.default.rule, sampling.rule) != (Rule.match, Rule.match):
         raise ConfigError(
@@ -333,17 +330,16 @@ def place(batch: Batch, row: int, prompt_T: Tensor, request: Request) -> None:
     batch.ends[row] = frozenset() if request.ignore_eos else batch.eos_ids
     batch.done_B[row] = batch.done[row] = False
     batch.samplings[row] = sampling or batch.default
-    if sampling is None and batch.alike:  # as in a batch of thousands
+    if sampling is None and batch.all_default:  # nothing to change, in a batch of thousands
         return
-    batch.alike = False
+    batch.all_default = False
     batch.settings_B3[row] = torch.tensor(settings(batch.samplings[row]))
-    pairs = zip(batch.samplings, batch.done, strict=True)
-    batch.sampling = together([how for how, done in pairs if not done], batch.settings_B3)
+    batch.sampling = combine([batch.samplings[x] for x in batch.active], batch.settings_B3)
 
 
 def write_first(batch: Batch, row: int, token: int) -> None:
-    """Append the token that the prefill of a row's prompt gave; it is pending."""
+    """Append a row's first new token, which is pending."""
     batch.tokens_BS[row, len(batch.texts[row])] = token
     batch.length_B[row] += 1
     batch.append(row, [token])
-    batch.whole[row] = True
+    batch.prompt_read[row] = True

@@ -1,6 +1,6 @@
-"""A chunk of a prompt through the target.
+"""Run a chunk of a prompt through the target.
 
-Shapes: T tokens of the chunk, W of a recorded one, D hidden size.
+Shapes: T tokens of the chunk, W tokens of a recorded one, D hidden size.
 """
 
 from collections.abc import Collection
@@ -12,22 +12,17 @@ from torch import Tensor
 from kangaroo.engine.cache import Chunk, ForwardMeta, KVCache, Taps, power_of_two
 from kangaroo.models.target import TargetModel
 
-LEAST_CHUNK = 16  # tokens of a recorded one
+LEAST_CHUNK = 16  # tokens that a recorded chunk has at least
 
 
 def read(
-    lm: TargetModel,
-    tokens_1T: Tensor,
-    start: int,
-    cache: KVCache,
-    row: int,
-    taps: Collection[int] = (),
+    lm: TargetModel, tokens_1T: Tensor, start: int, cache: KVCache, row: int, taps: Collection[int]
 ) -> tuple[Tensor, Chunk]:
-    """Read tokens at the positions from `start` on of one row: the output of the last layer for the
-    last of them, `[1, 1, D]`, and the chunk with the tapped states."""
+    """Read tokens of one row at positions from `start` on. Returns the output of the last layer for
+    the last token, `[1, 1, D]`, and the chunk with the tapped states."""
     stop, graphs = start + tokens_1T.shape[1], lm.acceleration.graphs
-    meta, by_kernels = lm.chunk(start, stop, row, cache.n_slots), lm.acceleration.kernels
-    if graphs and by_kernels and lm.window is None and graphs.takes(tokens_1T.shape[1]):
+    meta, kernels = lm.chunk(start, stop, row, cache.n_slots), lm.acceleration.kernels
+    if graphs and kernels and lm.window is None and graphs.takes(tokens_1T.shape[1]):
         last_11D, tapped = replay(lm, tokens_1T, start, cache, row, taps)
     else:
         ending = lm.chunk(stop - 1, stop, row, cache.n_slots)
@@ -38,8 +33,7 @@ def read(
 def replay(
     lm: TargetModel, tokens_1T: Tensor, start: int, cache: KVCache, row: int, taps: Collection[int]
 ) -> tuple[Tensor, Taps]:
-    """What `run` returns by one graph for all rows and places, of a chunk that is filled up in
-    front by what is no token, at position -1."""
+    """`run` by one graph for all rows and positions; chunks are padded in front, at position -1."""
     count, stop = tokens_1T.shape[1], start + tokens_1T.shape[1]
     width, extent = max(LEAST_CHUNK, power_of_two(count)), lm.extent(cache.n_slots, stop)
     cos_SC, sin_SC = lm.rope_table(cache.n_slots)
@@ -68,8 +62,7 @@ def run(
     taps: Collection[int],
 ) -> tuple[Tensor, Taps]:
     """The last layer's output for the last token, whose block is `ending`, and the tapped states.
-    For other tokens native code and kernels make only keys and values in the last layer, unless it
-    is tapped."""
+    If that layer is not tapped, fast layers compute only keys and values there for other tokens."""
     x_1TD, layers, last = lm.embed(tokens_1T), lm.fast_layers, lm.n_layers - 1
     if layers is None or lm.n_layers in taps or not layers.takes(x_1TD, meta):
         x_1TD, tapped = lm.run(x_1TD, cache, meta, range(lm.n_layers), taps)

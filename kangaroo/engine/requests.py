@@ -1,4 +1,4 @@
-"""What an engine is asked, and what it answers, step by step."""
+"""Requests to an engine, and its answers, step by step."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,11 +18,11 @@ class Request(Ranged):
 
     Args:
         max_new_tokens: exactly this many are written unless an EOS or a stop string comes first.
-        seed: with the sampling settings it fixes the text.
+        seed: with the sampling settings it determines the text.
         stop: the text ends with the token that completes one of these strings.
         ignore_eos: an EOS is a token like any other, so that texts to be timed are equally long.
-        sampling: None is the batch's, whose rule of acceptance always holds.
-        written: the first of the new tokens, from another batch, as which this one goes on.
+        sampling: None uses the batch's, whose rule of acceptance always holds.
+        written: the first new tokens, where another batch has written them already.
     """
 
     prompt: Sequence[int]
@@ -35,27 +35,27 @@ class Request(Ranged):
 
     @property
     def text(self) -> Sequence[int]:
-        """The tokens that enter: the prompt, and what is written."""
+        """The tokens to read: the prompt, and what is already written."""
         return [*self.prompt, *self.written] if self.written else self.prompt
 
     def check_fits(self, limit: str, tokens: int) -> None:
-        """Errors: `PromptError` where prompt and new tokens are more than a limit's `tokens`."""
+        """Errors: `PromptError` where prompt and new tokens exceed `tokens`, named by `limit`."""
         prompt, new = len(self.prompt), self.max_new_tokens
-        if prompt + new <= tokens:
-            return
         room = tokens - prompt
+        if new <= room:
+            return
         fix = f"Shorten the prompt or ask for at most {room} new tokens."
         if room < 1:
             fix = f"Shorten the prompt by {1 - room} or more: one new token needs room."
-        wanted = f"the prompt has {prompt} tokens and {new} new ones were asked for"
-        raise PromptError(f"{wanted}, but {limit} {tokens}. {fix}")
+        sizes = f"the prompt has {prompt} tokens and {new} new ones were asked for"
+        raise PromptError(f"{sizes}, but {limit} {tokens}. {fix}")
 
 
 @dataclass
 class StepRecord:
-    """One verification of one row, or the token of its prefill: what was written, how many of these
-    tokens were drafted, of how many; the seconds of the whole step, of all rows; if asked for, a
-    record for each token (`topk_logits.py`), and perhaps more."""
+    """What a step, or the prefill, wrote in one row; `accepted` of its tokens were drafted, of
+    `drafted` ones. Seconds are those of the whole step, for all rows. `topk` holds a record of each
+    token (`topk_logits.py`), or of more, where they were asked for."""
 
     tokens: list[int]
     accepted: int = 0
@@ -63,19 +63,19 @@ class StepRecord:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     host_seconds: float = 0.0
-    kept: np.ndarray | None = None
+    topk: np.ndarray | None = None
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.draft_seconds + self.verify_seconds + self.host_seconds
 
 
 @dataclass
 class Generation:
-    """What became of a request: its first step is the prefill, whose time is `prefill_seconds`
-    instead; `finish` is "eos", "length" or "stop", or empty while it is being written; and `reused`
-    tokens of the prompt were in the cache already."""
+    """The answer to a request. Its first step is the prefill, whose time is `prefill_seconds`;
+    `finish` is "eos", "length" or "stop", or empty while the text is being written; `reused` tokens
+    of the prompt were in the cache already."""
 
     tokens: list[int] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
@@ -85,19 +85,19 @@ class Generation:
 
     @property
     def seconds(self) -> float:
-        """Of prefill and all steps."""
+        """Seconds of prefill and all steps."""
         return self.prefill_seconds + sum(step.seconds for step in self.steps)
 
     @property
     def teacher(self) -> np.ndarray | None:
-        """A record for each token (`topk_logits.py`), where these were asked for."""
-        steps = [s.kept[: len(s.tokens)] for s in self.steps if s.kept is not None]
+        """A record of each token (`topk_logits.py`), where they were asked for."""
+        steps = [s.topk[: len(s.tokens)] for s in self.steps if s.topk is not None]
         return np.concatenate(steps) if steps else None
 
 
 @dataclass
 class Token:
-    """One streamed token; `drafted` tells whether a drafter proposed it."""
+    """One streamed token, and whether a drafter proposed it."""
 
     id: int
     drafted: bool
@@ -105,7 +105,7 @@ class Token:
 
 @dataclass
 class Stream:
-    """Tokens of one request as steps write them; `generation` grows along."""
+    """The tokens of one request as steps write them; `generation` grows along with them."""
 
     generation: Generation
     tokens: Iterator[Token]
@@ -116,16 +116,16 @@ class Stream:
 
 @dataclass
 class Acceptance:
-    """What became of drafts: rounds that had one by how many of its tokens were accepted; draft
-    tokens, all nodes of a tree; and of one round at most. Names are those that vLLM gives a
-    request's statistics (`metrics.speculative_decoding`, vLLM's pull request 48915)."""
+    """How many draft tokens were accepted: a histogram of rounds by accepted tokens, the number of
+    draft tokens (all nodes of a tree), and the most of a round. JSON keys are those of vLLM's
+    request statistics (`metrics.speculative_decoding`, vLLM's pull request 48915)."""
 
     histogram: Counter[int] = field(default_factory=Counter)
     drafted: int = 0
     longest: int = 0
 
     def add(self, accepted: int, drafted: int) -> None:
-        """Count a round; one without a draft does not count."""
+        """Count a round, if it had a draft."""
         if drafted:
             self.histogram[accepted] += 1
             self.drafted += drafted
@@ -133,22 +133,22 @@ class Acceptance:
 
     @property
     def rounds(self) -> int:
-        """How many had a draft."""
+        """The number of rounds with a draft."""
         return self.histogram.total()
 
     @property
     def accepted(self) -> int:
-        """Draft tokens that were."""
+        """The number of accepted draft tokens."""
         return sum(count * rounds for count, rounds in self.histogram.items())
 
     @property
     def by_position(self) -> list[int]:
         """In how many rounds the first draft token was accepted, the second, and so on."""
-        last = max(self.histogram, default=0)
-        return [sum(n for k, n in self.histogram.items() if k > place) for place in range(last)]
+        most = max(self.histogram, default=0)
+        return [sum(n for k, n in self.histogram.items() if k > i) for i in range(most)]
 
     def as_json(self) -> dict[str, Any]:
-        """Lengths count the target's own token of a round, too: 1 is the least."""
+        """The statistics by vLLM's names; the mean length counts the target's own token, too."""
         return {
             "mean_acceptance_length": 1 + self.accepted / max(self.rounds, 1),
             "draft_acceptance_rate": self.accepted / max(self.drafted, 1),

@@ -1,7 +1,7 @@
-"""Choose tokens: filters, and noise that is a pure function of (seed, position, token).
+"""Choose tokens by filters, and noise that is a pure function of (seed, position, token).
 
-So a target and a drafter that see the same distribution choose the same token, and a text depends
-on its seed, not on drafter, batch or step (drafter-invariant decoding, arXiv 2408.07978).
+A target and a drafter that see the same distribution choose the same token, and a text depends on
+its seed, not on drafter, batch or step (drafter-invariant decoding, arXiv 2408.07978).
 
 Shapes: B rows, N nodes, V vocabulary, K likeliest tokens.
 """
@@ -19,8 +19,7 @@ from kangaroo.engine.cache import power_of_two
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import CountOrZero, NoiseSeed, NotNegative, Ranged, Share
 
-_MASK = 0xFFFFFFFF
-# Temperatures: logits divided by far less are infinite in float32, and by far more all alike.
+# Temperatures: logits divided by far less are infinite in float32, by far more they are all equal.
 GREEDY_BELOW, HOTTEST = 1e-6, 1e30
 
 
@@ -33,7 +32,7 @@ class Rule(Enum):
 
 
 class NoiseStream(Enum):
-    """Independent noises for one (seed, position)."""
+    """Independent streams of noise for one (seed, position)."""
 
     choice = 0
     accept = 1
@@ -46,10 +45,10 @@ class Sampling(Ranged):
 
     Args:
         temperature: below 1e-6 it becomes 0, which is greedy; 1e30 is the highest.
-        top_p: keep the smallest set of tokens, of one at least, whose probability reaches this.
+        top_p: keep the smallest set of tokens, of at least one, whose probability reaches this.
         top_k: keep this many of the likeliest tokens; 0 keeps all.
-        seed: the rows get `seed`, `seed + 1`, ... unless each has its own seed.
-        rule: how a sampled draft is accepted; greedy decoding is the same under all.
+        seed: rows get `seed`, `seed + 1`, ... unless each has its own seed.
+        rule: how a sampled draft is accepted; greedy decoding is the same under all rules.
     """
 
     temperature: NotNegative = 0.0
@@ -61,7 +60,7 @@ class Sampling(Ranged):
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
-            self.rule = Rule(self.rule)  # or its name
+            self.rule = Rule(self.rule)  # it may be a rule's name
         except ValueError as error:
             rules = ", ".join(rule.value for rule in Rule)
             raise ConfigError(f"sampling.rule={self.rule} must be one of {rules}.") from error
@@ -77,10 +76,9 @@ class Sampling(Ranged):
 
 @dataclass(frozen=True, eq=False)
 class BatchSampling:
-    """How the texts of a batch are drawn, each by settings of its own, which the device reads:
-    temperature, top_p (infinite where it keeps all) and top_k. `greedy` where all of them are; no
-    top_k is above `most_k`, a power of two, or 0 where none has one; `filters_p` where a top_p
-    removes tokens."""
+    """How the texts of a batch are drawn. Their settings are on the device: temperature, top_p
+    (infinite where it keeps all) and top_k. `greedy` is true if all texts are, and `filters_p` if a
+    top_p removes tokens; `most_k` is a power of two that no top_k exceeds, 0 without any."""
 
     settings_B3: Tensor
     greedy: bool
@@ -90,11 +88,11 @@ class BatchSampling:
 
     @property
     def kind(self) -> Hashable:
-        """By which recordings are told apart: all that is not in a tensor."""
+        """All that is not in a tensor, as part of a recording's key."""
         return self.greedy, self.most_k, self.filters_p, self.rule
 
     def reading(self, settings_B3: Tensor) -> "BatchSampling":
-        """The same kind with settings that lie elsewhere, or of some rows."""
+        """The same with these settings, a copy in other memory or some of the rows."""
         return replace(self, settings_B3=settings_B3)
 
     @property
@@ -104,34 +102,31 @@ class BatchSampling:
 
 
 def settings(sampling: Sampling) -> list[float]:
-    """As a row of `BatchSampling`."""
+    """The row of `BatchSampling.settings_B3` for a text."""
     top_p = sampling.top_p if sampling.top_p < 1 else math.inf
-    return [sampling.temperature, top_p, min(sampling.top_k, 1 << 24)]  # whole in float32
+    return [sampling.temperature, top_p, min(sampling.top_k, 1 << 24)]  # exact in float32
 
 
-def together(rows: Sequence[Sampling], settings_B3: Tensor | None = None) -> BatchSampling:
-    """How texts of these settings, all by one rule, are drawn; seeds do not count. By default the
-    settings are on the CPU."""
+def combine(rows: Sequence[Sampling], settings_B3: Tensor | None = None) -> BatchSampling:
+    """The sampling of a batch of texts that share a rule, by default with settings on the CPU."""
     if settings_B3 is None:
         settings_B3 = torch.tensor([settings(row) for row in rows])
     sampled = [row for row in rows if not row.greedy]
-    most_k = max((row.top_k for row in sampled), default=0)
+    most_k = max((power_of_two(row.top_k) for row in sampled if row.top_k), default=0)
     filters_p = any(row.top_p < 1 for row in sampled)
-    return BatchSampling(
-        settings_B3, not sampled, most_k and power_of_two(most_k), filters_p, rows[0].rule
-    )
+    return BatchSampling(settings_B3, not sampled, most_k, filters_p, rows[0].rule)
 
 
 def warp(logits_BNV: Tensor, sampling: BatchSampling) -> Tensor:
     """Logits in float32 after temperature, top-k and top-p, in transformers' order; -inf where a
-    filter removed the token. Tokens tied with the k-th stay. A row of temperature 0 is rubbish."""
+    filter removed the token. Tokens tied with the k-th stay. Rows of temperature 0 have no use."""
     temperature_B11, top_p_B11, top_k_B11 = sampling.columns
     logits_BNV = logits_BNV.float() / temperature_B11
     if sampling.most_k:
         likeliest = logits_BNV.topk(min(sampling.most_k, logits_BNV.shape[-1])).values
         last_B11 = (top_k_B11.long() - 1).clamp(0, likeliest.shape[-1] - 1)
         kth = likeliest.gather(-1, last_B11.expand_as(likeliest[..., :1]))
-        kth = kth.masked_fill(top_k_B11 == 0, -torch.inf)  # no token that is kept is below
+        kth = kth.masked_fill(top_k_B11 == 0, -torch.inf)
         logits_BNV = logits_BNV.masked_fill(logits_BNV < kth, -torch.inf)
     if sampling.filters_p:
         ordered, index = logits_BNV.sort(dim=-1, descending=True, stable=True)
@@ -144,14 +139,15 @@ def warp(logits_BNV: Tensor, sampling: BatchSampling) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The 32-bit finaliser of MurmurHash3; int32, whose products wrap around as they should."""
+    """The 32-bit finaliser of MurmurHash3, in int32, whose products wrap around."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * (0x85EBCA6B - (1 << 32))
     x = (x ^ ((x >> 13) & 0x7FFFF)) * (0xC2B2AE35 - (1 << 32))
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def _low(x: Tensor) -> Tensor:  # 32 bits of int64 numbers, as int32
-    return (((x & _MASK) ^ 0x80000000) - 0x80000000).int()
+def _low(x: Tensor) -> Tensor:
+    """The lower 32 bits of int64 numbers, as int32."""
+    return (((x & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).int()
 
 
 def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: NoiseStream, size: int) -> Tensor:
@@ -174,8 +170,8 @@ def perturb(
 
 
 def scores(logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor) -> Tensor:
-    """Of each token how early a target with these logits would choose it after a node, `[B, N, V]`,
-    the highest first; `at` are the positions of these tokens."""
+    """Scores of the tokens after each node, `[B, N, V]`, of which a target with these logits
+    chooses the highest; `at` are the tokens' positions."""
     if sampling.greedy:
         return logits_BNV
     drawn_BNV = perturb(warp(logits_BNV, sampling), seeds_B, at_BN)
@@ -185,8 +181,8 @@ def scores(logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: 
 def candidates(
     logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor, count: int
 ) -> Tensor:
-    """The first `count` tokens by their `scores`, `[B, N, count]`, in order; where the filters
-    leave fewer, the likeliest others follow."""
+    """The `count` tokens of the highest `scores` after each node, in order, `[B, N, count]`. If
+    the filters leave fewer, the likeliest of the other tokens follow."""
     scores_BNV = scores(logits_BNV, at_BN, sampling, seeds_B)
     if count == 1:
         return scores_BNV.argmax(-1, True)
@@ -201,5 +197,5 @@ def candidates(
 
 
 def pick(logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor) -> Tensor:
-    """The token that follows each node, `[B, N]`: the first of `candidates`."""
+    """The first of the `candidates` after each node, `[B, N]`."""
     return candidates(logits_BNV, at_BN, sampling, seeds_B, 1)[..., 0]

@@ -1,4 +1,4 @@
-"""A step of a batch by tensors, the definition; a backend (`kangaroo/cpu`) may make it faster.
+"""A step of a batch on tensors, the reference for faster backends (`kangaroo/cpu`).
 
 Shapes: B rows, N draft nodes, P nodes of a path, V vocabulary.
 """
@@ -21,60 +21,60 @@ from kangaroo.models.target import TargetModel
 
 
 class TensorStepper:
-    """Steps of every drafter on every device; `keep` is that of `Engine.open`."""
+    """Steps with any drafter on any device; for `keep` see `Engine.open`."""
 
     def __init__(self, lm: TargetModel, drafter: Drafter, batch: Batch, keep: int = 0):
         self.lm, self.drafter, self.batch, self.keep = lm, drafter, batch, keep
         self.supports_prefix_reuse = drafter.supports_prefix_reuse
 
     def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
-        """Of what a prompt takes over from another row, the chunks that the drafter has to read."""
+        """Chunks that the drafter has to read of a prefix that a prompt shares with a row."""
         return []
 
     def step(self, drafts: bool) -> list[StepRecord]:
-        """Propose, verify, commit, observe; a record of each row, without the host's time."""
+        """Propose, verify, commit and observe. Returns a record of each row without host time."""
         drafter, batch, device = self.drafter, self.batch, self.lm.device
         started = mark(device)
         draft = drafter.propose(batch) if drafts else Draft.nothing(batch.last(1))
         proposed = mark(device)
-        draft.meta = draft.meta or self._block(draft)
+        draft.meta = draft.meta or self._place(draft)
         verdict, written_BX, logits_BNV, taps = self._verify(draft)
         if not draft.tree.is_chain:
             self._keep_path(draft.meta, verdict)
         verified = mark(device)
         batch.commit(written_BX)
         drafter.observe(batch, draft, verdict, taps)
-        rows = written_BX.tolist()  # the step's one device-to-host copy, but for what is kept
-        kept: topk_logits.Rows = [None] * batch.size
+        rows = written_BX.tolist()  # the step's one device-to-host copy, unless logits are kept
+        topk: topk_logits.Rows = [None] * batch.size
         if logits_BNV is not None:
-            kept = topk_logits.likeliest(logits_BNV, verdict.path_BP, self.keep)
-            self._add_likeliest(draft, logits_BNV)
+            topk = topk_logits.likeliest(logits_BNV, verdict.path_BP, self.keep)
+            if batch.likeliest:
+                self._add_likeliest(draft, logits_BNV)
         seconds = between(started, proposed), between(proposed, verified), 0.0
-        records = [StepRecord([], 0, 0, *seconds, of) for of in kept]
+        records = [StepRecord([], 0, 0, *seconds, row_topk) for row_topk in topk]
         for row in batch.active:
             count, drafted, *tokens = rows[row]
             tokens = batch.append(row, tokens[:count])
             accepted = min(count - 1, len(tokens))
             batch.budget.observe(row, drafted, accepted)
-            records[row] = StepRecord(tokens, accepted, drafted, *seconds, kept[row])
+            records[row] = StepRecord(tokens, accepted, drafted, *seconds, topk[row])
         return records
 
-    def _block(self, draft: Draft) -> ForwardMeta:
-        """Where a draft will lie; one of tokens alone takes one of the few recorded shapes."""
+    def _place(self, draft: Draft) -> ForwardMeta:
+        """The block of a draft, which is padded to a recorded shape if it has only tokens."""
         batch, width, tree = self.batch, self.lm.acceleration.width, draft.tree
         size = width(tree.size, self.drafter.max_nodes + 1)
         depth = size - 1 if tree.is_chain else width(tree.max_depth, size - 1)
-        alone = draft.hidden_BND is None and draft.probs_BNV is None
-        if alone and (size, depth) != (tree.size, tree.max_depth):
+        only_tokens = draft.hidden_BND is None and draft.probs_BNV is None
+        if only_tokens and (size, depth) != (tree.size, tree.max_depth):
             draft.widen(size, depth)
         place = draft.tree, batch.base_B, batch.used + draft.tree.size, batch.n_slots
         return self.lm.forward_meta(*place, recorded=("verify", batch.cache))
 
     def _verify(self, draft: Draft) -> tuple[Verdict, Tensor, Tensor | None, Taps]:
-        """The verdict, what is written, the logits `[B, N, V]` where something of them is kept, and
-        the states that the drafter wants."""
+        """The verdict, what is written, the logits `[B, N, V]` if kept, and the tapped states."""
         lm, batch, sampling = self.lm, self.batch, self.batch.sampling
-        keeps = self.keep > 0 or batch.likeliest > 0
+        keeps_logits = self.keep > 0 or batch.likeliest > 0
         by_match = sampling.rule is Rule.match or sampling.greedy or draft.tree.size == 1
         taps, layers = sorted(set(self.drafter.taps)), range(draft.entry, lm.n_layers)
 
@@ -82,39 +82,34 @@ class TensorStepper:
             assert draft.meta is not None
             x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
             x_BND, states = lm.run(x_BND, batch.cache, draft.meta, layers, taps)
-            kept_BNV: Tensor | None = None
-            if sampling.greedy and not keeps and (chosen := lm.choose(x_BND)) is not None:
+            logits_BNV: Tensor | None = None
+            if sampling.greedy and not keeps_logits and (chosen := lm.choose(x_BND)) is not None:
                 choice_BN = chosen[0]
             else:
-                logits_BNV, how = lm.logits(x_BND), sampling.reading(settings_B3)
-                drawn_by = logits_BNV, draft.meta.positions_RT + 1, how, seeds_B
-                choice_BN = pick(*drawn_by) if by_match else write(draft, *drawn_by)
-                kept_BNV = logits_BNV if keeps else None
-            verdict = accept(draft, choice_BN)
+                logits_BNV, positions_BN = lm.logits(x_BND), draft.meta.positions_RT + 1
+                inputs = logits_BNV, positions_BN, sampling.reading(settings_B3), seeds_B
+                choice_BN = pick(*inputs) if by_match else write(draft, *inputs)
+            verdict, kept_BNV = accept(draft, choice_BN), logits_BNV if keeps_logits else None
             return verdict, written(draft, verdict), kept_BNV, [states[tap] for tap in taps]
 
         shape = draft.entry, draft.tree.is_chain, draft.tree.max_depth, sampling.kind
-        key = ("verify", *taps, keeps, *shape)
+        key = ("verify", *taps, keeps_logits, *shape)
         inputs = draft, batch.seeds_B, batch.settings_B3
         *results, states = lm.acceleration.replay((batch.cache,), key, work, *inputs)
         return *results, dict(zip(taps, states, strict=True))
 
     def _add_likeliest(self, draft: Draft, logits_BNV: Tensor) -> None:
-        """Tell a drafter that wants them of the likeliest tokens after each node: one sync."""
-        batch = self.batch
-        if not batch.likeliest:
-            return
-        likeliest_BNK = logits_BNV.topk(batch.likeliest).indices
+        """Give the likeliest tokens after each node to a drafter that wants them: one sync."""
+        batch, likeliest_BNK = self.batch, logits_BNV.topk(self.batch.likeliest).indices
         nodes_BN2 = torch.stack([draft.valid_BN.long(), draft.tokens_BN], -1)
         for row, nodes in enumerate(torch.cat([nodes_BN2, likeliest_BNK], -1).tolist()):
             if not batch.done[row]:
                 batch.verified[row] += [(token, after) for valid, token, *after in nodes if valid]
 
     def _keep_path(self, meta: ForwardMeta, verdict: Verdict) -> None:
-        """Move the keys and values of an accepted path to where its tokens now stand."""
-        batch = self.batch
-        depth_P = torch.arange(verdict.path_BP.shape[1], device=verdict.path_BP.device)
-        places = meta.slots_RT.gather(1, verdict.path_BP), batch.base_B[:, None] + depth_P
-
-        args, rehearsal = ((batch.cache,), ("move",), batch.cache.move), (places[1], places[1])
-        self.lm.acceleration.replay(*args, *places, rehearsal=rehearsal)
+        """Move the keys and values of the accepted path to the slots of its positions."""
+        batch, path_BP = self.batch, verdict.path_BP
+        src_BP = meta.slots_RT.gather(1, path_BP)
+        dst_BP = batch.base_B[:, None] + torch.arange(path_BP.shape[1], device=path_BP.device)
+        args = (batch.cache,), ("move",), batch.cache.move, src_BP, dst_BP
+        self.lm.acceleration.replay(*args, rehearsal=(dst_BP, dst_BP))

@@ -9,8 +9,8 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence de
 
 
 class Pieces:
-    """Tokens in, text out: a character of several tokens waits for the last one. A piece is decoded
-    together with the one before it, since SentencePiece strips a text's first space."""
+    """Decodes tokens to text; a character of several tokens waits for the last one. A piece is
+    decoded together with the one before it, since SentencePiece strips a text's first space."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -20,53 +20,48 @@ class Pieces:
     def push(self, token: int) -> str:
         """The text that is complete with this token; it may be empty."""
         self.pending.append(token)
-        text = self._after()
+        text = self.end()
         if not text or text.endswith(UNFINISHED):
             return ""
         self.before, self.pending = self.pending, []
         return text
 
     def end(self) -> str:
-        """What is left when there are no more tokens."""
-        return self._after()
-
-    def _after(self) -> str:
+        """The text of the pending tokens, complete or not."""
         before = plain_text(self.tokenizer, self.before)
         return plain_text(self.tokenizer, self.before + self.pending)[len(before) :]
 
 
 def pieces(tokens: Iterator[Token], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """Pairs (text, drafted) as tokens arrive, of whole characters."""
-    growing, drafted = Pieces(tokenizer), False
+    """Pairs (text, drafted) of whole characters as tokens arrive."""
+    decoding, drafted = Pieces(tokenizer), False
     for token in tokens:
         drafted = token.drafted
-        if text := growing.push(token.id):
+        if text := decoding.push(token.id):
             yield text, drafted
-    if text := growing.end():
+    if text := decoding.end():
         yield text, drafted
 
 
 class UntilStop:
-    """Text until the first of some strings, which is not part of it."""
+    """Passes text on up to the first stop string, which is left out."""
 
     def __init__(self, stop: Sequence[str]):
         self.stop, self.held, self.stopped = stop, "", False
 
     def push(self, text: str) -> str:
-        """What can be shown now: no part of what may become a stop string."""
+        """The text that can be shown now; what may become a stop string is held back."""
         if self.stopped:
             return ""
-        self.held += text
-        places = [at for at in map(self.held.find, self.stop) if at >= 0]
-        if places:
-            shown, self.held, self.stopped = self.held[: min(places)], "", True
-            return shown
-        # as many characters at the end may begin one
-        begun = (n for stop in self.stop for n in range(len(stop)) if self.held.endswith(stop[:n]))
-        keep = max(begun, default=0)
-        shown, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
-        return shown
+        held = self.held + text
+        if places := [at for at in map(held.find, self.stop) if at >= 0]:
+            self.held, self.stopped = "", True
+            return held[: min(places)]
+        prefixes = (n for stop in self.stop for n in range(len(stop)) if held.endswith(stop[:n]))
+        end = len(held) - max(prefixes, default=0)
+        self.held = held[end:]
+        return held[:end]
 
     def end(self) -> str:
-        """What was held back, when there is no more text."""
+        """The text that is held back, when no more follows."""
         return self.held

@@ -1,5 +1,5 @@
-"""What is kept of the target's distributions while it writes: of each token the likeliest ones of
-the distribution that it was chosen from, at temperature 1 and without noise.
+"""Records of the target's distributions while it writes: the likeliest tokens where each token was
+chosen, at temperature 1 and without noise.
 
 Shapes: B rows, N nodes, P nodes of a path, M tokens, K likeliest tokens of each, V vocabulary.
 """
@@ -15,25 +15,21 @@ from kangaroo.utils.ranges import Range
 
 MOST = 64  # of `choice.h`
 Likeliest = Annotated[int, Range(0, MOST)]
-Rows = Sequence[np.ndarray | None]  # None for each where nothing is kept
-
-
-def layout(vocab_size: int, count: int) -> np.dtype:
-    """A record: `tokens`, the likeliest first, and their `chances` in half precision: exact to
-    1/2048, and 0 below 3e-8."""
-    token = np.uint16 if vocab_size <= 1 << 16 else np.int32
-    return np.dtype([("tokens", token, (count,)), ("chances", np.float16, (count,))])
+Rows = Sequence[np.ndarray | None]  # records of each row; None where nothing is kept
 
 
 def records(tokens: np.ndarray, chances: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Records `[...]` of numbers `[..., K]`."""
-    kept = np.empty(tokens.shape[:-1], layout(vocab_size, tokens.shape[-1]))
-    kept["tokens"], kept["chances"] = tokens, chances
-    return kept
+    """Records `[...]` of `tokens` and `chances`, `[..., K]`, the likeliest first. Chances are in
+    half precision: exact to 1/2048, and 0 below 3e-8."""
+    token, shape = np.uint16 if vocab_size <= 1 << 16 else np.int32, tokens.shape[-1:]
+    layout = np.dtype([("tokens", token, shape), ("chances", np.float16, shape)])
+    topk = np.empty(tokens.shape[:-1], layout)
+    topk["tokens"], topk["chances"] = tokens, chances
+    return topk
 
 
 def likeliest(logits_BNV: Tensor, path_BP: Tensor, count: int) -> Rows:
-    """Of each row records `[P]` of the `count` likeliest tokens, at the nodes of its path."""
+    """Each row's records `[P]` of the `count` likeliest tokens after the nodes of its path."""
     if not count:
         return [None] * len(logits_BNV)
     logits_BNV = logits_BNV.float()
@@ -44,12 +40,12 @@ def likeliest(logits_BNV: Tensor, path_BP: Tensor, count: int) -> Rows:
     return list(records(tokens, chances, logits_BNV.shape[-1]))
 
 
-def known(teacher_M: np.ndarray) -> np.ndarray:
-    """`[M]`: which records hold something: the likeliest token's chance cannot be 0."""
+def nonempty(teacher_M: np.ndarray) -> np.ndarray:
+    """Which records hold something, `[M]`: the likeliest token's chance cannot be 0."""
     return teacher_M["chances"][:, 0] > 0
 
 
 def tensors(teacher_M: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Tokens (int64) and chances (float32), each `[M, K]`."""
+    """The records' tokens (int64) and chances (float32), each `[M, K]`."""
     tokens_MK = torch.from_numpy(teacher_M["tokens"].astype(np.int64))
     return tokens_MK, torch.from_numpy(teacher_M["chances"].astype(np.float32))

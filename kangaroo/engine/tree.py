@@ -1,4 +1,4 @@
-"""What a drafter proposes, a tree of tokens below the pending token; and the walk that accepts.
+"""A draft, which is a tree of tokens below the pending token; and the walk that accepts a path.
 
 Shapes: B rows (1 where all rows share a topology), N nodes, P = 1 + the draft's largest depth,
 D hidden size, V vocabulary.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kangaroo.engine.cache import ForwardMeta
 
-# Of a row the tokens below its pending one, and their parents: 0 is that one, i the i-th of them.
+# A row's tokens below the pending one, and their parents: 0 is the pending one, i the i-th of them.
 Nodes = tuple[Sequence[int], Sequence[int]]
 
 
@@ -26,8 +26,8 @@ class Tree:
     """The topology of a draft. Parents come before their children; the root is its own parent.
 
     Args:
-        max_depth: the largest depth any row can have, which the host knows.
-        is_chain: node i hangs below node i - 1 in every row, so that slots need no moving.
+        max_depth: the largest depth that any row can have, known on the host.
+        is_chain: node i is below node i - 1 in every row, so that slots need no moving.
     """
 
     parents_BN: Tensor
@@ -36,7 +36,7 @@ class Tree:
 
     @property
     def size(self) -> int:
-        """Number of nodes N, the root included."""
+        """The number of nodes, with the root."""
         return self.parents_BN.shape[1]
 
     @cached_property
@@ -52,43 +52,43 @@ class Tree:
 
     @cached_property
     def depth_BN(self) -> Tensor:
-        """Edges from the root to each node; 0 at the root."""
+        """Edges from the root to each node."""
         return self.ancestors_BNN.sum(-1) - 1
 
     def place(self, start_B: Tensor, extent: int, below: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Slots and positions of the nodes, `[B, N]`, and which of `extent` slots each does not
-        see, `[B, N, extent]`; arguments as of `TargetModel.forward_meta`."""
-        device = start_B.device
+        """The nodes' slots and positions, `[B, N]`, and a mask of the slots that each does not see,
+        `[B, N, extent]`; for the arguments see `TargetModel.forward_meta`."""
+        start_B1, device = start_B[:, None], start_B.device
         slots_E = torch.arange(extent, device=device)
-        offsets_BN = start_B[:, None] + torch.arange(self.size, device=device)
+        offsets_BN = start_B1 + torch.arange(self.size, device=device)
         if self.is_chain and not below:
             return offsets_BN, offsets_BN, slots_E > offsets_BN[..., None]
         slots_BN = offsets_BN % extent
-        positions_BN = (start_B[:, None] + self.depth_BN).clamp(min=0)
-        seen_BNE = (slots_E < start_B[:, None])[:, None].repeat(1, self.size, 1)
+        positions_BN = (start_B1 + self.depth_BN).clamp(min=0)
+        seen_BNE = (slots_E < start_B1)[:, None].repeat(1, self.size, 1)
         itself_NN = torch.eye(self.size, dtype=torch.bool, device=device)
         seen_BNN = self.ancestors_BNN & ((offsets_BN >= 0)[:, None] | itself_NN)
         seen_BNE.scatter_(2, slots_BN[:, None].expand_as(seen_BNN), seen_BNN)
         return slots_BN, positions_BN, ~seen_BNE
 
     @staticmethod
-    @cache  # without a limit, since graphs read where it lies
+    @cache  # without a limit, since graphs hold its address
     def chain(size: int, device: torch.device) -> Tree:
-        """`size` nodes in a line, kept for every step of a drafter."""
+        """`size` nodes in a line."""
         parents_N = (torch.arange(size, device=device) - 1).clamp(min=0)
         return Tree(parents_N[None], max_depth=size - 1, is_chain=True)
 
 
 @dataclass
 class Draft:
-    """Proposed tokens, ready for verification by `layers[entry:]` of the target.
+    """Proposed tokens, to be verified by `layers[entry:]` of the target.
 
     Args:
         tokens_BN: node 0 is the pending token: committed, but in no cache yet.
         valid_BN: false marks padding, which never matches; node 0 is always true.
         hidden_BND: the output of the target's layer `entry - 1` at each node, if the drafter has it
-            already (Kangaroo's shallow layers); None starts from the embeddings.
-        probs_BNV: what each node's token was drawn from, for acceptance by rejection.
+            (Kangaroo's shallow layers); None starts from the embeddings.
+        probs_BNV: the distribution each node's token was drawn from, for acceptance by rejection.
         meta: where the nodes lie; None leaves it to the engine.
     """
 
@@ -101,14 +101,14 @@ class Draft:
     meta: ForwardMeta | None = None
 
     def widen(self, size: int, depth: int) -> None:
-        """Add nodes that never match to a draft of tokens alone, as of a tree of this depth."""
-        more = size - self.tree.size
-        self.tokens_BN = F.pad(self.tokens_BN, (0, more))
-        self.valid_BN = F.pad(self.valid_BN, (0, more))
+        """Pad a draft that has only tokens to `size` nodes and a tree of this depth."""
+        padding = 0, size - self.tree.size
+        self.tokens_BN = F.pad(self.tokens_BN, padding)
+        self.valid_BN = F.pad(self.valid_BN, padding)
         if self.tree.is_chain:
             self.tree = Tree.chain(size, self.tokens_BN.device)
         else:
-            self.tree = Tree(F.pad(self.tree.parents_BN, (0, more)), depth)
+            self.tree = Tree(F.pad(self.tree.parents_BN, padding), depth)
 
     @staticmethod
     def nothing(pending_B1: Tensor) -> Draft:
@@ -118,7 +118,7 @@ class Draft:
 
     @staticmethod
     def listed(pending_B1: Tensor, nodes: Mapping[int, Nodes]) -> Draft:
-        """A draft that was made on the host, of some rows."""
+        """A draft from lists on the host, by row; the other rows have none."""
         by_row = [nodes.get(row, ((), ())) for row in range(len(pending_B1))]
         tokens, parents = zip(*by_row, strict=True)
         size, device = 1 + max(map(len, tokens)), pending_B1.device
@@ -139,9 +139,8 @@ class Draft:
 
 
 class Verdict(NamedTuple):
-    """What verification decided: the target's token after each node; how many draft tokens it
-    accepts; the nodes from the root to the deepest one whose whole path matched, which is then
-    repeated."""
+    """The result of verification: the target's token after each node, the number of accepted draft
+    tokens, and the accepted path's nodes from the root on, of which the last is repeated."""
 
     choice_BN: Tensor
     count_B: Tensor
@@ -149,24 +148,21 @@ class Verdict(NamedTuple):
 
 
 def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
-    """The longest path that the target would have written itself, by its choice after each node.
-    Source: Leviathan et al. 2023, section 2.3; for matched noise arXiv 2408.07978."""
+    """Accept the longest path that the target would have written itself, by its choice after each
+    node. Source: Leviathan et al. 2023, section 2.3; for matched noise arXiv 2408.07978."""
     tree = draft.tree
     steps_P = torch.arange(tree.max_depth + 1, device=choice_BN.device)
-    if tree.is_chain:  # node and depth are one
+    if tree.is_chain:  # a node's number is its depth
         matched_BN = draft.valid_BN[:, 1:] & (draft.tokens_BN[:, 1:] == choice_BN[:, :-1])
         count_B = matched_BN.cumprod(1).sum(1)
         return Verdict(choice_BN, count_B, torch.minimum(steps_P, count_B[:, None]))
     parents_BN = tree.parents_BN.expand_as(draft.tokens_BN)
     matched_BN = draft.valid_BN & (draft.tokens_BN == choice_BN.gather(1, parents_BN))
-    is_root_N = torch.arange(tree.size, device=choice_BN.device) == 0
-    matched_BN = matched_BN | is_root_N  # the pending token is committed already
+    matched_BN = matched_BN | (tree.depth_BN == 0)  # the pending token is committed already
     alive_BN = (~tree.ancestors_BNN | matched_BN[:, None]).all(-1)
-    best_B = (alive_BN * (tree.depth_BN + 1)).argmax(-1)
-    depth_BN = tree.depth_BN.expand_as(draft.tokens_BN)
-    count_B = depth_BN.gather(1, best_B[:, None])[:, 0]
-    rows_B = torch.arange(len(best_B), device=best_B.device)
-    on_path_BN = tree.ancestors_BNN.expand(len(best_B), -1, -1)[rows_B, best_B]
-    order_BN = torch.where(on_path_BN, depth_BN, tree.size).argsort(dim=-1, stable=True)
-    path_BP = torch.where(steps_P <= count_B[:, None], order_BN[:, : len(steps_P)], best_B[:, None])
-    return Verdict(choice_BN, count_B, path_BP)
+    best_B1 = (alive_BN * (tree.depth_BN + 1)).argmax(-1, keepdim=True)
+    count_B1 = tree.depth_BN.take_along_dim(best_B1, 1)
+    on_path_BN = tree.ancestors_BNN.take_along_dim(best_B1[..., None], 1)[:, 0]
+    order_BN = torch.where(on_path_BN, tree.depth_BN, tree.size).argsort(dim=-1, stable=True)
+    path_BP = torch.where(steps_P <= count_B1, order_BN[:, : len(steps_P)], best_B1)
+    return Verdict(choice_BN, count_B1[:, 0], path_BP)

@@ -1,4 +1,4 @@
-"""Acceptance by rejection and by blocks: a text's distribution is the target's, but its tokens
+"""Acceptance by rejection and by blocks: a text has the target's distribution, but its tokens
 depend on the drafts.
 
 Shapes: B rows, N draft nodes, V vocabulary.
@@ -16,25 +16,25 @@ from kangaroo.utils.errors import ConfigError
 
 
 class Chances(NamedTuple):
-    """What a node's child, the drafted token after it, would be drawn from by the target, p, and
-    was drawn from by the drafter, q; 0 where there is none."""
+    """The target's and the drafter's distributions after each node, p and q, and the node's child,
+    the token drafted from q; without a child q is 0."""
 
     p_BNV: Tensor
     q_BNV: Tensor
     child_BN: Tensor
     has_child_BN: Tensor
 
-    def of_child(self, chances_BNV: Tensor) -> Tensor:
-        """The drafted token's, `[B, N]`."""
+    def child(self, chances_BNV: Tensor) -> Tensor:
+        """The child's chance in one of the distributions, `[B, N]`."""
         return chances_BNV.gather(-1, self.child_BN[..., None])[..., 0]
 
 
 def write(
     draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor
 ) -> Tensor:
-    """What the target writes after each node of a chain, `[B, N]`, by the rule that `sampling`
-    names; `positions` are those of the tokens after each node. Errors: `ConfigError` for a draft
-    that is no chain, or does not say what it was drawn from."""
+    """What the target writes after each node of a chain, `[B, N]`, by the rule of `sampling`;
+    `positions` are those of the tokens after each node. Errors: `ConfigError` for a draft that is
+    no chain, or has no probabilities."""
     if not draft.tree.is_chain or draft.probs_BNV is None:
         raise ConfigError(
             f"sampling.rule={sampling.rule.value} needs a drafter of chains that keeps the "
@@ -44,52 +44,54 @@ def write(
     p_BNV = warp(logits_BNV, sampling).softmax(-1)
     has_child_BN = F.pad(draft.valid_BN[:, 1:], (0, 1))
     q_BNV = F.pad(draft.probs_BNV[:, 1:], (0, 0, 0, 1)) * has_child_BN[..., None]
-    of = Chances(p_BNV, q_BNV, draft.tokens_BN.roll(-1, 1), has_child_BN)
+    chances = Chances(p_BNV, q_BNV, draft.tokens_BN.roll(-1, 1), has_child_BN)
     rule = rejection if sampling.rule is Rule.rejection else block
-    return rule(of, positions_BN, seeds_B)
+    return rule(chances, positions_BN, seeds_B)
 
 
-def of_round(seeds_B: Tensor, length_B: Tensor) -> Tensor:
-    """Seeds of a round's own noise, by the length of the text when it begins."""
+def draft_seeds(seeds_B: Tensor, length_B: Tensor) -> Tensor:
+    """Seeds for the draft of a round, by the length of the text when it begins."""
     return seeds_B + ((length_B + 1) << 40)
 
 
-def rejection(of: Chances, positions_BN: Tensor, seeds_B: Tensor) -> Tensor:
+def rejection(chances: Chances, positions_BN: Tensor, seeds_B: Tensor) -> Tensor:
     """Classic speculative sampling: the drafted child x of a node is kept with probability
     min(1, p(x) / q(x)); otherwise a token is drawn from the residual max(p - q, 0). Nodes without a
-    valid child draw from p. The draws use independent noise, none of it the draft's. Source:
+    valid child draw from p. The draws use noise that is independent of the draft's. Source:
     Leviathan et al. 2023, algorithm 1."""
+    p_BNV, q_BNV, child_BN, has_child_BN = chances
     u_BN = uniform(seeds_B, positions_BN, NoiseStream.accept, 1)[..., 0]
-    keep_BN = of.has_child_BN & (u_BN * of.of_child(of.q_BNV) < of.of_child(of.p_BNV))
-    residual_BNV = (of.p_BNV - of.q_BNV).clamp(min=0)
+    keep_BN = has_child_BN & (u_BN * chances.child(q_BNV) < chances.child(p_BNV))
+    residual_BNV = (p_BNV - q_BNV).clamp(min=0)
     other_BN = perturb(residual_BNV.log(), seeds_B, positions_BN, NoiseStream.residual).argmax(-1)
-    return torch.where(keep_BN, of.child_BN, other_BN)
+    return torch.where(keep_BN, child_BN, other_BN)
 
 
-def block(of: Chances, positions_BN: Tensor, seeds_B: Tensor) -> Tensor:
-    """Block verification: a node's weight w is min(1, w p(x) / q(x)) of its parent's w and its own
-    token x, the root's is 1. The last node that passes its own test, with chance s / (s + 1 - w)
-    where s is the sum of the residual max(w p - q, 0), ends the accepted part, and the next token
-    is drawn from its residual. Nodes after it draw from p: where the token is the drafted one by
-    chance, the walk goes on.
+def block(chances: Chances, positions_BN: Tensor, seeds_B: Tensor) -> Tensor:
+    """Block verification. A node's weight w is min(1, w' p(x) / q(x)), with its parent's weight w'
+    and its own token x; the root's is 1. A node passes its test with chance s / (s + 1 - w), where
+    s is the sum of its residual max(w p - q, 0). The last node that passes ends the accepted part,
+    and the next token is drawn from its residual. Nodes after it draw from p; where that gives the
+    drafted token, the walk goes on.
 
-    What is accepted depends on tokens and tests further on, so a round's noise is its own: that of
-    the tests has the round's first position, that of the draft `of_round`.
-    Source: arXiv 2403.10444, algorithm 2.
+    What is accepted depends on later tokens and tests, so each round has noise of its own: the
+    tests' has the round's first position, the draft's `draft_seeds`. Source: arXiv 2403.10444,
+    algorithm 2.
     """
-    ratios_BN = of.of_child(of.p_BNV) / of.of_child(of.q_BNV)
+    p_BNV, q_BNV, child_BN, has_child_BN = chances
+    ratios_BN = chances.child(p_BNV) / chances.child(q_BNV)
     weights = [torch.ones_like(ratios_BN[:, 0])]
-    for ratio_B in ratios_BN[:, :-1].unbind(1):  # beyond the chain's end they are any
+    for ratio_B in ratios_BN[:, :-1].unbind(1):  # beyond the chain's end they do not matter
         weights.append((weights[-1] * ratio_B).nan_to_num(0.0).clamp(max=1))
     w_BN = torch.stack(weights, 1)
-    residual_BNV = (w_BN[..., None] * of.p_BNV - of.q_BNV).clamp(min=0)
+    residual_BNV = (w_BN[..., None] * p_BNV - q_BNV).clamp(min=0)
     sum_BN = residual_BNV.sum(-1)
-    # 0 / 0 is where p is q, so that the next token passes, or this is the last
+    # 0 / 0 where p equals q: the next token passes, or this is the last one
     passing_BN = (sum_BN / (sum_BN + 1 - w_BN)).nan_to_num(1.0)
     u_BN = uniform(seeds_B, positions_BN[:, :1], NoiseStream.accept, w_BN.shape[1])[:, 0]
     node_N = torch.arange(w_BN.shape[1], device=w_BN.device)
-    is_child_BN = of.has_child_BN.roll(1, 1)  # the last has none, and the root, 0, needs not pass
+    is_child_BN = has_child_BN.roll(1, 1)  # False at the root, which needs no test
     last_B1 = (node_N * (is_child_BN & (u_BN <= passing_BN))).amax(1, keepdim=True)
-    drawn_from_BNV = torch.where((node_N > last_B1)[..., None], of.p_BNV, residual_BNV)
+    drawn_from_BNV = torch.where((node_N > last_B1)[..., None], p_BNV, residual_BNV)
     other_BN = perturb(drawn_from_BNV.log(), seeds_B, positions_BN, NoiseStream.residual).argmax(-1)
-    return torch.where(node_N < last_B1, of.child_BN, other_BN)
+    return torch.where(node_N < last_B1, child_BN, other_BN)

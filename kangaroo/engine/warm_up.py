@@ -1,4 +1,4 @@
-"""Record what decoding will replay before anybody waits for it."""
+"""Record the graphs that decoding will replay, before anybody waits for them."""
 
 import logging
 import time
@@ -12,22 +12,22 @@ from kangaroo.engine.prefill import LEAST_CHUNK
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 
-LONGEST = 1 << 14  # tokens of a prompt that is read for this alone
-SHORT = 128  # tokens of other texts, and of what is written
-STEPS = 6  # of each kind: drafts are of several lengths
-HOW = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9)
+LONGEST = 1 << 14  # tokens of the longest prompt
+SHORT = 128  # tokens of the prompts in other rows, and new tokens
+STEPS = 6  # for each prompt: drafts have several lengths
+SAMPLINGS = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9)
 
 log = logging.getLogger(__name__)
 
 
 def warm_up(engine: Engine, rows: int, longest: int) -> None:
-    """Decode a few steps of random texts as batches of so many rows will: one text and all, short
-    ones and for each extent up to `longest` a longer one, greedy and sampled. What none of these
-    needs is recorded when it first comes. The cache is kept for the batch that follows."""
+    """Decode a few steps of random texts in `rows` rows: one text and all, greedy and sampled, with
+    short prompts and a longer one for each extent up to `longest`. What these do not need is
+    recorded at its first use. The cache is kept for the next batch."""
     graphs = engine.lm.acceleration.graphs
     if graphs is None or longest < 2:
         return
-    began, most = time.perf_counter(), min(longest, LONGEST) - 1
+    start, most = time.perf_counter(), min(longest, LONGEST) - 1
     generator = torch.Generator().manual_seed(0)
     sizes, vocabulary = [most, *[min(most, SHORT)] * (rows - 1)], engine.lm.config.vocab_size
     texts = [torch.randint(vocabulary, (size,), generator=generator).tolist() for size in sizes]
@@ -35,14 +35,14 @@ def warm_up(engine: Engine, rows: int, longest: int) -> None:
     widths = [LEAST_CHUNK, 2 * LEAST_CHUNK, *extents]  # chunks of prompts are recorded, too
     lengths = [1, *(width + 1 for width in widths if width + 1 < most)]
     batch = engine.open(rows, longest, Sampling())
-    for length, how, active in product(lengths, HOW, sorted({1, rows})):
+    for length, sampling, active in product(lengths, SAMPLINGS, sorted({1, rows})):
         for row, prompt in enumerate(text[:length] for text in texts[:active]):
-            new_tokens = min(longest - len(prompt), SHORT)
-            engine.admit(batch, row, Request(prompt, new_tokens, sampling=how, ignore_eos=True))
+            limit = min(longest - len(prompt), SHORT)
+            engine.admit(batch, row, Request(prompt, limit, sampling=sampling, ignore_eos=True))
         for number in range(STEPS + 1):
             if not all(batch.done):
                 engine.step(batch, drafts=number < STEPS)
         for row in range(active):
             batch.stop(row)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     log.info("%d graphs for %d rows recorded in %.0f s", len(graphs.made), rows, seconds)

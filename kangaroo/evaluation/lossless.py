@@ -13,7 +13,7 @@ from torch import Tensor
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Sampling, together
+from kangaroo.engine.sampling import Sampling, combine
 from kangaroo.engine.sampling import scores as scores_of
 from kangaroo.engine.tree import Tree
 from kangaroo.evaluation.records import Fork
@@ -74,7 +74,7 @@ def judge(
 def scores(logits_V: Tensor, sampling: Sampling, seed: int, position: int) -> Tensor:
     """The scores whose argmax is `sampling.pick`."""
     seed_1, position_1 = torch.tensor([[seed], [position]], device=logits_V.device)
-    batch = together([sampling])
+    batch = combine([sampling])
     batch = batch.reading(batch.settings_B3.to(logits_V.device))
     return scores_of(logits_V[None, None], position_1[None], batch, seed_1)[0, 0]
 

@@ -104,7 +104,7 @@ class BlockHead(Adapter):
     def states(self, taps: Taps, deep_BTD: Tensor, meta: ForwardMeta, steps: int) -> list[Tensor]:
         """Place k of the draft that began k - 1 tokens earlier, at every token of the texts."""
         past, f_BTD, positions_RT = DynamicCache(), taps[self.exit_layer], meta.positions_RT
-        meta = meta.of_layer(self.windowed)
+        meta = meta.for_layer(self.windowed)
         deep_BTD = before(deep_BTD, positions_RT)
         states = [self(f_BTD, deep_BTD, meta, past)]
         neighbours_BTR = self.neighbours(taps[0])

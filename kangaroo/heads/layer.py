@@ -75,7 +75,7 @@ class Layer(Trainable):
         values are kept in `past`, in training one draft step's after another's; None sees the block
         alone."""
         x_BND, native_layer = self.mix_inputs(f_BND, deep_BND), self.native_layer
-        meta = meta if isinstance(past, DynamicCache) else meta.of_layer(self.windowed)
+        meta = meta if isinstance(past, DynamicCache) else meta.for_layer(self.windowed)
         if native_layer and isinstance(past, BlockCache) and native_layer.takes(x_BND, meta):
             return native_layer(x_BND, past.cache, meta, range(self.depth), weight(self.norm))
         meta = meta if isinstance(past, DynamicCache) else meta.within(self.attention_window)
@@ -111,7 +111,7 @@ class Layer(Trainable):
         """Drafts read the target's deep states up to their beginning, then the layer's. As in
         decoding, keys before the draft are those of step 1, and within it of their own steps
         (training-time test, EAGLE-3, arXiv 2503.01840)."""
-        f_BTD, past, meta = taps[self.exit_layer], DynamicCache(), meta.of_layer(self.windowed)
+        f_BTD, past, meta = taps[self.exit_layer], DynamicCache(), meta.for_layer(self.windowed)
         states: list[Tensor] = []
         for step in range(1, steps + 1):
             deep_BTD = before(deep_BTD, meta.positions_RT)

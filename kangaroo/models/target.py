@@ -314,7 +314,7 @@ class TargetModel(nn.Module):
             if view is None or device != x_BND.device:
                 x_BND, meta = x_BND.to(device), meta.to(device)
                 view = cache.at(meta) if cache is not None else None
-            here = meta.of_layer(self.windowed[index])
+            here = meta.for_layer(self.windowed[index])
             x_BND = self.layers[index](
                 x_BND,
                 attention_mask=here.bias_R1TE,

@@ -248,7 +248,7 @@ class Scheduler:
     def _admit(self, batch: Batch, job: Job) -> Generator[Generation | None, None, None]:
         """Give a waiting job the free row whose text it continues, or the least recently used one.
         Returns the chunks of its prefill."""
-        shared = {row: batch.shared(row, job.resumed.text) for row in self.idle}
+        shared = {row: batch.common_prefix(row, job.resumed.text) for row in self.idle}
         row = max(shared, key=shared.__getitem__)
         if 2 * shared[row] <= len(batch.texts[row]):
             row = self.idle[0]

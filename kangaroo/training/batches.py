@@ -125,7 +125,7 @@ def learnt_positions(sample: Sample, length: int, stored: bool = False) -> np.nd
     """`[length - 1]`: where the next token is the assistant's (and its distribution `stored`)."""
     learnt_T = np.array(sample["loss_mask"][:length], dtype=bool)
     if stored:
-        learnt_T[learnt_T] = topk_logits.known(sample["teacher"][: learnt_T.sum()])
+        learnt_T[learnt_T] = topk_logits.nonempty(sample["teacher"][: learnt_T.sum()])
     return learnt_T[1:]
 
 
@@ -150,7 +150,7 @@ def collate(
         if stored:
             mask = sample["loss_mask"][:length]
             records_M = sample["teacher"][mask[0] : sum(mask)]
-            records.append(records_M[topk_logits.known(records_M)])
+            records.append(records_M[topk_logits.nonempty(records_M)])
     tokens = Tokens(input_BT.to(device), learnt_BT.to(device))
     if stored:
         likeliest, chances = topk_logits.tensors(np.concatenate(records))

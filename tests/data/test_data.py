@@ -204,11 +204,11 @@ def test_earlier_answers_keep_their_records_as_far_as_their_tokens_are_the_same(
         dialogue.append([1, 2, *again, 3], mask, generation([6, 6], [4, 5]))
         assert dialogue.topk_logits["tokens"][:, 0].tolist() == [*expected, 4, 5]
         known = [number > 0 for number in expected]
-        assert topk_logits.known(dialogue.topk_logits).tolist() == [*known, True, True]
+        assert topk_logits.nonempty(dialogue.topk_logits).tolist() == [*known, True, True]
     dialogue = Dialogue(0)
     dialogue.append([1, 2], [0, 0], generation([7, 8, 9], [1, 2, 3]))
     dialogue.append([5, 2, 7, 8, 9], [0, 0, 1, 1, 1], generation([6], [4]))  # another question
-    assert topk_logits.known(dialogue.topk_logits).tolist() == [False, False, False, True]
+    assert topk_logits.nonempty(dialogue.topk_logits).tolist() == [False, False, False, True]
 
 
 def test_the_records_of_a_dataset_are_those_of_a_forward_over_its_text(brief, tmp_path):
@@ -221,7 +221,7 @@ def test_the_records_of_a_dataset_are_those_of_a_forward_over_its_text(brief, tm
     for sample in samples:
         mask = torch.tensor(sample["loss_mask"], dtype=torch.bool)
         p_MV = forward_logits(lm, sample["input_ids"]).softmax(-1)[:-1][mask[1:]]
-        is_known = topk_logits.known(sample["teacher"])
+        is_known = topk_logits.nonempty(sample["teacher"])
         assert len(is_known) == mask.sum()
         known += is_known.tolist()
         _, chances_MK = topk_logits.tensors(sample["teacher"][is_known])

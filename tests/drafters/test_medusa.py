@@ -19,7 +19,7 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.medusa import MedusaConfig, sparse_tree
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import candidates, together
+from kangaroo.engine.sampling import candidates, combine
 from kangaroo.heads import adapter_files
 from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
 from kangaroo.heads.medusa_heads import GUESSES, MedusaHeads, MedusaHeadsConfig
@@ -62,7 +62,7 @@ def test_drafts_are_guesses_from_the_last_state_in_the_cache(sampling):
         for index, head in enumerate(drafter.draft_heads):
             logits_1V = head.spread(head(drafter.heads(h_1TD[:, -1:], index)[:, 0]))
             position, seed = torch.tensor([[len(text) + index]]), batch.seeds_B[row : row + 1]
-            tokens = candidates(logits_1V[:, None], position, together([sampling]), seed, 3)
+            tokens = candidates(logits_1V[:, None], position, combine([sampling]), seed, 3)
             guesses.append(tokens[0, 0].tolist())
         expected = [guesses[len(path) - 1][path[-1]] for path in choices]
         assert draft.tokens_BN[row, 1:].tolist() == expected

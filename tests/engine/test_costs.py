@@ -44,40 +44,40 @@ def test_costs_are_measured_once_a_day_and_machine(monkeypatch, tmp_path):
     lm = tiny().compile_for_decoding()  # the library is the usual cache's
     monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
     monkeypatch.setattr(costs, "STEADY", float("inf"))
-    found = costs.measured(lm)
+    found = costs.verify_costs(lm)
     assert found.widths[0] == 1 and sorted(found.seconds) == found.seconds and found.seconds[0] > 0
     (file,) = (tmp_path / "costs").iterdir()
     assert VerifyCosts(**json.loads(file.read_text())) == found
 
     monkeypatch.setattr(costs, "measure", lambda lm: (FLAT, False))  # again
-    assert costs.measured(lm) is found
-    assert costs.measured(tiny().compile_for_decoding()) == found
+    assert costs.verify_costs(lm) is found
+    assert costs.verify_costs(tiny().compile_for_decoding()) == found
     whole, written = file.read_text(), file.stat().st_mtime
     file.write_text("{")
-    assert costs.measured(tiny().compile_for_decoding()) is FLAT
+    assert costs.verify_costs(tiny().compile_for_decoding()) is FLAT
     file.write_text(whole)
     os.utime(file, (written, written - costs.KEPT_SECONDS))
-    assert costs.measured(tiny().compile_for_decoding()) is FLAT
+    assert costs.verify_costs(tiny().compile_for_decoding()) is FLAT
 
 
 def test_what_a_busy_machine_took_is_used_and_not_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
     monkeypatch.setattr(costs, "measure", lambda lm: (FLAT, False))
-    assert costs.measured(tiny()) is FLAT and not (tmp_path / "costs").exists()
-    assert costs.steady([5.0, 3.0, 4.0, 3.2]) and not costs.steady([5.0, 3.0, 4.0, 3.4])
-    assert costs.steady([3.0]) and not costs.steady([3.0, 4.0])  # so few say little
+    assert costs.verify_costs(tiny()) is FLAT and not (tmp_path / "costs").exists()
+    assert costs.is_steady([5.0, 3.0, 4.0, 3.2]) and not costs.is_steady([5.0, 3.0, 4.0, 3.4])
+    assert costs.is_steady([3.0]) and not costs.is_steady([3.0, 4.0])  # so few say little
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_a_draft_takes_is_measured_once(monkeypatch, fused):
     lm = graphed(tiny())
-    monkeypatch.setitem(costs._known, lm, VerifyCosts([1, 2], [1e-6, 1e-6]))
+    monkeypatch.setitem(costs._verify_costs, lm, VerifyCosts([1, 2], [1e-6, 1e-6]))
     drafter = Kangaroo(lm, adapter_for(lm, architecture=AdapterHeadConfig(fused=fused)))
-    share, measured = drafter.draft_cost, costs.drafting(lm, drafter)
-    assert measured == costs.drafting(lm, drafter) > share  # which a millionth of a second is not
+    share, measured = drafter.draft_cost, costs.draft_cost(lm, drafter)
+    assert measured == costs.draft_cost(lm, drafter) > share  # which a millionth of a second is not
     batch = Engine(lm, drafter).open(2, 60, Sampling())
     assert drafter.draft_cost == share  # it is no GPU
-    batch.budget.drafting = functools.partial(costs.drafting, lm)
+    batch.budget.measure_draft_cost = functools.partial(costs.draft_cost, lm)
     drafter.begin(batch)
     assert drafter.draft_cost == measured
 
@@ -88,7 +88,7 @@ def drafter_of(name: str, compiled: bool):
 
 
 def drafted(lm, drafter, known: VerifyCosts, rows: int, monkeypatch) -> list[int]:
-    monkeypatch.setitem(costs._known, lm, known)
+    monkeypatch.setitem(costs._verify_costs, lm, known)
     done = Engine(lm, drafter).generate(PROMPTS, 12, batch_size=rows)
     texts = [prompt + generation.tokens for prompt, generation in zip(PROMPTS, done, strict=True)]
     assert texts == vanilla_texts(lm, PROMPTS, 12)

@@ -22,9 +22,9 @@ from kangaroo.engine.sampling import (
     Rule,
     Sampling,
     candidates,
+    combine,
     perturb,
     pick,
-    together,
     uniform,
     warp,
 )
@@ -42,7 +42,7 @@ SAMPLINGS += [Sampling(1.0, top_p=0.7), Sampling(1.3, top_k=4), Sampling(1.3, 0.
 def over_positions(sampling: Sampling, seed: int = 0) -> Tensor:
     """Tokens at `DRAWS` consecutive positions of one seed."""
     logits_1NV = LOGITS_V.expand(1, DRAWS, -1)
-    how, seed_1 = together([sampling]), torch.tensor([seed])
+    how, seed_1 = combine([sampling]), torch.tensor([seed])
     return pick(logits_1NV, torch.arange(DRAWS)[None], how, seed_1)[0]
 
 
@@ -53,7 +53,7 @@ def assert_independent(first: Tensor, second: Tensor) -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_tokens_follow_the_warped_softmax_over_positions_and_over_seeds(sampling):
-    how = together([sampling])
+    how = combine([sampling])
     probs_V = warp(LOGITS_V[None, None], how).softmax(-1)[0, 0]
     assert_distributed(over_positions(sampling), probs_V)
     assert_distributed(over_positions(sampling, seed=2**40 + 5), probs_V)
@@ -111,7 +111,7 @@ def test_filters_equal_those_of_transformers(temperature, top_k, top_p):
     if top_p < 1:
         flat = TopPLogitsWarper(top_p)(None, expected.flatten(0, 1))  # it takes [rows, V]
         expected = flat.unflatten(0, (4, 3))
-    sampling = together([Sampling(temperature, top_p, top_k)])
+    sampling = combine([Sampling(temperature, top_p, top_k)])
     assert torch.equal(warp(logits_BNV, sampling), expected)
     half = logits_BNV.bfloat16()  # filters work in float32
     assert torch.equal(warp(half, sampling), warp(half.float(), sampling))
@@ -143,7 +143,7 @@ def test_the_likeliest_token_always_stays_and_at_the_extremes_alone(sampling, li
     elif sampling.temperature > 0.1:
         assert_distributed(tokens, (LOGITS_V / sampling.temperature).softmax(-1))
     if not sampling.greedy:
-        warped_V = warp(LOGITS_V[None, None], together([sampling]))[0, 0]
+        warped_V = warp(LOGITS_V[None, None], combine([sampling]))[0, 0]
         assert torch.isfinite(warped_V[LOGITS_V.argmax()]) and not warped_V.isnan().any()
 
 
@@ -165,7 +165,7 @@ def test_native_code_draws_the_same_at_the_extremes_each_row_by_its_own():
 
 def test_texts_of_unlike_settings_are_drawn_each_by_its_own():
     rows = [Sampling(), *SAMPLINGS]
-    mixed = together(rows)
+    mixed = combine(rows)
     assert not mixed.greedy
     logits_BNV = 3 * torch.randn(len(rows), 5, 50, generator=torch.Generator().manual_seed(0))
     positions_BN = torch.arange(5).expand(len(rows), -1) + torch.arange(len(rows))[:, None]
@@ -175,10 +175,10 @@ def test_texts_of_unlike_settings_are_drawn_each_by_its_own():
         chosen = choose(logits_BNV, positions_BN, mixed, seeds_B)
         for row, own in enumerate(rows):
             part = slice(row, row + 1)
-            alone = choose(logits_BNV[part], positions_BN[part], together([own]), seeds_B[part])
+            alone = choose(logits_BNV[part], positions_BN[part], combine([own]), seeds_B[part])
             assert torch.equal(chosen[part], alone)
         shared = choose(logits_BNV, positions_BN[one], mixed, seeds_B)  # positions of all rows
-        alone = choose(logits_BNV[one], positions_BN[one], together([rows[2]]), seeds_B[one])
+        alone = choose(logits_BNV[one], positions_BN[one], combine([rows[2]]), seeds_B[one])
         assert torch.equal(shared[one], alone)
 
 
@@ -186,5 +186,5 @@ def test_where_the_filters_leave_too_few_candidates_the_likeliest_others_follow(
     logits_BNV = torch.log(torch.tensor([[[0.02, 0.5, 0.03, 0.4, 0.05]]]))
     for sampling in (Sampling(temperature=1, top_p=0.8), Sampling(temperature=1, top_k=2)):
         at_BN, seeds_B = torch.tensor([[7]]), torch.tensor([1])
-        tokens = candidates(logits_BNV, at_BN, together([sampling]), seeds_B, 4).flatten().tolist()
+        tokens = candidates(logits_BNV, at_BN, combine([sampling]), seeds_B, 4).flatten().tolist()
         assert set(tokens[:2]) == {1, 3} and tokens[2:] == [4, 2]

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import NoiseStream, Rule, Sampling, perturb, together, warp
+from kangaroo.engine.sampling import NoiseStream, Rule, Sampling, combine, perturb, warp
 from kangaroo.engine.tree import Draft, Tree, accept
-from kangaroo.engine.verify import of_round, write
+from kangaroo.engine.verify import draft_seeds, write
 
 CPU = torch.device("cpu")
 
@@ -82,7 +82,7 @@ class Markov:
         self.q_VV /= self.q_VV.sum(-1, keepdim=True)
 
     def p_VV(self, sampling: Sampling) -> Tensor:
-        return warp(self.logits_VV[None], together([sampling]))[0].softmax(-1)
+        return warp(self.logits_VV[None], combine([sampling]))[0].softmax(-1)
 
     def round(
         self,
@@ -100,7 +100,7 @@ class Markov:
             position_B1 = torch.full_like(pending_B1, start + step)
             drafting_B = seeds_B
             if sampling.rule is Rule.block:
-                drafting_B = of_round(seeds_B, torch.full_like(seeds_B, start))
+                drafting_B = draft_seeds(seeds_B, torch.full_like(seeds_B, start))
             scores = perturb(probs[-1].log(), drafting_B, position_B1, NoiseStream.choice)
             tokens.append(scores.argmax(-1))
         tokens_BN = torch.cat(tokens, 1)
@@ -108,7 +108,7 @@ class Markov:
         valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool) if valid_BN is None else valid_BN
         draft = Draft(tokens_BN, tree, valid_BN, probs_BNV=probs_BNV)
         positions_BN = start + torch.arange(steps + 1).expand_as(tokens_BN)
-        logits_BNV, how = self.logits_VV[tokens_BN], together([sampling])
+        logits_BNV, how = self.logits_VV[tokens_BN], combine([sampling])
         choice_BN = write(draft, logits_BNV, positions_BN, how, seeds_B)
         verdict = accept(draft, choice_BN)
         return verdict.choice_BN.gather(1, verdict.path_BP), verdict.count_B
@@ -173,7 +173,7 @@ def test_kangaroo_writes_triples_from_the_targets_joint_distribution(rule):
     done = Engine(lm, drafter).generate([[size - 1]] * rows, 3, sampling)
     triples = torch.tensor([generation.tokens for generation in done])
 
-    joint, how = torch.ones(1), together([sampling])
+    joint, how = torch.ones(1), combine([sampling])
     for length in range(3):
         following = [
             warp(forward_logits(lm, [size - 1, *before])[None, -1:], how).softmax(-1)[0]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import forward_logits, random_prompts, tiny, vanilla_texts
 
-from kangaroo.engine.sampling import Sampling, pick, together
+from kangaroo.engine.sampling import Sampling, combine, pick
 from kangaroo.evaluation.lossless import fork, judge, scores
 from kangaroo.evaluation.records import Fork
 
@@ -45,7 +45,7 @@ def test_scores_are_what_the_choice_is_made_by(sampling):
     for seed in range(20):
         logits_V = 3 * torch.randn(50, generator=generator)
         place, seeds = torch.tensor([[seed + 7]]), torch.tensor([seed])
-        chosen = pick(logits_V[None, None], place, together([sampling]), seeds)
+        chosen = pick(logits_V[None, None], place, combine([sampling]), seeds)
         assert scores(logits_V, sampling, seed, seed + 7).argmax() == chosen
 
 

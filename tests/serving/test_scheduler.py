@@ -228,7 +228,7 @@ def steps_guilty(engine: Engine) -> bool:
 
 CALLS: dict[str, Callable[[Engine, int, tuple], bool]] = {
     "match_prefix": lambda engine, number, given: given[2] == GUILTY,
-    "shared": lambda engine, number, given: given[1] == GUILTY,
+    "common_prefix": lambda engine, number, given: given[1] == GUILTY,
     "write_first": lambda engine, number, given: (  # when the row takes part in steps already
         given[0] is engine.batch and given[0].texts[given[1]] == GUILTY
     ),

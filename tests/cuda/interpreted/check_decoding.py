@@ -123,7 +123,7 @@ def test_a_prompt_has_the_same_bits_in_chunks_of_any_size_and_decoded(name, dtyp
                 meta = lm.forward_meta(tree, start_1, stop, cache.n_slots)
                 lm.run(lm.embed(part_1T), cache, meta, range(lm.n_layers))
             else:
-                x_11D, *_ = read(lm, part_1T, start, cache, row)
+                x_11D, *_ = read(lm, part_1T, start, cache, row, ())
         written = [x.unflatten(0, (2, -1))[row] for x in (*cache.keys, *cache.values)]
         readings.append([lm.logits(x_11D), *written])
     assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(*readings, strict=True))
