@@ -34,7 +34,7 @@ from kangaroo.evaluation.study.study import study_of
 from kangaroo.heads import adapter_files, export, official
 from kangaroo.hub import transfer
 from kangaroo.hub.transfer import PullConfig, PushConfig
-from kangaroo.models.loading import ModelConfig, meta_model, to_measure
+from kangaroo.models.loading import ModelConfig, evaluate_command, meta_model
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.serve import serve as run_server
 from kangaroo.training import backend
@@ -169,7 +169,7 @@ def tune(config: schema.TuneCommand) -> None:
         for variant, each in varied(drafter, config.search.get(name, {})).items():
             drafters[name + variant.removeprefix(drafter.name)] = each
     lm, tokenizer = load_target(config.model)
-    use = to_measure(config.model, f"--config-dir={config.output}", drafter="tuned")
+    use = evaluate_command(config.model, f"--config-dir={config.output}", drafter="tuned")
     settings = {"model": plain(config)["model"], "use": use}
     report = tuning.tune(lm, tokenizer, drafters, config.drafter, config, **settings)
     comparison.show(report, Console())
@@ -273,7 +273,7 @@ def _report(folder: Path, model: ModelConfig, tracker: NoTracker) -> dict[str, f
     files, name = sorted(folder.iterdir()), f"{model.name}-{folder.name}"
     tracker.save(folder, files, name, "adapter", described | progress)
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    use = to_measure(model, drafter=saved.architecture.drafter, drafter__adapter=shown)
+    use = evaluate_command(model, drafter=saved.architecture.drafter, drafter__adapter=shown)
     log.info("saved %s; measure it: %s", shown, use)
     decoded = {f"decoded/{name}": value for name, value in progress["decoded"].items()}
     facts = {"exit_layer": saved.exit_layer, "parameters": saved.parameters}
@@ -290,7 +290,7 @@ def convert_import(config: schema.ImportCommand) -> None:
     adapter, origin = official.read(config.source, lm, exit_layer)
     about = {"imported": origin} | provenance()
     adapter_files.save(adapter, adapter_files.describe(lm, adapter, about), None, folder)
-    use = to_measure(config.model, drafter__adapter=folder)
+    use = evaluate_command(config.model, drafter__adapter=folder)
     log.info("%s: exit layer %d of %s; measure it: %s", folder, exit_layer, lm.name, use)
 
 
@@ -301,7 +301,9 @@ def convert_export(config: schema.ExportCommand) -> None:
     if config.to is schema.Layout.draft_model:
         export.save(source, config.model, output)
         log.info("%s is a checkpoint: a draft model for vLLM, SGLang and transformers", output)
-        log.info("here: %s", to_measure(config.model, drafter="draft_model", drafter__model=output))
+        log.info(
+            "here: %s", evaluate_command(config.model, drafter="draft_model", drafter__model=output)
+        )
     else:
         export.write_for_vllm(source, meta_model(config.model), output, VLLM_THRESHOLD)
         log.info("%s is for the plugin kangaroo-vllm", output)
@@ -322,7 +324,7 @@ def convert_pull(config: PullConfig) -> None:
     """Fetch an adapter, check it, and say how to measure it."""
     adapter, folder = transfer.pull(config), config.output
     options = {"drafter": adapter.architecture.drafter, "drafter__adapter": folder}
-    use = to_measure(adapter.target, **options, bench="demo")
+    use = evaluate_command(adapter.target, **options, bench="demo")
     log.info("%s: exit layer %d of %s; %s", folder, adapter.exit_layer, adapter.target, use)
 
 
@@ -338,7 +340,9 @@ def prepare_datastore(config: schema.DatastoreCommand) -> None:
     folder = datastore.save(built, lm, Path(config.output), origin | provenance())
     counts = (built.about[name] for name in ("tokens", "documents", "build_seconds"))
     log.info("%d tokens of %d documents in %.1f s", *counts)
-    log.info("use them: %s", to_measure(config.model, drafter="rest", drafter__datastore=folder))
+    log.info(
+        "use them: %s", evaluate_command(config.model, drafter="rest", drafter__datastore=folder)
+    )
 
 
 @command()

@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 
 from kangaroo.data.filters import list_reasons
-from kangaroo.models.prompts import Message, content_text, mended
+from kangaroo.models.prompts import Message, content_text, replace_surrogates
 from kangaroo.utils.errors import DataError
 from kangaroo.utils.folders import write_whole
 
@@ -206,7 +206,9 @@ def _conversation(record: Any, column: str | None) -> list[Message]:
             raise BadRecord(f"a turn of role {role!r} (in 'role' or 'from')")
         roles.append(ROLES[role])
     try:
-        texts = [mended(content_text(_first(turn, "content", "value"))) for turn in turns]
+        texts = [
+            replace_surrogates(content_text(_first(turn, "content", "value"))) for turn in turns
+        ]
     except ValueError as error:
         raise BadRecord(f"a turn whose 'content' or 'value' {error}") from error
     return [Message(role=role, content=text) for role, text in zip(roles, texts, strict=True)]
@@ -227,10 +229,12 @@ class Split:
     left_out: int
 
     def write(self, folder: Path) -> None:
-        """Both as files of JSON lines, whole or not at all; `mended`."""
+        """Both as files of JSON lines, whole or not at all; `replace_surrogates`."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, records in ((TRAINING, self.training), (HELD_OUT, self.held_out)):
-            lines = (mended(json.dumps(record, ensure_ascii=False)) for record in records)
+            lines = (
+                replace_surrogates(json.dumps(record, ensure_ascii=False)) for record in records
+            )
             write_whole(folder / name, "".join(f"{line}\n" for line in lines).encode())
 
 
@@ -248,7 +252,7 @@ def split(origin: Source, held: int, seed: int, left_out: Counter[str] | None = 
     random.Random(seed).shuffle(questions)
     by_task = defaultdict(list)
     for record, turns in questions:
-        task = mended(str(record.get("task") or record.get("category") or "all"))
+        task = replace_surrogates(str(record.get("task") or record.get("category") or "all"))
         by_task[task].append((record, turns))
     for task, some in by_task.items():
         if len(some) <= held:

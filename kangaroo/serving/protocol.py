@@ -9,13 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
-from kangaroo.models.prompts import content_text, whole
+from kangaroo.models.prompts import content_text, valid_text
 from kangaroo.utils.ranges import MOST, SEEDS
 
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 16, 16, 256
 
-Text = Annotated[str, AfterValidator(whole)]
-Stop = Annotated[str, Field(max_length=LONGEST_STOP, min_length=1), AfterValidator(whole)]
+Text = Annotated[str, AfterValidator(valid_text)]
+Stop = Annotated[str, Field(max_length=LONGEST_STOP, min_length=1), AfterValidator(valid_text)]
 
 
 def harmless_values(*groups: tuple[str, list[Any]]) -> dict[str, list[Any]]:

@@ -216,7 +216,7 @@ class Trainer:
             students = batches.grade(self.lm, outputs, self.trained, self.chunk, results.STEPS)
             measured.append([])
             for trainee, steps in zip(self.trained, students, strict=True):
-                longest = trainee.recipe.architecture.own_steps or results.STEPS
+                longest = trainee.recipe.architecture.fixed_steps or results.STEPS
                 accepted = results.accepted(steps, outputs.wanted_BT, longest)
                 top_M = outputs.distributions.top_M
                 tally = trainee.adapter.tally(trainee.heads, *batches.together(steps), top_M)
@@ -256,7 +256,7 @@ class Trainer:
         # smaller than asked for if the data has fewer tokens
         size = None if trainee.vocabulary_K is None else len(trainee.vocabulary_K)
         described = adapter_files.describe(self.lm, trainee.adapter, training, size, facts)
-        dtype = adapter_files.kept_dtype(trainee.adapter, self.lm)
+        dtype = adapter_files.saved_dtype(trainee.adapter, self.lm)
         adapter_files.save(trainee.adapter, described, self.frequent_K, self.output / name, dtype)
 
 
