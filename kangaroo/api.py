@@ -26,8 +26,7 @@ from kangaroo.utils.ranges import Count, Ranged
 
 CONFIGS = of_project("configs")  # settings of known models, drafters and hardware
 
-# A user's text, or a conversation: a message or a list of messages, the last one from the user,
-# with text or a list of text parts as content, as in OpenAI's API.
+# A user's text, or a conversation: one or several messages as in OpenAI's API, the last a user's.
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 Settings = TypeVar("Settings")
 
@@ -42,8 +41,7 @@ def load(
     """A model that is ready to answer.
 
     Args:
-        model: a name in `configs/groups/model.yaml`, a hub id, a local folder, or a `ModelConfig`
-            to choose number format or device.
+        model: a name in `configs/groups/model.yaml`, a hub id, a folder, or a `ModelConfig`.
         adapter: folder or hub id of the drafter's adapter; None takes the model's own:
             `adapters/NAME` in the working folder or as shipped, or what training saved.
         drafter: a name in `configs/drafter`, with the settings of the command line; or a config,
@@ -71,9 +69,8 @@ def load(
 
 
 def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> DrafterConfig:
-    """The config of a drafter in `configs/drafter`, for the target named `model`; a config is
-    returned as it is. The settings of a cascade may be drafters' names, too. Errors: `ConfigError`
-    for an unknown name or setting."""
+    """The config of a drafter in `configs/drafter` for the target named `model`; a config stays as
+    it is. In a cascade's settings drafters' names stand for configs. Errors: `ConfigError`."""
     if isinstance(drafter, DrafterConfig):
         if settings:
             raise ConfigError(f"{', '.join(settings)} given beside drafter=; set it there.")
@@ -88,7 +85,7 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
         raise ConfigError(f"there is no drafter {drafter!r}. Pass one of: {', '.join(names)}.")
     values = _read_yaml(f"drafter/{drafter}.yaml")
     schema, *groups = values.pop("defaults")  # Hydra's
-    sizes = _read_yaml("groups/hardware.yaml")[default_hardware()]
+    sizes = _read_yaml("groups/hardware.yaml")[hardware_here()]
     for name, value in values.items():
         if isinstance(value, str) and value.startswith("${hardware."):
             _, section, option = value.strip("${}").split(".")
@@ -100,13 +97,13 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
         for key, default in group.items() if isinstance(group, dict) else ():  # of a cascade
             name = key.partition("@")[2]
             values[name] = drafter_config(values.get(name, default), model, {})
-    kind = classes("kangaroo.drafters", DrafterConfig)[schema.removesuffix("_schema")]
-    return build(kind, values)
+    return build(
+        classes("kangaroo.drafters", DrafterConfig)[schema.removesuffix("_schema")], values
+    )
 
 
 def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
-    """The dataclass with these fields; numpy's numbers become Python's. Errors: `ConfigError` for
-    an unknown field or a value of the wrong type."""
+    """The dataclass with these fields; numpy's numbers become Python's. Errors: `ConfigError`."""
     hints, values = get_type_hints(kind), {}
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for name, value in settings.items():
@@ -126,7 +123,7 @@ def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
     return kind(**values)
 
 
-def default_hardware() -> str:
+def hardware_here() -> str:
     """The section of `configs/groups/hardware.yaml` that fits this machine."""
     return "gpu" if torch.cuda.is_available() else "cpu"
 
@@ -162,8 +159,7 @@ class Model:
 
         Args:
             prompts: a user's text or a conversation, or a list of them.
-            max_new_tokens: of an answer; None is as many as the context has room for, which takes
-                memory for all of them.
+            max_new_tokens: of an answer; None is, and takes memory for, the rest of the context.
             batch_size: prompts decoded at a time; None is all.
             stop: one or more strings that end an answer, which includes them.
             sampling: fields of `Sampling`. The prompts of a list get `seed`, `seed + 1`, ...; None

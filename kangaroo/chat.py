@@ -1,5 +1,4 @@
-"""A chat in the terminal, with drafted tokens in colour and a line on each answer's speed, and a
-race between several methods."""
+"""A chat in the terminal with drafted tokens in colour, and a race between several methods."""
 
 import io
 import sys
@@ -25,7 +24,6 @@ from kangaroo.utils.ranges import Count, Ranged
 
 FRAME_SECONDS = 1 / 30
 MARGIN = 8  # terminal lines without text of an answer
-ABOUT = "Decoded in turn, shown at the measured speeds; green: drafted and accepted."
 
 
 @dataclass
@@ -137,7 +135,8 @@ def race(
             console.print(Text(f"\n{runner.name}: {summary(runner.generation)}"), soft_wrap=True)
             console.print(runner.text(end), soft_wrap=True)
         return
-    console.print(ABOUT, style="dim", highlight=False)
+    caption = "Decoded in turn, shown at the measured speeds; green: drafted and accepted."
+    console.print(caption, style="dim", highlight=False)
     start, lines = time.perf_counter(), max(1, console.height - MARGIN)
     with Live(console=console, auto_refresh=False) as live:
         while (now := time.perf_counter() - start) < end:
@@ -162,8 +161,7 @@ def timed_pieces(answer: Generation, tokenizer: Tokenizer) -> Iterator[tuple[flo
 
 
 def frame(runners: list[Runner], now: float, console: Console, lines: int = 0) -> Table:
-    """A table of the last `lines` (0 is all) of each answer after `now` seconds, and the speeds of
-    the finished ones."""
+    """The last `lines` (0 is all) of each answer after `now` seconds, and finished ones' speeds."""
     table = Table(box=box.SIMPLE_HEAD, expand=True, show_footer=True)
     width = console.width // len(runners) - 3  # between columns
     texts = []

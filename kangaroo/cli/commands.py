@@ -301,9 +301,8 @@ def convert_export(config: schema.ExportCommand) -> None:
     if config.to is schema.Layout.draft_model:
         export.save(source, config.model, output)
         log.info("%s is a checkpoint: a draft model for vLLM, SGLang and transformers", output)
-        log.info(
-            "here: %s", evaluate_command(config.model, drafter="draft_model", drafter__model=output)
-        )
+        use = evaluate_command(config.model, drafter="draft_model", drafter__model=output)
+        log.info("here: %s", use)
     else:
         export.write_for_vllm(source, meta_model(config.model), output, VLLM_THRESHOLD)
         log.info("%s is for the plugin kangaroo-vllm", output)
@@ -340,9 +339,8 @@ def prepare_datastore(config: schema.DatastoreCommand) -> None:
     folder = datastore.save(built, lm, Path(config.output), origin | provenance())
     counts = (built.about[name] for name in ("tokens", "documents", "build_seconds"))
     log.info("%d tokens of %d documents in %.1f s", *counts)
-    log.info(
-        "use them: %s", evaluate_command(config.model, drafter="rest", drafter__datastore=folder)
-    )
+    use = evaluate_command(config.model, drafter="rest", drafter__datastore=folder)
+    log.info("use them: %s", use)
 
 
 @command()

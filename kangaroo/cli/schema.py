@@ -10,7 +10,7 @@ from typing import Any, cast
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from kangaroo.api import default_hardware
+from kangaroo.api import hardware_here
 from kangaroo.chat import ChatConfig
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.making import MixConfig, SynthesisConfig
@@ -191,7 +191,7 @@ def register() -> None:
     for group, types in choices.items():
         for name, kind in types.items():
             store(group=group, name=name, node=kind)
-    functions: tuple[Any, ...] = bench_name, fitting, default_hardware
+    functions: tuple[Any, ...] = bench_name, fitting, hardware_here
     resolvers = {function.__name__: function for function in functions}
     resolvers |= {"overrides": named_by, "if": lambda x, a, b: b if x is None else a}
     resolvers["draft_model_of"] = lambda model: next(

@@ -22,7 +22,6 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.heads.adapter import Adapter
-from kangaroo.heads.layer import weight
 from kangaroo.models.target import TargetModel
 
 UNREAD = 4  # tokens of a text that a draft model reads along with its draft; more, like a prompt
@@ -93,7 +92,7 @@ class LayerDrafting(NativeDrafting):
         assert layer is not None
         return native.NativeDrafting(
             stack=layer.native(drafter.cache, range(adapter.depth)),
-            norm=native.pointer(weight(adapter.norm)),
+            norm=native.pointer(getattr(adapter.norm, "weight", None)),
             head=self.head(),
             deep=native.pointer(drafter.deep_BSD),
             deep_tap=drafter.deep_tap or 0,

@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 
 from kangaroo.data.filters import list_reasons
-from kangaroo.models.prompts import Message, content_text, replace_surrogates
+from kangaroo.models.prompts import Message, content_text, sanitized
 from kangaroo.utils.errors import DataError
 from kangaroo.utils.folders import write_whole
 
@@ -206,9 +206,7 @@ def _conversation(record: Any, column: str | None) -> list[Message]:
             raise BadRecord(f"a turn of role {role!r} (in 'role' or 'from')")
         roles.append(ROLES[role])
     try:
-        texts = [
-            replace_surrogates(content_text(_first(turn, "content", "value"))) for turn in turns
-        ]
+        texts = [sanitized(content_text(_first(turn, "content", "value"))) for turn in turns]
     except ValueError as error:
         raise BadRecord(f"a turn whose 'content' or 'value' {error}") from error
     return [Message(role=role, content=text) for role, text in zip(roles, texts, strict=True)]
@@ -229,12 +227,10 @@ class Split:
     left_out: int
 
     def write(self, folder: Path) -> None:
-        """Both as files of JSON lines, whole or not at all; `replace_surrogates`."""
+        """Both as files of JSON lines, whole or not at all; `sanitized`."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, records in ((TRAINING, self.training), (HELD_OUT, self.held_out)):
-            lines = (
-                replace_surrogates(json.dumps(record, ensure_ascii=False)) for record in records
-            )
+            lines = (sanitized(json.dumps(record, ensure_ascii=False)) for record in records)
             write_whole(folder / name, "".join(f"{line}\n" for line in lines).encode())
 
 
@@ -252,7 +248,7 @@ def split(origin: Source, held: int, seed: int, left_out: Counter[str] | None = 
     random.Random(seed).shuffle(questions)
     by_task = defaultdict(list)
     for record, turns in questions:
-        task = replace_surrogates(str(record.get("task") or record.get("category") or "all"))
+        task = sanitized(str(record.get("task") or record.get("category") or "all"))
         by_task[task].append((record, turns))
     for task, some in by_task.items():
         if len(some) <= held:

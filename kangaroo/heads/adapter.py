@@ -31,9 +31,8 @@ class AdapterHeadConfig(base.HeadConfig):
             costs a third of a feed-forward part and gains more (docs/training.md).
         feed_forward: a feed-forward part like the target's, after attention or alone.
         own_head: an LM head initialized from the target's, instead of the target's.
-        fused: also read the input of the target's last layer at the previous token, or the
-            adapter's own state if that is a draft token (after EAGLE-3, arXiv 2503.01840). It is
-            free in a prompt, where that layer's keys need it.
+        fused: also read the input of the target's last layer at the previous token, or for a draft
+            token its own state (after EAGLE-3, arXiv 2503.01840). Prompts compute it anyway.
     """
 
     attention: bool = True
@@ -107,9 +106,8 @@ class Adapter(Layer):
         self.native_fusing: native.Fusing | None = None
 
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
-        """Copy the layers above the exit and, damped, the target's final norm. Undamped, the
-        untrained adapter is confidently wrong: on SmolLM2 the loss starts at 18 nats instead of 8,
-        and after 35 k tokens it is 9.0 instead of 6.2."""
+        """Copy the layers above the exit and the target's final norm, damped: otherwise the adapter
+        is confidently wrong (on SmolLM2 18 nats instead of 8, after 35 k tokens 9.0, not 6.2)."""
         self.copy_layers(lm, self.exit_layer)
         assert self.norm is not None
         self.norm.load_state_dict(lm.hf.model.norm.state_dict())
@@ -123,15 +121,14 @@ class Adapter(Layer):
             base.copy_head(self.head, lm, vocabulary_K)
         return self
 
-    def grown(self, lm: TargetModel, wanted: AdapterHeadConfig) -> "Adapter":
-        """This adapter with the additional parts of `wanted`, whose outputs are zero until they are
-        trained."""
+    def grown(self, lm: TargetModel, architecture: AdapterHeadConfig) -> "Adapter":
+        """This adapter with further parts of `architecture`, which output zeros until trained."""
         current = self.architecture
         parts = replace(
             current,
-            attention_layers=max(current.attention_layers, wanted.attention_layers),
-            feed_forward=current.feed_forward or wanted.feed_forward,
-            fused=current.fused or wanted.fused,
+            attention_layers=max(current.attention_layers, architecture.attention_layers),
+            feed_forward=current.feed_forward or architecture.feed_forward,
+            fused=current.fused or architecture.fused,
         )
         grown = Adapter(lm, self.exit_layer, parts)
         grown.head = self.head

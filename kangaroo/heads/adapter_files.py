@@ -77,13 +77,9 @@ def target_hash(lm: TargetModel) -> str:
 
 
 def describe(
-    lm: TargetModel,
-    adapter: Trainable,
-    training: dict[str, Any],
-    vocabulary: int | None = None,
-    facts: dict[str, Any] | None = None,
+    lm: TargetModel, adapter: Trainable, training: dict[str, Any], **fields: Any
 ) -> AdapterConfig:
-    """The config of an adapter trained for `lm`."""
+    """The config of an adapter trained for `lm`, with `vocabulary` and `facts` as `fields`."""
     return AdapterConfig(
         target=lm.name,
         target_revision=getattr(lm.config, "_commit_hash", None),
@@ -92,10 +88,9 @@ def describe(
         n_layers=lm.n_layers,
         parameters=sum(p.numel() for p in adapter.parameters()),
         architecture=adapter.architecture,
-        vocabulary=vocabulary,
-        facts=facts or {},
         training=training,
         target_weights=lm.fingerprint,
+        **fields,
     )
 
 
@@ -113,15 +108,13 @@ def save(
     folder: Path,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write weights, config, and the tokens for draft vocabularies, the most frequent first, into
-    `folder`, which is returned."""
+    """Write weights, config, and the most frequent tokens in order; returns `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: t.to(dtype or t.dtype).contiguous() for name, t in adapter.state_dict().items()}
     save_file(state, folder / WEIGHTS)
     if frequent_K is not None:
         save_file({"frequent": frequent_K.to(torch.int32)}, folder / VOCABULARY)
-    fields = asdict(config) | {"architecture": config.architecture.as_json()}
-    write_json(folder / CONFIG, fields)
+    write_json(folder / CONFIG, asdict(config) | {"architecture": config.architecture.as_json()})
     return folder
 
 
@@ -131,10 +124,9 @@ def find(
     fix: str = "Pass drafter.adapter= a folder or hub id, or leave it out.",
     revision: str | None = None,
 ) -> Path:
-    """The folder of an adapter: a local one, or a hub id whose `files` are downloaded. If
-    `adapters/NAME` is missing, it is the shipped one or what training of the model NAME saved, such
-    as Medusa heads for `adapters/NAME-medusa`; `adapters/NAME` replaces `adapters/NAME-fused`.
-    Errors: `AdapterNotFound`."""
+    """The folder of an adapter: a local one, or a hub id whose `files` are downloaded. A missing
+    `adapters/NAME` is the shipped one or what training saved for the model NAME, or for NAME-medusa
+    its Medusa heads; a missing NAME-fused is NAME. Errors: `AdapterNotFound`."""
     folder = located(path)
     if folder.is_dir():
         return folder
@@ -282,8 +274,7 @@ def assign_weights(adapter: Kind, state: Mapping[str, Tensor], fault: str) -> Ki
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights in an adapter's folder. Errors: `CorruptFile`, also for numbers that are not
-    finite."""
+    """The weights in an adapter's folder. Errors: `CorruptFile`, also for infinity or NaN."""
     try:
         state = load_file(folder / WEIGHTS)
     except (ValueError, SafetensorError) as error:

@@ -48,8 +48,7 @@ class HeadConfig(Ranged, ABC):
         return None
 
     def steps(self, draft_steps: int) -> int:
-        """The number of draft steps in training, if `draft_steps` are asked for. Errors:
-        `ConfigError`."""
+        """Draft steps in training, if `draft_steps` are asked for. Errors: `ConfigError`."""
         if self.fixed_steps is None:
             return draft_steps
         if draft_steps > 1:
@@ -69,9 +68,8 @@ class HeadConfig(Ranged, ABC):
 
 
 class Trainable(nn.Module, ABC):
-    """The trained part of a drafter, above the first `exit_layer` layers of a frozen target. It
-    reads the target's hidden states at `taps`, numbers of layers below them, and at `deep_tap`, if
-    any, after the target's final norm."""
+    """The trained part of a drafter, above `exit_layer` layers of a frozen target. It reads hidden
+    states at `taps` (numbers of layers below) and, after the final norm, at `deep_tap`, if any."""
 
     def __init__(
         self, architecture: HeadConfig, exit_layer: int, taps: Sequence[int], deep_tap: int | None

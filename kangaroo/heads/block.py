@@ -29,8 +29,7 @@ from kangaroo.utils.ranges import Count, DraftSize
 
 @dataclass
 class BlockHeadConfig(AdapterHeadConfig):
-    """An adapter's parts, the number of tokens in the longest draft, and the rank of the table of
-    neighbours."""
+    """An adapter's parts, the longest draft in tokens, and the rank of the neighbours' table."""
 
     places: DraftSize = 6
     rank: Count = 32

@@ -1,5 +1,4 @@
-"""A drafter's LM head, over the whole vocabulary or a part of it, which may follow the texts: rare
-tokens come again where they stood.
+"""A drafter's LM head, over the whole vocabulary or a part of it, which may follow the texts.
 
 Shapes: B rows, N tokens of a block, M tokens, D hidden size, K draft vocabulary, V vocabulary, R
 rank of a table, or room for the largest draft vocabulary.
@@ -22,9 +21,8 @@ BLOCK = 16  # matrix rows that native code multiplies together
 
 
 class DraftHead:
-    """Logits over the draft vocabulary, by rows of the target's head or by an adapter's own head.
-    A vocabulary of frequent tokens, ascending, means reading fewer rows (FR-Spec, arXiv
-    2502.14856)."""
+    """Logits over the draft vocabulary, by the target's head or an adapter's own head. With only
+    frequent tokens, in ascending order, fewer rows are read (FR-Spec, arXiv 2502.14856)."""
 
     def __init__(
         self, lm: TargetModel, own_head: nn.Module | None = None, vocabulary_K: Tensor | None = None
@@ -39,7 +37,6 @@ class DraftHead:
         self.table_KR: Tensor | None = None  # multiplies the last R numbers of each state
         self.finish = lm.finish_logits
         self.native: Any = None  # a `Head` of native code or kernels
-        self.chooses = False
 
     @property
     def size(self) -> int:
@@ -54,7 +51,6 @@ class DraftHead:
     def accelerate(self, lm: TargetModel) -> Self:
         """Draft in native code or kernels if the target decodes in them."""
         self.native = lm.acceleration.part("Head", self.weight_KD)
-        self.chooses = lm.acceleration.kernels is not None
         return self
 
     def follow(self, texts: Sequence[list[int]]) -> bool:
@@ -74,7 +70,7 @@ class DraftHead:
 
     def choose(self, adapted_MD: Tensor) -> tuple[Tensor, Tensor] | None:
         """As `TargetModel.choose`, both `[M, 1]`."""
-        if not self.chooses:
+        if not hasattr(self.native, "choose"):  # only kernels have it
             return None
         return self.native.choose(adapted_MD[:, None], None, self.vocabulary_K)
 
@@ -105,9 +101,8 @@ class DraftHead:
 
 
 class TextHead(DraftHead):
-    """Drafts from the frequent tokens, ascending, and up to `room` rare tokens of the texts: nearly
-    as good as the whole head, with 1% of its rows (docs/methods.md). For CUDA graphs, which have
-    one size, all of the room is filled."""
+    """Drafts from frequent tokens, ascending, and up to `room` rare ones of the texts: nearly as
+    good as the whole head, with 1% of its rows (docs/methods.md). CUDA graphs fill all the room."""
 
     def __init__(self, lm: TargetModel, frequent_K: Tensor, room: int = ROOM):
         super().__init__(lm, None, frequent_K)

@@ -4,9 +4,9 @@ A draft model is an ordinary transformers model: the target's layers below the e
 each of the adapter's attention layers. vLLM calls it a draft model, SGLang a standalone one, and
 transformers an assistant. In memory it shares the target's weights; on disk it is complete.
 
-The plugin (`integrations/vllm`) reads the adapter's weights alone, by their names here, and
-"vocabulary", the ids of the draft vocabulary if that is not the whole one. `config.json` is the
-target's with one layer, and the plugin's settings under "kangaroo".
+The plugin (`integrations/vllm`) reads the adapter's weights, by their names here, and "vocabulary",
+the token ids of a smaller draft vocabulary. `config.json` is the target's with one layer, and
+settings of the plugin under "kangaroo".
 """
 
 import json
@@ -24,7 +24,6 @@ from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import HeadConfig
 from kangaroo.models import loading as models
 from kangaroo.models.layer_weights import packed_linears
-from kangaroo.models.loading import ModelConfig
 from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
@@ -53,7 +52,7 @@ def check(parts: HeadConfig, vocabulary: int | None) -> None:
     )
 
 
-def save(path: str, model: ModelConfig, folder: Path) -> None:
+def save(path: str, model: models.ModelConfig, folder: Path) -> None:
     """Write the adapter at `path` as a draft model in a transformers checkpoint, with tokenizer.
     Errors: those of `check` and `adapter_files.load`; `ConfigError` for an existing folder."""
     config = adapter_files.read_config(path)
@@ -68,8 +67,7 @@ def save(path: str, model: ModelConfig, folder: Path) -> None:
 
 
 def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
-    """The model whose logits are the adapter's over the whole vocabulary. Errors: `ConfigError` for
-    an adapter that cannot be one."""
+    """The model whose logits are the adapter's. Errors: `ConfigError` if there is no such model."""
     weights = adapter.state_dict()
     head = weights.get("head.weight")
     vocabulary = None if head is None or len(head) == lm.config.vocab_size else len(head)

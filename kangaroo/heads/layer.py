@@ -1,5 +1,4 @@
-"""A drafting layer: parts of a decoder layer of the target's classes. In training it runs as in
-drafting, but over all positions of whole texts at once.
+"""A drafting layer: parts of a decoder layer, of the target's own classes.
 
 Shapes: B rows, R rows of a block (1 or B), N tokens of a block, T tokens of a text, D hidden size.
 """
@@ -15,7 +14,6 @@ from transformers import DynamicCache
 from typing_extensions import Self
 
 from kangaroo.cpu import native
-from kangaroo.cpu.native import LayerWeights
 from kangaroo.engine.cache import BlockCache, ForwardMeta, Taps
 from kangaroo.heads.base import HeadConfig, Trainable
 from kangaroo.models import layer_weights as weights
@@ -23,13 +21,11 @@ from kangaroo.models.target import TargetModel
 
 
 class Layer(Trainable):
-    """Attention layers, a feed-forward part, or both, with the norms before them and one at the
-    end. A subclass makes these modules and mixes the inputs. With a `deep_tap` it also reads that
-    state of the previous token, or its own state in a draft.
-
-    It has no norms after attention, even if the target does (OLMo 2, Gemma), but scales residuals
-    like the target (Granite). Its window is that of the target's layer `like`; in drafting it also
-    looks back no more than `attention_window` tokens (`ForwardMeta.within`)."""
+    """Attention layers, a feed-forward part, or both, with norms before them and at the end, made
+    by a subclass. With a `deep_tap` it also reads that state of the previous token, or its own
+    state in a draft. It has no norms after attention, even if the target does (OLMo 2, Gemma), but
+    scales residuals like the target (Granite). Its window is that of the target's layer `like`; in
+    drafting it looks back `attention_window` tokens at most (`ForwardMeta.within`)."""
 
     def __init__(
         self, lm: TargetModel, parts: HeadConfig, exit_layer: int, deep_tap: int | None, like: int
@@ -69,15 +65,15 @@ class Layer(Trainable):
         meta: ForwardMeta,
         past: BlockCache | DynamicCache | None,
     ) -> Tensor:
-        """The states `[B, N, D]` for a head, from the target's states `f` after `exit_layer` layers
-        and, with a `deep_tap`, the deep states of the previous tokens, zeros at the start of a
-        text. Keys and values go to `past`, in training (`DynamicCache`) those of one draft step
-        after another; None attends to the block alone."""
+        """The states `[B, N, D]` for a head, from the exit states `f` and, with a `deep_tap`, deep
+        states of the previous tokens, zeros at the start of a text. Keys and values go to `past`,
+        in training (`DynamicCache`) step by step; None attends to the block alone."""
         x_BND, native_layer = self.mix_inputs(f_BND, deep_BND), self.native_layer
         if not isinstance(past, DynamicCache):
             meta = meta.of_layer(self.windowed)
             if native_layer and past is not None and native_layer.takes(x_BND, meta):
-                return native_layer(x_BND, past.cache, meta, range(self.depth), weight(self.norm))
+                norm_D = getattr(self.norm, "weight", None)
+                return native_layer(x_BND, past.cache, meta, range(self.depth), norm_D)
             meta = meta.within(self.attention_window)
         for norm, attention in self.attentions:
             attended_BND, _ = attention(
@@ -137,21 +133,16 @@ class Layer(Trainable):
         if not (lm.acceleration.library or lm.acceleration.kernels):
             return self
         layers: list[dict[str, Any]] = [
-            weights.attention_weights(attention) | {"attention_norm": weight(norm)}
+            weights.attention_weights(attention) | {"attention_norm": getattr(norm, "weight", None)}
             for norm, attention in self.attentions
         ] or [{}]
         if self.feed_forward is not None:
             layers[-1] |= weights.feed_forward_weights(self.feed_forward)
-            layers[-1]["feed_forward_norm"] = weight(self.middle_norm)
+            layers[-1]["feed_forward_norm"] = getattr(self.middle_norm, "weight", None)
         self.native_layer = lm.acceleration.part(
-            "Stack", [LayerWeights(**parts) for parts in layers], window=self.attention_window
+            "Stack", [native.LayerWeights(**x) for x in layers], window=self.attention_window
         )
         return self
-
-
-def weight(norm: nn.Module | None) -> Tensor | None:
-    """The weight of a norm, if there is one."""
-    return None if norm is None else norm.get_parameter("weight")
 
 
 def at_step(meta: ForwardMeta, step: int, like: Tensor) -> ForwardMeta:

@@ -19,7 +19,6 @@ from typing_extensions import Self
 
 from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.heads import base
-from kangaroo.heads.base import Trainable
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import shift_right
 from kangaroo.models.target import TargetModel
@@ -52,7 +51,7 @@ class MedusaHeadsConfig(base.HeadConfig):
         return 1  # each step has weights of its own
 
 
-class MedusaHeads(Trainable):
+class MedusaHeads(base.Trainable):
     """Heads that are saved and loaded like an adapter; see `HeadConfig.build`."""
 
     architecture: MedusaHeadsConfig

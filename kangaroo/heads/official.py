@@ -1,8 +1,6 @@
-"""Adapters in the layout of the authors' code (github.com/Equationliu/Kangaroo).
-
-An adapter there is a state dict of six tensors, named as in a Llama with one layer, beside that
-Llama's `config.json`. Neither contains the target's name or the exit layer.
-"""
+"""Adapters in the layout of the authors' code (github.com/Equationliu/Kangaroo): a state dict of 6
+tensors, named as in a Llama with one layer, beside that Llama's `config.json`. Neither contains the
+target's name or the exit layer."""
 
 import hashlib
 import json
@@ -27,8 +25,7 @@ NAMES = {
     **{f"layers.0.self_attn.{x}_proj.weight": f"attention.{x}_proj.weight" for x in "qkvo"},
     "norm.weight": "norm.weight",
 }
-# RoPE's frequencies, which older versions of transformers saved, follow from the config
-IGNORED = "layers.0.self_attn.rotary_emb.inv_freq"
+IGNORED = "layers.0.self_attn.rotary_emb.inv_freq"  # saved by older versions of transformers
 # config fields that do not show in a tensor's shape
 COMPARED = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size")
 WRAPPED = "module."  # prefix of all names if training in several processes saved the checkpoint
@@ -37,8 +34,7 @@ EXIT_LAYERS = {"lmsys/vicuna-7b-v1.3": 2, "lmsys/vicuna-13b-v1.3": 3}  # of rele
 
 
 def exit_layer(option: int | None, lm: TargetModel) -> int:
-    """The exit layer of an official checkpoint, by default that released for this target. Errors:
-    `ConfigError` if there is none."""
+    """The exit layer, by default of the checkpoint released for `lm`. Errors: `ConfigError`."""
     layer = option if option is not None else EXIT_LAYERS.get(lm.name)
     if layer is None:
         released = ", ".join(f"{layer} for {name}" for name, layer in EXIT_LAYERS.items())
@@ -51,9 +47,8 @@ def exit_layer(option: int | None, lm: TargetModel) -> int:
 
 
 def read(source: str, lm: TargetModel, exit_layer: int) -> tuple[Adapter, dict[str, str]]:
-    """The adapter in a folder or of a hub id, in its own dtype, for a target that may be a
-    `meta_model`; and its provenance. Errors: `AdapterNotFound`, `CorruptFile`,
-    `AdapterMismatch`."""
+    """The adapter in a folder or of a hub id, in its own dtype, and its provenance. `lm` may be a
+    `meta_model`. Errors: `AdapterNotFound`, `CorruptFile`, `AdapterMismatch`."""
     files = (WEIGHTS, SAFETENSORS, CONFIG)
     folder = adapter_files.find(source, files, "Pass source= a folder or hub id.")
     paths = [folder / name for name in files[:2] if (folder / name).is_file()]

@@ -89,8 +89,7 @@ def check(folder: Path) -> AdapterConfig:
 
 def prepare(config: PushConfig) -> Path:
     """Write the folder for the upload: the adapter's files, `README.md`, `SHA256SUMS` and `CODE`.
-    Errors: those of `check`; `ConfigError` for an invalid repository name or a folder with other
-    files."""
+    Errors: those of `check`; `ConfigError` for an invalid name, or a folder with other files."""
     _check_repos(repo=config.repo, base_model=config.base_model)
     source, output = adapter_files.find(config.source), Path(config.output)
     adapter = check(source)

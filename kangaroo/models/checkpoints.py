@@ -1,7 +1,5 @@
-"""Reads checkpoints with transformers, from a folder or the hub, and explains failures.
-
-Weights that fit on no device are refused too, since `device_map` silently moves them elsewhere.
-"""
+"""Reads checkpoints with transformers, from a folder or the hub, and explains failures. Weights
+that fit on no device are refused too, since `device_map` silently moves them elsewhere."""
 
 import json
 import os
@@ -82,9 +80,8 @@ def read_tokenizer(source: str, revision: str | None) -> Tokenizer:
 
 
 def check_placed(model: PreTrainedModel) -> None:
-    """Raise `ModelTooLarge` unless all weights lie on devices that compute. Accelerate offloads
-    weights to the disk or the CPU, on `meta` until a hook fetches them; a model that does not fit
-    on GPUs at all is on the CPU."""
+    """Raise `ModelTooLarge` if weights do not fit: accelerate offloads them to the disk or the CPU,
+    on `meta` until a hook fetches them, and leaves a model that fits no GPU on the CPU."""
     weights = dict(model.named_parameters())
     offload_devices = ("meta", "cpu") if torch.cuda.is_available() else ("meta",)
     offloaded = [name for name, weight in weights.items() if weight.device.type in offload_devices]

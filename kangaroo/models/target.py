@@ -1,5 +1,5 @@
-"""The target: runs ranges of layers of a Llama-like transformers model, with the model's own
-modules; nothing is copied or patched.
+"""The target: runs ranges of layers of a Llama-like transformers model by the model's own modules,
+without copies or patches.
 
 Shapes: B rows, N nodes or tokens of a block, E occupied slots, D hidden size, V vocabulary,
 R rows of a block, T tokens of a row, S slots, C head size.
@@ -20,7 +20,6 @@ from typing_extensions import Self
 from kangaroo import cuda
 from kangaroo.cpu import native
 from kangaroo.cpu.huge_pages import move_to_huge_pages
-from kangaroo.cpu.native import Sizes
 from kangaroo.cuda.graphs import Graphs
 from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.cache import ForwardMeta, KVCache, Taps, occupied, power_of_two
@@ -28,14 +27,7 @@ from kangaroo.engine.tree import Tree
 from kangaroo.models import layer_weights as weights
 from kangaroo.models.attention import ATTENTION, attention, has_flash
 from kangaroo.models.quantizing import check_head, check_linears
-from kangaroo.models.supported import (
-    FULL,
-    WINDOWED,
-    check_supported,
-    eos_ids,
-    ropes,
-    sliding_window,
-)
+from kangaroo.models.supported import FULL, WINDOWED, check_supported, eos_ids, ropes, windows
 from kangaroo.utils.errors import ConfigError
 
 Pair = tuple[Tensor, Tensor]
@@ -56,16 +48,15 @@ class TargetModel(nn.Module):
         hf.set_attn_implementation(ATTENTION)
         self.hf = hf.eval().requires_grad_(False)
         self.config = hf.config
+        self.context = hf.config.max_position_embeddings  # the maximal number of positions
         self.layers = hf.model.layers
         self.head = hf.lm_head
         self.dtype = self.head.weight.dtype
         self.device = hf.model.embed_tokens.weight.device
         self.weight_bits: int | None = None  # of a quantized `meta_model`
         self.layer_devices = [next(layer.parameters()).device for layer in self.layers]
-        self.acceleration = Acceleration()
-        self.fast_layers: Any = None  # a `Stack` of native code or kernels
-        self.fast_head: Any = None  # a `Head` likewise
-        self.window, self.windowed = sliding_window(self.config)
+        self.decode_by(Acceleration())
+        self.window, self.windowed = windows(self.config)
         self.has_two_ropes = len(ropes(self.config)) > 1
         self.rope_tables: dict[tuple[int, bool], Pair] = {}
 
@@ -88,7 +79,7 @@ class TargetModel(nn.Module):
         return self.decode_by(Acceleration(library, sizes, graphs, kernels))
 
     def decode_by(self, acceleration: Acceleration) -> Self:
-        """Decode with this acceleration."""
+        """Decode with a `Stack` and a `Head` of this acceleration, if it has them."""
         has_stack = acceleration.library or acceleration.kernels
         stack_weights = [weights.layer_weights(layer) for layer in self.layers if has_stack]
         self.fast_layers = acceleration.part("Stack", stack_weights)
@@ -120,12 +111,12 @@ class TargetModel(nn.Module):
             module.to(device)
         self.device, self.layer_devices = device, [device] * self.n_layers
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> native.Sizes:
         """The sizes of this model's layers, and of an adapter's, for native code."""
         config, attn = self.config, self.layers[0].self_attn
         heads = config.num_attention_heads, config.num_key_value_heads, attn.head_dim
         other = config.intermediate_size, config.rms_norm_eps, attn.scaling
-        return Sizes(config.hidden_size, *heads, *other)
+        return native.Sizes(config.hidden_size, *heads, *other)
 
     @property
     def name(self) -> str:
@@ -139,18 +130,12 @@ class TargetModel(nn.Module):
 
     @property
     def n_layers(self) -> int:
-        """The number of layers."""
         return len(self.layers)
 
     def prompt_chunk(self, length: int) -> int:
         """How many tokens of a prompt of this length run at a time, at most."""
         chunk = self.fast_layers.prompt_chunk(length) if self.fast_layers else None
         return chunk or PROMPT_CHUNK
-
-    @property
-    def context(self) -> int:
-        """The maximal number of positions."""
-        return self.config.max_position_embeddings
 
     def eos_ids(self) -> list[int]:
         """The tokens that end a text."""
@@ -163,8 +148,7 @@ class TargetModel(nn.Module):
     def new_cache(
         self, batch_size: int, n_slots: int, devices: list[torch.device] | None = None
     ) -> KVCache:
-        """A KV cache for all layers on their devices, or for one layer of this shape per entry of
-        `devices`, such as an adapter's."""
+        """A KV cache for all layers, or for one layer of their shape on each of `devices`."""
         sizes, devices = self.sizes(), self.layer_devices if devices is None else devices
         return KVCache(batch_size, n_slots, sizes.kv_heads, sizes.head_size, self.dtype, devices)
 
@@ -187,8 +171,7 @@ class TargetModel(nn.Module):
             start_B: first slot, which is also the position of the root.
             used: all committed tokens and nodes lie below this slot.
             below: how far below 0 `start` may lie; nodes there go to hidden free slots at the end.
-            recorded: purpose of the block and cache of a recorded step; the next block of the same
-                purpose overwrites this one.
+            recorded: purpose and cache of a recorded step; the next block of both overwrites it.
         """
         extent = self.extent(n_slots, used + below)
 
@@ -238,8 +221,7 @@ class TargetModel(nn.Module):
         hidden_RTE: Tensor | None,
         positions_RE: Tensor | None,
     ) -> ForwardMeta:
-        """Add the mask and rotation of layers with a window, if there are such layers. Without
-        `hidden` the block is causal."""
+        """Add the mask and rotation of windowed layers; without `hidden` the block is causal."""
         if self.window is None:
             return meta
         if positions_RE is None:

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 
 from kangaroo.engine.requests import Request
 from kangaroo.engine.streaming import Pieces, UntilStop
-from kangaroo.models.prompts import Tokenizer, replace_surrogates
+from kangaroo.models.prompts import Tokenizer, sanitized
 from kangaroo.serving.metrics import Metrics, Usage
 from kangaroo.serving.scheduler import Event, Job, Scheduler
 
@@ -137,7 +137,7 @@ def problem(status: int, message: str, code: str | None = None) -> JSONResponse:
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
         status, "invalid_request_error" if status < 500 else "server_error"
     )
-    message = replace_surrogates(message)  # it may name what was sent
+    message = sanitized(message)  # it may name what was sent
     error = {"message": message, "type": kind, "param": None, "code": code or status}
     headers = {"Retry-After": "1"} if status in (429, 503) else None
     return JSONResponse({"error": error}, status, headers)

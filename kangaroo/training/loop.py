@@ -255,7 +255,9 @@ class Trainer:
         } | provenance()
         # smaller than asked for if the data has fewer tokens
         size = None if trainee.vocabulary_K is None else len(trainee.vocabulary_K)
-        described = adapter_files.describe(self.lm, trainee.adapter, training, size, facts)
+        described = adapter_files.describe(
+            self.lm, trainee.adapter, training, vocabulary=size, facts=facts
+        )
         dtype = adapter_files.saved_dtype(trainee.adapter, self.lm)
         adapter_files.save(trainee.adapter, described, self.frequent_K, self.output / name, dtype)
 
