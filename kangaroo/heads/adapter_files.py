@@ -125,8 +125,9 @@ def find(
     revision: str | None = None,
 ) -> Path:
     """The folder of an adapter: a local one, or a hub id whose `files` are downloaded. A missing
-    `adapters/NAME` is the shipped one or what training saved for the model NAME, or for NAME-medusa
-    its Medusa heads; a missing NAME-fused is NAME. Errors: `AdapterNotFound`."""
+    `adapters/NAME` is the shipped one, or what training saved for the model NAME; the Medusa heads
+    for `adapters/NAME-medusa`. A missing `adapters/NAME-fused` is `adapters/NAME`. Errors:
+    `AdapterNotFound`."""
     folder = located(path)
     if folder.is_dir():
         return folder
@@ -156,15 +157,13 @@ def _trained(missing: Path) -> Path:
             f"{', '.join(map(str, matching))}. Pass drafter.adapter= one of them."
         )
     target = model_options(name)
-    commands = f"({command_line('train', **target, adapter=drafter)})"
+    hint = f"({command_line('train', **target, adapter=drafter)})"
     if drafter == "kangaroo":
         convert = command_line("convert import", "source=CHECKPOINT", **target)
-        commands = (
-            f"({command_line('train', **target)}), import an official checkpoint ({convert}),"
-        )
+        hint = f"({command_line('train', **target)}), import an official checkpoint ({convert}),"
     raise AdapterNotFound(
         f"no adapter at '{missing}', and none in '{TRAINED / name}', where training saves them. "
-        f"Train one {commands} or pass drafter.adapter= a folder or hub id."
+        f"Train one {hint} or pass drafter.adapter= a folder or hub id."
     )
 
 
@@ -258,9 +257,8 @@ def load_as_saved(
             f"drafter.vocabulary={size} cannot be; leave it unset."
         )
     adapter.attention_window = config.attention_window
-    return assign_weights(
-        adapter, state, f"adapter '{path}' does not fit this target"
-    ), vocabulary_K
+    fault = f"adapter '{path}' does not fit this target"
+    return assign_weights(adapter, state, fault), vocabulary_K
 
 
 def assign_weights(adapter: Kind, state: Mapping[str, Tensor], fault: str) -> Kind:

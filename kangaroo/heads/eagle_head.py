@@ -38,8 +38,9 @@ class EagleHeadConfig(base.HeadConfig):
 
 
 class EagleHead(Layer):
-    """A layer like the target's last one, trained to predict its output from random weights, like
-    the paper's (from the identity, the loss after 18 steps on SmolLM2 was 7.9 nats, not 3.5)."""
+    """A layer like the target's last one, trained to predict its output. Like the paper's it is
+    initialized at random: initialized as the identity, the loss on tokens was 7.9 nats after 18
+    steps on SmolLM2, instead of 3.5."""
 
     architecture: EagleHeadConfig
 
