@@ -48,7 +48,6 @@ class TargetModel(nn.Module):
         hf.set_attn_implementation(ATTENTION)
         self.hf = hf.eval().requires_grad_(False)
         self.config = hf.config
-        self.context = hf.config.max_position_embeddings  # the maximal number of positions
         self.layers = hf.model.layers
         self.head = hf.lm_head
         self.dtype = self.head.weight.dtype
@@ -136,6 +135,11 @@ class TargetModel(nn.Module):
         """How many tokens of a prompt of this length run at a time, at most."""
         chunk = self.fast_layers.prompt_chunk(length) if self.fast_layers else None
         return chunk or PROMPT_CHUNK
+
+    @property
+    def context(self) -> int:
+        """The maximal number of positions."""
+        return self.config.max_position_embeddings
 
     def eos_ids(self) -> list[int]:
         """The tokens that end a text."""
