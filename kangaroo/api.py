@@ -1,4 +1,4 @@
-"""The package in three lines: load a model with its drafter, generate, stream."""
+"""The public API: load a model with its drafter, generate, stream."""
 
 import os
 import secrets
@@ -18,17 +18,15 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.streaming import pieces
 from kangaroo.models.loading import ModelConfig, load_target, model_config
-from kangaroo.models.prompts import Message, Tokenizer, content_text, plain_text, prompt_ids, whole
+from kangaroo.models.prompts import Tokenizer, conversation, plain_text, prompt_ids, valid_text
 from kangaroo.utils.discovery import classes
-from kangaroo.utils.errors import AdapterNotFound, ConfigError, PromptError
+from kangaroo.utils.errors import AdapterNotFound, ConfigError
 from kangaroo.utils.folders import project_folder
 from kangaroo.utils.ranges import Count, Ranged
 
-CONFIGS = project_folder("configs")  # models, drafters and hardware known by name
-WITHOUT_ADAPTER = "drafter='prompt_lookup', 'lookahead' and 'vanilla' need none"
+CONFIGS = project_folder("configs")  # settings of known models, drafters and hardware
 
-# What the user says, or a conversation that ends with the user: a message or a list of messages,
-# whose content is text or a list of text parts, as OpenAI's API has it.
+# A user's text, or a conversation: one or several messages as in OpenAI's API, the last a user's.
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 Settings = TypeVar("Settings")
 
@@ -43,16 +41,15 @@ def load(
     """A model that is ready to answer.
 
     Args:
-        model: a name of `configs/groups/model.yaml`, a hub id, a local folder, or a `ModelConfig`
-            where number format or device matter.
-        adapter: folder or hub id of what the drafter needs; None takes the model's own,
-            `adapters/NAME` of the working folder or as shipped, or what training saved.
-        drafter: its name in `configs/drafter`, with the settings that it has on the command line;
-            or its config, beside which there is neither `adapter` nor `settings`.
+        model: a name in `configs/groups/model.yaml`, a hub id, a folder, or a `ModelConfig`.
+        adapter: folder or hub id of the drafter's adapter; None takes the model's own:
+            `adapters/NAME` in the working folder or as shipped, or what training saved.
+        drafter: a name in `configs/drafter`, with the settings of the command line; or a config,
+            without `adapter` and `settings`.
         chat_template: name of a template in `models/templates`; None takes the model's own.
         settings: fields of the drafter's config, such as `steps` and `threshold`.
 
-    Errors: `ConfigError` for a model, drafter or setting that is not known; `AdapterNotFound`,
+    Errors: `ConfigError` for an unknown model, drafter or setting; `AdapterNotFound`,
     `AdapterMismatch`, and those of `kangaroo.models.loading.load`.
     """
     if not isinstance(model, str | os.PathLike | ModelConfig):
@@ -60,20 +57,20 @@ def load(
     config = model if isinstance(model, ModelConfig) else model_config(os.fspath(model))
     if chat_template is not None:
         config = replace(config, chat_template=chat_template)
-    given = ({} if adapter is None else {"adapter": adapter}) | settings
-    drafter = drafter_config(drafter, config.name, given)
+    settings = ({} if adapter is None else {"adapter": adapter}) | settings
+    drafter = drafter_config(drafter, config.name, settings)
     try:
-        drafter.settings()  # what is not there is told before gigabytes are fetched
+        drafter.settings()  # reports a missing adapter before gigabytes are downloaded
     except AdapterNotFound as error:
-        raise AdapterNotFound(f"{error} In kangaroo.load {WITHOUT_ADAPTER}.") from error
+        fix = "In kangaroo.load drafter='prompt_lookup', 'lookahead' and 'vanilla' need none."
+        raise AdapterNotFound(f"{error} {fix}") from error
     lm, tokenizer = load_target(config)
     return Model(Engine(lm, drafter.build(lm), tokenizer), tokenizer)
 
 
 def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> DrafterConfig:
-    """What a name of `configs/drafter` stands for, as on the command line; a config stands for
-    itself. `model` is the target's name, and drafters of a cascade are settings by name, too.
-    Errors: `ConfigError` for a name or a setting that is not known."""
+    """The config of a drafter in `configs/drafter` for the target named `model`; a config stays as
+    it is. In a cascade's settings drafters' names stand for configs. Errors: `ConfigError`."""
     if isinstance(drafter, DrafterConfig):
         if settings:
             raise ConfigError(f"{', '.join(settings)} given beside drafter=; set it there.")
@@ -86,9 +83,9 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
     names = sorted(file.stem for file in (CONFIGS / "drafter").glob("*.yaml"))
     if drafter not in names:
         raise ConfigError(f"there is no drafter {drafter!r}. Pass one of: {', '.join(names)}.")
-    values = _written(f"drafter/{drafter}.yaml")
-    schema, *others = values.pop("defaults")  # Hydra's
-    sizes = _written("groups/hardware.yaml")[hardware_here()]
+    values = _read_yaml(f"drafter/{drafter}.yaml")
+    schema, *groups = values.pop("defaults")  # Hydra's
+    sizes = _read_yaml("groups/hardware.yaml")[hardware_here()]
     for name, value in values.items():
         if isinstance(value, str) and value.startswith("${hardware."):
             _, section, option = value.strip("${}").split(".")
@@ -96,17 +93,17 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
         elif isinstance(value, str):
             values[name] = value.replace("${model.name}", model)
     values |= settings
-    for other in others:
-        for group, part in other.items() if isinstance(other, dict) else ():  # of a cascade
-            name = group.partition("@")[2]
-            values[name] = drafter_config(values.get(name, part), model, {})
-    kind = classes("kangaroo.drafters", DrafterConfig)[schema.removesuffix("_schema")]
-    return build(kind, values)
+    for group in groups:
+        for key, default in group.items() if isinstance(group, dict) else ():  # of a cascade
+            name = key.partition("@")[2]
+            values[name] = drafter_config(values.get(name, default), model, {})
+    return build(
+        classes("kangaroo.drafters", DrafterConfig)[schema.removesuffix("_schema")], values
+    )
 
 
 def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
-    """The dataclass with these fields, numbers of numpy as those of Python. Errors: `ConfigError`
-    for a field that it has not, or a value of another type."""
+    """The dataclass with these fields; numpy's numbers become Python's. Errors: `ConfigError`."""
     hints, values = get_type_hints(kind), {}
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for name, value in settings.items():
@@ -116,10 +113,10 @@ def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
         hint = hints[name]
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kinds = [get_origin(part) or part for part in parts]
-        if isinstance(hint, EnumMeta):  # by its name too, as on the command line
+        if isinstance(hint, EnumMeta):  # names are accepted, as on the command line
             value = hint.__members__.get(value, value) if isinstance(value, str) else value
             hint = f"one of: {', '.join(hint.__members__)}"
-        # a `Ranged` dataclass looks at its numbers itself
+        # a `Ranged` dataclass checks its numbers itself
         if not any(part in (int, float, Any) or isinstance(value, part) for part in kinds):
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; it takes {hint}.")
         values[name] = value.item() if isinstance(value, np.generic) else value
@@ -127,17 +124,17 @@ def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
 
 
 def hardware_here() -> str:
-    """The section of `configs/groups/hardware.yaml` that drafters take if none is asked for."""
+    """The section of `configs/groups/hardware.yaml` that fits this machine."""
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
-def _written(file: str) -> dict[str, Any]:
+def _read_yaml(file: str) -> dict[str, Any]:
     return cast(dict[str, Any], yaml.safe_load((CONFIGS / file).read_text("utf-8")))
 
 
 @dataclass
 class Limits(Ranged):
-    """How long an answer may become, and how many are decoded at a time."""
+    """The maximal length of an answer, and how many are decoded at a time."""
 
     max_new_tokens: Count | None
     batch_size: Count | None = None
@@ -158,29 +155,28 @@ class Model:
         stop: str | Iterable[str] | None = None,
         **sampling: Any,
     ) -> str | list[str]:
-        """The answer, or of a list of prompts the list of answers.
+        """The answer, or a list of answers for a list of prompts.
 
         Args:
-            prompts: what the user says, or a conversation; or a list of such prompts.
-            max_new_tokens: of an answer, at most; None is as many as the context has room for,
-                and so much memory is taken then.
-            batch_size: prompts decoded at a time; by default all at once.
-            stop: a string, or several, that ends an answer, which keeps it.
-            sampling: fields of `Sampling`. Prompts of a list get `seed`, `seed + 1`, ...; None is a
-                random one.
+            prompts: a user's text or a conversation, or a list of them.
+            max_new_tokens: of an answer; None is, and takes memory for, the rest of the context.
+            batch_size: prompts decoded at a time; None is all.
+            stop: one or more strings that end an answer, which includes them.
+            sampling: fields of `Sampling`. The prompts of a list get `seed`, `seed + 1`, ...; None
+                is a random seed.
 
-        Errors: `PromptError` for a prompt that is empty, no text or conversation, or too long;
-        `ConfigError` for a setting that is not known or cannot be.
+        Errors: `PromptError` for a prompt that is empty, too long, or not a text or conversation;
+        `ConfigError` for an unknown or invalid setting.
         """
-        batch, single = _listed(prompts)
+        prompt_list, is_single = _as_list(prompts)
         settings, stops = _sampling(sampling), _stops(stop)
         limits = build(Limits, {"max_new_tokens": max_new_tokens, "batch_size": batch_size})
-        seeded = enumerate(batch, start=settings.seed)
+        seeded = enumerate(prompt_list, start=settings.seed)
         requests = [self._request(prompt, limits, stops, seed) for seed, prompt in seeded]
         rows = limits.batch_size or max(len(requests), 1)
-        done = dict(self.engine.completions(requests, settings, rows))
-        texts = [plain_text(self.tokenizer, done[i].tokens) for i in range(len(requests))]
-        return texts[0] if single else texts
+        generations = dict(self.engine.completions(requests, settings, rows))
+        texts = [plain_text(self.tokenizer, generations[i].tokens) for i in range(len(requests))]
+        return texts[0] if is_single else texts
 
     def stream(
         self,
@@ -189,46 +185,25 @@ class Model:
         stop: str | Iterable[str] | None = None,
         **sampling: Any,
     ) -> Iterator[str]:
-        """The answer of `generate`, in pieces of whole characters as they are written."""
+        """The answer of `generate`, piece by piece as it is written, in whole characters."""
         settings, limits = _sampling(sampling), build(Limits, {"max_new_tokens": max_new_tokens})
         request = self._request(prompt, limits, _stops(stop), settings.seed)
         tokens = self.engine.stream(request.prompt, request.max_new_tokens, settings, request.stop)
         return (text for text, _ in pieces(iter(tokens), self.tokenizer))
 
     def _request(self, prompt: Prompt, limits: Limits, stop: list[str], seed: int) -> Request:
-        ids = prompt_ids(self.tokenizer, _conversation(prompt))
+        ids = prompt_ids(self.tokenizer, conversation(prompt))
         room = max(1, self.engine.lm.context - len(ids))
         return Request(ids, limits.max_new_tokens or room, seed, stop)
 
 
-def _listed(prompts: Any) -> tuple[list[Any], bool]:
-    """The prompts, and whether it was a single one."""
+def _as_list(prompts: Any) -> tuple[list[Any], bool]:
+    """The prompts as a list, and whether there was a single one."""
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         return [prompts], True
     parts = list(prompts)
     is_conversation = any(isinstance(part, Mapping) for part in parts)
     return ([parts], True) if is_conversation else (parts, False)
-
-
-def _conversation(prompt: Any) -> list[Message]:
-    if isinstance(prompt, str):
-        return [Message(role="user", content=prompt)]
-    if not isinstance(prompt, list | tuple | Mapping):
-        raise PromptError(f"{prompt!r} is no prompt; pass a string or a list of messages.")
-    messages = []
-    for message in [prompt] if isinstance(prompt, Mapping) else prompt:
-        match message:
-            case {"role": str(role), "content": content}:
-                try:
-                    text = content_text(content)
-                except ValueError as error:
-                    problem = f"a message of '{role}' is no text: its content {error}."
-                    raise PromptError(problem) from error
-                messages.append(cast(Message, {**message, "content": text}))
-            case _:
-                form = "{'role': 'user', 'content': '...'}"
-                raise PromptError(f"{message!r} is no message of a conversation; write {form}.")
-    return messages
 
 
 def _stops(stop: Any) -> list[str]:
@@ -239,7 +214,7 @@ def _stops(stop: Any) -> list[str]:
         if not isinstance(string, str) or not string:
             raise ConfigError(f"stop={stop!r}: {string!r} is no text that can end an answer.")
         try:
-            whole(string)
+            valid_text(string)
         except ValueError as error:
             raise ConfigError(f"stop={stop!r}: {error}.") from error
     return strings

@@ -1,5 +1,4 @@
-"""In the terminal: a chat, drafted tokens in colour and a line on each answer's speed; and a race,
-one question and the answers of several methods as they grow."""
+"""A chat in the terminal with drafted tokens in colour, and a race between several methods."""
 
 import io
 import sys
@@ -24,13 +23,12 @@ from kangaroo.utils.errors import PromptError
 from kangaroo.utils.ranges import Count, Ranged
 
 FRAME_SECONDS = 1 / 30
-MARGIN = 8  # lines of the terminal that hold no text of an answer
-ABOUT = "Decoded in turn, shown at the measured speeds; green: drafted and accepted."
+MARGIN = 8  # terminal lines without text of an answer
 
 
 @dataclass
 class ChatConfig(Ranged):
-    """How the chat answers."""
+    """Options of the chat."""
 
     max_new_tokens: Count = 512  # of one answer
     system: str | None = None  # a system prompt; None leaves it to the chat template
@@ -38,7 +36,7 @@ class ChatConfig(Ranged):
 
 def questions(console: Console) -> Iterator[str]:
     """The lines that the user types, until end of file."""
-    if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no UTF-8 end no conversation
+    if isinstance(sys.stdin, io.TextIOWrapper):  # invalid UTF-8 does not end the conversation
         sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:
@@ -48,7 +46,7 @@ def questions(console: Console) -> Iterator[str]:
 
 
 def summary(generation: Generation) -> str:
-    """One line on an answer: its length, its speed, and tokens per forward of the target."""
+    """One line on an answer's length, speed, and tokens per forward of the target."""
     count, steps = len(generation.tokens), generation.steps
     drafted, accepted = sum(x.drafted for x in steps), sum(x.accepted for x in steps)
     share = f", {accepted} of {drafted} draft tokens accepted" if drafted else ""
@@ -64,13 +62,13 @@ def chat(
     console: Console,
     questions: Iterator[str],
 ) -> None:
-    """Answer each question as a turn of one conversation; an empty question begins a new one, and
-    Ctrl-C stops an answer. A question that was stopped, is too long, or is no text is not kept."""
-    beginning = [] if config.system is None else [Message(role="system", content=config.system)]
-    messages, batch = list(beginning), None
+    """Answer each question as a turn of one conversation. An empty question begins a new one, and
+    Ctrl-C stops an answer. A question that was stopped, is too long, or is no text is dropped."""
+    system = [] if config.system is None else [Message(role="system", content=config.system)]
+    messages, batch = list(system), None
     for question in questions:
         if not question.strip():
-            messages = list(beginning)
+            messages = list(system)
             console.print("(a new conversation)", style="dim")
             continue
         messages.append(Message(role="user", content=question))
@@ -79,7 +77,7 @@ def chat(
             engine.check(Request(prompt, limit))
             longest = len(prompt) + limit
             if batch is None or batch.longest < longest:
-                # with room for as many again, since in a new one everything has to be read again
+                # twice the room, since a new batch has to read the whole conversation again
                 batch = engine.open(1, max(longest, min(2 * longest, engine.lm.context)), sampling)
             stream = engine.stream(prompt, limit, sampling, batch=batch)
             for text, drafted in pieces(iter(stream), tokenizer):
@@ -99,16 +97,16 @@ def chat(
 
 @dataclass
 class Runner:
-    """A method's answer; of each piece its second, its text, and whether it was drafted."""
+    """A method's answer, and its pieces: time in seconds, text, and whether it was drafted."""
 
     name: str
     generation: Generation
     pieces: list[tuple[float, str, bool]]
 
     def text(self, now: float) -> Text:
-        """What was there after so many seconds, drafts in green."""
-        there = (piece for piece in self.pieces if piece[0] <= now)
-        return Text.assemble(*((text, "green" if drafted else "") for _, text, drafted in there))
+        """The text after `now` seconds, with drafted pieces in green."""
+        pieces = (piece for piece in self.pieces if piece[0] <= now)
+        return Text.assemble(*((text, "green" if drafted else "") for _, text, drafted in pieces))
 
 
 def race(
@@ -120,8 +118,8 @@ def race(
     sampling: Sampling,
     console: Console,
 ) -> None:
-    """Answer a question by each drafter, then show the answers side by side at the speeds that were
-    measured; into a pipe one below the other. Errors: `PromptError` for a question without room."""
+    """Answer a question with each drafter, then show the answers side by side at the measured
+    speeds, or one below the other in a pipe. Errors: `PromptError` for a too long question."""
     prompt = prompt_ids(tokenizer, [Message(role="user", content=question)])
     limit = min(max_new_tokens, max(1, lm.context - len(prompt)))
     runners = []
@@ -137,17 +135,18 @@ def race(
             console.print(Text(f"\n{runner.name}: {summary(runner.generation)}"), soft_wrap=True)
             console.print(runner.text(end), soft_wrap=True)
         return
-    console.print(ABOUT, style="dim", highlight=False)
+    caption = "Decoded in turn, shown at the measured speeds; green: drafted and accepted."
+    console.print(caption, style="dim", highlight=False)
     start, lines = time.perf_counter(), max(1, console.height - MARGIN)
     with Live(console=console, auto_refresh=False) as live:
         while (now := time.perf_counter() - start) < end:
             live.update(frame(runners, now, console, lines), refresh=True)
             time.sleep(FRAME_SECONDS)
-        live.update(frame(runners, end, console), refresh=True)  # they stand there whole
+        live.update(frame(runners, end, console), refresh=True)
 
 
 def timed_pieces(answer: Generation, tokenizer: Tokenizer) -> Iterator[tuple[float, str, bool]]:
-    """A `Runner`'s pieces, each with the end of the step that completed it."""
+    """A `Runner`'s pieces, each with the time of the step that completed it."""
     seconds = answer.prefill_seconds
 
     def tokens() -> Iterator[Token]:
@@ -162,14 +161,14 @@ def timed_pieces(answer: Generation, tokenizer: Tokenizer) -> Iterator[tuple[flo
 
 
 def frame(runners: list[Runner], now: float, console: Console, lines: int = 0) -> Table:
-    """The answers after so many seconds, of each the last `lines` (0: all); speeds of the done."""
+    """The last `lines` (0 is all) of each answer after `now` seconds, and finished ones' speeds."""
     table = Table(box=box.SIMPLE_HEAD, expand=True, show_footer=True)
     width = console.width // len(runners) - 3  # between columns
     texts = []
     for runner in runners:
         speed = len(runner.generation.tokens) / runner.generation.seconds
-        done = now >= runner.generation.seconds
-        table.add_column(runner.name, f"{speed:.1f} tokens/s" if done else "", ratio=1)
+        is_finished = now >= runner.generation.seconds
+        table.add_column(runner.name, f"{speed:.1f} tokens/s" if is_finished else "", ratio=1)
         texts.append(Text("\n").join(runner.text(now).wrap(console, width)[-lines:]))
     table.add_row(*texts)
     return table

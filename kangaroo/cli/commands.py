@@ -33,7 +33,7 @@ from kangaroo.evaluation.study.study import read_study
 from kangaroo.heads import adapter_files, export, official
 from kangaroo.hub import transfer
 from kangaroo.hub.transfer import PullConfig, PushConfig
-from kangaroo.models.loading import ModelConfig, meta_model, to_measure
+from kangaroo.models.loading import ModelConfig, evaluate_command, meta_model
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.serve import serve as run_server
 from kangaroo.training import backend
@@ -158,7 +158,7 @@ def tune(config: schema.TuneCommand) -> None:
         for variant, settings in combinations(drafter, config.search.get(name, {})).items():
             drafters[name + variant.removeprefix(drafter.name)] = settings
     lm, tokenizer = load_target(config.model)
-    use = to_measure(config.model, f"--config-dir={config.output}", drafter="tuned")
+    use = evaluate_command(config.model, f"--config-dir={config.output}", drafter="tuned")
     model = plain(config)["model"]
     report = tuning.tune(lm, tokenizer, drafters, config.drafter, config, model=model, use=use)
     comparison.show(report, Console())
@@ -267,7 +267,7 @@ def _report(folder: Path, model: ModelConfig, tracker: NoTracker) -> dict[str, f
     files, name = sorted(folder.iterdir()), f"{model.name}-{folder.name}"
     tracker.save(folder, files, name, "adapter", metadata | progress)
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    use = to_measure(model, drafter=saved.architecture.drafter, drafter__adapter=shown)
+    use = evaluate_command(model, drafter=saved.architecture.drafter, drafter__adapter=shown)
     log.info("saved %s; measure it: %s", shown, use)
     decoded = {f"decoded/{name}": value for name, value in progress["decoded"].items()}
     facts = {"exit_layer": saved.exit_layer, "parameters": saved.parameters}
@@ -284,7 +284,7 @@ def convert_import(config: schema.ImportCommand) -> None:
     adapter, origin = official.read(config.source, lm, exit_layer)
     training = {"imported": origin} | provenance()
     adapter_files.save(adapter, adapter_files.describe(lm, adapter, training), None, folder)
-    use = to_measure(config.model, drafter__adapter=folder)
+    use = evaluate_command(config.model, drafter__adapter=folder)
     log.info("%s: exit layer %d of %s; measure it: %s", folder, exit_layer, lm.name, use)
 
 
@@ -295,7 +295,8 @@ def convert_export(config: schema.ExportCommand) -> None:
     if config.to is schema.Layout.draft_model:
         export.save(source, config.model, output)
         log.info("%s is a checkpoint: a draft model for vLLM, SGLang and transformers", output)
-        log.info("here: %s", to_measure(config.model, drafter="draft_model", drafter__model=output))
+        use = evaluate_command(config.model, drafter="draft_model", drafter__model=output)
+        log.info("here: %s", use)
     else:
         export.write_for_vllm(source, meta_model(config.model), output, VLLM_THRESHOLD)
         log.info("%s is for the plugin kangaroo-vllm", output)
@@ -316,7 +317,7 @@ def convert_pull(config: PullConfig) -> None:
     """Download an adapter, check it, and log how to measure it."""
     adapter, folder = transfer.pull(config), config.output
     options = {"drafter": adapter.architecture.drafter, "drafter__adapter": folder}
-    use = to_measure(adapter.target, **options, bench="demo")
+    use = evaluate_command(adapter.target, **options, bench="demo")
     log.info("%s: exit layer %d of %s; %s", folder, adapter.exit_layer, adapter.target, use)
 
 
@@ -332,7 +333,8 @@ def prepare_datastore(config: schema.DatastoreCommand) -> None:
     folder = datastore.save(built, lm, Path(config.output), origin | provenance())
     counts = (built.about[name] for name in ("tokens", "documents", "build_seconds"))
     log.info("%d tokens of %d documents in %.1f s", *counts)
-    log.info("use them: %s", to_measure(config.model, drafter="rest", drafter__datastore=folder))
+    use = evaluate_command(config.model, drafter="rest", drafter__datastore=folder)
+    log.info("use them: %s", use)
 
 
 @command()

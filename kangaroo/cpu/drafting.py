@@ -21,7 +21,6 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.heads.adapter import Adapter
-from kangaroo.heads.layer import weight
 from kangaroo.models.target import TargetModel
 
 UNREAD = 4  # unread tokens that a draft model reads while drafting; if there are more, as a prompt
@@ -91,7 +90,7 @@ class LayerDrafting(NativeDrafting):
         assert layer is not None
         return native.NativeDrafting(
             stack=layer.as_struct(drafter.cache, range(adapter.depth)),
-            norm=native.pointer(weight(adapter.norm)),
+            norm=native.pointer(getattr(adapter.norm, "weight", None)),
             head=self.head(),
             deep=native.pointer(drafter.deep_BSD),
             deep_tap=drafter.deep_tap or 0,

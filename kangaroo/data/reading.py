@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 
 from kangaroo.data.filters import list_reasons
-from kangaroo.models.prompts import Message, content_text, mended
+from kangaroo.models.prompts import Message, content_text, sanitized
 from kangaroo.utils.errors import DataError
 from kangaroo.utils.folders import write_whole
 
@@ -200,7 +200,7 @@ def _conversation(record: Any, column: str | None) -> list[Message]:
             raise BadRecord(f"a turn of role {role!r} (in 'role' or 'from')")
         roles.append(ROLES[role])
     try:
-        texts = [mended(content_text(_first(turn, "content", "value"))) for turn in turns]
+        texts = [sanitized(content_text(_first(turn, "content", "value"))) for turn in turns]
     except ValueError as error:
         raise BadRecord(f"a turn whose 'content' or 'value' {error}") from error
     return [Message(role=role, content=text) for role, text in zip(roles, texts, strict=True)]
@@ -223,7 +223,7 @@ class Split:
         """Write both lists as files of JSON lines, valid UTF-8, whole or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, records in ((TRAINING, self.training), (HELD_OUT, self.held_out)):
-            lines = (mended(json.dumps(record, ensure_ascii=False)) for record in records)
+            lines = (sanitized(json.dumps(record, ensure_ascii=False)) for record in records)
             write_whole(folder / name, "".join(f"{line}\n" for line in lines).encode())
 
 
@@ -241,7 +241,7 @@ def split(origin: Source, held: int, seed: int, unreadable: Counter[str] | None 
     random.Random(seed).shuffle(questions)
     by_task = defaultdict(list)
     for record, turns in questions:
-        task = mended(str(record.get("task") or record.get("category") or "all"))
+        task = sanitized(str(record.get("task") or record.get("category") or "all"))
         by_task[task].append((record, turns))
     for task, task_questions in by_task.items():
         if (count := len(task_questions)) <= held:

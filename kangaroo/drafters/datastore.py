@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kangaroo.engine.clock import running
-from kangaroo.models.loading import options_of
+from kangaroo.models.loading import model_options
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import CorruptFile, DataError, MissingPackage
 from kangaroo.utils.folders import command_line, install, new_folder, resolve_path, write_json
@@ -114,7 +114,7 @@ def load(path: str, lm: TargetModel) -> Datastore:
         raise DataError(
             f"datastore '{path}' was built for {about.get('target')} ({_words(other)}); this "
             f"target is {lm.name} ({_words(expected)}). Build one for it: "
-            f"{command_line('prepare datastore', **options_of(lm.name))}"
+            f"{command_line('prepare datastore', **model_options(lm.name))}"
         )
     try:
         # as plain arrays: a memmap's own indexing is several times slower
@@ -136,7 +136,7 @@ def read_about(path: str) -> dict[str, Any]:
         model = Path(path).name.removesuffix("-datastore")
         raise DataError(
             f"no datastore at '{path}' ({ABOUT} is missing). Build one: "
-            f"{command_line('prepare datastore', **options_of(model), output=path)}"
+            f"{command_line('prepare datastore', **model_options(model), output=path)}"
         )
     try:
         return dict(json.loads(file.read_text()))

@@ -19,7 +19,7 @@ from kangaroo.engine.tree import Draft, Verdict
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.export import draft_model
-from kangaroo.models.loading import Dtype, ModelConfig, load, own_tokenizer
+from kangaroo.models.loading import Dtype, ModelConfig, load, load_tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.memory import weight_bytes
@@ -89,7 +89,7 @@ def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
 def _tokens(config: PretrainedConfig) -> dict[int, str] | None:
     """Those that a model can write, by their ids, special ones too; None where nothing tells."""
     path, revision = config.name_or_path, getattr(config, "_commit_hash", None)
-    tokenizer = own_tokenizer(path, revision) if path else None  # without one it is in memory
+    tokenizer = load_tokenizer(path, revision) if path else None  # without one it is in memory
     if tokenizer is None:
         return None
     return {i: token for token, i in tokenizer.get_vocab().items() if i < config.vocab_size}

@@ -7,7 +7,7 @@ from typing import Any
 from kangaroo.drafters import layer_search
 from kangaroo.drafters.autoregressive import Autoregressive
 from kangaroo.drafters.base import ChainConfig, Drafter
-from kangaroo.models.loading import options_of
+from kangaroo.models.loading import model_options
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line
@@ -37,7 +37,7 @@ class DraftVerifyConfig(ChainConfig):
         if self.skip is None and self.subset is None:
             raise ConfigError(
                 "drafter=draft_verify needs drafter.skip=[...], or drafter.subset= the file that "
-                f"{command_line('prepare layers', **options_of(lm.name))} writes."
+                f"{command_line('prepare layers', **model_options(lm.name))} writes."
             )
         skip = layer_search.read(self.subset, lm).skip if self.subset else self.skip or []
         return DraftVerify(lm, skip, self.steps, self.threshold)

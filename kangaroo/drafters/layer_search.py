@@ -18,7 +18,7 @@ from tqdm import tqdm
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.clock import running
 from kangaroo.heads.adapter_files import target_hash
-from kangaroo.models.loading import options_of
+from kangaroo.models.loading import model_options
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
@@ -86,7 +86,7 @@ def draft_cost(lm: TargetModel, skip: Collection[int]) -> float:
 def found(path: str) -> LayerSubset:
     """What a search wrote. Errors: `AdapterNotFound`, `CorruptFile`."""
     model = Path(path).name.removesuffix("-draft_verify.json")
-    way = command_line("prepare layers", **options_of(model), output=path)
+    way = command_line("prepare layers", **model_options(model), output=path)
     try:
         return LayerSubset(**json.loads(resolve_path(path).read_text()))
     except FileNotFoundError as error:
@@ -106,7 +106,7 @@ def read(path: str, lm: TargetModel) -> LayerSubset:
         raise AdapterMismatch(
             f"'{path}' was searched for {subset.target} (config {subset.target_hash}); this target "
             f"is {lm.name} (config {target_hash(lm)}). Search one for it: "
-            f"{command_line('prepare layers', **options_of(lm.name))}"
+            f"{command_line('prepare layers', **model_options(lm.name))}"
         )
     return subset
 

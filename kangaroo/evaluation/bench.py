@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pyarrow import ArrowException, parquet
 
-from kangaroo.models.prompts import Message, Tokenizer, prompt_ids, whole
+from kangaroo.models.prompts import Message, Tokenizer, prompt_ids, valid_text
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, PromptError
 from kangaroo.utils.folders import cache_folder, command_line, write_whole
@@ -252,7 +252,7 @@ def parse(content: bytes, source: str, name: str) -> list[Question]:
 def _question(fields: Any, defaults: dict[str, Any]) -> Question:
     if not isinstance(fields, dict):
         raise ValueError("it is no JSON object")
-    whole(json.dumps(fields, ensure_ascii=False))
+    valid_text(json.dumps(fields, ensure_ascii=False))
     fields = defaults | {name: value for name, value in fields.items() if value is not None}
     if isinstance(question_id := fields["question_id"], str):
         fields["question_id"] = int(hashlib.sha256(question_id.encode()).hexdigest()[:15], 16)

@@ -1,8 +1,8 @@
-"""The adapter: from the exit layer's hidden state to one that a head can read.
+"""The adapter: turns the exit layer's hidden states into states that an LM head can read.
 
-The paper's is `f' = f + Attention(Norm(f))`, drafted logits `Head(Norm(f'))`: one attention layer,
-two norms, no feed-forward part, and the target's own LM head (Kangaroo, arXiv 2404.18911, section
-3.2). Its ablations add or swap parts; `fused` is ours.
+The paper's is `f' = f + Attention(Norm(f))` with the logits `Head(Norm(f'))`: one attention layer,
+two norms, no feed-forward part, and the target's LM head (Kangaroo, arXiv 2404.18911, section 3.2).
+Its ablations add or swap parts; `fused` is ours.
 
 Shapes: B rows, N tokens of a block, D hidden size, K draft vocabulary.
 """
@@ -24,16 +24,15 @@ from kangaroo.utils.ranges import Layers
 
 @dataclass
 class AdapterHeadConfig(base.HeadConfig):
-    """What an adapter is made of; the default is the paper's.
+    """An adapter's parts; the defaults are the paper's.
 
     Args:
-        attention, attention_layers: of the target's shape, each above the one before. A further one
-            costs a third of a feed-forward part, and brings more (docs/training.md).
-        feed_forward: the target's feed-forward part after attention, or alone.
-        own_head: an LM head of its own, begun as the target's, instead of the target's.
-        fused: also read what goes into the target's last layer at the token before, and for a
-            token that is only drafted the adapter's own state in its place (after EAGLE-3, arXiv
-            2503.01840). Of a prompt it costs nothing, since that layer's keys need it.
+        attention, attention_layers: stacked attention layers of the target's shape. Another layer
+            costs a third of a feed-forward part and gains more (docs/training.md).
+        feed_forward: a feed-forward part like the target's, after attention or alone.
+        own_head: an LM head initialized from the target's, instead of the target's.
+        fused: also read the input of the target's last layer at the previous token, or for a draft
+            token its own state (after EAGLE-3, arXiv 2503.01840). Prompts compute it anyway.
     """
 
     attention: bool = True
@@ -58,7 +57,7 @@ class AdapterHeadConfig(base.HeadConfig):
         return Adapter(lm, exit_layer, self, vocabulary_K)
 
     def steps(self, draft_steps: int) -> int:
-        if draft_steps > 1 and not self.fused and self.own_steps is None:
+        if draft_steps > 1 and not self.fused and self.fixed_steps is None:
             raise ConfigError(
                 f"adapter.draft_steps={draft_steps} needs adapter.architecture.fused=true: the "
                 "states that other adapters read are the same at every draft step."
@@ -66,11 +65,11 @@ class AdapterHeadConfig(base.HeadConfig):
         return super().steps(draft_steps)
 
     def graded_steps(self, most: int) -> int:
-        return super().graded_steps(most) if self.fused or self.own_steps else 1
+        return super().graded_steps(most) if self.fused or self.fixed_steps else 1
 
 
 class Adapter(Layer):
-    """What drafts at an exit layer; see `HeadConfig.build`."""
+    """A drafting layer at an exit layer; see `HeadConfig.build`."""
 
     architecture: AdapterHeadConfig
 
@@ -96,8 +95,8 @@ class Adapter(Layer):
         if parts.attention:
             self.input_norm = lm.new_norm()
             self.attention = type(layer.self_attn)(lm.config, layer_idx=0)
-        for place in range(1, parts.attention_layers):
-            attention = type(layer.self_attn)(lm.config, layer_idx=place)
+        for index in range(1, parts.attention_layers):
+            attention = type(layer.self_attn)(lm.config, layer_idx=index)
             self.further.append(nn.ModuleDict({"norm": lm.new_norm(), "attention": attention}))
         if parts.feed_forward:
             self.middle_norm = lm.new_norm()
@@ -107,44 +106,38 @@ class Adapter(Layer):
         self.native_fusing: native.Fusing | None = None
 
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
-        """Copy the layers above the exit and, damped, the target's final norm: at full strength it
-        makes the untrained adapter surely wrong. On SmolLM2 the loss starts at 18 nats, damped at
-        8, and 35 k tokens later it is 9.0 against 6.2."""
+        """Copy the layers above the exit and, damped, the target's final norm. Undamped, the
+        untrained adapter is confidently wrong: on SmolLM2 the loss starts at 18 nats instead of 8,
+        and after 35 k tokens it is 9.0 instead of 6.2."""
         self.copy_layers(lm, self.exit_layer)
         assert self.norm is not None
         self.norm.load_state_dict(lm.hf.model.norm.state_dict())
         with torch.no_grad():
-            zero = 1 - lm.new_norm().get_parameter("weight")  # Gemma's weights count from one
+            offset = 1 - lm.new_norm().get_parameter("weight")  # Gemma multiplies by 1 + weight
             weight = self.norm.get_parameter("weight")
-            weight.copy_((weight + zero) * 0.3 - zero)
+            weight.copy_((weight + offset) * 0.3 - offset)
             if self.architecture.fused:
-                self.fuse.weight.zero_()  # begins as if it saw the shallow state alone
+                self.fuse.weight.zero_()  # reads the shallow state alone at first
         if self.head is not None:
             base.copy_head(self.head, lm, vocabulary_K)
         return self
 
-    def grown(self, lm: TargetModel, wanted: AdapterHeadConfig) -> "Adapter":
-        """The same adapter with the parts that `wanted` has too, which add nothing until they are
-        trained."""
-        now = self.architecture
+    def grown(self, lm: TargetModel, architecture: AdapterHeadConfig) -> "Adapter":
+        """This adapter with further parts of `architecture`, which output zeros until trained."""
+        current = self.architecture
         parts = replace(
-            now,
-            attention_layers=max(now.attention_layers, wanted.attention_layers),
-            feed_forward=now.feed_forward or wanted.feed_forward,
-            fused=now.fused or wanted.fused,
+            current,
+            attention_layers=max(current.attention_layers, architecture.attention_layers),
+            feed_forward=current.feed_forward or architecture.feed_forward,
+            fused=current.fused or architecture.fused,
         )
         grown = Adapter(lm, self.exit_layer, parts)
         grown.head = self.head
         grown.copy_layers(lm, self.exit_layer)
-        last: list[Tensor]
-        last = [attention.get_parameter("o_proj.weight") for _, attention in grown.attentions[1:]]
-        if parts.feed_forward:
-            weights = grown.get_submodule("feed_forward").named_parameters()
-            last += [weight for name, weight in weights if "down_proj" in name]
-        if parts.fused:
-            last.append(grown.fuse.weight)
-        for weight in last:
-            nn.init.zeros_(weight)
+        for name, weight in grown.named_parameters():
+            is_further = name.startswith("further.") and name.endswith("o_proj.weight")
+            if is_further or name == "fuse.weight" or "down_proj" in name:
+                nn.init.zeros_(weight)
         grown.load_state_dict(self.state_dict(), strict=False)
         return grown
 

@@ -1,4 +1,4 @@
-"""Adapters on disk: weights, what they were made for, and the tokens they may draft from."""
+"""Adapters on disk: weights, config, and draft vocabulary."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kangaroo.heads.base import HeadConfig, Trainable
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.models.loading import options_of
+from kangaroo.models.loading import model_options
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
@@ -26,15 +26,16 @@ from kangaroo.utils.folders import SHIPPED, command_line, resolve_path, write_js
 WEIGHTS, CONFIG, VOCABULARY = "adapter.safetensors", "config.json", "vocabulary.safetensors"
 Kind = TypeVar("Kind", bound=Trainable)
 
-FIXED = """
+# Fields of a target's config that determine what it computes, in all families and in some.
+HASHED = """
     model_type hidden_size intermediate_size num_hidden_layers vocab_size num_attention_heads
     num_key_value_heads head_dim rope_parameters rms_norm_eps tie_word_embeddings
-""".split()  # fields of a target's config that fix what it computes
-OF_FAMILIES = """
+""".split()
+HASHED_IF_SET = """
     sliding_window query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
     embedding_multiplier residual_multiplier attention_multiplier logits_scaling
     num_experts num_local_experts num_experts_per_tok moe_intermediate_size
-""".split()  # such as only some families have
+""".split()
 TRAINED = Path("outputs/train")
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class AdapterConfig:
-    """What an adapter was made for; saved beside its weights."""
+    """An adapter's config.json."""
 
     target: str
     target_revision: str | None  # on the hub
@@ -51,38 +52,34 @@ class AdapterConfig:
     n_layers: int  # of the target
     parameters: int
     architecture: HeadConfig
-    vocabulary: int | None = None  # so many of the most frequent tokens are drafted; None is all
-    facts: dict[str, Any] = field(default_factory=dict)  # of `Trainable.facts`
+    vocabulary: int | None = None  # number of frequent tokens to draft from; None is all
+    facts: dict[str, Any] = field(default_factory=dict)  # `Trainable.facts`
     training: dict[str, Any] = field(default_factory=dict)  # data, schedule, results, command
-    target_weights: str | None = None  # `TargetModel.fingerprint`, where it is known
+    target_weights: str | None = None  # `TargetModel.fingerprint`
 
     @property
     def attention_window(self) -> int:
-        """How far back it learnt to look, in tokens; 0, where nobody says, is to the beginning."""
+        """Tokens that its attention looks back; 0 is unlimited."""
         return self.facts.get("attention_window", 0)
 
     @property
     def vocabulary_beside_texts(self) -> int | None:
-        """How many frequent tokens do where a text's own are drafted too; None: as without."""
+        """The number of frequent tokens to draft from besides a text's rare ones; None is all."""
         return self.facts.get("vocabulary_beside_texts", self.vocabulary)
 
 
 def target_hash(lm: TargetModel) -> str:
-    """Hash of the config fields that fix what the target computes, whatever else its file holds."""
+    """A hash of the config fields that determine what the target computes."""
     config = lm.config.to_dict()
-    fields = {name: config.get(name) for name in FIXED}
-    fields |= {name: config[name] for name in OF_FAMILIES if config.get(name) is not None}
+    fields = {name: config.get(name) for name in HASHED}
+    fields |= {name: config[name] for name in HASHED_IF_SET if config.get(name) is not None}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def describe(
-    lm: TargetModel,
-    adapter: Trainable,
-    training: dict[str, Any],
-    vocabulary: int | None = None,
-    facts: dict[str, Any] | None = None,
+    lm: TargetModel, adapter: Trainable, training: dict[str, Any], **fields: Any
 ) -> AdapterConfig:
-    """What is saved beside an adapter trained for `lm`."""
+    """The config of an adapter trained for `lm`, with `vocabulary` and `facts` as `fields`."""
     return AdapterConfig(
         target=lm.name,
         target_revision=getattr(lm.config, "_commit_hash", None),
@@ -91,15 +88,14 @@ def describe(
         n_layers=lm.n_layers,
         parameters=sum(p.numel() for p in adapter.parameters()),
         architecture=adapter.architecture,
-        vocabulary=vocabulary,
-        facts=facts or {},
         training=training,
         target_weights=lm.fingerprint,
+        **fields,
     )
 
 
-def kept_dtype(adapter: Trainable, lm: TargetModel) -> torch.dtype:
-    """What an adapter is saved in: the target's; bfloat16 where a weight is beyond float16."""
+def saved_dtype(adapter: Trainable, lm: TargetModel) -> torch.dtype:
+    """The dtype to save an adapter in: the target's, or bfloat16 if a weight overflows float16."""
     largest = torch.finfo(lm.dtype).max
     fits = all(bool((p.detach().abs() <= largest).all()) for p in adapter.parameters())
     return lm.dtype if fits else torch.bfloat16
@@ -112,15 +108,13 @@ def save(
     folder: Path,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write weights, config, and the tokens that a draft vocabulary is taken from, the most
-    frequent first, into `folder`, which is returned."""
+    """Write weights, config, and the most frequent tokens in order; returns `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: t.to(dtype or t.dtype).contiguous() for name, t in adapter.state_dict().items()}
     save_file(state, folder / WEIGHTS)
     if frequent_K is not None:
         save_file({"frequent": frequent_K.to(torch.int32)}, folder / VOCABULARY)
-    fields = asdict(config) | {"architecture": config.architecture.as_json()}
-    write_json(folder / CONFIG, fields)
+    write_json(folder / CONFIG, asdict(config) | {"architecture": config.architecture.as_json()})
     return folder
 
 
@@ -130,10 +124,10 @@ def find(
     fix: str = "Pass drafter.adapter= a folder or hub id, or leave it out.",
     revision: str | None = None,
 ) -> Path:
-    """The folder of an adapter: a local one, or a hub id whose `files` are downloaded. For
-    `adapters/NAME` the shipped one will do, or what training the model NAME saved; for
-    `adapters/NAME-medusa` its Medusa heads; for `adapters/NAME-fused`, where that is missing,
-    `adapters/NAME`. Errors: `AdapterNotFound`."""
+    """The folder of an adapter: a local one, or a hub id whose `files` are downloaded. A missing
+    `adapters/NAME` is the shipped one, or what training saved for the model NAME; the Medusa heads
+    for `adapters/NAME-medusa`. A missing `adapters/NAME-fused` is `adapters/NAME`. Errors:
+    `AdapterNotFound`."""
     folder = resolve_path(path)
     if folder.is_dir():
         return folder
@@ -149,42 +143,37 @@ def find(
 
 
 def _trained(missing: Path) -> Path:
-    """The only adapter in `outputs/train/NAME` that can stand for `adapters/NAME`."""
-    drafters = {kind.drafter for kind in kinds().values()}
+    """The only adapter in `outputs/train/NAME` that can replace `adapters/NAME`."""
+    drafters = {config.drafter for config in classes("kangaroo.heads", HeadConfig).values()}
     drafter = next((x for x in drafters if missing.name.endswith(f"-{x}")), "kangaroo")
     name = missing.name.removesuffix(f"-{drafter}")
     saved = [file.parent for file in sorted((TRAINED / name).glob(f"*/{WEIGHTS}"))]
-    fitting = [x for x in saved if read_config(str(x)).architecture.drafter == drafter]
-    if len(fitting) == 1:
-        return fitting[0]
-    if fitting:
+    matching = [x for x in saved if read_config(str(x)).architecture.drafter == drafter]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
         raise AdapterNotFound(
             f"no adapter at '{missing}', and training left several: "
-            f"{', '.join(map(str, fitting))}. Pass drafter.adapter= one of them."
+            f"{', '.join(map(str, matching))}. Pass drafter.adapter= one of them."
         )
-    target = options_of(name)
-    way = f"({command_line('train', **target, adapter=drafter)})"
+    target = model_options(name)
+    hint = f"({command_line('train', **target, adapter=drafter)})"
     if drafter == "kangaroo":
-        imported = command_line("convert import", "source=CHECKPOINT", **target)
-        way = f"({command_line('train', **target)}), import an official checkpoint ({imported}),"
+        convert = command_line("convert import", "source=CHECKPOINT", **target)
+        hint = f"({command_line('train', **target)}), import an official checkpoint ({convert}),"
     raise AdapterNotFound(
         f"no adapter at '{missing}', and none in '{TRAINED / name}', where training saves them. "
-        f"Train one {way} or pass drafter.adapter= a folder or hub id."
+        f"Train one {hint} or pass drafter.adapter= a folder or hub id."
     )
 
 
-def kinds() -> dict[str, type[HeadConfig]]:
-    """What can be trained, by the name in config.json."""
-    return classes("kangaroo.heads", HeadConfig)
-
-
 def weights_hash(path: str) -> str:
-    """Hash of an adapter's weights, wherever `path` leads."""
+    """A hash of an adapter's weights."""
     return hashlib.sha256((find(path) / WEIGHTS).read_bytes()).hexdigest()[:16]
 
 
 def made_by(path: str) -> dict[str, Any]:
-    """What training took, as far as the config says, and the adapter that it went on from."""
+    """The effort of training and the adapter it started from, as far as the config knows."""
     training = read_config(path).training
     progress = training.get("progress", {})
     facts = {
@@ -198,7 +187,7 @@ def made_by(path: str) -> dict[str, Any]:
 
 def draft_vocabulary(path: str, size: int) -> Tensor:
     """The `size` most frequent tokens of an adapter's training data, ascending. Errors:
-    `AdapterNotFound` where it came without, `CorruptFile`, `ConfigError` where there are fewer."""
+    `AdapterNotFound` if it has no vocabulary, `CorruptFile`, `ConfigError` if that is smaller."""
     file = find(path) / VOCABULARY
     if not file.is_file():
         raise AdapterNotFound(
@@ -220,9 +209,9 @@ def draft_vocabulary(path: str, size: int) -> Tensor:
 def load(
     path: str, lm: TargetModel, kind: type[Kind], vocabulary: int | None = None
 ) -> tuple[Kind, list[DraftHead]]:
-    """What `as_saved` gives, in the dtype of `lm` and where it drafts, and the heads that it drafts
-    with. Errors: also `AdapterMismatch` unless it is of that kind; `Trainable` takes any."""
-    adapter, vocabulary_K = as_saved(path, lm, vocabulary)
+    """An adapter in the dtype and on the device for drafting, and its draft heads. Errors: those of
+    `load_as_saved`; `AdapterMismatch` if it is not of this kind (any is a `Trainable`)."""
+    adapter, vocabulary_K = load_as_saved(path, lm, vocabulary)
     if not isinstance(adapter, kind):
         head = adapter.architecture
         raise AdapterMismatch(
@@ -233,23 +222,22 @@ def load(
     return adapter, adapter.draft_heads(lm, vocabulary_K)
 
 
-def as_saved(
+def load_as_saved(
     path: str, lm: TargetModel, vocabulary: int | None = None
 ) -> tuple[Trainable, Tensor | None]:
-    """What was trained for `lm` as it lies on disk, and the tokens it drafts from: this many of the
-    most frequent, 0 for all, None for what it was trained for. Of `lm`, which may be a
-    `meta_model`, it takes the shapes alone. Errors: `AdapterNotFound`, `CorruptFile`,
-    `AdapterMismatch`, and `ConfigError` for a vocabulary that cannot be."""
+    """An adapter as it is on disk, for a target that may be a `meta_model`, and its draft
+    vocabulary: this number of frequent tokens, 0 for all tokens, None as in training. Errors:
+    `AdapterNotFound`, `CorruptFile`, `AdapterMismatch`, `ConfigError` for an invalid number."""
     folder = find(path)
     if folder != Path(path):
         log.info("the adapter '%s' is that in %s", path, folder)
-    config, state, this = read_config(path), read_weights(folder), target_hash(lm)
-    if config.n_layers != lm.n_layers or config.target_hash != this:
+    config, state, lm_hash = read_config(path), read_weights(folder), target_hash(lm)
+    if config.n_layers != lm.n_layers or config.target_hash != lm_hash:
         raise AdapterMismatch(
             f"adapter '{path}' was trained for {config.target} (exit layer {config.exit_layer} of "
             f"{config.n_layers} layers, config {config.target_hash}); this target is {lm.name} "
-            f"({lm.n_layers} layers, config {this}). Pass drafter.adapter= one trained for it, or "
-            f"train one: {command_line('train', **options_of(lm.name))}"
+            f"({lm.n_layers} layers, config {lm_hash}). Pass drafter.adapter= one trained for it, "
+            f"or train one: {command_line('train', **model_options(lm.name))}"
         )
     if config.target_weights and lm.fingerprint not in (None, config.target_weights):
         log.warning(
@@ -258,23 +246,24 @@ def as_saved(
             "one (python train.py model=...).",
             *(path, config.target, config.target_weights, lm.name, lm.fingerprint),
         )
-    trained_for = config.vocabulary or 0
-    size = trained_for if vocabulary is None else vocabulary
+    trained_size = config.vocabulary or 0
+    size = trained_size if vocabulary is None else vocabulary
     vocabulary_K = draft_vocabulary(path, size) if size else None
     with torch.device("meta"):
         adapter = config.architecture.build(lm, config.exit_layer, vocabulary_K)
-    if adapter.own_heads() and size != trained_for:
+    if adapter.own_heads() and size != trained_size:
         raise ConfigError(
             f"adapter '{path}' has a head of its own over {config.vocabulary or 'all'} tokens, so "
             f"drafter.vocabulary={size} cannot be; leave it unset."
         )
     adapter.attention_window = config.attention_window
-    return filled(adapter, state, f"adapter '{path}' does not fit this target"), vocabulary_K
+    fault = f"adapter '{path}' does not fit this target"
+    return assign_weights(adapter, state, fault), vocabulary_K
 
 
-def filled(adapter: Kind, state: Mapping[str, Tensor], fault: str) -> Kind:
-    """The adapter with these weights themselves, ready to draft. Errors: `AdapterMismatch`, which
-    begins with `fault` and names what is missing, left over or of another shape."""
+def assign_weights(adapter: Kind, state: Mapping[str, Tensor], fault: str) -> Kind:
+    """Put these tensors, not copies, into an adapter and make it ready to draft. Errors:
+    `AdapterMismatch`, which begins with `fault` and names what does not match."""
     try:
         adapter.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
@@ -283,7 +272,7 @@ def filled(adapter: Kind, state: Mapping[str, Tensor], fault: str) -> Kind:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights in an adapter's folder. Errors: `CorruptFile`, also where one is not finite."""
+    """The weights in an adapter's folder. Errors: `CorruptFile`, also for infinity or NaN."""
     try:
         state = load_file(folder / WEIGHTS)
     except (ValueError, SafetensorError) as error:
@@ -294,28 +283,22 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def not_finite(state: Mapping[str, Tensor]) -> str | None:
-    """The name of the first tensor with a number that is not finite; None where there is none."""
+    """The name of the first tensor with a number that is not finite, or None."""
     return next((name for name, x in state.items() if not x.isfinite().all()), None)
 
 
 def read_config(path: str) -> AdapterConfig:
-    """What an adapter was made for. Errors: `AdapterNotFound`, `CorruptFile`, `AdapterMismatch` for
-    a head of low rank."""
-    folder = find(path)
+    """The config of an adapter. Errors: `AdapterNotFound`, `CorruptFile`."""
+    folder, kinds = find(path), classes("kangaroo.heads", HeadConfig)
     for name in (WEIGHTS, CONFIG):
         if not (folder / name).is_file():
             raise AdapterNotFound(f"'{folder}' holds no {name}; it is not an adapter's folder.")
     try:
         fields = json.loads((folder / CONFIG).read_text())
         parts = fields.pop("architecture")
-        if rank := parts.pop("head_rank", None):  # 0 in all other adapters of those versions
-            raise AdapterMismatch(
-                f"adapter '{path}' has an LM head of low rank (head_rank={rank}), which is not run "
-                "any more. Train one without it: trainer.vocabulary=8192 makes drafts as cheap."
-            )
-        if (kind := parts.pop("kind", None)) not in kinds():
-            raise ValueError(f"its kind is {kind}, not one of {', '.join(kinds())}")
-        config = AdapterConfig(**fields, architecture=kinds()[kind](**parts))
+        if (kind := parts.pop("kind", None)) not in kinds:
+            raise ValueError(f"its kind is {kind}, not one of {', '.join(kinds)}")
+        config = AdapterConfig(**fields, architecture=kinds[kind](**parts))
         for name in ("attention_window", "vocabulary_beside_texts"):
             if type(count := config.facts.get(name, 0)) is not int or count < 0:
                 raise ValueError(f"its {name} is {count!r}, no count")

@@ -1,5 +1,4 @@
-"""The head that a drafter reads tokens from, over the whole vocabulary or a part of it, which may
-follow the texts: what is rare elsewhere comes again where it stood.
+"""A drafter's LM head, over the whole vocabulary or a part of it, which may follow the texts.
 
 Shapes: B rows, N tokens of a block, M tokens, D hidden size, K draft vocabulary, V vocabulary, R
 rank of a table, or room for the largest draft vocabulary.
@@ -17,75 +16,70 @@ from typing_extensions import Self
 from kangaroo.engine.sampling import BatchSampling, candidates
 from kangaroo.models.target import TargetModel
 
-ROOM = 512  # for tokens of the texts, beside the frequent ones
-BLOCK = 16  # rows of a matrix that native code multiplies together
+ROOM = 512  # tokens of the texts besides the frequent ones
+BLOCK = 16  # matrix rows that native code multiplies together
 
 
 class DraftHead:
-    """Logits over the draft vocabulary, by rows of the target's head or by an adapter's own head.
-    Drafting from the frequent tokens alone, which are given in ascending order, reads that part of
-    the head only (FR-Spec, arXiv 2502.14856)."""
+    """Logits over the draft vocabulary, by the target's head or an adapter's own head. With only
+    frequent tokens, in ascending order, fewer rows are read (FR-Spec, arXiv 2502.14856)."""
 
     def __init__(
         self, lm: TargetModel, own_head: nn.Module | None = None, vocabulary_K: Tensor | None = None
     ):
-        self.weight_KD: Tensor
+        self.weight_KD: Tensor = lm.head.weight
         self.device, self.vocab_size = lm.device, lm.config.vocab_size
         self.vocabulary_K = None if vocabulary_K is None else vocabulary_K.to(lm.device)
         if own_head is not None:
             self.weight_KD = own_head.get_parameter("weight")
-        elif vocabulary_K is None:
-            self.weight_KD = lm.head.weight
-        else:  # gathered once: a copy of this part alone, in memory alone
-            self.weight_KD = lm.head.weight[vocabulary_K.to(lm.head.weight.device)]
-        self.table_KR: Tensor | None = None  # for the last R numbers of each state, if it has them
+        elif vocabulary_K is not None:  # a copy of these rows
+            self.weight_KD = self.weight_KD[vocabulary_K.to(self.weight_KD.device)]
+        self.table_KR: Tensor | None = None  # multiplies the last R numbers of each state
         self.finish = lm.finish_logits
-        self.native: Any = None  # `native.Head`, or that of `kangaroo.cuda.layers`
-        self.chooses = False
+        self.native: Any = None  # a `Head` of native code or kernels
 
     @property
     def size(self) -> int:
-        """Tokens to draft from."""
+        """The size of the draft vocabulary."""
         return len(self.weight_KD)
 
     @property
     def weights(self) -> list[Tensor]:
-        """All that is read for a token."""
+        """The weights that are read for every token."""
         return [x for x in (self.weight_KD, self.table_KR) if x is not None]
 
     def accelerate(self, lm: TargetModel) -> Self:
-        """Draft in native code, or in kernels, if the target decodes in it."""
+        """Draft in native code or kernels if the target decodes in them."""
         self.native = lm.acceleration.part("Head", self.weight_KD)
-        self.chooses = lm.acceleration.kernels is not None
         return self
 
     def follow(self, texts: Sequence[list[int]]) -> bool:
-        """Take note of which texts are decoded; whether the draft vocabulary is another now."""
+        """Follow the texts in decoding; return whether the draft vocabulary changed."""
         return False
 
     def __call__(self, adapted_MD: Tensor) -> Tensor:
-        """`[M, K]` logits of adapted states; in float32 from native code."""
+        """Logits `[M, K]` of adapted states; in float32 from native code."""
         if self.native and self.native.takes(adapted_MD):
             return self.native(adapted_MD)
         size = self.weight_KD.shape[1]
         logits_MK = F.linear(adapted_MD[:, :size].to(self.weight_KD), self.weight_KD)
         if self.table_KR is not None:
-            near_MK = F.linear(adapted_MD[:, size:].to(self.table_KR), self.table_KR)
-            logits_MK = logits_MK + near_MK.to(logits_MK)
+            table_MK = F.linear(adapted_MD[:, size:].to(self.table_KR), self.table_KR)
+            logits_MK = logits_MK + table_MK.to(logits_MK)
         return self.finish(logits_MK).to(self.device)
 
     def choose(self, adapted_MD: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The likeliest token of each and its chance, both `[M, 1]`; see `TargetModel.choose`."""
-        if not self.chooses:
+        """As `TargetModel.choose`, both `[M, 1]`."""
+        if not hasattr(self.native, "choose"):  # only kernels have it
             return None
         return self.native.choose(adapted_MD[:, None], None, self.vocabulary_K)
 
     def token_of(self, index: Tensor) -> Tensor:
-        """Token ids of places in the draft vocabulary."""
+        """Token ids of indices into the draft vocabulary."""
         return index if self.vocabulary_K is None else self.vocabulary_K[index]
 
     def spread(self, logits_MK: Tensor) -> Tensor:
-        """The same logits as `[M, V]`: -inf outside the draft vocabulary."""
+        """The logits over the whole vocabulary, `[M, V]`: -inf outside the draft vocabulary."""
         if self.vocabulary_K is None:
             return logits_MK
         logits_MV = logits_MK.new_full((len(logits_MK), self.vocab_size), -torch.inf)
@@ -99,7 +93,7 @@ class DraftHead:
         seeds_B: Tensor,
         count: int,
     ) -> Tensor:
-        """Those of `sampling.candidates` for these logits, `[B, N, count]`."""
+        """As `sampling.candidates`, from logits over the draft vocabulary; `[B, N, count]`."""
         if sampling.greedy:
             return self.token_of(logits_BNK.topk(count).indices)
         logits_BNV = self.spread(logits_BNK.flatten(0, 1)).unflatten(0, logits_BNK.shape[:2])
@@ -107,55 +101,54 @@ class DraftHead:
 
 
 class TextHead(DraftHead):
-    """Drafts from the frequent tokens, given in ascending order, and from up to `room` others that
-    the texts have: nearly all of what the whole head would bring, for 1% of its rows
-    (docs/methods.md). CUDA graphs are of one size, so there all of the room is filled."""
+    """Drafts from frequent tokens, ascending, and up to `room` rare ones of the texts: nearly as
+    good as the whole head, with 1% of its rows (docs/methods.md). CUDA graphs fill all the room."""
 
     def __init__(self, lm: TargetModel, frequent_K: Tensor, room: int = ROOM):
         super().__init__(lm, None, frequent_K)
         self.target_VD, self.frequent = lm.head.weight, frozenset(frequent_K.tolist())
-        self.fills_all = False
+        self.fills_room = False
         self.make_room(room)
 
     def make_room(self, room: int) -> None:
-        """For so many other tokens, of which there is none yet."""
+        """Allow up to `room` rare tokens, and start without any."""
         assert self.vocabulary_K is not None
         self.room, size, free = room, len(self.frequent), -(-room // BLOCK) * BLOCK
         ids_K, rows_KD = self.vocabulary_K[:size], self.weight_KD[:size]
         self.ids_R = torch.cat([ids_K, ids_K.new_empty(free)])
         self.rows_RD = torch.cat([rows_KD, rows_KD.new_empty(free, rows_KD.shape[1])])
         rare = (token for token in range(self.vocab_size) if token not in self.frequent)
-        self.filling = list(islice(rare, 2 * free))  # at most half of them are a text's, too
-        # each text, how much of it was read, and its rare tokens in their order
+        self.fillers = list(islice(rare, 2 * free))  # at most half of them are in the texts, too
+        # each text, how many of its tokens were read, and its rare tokens in order
         self.texts = list[tuple[list[int], int, dict[int, None]]]()
-        self._grow([])
+        self._add_rare([])
 
     def accelerate(self, lm: TargetModel) -> Self:
-        self.fills_all = lm.acceleration.graphs is not None
-        self._grow([])
+        self.fills_room = lm.acceleration.graphs is not None
+        self._add_rare([])
         return super().accelerate(lm)
 
     def follow(self, texts: Sequence[list[int]]) -> bool:
-        known = {id(text): (read, rare) for text, read, rare in self.texts}
-        if [*map(id, texts)] == [*known]:
+        followed = {id(text): (n_read, rare) for text, n_read, rare in self.texts}
+        if [*map(id, texts)] == [*followed]:
             return False
         self.texts = []
         for text in texts:
-            read, rare = known.get(id(text), (0, {}))
-            new = {token: None for token in text[read:] if token not in self.frequent}
+            n_read, rare = followed.get(id(text), (0, {}))
+            new = {token: None for token in text[n_read:] if token not in self.frequent}
             self.texts.append((text, len(text), rare | new))
-        others = dict.fromkeys(chain.from_iterable(rare for *_, rare in self.texts))
-        self._grow(list(others)[: self.room])
+        tokens = dict.fromkeys(chain.from_iterable(rare for *_, rare in self.texts))
+        self._add_rare(list(tokens)[: self.room])
         return True
 
-    def _grow(self, others: list[int]) -> None:
-        """Draft from these besides; their last block of rows is filled up with any of the rest."""
-        first, own = len(self.frequent), {*others}
-        free = len(self.ids_R) - first - len(others) if self.fills_all else -len(others) % BLOCK
-        others = [*others, *islice((token for token in self.filling if token not in own), free)]
-        end = first + len(others)
-        self.ids_R[first:end] = torch.tensor(others, dtype=torch.long)
-        self.rows_RD[first:end] = self.target_VD[others]
+    def _add_rare(self, tokens: list[int]) -> None:
+        """Draft from the frequent and these rare tokens, with fillers up to a whole block."""
+        start, rare = len(self.frequent), {*tokens}
+        free = len(self.ids_R) - start - len(tokens) if self.fills_room else -len(tokens) % BLOCK
+        tokens = [*tokens, *islice((token for token in self.fillers if token not in rare), free)]
+        end = start + len(tokens)
+        self.ids_R[start:end] = torch.tensor(tokens, dtype=torch.long)
+        self.rows_RD[start:end] = self.target_VD[tokens]
         self.vocabulary_K, self.weight_KD = self.ids_R[:end], self.rows_RD[:end]
-        if self.native is not None and not self.fills_all:
+        if self.native is not None and not self.fills_room:
             self.native.weight_OD = self.weight_KD

@@ -1,8 +1,8 @@
-"""EAGLE's head: one decoder layer that goes on from the target's final states.
+"""EAGLE's head: one decoder layer that continues from the target's final states.
 
-It reads a token's embedding and the target's normed final state of the token before, or in a draft
-its own, joined by one linear map, and gives a state that the target's own LM head reads (EAGLE-1,
-arXiv 2401.15077, section 3). As in the released code it has no norm at its beginning or end.
+One linear map joins a token's embedding and the previous token's normed final state, the target's
+or in a draft its own. The target's LM head reads the layer's output (EAGLE-1, arXiv 2401.15077,
+section 3). As in the released code there is no norm at the beginning or the end.
 
 Shapes: B rows, N tokens of a block, M positions, D hidden size.
 """
@@ -23,9 +23,8 @@ from kangaroo.utils.ranges import NotNegative
 
 @dataclass
 class EagleHeadConfig(base.HeadConfig):
-    """How it is taught, besides the loss on tokens of weight 1: `regression` weighs the smooth L1
-    distance to the target's final states, averaged over their numbers. The paper gives the loss on
-    tokens a weight of 0.1 and this one 1."""
+    """`regression` weighs the mean smooth L1 distance to the target's final states in training; the
+    loss on tokens has weight 1. The paper has weights of 1 and 0.1."""
 
     regression: NotNegative = 10.0
 
@@ -39,9 +38,9 @@ class EagleHeadConfig(base.HeadConfig):
 
 
 class EagleHead(Layer):
-    """A layer like the target's last one, trained to foresee what comes out of that. Like the
-    paper's it begins at random: begun as what leaves the state as it is, the loss on tokens was 7.9
-    nats after 18 steps on SmolLM2, against 3.5."""
+    """A layer like the target's last one, trained to predict its output. Like the paper's it is
+    initialized at random: initialized as the identity, the loss on tokens was 7.9 nats after 18
+    steps on SmolLM2, instead of 3.5."""
 
     architecture: EagleHeadConfig
 
@@ -56,15 +55,14 @@ class EagleHead(Layer):
 
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         assert deep_BND is not None
-        joined_BND: Tensor = self.join(torch.cat([f_BND, deep_BND], -1))
-        return joined_BND
+        return self.join(torch.cat([f_BND, deep_BND], -1))
 
     def side_loss(self, states: Sequence[Tensor], valid: Tensor, deep_MD: Tensor) -> Tensor | None:
         weight = self.architecture.regression
         if not weight:
             return None
         losses = [
-            F.smooth_l1_loss(state_MD.float(), deep_MD.float(), reduction="none").mean(-1) * of_M
-            for state_MD, of_M in zip(states, valid, strict=True)
+            F.smooth_l1_loss(state_MD.float(), deep_MD.float(), reduction="none").mean(-1) * valid_M
+            for state_MD, valid_M in zip(states, valid, strict=True)
         ]
         return weight * torch.stack(losses).sum()

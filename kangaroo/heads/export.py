@@ -1,12 +1,12 @@
-"""An adapter for software that knows nothing of adapters, and for the plugin `kangaroo-vllm`.
+"""Exports adapters for software that does not support them, and for the plugin `kangaroo-vllm`.
 
 A draft model is an ordinary transformers model: the target's layers below the exit and a layer for
 each of the adapter's attention layers. vLLM calls it a draft model, SGLang a standalone one, and
 transformers an assistant. In memory it shares the target's weights; on disk it is complete.
 
-The plugin (`integrations/vllm`) reads the adapter's weights alone, by their names here, with
-"vocabulary", the ids of the tokens that it drafts from, where these are not all. `config.json` is
-the target's, of one layer, with what the plugin needs to know under "kangaroo".
+The plugin (`integrations/vllm`) reads the adapter's weights, by their names here, and "vocabulary",
+the token ids of a smaller draft vocabulary. `config.json` is the target's with one layer, and
+settings of the plugin under "kangaroo".
 """
 
 import json
@@ -24,7 +24,6 @@ from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import HeadConfig
 from kangaroo.models import loading as models
 from kangaroo.models.layer_weights import packed_linears
-from kangaroo.models.loading import ModelConfig
 from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
@@ -34,8 +33,8 @@ PLUGIN_FORMAT = 1
 
 
 def check(parts: HeadConfig, vocabulary: int | None) -> None:
-    """Raise `ConfigError` for what is no layer on the target's first ones, or drafts from part of
-    the vocabulary by a head of its own."""
+    """Raise `ConfigError` for an adapter that is no layer on the target's first ones, or whose own
+    head covers only part of the vocabulary."""
     if not isinstance(parts, AdapterHeadConfig):
         reason = f"it is a trained {parts.kind()}, which reads the target's final states"
     elif parts.drafter != "kangaroo":
@@ -53,13 +52,12 @@ def check(parts: HeadConfig, vocabulary: int | None) -> None:
     )
 
 
-def save(path: str, model: ModelConfig, folder: Path) -> None:
-    """Write the adapter at `path` with the layers of its target below it, and the tokenizer, as a
-    checkpoint of transformers, which drafts from the whole vocabulary. Errors: `ConfigError` for an
-    adapter that is no layer, or a folder that is there; those of `adapter_files.load`."""
-    about = adapter_files.read_config(path)
-    check(about.architecture, about.vocabulary)
-    # nothing is computed: the checkpoint's files are mapped, and most of them is never read
+def save(path: str, model: models.ModelConfig, folder: Path) -> None:
+    """Write the adapter at `path` as a draft model in a transformers checkpoint, with tokenizer.
+    Errors: those of `check` and `adapter_files.load`; `ConfigError` for an existing folder."""
+    config = adapter_files.read_config(path)
+    check(config.architecture, config.vocabulary)
+    # on the CPU the checkpoint's files are mapped, and most of them is never read
     hf, tokenizer = models.load(replace(model, device="cpu", device_map=None))
     lm = TargetModel(hf)
     adapter, _ = adapter_files.load(path, lm, Adapter, vocabulary=0)
@@ -69,8 +67,7 @@ def save(path: str, model: ModelConfig, folder: Path) -> None:
 
 
 def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
-    """The model whose logits are the adapter's over the whole vocabulary. Errors: `ConfigError` for
-    an adapter that is no layer."""
+    """The model whose logits are the adapter's. Errors: `ConfigError` if there is no such model."""
     weights = adapter.state_dict()
     head = weights.get("head.weight")
     vocabulary = None if head is None or len(head) == lm.config.vocab_size else len(head)
@@ -86,7 +83,7 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
     first, last = adapter.exit_layer, adapter.exit_layer + adapter.depth - 1
     shallow = ("model.embed_tokens.", "lm_head.", *(f"model.layers.{i}." for i in range(first)))
     state = {name: w for name, w in lm.hf.state_dict().items() if name.startswith(shallow)}
-    state |= {  # a part that the adapter does not have adds nothing
+    state |= {  # parts that the adapter does not have add zeros
         f"model.layers.{layer}.{name}": torch.zeros_like(weight)
         for layer in range(first, last + 1)
         for name, weight in lm.layers[first].state_dict().items()
@@ -103,36 +100,37 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
         state["lm_head.weight"] = head
     config: Any = deepcopy(lm.config)
     config.num_hidden_layers = last + 1
-    if head is not None:  # of the target's, the config knows whether it is tied
+    if head is not None:
         config.tie_word_embeddings = False
     if getattr(config, "layer_types", None):
-        types = lm.config.layer_types  # the layers above the exit are such as that one
+        types = lm.config.layer_types  # the adapter's layers have the type of the one at the exit
         config.layer_types = [types[min(layer, first)] for layer in range(last + 1)]
-    options: dict[str, Any] = {"attn_implementation": usual_attention(lm.hf), "dtype": lm.dtype}
-    model: Any = AutoModelForCausalLM.from_config(config, **options)
+    model: Any = AutoModelForCausalLM.from_config(
+        config, attn_implementation=usual_attention(lm.hf), dtype=lm.dtype
+    )
     model.load_state_dict(state, strict=True, assign=True)
     model.tie_weights()
-    # how the target samples is not the draft's matter, and some of it transformers does not save
+    # sampling options are left out: a draft does not need them, and transformers rejects some
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    ends = {name: getattr(lm.hf.generation_config, name) for name in names}
-    model.generation_config = GenerationConfig(**ends)
-    # what is not in the state, such as the frequencies of positions, was made on the CPU
+    token_ids = {name: getattr(lm.hf.generation_config, name) for name in names}
+    model.generation_config = GenerationConfig(**token_ids)
+    # buffers that are not in the state, such as RoPE's frequencies, are on the CPU until here
     return model.eval().requires_grad_(False).to(lm.device)
 
 
 def write_for_vllm(path: str, lm: TargetModel, folder: Path, threshold: float) -> None:
-    """Write the adapter at `path`, made for `lm`, of which it takes the shapes alone, as the plugin
-    reads it, which stops at `threshold` if vLLM is told nothing else. Errors: `ConfigError` for
-    what it cannot run, or a folder that is there; those of `adapter_files.as_saved`."""
+    """Write the adapter at `path`, made for `lm`, which may be a `meta_model`, for the plugin, with
+    its default `threshold` to stop drafts. Errors: `ConfigError` for what the plugin cannot run or
+    an existing folder; those of `adapter_files.load_as_saved`."""
     if lm.config.model_type != "llama":
         raise ConfigError(
             f"{lm.name} is a {lm.config.model_type} model; the plugin kangaroo-vllm runs Llama "
             "alone. Export to=draft_model instead."
         )
-    adapter, vocabulary_K = adapter_files.as_saved(path, lm)
+    adapter, vocabulary_K = adapter_files.load_as_saved(path, lm)
     parts: Any = adapter.architecture
-    one_layer = isinstance(parts, AdapterHeadConfig) and parts.attention_layers == 1
-    if not one_layer or not parts.attention or parts.fused:
+    has_one_layer = isinstance(parts, AdapterHeadConfig) and parts.attention_layers == 1
+    if not has_one_layer or not parts.attention or parts.fused:
         raise ConfigError(
             f"adapter '{path}' is {parts}, which the plugin kangaroo-vllm cannot run. Export one "
             "of adapter=attention, layer or own_head, or decode with this one here "

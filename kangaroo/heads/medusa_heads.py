@@ -1,7 +1,7 @@
 """Medusa's heads: each reads the target's final state and guesses a token further ahead.
 
 `Head_k(SiLU(W_k h) + h)` for k = 1, ..., where h is the normed final state of the last token in the
-cache: the target's own head says what follows it, and Medusa's k-th what comes k tokens after that
+cache. The target's head predicts the next token, and Medusa's k-th the one k tokens after that
 (Medusa-1, arXiv 2401.10774, section 2.1).
 
 Shapes: B rows, T tokens, N tokens of a block, M positions, C of them in a chunk, G guesses, D
@@ -19,20 +19,18 @@ from typing_extensions import Self
 
 from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.heads import base
-from kangaroo.heads.base import Trainable
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.heads.layer import before
+from kangaroo.heads.layer import shift_right
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Layers
 
-GUESSES = 10  # of each head, of which the drafter's tree takes the best
-CHUNK = 256  # positions whose logits exist at a time
+GUESSES = 10  # per head; the drafter's tree takes the best
+CHUNK = 256  # positions whose logits are in memory at a time
 
 
 @dataclass
 class MedusaHeadsConfig(base.HeadConfig):
-    """How many tokens ahead they guess, and whether by LM heads of their own, begun as the
-    target's, instead of the target's."""
+    """The number of heads, and whether each has an LM head, initialized from the target's."""
 
     heads: Layers = 4
     own_head: bool = True
@@ -43,18 +41,18 @@ class MedusaHeadsConfig(base.HeadConfig):
         return MedusaHeads(lm, self, vocabulary_K)
 
     def fixed_exit(self, lm: TargetModel) -> int:
-        return lm.n_layers  # they read what the target's own head reads
+        return lm.n_layers  # they read the same states as the target's head
 
     @property
-    def own_steps(self) -> int:
+    def fixed_steps(self) -> int:
         return self.heads
 
     def passes(self, steps: int) -> int:
-        return 1  # they share nothing: each takes its own step
+        return 1  # each step has weights of its own
 
 
-class MedusaHeads(Trainable):
-    """Trained on a frozen target, saved and loaded as an adapter is; see `HeadConfig.build`."""
+class MedusaHeads(base.Trainable):
+    """Heads that are saved and loaded like an adapter; see `HeadConfig.build`."""
 
     architecture: MedusaHeadsConfig
 
@@ -63,12 +61,12 @@ class MedusaHeads(Trainable):
     ):
         super().__init__(architecture, lm.n_layers, taps=[], deep_tap=lm.n_layers)
         size, count = lm.config.hidden_size, architecture.heads
-        own_heads = count if architecture.own_head else 0
+        n_heads = count if architecture.own_head else 0
         self.blocks = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(count))
-        self.heads = nn.ModuleList(base.new_head(lm, vocabulary_K) for _ in range(own_heads))
+        self.heads = nn.ModuleList(base.new_head(lm, vocabulary_K) for _ in range(n_heads))
 
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
-        """Every head begins as the target's own."""
+        """Initialize every head as the target's."""
         for block in self.blocks:
             nn.init.zeros_(block.get_parameter("weight"))
         for head in self.own_heads():
@@ -76,14 +74,14 @@ class MedusaHeads(Trainable):
         return self
 
     def forward(self, h_BND: Tensor, index: int) -> Tensor:
-        """What head `index`, counted from 0, reads at each token."""
+        """The states that head `index`, counted from 0, reads."""
         return F.silu(self.blocks[index](h_BND)) + h_BND
 
     def states(self, taps: Taps, deep_BTD: Tensor, meta: ForwardMeta, steps: int) -> list[Tensor]:
-        """Head k stands k tokens earlier, as draft step k of an adapter does."""
+        """See `Trainable.states`; draft step k is that of head k, k tokens earlier."""
         states = []
         for index in range(steps):
-            deep_BTD = before(deep_BTD, meta.positions_RT)
+            deep_BTD = shift_right(deep_BTD, meta.positions_RT)
             states.append(self(deep_BTD, index))
         return states
 
@@ -93,18 +91,18 @@ class MedusaHeads(Trainable):
     def tally(
         self, heads: Sequence[DraftHead], states: Sequence[Tensor], valid: Tensor, top_M: Tensor
     ) -> Tensor:
-        """`[H, GUESSES + 1]`: how often each guess of each head is right, and of how many."""
+        """`[H, GUESSES + 1]`: per head, how often each guess is right, and of how many."""
         rows = []
-        for step, (state_MD, drafted_M) in enumerate(zip(states, valid, strict=True)):
+        for step, (state_MD, valid_M) in enumerate(zip(states, valid, strict=True)):
             head, right_G = heads[min(step, len(heads) - 1)], torch.zeros(GUESSES)
-            chunks = (x[drafted_M].split(CHUNK) for x in (state_MD, top_M))
+            chunks = (x[valid_M].split(CHUNK) for x in (state_MD, top_M))
             for state_CD, top_C in zip(*chunks, strict=True):
                 guessed_CG = head.token_of(head(state_CD).topk(GUESSES).indices)
                 right_G += (guessed_CG == top_C[:, None]).sum(0).cpu()
-            rows.append(torch.cat([right_G, drafted_M.sum()[None].cpu()]))
+            rows.append(torch.cat([right_G, valid_M.sum()[None].cpu()]))
         return torch.stack(rows)
 
     def facts(self, tally: Tensor) -> dict[str, Any]:
-        """`guesses[k][i]`: the share of held-out positions at which guess i of head k (both counted
-        from 0) was the target's choice; the drafter's tree is made from it."""
+        """`guesses[k][i]`: how often guess i of head k, counted from 0, was the target's choice on
+        held-out texts, as a share. The drafter's tree is made from it."""
         return {"guesses": (tally[:, :-1] / tally[:, -1:]).tolist()}

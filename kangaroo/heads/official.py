@@ -1,8 +1,6 @@
-"""Adapters in the layout of the authors' code (github.com/Equationliu/Kangaroo).
-
-There an adapter is a state dict of six tensors, named as in a Llama of one layer, beside that
-Llama's `config.json`. Neither says which target it is for, nor at which layer it sits.
-"""
+"""Adapters in the layout of the authors' code (github.com/Equationliu/Kangaroo): a state dict of 6
+tensors, named as in a Llama with one layer, beside that Llama's `config.json`. Neither contains the
+target's name or the exit layer."""
 
 import hashlib
 import json
@@ -21,26 +19,23 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 
 WEIGHTS, CONFIG = "pytorch_model.bin", "config.json"
-SAFETENSORS = "model.safetensors"  # what newer versions of accelerate save instead
+SAFETENSORS = "model.safetensors"  # saved by newer versions of accelerate instead
 NAMES = {
     "layers.0.input_layernorm.weight": "input_norm.weight",
     **{f"layers.0.self_attn.{x}_proj.weight": f"attention.{x}_proj.weight" for x in "qkvo"},
     "norm.weight": "norm.weight",
 }
-# frequencies of positions, which older versions of transformers saved: they follow from the config
-IGNORED = "layers.0.self_attn.rotary_emb.inv_freq"
-# fields of its config that no shape shows
+IGNORED = "layers.0.self_attn.rotary_emb.inv_freq"  # saved by older versions of transformers
+# config fields that do not show in a tensor's shape
 COMPARED = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size")
-WRAPPED = "module."  # before every name, if training in several processes saved the checkpoint
-ROPE_BASE = 10000.0  # of the official code, whatever the target's
-# of the released checkpoints, by their targets
-EXIT_LAYERS = {"lmsys/vicuna-7b-v1.3": 2, "lmsys/vicuna-13b-v1.3": 3}
+WRAPPED = "module."  # prefix of all names if training in several processes saved the checkpoint
+ROPE_BASE = 10000.0  # in the official code, for any target
+EXIT_LAYERS = {"lmsys/vicuna-7b-v1.3": 2, "lmsys/vicuna-13b-v1.3": 3}  # of released checkpoints
 
 
-def exit_layer(given: int | None, lm: TargetModel) -> int:
-    """The given exit layer, else that of the checkpoint released for this target. Errors:
-    `ConfigError` where there is none."""
-    layer = given if given is not None else EXIT_LAYERS.get(lm.name)
+def exit_layer(option: int | None, lm: TargetModel) -> int:
+    """The exit layer, by default of the checkpoint released for `lm`. Errors: `ConfigError`."""
+    layer = option if option is not None else EXIT_LAYERS.get(lm.name)
     if layer is None:
         released = ", ".join(f"{layer} for {name}" for name, layer in EXIT_LAYERS.items())
         raise ConfigError(
@@ -52,9 +47,8 @@ def exit_layer(given: int | None, lm: TargetModel) -> int:
 
 
 def read(source: str, lm: TargetModel, exit_layer: int) -> tuple[Adapter, dict[str, str]]:
-    """The adapter in a folder, or of a hub id that is downloaded, and where it came from, for its
-    provenance. Of `lm` it takes the shapes alone; the weights keep their dtype. Errors:
-    `AdapterNotFound`; `CorruptFile`; `AdapterMismatch` with the tensor or setting."""
+    """The adapter in a folder or of a hub id, in its own dtype, and its provenance. `lm` may be a
+    `meta_model`. Errors: `AdapterNotFound`, `CorruptFile`, `AdapterMismatch`."""
     files = (WEIGHTS, SAFETENSORS, CONFIG)
     folder = adapter_files.find(source, files, "Pass source= a folder or hub id.")
     paths = [folder / name for name in files[:2] if (folder / name).is_file()]
@@ -67,14 +61,14 @@ def read(source: str, lm: TargetModel, exit_layer: int) -> tuple[Adapter, dict[s
             f"'{folder}' holds no {CONFIG}. Training by the official code leaves it out: copy its "
             "data/vicuna_7B_config.json, or the one that was trained with, there under this name."
         )
-    path, about = paths[0], folder / CONFIG
+    path = paths[0]
     try:
-        config = LlamaConfig(**json.loads(about.read_text()))
+        config = LlamaConfig(**json.loads((folder / CONFIG).read_text()))
     except (ValueError, TypeError, StrictDataclassError) as error:  # no JSON, or no such Llama
-        raise _unreadable(about, str(error)) from error
-    adapter = fitted(path, _state(path), config, lm, exit_layer)
-    if (wrong := adapter_files.not_finite(adapter.state_dict())) is not None:
-        raise _unreadable(path, f"{wrong} holds numbers that are not finite")
+        raise _unreadable(folder / CONFIG, str(error)) from error
+    adapter = fitted(path, _read_state(path), config, lm, exit_layer)
+    if (name := adapter_files.not_finite(adapter.state_dict())) is not None:
+        raise _unreadable(path, f"{name} holds numbers that are not finite")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     return adapter, {"source": source, "file": path.name, "sha256": digest}
 
@@ -82,29 +76,29 @@ def read(source: str, lm: TargetModel, exit_layer: int) -> tuple[Adapter, dict[s
 def fitted(
     path: Path, state: dict[str, Tensor], config: LlamaConfig, lm: TargetModel, exit_layer: int
 ) -> Adapter:
-    """The adapter that these weights at `path` are for `lm`. Errors: `AdapterMismatch`."""
+    """The adapter for `lm` with these weights from `path`. Errors: `AdapterMismatch`."""
     _check_target(lm)
-    fit = f"Pass model= the target that it was trained for, not {lm.name}"
+    fix = f"Pass model= the target that it was trained for, not {lm.name}"
     for field in COMPARED:
-        theirs, ours = getattr(config, field), getattr(lm.config, field)
-        if not math.isclose(theirs, ours, rel_tol=1e-6):  # an epsilon may have been a float32
-            raise AdapterMismatch(
-                f"the {CONFIG} beside '{path}' says {field}={theirs}; {lm.name} has {ours}. {fit}."
-            )
+        value, expected = getattr(config, field), getattr(lm.config, field)
+        if not math.isclose(value, expected, rel_tol=1e-6):  # an epsilon may be a rounded float32
+            difference = f"says {field}={value}; {lm.name} has {expected}"
+            raise AdapterMismatch(f"the {CONFIG} beside '{path}' {difference}. {fix}.")
     state = {name.removeprefix(WRAPPED): tensor for name, tensor in state.items()}
     state = {NAMES.get(name, name): tensor for name, tensor in state.items() if name != IGNORED}
     with torch.device("meta"):
         adapter = Adapter(lm, exit_layer)
     fault = f"'{path}' is not the paper's adapter (one attention layer, two norms, and the "
-    return adapter_files.filled(adapter, state, f"{fault}target's head) for this target. {fit}")
+    fault += f"target's head) for this target. {fix}"
+    return adapter_files.assign_weights(adapter, state, fault)
 
 
-def _state(path: Path) -> dict[str, Tensor]:
+def _read_state(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of a cut pickle torch raises whatever comes of its last opcode
+    except Exception as error:  # torch raises anything on a truncated pickle
         raise _unreadable(path, f"{type(error).__name__}: {error}".splitlines()[0]) from error
     is_state = isinstance(state, dict) and all(isinstance(name, str) for name in state)
     if not is_state or not all(isinstance(x, Tensor) for x in state.values()):
@@ -117,11 +111,11 @@ def _unreadable(path: Path, reason: str) -> CorruptFile:
 
 
 def _check_target(lm: TargetModel) -> None:
-    """Raise `AdapterMismatch` for a target that the official code computes otherwise than we do."""
+    """Raise `AdapterMismatch` for a target that the official code computes differently."""
     config, rope = lm.config, lm.config.rope_parameters
-    of_llama = config.model_type == "llama" and not config.attention_bias
-    usual_rope = of_llama and rope["rope_type"] == "default" and rope["rope_theta"] == ROPE_BASE
-    if not usual_rope or config.head_dim * config.num_attention_heads != config.hidden_size:
+    is_llama = config.model_type == "llama" and not config.attention_bias
+    has_rope = is_llama and rope["rope_type"] == "default" and rope["rope_theta"] == ROPE_BASE
+    if not has_rope or config.head_dim * config.num_attention_heads != config.hidden_size:
         raise AdapterMismatch(
             f"{lm.name} is a {config.model_type} model with {rope}. The official code has one kind "
             "of attention for its adapters: Llama's without biases, all heads together as wide as "

@@ -1,4 +1,4 @@
-"""Adapters to the hub, whole and checked, in one commit with a model card; and from it."""
+"""Uploads checked adapters to the hub, in one commit with a model card, and downloads them."""
 
 import hashlib
 import shutil
@@ -16,19 +16,19 @@ from jinja2 import ChainableUndefined, Template
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import CONFIG, VOCABULARY, WEIGHTS, AdapterConfig
-from kangaroo.models.loading import options_of, to_measure
+from kangaroo.models.loading import evaluate_command, model_options
 from kangaroo.utils import tables
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
 from kangaroo.utils.folders import new_folder, project_folder
 
 CARD, SUMS = "README.md", "SHA256SUMS"
-FILES = (WEIGHTS, CONFIG, VOCABULARY)  # what is sent of an adapter's folder
-# what transformers' `generate(custom_generate=...)` looks for, taken from integrations/transformers
+FILES = (WEIGHTS, CONFIG, VOCABULARY)  # uploaded from an adapter's folder
+# for transformers' `generate(custom_generate=...)`, copied from integrations/transformers
 CODE, CODE_FILES = "custom_generate", ("generate.py", "requirements.txt")
 TEMPLATE = Path(__file__).with_name("card.md")
-# What each drafter's trained part is called, and who described it.
-KINDS = {
+# Descriptions of trained parts by drafter
+DESCRIPTIONS = {
     "kangaroo": "A Kangaroo adapter ([arXiv 2404.18911](https://arxiv.org/abs/2404.18911))",
     "medusa": "Medusa heads ([arXiv 2401.10774](https://arxiv.org/abs/2401.10774))",
     "block": "A block head, which drafts in one pass ([P-EAGLE](https://arxiv.org/abs/2602.01469))",
@@ -39,17 +39,17 @@ UNKNOWN_MODEL = "FOLDER-OR-HUB-ID-OF-THE-MODEL"
 
 @dataclass
 class PushConfig:
-    """An adapter for the hub.
+    """An upload of an adapter to the hub.
 
     Args:
         source: the adapter's folder. (`adapter=` is the group of train.py.)
-        repo: the repository on the hub, USER/NAME; it is made if there is none.
-        output: the folder that holds exactly what is uploaded.
-        revision: branch to commit to; None is the repository's main one.
-        private: of a repository that is made.
+        repo: repository on the hub, USER/NAME; created if it does not exist.
+        output: folder for exactly the files that are uploaded.
+        revision: branch to commit to; None is the main one.
+        private: whether a created repository is private.
         dry_run: write the folder, and upload nothing.
-        base_model: hub id of the target, where the adapter's config does not say it.
-        license: of the adapter, an identifier of the hub's such as apache-2.0; None states none.
+        base_model: hub id of the target, if the adapter's config does not contain it.
+        license: the adapter's, an identifier of the hub such as apache-2.0; None states none.
     """
 
     source: str
@@ -64,8 +64,8 @@ class PushConfig:
 
 @dataclass
 class PullConfig:
-    """An adapter from the hub: of `repo` (USER/NAME) at a branch, tag or commit, `revision`, or on
-    its main branch; into the folder `output`, which must not be there yet."""
+    """A download of the adapter in `repo` (USER/NAME) at `revision` (a branch, tag or commit; None
+    is the main branch) into the folder `output`, which must not exist."""
 
     repo: str
     output: str
@@ -73,14 +73,13 @@ class PullConfig:
 
 
 def check(folder: Path) -> AdapterConfig:
-    """What a complete adapter says of itself; every byte of it has been read. Errors:
-    `AdapterNotFound` where a file is missing, `CorruptFile` where one cannot be read, or holds
-    other weights than config.json says."""
+    """Read a complete adapter and return its config. Errors: `AdapterNotFound` if a file is
+    missing, `CorruptFile` if one cannot be read or the files do not belong together."""
     config = adapter_files.read_config(str(folder))
-    weights = sum(tensor.numel() for tensor in adapter_files.read_weights(folder).values())
-    if weights != config.parameters:
+    n_weights = sum(tensor.numel() for tensor in adapter_files.read_weights(folder).values())
+    if n_weights != config.parameters:
         raise CorruptFile(
-            f"'{folder / WEIGHTS}' holds {weights} weights, and {CONFIG} says "
+            f"'{folder / WEIGHTS}' holds {n_weights} weights, and {CONFIG} says "
             f"{config.parameters}: they are not of one adapter. Fetch both again."
         )
     if config.vocabulary is not None:
@@ -89,17 +88,17 @@ def check(folder: Path) -> AdapterConfig:
 
 
 def prepare(config: PushConfig) -> Path:
-    """The folder that is uploaded: the adapter's files, `README.md`, `SHA256SUMS`, and `CODE`.
-    Errors: `ConfigError` for a name that the hub would refuse, or other files there; as `check`."""
+    """Write the folder for the upload: the adapter's files, `README.md`, `SHA256SUMS` and `CODE`.
+    Errors: those of `check`; `ConfigError` for an invalid name, or a folder with other files."""
     _check_repos(repo=config.repo, base_model=config.base_model)
     source, output = adapter_files.find(config.source), Path(config.output)
-    described = check(source)
+    adapter = check(source)
     names = [name for name in FILES if (source / name).is_file()]
-    strangers = {file.name for file in output.glob("*")} - {*FILES, CARD, SUMS, CODE}
-    if strangers or output.resolve() == source.resolve():
-        what = f"holds {min(strangers)}" if strangers else "is the adapter's own folder"
-        raise ConfigError(f"output='{output}' {what}; pass output= a folder of its own.")
-    shutil.rmtree(output, ignore_errors=True)  # what an earlier push left
+    unknown = {file.name for file in output.glob("*")} - {*FILES, CARD, SUMS, CODE}
+    if unknown or output.resolve() == source.resolve():
+        problem = f"holds {min(unknown)}" if unknown else "is the adapter's own folder"
+        raise ConfigError(f"output='{output}' {problem}; pass output= a folder of its own.")
+    shutil.rmtree(output, ignore_errors=True)  # left by an earlier push
     (output / CODE).mkdir(parents=True)
     for name in CODE_FILES:
         shutil.copy(project_folder("integrations/transformers") / name, output / CODE)
@@ -107,38 +106,37 @@ def prepare(config: PushConfig) -> Path:
         shutil.copy(source / name, output)
     hashes = {name: hashlib.sha256((output / name).read_bytes()).hexdigest() for name in names}
     (output / SUMS).write_text("".join(f"{sha}  {name}\n" for name, sha in hashes.items()))
-    (output / CARD).write_text(card(described, config, hashes), encoding="utf-8")
+    (output / CARD).write_text(card(adapter, config, hashes), encoding="utf-8")
     return output
 
 
 def push(config: PushConfig) -> str | None:
-    """Upload an adapter with its card in one commit, whose address is returned; None of a dry run.
-    Errors: those of `prepare`; `HubError` where the hub cannot be reached or refuses."""
+    """Upload an adapter with its card in one commit and return the commit's URL; None in a dry run.
+    Errors: those of `prepare`; `HubError`."""
     folder = prepare(config)
     if config.dry_run:
         return None
     api = HfApi()
-    with _explained(f"'{config.repo}' was not uploaded"):
+    with _hub_errors(f"'{config.repo}' was not uploaded"):
         api.create_repo(config.repo, private=config.private, exist_ok=True)
         if config.revision is not None:
             api.create_branch(config.repo, branch=config.revision, exist_ok=True)
-        done = api.upload_folder(
+        commit = api.upload_folder(
             repo_id=config.repo,
             folder_path=folder,
             commit_message="Upload an adapter with Kangaroo",
             revision=config.revision,
         )
-    return str(done.commit_url)
+    return str(commit.commit_url)
 
 
 def pull(config: PullConfig) -> AdapterConfig:
-    """Fetch an adapter into a folder that appears whole or not at all, and say what it is. Errors:
-    `ConfigError` for a folder that is there, or a name that is none; those of `check`, for what is
-    no adapter; `HubError` where the hub cannot be reached or refuses."""
+    """Download an adapter atomically and return its config. Errors: those of `check`; `HubError`;
+    `ConfigError` for an existing folder or an invalid repository name."""
     _check_repos(repo=config.repo)
     with new_folder(Path(config.output)) as folder:
-        with _explained(f"'{config.repo}' was not fetched"):
-            # through the hub's cache, where what breaks off goes on
+        with _hub_errors(f"'{config.repo}' was not fetched"):
+            # the hub's cache resumes interrupted downloads
             names = [*FILES, CARD]
             cached = snapshot_download(config.repo, revision=config.revision, allow_patterns=names)
         for name in names:
@@ -151,7 +149,8 @@ def pull(config: PullConfig) -> AdapterConfig:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _hub_errors(failure: str) -> Iterator[None]:
+    """Raise `HubError` with the reason of a failure if the hub cannot be reached or refuses."""
     try:
         yield
     except (HTTPError, ValueError, OSError) as error:  # the hub's own errors are OSErrors
@@ -164,25 +163,23 @@ def _explained(what: str) -> Iterator[None]:
         elif isinstance(error, ValueError):
             reason = "the hub refused what was sent"
         line = " ".join(str(error).split())
-        raise HubError(f"{what}: {reason}. ({line})") from error
+        raise HubError(f"{failure}: {reason}. ({line})") from error
 
 
 def _check_repos(**names: str | None) -> None:
     for option, name in names.items():
         if name is not None and (fault := repo_fault(name)):
-            problem = f"{option}='{name}' is no name of a repository: {fault} Write USER/NAME."
-            raise ConfigError(problem)
+            problem = f"{option}='{name}' is no name of a repository: {fault}"
+            raise ConfigError(f"{problem} Write USER/NAME.")
 
 
 def card(adapter: AdapterConfig, config: PushConfig, hashes: Mapping[str, str]) -> str:
-    """`README.md` of an adapter's repository, whose files have these SHA-256 by name: YAML for the
-    hub, then text."""
+    """The model card: `README.md` with YAML for the hub. `hashes` are SHA-256 by file name."""
     drafter = adapter.architecture.drafter
     is_on_hub = repo_fault(adapter.target) is None and not Path(adapter.target).exists()
     base_model = config.base_model or (adapter.target if is_on_hub else None)
-    model = options_of(adapter.target).get("model") or base_model or UNKNOWN_MODEL
-    # a folder of somebody's machine: its last part alone says something to others
-    target = f"`{Path(adapter.target).name}`"
+    model = model_options(adapter.target).get("model") or base_model or UNKNOWN_MODEL
+    target = f"`{Path(adapter.target).name}`"  # only a name, since a local path means nothing
     if base_model is not None:
         target = f"[{base_model}](https://huggingface.co/{base_model})"
     front_matter = ModelCardData(
@@ -192,29 +189,27 @@ def card(adapter: AdapterConfig, config: PushConfig, hashes: Mapping[str, str]) 
         base_model_relation=base_model and "adapter",
         license=config.license,
     )
-    template = Template(
-        TEMPLATE.read_text("utf-8"),
-        undefined=ChainableUndefined,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-    )
+    options: Any = {"trim_blocks": True, "keep_trailing_newline": True}
+    template = Template(TEMPLATE.read_text("utf-8"), undefined=ChainableUndefined, **options)
     return template.render(
         front_matter=front_matter.to_yaml(),
         config=asdict(adapter) | {"architecture": adapter.architecture.as_json()},
         repo=config.repo,
         hashes=hashes,
-        kind=KINDS[drafter],
+        kind=DESCRIPTIONS[drafter],
         target=target,
         model=model,
         drafter_class=classes("kangaroo.drafters", DrafterConfig)[drafter],
-        measure=to_measure(model, drafter=drafter, drafter__adapter=config.repo, bench="demo"),
+        measure=evaluate_command(
+            model, drafter=drafter, drafter__adapter=config.repo, bench="demo"
+        ),
         table=_table,
         metrics=_metrics,
     )
 
 
 def repo_fault(name: str) -> str | None:
-    """What is wrong with the name of a user's repository on the hub; None where nothing is."""
+    """The problem with the name of a repository on the hub; None if it is valid."""
     try:
         validate_repo_id(name)
     except HFValidationError as error:
@@ -223,7 +218,7 @@ def repo_fault(name: str) -> str | None:
 
 
 def _table(facts: list[tuple[str, Any]]) -> str:
-    """A row for each that is known; of settings that are plain and say something, in a line."""
+    """A table of the known facts. Settings are in one line, without nested ones."""
     rows = []
     for name, fact in facts:
         if isinstance(fact, dict):
@@ -235,5 +230,5 @@ def _table(facts: list[tuple[str, Any]]) -> str:
 
 
 def _metrics(results: Mapping[str, float]) -> str:
-    """In one row, but those of later draft steps, as `step2/loss`, which stay in config.json."""
+    """One row of metrics, without those of later draft steps, such as `step2/loss`."""
     return tables.markdown([{k: tables.number(v, 3) for k, v in results.items() if "/" not in k}])

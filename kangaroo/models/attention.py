@@ -1,4 +1,4 @@
-"""Attention over a cache; only this module decides which kernel runs.
+"""Attention over a KV cache; only this module decides which kernel runs.
 
 Shapes: R rows, T tokens, E occupied slots, H query heads, K key/value heads, C head size.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias
 
-ATTENTION = "kangaroo"  # the name under which transformers finds it
+ATTENTION = "kangaroo"  # the name under which `attention` is registered with transformers
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -27,14 +27,13 @@ def attention(
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Scaled dot-product attention, registered with transformers as `ATTENTION`, that never expands
-    grouped keys and values: a group's query heads become further query positions of its key head.
+    """Scaled dot-product attention that never expands grouped keys and values: a group's query
+    heads become further query positions of its key head.
 
     Args:
-        bias_R1TE: what is added to the scores, or a boolean mask, true where a token is seen, both
-            with the window; or a `CausalBias` for the last tokens of a prompt, which needs no
-            memory; None for a whole text.
-        softcap: what scores come near to at most, before the mask (Gemma 2, arXiv 2408.00118).
+        bias_R1TE: added to the scores; or a boolean mask, true for visible slots; or a `CausalBias`
+            for the last tokens of a prompt, which needs no memory; None for a text from its start.
+        softcap: bound of the scores before masking (Gemma 2, arXiv 2408.00118).
 
     Returns the output `[R, T, H, C]` and, as transformers expects, no weights.
     """
@@ -42,15 +41,15 @@ def attention(
     kv_heads, extent = k_RKEC.shape[1:3]
     group = heads // kv_heads
     attend = partial(fused_attention, scale=scaling)
-    if bias_R1TE is None and extent != width:  # transformers' generate: silently wrong
+    if bias_R1TE is None and extent != width:  # transformers' generate would be silently wrong
         raise ValueError(
             f"{width} queries without a mask for {extent} keys: for transformers' own "
             "generate call set_attn_implementation('sdpa') first."
         )
     if softcap is not None:
         if bias_R1TE is None or isinstance(bias_R1TE, CausalBias):
-            seen_TE = torch.ones(width, extent, dtype=torch.bool, device=q_RHTC.device)
-            bias_R1TE = seen_TE.tril(extent - width)[None, None]
+            visible_TE = torch.ones(width, extent, dtype=torch.bool, device=q_RHTC.device)
+            bias_R1TE = visible_TE.tril(extent - width)[None, None]
         attend = partial(capped_attention, scale=scaling, softcap=softcap)
     elif bias_R1TE is None or isinstance(bias_R1TE, CausalBias):
         causal = bias_R1TE is None and width > 1
@@ -62,17 +61,17 @@ def attention(
     return out.reshape(rows, heads, width, size).transpose(1, 2), None
 
 
-def fused_attention(q_RHTC: Tensor, *others: Any, **options: Any) -> Tensor:
-    """PyTorch's, but on a GPU not by cuDNN, which plans for every new shape: a training meets
-    thousands, and its step took half a second on an H100 wherever masked attention met one."""
+def fused_attention(q_RHTC: Tensor, *args: Any, **options: Any) -> Tensor:
+    """PyTorch's attention without cuDNN, which plans anew for every shape: in training, a masked
+    step of a new shape took half a second on an H100."""
     with sdpa_kernel(BACKENDS) if q_RHTC.is_cuda else nullcontext():
-        return F.scaled_dot_product_attention(q_RHTC, *others, **options)
+        return F.scaled_dot_product_attention(q_RHTC, *args, **options)
 
 
 def capped_attention(
     q_RKTC: Tensor, k_RKEC: Tensor, v_RKEC: Tensor, bias: Tensor, scale: float, softcap: float
 ) -> Tensor:
-    """Attention whose scores are `softcap * tanh(score / softcap)`; torch has no kernel."""
+    """Attention with scores `softcap * tanh(score / softcap)`, for which torch has no kernel."""
     scores_RKTE = softcap * torch.tanh(q_RKTC @ k_RKEC.mT * (scale / softcap))
     is_mask = bias.dtype == torch.bool
     scores_RKTE = scores_RKTE.masked_fill(~bias, -torch.inf) if is_mask else scores_RKTE + bias
@@ -80,5 +79,5 @@ def capped_attention(
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there is a kernel that needs no mask for the last tokens of a text."""
+    """Whether a kernel attends from the last tokens of a text without a mask."""
     return device.type == "cuda" and dtype.itemsize == 2

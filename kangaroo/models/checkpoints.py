@@ -1,7 +1,5 @@
-"""A checkpoint as transformers reads it, from a folder or the hub; and why one cannot be read.
-
-Weights that fit on no device are refused too: `device_map` moves them elsewhere and says nothing.
-"""
+"""Reads checkpoints with transformers, from a folder or the hub, and explains failures. Weights
+that fit on no device are refused too, since `device_map` silently moves them elsewhere."""
 
 import json
 import os
@@ -12,20 +10,15 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kangaroo.models.prompts import Tokenizer
-from kangaroo.models.quantizing import method_of
+from kangaroo.models.quantizing import quantization_fields
 from kangaroo.models.supported import check_supported
 from kangaroo.utils import errors
 from kangaroo.utils.folders import TORCHRUN, command_line
 
-# How a file begins that is something else than its name says.
+# First bytes of files that are not what their names say.
 BEGINNINGS = {
     b"version https://git-lfs": "it is a Git LFS pointer; `git lfs pull` fetches the file itself",
     b"<": "it is a web page",
@@ -35,7 +28,7 @@ BEGINNINGS = {
 def read_checkpoint(
     source: str, revision: str | None, **options: Any
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    """The model of a folder or hub id, by `from_pretrained` with these options, and its tokenizer.
+    """The model and tokenizer of a folder or hub id; `options` are those of `from_pretrained`.
     Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `MissingPackage`."""
     is_hub_id = re.fullmatch(r"[^/.][^/]*(/[^/]+)?", source)
     if not is_hub_id and not os.path.isdir(source):
@@ -46,18 +39,18 @@ def read_checkpoint(
     try:
         config = AutoConfig.from_pretrained(source, revision=revision)
         check_supported(config)
-        method = method_of(config).get("quant_method")
+        method = quantization_fields(config).get("quant_method")
         tokenizer = read_tokenizer(source, revision)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             revision=revision,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report
+            ignore_mismatched_sizes=True,  # the report lists them
             **options,
         )
     except (errors.KangarooError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # transformers raises whatever comes of what a file holds
+    except Exception as error:  # a malformed file can make transformers raise anything
         raise _failure(source, revision, error, method) from error
     model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would use random numbers
@@ -80,23 +73,22 @@ def read_tokenizer(source: str, revision: str | None) -> Tokenizer:
     try:
         return AutoTokenizer.from_pretrained(source, revision=revision)
     except Exception as error:  # as above
-        raise _damage(source, revision) or errors.ModelNotFound(
+        raise _find_damage(source, revision) or errors.ModelNotFound(
             f"'{source}' has no tokenizer that can be read: {_first_line(error)}. Save the "
             "model's tokenizer (tokenizer.json) there."
         ) from error
 
 
 def check_placed(model: PreTrainedModel) -> None:
-    """Raise `ModelTooLarge` where weights lie on no device that computes: those that accelerate
-    keeps on the disk, or on the CPU beside GPUs, are on `meta` until a hook fetches them, and a
-    model of which no part fits on a GPU is on the CPU."""
+    """Raise `ModelTooLarge` if weights do not fit: accelerate offloads them to the disk or the CPU,
+    on `meta` until a hook fetches them, and leaves a model that fits no GPU on the CPU."""
     weights = dict(model.named_parameters())
-    nowhere = ("meta", "cpu") if torch.cuda.is_available() else ("meta",)
-    aside = [name for name, weight in weights.items() if weight.device.type in nowhere]
-    if not aside:
+    offload_devices = ("meta", "cpu") if torch.cuda.is_available() else ("meta",)
+    offloaded = [name for name, weight in weights.items() if weight.device.type in offload_devices]
+    if not offloaded:
         return
-    parts = [name for name in aside if not name.startswith("model.layers.")]
-    layers = {name.split(".")[2] for name in aside if name not in parts}
+    parts = [name for name in offloaded if not name.startswith("model.layers.")]
+    layers = {name.split(".")[2] for name in offloaded if name not in parts}
     parts.insert(0, f"{len(layers)} of {model.config.num_hidden_layers} layers")
     size = sum(weight.nbytes for weight in weights.values())
     dtype = str(model.dtype).removeprefix("torch.")
@@ -112,22 +104,22 @@ def check_placed(model: PreTrainedModel) -> None:
 def _failure(
     source: str, revision: str | None, error: Exception, method: str | None
 ) -> errors.KangarooError:
-    if damage := _damage(source, revision):
+    if damage := _find_damage(source, revision):
         return damage
-    reason = _first_line(error)
-    if method and not isinstance(error, OSError):
+    reason, is_missing = _first_line(error), isinstance(error, OSError)
+    if method and not is_missing:
         kind = errors.MissingPackage if isinstance(error, ImportError) else errors.UnsupportedModel
         return kind(
             f"'{source}' is quantized ({method}), and transformers cannot load it here: {reason}. "
             "Install what it asks for, or pass the checkpoint that it was made from, with "
             "model.quantization=int8, int4 or nf4."
         )
-    if isinstance(error, OSError) and os.path.isdir(source):
+    if is_missing and os.path.isdir(source):
         return errors.ModelNotFound(
             f"the folder '{source}' holds no complete checkpoint: {reason}. "
             "Pass model.path= another folder, or save this one again."
         )
-    if isinstance(error, OSError):
+    if is_missing:
         return errors.ModelNotFound(
             f"'{source}' was found nowhere: no folder has this name, the local hub cache does not "
             f"hold it, and the hub did not give it: {reason}. Go online once (a gated model also "
@@ -148,12 +140,12 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "").rstrip(" .:") or type(error).__name__
 
 
-def _damage(source: str, revision: str | None) -> errors.CorruptFile | None:
-    """The first file of a checkpoint that cannot be read: transformers does not name it."""
+def _find_damage(source: str, revision: str | None) -> errors.CorruptFile | None:
+    """An error that names the first damaged file of a checkpoint, which transformers does not."""
     if not os.path.isdir(source):
         try:
             source = snapshot_download(source, revision=revision, local_files_only=True)
-        except (OSError, ValueError):  # it is not there, or no hub id
+        except (OSError, ValueError):  # not in the cache, or not a hub id
             return None
     for file in sorted(Path(source).iterdir()):
         try:
@@ -161,14 +153,14 @@ def _damage(source: str, revision: str | None) -> errors.CorruptFile | None:
                 json.loads(file.read_text("utf-8"))
             elif file.suffix == ".safetensors":
                 safe_open(file, framework="pt")
-            elif file.match("pytorch_model*.bin"):  # others, as training_args.bin, are no weights
+            elif file.match("pytorch_model*.bin"):  # training_args.bin, for one, holds no weights
                 torch.load(file, map_location="meta", weights_only=True)
-        except (FileNotFoundError, IsADirectoryError, PermissionError):  # transformers says so
+        except (FileNotFoundError, IsADirectoryError, PermissionError):  # transformers names these
             continue
-        except Exception as error:  # of a cut file torch raises whatever comes, OSError too
+        except Exception as error:  # torch raises anything on a truncated file, OSError too
             with file.open("rb") as stream:
                 beginning = stream.read(64)
-            reasons = (why for head, why in BEGINNINGS.items() if beginning.startswith(head))
+            reasons = (text for start, text in BEGINNINGS.items() if beginning.startswith(start))
             reason = next(reasons, _first_line(error)) if beginning else "it is empty"
             return errors.CorruptFile(
                 f"'{file.resolve()}' is truncated or corrupt ({reason}). "

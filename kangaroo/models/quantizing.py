@@ -1,5 +1,5 @@
-"""Targets whose layers have quantized weights; what is multiplied with them is not quantized, nor
-are embeddings, norms and the LM head, of which drafters read rows."""
+"""Quantizes the weights of a target's layers. Activations, embeddings, norms and the LM head, of
+which drafters read rows, are not quantized."""
 
 from enum import Enum
 from importlib.util import find_spec
@@ -13,13 +13,13 @@ from kangaroo.models.layer_weights import FORMATS, has_experts, packed_linears
 from kangaroo.utils.errors import ConfigError, MissingPackage, UnsupportedModel
 from kangaroo.utils.folders import install
 
-GROUP, NF4_GROUP = 32, 64  # numbers of a weight that share a scale
+GROUP, NF4_GROUP = 32, 64  # numbers that share a scale
 
 
 class Quantization(Enum):
-    """How a layer's weights lie in memory: `int8` with a scale for each output, `int4` with one for
-    each `GROUP` numbers (on a CPU torchao keeps these in a byte each), and bitsandbytes' `nf4`,
-    whose 16 values are those of a normal distribution (QLoRA, arXiv 2305.14314)."""
+    """Format of a layer's weights: `int8` with a scale per output, `int4` with one per `GROUP`
+    numbers (on a CPU, torchao uses a byte for each), or bitsandbytes' `nf4`, whose 16 values follow
+    a normal distribution (QLoRA, arXiv 2305.14314)."""
 
     int8 = "int8"
     int4 = "int4"
@@ -29,13 +29,9 @@ class Quantization(Enum):
     def package(self) -> str:
         return "bitsandbytes" if self is Quantization.nf4 else "torchao"
 
-    @property
-    def bits(self) -> int:
-        return 8 if self is Quantization.int8 else 4
-
 
 def check_package(quantization: Quantization) -> None:
-    """Raise `MissingPackage` where what quantizes is not installed."""
+    """Raise `MissingPackage` if the package for this format is not installed."""
     if find_spec(quantization.package) is None:
         raise MissingPackage(
             f"model.quantization={quantization.value} needs the package {quantization.package}: "
@@ -46,11 +42,10 @@ def check_package(quantization: Quantization) -> None:
 def quantize(
     model: PreTrainedModel, quantization: Quantization, device: torch.device | str | None
 ) -> None:
-    """Quantize the weights of a model's layers in place, one layer after another, on `device`,
-    where all else then goes too; None leaves each where it lies. Errors: `ConfigError` for a model
-    that is quantized already; `UnsupportedModel` for experts, which are no linear layers."""
+    """Quantize a model's layers in place, one by one, and move the model to `device`, if any.
+    Errors: `ConfigError` if it is quantized already; `UnsupportedModel` if it has experts."""
     if packed_linears(model):
-        method = method_of(model.config).get("quant_method", "format not named")
+        method = quantization_fields(model.config).get("quant_method", "format not named")
         raise ConfigError(
             f"'{model.config.name_or_path}' is quantized already ({method}); leave "
             f"model.quantization={quantization.value} out."
@@ -76,12 +71,13 @@ def _to_integers(layer: nn.Module, quantization: Quantization) -> None:
 
     weight = next(layer.parameters())
     if quantization is Quantization.int8:
-        how = ao.Int8WeightOnlyConfig()
-    elif weight.is_cuda and weight.dtype is torch.bfloat16:  # torch has a kernel for that
-        how = ao.Int4WeightOnlyConfig(GROUP, int4_packing_format="tile_packed_to_4d")
+        config = ao.Int8WeightOnlyConfig()
+    elif weight.is_cuda and weight.dtype is torch.bfloat16:  # torch has a kernel for this
+        config = ao.Int4WeightOnlyConfig(GROUP, int4_packing_format="tile_packed_to_4d")
     else:
-        how = ao.IntxWeightOnlyConfig(torch.int4, ao.PerGroup(GROUP))  # type: ignore[attr-defined]
-    ao.quantize_(layer, how)
+        group = ao.PerGroup(GROUP)
+        config = ao.IntxWeightOnlyConfig(torch.int4, group)  # type: ignore[attr-defined]
+    ao.quantize_(layer, config)
 
 
 def _to_nf4(layer: nn.Module) -> None:
@@ -93,15 +89,14 @@ def _to_nf4(layer: nn.Module) -> None:
         packed = bnb.Linear4bit(*sizes, bias=False, compute_dtype=weight.dtype, device="meta")
         packed.weight = bnb.Params4bit(weight.data, requires_grad=False, quant_type="nf4")
         packed.bias = linear.bias
-        if linear.in_features % NF4_GROUP:  # which its kernels for a CPU cannot do without
+        if linear.in_features % NF4_GROUP:  # its CPU kernels need whole groups
             packed.support_avx512bf16_for_cpu = False
         layer.set_submodule(name, packed.to(weight.device))
 
 
 def check_head(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModel` for a checkpoint whose LM head is quantized."""
-    head: Any = model.lm_head
-    weight = getattr(head, "weight", None)
+    weight = getattr(model.lm_head, "weight", None)
     name = model.config.name_or_path or model.config.model_type
     if weight is None or weight.dtype not in FORMATS or type(weight) is not nn.Parameter:
         raise UnsupportedModel(
@@ -111,7 +106,7 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 def check_linears(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModel` for layers that give a token other products beside other tokens."""
+    """Raise `UnsupportedModel` if a token's products depend on the other tokens of its batch."""
     for linear in packed_linears(model).values():
         if getattr(getattr(linear, "state", None), "threshold", 0):
             raise UnsupportedModel(
@@ -122,16 +117,16 @@ def check_linears(model: PreTrainedModel) -> None:
             )
 
 
-def method_of(config: PretrainedConfig) -> dict[str, Any]:
-    """How a checkpoint is quantized, as its config says; nothing where it is not."""
+def quantization_fields(config: PretrainedConfig) -> dict[str, Any]:
+    """The quantization settings in a checkpoint's config; empty if it is not quantized."""
     fields = getattr(config, "quantization_config", None) or {}
     return fields if isinstance(fields, dict) else fields.to_dict()
 
 
-def bits_of(config: PretrainedConfig, quantization: Quantization | None) -> int | None:
-    """How many bits a number of the layers' weights takes; None where they are not quantized."""
+def weight_bits(config: PretrainedConfig, quantization: Quantization | None) -> int | None:
+    """Bits per number of the layers' weights; None if they are not quantized."""
     if quantization is not None:
-        return quantization.bits
-    if not (fields := method_of(config)):
+        return 8 if quantization is Quantization.int8 else 4
+    if not (fields := quantization_fields(config)):
         return None
     return fields.get("bits") or (4 if fields.get("load_in_4bit") else 8)

@@ -1,4 +1,4 @@
-"""Models with random weights, and a tokenizer over bytes: with these every command is fast."""
+"""Models with random weights and a tokenizer over bytes, for fast commands and tests."""
 
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,15 @@ SIZES = """
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads max_position_embeddings
 """.split()
-# By `model.path`, the fields of transformers' config.
+# Fields of transformers' config by `model.path`
 SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text("utf-8"))
 for _fields in SHAPES.values():
     _fields.update(zip(SIZES, _fields.pop("sizes"), strict=True))
 
 
-def shape_of(path: str) -> dict[str, Any] | None:
-    """The fields of transformers' config for the model of that name; None for an unknown one. After
-    `small:` the sizes are small; family, groups of heads and context stay."""
+def known_shape(path: str) -> dict[str, Any] | None:
+    """Fields of transformers' config for a path of `SHAPES`; None for an unknown one. The prefix
+    `small:` makes the sizes small and keeps family, groups of heads and context."""
     shape = SHAPES.get(path.removeprefix(SMALL))
     if shape is None or not path.startswith(SMALL):
         return shape
@@ -48,29 +48,17 @@ def random_model(
     deep_scale: float = 1.0,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """A small model with random weights, in eval mode, over the tokens of `byte_tokenizer`; larger
-    weights than random ones usually are, so that what it writes depends on what it reads.
+    """A small model with random weights, in eval mode, for the tokens of `byte_tokenizer`. Its
+    weights are larger than usual, so that the output depends on the input.
 
     Args:
         architecture: transformers' `model_type`; `overrides` are fields of its config.
         deep_scale: factor on what the last two thirds of the layers add to the residual stream.
             If it is small, a shallow drafter is often right, as in a trained model.
     """
-    fields: dict[str, Any] = {
-        "vocab_size": 259,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 8192,
-        "initializer_range": 0.25,
-        "sliding_window": None,
-        "bos_token_id": 256,
-        "eos_token_id": 257,
-        "pad_token_id": 258,
-    }
+    fields = dict[str, Any](zip(SIZES, (259, 64, 128, 6, 4, 2, 8192), strict=True))
+    fields |= {"head_dim": 16, "initializer_range": 0.25, "sliding_window": None}
+    fields |= {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
     config = AutoConfig.for_model(architecture, **fields | overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -78,13 +66,13 @@ def random_model(
             config, attn_implementation=attn_implementation, dtype=torch.float32
         )
     for layer in model.model.layers[config.num_hidden_layers // 3 :]:
-        last = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
+        outputs = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
         for name, weight in layer.named_parameters():
-            if name.endswith(last):
+            if name.endswith(outputs):
                 weight.data *= deep_scale
             elif hasattr(layer, "post_feedforward_layernorm") and name.startswith("post_"):
-                weight.data += deep_scale - 1  # from one; Gemma's, which count from there, from 0
-    # only the parameters: the frequencies of RoPE stay float32, as in a loaded checkpoint
+                weight.data += deep_scale - 1  # from 1, or in Gemma from 0, which stands for 1
+    # RoPE's frequencies stay float32, as in a loaded checkpoint
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
@@ -92,21 +80,20 @@ def random_model(
 
 
 def random_target(path: str, device: str, **options: Any) -> PreTrainedModel:
-    """The model of a path that begins with `RANDOM`, made on its device. Errors: `ConfigError`."""
+    """The random model of a path with the prefix `RANDOM`. Errors: `ConfigError`."""
     if path == TINY:
         return random_model(deep_scale=0.15, **options).to(device)  # type: ignore[arg-type]
-    shape = shape_of(path.removeprefix(RANDOM))
+    shape = known_shape(path.removeprefix(RANDOM))
     if shape is None:
-        raise ConfigError(
-            f"model.path={path}: that shape is not known; known are {', '.join(SHAPES)}."
-        )
+        known = ", ".join(SHAPES)
+        raise ConfigError(f"model.path={path}: that shape is not known; known are {known}.")
     with torch.device(device), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), **options)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A ChatML tokenizer: one token for each byte, then bos, eos and pad."""
+    """A ChatML tokenizer with one token per byte, then bos, eos and pad."""
     bos, eos, pad = "<|im_start|>", "<|im_end|>", "<|pad|>"
     return byte_level_tokenizer(
         BPE({char: i for i, char in enumerate(sorted(ByteLevel.alphabet()))}, []),

@@ -1,4 +1,4 @@
-"""Which models the engine can drive, by their config alone."""
+"""Decides by a model's config whether the engine can run it."""
 
 from typing import Any
 
@@ -6,16 +6,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from kangaroo.utils.errors import UnsupportedModel
 
-PLAIN = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # what native code and kernels know
+PLAIN = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # run by native code and kernels
 BY_MODULES = ("gemma2", "gemma3_text", "granite", "mixtral", "olmo2", "olmo3", "phi3", "qwen3_moe")
 SUPPORTED = (*PLAIN, *BY_MODULES)
 FIXES = {"gemma3": "Pass a checkpoint of its text model alone (a gemma3_text model)."}
-UNIFORM = ("mistral", "mixtral", "phi3", "qwen3_moe")  # all layers have the window, or none has
-FULL, WINDOWED = "full_attention", "sliding_attention"  # a layer's kind, as configs call it
+UNIFORM = ("mistral", "mixtral", "phi3", "qwen3_moe")  # all layers have the window, or none has it
+FULL, WINDOWED = "full_attention", "sliding_attention"  # layer types in configs
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Raise `UnsupportedModel` for a model whose layers or positions this engine cannot drive."""
+    """Raise `UnsupportedModel` for a model whose layers or positions the engine cannot run."""
     name = config.name_or_path or config.model_type
     if config.model_type not in SUPPORTED:
         raise UnsupportedModel(
@@ -34,7 +34,7 @@ def check_supported(config: PretrainedConfig) -> None:
                 f"'{name}' uses '{rope_type}' RoPE, whose frequencies change with the length of "
                 "the text, so cached keys would not fit. Supported: default, linear, llama3, yarn."
             )
-        if rope_type != "default" and part != 1.0:  # the default one takes no notice of it
+        if rope_type != "default" and part != 1.0:  # the default type ignores it
             raise UnsupportedModel(
                 f"'{name}' has partial_rotary_factor={part} with '{rope_type}' RoPE, but a "
                 f"{config.model_type} model rotates whole heads. Leave it out of config.json, if "
@@ -42,9 +42,9 @@ def check_supported(config: PretrainedConfig) -> None:
             )
 
 
-def window_of(config: PretrainedConfig) -> tuple[int | None, list[bool]]:
-    """How many tokens, itself among them, a token of a windowed layer sees, and which layers are
-    windowed; None where no text outgrows the window, so that it changes nothing."""
+def windows(config: PretrainedConfig) -> tuple[int | None, list[bool]]:
+    """The window's size in tokens, the current one included, and for each layer whether it has the
+    window. The size is None where no text outgrows it."""
     window, context = getattr(config, "sliding_window", None), config.max_position_embeddings
     kinds = None if config.model_type in UNIFORM else getattr(config, "layer_types", None)
     windowed = [kind == WINDOWED for kind in kinds or [WINDOWED if window else FULL]]
@@ -54,18 +54,18 @@ def window_of(config: PretrainedConfig) -> tuple[int | None, list[bool]]:
 
 
 def ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """The parameters of a model's RoPE; several where its kinds of layers differ in them."""
+    """The RoPE parameters of each layer type; one if the types share them."""
     parameters = config.rope_parameters
     return [parameters] if "rope_type" in parameters else list(parameters.values())
 
 
 def usual_attention(hf: PreTrainedModel) -> str:
-    """What transformers' own generation attends by: torch's kernels, if they compute the same."""
+    """The attention implementation for transformers' own generation: torch's if supported."""
     return "sdpa" if hf._supports_sdpa else "eager"
 
 
 def eos_ids(hf: PreTrainedModel) -> list[int]:
-    """Every token that ends a text: Llama 3 has several, named by the generation config."""
+    """The tokens that end a text. Llama 3 has several, in its generation config."""
     eos = hf.generation_config.eos_token_id
     eos = hf.config.eos_token_id if eos is None else eos
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 
 from kangaroo.engine.requests import Request
 from kangaroo.engine.streaming import Pieces, UntilStop
-from kangaroo.models.prompts import Tokenizer, mended
+from kangaroo.models.prompts import Tokenizer, sanitized
 from kangaroo.serving.metrics import Metrics, Usage
 from kangaroo.serving.scheduler import Event, Job, Scheduler
 
@@ -128,6 +128,6 @@ def error_response(status: int, message: str, code: str | None = None) -> JSONRe
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     # the message may quote broken text of the request
-    error = {"message": mended(message), "type": kind, "param": None, "code": code or status}
+    error = {"message": sanitized(message), "type": kind, "param": None, "code": code or status}
     headers = {"Retry-After": "1"} if status in (429, 503) else None
     return JSONResponse({"error": error}, status, headers)

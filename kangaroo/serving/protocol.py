@@ -6,11 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
-from kangaroo.models.prompts import content_text, whole
+from kangaroo.models.prompts import content_text, valid_text
 from kangaroo.utils.ranges import MOST, SEEDS
 
-Text = Annotated[str, AfterValidator(whole)]
-Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(whole)]
+Text = Annotated[str, AfterValidator(valid_text)]
+Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(valid_text)]
 
 
 def by_field(*groups: tuple[str, list[Any]]) -> dict[str, list[Any]]:

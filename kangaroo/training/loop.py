@@ -213,7 +213,7 @@ class Trainer:
             students = batches.grade(self.lm, outputs, self.trainees, self.chunk, results.STEPS)
             counted.append([])
             for trainee, steps in zip(self.trainees, students, strict=True):
-                most = trainee.recipe.architecture.own_steps or results.STEPS
+                most = trainee.recipe.architecture.fixed_steps or results.STEPS
                 accepted_W = results.count_accepted(steps, outputs.learnt_BT, most)
                 top_M = outputs.distributions.top_M
                 tally = trainee.adapter.tally(trainee.heads, *batches.stack_steps(steps), top_M)
@@ -251,8 +251,10 @@ class Trainer:
         } | provenance()
         # smaller than asked for if the data has fewer tokens
         size = None if trainee.vocabulary_K is None else len(trainee.vocabulary_K)
-        adapter_config = adapter_files.describe(self.lm, trainee.adapter, training, size, facts)
-        dtype, folder = adapter_files.kept_dtype(trainee.adapter, self.lm), self.output / name
+        adapter_config = adapter_files.describe(
+            self.lm, trainee.adapter, training, vocabulary=size, facts=facts
+        )
+        dtype, folder = adapter_files.saved_dtype(trainee.adapter, self.lm), self.output / name
         adapter_files.save(trainee.adapter, adapter_config, self.frequent_K, folder, dtype)
 
 

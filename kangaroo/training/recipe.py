@@ -201,7 +201,7 @@ def load_start(path: str, adapter: Trainable, lm: TargetModel) -> None:
     elif type(trained) is Adapter and isinstance(adapter, BlockHead):
         trained = trained.grown(lm, adapter.architecture)
         if trained.exit_layer == adapter.exit_layer:
-            trained = adapter.start_from(lm).go_on_from(trained)
+            trained = adapter.start_from(lm).continue_from(trained)
     kinds = [f"for exit layer {a.exit_layer} with {a.architecture}" for a in (trained, adapter)]
     if kinds[0] != kinds[1]:
         raise ConfigError(f"adapter.start={path} is {kinds[0]}; this one is {kinds[1]}.")

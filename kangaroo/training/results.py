@@ -21,7 +21,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.metrics import ctar
 from kangaroo.evaluation.plots import FAINT
-from kangaroo.heads.adapter_files import kept_dtype
+from kangaroo.heads.adapter_files import saved_dtype
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.prompts import Sample
@@ -123,7 +123,7 @@ def decode(
 
 def frozen_copy(lm: TargetModel, trainee: Trainee) -> tuple[Trainable, list[DraftHead]]:
     """A copy of the adapter as if it were saved and loaded now, and its draft heads."""
-    dtype = kept_dtype(trainee.adapter, lm)
+    dtype = saved_dtype(trainee.adapter, lm)
     adapter = copy.deepcopy(trainee.adapter).to(dtype).to(lm.dtype).eval().requires_grad_(False)
     return adapter, adapter.draft_heads(lm, trainee.vocabulary_K)
 

@@ -62,7 +62,7 @@ def test_a_trained_adapter_is_kept_in_its_targets_dtype_and_loaded_as_it_was_fro
     for parameter in trainee.adapter.parameters():  # in float32, as training leaves them
         parameter.data += 1e-3 * torch.randn_like(parameter)
     about = files.describe(lm, trainee.adapter, training={})
-    kept = files.kept_dtype(trainee.adapter, lm)
+    kept = files.saved_dtype(trainee.adapter, lm)
     folder = files.save(trainee.adapter, about, None, tmp_path, kept)
     (loaded, _), (frozen_now, _) = load(str(folder), lm, Adapter), frozen_copy(lm, trainee)
     for name, tensor in load_file(folder / WEIGHTS).items():
@@ -77,7 +77,7 @@ def test_a_weight_beyond_float16_is_kept_in_bfloat16():
     adapter = Adapter(lm, EXIT).start_from(lm).float()
     for weight, kept in ((-65504.0, torch.float16), (-65536.0, torch.bfloat16)):
         adapter.norm.weight.data[3] = weight
-        assert files.kept_dtype(adapter, lm) == kept
+        assert files.saved_dtype(adapter, lm) == kept
 
 
 def test_an_adapter_that_is_not_there_is_the_one_that_training_saved(
@@ -255,19 +255,6 @@ def test_the_adapter_says_how_much_to_draft_from_unless_the_drafter_does(lm, tmp
     for options, tokens in ({}, [7]), ({"text_vocabulary": 0}, [3, 7]), ({"vocabulary": 2}, [3, 7]):
         drafter = KangarooConfig(adapter=str(fewer), **options).build(lm)
         assert drafter.head.vocabulary_K.tolist() == tokens
-
-
-@pytest.mark.parametrize("rank", [0, None, 9])
-def test_an_adapter_with_a_head_of_low_rank_is_refused_by_name_and_no_other(lm, saved, rank):
-    """Until 0217786 config.json had a `head_rank`, nearly always 0."""
-    config = json.loads((saved / "config.json").read_text())
-    config["architecture"]["head_rank"] = rank
-    (saved / "config.json").write_text(json.dumps(config))
-    if rank:
-        with pytest.raises(AdapterMismatch, match=r"low rank \(head_rank=9\).*Train one without"):
-            load(str(saved), lm, Adapter)
-    else:
-        load(str(saved), lm, Adapter)
 
 
 def test_what_an_adapter_took_to_make_is_told_from_its_file(lm, saved, tmp_path):

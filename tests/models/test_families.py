@@ -28,7 +28,7 @@ from kangaroo.models import loading, quantizing
 from kangaroo.models.layer_weights import can_record, is_plain, packed_linears
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load_target, meta_model, random_model
 from kangaroo.models.quantizing import Quantization, quantize
-from kangaroo.models.supported import window_of
+from kangaroo.models.supported import windows
 from kangaroo.models.target import TargetModel
 from kangaroo.training.estimate import target_bytes
 from kangaroo.training.results import read_metrics
@@ -120,7 +120,7 @@ OF_GEMMA = {"max_position_embeddings": 512, "sliding_window": 512, "num_hidden_l
     ],
 )
 def test_a_window_is_that_of_the_layers_that_the_config_names(config, window, windowed):
-    assert window_of(config) == (window, windowed)
+    assert windows(config) == (window, windowed)
 
 
 @pytest.mark.parametrize("window", [2, 3])

@@ -40,7 +40,7 @@ def questions():
 def test_the_shipped_adapter_is_accepted_as_in_our_engine(
     smollm2, questions, serve, folders, tmp_path
 ):
-    made, vocabulary_K = adapter_files.as_saved(ADAPTER, smollm2)
+    made, vocabulary_K = adapter_files.load_as_saved(ADAPTER, smollm2)
     folders["smollm2"] = embedded_checkpoint()
     folders["shipped"] = save_adapter(smollm2, made, tmp_path / "shipped", vocabulary_K)
 
