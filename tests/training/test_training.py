@@ -70,12 +70,6 @@ def test_a_remembered_micro_batch_has_the_same_place_in_a_step(step):
         assert moved < step
 
 
-def test_wanted_positions_are_those_before_a_token_of_the_assistant():
-    two_turns = sample([1, 2, 3, 4, 5, 6, 7], 0) | {"loss_mask": [0, 0, 1, 1, 0, 0, 1]}
-    tokens = batches.collate([two_turns, sample([8, 9], 1)], 100, torch.device("cpu"))
-    assert tokens.wanted_BT.int().tolist() == [[0, 1, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 0]]
-
-
 def test_rows_are_aligned_on_a_gpu_alone():
     widths = [batches.row_width([9, 17], torch.device(kind)) for kind in ("cuda", "cpu")]
     assert widths == [24, 17] and batches.row_width([16], torch.device("cuda")) == 16
@@ -181,7 +175,6 @@ def test_a_random_start_is_the_seeds_and_not_the_targets():
 
 
 RUNS = {
-    "plain": ({}, {}),
     "cached": ({"cache_target_states": True}, {}),
     "stored": ({"use_stored_logits": True}, {}),
     "medusa": ({}, {"architecture": MedusaHeadsConfig(heads=2, own_head=False)}),
