@@ -26,8 +26,6 @@ from kangaroo.drafters.rest import RestConfig
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.folders import fitting, sole_writer
 
-FEW = ["max_new_tokens=6", "question_every=40", "warmup=0"]
-
 
 def test_every_command_has_a_script_and_a_function():
     assert all(callable(getattr(commands, n.replace(" ", "_"))) for n in __main__.COMMANDS)
@@ -191,14 +189,14 @@ def test_a_training_that_goes_on_is_the_same_run_of_wandb(tmp_path):
 
 
 def test_a_sweep_compares_what_has_finished_and_goes_on_where_it_failed(tmp_path):
-    options = ["-m", "model=tiny", "drafter=kangaroo,vanilla", *FEW]
+    few = "max_new_tokens=6,question_every=40,warmup=0"
+    options = ["-m", "model=tiny", "drafter=kangaroo,vanilla", *few.split(",")]
 
     def compared():
         methods = json.loads((folder / "comparison.json").read_text())["methods"]
         return {method["name"]: method for method in methods}
 
-    name = "compare-demo,max_new_tokens=6,question_every=40,warmup=0"
-    folder = tmp_path / "outputs/evaluate/tiny" / name
+    folder = tmp_path / f"outputs/evaluate/tiny/compare-demo,{few}"
     failed = run("evaluate.py", *options, cwd=tmp_path)  # there is no adapter
     assert failed.returncode == 1 and "Traceback" not in failed.stderr
     assert "AdapterNotFound: no adapter at 'adapters/tiny'" in failed.stderr

@@ -44,9 +44,6 @@ def sweep(tmp_path):
     return tmp_path
 
 
-# --- side by side
-
-
 def test_the_table_holds_each_finished_methods_metrics_and_costs_the_fastest_first(sweep):
     kangaroo, medusa, vanilla = comparison.rows_of(comparison.compare(sweep)["methods"])
     named = {"method": "kangaroo,threshold=0.4", "lossless": "12/12"}

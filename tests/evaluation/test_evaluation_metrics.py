@@ -120,9 +120,6 @@ def test_a_metric_that_is_added_in_one_place_is_in_every_result(tmp_path, monkey
     assert scalars(intervals) == {"speedup_ci95_low": 1.1, "speedup_ci95_high": 1.3}
 
 
-# --- in memory
-
-
 def footprint_of(lm, drafter):
     engine = Engine(lm, drafter)
     engine.generate(random_prompts(5), 8)

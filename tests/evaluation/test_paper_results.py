@@ -93,8 +93,7 @@ def test_a_plot_has_a_panel_for_each_metric_and_model_and_the_tables_curves(resu
     # vanilla again has no place along them, and so is a level, and a column of its own
     assert [point.x for point in study.points if point.curve == AGAIN] == [None]
     assert list(report.table(study)[0])[2:] == ["-", *places]
-    levels = [list(line.get_ydata()) for line in panels["CR, here"].lines]
-    assert [3, 3] in levels
+    assert [3, 3] in [list(line.get_ydata()) for line in panels["CR, here"].lines]
 
 
 def test_drafters_of_the_jobs_of_a_sweep_have_rows_of_their_own(tmp_path):
@@ -163,8 +162,7 @@ def test_every_study_has_a_table_and_a_plot_of_all_that_it_measures(name, tmp_pa
     for i, method in enumerate(methods_of(name)):
         numbers = dict.fromkeys(("steps", "exit_layer", "nodes"), i) | {"threshold": i / 10}
         settings = {f"drafter.{k}": v for k, v in (numbers | {"top_k": 3}).items()}
-        records = answered(1.0, category="math_reasoning")
-        finish(tmp_path / method, records, task=None, **settings)
+        finish(tmp_path / method, answered(1.0, category="math_reasoning"), task=None, **settings)
     study = study_of(config.study, tmp_path)
     report.write(study, tmp_path)
     written = json.loads((tmp_path / f"{name}.json").read_text())

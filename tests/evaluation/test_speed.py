@@ -54,8 +54,7 @@ def text(seconds=1.0, rounds=((1, 0),) * 4, tokens=None, draft=0.0, verify=0.0):
 def test_a_vanilla_token_reads_every_layer_the_head_once_and_the_occupied_kv(tied):
     lm = tiny(num_hidden_layers=LAYERS, tie_word_embeddings=tied)
     assert (lm.head.weight is lm.hf.model.embed_tokens.weight) == tied
-    read = ROW + LAYERS * (LAYER + 10 * KV) + NORM + HEAD
-    assert Reads(lm).round(length=10, drafted=0) == read
+    assert Reads(lm).round(length=10, drafted=0) == ROW + LAYERS * (LAYER + 10 * KV) + NORM + HEAD
 
 
 def test_a_kangaroo_round_reads_shallow_layers_adapter_and_head_for_each_draft_token():

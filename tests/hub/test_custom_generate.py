@@ -98,11 +98,10 @@ MODELS += "llama:sdpa:medusa llama:sdpa:eagle"
 def test_the_tokens_are_generates_own_whatever_drafts(tmp_path, model):
     family, attention, kind = model.split(":")
     hf = target(family, attention)
-    folder = pushed(hf, tmp_path, kind)
     asked = padded() | {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     expected = hf.generate(**asked)
     assert (expected[:, -1] == PAD).any() and (expected[:, -1] != PAD).any()
-    assert torch.equal(ours(hf, folder, **asked), expected)
+    assert torch.equal(ours(hf, pushed(hf, tmp_path, kind), **asked), expected)
 
 
 @pytest.mark.parametrize(

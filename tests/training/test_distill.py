@@ -206,8 +206,7 @@ def test_the_chunked_loss_and_its_gradients_equal_the_whole(loss, size, own_head
     p = lm.head(teacher).softmax(-1)
     log_q = (whole @ head.weight_KD.T).log_softmax(-1)
     total = 0.5 * divergence(loss, p[:, rows], log_q)[valid].sum()
-    leaves = [whole, head.weight_KD] if own_head else [whole]
-    expected = torch.autograd.grad(total, leaves)
+    expected = torch.autograd.grad(total, [whole, head.weight_KD] if own_head else [whole])
     taught = Student(student, valid, head, loss, weight=0.5)
     target = distill.WholeDistributions(lm, teacher, vocabulary_K)
     if kept:
@@ -219,8 +218,7 @@ def test_the_chunked_loss_and_its_gradients_equal_the_whole(loss, size, own_head
     results = dict(zip(distill.MEASURES, taught.sums_F.tolist(), strict=True))
     assert math.isclose(results["loss"], total.item() / 0.5, rel_tol=1e-4)
     assert results["positions"] == valid.sum()
-    drafted = torch.arange(64)[rows][log_q.argmax(-1)]
-    agrees = (drafted == p.argmax(-1)) & valid
+    agrees = (torch.arange(64)[rows][log_q.argmax(-1)] == p.argmax(-1)) & valid
     assert torch.equal(taught.agrees_M, agrees) and results["agreement"] == agrees.sum()
     both = overlap(p[:, rows], log_q)[valid].sum().item()
     assert math.isclose(results["expected_acceptance"], both, rel_tol=1e-4)
