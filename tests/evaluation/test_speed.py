@@ -189,9 +189,6 @@ def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
             assert words in shown and words in saved
 
 
-# --- the race
-
-
 @pytest.mark.parametrize(
     "now, text, speed",
     [(0.9, "", ""), (1.0, "a", ""), (1.4, "a", ""), (1.5, "abc", "2.0 tokens/s")],

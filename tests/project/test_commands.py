@@ -147,7 +147,6 @@ FAST = {
 LINES = {" ".join(words[1:]) for page in PAGES for words in shown(page, "python")}
 SHOWN = sorted(line for line in LINES if not ELSEWHERE.search(line))
 
-
 # Commands within sentences, but for sweeps and those that leave something to fill in.
 WITHIN = {
     line
