@@ -292,8 +292,7 @@ def test_a_run_goes_on_where_one_of_the_folders_ends(together, bench, tmp_path):
         numbers.append(metrics)
         answered.append(step)
 
-    settings = {"warmup": 0, "hf_every": 3, "log": log}
-    summaries = evaluate_several(tmp_path, bench, BOTH, **settings)
+    summaries = evaluate_several(tmp_path, bench, BOTH, warmup=0, hf_every=3, log=log)
     assert answered == [3, 4, 5]  # so that a run that goes on logs at the steps that come next
     assert {name.split(".")[0] for name in numbers[0]} == set(BOTH)
     assert [summary["questions"] for summary in summaries] == [5, 5]

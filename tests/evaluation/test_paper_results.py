@@ -91,7 +91,8 @@ def test_a_plot_has_a_panel_for_each_metric_and_model_and_the_tables_curves(resu
         ends = [segment[:, 1] for segment in intervals.get_segments()]
         assert np.allclose(ends, [point.ends for point in points])
     # vanilla again has no place along them, and so is a level, and a column of its own
-    assert [point.x for point in study.points if point.curve == AGAIN] == [None]
+    alone = study_of(StudyConfig("threshold", "Thresholds", x="drafter.threshold"), results)
+    assert {(p.curve, p.x) for p in alone.points} == {("", 0), ("", 0.6), (AGAIN, None)}
     assert list(report.table(study)[0])[2:] == ["-", *places]
     assert [3, 3] in [list(line.get_ydata()) for line in panels["CR, here"].lines]
 
