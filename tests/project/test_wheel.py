@@ -81,8 +81,8 @@ def test_the_readmes_first_example_and_a_command_run_with_what_is_shipped(instal
     assert len(" ".join(text).split()) > 8
     options = "model=tiny drafter=vanilla bench=demo question_every=33 max_new_tokens=4"
     shown = run(home, "kangaroo", "evaluate", *options.split())
-    assert "answers, summary, report and plots are in" in shown
-    (summary,) = (home / "outputs/evaluate/tiny").rglob("summary.json")
+    assert "the comparison, as report.md, speedup.png and comparison.json, is in" in shown
+    (summary,) = (home / "outputs/evaluate/tiny").glob("*/*/summary.json")
     made = json.loads(summary.read_text())["provenance"]
     assert made["command"] == f"kangaroo evaluate {options}"
     assert made["versions"]["kangaroo"] and made["git_revision"] is None
