@@ -21,10 +21,10 @@ from kangaroo.models.loading import ModelConfig, load_target, model_config
 from kangaroo.models.prompts import Message, Tokenizer, content_text, plain_text, prompt_ids, whole
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import AdapterNotFound, ConfigError, PromptError
-from kangaroo.utils.folders import of_project
+from kangaroo.utils.folders import project_folder
 from kangaroo.utils.ranges import Count, Ranged
 
-CONFIGS = of_project("configs")  # models, drafters and hardware known by name
+CONFIGS = project_folder("configs")  # models, drafters and hardware known by name
 WITHOUT_ADAPTER = "drafter='prompt_lookup', 'lookahead' and 'vanilla' need none"
 
 # What the user says, or a conversation that ends with the user: a message or a list of messages,

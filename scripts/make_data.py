@@ -1,4 +1,4 @@
-"""Write what train.py would train on: python scripts/make_data.py model=smollm2-135m."""
+"""Write the training data of train.py: python scripts/make_data.py model=smollm2-135m."""
 
 from kangaroo.cli.commands import make_data
 

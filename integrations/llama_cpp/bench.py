@@ -1,7 +1,7 @@
-"""Our vanilla decoding and llama.cpp on the same prompts, in turn: prints a Markdown table.
+"""Compares our vanilla decoding with llama.cpp on the same prompts, in turn, in a Markdown table.
 
-Greedy, at batch 1, as many threads for both. llama.cpp has the same weights in the same number
-format, and for the embedded model the 4-bit file too that it was made from.
+Greedy, at batch 1, with equal numbers of threads. llama.cpp has the same weights in the same number
+format; for the embedded model also the 4-bit file that the weights come from.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig, question_prompts
 from kangaroo.evaluation.speed import (
     against_vanilla,
-    seconds_a_token,
+    seconds_per_token,
     take_turns,
     write_by_engine,
 )
@@ -50,12 +50,12 @@ def main() -> None:
     rows = []
     for name, texts in trials.items():
         every = [text for of_prompt in texts for text in of_prompt]
-        rate = len(every) / sum(map(seconds_a_token, every))  # texts are equally long
+        rate = len(every) / sum(map(seconds_per_token, every))  # texts are equally long
         result = against_vanilla(texts, trials["vanilla"])
         times = estimate(result["speedup"], result["speedup_ci95"], same=1.0)
-        texts_alike = f"{result['equal_texts']} of {len(prompts)}"
+        equal_texts = f"{result['equal_texts']} of {len(prompts)}"
         row = {"": name, "tokens/s": f"{rate:.1f}", "vanilla, times as fast": times}
-        rows.append(row | {"vanilla's texts": texts_alike})
+        rows.append(row | {"vanilla's texts": equal_texts})
     print(tables.markdown(rows))
 
 

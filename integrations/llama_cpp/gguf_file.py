@@ -1,6 +1,6 @@
-"""A target as a GGUF file for llama.cpp: the weights that are in memory, in their number format.
+"""Writes a target as a GGUF file for llama.cpp, with its weights in their number format.
 
-The file has no real tokenizer, since the benchmark hands over token ids and gets token ids back.
+The file has no real tokenizer, since the benchmark exchanges token ids with llama.cpp.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from kangaroo.utils.folders import cache_folder, install
 log = logging.getLogger(__name__)
 
 FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-ROPE_TYPES = ("default", "linear", "llama3")  # those that are a factor for each frequency
-REVISION = 1  # raise it when the same weights become another file
+ROPE_TYPES = ("default", "linear", "llama3")  # which scale each frequency by a factor
+REVISION = 1  # to be raised when the same weights give a different file
 
 
 def check_installed() -> None:
@@ -37,9 +37,8 @@ def check_installed() -> None:
 
 
 def gguf_file(lm: TargetModel) -> Path:
-    """The file of this target in the cache folder, written at first use.
-
-    Its name ends in a hash of weights and config, so other weights are another file.
+    """The file of this target in the cache folder, written at first use. Its name has a hash of the
+    weights and the config.
 
     Errors: `MissingPackage`; `UnsupportedModel` where llama.cpp's `llama` architecture does not
     compute what the target computes.
@@ -58,15 +57,14 @@ def gguf_file(lm: TargetModel) -> Path:
 
 
 def check_convertible(lm: TargetModel) -> None:
-    """Errors: `UnsupportedModel` names what llama.cpp would compute otherwise."""
+    """Errors: `UnsupportedModel` names what llama.cpp would compute differently."""
     config, rope_type = lm.config, lm.config.rope_parameters["rope_type"]
-    wrong = {
+    problems = {
         f"it is a {config.model_type} model": config.model_type != "llama",
         f"its activation is {config.hidden_act}": config.hidden_act != "silu",
         f"its RoPE is '{rope_type}'": rope_type not in ROPE_TYPES,
-        f"its weights are {lm.dtype}": lm.dtype not in FORMATS,
     }
-    if reasons := [reason for reason, holds in wrong.items() if holds]:
+    if reasons := [reason for reason, holds in problems.items() if holds]:
         raise UnsupportedModel(
             f"'{lm.name}' is not written for llama.cpp: {', '.join(reasons)}. That is done for "
             "Llama models alone."
@@ -74,7 +72,7 @@ def check_convertible(lm: TargetModel) -> None:
 
 
 def fingerprint(lm: TargetModel) -> str:
-    """Of weights, config and how they are written."""
+    """A hash of the weights, the config and the file's format."""
     digest = hashlib.blake2b(f"{REVISION} {lm.config.to_json_string()}".encode(), digest_size=6)
     for name, weight in lm.hf.state_dict().items():
         digest.update(name.encode())
@@ -83,7 +81,7 @@ def fingerprint(lm: TargetModel) -> str:
 
 
 def write(lm: TargetModel, file: Path) -> None:
-    """The whole file."""
+    """Write the GGUF file."""
     import gguf  # of the extra `benchmark`
 
     config = lm.config
@@ -100,7 +98,7 @@ def write(lm: TargetModel, file: Path) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    # Token 7 is written "7". Of all kinds this one has no EOS and no merges if it is given none.
+    # Token 7 is written "7". Only this kind of tokenizer needs neither EOS nor merges.
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("rwkv")
     writer.add_token_list([str(token) for token in range(config.vocab_size)])
@@ -121,7 +119,7 @@ def write(lm: TargetModel, file: Path) -> None:
 
 
 def tensors(lm: TargetModel) -> dict[str, Tensor]:
-    """What the file holds, by transformers' names: a tied head once, and RoPE's scaling."""
+    """The file's tensors by transformers' names: a tied head only once, and RoPE's scaling."""
     config, weights = lm.config, dict(lm.hf.state_dict())
     if config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
@@ -140,15 +138,14 @@ def tensors(lm: TargetModel) -> dict[str, Tensor]:
 
 
 def rotated_in_pairs(weight: Tensor, heads: int) -> Tensor:
-    """A query or key projection for llama.cpp, whose RoPE turns neighbours (2i, 2i + 1) of a head,
-    where transformers' turns its halves (i, i + size/2).
-    """
+    """A query or key projection for llama.cpp, whose RoPE rotates neighbours (2i, 2i + 1),
+    where transformers rotates halves (i, i + size/2) of a head."""
     halves = weight.view(heads, 2, -1, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
 def as_stored(weight: Tensor) -> tuple[np.ndarray, Any]:
-    """An array and its GGUF type; llama.cpp wants norms and biases in float32."""
+    """A weight as an array and its GGUF type; llama.cpp takes norms and biases in float32."""
     import gguf
 
     if weight.ndim == 1:

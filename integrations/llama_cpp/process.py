@@ -1,8 +1,8 @@
-"""llama.cpp's server, in a process of its own: `python process.py GGUF THREADS CONTEXT`.
+"""llama.cpp's server in its own process: `python process.py GGUF THREADS CONTEXT`.
 
-In one process its threads and ours would share OpenMP's pool, which makes threads wait less
-patiently when there are more of them than cores: both would be slower. It prints its address and
-ends with its input, so with whoever started it.
+In one process its threads and ours would share OpenMP's pool. With more threads than cores, OpenMP
+puts waiting threads to sleep sooner, which would slow both. The process prints its address, and
+ends when its standard input does, so with its parent.
 """
 
 import os
@@ -12,23 +12,22 @@ import xllamacpp  # of the extra `benchmark`
 
 
 def serve(gguf: str, threads: int, context: int) -> None:
-    """Serve one model, whose file is mapped, one text at a time; `context` is the most tokens of
-    prompt and answer.
-    """
+    """Serve a model from its memory-mapped file, one text at a time, with at most `context` tokens
+    of prompt and answer."""
     params = xllamacpp.CommonParams()
     params.model.path = gguf
     params.n_ctx = context
     params.n_parallel = 1
     params.cpuparams.n_threads = threads
     params.cpuparams_batch.n_threads = threads
-    params.cache_ram_mib = 0  # it would keep copies of the caches of earlier texts
-    params.fit_params = False  # loads the model twice
-    params.verbosity = 1  # errors
+    params.cache_ram_mib = 0  # no copies of earlier texts' KV caches
+    params.fit_params = False  # it would load the model twice
+    params.verbosity = 1  # errors only
     server = xllamacpp.Server(params)
     sys.stdout.write(f"{server.listening_address}\n")
     sys.stdout.flush()
     sys.stdin.read()
-    os._exit(0)  # no destructors: the server's own waits for connections that are still open
+    os._exit(0)  # without destructors: the server's waits for open connections
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""A llama.cpp that answers on this machine, and how long its texts take.
+"""Runs llama.cpp's server, and times its texts.
 
-A text is asked for by HTTP and streamed, so that decoding is timed from outside, from the first
-token to the last, like everything else. (llama.cpp's own timing of decoding is the same to a few
-parts in a thousand.)
+Texts are streamed by HTTP, so that decoding is timed from outside, from the first token to the
+last, as for all methods. (llama.cpp's own timing agrees within a few parts in a thousand.)
 """
 
 import json
@@ -21,13 +20,13 @@ from kangaroo.engine.requests import Generation, StepRecord
 from kangaroo.utils.errors import ProcessLost
 
 PROCESS = Path(__file__).with_name("process.py")
-TIMEOUT = 600  # seconds until the next token
+TIMEOUT = 600  # seconds to wait for the next token
 
 
 @contextmanager
 def server(gguf: Path, context: int) -> Iterator[str]:
-    """Host and port of a llama.cpp that has loaded the file, with as many threads as we have; idle
-    it takes no time of a core.
+    """Host and port of a llama.cpp that has loaded the file, with our number of threads. It uses no
+    processor time while it is idle.
 
     Errors: `ProcessLost` where it does not start.
     """
@@ -47,11 +46,11 @@ def server(gguf: Path, context: int) -> Iterator[str]:
         try:
             yield address.removeprefix("http://")
         finally:
-            process.kill()  # it has nothing to put in order
+            process.kill()  # it needs no cleanup
 
 
 def ask(address: str, prompt: list[int], new_tokens: int) -> Generation:
-    """Greedy decoding past any EOS. Lines are noted as they come and read when all are there.
+    """Decode greedily past any EOS. Lines are parsed after the last one, so as not to delay any.
 
     Errors: `ProcessLost` where the server has ended, or refuses.
     """
@@ -59,20 +58,20 @@ def ask(address: str, prompt: list[int], new_tokens: int) -> Generation:
         "prompt": prompt,
         "n_predict": new_tokens,
         "temperature": 0,
-        "samplers": ["temperature"],  # those beside it would only take time
+        "samplers": ["temperature"],  # others would only take time
         "ignore_eos": True,
         "cache_prompt": False,
         "return_tokens": True,
         "stream": True,
     }
-    marks, lines = [], []
+    times, lines = [], []
     connection = HTTPConnection(address, timeout=TIMEOUT)
     try:
         start = running()
         connection.request("POST", "/completion", json.dumps(request))
         for line in connection.getresponse():
             if line.startswith(b"data:"):
-                marks.append(running())
+                times.append(running())
                 lines.append(line)
             elif line.strip():
                 raise ProcessLost(f"llama.cpp did not answer: {line.decode().strip()}")
@@ -83,6 +82,6 @@ def ask(address: str, prompt: list[int], new_tokens: int) -> Generation:
     chunks = [json.loads(line.removeprefix(b"data:")) for line in lines[:-1]]  # the last sums up
     tokens = [token for chunk in chunks for token in chunk["tokens"]]
     steps = [StepRecord(tokens[:1], 0, 0, 0.0, 0.0)]
-    for chunk, before, mark in zip(chunks[1:], marks, marks[1:], strict=False):
-        steps.append(StepRecord(chunk["tokens"], 0, 0, 0.0, 0.0, host_seconds=mark - before))
-    return Generation(tokens, steps, "length", prefill_seconds=marks[0] - start)
+    for chunk, before, now in zip(chunks[1:], times, times[1:], strict=False):
+        steps.append(StepRecord(chunk["tokens"], 0, 0, 0.0, 0.0, host_seconds=now - before))
+    return Generation(tokens, steps, "length", prefill_seconds=times[0] - start)

@@ -119,7 +119,6 @@ def test_without_the_extra_it_is_said_how_to_install_it(monkeypatch):
     [
         ({"hidden_act": "gelu"}, "activation is gelu"),
         ({"rope_parameters": LLAMA3 | {"rope_type": "yarn"}}, "RoPE is 'yarn'"),
-        ({"dtype": torch.float64}, "weights are torch.float64"),
         ({"architecture": "qwen2"}, "it is a qwen2 model"),
     ],
 )

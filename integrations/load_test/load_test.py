@@ -1,12 +1,12 @@
-"""Servers by how many users ask at the same time, as guidellm measures them (docs/serving.md).
+"""Measures servers by guidellm at several numbers of concurrent users (docs/serving.md).
 
     python integrations/load_test/load_test.py          # a server for each of four drafters
     python integrations/load_test/load_test.py vanilla mine="drafter=hybrid drafter.nodes=5"
     python integrations/load_test/load_test.py vanilla vllm=http://127.0.0.1:9000
 
 All servers answer the same questions, greedily. At each number of users the methods take turns, and
-ratios to vanilla are taken within a round, so a machine that slows down favours nobody. A finished
-cell (a method, so many users, a round) is a file, so a run that was stopped goes on.
+ratios to vanilla are taken within a round, so a machine that slows down favours no method. Each
+finished cell (a method, a number of users, a round) is a file, so a stopped run can be resumed.
 """
 
 import argparse
@@ -34,19 +34,19 @@ from kangaroo.evaluation.bench import BenchConfig, fingerprint, load_questions
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError, DataError, KangarooError, MissingPackage, ProcessLost
 from kangaroo.utils.folders import install
-from kangaroo.utils.provenance import git_revision, machine
+from kangaroo.utils.provenance import describe_machine, git_revision
 from kangaroo.utils.tables import number
 
 CLIENT = "guidellm"
 SERVE = Path(__file__).parents[2] / "scripts/serve.py"
-# Runs a server that ends when this process does, however it ends: then its standard input ends.
+# Runs a server that ends with this process, since its standard input then ends.
 CHILD = """import os, runpy, sys, threading
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")"""
 BASELINE = "vanilla"
-ATTEMPTS = 3  # at a cell in which the client asks too few questions, which it does now and then
-# What a cell is measured by: heading, and what it is multiplied by there.
+ATTEMPTS = 3  # at a cell, since the client sometimes asks too few questions
+# The metrics of a cell, each with its heading and the factor of its unit.
 METRICS = {
     "tokens_per_second": ("tokens/s", 1),
     "first_token": ("first token, ms", 1000),
@@ -62,12 +62,12 @@ NOTES = (
 
 
 class TooFew(DataError):
-    """The client made fewer requests than it was told to, without an error of any."""
+    """The client made fewer requests than it should have, without any error."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement; `method` is by name."""
+    """One measurement; `method` is a name."""
 
     round: int
     users: int
@@ -78,7 +78,7 @@ class Cell:
 
 
 def cells(rounds: int, users: list[int], methods: list[str]) -> list[Cell]:
-    """In the order in which they are measured; who begins changes from round to round."""
+    """All cells in the order of measurement; each round begins with another method."""
     orders = [methods[i % len(methods) :] + methods[: i % len(methods)] for i in range(rounds)]
     return [Cell(i, n, method) for i, order in enumerate(orders) for n in users for method in order]
 
@@ -86,23 +86,23 @@ def cells(rounds: int, users: list[int], methods: list[str]) -> list[Cell]:
 # ---- servers and client --------------------------------------------------------------------------
 
 
-def answers(address: str) -> bool:
+def is_healthy(address: str) -> bool:
     try:
         with urllib.request.urlopen(f"{address}/health", timeout=10):
             return True
-    except (OSError, ValueError):  # refused, not yet, or not well
+    except (OSError, ValueError):
         return False
 
 
-def lost(process: subprocess.Popen[bytes], log: Path) -> ProcessLost:
+def process_lost(process: subprocess.Popen[bytes], log: Path) -> ProcessLost:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    told = "\n".join(lines[-12:])
-    return ProcessLost(f"It has ended with code {process.returncode}. The end of '{log}':\n{told}")
+    end = "\n".join(lines[-12:])
+    return ProcessLost(f"It has ended with code {process.returncode}. The end of '{log}':\n{end}")
 
 
 @dataclass(frozen=True)
 class Server:
-    """One that answers; `process` is None where it is not ours."""
+    """A running server; `process` is None where we did not start it."""
 
     address: str
     log: Path
@@ -111,10 +111,10 @@ class Server:
 
 @contextmanager
 def serving(options: str, log: Path) -> Iterator[Server]:
-    """One of ours with these options, or the one at that address, which runs already."""
+    """A new server with these options, or the running one at that address."""
     if options.startswith("http"):
         address = options.rstrip("/").removesuffix("/v1")
-        if not answers(address):
+        if not is_healthy(address):
             raise ConfigError(f"{options}: no server answers GET /health there. Start it first.")
         yield Server(address, log)
         return
@@ -131,19 +131,19 @@ def serving(options: str, log: Path) -> Iterator[Server]:
             stderr=subprocess.STDOUT,
         )
     try:
-        while not answers(address := f"http://127.0.0.1:{port}"):
+        while not is_healthy(address := f"http://127.0.0.1:{port}"):
             if process.poll() is not None:
-                raise lost(process, log)
+                raise process_lost(process, log)
             time.sleep(0.2)
         yield Server(address, log, process)
     finally:
-        process.terminate()  # what it answers is finished first
+        process.terminate()  # it finishes its answers first
         process.wait()
 
 
 def ask(server: Server, prompts: Path, requests: int, users: int, output: Path) -> None:
-    """Let guidellm ask: greedy chats, streamed, every request once. Its file is there afterwards,
-    whole, or not at all.
+    """Let guidellm send every request once, as a greedy, streamed chat, and write its results to
+    `output` atomically.
 
     Errors: `ProcessLost` with the end of a log where guidellm or the server has failed.
     """
@@ -171,43 +171,44 @@ def ask(server: Server, prompts: Path, requests: int, users: int, output: Path) 
             stderr=subprocess.STDOUT,
             # one process suffices for so few users, and leaves the processor to the server
             env=os.environ | {"GUIDELLM__MAX_WORKER_PROCESSES": "1"},
-            start_new_session=True,  # its own processes end with it
+            start_new_session=True,  # to end its child processes with it
         )
         try:
             while process.poll() is None:
                 if server.process is not None and server.process.poll() is not None:
-                    raise lost(server.process, server.log)
+                    raise process_lost(server.process, server.log)
                 time.sleep(0.2)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     if process.returncode != 0 or not partial.is_file():
-        raise lost(process, log)
+        raise process_lost(process, log)
     os.replace(partial, output)
     plan.unlink()
     log.unlink()
 
 
 def read(file: Path, requests: int, max_new_tokens: int) -> dict[str, Any]:
-    """What a cell's file says: `METRICS`, `tokens_per_part`, and `texts` by their questions.
+    """A cell's results: `METRICS`, `tokens_per_part`, and `texts` by their questions.
 
     Errors: `TooFew` where the client did not make all requests; `DataError` where requests failed
-    or answers have another length than was asked for.
+    or answers have a wrong length.
     """
     try:
         (benchmark,) = json.loads(file.read_text(encoding="utf-8"))["benchmarks"]
         requested, metrics = benchmark["requests"], benchmark["metrics"]
-        failed, done = [*requested["errored"], *requested["incomplete"]], requested["successful"]
+        failed = [*requested["errored"], *requested["incomplete"]]
+        answered = requested["successful"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"'{file}' is no result of {CLIENT}. Delete it, and run again.") from error
-    if failed or len(done) != requests:
-        counts = f"{len(done)} of {requests} requests were answered"
+    if failed or len(answered) != requests:
+        counts = f"{len(answered)} of {requests} requests were answered"
         if not failed:
             raise TooFew(f"{counts}: {CLIENT} asked no more. Run it again ('{file}').")
-        why = next((f["info"]["error"] for f in failed if f["info"]["error"]), "no reason")
-        raise DataError(f"{counts}: {why} ('{file}').")
-    lengths = {answer["output_metrics"]["total_tokens"] for answer in done}
+        reason = next((f["info"]["error"] for f in failed if f["info"]["error"]), "no reason")
+        raise DataError(f"{counts}: {reason} ('{file}').")
+    lengths = {answer["output_metrics"]["total_tokens"] for answer in answered}
     if lengths != {max_new_tokens}:
         raise DataError(
             f"'{file}': answers have {min(lengths)} to {max(lengths)} tokens instead of "
@@ -227,23 +228,23 @@ def read(file: Path, requests: int, max_new_tokens: int) -> dict[str, Any]:
         "between_tokens": mean("inter_token_latency_ms") / 1000,
         "total": mean("request_latency"),
         "tokens_per_part": mean("iter_tokens_per_iteration"),
-        "texts": {question(answer): answer["output"] for answer in done},
+        "texts": {question(answer): answer["output"] for answer in answered},
     }
 
 
 def measure(options: argparse.Namespace, methods: dict[str, str]) -> dict[Cell, dict[str, Any]]:
-    """All cells, those measured before included."""
+    """The results of all cells, measuring those that have none yet."""
     if find_spec(CLIENT) is None:
         raise MissingPackage(f"the load comes from '{CLIENT}': {install('load')}.")
     folder, requests = options.output, options.requests
-    known = load_questions(BenchConfig(path=options.bench))
-    spread = [known[i * len(known) // requests] for i in range(requests)]
+    questions = load_questions(BenchConfig(path=options.bench))
+    chosen = [questions[i * len(questions) // requests] for i in range(requests)]
     settings = {"git_revision": git_revision(), CLIENT: version(CLIENT), "requests": requests}
-    settings |= {"bench": options.bench or "demo", "bench.fingerprint": fingerprint(spread)}
+    settings |= {"bench": options.bench or "demo", "bench.fingerprint": fingerprint(chosen)}
     settings |= {"max_new_tokens": options.max_new_tokens, "methods": methods}
-    records.enter(folder, settings, {}, True)
+    records.start_run(folder, settings, {}, True)
     prompts = folder / "prompts.jsonl"
-    rows = [{"prompt": question.turns[0]} for question in spread]
+    rows = [{"prompt": question.turns[0]} for question in chosen]
     rows = [row | {"output_tokens_count": options.max_new_tokens} for row in rows]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     order = cells(options.rounds, options.users, list(methods))
@@ -252,65 +253,69 @@ def measure(options: argparse.Namespace, methods: dict[str, str]) -> dict[Cell, 
     running: dict[str, Server] = {}
     with ExitStack() as servers:
         for cell in missing:
-            if new := cell.method not in running:
+            if is_new := cell.method not in running:
                 if options.alone:
                     servers.close()
                     running.clear()
                 log = folder / "servers" / f"{cell.method}.log"
                 running[cell.method] = servers.enter_context(serving(methods[cell.method], log))
-            answering = running[cell.method]
-            if new:
+            server = running[cell.method]
+            if is_new:
                 most, warmup = max(options.users), folder / f"warmup-{cell.method}.json"
-                ask(answering, prompts, min(2 * most, requests), most, warmup)
+                ask(server, prompts, min(2 * most, requests), most, warmup)
                 warmup.unlink()
-            unread = cell.file(folder).with_suffix(".unread")
-            for left in reversed(range(ATTEMPTS)):
-                ask(answering, prompts, requests, cell.users, unread)
-                try:  # what is no result ends the run here, not after hours
-                    read(unread, requests, options.max_new_tokens)
+            unchecked = cell.file(folder).with_suffix(".unread")
+            for attempts_left in reversed(range(ATTEMPTS)):
+                ask(server, prompts, requests, cell.users, unchecked)
+                try:  # an invalid result ends the run now, not after hours
+                    read(unchecked, requests, options.max_new_tokens)
                     break
                 except TooFew as error:
-                    if not left:
+                    if not attempts_left:
                         raise
                     logging.warning("%s It is measured again.", error)
-            os.replace(unread, cell.file(folder))
+            os.replace(unchecked, cell.file(folder))
     return {cell: read(cell.file(folder), requests, options.max_new_tokens) for cell in order}
 
 
-# ---- what is made of it --------------------------------------------------------------------------
+# ---- report --------------------------------------------------------------------------------------
 
 
 def summarise(measured: dict[Cell, dict[str, Any]], begun: dict[str, Any]) -> dict[str, Any]:
-    """What all files are made from; `begun` has the settings and the provenance of the run."""
+    """The summary of all cells, with the run's settings and provenance (`begun`)."""
     names = list(dict.fromkeys(cell.method for cell in measured))
     users = list(dict.fromkeys(cell.users for cell in measured))
-    rows = [row_of(measured, n, name) for n in users for name in names]
+    rows = [summarise_row(measured, n, name) for n in users for name in names]
     others = [name for name in names if name != BASELINE and BASELINE in names]
     pays = {name: pays_up_to(rows, name) for name in others}
     return {"rows": rows, "pays_up_to": pays, "users": users, **begun}
 
 
-def row_of(measured: dict[Cell, dict[str, Any]], users: int, method: str) -> dict[str, Any]:
-    """A method at a number of users: medians over the rounds."""
+def summarise_row(measured: dict[Cell, dict[str, Any]], users: int, method: str) -> dict[str, Any]:
+    """A method's medians over the rounds at a number of users."""
 
     def by_round(name: str) -> dict[int, dict[str, Any]]:
         return {c.round: m for c, m in measured.items() if (c.users, c.method) == (users, name)}
 
-    mine, base = by_round(method), by_round(BASELINE)
+    rounds, base = by_round(method), by_round(BASELINE)
     row: dict[str, Any] = {"users": users, "method": method}
     for name in (*METRICS, "tokens_per_part"):
-        row[name] = median(numbers[name] for numbers in mine.values())
+        row[name] = median(numbers[name] for numbers in rounds.values())
     row["of_vanilla"] = row["as_vanilla"] = None
     if base:
-        ratios = {name: [mine[i][name] / base[i][name] for i in mine] for name in METRICS}
+        ratios = {name: [rounds[i][name] / base[i][name] for i in rounds] for name in METRICS}
         row["of_vanilla"] = {name: median(values) for name, values in ratios.items()}
-        texts = [(mine[i]["texts"][q], base[i]["texts"][q]) for i in mine for q in mine[i]["texts"]]
-        row["as_vanilla"] = [sum(text == other for text, other in texts), len(texts)]
+        texts = [
+            (text, base[i]["texts"][question])
+            for i, numbers in rounds.items()
+            for question, text in numbers["texts"].items()
+        ]
+        row["as_vanilla"] = [sum(text == expected for text, expected in texts), len(texts)]
     return row
 
 
 def pays_up_to(rows: list[dict[str, Any]], method: str) -> int:
-    """The most users at whom, and below whom, a method writes more tokens/s than vanilla, or 0."""
+    """The number of users up to which a method writes more tokens/s than vanilla, or 0."""
     most = 0
     for row in rows:
         if row["method"] == method:
@@ -330,34 +335,34 @@ def markdown(summary: dict[str, Any]) -> str:
             if row["of_vanilla"] is not None:
                 cell[heading] += f" ({row['of_vanilla'][name]:.2f}x)"
         cell["tokens a part"] = number(row["tokens_per_part"])
-        same = row["as_vanilla"]
-        table.append(cell | {"as vanilla's": "-" if same is None else f"{same[0]}/{same[1]}"})
+        equal = row["as_vanilla"]
+        table.append(cell | {"as vanilla's": "-" if equal is None else f"{equal[0]}/{equal[1]}"})
     pays = [
         f"{name} writes more tokens/s than vanilla up to {users} of {summary['users'][-1]} users."
         for name, users in summary["pays_up_to"].items()
     ]
-    about = summary["provenance"]
+    provenance = summary["provenance"]
     parts = [
         f"{settings['requests']} requests of {settings['bench']}, {settings['max_new_tokens']} new "
         "tokens each, greedy",
         tables.markdown(table),
         "\n".join(f"- {sentence}" for sentence in pays),
         NOTES,
-        f"`{about['command']}`, revision {about['git_revision']}, {about['time']}, "
-        f"{machine(about)}",
+        f"`{provenance['command']}`, revision {provenance['git_revision']}, {provenance['time']}, "
+        f"{describe_machine(provenance)}",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def parsed(words: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
-    """The options, and the methods: how each is served, by name."""
+    """The options, and the methods: the servers' options or addresses by name."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("methods", nargs="*", help="DRAFTER, NAME='options of serve.py', NAME=URL")
     parser.add_argument("--serve", default="", help="options of serve.py for all of ours")
     parser.add_argument("--users", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--requests", type=int, default=32, help="of a cell, the same in all")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="an EOS does not end them")
-    parser.add_argument("--rounds", type=int, default=3, help="so often all is measured")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions of all measurements")
     parser.add_argument("--bench", help="a file of questions (without it the demo bench)")
     parser.add_argument("--alone", action="store_true", help="one server at a time")
     parser.add_argument("--output", type=Path, default=Path("outputs/load"))
@@ -369,9 +374,9 @@ def parsed(words: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         )
     methods = {}
     for word in options.methods or [BASELINE, "kangaroo", "draft_model", "hybrid"]:
-        name, _, how = word.partition("=")
-        served = f"{how or f'drafter={name}'} {options.serve}".strip()
-        methods[name] = how if how.startswith("http") else served
+        name, _, server = word.partition("=")
+        started = f"{server or f'drafter={name}'} {options.serve}".strip()
+        methods[name] = server if server.startswith("http") else started
     return options, methods
 
 
@@ -379,7 +384,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options, methods = parsed(sys.argv[1:])
     try:
-        summary = summarise(measure(options, methods), records.begun(options.output))
+        summary = summarise(measure(options, methods), records.read_run(options.output))
     except KangarooError as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from None
     records.write_json(options.output / "load.json", summary)

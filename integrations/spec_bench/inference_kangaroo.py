@@ -1,10 +1,10 @@
-"""Kangaroo's engine as a method of Spec-Bench: copy this file into its folder `evaluation/`.
+"""Kangaroo's engine as a method of Spec-Bench; copy this file into its folder `evaluation/`.
 
     python -m evaluation.inference_kangaroo --model-id NAME --bench-name spec_bench \
         model=vicuna-7b drafter=kangaroo drafter.adapter=FOLDER-OR-HUB-ID
 
-The options with dashes are those of its other methods. The others are `evaluate.py`'s, for model
-and drafter: any drafter, `vanilla` too.
+Options with dashes are those of Spec-Bench's other methods; the others are those of `evaluate.py`
+for the model and the drafter, `vanilla` included.
 """
 
 import argparse
@@ -32,39 +32,39 @@ def kangaroo_forward(
     engine: Engine,
     temperature: float = 0.0,
 ) -> tuple[Tensor, int, int, list[int]]:
-    """One turn, as Spec-Bench's `run_eval` asks for it.
+    """Decode one turn for Spec-Bench's `run_eval`.
 
     Returns prompt and answer as ids `[1, T]`; the number of new tokens, EOS included; the number of
-    forwards of the target, prefill included; and for each of these the accepted draft tokens + 1,
-    so 1 for the prefill. These sum to the new tokens, or to one more where an EOS or the limit cut
-    the bonus token off.
+    forward passes of the target, prefill included; and for each pass the accepted draft tokens plus
+    1, so 1 for the prefill. Their sum is the number of new tokens, or one more where an EOS or the
+    limit cut off the bonus token.
 
-    Errors: `KangarooError`, also for what torch raises: `run_eval` catches a `RuntimeError`, writes
-    "ERROR" with the time of the turn before, and goes on.
+    Errors: `KangarooError`, also for torch's errors, since `run_eval` would catch a `RuntimeError`,
+    write "ERROR" with the time of the previous turn, and continue.
     """
     prompt: list[int] = inputs.input_ids[0].tolist()
     room = max(1, engine.lm.context - len(prompt))
     # the seed that run_eval has set: the text depends on it alone, not on what was drawn before
     seed, sampling = torch.initial_seed(), Sampling(temperature=temperature)
     try:
-        (done,) = engine.generate([prompt], min(max_new_tokens, room), sampling, seeds=[seed])
+        (generation,) = engine.generate([prompt], min(max_new_tokens, room), sampling, seeds=[seed])
     except RuntimeError as error:
         raise KangarooError(f"decoding failed: {error}") from error
-    output_ids = torch.tensor([prompt + done.tokens], device=inputs.input_ids.device)
-    accept_lengths = [step.accepted + 1 for step in done.steps]
-    return output_ids, len(done.tokens), len(done.steps), accept_lengths
+    output_ids = torch.tensor([prompt + generation.tokens], device=inputs.input_ids.device)
+    accept_lengths = [step.accepted + 1 for step in generation.steps]
+    return output_ids, len(generation.tokens), len(generation.steps), accept_lengths
 
 
-def loaded(options: list[str]) -> tuple[Engine, PreTrainedTokenizerBase]:
-    """The engine that options of `evaluate.py` ask for, and the target's tokenizer."""
+def load_engine(options: list[str]) -> tuple[Engine, PreTrainedTokenizerBase]:
+    """The engine for these options of `evaluate.py`, and the target's tokenizer."""
     with initialize_config_dir(commands.schema.CONFIGS, version_base="1.3"):
         config: Any = compose("evaluate", options)
     lm, tokenizer = load_target(OmegaConf.to_object(config.model))
     return Engine(lm, OmegaConf.to_object(config.drafter).build(lm)), tokenizer
 
 
-def asked() -> argparse.Namespace:
-    """The command line."""
+def parse_arguments() -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-id", required=True, help="names the answer file")
     parser.add_argument("--model-path", help="folder or hub id, where model= means another")
@@ -82,10 +82,10 @@ def asked() -> argparse.Namespace:
 
 def main() -> None:
     """Answer the bench's questions, and sort the file of answers."""
-    args = asked()
-    given = {"model.path": args.model_path, "model.dtype": args.dtype}
-    options = [*args.options, *(f"{name}={value}" for name, value in given.items() if value)]
-    engine, tokenizer = loaded(options)
+    args = parse_arguments()
+    model_options = {"model.path": args.model_path, "model.dtype": args.dtype}
+    options = [*args.options, *(f"{k}={value}" for k, value in model_options.items() if value)]
+    engine, tokenizer = load_engine(options)
     folder = f"data/{args.bench_name}"
     answer_file = args.answer_file or f"{folder}/model_answer/{args.model_id}.jsonl"
     run_eval(

@@ -1,8 +1,8 @@
 """Decode for transformers: `model.generate(..., custom_generate=FOLDER_OR_REPOSITORY)`.
 
 `convert push` puts this file into an adapter's repository as `custom_generate/generate.py`, which
-transformers fetches and calls in place of its own generation. The model is the caller's: it is
-borrowed, and given back as it was.
+transformers downloads and calls in place of its own generation. The caller's model is restored to
+its previous state afterwards.
 
 Shapes: B rows, T tokens of the longest prompt, N new tokens.
 """
@@ -37,7 +37,7 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import ConfigError, PromptError
 
-TAKEN = ("inputs", "input_ids", "attention_mask")  # of a model's own inputs
+SUPPORTED = ("inputs", "input_ids", "attention_mask")  # inputs of a model
 REFUSED = ("logits_processor", "stopping_criteria", "assistant_model", "synced_gpus")
 WARPERS = {
     TemperatureLogitsWarper: "temperature",
@@ -53,25 +53,24 @@ def generate(
     streamer: BaseStreamer | None = None,
     **options: Any,
 ) -> Any:
-    """What `model.generate(**options)` returns, drafted by an adapter: the same tokens, greedily,
-    and samples of the same distribution.
+    """The result of `model.generate(**options)`, drafted by an adapter: the same tokens if greedy,
+    otherwise samples of the same distribution.
 
     Args:
-        adapter: its folder or hub id; None is what `custom_generate=` said.
-        revision: of a hub id.
-        streamer: gets the prompt, and then each token as it is known; for one prompt.
-        options: `generate`'s own. torch's random numbers give the seeds of samples.
+        adapter: its folder or hub id; None takes the one of `custom_generate=`.
+        revision: of the hub id.
+        streamer: gets the prompt, and then each token; only for a single prompt.
+        options: those of `generate`. The seeds of samples are drawn from torch's generator.
 
-    Errors: `ConfigError` for what is not done here, by name; `UnsupportedModel`; `PromptError` for
-    a padding that is not on the left, or a text longer than the context; those of loading an
-    adapter.
+    Errors: `ConfigError` for unsupported options, by name; `UnsupportedModel`; `PromptError` for
+    padding that is not on the left, or a text longer than the context; those of loading an adapter.
     """
     check_supported(model.config)
     fix = "Pass adapter= its folder or hub id."
-    source = adapter_files.find(adapter or _asked_for(), fix=fix, revision=revision)
+    source = adapter_files.find(adapter or _custom_generate(), fix=fix, revision=revision)
     inputs = inspect.signature(model.forward).parameters.keys() - vars(GenerationConfig()).keys()
-    for name in (*REFUSED, *(inputs - set(TAKEN))):
-        if _is_given(options.get(name)):
+    for name in (*REFUSED, *(inputs - set(SUPPORTED))):
+        if _is_set(options.get(name)):
             raise _refused(f"{name}=")
     decode = partial(_decode, str(source), streamer)
     generating: Any = model
@@ -80,17 +79,17 @@ def generate(
     )
 
 
-def _is_given(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     return not (value is None or value is False or (isinstance(value, list) and not value))
 
 
-def _asked_for() -> str:
-    """The folder or repository that this was loaded from, which `generate` tells nobody.
+def _custom_generate() -> str:
+    """The folder or repository of this file, a local variable of transformers' `generate`.
 
-    Errors: `ConfigError` where it cannot be told.
+    Errors: `ConfigError` where it is not found.
     """
     frame = inspect.currentframe()
-    for _ in range(2):  # of `generate` here, and of transformers'
+    for _ in range(2):  # our `generate`, and transformers'
         frame = frame and frame.f_back
     source = frame.f_locals.get("custom_generate") if frame else None
     if not isinstance(source, str):
@@ -100,18 +99,18 @@ def _asked_for() -> str:
 
 @contextmanager
 def borrowed(hf: PreTrainedModel) -> Iterator[TargetModel]:
-    """Somebody else's model as a target, and afterwards as it was: its attention, which modules
-    train, which parameters take gradients."""
+    """The caller's model as a target. Its attention, training modes and `requires_grad` are
+    restored afterwards."""
     attention = hf.config._attn_implementation
     training = [(module, module.training) for module in hf.modules()]
-    learning = [(parameter, parameter.requires_grad) for parameter in hf.parameters()]
+    trainable = [(parameter, parameter.requires_grad) for parameter in hf.parameters()]
     try:
         yield TargetModel(hf)
     finally:
-        for module, was in training:
-            module.training = was
-        for parameter, did in learning:
-            parameter.requires_grad_(did)
+        for module, was_training in training:
+            module.training = was_training
+        for parameter, requires_grad in trainable:
+            parameter.requires_grad_(requires_grad)
         hf.set_attn_implementation(attention)
 
 
@@ -124,9 +123,9 @@ def _decode(
     logits_processor: Sequence[Any],
     stopping_criteria: Sequence[Any],
     generation_config: GenerationConfig,
-    **model_kwargs: Any,  # with names of its own, `generate` would not hand these on
+    **model_kwargs: Any,  # `generate` passes these only to a function with **kwargs
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """The loop in place of transformers', which has prepared and checked what it takes."""
+    """The decoding loop in place of transformers', with the arguments that it has prepared."""
     _check(model, generation_config, stopping_criteria)
     sampling = _sampling(generation_config, logits_processor)
     prompts = _prompts(input_ids, model_kwargs["attention_mask"])
@@ -143,8 +142,8 @@ def _decode(
         ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         engine.eos_ids = frozenset(ends)
         if streamer is None:
-            done = engine.generate(prompts, new_tokens, sampling, seeds=seeds)
-            texts = [generation.tokens for generation in done]
+            generations = engine.generate(prompts, new_tokens, sampling, seeds=seeds)
+            texts = [generation.tokens for generation in generations]
         else:
             sampling.seed = seeds[0]
             texts = [[]]
@@ -155,15 +154,15 @@ def _decode(
     pad = generation_config.pad_token_id
     pad = (ends or [0])[0] if pad is None else pad
     longest = max(map(len, texts))
-    written = [tokens + [pad] * (longest - len(tokens)) for tokens in texts]
-    sequences = torch.cat([input_ids, input_ids.new_tensor(written)], 1)
+    padded = [tokens + [pad] * (longest - len(tokens)) for tokens in texts]
+    sequences = torch.cat([input_ids, input_ids.new_tensor(padded)], 1)
     if generation_config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
     return sequences
 
 
 def _check(model: Any, config: GenerationConfig, criteria: Sequence[Any]) -> None:
-    """Raise `ConfigError` for a way of generating that is not done here."""
+    """Errors: `ConfigError` for an unsupported mode, output, criterion or hook."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise _refused(mode.value)
@@ -179,7 +178,7 @@ def _check(model: Any, config: GenerationConfig, criteria: Sequence[Any]) -> Non
 
 
 def _sampling(config: GenerationConfig, processors: Sequence[Any]) -> Sampling:
-    """What these processors do, which are in the order of `kangaroo.engine.sampling.warp`."""
+    """The settings of these processors, which have the order of `kangaroo.engine.sampling.warp`."""
     settings: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
     for processor in processors:
         name = WARPERS.get(type(processor))
@@ -192,21 +191,21 @@ def _sampling(config: GenerationConfig, processors: Sequence[Any]) -> Sampling:
 def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
     """The rows without their padding.
 
-    Errors: `PromptError` for one that is not padded on the left.
+    Errors: `PromptError` for a row that is not padded on the left.
     """
     if attention_mask is None:
         return input_ids.tolist()
-    seen_BT = attention_mask.bool()
-    if (seen_BT[:, :-1] & ~seen_BT[:, 1:]).any() or not seen_BT[:, -1].all():
+    mask_BT = attention_mask.bool()
+    if (mask_BT[:, :-1] & ~mask_BT[:, 1:]).any() or not mask_BT[:, -1].all():
         raise PromptError(
             "a prompt has padding or a hole after its first token; pad on the left "
             "(tokenizer.padding_side = 'left')."
         )
-    return [row[seen].tolist() for row, seen in zip(input_ids, seen_BT, strict=True)]
+    return [row[mask].tolist() for row, mask in zip(input_ids, mask_BT, strict=True)]
 
 
-def _refused(what: str) -> ConfigError:
+def _refused(option: str) -> ConfigError:
     return ConfigError(
-        f"{what} is not supported when Kangaroo decodes for `generate`. Leave it out, or leave "
+        f"{option} is not supported when Kangaroo decodes for `generate`. Leave it out, or leave "
         "custom_generate= out."
     )

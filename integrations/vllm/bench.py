@@ -1,8 +1,8 @@
-"""What drafting brings inside vLLM on this machine: acceptance, equal texts, tokens per second.
+"""Measures drafting inside vLLM on this machine: acceptance, equal texts, tokens per second.
 
-Each way to draft runs in a process of its own; all are loaded first and then asked in turn, so that
-a machine that slows down does so for all. Prints a Markdown table, and how near the choices were
-where a text is not the one that vLLM writes without drafts.
+Each method runs in its own process. All are loaded first and then take turns, so that a machine
+that slows down affects all. Prints a Markdown table, and where a text differs from vLLM's without
+drafts, the gap between the two likeliest tokens' logits.
 """
 
 import argparse
@@ -20,19 +20,13 @@ from typing import Any
 
 @dataclass
 class Result:
-    """One pass over the questions.
+    """One pass over the questions."""
 
-    Args:
-        texts: token ids of each answer.
-        seconds: of the whole pass.
-        accepted: how often the first, the second, ... token of a draft was accepted.
-    """
-
-    texts: list[list[int]]
+    texts: list[list[int]]  # token ids of each answer
     seconds: float
     drafts: int
     drafted: int
-    accepted: list[int]
+    accepted: list[int]  # how often the first, the second, ... token of a draft was accepted
 
     @property
     def speed(self) -> float:
@@ -40,11 +34,11 @@ class Result:
         return sum(map(len, self.texts)) / self.seconds
 
 
-# of each way to draft, at each number of requests at once, one for each repetition
+# by method and number of concurrent requests, one result for each repetition
 Results = dict[str, dict[int, list[Result]]]
 
 
-def asked() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", help="a folder or hub id; the embedded model if not given")
     parser.add_argument("--kangaroo", required=True, help="folder of export.py to=vllm")
@@ -61,8 +55,8 @@ def asked() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def ways(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What may draft, by name: arguments of `vllm.LLM`."""
+def drafting_methods(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The arguments of `vllm.LLM` for each method, by name."""
     steps = {"num_speculative_tokens": args.steps}
     methods: dict[str, dict[str, Any]] = {"none": {}}
     if args.draft_model:
@@ -84,7 +78,7 @@ def ways(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def answers(llm: Any, prompts: list[list[int]], tokens: int, at_once: int) -> Result:
-    """Answer every prompt greedily, `at_once` of them at the same time."""
+    """Answer all prompts greedily, `at_once` at the same time."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -107,41 +101,41 @@ def answers(llm: Any, prompts: list[list[int]], tokens: int, at_once: int) -> Re
 
 
 def forks(texts: list[list[int]], expected: list[list[int]]) -> dict[int, list[int]]:
-    """By the number of each text that is not the expected one, the tokens before they part."""
-    found = {}
-    for number, (own, other) in enumerate(zip(texts, expected, strict=True)):
-        if own != other:
-            shared = takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=True))
-            found[number] = [token for token, _ in shared]
-    return found
+    """The tokens before the first difference, by the number of each text that has one."""
+    prefixes = {}
+    for number, (text, other) in enumerate(zip(texts, expected, strict=True)):
+        if text != other:
+            shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=True))
+            prefixes[number] = [token for token, _ in shared]
+    return prefixes
 
 
 def gaps(llm: Any, contexts: list[list[int]]) -> list[float]:
-    """After each context, how far apart the logits of the two likeliest tokens are. Where they are
-    nearly equal, half-precision arithmetic decides which one is written."""
+    """The gap between the logits of the two likeliest tokens after each context. Where it is tiny,
+    half-precision arithmetic decides which one is written."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2, detokenize=False)
-    asked = [{"prompt_token_ids": ids} for ids in contexts]
-    found = []
-    for out in llm.generate(asked, params, use_tqdm=False) if asked else []:
-        told = sorted(x.logprob for x in out.outputs[0].logprobs[0].values())
-        found.append(told[-1] - told[-2])
-    return found
+    prompts = [{"prompt_token_ids": ids} for ids in contexts]
+    result = []
+    for out in llm.generate(prompts, params, use_tqdm=False) if prompts else []:
+        logprobs = sorted(x.logprob for x in out.outputs[0].logprobs[0].values())
+        result.append(logprobs[-1] - logprobs[-2])
+    return result
 
 
 def counts(llm: Any) -> tuple[list[int], list[int], list[int]]:
-    """Drafts, drafted tokens, and accepted ones by position, since the engine was made."""
-    found = {x.name.removeprefix("vllm:spec_decode_num_"): x for x in llm.get_metrics()}
-    if "drafts" not in found:
+    """The engine's numbers of drafts, of drafted tokens, and of accepted tokens by position."""
+    metrics = {x.name.removeprefix("vllm:spec_decode_num_"): x for x in llm.get_metrics()}
+    if "drafts" not in metrics:
         return [0], [0], []
-    drafts, drafted = found["drafts"].value, found["draft_tokens"].value
-    return [drafts], [drafted], list(found["accepted_tokens_per_pos"].values)
+    drafts, drafted = metrics["drafts"].value, metrics["draft_tokens"].value
+    return [drafts], [drafted], list(metrics["accepted_tokens_per_pos"].values)
 
 
 def serve(pipe: Connection, target: str, args: argparse.Namespace, options: dict[str, Any]) -> None:
-    """A process that answers the questions when it is told how many at once, and that says of texts
-    that fork, given as `forks` returns them, how near the choice was."""
+    """The main function of a method's process. For a number it answers the questions, as many at a
+    time; for prefixes of `forks` it sends the `gaps` after them."""
     from vllm import LLM
 
     from kangaroo.evaluation.bench import BenchConfig, load_questions
@@ -152,7 +146,7 @@ def serve(pipe: Connection, target: str, args: argparse.Namespace, options: dict
         max_model_len=1024,
         max_num_seqs=max(args.at_once),
         enforce_eager=args.eager,
-        enable_prefix_caching=False,  # a repetition would find its prompts there
+        enable_prefix_caching=False,  # repetitions would find their prompts there
         disable_log_stats=False,
         **options,
     )
@@ -165,28 +159,28 @@ def serve(pipe: Connection, target: str, args: argparse.Namespace, options: dict
         )
         for question in load_questions(BenchConfig())[: args.questions]
     ]
-    answers(llm, prompts[:2], 8, 1)  # warm
+    answers(llm, prompts[:2], 8, 1)  # warm-up
     pipe.send("ready")
-    while (asked := pipe.recv()) is not None:
-        if isinstance(asked, int):
-            pipe.send(answers(llm, prompts, args.tokens, asked))
+    while (message := pipe.recv()) is not None:
+        if isinstance(message, int):
+            pipe.send(answers(llm, prompts, args.tokens, message))
         else:
-            pipe.send(gaps(llm, [prompts[number] + text for number, text in asked.items()]))
+            pipe.send(gaps(llm, [prompts[number] + text for number, text in message.items()]))
 
 
 def measure(args: argparse.Namespace) -> tuple[Results, dict[str, list[float]]]:
-    """Results, and of each way the `gaps` where its texts leave vLLM's own, as far as the table
-    compares them."""
+    """All results, and for each method the `gaps` where its texts differ from vLLM's own; of the
+    first pass, as in the table."""
     from kangaroo.models.embedded import embedded_checkpoint
 
     target = args.target or str(embedded_checkpoint())
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
-    for name, options in ways(args).items():
-        pipes[name], theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, target, args, options), daemon=True)
+    for name, options in drafting_methods(args).items():
+        pipes[name], child = context.Pipe()
+        process = context.Process(target=serve, args=(child, target, args, options), daemon=True)
         process.start()
-        theirs.close()  # so that a process that dies is an EOFError here
+        child.close()  # so that the end of the process is an EOFError here
         pipes[name].recv()
     results: Results = {name: {n: [] for n in args.at_once} for name in pipes}
     for _ in range(args.repeats):
@@ -195,27 +189,27 @@ def measure(args: argparse.Namespace) -> tuple[Results, dict[str, list[float]]]:
                 pipe.send(n)
                 results[name][n].append(pipe.recv())
     compared = {name: passes[args.at_once[0]][0].texts for name, passes in results.items()}
-    apart = {}
+    gaps_by_method = {}
     for name, texts in compared.items():
         pipes["none"].send(forks(texts, compared["none"]))
-        apart[name] = pipes["none"].recv()
+        gaps_by_method[name] = pipes["none"].recv()
     for pipe in pipes.values():
         pipe.send(None)
-    return results, apart
+    return results, gaps_by_method
 
 
-def parted(apart: dict[str, list[float]]) -> str:
-    """A line for each way whose texts are not all vLLM's own."""
+def describe_gaps(gaps_by_method: dict[str, list[float]]) -> str:
+    """A line for each method whose texts are not all vLLM's own."""
     lines = []
-    for name, found in apart.items():
-        if found:
-            near = ", ".join(f"{gap:.3f}" for gap in sorted(found))
+    for name, method_gaps in gaps_by_method.items():
+        if method_gaps:
+            near = ", ".join(f"{gap:.3f}" for gap in sorted(method_gaps))
             lines.append(f"{name}: where a text forks, the two likeliest logits are {near} apart")
     return "\n".join(lines) or "all texts are equal"
 
 
 def table(results: Results) -> str:
-    """Acceptance and equality of the first pass at the first number at once; speeds are medians."""
+    """Acceptance and equal texts are of the first pass at the first number; speeds are medians."""
     at_once = list(results["none"])
     expected = results["none"][at_once[0]][0].texts
     heads = ["drafts", "accepted by position", "drafted a step", "tokens a step", "equal texts"]
@@ -228,8 +222,8 @@ def table(results: Results) -> str:
             cells[1] = " ".join(f"{x / first.drafts:.3f}" for x in first.accepted)
             cells[2] = f"{first.drafted / first.drafts:.2f}"
             cells[3] = f"{1 + sum(first.accepted) / first.drafts:.3f}"
-            same = sum(map(list.__eq__, first.texts, expected))
-            cells[4] = f"{same} of {len(expected)}"
+            equal = sum(map(list.__eq__, first.texts, expected))
+            cells[4] = f"{equal} of {len(expected)}"
         cells += [f"{statistics.median(x.speed for x in passes[n]):.1f}" for n in at_once]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -240,12 +234,12 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in the process we time
-    args = asked()
+    args = parse_arguments()
     settings = {
         name: x for name, x in vars(args).items() if name not in ("kangaroo", "draft_model")
     }
-    results, apart = measure(args)
-    print(f"{table(results)}\n\n{parted(apart)}\n\n{json.dumps(settings)}")
+    results, gaps_by_method = measure(args)
+    print(f"{table(results)}\n\n{describe_gaps(gaps_by_method)}\n\n{json.dumps(settings)}")
 
 
 if __name__ == "__main__":

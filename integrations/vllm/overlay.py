@@ -1,8 +1,8 @@
 """vLLM's CPU wheel with the Python files of another release: overlay.py VERSION FOLDER [PIP_ARGS]
 
-For releases that have no CPU wheel. The compiled parts stay those of the installed wheel; what such
-a release calls of them has to be there. With FOLDER in PYTHONPATH and VLLM_TARGET_DEVICE=cpu it is
-the vLLM that is imported.
+This is for releases that have no CPU wheel. The compiled parts are those of the installed wheel,
+and must have what the release calls. With FOLDER in PYTHONPATH and VLLM_TARGET_DEVICE=cpu, Python
+then imports this vLLM.
 """
 
 import importlib.util

@@ -1,1 +1,1 @@
-"""The commands; with `schema.py`, their types, `command.py` alone knows Hydra."""
+"""The commands. Only `command.py` and `schema.py`, their types, know Hydra."""

@@ -1,4 +1,4 @@
-"""What every command has: a typed config from Hydra, and errors that fit in one line."""
+"""The base of all commands: typed configs from Hydra, and errors in one line."""
 
 import functools
 import gc
@@ -29,23 +29,23 @@ from kangaroo.utils.folders import sole_writer
 from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import NoTracker, Wandb
 
-STOPPED = 130  # the exit code of what Ctrl-C stops: 128 and the signal's number
+INTERRUPTED = 130  # the exit code after Ctrl-C: 128 plus the signal's number
 
 log = logging.getLogger(__name__)
 
-# read when `datasets` is imported, which only commands that need it wait for
+# read by `datasets`, which only some commands import
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
 
 def command(
-    shared: bool = False, goes_on: bool = False
+    shared: bool = False, resumable: bool = False
 ) -> Callable[[Callable[[Any], float | None]], Callable[[], None]]:
-    """A main function that takes the typed config of its name, and says what a user can fix in one
-    line. What it returns is what a sweeper that searches (`hydra/sweeper=optuna`) goes by.
+    """Decorates the main function of a command, whose config has its name. Errors that a user can
+    fix take one line. A search (`hydra/sweeper=optuna`) optimizes the returned value.
 
     Args:
-        shared: several processes can share the work; else torchrun may start but one.
-        goes_on: the same command goes on with what its output holds: two at a time would mix it.
+        shared: several processes of torchrun share the work.
+        resumable: the command resumes what its output folder holds, so only one may write there.
     """
 
     def decorate(run: Callable[[Any], float | None]) -> Callable[[], None]:
@@ -62,22 +62,22 @@ def command(
                 if not shared:
                     ranks.check_alone()
                 check_ranges(config)
-                with sole_writer(Path(config.output), rank) if goes_on else nullcontext():
+                with sole_writer(Path(config.output), rank) if resumable else nullcontext():
                     return run(OmegaConf.to_object(config))
             except KeyboardInterrupt:
-                kept = " What is finished is kept: the same command goes on from there."
+                advice = " What is finished is kept: the same command goes on from there."
                 if rank == 0:
-                    sys.stderr.write(f"\nStopped.{kept if goes_on else ''}\n")
-                end = SystemExit(STOPPED)
+                    sys.stderr.write(f"\nStopped.{advice if resumable else ''}\n")
+                end = SystemExit(INTERRUPTED)
             except Exception as error:
                 fixable = isinstance(error, KangarooError | MissingMandatoryValue)
                 if not (fixable or in_sweep):
                     raise
                 end = SystemExit(f"{type(error).__name__}: {error}")
-                if in_sweep:  # Hydra goes on, and fails after the last job
+                if in_sweep:  # Hydra continues, and fails after the last job
                     log.error("this job failed: %s", end, exc_info=not fixable)
                     end = CompactHydraException(str(end))
-            # beyond the handler, whose traceback holds the target: the next job needs its memory
+            # outside the handler, whose traceback holds the target: the next job needs its memory
             gc.collect()
             raise end
 
@@ -86,49 +86,48 @@ def command(
     return decorate
 
 
-def check_ranges(config: DictConfig, place: str = "") -> None:
-    """Refuse numbers outside of their ranges by their place on the command line."""
+def check_ranges(config: DictConfig, prefix: str = "") -> None:
+    """Refuse numbers outside their ranges, by their names on the command line."""
     kind = OmegaConf.get_type(config)
     values = {str(k): config[k] for k in config if not OmegaConf.is_missing(config, k)}
     if kind is not None and is_dataclass(kind):
-        ranges.check(kind, values, place)
+        ranges.check(kind, values, prefix)
     for name, value in values.items():
         if isinstance(value, DictConfig):
-            check_ranges(value, f"{place}{name}.")
+            check_ranges(value, f"{prefix}{name}.")
 
 
 def sweep_folder() -> Path | None:
-    """The folder of the sweep (`-m`) that this job is one of; None outside a sweep."""
+    """The folder of this job's sweep (`-m`); None outside a sweep."""
     hydra_config = HydraConfig.get()
     return Path(hydra_config.sweep.dir) if hydra_config.mode is RunMode.MULTIRUN else None
 
 
-def tracker_of(logger: NoTracker, model_name: str, ranks: Ranks) -> NoTracker:
-    """The first process alone tracks. The jobs of a sweep (`-m`) lie in one group of W&B, if no
-    other was asked for."""
+def select_tracker(logger: NoTracker, model_name: str, ranks: Ranks) -> NoTracker:
+    """The tracker of this process: the first one's. By default, W&B groups the jobs of a sweep."""
     if isinstance(logger, Wandb) and logger.group is None and (sweep := sweep_folder()):
         logger.group = f"{model_name}-{sweep.name}"
     return logger if ranks.is_first else NoTracker()
 
 
 def plain(config: Any) -> dict[str, Any]:
-    """A command's config as plain JSON values."""
+    """A config as plain JSON values."""
     values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     return cast(dict[str, Any], values)
 
 
-def varied(drafter: DrafterConfig, options: dict[str, list[Any]]) -> dict[str, DrafterConfig]:
-    """A drafter with every combination of values of its options, by its name and these values.
-    Errors: `ConfigError` for an option that it does not have, or a value that it does not take."""
+def combinations(drafter: DrafterConfig, options: dict[str, list[Any]]) -> dict[str, DrafterConfig]:
+    """The drafter with every combination of these options' values, by its name and the values.
+    Errors: `ConfigError` for an option or a value that the drafter does not take."""
     drafters = {}
     for values in itertools.product(*options.values()):
-        chosen = dict(zip(options, values, strict=True))
-        name = ",".join([drafter.name, *(f"{k}={v}" for k, v in chosen.items())])
+        settings = dict(zip(options, values, strict=True))
+        name = ",".join([drafter.name, *(f"{k}={v}" for k, v in settings.items())])
         try:
-            merged = OmegaConf.merge(OmegaConf.structured(drafter), chosen)
+            merged = OmegaConf.merge(OmegaConf.structured(drafter), settings)
             drafters[name] = cast(DrafterConfig, OmegaConf.to_object(merged))
         except OmegaConfBaseException as error:
-            problem = str(error).splitlines()[0]
-            fault = f"variants={options} for drafter={drafter.name}: {problem}."
-            raise ConfigError(fault) from error
+            reason = str(error).splitlines()[0]
+            message = f"variants={options} for drafter={drafter.name}: {reason}."
+            raise ConfigError(message) from error
     return drafters

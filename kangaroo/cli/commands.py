@@ -1,6 +1,5 @@
-"""The commands: measure, time, tune, chat and serve with a drafter; `train` an adapter, `make_data`
-for it; `convert` adapters from other software, for it, to the hub and from it; `prepare` what some
-drafters need besides an adapter, and questions."""
+"""The commands: `evaluate`, `speed`, `tune`, `chat` and `serve` run drafters; `make_data` and
+`train` make adapters; `convert` exchanges them; `prepare` makes what some drafters need besides."""
 
 import logging
 from collections import Counter
@@ -14,7 +13,7 @@ from rich.console import Console
 from kangaroo import chat as talk
 from kangaroo.api import load_target
 from kangaroo.cli import schema
-from kangaroo.cli.command import command, plain, sweep_folder, tracker_of, varied
+from kangaroo.cli.command import combinations, command, plain, select_tracker, sweep_folder
 from kangaroo.cpu.native import torch_multiplies
 from kangaroo.data import store
 from kangaroo.data.filters import list_reasons
@@ -28,9 +27,9 @@ from kangaroo.evaluation import comparison
 from kangaroo.evaluation import speed as benchmark
 from kangaroo.evaluation import tune as tuning
 from kangaroo.evaluation.metrics import scalars
-from kangaroo.evaluation.run import Evaluator, MethodSpec, questions_of
+from kangaroo.evaluation.run import Evaluator, MethodSpec, select_questions
 from kangaroo.evaluation.study import report as study_report
-from kangaroo.evaluation.study.study import study_of
+from kangaroo.evaluation.study.study import read_study
 from kangaroo.heads import adapter_files, export, official
 from kangaroo.hub import transfer
 from kangaroo.hub.transfer import PullConfig, PushConfig
@@ -38,33 +37,26 @@ from kangaroo.models.loading import ModelConfig, meta_model, to_measure
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.serve import serve as run_server
 from kangaroo.training import backend
-from kangaroo.training.estimate import Devices, foresee
+from kangaroo.training.estimate import Devices, forecast
 from kangaroo.training.loop import Trainer
 from kangaroo.training.results import CURVES, write_curves
 from kangaroo.utils import tracking
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line
-from kangaroo.utils.provenance import flat, provenance
+from kangaroo.utils.provenance import flatten, provenance
 from kangaroo.utils.ranks import Ranks, check_alone, join
 from kangaroo.utils.tracking import NoTracker
 
 log = logging.getLogger(__name__)
 
-RESULTS = (".json", ".jsonl", ".md", ".png")  # files of a run that are kept with it
-VLLM_THRESHOLD = 0.6  # the paper's: vLLM does not learn when a draft pays
-SLOW_BFLOAT16 = (
-    "PyTorch multiplies bfloat16 slowly on this processor, which has no AVX-512: training takes "
-    "some five times as long as with model.dtype=float32, and ten times with trainer.muon=true, "
-    "whatever the format. The text can be written in bfloat16 "
-    f"first ({command_line('make_data')}), and the adapter serves either format."
-)
+RESULTS = (".json", ".jsonl", ".md", ".png")  # a run's files that a tracker keeps
+VLLM_THRESHOLD = 0.6  # the paper's, since vLLM does not learn when a draft pays
 
 
-@command(shared=True, goes_on=True)
+@command(shared=True, resumable=True)
 def evaluate(config: schema.EvaluateCommand) -> float | None:
-    """Measure drafters on a bench; print and write the table that compares what a run, or a sweep's
-    jobs so far, have measured, or that of a study; with `results` what follows from results that
-    are there. Returns the speedup of the first drafter, or tokens/s where vanilla did not run."""
+    """Measure drafters on a bench and compare them, or report finished `results` again. Returns the
+    first drafter's speedup, or its tokens/s where vanilla did not run."""
     if config.results is None:
         with join() as ranks:
             return _measure(config, ranks)
@@ -72,7 +64,7 @@ def evaluate(config: schema.EvaluateCommand) -> float | None:
     results = Path(config.results)
     if not results.is_dir():
         raise ConfigError(f"results={results} is no folder; pass the output= of a run.")
-    if config.page is None:  # of a training run, which may be going on
+    if config.page is None:  # a training run, perhaps unfinished
         write_curves(results)
         log.info("%s is in %s", CURVES, results)
     else:
@@ -82,67 +74,64 @@ def evaluate(config: schema.EvaluateCommand) -> float | None:
 
 
 def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
-    """Measure the drafters; the first of the processes alone prints, tracks and compares."""
+    """Measure the drafters; only the first process prints, tracks and compares."""
     sweep, output = sweep_folder(), Path(config.output)
     if sweep is not None and sweep.resolve() not in output.resolve().parents:
         raise ConfigError(
             f"output={output} lies outside the sweep's folder '{sweep}', where its methods are "
             "compared. Leave it out, or pass hydra.sweep.dir= instead."
         )
-    logger = tracker_of(config.logger, config.model.name, ranks)
-    drafters = varied(config.drafter, config.variants)
+    logger = select_tracker(config.logger, config.model.name, ranks)
+    drafters = combinations(config.drafter, config.variants)
     for name in drafters.keys() & config.more.keys():
         raise ConfigError(f"more.{name} is drafter={name} again.")
-    # an experiment's settings stay where ~drafter@more.NAME has left their drafter out
+    # ~drafter@more.NAME removes a drafter, but leaves its settings in an experiment as a dict
     drafters |= {k: more for k, more in config.more.items() if not isinstance(more, dict)}
     for drafter in drafters.values():
-        drafter.settings()  # an adapter that is not there is told before gigabytes are fetched
+        drafter.settings()  # report a missing adapter before gigabytes are downloaded
     lm, tokenizer = load_target(config.model)
-    model, name = asdict(config.model), config.model.name
-    methods = [MethodSpec.of(method, each, lm, model) for method, each in drafters.items()]
+    methods = [MethodSpec.of(name, x, lm, asdict(config.model)) for name, x in drafters.items()]
     if config.race and ranks.is_first:
-        (first, *_), limit = questions_of(config)
+        (first, *_), limit = select_questions(config)
         racers = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
         sampling = replace(config.sampling, seed=config.seed)
         talk.race(lm, tokenizer, racers, first.turns[0], limit, sampling, Console())
-    # before a tracker has begun a run: this may refuse
-    evaluator = Evaluator(lm, tokenizer, methods, config, model_name=name, ranks=ranks)
+    # before the tracker starts a run, since this may refuse
+    evaluator = Evaluator(lm, tokenizer, methods, config, model_name=config.model.name, ranks=ranks)
     if ranks.is_first and not config.resume:
         tracking.forget(output)
-    about = plain(config) | {"provenance": provenance()}
+    settings = plain(config) | {"provenance": provenance()}
     if isinstance(first_drafter := methods[0].drafter, EarlyExit):
-        about["drafter.exit_layer"] = first_drafter.exit_layer  # an axis of a sweep's plots
-    with logger.start(about, output) as tracker:
+        settings["drafter.exit_layer"] = first_drafter.exit_layer  # an axis of a sweep's plots
+    with logger.start(settings, output) as tracker:
         try:
             results = evaluator.finish(tracker.log)
-        finally:
-            # whatever became of this one; a text that is not vanilla's has to show there
+        finally:  # also after an error: the comparison has to show texts that differ from vanilla's
             if ranks.is_first:
                 _compare(config, sweep or output)
         if ranks.is_first:
             _track(results, config, tracker)
     overall = results[0]["overall"]
-    speedup: float | None = overall["speedup"]
-    return overall["tokens_per_second"] if speedup is None else speedup
+    return overall["tokens_per_second"] if overall["speedup"] is None else overall["speedup"]
 
 
 def _track(
     results: list[dict[str, Any]], config: schema.EvaluateCommand, tracker: NoTracker
 ) -> None:
-    """Hand a finished run's results to the tracker."""
+    """Give a finished run's results to the tracker."""
     overall, folder = {r["drafter"]: r["overall"] for r in results}, Path(config.output)
-    numbers = scalars(results[0]["overall"] if len(results) == 1 else flat(overall))
+    numbers = scalars(results[0]["overall"] if len(results) == 1 else flatten(overall))
     tracker.result(numbers, sorted(folder.glob("*.png")))
-    kept = (file for file in sorted(folder.rglob("*")) if file.suffix in RESULTS)
-    files = [file for file in kept if "wandb" not in file.relative_to(folder).parts]
+    results_files = (file for file in sorted(folder.rglob("*")) if file.suffix in RESULTS)
+    files = [file for file in results_files if "wandb" not in file.relative_to(folder).parts]
     name = "-".join((config.model.name, *overall, config.bench.name))
     tracker.save(folder, files, name, "evaluation", numbers)
 
 
 def _compare(config: schema.EvaluateCommand, folder: Path) -> None:
-    """Print and write the study, or the table, of what there is."""
+    """Print and write the study, or the comparison, of all results in a folder."""
     if config.study is not None:
-        if study := study_of(config.study, folder):
+        if study := read_study(config.study, folder):
             study_report.write(study, folder)
             Console().print(study_report.terminal_table(study))
             log.info("%s.md, .json and .png are in %s", config.study.name, folder)
@@ -154,24 +143,24 @@ def _compare(config: schema.EvaluateCommand, folder: Path) -> None:
 
 @command()
 def speed(config: schema.SpeedCommand) -> None:
-    """Measure decoding against the memory's limit."""
+    """Measure the speed of decoding against the memory's limit."""
     lm, tokenizer = load_target(config.model)
     more = {name: drafter.build(lm) for name, drafter in config.more.items()}
     result = benchmark.measure(lm, tokenizer, config.drafter.build(lm), config.speed, more)
     benchmark.write(result, Path(config.output), Console())
 
 
-@command(goes_on=True)
+@command(resumable=True)
 def tune(config: schema.TuneCommand) -> None:
-    """Search and report; write the drafter's settings."""
+    """Find the fastest drafter; write its settings and a report."""
     drafters: dict[str, DrafterConfig] = {}
     for name, drafter in ({config.drafter.name: config.drafter} | config.more).items():
-        for variant, each in varied(drafter, config.search.get(name, {})).items():
-            drafters[name + variant.removeprefix(drafter.name)] = each
+        for variant, settings in combinations(drafter, config.search.get(name, {})).items():
+            drafters[name + variant.removeprefix(drafter.name)] = settings
     lm, tokenizer = load_target(config.model)
     use = to_measure(config.model, f"--config-dir={config.output}", drafter="tuned")
-    settings = {"model": plain(config)["model"], "use": use}
-    report = tuning.tune(lm, tokenizer, drafters, config.drafter, config, **settings)
+    model = plain(config)["model"]
+    report = tuning.tune(lm, tokenizer, drafters, config.drafter, config, model=model, use=use)
     comparison.show(report, Console())
     log.info("%s, %s and report/ are in %s", tuning.SETTINGS, tuning.NUMBERS, config.output)
     log.info("use it: %s", use)
@@ -179,7 +168,7 @@ def tune(config: schema.TuneCommand) -> None:
 
 @command()
 def chat(config: schema.ChatCommand) -> None:
-    """Talk in the terminal until end of file."""
+    """Chat in the terminal until end of file."""
     lm, tokenizer = load_target(config.model)
     engine = Engine(lm, config.drafter.build(lm), tokenizer, prefix_cache=True)
     console = Console()
@@ -193,85 +182,90 @@ def chat(config: schema.ChatCommand) -> None:
 
 @command()
 def serve(config: schema.ServeCommand) -> None:
-    """Answer requests until it is stopped; then finish what runs."""
+    """Serve requests until the process is stopped."""
     run_server(config.model, config.drafter, config)
 
 
-@command(shared=True, goes_on=True)
+@command(shared=True, resumable=True)
 def train(config: schema.TrainCommand) -> float | None:
-    """Say what a training takes; let the target write its data, train adapters on it, and save
-    them. Returns the best held-out compression rate."""
+    """Estimate the training, let the target write its data, and train adapters on it. Returns the
+    best held-out compression rate."""
     with join() as ranks:
-        logger = tracker_of(config.logger, config.model.name, ranks)
+        logger = select_tracker(config.logger, config.model.name, ranks)
         backend.check(config.trainer, ranks)
         check_format(config.model, config.trainer.muon)
-        say_what_it_takes(config, ranks)
+        _log_estimate(config, ranks)
         if config.estimate:
             return None
         lm = _target_with_data(config, ranks)
         output, recipes = Path(config.output), [config.adapter, *config.more.values()]
         samples, about = store.load(Path(config.data.path))
         origin = {"dataset": about, "provenance": provenance()}
-        # before a tracker has begun a run: this may refuse
+        # before the tracker starts a run, since this may refuse
         trainer = Trainer(lm, samples, recipes, config.trainer, output, about, ranks)
         with logger.start(plain(config) | origin, output) as tracker:
             folders = trainer.train(tracker)
             if not ranks.is_first:
                 return None
             numbers = [_report(folder, config.model, tracker) for folder in folders]
-            best = max(numbers, key=lambda each: each["compression_rate"])
+            best = max(numbers, key=lambda x: x["compression_rate"])
             tracker.result(best, [folders[0].parent / CURVES])
             return best["compression_rate"]
 
 
 @command(shared=True)
 def make_data(config: schema.TrainCommand) -> None:
-    """The first part of training alone: let the target write its data."""
+    """Let the target write its training data."""
     with join() as ranks:
-        say_what_it_takes(config, ranks, holds_out=False)
+        _log_estimate(config, ranks, holds_out=False)
         if not config.estimate:
             _target_with_data(config, ranks)
 
 
 def check_format(model: ModelConfig, muon: bool = False) -> None:
-    """Warn where training would be slow in the model's number format, or Muon in its own."""
+    """Warn where training would be slow in the model's number format, or in bfloat16 for Muon."""
     multiplied = torch.bfloat16 if muon else model.dtype.torch
-    if Devices.of(model).place == "cpu" and not torch_multiplies(multiplied):
-        log.warning("%s", SLOW_BFLOAT16)
+    if Devices.of(model).device == "cpu" and not torch_multiplies(multiplied):
+        log.warning(
+            "PyTorch multiplies bfloat16 slowly on this processor, which has no AVX-512: training "
+            "takes some five times as long as with model.dtype=float32, and ten times with "
+            "trainer.muon=true, whatever the format. The text can be written in bfloat16 "
+            f"first ({command_line('make_data')}), and the adapter serves either format."
+        )
 
 
-def say_what_it_takes(config: schema.TrainCommand, ranks: Ranks, holds_out: bool = True) -> None:
-    """Log what the run takes on the devices that it finds; `holds_out` is false where it only
-    writes the data. Errors: `ConfigError` where it cannot fit, or would hold out all there is."""
+def _log_estimate(config: schema.TrainCommand, ranks: Ranks, holds_out: bool = True) -> None:
+    """Log the time and memory that a run needs on its devices; `holds_out` is false where it only
+    writes data. Errors: `ConfigError` where it cannot fit, or would hold out all data."""
     lm, recipes = meta_model(config.model), [config.adapter, *config.more.values()]
     parts = config.model, config.data, config.trainer, ranks.world
-    for line in foresee(lm, recipes, *parts, holds_out):
+    for line in forecast(lm, recipes, *parts, holds_out):
         log.info("%s", line)
-    ranks.wait()  # who loads its target earlier takes memory that others count
+    ranks.wait()  # a target that is loaded earlier would take memory that other processes count
 
 
 def _target_with_data(config: schema.TrainCommand, ranks: Ranks) -> TargetModel:
-    """The target, once the data is there."""
+    """The target, after it has written its data."""
     model = config.model
-    if config.trainer.shard_target:  # it goes to the GPUs part by part, just before training
+    if config.trainer.shard_target:  # it moves to the GPUs in parts, just before training
         model = replace(model, device="cpu", device_map=None)
     lm, tokenizer = load_target(model)
     config.data.make(lm, tokenizer, ranks)
     ranks.wait()
-    about = store.about(Path(config.data.path))
+    about = store.read_provenance(Path(config.data.path))
     counts = (about[name] for name in ("conversations", "tokens", "assistant_tokens"))
     log.info("%d conversations, %d tokens, %d of the assistant, from %s", *counts, config.data.path)
     return lm
 
 
 def _report(folder: Path, model: ModelConfig, tracker: NoTracker) -> dict[str, float]:
-    """Hand a trained adapter to the tracker, and say how to measure it. Returns its numbers."""
+    """Give a trained adapter to the tracker, and log how to measure it. Returns its metrics."""
     saved = adapter_files.read_config(str(folder))
-    described = asdict(saved)
-    # W&B takes a hundred keys; the file among the artifact's has the whole provenance
-    progress = described.pop("training")["progress"]
+    metadata = asdict(saved)
+    # W&B takes a hundred keys; a file of the artifact has the full provenance
+    progress = metadata.pop("training")["progress"]
     files, name = sorted(folder.iterdir()), f"{model.name}-{folder.name}"
-    tracker.save(folder, files, name, "adapter", described | progress)
+    tracker.save(folder, files, name, "adapter", metadata | progress)
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     use = to_measure(model, drafter=saved.architecture.drafter, drafter__adapter=shown)
     log.info("saved %s; measure it: %s", shown, use)
@@ -282,14 +276,14 @@ def _report(folder: Path, model: ModelConfig, tracker: NoTracker) -> dict[str, f
 
 @command()
 def convert_import(config: schema.ImportCommand) -> None:
-    """Turn a checkpoint of the authors' code into an adapter, without the target's weights."""
+    """Convert a checkpoint of the authors' code to an adapter, without the target's weights."""
     lm, folder = meta_model(config.model), Path(config.output)
     if (folder / adapter_files.WEIGHTS).exists():
         raise ConfigError(f"'{folder}' already holds an adapter; pass output= another folder.")
     exit_layer = official.exit_layer(config.exit_layer, lm)
     adapter, origin = official.read(config.source, lm, exit_layer)
-    about = {"imported": origin} | provenance()
-    adapter_files.save(adapter, adapter_files.describe(lm, adapter, about), None, folder)
+    training = {"imported": origin} | provenance()
+    adapter_files.save(adapter, adapter_files.describe(lm, adapter, training), None, folder)
     use = to_measure(config.model, drafter__adapter=folder)
     log.info("%s: exit layer %d of %s; measure it: %s", folder, exit_layer, lm.name, use)
 
@@ -309,7 +303,7 @@ def convert_export(config: schema.ExportCommand) -> None:
 
 @command()
 def convert_push(config: PushConfig) -> None:
-    """Upload an adapter, or show what would be."""
+    """Upload an adapter, or show what would be uploaded."""
     if address := transfer.push(config):
         log.info("uploaded: %s", address)
     else:
@@ -319,7 +313,7 @@ def convert_push(config: PushConfig) -> None:
 
 @command()
 def convert_pull(config: PullConfig) -> None:
-    """Fetch an adapter, check it, and say how to measure it."""
+    """Download an adapter, check it, and log how to measure it."""
     adapter, folder = transfer.pull(config), config.output
     options = {"drafter": adapter.architecture.drafter, "drafter__adapter": folder}
     use = to_measure(adapter.target, **options, bench="demo")
@@ -328,8 +322,8 @@ def convert_pull(config: PullConfig) -> None:
 
 @command()
 def prepare_datastore(config: schema.DatastoreCommand) -> None:
-    """Make a finished dataset and text files searchable."""
-    datastore.check_installed()  # told before hours of writing data
+    """Index a finished dataset and text files for lookups."""
+    datastore.check_installed()  # before hours of writing data
     lm, tokenizer = load_target(config.model)
     if config.data is not None:
         config.data.make(lm, tokenizer)
@@ -343,7 +337,7 @@ def prepare_datastore(config: schema.DatastoreCommand) -> None:
 
 @command()
 def prepare_layers(config: schema.LayersCommand) -> None:
-    """Search a subset of layers on the data's end, and write it."""
+    """Search the layers to skip on the end of the data, and write them."""
     lm, tokenizer = load_target(config.model)
     config.data.make(lm, tokenizer)
     samples, _ = store.load(Path(config.data.path))
@@ -354,7 +348,7 @@ def prepare_layers(config: schema.LayersCommand) -> None:
 
 @command()
 def prepare_split(config: schema.SplitCommand) -> None:
-    """Split questions into some to learn from and some to measure on."""
+    """Split questions into a training set and a test set."""
     unreadable = Counter[str]() if config.skip_bad else None
     parts = split(Source(config.source), config.held, config.seed, unreadable)
     parts.write(Path(config.output))

@@ -1,6 +1,5 @@
-"""What can be written on the command line: each command's groups and fields, by their dataclasses.
-They become Hydra's types, so a mistyped key or a wrong type is refused before anything is loaded.
-"""
+"""The configs of all commands as dataclasses. As Hydra's types they refuse misspelt keys and values
+of a wrong type before anything is loaded."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,56 +26,54 @@ from kangaroo.models.loading import ModelConfig
 from kangaroo.serving.serve import ServeConfig
 from kangaroo.training.recipe import AdapterRecipe, TrainerConfig
 from kangaroo.utils.discovery import classes
-from kangaroo.utils.folders import fitting, named_by, of_project
+from kangaroo.utils.folders import overrides_suffix, project_folder, shorten_names
 from kangaroo.utils.ranges import Count, Ranged, Seed
 from kangaroo.utils.tracking import NoTracker, Wandb
 
-CONFIGS = str(of_project("configs"))
-# Of trees and drafts, by drafter and option, and of the paper's experiments: a choice of hardware=.
-Sizes = dict[str, dict[str, Any]]
-# The smaller model with its tokens that drafts for a model, by family (drafter=draft_model).
+CONFIGS = str(project_folder("configs"))
+# Small models with the vocabulary of a model family, for drafter=draft_model.
 DRAFT_MODELS = {"vicuna": "double7/vicuna-68m", "llama-2": "JackFram/llama-68m"}
 
 
 @dataclass
 class TrainCommand:
-    """`python train.py`: a target, its data, how to train, where to log."""
+    """`train.py`: a target, its data, the recipe and the logger."""
 
     model: ModelConfig = MISSING
     data: Any = MISSING
     adapter: AdapterRecipe = MISSING
-    more: dict[str, AdapterRecipe] = field(default_factory=dict)  # from the same frozen pass
+    more: dict[str, AdapterRecipe] = field(default_factory=dict)  # trained in the same pass
     trainer: TrainerConfig = MISSING
     logger: Any = MISSING
     output: str = MISSING
-    estimate: bool = False  # only say what it takes, and whether it fits
+    estimate: bool = False  # only log the needed time and memory, and whether they fit
 
 
 @dataclass
 class DraftingCommand:
-    """What decodes with a drafter."""
+    """The fields of commands that decode with a drafter."""
 
     model: ModelConfig = MISSING
     drafter: Any = MISSING
-    hardware: Sizes = field(default_factory=dict)
+    hardware: dict[str, dict[str, Any]] = field(default_factory=dict)  # sizes by drafter, option
 
 
 @dataclass
 class EvaluateCommand(DraftingCommand, EvaluateConfig):
-    """`evaluate.py`: a target, a drafter, what they are asked; or a page of finished results."""
+    """`evaluate.py`: a target, drafters and a bench; or a page of finished results."""
 
     variants: dict[str, list[Any]] = field(default_factory=dict)  # values of the drafter's options
     more: dict[str, Any] = field(default_factory=dict)  # drafters that answer the same questions
     logger: Any = MISSING
-    study: StudyConfig | None = None  # what the results are a table and a plot of
-    race: bool = False  # before that, the first question by each method, side by side as they write
-    results: str | None = None  # a folder of finished results, which nothing is added to
-    page: str | None = None  # the Markdown file that tells them
+    study: StudyConfig | None = None  # summarizes the results in a table and a plot
+    race: bool = False  # first show each method answer the first question, side by side
+    results: str | None = None  # a folder of finished results to report again
+    page: str | None = None  # the Markdown page that reports them
 
 
 @dataclass
 class SpeedCommand(DraftingCommand):
-    """`scripts/speed.py`: how fast, against what the memory allows."""
+    """`scripts/speed.py`: decoding speed against the memory's limit."""
 
     more: dict[str, Any] = field(default_factory=dict)  # drafters that answer the same questions
     speed: SpeedConfig = field(default_factory=SpeedConfig)
@@ -85,7 +82,7 @@ class SpeedCommand(DraftingCommand):
 
 @dataclass
 class ChatCommand(DraftingCommand):
-    """`scripts/chat.py`: a target, a drafter, how tokens are chosen."""
+    """`scripts/chat.py`: a target, a drafter and how to sample."""
 
     sampling: Sampling = field(default_factory=Sampling)
     chat: ChatConfig = field(default_factory=ChatConfig)
@@ -93,20 +90,20 @@ class ChatCommand(DraftingCommand):
 
 @dataclass
 class ServeCommand(DraftingCommand, ServeConfig):
-    """`scripts/serve.py`: a target and a drafter, for many at a time."""
+    """`scripts/serve.py`: a target and a drafter for many requests at a time."""
 
 
 @dataclass
 class TuneCommand(DraftingCommand, TuneConfig):
-    """`scripts/tune.py`: the fastest drafter and its settings; `drafter` is today's."""
+    """`scripts/tune.py`: a search for the fastest drafter; `drafter` is the current one."""
 
-    more: dict[str, Any] = field(default_factory=dict)  # drafters that are tried beside today's
-    search: dict[str, dict[str, list[Any]]] = field(default_factory=dict)  # options, by drafter
+    more: dict[str, Any] = field(default_factory=dict)  # other drafters to try
+    search: dict[str, dict[str, list[Any]]] = field(default_factory=dict)  # options by drafter
 
 
 @dataclass
 class DatastoreCommand:
-    """`scripts/prepare.py datastore`: documents that drafters may search."""
+    """`scripts/prepare.py datastore`: documents in which drafters look continuations up."""
 
     model: ModelConfig = MISSING
     data: Any = None  # a dataset; '~data' on the command line leaves it out
@@ -116,7 +113,7 @@ class DatastoreCommand:
 
 @dataclass
 class LayersCommand:
-    """`scripts/prepare.py layers`: which layers a draft may skip."""
+    """`scripts/prepare.py layers`: a search for layers that drafting may skip."""
 
     model: ModelConfig = MISSING
     data: Any = MISSING
@@ -126,30 +123,30 @@ class LayersCommand:
 
 @dataclass
 class SplitCommand(Ranged):
-    """`scripts/prepare.py split`: questions to learn from, and others to measure on."""
+    """`scripts/prepare.py split`: questions split into training and test sets."""
 
-    source: str = MISSING  # in any form that data.source= takes
+    source: str = MISSING  # in any format of data.source=
     output: str = MISSING
-    held: Count = 64  # questions to hold out of each task
-    seed: Seed = 0  # of the choice and of the order
-    skip_bad: bool = False  # leave out what cannot be read
+    held: Count = 64  # test questions of each task
+    seed: Seed = 0  # of the choice and the order
+    skip_bad: bool = False  # leave out questions that cannot be read
 
 
 @dataclass
 class ImportCommand(Ranged):
-    """`scripts/convert.py import`: a checkpoint of the authors' code becomes an adapter."""
+    """`scripts/convert.py import`: an adapter from a checkpoint of the authors' code."""
 
     model: ModelConfig = MISSING
-    source: str = MISSING  # its folder, or hub id
-    exit_layer: Count | None = None  # how many layers lie below it; that of released ones is known
+    source: str = MISSING  # folder or hub id
+    exit_layer: Count | None = None  # layers below the adapter; None for the authors' releases
     output: str = MISSING
 
 
 class Layout(Enum):
-    """What `scripts/convert.py export` makes of an adapter."""
+    """The format that `scripts/convert.py export` writes."""
 
-    draft_model = "draft_model"  # the target's first layers too, for vLLM, SGLang, transformers
-    vllm = "vllm"  # the adapter alone, for the plugin kangaroo-vllm
+    draft_model = "draft_model"  # with the target's first layers, for vLLM, SGLang, transformers
+    vllm = "vllm"  # only the adapter, for the plugin kangaroo-vllm
 
     def __str__(self) -> str:
         return self.value  # in the name of the output folder
@@ -165,41 +162,36 @@ class ExportCommand:
     output: str = MISSING
 
 
-# Choices that have no file: those of a group by name, each a type with its defaults.
-CHOICES: dict[str, dict[str, Any]] = {
-    "logger": {"none": NoTracker, "wandb": Wandb},
-    "trainer": {"default": TrainerConfig, "deepspeed": TrainerConfig(zero_stage=1)},
-    "model": {"schema": ModelConfig},
-    "bench": {"schema": BenchConfig},
-    "adapter": {"schema": AdapterRecipe},
-    "data": {
-        "self_synthesis_schema": SynthesisConfig,
-        "conversations_schema": ConversationsConfig,
-        "mix_schema": MixConfig,
-    },
-}
-
-
 def register() -> None:
-    """Tell Hydra the types of all groups, and the choices that are sections of a file."""
+    """Register the types of all groups, and the choices that are sections of a file."""
     store = ConfigStore.instance().store
     drafters = classes("kangaroo.drafters", DrafterConfig)
-    choices = CHOICES | {
+    choices: dict[str, dict[str, Any]] = {
+        "logger": {"none": NoTracker, "wandb": Wandb},
+        "trainer": {"default": TrainerConfig, "deepspeed": TrainerConfig(zero_stage=1)},
+        "model": {"schema": ModelConfig},
+        "bench": {"schema": BenchConfig},
+        "adapter": {"schema": AdapterRecipe},
+        "data": {
+            "self_synthesis_schema": SynthesisConfig,
+            "conversations_schema": ConversationsConfig,
+            "mix_schema": MixConfig,
+        },
         "drafter": {f"{name}_schema": kind for name, kind in drafters.items()},
         "adapter/architecture": dict(classes("kangaroo.heads", HeadConfig)),
     }
     for group, types in choices.items():
         for name, kind in types.items():
             store(group=group, name=name, node=kind)
-    functions: tuple[Any, ...] = bench_name, fitting, hardware_here
-    resolvers = {function.__name__: function for function in functions}
-    resolvers |= {"overrides": named_by, "if": lambda x, a, b: b if x is None else a}
+    resolvers: dict[str, Any] = {"bench_name": bench_name, "hardware_here": hardware_here}
+    resolvers |= {"fitting": shorten_names, "overrides": overrides_suffix}
+    resolvers["if"] = lambda x, a, b: b if x is None else a
     resolvers["draft_model_of"] = lambda model: next(
         (name for family, name in DRAFT_MODELS.items() if model.startswith(family)), None
     )
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
-    for command in ("convert", "prepare"):  # whose second word says which section is theirs
+    for command in ("convert", "prepare"):  # each action has a section
         for action, config in sections(f"{command}.yaml").items():
             store(name=f"{command}_{action}", node=config)
     for file in sorted(Path(CONFIGS, "groups").glob("*.yaml")):
@@ -212,7 +204,7 @@ def register() -> None:
 
 
 def sections(file: str) -> dict[str, dict[str, Any]]:
-    """The configs of a file in `configs`, one a section, by name."""
+    """The sections of a file in `configs`, each a config, by name."""
     return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(Path(CONFIGS, file))))
 
 

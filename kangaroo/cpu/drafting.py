@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from ctypes import Structure
 
 import numpy as np
-import torch
 
 from kangaroo.cpu import native
 from kangaroo.cpu.buffers import DraftBuffers
@@ -148,7 +147,7 @@ class HybridDrafting(LayerDrafting):
         drafter = self.drafter
         self.catch_up(buffers, batch)
         drafter.take_costs(batch.budget, len(rows), shared_states=True)
-        sources = {row: drafter.asked(batch, row) for row in rows}
+        sources = {row: drafter.update_sources(batch, row) for row in rows}
         growing = [row for row, source in sources.items() if drafter.pays(source)]
         for row in growing:  # one pass gives their states together with the pending token's
             buffers.add(row, sources[row].likeliest_lookup.tokens)
@@ -159,7 +158,7 @@ class HybridDrafting(LayerDrafting):
             buffers.draft(growing, drafter.threshold, a_token)
             for row in growing:
                 choices = buffers.choices[row].tolist(), buffers.chances[row].tolist()
-                sources[row].chain.add(list(zip(*choices, strict=True))[: drafter.head.size])
+                sources[row].chain.append(list(zip(*choices, strict=True))[: drafter.head.size])
             growing = [row for row in growing if drafter.pays(sources[row])]
         for row, source in sources.items():
             tree = best_tree(drafter.costs, source, drafter.nodes)
@@ -230,10 +229,8 @@ class DraftModelDrafting(NativeDrafting):
                 break
             at += 1
         if len(text) - at > UNREAD:
-            chunk = drafter.lm.prompt_chunk(last)
-            for first in range(at, last, chunk):
-                part_1T = torch.tensor([text[first : min(first + chunk, last)]])
-                drafter.read_chunk(part_1T, first, row)
+            drafter.read[row] = at
+            drafter.read_text(text, row, last)
             at = last
         last_id = drafter.vocab_size - 1  # the target's further ids are padding
         pending = [min(token, last_id) for token in text[at:]]

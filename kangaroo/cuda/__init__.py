@@ -1,5 +1,5 @@
-"""Decoding in Triton on a CUDA device: `layers` needs the package triton, so it is imported where
-it can decode.
+"""Decoding with Triton kernels on a CUDA device. `layers` needs the package triton, so it is
+imported only where it can decode.
 """
 
 import logging
@@ -13,17 +13,16 @@ from kangaroo.cpu.native import Sizes
 log = logging.getLogger(__name__)
 
 DTYPES = torch.float16, torch.bfloat16, torch.float32
-LEAST_CAPABILITY = 8, 0  # of a card that multiplies matrices of bfloat16
+LEAST_CAPABILITY = 8, 0  # cards from here on multiply bfloat16 matrices
 WIDEST_HEAD = 256
-LARGEST_GROUP = 16  # query heads that share a key head: columns of a product
+LARGEST_GROUP = 16  # query heads for each key head, which are columns of a product
 
 
 def usable_layers(
     dtype: torch.dtype, sizes: Sizes, is_plain: bool, device: torch.device
 ) -> ModuleType | None:
-    """The module `kangaroo.cuda.layers`; None, with a warning that says why, where it cannot run
-    such layers here, or a model that is not plain: that computes what its weights say, with SiLU.
-    """
+    """The module `kangaroo.cuda.layers`; None, with a warning, if it cannot run such layers here. A
+    plain model uses SiLU, and has no hooks and no other weights than usual."""
     reason = reason_against(dtype, sizes, is_plain, device)
     if reason is None:
         from kangaroo.cuda import layers
@@ -41,7 +40,7 @@ def usable_layers(
 def reason_against(
     dtype: torch.dtype, sizes: Sizes, is_plain: bool, device: torch.device
 ) -> str | None:
-    """Why the kernels cannot run such a model, if they cannot."""
+    """The reason why the kernels cannot run such a model; None if they can."""
     size, group = sizes.head_size, sizes.heads // sizes.kv_heads
     if find_spec("triton") is None:
         return "the package triton is not installed"

@@ -1,8 +1,8 @@
-"""CUDA graphs: work on tensors of unchanging shape, recorded once and replayed.
+"""CUDA graphs: work on tensors of fixed shapes, recorded once and replayed.
 
-A step of decoding launches hundreds of small kernels, which takes the host longer than they take
-the GPU. A graph holds bare addresses: whoever records says whose memory the work uses besides its
-inputs, and a graph never outlives that.
+A step of decoding is hundreds of small kernels, and launching them takes longer than running them.
+A graph holds bare addresses, so callers name the caches that the work uses, and a graph is deleted
+with them.
 """
 
 import time
@@ -19,22 +19,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from kangaroo.engine.cache import KVCache, Tensors, tensors_in, with_tensors
 
-WARM_UPS = 2  # libraries allocate and choose kernels in their first calls, which no graph may hold
-MOST_TOKENS = 512  # a pass over more keeps the GPU busy for longer than its launch takes
-MOST_GRAPHS = 1024  # of one model; the one used longest ago gives way
+WARM_UPS = 2  # libraries allocate and choose kernels in their first calls, outside of any graph
+MOST_TOKENS = 512  # a pass over more takes the GPU longer than the host needs for the launches
+MOST_GRAPHS = 1024  # of one model; the least recently used one is deleted
 
 Key = tuple[Any, ...]
-Record = Callable[[Callable[[], None]], Callable[[], Any]]  # gives what repeats the work
+Record = Callable[[Callable[[], None]], Callable[[], Any]]  # returns a function that replays
 
 
 @dataclass
 class Recorded:
-    """One graph.
-
-    Args:
-        inputs, results: what it reads, where a call copies its own, and what a replay writes. They
-            are not in the graphs' pool, where a replay overwrites what later graphs have left.
-    """
+    """A graph that reads `inputs` and writes `results`, outside of the memory pool it shares."""
 
     inputs: list[Tensor]
     replay: Callable[[], Any]
@@ -42,28 +37,25 @@ class Recorded:
 
 
 class Graphs:
-    """Recorded work, by caches and key, on one device.
+    """Recorded work, by caches and key, on one device. Besides its inputs, work may use the weights
+    of the model and of a drafter that owns one of the caches."""
 
-    Besides its inputs, work may use the weights of the model and of a drafter that owns one of the
-    caches. Work that is recorded may call these graphs again: that becomes part of it.
-    """
-
-    seconds = 0.0  # spent on recording by all models, which is no part of decoding
+    seconds = 0.0  # all models' time for recording, which does not count as decoding
 
     def __init__(self, device: torch.device, record: Record | None = None, most: int = MOST_GRAPHS):
         self.device, self.most = device, most
         self.record = record or GraphRecorder(device)
         self.made: OrderedDict[Key, Recorded] = OrderedDict()
-        self.watched: set[int] = set()  # serials of caches whose end will be told
-        self.dead: list[int] = []  # serials of caches that ended while something was recorded
-        self.static = WeakIdKeyDictionary()  # tensors that are rewritten in place, call after call
+        self.watched: set[int] = set()  # serials of live caches
+        self.dead: list[int] = []  # serials of caches that were freed during a recording
+        self.static = WeakIdKeyDictionary()  # tensors that calls rewrite in place
         self.recording = False
-        # CUDA gives a pool up with the last graph in it, and refuses to record there again. Caches
-        # come and go with all their graphs; this empty one stays.
+        # CUDA deletes a pool with its last graph, and cannot record there again. Caches take all
+        # their graphs with them; this empty one stays.
         self.keeps_pool = self.record(lambda: None)
 
-    def take(self, tokens: int) -> bool:
-        """Whether work on so many tokens is recorded; more are a prefill or training."""
+    def takes(self, tokens: int) -> bool:
+        """Whether work on so many tokens is recorded. A prefill or training has more."""
         return not self.recording and tokens <= MOST_TOKENS and not torch.is_grad_enabled()
 
     def __call__(
@@ -74,61 +66,59 @@ class Graphs:
         *inputs: Any,
         rehearsal: Tensors | None = None,
     ) -> Any:
-        """The results of `work(*inputs)`, which must do the same for every call of this key.
-        Inputs and results are tensors, or hold some (`tensors_in`); all else in them stays what it
-        was when this was recorded.
-
-        The next call with this key overwrites the results.
+        """The results of `work(*inputs)`, which must do the same in every call with this key. Only
+        tensors in inputs and results (`tensors_in`) change from call to call. The next call with
+        this key overwrites the results.
 
         Args:
-            caches: all that the work reads or writes; when one of them ends, the graph does.
+            caches: all that the work reads or writes; the graph is deleted with any of them.
             key: names the work and everything about it that is not in a tensor.
-            work: None gives the inputs themselves, in the same place call after call: work that
-                takes them as inputs need not copy them.
-            rehearsal: inputs to run with before recording; needed where a second run with the same
-                inputs would not leave everything as the first did.
+            work: None returns the inputs as tensors that stay in place from call to call, so that
+                other work with these inputs need not copy them.
+            rehearsal: inputs to run with before recording, needed if a second run with the same
+                inputs would leave another state than one.
         """
         if self.recording:
             return inputs if work is None else work(*inputs)
         while self.dead:
             self._forget(self.dead.pop())
-        given, serials = tensors_in(inputs), tuple(cache.serial for cache in caches)
-        whole = (serials, *key, *(x.shape for x in given))
-        with torch.inference_mode():  # wherever the call comes from, the tensors are of one kind
-            if whole not in self.made:
+        tensors, serials = tensors_in(inputs), tuple(cache.serial for cache in caches)
+        full_key = (serials, *key, *(x.shape for x in tensors))
+        with torch.inference_mode():  # all tensors are inference tensors, whoever calls
+            if full_key not in self.made:
                 self._watch(caches)
-                self._make(whole, work, rehearsal or inputs)
-            self.made.move_to_end(whole)
-            graph = self.made[whole]
-            pairs = zip(graph.inputs, given, strict=True)
-            stale = [pair for pair in pairs if pair[0] is not pair[1]]
-            for dtype in {x.dtype for _, x in stale}:  # of each all at once
-                same = [pair for pair in stale if pair[1].dtype == dtype]
-                torch._foreach_copy_([place for place, _ in same], [x for _, x in same])
+                self._make(full_key, work, rehearsal or inputs)
+            self.made.move_to_end(full_key)
+            graph = self.made[full_key]
+            pairs = zip(graph.inputs, tensors, strict=True)
+            changed = [(to, x) for to, x in pairs if to is not x]
+            for dtype in {x.dtype for _, x in changed}:  # one copy for each dtype
+                copies = [(to, x) for to, x in changed if x.dtype == dtype]
+                torch._foreach_copy_([to for to, _ in copies], [x for _, x in copies])
             graph.replay()
         return graph.results
 
-    def _make(self, whole: Key, work: Callable[..., Any] | None, inputs: tuple[Any, ...]) -> None:
+    def _make(self, key: Key, work: Callable[..., Any] | None, inputs: tuple[Any, ...]) -> None:
         self._wait()
         start = time.perf_counter()
-        held = [x if x in self.static else x.clone() for x in tensors_in(inputs)]
-        graph = Recorded(held, lambda: None, with_tensors(inputs, iter(held)))
+        kept = [x if x in self.static else x.clone() for x in tensors_in(inputs)]
+        graph = Recorded(kept, lambda: None, with_tensors(inputs, iter(kept)))
         if work is not None:
 
             def run() -> Any:
-                return work(*with_tensors(inputs, iter(held)))  # made anew: a tree keeps its masks
+                return work(*with_tensors(inputs, iter(kept)))  # new objects: a tree caches masks
 
             self.recording = True
             try:
                 results = run()
-                places = [torch.empty_like(x) for x in tensors_in(results)]
-                graph.results = with_tensors(results, iter(places))
-                graph.replay = self.record(lambda: _fill(places, tensors_in(run())))
+                outputs = [torch.empty_like(x) for x in tensors_in(results)]
+                graph.results = with_tensors(results, iter(outputs))
+                graph.replay = self.record(lambda: _copy(tensors_in(run()), outputs))
             finally:
                 self.recording = False
         for tensor in tensors_in(graph.results):
             self.static[tensor] = True
-        self.made[whole] = graph
+        self.made[key] = graph
         if len(self.made) > self.most:
             self.made.popitem(last=False)
         self._wait()
@@ -138,7 +128,7 @@ class Graphs:
         for cache in caches:
             if cache.serial not in self.watched:
                 self.watched.add(cache.serial)
-                weakref.finalize(cache, _ended, weakref.ref(self), cache.serial).atexit = False
+                weakref.finalize(cache, _on_freed, weakref.ref(self), cache.serial).atexit = False
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -150,22 +140,22 @@ class Graphs:
             del self.made[key]
 
 
-def _fill(places: list[Tensor], values: list[Tensor]) -> None:
-    for place, value in zip(places, values, strict=True):
-        place.copy_(value)
+def _copy(values: list[Tensor], outputs: list[Tensor]) -> None:
+    for value, output in zip(values, outputs, strict=True):
+        output.copy_(value)
 
 
-def _ended(graphs: weakref.ref[Graphs], serial: int) -> None:
-    """A cache is gone. During a recording nothing may be freed: the next call does it."""
-    alive = graphs()
-    if alive is not None and alive.recording:
-        alive.dead.append(serial)
-    elif alive is not None:
-        alive._forget(serial)
+def _on_freed(reference: weakref.ref[Graphs], serial: int) -> None:
+    """Delete a freed cache's graphs; during a recording leave it to the next call."""
+    graphs = reference()
+    if graphs is not None and graphs.recording:
+        graphs.dead.append(serial)
+    elif graphs is not None:
+        graphs._forget(serial)
 
 
 class GraphRecorder:
-    """Records CUDA graphs, all in one pool of memory: none runs while another does."""
+    """Records CUDA graphs in one memory pool, which works since they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

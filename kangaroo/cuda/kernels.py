@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What all kernels share, and what lies between products and attention: embeddings, norms, and of
+"""Functions for all kernels, and kernels beside products and attention: embeddings, norms, and for
 whole texts rotation and gates.
 
-Every kernel obeys one rule: what it computes for a token is the same, bit by bit, whatever is
-computed beside it. Sums are in fixed blocks in a fixed order; counts of tokens, rows and slots are
-no part of a compiled program (`do_not_specialize`).
+Every kernel computes the same bits for a token, whatever else is in the batch. Sums are in fixed
+blocks in a fixed order, and programs are not specialised for counts of tokens, rows and slots
+(`do_not_specialize`).
 
-Triton's interpreter has no arithmetic in bfloat16, and says nothing. So `numbers` are float32
-there, and `rounded` and `write` round as a card does.
+Triton's interpreter silently has no bfloat16 arithmetic. So `numbers` are float32 there, and
+`rounded` and `write` round as a GPU does.
 
 Shapes: N tokens, T of a row, K inputs, V vocabulary, P parts of a sum, H heads, D head size, O
 outputs.
@@ -19,14 +19,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# constexpr: kernels read no other globals
+# kernels can read only globals that are constexpr
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """First thing in every kernel: what was launched before has ended, and all that it wrote is
-    there. The next kernel may come to the processors now, and waits here in its turn."""
+    """Called first in every kernel: wait until the kernel before has ended and its writes are
+    visible, then let the next kernel start, which waits here in turn."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -34,7 +34,7 @@ def wait(PDL: tl.constexpr):
 
 @triton.jit
 def numbers(x):
-    """What was loaded, to calculate with."""
+    """Loaded values in a format that arithmetic works with."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         return bits.to(tl.float32, bitcast=True)
@@ -44,13 +44,13 @@ def numbers(x):
 
 @triton.jit
 def read(pointers, mask):
-    """Numbers, 0 where masked."""
+    """Load `numbers`, 0 where masked."""
     return numbers(tl.load(pointers, mask=mask, other=0.0))
 
 
 @triton.jit
 def rounded(x, FORMAT: tl.constexpr):
-    """Float32 in a format, to nearest and even."""
+    """Float32 rounded to a format, to nearest even."""
     if INTERPRETED and tl.bfloat16 == FORMAT:
         bits = x.to(tl.uint32, bitcast=True)
         bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
@@ -61,7 +61,7 @@ def rounded(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def write(pointers, x, mask):
-    """Float32, in the format of its place."""
+    """Store float32 in the format of the destination."""
     x = rounded(x, pointers.dtype.element_ty)
     if INTERPRETED and pointers.dtype.element_ty == tl.bfloat16:
         bits = (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
@@ -94,13 +94,8 @@ def norm_kernel(
     NORMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`sum = x + parts`, these `[P, N, K]` in their order, then its norm. Programs: N.
-
-    Args:
-        STRIDE: of `normed`, from token to token.
-        PARTS: 0 for the norm of x alone.
-        NORMS: whether there is a norm.
-    """
+    """`sum = x + parts`, with parts `[P, N, K]` added in order, then its norm if NORMS. Without
+    PARTS there is only the norm of x. STRIDE is that of `normed` between tokens. Programs: N."""
     wait(PDL)
     n, k = tl.program_id(0).to(tl.int64), tl.arange(0, BK)
     inside = k < K
@@ -134,18 +129,15 @@ def rotate_kernel(
     NORMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Queries or keys `[N, H, D]`, normed where there is a norm, and rotated, in their place.
-    Programs: N.
-
-    Args:
-        ROW: from one row's cosines `[T, D]` to the next one's.
-    """
+    """Norm queries or keys `[N, H, D]` if NORMS, and rotate them, in place. ROW is the stride
+    between the cosines `[T, D]` of rows. Programs: N."""
     wait(PDL)
     n = tl.program_id(0).to(tl.int64)
     head, d = tl.arange(0, HP)[:, None], tl.arange(0, HALF)[None, :]
     half = D // 2
-    at, inside = (n * H + head) * D + d, (head < H) & (d < half)
-    a, b = read(x_ptr + at, inside).to(tl.float32), read(x_ptr + at + half, inside).to(tl.float32)
+    offset, inside = (n * H + head) * D + d, (head < H) & (d < half)
+    a = read(x_ptr + offset, inside).to(tl.float32)
+    b = read(x_ptr + offset + half, inside).to(tl.float32)
     if NORMS:
         factor = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
         a = rounded(a * factor, x_ptr.dtype.element_ty).to(tl.float32)
@@ -154,18 +146,18 @@ def rotate_kernel(
         b *= read(norm_ptr + d + half, d < half).to(tl.float32)
         a = rounded(a, x_ptr.dtype.element_ty).to(tl.float32)
         b = rounded(b, x_ptr.dtype.element_ty).to(tl.float32)
-    turn = (n // T) * ROW + (n % T) * D + d
-    cos = read(cos_ptr + turn, d < half).to(tl.float32)
-    sin = read(sin_ptr + turn, d < half).to(tl.float32)
-    write(x_ptr + at, a * cos - b * sin, inside)
-    write(x_ptr + at + half, b * cos + a * sin, inside)
+    rope_offset = (n // T) * ROW + (n % T) * D + d
+    cos = read(cos_ptr + rope_offset, d < half).to(tl.float32)
+    sin = read(sin_ptr + rope_offset, d < half).to(tl.float32)
+    write(x_ptr + offset, a * cos - b * sin, inside)
+    write(x_ptr + offset + half, b * cos + a * sin, inside)
 
 
 @triton.jit(do_not_specialize=["NUMBERS"])
 def gate_kernel(gate_ptr, up_ptr, NUMBERS, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """`silu(gate) * up`, `[N, O]`, in the place of the gate. Programs: blocks of numbers."""
+    """`silu(gate) * up`, `[N, O]`, in place of the gate. Programs: blocks of numbers."""
     wait(PDL)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = read(gate_ptr + at, at < NUMBERS).to(tl.float32)
-    up = read(up_ptr + at, at < NUMBERS).to(tl.float32)
-    write(gate_ptr + at, gate * tl.sigmoid(gate) * up, at < NUMBERS)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate = read(gate_ptr + offset, offset < NUMBERS).to(tl.float32)
+    up = read(up_ptr + offset, offset < NUMBERS).to(tl.float32)
+    write(gate_ptr + offset, gate * tl.sigmoid(gate) * up, offset < NUMBERS)

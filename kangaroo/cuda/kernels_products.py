@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,assignment"
 # ruff: noqa: E741, RUF005, SIM102 (Triton takes no starred tuple, nor a constant beside an `and`)
-"""Products of weights and a few tokens: every weight is read once for up to 64 of them.
+"""Products of weights and a few tokens; every weight is read once for up to 64 tokens.
 
-The weights are the first operand, and 16 tokens the second, always: more tokens go into further
-accumulators of 16, or to other programs. An instruction that takes more columns would sum in
-another order.
+The first operand is always weights, and the second 16 tokens, since instructions with more columns
+sum in another order. More tokens have further accumulators of 16, or other programs.
 
 Shapes: N tokens, K inputs, O outputs, P parts over the inputs, H query heads, G key heads, D head
 size, B tiles of the outputs. A program has BO outputs of TOKENS tokens, and reads BK inputs at a
@@ -19,7 +18,7 @@ from kangaroo.cuda.kernels import numbers, read, rounded, wait, write
 
 @triton.jit
 def zeros(BO: tl.constexpr, COUNT: tl.constexpr):
-    """So many accumulators of 16 tokens."""
+    """`COUNT` accumulators of 16 tokens."""
     sums = ()
     for _ in tl.static_range(COUNT):
         sums = sums + (tl.zeros([BO, 16], tl.float32),)
@@ -28,16 +27,16 @@ def zeros(BO: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def weights(w_ptr, rows, O, k, K: tl.constexpr, BK: tl.constexpr):
-    """Rows of a matrix `[O, K]`, their inputs k to k + BK."""
+    """Inputs k to k + BK of these rows of a matrix `[O, K]`."""
     cols = k + tl.arange(0, BK)
     inside = (rows < O)[:, None] & (cols < K)[None, :]
-    at = w_ptr + rows[:, None].to(tl.int64) * K + cols[None, :]
-    return numbers(tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first"))
+    pointers = w_ptr + rows[:, None].to(tl.int64) * K + cols[None, :]
+    return numbers(tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first"))
 
 
 @triton.jit
 def inputs(x_ptr, first, N, k, K: tl.constexpr, BK: tl.constexpr):
-    """Of the 16 tokens from `first` on the inputs k to k + BK, `[BK, 16]`."""
+    """Inputs k to k + BK of 16 tokens from `first` on, `[BK, 16]`."""
     cols = k + tl.arange(0, BK)
     tokens = first + tl.arange(0, 16)
     inside = (cols < K)[:, None] & (tokens < N)[None, :]
@@ -46,8 +45,7 @@ def inputs(x_ptr, first, N, k, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def add(sums, matrices, x_ptr, first, N, k, K: tl.constexpr, BK: tl.constexpr):
-    """The accumulators, and the products of these weights with each 16 tokens, which are read once:
-    of each 16 there is one for every matrix."""
+    """Add products of weights and tokens to accumulators: one for 16 tokens and a matrix."""
     MATRICES: tl.constexpr = len(matrices)
     added = ()
     for i in tl.static_range(len(sums) // MATRICES):
@@ -75,7 +73,7 @@ def linear_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`[P, N, O]`, each part over its share of the inputs. Programs: tiles, P, tokens."""
+    """Products `[P, N, O]`, each part over its share of the inputs. Programs: tiles, P, tokens."""
     wait(PDL)
     rows = tl.program_id(0) * BO + tl.arange(0, BO)
     part, first = tl.program_id(1), tl.program_id(2) * TOKENS
@@ -90,8 +88,8 @@ def linear_kernel(
             bias = read(bias_ptr + rows, rows < O).to(tl.float32)
             y += tl.where(part == 0, bias, 0.0)[:, None]
         tokens = first + 16 * i + tl.arange(0, 16)
-        at = (part * N + tokens[None, :]).to(tl.int64) * O + rows[:, None]
-        write(y_ptr + at, y, (rows < O)[:, None] & (tokens < N)[None, :])
+        offset = (part * N + tokens[None, :]).to(tl.int64) * O + rows[:, None]
+        write(y_ptr + offset, y, (rows < O)[:, None] & (tokens < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -121,8 +119,8 @@ def gate_up_kernel(
         gate = rounded(sums[2 * i], y_ptr.dtype.element_ty).to(tl.float32)
         tokens = first + 16 * i + tl.arange(0, 16)
         inside = (rows < O)[:, None] & (tokens < N)[None, :]
-        at = tokens[None, :].to(tl.int64) * O + rows[:, None]
-        write(y_ptr + at, gate * tl.sigmoid(gate) * sums[2 * i + 1], inside)
+        offset = tokens[None, :].to(tl.int64) * O + rows[:, None]
+        write(y_ptr + offset, gate * tl.sigmoid(gate) * sums[2 * i + 1], inside)
 
 
 @triton.jit(do_not_specialize=["N", "T", "S"])
@@ -161,12 +159,12 @@ def qkv_kernel(
     PDL: tl.constexpr,
 ):
     """Queries `[N, H, D]`, and keys and values at the tokens' slots of the cache. Programs: tiles
-    of heads, tokens. A tile has BO numbers of a head's first half and the same of its second, since
-    these rotate together; with norms it has the whole head.
+    of heads, tokens. A tile has BO numbers of a head's first half and the same of its second half,
+    which rotate together; with norms it has the whole head.
 
     Args:
-        slot_ptr: of each token, within its row; rows have T tokens and S slots.
-        count_ptr: 0 for what is no token, which writes nothing to the cache.
+        slot_ptr: each token's slot within its row; rows have T tokens and S slots.
+        count_ptr: 0 for padding, which writes nothing to the cache.
         FIRST: the first head; H leaves queries out.
     """
     wait(PDL)
@@ -175,12 +173,12 @@ def qkv_kernel(
     head = tl.program_id(0) // TILES + FIRST
     d = tl.program_id(0) % TILES * BO + tl.arange(0, BO)
     first = tl.program_id(1) * TOKENS
-    w_ptr, bias_ptr, norm_ptr, to_ptr, h = q_weight_ptr, q_bias_ptr, q_norm_ptr, q_ptr, head
+    w_ptr, bias_ptr, norm_ptr, out_ptr, h = q_weight_ptr, q_bias_ptr, q_norm_ptr, q_ptr, head
     if head >= H:
-        w_ptr, bias_ptr, norm_ptr, to_ptr = k_weight_ptr, k_bias_ptr, k_norm_ptr, keys_ptr
+        w_ptr, bias_ptr, norm_ptr, out_ptr = k_weight_ptr, k_bias_ptr, k_norm_ptr, keys_ptr
         h = head - H
     if head >= H + G:
-        w_ptr, bias_ptr, to_ptr = v_weight_ptr, v_bias_ptr, values_ptr
+        w_ptr, bias_ptr, out_ptr = v_weight_ptr, v_bias_ptr, values_ptr
         h = head - H - G
     heads = tl.where(head < H, H, G)
     inside_head = d < HALF
@@ -208,9 +206,9 @@ def qkv_kernel(
                 b = rounded(rounded(b * factor, FORMAT).to(tl.float32) * norm2, FORMAT)
                 a, b = a.to(tl.float32), b.to(tl.float32)
         if head < H + G:
-            at = tokens[None, :].to(tl.int64) * D + d[:, None]
-            cos = read(cos_ptr + at, inside).to(tl.float32)
-            sin = read(sin_ptr + at, inside).to(tl.float32)
+            offset = tokens[None, :].to(tl.int64) * D + d[:, None]
+            cos = read(cos_ptr + offset, inside).to(tl.float32)
+            sin = read(sin_ptr + offset, inside).to(tl.float32)
             a, b = a * cos - b * sin, b * cos + a * sin
         place = tokens.to(tl.int64)
         if head >= H:
@@ -218,9 +216,9 @@ def qkv_kernel(
             slot = tl.load(slot_ptr + tokens, mask=tokens < N, other=0).to(tl.int64)
             place = (tokens // T).to(tl.int64) * S + slot
             inside = inside & is_token[None, :]
-        at = (place * heads + h)[None, :] * D + d[:, None]
-        write(to_ptr + at, a, inside)
-        write(to_ptr + at + HALF, b, inside)
+        offset = (place * heads + h)[None, :] * D + d[:, None]
+        write(out_ptr + offset, a, inside)
+        write(out_ptr + offset + HALF, b, inside)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -239,8 +237,8 @@ def choose_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of each tile of a head: its largest logit and the sum of exponentials under it, `best`
-    `[N, 2, B]`, and whose it is, `id` `[N, B]`. Programs: B, tokens."""
+    """For each tile of an LM head the largest logit and the sum of exponentials relative to it,
+    `best` `[N, 2, B]`, and that logit's output, `id` `[N, B]`. Programs: B, tokens."""
     wait(PDL)
     tile, first = tl.program_id(0), tl.program_id(1) * TOKENS
     rows = tile * BO + tl.arange(0, BO)
@@ -252,9 +250,9 @@ def choose_kernel(
         top = tl.max(logits, 0)
         top_id = tl.min(tl.where(logits == top[None, :], rows[:, None], O), 0)
         tokens = (first + 16 * i + tl.arange(0, 16)).to(tl.int64)
-        at = best_ptr + tokens * 2 * B + tile
-        tl.store(at, top, mask=tokens < N)
-        tl.store(at + B, tl.sum(tl.exp(logits - top[None, :]), 0), mask=tokens < N)
+        pointers = best_ptr + tokens * 2 * B + tile
+        tl.store(pointers, top, mask=tokens < N)
+        tl.store(pointers + B, tl.sum(tl.exp(logits - top[None, :]), 0), mask=tokens < N)
         tl.store(id_ptr + tokens * B + tile, top_id, mask=tokens < N)
 
 
@@ -271,13 +269,9 @@ def choice_kernel(
     LISTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of each token, over all tiles: its likeliest id, `chosen` `[N]`, of equals the lowest, and
-    what it is given of the whole, `chance` `[N]`. Programs: N.
-
-    Args:
-        token_ptr: the ids of the head's outputs, ascending, where it has a part of the vocabulary.
-        BB: B, or more.
-    """
+    """The likeliest token over all tiles, `chosen` `[N]`, the first of equal ones, and its
+    probability, `chance` `[N]`. With LISTED, `token` are the outputs' tokens, ascending. BB is B
+    rounded up to a power of two. Programs: N."""
     wait(PDL)
     n, tile = tl.program_id(0).to(tl.int64), tl.arange(0, BB)
     inside = tile < B

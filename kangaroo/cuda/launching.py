@@ -1,4 +1,4 @@
-"""How kernels start: the one function that launches them, and the shapes of their tiles.
+"""Launches of kernels, and the shapes of their tiles.
 
 Shapes: N tokens, O outputs, K inputs.
 """
@@ -12,33 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WIDTHS = 16, 32, 64  # tokens that a program may have; it reads its weights once for them
-PARTS = 4  # of a sum over the inputs, where the outputs alone are few programs
-SHARE = 0.6  # of the processors that have to get a program of a product
-NO_PDL = "KANGAROO_NO_PDL"  # an environment variable: no kernel starts before the last one's end
+WIDTHS = 16, 32, 64  # possible tokens of a program, which reads its weights once
+PARTS = 4  # of a sum over the inputs, if the outputs alone make few programs
+SHARE = 0.6  # of the processors that must have a program of a product
+NO_PDL = "KANGAROO_NO_PDL"  # an environment variable: kernels wait for the end of the one before
 
-# Outputs of a program by inputs at a time, warps and stages: the best on an H100 for 7B (128 for
-# the two matrices gate and up, 64 for others) and for SmolLM2-135M (16).
+# Inputs at a time, warps and stages, by the outputs of a program: the best on an H100 for 7B (128
+# for the two matrices gate and up, 64 for others) and for SmolLM2-135M (16).
 SHAPES = {128: (128, 8, 3), 64: (128, 4, 4), 32: (128, 4, 4), 16: (64, 2, 4)}
 
-# Bytes of fast memory that a program may have, by the card's compute capability.
+# Bytes of shared memory that a program may have, by compute capability.
 SHARED = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
 LEAST_SHARED = 99 << 10
 
 
 @dataclass(frozen=True)
 class Card:
-    """What the tiles have to know of a GPU.
-
-    Args:
-        processors: how many programs run at the same time, at least.
-        shared: bytes of fast memory that a program may have.
-        is_hopper: an H100's kind, or later: products read their operands where loads put them, and
-            a kernel may come to the processors while the one before it ends.
-    """
+    """The properties of a GPU that tiles depend on."""
 
     processors: int
-    shared: int
+    shared: int  # bytes of shared memory that a program may have
+    # or later: products read operands from shared memory, and a kernel may start while the one
+    # before it ends (PDL)
     is_hopper: bool = True
 
 
@@ -51,15 +46,15 @@ def tile(
     most: int = 64,
     whole: bool = False,
 ) -> dict[str, int]:
-    """What the kernel of a product and its launch take. A program has BO outputs of up to TOKENS
-    tokens and reads BK inputs at a time, with STAGES loads on their way. Tokens and stages change
-    no result; all else depends on the matrix and the card alone.
+    """Options of a product's kernel and launch. A program has BO outputs of up to TOKENS tokens and
+    reads BK of K inputs at a time, with STAGES loads in flight. Results depend on the matrix and
+    the card, but not on TOKENS and STAGES.
 
     Args:
-        outputs: of each of the `matrices` that are read together.
-        parts: of the sum over the inputs.
-        most: outputs of a program: 128, 64, 32 or 16.
-        whole: no fewer than `most`.
+        outputs: outputs of each of the `matrices` that are read together.
+        parts: parts of the sum over the inputs.
+        most: most outputs of a program: 128, 64, 32 or 16.
+        whole: a program must have `most` outputs.
     """
     rows, card = most, card_of(weight_OK.device)
     while not whole and rows > 16 and cdiv(outputs, rows) * parts < SHARE * card.processors:
@@ -67,7 +62,7 @@ def tile(
     inputs, warps, stages = SHAPES[rows]
 
     def buffers(width: int) -> int:
-        """How many loads the card has room for."""
+        """The loads that the card has room for."""
         return card.shared // (weight_OK.itemsize * inputs * (matrices * rows + width))
 
     while buffers(WIDTHS[-1]) < 2:
@@ -75,18 +70,18 @@ def tile(
     width = next((width for width in WIDTHS if tokens <= width), WIDTHS[-1])
     in_registers = 0 if card.is_hopper else 1
     stages = min(stages, buffers(width) + in_registers)
-    options = {"BO": rows, "BK": inputs, "TOKENS": width, "STAGES": stages}
-    return options | {"num_warps": warps, "num_stages": stages}
+    options = {"K": weight_OK.shape[1], "BO": rows, "BK": inputs, "TOKENS": width}
+    return options | {"STAGES": stages, "num_warps": warps, "num_stages": stages}
 
 
 def cdiv(whole: int, part: int) -> int:
-    """How many parts hold the whole."""
+    """The number of parts that hold the whole."""
     return -(-whole // part)
 
 
 @cache
 def card_of(device: torch.device) -> Card:
-    """A device's figures; an H100's where there is none, in Triton's interpreter."""
+    """The device's `Card`; an H100's for a CPU, in Triton's interpreter."""
     if device.type != "cuda":
         return Card(132, SHARED[9, 0])
     gpu = torch.cuda.get_device_properties(device)
@@ -97,12 +92,8 @@ def card_of(device: torch.device) -> Card:
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Tensor | int | float | None, **options: Any
 ) -> None:
-    """Launch a kernel of this project, on the device of its first tensor. None stands for a tensor
-    that it does not read.
-
-    Products are not fused with sums where the code does not say so: a compiler might do it in one
-    variant of a kernel and not in another, and results would differ.
-    """
+    """Launch a kernel on the device of its first tensor; None stands for a tensor that it does not
+    read. No multiply-adds are fused, as a compiler might do in some variants of a kernel only."""
     any_tensor = next(x for x in args if isinstance(x, Tensor))
     device = any_tensor.device
     overlaps = device.type != "cpu" and card_of(device).is_hopper and not os.environ.get(NO_PDL)
@@ -113,7 +104,7 @@ def launch(
 
 
 def start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: Any) -> None:
-    """Where Triton is called; a recording may stand in for it."""
+    """Call Triton; tests replace this function."""
     device = next(x.device for x in args if isinstance(x, Tensor))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*args, **options)

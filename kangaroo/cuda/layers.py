@@ -1,7 +1,6 @@
-"""Decoder layers and heads on a CUDA device, by Triton's kernels.
+"""Decoder layers and heads in Triton kernels, with the classes of the CPU's `native.py`.
 
-The same classes as the CPU's (`native.py`). A token's result is the same, bit by bit, whatever is
-decoded beside it.
+A token's bits do not depend on what is decoded beside it.
 
 Shapes: R rows, T tokens a row, N tokens of all rows, M tokens, D hidden size, O outputs, P places
 of a path, H heads, C head size, V vocabulary.
@@ -22,27 +21,27 @@ from kangaroo.cuda.launching import PARTS, cdiv, launch, tile
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.models.attention import attention
 
-MOST_TOKENS = 512  # of a pass; more are a text that is learnt or judged
+MOST_TOKENS = 512  # of a pass; more are a whole text, as in training
 PROMPT_CHUNK = 128  # tokens of a prompt in a pass, which reads the weights once for each 64
-SUMS = 1 << 28  # numbers that attention may keep of a prompt's pass, if it has more than 16 tokens
-LONGEST_PATH = 128  # nodes of a draft from its root on
+SUMS = 1 << 28  # numbers that attention may keep in a prompt's pass of more than 16 tokens
+LONGEST_PATH = 128  # nodes on a path from a draft's root
 GATE_BLOCK = 1024  # numbers of a program
 
-Past = tuple[Tensor, Tensor, int, Tensor | None]  # keys, values, slots of a row, the first row
+Past = tuple[Tensor, Tensor, int]  # keys and values from the first row on, slots of a row
 
 
 def power_of_two(least: int) -> int:
-    """The smallest power of two, 16 or more, that is no less."""
+    """`least` rounded up to a power of two, at least 16."""
     return max(16, 1 << (least - 1).bit_length())
 
 
 def flat(x_RTD: Tensor) -> Tensor:
-    """All tokens in a line, `[N, D]`, without gaps: of a part of a block they have some."""
+    """All tokens as a contiguous `[N, D]`."""
     return x_RTD.reshape(-1, x_RTD.shape[-1]).contiguous()
 
 
 def embed(tokens_RT: Tensor, table_VD: Tensor) -> Tensor:
-    """Rows of the table, `[R, T, D]`."""
+    """The tokens' rows of the table, `[R, T, D]`."""
     size, tokens_RT = table_VD.shape[1], tokens_RT.contiguous()
     x_RTD = table_VD.new_empty(*tokens_RT.shape, size)
     grid, width = (tokens_RT.numel(),), power_of_two(size)
@@ -57,11 +56,7 @@ def add_and_norm(
     eps: float,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x with the parts of a product, if there are any, and its norm, if there is a weight.
-
-    Args:
-        out: where the norm goes, a view of its own stride.
-    """
+    """The sum of x and any parts of a product, and its norm if there is a weight (in `out`)."""
     if parts_PND is None and weight_D is None:
         return x_ND, x_ND
     size = x_ND.shape[1]
@@ -83,15 +78,14 @@ def add_and_norm(
 def product(
     x_NK: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None, parts: int = 1
 ) -> Tensor:
-    """`[P, N, O]` in float32: to be summed over its parts."""
-    tokens, (outputs, inputs) = len(x_NK), weight_OK.shape
+    """The product in float32, `[P, N, O]`, to be summed over its parts."""
+    tokens, outputs = len(x_NK), len(weight_OK)
     y_PNO = x_NK.new_empty(parts, tokens, outputs, dtype=torch.float32)
     shape = tile(weight_OK, outputs, tokens, parts=parts)
     launch(
         kernels_products.linear_kernel,
         (cdiv(outputs, shape["BO"]), parts, cdiv(tokens, shape["TOKENS"])),
         *(x_NK, weight_OK, bias_O, y_PNO, tokens, outputs),
-        K=inputs,
         PARTS=parts,
         BIASED=bias_O is not None,
         **shape,
@@ -100,15 +94,14 @@ def product(
 
 
 def gate_and_up(x_ND: Tensor, gate_OD: Tensor, up_OD: Tensor) -> Tensor:
-    """What goes down again, `[N, O]`."""
-    tokens, (outputs, inputs) = len(x_ND), gate_OD.shape
+    """The gated activations, `[N, O]`."""
+    tokens, outputs = len(x_ND), len(gate_OD)
     y_NO = x_ND.new_empty(tokens, outputs)
     shape = tile(gate_OD, outputs, tokens, matrices=2, most=128)
     launch(
         kernels_products.gate_up_kernel,
         (cdiv(outputs, shape["BO"]), cdiv(tokens, shape["TOKENS"])),
         *(x_ND, gate_OD, up_OD, y_NO, tokens, outputs),
-        K=inputs,
         **shape,
     )
     return y_NO
@@ -116,34 +109,28 @@ def gate_and_up(x_ND: Tensor, gate_OD: Tensor, up_OD: Tensor) -> Tensor:
 
 @dataclass
 class Paths:
-    """What the tokens of a pass see, for all layers.
+    """The slots that the tokens of a pass see, for all layers. In a prompt `path_NP` is empty: its
+    tokens share the last block even if they see only a part of it."""
 
-    Args:
-        count_N: slots that a token sees; 0 for what is no token.
-        lead_N: how many of them are the slots 0, 1, ..., in whole blocks of 64.
-        path_NP: the slots after those, in the order of positions; none of a prompt, whose last
-            block is shared by the tokens that see a part of it.
-        slots_N: where the tokens' own keys and values go.
-        rope: cosine and sine, each `[N, head size]`.
-    """
-
-    count_N: Tensor
-    lead_N: Tensor
-    path_NP: Tensor
-    slots_N: Tensor
-    rope: tuple[Tensor, Tensor]
+    meta: ForwardMeta
+    count_N: Tensor  # the number of slots that a token sees; 0 for padding
+    lead_N: Tensor  # how many of them are the slots 0, 1, ..., in whole blocks of 64
+    path_NP: Tensor  # the other ones, in the order of positions
+    slots_N: Tensor  # slots for the tokens' own keys and values
+    rope: tuple[Tensor, Tensor]  # cosine and sine, each `[N, head size]`
 
 
 def paths(meta: ForwardMeta, n_slots: int) -> Paths:
-    """Read a block's mask: after the first slot that is hidden from a token, it may show it
-    `LONGEST_PATH`, or as many as the row has tokens. Prompts have no mask of numbers."""
+    """The paths of a block from its mask, if it has one. After the first hidden slot, a token may
+    see up to `LONGEST_PATH` slots, or as many as the row has tokens."""
     rows, tokens = meta.slots_RT.shape
     slots_N = flat(meta.slots_RT[..., None])[:, 0]
     slots_N = slots_N if meta.row_1 is None else slots_N + meta.row_1 * n_slots
     cos, sin = (flat(x.expand(rows, -1, -1)) for x in meta.rope)
     if meta.bias_R1TE is None or isinstance(meta.bias_R1TE, CausalBias):
         count_N = flat(meta.positions_RT[..., None])[:, 0].int() + 1
-        return Paths(count_N, count_N, count_N.new_empty(len(count_N), 0), slots_N, (cos, sin))
+        path_NP = count_N.new_empty(len(count_N), 0)
+        return Paths(meta, count_N, count_N, path_NP, slots_N, (cos, sin))
     bias_RTE = meta.bias_R1TE[:, 0].expand(rows, -1, -1)
     places = cdiv(63 + max(tokens, LONGEST_PATH), 64) * 64
     count_N, lead_N = slots_N.new_empty(2, len(slots_N), dtype=torch.int32)
@@ -155,25 +142,24 @@ def paths(meta: ForwardMeta, n_slots: int) -> Paths:
         *bias_RTE.stride()[:2],
         BE=1024,
     )
-    return Paths(count_N, lead_N, path_NP, slots_N, (cos, sin))
+    return Paths(meta, count_N, lead_N, path_NP, slots_N, (cos, sin))
 
 
 class Stack:
-    """Layers that run one after the other; their weights, of one dtype, are not copied. How far
-    they look back is `window` (`ForwardMeta.within`)."""
+    """A sequence of layers of one dtype that look back `window` tokens (`ForwardMeta.within`)."""
 
     def __init__(self, layers: Sequence[LayerWeights], sizes: Sizes, window: int = 0):
         self.layers, self.sizes, self.window = layers, sizes, window
 
     def takes(self, x_RTD: Tensor, meta: ForwardMeta) -> bool:
-        """Whether it is a step of decoding, or a part of a prompt."""
+        """Whether this is a step of decoding or a part of a prompt."""
         few = x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS and not torch.is_grad_enabled()
         return few and (meta.bias_R1TE is None or meta.bias_R1TE.dtype != torch.bool)
 
     def prompt_chunk(self, length: int) -> int:
-        """How many tokens of a prompt of this length enter in a pass; no token's bits tell."""
-        of_token = self.sizes.heads * self.sizes.head_size * cdiv(length, 64)
-        return min(PROMPT_CHUNK, max(16, SUMS // of_token // 16 * 16))
+        """The tokens in each pass over a prompt of this length; no bits depend on it."""
+        numbers = self.sizes.heads * self.sizes.head_size * cdiv(length, 64)  # for each token
+        return min(PROMPT_CHUNK, max(16, SUMS // numbers // 16 * 16))
 
     def __call__(
         self,
@@ -184,20 +170,19 @@ class Stack:
         final_norm: Tensor | None = None,
         keys_alone: bool = False,
     ) -> Tensor:
-        """The output of the last layer, normed where a norm is given; keys and values are written
-        at the block's slots, or for a single layer these `keys_alone`."""
-        seen, parts_PND = paths(meta, cache.n_slots), None
+        """The output of the last layer, normed if a norm is given. Keys and values are written at
+        the block's slots; with `keys_alone`, for a single layer, nothing else is computed."""
+        path, parts_PND = paths(meta, cache.n_slots), None
         x_ND, eps, first = flat(x_RTD), self.sizes.eps, meta.rows.start * cache.n_slots
         for index in layers:
             layer = self.layers[index]
             if layer.o is not None:
                 x_ND, normed_ND = add_and_norm(x_ND, parts_PND, layer.attention_norm, eps)
-                both = cache.keys[index][first:], cache.values[index][first:]
-                past = *both, cache.n_slots, meta.row_1
-                q_NO = self._queries_and_keys(normed_ND, past, meta, seen, layer, keys_alone)
+                past = cache.keys[index][first:], cache.values[index][first:], cache.n_slots
+                q_NO = self._queries_and_keys(normed_ND, past, path, layer, keys_alone)
                 if keys_alone:
                     return x_RTD
-                attended_NO = self._attend(q_NO, past, meta, seen)
+                attended_NO = self._attend(q_NO, past, path)
                 parts_PND = product(attended_NO, layer.o, layer.o_bias, PARTS)
             if layer.gate is not None:
                 assert layer.up is not None and layer.down is not None
@@ -208,15 +193,9 @@ class Stack:
         return normed_ND.view(x_RTD.shape)
 
     def _queries_and_keys(
-        self,
-        x_ND: Tensor,
-        past: Past,
-        meta: ForwardMeta,
-        seen: Paths,
-        layer: LayerWeights,
-        keys_alone: bool,
+        self, x_ND: Tensor, past: Past, path: Paths, layer: LayerWeights, keys_alone: bool
     ) -> Tensor:
-        """Queries `[N, H * C]`; keys and values go to the cache."""
+        """The queries `[N, H * C]`; writes keys and values to the cache."""
         sizes, tokens, q = self.sizes, len(x_ND), layer.q
         heads, kv_heads, half = sizes.heads, sizes.kv_heads, sizes.head_size // 2
         assert q is not None
@@ -231,12 +210,11 @@ class Stack:
             kernels_products.qkv_kernel,
             (tiles, cdiv(tokens, shape["TOKENS"])),
             *(x_ND, q, layer.k, layer.v, layer.q_bias, layer.k_bias, layer.v_bias),
-            *(layer.q_norm, layer.k_norm, *seen.rope, seen.slots_N, seen.count_N, q_NO, *past[:3]),
-            *(tokens, meta.slots_RT.shape[1], sizes.eps),
+            *(layer.q_norm, layer.k_norm, *path.rope, path.slots_N, path.count_N, q_NO, *past),
+            *(tokens, path.meta.slots_RT.shape[1], sizes.eps),
             H=heads,
             G=kv_heads,
             FIRST=first,
-            K=x_ND.shape[1],
             D=sizes.head_size,
             BIASED=layer.q_bias is not None,
             NORMS=has_norms,
@@ -244,10 +222,11 @@ class Stack:
         )
         return q_NO
 
-    def _attend(self, q_NO: Tensor, past: Past, meta: ForwardMeta, seen: Paths) -> Tensor:
-        """Attention `[N, H * C]` over the cache, which has the tokens' own keys and values."""
-        sizes, (rows, tokens), places = self.sizes, meta.slots_RT.shape, seen.path_NP.shape[1]
-        heads, size, blocks = sizes.heads, sizes.head_size, cdiv(meta.extent, 64)
+    def _attend(self, q_NO: Tensor, past: Past, path: Paths) -> Tensor:
+        """Attention `[N, H * C]` over the cache, with the tokens' own keys and values in it."""
+        sizes, meta, places = self.sizes, path.meta, path.path_NP.shape[1]
+        (rows, tokens), blocks = meta.slots_RT.shape, cdiv(meta.extent, 64)
+        heads, size = sizes.heads, sizes.head_size
         columns = cdiv(tokens * heads // sizes.kv_heads, 16)
         sums = q_NO.new_empty(len(q_NO), heads, blocks, size, dtype=torch.float32)
         weights = q_NO.new_empty(len(q_NO), heads, blocks, 2, dtype=torch.float32)
@@ -255,7 +234,7 @@ class Stack:
         launch(
             kernels_attention.attend_kernel,
             (rows, sizes.kv_heads, columns * blocks + tokens * places // 64),
-            *(q_NO, *past, seen.count_N, seen.lead_N, seen.path_NP, sums, weights),
+            *(q_NO, *past, meta.row_1, path.count_N, path.lead_N, path.path_NP, sums, weights),
             *(tokens, places, blocks, columns, self.window, sizes.scaling),
             G=sizes.kv_heads,
             **shape,
@@ -263,7 +242,7 @@ class Stack:
             num_warps=4,
         )
         out_NO, combine = torch.empty_like(q_NO), kernels_attention.combine_kernel
-        tensors = sums, weights, seen.count_N, out_NO
+        tensors = sums, weights, path.count_N, out_NO
         launch(combine, (len(q_NO), heads), *tensors, blocks, self.window, **shape, num_warps=1)
         return out_NO
 
@@ -273,8 +252,8 @@ class Stack:
 
     @torch.no_grad()
     def run_text(self, x_RTD: Tensor, meta: ForwardMeta, layers: range) -> Tensor:
-        """The output of the last layer for whole texts, as training runs a frozen target. Products
-        and attention are torch's; between them are five kernels a layer, in modules some thirty."""
+        """The output of the last layer for whole texts, as training needs it. Products and
+        attention are torch's, with five kernels a layer between them instead of modules' thirty."""
         x_ND, eps, added_1ND = flat(x_RTD), self.sizes.eps, None
         for layer in (self.layers[index] for index in layers):
             assert layer.o is not None and layer.gate is not None
@@ -315,29 +294,27 @@ class Stack:
 
 
 class Head:
-    """A matrix from hidden states to logits."""
+    """An LM head."""
 
     def __init__(self, weight_OD: Tensor, sizes: Sizes):
         self.weight_OD, self.sizes = weight_OD, sizes
 
     def takes(self, x_MD: Tensor) -> bool:
-        """Whether it is a step of decoding."""
+        """Whether this is a step of decoding."""
         return len(x_MD) <= MOST_TOKENS and not torch.is_grad_enabled()
 
     def __call__(self, x_MD: Tensor, norm: Tensor | None = None) -> Tensor:
-        """Logits `[M, O]` in float32, of the normed states where a norm is given."""
+        """Logits `[M, O]` in float32 of the states, which are normed first if a norm is given."""
         _, x_MD = add_and_norm(x_MD.contiguous(), None, norm, self.sizes.eps)
         return product(x_MD, self.weight_OD)[0]
 
     def choose(
         self, x_RTD: Tensor, norm: Tensor | None = None, ids_O: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The likeliest token after each, of equals the first, and what the distribution gives it,
-        both `[R, T]`; no logits are written. `ids_O` are the outputs' tokens; None where
-        they are all tokens.
-        """
+        """The likeliest next tokens, the first of equal ones, and their probabilities, both
+        `[R, T]`, without writing logits. `ids_O` are the outputs' tokens; None is all tokens."""
         _, x_ND = add_and_norm(flat(x_RTD), None, norm, self.sizes.eps)
-        tokens, (outputs, inputs) = len(x_ND), self.weight_OD.shape
+        tokens, outputs = len(x_ND), len(self.weight_OD)
         shape = tile(self.weight_OD, outputs, tokens)
         tiles = cdiv(outputs, shape["BO"])
         best = x_ND.new_empty(tokens, 2, tiles, dtype=torch.float32)
@@ -346,7 +323,6 @@ class Head:
             kernels_products.choose_kernel,
             (tiles, cdiv(tokens, shape["TOKENS"])),
             *(x_ND, self.weight_OD, best, ids, tokens, outputs, tiles),
-            K=inputs,
             **shape,
         )
         ids_RT = x_ND.new_empty(x_RTD.shape[:2], dtype=torch.int64)
@@ -362,14 +338,14 @@ class Head:
 
 
 class Fusing:
-    """What a fused adapter makes of shallow states and the deep ones before them, by the weights of
-    the norms of both, `[D]`, and of the projection, `[D, 2 D]`."""
+    """A fused adapter's projection of shallow states and the deep ones before them. The weights are
+    those of both norms, `[D]`, and of the projection, `[D, 2 D]`."""
 
     def __init__(self, weights: Sequence[Tensor], sizes: Sizes):
         self.weights, self.sizes = weights, sizes
 
     def __call__(self, f_BND: Tensor, deep_BND: Tensor) -> Tensor:
-        """What goes into the adapter's layer, `[B, N, D]`."""
+        """The input of the adapter's layer, `[B, N, D]`."""
         *norms, weight = self.weights
         size, eps = f_BND.shape[-1], self.sizes.eps
         f_MD, deep_MD = flat(f_BND), flat(deep_BND.expand_as(f_BND))
@@ -381,14 +357,13 @@ class Fusing:
 
 
 def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> None:
-    """Run a layer and a small head for one token, as decoding will, and a layer for a text, as
-    training will: compiling may fail. Errors: Triton's."""
-    size, wide = sizes.head_size, sizes.feed_forward
-    hidden, of_q, of_k = sizes.hidden, sizes.heads * size, sizes.kv_heads * size
+    """Run a layer and a small head, since compiling may fail. Errors: Triton's."""
+    size, hidden, intermediate = sizes.head_size, sizes.hidden, sizes.feed_forward
     zeros = partial(torch.zeros, dtype=dtype, device=device)
-    q, k, v, o = zeros(of_q, hidden), zeros(of_k, hidden), zeros(of_k, hidden), zeros(hidden, of_q)
-    gate, down, norm = zeros(wide, hidden), zeros(hidden, wide), zeros(hidden)
-    layer = LayerWeights(norm, q, k, v, o, feed_forward_norm=norm, gate=gate, up=gate, down=down)
+    q, k = zeros(sizes.heads * size, hidden), zeros(sizes.kv_heads * size, hidden)
+    o, norm = zeros(hidden, sizes.heads * size), zeros(hidden)
+    gate, down = zeros(intermediate, hidden), zeros(hidden, intermediate)
+    layer = LayerWeights(norm, q, k, k, o, feed_forward_norm=norm, gate=gate, up=gate, down=down)
     slots_RT = torch.zeros(1, 1, dtype=torch.int64, device=device)
     rope = zeros(1, 1, size), zeros(1, 1, size)
     meta = ForwardMeta(slots_RT, slots_RT, zeros(1, 1, 1, 1), 1, slice(0, 1), rope, recordable=True)

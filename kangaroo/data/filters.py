@@ -1,4 +1,4 @@
-"""Which of the raw conversations a dataset keeps: no degenerate text, no question twice."""
+"""Filters of raw conversations: degenerate text and repeated questions are dropped."""
 
 import re
 import zlib
@@ -11,23 +11,24 @@ import numpy as np
 from kangaroo.models.prompts import Sample
 from kangaroo.utils.ranges import Chance, CountOrZero, Ranged
 
-NGRAM = 4  # tokens or words of a phrase; shorter phrases come again in any text
-SHINGLE = 5  # characters, not words: some languages have no blanks between words
+NGRAM = 4  # tokens or words of a phrase; any text repeats shorter ones
+SHINGLE = 5  # characters, not words: some languages have no spaces between words
 BANDS, ROWS = 16, 4  # of the MinHash; two texts of similarity 0.7 share a band with 98.8 %
+LATER_TURNS = "later turns: "  # before the reason for which a conversation was cut
 _PRIME = (1 << 31) - 1
 
 
 @dataclass
 class FilterConfig(Ranged):
-    """What is dropped when the dataset is put together; shards stay as they were written.
+    """What a dataset leaves out of its shards, which stay as they were written.
 
     Args:
         min_answer_tokens: a shorter answer is degenerate; its end-of-turn token counts.
-        max_repetition: an answer is degenerate if a larger share of its 4-grams of tokens came
-            before in the same text; a question likewise, by its words. 1 keeps all.
+        max_repetition: an answer is degenerate if a larger share of its token 4-grams are repeats
+            of earlier ones; for a question 4-grams of words count. 1 keeps all.
         near_duplicate: drop a conversation whose first question is this similar to an earlier one
-            (estimated Jaccard similarity of 5-character shingles); 1 only where all but case and
-            punctuation is equal.
+            (estimated Jaccard similarity of 5-character shingles); at 1 only if they are equal but
+            for case and punctuation.
     """
 
     min_answer_tokens: CountOrZero = 4
@@ -38,51 +39,46 @@ class FilterConfig(Ranged):
 def select(
     samples: Iterable[Sample], config: FilterConfig, dropped: Counter[str]
 ) -> Iterator[Sample]:
-    """Samples in order, cut before their first degenerate turn, or dropped, which `dropped` counts
-    by reason: a dataset that grows keeps what it had, and asks no question twice."""
-    earlier = Questions(config.near_duplicate)
+    """Samples in order, cut before their first degenerate turn or dropped; `dropped` counts both by
+    reason. Of two similar samples the first stays, so a dataset that grows keeps its samples."""
+    seen = Questions(config.near_duplicate)
     for sample in samples:
-        keep, reason = healthy_turns(sample, config)
+        turns, reason = healthy_turns(sample, config)
         question = next(m["content"] for m in sample["messages"] if m["role"] == "user")
-        if keep == 0:
+        if turns == 0:
             dropped[reason] += 1
-        elif again := earlier.met(question):
-            dropped[again] += 1
+        elif duplicate := seen.add(question):
+            dropped[duplicate] += 1
         elif reason:
-            dropped[cut_by(reason)] += 1
-            yield cut(sample, keep)
+            dropped[LATER_TURNS + reason] += 1
+            yield cut(sample, turns)
         else:
             yield sample
 
 
-def cut_by(reason: str) -> str:
-    """What a conversation is counted as that ends before a turn with this fault."""
-    return f"later turns: {reason}"
-
-
 def list_reasons(dropped: Counter[str]) -> str:
-    """How many conversations were dropped or cut for which reason, the most frequent first."""
+    """The counts by reason as text, the most frequent first."""
     return ", ".join(f"{count} {reason}" for reason, count in dropped.most_common()) or "none"
 
 
 def healthy_turns(sample: Sample, config: FilterConfig) -> tuple[int, str]:
-    """How many answers, from the first on, are usable, and what is wrong with the next one."""
+    """The number of answers before the first degenerate turn, and what is wrong with that turn."""
     questions = [m["content"] for m in sample["messages"] if m["role"] == "user"]
-    texts = [m["content"] for m in sample["messages"] if m["role"] == "assistant"]
-    for turn, (start, stop) in enumerate(answers(sample["loss_mask"])):
+    answers = [m["content"] for m in sample["messages"] if m["role"] == "assistant"]
+    for turn, (start, stop) in enumerate(answer_spans(sample["loss_mask"])):
         if repetition(questions[turn].split()) > config.max_repetition:
             return turn, "repetitive question"
-        if not texts[turn].strip():
+        if not answers[turn].strip():
             return turn, "empty answer"
         if stop - start < config.min_answer_tokens:
             return turn, "short answer"
         if repetition(sample["input_ids"][start:stop]) > config.max_repetition:
             return turn, "repetitive answer"
-    return len(texts), ""
+    return len(answers), ""
 
 
-def answers(mask: Sequence[int]) -> list[tuple[int, int]]:
-    """Each answer's first token and the one after its last: the runs of ones in a loss mask."""
+def answer_spans(mask: Sequence[int]) -> list[tuple[int, int]]:
+    """Start and end of each answer, which is a run of ones in a loss mask."""
     steps = np.diff([0, *mask, 0])
     starts, stops = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
     return list(zip(starts.tolist(), stops.tolist(), strict=True))
@@ -90,10 +86,10 @@ def answers(mask: Sequence[int]) -> list[tuple[int, int]]:
 
 def cut(sample: Sample, turns: int) -> Sample:
     """The conversation up to its `turns`-th answer."""
-    _, end = answers(sample["loss_mask"])[turns - 1]
-    said = [i for i, m in enumerate(sample["messages"]) if m["role"] == "assistant"]
+    _, end = answer_spans(sample["loss_mask"])[turns - 1]
+    answers = [i for i, m in enumerate(sample["messages"]) if m["role"] == "assistant"]
     shorter = Sample(
-        messages=sample["messages"][: said[turns - 1] + 1],
+        messages=sample["messages"][: answers[turns - 1] + 1],
         input_ids=sample["input_ids"][:end],
         loss_mask=sample["loss_mask"][:end],
     )
@@ -103,15 +99,14 @@ def cut(sample: Sample, turns: int) -> Sample:
 
 
 def repetition(items: Sequence[object]) -> float:
-    """The share of 4-grams that came before in the same text, from 0 to nearly 1 (a loop)."""
+    """The share of 4-grams that are repeats of earlier ones, from 0 to nearly 1 (a loop)."""
     grams = [tuple(items[i : i + NGRAM]) for i in range(len(items) - NGRAM + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 class Questions:
-    """The questions so far; a further one of at least this similarity is not new. By MinHash with
-    banding (Broder 1997; Leskovec et al., Mining of Massive Datasets, chapter 3): only questions
-    that share a band are compared."""
+    """A set of questions without near duplicates. MinHash with banding (Broder 1997; Leskovec et
+    al., Mining of Massive Datasets, chapter 3) compares only questions that share a band."""
 
     def __init__(self, similarity: float):
         self.similarity = similarity
@@ -121,8 +116,8 @@ class Questions:
         generator = np.random.default_rng(0)
         self.factor_H, self.offset_H = generator.integers(1, _PRIME, (2, BANDS * ROWS, 1))
 
-    def met(self, question: str) -> str:
-        """Why the question is not new; an empty string for a new one, which is remembered."""
+    def add(self, question: str) -> str:
+        """Add a new question; of any other return why it is not new, else an empty string."""
         text = re.sub(r"\W+", " ", question.casefold()).strip() or question.strip()
         if text in self.exact:
             return "duplicate"
@@ -132,7 +127,7 @@ class Questions:
         hashes_HS = (self.factor_H * np.array(sorted(shingles)) + self.offset_H) % _PRIME
         signature_H = hashes_HS.min(1).astype(np.uint32)
         bands = enumerate(signature_H.reshape(BANDS, ROWS))
-        keys = [bytes([band]) + part.tobytes() for band, part in bands]
+        keys = [bytes([band]) + values.tobytes() for band, values in bands]
         if self.similarity < 1:
             for index in {i for key in keys for i in self.bands[key]}:
                 if (self.signatures[index] == signature_H).mean() >= self.similarity:

@@ -1,4 +1,4 @@
-"""Datasets of shards that the target writes, whatever asks the questions, or of other datasets."""
+"""Datasets that the target writes in shards, and mixes of datasets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tqdm import tqdm
 
@@ -26,27 +26,28 @@ from kangaroo.utils.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
-ADDED_LATER = ("teacher", "skip_bad")  # options that datasets from before do not have
+OMITTED_IF_UNSET = ("teacher", "skip_bad")  # older datasets do not have these options
 
 
 @dataclass
 class WrittenConfig(Ranged):
-    """A dataset that the target writes, in shards: each a pure function of the model, settings, its
-    number and the questions it answers, and renamed into place when complete. So a killed run can
-    continue and ends with the same data, and only what is missing is written.
+    """A dataset that the target writes in shards. Each shard is a pure function of the model,
+    settings, its number and the questions it answers, and appears when it is complete. So a killed
+    run can continue, and ends with the same data.
 
     Args:
-        path: folder of the finished dataset; work in progress lies in `<path>.shards`.
+        path: folder of the finished dataset; its shards are in `<path>.shards`.
         shard_size: conversations in a shard; a killed run loses at most the shard in progress.
         batch_size: rows decoded at the same time.
         max_answer_tokens: limit of an answer; one that reaches it is kept, and ends its dialogue.
         answer_temperatures: the shards use them in turn; 0 is greedy, as most evaluation is.
-        teacher: of the distribution behind every token of an answer, keep this many of the
-            likeliest tokens with their probabilities (`trainer.use_stored_logits`).
-        seed: the data depend on it, the model, these settings and the source alone.
+        teacher: likeliest tokens to keep, with their probabilities, of the distribution behind
+            every token of an answer (`trainer.use_stored_logits`).
+        seed: the data depend only on the seed, the model, these settings and the source.
         filters: what the finished dataset leaves out; the shards do not depend on it.
     """
 
+    not_in_shards: ClassVar[Collection[str]] = ()  # settings that change no shard
     path: str = "???"
     shard_size: Count = 512
     batch_size: Count = 64
@@ -56,14 +57,14 @@ class WrittenConfig(Ranged):
     seed: Seed = 0
     filters: FilterConfig = field(default_factory=FilterConfig)
 
-    def settings(self, lm: TargetModel, leave_out: Collection[str] = ()) -> dict[str, Any]:
-        """What a dataset, or without some of it a shard, is a function of."""
+    def settings(self, lm: TargetModel) -> dict[str, Any]:
+        """All that the dataset is a function of."""
         settings = {"model": lm.name} | asdict(self)
-        kept = {k: v for k, v in settings.items() if k not in ("path", *leave_out)}
-        return {k: v for k, v in kept.items() if v or k not in ADDED_LATER}
+        del settings["path"]
+        return {k: v for k, v in settings.items() if v or k not in OMITTED_IF_UNSET}
 
     def begin_shard(self, number: int, count: int) -> tuple[list[Dialogue], float]:
-        """So many dialogues of a shard, and the temperature of its answers."""
+        """The empty dialogues of a shard, `count` of them, and the temperature of its answers."""
         first = self.seed * 1_000_003 + number * self.shard_size
         temperature = self.answer_temperatures[number % len(self.answer_temperatures)]
         return [Dialogue(seed) for seed in range(first, first + count)], temperature
@@ -74,32 +75,25 @@ class WrittenConfig(Ranged):
         tokenizer: Tokenizer,
         writers: Mapping[str, Callable[[DialogueWriter], list[Dialogue]]],
         longest: int,
-        leave_out: Collection[str],
         ranks: Ranks,
     ) -> list[Sample]:
-        """Write the shards that are missing: process r of W the missing shards r, r + W, ... All
-        return when the last one is written; the first with the samples of all shards.
-
-        Args:
-            writers: what writes the dialogues of each shard, by its name.
-            longest: the most tokens of a conversation.
-            leave_out: settings that change no shard.
-
-        Errors: `DataError` where the folder was begun with other settings of shards.
-        """
-        shards = store.Shards(Path(self.path + ".shards"), self.settings(lm, leave_out))
-        there = ranks.broadcast({name for name in writers if shards.path(name).exists()})
-        if missing := [name for name in writers if name not in there]:
+        """Write the missing shards, which the processes share, and wait for all of them. `writers`
+        write a shard's dialogues, by its name, and `longest` limits their tokens. Returns all
+        samples in the first process. Errors: those of `store.Shards`."""
+        settings = {k: v for k, v in self.settings(lm).items() if k not in self.not_in_shards}
+        shards = store.Shards(Path(self.path + ".shards"), settings)
+        existing = ranks.broadcast({name for name in writers if shards.path(name).exists()})
+        if missing := [name for name in writers if name not in existing]:
             log.info("%d of %d shards to write", len(missing), len(writers))
-            started, mine = time.perf_counter(), missing[ranks.rank :: ranks.world]
+            start, assigned = time.perf_counter(), missing[ranks.rank :: ranks.world]
             with tqdm(unit="token", disable=not ranks.is_first) as bar:
                 writer = DialogueWriter(lm, tokenizer, self.batch_size, longest, self.teacher, bar)
-                for number, name in enumerate(mine, start=1):
-                    bar.set_description(f"writing shard {number} of {len(mine)}")
+                for number, name in enumerate(assigned, start=1):
+                    bar.set_description(f"writing shard {number} of {len(assigned)}")
                     dialogues = writers[name](writer)
                     shards.write(name, [d.sample() for d in dialogues if d.input_ids])
             written = sum(ranks.all_gather(writer.written))
-            rate = written / (time.perf_counter() - started)
+            rate = written / (time.perf_counter() - start)
             log.info("wrote %d tokens at %.1f tokens/s", written, rate)
         names = writers if ranks.is_first else ()
         return [sample for name in names for sample in shards.read(name)]
@@ -111,17 +105,11 @@ def finish(
     raw: Sequence[Sample],
     count: int,
     dropped: Counter[str],
-    wrote: str | None,
+    model: str | None,
 ) -> None:
-    """Filter raw samples, save them as a dataset, and log what became of them. In one process.
-
-    Args:
-        count: how many conversations there should have been.
-        dropped: counts, by reason, those that are not in `raw`, or were cut; grows.
-        wrote: the model whose distributions are kept beside the samples, if they are.
-
-    Errors: `DataError` where nothing is left.
-    """
+    """Filter raw samples, save them as a dataset, and log the counts: of `count` conversations,
+    `dropped` by reason are not in `raw`, or were cut. The samples' records, if they have any, are
+    those of `model`. Errors: `DataError` if no sample is left."""
     samples = list(select(raw, config.filters, dropped))
     dropped = +dropped  # without zeros
     reasons = list_reasons(dropped)
@@ -131,11 +119,10 @@ def finish(
             "data.filters.* and the limits on tokens set what is kept."
         )
     log.info("%d of %d conversations kept; not kept or cut: %s", len(samples), count, reasons)
-    records = next((sample["teacher"] for sample in samples if "teacher" in sample), None)
-    kept = None
-    if records is not None:
-        kept = {"model": wrote, "likeliest": records.dtype["tokens"].shape[0]}
-    facts = {"asked": count, "dropped": dict(dropped), "teacher": kept}
+    facts: dict[str, Any] = {"asked": count, "dropped": dict(dropped), "teacher": None}
+    if records := [sample["teacher"] for sample in samples if "teacher" in sample]:
+        likeliest = records[0].dtype["tokens"].shape[0]
+        facts["teacher"] = {"model": model, "likeliest": likeliest}
     store.save(samples, Path(config.path), settings, facts)
 
 
@@ -143,20 +130,21 @@ def finish(
 class SynthesisConfig(WrittenConfig):
     """Self-synthesis: the target writes its own training conversations; nothing is downloaded. An
     aligned model that reads the chat template's user header writes a question (Magpie, arXiv
-    2406.08464), and then answers it. Beside what `WrittenConfig` says:
+    2406.08464), and then answers it. These options are added to those of `WrittenConfig`:
 
     Args:
-        shards: parts of the dataset; a later run that asks for more keeps those that exist.
+        shards: parts of the dataset; a later run with more shards keeps those that exist.
         turns: questions with their answers in a conversation; the shards use these numbers in turn.
             A conversation ends earlier at a turn that reaches its limit, or at the model's context.
         max_question_tokens: limit of a question.
         keep_unfinished_questions: also keep a question that reaches its limit; by default its
             conversation is dropped.
-        openings: how first questions begin; the conversations use them in turn. An empty one leaves
-            the beginning to the target, which seldom asks for a translation or a summary by itself.
+        openings: beginnings of first questions; the conversations use them in turn. With an empty
+            one the target begins itself, and seldom asks for a translation or a summary.
         question_temperature: a high one gives different questions.
     """
 
+    not_in_shards = "shards", "filters"
     name: str = "self_synthesis"
     shards: Count = 3
     turns: Filled[Count] = field(default_factory=lambda: [1])
@@ -166,22 +154,21 @@ class SynthesisConfig(WrittenConfig):
     question_temperature: NotNegative = 1.0
 
     def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks = ALONE) -> None:
-        """Write the dataset to `path`, or what is still missing of it. The processes share the
-        shards; the first makes the dataset, and the others do not wait for it. Errors: `DataError`
-        where nothing is usable, or the folder was begun with other settings."""
+        """Write what is missing of the dataset to `path`. The processes share the shards; the first
+        makes the dataset, and the others do not wait for it. Errors: `DataError` if no sample is
+        usable, or the folder was begun with other settings."""
         settings = self.settings(lm)
-        if ranks.broadcast(store.is_of(Path(self.path), settings)):
+        if ranks.broadcast(store.has_settings(Path(self.path), settings)):
             return
         writers = {f"{number:05d}": partial(self._write, number) for number in range(self.shards)}
-        not_in_shards = "shards", "filters"
-        raw = self.write_shards(lm, tokenizer, writers, lm.context, not_in_shards, ranks)
+        raw = self.write_shards(lm, tokenizer, writers, lm.context, ranks)
         if ranks.is_first:
             count = self.shards * self.shard_size
             dropped = Counter({"no finished question": count - len(raw)})
             finish(self, settings, raw, count, dropped, lm.name)
 
     def _write(self, number: int, writer: DialogueWriter) -> list[Dialogue]:
-        """One shard's conversations, turn by turn: all questions, then all answers."""
+        """Write a shard turn by turn: all questions, then all answers."""
         dialogues, temperature = self.begin_shard(number, self.shard_size)
         for dialogue in dialogues:
             dialogue.opening = self.openings[dialogue.seed % len(self.openings)]
@@ -194,14 +181,14 @@ class SynthesisConfig(WrittenConfig):
 
 @dataclass
 class MixConfig(Ranged):
-    """What is mixed.
+    """A mix of datasets.
 
     Args:
         path: folder of the new dataset.
-        paths: folders of finished datasets. The target's distributions are kept where all have
-            equally many likeliest tokens of the same model's.
+        paths: folders of finished datasets. Records of distributions are kept if all have equally
+            many likeliest tokens of the same model.
         seed: seed of the order. The parts are shuffled, since the last conversations are held out.
-        filters: applied again, since a question of one part may come again in another.
+        filters: applied again, since the parts may share questions.
     """
 
     name: str = "mix"
@@ -211,21 +198,21 @@ class MixConfig(Ranged):
     filters: FilterConfig = field(default_factory=FilterConfig)
 
     def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks = ALONE) -> None:
-        """Write the dataset to `path`; of several processes the first does it, none waits. Errors:
-        `DataError` where a part is no complete dataset."""
+        """Write the dataset to `path` in the first process; the others do not wait for it. Errors:
+        `DataError` if a part is no finished dataset."""
         if not ranks.is_first:
             return
         parts = [store.load(Path(path)) for path in self.paths]
         settings: dict[str, Any] = asdict(self)
         del settings["path"], settings["paths"]
-        settings["parts"] = [about["fingerprint"] for _, about in parts]
-        if store.is_of(Path(self.path), settings):
+        settings["parts"] = [provenance["fingerprint"] for _, provenance in parts]
+        if store.has_settings(Path(self.path), settings):
             return
-        samples = [sample for some, _ in parts for sample in some]
-        kept, *others = (about.get("teacher") for _, about in parts)
-        if any(other != kept for other in others):
-            kept = None
+        samples = [sample for part, _ in parts for sample in part]
+        teacher, *others = (provenance.get("teacher") for _, provenance in parts)
+        if any(other != teacher for other in others):
+            teacher = None
             for sample in samples:
                 sample.pop("teacher", None)
         random.Random(self.seed).shuffle(samples)
-        finish(self, settings, samples, len(samples), Counter(), kept and kept["model"])
+        finish(self, settings, samples, len(samples), Counter(), teacher and teacher["model"])

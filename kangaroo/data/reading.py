@@ -1,11 +1,11 @@
-"""Conversations that others wrote, in ShareGPT or chat form, from a file or any `datasets` id, and
-a split of them into some to train on and some to measure on."""
+"""Read conversations in ShareGPT or chat form from a file or any `datasets` id, and split questions
+into training and held-out ones."""
 
 import itertools
 import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from kangaroo.models.prompts import Message, content_text, mended
 from kangaroo.utils.errors import DataError
 from kangaroo.utils.folders import write_whole
 
-QUESTION = "turns"  # of a bench's question: texts, all of them the user's
+QUESTION = "turns"  # the user's turns of a bench's question, as texts
 COLUMNS = ("messages", "conversations", "conversation", QUESTION)
 ROLES = {"system": "system", "user": "user", "human": "user"} | dict.fromkeys(
     ("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"
@@ -28,8 +28,8 @@ FORMS = (
 )
 JSON, TABLES = (".json", ".jsonl"), (".parquet", ".csv", ".arrow")
 HUB_FILE = "hf://datasets/"  # followed by owner/name/file
-TRAINING, HELD_OUT = "training.jsonl", "held_out.jsonl"  # what a split writes
-SHARED = 20  # words in a row: passages that questions share, rather than words that ask
+TRAINING, HELD_OUT = "training.jsonl", "held_out.jsonl"  # files of a split
+SHARED = 20  # words of a passage; questions often have fewer words in common
 SOURCES = (
     "a .json, .jsonl, .parquet, .csv or .arrow file, a folder of such files, a hub id, or "
     f"{HUB_FILE}owner/name/file"
@@ -38,13 +38,13 @@ SOURCES = (
 
 @dataclass
 class Source:
-    """Where conversations come from.
+    """A source of conversations.
 
     Args:
         source: a .json or .jsonl file in ShareGPT or chat form, a file or folder that `datasets`
             reads, a dataset's id on the hub, or one file of it, `hf://datasets/owner/name/file`.
-        subset, split, revision: of a dataset on the hub or in a folder.
-        column: the column that holds the conversation; None finds the usual names.
+        subset, split, revision: those of a dataset on the hub or in a folder.
+        column: the column with the conversation; None tries the usual names.
     """
 
     source: str = "???"
@@ -55,44 +55,42 @@ class Source:
 
 
 class BadRecord(ValueError):
-    """A record that cannot be read, and why."""
+    """A record cannot be read for the reason in the message."""
 
 
 def read(
-    origin: Source, limit: int | None, left_out: Counter[str] | None = None
+    origin: Source, limit: int | None, unreadable: Counter[str] | None = None
 ) -> list[list[Message]]:
-    """The conversations of a source, at most `limit`, unchanged; `left_out` counts the records that
-    cannot be read, by reason, and None refuses the first one. Errors: `DataError` says which."""
-    records = itertools.islice(named_records(origin, left_out), limit)
+    """The first `limit` conversations of a source, unchanged. `unreadable` counts records that
+    cannot be read, by reason; without it they are errors. Errors: `DataError`."""
+    records = itertools.islice(read_records(origin, unreadable), limit)
     conversations = [messages for _, messages in records]
     if not conversations:
-        reasons = f" ({list_reasons(left_out)})" if left_out else ""
+        reasons = f" ({list_reasons(unreadable)})" if unreadable else ""
         raise DataError(f"{origin.source} holds no conversations{reasons}.")
     return conversations
 
 
-def named_records(
-    origin: Source, left_out: Counter[str] | None = None
+def read_records(
+    origin: Source, unreadable: Counter[str] | None = None
 ) -> Iterator[tuple[dict[str, Any], list[Message]]]:
-    """Every record of a source as it is, and its conversation; otherwise as `read`."""
+    """Every record of a source, unchanged, and its conversation, otherwise like `read`."""
     for number, record in enumerate(_records(origin), start=1):
         try:
-            messages = _conversation(record, origin.column)
+            yield record, _conversation(record, origin.column)
         except BadRecord as error:
-            if left_out is None:
+            if unreadable is None:
                 raise DataError(
                     f"{origin.source}, record {number}: {error}. A record looks like {FORMS}. "
                     "data.skip_bad=true (skip_bad=true of prepare split) leaves out what cannot "
                     "be read, and counts it."
                 ) from error
-            left_out[str(error)] += 1
-        else:
-            yield record, messages
+            unreadable[str(error)] += 1
 
 
-def regular(messages: list[Message]) -> tuple[list[Message], str]:
-    """The longest beginning in which, after a system turn, user and assistant take turns, the user
-    first; and what is wrong with the turn that ends it, if one does."""
+def alternating_turns(messages: list[Message]) -> tuple[list[Message], str]:
+    """The longest beginning of alternating user and assistant turns, which may follow a system
+    turn; and what is wrong with the next turn, if there is one."""
     usable = [m for m in messages[:1] if m["role"] == "system" and m["content"].strip()]
     turns = list(itertools.dropwhile(lambda m: m["role"] != "user", messages))
     if not turns:
@@ -109,24 +107,24 @@ def regular(messages: list[Message]) -> tuple[list[Message], str]:
 
 
 def is_local(source: str) -> bool:
-    """Whether a source is a file or folder of this machine, or by its name has to be one."""
+    """Whether a source is a file or folder of this machine, existing or not."""
     path = Path(source).expanduser()
-    named = path.suffix in (*JSON, *TABLES) or path.is_absolute()
-    return not source.startswith(HUB_FILE) and (named or path.exists())
+    is_file_name = path.suffix in (*JSON, *TABLES) or path.is_absolute()
+    return not source.startswith(HUB_FILE) and (is_file_name or path.exists())
 
 
 def _records(origin: Source) -> Iterator[Any]:
-    # imported where it is used: it takes seconds, which other commands need not wait for
+    # here, since the import takes seconds
     from datasets import load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 
+    revision = origin.revision
     try:
         if origin.source.startswith(HUB_FILE):
             owner, name, file = [*origin.source.removeprefix(HUB_FILE).split("/", 2), "", ""][:3]
-            fetched = hf_hub_download(
-                f"{owner}/{name}", file, repo_type="dataset", revision=origin.revision
-            )
-            origin = replace(origin, source=fetched)
+            repo = f"{owner}/{name}"
+            file = hf_hub_download(repo, file, repo_type="dataset", revision=revision)
+            origin = replace(origin, source=file)
         path = Path(origin.source).expanduser()
         if path.suffix in JSON and path.is_file():
             return _from_json(path)
@@ -135,26 +133,22 @@ def _records(origin: Source) -> Iterator[Any]:
         if path.is_file():
             if path.suffix not in TABLES:
                 raise ValueError(f"nothing reads files that end in '{path.suffix}'.")
-            kind, files = path.suffix.removeprefix("."), str(path)
-            table: Iterable[Any] = load_dataset(kind, data_files=files, split="train")
-        elif (path / "state.json").is_file():
-            table = load_from_disk(path)
-        else:
-            name = str(path) if path.is_dir() else origin.source
-            options = {"split": origin.split, "revision": origin.revision}
-            table = load_dataset(name, origin.subset, **options)
-        return iter(table)
+            return iter(load_dataset(path.suffix[1:], data_files=str(path), split="train"))
+        if (path / "state.json").is_file():
+            return iter(load_from_disk(path))
+        name = str(path) if path.is_dir() else origin.source
+        return iter(load_dataset(name, origin.subset, split=origin.split, revision=revision))
     except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
         raise DataError(
             f"data.source={origin.source} (subset {origin.subset}, split {origin.split}, revision "
-            f"{origin.revision}) cannot be read: {error} Pass {SOURCES}; the hub needs a network, "
+            f"{revision}) cannot be read: {error} Pass {SOURCES}; the hub needs a network, "
             "and a gated dataset needs `hf auth login`."
         ) from error
 
 
 def _from_json(path: Path) -> Iterator[Any]:
-    """Records of a file that is one JSON list, or has one JSON object per line; of a line that is
-    not JSON a `BadRecord`. Not by `datasets`, which wants all records alike."""
+    """Records of a file that is one JSON list or has one JSON object per line; a `BadRecord` for a
+    line that is not JSON. `datasets` would need all records to have the same fields."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             start = next((line for line in file if line.strip()), "")
@@ -174,12 +168,12 @@ def _from_json(path: Path) -> Iterator[Any]:
 
 
 def _conversation(record: Any, column: str | None) -> list[Message]:
-    """The conversation in a record; a cell of a table may hold it as JSON text."""
+    """The conversation in a record, where it may be JSON text. Errors: `BadRecord`."""
     if isinstance(record, BadRecord):
         raise record
     if not isinstance(record, dict):
         raise BadRecord(f"a {type(record).__name__}, not an object")
-    # a table, or a file of several kinds of records, has null where a field is absent
+    # tables have null where a field is absent
     record = {name: value for name, value in record.items() if value is not None}
     name = next((name for name in ([column] if column else COLUMNS) if name in record), None)
     if name is None:
@@ -198,7 +192,7 @@ def _conversation(record: Any, column: str | None) -> list[Message]:
     if name == QUESTION:
         turns = [{"from": "user", "value": x} if isinstance(x, str) else x for x in turns]
     roles = []
-    for turn in turns:  # before texts: a turn that calls a tool has none
+    for turn in turns:  # before texts, which a turn that calls a tool does not have
         if not isinstance(turn, dict):
             raise BadRecord(f"a turn that is a {type(turn).__name__}, not an object")
         role = _first(turn, "role", "from")
@@ -213,33 +207,32 @@ def _conversation(record: Any, column: str | None) -> list[Message]:
 
 
 def _first(turn: dict[str, Any], *names: str) -> Any:
-    """The first of a turn's fields that has a value: tables have null where one is absent."""
+    """The value of the first of these fields that has one."""
     return next((turn[name] for name in names if turn.get(name) is not None), None)
 
 
 @dataclass(frozen=True)
 class Split:
-    """Two lists with no question in common: records as their source has them, and questions of a
-    bench; and how many questions are in neither, since they share a passage with the second."""
+    """Training records, held-out questions of a bench, and how many records were left out."""
 
     training: list[dict[str, Any]]
     held_out: list[dict[str, Any]]
-    left_out: int
+    left_out: int  # since they share a passage with a held-out question
 
     def write(self, folder: Path) -> None:
-        """Both as files of JSON lines, whole or not at all; `mended`."""
+        """Write both lists as files of JSON lines, valid UTF-8, whole or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, records in ((TRAINING, self.training), (HELD_OUT, self.held_out)):
             lines = (mended(json.dumps(record, ensure_ascii=False)) for record in records)
             write_whole(folder / name, "".join(f"{line}\n" for line in lines).encode())
 
 
-def split(origin: Source, held: int, seed: int, left_out: Counter[str] | None = None) -> Split:
-    """Shuffle questions and hold some out of each task: a record's field `task` or `category`, or
-    `all`. One that shares a passage, `SHARED` words in a row, with one that is held out is in
-    neither list. Errors: `DataError`, as `read`, and for a task with at most `held` questions."""
+def split(origin: Source, held: int, seed: int, unreadable: Counter[str] | None = None) -> Split:
+    """Shuffle questions and hold out `held` of each task, which is a record's field `task` or
+    `category`, or `all`. A question that shares a passage of `SHARED` words with a held-out one is
+    left out. Errors: `DataError`, as in `read`, and for a task with at most `held` questions."""
     questions = []
-    for record, messages in named_records(origin, left_out):
+    for record, messages in read_records(origin, unreadable):
         turns = [m["content"] for m in messages if m["role"] == "user" and m["content"].strip()]
         if turns:
             questions.append((record, turns))
@@ -250,17 +243,17 @@ def split(origin: Source, held: int, seed: int, left_out: Counter[str] | None = 
     for record, turns in questions:
         task = mended(str(record.get("task") or record.get("category") or "all"))
         by_task[task].append((record, turns))
-    for task, some in by_task.items():
-        if len(some) <= held:
+    for task, task_questions in by_task.items():
+        if (count := len(task_questions)) <= held:
             raise DataError(
-                f"task '{task}' of {origin.source} has {len(some)} questions, and {held} were to "
-                f"be held out. Pass held= below {len(some)}, or a file that has more."
+                f"task '{task}' of {origin.source} has {count} questions, and {held} were to "
+                f"be held out. Pass held= below {count}, or a file that has more."
             )
     held_out = [(task, turns) for task in sorted(by_task) for _, turns in by_task[task][:held]]
-    passages = {run for _, turns in held_out for run in _runs(turns)}
-    rest = [item for some in by_task.values() for item in some[held:]]
+    passages = {passage for _, turns in held_out for passage in _passages(turns)}
+    rest = [question for task_questions in by_task.values() for question in task_questions[held:]]
     random.Random(seed).shuffle(rest)
-    training = [record for record, turns in rest if passages.isdisjoint(_runs(turns))]
+    training = [record for record, turns in rest if passages.isdisjoint(_passages(turns))]
     bench = [
         {"question_id": number, "category": task, "turns": turns}
         for number, (task, turns) in enumerate(held_out)
@@ -268,6 +261,6 @@ def split(origin: Source, held: int, seed: int, left_out: Counter[str] | None = 
     return Split(training, bench, len(rest) - len(training))
 
 
-def _runs(turns: list[str]) -> set[tuple[str, ...]]:
+def _passages(turns: list[str]) -> set[tuple[str, ...]]:
     texts = [turn.split() for turn in turns]
     return {tuple(ws[i : i + SHARED]) for ws in texts for i in range(len(ws) - SHARED + 1)}

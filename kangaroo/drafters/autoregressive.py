@@ -21,7 +21,7 @@ from kangaroo.engine.cache import ForwardMeta, KVCache, Tensors
 from kangaroo.engine.tree import Draft
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.memory import weights
+from kangaroo.utils.memory import weight_bytes
 
 
 class WholeHead(DraftHead):
@@ -109,8 +109,8 @@ class LayerChoice(Autoregressive):
     ):
         super().__init__(lm, options.steps, options.threshold, window=0)
         self.cut, self.first, self.max_nodes = cut, first, max(self.steps, judged)
-        whole = weights(*cut.layers, lm.head)
-        self.shares = [weights(layer) / whole for layer in cut.layers]  # of a vanilla step
+        whole = weight_bytes(*cut.layers, lm.head)
+        self.shares = [weight_bytes(layer) / whole for layer in cut.layers]  # of a vanilla step
         self.draft_cost = self.cost_without(first)
 
     def cost_without(self, skip: Collection[int]) -> float:

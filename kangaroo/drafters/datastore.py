@@ -19,7 +19,7 @@ from kangaroo.engine.clock import running
 from kangaroo.models.loading import options_of
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import CorruptFile, DataError, MissingPackage
-from kangaroo.utils.folders import command_line, install, located, new_folder, write_json
+from kangaroo.utils.folders import command_line, install, new_folder, resolve_path, write_json
 
 TOKENS, SUFFIXES, ABOUT = "tokens.npy", "suffixes.npy", "datastore.json"
 
@@ -107,7 +107,7 @@ def save(store: Datastore, lm: TargetModel, folder: Path, facts: dict[str, Any])
 def load(path: str, lm: TargetModel) -> Datastore:
     """A datastore of `lm`'s vocabulary; its arrays stay on the disk until they are read. Errors:
     `DataError` where there is none, or it is of another vocabulary; `CorruptFile`."""
-    about, folder = read_about(path), located(path)
+    about, folder = read_about(path), resolve_path(path)
     expected = identity(lm)
     other = {name: about.get(name) for name in expected}
     if other != expected:
@@ -131,7 +131,7 @@ def load(path: str, lm: TargetModel) -> Datastore:
 def read_about(path: str) -> dict[str, Any]:
     """What a datastore's folder says of it. Errors: `DataError` where there is none,
     `CorruptFile`."""
-    file = located(path) / ABOUT
+    file = resolve_path(path) / ABOUT
     if not file.is_file():
         model = Path(path).name.removesuffix("-datastore")
         raise DataError(

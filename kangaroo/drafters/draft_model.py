@@ -5,6 +5,8 @@ Shapes: B rows, N draft nodes, T tokens of a prefill chunk, V vocabulary.
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -20,7 +22,7 @@ from kangaroo.heads.export import draft_model
 from kangaroo.models.loading import Dtype, ModelConfig, load, own_tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.memory import weights
+from kangaroo.utils.memory import weight_bytes
 from kangaroo.utils.ranges import DraftSize
 
 
@@ -94,16 +96,22 @@ def _tokens(config: PretrainedConfig) -> dict[int, str] | None:
 
 
 class DraftModel(Autoregressive):
-    """Keeps a cache of its own. The first pass of a round takes the last two committed tokens:
-    after a round that was accepted whole it has not seen the older one. In native rounds it takes
-    whatever it has not read. Its vocabulary may be padded to another size than the target's."""
+    """Keeps its own cache. The first pass of a round takes the last two committed tokens: after
+    a draft that was accepted whole the older one is in no cache. Tokens of earlier rounds without a
+    draft are read before; native rounds read all in that pass. Its vocabulary may be padded to
+    another size than the target's.
+
+    Attributes:
+        read: how many tokens of each row's text are in the cache.
+        is_current: whether the last round has brought all but the last two tokens there.
+    """
 
     def __init__(
         self, lm: TargetModel, draft_lm: TargetModel, steps: int = 4, threshold: float | str = 0.0
     ):
         super().__init__(draft_lm, steps, threshold, window=1)
-        whole = weights(*lm.layers, lm.head)
-        self.draft_cost = weights(*draft_lm.layers, draft_lm.head) / whole  # the weights it reads
+        whole = weight_bytes(*lm.layers, lm.head)
+        self.draft_cost = weight_bytes(*draft_lm.layers, draft_lm.head) / whole  # weights read
         self.cache = draft_lm.new_cache(0, 0)
         self.vocab_size = draft_lm.config.vocab_size
         self.padding = lm.config.vocab_size - self.vocab_size  # below 0 the target's is smaller
@@ -112,7 +120,7 @@ class DraftModel(Autoregressive):
 
     def begin(self, batch: Batch) -> None:
         self.prompts.clear()
-        self.read = [0] * batch.size  # in native code, how many tokens of each row's text were read
+        self.read, self.is_current = [0] * batch.size, False
         if (self.cache.batch_size, self.cache.n_slots) != (batch.size, batch.n_slots):
             self.cache = self.lm.new_cache(0, 0)  # the new one may need the old one's memory
             self.cache = self.lm.new_cache(batch.size, batch.n_slots)
@@ -137,6 +145,14 @@ class DraftModel(Autoregressive):
     def read_chunk(self, tokens_1T: Tensor, first: int, row: int) -> None:
         """Write the keys of a part of a row's text."""
         prefill.read(self.lm, self._known(tokens_1T), first, self.cache, row)
+        if self.read[row] >= first:
+            self.read[row] = first + tokens_1T.shape[1]
+
+    def read_text(self, text: list[int], row: int, end: int) -> None:
+        """Write the keys of a row's text that are missing below `end`."""
+        for first in range(self.read[row], end, chunk := self.lm.prompt_chunk(end)):
+            part = text[first : min(first + chunk, end)]
+            self.read_chunk(torch.tensor([part], device=self.lm.device), first, row)
 
     def caches(self, batch: Batch) -> tuple[KVCache, ...]:
         return (self.cache,)
@@ -151,8 +167,16 @@ class DraftModel(Autoregressive):
 
     def propose(self, batch: Batch) -> Draft:
         self.read_prompts()
-        self.proposed = super().propose(batch)
-        return self.proposed
+        if self.is_current:
+            self.read = [max(len(text) - 2, 0) for text in batch.texts]
+        draft = super().propose(batch)
+        self.is_current, self.proposed = self.proposed is not None, draft
+        return draft
+
+    def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
+        for row in batch.active:
+            self.read_text(batch.texts[row], row, len(batch.texts[row]) - 2)
+        return super().draft(batch, limits)
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         if draft is not self.proposed:  # another drafter's: its tokens are in no cache here
@@ -160,4 +184,5 @@ class DraftModel(Autoregressive):
             meta = self.path_meta(batch, draft)
             tokens_BN = batch.tokens_BS.gather(1, meta.positions_RT)
             self.run(batch, tokens_BN, meta)
+            self.is_current = True
         self.proposed = None

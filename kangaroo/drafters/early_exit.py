@@ -15,7 +15,7 @@ from kangaroo.engine.tree import Draft, Verdict
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.memory import weights
+from kangaroo.utils.memory import weight_bytes
 
 
 class EarlyExit(EarlyStopping):
@@ -48,8 +48,8 @@ class EarlyExit(EarlyStopping):
         self.taps = tuple(tap for tap in taps if tap is not None)
         # of a token of the chain, in vanilla steps, where it is not measured: the share of the
         # target's weights that is read for it, by the layers below the exit and by all
-        whole = weights(*lm.layers, lm.head)
-        self.shallow_cost = weights(*lm.layers[: self.exit_layer]) / whole
+        whole = weight_bytes(*lm.layers, lm.head)
+        self.shallow_cost = weight_bytes(*lm.layers[: self.exit_layer]) / whole
         beside = {*adapter.parameters(), *self.head.weights}
         self.draft_cost = self.shallow_cost + sum(weight.nbytes for weight in beside) / whole
         self.window = steps if self.reads_deep else 1

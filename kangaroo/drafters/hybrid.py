@@ -4,6 +4,7 @@ Shapes: B rows, C choices for a token, K draft vocabulary.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,21 +25,20 @@ from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import CountOrZero, DraftSize, Positive
 
-CHOICES = 3  # for a token of the chain: the best, and two further ones
+CANDIDATES = 3  # for each token of the chain
 
 
 @dataclass
 class HybridConfig(EarlyExitConfig):
-    """One tree from several sources, its nodes chosen by expected gain.
+    """One tree from several sources, whose nodes are chosen by expected gain.
 
     Args:
-        threshold: as of Kangaroo; with `auto` and 0 the expected gain alone ends the chain.
-        nodes: of the tree that is verified, the pending token aside: at most this many.
-        min_gain_per_step: tokens that decoding writes in the time of a vanilla step: what further
-            work in a round has to be worth.
-        recycle: where other sources are silent, what was likeliest where the last token stood
-            before is a candidate, as in Token Recycling (arXiv 2408.08696).
-        store_tokens: so many tokens of earlier answers are looked up too, as of `suffix`.
+        threshold: as for Kangaroo; with `auto` and 0 the expected gain alone ends the chain.
+        nodes: the most nodes of the tree, without the pending token.
+        min_gain_per_step: tokens that further work must gain in the time of a vanilla step.
+        recycle: where no other source has candidates, use the likeliest successor at the token's
+            last occurrence (Token Recycling, arXiv 2408.08696).
+        store_tokens: also search this many tokens of earlier answers, as `suffix` does.
     """
 
     name: str = "hybrid"
@@ -54,10 +54,10 @@ class HybridConfig(EarlyExitConfig):
 
 
 class Hybrid(Kangaroo):
-    """Verifies what its sources say, as far as that is worth its place. Where a lookup is nearly
-    sure, nothing is drafted. Without `costs`, of at least `nodes` nodes, they are measured."""
+    """Verifies the candidates of its sources that pay; where a lookup is nearly sure, it drafts
+    nothing. Costs are measured, unless given as `costs` of at least `nodes` nodes."""
 
-    reads_logits = True  # for the next best choices
+    reads_logits = True  # for the second and third candidates
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class Hybrid(Kangaroo):
         batch.likeliest = max(batch.likeliest, int(self.recycle))
 
     def take_costs(self, budget: Budget, rows: int, shared_states: bool) -> None:
-        """Those of a round of so many rows, where they are measured; with `shared_states` those of
-        what the lookup says are computed with the pending token's."""
+        """Measure the costs of a round of `rows` rows; with `shared_states` the shallow states of
+        the lookup's tokens are computed together with the pending token's."""
         if self.needs_costs:
             states = self.shallow_cost if shared_states else 0.0
             verify = budget.cost(rows, self.nodes)
@@ -95,60 +95,58 @@ class Hybrid(Kangaroo):
 
     def propose(self, batch: Batch) -> Draft:
         self.take_costs(batch.budget, len(batch.active), shared_states=False)
-        sources = {row: self.asked(batch, row) for row in batch.active}
+        sources = {row: self.update_sources(batch, row) for row in batch.active}
         self._draft_chains(batch, sources)
-        trees = {
-            row: expected_gain.best_tree(self.costs, x, self.nodes) for row, x in sources.items()
-        }
-        return Draft.listed(batch.last(1), trees)
+        best = partial(expected_gain.best_tree, self.costs, most=self.nodes)
+        return Draft.listed(batch.last(1), {row: best(sources[row]) for row in sources})
 
     def start_text(self, row: int, text: list[int]) -> Sources:
-        """What is asked of a row's text."""
+        """The sources of a new text."""
         lookups = [Lookup() for _ in self.store.matches(row, text)]
         recycled = Recycled(successors_in(text, 1)) if self.recycle else None
         return Sources(lookups, DraftedChain(), recycled, len(text))
 
-    def asked(self, batch: Batch, row: int) -> Sources:
-        """What is said of a row in a new round, but for the chain, up to where its text ends; the
-        sources have learnt what the last round came to."""
+    def update_sources(self, batch: Batch, row: int) -> Sources:
+        """The sources of a row at the start of a round: they have learnt from the last one, the
+        lookups are new, and the chain is empty."""
         text = batch.texts[row]
         sources = self.rows.of(row, text)
         sources.learn(text[sources.length :])
         sources.length = len(text)
         for lookup, part in zip(sources.lookups, self.store.matches(row, text), strict=True):
-            lookup.look_up(part.match[0], part.continuation(self.nodes, batch.ends[row]))
-        sources.chain.say([])
+            lookup.match(part.match[0], part.continuation(self.nodes, batch.ends[row]))
+        sources.chain.replace([])
         if sources.recycled is not None:
             sources.recycled.start = text[-1]
             recycle(sources.recycled.matrix, batch, row)
         return sources
 
     def _draft_chains(self, batch: Batch, sources: dict[int, Sources]) -> None:
-        """Add to each row's sources a chain, as long as that pays."""
+        """Draft each row's chain for as long as that pays."""
         growing = [row for row in sources if self.pays(sources[row])]
         if not growing:
             return
         meta = self.chain_meta(batch, self.steps, self.steps)
         for token in self.tokens(batch, meta):
-            choices = token.reading.tolist()  # one sync
+            ranked = token.reading.tolist()  # one sync
             for row in growing:
-                sources[row].chain.add([(int(token), chance) for token, chance in choices[row]])
+                sources[row].chain.append([(int(token), chance) for token, chance in ranked[row]])
             growing = [row for row in growing if self.pays(sources[row])]
             if not growing:
                 break
         self.hidden = []  # verification begins at the embeddings
 
     def pays(self, sources: Sources) -> bool:
-        """Whether a further token of the chain may be expected to pay."""
-        goes_on = sources.chain.confidence > self.threshold
-        return goes_on and expected_gain.drafting_pays(self.costs, sources, self.nodes)
+        """Whether one more token of the chain is expected to pay."""
+        is_sure = sources.chain.confidence > self.threshold
+        return is_sure and expected_gain.drafting_pays(self.costs, sources, self.nodes)
 
     def reading(
         self, logits_BK: Tensor, sampling: BatchSampling, positions_B1: Tensor, seeds_B: Tensor
     ) -> Tensor:
-        """The best choices for each row's next token, and the probabilities of their ranks, which
-        know nothing of temperature and noise: `[B, C, 2]`."""
-        count = min(CHOICES, self.head.size)
+        """The candidates for each row's next token, and the probabilities of their ranks before
+        temperature and noise: `[B, C, 2]`."""
+        count = min(CANDIDATES, self.head.size)
         probs_BC = logits_BK.float().softmax(-1).topk(count).values
         ids_BC = self.head.candidates(logits_BK[:, None], positions_B1, sampling, seeds_B, count)
         return torch.stack([ids_BC[:, 0].double(), probs_BC.double()], -1)

@@ -22,8 +22,8 @@ from kangaroo.models.loading import options_of
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
-from kangaroo.utils.folders import command_line, located, write_json
-from kangaroo.utils.memory import weights
+from kangaroo.utils.folders import command_line, resolve_path, write_json
+from kangaroo.utils.memory import weight_bytes
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranges import Count, DraftSize, Ranged, Seed
 
@@ -80,7 +80,7 @@ def runs(skip: Collection[int], n_layers: int) -> list[range]:
 def draft_cost(lm: TargetModel, skip: Collection[int]) -> float:
     """Weights that a draft token reads, as a share of a token's."""
     kept = [layer for index, layer in enumerate(lm.layers) if index not in skip]
-    return weights(*kept, lm.head) / weights(*lm.layers, lm.head)
+    return weight_bytes(*kept, lm.head) / weight_bytes(*lm.layers, lm.head)
 
 
 def found(path: str) -> LayerSubset:
@@ -88,7 +88,7 @@ def found(path: str) -> LayerSubset:
     model = Path(path).name.removesuffix("-draft_verify.json")
     way = command_line("prepare layers", **options_of(model), output=path)
     try:
-        return LayerSubset(**json.loads(located(path).read_text()))
+        return LayerSubset(**json.loads(resolve_path(path).read_text()))
     except FileNotFoundError as error:
         raise AdapterNotFound(
             f"no subset of layers at '{path}': search one ({way}), or pass drafter.skip=[...]."

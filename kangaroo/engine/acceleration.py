@@ -58,7 +58,7 @@ class Acceleration:
         arguments as of `Graphs`."""
         graphs, count = self.graphs, tokens or tensors_in(inputs[0])[0].shape[:2].numel()
         recordable = all(x.recordable for x in inputs if isinstance(x, ForwardMeta))
-        if graphs is None or not recordable or not graphs.take(count):
+        if graphs is None or not recordable or not graphs.takes(count):
             return inputs if work is None else work(*inputs)
         results = graphs(caches, key, work, *inputs, **how)
         return with_tensors(results, (x.clone() for x in tensors_in(results))) if keep else results

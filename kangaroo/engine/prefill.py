@@ -27,7 +27,7 @@ def read(
     last of them, `[1, 1, D]`, and the chunk with the tapped states."""
     stop, graphs = start + tokens_1T.shape[1], lm.acceleration.graphs
     meta, by_kernels = lm.chunk(start, stop, row, cache.n_slots), lm.acceleration.kernels
-    if graphs and by_kernels and lm.window is None and graphs.take(tokens_1T.shape[1]):
+    if graphs and by_kernels and lm.window is None and graphs.takes(tokens_1T.shape[1]):
         last_11D, tapped = replay(lm, tokens_1T, start, cache, row, taps)
     else:
         ending = lm.chunk(stop - 1, stop, row, cache.n_slots)

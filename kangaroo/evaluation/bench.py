@@ -7,7 +7,6 @@ import logging
 import urllib.request
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,28 +20,26 @@ from kangaroo.utils.ranges import Count, Ranged
 
 log = logging.getLogger(__name__)
 
-SPLIT = "outputs/questions"  # where a message says to write a bench
 DEMO = "demo"
-OF_SPEC_BENCH = (DEMO, "spec_bench")  # benches with its categories
-# What SPEED-Bench's files hold where a source's licence keeps a question out of them.
+# The placeholder in SPEED-Bench's files for questions whose licence forbids copies.
 UNFILLED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
-T = TypeVar("T")
+# MT-bench's eight categories, which are one task of Spec-Bench.
 MTBENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+T = TypeVar("T")
 
 
 @dataclass
 class BenchConfig(Ranged):
-    """Where questions come from: `path` where it is given, else `url`, `hub`, the package itself.
+    """Where questions come from: the first of `path`, `url`, `hub` that is set, else the package.
 
     Args:
-        name: of the bench in results, and of a shipped file. Empty: as `path`, else the demo.
-        path: a local file, one JSON object a line, or .parquet with the same fields; or a folder of
-            .parquet files.
+        name: name in results, and of a shipped file. Empty: the name of `path`, else the demo.
+        path: a local file of JSON lines, a .parquet file, or a folder of .parquet files.
         url: downloaded once into the cache folder (`$KANGAROO_CACHE`, else the platform's).
-        sha256: what the downloaded file must have; a `path` that differs is used with a warning.
+        sha256: checksum that a download must have; a `path` with another one only gets a warning.
         hub: a dataset on the hub, whose split "test" has the questions.
-        subset: of that dataset, or what folders below `path` are named; several are joined by +.
-        max_new_tokens: the longest answer to a turn, in tokens.
+        subset: subsets of that dataset, or names of folders below `path`, joined by +.
+        max_new_tokens: the longest answer to a turn.
     """
 
     name: str = ""
@@ -59,25 +56,25 @@ class BenchConfig(Ranged):
 
 
 def bench_name(path: str | None) -> str:
-    """The default name of a bench."""
+    """The default name of a bench that is read from `path`."""
     return DEMO if path is None else Path(path).stem
 
 
 @dataclass
 class Question:
-    """Turns of a user; the method under test answers each before it sees the next."""
+    """A user's turns; the method under test answers each before it sees the next."""
 
-    question_id: int  # of 64 bits; where a bench has words, 60 bits of their hash
+    question_id: int  # 64 bits; if the bench has strings as ids, 60 bits of their hash
     category: str
     turns: list[str]
-    reference: list[str] | None = None  # answers, one a turn; nothing here reads them
-    task: str = ""  # what it is reported under; empty is its category
+    reference: list[str] | None = None  # an answer for each turn, for the fingerprint only
+    task: str = ""  # the group it is reported under; its category if empty
 
     def __post_init__(self) -> None:
         self.task = self.task or self.category
 
     def prompt(self, lm: TargetModel, tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
-        """The ids of a conversation that ends with one of its turns. Errors: `PromptError`."""
+        """The token ids of a conversation up to one of the turns. Errors: `PromptError`."""
         prompt = prompt_ids(tokenizer, messages)
         if len(prompt) >= lm.context:
             raise PromptError(
@@ -88,57 +85,50 @@ class Question:
         return prompt
 
 
-def seed_of(question_id: int, turn: int, seed: int) -> int:
-    """That of a turn, in 64 bits."""
+def turn_seed(question_id: int, turn: int, seed: int) -> int:
+    """The sampling seed of a turn, in 64 bits."""
     full = seed + 1000 * question_id + turn
     return full if abs(full) < 2**63 else full % 2**63
 
 
-def task_of(category: str) -> str:
-    """The task of a category of Spec-Bench's: MT-bench's eight are one, the others themselves."""
-    return "mt_bench" if category in MTBENCH else category
-
-
 def spread(items: Sequence[T], count: int) -> list[T]:
-    """So many of some items, evenly spread over them: over a bench's tasks where it is sorted."""
+    """At most `count` items, evenly spread: over all tasks if the items are sorted by task."""
     count = min(count, len(items))
     return [items[(2 * i + 1) * len(items) // (2 * count)] for i in range(count)]
 
 
 def fingerprint(questions: list[Question]) -> str:
-    """Hash of what is asked, in order: all that the file says of it."""
+    """Hash of the questions, in order, with all their fields but the task."""
     fields = [asdict(question).items() for question in questions]
-    content = json.dumps([{k: v for k, v in each if k != "task"} for each in fields])
+    content = json.dumps([{k: v for k, v in items if k != "task"} for items in fields])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def load_questions(config: BenchConfig) -> list[Question]:
-    """The bench's questions in the order of its file. Errors: `DataError`, `CorruptFile`,
-    `ConfigError`.
-    """
+    """The bench's questions in file order. Errors: `DataError`, `CorruptFile`, `ConfigError`."""
     if config.path is not None:
-        content, where = _local(config, Path(config.path)), config.path
+        content, source = _read_local(config, Path(config.path)), config.path
     elif config.url is not None:
         file = cache_folder() / "benches" / f"{config.name}.jsonl"
-        content, where = _downloaded(config, config.url, file), str(file)
+        content, source = _download(config, config.url, file), str(file)
     elif config.hub is not None:
-        content, where = _from_hub(config.hub, config.subset), config.hub
+        content, source = _read_hub(config.hub, config.subset), config.hub
     else:
-        shipped = resources.files(__package__) / "benches" / f"{config.name}.jsonl"
+        shipped = Path(__file__).parent / "benches" / f"{config.name}.jsonl"
         if not shipped.is_file():
             raise ConfigError(
                 f"no bench '{config.name}' is shipped, only {DEMO}; pass bench.path= or bench.url=."
             )
-        content, where = shipped.read_bytes(), config.name
-    return parse(content, where, config.name)
+        content, source = shipped.read_bytes(), config.name
+    return parse(content, source, config.name)
 
 
 def question_prompts(
     tokenizer: Tokenizer, count: int, bench: BenchConfig, longest: int
 ) -> list[list[int]]:
-    """First turns of a bench, spread over its tasks, of at most `longest` tokens."""
-    firsts = [question.turns[0] for question in load_questions(bench)]
-    prompts = [prompt_ids(tokenizer, [Message(role="user", content=first)]) for first in firsts]
+    """First turns of `count` questions, spread over the tasks, with at most `longest` tokens."""
+    turns = [question.turns[0] for question in load_questions(bench)]
+    prompts = [prompt_ids(tokenizer, [Message(role="user", content=turn)]) for turn in turns]
     fitting = [prompt for prompt in prompts if len(prompt) <= longest]
     if not fitting:
         raise ConfigError(
@@ -149,21 +139,21 @@ def question_prompts(
 
 
 def long_prompt(tokenizer: Tokenizer, length: int) -> list[int]:
-    """The last `length` tokens of a question on the demo bench's long texts, again and again."""
+    """The last `length` tokens of a question on the demo bench's longest texts, repeated."""
     texts = sorted((question.turns[0] for question in load_questions(BenchConfig())), key=len)
     text = "\n\n".join([*texts[-20:], "Write a detailed summary of all of the above."])
     ids = prompt_ids(tokenizer, [Message(role="user", content=text)])
     return (ids * (length // len(ids) + 1))[-length:]
 
 
-def _local(config: BenchConfig, path: Path) -> bytes:
+def _read_local(config: BenchConfig, path: Path) -> bytes:
     try:
         files = [path]
         if path.is_dir():
             names = {*(config.subset or "").split("+")}
             files = sorted(file for file in path.rglob("*") if file.suffix.lower() == ".parquet")
             files = [x for x in files if names & {*x.relative_to(path).parts}] or files
-        content = b"\n".join(map(_lines_of, files))
+        content = b"\n".join(map(_read_lines, files))
     except (OSError, ArrowException) as error:
         reason = str(getattr(error, "strerror", None) or error).rstrip(".")
         raise DataError(f"bench.path={path} cannot be read: {reason}.") from error
@@ -172,25 +162,25 @@ def _local(config: BenchConfig, path: Path) -> bytes:
     return content
 
 
-def _lines_of(file: Path) -> bytes:
-    with file.open("rb") as stream:  # of a file that is not there pyarrow does not say so
+def _read_lines(file: Path) -> bytes:
+    with file.open("rb") as stream:  # pyarrow's error for a missing file does not say so
         if file.suffix.lower() != ".parquet":
             return stream.read()
     return _as_lines(parquet.read_table(file, partitioning=None).to_pylist())
 
 
 def _as_lines(rows: Iterable[dict[str, Any]]) -> bytes:
-    # of dates and bytes, which JSON has not, nothing here reads any
+    # no field that a question needs is a date or bytes, which JSON lacks
     return "\n".join(json.dumps(row, default=lambda _: None) for row in rows).encode()
 
 
-def _from_hub(name: str, subset: str | None) -> bytes:
-    from datasets import load_dataset  # takes seconds, which other benches need not wait for
+def _read_hub(name: str, subset: str | None) -> bytes:
+    from datasets import load_dataset  # slow to import, and other benches do not need it
     from datasets.exceptions import DatasetsError
 
     try:
-        parts = subset.split("+") if subset else [None]
-        return b"\n".join(_as_lines(load_dataset(name, each, split="test")) for each in parts)
+        subsets = subset.split("+") if subset else [None]
+        return b"\n".join(_as_lines(load_dataset(name, x, split="test")) for x in subsets)
     except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
         raise DataError(
             f"{name} ({subset}) cannot be read from the hub: {str(error).rstrip('.')}. Go online "
@@ -199,11 +189,11 @@ def _from_hub(name: str, subset: str | None) -> bytes:
         ) from error
 
 
-def _downloaded(config: BenchConfig, url: str, file: Path) -> bytes:
-    """The file in the cache, which is downloaded where it is not there."""
-    is_there = file.is_file()
+def _download(config: BenchConfig, url: str, file: Path) -> bytes:
+    """The content of a file in the cache, which is downloaded the first time."""
+    is_cached = file.is_file()
     try:
-        with file.open("rb") if is_there else urllib.request.urlopen(url, timeout=30) as stream:
+        with file.open("rb") if is_cached else urllib.request.urlopen(url, timeout=30) as stream:
             content: bytes = stream.read()
     except (OSError, http.client.HTTPException) as error:
         raise DataError(
@@ -213,20 +203,20 @@ def _downloaded(config: BenchConfig, url: str, file: Path) -> bytes:
     digest = hashlib.sha256(content).hexdigest()
     if config.sha256 and digest != config.sha256:
         source, fix = url, "Try again, or check what stands between you and that address"
-        if is_there:
+        if is_cached:
             source, fix = f"'{file}'", "Delete it, so that it is downloaded again"
         raise CorruptFile(
             f"the questions of {config.name} from {source} have sha256 {digest}, not "
             f"{config.sha256}. {fix}, or pass bench.path=."
         )
-    if not is_there:
+    if not is_cached:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, content)
     return content
 
 
-def parse(content: bytes, where: str, name: str) -> list[Question]:
-    """Questions from JSON lines; `name`, the bench's, is the category of those without one."""
+def parse(content: bytes, source: str, name: str) -> list[Question]:
+    """Questions from JSON lines; those without a category get the bench's `name` as theirs."""
     questions: dict[int, Question] = {}
     unfilled = 0
     for number, line in enumerate(content.splitlines(), start=1):
@@ -237,25 +227,25 @@ def parse(content: bytes, where: str, name: str) -> list[Question]:
             if question.question_id in questions:
                 raise ValueError(f"question_id {question.question_id} again")
         except (ValueError, RecursionError) as error:  # too many digits, too many brackets
-            form = command_line("prepare split", source=where, output=SPLIT)
+            command = command_line("prepare split", source=source, output="outputs/questions")
             raise DataError(
-                f"{where}, line {number}: {error}. A bench has one question a line, such as "
-                f'{{"turns": ["Why?"]}}; of conversations this makes one: {form}'
+                f"{source}, line {number}: {error}. A bench has one question a line, such as "
+                f'{{"turns": ["Why?"]}}; of conversations this makes one: {command}'
             ) from error
         if any(turn.startswith(UNFILLED) for turn in question.turns):
             unfilled += 1
             continue
-        if name in OF_SPEC_BENCH:
-            question.task = task_of(question.category)
+        if name in (DEMO, "spec_bench") and question.category in MTBENCH:
+            question.task = "mt_bench"
         questions[question.question_id] = question
     if unfilled:
         log.warning(
             "%d questions of %s are left out: their text has to be fetched from its sources, as "
             "NVIDIA's script for SPEED-Bench does; pass what that writes as bench.path=.",
-            *(unfilled, where),
+            *(unfilled, source),
         )
     if not questions:
-        raise DataError(f"{where} holds no questions.")
+        raise DataError(f"{source} holds no questions.")
     return list(questions.values())
 
 
@@ -264,17 +254,17 @@ def _question(fields: Any, defaults: dict[str, Any]) -> Question:
         raise ValueError("it is no JSON object")
     whole(json.dumps(fields, ensure_ascii=False))
     fields = defaults | {name: value for name, value in fields.items() if value is not None}
-    if isinstance(words := fields["question_id"], str):
-        fields["question_id"] = int(hashlib.sha256(words.encode()).hexdigest()[:15], 16)
+    if isinstance(question_id := fields["question_id"], str):
+        fields["question_id"] = int(hashlib.sha256(question_id.encode()).hexdigest()[:15], 16)
     if type(fields["question_id"]) is not int or abs(fields["question_id"]) >= 2**63:
         raise ValueError("question_id must be an integer of 64 bits")
     if not isinstance(fields["category"], str):
         raise ValueError("category must be a string")
     turns = fields.get("turns")
     if turns is None and isinstance(messages := fields.get("messages"), list):
-        # as NVIDIA's tools write SPEED-Bench
-        users = (x for x in messages if isinstance(x, dict) and x.get("role") == "user")
-        turns = [message.get("content") for message in users]
+        # the form in which NVIDIA's tools write SPEED-Bench
+        dicts = (message for message in messages if isinstance(message, dict))
+        turns = [message.get("content") for message in dicts if message.get("role") == "user"]
     are_strings = isinstance(turns, list) and all(isinstance(x, str) and x.strip() for x in turns)
     if not turns or not are_strings:
         raise ValueError("turns must be a list of at least one string, none of them blank")

@@ -1,7 +1,7 @@
-"""Methods side by side: `comparison.json`, `report.md` and a plot from the summaries of a folder.
+"""Methods side by side: `comparison.json`, `report.md` and a plot, from the summaries in a folder.
 
-Methods of one run took turns on every question; a sweep's jobs were timed against baselines of
-their own, so their speedups can be compared, their tokens/s cannot.
+Methods of one run took turns on every question. Each job of a sweep was timed against its own
+baselines, so speedups of jobs can be compared, and their tokens/s cannot.
 """
 
 import itertools
@@ -15,18 +15,17 @@ import numpy as np
 from rich.console import Console
 
 from kangaroo.evaluation import plots
-from kangaroo.evaluation.metrics import CTAR, POSITIONS, cells, ratio
-from kangaroo.evaluation.metrics import estimate as estimated
+from kangaroo.evaluation.metrics import CTAR, POSITIONS, cells, estimate
 from kangaroo.evaluation.records import AGAIN, SUMMARY, Baseline
-from kangaroo.evaluation.summary import shared
+from kangaroo.evaluation.summary import shared_settings
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import write_json
-from kangaroo.utils.provenance import changes, machine
-from kangaroo.utils.tables import Row, estimate, short
+from kangaroo.utils.provenance import describe_machine, differences
+from kangaroo.utils.tables import Row, short
 
 TITLE = "{model} on {bench}: methods compared"
-# Tables by task and by input length: a metric and its heading.
+# Metrics that have a table by task and by input length, and their headings.
 BY_GROUP = {
     "speedup": "Speedup over vanilla",
     "compression_rate": "Compression rate",
@@ -34,28 +33,28 @@ BY_GROUP = {
     **{f"{CTAR}{w}": f"CTAR({w})" for w in POSITIONS},
 }
 SECTIONS = {
-    f"{heading} by {named}": (group, metric)
-    for group, named in (("by_task", "task"), ("by_length", "input length"))
+    f"{heading} by {group_name}": (group, metric)
+    for group, group_name in (("by_task", "task"), ("by_length", "input length"))
     for metric, heading in BY_GROUP.items()
 } | {"Speedup by Spec-Bench's own formula": ("by_task", "spec_bench_speedup")}
-# Columns for which a terminal of 80 has no room.
+# Columns that are left out in a terminal of 80 columns.
 WIDE = ["95% vs hf", "accepted", *(f"CTAR({w})" for w in POSITIONS), "params", "memory", "training"]
 SPEEDUPS = "speedup: of the whole time, prompts included; decoding: from the first token on."
 Comparison = dict[str, Any]
 Method = dict[str, Any]  # an entry of a comparison's `methods`
-Question = dict[str, Any]  # an entry of `by_question` in a summary
+Questions = Sequence[dict[str, Any]]  # `by_question` of a summary
 
 
 def compare(folder: Path) -> Comparison | None:
-    """All finished evaluations below `folder`, the fastest first; None where there is none. Errors:
-    `ConfigError` where they were not asked the same in the same way."""
+    """All finished evaluations below `folder`, the fastest first; None if there are none. Errors:
+    `ConfigError` if their shared settings differ."""
     summaries = summaries_in(folder)
     if not summaries:
         return None
     first, *others = summaries
-    settings = shared(summaries[first])
+    settings = shared_settings(summaries[first])
     for name in others:
-        if difference := changes(settings, shared(summaries[name])):
+        if difference := differences(settings, shared_settings(summaries[name])):
             raise ConfigError(
                 f"'{name}' and '{first}' in '{folder}' cannot be compared, since '{first}' was run "
                 f"with other settings: {difference}. Move one of them elsewhere."
@@ -64,10 +63,10 @@ def compare(folder: Path) -> Comparison | None:
     speeds = ("speedup", "tokens_per_second")
     methods.sort(key=lambda method: [-(method["overall"][name] or 0.0) for name in speeds])
     by_question = {m["name"]: summaries[m["name"]]["by_question"] for m in methods}
-    about = max(summaries.values(), key=lambda summary: summary["questions"])
+    largest = max(summaries.values(), key=lambda summary: summary["questions"])
     return {
-        **{key: about[key] for key in ("model", "bench", "dtype", "device", "questions")},
-        "turns": about["lossless"]["turns"],
+        **{key: largest[key] for key in ("model", "bench", "dtype", "device", "questions")},
+        "turns": largest["lossless"]["turns"],
         "settings": settings,
         "methods": methods,
         "paired": [compare_pair(*pair) for pair in itertools.combinations(by_question.items(), 2)],
@@ -75,63 +74,57 @@ def compare(folder: Path) -> Comparison | None:
 
 
 def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """Of all finished evaluations below a folder, by their places there; not a job's baselines."""
+    """Summaries below a folder by their paths within it, without baselines of a sweep's jobs."""
     summaries: dict[str, dict[str, Any]] = {}
-    names = [baseline.value for baseline in Baseline]
+    baselines = [baseline.value for baseline in Baseline]
     for file in sorted(folder.rglob(SUMMARY)):
-        place = file.parent
-        of_job = place.parent != folder and (place.parent / SUMMARY).exists()
-        if place.name in names and of_job:
+        path = file.parent
+        if path.name in baselines and path.parent != folder and (path.parent / SUMMARY).exists():
             continue
         summary = json.loads(file.read_text(encoding="utf-8"))
-        name = place.relative_to(folder).as_posix() if place != folder else summary["drafter"]
+        name = path.relative_to(folder).as_posix() if path != folder else summary["drafter"]
         summaries.setdefault(name, summary)
     return summaries
 
 
 def _method(name: str, summary: dict[str, Any]) -> Method:
-    """A method's part of the comparison; its forks are counted."""
     forks = dict(Counter(fork["label"] for fork in summary["lossless"]["forks"]))
-    common = shared(summary)
+    shared = shared_settings(summary)
     return {
         "name": name,
-        **{key: summary[key] for key in ("overall", "by_task", "drafter_cost")},
-        "by_length": summary.get("by_length", {}),  # earlier summaries have none
+        **{key: summary[key] for key in ("overall", "by_task", "drafter_cost", "by_length")},
         "lossless": summary["lossless"] | {"forks": forks},
-        "settings": {k: v for k, v in summary["settings"].items() if k not in common},
+        "settings": {k: v for k, v in summary["settings"].items() if k not in shared},
         "provenance": summary["provenance"],
     }
 
 
-def compare_pair(
-    row: tuple[str, Sequence[Question]], column: tuple[str, Sequence[Question]]
-) -> dict[str, Any]:
-    """Two methods on the questions that both answered: how many times as fast `row` is as `column`.
-    That is the ratio of their speedups, since jobs of a sweep have each a vanilla of its own time;
-    None without vanilla."""
-    of_column = {question["question_id"]: question for question in column[1]}
-    both = [(q, of_column[q["question_id"]]) for q in row[1] if q["question_id"] in of_column]
+def compare_pair(row: tuple[str, Questions], column: tuple[str, Questions]) -> dict[str, Any]:
+    """How many times as fast `row` is as `column`, on the questions that both answered: the ratio
+    of their speedups, since each job of a sweep has its own vanilla. None without vanilla."""
+    by_id = {question["question_id"]: question for question in column[1]}
+    both = [(q, by_id[q["question_id"]]) for q in row[1] if q["question_id"] in by_id]
     names = ("vanilla_paired_seconds", "paired_seconds")
-    fours = [[question[name] for question in pair for name in names] for pair in both]
+    seconds = [[question[name] for question in pair for name in names] for pair in both]
     value, ends = None, None
-    if fours and not any(None in four for four in fours):
-        value, ends = estimated(np.array(fours), lambda x: ratio(x[..., :2]) / ratio(x[..., 2:]))
+    if seconds and not any(None in four for four in seconds):
+        value, ends = estimate(np.array(seconds), np.divide)
     result = {"row": row[0], "column": column[0], "questions": len(both)}
     return result | {"speed_ratio": value, "speed_ratio_ci95": ends}
 
 
 def write(comparison: Comparison, folder: Path) -> None:
-    """`comparison.json`, `report.md` and its plot."""
+    """Write `comparison.json`, `report.md` and the plot."""
     write_json(folder / "comparison.json", comparison)
     (folder / "report.md").write_text(markdown(comparison), encoding="utf-8")
-    # a drafter's settings have a line of their own
+    # a drafter's settings are on a second line
     bars = [(m["name"].replace(",", "\n", 1), m["overall"]) for m in comparison["methods"]]
     subtitle = "{model} on {bench}, {dtype}, {device}".format(**comparison)
     plots.speedup_bars(bars, subtitle, bars[0][0]).savefig(folder / "speedup.png", dpi=150)
 
 
 def markdown(comparison: Comparison, image: str = "speedup.png") -> str:
-    """The whole report; `image` is where the plot lies, from where it is read."""
+    """The report; `image` is the plot's path relative to it."""
     methods, pairs = comparison["methods"], pair_table(comparison["paired"])
     parts = [
         f"# {TITLE.format(**comparison)}",
@@ -145,15 +138,15 @@ def markdown(comparison: Comparison, image: str = "speedup.png") -> str:
     for heading, (group, metric) in SECTIONS.items():
         rows = by_group(methods, group, metric)
         parts += [f"## {heading}", tables.markdown(rows)] if rows else []
-    parts += ["## Provenance", listed(provenance_lines(comparison))]
+    parts += ["## Provenance", bullet_list(provenance_lines(comparison))]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    """The main table in 80 columns, and what it comes to in a line that can be copied whole."""
+    """Print the main table in 80 columns, and the conclusion as one line."""
     rows = rows_of(comparison["methods"])
     for row in rows:
-        row["method"] = row["method"].replace(",", " ")  # each setting may have a line
+        row["method"] = row["method"].replace(",", " ")  # lines may break between settings
         for heading in WIDE:
             del row[heading]
     caption = f"{size(comparison)} {SPEEDUPS}"
@@ -163,65 +156,54 @@ def show(comparison: Comparison, console: Console) -> None:
 
 
 def rows_of(methods: Sequence[Method]) -> list[Row]:
-    """A row a method; so do the functions below."""
-    return [
-        {"method": method["name"]}
-        | cells(method["overall"])
-        | {
-            "params": short(method["drafter_cost"]["parameters"]),
-            "memory": f"{short(method['drafter_cost']['bytes'])}B",
-            "lossless": _lossless(**method["lossless"]),
-            "training": ", ".join(
-                f"{name.replace('_', ' ')}: {value if isinstance(value, str) else short(value)}"
-                for name, value in method["drafter_cost"]["training"].items()
-            )
-            or "none",
-        }
-        for method in methods
-    ]
+    """The main table, with a row for each method."""
+    rows = []
+    for method in methods:
+        row, cost = {"method": method["name"]} | cells(method["overall"]), method["drafter_cost"]
+        row |= {"params": short(cost["parameters"]), "memory": f"{short(cost['bytes'])}B"}
+        training = [
+            f"{name.replace('_', ' ')}: {value if isinstance(value, str) else short(value)}"
+            for name, value in cost["training"].items()
+        ]
+        row["lossless"] = _lossless(**method["lossless"])
+        rows.append(row | {"training": ", ".join(training) or "none"})
+    return rows
 
 
 def by_group(methods: Sequence[Method], group: str, metric: str) -> list[Row]:
-    """One metric of every method, `by_task` or `by_length`; no rows where there is none."""
-    groups: list[dict[str, Any]] = [method.get(group, {}) for method in methods]
-    names = max(map(list, groups), key=len)
-    parts = [each | {"overall": m["overall"]} for each, m in zip(groups, methods, strict=True)]
-    values = [results.get(metric) for part in parts for results in part.values()]
-    if not names or set(values) == {None}:
-        return []
+    """One metric of every method, `by_task` or `by_length`; no rows if no method has a value."""
+    names = max((list(method[group]) for method in methods), key=len)
     same = 1.0 if "speedup" in metric else None
-    return [
-        {"method": method["name"]}
-        | {
-            name: estimate(results.get(metric), results.get(f"{metric}_ci95"), same)
-            for name in [*names, "overall"]
-            for results in [part.get(name, {})]
-        }
-        for method, part in zip(methods, parts, strict=True)
-    ]
+    rows, has_values = [], False
+    for method in methods:
+        row, groups = {"method": method["name"]}, method[group] | {"overall": method["overall"]}
+        for name in [*names, "overall"]:
+            results = groups.get(name, {})
+            value, ends = results.get(metric), results.get(f"{metric}_ci95")
+            row[name] = tables.estimate(value, ends, same)
+            has_values |= value is not None
+        rows.append(row)
+    return rows if names and has_values else []
 
 
 def pair_table(pairs: Sequence[dict[str, Any]]) -> list[Row]:
-    """Row over column; the upper half says it all."""
-    values = {
-        (pair["row"], pair["column"]): estimate(pair["speed_ratio"], pair["speed_ratio_ci95"], 1.0)
-        for pair in pairs
-    }
-    columns = dict.fromkeys(column for _, column in values)
-    return [
-        {"": row} | {column: values.get((row, column), "") for column in columns}
-        for row in dict.fromkeys(row for row, _ in values)
-    ]
+    """How many times as fast the row's method is as the column's, each pair once."""
+    empty_cells: Row = dict.fromkeys((pair["column"] for pair in pairs), "")
+    rows = {pair["row"]: {"": pair["row"]} | empty_cells for pair in pairs}
+    for pair in pairs:
+        cell = tables.estimate(pair["speed_ratio"], pair["speed_ratio_ci95"], 1.0)
+        rows[pair["row"]][pair["column"]] = cell
+    return list(rows.values())
 
 
 def _lossless(identical: int | None, turns: int, forks: dict[str, int], **_: Any) -> str:
-    """Turns that are vanilla's, of all, with the bugs where there are any."""
+    """Turns equal to vanilla's, of all turns, and the bugs if there are any."""
     bugs = f", bugs: {forks['bug']}" if "bug" in forks else ""
     return "-" if identical is None else f"{identical}/{turns}{bugs}"
 
 
 def size(comparison: Comparison) -> str:
-    """What was asked, and who answered but a part of it."""
+    """How much was asked under which settings, and which methods answered only a part."""
     settings = comparison["settings"]
     temperature = settings["sampling.temperature"]
     parts = [
@@ -237,51 +219,49 @@ def size(comparison: Comparison) -> str:
 
 
 def conclusion(comparison: Comparison) -> str:
-    """Which drafter is the fastest, and what it does not differ from; empty if there is none, or no
-    vanilla."""
+    """The fastest drafter and its equals, in a sentence; empty without drafters or vanilla."""
     baselines = AGAIN, *(baseline.value for baseline in Baseline)
-    drafters = (method for method in comparison["methods"] if method["name"] not in baselines)
-    fastest = next(drafters, None)
+    fastest = next((x for x in comparison["methods"] if x["name"] not in baselines), None)
     if fastest is None or fastest["overall"]["speedup"] is None:
         return ""
-    name, limits = fastest["name"], {"vanilla": fastest["overall"]["speedup_ci95"]}
+    name, intervals = fastest["name"], {"vanilla": fastest["overall"]["speedup_ci95"]}
     for pair in comparison["paired"]:
         row, column, ends = pair["row"], pair["column"], pair["speed_ratio_ci95"]
         if name in (row, column) and AGAIN not in (row, column):
-            other = column if row == name else row
-            limits[other] = ends if row == name or ends is None else [1 / ends[1], 1 / ends[0]]
-    if None in limits.values():
+            rival = column if row == name else row
+            intervals[rival] = ends if row == name or ends is None else [1 / ends[1], 1 / ends[0]]
+    if None in intervals.values():
         return f"{name} was the fastest drafter; a single question does not show which is."
-    alike = [other for other, (low, high) in limits.items() if low <= 1 <= high]
-    faster = [other for other, (_, high) in limits.items() if high < 1]
+    alike = [rival for rival, (low, high) in intervals.items() if low <= 1 <= high]
+    faster = [rival for rival, (_, high) in intervals.items() if high < 1]
     differs = f"does not differ from {', '.join(alike)}" if alike else "differs from all others"
     beaten = f", but {', '.join(faster)} is faster" if faster else ""
     return f"{name} is the fastest drafter and, on these questions, {differs}{beaten}."
 
 
 def provenance_lines(comparison: Comparison) -> Iterator[str]:
-    """What jobs have in common once; where they differ, all that there is."""
+    """Commands, versions, hardware and settings, each once, then a line for each method."""
     methods = comparison["methods"]
-    about = [method["provenance"] for method in methods]
-    yield from dict.fromkeys(f"`{each['command']}`" for each in about)
-    yield from dict.fromkeys(line for each in about for line in circumstances(each))
-    yield assigned(comparison["settings"])
-    for method, each in zip(methods, about, strict=True):
-        settings = assigned(method["settings"])
-        yield f"`{method['name']}`: git {each['git_revision']}, {each['time']}; {settings}"
+    provenances = [method["provenance"] for method in methods]
+    yield from dict.fromkeys(f"`{provenance['command']}`" for provenance in provenances)
+    yield from dict.fromkeys(line for x in provenances for line in environment_lines(x))
+    yield settings_line(comparison["settings"])
+    for method, provenance in zip(methods, provenances, strict=True):
+        revision, time = provenance["git_revision"], provenance["time"]
+        yield f"`{method['name']}`: git {revision}, {time}; {settings_line(method['settings'])}"
 
 
-def circumstances(about: dict[str, Any]) -> Iterator[str]:
-    """Versions and hardware, a line each."""
-    yield ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
-    yield machine(about)
+def environment_lines(provenance: dict[str, Any]) -> Iterator[str]:
+    """Versions and hardware, one line each."""
+    yield ", ".join(f"{name} {x}" for name, x in provenance["versions"].items() if x)
+    yield describe_machine(provenance)
 
 
-def assigned(settings: dict[str, Any]) -> str:
+def settings_line(settings: dict[str, Any]) -> str:
     """Settings as they are written on the command line."""
     return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
-def listed(lines: Iterable[str]) -> str:
+def bullet_list(lines: Iterable[str]) -> str:
     """A Markdown list."""
     return "\n".join(f"- {line}" for line in lines)

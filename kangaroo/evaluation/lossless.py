@@ -1,9 +1,7 @@
-"""Is a method's text vanilla's? Where it leaves it: does rounding explain that, or is it a bug?
+"""Compares a method's text with vanilla's, and tells rounding from bugs where they fork.
 
-A pass over several tokens rounds otherwise than a pass over one, so two nearly equal candidates can
-swap. Only the first difference of a turn says anything.
-
-Shapes: V vocabulary.
+A pass over several tokens rounds differently than a pass over one, so two nearly equal candidates
+can swap. Only the first difference of a turn means anything. Shapes: V vocabulary.
 """
 
 import math
@@ -35,7 +33,7 @@ def fork(
         return None
     shorter = min(len(method), len(vanilla))
     position = next((i for i in range(shorter) if method[i] != vanilla[i]), shorter)
-    if position == shorter:  # same limit, same EOS, yet one goes on
+    if position == shorter:  # one goes on, although limit and EOS are the same
         return Fork(position, None, "bug")
     logits_V = target_logits(lm, prompt + vanilla[:position])
     tokens, place = (method[position], vanilla[position]), len(prompt) + position
@@ -51,16 +49,19 @@ def judge(
     seed: int,
     position: int,
 ) -> tuple[float | None, str]:
-    """Gap and label of a fork: a near-tie if rounding could have made either of the two tokens the
-    choice at this position of the whole text: each must win, after filters, temperature and noise,
-    where half of `slack` raises it and half lowers the other. So both have to be among the best,
-    and a token at the edge of a top-k or top-p filter is treated fairly."""
-    half = slack(logits_V, dtype) / 2
+    """Gap and label of a fork at `position` of the whole text. It is a near-tie if rounding could
+    have made either token the choice: each must win, after filters, temperature and noise, if half
+    of the slack is added to its logit and taken from the other's. So both have to be among the
+    best, and tokens at the edge of a top-k or top-p filter are judged fairly."""
+    # How much rounding may change the difference of two logits: four steps of `dtype`, each epsilon
+    # times the largest logit. Measured between passes over one and seven tokens of SmolLM2-135M: at
+    # most 1.4 steps in bfloat16, and 3e-5 in float32, hence the floor. A wrong mask: several units.
+    slack = max(1e-3, 4 * torch.finfo(dtype).eps * float(logits_V.abs().max()))
 
     def can_win(token: int, rival: int) -> bool:
         moved_V = logits_V.clone()
-        moved_V[token] += half
-        moved_V[rival] -= half
+        moved_V[token] += slack / 2
+        moved_V[rival] -= slack / 2
         scores_V = scores(moved_V, sampling, seed, position)
         return bool(scores_V[token] == scores_V.max())
 
@@ -70,20 +71,12 @@ def judge(
     return gap if math.isfinite(gap) else None, "near-tie" if tied else "bug"
 
 
-def slack(logits_V: Tensor, dtype: torch.dtype) -> float:
-    """How much rounding may change the difference of two logits: four steps of `dtype`, each its
-    spacing relative to 1 times the largest logit. Measured between passes over one and seven tokens
-    (SmolLM2-135M): bfloat16 at most 1.4 steps; float32, by its sums, 3e-5, hence the floor; a wrong
-    mask moves logits by several units."""
-    return max(1e-3, 4 * torch.finfo(dtype).eps * float(logits_V.abs().max()))
-
-
 def scores(logits_V: Tensor, sampling: Sampling, seed: int, position: int) -> Tensor:
-    """What `sampling.pick` takes the argmax of."""
-    seed_1, at_1 = torch.tensor([[seed], [position]], device=logits_V.device)
-    how = together([sampling])
-    how = how.reading(how.settings_B3.to(logits_V.device))
-    return scores_of(logits_V[None, None], at_1[None], how, seed_1)[0, 0]
+    """The scores whose argmax is `sampling.pick`."""
+    seed_1, position_1 = torch.tensor([[seed], [position]], device=logits_V.device)
+    batch = together([sampling])
+    batch = batch.reading(batch.settings_B3.to(logits_V.device))
+    return scores_of(logits_V[None, None], position_1[None], batch, seed_1)[0, 0]
 
 
 @torch.no_grad()
@@ -92,10 +85,10 @@ def target_logits(lm: TargetModel, tokens: list[int]) -> Tensor:
     engine = Engine(lm, Vanilla())
     batch = engine.open(1, len(tokens) + 1, Sampling())
     engine.admit(batch, 0, Request(tokens, max_new_tokens=1))
-    # the last token once more, alone: prefill and decoding round differently
+    # the last token again, alone, since prefill and decoding round differently
     last_11 = torch.tensor([tokens[-1:]], device=lm.device)
     start_B = torch.tensor([len(tokens) - 1], device=lm.device)
     meta = lm.forward_meta(Tree.chain(1, lm.device), start_B, len(tokens), batch.n_slots)
-    meta = replace(meta, recordable=False)  # a text is judged once
+    meta = replace(meta, recordable=False)  # a CUDA graph would be used once
     x_BND, _ = lm.run(lm.embed(last_11), batch.cache, meta, range(lm.n_layers))
     return lm.logits(x_BND)[0, 0].float()

@@ -1,4 +1,4 @@
-"""transformers' `generate`, timed as our engine is, and what records keep of a text."""
+"""transformers' `generate`, timed as our engine is, and answers as records keep them."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from kangaroo.models.target import TargetModel
 
 @contextmanager
 def transformers_attention(lm: TargetModel) -> Iterator[None]:
-    """Give the model its usual attention back, since `generate` brings its own cache."""
+    """Switch the model to its usual attention, since `generate` brings its own cache."""
     lm.hf.set_attn_implementation(usual_attention(lm.hf))
     try:
         yield
@@ -36,12 +36,12 @@ def generate(
     eos_ids: Collection[int] = (),
     **speculation: Any,
 ) -> Generation:
-    """transformers' `generate` with its own cache and attention, and its own way to speculate. Its
-    rounds tell their whole time as that of the host, and no drafts."""
+    """transformers' `generate` with its own cache and attention; `speculation` are its options for
+    speculative decoding. A round's whole time is its `host_seconds`, and no drafts are counted."""
     sampling, marks = sampling or Sampling(), list[tuple[float, int]]()
-    # told of the prompt and of each round's tokens: when, and how many
-    watch = SimpleNamespace(put=lambda x: marks.append((running(), x.numel())), end=lambda: None)
-    settings: dict[str, Any] = {  # what is unset, it takes from the model's own generation config
+    # a streamer, which is called with the prompt and then with each round's tokens
+    streamer = SimpleNamespace(put=lambda x: marks.append((running(), x.numel())), end=lambda: None)
+    settings: dict[str, Any] = {  # all set, since the model's generation config fills in others
         "max_new_tokens": max_new_tokens,
         "do_sample": not sampling.greedy,
         "temperature": 1.0 if sampling.greedy else sampling.temperature,
@@ -56,22 +56,20 @@ def generate(
     tokens_1T = torch.tensor([prompt], device=lm.device)
     with transformers_attention(lm), torch.random.fork_rng():
         torch.manual_seed(seed)
-        settings |= {"attention_mask": torch.ones_like(tokens_1T), "streamer": watch} | speculation
+        settings |= {"attention_mask": torch.ones_like(tokens_1T), "streamer": streamer}
         start = running()
-        written_1T = lm.hf.generate(tokens_1T, **settings)
-    tokens, steps, at = written_1T[0, len(prompt) :].tolist(), [], 0
-    (first, _), *_ = rounds = marks[1:]
-    before = first
-    for mark, count in rounds:
-        record = StepRecord(tokens[at : at + count], 0, 0, 0.0, 0.0, host_seconds=mark - before)
-        steps.append(record)
-        before, at = mark, at + count
+        written_1T = lm.hf.generate(tokens_1T, **settings | speculation)
+    tokens, rounds = written_1T[0, len(prompt) :].tolist(), marks[1:]
+    steps, position = [], 0
+    for (before, _), (time, count) in zip([rounds[0], *rounds], rounds, strict=False):
+        steps.append(StepRecord(tokens[position : position + count], host_seconds=time - before))
+        position += count
     finish = "eos" if tokens[-1] in eos_ids else "length"
-    return Generation(tokens, steps, finish, prefill_seconds=first - start)
+    return Generation(tokens, steps, finish, prefill_seconds=rounds[0][0] - start)
 
 
 def as_run(tokenizer: Tokenizer, generation: Generation, seconds: float) -> MethodRun:
-    """A text and its times as records keep them: to the microsecond, so that they stay small."""
+    """An answer for the records, with times in whole microseconds, which keeps them small."""
     text, steps = plain_text(tokenizer, generation.tokens).strip(), generation.steps
     return MethodRun(
         tokens=generation.tokens,

@@ -1,4 +1,4 @@
-"""The plot of methods side by side, and the colours of all plots."""
+"""The plot of methods side by side, and colours for all plots."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,19 +11,19 @@ from kangaroo.evaluation.records import AGAIN
 rcParams["text.parse_math"] = False  # a name may hold dollars
 
 METHOD, VANILLA, HF = "#d9772b", "#3b6fb6", "#8a8f98"
-FURTHER = "#e9b184"  # of what is not in the foreground
+OTHER = "#e9b184"  # methods that are not emphasized
 INK, FAINT = "#222222", "#dddddd"
 
 
 def speedup_bars(rows: Sequence[tuple[str, dict[str, Any]]], subtitle: str, accent: str) -> Figure:
-    """Speedups with intervals and compression rates, their upper bound; the first row on top."""
+    """Speedups with intervals, and compression rates, their upper bounds; the first row on top."""
     figure = Figure(figsize=(7.6, 1.9 + 0.42 * len(rows)), layout="constrained")
     axes = figure.subplots()
     axes.set_title(f"Speedup over vanilla decoding, {subtitle}", fontsize=8, loc="left")
     for y, (name, m) in enumerate(rows):
         if m["speedup"] is None:
             continue
-        color = {"vanilla": VANILLA, AGAIN: VANILLA, "transformers": HF}.get(name, FURTHER)
+        color = {"vanilla": VANILLA, AGAIN: VANILLA, "transformers": HF}.get(name, OTHER)
         axes.barh(y, m["speedup"], height=0.62, color=METHOD if name == accent else color)
         if m["speedup_ci95"] is not None:
             axes.plot(m["speedup_ci95"], [y, y], color=INK, linewidth=1.4)

@@ -1,4 +1,4 @@
-"""What an evaluation keeps of each question: a line of JSON, at once on disk, a file a rank."""
+"""Records of an evaluation: a line of JSON for each question, in one file for each rank."""
 
 import json
 import os
@@ -7,20 +7,19 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from kangaroo.evaluation.bench import task_of
 from kangaroo.utils.errors import ConfigError, CorruptFile
 from kangaroo.utils.folders import write_json
-from kangaroo.utils.provenance import changes, provenance
+from kangaroo.utils.provenance import differences, provenance
 
 METHOD = "method"  # the drafter under test, beside the baselines "vanilla" and "hf"
-AGAIN = "vanilla_again"  # a method: vanilla decoding a second time, to see what noise does
+AGAIN = "vanilla_again"  # a method: vanilla decoding a second time, which shows the noise
 RUN, RECORDS, SUMMARY = "run.json", "records-*.jsonl", "summary.json"
 
 
 class Baseline(Enum):
-    """What methods are timed against, by what records call it: what it is called as a method."""
+    """What methods are timed against. Names are for records, values for folders and tables."""
 
-    vanilla = "vanilla"  # the same engine, proposing nothing
+    vanilla = "vanilla"  # the same engine without drafts
     hf = "transformers"  # its `generate`
 
 
@@ -29,13 +28,12 @@ class MethodRun:
     """One method's answer to one turn.
 
     Args:
-        tokens: what it wrote, EOS included; `text` is without special tokens.
+        tokens: the new tokens, with the EOS; `text` is without special tokens.
         finish: "eos" or "length".
-        retokenised: tokens of `text`, with those that the tokenizer adds: Spec-Bench counts a
-            baseline by them.
+        retokenised: length of `text` when it is tokenized again, with BOS: Spec-Bench counts so.
         seconds: wall clock from the prompt's ids to the last token: allocation, prefill, all steps.
-        emitted, accepted, drafted: tokens of each round, the prefill's first.
-        draft_seconds, verify_seconds, host_seconds: time of each; 0 for the prefill's.
+        emitted, accepted, drafted: tokens of each round; the first round is the prefill.
+        draft_seconds, verify_seconds, host_seconds: seconds of each round, 0 for the prefill.
     """
 
     tokens: list[int]
@@ -55,21 +53,20 @@ class MethodRun:
 class Fork:
     """Where a method's text leaves vanilla's."""
 
-    position: int  # of the first token that differs, among the turn's new ones
-    # how far the lower of the two tokens lies below the best score, by teacher forcing; None where
-    # a text ends too early or a filter removed the token
+    position: int  # index of the first new token that differs
+    # best score less the two tokens' lower one; None if a text ended or a filter removed a token
     gap: float | None
-    label: str  # "near-tie" where rounding explains the fork, else "bug"
+    label: str  # "near-tie" if rounding explains the fork, else "bug"
 
 
 @dataclass
 class Turn:
-    """One turn as every method answered it, all from the same prompt."""
+    """One turn with the answers of a method and the baselines, all to the same prompt."""
 
     prompt_tokens: int
-    max_new_tokens: int  # after the cap by the room that the prompt leaves in the context
-    runs: dict[str, MethodRun]  # by name: the method and its baselines
-    fork: Fork | None  # None where method and vanilla agree, or are not expected to
+    max_new_tokens: int  # at most what the prompt leaves of the context
+    runs: dict[str, MethodRun]  # keys: `METHOD` and names of baselines
+    fork: Fork | None  # None if method and vanilla agree, or need not
 
 
 @dataclass
@@ -80,33 +77,22 @@ class Record:
     category: str
     turns: list[Turn]
     finished: float  # Unix time
-    drafter_bytes: int = 0  # that the method then held beyond the target, see `footprint`
-    task: str = ""  # what it is reported under
-
-    def __post_init__(self) -> None:
-        self.task = self.task or task_of(self.category)  # earlier records do not say it
+    drafter_bytes: int = 0  # memory of the drafter afterwards, see `footprint`
+    task: str = ""  # the group it is reported under
 
 
-class Writer:
-    """Appends records to a rank's file; what was written survives a kill -9 and a power cut."""
-
-    def __init__(self, folder: Path, rank: int = 0):
-        file = folder / RECORDS.replace("*", str(rank))
-        self.stream = file.open("ab")
-        self.stream.truncate(len(_whole_lines(file)))  # a line that a killed run left unfinished
-
-    def append(self, record: Any) -> None:
-        """Write one record, a dataclass, whole or not at all."""
-        self.stream.write(json.dumps(asdict(record)).encode() + b"\n")
-        self.stream.flush()
-        os.fsync(self.stream.fileno())
-
-    def close(self) -> None:
-        self.stream.close()
+def append(record: Record, folder: Path, rank: int = 0) -> None:
+    """Append a record to a rank's file, where it survives a kill -9 and a power cut."""
+    file = folder / RECORDS.replace("*", str(rank))
+    with file.open("ab") as stream:
+        stream.truncate(len(_whole_lines(file)))  # drops a line that a killed run cut short
+        stream.write(json.dumps(asdict(record)).encode() + b"\n")
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def read(folder: Path) -> list[Record]:
-    """All ranks' records by question id; a line cut short at the end is left out. Errors:
+    """All ranks' records, sorted by question id, without a line cut short at a file's end. Errors:
     `CorruptFile` for a line that is no record."""
     records = {}
     for file in sorted(folder.glob(RECORDS)):
@@ -122,28 +108,27 @@ def read(folder: Path) -> list[Record]:
     return [records[question_id] for question_id in sorted(records)]
 
 
-def enter(
-    folder: Path, settings: dict[str, Any], drafter_cost: dict[str, Any], resume: bool
-) -> None:
-    """Make `folder` this run's, or go on with the run that it holds. Errors: `ConfigError` names
-    the settings that differ."""
-    file = folder / RUN
-    if resume and file.is_file():
-        if difference := changes(begun(folder)["settings"], json.loads(json.dumps(settings))):
+def start_run(folder: Path, settings: dict[str, Any], cost: dict[str, Any], resume: bool) -> None:
+    """Start a run in `folder`, or resume the one that it holds. Errors: `ConfigError` names the
+    settings that differ."""
+    if resume and (folder / RUN).is_file():
+        if difference := differences(
+            read_run(folder)["settings"], json.loads(json.dumps(settings))
+        ):
             raise ConfigError(
                 f"'{folder}' holds a run with other settings: {difference}. Pass another "
                 "output=, or resume=false to measure again from the start."
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for old in (*folder.glob(RECORDS), folder / SUMMARY):
-        old.unlink(missing_ok=True)
-    about = {"settings": settings, "drafter_cost": drafter_cost, "provenance": provenance()}
-    write_json(file, about)
+    for file in (*folder.glob(RECORDS), folder / SUMMARY):
+        file.unlink(missing_ok=True)
+    run = {"settings": settings, "drafter_cost": cost, "provenance": provenance()}
+    write_json(folder / RUN, run)
 
 
-def begun(folder: Path) -> dict[str, Any]:
-    """What `enter` wrote when the run of `folder` began, with its provenance."""
+def read_run(folder: Path) -> dict[str, Any]:
+    """Settings, drafter's cost and provenance of a run, as `start_run` wrote them."""
     return json.loads((folder / RUN).read_text())
 
 

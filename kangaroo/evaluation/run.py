@@ -1,4 +1,4 @@
-"""An evaluation: what is asked, and every question by every method and by their baselines."""
+"""An evaluation: every method and the baselines answer every question of a bench."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.evaluation import records as store
 from kangaroo.evaluation import summary
-from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions, seed_of
+from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions, turn_seed
 from kangaroo.evaluation.lossless import fork
 from kangaroo.evaluation.methods import as_run, generate
 from kangaroo.evaluation.metrics import metrics, scalars
@@ -30,31 +30,30 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, DataError, NotLossless
 from kangaroo.utils.folders import write_json
 from kangaroo.utils.memory import footprint
-from kangaroo.utils.provenance import flat, git_revision
+from kangaroo.utils.provenance import flatten, git_revision
 from kangaroo.utils.ranges import Count, CountOrZero, Index, Ranged, Seed
 from kangaroo.utils.ranks import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
 
-Log = Callable[[dict[str, float], int], None]  # takes metrics, and of how many questions
+Log = Callable[[dict[str, float], int], None]  # takes metrics and the number of questions
 
 
 @dataclass
 class EvaluateConfig(Ranged):
-    """What is asked and how it is answered.
+    """Questions and settings of an evaluation.
 
     Args:
-        output: folder of records and artefacts; a run that was stopped goes on from there.
-        task: ask only the questions of this task; None is all.
-        question_begin, question_end: indices into the bench's list, the end excluded, None all, as
-            Spec-Bench's flags.
-        question_every: of these, every n-th: Spec-Bench is sorted by task, so 20 takes 4 of each.
-        max_new_tokens: a turn; None takes the bench's own.
-        seed: with a question's id and turn it fixes the sampled text; `sampling.seed` is not read.
+        output: folder of records and results; a run that was stopped is resumed from it.
+        task: ask only the questions of this task; None asks all.
+        question_begin, question_end: slice of the bench's questions, as Spec-Bench's flags.
+        question_every: step of the slice: Spec-Bench is sorted by task, so 20 takes 4 of each.
+        max_new_tokens: limit of a turn; None takes the bench's.
+        seed: fixes sampled texts, together with a question's id and turn; replaces `sampling.seed`.
         baselines: each answers every turn from the same prompt as the methods.
-        hf_every: of the questions asked, transformers, which takes longest, answers every n-th.
-        warmup: the first question is answered this often by every method, and discarded.
-        resume: false forgets what `output` holds.
+        hf_every: transformers, the slowest, answers only every n-th of the questions.
+        warmup: how often every method answers the first question before the measurement.
+        resume: false deletes what `output` holds.
     """
 
     output: str
@@ -74,7 +73,7 @@ class EvaluateConfig(Ranged):
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A drafter, the settings under which alone its run is resumed, and what it took to make it."""
+    """A drafter, the settings that must match when its run is resumed, and its training cost."""
 
     name: str
     drafter: Drafter
@@ -85,37 +84,34 @@ class MethodSpec:
     def of(
         cls, name: str, drafter: DrafterConfig, lm: TargetModel, model: dict[str, Any]
     ) -> MethodSpec:
-        """Of a drafter's config; `model` are the target's settings."""
+        """A method from a drafter's config and the target's settings."""
         settings = {"model": model, "drafter": drafter.settings()}
         return cls(name, drafter.build(lm), settings, drafter.made_by())
 
 
-def questions_of(config: EvaluateConfig) -> tuple[list[Question], int]:
-    """The questions of a run, and the most new tokens of a turn. Errors: `ConfigError` for none,
-    those of `load_questions`."""
+def select_questions(config: EvaluateConfig) -> tuple[list[Question], int]:
+    """The questions of a run, and a turn's token limit. Errors: those of `load_questions`."""
     questions = load_questions(config.bench)
     if config.task is not None:
-        tasks = list(dict.fromkeys(question.task for question in questions))
-        if config.task not in tasks:
+        tasks = dict.fromkeys(question.task for question in questions)
+        questions = [question for question in questions if question.task == config.task]
+        if not questions:
             raise ConfigError(
                 f"{config.bench.name} has no task '{config.task}'; it has {', '.join(tasks)}."
             )
-        questions = [question for question in questions if question.task == config.task]
-    chosen = questions[config.question_begin : config.question_end : config.question_every]
-    if not chosen:
+    selected = questions[config.question_begin : config.question_end : config.question_every]
+    if not selected:
         raise ConfigError(
             f"question_begin={config.question_begin}, question_end={config.question_end} select "
             f"none of the {len(questions)} questions of {config.bench.name}."
         )
-    return chosen, config.max_new_tokens or config.bench.max_new_tokens
+    return selected, config.max_new_tokens or config.bench.max_new_tokens
 
 
 class Evaluator:
-    """An evaluation before its first question: everything is checked, and the folders are its own.
-    `ranks` share the questions out; the first writes what is not a record.
-
-    Errors: `ConfigError`, `DataError`, `CorruptFile`, `PromptError`.
-    """
+    """An evaluation; creating one checks everything and starts or resumes the runs in its folders.
+    Questions are shared among `ranks`, and the first rank writes all files that are no records.
+    Errors: `ConfigError`, `DataError`, `CorruptFile`, `PromptError`."""
 
     def __init__(
         self,
@@ -129,26 +125,25 @@ class Evaluator:
     ):
         self.lm, self.tokenizer, self.config, self.ranks = lm, tokenizer, config, ranks
         self.methods, self.folders = methods, self._folders(methods)
-        self.questions, self.limit = questions_of(config)
-        for question in self.questions:  # whether it fits; later turns have answers in them
+        self.questions, self.limit = select_questions(config)
+        for question in self.questions:  # first turns must fit; later ones depend on answers
             question.prompt(lm, tokenizer, [Message(role="user", content=question.turns[0])])
-        shared = self._settings()
         for method, folder in zip(methods, self.folders, strict=True):
-            named = {"model": model_name, "drafter": method.name}
+            settings = {"model": model_name, "drafter": method.name} | self._settings()
             parameters = footprint(method.drafter, [lm]).parameters
             cost = {"parameters": parameters, "training": method.made_by}
-            if self.ranks.is_first:
-                store.enter(folder, named | shared | flat(method.settings), cost, config.resume)
-        self.ranks.wait()  # no rank reads before the folders are this run's
+            if ranks.is_first:
+                store.start_run(folder, settings | flatten(method.settings), cost, config.resume)
+        ranks.wait()  # no rank reads a folder before the first rank has started its run
         records = [store.read(folder) for folder in self.folders]
-        complete = set.intersection(*({r.question_id for r in answered} for answered in records))
+        complete = set.intersection(*({x.question_id for x in answers} for answers in records))
         if complete:
             check_revision(self.folders[0], len(complete), len(self.questions))
-        # of each method, the questions that all of them have answered
-        self.records = [[r for r in answered if r.question_id in complete] for answered in records]
+        # each method's records of the questions that all methods have answered
+        self.records = [[x for x in answers if x.question_id in complete] for answers in records]
         self.engines = [Engine(lm, method.drafter) for method in methods]
-        # the methods by their index, baselines by their name, None where transformers decodes;
-        # vanilla first, far from a last method that is vanilla again
+        # methods by index, baselines by name, transformers is None; vanilla is first, so that it is
+        # not beside a last method that is vanilla again
         self.decoders: dict[int | str, Engine | None] = {}
         if Baseline.vanilla in config.baselines:
             self.decoders["vanilla"] = Engine(lm, Vanilla())
@@ -159,12 +154,12 @@ class Evaluator:
         self.compares = comparable and "vanilla" in self.decoders
 
     def _folders(self, methods: Sequence[MethodSpec]) -> list[Path]:
-        """Where the results of each are: in `output`, of several in a folder of its name there."""
+        """The methods' folders: `output` for one method, else a folder of its name in `output`."""
         output = Path(self.config.output)
         names = [method.name for method in methods]
         if len(names) == 1:
             return [output]
-        counts = Counter(names + [each.value for each in {*self.config.baselines}])
+        counts = Counter(names + [baseline.value for baseline in {*self.config.baselines}])
         if twice := [name for name, count in counts.items() if count > 1]:
             raise ConfigError(
                 f"two of the methods are called '{twice[0]}'; call a further drafter otherwise: "
@@ -173,32 +168,26 @@ class Evaluator:
         return [output / name for name in names]
 
     def _settings(self) -> dict[str, Any]:
-        """What fixes the results of all methods, by name."""
+        """The settings of all methods on which results depend."""
         config, device = self.config, self.lm.device
-        which = "task", "question_begin", "question_end", "question_every"
+        selection = "task", "question_begin", "question_end", "question_every"
         return {
             "bench": config.bench.name,
             "bench.fingerprint": fingerprint(self.questions),
-            **{name: getattr(config, name) for name in which},
+            **{name: getattr(config, name) for name in selection},
             "max_new_tokens": self.limit,
             "dtype": str(self.lm.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            **flat({"sampling": asdict(config.sampling)}),
+            **flatten({"sampling": asdict(config.sampling)}),
             **{name: getattr(config, name) for name in ("seed", "hf_every", "warmup")},
             "baselines": [baseline.name for baseline in config.baselines],
         }
 
     def finish(self, log: Log | None = None) -> list[dict[str, Any]]:
-        """Ask all that is left, each rank its share; the first then writes each method's summary to
-        its folder, and the baselines' to folders of their own. Returns the methods' summaries.
-
-        Args:
-            log: called after each question with the metrics of all that are answered; of several
-                methods as `name.metric`.
-
-        Errors: `NotLossless`, after all is written, where a text leaves vanilla's and rounding does
-        not explain it; `PromptError`; `DataError` where ranks share no folder.
-        """
+        """Ask the remaining questions, write all summaries, and return those of the methods. After
+        each question `log` gets all metrics, as `method.metric` if there are several methods.
+        Errors: `NotLossless`, after all is written, if rounding does not explain a fork;
+        `PromptError`; `DataError` if ranks do not share the folder."""
         self._answer(log)
         self.ranks.wait()
         results = []
@@ -209,7 +198,7 @@ class Evaluator:
                     f"'{folder}' holds {len(records)} of {len(self.questions)} questions after the "
                     "run; under torchrun it must be a folder that all ranks share."
                 )
-            results.append(summary.summarise(records, store.begun(folder)))
+            results.append(summary.summarise(records, store.read_run(folder)))
         if self.ranks.is_first:
             for result, folder in zip(results, self.folders, strict=True):
                 write_json(folder / store.SUMMARY, result)
@@ -220,39 +209,34 @@ class Evaluator:
         return results
 
     def _answer(self, log: Log | None) -> None:
-        """Ask those of this rank's share of the questions that are not answered already."""
+        """Ask the questions of this rank that are not answered already."""
         ranks, complete = self.ranks, {record.question_id for record in self.records[0]}
         share = list(enumerate(self.questions))[ranks.rank :: ranks.world]
-        missing = [(i, each) for i, each in share if each.question_id not in complete]
+        missing = [(i, question) for i, question in share if question.question_id not in complete]
         for _ in range(self.config.warmup if missing else 0):
             self.ask(self.questions[0], list(self.decoders))
-        writers = [store.Writer(folder, ranks.rank) for folder in self.folders]
-        done, hidden = len(share) - len(missing), not ranks.is_first
-        bar = tqdm(missing, "", len(share), initial=done, unit="question", disable=hidden)
+        n_done, hidden = len(share) - len(missing), not ranks.is_first
+        bar = tqdm(missing, "", len(share), initial=n_done, unit="question", disable=hidden)
         for i, question in bar:
-            records = self.ask(question, self.order(i))
-            for writer, answered, record in zip(writers, self.records, records, strict=True):
-                writer.append(record)
-                answered.append(record)
-            numbers = {
-                method.name: scalars(metrics(answered))
-                for method, answered in zip(self.methods, self.records, strict=True)
-            }
-            first = next(iter(numbers.values()))
+            answers = self.ask(question, self.order(i))
+            for folder, records, record in zip(self.folders, self.records, answers, strict=True):
+                store.append(record, folder, ranks.rank)
+                records.append(record)
+            pairs = zip(self.methods, self.records, strict=True)
+            numbers = {method.name: scalars(metrics(records)) for method, records in pairs}
+            first = numbers[self.methods[0].name]
             if log is not None:
-                log(flat(numbers) if len(numbers) > 1 else first, len(self.records[0]))
+                log(flatten(numbers) if len(numbers) > 1 else first, len(self.records[0]))
             bar.set_postfix({k: first[k] for k in ("speedup", "compression_rate") if k in first})
-        for writer in writers:
-            writer.close()
 
     def order(self, index: int) -> list[int | str]:
-        """Who answers this question in turn; a machine that slows down shall favour nobody."""
+        """Who answers a question, in turn; the order alternates, in case the machine slows down."""
         with_hf = index % self.config.hf_every == 0
         names = [name for name in self.decoders if name != "hf" or with_hf]
         return names[::-1] if index // self.ranks.world % 2 else names
 
     def ask(self, question: Question, names: Sequence[int | str]) -> list[Record]:
-        """All turns by these decoders in order, a record a method; all go on from the first."""
+        """Ask all turns, each after the first method's answers. Returns the methods' records."""
         messages: list[Message] = []
         turns: list[list[Turn]] = []
         for number, text in enumerate(question.turns):
@@ -260,32 +244,31 @@ class Evaluator:
             turns.append(self._turn(question, number, messages, names))
             answer = turns[-1][0].runs[METHOD].text
             messages.append(Message(role="assistant", content=answer))
-        sizes = [footprint(e.drafter, [self.lm, e.batch]).bytes for e in self.engines]
-        about, now = (question.question_id, question.category), time.time()
-        return [
-            Record(*about, list(of_method), finished=now, drafter_bytes=size, task=question.task)
-            for of_method, size in zip(zip(*turns, strict=True), sizes, strict=True)
-        ]
+        finished, records = time.time(), []
+        for i, engine in enumerate(self.engines):
+            size = footprint(engine.drafter, [self.lm, engine.batch]).bytes
+            ids, answers = (question.question_id, question.category), [turn[i] for turn in turns]
+            records.append(Record(*ids, answers, finished, drafter_bytes=size, task=question.task))
+        return records
 
     def _turn(
         self, question: Question, number: int, messages: list[Message], names: Sequence[int | str]
     ) -> list[Turn]:
         prompt = question.prompt(self.lm, self.tokenizer, messages)
         limit = min(self.limit, self.lm.context - len(prompt))
-        seed = seed_of(question.question_id, number, self.config.seed)
+        seed = turn_seed(question.question_id, number, self.config.seed)
         runs = {name: self._decode(name, prompt, limit, seed) for name in names}
-        baselines = {b.name: runs[b.name] for b in Baseline if b.name in runs}
+        baselines = {x.name: runs[x.name] for x in Baseline if x.name in runs}
         turns = []
         for i in range(len(self.methods)):
-            turn = Turn(len(prompt), limit, {METHOD: runs[i]} | baselines, None)
+            turns.append(Turn(len(prompt), limit, {METHOD: runs[i]} | baselines, None))
             if self.compares:
                 texts = runs[i].tokens, runs["vanilla"].tokens
-                turn.fork = fork(self.lm, prompt, *texts, self.config.sampling, seed)
-            turns.append(turn)
+                turns[i].fork = fork(self.lm, prompt, *texts, self.config.sampling, seed)
         return turns
 
     def _decode(self, name: int | str, prompt: list[int], limit: int, seed: int) -> MethodRun:
-        """What a decoder writes, and its time. transformers samples by noise of its own."""
+        """A decoder's answer and its time. transformers samples with its own noise."""
         engine, sampling, start = self.decoders[name], self.config.sampling, now(self.lm.device)
         if engine is None:
             text = generate(self.lm, prompt, limit, sampling, seed, self.lm.eos_ids())
@@ -295,7 +278,7 @@ class Evaluator:
 
 
 def check_lossless(result: dict[str, Any], output: Path) -> None:
-    """Raise `NotLossless` where a fork of a summary is a bug."""
+    """Raise `NotLossless` if a fork of a summary is a bug."""
     bugs = [fork for fork in result["lossless"]["forks"] if fork["label"] == "bug"]
     if bugs:
         raise NotLossless(
@@ -307,14 +290,14 @@ def check_lossless(result: dict[str, Any], output: Path) -> None:
 
 
 def check_revision(folder: Path, answered: int, questions: int) -> None:
-    """Say what a folder holds; another revision may report it, and not go on."""
-    then, now = store.begun(folder)["provenance"]["git_revision"], git_revision()
-    holds = f"{answered} of {questions} questions are in '{folder}' already"
+    """Log what a folder holds. Errors: `ConfigError` to resume a run of another git revision."""
+    then, now = store.read_run(folder)["provenance"]["git_revision"], git_revision()
+    message = f"{answered} of {questions} questions are in '{folder}' already"
     if then == now:
-        logger.info(holds)
+        logger.info(message)
         return
-    holds += f", measured at git revision {then}; this is {now}."
-    again = "resume=false (or another output=) measures all again"
+    message += f", measured at git revision {then}; this is {now}."
+    fix = "resume=false (or another output=) measures all again"
     if answered < questions:
-        raise ConfigError(f"{holds} {again}; to go on, check that revision out.")
-    logger.warning("%s %s.", holds, again)
+        raise ConfigError(f"{message} {fix}; to go on, check that revision out.")
+    logger.warning("%s %s.", message, fix)

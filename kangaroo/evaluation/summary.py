@@ -1,4 +1,4 @@
-"""From records to `summary.json`, of a method and of the baselines beside it."""
+"""Turns records into `summary.json`, for a method and for its baselines."""
 
 import math
 from collections.abc import Sequence
@@ -7,20 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from kangaroo.engine.sampling import Rule
-from kangaroo.evaluation.metrics import has, metrics, paired_seconds, runs
-from kangaroo.evaluation.records import METHOD, SUMMARY, Baseline, MethodRun, Record, begun, read
+from kangaroo.evaluation.metrics import metrics, paired_seconds
+from kangaroo.evaluation.records import METHOD, SUMMARY, Baseline, Record, read, read_run
 from kangaroo.utils.folders import write_json
 
 
-def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any]:
-    """All metrics of a run, overall and by group; `about` is what `records.begun` returns.
-
-    `drafter_cost` is what the method adds to the target: `parameters`, `bytes` (the most that it
-    held after any question) and `training`.
-    """
-    settings = about["settings"]
+def summarise(records: Sequence[Record], run: dict[str, Any]) -> dict[str, Any]:
+    """All metrics, overall and by group; `run` is what `records.read_run` returns. Of the drafter's
+    cost, `bytes` are the most that it held after any question."""
+    settings = run["settings"]
     tasks = dict.fromkeys(record.task for record in records)
     by_task = {task: [record for record in records if record.task == task] for task in tasks}
+    max_bytes = max(record.drafter_bytes for record in records)
     return {
         **{name: settings[name] for name in ("model", "drafter", "bench", "dtype", "device")},
         "questions": len(records),
@@ -28,57 +26,57 @@ def summarise(records: Sequence[Record], about: dict[str, Any]) -> dict[str, Any
         "by_task": {task: metrics(part) for task, part in by_task.items()},
         "by_length": {length: metrics(part) for length, part in by_length(records).items()},
         "lossless": lossless(records, settings),
-        "drafter_cost": about["drafter_cost"]
-        | {"bytes": max(record.drafter_bytes for record in records)},
+        "drafter_cost": run["drafter_cost"] | {"bytes": max_bytes},
         "settings": settings,
-        "provenance": about["provenance"],
-        "by_question": [of_question(record) for record in records],
+        "provenance": run["provenance"],
+        "by_question": [question_seconds(record) for record in records],
     }
 
 
 def by_length(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Records by the length of prompts in tokens, 1k, 2k, 4k, ..., whichever is nearest by ratio;
-    of a question those turns whose prompts are so long. Empty where not two of these occur."""
+    """Records by prompt length, rounded by ratio to 1k, 2k, 4k, ... tokens; a question has in each
+    group the turns of that length. Empty unless two of these lengths occur."""
 
     def power(length: int) -> int:
         return max(-1, round(math.log2(length / 1024)))
 
     powers = sorted({power(turn.prompt_tokens) for record in records for turn in record.turns})
-    if sum(each >= 0 for each in powers) < 2:
+    if sum(p >= 0 for p in powers) < 2:
         return {}
     return {
-        "shorter" if each < 0 else f"{2**each}k": [
+        "shorter" if p < 0 else f"{2**p}k": [
             replace(record, turns=turns)
             for record in records
-            if (turns := [turn for turn in record.turns if power(turn.prompt_tokens) == each])
+            if (turns := [turn for turn in record.turns if power(turn.prompt_tokens) == p])
         ]
-        for each in powers
+        for p in powers
     }
 
 
-def of_question(record: Record) -> dict[str, Any]:
-    """What comparisons in pairs read: seconds of a question, for as many tokens of both."""
-    vanilla, method = paired_seconds(record) if has(record, "vanilla") else (None, None)
+def question_seconds(record: Record) -> dict[str, Any]:
+    """A question's seconds by vanilla and by the method, for `comparison.compare_pair`."""
+    has_vanilla = "vanilla" in record.turns[0].runs
+    vanilla, method = paired_seconds(record) if has_vanilla else (None, None)
     seconds = {"vanilla_paired_seconds": vanilla, "paired_seconds": method}
     return {"question_id": record.question_id, "task": record.task} | seconds
 
 
 def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, Any]:
-    """How many turns are vanilla's token for token, and every fork. `identical` is None where that
-    is not to be expected (no vanilla, another rule), `hf_identical` under sampling: other noise."""
+    """How many turns are vanilla's token for token, and all forks. `identical` is None without
+    vanilla and under the rejection rule, `hf_identical` also if hf samples by its own noise."""
     greedy = settings["sampling.temperature"] == 0
     comparable = greedy or settings["sampling.rule"] == Rule.match.value
-    method, vanilla, hf = (runs(records, name) for name in (METHOD, "vanilla", "hf"))
-    beside_hf = runs([record for record in records if has(record, "hf")], "vanilla")
+    turns = [turn.runs for record in records for turn in record.turns]
 
-    def equal(texts: Sequence[MethodRun], others: Sequence[MethodRun]) -> int:
-        return sum(a.tokens == b.tokens for a, b in zip(texts, others, strict=True))
+    def identical(name: str, expected: bool) -> int | None:
+        pairs = [(x[name], x["vanilla"]) for x in turns if name in x and "vanilla" in x]
+        return sum(a.tokens == b.tokens for a, b in pairs) if expected and pairs else None
 
     return {
-        "turns": len(method),
-        "identical": equal(method, vanilla) if comparable and vanilla else None,
-        "hf_turns": len(hf),
-        "hf_identical": equal(hf, beside_hf) if greedy and hf and vanilla else None,
+        "turns": len(turns),
+        "identical": identical(METHOD, comparable),
+        "hf_turns": sum("hf" in x for x in turns),
+        "hf_identical": identical("hf", greedy),
         "forks": [
             {"question_id": record.question_id, "turn": number} | asdict(turn.fork)
             for record in records
@@ -88,22 +86,22 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
     }
 
 
-def shared(about: dict[str, Any]) -> dict[str, Any]:
-    """Settings that methods must have in common: all but the drafter's."""
-    return {k: v for k, v in about["settings"].items() if k.split(".")[0] != "drafter"}
+def shared_settings(run: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run or summary that methods must have in common: all but the drafter's."""
+    return {k: v for k, v in run["settings"].items() if k.split(".")[0] != "drafter"}
 
 
 def write_baseline(baseline: Baseline, method: Path, output: Path) -> None:
-    """A baseline's own `summary.json`, as of a method measured against itself, from a method's
-    records."""
-    records = [record for record in read(method) if has(record, baseline.name)]
+    """Write a baseline's own `summary.json` below `output`, from the records in the folder of a
+    method, as if the baseline had been the method."""
+    records = [record for record in read(method) if baseline.name in record.turns[0].runs]
     for record in records:
         record.drafter_bytes = 0
         for turn in record.turns:
             turn.runs[METHOD], turn.fork = turn.runs[baseline.name], None
-    about = begun(method)
-    about["settings"] = shared(about) | {"drafter": baseline.value}
-    about["drafter_cost"] = {"parameters": 0, "training": {}}
+    run = read_run(method)
+    run["settings"] = shared_settings(run) | {"drafter": baseline.value}
+    run["drafter_cost"] = {"parameters": 0, "training": {}}
     folder = output / baseline.value
     folder.mkdir(exist_ok=True)
-    write_json(folder / SUMMARY, summarise(records, about))
+    write_json(folder / SUMMARY, summarise(records, run))

@@ -1,5 +1,5 @@
-"""Tune: decode with many settings on some questions, and report the fastest on others, beside the
-drafter in use; all by evaluate, so a run that was stopped goes on.
+"""Tuning: evaluate many settings on some questions, and report the fastest on others, beside the
+drafter in use. A run that was stopped is resumed, as evaluations are.
 """
 
 import json
@@ -24,20 +24,20 @@ from kangaroo.utils.ranges import Count, Ranged
 
 log = logging.getLogger(__name__)
 
-TODAY = "today"  # what results call the drafter that is in use
-GROUP = 8  # drafters that are in memory together
+TODAY = "today"  # the name of the drafter in use
+GROUP = 8  # how many drafters are in memory at a time
 NUMBERS, SETTINGS = "tune.json", Path("drafter", "tuned.yaml")
 
 
 @dataclass
 class TuneConfig(Ranged):
-    """Which questions settings are chosen by, and which the result is reported on.
+    """Questions that choose settings, and questions on which the result is reported.
 
     Args:
-        output: folder of everything; a run that was stopped goes on from there.
-        tuning_questions, reporting_questions: so many of each, spread over the bench's tasks.
-        max_new_tokens: of a turn.
-        resume: false forgets what `output` holds.
+        output: folder of all results; a run that was stopped is resumed from it.
+        tuning_questions, reporting_questions: how many, spread over the bench's tasks.
+        max_new_tokens: limit of a turn.
+        resume: false deletes what `output` holds.
     """
 
     output: str
@@ -58,23 +58,23 @@ def tune(
     model: dict[str, Any],
     use: str,
 ) -> comparison.Comparison:
-    """Find the fastest of some drafters, by name, and write `drafter/tuned.yaml` and `tune.json`.
-    Returns its comparison with today's on the questions for reporting.
+    """Find the fastest of `drafters`, by name, and write `drafter/tuned.yaml` and `tune.json`.
+    Returns its comparison with `today`, the drafter in use, on the questions for reporting.
 
     Args:
-        model: settings of the target; they must be those of the run that is resumed.
+        model: settings of the target, which must match when a run is resumed.
         use: the command that measures the drafter of `drafter/tuned.yaml`.
 
-    Errors: those of evaluations; `ConfigError` where the bench has too few questions.
+    Errors: those of evaluations; `ConfigError` if the bench has too few questions.
     """
     tuning, reporting = split(load_questions(config.bench), config)
     output, settings = Path(config.output), {TODAY: today, **drafters}
 
-    def answer(part: str, names: Sequence[str], questions: Sequence[Question]) -> list[Any]:
-        """The summaries of some drafters, all and vanilla decoding taking turns."""
+    def evaluate(part: str, names: Sequence[str], questions: Sequence[Question]) -> list[Any]:
+        """Summaries of some drafters, which take turns with vanilla decoding."""
         file = output / part / "questions.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(json.dumps(asdict(each)) + "\n" for each in questions), "utf-8")
+        file.write_text("".join(json.dumps(asdict(x)) + "\n" for x in questions), "utf-8")
         evaluation = EvaluateConfig(
             output=str(file.parent),
             bench=replace(config.bench, path=str(file), url=None, sha256=None),
@@ -87,25 +87,24 @@ def tune(
         return Evaluator(lm, tokenizer, methods, evaluation, model_name=model["name"]).finish()
 
     names, tried = list(settings), []
-    for at in range(0, len(names), GROUP):
-        log.info("settings %d to %d of %d", at + 1, min(at + GROUP, len(names)), len(names))
-        tried += answer(f"tried/group-{at // GROUP}", names[at : at + GROUP], tuning)
+    for start in range(0, len(names), GROUP):
+        group = names[start : start + GROUP]
+        log.info("settings %d to %d of %d", start + 1, start + len(group), len(names))
+        tried += evaluate(f"tried/group-{start // GROUP}", group, tuning)
     tried.sort(key=lambda summary: -summary["overall"]["speedup"])
     best = tried[0]["drafter"]
-    answer(f"report/{best}", list(dict.fromkeys((TODAY, best))), reporting)
-    report = comparison.compare(output / "report" / best)
+    folder = output / "report" / best
+    evaluate(f"report/{best}", list(dict.fromkeys((TODAY, best))), reporting)
+    report = comparison.compare(folder)
     assert report is not None
-    comparison.write(report, output / "report" / best)
+    comparison.write(report, folder)
     write_settings(settings[best], output, use)
     metrics = ("speedup", "speedup_ci95", "compression_rate", "tokens_per_second")
     numbers = {
         "best": best,
         "tuning": [question.question_id for question in tuning],
         "reporting": [question.question_id for question in reporting],
-        "tried": [
-            {"name": each["drafter"]} | {name: each["overall"][name] for name in metrics}
-            for each in tried
-        ],
+        "tried": [{"name": x["drafter"]} | {m: x["overall"][m] for m in metrics} for x in tried],
         "settings": {part.name: asdict(config)[part.name] for part in fields(TuneConfig)},
         "provenance": provenance(),
     }
@@ -116,26 +115,24 @@ def tune(
 def split(
     questions: Sequence[Question], config: TuneConfig
 ) -> tuple[list[Question], list[Question]]:
-    """Those for tuning and those for reporting; no question is in both."""
-    wanted = config.tuning_questions, config.reporting_questions
-    if sum(wanted) > len(questions):
+    """Disjoint questions for tuning and for reporting. Errors: `ConfigError` for too few."""
+    n_tuning, n_reporting = config.tuning_questions, config.reporting_questions
+    if n_tuning + n_reporting > len(questions):
         raise ConfigError(
-            f"tuning_questions={wanted[0]} and reporting_questions={wanted[1]} must together be no "
-            f"more than the {len(questions)} questions of the bench, since none may be in both."
+            f"tuning_questions={n_tuning} and reporting_questions={n_reporting} must together be "
+            f"no more than the {len(questions)} questions of the bench, since none may be in both."
         )
-    tuning = spread(questions, wanted[0])
-    chosen = {question.question_id for question in tuning}
-    others = [question for question in questions if question.question_id not in chosen]
-    return tuning, spread(others, wanted[1])
+    tuning = spread(questions, n_tuning)
+    return tuning, spread([x for x in questions if x not in tuning], n_reporting)
 
 
 def write_settings(drafter: DrafterConfig, output: Path, use: str) -> None:
-    """The drafter as a file of Hydra's group `drafter`."""
+    """Write the drafter as a file of Hydra's group `drafter`."""
     defaults: list[Any] = [f"{drafter.name}_schema"]
     settings = asdict(drafter)
     del settings["name"]
     for name, part in vars(drafter).items():
-        if isinstance(part, DrafterConfig):  # of a cascade
+        if isinstance(part, DrafterConfig):  # a part of a cascade
             defaults.append({f"/drafter@{name}": part.name})
             del settings[name]["name"]
     file = output / SETTINGS

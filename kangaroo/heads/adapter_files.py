@@ -21,7 +21,7 @@ from kangaroo.models.loading import options_of
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
-from kangaroo.utils.folders import SHIPPED, command_line, located, write_json
+from kangaroo.utils.folders import SHIPPED, command_line, resolve_path, write_json
 
 WEIGHTS, CONFIG, VOCABULARY = "adapter.safetensors", "config.json", "vocabulary.safetensors"
 Kind = TypeVar("Kind", bound=Trainable)
@@ -134,7 +134,7 @@ def find(
     `adapters/NAME` the shipped one will do, or what training the model NAME saved; for
     `adapters/NAME-medusa` its Medusa heads; for `adapters/NAME-fused`, where that is missing,
     `adapters/NAME`. Errors: `AdapterNotFound`."""
-    folder = located(path)
+    folder = resolve_path(path)
     if folder.is_dir():
         return folder
     if folder.parent == SHIPPED:

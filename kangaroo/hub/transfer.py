@@ -20,7 +20,7 @@ from kangaroo.models.loading import options_of, to_measure
 from kangaroo.utils import tables
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
-from kangaroo.utils.folders import new_folder, of_project
+from kangaroo.utils.folders import new_folder, project_folder
 
 CARD, SUMS = "README.md", "SHA256SUMS"
 FILES = (WEIGHTS, CONFIG, VOCABULARY)  # what is sent of an adapter's folder
@@ -102,7 +102,7 @@ def prepare(config: PushConfig) -> Path:
     shutil.rmtree(output, ignore_errors=True)  # what an earlier push left
     (output / CODE).mkdir(parents=True)
     for name in CODE_FILES:
-        shutil.copy(of_project("integrations/transformers") / name, output / CODE)
+        shutil.copy(project_folder("integrations/transformers") / name, output / CODE)
     for name in names:
         shutil.copy(source / name, output)
     hashes = {name: hashlib.sha256((output / name).read_bytes()).hexdigest() for name in names}

@@ -27,9 +27,9 @@ from kangaroo.models.random_models import RANDOM, TINY, byte_tokenizer, random_m
 from kangaroo.models.supported import eos_ids
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, ModelNotFound, UnsupportedModel
-from kangaroo.utils.folders import command_line, of_project
+from kangaroo.utils.folders import command_line, project_folder
 
-MODELS = of_project("configs") / "groups/model.yaml"  # a section for each model known by name
+MODELS = project_folder("configs") / "groups/model.yaml"  # a section for each model known by name
 
 log = logging.getLogger(__name__)
 

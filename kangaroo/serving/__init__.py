@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server: many requests at a time over one engine."""
+"""An OpenAI-compatible server that decodes many requests at a time on one engine."""

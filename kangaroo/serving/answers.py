@@ -1,4 +1,4 @@
-"""From the steps of a job to what a client reads: text, OpenAI's objects, and errors."""
+"""Turns the events of jobs into responses: text, OpenAI's objects and errors."""
 
 import asyncio
 import json
@@ -20,37 +20,33 @@ from kangaroo.serving.scheduler import Event, Job, Scheduler
 
 @dataclass
 class AnswerChoice:
-    """One of the texts of an answer, as it grows; `finish` is as OpenAI calls it, or how the job
-    ended otherwise."""
+    """A growing text of an answer; `finish` is OpenAI's finish reason, or how the job failed."""
 
     index: int
     pieces: Pieces
-    until: UntilStop
+    until_stop: UntilStop
     text: str = ""
     finish: str = ""
     streamed: bool = False
 
     def push(self, event: Event) -> tuple[str, int]:
-        """What a step adds that can be shown, and how many of its characters, its first ones, came
-        with accepted draft tokens."""
-        drafted = shown = ""
+        """The text that a step adds, and how many of its first characters were drafted."""
+        new_text, drafted = "", 0
         for i, token in enumerate(event.tokens):
-            text = self.until.push(self.pieces.push(token))
-            shown += text
+            new_text += self.until_stop.push(self.pieces.push(token))
             if i < event.accepted:
-                drafted += text
+                drafted = len(new_text)
         if event.finish:
             self.finish = "stop" if event.finish == "eos" else event.finish
-            shown += self.until.push(self.pieces.end()) + self.until.end()
-        self.text += shown
-        return shown, len(drafted)
+            new_text += self.until_stop.push(self.pieces.end()) + self.until_stop.end()
+        self.text += new_text
+        return new_text, drafted
 
 
 @dataclass
 class Answer:
-    """The texts that a request gets, step by step, and how they are written down: as OpenAI's
-    objects of a chat or of a completion. It begins when it is made. Errors: as `Scheduler.submit`.
-    """
+    """The texts for a request, as OpenAI's objects of a chat or a completion. Creating an answer
+    submits its jobs. Errors: as `Scheduler.submit`."""
 
     scheduler: Scheduler
     tokenizer: Tokenizer
@@ -62,82 +58,76 @@ class Answer:
 
     def __post_init__(self) -> None:
         self.usage = Usage(len(self.requests[0].prompt))
-        self.choices = [
-            AnswerChoice(i, Pieces(self.tokenizer), UntilStop(request.stop))
-            for i, request in enumerate(self.requests)
-        ]
         kind = "chatcmpl" if self.is_chat else "cmpl"
         self.id, self.created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
         loop, self.events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
-        def tell(index: int, event: Event) -> None:
+        def notify(index: int, event: Event) -> None:
             loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
 
-        self.jobs = [
-            Job(request, partial(tell, i), self.deadline) for i, request in enumerate(self.requests)
-        ]
+        self.choices, self.jobs = list[AnswerChoice](), list[Job]()
+        for i, request in enumerate(self.requests):
+            self.choices.append(AnswerChoice(i, Pieces(self.tokenizer), UntilStop(request.stop)))
+            self.jobs.append(Job(request, partial(notify, i), self.deadline))
         self.scheduler.submit(*self.jobs)
 
     async def steps(self) -> AsyncGenerator[tuple[AnswerChoice, str, int], None]:
-        """What can be shown of a choice after each step, timed, until all texts have ended."""
+        """After each step, the choice, its new text, and how much of that was drafted."""
         histogram, last = self.metrics.first, time.perf_counter()
         while any(not choice.finish for choice in self.choices):
             index, event = await self.events.get()
             self.usage.add(index, event)
-            shown, now = self.choices[index].push(event), time.perf_counter()
+            (text, drafted), now = self.choices[index].push(event), time.perf_counter()
             histogram.observe(now - last)
             histogram, last = self.metrics.step, now
-            yield self.choices[index], *shown
+            yield self.choices[index], text, drafted
 
     def cancel(self) -> None:
-        """Nobody will read the texts."""
+        """Stop decoding the texts."""
         for job in self.jobs:
             job.cancelled = True
 
     def end(self) -> None:
-        """Whatever has become of it; what was written is counted."""
+        """Stop decoding, and count what was written."""
         self.cancel()
-        self.metrics.ended(self.usage)
+        self.metrics.count(self.usage)
 
-    def whole(self) -> dict[str, Any]:
-        """All choices."""
+    def full(self) -> dict[str, Any]:
+        """The answer with all choices."""
         choices = []
         for choice in self.choices:
             message = {"role": "assistant", "content": choice.text, "refusal": None}
             text = {"message": message} if self.is_chat else {"text": choice.text}
             head = {"index": choice.index, "logprobs": None, "finish_reason": choice.finish}
             choices.append(head | text)
-        return self._object("chat.completion", choices, counted=True)
+        answer = self.as_json(choices, with_usage=True)
+        return answer | {"object": "chat.completion"} if self.is_chat else answer
 
-    def part(self, choice: AnswerChoice, text: str, drafted: int, counted: bool) -> dict[str, Any]:
-        """What a step adds to a stream; with the counts so far, if they are wanted."""
+    def part(self, choice: AnswerChoice, text: str, drafted: int) -> dict[str, Any]:
+        """A choice's part of a stream, with the text of one step."""
         delta = ({} if choice.streamed else {"role": "assistant"}) | {"content": text}
         choice.streamed = True
         part: dict[str, Any] = {"delta": delta} if self.is_chat else {"text": text}
         part |= {"index": choice.index, "logprobs": None, "drafted": drafted}
-        return self.chunk([part | {"finish_reason": choice.finish or None}], counted)
+        return part | {"finish_reason": choice.finish or None}
 
-    def chunk(self, choices: list[dict[str, Any]], counted: bool) -> dict[str, Any]:
-        """A part of a stream."""
-        return self._object("chat.completion.chunk", choices, counted)
-
-    def _object(self, chat: str, choices: list[dict[str, Any]], counted: bool) -> dict[str, Any]:
-        kind = chat if self.is_chat else "text_completion"
+    def as_json(self, choices: list[dict[str, Any]], with_usage: bool) -> dict[str, Any]:
+        """OpenAI's object of a stream with these choices."""
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        return head | {"choices": choices} | (self.usage.as_json() if counted else {})
+        return head | {"choices": choices} | (self.usage.as_json() if with_usage else {})
 
 
-def event(content: dict[str, Any]) -> str:
-    """As server-sent events have it; in ASCII, since some clients take more for ends of lines."""
+def server_sent_event(content: dict[str, Any]) -> str:
+    """A server-sent event, in ASCII, since some clients take Unicode's line separators for ends."""
     return f"data: {json.dumps(content)}\n\n"
 
 
-def problem(status: int, message: str, code: str | None = None) -> JSONResponse:
-    """An error as OpenAI's clients read it; without a code of theirs it has the status."""
-    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
-        status, "invalid_request_error" if status < 500 else "server_error"
-    )
-    message = mended(message)  # it may name what was sent
-    error = {"message": message, "type": kind, "param": None, "code": code or status}
+def error_response(status: int, message: str, code: str | None = None) -> JSONResponse:
+    """An error in OpenAI's format; `code` defaults to the status."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    # the message may quote broken text of the request
+    error = {"message": mended(message), "type": kind, "param": None, "code": code or status}
     headers = {"Retry-After": "1"} if status in (429, 503) else None
     return JSONResponse({"error": error}, status, headers)

@@ -1,4 +1,4 @@
-"""What is counted: the tokens of a request, and what Prometheus reads of a server."""
+"""Token counts of a request, and the server's metrics for Prometheus."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,23 +13,23 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 @dataclass
 class Usage:
-    """Tokens of a request, all its choices together."""
+    """Token counts of a request, over all its choices."""
 
     prompt: int
     completion: int = 0
-    rounds: int = 0  # forwards of the target, the prompts' included
-    cached: int = 0  # tokens of the prompt that were in a row; of several choices, the first's
+    rounds: int = 0  # forward passes of the target, prefill included
+    cached: int = 0  # tokens of the first choice's prompt that were in the KV cache
     drafts: Acceptance = field(default_factory=Acceptance)
 
     def add(self, index: int, event: Event) -> None:
-        """Count a step of a choice."""
+        """Count a step of the choice `index`."""
         self.completion += len(event.tokens)
         self.drafts.add(event.accepted, event.drafted)
         self.rounds += bool(event.tokens)
         self.cached += 0 if index else event.reused
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's `usage`, and by vLLM's names what became of drafts."""
+        """OpenAI's `usage`, and the acceptance of drafts by vLLM's names."""
         usage = {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -45,28 +45,27 @@ class Usage:
 
 
 class Metrics:
-    """Counts of one server, in a registry that is not the process's."""
+    """The metrics of one server, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        here: dict[str, Any] = {"registry": self.registry}
-        # by vLLM's names, which `vllm bench serve` reads
-        spec = "vllm:spec_decode_num_"
-        self.drafts = Counter(f"{spec}drafts", "Rounds that had a draft.", **here)
-        self.drafted = Counter(f"{spec}draft_tokens", "Draft tokens.", **here)
-        self.accepted = Counter(f"{spec}accepted_tokens", "Accepted draft tokens.", **here)
+        options: dict[str, Any] = {"registry": self.registry}
+        spec = "vllm:spec_decode_num_"  # vLLM's names, which `vllm bench serve` reads
+        self.drafts = Counter(f"{spec}drafts", "Rounds that had a draft.", **options)
+        self.drafted = Counter(f"{spec}draft_tokens", "Draft tokens.", **options)
+        self.accepted = Counter(f"{spec}accepted_tokens", "Accepted draft tokens.", **options)
         self.accepted_at = Counter(
-            f"{spec}accepted_tokens_per_pos", "The same by position.", ["position"], **here
+            f"{spec}accepted_tokens_per_pos", "The same by position.", ["position"], **options
         )
-        timed = here | {"buckets": SECONDS}
-        self.requests = Counter("kangaroo_requests", "Answers by status.", ["status"], **here)
-        self.tokens = Counter("kangaroo_tokens", "Tokens, by kind.", ["kind"], **here)
-        self.texts = Gauge("kangaroo_texts", "Texts, by state.", ["state"], **here)
-        self.first = Histogram("kangaroo_first_token_seconds", "Until the first token.", **timed)
-        self.step = Histogram("kangaroo_step_seconds", "Between two steps of a text.", **timed)
+        self.requests = Counter("kangaroo_requests", "Answers by status.", ["status"], **options)
+        self.tokens = Counter("kangaroo_tokens", "Tokens, by kind.", ["kind"], **options)
+        self.texts = Gauge("kangaroo_texts", "Texts, by state.", ["state"], **options)
+        options["buckets"] = SECONDS
+        self.first = Histogram("kangaroo_first_token_seconds", "Until the first token.", **options)
+        self.step = Histogram("kangaroo_step_seconds", "Between two steps of a text.", **options)
 
-    def ended(self, usage: Usage) -> None:
-        """A request has ended, one way or another."""
+    def count(self, usage: Usage) -> None:
+        """Count a request that has ended."""
         for kind in ("prompt", "cached", "completion"):
             self.tokens.labels(kind).inc(getattr(usage, kind))
         self.drafts.inc(usage.drafts.rounds)
@@ -75,8 +74,8 @@ class Metrics:
         for position, count in enumerate(usage.drafts.by_position):
             self.accepted_at.labels(str(position)).inc(count)
 
-    def show(self, load: dict[str, int]) -> bytes:
-        """All of it as text."""
+    def as_text(self, load: dict[str, int]) -> bytes:
+        """All metrics in Prometheus' text format."""
         for state, texts in load.items():
             self.texts.labels(state).set(texts)
         return generate_latest(self.registry)

@@ -1,15 +1,12 @@
-"""One thread decodes for all: requests wait for a row, enter it in parts, and are stepped together.
+"""Continuous batching in one thread: requests wait for a row, are prefilled in chunks, and decoded.
 
-Of the prompts that can be read, the next part is one of that whose first token is due first: as
-long after it arrived as it takes to read alone. So a short prompt does not wait for a long one that
-came just before it, and a long one is overtaken by those alone that arrive while it could be read.
+The next chunk is of the prompt whose first token is due first: its arrival plus the time to read it
+alone. So a short prompt does not wait for a long one that arrived just before it, and a long one is
+overtaken only by prompts that arrive while it could have been read.
 
-What fails for a job alone ends that job. A step is one call for all rows: if it fails, the batch is
-opened anew, and each job that had a row goes on alone for a step, from what it has written. Who
-fails again is ended; the others go on together, with the same texts, since noise depends on seed,
-position and token alone.
-
-What happens to a job is told to it from that thread; it may be cancelled from any.
+An error in one job's own work ends that job. A step runs all rows: if it fails, a new batch is
+opened, and each job makes one step alone, continuing its text. A job that fails alone is ended; the
+others continue together with the same texts, since noise depends only on seed, position and token.
 """
 
 import logging
@@ -28,82 +25,63 @@ from kangaroo.utils.errors import KangarooError
 
 log = logging.getLogger(__name__)
 
-OPENINGS = 3  # of a batch before decoding ends: memory may become free meanwhile
-PAUSE = 0.2  # seconds between two of them
-# How a job can end, beside a text. The last: because nothing is decoded any more.
+OPENINGS = 3  # attempts to open a batch: memory may become free meanwhile
+PAUSE = 0.2  # seconds between two attempts
+# How a job can fail; STOPPED is because the thread has ended.
 CANCELLED, TIMEOUT, FAILED, STOPPED = "cancelled", "timeout", "failed", "stopped"
 
 
 class Busy(KangarooError):
-    """No more requests can wait."""
+    """The queue is full."""
 
-    status = 429  # of the answer
+    status = 429  # of the response
 
 
 class Closing(KangarooError):
-    """The server takes no more requests."""
+    """The server accepts no more requests."""
 
     status = 503
 
 
 @dataclass
 class Event:
-    """A step of a job: the tokens that were written, `accepted` of them, the first ones, of
-    `drafted` draft tokens. `finish` is how the job ended: "eos", "length", "stop", or one of those
-    above; empty where it goes on. Of the first step, so many tokens of the prompt were `reused`: in
-    the cache already."""
+    """A step of a job."""
 
     tokens: list[int]
-    accepted: int = 0
+    accepted: int = 0  # how many of the first tokens were drafted
     drafted: int = 0
-    finish: str = ""
-    reused: int = 0
+    finish: str = ""  # "eos", "length", "stop" or a failure as above, once the job has ended
+    reused: int = 0  # tokens of the prompt that were in the KV cache, in the first step
 
 
 @dataclass(eq=False)
 class Job:
-    """A request and who is told about it.
-
-    Args:
-        tell: called in the engine's thread, once for every step; it must return at once.
-        deadline: by `time.monotonic`, after which the job ends as it is.
-    """
+    """A request in the scheduler."""
 
     request: Request
-    tell: Callable[[Event], object]
-    deadline: float = math.inf
+    notify: Callable[[Event], object]  # called by the decoding thread; it must return at once
+    deadline: float = math.inf  # the time by `time.monotonic` at which the job is ended
 
     def __post_init__(self) -> None:
-        self.cancelled = False  # set by anybody, from any thread, to end the job
-        self.arrived = 0.0  # when it was submitted, by the same clock
-        self.due: float | None = None  # when its first token is due; None until that is asked
-        self.row: int | None = None  # where it is decoded; None while it waits
-        # its prompt on its way there
-        self.parts: Generator[Generation | None, None, None] | None = None
-        self.generation: Generation | None = None  # None until the prompt has entered
-        self.written: list[int] = []  # the tokens that were told
-        self.resumed = replace(self.request, written=self.written)  # goes on from all of them
-        # whether a step failed that it took part in, and it has not made one alone since
-        self.suspect = False
+        self.cancelled = False  # any thread may set this to end the job
+        self.arrived = 0.0  # the time of its submission, by the same clock
+        self.due: float | None = None  # the time at which its first token is due, once computed
+        self.row: int | None = None  # None while it waits
+        self.chunks: Generator[Generation | None, None, None] | None = None  # of its prefill
+        self.generation: Generation | None = None  # None until the prefill is complete
+        self.written: list[int] = []
+        self.resumed = replace(self.request, written=self.written)  # continues the written tokens
+        self.suspect = False  # it took part in a failed step, and has made none alone since
 
     @property
     def state(self) -> str:
-        """Where it is: "waiting" for a row, "entering" it with its prompt, or "running"."""
+        """Whether it is "waiting" for a row, "entering" it (in prefill), or "running"."""
         return "waiting" if self.row is None else "running" if self.generation else "entering"
 
 
 @dataclass
 class Scheduler:
-    """Decodes jobs as they come, in a thread of its own, from when it is made; the limits are those
-    of `ServeConfig`.
-
-    Attributes:
-        jobs: those that have not ended, as they came. Any thread adds some, under `changed`; all
-            else that becomes of them is the business of the thread that decodes.
-        idle: free rows, the one that was written longest ago first.
-        read_tokens, read_seconds: of prompts that have entered, and which that took.
-        failure: why nothing is decoded any more.
-    """
+    """Decodes jobs in its own thread, which starts at once; the limits are `ServeConfig`'s."""
 
     engine: Engine
     max_batch_size: int
@@ -111,21 +89,23 @@ class Scheduler:
     max_queue: int
 
     def __post_init__(self) -> None:
-        self.jobs, self.read_tokens, self.read_seconds = list[Job](), 0, 0.0
-        self.closing, self.failure = False, ""
-        self.idle = list(range(self.max_batch_size))
-        self.changed = threading.Condition()
+        self.jobs = list[Job]()  # unfinished, by arrival; other threads only append
+        self.changed = threading.Condition()  # to be held while appending
+        self.idle = list(range(self.max_batch_size))  # free rows, the least recently used first
+        self.read_tokens, self.read_seconds = 0, 0.0  # totals of all prefills
+        self.closing = False
+        self.failure = ""  # the error that ended the decoding thread
         self.thread = threading.Thread(target=self._run, name="decoding", daemon=True)
         self.thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether jobs are decoded."""
+        """Whether the decoding thread works."""
         return self.thread.is_alive() and not self.failure
 
     @property
     def load(self) -> dict[str, int]:
-        """How many texts are written, enter, and wait."""
+        """The number of jobs in each state."""
         states = [job.state for job in list(self.jobs)]
         return {state: states.count(state) for state in ("running", "entering", "waiting")}
 
@@ -135,8 +115,8 @@ class Scheduler:
         request.check_fits("this server's limit for both together is", self.max_model_len)
 
     def submit(self, *jobs: Job) -> None:
-        """Let jobs wait for a row, all of them or none. Errors: `Busy` where too many wait already;
-        `Closing` when the server ends or has failed."""
+        """Queue all of these jobs. Errors: `Busy` where the queue has no room for them; `Closing`
+        when the server shuts down or has failed."""
         with self.changed:
             if self.closing or not self.alive:
                 raise Closing(self.failure or "the server is shutting down.")
@@ -151,8 +131,7 @@ class Scheduler:
             self.changed.notify()
 
     def close(self, seconds: float) -> None:
-        """Take no more jobs, and finish those that there are; cancel what is left after so many
-        seconds."""
+        """Accept no more jobs, finish those there are, and cancel them after so many seconds."""
         with self.changed:
             self.closing = True
             self.changed.notify()
@@ -167,12 +146,12 @@ class Scheduler:
             while True:
                 with self.changed:
                     self.changed.wait_for(lambda: self.jobs or self.closing)
-                if not self.jobs:  # and there will be nothing more
+                if not self.jobs:
                     return
                 if not self._round(batch):
-                    self._suspect()
+                    self._suspect_all()
                     batch = self._open()
-        except Exception as error:  # no job may wait for a thread that is gone
+        except Exception as error:  # no job may wait for a dead thread
             log.exception("decoding has failed")
             with self.changed:
                 self.failure = f"decoding has failed: {type(error).__name__}: {error}"
@@ -189,21 +168,21 @@ class Scheduler:
         return self.engine.open(self.max_batch_size, self.max_model_len, Sampling())
 
     def _round(self, batch: Batch) -> bool:
-        """A part of a prompt and a step of all texts. Returns whether the batch is as it should be;
-        when this has returned, nothing holds what an error's traceback did."""
+        """Prefill a chunk of one prompt, and step all texts. Returns whether that succeeded. (After
+        the return, no traceback holds memory of the failed step.)"""
         try:
             for job in list(self.jobs):
                 if job.cancelled or time.monotonic() > job.deadline:
                     self._end(job, CANCELLED if job.cancelled else TIMEOUT, batch)
-            self._enter(batch)
+            self._prefill(batch)
             self._step(batch)
         except Exception:
             log.exception("a step has failed; each text goes on alone")
             return False
         return True
 
-    def _suspect(self) -> None:
-        """All jobs leave their rows, to go on alone. One that was alone is ended."""
+    def _suspect_all(self) -> None:
+        """Take all jobs from their rows, to step each alone; end a job that was alone already."""
         for job in [job for job in self.jobs if job.row is not None]:
             if job.suspect:
                 self._end(job, FAILED)
@@ -212,24 +191,24 @@ class Scheduler:
                 job.suspect = True
 
     def _leave(self, job: Job) -> int | None:
-        """A job leaves its row, which is returned: the batch has to stop that."""
+        """Take a job from its row, and return the row, which the batch has to stop."""
         row, job.row = job.row, None
-        job.parts = job.generation = None
+        job.chunks = job.generation = None
         if row is not None:
             self.idle.append(row)
         return row
 
-    def _end(self, job: Job, why: str, batch: Batch | None = None) -> None:
-        """A job ends before its text does."""
+    def _end(self, job: Job, failure: str, batch: Batch | None = None) -> None:
+        """End a job whose text is unfinished."""
         row = self._leave(job)
         self.jobs.remove(job)
-        self._tell(job, Event([], finish=why))
+        self._notify(job, Event([], finish=failure))
         if batch is not None and row is not None:
             batch.stop(row)
 
     @contextmanager
-    def _blaming(self, batch: Batch, job: Job) -> Iterator[None]:
-        """What fails here fails for this job alone."""
+    def _ending(self, batch: Batch, job: Job) -> Iterator[None]:
+        """End only this job if an error occurs in the context."""
         try:
             yield
         except Exception:
@@ -237,7 +216,7 @@ class Scheduler:
             self._end(job, FAILED, batch)
 
     def _readable(self) -> list[Job]:
-        """Jobs whose prompts can be read now; a suspect is alone in the batch."""
+        """The jobs whose prompts can be read now; a suspect is alone in the batch."""
         jobs = list(self.jobs)
         waiting = [job for job in jobs if job.state == "waiting"]
         entering = [job for job in jobs if job.state == "entering"]
@@ -245,12 +224,12 @@ class Scheduler:
             return entering if len(waiting) < len(jobs) else suspects[:1]
         return entering + (waiting if self.idle else [])
 
-    def _enter(self, batch: Batch) -> None:
-        """A part of a prompt enters its row, if there is one that can be read."""
+    def _prefill(self, batch: Batch) -> None:
+        """Read the next chunk of the prompt that is due first."""
         due: dict[Job, float] = {}
         for job in self._readable():
-            with self._blaming(batch, job):
-                if job.due is None:  # by what prompts have taken so far
+            with self._ending(batch, job):
+                if job.due is None:
                     text = job.resumed.text
                     unread = len(text) - self.engine.match_prefix(batch, 0, text)[1]
                     seconds = self.read_seconds / max(self.read_tokens, 1)
@@ -259,62 +238,57 @@ class Scheduler:
         if not due:
             return
         job = min(due, key=due.__getitem__)
-        with self._blaming(batch, job):
-            job.generation = generation = next(job.parts or self._admit(batch, job))
+        with self._ending(batch, job):
+            job.generation = generation = next(job.chunks or self._admit(batch, job))
             if generation is not None:
                 self.read_tokens += len(job.resumed.text) - generation.reused
                 self.read_seconds += generation.prefill_seconds
                 self._record(job, generation, generation.steps[0])
 
     def _admit(self, batch: Batch, job: Job) -> Generator[Generation | None, None, None]:
-        """A job that waits goes on from what it has written, in the free row of a text that it goes
-        on from; where there is none, in the one that was written longest ago, so that others may
-        still be gone on from. Returns the parts of its prompt."""
+        """Give a waiting job the free row whose text it continues, or the least recently used one.
+        Returns the chunks of its prefill."""
         shared = {row: batch.shared(row, job.resumed.text) for row in self.idle}
         row = max(shared, key=shared.__getitem__)
         if 2 * shared[row] <= len(batch.texts[row]):
             row = self.idle[0]
-        job.parts = self.engine.prefill_chunks(batch, row, job.resumed)
+        job.chunks = self.engine.prefill_chunks(batch, row, job.resumed)
         job.row = row
         self.idle.remove(row)
-        return job.parts
+        return job.chunks
 
     def _step(self, batch: Batch) -> None:
-        """One round of all texts. Nothing is drafted while a prompt enters, or waits though a row
-        is free for it: with longer steps between the parts of prompts, first tokens would be later.
-        A suspect drafts, since that may be what failed."""
+        """Step all texts. They draft nothing while a prompt can be read, since longer steps between
+        its chunks would delay its first token. A suspect drafts, since that may be what failed."""
         running = [(job, job.generation) for job in self.jobs if job.state == "running"]
         if not running:
             return
         suspect = running[0][0] if running[0][0].suspect else None
-        load = self.load
-        prompts = load["entering"] or (self.idle and load["waiting"])
-        records = self.engine.step(batch, drafts=suspect is not None or not prompts)
+        records = self.engine.step(batch, drafts=suspect is not None or not self._readable())
         for job, generation in running:
             assert job.row is not None and generation is not None
-            with self._blaming(batch, job):
+            with self._ending(batch, job):
                 self.engine.record(batch, job.row, records[job.row], job.request, generation)
                 self._record(job, generation, records[job.row])
-        if suspect is not None:  # it has made a step alone
+        if suspect is not None:
             suspect.suspect, row = False, suspect.row
             if row is not None and any(job.suspect for job in self.jobs):
-                self._leave(suspect)  # and waits for the others
+                self._leave(suspect)  # until the others have made their steps
                 batch.stop(row)
 
     def _record(self, job: Job, generation: Generation, record: StepRecord) -> None:
-        """A job hears of its step; where that was the last, its row is free."""
+        """Notify a job of its step; after the last one, free its row."""
         reused = 0 if job.written else generation.reused
         job.written += record.tokens
         if generation.finish:
             self._leave(job)
             self.jobs.remove(job)
         step = record.tokens, record.accepted, record.drafted
-        self._tell(job, Event(*step, generation.finish, reused))
+        self._notify(job, Event(*step, generation.finish, reused))
 
-    def _tell(self, job: Job, event: Event) -> None:
-        """Whoever cannot be told has gone."""
+    def _notify(self, job: Job, event: Event) -> None:
         try:
-            job.tell(event)
+            job.notify(event)
         except Exception:
             log.exception("nobody hears of a request any more")
             job.cancelled = True

@@ -1,4 +1,4 @@
-"""From a model and a drafter to a server."""
+"""Starts a server for a model and a drafter."""
 
 import logging
 import socket
@@ -27,43 +27,31 @@ class ServeConfig(Ranged):
     """How a model is served.
 
     Args:
-        host, port: where; by default this machine alone can reach it.
-        allowed_hosts: names by which clients may call it, besides `host`, `localhost` and any
-            address; `*` stands for any characters. Were all allowed, a page in a user's browser
-            could let its own name lead here (DNS rebinding), and read the answers.
-        max_batch_size: texts that are written at the same time.
-        max_model_len: tokens of a text, prompt included; None is the model's context.
-        prefill_chunk: tokens of a prompt that enter between two steps of other texts; None is as
-            many as are quick.
-        prefix_cache: a prompt that goes on from a text that a free row still has, as the next turn
-            of a conversation does, is read from there on. How soon an answer begins then tells
-            whether somebody has asked the same before.
-        max_queue: requests that wait for a row; a further one is answered with 429.
-        timeout: seconds from a request's arrival until it is given up; None is never.
-        grace: seconds that running texts get when the server is stopped.
-        api_key: what clients must send as their bearer token; None lets everybody in.
-        most_bytes: of a request's body.
-        most_connections: open at the same time; a further one is answered with 503.
+        allowed_hosts: host names of the server, besides `host`, `localhost` and IP addresses; `*`
+            matches any characters. Other names are refused, since a web page could otherwise read
+            answers by pointing its own name to the server (DNS rebinding).
+        prefix_cache: a prompt that continues a text in a free row, such as the next turn of a
+            conversation, reuses its keys and values. The time to the first token then reveals
+            whether somebody has sent the same prompt before.
     """
 
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # by default only this machine can reach the server
     port: Annotated[int, Range(0, (1 << 16) - 1)] = 8000
     allowed_hosts: list[str] = field(default_factory=list)
-    max_batch_size: Count = 16
-    max_model_len: Count | None = None
-    prefill_chunk: Count | None = None
+    max_batch_size: Count = 16  # texts that are decoded at the same time
+    max_model_len: Count | None = None  # tokens of prompt and answer; None is the model's context
+    prefill_chunk: Count | None = None  # tokens read between two steps; None takes a quick number
     prefix_cache: bool = True
-    max_queue: Count = 256
-    timeout: Positive | None = 600.0
-    grace: NotNegative = 30.0
-    api_key: str | None = None
-    most_bytes: Count = 1 << 20
-    most_connections: Count = 1024
+    max_queue: Count = 256  # requests that wait for a row; further ones get status 429
+    timeout: Positive | None = 600.0  # seconds until a request is ended; None is never
+    grace: NotNegative = 30.0  # seconds to finish running texts when the server is stopped
+    api_key: str | None = None  # the bearer token that clients must send; None needs no token
+    most_bytes: Count = 1 << 20  # of a request's body
+    most_connections: Count = 1024  # open at the same time; further ones get status 503
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """Where clients will be answered; who comes before that waits. Errors: `ConfigError` where
-    nothing can listen there."""
+    """A listening socket. Errors: `ConfigError` where nothing can listen at this address."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         return socket.create_server((config.host, config.port), family=family, backlog=2048)
@@ -75,26 +63,23 @@ def listen(config: ServeConfig) -> socket.socket:
 
 
 def check_memory(lm: TargetModel, max_batch_size: int, max_model_len: int) -> None:
-    """Log what keys and values of so many texts of such a length take from the start. Errors:
-    `ConfigError` where they do not fit beside the model."""
+    """Log the KV cache's size. Errors: `ConfigError` where it does not fit beside the model."""
     row = lm.new_cache(1, 1, lm.layer_devices).bytes() * max_model_len
     free = sum(map(memory.free, set(lm.layer_devices)))
-    taken, left = f"{max_batch_size * row / 1e9:.1f} GB", f"{free / 1e9:.1f} GB"
-    log.info(f"{max_batch_size} texts of up to {max_model_len} tokens: {taken} of keys and values")
-    if max_batch_size * row <= free:
-        return
-    fix = f"max_batch_size={free // row} or " if free >= row else ""
-    raise ConfigError(
-        f"max_batch_size={max_batch_size} texts of up to {max_model_len} tokens take {taken} of "
-        f"keys and values, and {left} are free beside the model. Pass {fix}max_model_len= fewer "
-        "tokens."
-    )
+    texts = f"{max_batch_size} texts of up to {max_model_len} tokens"
+    size = f"{max_batch_size * row / 1e9:.1f} GB"
+    log.info(f"{texts}: {size} of keys and values")
+    if max_batch_size * row > free:
+        fix = f"max_batch_size={free // row} or " if free >= row else ""
+        raise ConfigError(
+            f"max_batch_size={texts} take {size} of keys and values, and {free / 1e9:.1f} GB are "
+            f"free beside the model. Pass {fix}max_model_len= fewer tokens."
+        )
 
 
 def serve(model: ModelConfig, drafter: DrafterConfig, config: ServeConfig) -> None:
-    """Answer requests until the process is told to stop; then finish what runs. Who comes before
-    everything is loaded, and on a GPU recorded, waits. Errors: `MissingPackage` without the extra
-    `serve`; `ConfigError` as above; what loading raises."""
+    """Serve requests until the process is stopped; then finish running texts. Requests wait while
+    the model is loaded. Errors: `MissingPackage`; `ConfigError` as above; those of loading."""
     try:
         import uvicorn
 
@@ -102,21 +87,21 @@ def serve(model: ModelConfig, drafter: DrafterConfig, config: ServeConfig) -> No
     except ModuleNotFoundError as error:
         raise MissingPackage(f"a server needs '{error.name}': {install('serve')}.") from error
 
-    def loaded() -> tuple[Engine, Tokenizer, int]:
+    def load() -> tuple[Engine, Tokenizer, int]:
         lm, tokenizer = load_target(model)
-        longest = min(config.max_model_len or lm.context, lm.context)
-        check_memory(lm, config.max_batch_size, longest)
+        max_model_len = min(config.max_model_len or lm.context, lm.context)
+        check_memory(lm, config.max_batch_size, max_model_len)
         engine = Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk, config.prefix_cache)
-        warm_up(engine, config.max_batch_size, longest)
-        return engine, tokenizer, longest
+        warm_up(engine, config.max_batch_size, max_model_len)
+        return engine, tokenizer, max_model_len
 
-    listening = listen(config)
-    # In a thread that ends, and its OpenMP threads with it: where a program has more of them than
-    # there are processors, OpenMP puts those to sleep that wait for work.
-    with ThreadPoolExecutor(1) as passing:
-        engine, tokenizer, longest = passing.submit(loaded).result()
-    scheduler = Scheduler(engine, config.max_batch_size, longest, config.max_queue)
-    host, port, *_ = listening.getsockname()
+    listener = listen(config)
+    # In a thread of its own, whose OpenMP threads end with it: with more of them than processors,
+    # OpenMP puts waiting threads to sleep, which slows decoding.
+    with ThreadPoolExecutor(1) as executor:
+        engine, tokenizer, max_model_len = executor.submit(load).result()
+    scheduler = Scheduler(engine, config.max_batch_size, max_model_len, config.max_queue)
+    host, port, *_ = listener.getsockname()
     options = uvicorn.Config(
         Server(scheduler, tokenizer, model.name, drafter.name, config).app(),
         limit_concurrency=config.most_connections,
@@ -124,4 +109,4 @@ def serve(model: ModelConfig, drafter: DrafterConfig, config: ServeConfig) -> No
         log_level="warning",
     )
     log.info("%s with %s: http://%s:%d", model.name, drafter.name, host, port)
-    uvicorn.Server(options).run(sockets=[listening])
+    uvicorn.Server(options).run(sockets=[listener])

@@ -1,7 +1,7 @@
-"""Sums gradients over micro-batches and processes, and moves the adapters: torch or DeepSpeed.
+"""Optimizer steps in torch or DeepSpeed, with gradients summed over micro-batches and processes.
 
-The sum is exact, so a run ends with the same weights at any number of processes, also where that
-changed on the way.
+The sum is exact, so a run ends with the same weights for any number of processes, even if that
+number changes between checkpoints.
 """
 
 import os
@@ -22,35 +22,34 @@ from kangaroo.utils.ranks import Ranks
 # Gradients are rounded to multiples of 2^-44, five digits below AdamW's eps of 1e-8. In float64
 # these add up without rounding as long as sums stay below 2^9, far above any gradient of a mean.
 GRID = 2.0**44
-MOMENTS, MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"  # AdamW's names, and Muon's
+MOMENTS, MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"  # AdamW's and Muon's state keys
 
 
 def check(config: TrainerConfig, ranks: Ranks) -> None:
-    """Errors: `ConfigError` where options and processes do not fit, before anything is loaded."""
+    """Errors: `ConfigError` for options that exclude each other or need more processes."""
     if config.zero_stage and find_spec("deepspeed") is None:
         raise ConfigError(
             f"trainer=deepspeed needs the package deepspeed: {install('deepspeed')}; or "
             "trainer=default, which trains the same weights."
         )
     if config.shard_target and ranks.world == 1:
-        more = command_line("train", launcher=TORCHRUN, trainer__shard_target=True)
+        command = command_line("train", launcher=TORCHRUN, trainer__shard_target=True)
         raise ConfigError(
             "trainer.shard_target=true spreads the target over processes, and there is one. Leave "
-            f"it out, or start more: {more}"
+            f"it out, or start more: {command}"
         )
-    for options, why in (
+    for options, reason in (
         (("muon", "zero_stage"), "DeepSpeed has AdamW alone here"),
         (("cache_target_states", "shard_target"), "all processes run a sharded target at once"),
     ):
         if all(getattr(config, option) for option in options):
             names = " and ".join(f"trainer.{option}" for option in options)
-            raise ConfigError(f"{names} exclude each other: {why}. Leave one out.")
+            raise ConfigError(f"{names} exclude each other: {reason}. Leave one out.")
 
 
 class TorchBackend:
-    """AdamW, or Muon for matrices and AdamW for all else, whole in every process; all call the same
-    methods. Adapters begin as those of rank 0, and each is clipped by itself; in `options`,
-    `accumulate` is a number."""
+    """AdamW, and Muon for linear layers if asked for, whole in every process. All processes call
+    the same methods. Adapters start as rank 0's and have separate gradient clipping."""
 
     def __init__(self, adapters: Sequence[Trainable], options: TrainerConfig, ranks: Ranks):
         assert options.accumulate is not None
@@ -58,22 +57,21 @@ class TorchBackend:
         self.parameters = dict(nn.ModuleList(adapters).named_parameters())
         for parameter in self.parameters.values():
             ranks.copy_from(0, parameter.data)
-        # the gradient of a step's only micro-batch, which is rank 0's, is that of the step as it is
+        # a step's only micro-batch is rank 0's, and its gradient needs no sum
         summed = self.parameters.values() if options.accumulate > 1 else ()
         self.sums = [torch.zeros_like(p, dtype=torch.float64) for p in summed]
         self.steps = 0
         self._begin()
 
     def collect(self) -> None:
-        """Add the gradients of the micro-batch just done to the step's, and clear them."""
+        """Add the gradients of the last micro-batch to the step's sum, and clear them."""
         for total, parameter in zip(self.sums, self.parameters.values(), strict=False):
             assert parameter.grad is not None
             total += (parameter.grad.double() * GRID).round_()
             parameter.grad = None
 
     def step(self, rates: Sequence[float]) -> None:
-        """One optimizer step with all gradients collected since the last, clipped, by the learning
-        rate of each adapter."""
+        """Take an optimizer step with the collected, clipped gradients at each adapter's rate."""
         for total, parameter in zip(self.sums, self.parameters.values(), strict=False):
             if self.ranks.world > 1:
                 dist.all_reduce(total)
@@ -86,37 +84,34 @@ class TorchBackend:
             nn.utils.clip_grad_norm_(adapter.parameters(), self.options.clip)
         self._update(rates)
         self.steps += 1
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        nn.ModuleList(self.adapters).zero_grad()
 
     def state(self) -> dict[str, Any]:
-        """Weights and the optimizers' moments in float32 on the CPU, by name: whole, whoever holds
-        them; no moments before the first step."""
+        """Weights and moments in float32 on the CPU, by name; no moments before the first step."""
         weights = {name: p.detach().cpu().clone() for name, p in self.parameters.items()}
         return {"steps": self.steps, "weights": weights} | self._moments()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from the `state()` of any backend at any number of processes."""
+        """Continue from the `state()` of any backend with any number of processes."""
         self.steps = state["steps"]
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(state["weights"][name])
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(state["weights"][name])
         self._load_moments(state)
 
     def _begin(self) -> None:
-        matrices = [matrices_of(adapter) if self.options.muon else [] for adapter in self.adapters]
-        by_muon = {id(p) for group in matrices for p in group}
-        others = [[p for p in a.parameters() if id(p) not in by_muon] for a in self.adapters]
-        self.optimizers: list[torch.optim.Optimizer] = [self._adamw(others)]
+        muon_groups = [muon_weights(a) if self.options.muon else [] for a in self.adapters]
+        muon_ids = {id(p) for group in muon_groups for p in group}
+        adamw_groups = [[p for p in a.parameters() if id(p) not in muon_ids] for a in self.adapters]
+        self.optimizers: list[torch.optim.Optimizer] = [self._adamw(adamw_groups)]
         if self.options.muon:
-            # with AdamW's learning rates (arXiv 2502.16982, section 2.2)
-            like_adamw: Any = {"adjust_lr_fn": "match_rms_adamw"}
-            groups, decay = [{"params": group} for group in matrices], self.options.weight_decay
-            self.optimizers.append(torch.optim.Muon(groups, weight_decay=decay, **like_adamw))
+            # at AdamW's learning rates (arXiv 2502.16982, section 2.2)
+            options: Any = {"adjust_lr_fn": "match_rms_adamw"}
+            groups, decay = [{"params": x} for x in muon_groups], self.options.weight_decay
+            self.optimizers.append(torch.optim.Muon(groups, weight_decay=decay, **options))
 
     def _adamw(self, groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.AdamW:
-        options, named = self.options, [{"params": group} for group in groups]
-        return torch.optim.AdamW(named, betas=options.betas, weight_decay=options.weight_decay)
+        options, params = self.options, [{"params": group} for group in groups]
+        return torch.optim.AdamW(params, betas=options.betas, weight_decay=options.weight_decay)
 
     def _update(self, rates: Sequence[float]) -> None:
         for optimizer in self.optimizers:
@@ -125,7 +120,7 @@ class TorchBackend:
             optimizer.step()
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
-        states = {p: state for x in self.optimizers for p, state in x.state.items()}
+        states = {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
         return {
             key: {
                 name: state[key].cpu().clone()
@@ -145,24 +140,23 @@ class TorchBackend:
                 optimizer.state[p]["step"] = torch.tensor(float(self.steps))  # Muon reads none
 
 
-def matrices_of(adapter: Trainable) -> list[Tensor]:
-    """What Muon moves: the weights of linear layers, but for LM heads of the adapter's own."""
-    heads = {*adapter.own_heads()}
-    linear = (module for module in adapter.modules() if isinstance(module, nn.Linear))
-    return [module.weight for module in linear if module not in heads]
+def muon_weights(adapter: Trainable) -> list[Tensor]:
+    """The weights that Muon trains: those of linear layers except the adapter's own LM heads."""
+    heads = adapter.own_heads()
+    return [m.weight for m in adapter.modules() if isinstance(m, nn.Linear) and m not in heads]
 
 
 class DeepSpeedBackend(TorchBackend):
-    """The same step with AdamW's state spread by DeepSpeed ZeRO, which is handed the sum alone."""
+    """The same step with AdamW's state spread over the processes by DeepSpeed ZeRO."""
 
     def _begin(self) -> None:
         device = next(iter(self.parameters.values())).device
-        # else DeepSpeed takes the first kind that the machine has
+        # otherwise DeepSpeed chooses the first kind of device that the machine has
         os.environ.setdefault("DS_ACCELERATOR", device.type)
         import deepspeed
 
         if device.type == "cpu":
-            # compiled for a minute at its first use, to do what gloo does
+            # it would compile for a minute at its first use, only to do what gloo does
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if not dist.is_initialized():  # started without torchrun
             os.environ.setdefault("LOCAL_RANK", "0")
@@ -175,14 +169,15 @@ class DeepSpeedBackend(TorchBackend):
         }
         self.engines: list[Any] = []
         self.twins: list[nn.Parameter] = []
-        # of several parameter groups in one engine, DeepSpeed links the moments of the first alone
+        # one engine for each adapter: DeepSpeed exposes moments of the first parameter group only
         for adapter in self.adapters:
-            # it acts on every backward pass through its parameters, so it gets twins, which share
-            # their memory with the adapter's but not their gradients
+            # its hooks act on every backward pass, so it gets twins without the adapter's gradients
             twins = nn.ParameterList(p.detach().clone() for p in adapter.parameters())
-            optimizer, alone = self._adamw([list(twins)]), {"dist_init_required": False}
-            engine = deepspeed.initialize(model=twins, optimizer=optimizer, config=config, **alone)
-            self.engines.append(engine[0])
+            optimizer = self._adamw([list(twins)])
+            engine, *_ = deepspeed.initialize(
+                model=twins, optimizer=optimizer, config=config, dist_init_required=False
+            )
+            self.engines.append(engine)
             self.twins += twins
         for parameter, twin in zip(self.parameters.values(), self.twins, strict=True):
             parameter.data = twin.data
@@ -190,16 +185,15 @@ class DeepSpeedBackend(TorchBackend):
     def _update(self, rates: Sequence[float]) -> None:
         from deepspeed.utils import safe_set_full_grad
 
-        pairs = zip(self.parameters.values(), self.twins, strict=True)
-        gradients = {id(twin): parameter.grad for parameter, twin in pairs}
+        gradients = iter([parameter.grad for parameter in self.parameters.values()])
         for engine, rate in zip(self.engines, rates, strict=True):
             for group in engine.optimizer.param_groups:
                 group["lr"] = rate
-            # A backward pass makes room for gradients. The right ones are put there afterwards,
+            # A backward pass allocates the gradients. The summed ones are put there afterwards,
             # since DeepSpeed's average over three processes would round them.
             engine.backward(torch.stack([twin.sum() for twin in engine.module]).sum())
             for twin in engine.module:
-                safe_set_full_grad(twin, gradients[id(twin)])
+                safe_set_full_grad(twin, next(gradients))
             engine.step()
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
@@ -218,7 +212,7 @@ class DeepSpeedBackend(TorchBackend):
 
         for engine in self.engines:
             engine.optimizer.refresh_fp32_params()
-        # AdamW makes its moments in its first step; with no gradient and no rate it moves nothing
+        # AdamW allocates its moments in its first step; this one changes no weight
         for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         self._update([0.0] * len(self.adapters))

@@ -1,12 +1,11 @@
-"""Grade adapters against the target in chunks, so that logits never stand whole in memory.
+"""Grade adapters against the target in chunks, so that logits are never in memory all at once.
 
 The target's distributions are computed by its head, or were stored when the data was written. A
-stored one is over the likeliest tokens and any other one, so the adapter's is compared over as many
-outcomes. Of tokens that are not stored it is not known which lie in a draft vocabulary: they count
-as inside.
+stored one has the likeliest tokens and one outcome for all others, and adapters are compared over
+these outcomes. Tokens that are not stored count as inside the draft vocabulary.
 
-Shapes: M assistant positions of a batch, C of them in a chunk, D hidden size, K draft vocabulary,
-V vocabulary, J stored tokens, O outcomes, F results.
+Shapes: M learnt positions of a batch, C of them in a chunk, D hidden size, K draft vocabulary, V
+vocabulary, J stored tokens, O outcomes, F results.
 """
 
 import math
@@ -23,21 +22,21 @@ from kangaroo.cpu import native
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 
-LEAST = 1e-30  # a probability whose logarithm and reciprocal float32 can still hold
-_DECAY = 3.0  # eta of the hybrid: how fast it leaves KL as acceptance grows
+LEAST = 1e-30  # a probability whose logarithm and reciprocal are finite in float32
+_DECAY = 3.0  # eta of the hybrid loss: how fast it moves from KL to total variation
 MEASURES = ("loss", "agreement", "expected_acceptance", "positions")  # in this order
 
 
 class Loss(Enum):
-    """How far the adapter's distribution q is from the target's p.
+    """The distance of the adapter's distribution q from the target's p.
 
     `cross_entropy`: `-sum p log q` (Kangaroo, arXiv 2404.18911, section 3.2).
-    `kl`: `sum p log(p / q)`, the same gradient, but 0 where the two agree.
+    `kl`: `sum p log(p / q)`, with the same gradient, but 0 where p and q agree.
     `total_variation`: `1 - alpha`, with `alpha = sum min(p, q)` the chance that a sampled draft
         token is accepted (Leviathan et al. 2023, corollary 3.6).
     `lk`: `-log alpha`.
-    `hybrid`: `w kl + (1 - w) (1 - alpha)`, `w = exp(-3 alpha)`: KL where the adapter is far off and
-        total variation, whose gradient vanishes there, where it is near.
+    `hybrid`: `w kl + (1 - w) (1 - alpha)`, `w = exp(-3 alpha)`: KL where q is far from p, since the
+        gradient of total variation vanishes there, and total variation where it is close.
     """
 
     cross_entropy = "cross_entropy"
@@ -53,13 +52,8 @@ def overlap(p_CK: Tensor, log_q_CK: Tensor) -> Tensor:
 
 
 def divergence(loss: Loss, p_CK: Tensor, log_q_CK: Tensor) -> Tensor:
-    """The loss at each position, in nats or as a probability.
-
-    Args:
-        p_CK: the target's probabilities of the draft vocabulary's tokens; what is missing to 1 lies
-            outside of it. Where one outcome stands for many tokens (`StoredDistributions`), `alpha`
-            takes these as if they overlapped fully.
-    """
+    """The loss at each position, in nats or as a probability. What `p_CK` lacks to 1 is outside of
+    the draft vocabulary. The outcome for all others (`StoredDistributions`) counts as one token."""
     if loss is Loss.cross_entropy:
         return -(p_CK * log_q_CK).sum(-1)
     if loss is Loss.kl:
@@ -74,10 +68,10 @@ def divergence(loss: Loss, p_CK: Tensor, log_q_CK: Tensor) -> Tensor:
 
 
 class WholeDistributions:
-    """What the target says at every position, from its normed final states `state_MD`; the outcomes
-    are all tokens of the draft vocabulary. `top_M` are the likeliest, where `chances` has been."""
+    """The target's distributions, from its normed final states `state_MD`. The outcomes are the
+    tokens of the draft vocabulary. `chances` fills in the likeliest tokens of all, `top_M`."""
 
-    single_tokens = slice(None)  # which of the outcomes these are
+    single_tokens = slice(None)  # the outcomes that are one token
 
     def __init__(self, lm: TargetModel, state_MD: Tensor, vocabulary_K: Tensor | None):
         self.lm, self.state_MD, self.vocabulary_K = lm, state_MD, vocabulary_K
@@ -85,7 +79,7 @@ class WholeDistributions:
 
     @torch.no_grad()
     def chances(self, part: slice) -> Tensor:
-        """Probabilities `[C, O]` of the outcomes; 0 for what cannot be drafted."""
+        """Probabilities `[C, O]` of the outcomes; 0 for tokens that cannot be drafted."""
         logits_CV = self.lm.read_out(self.state_MD[None, part])[0].float()
         self.top_M[part] = logits_CV.argmax(-1)
         total_C1 = logits_CV.logsumexp(-1, keepdim=True)
@@ -93,20 +87,20 @@ class WholeDistributions:
         return (logits_CK - total_C1).exp_()
 
     def compare(self, part: slice, logits_CK: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities `[C, O]` of the same outcomes by a student's logits, any for what
-        cannot be drafted; and the place of its largest logit."""
+        """A student's log-probabilities `[C, O]` of the outcomes, undefined for tokens that cannot
+        be drafted, and the index of its largest logit."""
         log_q_CK = logits_CK.float().log_softmax(-1)
         return log_q_CK, log_q_CK.detach().argmax(-1)
 
 
 class StoredDistributions:
-    """The same where distributions were stored; the outcomes are these tokens, and any other one.
-    `state_MD` is of width 0 where no adapter reads it."""
+    """The same from stored distributions. The outcomes are the stored tokens, and all others as one
+    outcome. `state_MD` has width 0 if no adapter reads it."""
 
     single_tokens = slice(-1)
 
     def __init__(self, state_MD: Tensor, tokens_MJ: Tensor, chances_MJ: Tensor, head: DraftHead):
-        # places in the draft vocabulary, for tokens that are inside of it
+        # the tokens' indices in the draft vocabulary, valid where they are inside of it
         self.index_MJ, self.inside_MJ = tokens_MJ, torch.ones_like(tokens_MJ, dtype=torch.bool)
         if head.vocabulary_K is not None:
             places_MJ = torch.searchsorted(head.vocabulary_K, tokens_MJ)
@@ -117,7 +111,7 @@ class StoredDistributions:
             rest_M.zero_()
         self.p_MO = torch.cat([chances_MJ * self.inside_MJ, rest_M[:, None]], -1)
         self.state_MD = state_MD
-        self.top_M = tokens_MJ[:, 0].clone()  # a view would hold on to all of them
+        self.top_M = tokens_MJ[:, 0].clone()  # a view would keep all of them in memory
 
     def chances(self, part: slice) -> Tensor:
         return self.p_MO[part]
@@ -131,23 +125,22 @@ TargetDistributions = WholeDistributions | StoredDistributions
 
 @dataclass
 class Student:
-    """One adapter at one draft step: its normed states, where it would have drafted, the weight of
-    its loss; and what `distill` says of it."""
+    """One adapter at one draft step: its normed states, whether a draft has that step (`valid`),
+    and the weight of its loss. `distill` computes the other fields."""
 
     state_MD: Tensor
     valid_M: Tensor
     head: DraftHead
     loss: Loss
     weight: float = 1.0
-    sums_F: Tensor = field(init=False)  # of `MEASURES` over its valid positions
-    agrees_M: Tensor = field(init=False)  # where adapter and target have the same likeliest token
-    # of the weighted sum of losses, by its states and by the head's weights that are trained
+    sums_F: Tensor = field(init=False)  # `MEASURES` summed over the valid positions
+    agrees_M: Tensor = field(init=False)  # whether adapter and target have the same likeliest token
+    # states and trained weights of the head, each with its gradient of the weighted, summed loss
     gradients: list[tuple[Tensor, Tensor]] = field(init=False)
 
 
 def distill(target: TargetDistributions, students: Sequence[Student], chunk_size: int) -> None:
-    """Grade every student against the target, in chunks; where gradients are enabled also its
-    gradients, which the caller passes on, once for all chunks."""
+    """Grade all students against the target; with gradients enabled, set their `gradients`."""
     for student in students:
         student.sums_F = torch.zeros(len(MEASURES), device=student.valid_M.device)
         student.agrees_M = torch.zeros_like(student.valid_M)
@@ -163,30 +156,29 @@ def distill(target: TargetDistributions, students: Sequence[Student], chunk_size
 
 def _grade(student: Student, part: slice, target: TargetDistributions, p_CO: Tensor) -> None:
     head, valid_C = student.head, student.valid_M[part]
-    # a leaf of its own: the adapter's graph is walked once, after the last chunk
+    # a separate leaf: the backward pass through the adapter runs once, after the last chunk
     state_CD = student.state_MD[part].detach().requires_grad_(bool(student.gradients))
     log_q_CO, drafted_C = target.compare(part, head(state_CD))
     loss_C = divergence(student.loss, p_CO, log_q_CO) * valid_C
     if student.gradients:
-        (_, of_states_MD), *of_weights = student.gradients
-        # The weight comes after the head: in float16, gradients of 1 / 50,000 would round to zero.
-        # Unweighted, those of a position's logits add up to 2 at most, whatever the loss.
-        new = torch.autograd.grad(loss_C.sum(), [state_CD, *(x for x, _ in of_weights)])
-        of_states_MD[part] = student.weight * new[0].float()
-        for (_, total), gradient in zip(of_weights, new[1:], strict=True):
+        (_, states_gradient_MD), *weights = student.gradients
+        # The loss is weighted after the head: in float16, gradients of 1 / 50,000 would round to
+        # zero. Unweighted, the gradients of a position's logits sum to 2 at most for every loss.
+        new = torch.autograd.grad(loss_C.sum(), [state_CD, *(weight for weight, _ in weights)])
+        states_gradient_MD[part] = student.weight * new[0].float()
+        for (_, total), gradient in zip(weights, new[1:], strict=True):
             total.add_(gradient, alpha=student.weight)
     p_CJ, log_q_CJ = (x[:, target.single_tokens] for x in (p_CO, log_q_CO.detach()))
     agrees_C = (head.token_of(drafted_C) == target.top_M[part]) & valid_C
     student.agrees_M[part] = agrees_C
-    overlap_C = overlap(p_CJ, log_q_CJ) * valid_C
-    results = loss_C.detach().sum(), agrees_C.sum(), overlap_C.sum(), valid_C.sum()
-    student.sums_F += torch.stack(results)
+    results = loss_C.detach(), agrees_C, overlap(p_CJ, log_q_CJ) * valid_C, valid_C
+    student.sums_F += torch.stack([result_C.sum() for result_C in results])
 
 
 def outcomes(logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities `[C, O]` of some tokens and of all others together, in float32, any for
-    those that are not inside; and the argmax `[C]`. On a CPU by native code (`cpp/outcomes.h`),
-    without a copy of the logits in float32."""
+    """Log-probabilities `[C, O]` in float32 of some tokens, undefined where not inside, and of all
+    others together; and the argmax `[C]`. On a CPU in native code (`cpp/outcomes.h`), which needs
+    no float32 copy of the logits."""
     on_cpu = logits_CK.device.type == "cpu" and logits_CK.dtype in native.DTYPES
     if on_cpu and native.library() is not None:
         return NativeOutcomes.apply(logits_CK, index_CJ, inside_CJ)
@@ -201,11 +193,9 @@ def outcomes(logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor) -> tuple[Te
 
 
 class NativeOutcomes(torch.autograd.Function):
-    """`outcomes` by native code, which writes down the gradient of the logits at once.
-
-    With g of the outcomes, s its sum and q the probabilities, a token among the outcomes has
-    `g - s q`, any other `(g_rest / q_rest - s) q`.
-    """
+    """`outcomes` in native code, which computes the logits' gradient in one pass. With g the
+    outcomes' gradients, s their sum and q the probabilities, a token among the outcomes has the
+    gradient `g - s q`, any other `(g_rest / q_rest - s) q`."""
 
     @staticmethod
     def forward(
@@ -229,12 +219,11 @@ class NativeOutcomes(torch.autograd.Function):
 
 
 def _call(name: str, fields: list[Tensor], *arguments: Tensor) -> None:
-    """Call native code with the `fields` of its `NativeOutcomes`, in their order, and arguments."""
+    """Call native code with the `fields` of `native.NativeOutcomes`, in order, and arguments."""
     library = native.library()
     assert library is not None
-    (rows, logits), dtype = fields[0].shape, fields[0].dtype
-    sizes = rows, logits, fields[1].shape[1], torch.get_num_threads()
-    held = [tensor.contiguous() for tensor in (*fields, *arguments)]  # as long as the call
-    pointers = [native.pointer(tensor) for tensor in held]
+    sizes = *fields[0].shape, fields[1].shape[1], torch.get_num_threads()
+    tensors = [tensor.contiguous() for tensor in (*fields, *arguments)]  # alive during the call
+    pointers = [native.pointer(tensor) for tensor in tensors]
     structure = native.NativeOutcomes(*sizes, *pointers[: len(fields)])
-    native.function(library, name, dtype)(byref(structure), *pointers[len(fields) :])
+    native.function(library, name, fields[0].dtype)(byref(structure), *pointers[len(fields) :])

@@ -1,6 +1,6 @@
-"""Whether a training fits the devices at hand, and how long it takes there: from shapes alone.
+"""Estimate from shapes alone whether a training fits the devices at hand, and how long it takes.
 
-Sizes are in bytes. What lies in memory for the whole run is exact, what a step adds to it rough.
+Sizes are in bytes. Memory held for the whole run is exact, what a step adds is a rough estimate.
 """
 
 from __future__ import annotations
@@ -23,57 +23,56 @@ from kangaroo.data.making import MixConfig, SynthesisConfig
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import check_holdout
-from kangaroo.training.recipe import AdapterRecipe, TrainerConfig, loss_chunk_of
+from kangaroo.training.recipe import AdapterRecipe, TrainerConfig, default_loss_chunk
 from kangaroo.utils.errors import ConfigError
 
 Data = SynthesisConfig | ConversationsConfig | MixConfig
 
-FIXES = {  # by the part that takes most
+FIXES = {  # by the part that needs the most memory
     "target": "Choose a smaller model, or spread it: trainer.shard_target=true in several "
     "processes, model.device_map=auto on several GPUs",
     "adapters": "Train fewer adapters at a time",
     "a micro-batch": "Pass a smaller trainer.batch_tokens= or trainer.max_length=",
     "logits": "Pass a smaller trainer.loss_chunk=, or trainer.vocabulary=",
 }
-# Assumed: the share of a large product's speed that training reaches; tokens of a template around a
-# turn; of data to come the conversations (ShareGPT's), their mean tokens, the assistant's share.
+# Assumed: the share of a large product's speed that training reaches; template tokens around a
+# turn; for future data the conversations (ShareGPT's), their mean tokens, the assistant's share.
 UTILISATION, TEMPLATE, CONVERSATIONS, LENGTH, LEARNT = 0.5, 32, 68_000, 1024, 0.75
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What each process computes on: its name, free memory, all the memory of its first GPU (0 for
-    a CPU), and that device as torch names it."""
+    """The devices of each process, with the memory and torch's name of the first one."""
 
     name: str
-    free: int
-    total: int = 0
-    place: str = "cpu"
+    free: int  # bytes of all of them
+    total: int = 0  # bytes of the first one; 0 for a CPU
+    device: str = "cpu"
 
     @staticmethod
     def of(model: ModelConfig) -> Devices:
-        """What the target of this process goes to. The processes of a machine have a GPU each; they
-        share the CPU's memory, and the GPUs of a device map."""
-        sharing, cuda = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda
+        """The devices for this process's target. The processes of a machine have a GPU each; they
+        share the CPU's memory and the GPUs of a device map."""
+        processes, cuda = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda
         if not cuda.is_available() or (model.device == "cpu" and model.device_map is None):
-            return Devices("CPU", psutil.virtual_memory().available // sharing)
+            return Devices("CPU", psutil.virtual_memory().available // processes)
         if model.device_map is not None:
-            room = [cuda.mem_get_info(gpu) for gpu in range(cuda.device_count())]
-            name = f"{len(room)} x {cuda.get_device_name(0)}"
-            return Devices(name, sum(free for free, _ in room) // sharing, room[0][1], "cuda:0")
+            gpus = [cuda.mem_get_info(gpu) for gpu in range(cuda.device_count())]
+            name = f"{len(gpus)} x {cuda.get_device_name(0)}"
+            return Devices(name, sum(free for free, _ in gpus) // processes, gpus[0][1], "cuda:0")
         index = None if model.device == "auto" else torch.device(model.device).index
         gpu = cuda.current_device() if index is None else index
         return Devices(cuda.get_device_name(gpu), *cuda.mem_get_info(gpu), f"cuda:{gpu}")
 
     def speed(self, dtype: torch.dtype) -> float:
-        """FLOP/s of a large product of matrices, measured."""
-        size = 1024 if self.place == "cpu" else 8192
-        x, y = torch.randn(2, size, size, device=self.place).to(dtype)
+        """Measured FLOP/s of a large matrix product."""
+        size = 1024 if self.device == "cpu" else 8192
+        x, y = torch.randn(2, size, size, device=self.device).to(dtype)
         timer = Timer("x @ y", globals={"x": x, "y": y}, num_threads=torch.get_num_threads())
         return 2 * size**3 / timer.blocked_autorange(min_run_time=0.5).median
 
     def check(self, what: str, memory: dict[str, int], fix: str = "") -> None:
-        """Errors: `ConfigError` where a process has no room for these parts."""
+        """Errors: `ConfigError` if a process has no room for these parts, given in bytes."""
         if (needed := sum(memory.values())) > self.free:
             parts = sorted(memory, key=lambda part: -memory[part])
             most = ", ".join(f"{part} {memory[part] / 1e9:.1f} GB" for part in parts[:3])
@@ -85,8 +84,8 @@ class Devices:
 
 @dataclass(frozen=True)
 class Text:
-    """How much text there is: conversations, tokens, those of the assistant, of the longest at
-    most, likeliest tokens kept of each distribution (`data.teacher`), and how that is known."""
+    """The amount of text: conversations, all tokens, the assistant's tokens, the most tokens of a
+    conversation, stored tokens of each distribution (`data.teacher`), and where this is from."""
 
     conversations: int
     tokens: int
@@ -97,20 +96,18 @@ class Text:
 
     @staticmethod
     def of(data: Data, max_length: int) -> Text:
-        """What lies in the data's folder or will, at most `max_length` tokens a conversation.
-        Errors: `DataError` where a part of a mix is missing, or a local source cannot be read."""
-        lengths = planned_lengths(data, max_length)
-        folders = data.paths if isinstance(data, MixConfig) else []
-        if store.is_complete(Path(data.path)):
-            folders = [data.path]
-        if folders or isinstance(data, MixConfig):
-            parts = [store.about(Path(folder)) for folder in folders]
+        """The text of existing or future data, cut at `max_length` tokens a conversation. Errors:
+        `DataError` where a part of a mix is missing, or a local source cannot be read."""
+        lengths, source = planned_lengths(data, max_length), "assumed"
+        is_complete = store.is_complete(Path(data.path))
+        if is_complete or isinstance(data, MixConfig):
+            folders = data.paths if isinstance(data, MixConfig) and not is_complete else [data.path]
+            parts = [store.read_provenance(Path(folder)) for folder in folders]
             names = "conversations", "tokens", "assistant_tokens"
             count, tokens, learnt = (sum(part[name] for part in parts) for name in names)
             stored = min((part.get("teacher") or {}).get("likeliest", 0) for part in parts)
             source = f"as they lie in {', '.join(folders)}"
             return Text(count, tokens, learnt, max(lengths), stored, source)
-        source = "assumed"
         if isinstance(data, SynthesisConfig):
             count, length = data.shards * data.shard_size, sum(lengths) / len(lengths)
         else:
@@ -123,8 +120,7 @@ class Text:
 
 
 def planned_lengths(data: Data, limit: int, template: int = 0) -> list[int]:
-    """The most tokens, `limit` at most, of conversations that are to come, which take turns; a turn
-    has so many of a template."""
+    """The most tokens of conversations, by kind of shard, with `template` more in each turn."""
     if isinstance(data, SynthesisConfig):
         turn = data.max_question_tokens + data.max_answer_tokens + template
         return [min(turn * turns, limit) for turns in data.turns]
@@ -138,67 +134,69 @@ def estimate(
     text: Text,
     processes: int = 1,
 ) -> tuple[int, dict[str, int], float]:
-    """Optimizer steps of a training with these arguments, memory of each process by part, but for
-    what `cache_target_states` keeps, and FLOPs of all together. `lm` may have no weights."""
-    width, whole, size = lm.config.hidden_size, lm.config.vocab_size, lm.dtype.itemsize
-    layers, epochs, vocabulary = _count(lm.layers), config.epochs, config.vocabulary or whole
-    with FakeTensorMode():  # tensors have shapes and types, and no numbers
+    """Optimizer steps of a training, memory of each process by part, without what
+    `cache_target_states` keeps, and FLOPs of all processes. `lm` needs no weights."""
+    hidden, vocab_size, itemsize = lm.config.hidden_size, lm.config.vocab_size, lm.dtype.itemsize
+    layers, epochs, vocabulary = _count(lm.layers), config.epochs, config.vocabulary or vocab_size
+    with FakeTensorMode():  # tensors without data
         tokens_K = None if config.vocabulary is None else torch.empty(vocabulary)
-        places = [(recipe, layer) for recipe in recipes for layer in recipe.places(lm).values()]
-        planned = [(r, r.architecture.build(lm, layer, tokens_K)) for r, layer in places]
+        exits = [(recipe, layer) for recipe in recipes for layer in recipe.named_exits(lm).values()]
+        planned = [(r, r.architecture.build(lm, layer, tokens_K)) for r, layer in exits]
     taps = {tap for _, adapter in planned for tap in adapter.taps}
     deep = {tap for _, adapter in planned if (tap := adapter.deep_tap) is not None}
-    stored = 0 if config.use_stored_logits is False else text.likeliest  # of each distribution
+    is_stored = config.use_stored_logits is not False and text.likeliest > 0
     share = max(0, 1 - config.holdout / text.conversations)
     tokens, learnt = (int(share * count) for count in (text.tokens, text.learnt))
     accumulate = config.accumulate or processes  # micro-batches of a step
     longest = min(text.longest, config.max_length)
     batch = longest * max(1, config.batch_tokens // longest)  # tokens of a micro-batch
-    wanted = batch * text.learnt // text.tokens
-    # a sharded target: its share of all layers, and the one that runs
+    learnt_in_batch = batch * text.learnt // text.tokens
+    # a sharded target holds its share of all layers, and the one that runs
     spared = layers - layers // processes - layers // lm.n_layers if config.shard_target else 0
-    in_layer = 3 * (width + lm.config.intermediate_size)  # of a token
-    states = batch * in_layer + ((len(taps) + len(deep)) * batch + wanted) * width
-    # weights and gradients; AdamW's moments, spread with a copy of the weights; the exact sum
+    layer_states = batch * 3 * (hidden + lm.config.intermediate_size)
+    states = layer_states + ((len(taps) + len(deep)) * batch + learnt_in_batch) * hidden
+    # beside weights and gradients: AdamW's moments, spread with a copy of the weights
     moments = 12 / processes if config.zero_stage else 8
-    # of a position: the teacher's, then p, log q and gradients; stored: q, its exponent, gradient
-    logits = vocabulary * 3 * size if stored else max(whole * (size + 8), vocabulary * (size + 24))
+    # of a position the target's logits, then p, log q and gradients
+    logits = max(vocab_size * (itemsize + 8), vocabulary * (itemsize + 24))
+    if is_stored:  # q, its exponential and gradient
+        logits = vocabulary * 3 * itemsize
     memory = {
-        "target": target_bytes(lm) + ((config.vocabulary or 0) * width - spared) * size,
+        "target": target_bytes(lm) + ((config.vocabulary or 0) * hidden - spared) * itemsize,
         "adapters": int(_count(*(x for _, x in planned)) * (8 + moments + 8 * (accumulate > 1))),
-        "a micro-batch": states * size,
-        "logits": min(config.loss_chunk or wanted, wanted) * logits,
+        "a micro-batch": states * itemsize,
+        "logits": min(config.loss_chunk or learnt_in_batch, learnt_in_batch) * logits,
     }
-    # two for each weight and token
-    of_head, runs = 2.0 * width * learnt, 1 if config.cache_target_states else epochs
-    of_target = 2.0 * layers * tokens * (max(taps | deep) / lm.n_layers if stored else 1)
-    flops = runs * of_target + (0 if stored else epochs * of_head * whole)
+    # 2 FLOPs for each weight and token; `head_flops` for each row of a head
+    head_flops, target_runs = 2.0 * hidden * learnt, 1 if config.cache_target_states else epochs
+    target_flops = 2.0 * layers * tokens * (max(taps | deep) / lm.n_layers if is_stored else 1)
+    flops = target_runs * target_flops + (0 if is_stored else epochs * head_flops * vocab_size)
     for recipe, adapter in planned:
         steps, heads = recipe.steps, adapter.own_heads()
         passes = recipe.architecture.passes(steps)
         products = {m for m in adapter.modules() if isinstance(m, nn.Linear)}.difference(heads)
         features = sum(m.in_features + m.out_features for m in products)
-        # what autograd keeps; gathered states and their gradients
-        kept = batch * passes * features * (5 if size == 4 else 4)
-        memory["a micro-batch"] += kept + 12 * steps * wanted * width
+        # what autograd keeps, then the learnt positions' states and their gradients
+        memory["a micro-batch"] += batch * passes * features * (5 if itemsize == 4 else 4)
+        memory["a micro-batch"] += 12 * steps * learnt_in_batch * hidden
         flops += 6.0 * (_count(adapter) - _count(*heads)) * tokens * passes * epochs
-        flops += (3 if heads else 2) * of_head * vocabulary * steps * epochs
+        flops += (3 if heads else 2) * head_flops * vocabulary * steps * epochs
     micro_batches = -(-tokens // config.batch_tokens) * epochs
     return -(-micro_batches // accumulate), memory, flops
 
 
 def target_bytes(lm: TargetModel) -> int:
-    """What the target's weights take, those of its layers as they are quantized."""
+    """Bytes of the target's weights, with its layers as they are quantized."""
     layers, bits = _count(lm.layers), 8 * lm.dtype.itemsize
     return (_count(lm) * bits - layers * (bits - (lm.weight_bits or bits))) // 8
 
 
 def check_writing(lm: TargetModel, data: Data, devices: Devices) -> None:
-    """Errors: `ConfigError` where a process has no room for the target, or to write the data."""
+    """Errors: `ConfigError` if a process has no room for the target, or for writing the data."""
     target = target_bytes(lm)
     devices.check("loading the target", {"target": target})
-    given = isinstance(data, ConversationsConfig) and not data.regenerate
-    if isinstance(data, MixConfig) or given or store.is_complete(Path(data.path)):
+    is_written = isinstance(data, ConversationsConfig) and not data.regenerate
+    if isinstance(data, MixConfig) or is_written or store.is_complete(Path(data.path)):
         return
     longest = max(planned_lengths(data, lm.context, 2 * TEMPLATE))
     rows = min(data.batch_size, data.shard_size)
@@ -210,7 +208,7 @@ def check_writing(lm: TargetModel, data: Data, devices: Devices) -> None:
     devices.check(what, {"target": target, "keys and values": rows * row}, fix)
 
 
-def foresee(
+def forecast(
     lm: TargetModel,
     recipes: Sequence[AdapterRecipe],
     model: ModelConfig,
@@ -219,16 +217,15 @@ def foresee(
     processes: int,
     holds_out: bool = True,
 ) -> list[str]:
-    """What a run takes on the devices that it finds, as lines for the log. Errors: `ConfigError`
-    where it cannot fit, or would hold out all that there is."""
-    # a sharded target is read, and writes, on the CPU, and then goes to the GPUs part by part
-    trains = replace(model, device_map=None) if trainer.shard_target else model
-    writes = replace(trains, device="cpu") if trainer.shard_target else model
-    check_writing(lm, data, Devices.of(writes))
-    devices, text = Devices.of(trains), Text.of(data, trainer.max_length)
-    if holds_out and not store.is_complete(Path(data.path)):  # that may be another one, and go
+    """Log lines on a run's memory and time. Errors: `ConfigError` if it cannot run like this."""
+    training_model = replace(model, device_map=None) if trainer.shard_target else model
+    # a sharded target is loaded and writes on the CPU, and then goes to the GPUs part by part
+    writing_model = replace(training_model, device="cpu") if trainer.shard_target else model
+    check_writing(lm, data, Devices.of(writing_model))
+    devices, text = Devices.of(training_model), Text.of(data, trainer.max_length)
+    if holds_out and not store.is_complete(Path(data.path)):  # old data may still be replaced
         check_holdout(trainer.holdout, text.conversations)
-    chunk = trainer.loss_chunk or loss_chunk_of(devices.total, lm.config.vocab_size)
+    chunk = trainer.loss_chunk or default_loss_chunk(devices.total, lm.config.vocab_size)
     trainer = replace(trainer, loss_chunk=chunk)
     steps, memory, flops = estimate(lm, recipes, trainer, text, processes)
     devices.check("training", memory)

@@ -1,4 +1,4 @@
-"""Train adapters on a frozen target: one forward of the target gives inputs and teacher for all.
+"""Train adapters on a frozen target, with one forward of the target for all of them.
 
 Shapes: S draft steps of an adapter, F results of each, W draft tokens, K draft vocabulary.
 """
@@ -26,39 +26,36 @@ from kangaroo.training.backend import DeepSpeedBackend, TorchBackend
 from kangaroo.training.recipe import AdapterRecipe, Trainee, TrainerConfig
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError, CorruptFile, Diverged
-from kangaroo.utils.provenance import changes, provenance
+from kangaroo.utils.provenance import differences, provenance
 from kangaroo.utils.ranks import ALONE, Ranks
 from kangaroo.utils.tracking import NoTracker
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT = "checkpoint.pt"  # whole or not there, so that kill -9 loses little
-GIVE_BACK_EVERY = 10  # steps, of seconds each, where it takes a third of one
+CHECKPOINT = "checkpoint.pt"  # appears whole, so that kill -9 loses little
+GIVE_BACK_EVERY = 10  # steps of some seconds; giving memory back takes a third of a second
 
 
 @dataclass
 class Progress:
-    """How far a run has come, and its last results, by name."""
+    """The progress of a run, and its last results by name."""
 
     step: int = 0  # optimizer steps done
     tokens: int = 0  # read by the target
     assistant_tokens: int = 0  # positions that entered the loss
-    seconds: float = 0.0  # of the optimizer steps, on the machine's clock
+    seconds: float = 0.0  # spent on optimizer steps
     held_out: dict[str, float] = field(default_factory=dict)
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of each adapter's drafter
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # by adapter (`Trainable.facts`)
     decoded: dict[str, float] = field(default_factory=dict)
 
 
 class Trainer:
-    """A run, from its first step or its last checkpoint on. One that was stopped at any moment ends
-    with the same weights as one that was not, whatever the number of processes before and after.
+    """A run, from its first step or its last checkpoint on. A run that was interrupted ends with
+    the same weights as one that was not, even if the number of processes changes. The first process
+    saves each adapter in a folder of `output`, with `data`, the provenance of the samples.
 
-    Args:
-        output: each adapter is saved in a folder of its own there, by the first process.
-        about: provenance of the data, saved with the adapters.
-
-    Errors: `DataError` for a sample without trainable tokens, `ConfigError` where nothing is left
-    to train on or `output` holds the checkpoint of other settings.
+    Errors: `DataError` for a sample without trainable tokens, `ConfigError` if nothing is left to
+    train on or `output` has the checkpoint of other settings.
     """
 
     def __init__(
@@ -68,29 +65,29 @@ class Trainer:
         recipes: Sequence[AdapterRecipe],
         config: TrainerConfig,
         output: Path,
-        about: dict[str, Any],
+        data: dict[str, Any],
         ranks: Ranks = ALONE,
     ):
-        self.lm, self.output, self.about, self.ranks = lm, output, about, ranks
-        saved = self.ranks.broadcast(load_checkpoint(output) if self.ranks.is_first else {})
-        stored = uses_stored_logits(lm, samples, config, about)
-        sizes = resolve_sizes(config, lm, saved.get("identity", {}), self.ranks)
+        self.lm, self.output, self.data, self.ranks = lm, output, data, ranks
+        saved = ranks.broadcast(load_checkpoint(output) if ranks.is_first else {})
+        stored = uses_stored_logits(lm, samples, config, data)
+        sizes = resolve_sizes(config, lm, saved.get("identity", {}), ranks)
         self.accumulate, self.chunk = sizes
         config = replace(config, accumulate=sizes[0], loss_chunk=sizes[1], use_stored_logits=stored)
         self.config, self.work = config, batches.Work(samples, config)
         self.total = math.ceil(len(self.work.batches) / self.accumulate)  # optimizer steps
-        self.prompts = results.prompts_of(self.work.held_out, config, lm.context)
+        self.prompts = results.decode_prompts(self.work.held_out, config, lm.context)
         self.frequent_K = batches.frequent_tokens(self.work.training)
         size = config.vocabulary
         vocabulary_K = None if size is None else self.frequent_K[:size].sort()[0]
-        shard_on = self.ranks.device if config.shard_target else None
-        self.trained = recipe.trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
-        adapters = [trainee.adapter for trainee in self.trained]
+        shard_on = ranks.device if config.shard_target else None
+        self.trainees = recipe.trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
+        adapters = [trainee.adapter for trainee in self.trainees]
         backend = DeepSpeedBackend if config.zero_stage else TorchBackend
-        self.backend = backend(adapters, config, self.ranks)
-        settings = config.identity() | {"adapters": [x.settings() for x in self.trained]}
-        self.identity = json.loads(json.dumps(settings | {"data": about["fingerprint"]}))
-        if saved and (changed := changes(saved["identity"], self.identity)):
+        self.backend = backend(adapters, config, ranks)
+        settings = config.identity() | {"adapters": [x.settings() for x in self.trainees]}
+        self.identity = json.loads(json.dumps(settings | {"data": data["fingerprint"]}))
+        if saved and (changed := differences(saved["identity"], self.identity)):
             raise ConfigError(
                 f"'{output}' holds a run with other settings ({changed}). Go on with the same "
                 "ones, pass output= another folder, or delete it."
@@ -98,97 +95,98 @@ class Trainer:
         self.progress = Progress(**saved.get("progress", {}))
         if saved:
             self.backend.load_state(saved["backend"])
-        # where they are cached
-        self.target_states: dict[tuple[int, ...], batches.TargetOutputs] = {}
+        self.target_states: dict[tuple[int, ...], batches.TargetOutputs] = {}  # the cached ones
 
     def train(self, tracker: NoTracker) -> list[Path]:
-        """All steps that are left; the folders of the adapters. Errors: `Diverged`."""
+        """Take all remaining steps and return the adapters' folders. Errors: `Diverged`."""
         progress, is_first = self.progress, self.ranks.is_first
         if progress.step:
             log.info("going on after step %d of %d", progress.step, self.total)
         if is_first:
             self.output.mkdir(parents=True, exist_ok=True)
-            rows = results.read_metrics(self.output)  # those of later steps are done again
+            rows = results.read_metrics(self.output)  # without steps after the checkpoint
             lines = [json.dumps(row) + "\n" for row in rows if row["step"] <= progress.step]
             (self.output / results.METRICS).write_text("".join(lines))
         steps = range(progress.step, self.total)
         shown = {"initial": progress.step, "total": self.total, "unit": "step", "desc": "training"}
         for _ in (bar := tqdm(steps, **shown, disable=not is_first)):
             metrics = self._step()
-            if broken := [name for name, value in metrics.items() if not math.isfinite(value)]:
-                raise self._diverged(broken[0])
+            if diverged := [name for name, value in metrics.items() if not math.isfinite(value)]:
+                raise self._diverged(diverged[0])
             metrics |= self._measure()
             if is_first:
                 with (self.output / results.METRICS).open("a") as file:
                     file.write(json.dumps({"step": progress.step} | metrics) + "\n")
                 tracker.log(metrics, progress.step)
             if self._is_due(self.config.save_every):
-                state = self.backend.state()  # on the host: to look at it costs a device no time
+                state = self.backend.state()  # on the host, so the check does not delay a GPU
                 if adapter_files.not_finite(state["weights"]) is not None:
                     raise self._diverged("a weight")
                 if is_first:
                     self._save_checkpoint(state)
-            bar.set_postfix(loss=f"{metrics[f'train/{self.trained[0].name}/loss']:.3f}")
+            bar.set_postfix(loss=f"{metrics[f'train/{self.trainees[0].name}/loss']:.3f}")
         if is_first:
-            for trainee in self.trained:
+            for trainee in self.trainees:
                 self._save(trainee)
             results.write_curves(self.output)
-        return [self.output / trainee.name for trainee in self.trained]
+        return [self.output / trainee.name for trainee in self.trainees]
 
     def _step(self) -> dict[str, float]:
-        """One optimizer step; its metrics."""
-        config, work, progress, trained = self.config, self.work, self.progress, self.trained
-        started = running()
+        """Take an optimizer step and return its metrics."""
+        config, work, progress, trainees = self.config, self.work, self.progress, self.trainees
+        start = running()
         first = progress.step * self.accumulate
         group = work.batches[first : first + self.accumulate]
         # weighted by all positions of the step, so that the mean does not depend on the split
         positions = max(sum(work.positions[i] for batch in group for i in batch), 1)
         sums = []
         for batch, counts in self.ranks.scatter(group):
-            outputs = self.target_states.get(tuple(batch)) or self._look_at(work.training, batch)
+            outputs = self.target_states.get(tuple(batch)) or self._run_target(work.training, batch)
             if config.cache_target_states:
                 self.target_states[tuple(batch)] = outputs
-            students = batches.train_step(self.lm, outputs, trained, self.chunk, counts / positions)
+            weight = counts / positions
+            students = batches.train_step(self.lm, outputs, trainees, self.chunk, weight)
             sums.append([torch.stack([x.sums_F for x in steps]) for steps in students])
             self.backend.collect()
-        sums = [[x_SF.cpu() for x_SF in each] for each in sums]  # here: each waits for the device
+        # only now, since each copy waits for the device
+        sums = [[sums_SF.cpu() for sums_SF in batch_sums] for batch_sums in sums]
         sums = self.ranks.gather(sums, len(group))
         share = recipe.schedule(config, progress.step, self.total)
-        rates = [share * (x.recipe.learning_rate or config.learning_rate) for x in trained]
+        rates = [share * (x.recipe.learning_rate or config.learning_rate) for x in trainees]
         self.backend.step(rates)
 
-        tokens, seconds = sum(work.tokens[i] for b in group for i in b), running() - started
+        tokens, seconds = sum(work.tokens[i] for b in group for i in b), running() - start
         progress.seconds += seconds
         progress.step += 1
-        if progress.step % GIVE_BACK_EVERY == 0 and self.lm.device.type == "cpu":
-            memory.give_back()
         progress.tokens += tokens
         progress.assistant_tokens += positions
+        if progress.step % GIVE_BACK_EVERY == 0 and self.lm.device.type == "cpu":
+            memory.give_back()
         metrics = {"tokens": progress.tokens, "tokens_per_second": tokens / seconds}
         metrics["peak_memory_gib"] = memory.peak(self.lm.device) / 2**30
-        for trainee, rate, of_each in zip(trained, rates, zip(*sums, strict=True), strict=True):
+        for trainee, rate, step_sums in zip(trainees, rates, zip(*sums, strict=True), strict=True):
             prefix = f"train/{trainee.name}"
-            metrics |= results.means(prefix, torch.stack(of_each).sum(0))
+            metrics |= results.mean_metrics(prefix, torch.stack(step_sums).sum(0))
             metrics[f"{prefix}/learning_rate"] = rate
         return metrics
 
-    def _look_at(self, samples: Sequence[Sample], batch: Sequence[int]) -> batches.TargetOutputs:
-        chosen, stored = [samples[i] for i in batch], bool(self.config.use_stored_logits)
-        tokens = batches.collate(chosen, self.config.max_length, self.lm.device, stored)
-        return batches.forward_target(self.lm, tokens, self.trained)
+    def _run_target(self, samples: Sequence[Sample], batch: Sequence[int]) -> batches.TargetOutputs:
+        texts, stored = [samples[i] for i in batch], bool(self.config.use_stored_logits)
+        tokens = batches.collate(texts, self.config.max_length, self.lm.device, stored)
+        return batches.forward_target(self.lm, tokens, self.trainees)
 
-    def _diverged(self, what: str) -> Diverged:
+    def _diverged(self, quantity: str) -> Diverged:
         has_saved = (self.output / CHECKPOINT).exists()
         kept = f"'{self.output}' keeps the last checkpoint before that. " if has_saved else ""
         return Diverged(
-            f"{what} is not finite at step {self.progress.step} of {self.total}: the training has "
-            f"diverged. {kept}Train anew, with a lower trainer.learning_rate="
+            f"{quantity} is not finite at step {self.progress.step} of {self.total}: the training "
+            f"has diverged. {kept}Train anew, with a lower trainer.learning_rate="
             f"{' and another output=' if has_saved else ''}."
         )
 
-    def _is_due(self, every: int) -> bool:
-        """Whether it is time for what is done every so many steps, and after the last."""
-        return self.progress.step == self.total or self.progress.step % every == 0
+    def _is_due(self, interval: int) -> bool:
+        """Whether to do now what is done every `interval` steps and after the last step."""
+        return self.progress.step == self.total or self.progress.step % interval == 0
 
     def _measure(self) -> dict[str, float]:
         config, progress = self.config, self.progress
@@ -196,38 +194,37 @@ class Trainer:
         if self._is_due(config.evaluate_every):
             progress.held_out, progress.facts = self.evaluate()
             metrics |= progress.held_out
-        # one process decodes: the others need nothing of it and wait where they next meet
+        # one process decodes; the others do not need the results
         if self.prompts and self.ranks.is_first and self._is_due(config.decode_every):
-            how = self.lm, self.trained, self.prompts, config.decode_tokens
-            progress.decoded = results.decode(*how)
+            arguments = self.lm, self.trainees, self.prompts, config.decode_tokens
+            progress.decoded = results.decode(*arguments)
             metrics |= progress.decoded
         return metrics
 
     @torch.no_grad()
     def evaluate(self) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-        """Held-out results of every adapter, `held_out/<name>/<result>`, and by name what its
-        drafter has to know (`Trainable.facts`)."""
+        """Held-out metrics of every adapter, and the facts for its drafter (`Trainable.facts`)."""
         config, samples = self.config, self.work.held_out
-        lengths = batches.lengths_of(samples, config.max_length)
+        lengths = batches.clipped_lengths(samples, config.max_length)
         plan = batches.plan(lengths, config.batch_tokens, seed=0, epoch=0)
-        measured: list[list[tuple[Tensor, Tensor, Tensor]]] = []
+        counted: list[list[tuple[Tensor, Tensor, Tensor]]] = []
         for batch, _ in self.ranks.scatter(plan):
-            outputs = self._look_at(samples, batch)
-            students = batches.grade(self.lm, outputs, self.trained, self.chunk, results.STEPS)
-            measured.append([])
-            for trainee, steps in zip(self.trained, students, strict=True):
-                longest = trainee.recipe.architecture.own_steps or results.STEPS
-                accepted = results.accepted(steps, outputs.wanted_BT, longest)
+            outputs = self._run_target(samples, batch)
+            students = batches.grade(self.lm, outputs, self.trainees, self.chunk, results.STEPS)
+            counted.append([])
+            for trainee, steps in zip(self.trainees, students, strict=True):
+                most = trainee.recipe.architecture.own_steps or results.STEPS
+                accepted_W = results.count_accepted(steps, outputs.learnt_BT, most)
                 top_M = outputs.distributions.top_M
-                tally = trainee.adapter.tally(trainee.heads, *batches.together(steps), top_M)
+                tally = trainee.adapter.tally(trainee.heads, *batches.stack_steps(steps), top_M)
                 sums_SF = torch.stack([x.sums_F for x in steps])
-                measured[-1].append((sums_SF.cpu(), accepted.cpu(), tally))
+                counted[-1].append((sums_SF.cpu(), accepted_W.cpu(), tally))
         metrics: dict[str, float] = {}
         facts: dict[str, dict[str, Any]] = {}
-        gathered = zip(*self.ranks.gather(measured, len(plan)), strict=True)
-        for trainee, of_each in zip(self.trained, gathered, strict=True):
-            sums_SF, accepted_W, tally = (torch.stack(x).sum(0) for x in zip(*of_each, strict=True))
-            metrics |= results.held_out(f"held_out/{trainee.name}", sums_SF, accepted_W)
+        gathered = zip(*self.ranks.gather(counted, len(plan)), strict=True)
+        for trainee, parts in zip(self.trainees, gathered, strict=True):
+            sums_SF, accepted_W, tally = (torch.stack(x).sum(0) for x in zip(*parts, strict=True))
+            metrics |= results.held_out_metrics(f"held_out/{trainee.name}", sums_SF, accepted_W)
             facts[trainee.name] = trainee.adapter.facts(tally)
         return metrics, facts
 
@@ -241,8 +238,7 @@ class Trainer:
         progress, name = asdict(self.progress), trainee.name
         facts = progress.pop("facts")[name]
         if isinstance(trainee.adapter, Adapter):  # EAGLE's head needs the first tokens
-            reach = batches.reach_of(batches.lengths_of(self.work.training, self.config.max_length))
-            facts |= {"attention_window": reach}
+            facts |= {"attention_window": batches.attention_reach(self.work.tokens)}
         for part, prefix in (("held_out", f"held_out/{name}/"), ("decoded", f"decode/{name}/")):
             values = progress[part].items()
             progress[part] = {k[len(prefix) :]: v for k, v in values if k.startswith(prefix)}
@@ -250,24 +246,23 @@ class Trainer:
             "adapter": trainee.settings(),
             "trainer": asdict(self.config),
             "progress": progress,
-            "data": self.about,
+            "data": self.data,
             "processes": self.ranks.world,
         } | provenance()
         # smaller than asked for if the data has fewer tokens
         size = None if trainee.vocabulary_K is None else len(trainee.vocabulary_K)
-        described = adapter_files.describe(self.lm, trainee.adapter, training, size, facts)
-        dtype = adapter_files.kept_dtype(trainee.adapter, self.lm)
-        adapter_files.save(trainee.adapter, described, self.frequent_K, self.output / name, dtype)
+        adapter_config = adapter_files.describe(self.lm, trainee.adapter, training, size, facts)
+        dtype, folder = adapter_files.kept_dtype(trainee.adapter, self.lm), self.output / name
+        adapter_files.save(trainee.adapter, adapter_config, self.frequent_K, folder, dtype)
 
 
 def uses_stored_logits(
-    lm: TargetModel, samples: Sequence[Sample], config: TrainerConfig, about: dict[str, Any]
+    lm: TargetModel, samples: Sequence[Sample], config: TrainerConfig, data: dict[str, Any]
 ) -> bool:
-    """The option `use_stored_logits`, of which None is true if nothing speaks against it. Errors:
-    `ConfigError` where it is true and cannot be."""
+    """Whether to learn from stored distributions. Errors: `ConfigError` if it is not possible."""
     if config.use_stored_logits is False:
         return False
-    model = (about.get("teacher") or {"model": lm.name})["model"]
+    model = (data.get("teacher") or {"model": lm.name})["model"]
     if all("teacher" in sample for sample in samples) and model == lm.name:
         log.info("learning from kept distributions: the target runs as far as adapters read")
         return True
@@ -281,20 +276,19 @@ def uses_stored_logits(
 
 
 def resolve_sizes(
-    config: TrainerConfig, lm: TargetModel, begun: dict[str, Any], ranks: Ranks
+    config: TrainerConfig, lm: TargetModel, saved: dict[str, Any], ranks: Ranks
 ) -> tuple[int, int]:
-    """The options `accumulate` and `loss_chunk`: the given ones, else those that a run was `begun`
-    with, else one micro-batch for each process, and what suits the first one's device."""
-    # a sharded target goes there later
+    """The options `accumulate` and `loss_chunk`. If not given, they are those of the checkpoint's
+    `saved` settings, else one micro-batch for each process, and what suits rank 0's device."""
+    # a sharded target moves there later
     device = ranks.device if config.shard_target else lm.device
-    suiting = ranks.broadcast(recipe.loss_chunk_of(memory.total(device), lm.config.vocab_size))
-    accumulate = config.accumulate or begun.get("accumulate", ranks.world)
-    return accumulate, config.loss_chunk or begun.get("loss_chunk", suiting)
+    chunk = ranks.broadcast(recipe.default_loss_chunk(memory.total(device), lm.config.vocab_size))
+    accumulate = config.accumulate or saved.get("accumulate", ranks.world)
+    return accumulate, config.loss_chunk or saved.get("loss_chunk", chunk)
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """The settings and data of a run, its backend's `state()` and its progress as they were last
-    saved, by name; empty where they were not. Errors: `CorruptFile`."""
+    """The last checkpoint of a run; empty if there is none. Errors: `CorruptFile`."""
     path = folder / CHECKPOINT
     try:
         return torch.load(path, weights_only=True) if path.exists() else {}

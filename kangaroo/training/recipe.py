@@ -1,5 +1,4 @@
-"""How adapters are trained, the options of a run, and what is trained: the trained part of a
-drafter, where it sits, and what it learns from."""
+"""Options of a training run, recipes of adapters, and the adapters that are built from them."""
 
 import math
 from collections.abc import Sequence
@@ -20,12 +19,12 @@ from kangaroo.utils import ranges
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Count, CountOrZero, NotNegative, Positive, Ranged, Threshold
 
-RANDOM = "random"  # a start
-LOGIT_BYTES = 26  # of a logit in half precision: it, p, log q and gradients
-MOVES_NOTHING = """
+RANDOM = "random"  # a value of `AdapterRecipe.start`
+LOGIT_BYTES = 26  # for each logit in half precision: itself, p, log q and gradients
+NOT_IN_IDENTITY = """
     evaluate_every save_every decode_every decode_prompts decode_tokens zero_stage shard_target
 """.split()  # options that no weight depends on
-ADDED_LATER = "use_stored_logits", "muon"  # runs from before do not have them
+OMITTED_IF_UNSET = "use_stored_logits", "muon"  # older checkpoints do not have them
 
 
 @dataclass
@@ -35,26 +34,26 @@ class TrainerConfig(Ranged):
     Args:
         learning_rate: the peak, reached after `warmup_steps` optimizer steps; then a cosine to 0.
         batch_tokens: padded tokens of a micro-batch (or one sample).
-        cache_target_states: only the first epoch runs the target; micro-batches stay the same, in
-            another order every epoch.
-        use_stored_logits: learn from the distributions that were stored when the data was written
-            (`data.teacher`): the target runs no layer that no adapter reads, nor its head. None:
-            where the data has them.
-        muon: linear layers, but for LM heads, are moved by Muon, and all else by AdamW.
-        accumulate: micro-batches an optimizer step, in all processes together; None is one in each
-            process, and a run that is resumed keeps the number it began with.
+        cache_target_states: run the target in the first epoch only; later epochs have the same
+            micro-batches in another order.
+        use_stored_logits: learn from the distributions stored when the data was written
+            (`data.teacher`), without the target's head and the layers that no adapter reads. None
+            uses them if the data has them.
+        muon: train linear layers except LM heads with Muon, and everything else with AdamW.
+        accumulate: micro-batches of an optimizer step, over all processes; None is one for each
+            process, or the number that a resumed run began with.
         clip: largest gradient norm of each adapter.
-        max_length: samples are cut here, in tokens.
-        holdout: this many samples at the end are never trained on.
-        loss_chunk: assistant positions whose logits exist at a time; None is `loss_chunk_of`, or
-            what a run that is resumed began with.
-        evaluate_every, save_every, decode_every: optimizer steps, and once more after the last.
-        decode_prompts, decode_tokens: held-out prompts to decode for real (a sharded target decodes
-            nothing), and the new tokens of each.
-        seed: order of the samples.
+        max_length: tokens after which samples are cut.
+        holdout: samples at the end of the data that are never trained on.
+        loss_chunk: learnt positions whose logits are in memory at a time; None is
+            `default_loss_chunk`, or the number that a resumed run began with.
+        evaluate_every, save_every, decode_every: in optimizer steps; also after the last step.
+        decode_prompts, decode_tokens: held-out prompts to decode from (none if the target is
+            sharded), and the new tokens of each.
+        seed: seed of the samples' order and of random weights.
         vocabulary: draft from this many of the data's most frequent tokens; None is from all.
-        zero_stage: 0 is plain torch, each process with AdamW's whole state; 1 and 2 are DeepSpeed
-            ZeRO, which spreads it.
+        zero_stage: 0 is plain torch, with all of AdamW's state in each process; 1 and 2 are
+            DeepSpeed ZeRO, which spreads it.
         shard_target: each process holds a part of the target's layers and gathers one at a time.
     """
 
@@ -83,21 +82,20 @@ class TrainerConfig(Ranged):
     shard_target: bool = False
 
     def identity(self) -> dict[str, Any]:
-        """The options that move a weight: a run goes on with the same ones only."""
-        settings = {k: v for k, v in asdict(self).items() if k not in MOVES_NOTHING}
-        return {k: v for k, v in settings.items() if v or k not in ADDED_LATER}
+        """The options that weights depend on; a resumed run must have the same ones."""
+        settings = {k: v for k, v in asdict(self).items() if k not in NOT_IN_IDENTITY}
+        return {k: v for k, v in settings.items() if v or k not in OMITTED_IF_UNSET}
 
 
-def loss_chunk_of(memory: int, vocabulary: int) -> int:
-    """Positions whose logits a device with so many bytes (0 is a CPU) computes at a time: on a CPU
-    few, which stay in its caches; on a GPU a power of two whose logits and what is made of them
-    fill a 32nd of its memory."""
+def default_loss_chunk(memory: int, vocabulary: int) -> int:
+    """Positions whose logits are computed at a time: on a CPU (`memory` 0) few, which stay in its
+    caches; on a GPU with `memory` bytes a power of two that fills up to a 32nd of them."""
     fitting = memory // (32 * LOGIT_BYTES * vocabulary)
     return max(256, min(4096, 1 << fitting.bit_length() >> 1))
 
 
 def schedule(config: TrainerConfig, step: int, total: int) -> float:
-    """Share of the peak learning rate at a step of `total`: linear warm-up, then a cosine to 0."""
+    """The share of the peak learning rate at a step of `total`."""
     warmup = min(config.warmup_steps, total - 1)
     if step < warmup:
         return (step + 1) / warmup
@@ -107,19 +105,18 @@ def schedule(config: TrainerConfig, step: int, total: int) -> float:
 
 @dataclass
 class AdapterRecipe(Ranged):
-    """One adapter for each exit layer, all from the same frozen pass.
+    """One adapter for each exit layer, all trained on the same frozen pass.
 
     Args:
-        name: with the exit layer it names the adapter's folder and results.
+        name: with the exit layer, the name of the adapter's folder and results.
         architecture: the `HeadConfig` of a module in `kangaroo/heads`.
-        exit_layers: how many of the target's layers lie below each adapter, where that is free.
-        draft_steps: trained as it drafts this many tokens in a row, for kinds that read their own
-            states.
-        step_decay: each further step's loss weighs this much of the one before.
+        exit_layers: numbers of target layers below each adapter, if its kind leaves a choice.
+        draft_steps: draft tokens in a row to train for, if its kind reads its own states.
+        step_decay: weight of each further step's loss, as a share of the one before.
         learning_rate: peak; None takes the trainer's.
-        start: folder or hub id of an adapter to go on from, of the same kind or without some of its
-            parts, which then add nothing at first; `random`, as in the released code of the paper;
-            None starts from the target's own weights.
+        start: folder or hub id of a trained adapter to continue from. It is of the same kind, or
+            lacks some parts, which then add nothing at first. `random` starts as the paper's
+            released code does; None starts from the target's own weights.
     """
 
     name: str = "???"
@@ -136,17 +133,16 @@ class AdapterRecipe(Ranged):
         """How many draft tokens in a row it is trained for."""
         return int(self.architecture.steps(self.draft_steps))
 
-    def places(self, lm: TargetModel) -> dict[str, int]:
+    def named_exits(self, lm: TargetModel) -> dict[str, int]:
         """Exit layers by the names of their adapters."""
-        if (only := self.architecture.fixed_exit(lm)) is not None:
-            return {self.name: only}
+        if (fixed := self.architecture.fixed_exit(lm)) is not None:
+            return {self.name: fixed}
         return {f"{self.name}-exit{layer}": layer for layer in self.exit_layers}
 
 
 @dataclass
 class Trainee:
-    """An adapter in training, and the `heads` it drafts with from one vocabulary: one for each
-    draft step, the last for all further ones."""
+    """An adapter in training, with a head for each draft step, the last for all further ones."""
 
     name: str
     adapter: Trainable
@@ -155,11 +151,11 @@ class Trainee:
 
     @property
     def vocabulary_K(self) -> Tensor | None:
-        """The tokens to draft from, ascending; None is all of them."""
+        """The draft vocabulary, ascending; None is the whole vocabulary."""
         return self.heads[0].vocabulary_K
 
     def settings(self) -> dict[str, Any]:
-        """What it was asked to be, as plain values."""
+        """Its recipe as plain values."""
         loss, architecture = self.recipe.loss.value, self.recipe.architecture.as_json()
         return asdict(self.recipe) | {"loss": loss, "architecture": architecture}
 
@@ -171,35 +167,34 @@ def trainees(
     shard_on: torch.device | None = None,
     seed: int = 0,
 ) -> list[Trainee]:
-    """Untrained adapters in float32, one a recipe and exit layer; `seed` is of weights that start
-    at random. With `shard_on` the target is spread over all processes, each computing there.
-    Errors: `ConfigError` where two would have the same name; those of `go_on_from`."""
+    """Adapters in float32, before training, one for each recipe and exit layer; `seed` is that of
+    random weights. With `shard_on`, each process's device, the target is then spread over the
+    processes. Errors: `ConfigError` for two adapters of the same name; those of `load_start`."""
     adapters: dict[str, tuple[AdapterRecipe, Trainable]] = {}
     for recipe in recipes:
-        for name, layer in recipe.places(lm).items():
+        for name, layer in recipe.named_exits(lm).items():
             if name in adapters:
                 raise ConfigError(f"two adapters are called {name}; give one another adapter.name.")
-            with torch.random.fork_rng(devices=[]):  # the same in every process
+            with torch.random.fork_rng(devices=[]):  # the same weights in every process
                 torch.manual_seed(seed)
                 adapter = recipe.architecture.build(lm, layer, vocabulary_K)
             if recipe.start is None:
                 adapter.start_from(lm, vocabulary_K)
             elif recipe.start != RANDOM:
-                go_on_from(recipe.start, adapter, lm)
+                load_start(recipe.start, adapter, lm)
             adapters[name] = recipe, adapter.float()
     if shard_on is not None:
-        lm.shard(shard_on)  # the layers that adapters start from had to be whole
-    trained, shared = [], [DraftHead(lm, None, vocabulary_K)]
+        lm.shard(shard_on)  # only now: adapters start from whole layers
+    built, shared_head = [], [DraftHead(lm, None, vocabulary_K)]
     for name, (recipe, adapter) in adapters.items():
         adapter = adapter.to(adapter.home(lm)).train().requires_grad_()
-        heads = adapter.draft_heads(lm, vocabulary_K) if adapter.own_heads() else shared
-        trained.append(Trainee(name, adapter, heads, recipe))
-    return trained
+        heads = adapter.draft_heads(lm, vocabulary_K) if adapter.own_heads() else shared_head
+        built.append(Trainee(name, adapter, heads, recipe))
+    return built
 
 
-def go_on_from(path: str, adapter: Trainable, lm: TargetModel) -> None:
-    """Give `adapter` the weights of a trained one. Errors: `ConfigError` where that is another kind
-    of adapter; what `adapter_files.load` raises."""
+def load_start(path: str, adapter: Trainable, lm: TargetModel) -> None:
+    """Load a trained adapter's weights. Errors: `ConfigError`; those of `adapter_files.load`."""
     trained, _ = adapter_files.load(path, lm, Trainable)  # type: ignore[type-abstract]
     if isinstance(trained, Adapter) and type(adapter) is Adapter:
         trained = trained.grown(lm, adapter.architecture)

@@ -1,7 +1,6 @@
-"""What training reports of an adapter: held-out results by teacher forcing, and by decoding; and
-of a run the plot of all metrics, for those without W&B.
+"""Metrics of adapters in training, held-out by teacher forcing and by decoding; and a plot of them.
 
-Shapes: B rows, T tokens, M assistant positions, S draft steps, W draft tokens, F results.
+Shapes: B rows, T tokens, M learnt positions, S draft steps, W draft tokens, F results.
 """
 
 import copy
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kangaroo.data.filters import answers
+from kangaroo.data.filters import answer_spans
 from kangaroo.drafters.base import TrainedConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
@@ -34,7 +33,7 @@ from kangaroo.utils.errors import ConfigError, DataError
 
 STEPS = 6  # draft tokens of the held-out compression rate: the paper's gamma
 DRAFTERS = classes("kangaroo.drafters", TrainedConfig)
-_ROWS = 8  # prompts decoded at a time: bounds the cache, whose rows are as long as the longest
+_ROWS = 8  # prompts decoded at a time, which limits the size of the cache
 METRICS, CURVES = "metrics.jsonl", "curves.png"
 HEADINGS = {
     "loss": "Loss a position",
@@ -43,54 +42,56 @@ HEADINGS = {
     "compression_rate": "Compression rate, 6 draft tokens",
     "learning_rate": "Learning rate",
 }
-MARKS = {"train": "-", "held_out": "o-", "decode": "D"}  # how results are drawn, by their names
+MARKS = {"train": "-", "held_out": "o-", "decode": "D"}  # line styles
 
 
-def means(prefix: str, sums_SF: Tensor) -> dict[str, float]:
-    """Means per position, where there was one: `<prefix>/<result>` for the first draft token,
-    `<prefix>/step2/<result>` for the second, ..."""
+def mean_metrics(prefix: str, sums_SF: Tensor) -> dict[str, float]:
+    """Means per position, without draft steps that no position reaches: `<prefix>/<measure>` for
+    the first draft token, `<prefix>/step2/<measure>` for the second, ..."""
     metrics = {}
     for step, (*values, positions) in enumerate(sums_SF.tolist(), 1):
-        place = prefix if step == 1 else f"{prefix}/step{step}"
+        name = prefix if step == 1 else f"{prefix}/step{step}"
         for measure, value in zip(MEASURES[:-1], values, strict=True):
-            if positions:  # no answer may reach a late step
-                metrics[f"{place}/{measure}"] = value / positions
+            if positions:
+                metrics[f"{name}/{measure}"] = value / positions
     return metrics
 
 
-def held_out(prefix: str, sums_SF: Tensor, accepted_W: Tensor) -> dict[str, float]:
+def held_out_metrics(prefix: str, sums_SF: Tensor, accepted_W: Tensor) -> dict[str, float]:
     """Means per position of all draft steps, CTAR and the compression rate."""
     shares = [count / float(sums_SF[0, -1]) for count in accepted_W.tolist()]
     rate = 1 + sum(shares)  # if no round is cut (the paper, section 4.1)
-    return means(prefix, sums_SF) | compression(prefix, shares, rate)
+    return mean_metrics(prefix, sums_SF) | compression_metrics(prefix, shares, rate)
 
 
-def accepted(steps: Sequence[Student], wanted_BT: Tensor, most: int = STEPS) -> Tensor:
-    """`[W]`: from how many positions the first 1, 2, ... draft tokens, `most` at most, would all be
-    accepted: greedy, had a draft begun at every position of texts that the target wrote."""
-    counts, alive_BT = [], wanted_BT
+def count_accepted(steps: Sequence[Student], learnt_BT: Tensor, most: int = STEPS) -> Tensor:
+    """`[W]`: the number of positions from which the first 1, 2, ... draft tokens, `most` at most,
+    would all be accepted in greedy decoding, if the text is the target's own."""
+    counts, accepted_BT = [], learnt_BT
     for step in range(STEPS):
-        agrees_BT = torch.zeros_like(wanted_BT)
+        agrees_BT = torch.zeros_like(learnt_BT)
         if step < most:
-            agrees_BT[wanted_BT] = steps[min(step, len(steps) - 1)].agrees_M
-        alive_BT = alive_BT & F.pad(agrees_BT[:, step:], (0, step))
-        counts.append(alive_BT.sum())
+            agrees_BT[learnt_BT] = steps[min(step, len(steps) - 1)].agrees_M
+        accepted_BT = accepted_BT & F.pad(agrees_BT[:, step:], (0, step))
+        counts.append(accepted_BT.sum())
     return torch.stack(counts)
 
 
-def compression(prefix: str, shares: Sequence[float], rate: float) -> dict[str, float]:
+def compression_metrics(prefix: str, shares: Sequence[float], rate: float) -> dict[str, float]:
     """CTAR(1), CTAR(2), ... and the compression rate, by name."""
-    named = {f"{prefix}/ctar{w}": share for w, share in enumerate(shares, start=1)}
-    return named | {f"{prefix}/compression_rate": rate}
+    metrics = {f"{prefix}/ctar{w}": share for w, share in enumerate(shares, start=1)}
+    return metrics | {f"{prefix}/compression_rate": rate}
 
 
-def prompts_of(samples: Sequence[Sample], config: TrainerConfig, context: int) -> list[list[int]]:
-    """The first samples up to their last answer, that leave room for new tokens. Errors:
-    `ConfigError` where there is none."""
-    if config.shard_target:  # all processes run it at once, and gather its layers for every token
+def decode_prompts(
+    samples: Sequence[Sample], config: TrainerConfig, context: int
+) -> list[list[int]]:
+    """Prompts for `decode`: the first samples that leave room for new tokens, up to their last
+    answer. A sharded target decodes none. Errors: `ConfigError` if no sample is short enough."""
+    if config.shard_target:  # it would gather its layers in all processes for every token
         return []
     longest = min(config.max_length, context - config.decode_tokens)
-    starts = [answers(sample["loss_mask"])[-1][0] for sample in samples]
+    starts = [answer_spans(sample["loss_mask"])[-1][0] for sample in samples]
     pairs = zip(samples, starts, strict=True)
     prompts = [sample["input_ids"][:start] for sample, start in pairs if 0 < start <= longest]
     if config.decode_prompts and not prompts:
@@ -103,42 +104,39 @@ def prompts_of(samples: Sequence[Sample], config: TrainerConfig, context: int) -
 
 
 def decode(
-    lm: TargetModel, trained: Sequence[Trainee], prompts: Sequence[Sequence[int]], new_tokens: int
+    lm: TargetModel, trainees: Sequence[Trainee], prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> dict[str, float]:
-    """What every adapter, as it would be saved now, is worth when decoding at threshold 0: greedy,
-    with `STEPS` draft tokens. Returns, under `decode/<name>/`, `compression_rate` and `ctar1`, ...
-    as of `kangaroo.evaluation.metrics`."""
+    """Decode greedily with every adapter, as it would be saved now, and `STEPS` draft tokens at
+    threshold 0. Returns `decode/<name>/...` metrics as in `kangaroo.evaluation.metrics`."""
     metrics: dict[str, float] = {}
-    for trainee in trained:
+    for trainee in trainees:
         method = DRAFTERS[trainee.recipe.architecture.drafter]
-        drafter = method.chain(STEPS).of(lm, *frozen(lm, trainee))
+        drafter = method.chain(STEPS).of(lm, *frozen_copy(lm, trainee))
         engine = Engine(lm, drafter, always_drafts=True)
-        done = engine.generate(prompts, new_tokens, Sampling(), batch_size=_ROWS)
-        steps = [record for generation in done for record in generation.steps]
-        reached = ctar([record.accepted for record in steps], STEPS)
-        rate = sum(len(record.tokens) for record in steps) / len(steps)
-        metrics |= compression(f"decode/{trainee.name}", reached, rate)
+        generations = engine.generate(prompts, new_tokens, Sampling(), batch_size=_ROWS)
+        steps = [step for generation in generations for step in generation.steps]
+        shares = ctar([step.accepted for step in steps], STEPS)
+        rate = sum(len(step.tokens) for step in steps) / len(steps)
+        metrics |= compression_metrics(f"decode/{trainee.name}", shares, rate)
     return metrics
 
 
-def frozen(lm: TargetModel, trainee: Trainee) -> tuple[Trainable, list[DraftHead]]:
-    """A copy of the adapter as it would be saved and loaded now, and the heads it drafts with."""
+def frozen_copy(lm: TargetModel, trainee: Trainee) -> tuple[Trainable, list[DraftHead]]:
+    """A copy of the adapter as if it were saved and loaded now, and its draft heads."""
     dtype = kept_dtype(trainee.adapter, lm)
     adapter = copy.deepcopy(trainee.adapter).to(dtype).to(lm.dtype).eval().requires_grad_(False)
     return adapter, adapter.draft_heads(lm, trainee.vocabulary_K)
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """The metrics of every step; a last line that is still being written is left out."""
+    """The metrics of every step, without a last line that is still being written."""
     path = folder / METRICS
     lines = path.read_text().splitlines() if path.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def write_curves(folder: Path) -> None:
-    """Make `curves.png` of a run's `metrics.jsonl`: every adapter's metrics over optimizer steps,
-    of training as a line, of held-out text as dots, of decoding as diamonds. Errors: `DataError`
-    where there is none, or nothing in it."""
+    """Plot every adapter's metrics over steps to `curves.png`. Errors: `DataError` for none."""
     rows = read_metrics(folder)
     if not rows:
         raise DataError(f"'{folder}' has no training run's {METRICS}, or it is empty.")
@@ -155,8 +153,8 @@ def write_curves(folder: Path) -> None:
         for adapter, color in colors.items():
             for result, mark in MARKS.items():
                 name = f"{result}/{adapter}/{metric}"
-                drawn = {row["step"]: row[name] for row in rows if name in row}
-                axes.plot(list(drawn), list(drawn.values()), mark, color=color, lw=1, ms=4)
+                values = {row["step"]: row[name] for row in rows if name in row}
+                axes.plot(list(values), list(values.values()), mark, color=color, lw=1, ms=4)
     for adapter, color in colors.items():
         legend.plot([], [], color=color, label=adapter)
     legend.legend(loc="upper left", frameon=False, fontsize=8)

@@ -1,4 +1,4 @@
-"""What is known by being there: a file in a folder, and in it one class of a kind."""
+"""Finds classes by the modules that define them, so that nothing has to be registered."""
 
 import inspect
 import pkgutil
@@ -11,7 +11,7 @@ Kind = TypeVar("Kind")
 
 @cache
 def classes(package: str, base: type[Kind]) -> dict[str, type[Kind]]:
-    """The concrete subclass of `base` in each module of a package that has one, by module."""
+    """The concrete subclass of `base` in each module of a package that defines one, by module."""
     by_module = {}
     for info in pkgutil.iter_modules(import_module(package).__path__):
         module = import_module(f"{package}.{info.name}")

@@ -1,24 +1,24 @@
-"""What can go wrong for a user; every message says what, where, and the fix."""
+"""Errors that a user can fix. Every message says what is wrong, where, and how to fix it."""
 
 
 class KangarooError(Exception):
-    """A failure that the user can fix; the command line shows its message, no traceback."""
+    """An error that the user can fix; the command line shows its message without a traceback."""
 
 
 class ModelNotFound(KangarooError):
-    """A target model was not found in any of the places where it could be."""
+    """A target model was found neither on disk nor on the hub."""
 
 
 class CorruptFile(KangarooError):
-    """A file is truncated, incomplete, or not the one that was asked for."""
+    """A file is truncated, incomplete, or not the expected one."""
 
 
 class UnsupportedModel(KangarooError):
-    """This engine cannot run a model of that architecture or with those positions."""
+    """The engine cannot run a model of this architecture or with this positional encoding."""
 
 
 class ModelTooLarge(KangarooError):
-    """A target's weights do not fit on the devices that have to compute it."""
+    """A target's weights do not fit on its devices."""
 
 
 class AdapterMismatch(KangarooError):
@@ -26,15 +26,15 @@ class AdapterMismatch(KangarooError):
 
 
 class AdapterNotFound(KangarooError):
-    """There is no adapter in the folder where one was expected."""
+    """The given folder holds no adapter."""
 
 
 class HubError(KangarooError):
-    """The model hub cannot be reached, or refuses."""
+    """The model hub cannot be reached or refuses a request."""
 
 
 class PromptError(KangarooError):
-    """A prompt is empty, too long for the context, or cannot be written in the chat template."""
+    """A prompt is empty, too long for the context, or does not fit the chat template."""
 
 
 class ConfigError(KangarooError):
@@ -42,20 +42,20 @@ class ConfigError(KangarooError):
 
 
 class DataError(KangarooError):
-    """A data set is missing, malformed, or holds nothing to train or evaluate on."""
+    """A dataset is missing, malformed, or holds nothing to train or evaluate on."""
 
 
 class Diverged(KangarooError):
-    """A training has come to numbers that are not finite, such as NaN."""
+    """Training has produced numbers that are not finite, such as NaN."""
 
 
 class NotLossless(KangarooError):
-    """A method wrote another text than vanilla decoding, and rounding does not explain it."""
+    """A method's text differs from vanilla decoding's, and rounding does not explain it."""
 
 
 class ProcessLost(KangarooError):
-    """A process that was needed has ended."""
+    """A required process has ended."""
 
 
 class MissingPackage(KangarooError):
-    """A package that only some uses need is not installed."""
+    """An optional package that this use needs is not installed."""

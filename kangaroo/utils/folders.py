@@ -1,4 +1,4 @@
-"""Where things lie that come with the project or can be made again, and what folders are called."""
+"""Paths of the project, the cache and outputs, safe writing of files, and command lines."""
 
 import hashlib
 import json
@@ -19,13 +19,13 @@ from platformdirs import user_cache_dir
 from kangaroo.utils.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[1]
-SHIPPED = Path("adapters")  # `SHIPPED / NAME` is what the model NAME takes
+SHIPPED = Path("adapters")  # `SHIPPED / NAME` is the default adapter of the model NAME
 TORCHRUN = "torchrun --nproc-per-node=N"
-LONGEST_NAME = 200  # bytes; file systems take 255, with what stands before it (`compare-BENCH`)
+LONGEST_NAME = 200  # bytes; file systems allow 255, including a prefix such as `compare-BENCH`
 
 
-def of_project(name: str) -> Path:
-    """A folder of the project: in the installed package, else beside the package in a checkout."""
+def project_folder(name: str) -> Path:
+    """A folder of the project: inside the installed package, or beside it in a checkout."""
     installed = PACKAGE / name
     return installed if installed.is_dir() else PACKAGE.parent / name
 
@@ -33,8 +33,8 @@ def of_project(name: str) -> Path:
 def command_line(
     command: str, *words: str, launcher: str = "python", **options: str | bool | Path
 ) -> str:
-    """A command as a user types it, in a checkout by its script, else by the installed program;
-    `words` stand after its name as they are, and options have `__` for a dot."""
+    """A command as a user types it, by its script in a checkout, else by the installed program.
+    `words` follow its name unchanged; names of options have `__` for a dot."""
     name, *action = command.split()
     if (PACKAGE / "configs").is_dir():
         program = "kangaroo" if launcher == "python" else f"{launcher} -m kangaroo"
@@ -46,14 +46,14 @@ def command_line(
 
 
 def install(extra: str) -> str:
-    """The command that installs what only some uses need. PyPI's kangaroo is another project."""
+    """The command that installs an optional extra. PyPI's kangaroo is another project."""
     if (PACKAGE / "configs").is_dir():
         return f'pip install "CHECKOUT[{extra}]"'
     return f'pip install -e "{PACKAGE.parent}[{extra}]"'
 
 
 def _quoted(value: str | bool | Path) -> str:
-    """A value as Hydra reads it; within quotation marks it is a text, whatever it holds."""
+    """A value as Hydra reads it; in quotation marks it is always a string."""
     if isinstance(value, bool):
         return str(value).lower()
     if re.fullmatch(r"[\w./:+-]+", str(value), re.ASCII):
@@ -62,12 +62,12 @@ def _quoted(value: str | bool | Path) -> str:
     return '"' + doubled.replace('"', '\\"') + '"'
 
 
-def located(path: str) -> Path:
-    """Where a path leads: `adapters/NAME`, if the working folder has none, to the shipped one."""
-    given = Path(path).expanduser()
-    shipped = of_project("adapters") / given.name
-    is_shipped = given.parent == SHIPPED and not given.exists() and shipped.exists()
-    return shipped if is_shipped else given
+def resolve_path(name: str) -> Path:
+    """The path of that name; `adapters/NAME`, where it does not exist, is the shipped adapter."""
+    path = Path(name).expanduser()
+    shipped = project_folder("adapters") / path.name
+    is_shipped = path.parent == SHIPPED and not path.exists() and shipped.exists()
+    return shipped if is_shipped else path
 
 
 def cache_folder() -> Path:
@@ -77,8 +77,8 @@ def cache_folder() -> Path:
 
 @contextmanager
 def sole_writer(folder: Path, rank: int) -> Iterator[None]:
-    """Let no other process of that rank write into a folder until this one leaves, or ends. Errors:
-    `ConfigError` where one does already."""
+    """Lock a folder against other processes of the same rank. Errors: `ConfigError` where another
+    process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lock = FileLock(folder / f".lock-{rank}").acquire(timeout=0)
@@ -92,16 +92,16 @@ def sole_writer(folder: Path, rank: int) -> Iterator[None]:
 
 @contextmanager
 def new_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
-    """Where to write what `folder` is to hold, which appears whole, at the end, or not at all; with
-    `replace` in place of what is there. Errors: `ConfigError` where there is something else."""
+    """A temporary folder that is renamed to `folder` once it is complete. Errors: `ConfigError`
+    where `folder` exists, unless `replace`."""
     if folder.exists() and not replace:
         raise ConfigError(
             f"'{folder}' is there already, and nothing is written over it. Pass output= another "
             "folder, or remove this one."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
-        (partial := Path(beside, folder.name)).mkdir()
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as parent:
+        (partial := Path(parent, folder.name)).mkdir()
         yield partial
         if replace:
             shutil.rmtree(folder, ignore_errors=True)
@@ -109,33 +109,33 @@ def new_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a file that appears whole or, if the process is killed, not at all."""
+    """Write a file atomically: a killed process leaves no partial file under its name."""
     part = file.with_name(f"{file.name}.{uuid4().hex}.part")  # others may write the same file
     part.write_bytes(content)
     os.replace(part, file)
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
-    """Write JSON in the same way."""
+    """Write a JSON file atomically."""
     write_whole(file, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def named_by(overrides: list[str], excluded: list[str], part: str) -> str:
-    """What the command line says (`drafter.steps=4`), as a part of a folder's name, each after a
-    comma: of `part` "drafter" its own options, by their short names, else all others."""
+def overrides_suffix(overrides: list[str], excluded: list[str], part: str) -> str:
+    """Command-line overrides (`drafter.steps=4`) as the end of a folder's name, each after a comma:
+    for `part` "drafter" the drafter's options by their short names, otherwise all others."""
     words = (override.lstrip("+~").removeprefix("drafter@") for override in overrides)
     kept = [word for word in words if word.partition("=")[0] not in excluded]
     kept = [word for word in kept if word.startswith("drafter.") == (part == "drafter")]
-    named = "".join(sorted(f",{word.removeprefix('drafter.')}" for word in kept))
-    return fitting(re.sub(r"[^\w.=,+-]+", "-", named))
+    suffix = "".join(sorted(f",{word.removeprefix('drafter.')}" for word in kept))
+    return shorten_names(re.sub(r"[^\w.=,+-]+", "-", suffix))
 
 
-def fitting(path: str) -> str:
-    """The same path; of a name too long for file systems its beginning, and a hash of all of it."""
+def shorten_names(path: str) -> str:
+    """The path with every name too long for file systems cut, and a hash of the full name added."""
     names = path.split("/")
-    for i, whole in enumerate(map(str.encode, names)):
-        if len(whole) > LONGEST_NAME:
-            digest = hashlib.sha256(whole).hexdigest()[:16]
-            beginning = whole[: LONGEST_NAME - len(digest) - 1].decode(errors="ignore")
+    for i, name in enumerate(map(str.encode, names)):
+        if len(name) > LONGEST_NAME:
+            digest = hashlib.sha256(name).hexdigest()[:16]
+            beginning = name[: LONGEST_NAME - len(digest) - 1].decode(errors="ignore")
             names[i] = f"{beginning}-{digest}"
     return "/".join(names)

@@ -1,4 +1,4 @@
-"""The memory that a process holds and has held, and a drafter in it, on GPUs or a CPU; in bytes."""
+"""Memory of the process, its devices, and single objects such as a drafter, in bytes."""
 
 import ctypes
 import gc
@@ -16,23 +16,24 @@ import torch
 from torch import Tensor, nn
 
 LEAVES = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+Allocation = tuple[tuple[str, int], int, int]  # (device, address), bytes, elements of parameters
 
 
 def peak(device: torch.device) -> int:
-    """The most that this process has held so far: on the fullest GPU, else resident memory."""
+    """The peak memory of this process: of its fullest GPU, or resident memory on a CPU."""
     if device.type == "cuda":
         return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return held if sys.platform == "darwin" else 1024 * held
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident if sys.platform == "darwin" else 1024 * resident
 
 
 def total(device: torch.device) -> int:
-    """All the memory that a GPU has; 0 for a CPU."""
+    """The memory of a GPU; 0 for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def free(device: torch.device) -> int:
-    """What a further tensor of this process may take on that device."""
+    """The memory that is available for further tensors of this process on a device."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -40,20 +41,20 @@ def free(device: torch.device) -> int:
 
 
 def give_back() -> None:
-    """Return what was freed to the system: of batches of all lengths glibc keeps ever more of it
-    in pieces (a fused adapter's training held 5 GB, and 15 after 120 steps)."""
-    with suppress(AttributeError):  # glibc's alone
+    """Return freed memory to the system. With batches of varying lengths, glibc keeps more and more
+    of it in fragments (training a fused adapter grew from 5 GB to 15 in 120 steps)."""
+    with suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def weights(*modules: nn.Module) -> int:
-    """The size of the modules' parameters, and of buffers, in which some quantized ones lie."""
+def weight_bytes(*modules: nn.Module) -> int:
+    """The size of the modules' parameters and buffers; some quantized weights are buffers."""
     tensors = (x for module in modules for x in chain(module.parameters(), module.buffers()))
-    return sum(part.nbytes for x in tensors for part in parts(x))
+    return sum(part.nbytes for x in tensors for part in plain_tensors(x))
 
 
-def parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors that one of another type, such as torchao's, consists of; a plain one itself."""
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors inside a tensor subclass such as torchao's; a plain tensor itself."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if type(tensor) in (Tensor, nn.Parameter) or flatten is None:
         return [tensor]
@@ -61,43 +62,42 @@ def parts(tensor: Tensor) -> list[Tensor]:
 
 
 class Footprint(NamedTuple):
-    """What something holds in memory."""
+    """The memory of an object."""
 
-    parameters: int  # elements of modules' weights
-    bytes: int  # of all tensors and arrays as allocated, mapped files in full
+    parameters: int  # elements of modules' parameters
+    bytes: int  # allocated for all tensors and arrays, mapped files in full
 
 
 def footprint(drafter: object, shared: Sequence[object]) -> Footprint:
-    """What `drafter` holds that is not held by `shared` too, as the target and its batch are. Each
-    piece of memory counts once, in full; Python's own objects, what a closure alone holds and what
-    CUDA graphs keep do not."""
-    seen: set[int] = set()
-    theirs = {address for address, _, _ in _memory(shared, seen)}
+    """The memory of `drafter` beyond `shared` objects such as the target. Each allocation counts
+    once, in full; Python objects and what only closures or CUDA graphs hold do not count."""
+    visited: set[int] = set()
+    shared_addresses = {address for address, _, _ in _allocations(shared, visited)}
     sizes: dict[tuple[str, int], tuple[int, int]] = {}
-    for address, size, elements in _memory([drafter], seen):
-        if address not in theirs:
+    for address, size, elements in _allocations([drafter], visited):
+        if address not in shared_addresses:
             largest = sizes.get(address, (0, 0))
             sizes[address] = max(size, largest[0]), max(elements, largest[1])
     return Footprint(sum(x for _, x in sizes.values()), sum(x for x, _ in sizes.values()))
 
 
-def _memory(roots: Sequence[object], seen: set[int]) -> Iterator[tuple[tuple[str, int], int, int]]:
-    """Of all tensors and arrays not `seen`: address, bytes, and how many elements are a weight."""
-    todo: list[Any] = list(roots)
-    while todo:
-        item = todo.pop()
-        if isinstance(item, LEAVES) or id(item) in seen:
+def _allocations(roots: Sequence[object], visited: set[int]) -> Iterator[Allocation]:
+    """The allocations of all tensors and arrays that are not yet `visited`."""
+    stack: list[Any] = list(roots)
+    while stack:
+        item = stack.pop()
+        if isinstance(item, LEAVES) or id(item) in visited:
             continue
-        seen.add(id(item))
+        visited.add(id(item))
         if isinstance(item, Tensor):
-            weight = item.numel() if isinstance(item, nn.Parameter) else 0
-            for part in parts(item):
+            parameters = item.numel() if isinstance(item, nn.Parameter) else 0
+            for part in plain_tensors(item):
                 storage = part.untyped_storage()
-                yield (str(item.device), storage.data_ptr()), storage.nbytes(), weight
-                weight = 0  # of a quantized one, the scales are none
+                yield (str(item.device), storage.data_ptr()), storage.nbytes(), parameters
+                parameters = 0  # the scales of a quantized tensor are no parameters
         elif isinstance(item, np.ndarray):
             while isinstance(item.base, np.ndarray):
                 item = item.base
             yield ("cpu", item.ctypes.data), item.nbytes, 0
         else:
-            todo.extend(gc.get_referents(item))
+            stack.extend(gc.get_referents(item))

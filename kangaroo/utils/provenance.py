@@ -1,4 +1,4 @@
-"""What stands beside every result: enough to say how it came about and to make it again."""
+"""The provenance that is saved with every result, so that it can be reproduced."""
 
 import datetime
 import platform
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from enum import Enum
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ PACKAGES = ("kangaroo", "torch", "transformers", "datasets", "deepspeed", "hydra
 
 def provenance() -> dict[str, Any]:
     """Command line, git revision, versions, hardware and time, as plain JSON values."""
+    versions = {x: next((d.version for d in distributions(name=x)), None) for x in PACKAGES}
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "git_revision": git_revision(),
-        "versions": {x: _version(x) for x in PACKAGES} | {"python": platform.python_version()},
+        "versions": versions | {"python": platform.python_version()},
         "hardware": {
             "cpu": processor(),
             "threads": torch.get_num_threads(),
@@ -33,25 +34,25 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def machine(about: dict[str, Any]) -> str:
-    """What computed, in words, of what `provenance` returned."""
-    hardware = about["hardware"]
+def describe_machine(provenance: dict[str, Any]) -> str:
+    """The hardware in a provenance, in words."""
+    hardware = provenance["hardware"]
     names = ", ".join(name for name in (hardware["cuda"], hardware["cpu"]) if name)
     return f"{names}, CPU threads: {hardware['threads']}"
 
 
 @cache
 def processor() -> str:
-    """The processor's model, as the system calls it."""
+    """The processor's model name."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
     return names[0] if names else platform.processor() or platform.machine()
 
 
 def git_revision() -> str | None:
-    """The checkout's commit, with "-dirty" where files differ from it; None outside a checkout."""
+    """The checkout's commit, with "-dirty" for uncommitted changes; None outside a checkout."""
     checkout = PACKAGE.parent
-    if not (checkout / ".git").exists():  # an installed package may lie in somebody's repository
+    if not (checkout / ".git").exists():  # an installed package may lie in another repository
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
@@ -60,8 +61,8 @@ def git_revision() -> str | None:
         return None
 
 
-def changes(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """How settings differ, for a message that refuses to mix two runs; empty if they do not."""
+def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """The differences of two runs' settings, for an error message; empty where they are equal."""
     return "; ".join(
         f"{name}={before.get(name)!r} there, {now.get(name)!r} now"
         for name in sorted(before.keys() | now.keys())
@@ -69,19 +70,12 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> str:
     )
 
 
-def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted names, as they are written on the command line."""
+def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted names, as on the command line."""
     leaves: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, dict):
-            leaves |= flat(value, f"{prefix}{name}.")
+            leaves |= flatten(value, f"{prefix}{name}.")
         else:
             leaves[prefix + name] = value.value if isinstance(value, Enum) else value
     return leaves
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -1,4 +1,4 @@
-"""The processes of a run that torchrun started, and what they tell each other."""
+"""The processes of a run under torchrun, and their communication."""
 
 import logging
 import os
@@ -21,56 +21,55 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process, `rank`, among the `world` of the run; by default the only one."""
+    """This process's rank, and the number of processes; by default there is only one."""
 
     rank: int = 0
     world: int = 1
 
     @property
     def is_first(self) -> bool:
-        """Whether it writes the files."""
+        """Whether this process writes the files."""
         return self.rank == 0
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes by default: its own GPU, else the CPU."""
+        """The default device of this process: its own GPU, or the CPU."""
         has_gpu = torch.cuda.is_available()
         return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
 
     def scatter(self, items: Sequence[T]) -> list[tuple[T, bool]]:
-        """This process's share: items `rank`, `rank + world`, ... All shares have the same length,
-        since all processes run a sharded target at once; the bool is false for an item that only
-        fills a share up and must not count."""
-        rounds = -(-len(items) // self.world)
-        mine = range(self.rank, rounds * self.world, self.world)
-        return [(items[i % len(items)], i < len(items)) for i in mine]
+        """This process's share: items `rank`, `rank + world`, ... All shares have equal lengths,
+        since a sharded target runs in all processes at once; the bool is false for padding."""
+        padded = -(-len(items) // self.world) * self.world
+        indices = range(self.rank, padded, self.world)
+        return [(items[i % len(items)], i < len(items)) for i in indices]
 
     def all_gather(self, value: T) -> list[T]:
-        """The values of all processes, by rank; each a small object that can be pickled."""
+        """The values of all processes by rank; they are small objects that can be pickled."""
         values: list[Any] = [value] * self.world
         if self.world > 1:
             dist.all_gather_object(values, value)
         return values
 
     def gather(self, results: list[T], count: int) -> list[T]:
-        """The results for `count` items that `scatter` gave out, in their order."""
+        """The results of the `count` items that `scatter` distributed, in their order."""
         shares = self.all_gather(results)
         return [shares[i % self.world][i // self.world] for i in range(count)]
 
     def broadcast(self, value: T) -> T:
-        """The value of process 0, in all of them; what the others pass is not used."""
+        """The first process's value, returned in all processes."""
         values: list[Any] = [value]
         if self.world > 1:
             dist.broadcast_object_list(values, src=0)
         return values[0]
 
     def copy_from(self, rank: int, value: Tensor) -> None:
-        """Replace the tensor of every process by that of one, in place."""
+        """Overwrite the tensor in every process with the one of process `rank`."""
         if self.world > 1:
             dist.broadcast(value, src=rank)
 
     def wait(self) -> None:
-        """Return when all processes have called it."""
+        """Wait until all processes have called this."""
         self.all_gather(None)
 
 
@@ -79,14 +78,14 @@ ALONE = Ranks()
 
 @contextmanager
 def join() -> Iterator[Ranks]:
-    """Join the processes that torchrun started, each on its own GPU, before a model is loaded;
-    without it, there is one. The first alone logs, and none leaves before all are at the end."""
+    """Join the processes that torchrun started, each on its own GPU, before a model is loaded. Only
+    the first process logs, and all wait for each other at the end."""
     if "WORLD_SIZE" not in os.environ:
         yield ALONE
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # gloo on the CPU and nccl on GPUs; one process may write data for days while others wait
+    # gloo on CPUs and nccl on GPUs; one process may write data for days while the others wait
     dist.init_process_group(timeout=timedelta(days=7))
     try:
         ranks = Ranks(dist.get_rank(), dist.get_world_size())
@@ -99,9 +98,8 @@ def join() -> Iterator[Ranks]:
 
 
 def check_alone() -> None:
-    """Errors: `ConfigError` where torchrun started several processes of a command for one."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
+    """Errors: `ConfigError` where torchrun started several processes of a one-process command."""
+    if (world := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise ConfigError(
             f"{Path(sys.argv[0]).name} runs in one process, and torchrun started {world}, which "
             "would overwrite each other's files. Start it without torchrun."

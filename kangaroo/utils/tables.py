@@ -1,4 +1,4 @@
-"""The one table writer: rows of named cells, in Markdown and for the terminal."""
+"""Tables in Markdown and for the terminal, and the number formats of their cells."""
 
 import re
 from collections.abc import Sequence
@@ -7,21 +7,21 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-# A cell by its heading. All rows of a table have the headings of the first.
+# Cells by their headings. All rows of a table have the headings of the first.
 Row = dict[str, str]
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The rows as Markdown, numbers to the right of the first column."""
+    """The rows as a Markdown table; all columns but the first are right-aligned."""
     cells = [list(rows[0]), *(list(row.values()) for row in rows)]
     # a line break or a bar would end a cell
-    first, *others = ([re.sub(r"\s+", " ", x).replace("|", "\\|") for x in line] for line in cells)
-    lines = [first, ["---", *["---:"] * (len(first) - 1)], *others]
+    head, *body = ([re.sub(r"\s+", " ", x).replace("|", "\\|") for x in line] for line in cells)
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def terminal(rows: Sequence[Row], title: str | None = None, caption: str | None = None) -> Table:
-    """The same for a rich console, all as it is: where room is short, the widest columns fold."""
+    """The rows as a table for a rich console, whose widest columns wrap where space is short."""
     table = Table(
         title=title and Text(title),
         title_justify="left",
@@ -39,23 +39,23 @@ def terminal(rows: Sequence[Row], title: str | None = None, caption: str | None 
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """With so many decimals; a dash for none."""
+    """A number with `digits` decimals; a dash for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def share(value: float | None) -> str:
-    """In per cent; a dash for none."""
+    """A share as a percentage; a dash for None."""
     return "-" if value is None else f"{value:.0%}"
 
 
 def span(ends: Sequence[float], between: str = " to ") -> str:
-    """An interval or a range."""
+    """An interval, with two decimals."""
     return between.join(f"{end:.2f}" for end in ends)
 
 
 def estimate(value: float | None, ends: Sequence[float] | None, same: float | None = None) -> str:
-    """A value and its interval, left out where there is none, or where it has no width; `same` is
-    the value that says that there is no difference."""
+    """A value with its confidence interval, omitted where it has no width. `same` is the value that
+    means no difference, such as a ratio of 1."""
     if value is None or ends is None or ends[0] == ends[1]:
         return number(value)
     text = f"{number(value)} ({span(ends, ' to ' if min(ends) < 0 else '-')})"
@@ -64,7 +64,7 @@ def estimate(value: float | None, ends: Sequence[float] | None, same: float | No
 
 
 def short(value: float) -> str:
-    """Three digits and a prefix: 1.27M."""
+    """A number with three digits and a metric prefix, such as 1.27M."""
     prefix = ""
     for larger in "kMG":
         if value < 999.5:

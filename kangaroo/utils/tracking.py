@@ -1,7 +1,4 @@
-"""Where metrics and results go besides the files of a run: nowhere, or Weights & Biases.
-
-The only module that imports wandb, and only when it is asked for.
-"""
+"""Experiment tracking by Weights & Biases. Only this module imports wandb, and only when used."""
 
 from __future__ import annotations
 
@@ -15,61 +12,55 @@ from typing import Any
 
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import install
-from kangaroo.utils.provenance import flat
+from kangaroo.utils.provenance import flatten
 
-ID = "wandb_id"  # of a run, a file in its folder
-NAME = 128  # characters that a run's name may have
+ID_FILE = "wandb_id"  # in a run's folder, its id in W&B
+LONGEST_NAME = 128  # characters of a run's name
 
 
 @dataclass
 class NoTracker:
-    """For runs whose files are enough; others take metrics by name, plots and files."""
+    """The tracker that does nothing, and the interface of all trackers."""
 
     name: str = "none"
 
     def start(self, settings: dict[str, Any], output: Path) -> NoTracker:
-        """Begin a run, or go on with that which `output` belongs to."""
+        """Begin a run, or resume the one of the folder `output`."""
         return self
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Metrics of a step; steps ascend."""
+        """Log the metrics of a step; steps ascend."""
 
     def result(self, metrics: dict[str, float], plots: Sequence[Path]) -> None:
-        """What stands for the whole run."""
+        """Record the summary and the plots of the whole run."""
 
     def save(
-        self, folder: Path, files: Sequence[Path], name: str, kind: str, about: dict[str, Any]
+        self, folder: Path, files: Sequence[Path], name: str, kind: str, metadata: dict[str, Any]
     ) -> None:
-        """Keep files, by their names within `folder`, as a version of what `name` names; `kind` is
-        such as "adapter", and `about` what a reader wants to know before fetching it."""
+        """Upload files, by their names within `folder`, as a version of the artifact `name`, of a
+        `kind` such as "adapter", with `metadata`."""
 
     def __enter__(self) -> NoTracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """The run has ended, or failed: a search has to know."""
+        """End the run, as failed if there was an exception: sweeps depend on it."""
 
 
 def forget(output: Path) -> None:
-    """What `output` holds is measured anew: a run of its own in W&B, too."""
-    (output / ID).unlink(missing_ok=True)
+    """Let the next run in `output` be a new run in W&B."""
+    (output / ID_FILE).unlink(missing_ok=True)
 
 
 @dataclass
 class Wandb(NoTracker):
-    """Weights & Biases.
-
-    Args:
-        project, entity: where it is kept; a run of a W&B sweep is kept where the sweep is.
-        group: runs of one sweep or comparison share it.
-        mode: "online", or "offline", which `wandb sync` sends later; None takes `$WANDB_MODE`.
-    """
+    """Weights & Biases. A run of a W&B sweep takes the sweep's project and entity."""
 
     name: str = "wandb"
     project: str = "kangaroo"
     entity: str | None = None
-    group: str | None = None
-    mode: str | None = None
+    group: str | None = None  # shared by the runs of one sweep or comparison
+    mode: str | None = None  # "online", or "offline" for `wandb sync`; None takes `$WANDB_MODE`
 
     def start(self, settings: dict[str, Any], output: Path) -> Wandb:
         try:
@@ -79,31 +70,31 @@ class Wandb(NoTracker):
                 f"logger=wandb needs the package wandb: {install('wandb')}, or logger=none."
             ) from error
         output.mkdir(parents=True, exist_ok=True)
-        self.wandb, file = wandb, output / ID
-        place: dict[str, Any] = {"dir": output, "group": self.group, "mode": self.mode}
-        if "WANDB_SWEEP_ID" not in os.environ:  # else the sweep's agent says where, and which run
+        self.wandb, file = wandb, output / ID_FILE
+        options: dict[str, Any] = {"dir": output, "group": self.group, "mode": self.mode}
+        if "WANDB_SWEEP_ID" not in os.environ:  # else the sweep's agent sets them
             if not file.exists():
                 file.write_text(secrets.token_hex(4))
-            place |= {"project": self.project, "entity": self.entity, "id": file.read_text()}
-        name = os.environ.get("WANDB_NAME", "/".join(output.resolve().parts[-2:])[-NAME:])
-        self.run = wandb.init(name=name, config=flat(settings), resume="allow", **place)
+            options |= {"project": self.project, "entity": self.entity, "id": file.read_text()}
+        name = os.environ.get("WANDB_NAME", "/".join(output.resolve().parts[-2:])[-LONGEST_NAME:])
+        self.run = wandb.init(name=name, config=flatten(settings), resume="allow", **options)
         return self
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        if step >= self.run.starting_step:  # W&B has those done again since a checkpoint
+        if step >= self.run.starting_step:  # W&B has the steps repeated since a checkpoint
             self.run.log(metrics, step=step)
 
     def result(self, metrics: dict[str, float], plots: Sequence[Path]) -> None:
         self.run.log({f"plots/{plot.stem}": self.wandb.Image(str(plot)) for plot in plots})
-        # after the last step has been written, or that would count as the run's result
+        # last, or the last step's metrics would replace the summary
         self.run.summary.update(metrics)
 
     def save(
-        self, folder: Path, files: Sequence[Path], name: str, kind: str, about: dict[str, Any]
+        self, folder: Path, files: Sequence[Path], name: str, kind: str, metadata: dict[str, Any]
     ) -> None:
-        # its names may hold letters, digits and these three
+        # names of artifacts may hold letters, digits and these three characters
         name = re.sub(r"[^\w.-]", "-", name, flags=re.ASCII)
-        artifact = self.wandb.Artifact(name, kind, metadata=about)
+        artifact = self.wandb.Artifact(name, kind, metadata=metadata)
         for file in files:
             artifact.add_file(str(file), name=file.relative_to(folder).as_posix())
         self.run.log_artifact(artifact)

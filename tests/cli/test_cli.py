@@ -24,7 +24,7 @@ from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.drafters.rest import RestConfig
 from kangaroo.utils.discovery import classes
-from kangaroo.utils.folders import fitting, sole_writer
+from kangaroo.utils.folders import shorten_names, sole_writer
 
 
 def test_every_command_has_a_script_and_a_function():
@@ -262,7 +262,7 @@ def test_a_sweeps_folder_is_named_by_all_but_the_drafter_and_its_jobs_by_that():
     folders = [composed("evaluate", *options, f"seed={i}").hydra.run.dir for i in (1, 2)]
     first, second = (folder.rpartition("/")[2] for folder in folders)
     assert first.startswith("more.variant_0.num_pred_tokens=3,") and first != second
-    assert all(len(name.encode()) <= 200 for name in (first, fitting("é" * 101)))
+    assert all(len(name.encode()) <= 200 for name in (first, shorten_names("é" * 101)))
 
 
 # ---- sizes

@@ -20,7 +20,7 @@ from helpers import RandomTree, adapter_for, forward_logits, random_prompts, tin
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.data import store
 from kangaroo.data.conversations import ConversationsConfig
-from kangaroo.data.filters import FilterConfig, answers
+from kangaroo.data.filters import FilterConfig, answer_spans
 from kangaroo.data.making import MixConfig
 from kangaroo.data.writing import Dialogue
 from kangaroo.drafters.kangaroo import Kangaroo
@@ -225,7 +225,7 @@ def test_the_records_of_a_dataset_are_those_of_a_forward_over_its_text(brief, tm
         known += is_known.tolist()
         _, chances_MK = topk_logits.tensors(sample["teacher"][is_known])
         torch.testing.assert_close(chances_MK, p_MV[is_known].topk(4).values, **HALF)
-        last = answers(sample["loss_mask"])[-1]
+        last = answer_spans(sample["loss_mask"])[-1]
         assert is_known[-(last[1] - last[0]) :].all()  # of the last answer all are there
     assert 0.5 < np.mean(known) <= 1 and about["teacher"] == {"model": TINY, "likeliest": 4}
 

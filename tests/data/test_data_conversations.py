@@ -11,8 +11,8 @@ from datasets import Dataset
 
 from kangaroo.data import reading, store
 from kangaroo.data.conversations import ConversationsConfig
-from kangaroo.data.filters import answers
-from kangaroo.data.reading import HELD_OUT, SHARED, TRAINING, Source, read, regular, split
+from kangaroo.data.filters import answer_spans
+from kangaroo.data.reading import HELD_OUT, SHARED, TRAINING, Source, alternating_turns, read, split
 from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.models.prompts import masked_ids, prompt_ids
 from kangaroo.training.batches import check_trainable
@@ -76,7 +76,7 @@ def test_every_form_gives_the_same_conversations(tmp_path):
 def test_a_benchs_questions_and_a_column_that_is_named_are_read(tmp_path, target):
     (messages,) = read_from(tmp_path, {"question_id": 7, "turns": ["Who?", "And then?"]})
     assert [turn["content"] for turn in messages] == ["Who?", "And then?"]
-    assert regular(messages) == (chat("Who?"), "two user turns in a row")
+    assert alternating_turns(messages) == (chat("Who?"), "two user turns in a row")
     named = {"prompt": "x", "talk": chat("Why?", "So.")}
     assert read_from(tmp_path, named, column="talk") == [chat("Why?", "So.")]
     with pytest.raises(DataError, match=r"no 'text' among its fields .*column"):
@@ -189,7 +189,7 @@ KEPT = "ua:ua au:u sua:sua saua:sua uau:uau uua:u uaa:ua s:s a: : suas:sua uaeua
 def test_turns_are_kept_as_far_as_they_alternate(roles, kept):
     names = {"u": "user", "a": "assistant", "s": "system", "e": "user"}
     messages = [{"role": names[r], "content": " " if r == "e" else "x"} for r in roles]
-    assert [m["role"][0] for m in regular(messages)[0]] == list(kept)
+    assert [m["role"][0] for m in alternating_turns(messages)[0]] == list(kept)
 
 
 def test_text_as_it_is_gets_the_templates_mask(target, tmp_path):
@@ -220,8 +220,8 @@ def test_answers_are_the_targets_with_its_earlier_answers_before_them(target, tm
         assert questions == asked[: len(said)]
         prompt = prompt_ids(tokenizer, sample["messages"][:-1])
         assert sample["input_ids"][: len(prompt)] == prompt
-        assert len(answers(sample["loss_mask"])) == len(said)
-    turns = {len(answers(sample["loss_mask"])) for sample in samples}
+        assert len(answer_spans(sample["loss_mask"])) == len(said)
+    turns = {len(answer_spans(sample["loss_mask"])) for sample in samples}
     assert turns == {1, 2}  # some first answers reach their limit, which ends a conversation
 
 
@@ -299,13 +299,13 @@ def test_who_shares_a_passage_with_a_held_out_question_is_not_learnt(passage, le
 
 def test_records_without_a_question_are_left_out_and_bad_ones_are_named(tmp_path):
     empty, bad = chat("", "Hello")[1:], {"text": "a"}
-    two, left_out = [question("a"), question("b")], Counter()
+    two, unreadable = [question("a"), question("b")], Counter()
     for parts in (
         parts_of(tmp_path, [empty, *two]),
-        parts_of(tmp_path, [bad, *two], left_out=left_out),
+        parts_of(tmp_path, [bad, *two], unreadable=unreadable),
     ):
         assert len(parts.training) == len(parts.held_out) == 1
-    assert left_out.total() == 1
+    assert unreadable.total() == 1
     for records, held, message in (
         ([empty], 1, "holds no questions"),
         (two, 2, r"task 'all' of .* has 2 questions, and 2 were .* Pass held= below 2"),

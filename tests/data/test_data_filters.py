@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from kangaroo.data.filters import FilterConfig, Questions, answers, repetition, select
+from kangaroo.data.filters import FilterConfig, Questions, answer_spans, repetition, select
 
 
 def conversation(*turns):
@@ -53,7 +53,7 @@ def test_degenerate_turns_are_dropped_or_cut_off_and_counted(bad, reason):
     assert samples == [conversation(fine)] and dropped == {f"later turns: {reason}": 1}
     healthy = conversation(fine, ("And then?", GOOD))
     assert kept(healthy) == ([healthy], {})
-    assert answers(healthy["loss_mask"]) == [(2, 22), (24, 44)]
+    assert answer_spans(healthy["loss_mask"]) == [(2, 22), (24, 44)]
 
 
 def test_an_answer_of_blanks_is_empty_however_many_tokens_it_has():
@@ -72,5 +72,5 @@ def test_the_first_of_several_like_questions_is_kept():
 @pytest.mark.parametrize("text", ["?", "???", "", "日本", "🦘🦘", "a" * 100_000])
 def test_any_question_meets_itself_alone(text):
     questions = Questions(0.7)
-    assert questions.met(text) == "" and questions.met(text) == "duplicate"
-    assert questions.met(QUESTIONS[2]) == ""
+    assert questions.add(text) == "" and questions.add(text) == "duplicate"
+    assert questions.add(QUESTIONS[2]) == ""

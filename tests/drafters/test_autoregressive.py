@@ -98,10 +98,12 @@ def test_a_chain_is_what_its_definition_gives_after_the_whole_text(sampling, nam
 
 @pytest.mark.parametrize("own", [True, False], ids=["first layers", "another model"])
 @pytest.mark.parametrize("idle", [0, 1, 3, 9], ids="{} rounds idle".format)
-def test_so_it_does_in_native_rounds_also_after_rounds_without_drafts(case, own, idle, monkeypatch):
+@pytest.mark.parametrize("native", [True, False], ids=["native", "tensors"])
+def test_so_it_does_after_rounds_without_drafts(case, own, idle, native, monkeypatch):
     """Of each so many, after two in which it drafts."""
-    lm = TargetModel(case.lm.hf).compile_for_decoding()
-    model = TargetModel(draft_lm(case).hf if own else another_model().hf).compile_for_decoding()
+    lm, model = case.lm, draft_lm(case) if own else another_model()
+    if native:
+        lm, model = (TargetModel(each.hf).compile_for_decoding() for each in (lm, model))
     expected = cases.written_by_some(model, [range(model.n_layers)], SAMPLED)
     drafter = DraftModel(lm, model, steps=3)
     engine, rounds, counts = Engine(lm, drafter, prefill_chunk=CHUNK), itertools.count(), set()
@@ -110,17 +112,25 @@ def test_so_it_does_in_native_rounds_also_after_rounds_without_drafts(case, own,
         return [float(next(rounds) % (2 + idle) >= 2)] * nodes
 
     monkeypatch.setattr(Budget, "min_chain_chances", least)
-    draft = DraftModelDrafting.draft
+    draft, propose = DraftModelDrafting.draft, drafter.propose
 
-    def check(self, buffers, batch, rows):
+    def check(batch, row, drafted):
+        assert drafted == expected(batch.texts[row], batch.seeds[row], len(drafted))
+        counts.add(len(drafted))
+
+    def native_draft(self, buffers, batch, rows):
         draft(self, buffers, batch, rows)
         for row in rows:
-            drafted = buffers.token[row, 1 : buffers.count[row]].tolist()
-            text, seed = batch.texts[row], batch.seeds[row]
-            assert drafted == expected(text, seed, len(drafted))
-            counts.add(len(drafted))
+            check(batch, row, buffers.token[row, 1 : buffers.count[row]].tolist())
 
-    monkeypatch.setattr(DraftModelDrafting, "draft", check)
+    def tensors_propose(batch):
+        proposed = propose(batch)
+        for row in batch.active:
+            check(batch, row, proposed.tokens_BN[row, 1:].tolist())
+        return proposed
+
+    monkeypatch.setattr(DraftModelDrafting, "draft", native_draft)
+    monkeypatch.setattr(drafter, "propose", tensors_propose)
     texts = texts_by(engine, PROMPTS, 2 * NEW_TOKENS, SAMPLED, batch_size=2)
     assert counts == ({0, 3} if idle else {3})
     assert texts == vanilla_texts(lm, PROMPTS, 2 * NEW_TOKENS, SAMPLED)

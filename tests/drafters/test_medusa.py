@@ -165,9 +165,9 @@ def test_the_loss_on_states_is_added_with_its_weight():
     lm = tiny()
     head, seen, both = gradients(lm, regression=3.0)
     _, _, tokens_alone = gradients(lm, regression=0.0)
-    wanted_BT = seen.wanted_BT
+    learnt_BT = seen.learnt_BT
     (state_BTD,) = head.states(seen.taps, seen.deep[lm.n_layers], seen.meta, 1)
-    difference_MD = state_BTD[wanted_BT] - seen.deep[lm.n_layers][wanted_BT]
+    difference_MD = state_BTD[learnt_BT] - seen.deep[lm.n_layers][learnt_BT]
     near = difference_MD.abs() < 1
     loss_MD = torch.where(near, 0.5 * difference_MD**2, difference_MD.abs() - 0.5)
     head.zero_grad()

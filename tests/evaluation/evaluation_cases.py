@@ -9,8 +9,8 @@ from rich.console import Console
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.evaluation import comparison, summary
-from kangaroo.evaluation.bench import BenchConfig
-from kangaroo.evaluation.records import METHOD, MethodRun, Record, Turn, Writer
+from kangaroo.evaluation.bench import MTBENCH, BenchConfig
+from kangaroo.evaluation.records import METHOD, MethodRun, Record, Turn, append
 from kangaroo.evaluation.run import EvaluateConfig, Evaluator, MethodSpec
 from kangaroo.models.loading import byte_tokenizer, random_model
 from kangaroo.models.target import TargetModel
@@ -30,8 +30,8 @@ def vanilla_run(count, seconds=1.0, **others):
 
 
 def hf_run(count, seconds):
-    """An answer of an earlier record of transformers, which tells no rounds."""
-    return MethodRun(list(range(count)), "text", "length", count, seconds, *([] for _ in range(6)))
+    """An answer of transformers, whose tokens take equally long."""
+    return run([count], [0], [0], [seconds], prefill=0.0)
 
 
 def record(question_id, *pairs, category="qa", fork=None, prompts=(3, 3)):
@@ -41,7 +41,8 @@ def record(question_id, *pairs, category="qa", fork=None, prompts=(3, 3)):
         Turn(length, 8, {METHOD: a} if b is None else {METHOD: a, "vanilla": b}, fork)
         for length, (a, b) in zip(prompts, pairs, strict=False)
     ]
-    return Record(question_id, category, turns, finished=0.0)
+    task = "mt_bench" if category in MTBENCH else category
+    return Record(question_id, category, turns, finished=0.0, task=task)
 
 
 SETTINGS = {"model": "m", "drafter": "d", "bench": "b", "dtype": "float32", "device": "cpu"}
@@ -60,10 +61,8 @@ def summarised(records, cost=COST, **settings):
 def finish(folder, records, cost=COST, **settings):
     """A finished run, called as its folder where nothing else is said."""
     folder.mkdir(parents=True)
-    writer = Writer(folder)
     for each in records:
-        writer.append(each)
-    writer.close()
+        append(each, folder)
     result = summarised(records, cost, **{"drafter": folder.name} | settings)
     (folder / "summary.json").write_text(json.dumps(result))
 

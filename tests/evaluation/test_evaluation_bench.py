@@ -9,7 +9,7 @@ import yaml
 from commands import ROOT
 from datasets import Dataset
 
-from kangaroo.evaluation.bench import BenchConfig, fingerprint, load_questions, seed_of
+from kangaroo.evaluation.bench import BenchConfig, fingerprint, load_questions, turn_seed
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError
 
 GOOD = {"question_id": 1, "category": "qa", "turns": ["Why?"]}
@@ -151,8 +151,8 @@ def test_turns_alone_make_a_bench_that_is_called_as_its_file(tmp_path):
 
 
 def test_the_seed_of_a_turn_has_64_bits_and_small_ones_are_as_ever():
-    assert seed_of(81, 1, 7) == 81008 and seed_of(-1, 0, 0) == -1000
-    seeds = {seed_of(2**63 - 1, turn, 2**63 - 1) for turn in range(3)}
+    assert turn_seed(81, 1, 7) == 81008 and turn_seed(-1, 0, 0) == -1000
+    seeds = {turn_seed(2**63 - 1, turn, 2**63 - 1) for turn in range(3)}
     assert len(seeds) == 3 and all(0 <= seed < 2**63 for seed in seeds)
 
 

@@ -93,7 +93,7 @@ def test_the_interval_holds_what_it_says():
 def test_a_question_is_summed_over_its_turns_and_mt_benchs_categories_are_one_task():
     some = record(7, *[(run([4], [3], [5], [2.0]), vanilla_run(8))] * 2, category="writing")
     seconds = {"paired_seconds": 6.0, "vanilla_paired_seconds": pytest.approx(10.0)}
-    assert summary.of_question(some) == {"question_id": 7, "task": "mt_bench"} | seconds
+    assert summary.question_seconds(some) == {"question_id": 7, "task": "mt_bench"} | seconds
     assert metrics([some])["speedup"] == pytest.approx(10 / 6)
     result = summarised([some, record(1, pair(), category="math"), record(3, pair())])
     counts = {task: m["questions"] for task, m in result["by_task"].items()}
@@ -103,7 +103,7 @@ def test_a_question_is_summed_over_its_turns_and_mt_benchs_categories_are_one_ta
 def test_a_metric_that_is_added_in_one_place_is_in_every_result(tmp_path, monkeypatch):
     longest = Metric(
         "longest_round",
-        of=lambda records: max(max(run.emitted) for run in runs(records)),
+        compute=lambda records: max(max(run.emitted) for run in runs(records)),
         heading="longest",
         show=str,
     )

@@ -14,14 +14,14 @@ from helpers import adapter_for, saved_adapter, tiny_target
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from kangaroo.cli.command import varied
+from kangaroo.cli.command import combinations
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.metrics import pairs
 from kangaroo.evaluation.records import AGAIN
-from kangaroo.evaluation.run import EvaluateConfig, questions_of
+from kangaroo.evaluation.run import EvaluateConfig, select_questions
 from kangaroo.evaluation.study.report import STUDY
-from kangaroo.evaluation.study.study import published
+from kangaroo.evaluation.study.study import published_points
 from kangaroo.utils.errors import ConfigError
 
 FILES = {path.stem for path in (ROOT / "configs/experiment/paper").glob("*.yaml")}
@@ -44,7 +44,7 @@ def jobs(name, *overrides):
 def methods_of(name):
     """The names of the folders that an experiment's results lie in, but for the noise floor's."""
     config = composed(name)
-    names = [*varied(config.drafter, config.variants), *config.more]
+    names = [*combinations(config.drafter, config.variants), *config.more]
     names.remove(AGAIN)
     if name != "temperature":
         return names
@@ -121,7 +121,7 @@ def test_evaluation_takes_the_adapters_that_training_saves():
 def test_published_values_lie_where_the_study_has_places_for_them(name):
     config, names = composed(name), methods_of(name)
     study = config.study
-    points = published(study)
+    points = published_points(study)
     assert points and all(point.values and point.source for point in points)
     assert {m for point in points for m in point.values} <= set(study.metrics)
     by_label = {study.label(x) for x in names}
@@ -135,23 +135,23 @@ def test_published_values_lie_where_the_study_has_places_for_them(name):
 
 
 def test_variants_are_all_combinations_named_by_their_options():
-    variants = varied(KangarooConfig(adapter="a"), {"steps": [2, 4], "threshold": [0, 0.5]})
+    variants = combinations(KangarooConfig(adapter="a"), {"steps": [2, 4], "threshold": [0, 0.5]})
     assert list(variants) == [f"kangaroo,steps={s},threshold={t}" for s in (2, 4) for t in (0, 0.5)]
     last = KangarooConfig(adapter="a", steps=4, threshold=0.5)
     assert list(variants.values())[-1] == last
-    assert varied(last, {}) == {"kangaroo": last}
+    assert combinations(last, {}) == {"kangaroo": last}
     for options in ({"step": [1]}, {"steps": ["many"]}):
         with pytest.raises(ConfigError, match=r"^variants=.* for drafter=kangaroo: "):
-            varied(last, options)
+            combinations(last, options)
 
 
 def test_the_questions_of_one_task_are_counted_among_themselves():
     config = EvaluateConfig("out", BenchConfig(), task="math_reasoning", question_every=3)
-    questions, _ = questions_of(config)
+    questions, _ = select_questions(config)
     assert {x.category for x in questions} == {"math_reasoning"} and len(questions) == 4
     config.task = "maths"
     with pytest.raises(ConfigError, match="demo has no task 'maths'; it has mt_bench, "):
-        questions_of(config)
+        select_questions(config)
 
 
 FEW = ("bench.path=questions.jsonl", "max_new_tokens=6", "question_every=1")

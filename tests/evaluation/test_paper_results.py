@@ -9,10 +9,10 @@ from evaluation_cases import finish, record, run, vanilla_run
 from matplotlib.figure import Figure
 from test_paper import NAMES, composed, methods_of
 
-from kangaroo.evaluation.metrics import Estimate, difference, estimate, pairs, value_of
+from kangaroo.evaluation.metrics import Estimate, estimate, pairs, value_of
 from kangaroo.evaluation.records import AGAIN
 from kangaroo.evaluation.study import report
-from kangaroo.evaluation.study.study import Claim, StudyConfig, study_of, verdict
+from kangaroo.evaluation.study.study import Claim, StudyConfig, read_study, verdict
 from kangaroo.utils.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def test_what_makes_a_question_hard_for_both_does_not_widen_the_interval():
     a, b = estimate(fast), estimate(slow)
     assert value_of("compression_rate", answered(1.0, ids=[1])) == Estimate(3.0)  # has none
     both = (fast, slow), (slow, fast), (fast, fast)
-    plain, reverse, none = (estimate(np.hstack(x), difference) for x in both)
+    plain, reverse, none = (estimate(np.hstack(x)) for x in both)
     assert a.ends[0] < b.ends[1]
     assert plain.ends[0] > 0 and plain.value == pytest.approx(a.value - b.value)
     assert [verdict(x, 12) for x in (plain, reverse, none)] == ["agrees", "disagrees", "open"]
@@ -61,7 +61,7 @@ STUDY = StudyConfig("threshold", "Thresholds", **PLACES, claims=CLAIMS)
 
 
 def test_rows_are_curves_with_the_papers_below_and_the_baseline_is_none(results):
-    rows = report.table(study_of(STUDY, results))
+    rows = report.table(read_study(STUDY, results))
     by_row = {f"{row['steps']} {row['CR / speedup']}": row for row in rows}
     assert ", ".join(by_row) == "4 here, 4 Vicuna-7B, 6 here, 6 Vicuna-7B, 8 Vicuna-7B"
     assert list(rows[0])[2:] == ["0", "0.3", "0.5", "0.6", "0.7", "0.9"]
@@ -72,7 +72,7 @@ def test_rows_are_curves_with_the_papers_below_and_the_baseline_is_none(results)
 
 def test_a_plot_has_a_panel_for_each_metric_and_model_and_the_tables_curves(results):
     finish(results / AGAIN, answered(1.0))
-    study = study_of(STUDY, results)
+    study = read_study(STUDY, results)
     figure = report.plot(study)
     panels = {panel.get_title(loc="left"): panel for panel in figure.axes}
     metrics = ("CR", "speedup")
@@ -91,7 +91,7 @@ def test_a_plot_has_a_panel_for_each_metric_and_model_and_the_tables_curves(resu
         ends = [segment[:, 1] for segment in intervals.get_segments()]
         assert np.allclose(ends, [point.ends for point in points])
     # vanilla again has no place along them, and so is a level, and a column of its own
-    alone = study_of(StudyConfig("threshold", "Thresholds", x="drafter.threshold"), results)
+    alone = read_study(StudyConfig("threshold", "Thresholds", x="drafter.threshold"), results)
     assert {(p.curve, p.x) for p in alone.points} == {("", 0), ("", 0.6), (AGAIN, None)}
     assert list(report.table(study)[0])[2:] == ["-", *places]
     assert [3, 3] in [list(line.get_ydata()) for line in panels["CR, here"].lines]
@@ -102,7 +102,7 @@ def test_drafters_of_the_jobs_of_a_sweep_have_rows_of_their_own(tmp_path):
         for drafter in ("kangaroo", AGAIN):
             settings = {"sampling.rule": rule, "sampling.temperature": 0.5}
             finish(tmp_path / rule / drafter, answered(1.0), **settings)
-    study = study_of(composed("temperature").study, tmp_path)
+    study = read_study(composed("temperature").study, tmp_path)
     rules = "matched noise", "rejection sampling"
     curves = {f"{rule}, {drafter}" for rule in rules for drafter in ("kangaroo", AGAIN)}
     assert {point.curve for point in study.points} == curves
@@ -110,7 +110,7 @@ def test_drafters_of_the_jobs_of_a_sweep_have_rows_of_their_own(tmp_path):
 
 
 def test_a_claim_is_checked_and_its_reason_is_told_only_if_it_does_not_agree(results):
-    study = study_of(STUDY, results)
+    study = read_study(STUDY, results)
     assert [each.verdict for each in study.checked] == ["agrees", "disagrees"]
     reasons = [x for x in report.body(study).splitlines() if x.endswith("It is not.")]
     assert reasons == ["- *and it is not* (disagrees): It is not."]
@@ -118,18 +118,18 @@ def test_a_claim_is_checked_and_its_reason_is_told_only_if_it_does_not_agree(res
 
 def test_what_was_not_measured_is_left_out_and_what_was_asked_otherwise_refused(results, tmp_path):
     shutil.rmtree(results / FAST)
-    assert study_of(STUDY, results).checked == []
-    assert study_of(STUDY, tmp_path / "nowhere") is None
+    assert read_study(STUDY, results).checked == []
+    assert read_study(STUDY, tmp_path / "nowhere") is None
     settings = {"drafter.steps": 6, "drafter.threshold": 0.6}
     finish(results / FAST, answered(1.0, ids=range(3)), **settings)
     with pytest.raises(ConfigError, match="were not asked the same questions"):
-        study_of(STUDY, results)
+        read_study(STUDY, results)
     finish(results / "other", answered(1.0), max_new_tokens=99)
     with pytest.raises(ConfigError, match=r"'other'.* cannot be in one study: max_new_tokens=8 "):
-        study_of(STUDY, results)
+        read_study(STUDY, results)
     finish(tmp_path / "alone/kangaroo", [record(1, (run([3], [2], [4], [1.0]), None))])
     with pytest.raises(ConfigError, match="needs vanilla decoding"):
-        study_of(STUDY, tmp_path / "alone")
+        read_study(STUDY, tmp_path / "alone")
 
 
 def test_methods_by_task_are_rows_with_the_papers_below(tmp_path):
@@ -137,7 +137,7 @@ def test_methods_by_task_are_rows_with_the_papers_below(tmp_path):
     qa, rag = answered(1.0, ids=[0, 1]), answered(1.0, ids=[2, 3], category="rag")
     for name in ("kangaroo", "lookahead"):
         finish(tmp_path / name, [*qa, *rag])
-    first, second, *_ = report.table(study_of(study, tmp_path))
+    first, second, *_ = report.table(read_study(study, tmp_path))
     assert first["method"] == second["method"] == "Kangaroo, no tree"
     assert first["overall"].startswith("3.00 / ") and first["MT-bench"] == "-"
     written = {"CR / speedup": "Vicuna-7B", "QA": "1.87 / 1.43", "overall": "- / 1.50"}
@@ -146,7 +146,7 @@ def test_methods_by_task_are_rows_with_the_papers_below(tmp_path):
 
 def test_positions_are_places_with_the_share_of_rounds_that_reach_them(tmp_path):
     finish(tmp_path / "kangaroo", answered(1.0, (3, 1)))
-    (row,) = report.table(study_of(composed("position").study, tmp_path))
+    (row,) = report.table(read_study(composed("position").study, tmp_path))
     assert list(row.values()) == ["Kangaroo", "here", "1.00", "0.50", "0.50"]
     assert list(row) == ["method", "CTAR(w)", "1", "2", "3"]
 
@@ -164,7 +164,7 @@ def test_every_study_has_a_table_and_a_plot_of_all_that_it_measures(name, tmp_pa
         numbers = dict.fromkeys(("steps", "exit_layer", "nodes"), i) | {"threshold": i / 10}
         settings = {f"drafter.{k}": v for k, v in (numbers | {"top_k": 3}).items()}
         finish(tmp_path / method, answered(1.0, category="math_reasoning"), task=None, **settings)
-    study = study_of(config.study, tmp_path)
+    study = read_study(config.study, tmp_path)
     report.write(study, tmp_path)
     written = json.loads((tmp_path / f"{name}.json").read_text())
     assert len(written["checked"]) == len(config.study.claims)
@@ -189,7 +189,7 @@ Between.
 def test_the_page_keeps_its_own_words_and_gets_what_was_measured(results, tmp_path):
     folder = tmp_path / "of-a-model"
     shutil.copytree(results, folder / "threshold", ignore=lambda *_: ["of-a-model"])
-    report.write(study_of(STUDY, folder / "threshold"), folder / "threshold")
+    report.write(read_study(STUDY, folder / "threshold"), folder / "threshold")
     file = tmp_path / "paper.md"
     file.write_text(PAGE)
     report.rewrite(file, folder)

@@ -95,7 +95,7 @@ def test_questions_adapters_settings_and_files_are_the_asked_ones(answers, check
 
 
 def test_the_answer_of_a_long_prompt_ends_with_the_context(method, monkeypatch):
-    engine, tokenizer = method.loaded(["model=tiny", "drafter=prompt_lookup"])
+    engine, tokenizer = method.load_engine(["model=tiny", "drafter=prompt_lookup"])
     monkeypatch.setattr(type(engine.lm), "context", 256)
     long = "a" * (engine.lm.context - 3)
     inputs = tokenizer([long], return_tensors="pt", add_special_tokens=False)

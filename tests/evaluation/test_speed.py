@@ -161,7 +161,7 @@ def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
         with pytest.raises(ConfigError, match="drafter=kangaroo, and other drafters beside it by"):
             speed.measure(lm, byte_tokenizer(), wrong, speed.SpeedConfig(), more)
     with pytest.raises(ConfigError, match=r"no context of speed\.contexts=\[9999\] fits"):
-        speed.measure(lm, byte_tokenizer(), drafter, speed.SpeedConfig(contexts=[9999]))
+        speed.measure(lm, byte_tokenizer(), drafter, speed.SpeedConfig(contexts=[9999]), {})
     config = speed.SpeedConfig(
         prompts=2, max_new_tokens=8, repeats=1, contexts=[32, 96, 4095], context_tokens=6
     )

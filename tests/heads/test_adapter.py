@@ -29,7 +29,7 @@ from kangaroo.heads.adapter_files import CONFIG, VOCABULARY, WEIGHTS, find, load
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.training.recipe import trainees
-from kangaroo.training.results import frozen
+from kangaroo.training.results import frozen_copy
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 
 
@@ -64,7 +64,7 @@ def test_a_trained_adapter_is_kept_in_its_targets_dtype_and_loaded_as_it_was_fro
     about = files.describe(lm, trainee.adapter, training={})
     kept = files.kept_dtype(trainee.adapter, lm)
     folder = files.save(trainee.adapter, about, None, tmp_path, kept)
-    (loaded, _), (frozen_now, _) = load(str(folder), lm, Adapter), frozen(lm, trainee)
+    (loaded, _), (frozen_now, _) = load(str(folder), lm, Adapter), frozen_copy(lm, trainee)
     for name, tensor in load_file(folder / WEIGHTS).items():
         assert tensor.dtype == dtype
         assert torch.equal(tensor, trainee.adapter.state_dict()[name].to(dtype))

@@ -19,7 +19,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.models.target import TargetModel
-from kangaroo.training.batches import reach_of
+from kangaroo.training.batches import attention_reach
 from kangaroo.training.recipe import AdapterRecipe, trainees
 from kangaroo.utils.errors import ConfigError
 
@@ -182,5 +182,5 @@ def test_in_bfloat16_native_rounds_are_those_of_native_layers(kind, monkeypatch)
 
 
 def test_a_trained_adapter_looks_back_as_far_as_its_texts_reach():
-    assert reach_of([2048] * 10) == 2048 and reach_of([700] * 199 + [5000]) == 704
-    assert reach_of([20]) == 256
+    assert attention_reach([2048] * 10) == 2048 and attention_reach([700] * 199 + [5000]) == 704
+    assert attention_reach([20]) == 256

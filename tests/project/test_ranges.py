@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from kangaroo import __main__
-from kangaroo.cli.command import check_ranges, varied
+from kangaroo.cli.command import check_ranges, combinations
 from kangaroo.drafters.hybrid import HybridConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
@@ -83,7 +83,7 @@ def test_a_number_out_of_its_range_is_refused_by_its_place(command, option):
 
 def test_variants_and_what_is_no_number_are_refused():
     with pytest.raises(ConfigError, match=r"steps=60000 must be .* at most 1024"):
-        varied(KangarooConfig(adapter="x"), {"steps": [4, 60000]})
+        combinations(KangarooConfig(adapter="x"), {"steps": [4, 60000]})
     for value in ("0.5", True):
         with pytest.raises(ConfigError, match=r"KangarooConfig\.threshold=.* must be a number"):
             KangarooConfig(threshold=value)

@@ -20,7 +20,7 @@ from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.remote.webelement import WebElement  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
-from kangaroo.serving.answers import event  # noqa: E402
+from kangaroo.serving.answers import server_sent_event  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -158,10 +158,10 @@ class StandIn:
         for i, (text, drafted) in enumerate(self.parts, start=1):
             choice = {"index": 0, "delta": {"content": text}, "drafted": drafted}
             usage = {"completion_tokens": 3 * i, "rounds": 2 * i}
-            yield event({"choices": [choice], "usage": usage})
+            yield server_sent_event({"choices": [choice], "usage": usage})
             self.go.wait(30)
         if self.error:
-            yield event({"error": {"message": self.error}})
+            yield server_sent_event({"error": {"message": self.error}})
         elif self.ends:
             yield "data: [DONE]\n\n"
 

@@ -277,7 +277,7 @@ def test_a_step_that_fails_for_all_together_lets_each_go_on(monkeypatch):
 def test_a_row_that_cannot_be_stopped_ends_nobody_else(monkeypatch):
     jobs, guilty = crowd()
     with scheduling() as scheduler:
-        guilty.tell = lambda event: (guilty.hear(event), setattr(guilty, "cancelled", True))
+        guilty.notify = lambda event: (guilty.hear(event), setattr(guilty, "cancelled", True))
 
         def is_served(_, x):
             return x[0].size > 1 and x[0].texts[x[1]][:17] == GUILTY
@@ -289,7 +289,7 @@ def test_a_row_that_cannot_be_stopped_ends_nobody_else(monkeypatch):
 
 def test_who_cannot_be_told_holds_up_nobody():
     jobs, deaf = crowd()
-    deaf.tell = Mock(side_effect=RuntimeError("Event loop is closed"))
+    deaf.notify = Mock(side_effect=RuntimeError("Event loop is closed"))
     with scheduling() as scheduler:
         scheduler.submit(*jobs)
         check_others(scheduler, [job for job in jobs if job is not deaf])

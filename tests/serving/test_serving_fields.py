@@ -35,7 +35,7 @@ GOOD: dict[str, list[Any]] = {  # the extremes of what is answered
     "tools": [[], None],
 }
 DRAWN = {"max_examples": 150, "deadline": None, "derandomize": True, "database": None}
-FIELDS = [*protocol.NOTHING, *protocol.IGNORED]
+FIELDS = [*protocol.UNSUPPORTED, *protocol.IGNORED]
 FIELDS += [*protocol.Completion.model_fields, *protocol.Chat.model_fields]
 
 
@@ -48,7 +48,7 @@ def changed(good: dict[str, Any], fields: Iterable[str], most: int) -> st.Search
 
 PART = changed({"type": "text", "text": "Why?"}, protocol.TextPart.model_fields, 1)
 TURN = {"role": "user", "content": "Why?"}
-TURNS = changed(TURN, [*protocol.ChatMessage.model_fields, *protocol.ChatMessage.nothing], 2)
+TURNS = changed(TURN, [*protocol.ChatMessage.model_fields, *protocol.ChatMessage.unsupported], 2)
 
 
 @st.composite

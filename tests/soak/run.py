@@ -23,7 +23,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.evaluation import records
-from kangaroo.evaluation.comparison import circumstances, listed
+from kangaroo.evaluation.comparison import bullet_list, environment_lines
 from kangaroo.evaluation.lossless import fork
 from kangaroo.models.loading import Dtype
 from kangaroo.models.target import TargetModel
@@ -231,7 +231,7 @@ def markdown(certificate: dict[str, Any]) -> str:
     lines = [
         f"git {about['git_revision']}, begun {about['time']}, finished {certificate['finished']}, "
         f"{certificate['seconds'] / 60:.0f} minutes of decoding in {certificate['cells']} cells",
-        *circumstances(about),
+        *environment_lines(about),
         ", ".join(f"{name}={value}" for name, value in certificate["settings"].items()),
     ]
     parts = [
@@ -240,6 +240,6 @@ def markdown(certificate: dict[str, Any]) -> str:
         "What is decoded, and how: docs/evaluation.md, 'A million tokens'. *accepted* is the "
         "share of draft tokens: were it 0 or 100% everywhere, little would be tested.",
         *map(tables.markdown, sheets),
-        listed(lines),
+        bullet_list(lines),
     ]
     return "\n\n".join(parts) + "\n"

@@ -21,7 +21,7 @@ from kangaroo.heads.adapter_files import read_config
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 from kangaroo.training import distill
-from kangaroo.training.batches import Work, collate, forward_target, train_step, wanted_of
+from kangaroo.training.batches import Work, collate, forward_target, learnt_positions, train_step
 from kangaroo.training.distill import Loss, Student, divergence, overlap
 from kangaroo.training.loop import Trainer
 from kangaroo.training.recipe import trainees
@@ -80,9 +80,10 @@ def test_what_is_not_known_is_not_learnt():
     lm = tiny()
     one = stored_samples(lm, count=4, samples=1)[0]
     one["teacher"][3:6] = 0
-    assert wanted_of(one, 100).sum() == 15 and wanted_of(one, 100, stored=True).sum() == 12
+    assert learnt_positions(one, 100).sum() == 15
+    assert learnt_positions(one, 100, stored=True).sum() == 12
     tokens = collate([one], 100, lm.device, stored=True)
-    places = tokens.wanted_BT[0].nonzero()[:, 0].tolist()
+    places = tokens.learnt_BT[0].nonzero()[:, 0].tolist()
     assert places == [*range(4, 7), *range(10, 19)]
     tokens_MJ, chances_MJ = tokens.stored
     p_MV = forward_logits(lm, one["input_ids"])[places].softmax(-1)
@@ -94,7 +95,7 @@ def test_what_is_not_known_is_not_learnt():
     begun = {"messages": [], "input_ids": random_prompts(6)[0], "loss_mask": [1, 1, 0, 0, 1, 1]}
     records = stored_samples(lm, count=3, samples=1)[0]["teacher"][:4]
     tokens = collate([begun | {"teacher": records}], 100, lm.device, stored=True)
-    assert tokens.wanted_BT[0].tolist() == [True, False, False, True, True, False]
+    assert tokens.learnt_BT[0].tolist() == [True, False, False, True, True, False]
     assert torch.equal(tokens.stored[0], topk_logits.tensors(records[1:])[0])
 
 

@@ -20,7 +20,7 @@ from kangaroo.heads.eagle_head import EagleHeadConfig
 from kangaroo.training import results
 from kangaroo.training.batches import collate, forward_target, grade
 from kangaroo.training.recipe import trainees
-from kangaroo.training.results import METRICS, decode, frozen, prompts_of, read_metrics
+from kangaroo.training.results import METRICS, decode, decode_prompts, frozen_copy, read_metrics
 from kangaroo.utils.errors import DataError
 
 nothing_is_drawn = pytest.fixture(training_cases.nothing_is_drawn)
@@ -53,7 +53,7 @@ def test_accepted_are_the_tokens_that_drafts_begun_at_every_position_would_get_r
             pairs = zip(drafted, text[start:], strict=False)
             counts.append(len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))))
     reached = [sum(count >= w for count in counts) for w in range(1, results.STEPS + 1)]
-    assert results.accepted(steps, tokens.wanted_BT).tolist() == reached
+    assert results.count_accepted(steps, tokens.learnt_BT).tolist() == reached
     assert len(counts) > reached[0] > reached[2] > 0
 
 
@@ -66,7 +66,7 @@ def test_what_training_decodes_is_what_the_saved_adapter_decodes(tmp_path, chang
     folder = run(lm, tmp_path, recipe(**changes), data, vocabulary=40)
     told = read_config(str(folder)).training["progress"]["decoded"]
     method = EagleConfig if "architecture" in changes else KangarooConfig
-    prompts = prompts_of(data[-2:], config(decode_prompts=2, decode_tokens=12), lm.context)
+    prompts = decode_prompts(data[-2:], config(decode_prompts=2, decode_tokens=12), lm.context)
     done = Engine(lm, method(adapter=str(folder), threshold=0).build(lm)).generate(prompts, 12)
     accepted = [step.accepted for generation in done for step in generation.steps]
     reached = evaluation.ctar(accepted)
@@ -82,7 +82,7 @@ def test_decoding_leaves_no_trace_in_training(tmp_path):
     before = {name: p.clone() for name, p in trainee.adapter.named_parameters()}
     random = torch.get_rng_state()
     decode(lm, [trainee], random_prompts(5, 6), 8)
-    copy, (head,) = frozen(lm, trainee)
+    copy, (head,) = frozen_copy(lm, trainee)
     assert head.weight_KD.data_ptr() == copy.head.weight.data_ptr()
     assert not any(p.requires_grad for p in copy.parameters())
     assert trainee.adapter.training and torch.equal(random, torch.get_rng_state())

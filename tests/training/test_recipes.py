@@ -24,7 +24,7 @@ from kangaroo.models.random_models import SHAPES
 from kangaroo.models.target import TargetModel
 from kangaroo.training import backend
 from kangaroo.training.batches import collate, forward_target
-from kangaroo.training.estimate import Devices, Text, estimate, foresee
+from kangaroo.training.estimate import Devices, Text, estimate, forecast
 from kangaroo.training.recipe import TrainerConfig, trainees
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import Ranks
@@ -203,7 +203,7 @@ def shaped(*overrides):
 def foreseen(*overrides, processes=1):
     shapes, config = shaped(*overrides)
     recipes = [config.adapter, *config.more.values()]
-    return foresee(shapes, recipes, config.model, config.data, config.trainer, processes)
+    return forecast(shapes, recipes, config.model, config.data, config.trainer, processes)
 
 
 def test_the_papers_training_fits_a_gpu_and_its_time_follows_from_the_speed(machine):

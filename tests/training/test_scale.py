@@ -18,7 +18,7 @@ from training_cases import KillsAt, curve
 from kangaroo.training import backend
 from kangaroo.training.backend import TorchBackend
 from kangaroo.training.loop import CHECKPOINT, resolve_sizes
-from kangaroo.training.recipe import TrainerConfig, loss_chunk_of
+from kangaroo.training.recipe import TrainerConfig, default_loss_chunk
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import Ranks
@@ -167,4 +167,4 @@ def test_what_is_not_given_is_what_a_run_began_with_else_what_suits(monkeypatch)
     assert resolved(accumulate=3) == (3, 512)  # and is refused later
     of_gib = {(80, 32_000): 2048, (24, 32_000): 512, (80, 128_256): 512, (16, 128_256): 256}
     for (gib, vocabulary), chunk in (of_gib | {(0, 9): 256}).items():
-        assert loss_chunk_of(gib << 30, vocabulary) == chunk
+        assert default_loss_chunk(gib << 30, vocabulary) == chunk

@@ -59,11 +59,11 @@ def test_an_epoch_holds_every_sample_once_in_batches_that_fit_with_hardly_any_pa
 def test_a_remembered_micro_batch_has_the_same_place_in_a_step(step):
     """So it meets the process that has it: `Ranks.scatter` goes by places."""
     lengths = list(range(10, 60))
-    first = batches.plan(lengths, batch_tokens=64, seed=0, epoch=0, same=step)
+    first = batches.plan(lengths, batch_tokens=64, seed=0, epoch=0, step_size=step)
     place = {tuple(batch): i % step for i, batch in enumerate(first)}
     assert len(first) % 4 and first == batches.plan(lengths, 64, seed=0, epoch=0)
     for epoch in (1, 2):
-        later = batches.plan(lengths, 64, seed=0, epoch=epoch, same=step)
+        later = batches.plan(lengths, 64, seed=0, epoch=epoch, step_size=step)
         assert later != first and sorted(later) == sorted(first)
         at = [(epoch * len(first) + i) % step for i in range(len(later))]
         moved = sum(place[tuple(batch)] != where for batch, where in zip(later, at, strict=True))
@@ -250,7 +250,7 @@ def test_a_training_that_diverges_stops_and_keeps_its_last_checkpoint(last, tmp_
 def test_muon_moves_linear_layers_but_for_heads_and_adamw_all_else():
     made = trainees(tiny(), [recipe(own_head=True)], None)[0].adapter
     options = replace(config(muon=True, clip=1e9), accumulate=1)
-    moved = {id(p) for p in backend.matrices_of(made)}
+    moved = {id(p) for p in backend.muon_weights(made)}
     before = {name: p.detach().clone() for name, p in made.named_parameters()}
     names = {name for name, p in made.named_parameters() if id(p) in moved}
     assert names == {f"attention.{part}_proj.weight" for part in "qkvo"}

@@ -1,69 +1,60 @@
-"""What this package can run, and the words in which it refuses the rest."""
+"""Checks of what this package supports, and the messages that refuse the rest."""
 
 from dataclasses import dataclass
 from typing import Any
 
-FORMAT = 1  # of the folder
+FORMAT = 1  # of an exported folder
 
-# Fields of a target's config that have to be the same in the folder's.
+# Fields in which the configs of the target and of the folder must agree.
 SHAPE = """
     model_type hidden_size intermediate_size vocab_size num_attention_heads num_key_value_heads
     head_dim rope_parameters rms_norm_eps
 """.split()
 
-ROOM = 512  # in a draft vocabulary, for tokens of the texts
+ROOM = 512  # in a draft vocabulary, for tokens of the current texts
 
 EXPORT = "python scripts/convert.py export to=vllm source=... model=... output=..."
 
 
 class Unsupported(ValueError):
-    """This package cannot run that, or not with these options; the message says what to change."""
+    """This package does not support a model or an option; the message says what to change."""
 
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """What a folder's config says of its adapter.
+    """The adapter's facts in a folder's config."""
 
-    Args:
-        exit_layer: how many of the target's layers lie below it.
-        target_layers: how many the target has.
-        feed_forward: it has a feed-forward part after its attention.
-        own_head: it has a head of its own.
-        draft_vocabulary: how many tokens it drafts from; None is all.
-        threshold: drafting stops after a token whose probability is not above it.
-    """
-
-    exit_layer: int
+    exit_layer: int  # the number of the target's layers below the adapter
     target_layers: int
-    feed_forward: bool
+    feed_forward: bool  # whether a feed-forward part follows its attention
     own_head: bool
-    draft_vocabulary: int | None
-    threshold: float
+    draft_vocabulary: int | None  # the number of tokens it drafts from; None is all
+    threshold: float  # drafting stops after a token whose probability is not above it
 
 
 def read(config: Any) -> AdapterFacts:
     """The adapter that a folder's config describes.
 
-    Errors: `Unsupported` for a folder that the exporter did not write, or for another kind.
+    Errors: `Unsupported` for a folder of other software, or an adapter of another kind.
     """
-    said = getattr(config, "kangaroo", None)
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
+    section = getattr(config, "kangaroo", None)
+    if not isinstance(section, dict) or section.get("format") != FORMAT:
         raise Unsupported(
-            f"config.json has no 'kangaroo' of format {FORMAT} but {said!r}. Write the folder with "
-            f"this version of Kangaroo: {EXPORT}"
+            f"config.json has no 'kangaroo' of format {FORMAT} but {section!r}. Write the folder "
+            f"with this version of Kangaroo: {EXPORT}"
         )
-    parts = said["architecture"]
+    parts = section["architecture"]
     if parts["kind"] != "adapter":
-        other = parts["kind"]
+        problem = parts["kind"]
     elif parts["fused"]:
-        other = "fused"
-    elif parts.get("attention_layers", 1) > 1:  # a folder of an earlier version does not say
-        other = f"of {parts['attention_layers']} attention layers"
+        problem = "fused"
+    elif parts.get("attention_layers", 1) > 1:  # missing in folders of earlier versions
+        problem = f"of {parts['attention_layers']} attention layers"
     else:
-        other = "" if parts["attention"] else "without attention"
-    if other:
+        problem = "" if parts["attention"] else "without attention"
+    if problem:
         raise Unsupported(
-            f"this adapter is {other}, and kangaroo-vllm runs adapters of one attention layer, "
+            f"this adapter is {problem}, and kangaroo-vllm runs adapters of one attention layer, "
             "with or without a feed-forward part. Export one of train.py "
             "adapter=attention, layer or own_head."
         )
@@ -73,54 +64,45 @@ def read(config: Any) -> AdapterFacts:
             "targets of type 'llama' alone. Export to=draft_model instead."
         )
     return AdapterFacts(
-        said["exit_layer"],
-        said["target_layers"],
+        section["exit_layer"],
+        section["target_layers"],
         parts["feed_forward"],
         parts["own_head"],
-        said["draft_vocabulary"],
-        float(said["threshold"]),
+        section["draft_vocabulary"],
+        float(section["threshold"]),
     )
 
 
 def check_target(adapter: AdapterFacts, config: Any, target: Any) -> None:
-    """Refuse a target that the adapter was not trained for.
+    """Compare the config of the adapter with that of the target.
 
-    Args:
-        config: the adapter's; target: the target's.
+    Errors: `Unsupported` for a target that the adapter was not trained for.
     """
-    unlike = [
-        f"{name} {theirs!r}, not {ours!r}"
+    differences = [
+        f"{name} {actual!r}, not {expected!r}"
         for name in SHAPE
-        if (theirs := getattr(target, name, None)) != (ours := getattr(config, name, None))
+        if (actual := getattr(target, name, None)) != (expected := getattr(config, name, None))
     ]
     if target.num_hidden_layers != adapter.target_layers:
-        unlike.append(f"{target.num_hidden_layers} layers, not {adapter.target_layers}")
-    if unlike:
+        differences.append(f"{target.num_hidden_layers} layers, not {adapter.target_layers}")
+    if differences:
         raise Unsupported(
-            f"the adapter was trained for another target: this one has {'; '.join(unlike)}. Export "
-            "the adapter of this target, or serve the adapter's."
+            "the adapter was trained for another target: this one has "
+            f"{'; '.join(differences)}. Export the adapter of this target, or serve the adapter's."
         )
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks for by `--additional-config`.
+    """The user's options in `--additional-config`."""
 
-    Args:
-        folder: of the adapter, or its hub id.
-        threshold: None is the folder's.
-        max_batch: more rows than this at the same time draft nothing.
-        text_vocabulary: draft from so many of the texts' own tokens beside the frequent ones; None
-            is `ROOM`, if the adapter can.
-    """
-
-    folder: str
-    threshold: float | None
-    max_batch: int
-    text_vocabulary: int | None
+    folder: str  # of the adapter, or its hub id
+    threshold: float | None  # None is the folder's
+    max_batch: int  # nothing is drafted with more rows than this
+    text_vocabulary: int | None  # tokens of the texts to draft from; None is `ROOM`, if supported
 
     def room(self, adapter: AdapterFacts) -> int:
-        """For tokens of the texts in this adapter's draft vocabulary. Errors: `Unsupported`."""
+        """The room for tokens of the texts in the draft vocabulary. Errors: `Unsupported`."""
         if adapter.draft_vocabulary is not None and not adapter.own_head:
             return ROOM if self.text_vocabulary is None else self.text_vocabulary
         if self.text_vocabulary:
@@ -132,9 +114,9 @@ class Options:
 
 
 def options(vllm_config: Any) -> Options:
-    """The options, once it is clear that vLLM's other ones go with this package.
+    """This package's options.
 
-    Errors: `Unsupported`.
+    Errors: `Unsupported` for invalid ones, and for unsupported options of vLLM.
     """
     parallel = vllm_config.parallel_config
     refused = {
@@ -150,11 +132,11 @@ def options(vllm_config: Any) -> Options:
             vllm_config.compilation_config.cudagraph_mode.name != "NONE"
         ),
     }
-    for what, is_on in refused.items():
+    for feature, is_on in refused.items():
         if is_on:
             raise Unsupported(
-                f"kangaroo-vllm does not run with {what}. Leave it out, or use an adapter exported "
-                "with to=draft_model."
+                f"kangaroo-vllm does not run with {feature}. Leave it out, or use an adapter "
+                "exported with to=draft_model."
             )
     additional = dict(vllm_config.additional_config or {})
     folder = additional.get("kangaroo")

@@ -1,8 +1,8 @@
-"""Repairs of vLLM 0.32 and 0.33 without Triton: any speculation at a temperature above 0.
+"""Fixes sampled speculative decoding in vLLM 0.32 and 0.33 without Triton.
 
-The kernel that gives each token its request's sampling options converts its output to int64 and
-fills the converted copy, so that the temperature, top-k and top-p of drafted positions are read
-from memory that nobody wrote. And top-k fails where a step verifies no draft, as the first does.
+The kernel that expands a request's sampling options to its tokens converts its output to int64 and
+fills only the converted copy, so that the temperature, top-k and top-p of drafted positions are
+uninitialized memory. And top-k fails in a step that verifies no draft, such as the first.
 """
 
 import torch
@@ -20,18 +20,18 @@ def expand(
     replace_to: float,
     MAX_NUM_TOKENS: int | None = None,
 ) -> None:
-    """Write each request's value once for each of its tokens."""
+    """Repeat each request's value for each of its tokens."""
     counts = cu_num_tokens.long().diff(prepend=cu_num_tokens.new_zeros(1).long())
     values = torch.where(input_val == replace_from, replace_to, input_val)
     output.copy_(values.to(output.dtype).repeat_interleave(counts))
 
 
 def filtered(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
-    """vLLM's, where there are logits."""
+    """vLLM's `apply_top_k_top_p`, unless there are no logits."""
     return apply_top_k_top_p(logits, k, p) if len(logits) else logits
 
 
 def repair() -> None:
-    """Put both right; a second call changes nothing."""
+    """Install both fixes; a second call changes nothing."""
     register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": expand})
     rejection_sampler.apply_top_k_top_p = filtered

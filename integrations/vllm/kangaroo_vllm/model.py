@@ -1,4 +1,4 @@
-"""The adapter as vLLM runs it: its own weights alone, and the head's rows of the draft vocabulary.
+"""The adapter in vLLM: its weights, and the rows of the target's head for the draft vocabulary.
 
 Shapes: B rows, N tokens, D hidden size, K draft vocabulary, V vocabulary, R room for the largest
 draft vocabulary.
@@ -34,7 +34,7 @@ from kangaroo_vllm.checks import Unsupported
 def load_adapter(
     vllm_config: VllmConfig, options: checks.Options, target: nn.Module
 ) -> KangarooAdapter:
-    """The adapter in the folder or hub repository of these options, drafting for this target.
+    """The adapter in the folder or hub repository of these options, for this target.
 
     Errors: `Unsupported`.
     """
@@ -63,7 +63,7 @@ def load_adapter(
 
 @support_torch_compile(dynamic_arg_dims={"f_ND": {0: "b"}, "positions": {0: "b"}})
 class KangarooAdapter(nn.Module):
-    """An exported adapter, by the names that its tensors have on disk."""
+    """An exported adapter. Its modules have the names of its tensors on disk."""
 
     def __init__(self, *, config: Any, facts: checks.AdapterFacts, vllm_config: VllmConfig):
         super().__init__()
@@ -100,14 +100,14 @@ class KangarooAdapter(nn.Module):
         self.head_KD: Tensor | None = None
         self.ids_K: Tensor | None = None
         self.room = 0
-        self._target: tuple[Any, ...] = ()  # no submodule: its weights are not this model's
+        self._target: tuple[Any, ...] = ()  # in a tuple, so that it is no submodule
 
     def attach(self, target: Any, room: int) -> None:
-        """Draft by the head of this target, where the adapter has none of its own, and then from up
-        to `room` tokens of the texts beside the frequent ones."""
+        """Use this target's head, unless the adapter has its own, and draft from up to `room`
+        tokens of the texts besides the frequent ones."""
         self._target = (target,)
         if self.facts.draft_vocabulary is not None:
-            self.ids_K = self.vocabulary.detach()  # no second parameter
+            self.ids_K = self.vocabulary.detach()  # not a second parameter
         if self.facts.own_head:
             self.head_KD = self.head.weight
         elif self.facts.draft_vocabulary is not None:
@@ -122,14 +122,14 @@ class KangarooAdapter(nn.Module):
             self.follow([])
 
     def follow(self, texts: list[NDArray[Any]]) -> None:
-        """Draft from the tokens of these too, the first ones if there are more than the room: what
-        is rare elsewhere comes again where it stood."""
+        """Add the first rare tokens of these texts to the draft vocabulary, as many as there is
+        room for: a token that is rare elsewhere often recurs in its own text."""
         rare = [token for ids in texts for token in ids[self.rare_V[ids]].tolist()]
-        others = list(dict.fromkeys(rare))[: self.room]
+        added = list(dict.fromkeys(rare))[: self.room]
         first = self.facts.draft_vocabulary
-        end = first + len(others)
-        if others:
-            self.ids_R[first:end] = torch.tensor(others)
+        end = first + len(added)
+        if added:
+            self.ids_R[first:end] = torch.tensor(added)
             self.rows_RD[first:end] = rows_of(self._target[0].lm_head, self.ids_R[first:end])
         self.ids_K, self.head_KD = self.ids_R[:end], self.rows_RD[:end]
 
@@ -141,7 +141,7 @@ class KangarooAdapter(nn.Module):
         return self.norm(x_ND)
 
     def write_keys(self, f_ND: Tensor, positions: Tensor) -> None:
-        """Write the adapter's keys and values of tokens whose states the target has computed."""
+        """Write the adapter's keys and values for the target's states of these tokens."""
         layer = self.attention
         qkv, _ = layer.qkv_proj(self.input_norm(f_ND))
         q, k, v = qkv.split([layer.q_size, layer.kv_size, layer.kv_size], dim=-1)
@@ -150,17 +150,17 @@ class KangarooAdapter(nn.Module):
         torch.ops.vllm.unified_kv_cache_update(k.view(heads), v.view(heads), layer.attn.layer_name)
 
     def draft_logits(self, hidden_BD: Tensor) -> Tensor:
-        """Over the draft vocabulary, `[B, K]`."""
+        """Logits over the draft vocabulary, `[B, K]`."""
         if self.head_KD is None:
             return self._target[0].compute_logits(hidden_BD)
         return F.linear(hidden_BD, self.head_KD)
 
     def tokens(self, index_B: Tensor) -> Tensor:
-        """The tokens at these places of the draft vocabulary."""
+        """The tokens at these indices of the draft vocabulary."""
         return index_B if self.ids_K is None else self.ids_K[index_B]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Fill the parameters, whose projections are stacked here and single on disk."""
+        """Load the parameters, stacking projections that are separate on disk."""
         stacked = {
             ".q_proj": (".qkv_proj", "q"),
             ".k_proj": (".qkv_proj", "k"),
@@ -173,9 +173,9 @@ class KangarooAdapter(nn.Module):
 
 
 def rows_of(head: Any, ids_K: Tensor) -> Tensor:
-    """These rows of a head, `[K, D]`, in every process, whichever of them holds each row.
+    """These rows of a head, `[K, D]`, gathered from all processes.
 
-    Errors: `Unsupported` for a head that is quantized.
+    Errors: `Unsupported` for a quantized head.
     """
     weight = getattr(head, "weight", None)
     if weight is None or not weight.is_floating_point() or weight.element_size() < 2:
@@ -183,8 +183,8 @@ def rows_of(head: Any, ids_K: Tensor) -> Tensor:
             "the target's head is quantized, and this adapter drafts by some of its rows. Use an "
             "adapter of adapter=own_head, or one over the whole vocabulary."
         )
-    held = head.shard_indices
-    first, end = held.org_vocab_start_index, held.org_vocab_end_index
-    here_K = (ids_K >= first) & (ids_K < end)
+    shard = head.shard_indices
+    first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+    is_local_K = (ids_K >= first) & (ids_K < end)
     rows_KD = weight[(ids_K - first).clamp(0, end - first - 1)]
-    return tensor_model_parallel_all_reduce(rows_KD * here_K[:, None])
+    return tensor_model_parallel_all_reduce(rows_KD * is_local_K[:, None])

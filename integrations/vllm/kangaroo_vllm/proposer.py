@@ -1,4 +1,4 @@
-"""What vLLM makes and asks for drafts when it is given `"method": "custom_class"`.
+"""The proposer that vLLM creates for `"method": "custom_class"`.
 
 Shapes: R rows that draft, K draft vocabulary.
 """
@@ -16,15 +16,15 @@ from kangaroo_vllm.target import DraftRow, SplitTarget
 
 
 class Kangaroo:
-    """Drafts on the target's own layers; vLLM's interface for proposers from outside."""
+    """Drafts by the target's own layers, with vLLM's interface of custom proposers."""
 
     def __init__(self, vllm_config: VllmConfig):
         self.vllm_config = vllm_config
 
     def load_model(self, target: nn.Module) -> None:
-        """Load the adapter, and put a stack that is cut at the exit in place of the target's.
+        """Load the adapter, and replace the target's stack of layers by one cut at the exit.
 
-        Errors: `Unsupported`; here, since vLLM wraps what `__init__` raises.
+        Errors: `Unsupported`; here, since vLLM would wrap errors of `__init__`.
         """
         touched.check()
         self.options = checks.options(self.vllm_config)
@@ -35,7 +35,7 @@ class Kangaroo:
         if self.threshold is None:
             self.threshold = self.adapter.facts.threshold
         self.target = SplitTarget(self.vllm_config, self.adapter, target)
-        self.followed = 0  # rows whose texts the draft vocabulary follows
+        self.followed = 0  # the number of rows whose tokens are in the draft vocabulary
 
     def propose(
         self,
@@ -44,19 +44,19 @@ class Kangaroo:
         token_ids_cpu: NDArray[Any],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """The drafts of each row, of unlike lengths.
+        """The drafts of all rows, of different lengths.
 
         Args:
-            sampled_token_ids: what the last step wrote in each row; nothing where a prompt enters.
-            num_tokens_no_spec: how many tokens each row has now, the last of them in no cache.
-            token_ids_cpu: these tokens, and further ones.
+            sampled_token_ids: each row's new tokens in the last step; none during its prefill.
+            num_tokens_no_spec: each row's number of tokens, of which the last is in no cache.
+            token_ids_cpu: the rows' tokens, followed by others.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if len(drafts) > self.options.max_batch:
             self.followed = 0
             return drafts
         if self.adapter.room and (self.target.enters or len(drafts) != self.followed):
-            # as our engine does: when a text enters or leaves
+            # when a text enters or leaves, as in our engine
             self.followed, lengths = len(drafts), num_tokens_no_spec[: len(drafts)].tolist()
             self.adapter.follow([token_ids_cpu[i, :n] for i, n in enumerate(lengths)])
         rows = [
@@ -75,7 +75,7 @@ class Kangaroo:
         return drafts
 
     def _step(self, rows: list[DraftRow]) -> list[DraftRow]:
-        """Draft one more token of each row; returns the rows that may go on."""
+        """Draft a token in each row; returns the rows that continue."""
         if not rows:
             return []
         logits_RK = self.target.draft(rows)
@@ -84,6 +84,6 @@ class Kangaroo:
             row.ids.append(token)
         if not self.threshold:
             return rows
-        # the token whose confidence is low is still verified
+        # a token with a low confidence is still verified
         sure_R = logits_RK.float().softmax(-1).amax(-1) > self.threshold
         return [row for row, sure in zip(rows, sure_R.tolist(), strict=True) if sure]

@@ -1,8 +1,8 @@
-"""The target in two halves, so that no token runs through the lower one twice.
+"""The target in two parts, so that no token runs through the lower one twice.
 
 Drafting runs the pending token and all drafted tokens but the last through the layers below the
-exit, and writes their keys into the target's own pages. Verification then needs these layers for
-the last drafted token alone, and the layers above for all.
+exit, and writes their keys into the target's own pages. Verification then runs these layers only
+for the last drafted token, and the layers above for all.
 
 Shapes: N tokens of a step, M of them new, D hidden size, R rows that draft, W blocks of a row, K
 draft vocabulary.
@@ -32,7 +32,7 @@ class Below(nn.Module):
 
     def __init__(self, *, stack: Any, exit_layer: int, vllm_config: VllmConfig):
         super().__init__()
-        # in a tuple they are no submodules of this one
+        # in a tuple, so that they are no submodules
         self.parts = (stack.embed_tokens, *stack.layers[:exit_layer])
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -62,41 +62,32 @@ class Above(nn.Module):
 
 @dataclass
 class DraftRow:
-    """A row's draft.
+    """A row's draft."""
 
-    Args:
-        index: of the row in the target's last step.
-        start: the position of its pending token.
-        end: of the first position for which the row has no slot yet: vLLM reserves none ahead.
-        blocks: of the cache, from the text's first to the last that drafting may write.
-        ids: the pending token, then the drafted ones.
-        states_D: at the exit, of all of `ids` but the last.
-    """
-
-    index: int
-    start: int
-    end: int
-    blocks: list[int]
-    ids: list[int]
-    states_D: list[Tensor] = field(default_factory=list)
+    index: int  # of the row in the target's last step
+    start: int  # the position of its pending token
+    end: int  # the first position for which the row has no slot: vLLM reserves none ahead
+    blocks: list[int]  # of the cache, from the text's first to the last that drafting may write
+    ids: list[int]  # the pending token, then the drafted tokens
+    states_D: list[Tensor] = field(default_factory=list)  # at the exit, for all ids but the last
 
     @property
     def position(self) -> int:
-        """Of the last of `ids`."""
+        """The position of the last id."""
         return self.start + len(self.ids) - 1
 
 
 class SplitTarget:
-    """Takes the place of the forward of a target's stack of layers, and drafts by its lower half.
+    """Replaces the forward pass of a target's stack of layers, and drafts by its lower part.
 
-    vLLM describes a step's rows to the builder of each attention's metadata. That of the adapter's
-    attention is ours: it keeps what it is told, and describes further batches of the same rows.
+    vLLM passes a step's rows to the metadata builder of each attention. The adapter's builder is
+    ours: it keeps the rows' metadata, and builds that of further batches of the same rows.
     """
 
     def __init__(self, vllm_config: VllmConfig, adapter: KangarooAdapter, target: Any):
         self.vllm_config, self.adapter, stack = vllm_config, adapter, target.model
         cut: Any = {"stack": stack, "exit_layer": adapter.facts.exit_layer}
-        with set_model_tag("kangaroo_below"):  # compiled parts are kept by these names
+        with set_model_tag("kangaroo_below"):  # the keys of vLLM's compilation cache
             self.below = Below(**cut, vllm_config=vllm_config)
         with set_model_tag("kangaroo_above"):
             self.above = Above(**cut, vllm_config=vllm_config)
@@ -105,8 +96,8 @@ class SplitTarget:
         shallow = [layer.self_attn.attn for layer in stack.layers[: adapter.facts.exit_layer]]
         self.attention_names = [attention.layer_name, *(x.layer_name for x in shallow)]
         self.step: CommonAttentionMetadata | None = None
-        # by the slot of each pending token; good for the next step alone, since after it a row may
-        # have lost its pages
+        # by the slot of each pending token; valid only in the next step, after which a row may have
+        # lost its pages
         self.drafted: dict[int, DraftRow] = {}
 
         backend, split = attention.get_attn_backend(), self
@@ -121,7 +112,7 @@ class SplitTarget:
                 self,
                 common_prefix_len: int,
                 common_attn_metadata: CommonAttentionMetadata,
-                fast_build: bool = False,  # vLLM's word for drafts
+                fast_build: bool = False,  # vLLM's name for drafting
             ) -> Any:
                 if not fast_build:
                     split.step, split.builder = common_attn_metadata, self
@@ -136,25 +127,25 @@ class SplitTarget:
         intermediate_tensors: Any = None,
         inputs_embeds: Any = None,
     ) -> Tensor:
-        """The target's last states `[N, D]`."""
+        """The target's last hidden states, `[N, D]`."""
         drafted, self.drafted = self.drafted, {}
-        if get_forward_context().attn_metadata is None:  # vLLM measures its memory, and compiles
+        if get_forward_context().attn_metadata is None:  # vLLM measures memory, and compiles
             f_ND = self.below(input_ids, positions)
             self.adapter(f_ND, positions)
         else:
             f_ND = self._join(drafted, input_ids, positions)
-        # keys of rejected tokens lie beyond the text's end, where later tokens replace them
+        # keys of rejected tokens lie beyond the text's end, where later tokens overwrite them
         self.adapter.write_keys(f_ND, positions)
         return self.above(f_ND, positions)
 
     @property
     def enters(self) -> bool:
-        """A prompt, or a part of it, was in the last step."""
+        """Whether the last step had a part of a prompt."""
         assert self.step is not None and self.step.is_prefilling is not None
         return bool(self.step.is_prefilling.any())
 
     def row(self, index: int, position: int, token: int) -> DraftRow:
-        """A draft that begins with the pending token at this position."""
+        """A draft that starts with the pending token at this position."""
         assert self.step is not None
         size = self.builder.kv_cache_spec.block_size
         count = -(-int(self.step.seq_lens[index]) // size)
@@ -165,16 +156,16 @@ class SplitTarget:
         """Logits after the last token of each row, `[R, K]`."""
         assert self.step is not None
         size, device = self.builder.kv_cache_spec.block_size, self.step.seq_lens.device
-        places = [row.position for row in rows]
+        positions = [row.position for row in rows]
         slots = [
-            row.blocks[p // size] * size + p % size for row, p in zip(rows, places, strict=True)
+            row.blocks[p // size] * size + p % size for row, p in zip(rows, positions, strict=True)
         ]
         slots_R = torch.tensor(slots, device=device)
-        positions_R = torch.tensor(places, device=device)
+        positions_R = torch.tensor(positions, device=device)
         ids_R = torch.tensor([row.ids[-1] for row in rows], dtype=torch.int32, device=device)
         table_RW = self.step.block_table_tensor[[row.index for row in rows]]
         ends = list(range(len(rows) + 1))
-        with self._batch(ends, [place + 1 for place in places], table_RW, slots_R):
+        with self._batch(ends, [position + 1 for position in positions], table_RW, slots_R):
             f_RD = self.below(ids_R, positions_R)
             hidden_RD = self.adapter(f_RD, positions_R)
         for row, f_D in zip(rows, f_RD, strict=True):
@@ -182,7 +173,7 @@ class SplitTarget:
         return self.adapter.draft_logits(hidden_RD)
 
     def keep(self, rows: list[DraftRow]) -> None:
-        """Give what these have computed to the step that verifies them."""
+        """Keep these rows' states for the step that verifies them."""
         size = self.builder.kv_cache_spec.block_size
         for row in rows:
             if row.states_D:
@@ -194,11 +185,11 @@ class SplitTarget:
     def _batch(
         self, ends: list[int], lengths: list[int], table_RW: Tensor, slots_N: Tensor
     ) -> Iterator[None]:
-        """Attention runs on the last tokens of rows.
+        """Run attention on the last tokens of rows.
 
         Args:
-            ends: where in the batch each row begins, and the last one ends.
-            lengths: of the rows, these tokens included.
+            ends: each row's start in the batch, and the end of the last one.
+            lengths: the rows' lengths, including these tokens.
         """
         ends_cpu = torch.tensor(ends, dtype=torch.int32)
         lengths_cpu = torch.tensor(lengths, dtype=torch.int32)
@@ -224,32 +215,32 @@ class SplitTarget:
             yield
 
     def _join(self, drafted: dict[int, DraftRow], input_ids: Tensor, positions: Tensor) -> Tensor:
-        """The states at the exit `[N, D]`, of which the lower half computes those not drafted."""
+        """The states at the exit `[N, D]`; the lower part computes those that drafting has not."""
         assert self.step is not None
         starts = self.step.query_start_loc_cpu.tolist()
         new: list[int] = []
-        drafted_places: list[int] = []
+        drafted_indices: list[int] = []
         drafted_states: list[Tensor] = []
         counts: list[int] = []
         for i, (first, end) in enumerate(pairwise(starts)):
-            # a single token has no draft before it
+            # a single token has no draft
             slot = int(self.step.slot_mapping[first]) if drafted and end - first > 1 else -1
             states_D = self._computed(drafted.get(slot), i, input_ids[first:end], positions[first])
             counts.append(len(states_D))
-            drafted_places += range(first, first + len(states_D))
+            drafted_indices += range(first, first + len(states_D))
             drafted_states += states_D
             new += range(first + len(states_D), end)
         if not drafted_states:
             return self.below(input_ids, positions)
         new_M = torch.tensor(new, device=input_ids.device)
-        left_out = accumulate(counts, initial=0)
-        ends = [end - count for end, count in zip(starts, left_out, strict=True)]
+        skipped = accumulate(counts, initial=0)
+        ends = [end - count for end, count in zip(starts, skipped, strict=True)]
         lengths, slots_M = self.step.seq_lens.tolist(), self.step.slot_mapping[new_M]
         with self._batch(ends, lengths, self.step.block_table_tensor, slots_M):
             f_MD = self.below(input_ids[new_M], positions[new_M])
         f_ND = f_MD.new_empty(len(input_ids), f_MD.shape[-1])
         f_ND[new_M] = f_MD
-        f_ND[drafted_places] = torch.stack(drafted_states)
+        f_ND[drafted_indices] = torch.stack(drafted_states)
         return f_ND
 
     def _computed(
@@ -257,13 +248,13 @@ class SplitTarget:
     ) -> list[Tensor]:
         """The states of this row's first tokens that drafting has computed.
 
-        A draft may have been cut, say by a grammar, and its slot been given to another text, which
-        then enters with other blocks.
+        A draft may have been cut, for example by a grammar, and its slot given to another text,
+        which then has other blocks.
         """
         assert self.step is not None and self.step.is_prefilling is not None
         if row is None or row.start != int(position) or self.step.is_prefilling[index]:
             return []
         count = min(len(row.states_D), len(ids_N) - 1)
         blocks = self.step.block_table_tensor[index, : len(row.blocks)].tolist()
-        same = blocks == row.blocks and ids_N[:count].tolist() == row.ids[:count]
-        return row.states_D[:count] if same else []
+        is_same = blocks == row.blocks and ids_N[:count].tolist() == row.ids[:count]
+        return row.states_D[:count] if is_same else []

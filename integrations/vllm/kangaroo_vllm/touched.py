@@ -1,4 +1,4 @@
-"""Whether a vLLM that this package was not tested with has what it builds on, as it was."""
+"""Checks that an untested version of vLLM still has the code that this package builds on."""
 
 import ast
 import hashlib
@@ -15,7 +15,7 @@ from kangaroo_vllm.checks import Unsupported
 
 TESTED = ("0.32.0", "0.33.0")  # versions of vLLM
 
-# What is called, and the arguments that this package gives.
+# The functions that this package calls, with its arguments.
 CALLED = """
 vllm.compilation.backends:set_model_tag tag
 vllm.compilation.decorators:support_torch_compile dynamic_arg_dims
@@ -44,7 +44,7 @@ vllm.v1.attention.backend:subclass_attention_backend name_prefix attention_backe
 vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p logits k p
 """
 
-# What is replaced, or calls this package: digests of the code.
+# Digests of functions that this package replaces, or that call it.
 CODE = {
     "vllm.model_executor.models.llama:LlamaAttention.forward": "52a4c32d4797",
     "vllm.model_executor.models.llama:LlamaDecoderLayer.forward": "1a826318fe6b",
@@ -58,7 +58,7 @@ CODE = {
 def check() -> None:
     """Warn of a vLLM that is not among `TESTED`.
 
-    Errors: `Unsupported` for one in which something that this package builds on has changed.
+    Errors: `Unsupported` where it has changed something that this package builds on.
     """
     import vllm
 
@@ -80,9 +80,10 @@ def check() -> None:
 
 
 def changes() -> list[str]:
-    """What this vLLM has otherwise, by name."""
+    """The differences of this vLLM, by name."""
     changed = []
-    called = {name: given for name, *given in map(str.split, re.split(r"\n(?=v)", CALLED.strip()))}
+    entries = map(str.split, re.split(r"\n(?=v)", CALLED.strip()))
+    called = {name: arguments for name, *arguments in entries}
     for name in (*called, *CODE):
         try:
             value = pkgutil.resolve_name(name)
@@ -92,22 +93,23 @@ def changes() -> list[str]:
         if name in CODE:
             changed += [name] * (digest(value) != CODE[name])
             continue
-        parameters, given = inspect.signature(value).parameters, set(called[name])
+        parameters, arguments = inspect.signature(value).parameters, set(called[name])
         needed = {
             parameter.name
             for parameter in parameters.values()
             if parameter.default is parameter.empty
             and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         }
-        for what, names in (("takes no", given - parameters.keys()), ("needs", needed - given)):
+        unknown, missing = arguments - parameters.keys(), needed - arguments
+        for problem, names in (("takes no", unknown), ("needs", missing)):
             if names:
-                changed.append(f"{name} {what} {', '.join(sorted(names))}")
+                changed.append(f"{name} {problem} {', '.join(sorted(names))}")
     return changed
 
 
 def digest(value: Any) -> str:
-    """Of a function's code, or of its branch for `custom_class`; comments and layout may differ.
-    Of its text, since each Python writes a syntax tree in its own way."""
+    """A digest of a function's code, or of its branch for `custom_class`, without comments and
+    layout. It is of the text, since syntax trees differ between versions of Python."""
     try:
         source = textwrap.dedent(inspect.getsource(value))
     except (OSError, TypeError):

@@ -38,10 +38,10 @@ def test_a_fork_is_where_texts_part():
         2: [],
         3: [1, 1],
     }
-    assert bench.parted({"none": [], "Kangaroo": [0.25, 0.125]}) == (
+    assert bench.describe_gaps({"none": [], "Kangaroo": [0.25, 0.125]}) == (
         "Kangaroo: where a text forks, the two likeliest logits are 0.125, 0.250 apart"
     )
-    assert bench.parted({"none": [], "Kangaroo": []}) == "all texts are equal"
+    assert bench.describe_gaps({"none": [], "Kangaroo": []}) == "all texts are equal"
 
 
 def test_the_table_compares_with_no_drafts():

@@ -1,8 +1,8 @@
-"""A study: which results of one evaluation, or of a sweep's, make a table and a plot; its points,
-the paper's (`published.yaml`), and which findings of the paper are found again.
+"""A study: a table and a plot of the results of one evaluation, or of a sweep, beside the paper's
+values (`published.yaml`), and a check of the paper's findings.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,30 +11,31 @@ import numpy as np
 import yaml
 
 from kangaroo.evaluation.comparison import summaries_in
-from kangaroo.evaluation.metrics import CTAR, Estimate, difference, estimate, has, pairs, value_of
+from kangaroo.evaluation.metrics import CTAR, Estimate, estimate, pairs, value_of
 from kangaroo.evaluation.records import Baseline, Record, read
-from kangaroo.evaluation.summary import shared
+from kangaroo.evaluation.summary import shared_settings
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.provenance import changes
+from kangaroo.utils.provenance import differences
 
 PUBLISHED = Path(__file__).with_name("published.yaml")
-OVERALL = "overall"  # beside the tasks
-HERE = "here"  # the model of our points
+OVERALL = "overall"  # all tasks together
+HERE = "here"  # what the model of our own points is called
 AGREES, DISAGREES, OPEN = "agrees", "disagrees", "open"
-LEAST = 8  # questions; a bootstrap over fewer is too sure
+MIN_QUESTIONS = 8  # with fewer, a bootstrap's intervals are too narrow
 
-# Along the table and the plot; None is a method that has no such setting.
+# A value of `StudyConfig.x` or `curve`; None for a method that has no such setting.
 Place = float | str | None
 
 
 @dataclass
 class Claim:
-    """A finding of the paper: one method has more of a metric than another.
+    """A finding of the paper: a metric is higher for one method than for another.
 
     Args:
         more, less: the two methods, by the names of their folders.
-        metric, task: as in `StudyConfig.metrics`; on the questions of this task, None is all.
-        why: what may explain that a study does not find it.
+        metric: as in `StudyConfig.metrics`.
+        task: only the questions of this task count; None takes all.
+        why: a possible reason why a study does not confirm it.
     """
 
     says: str
@@ -47,18 +48,18 @@ class Claim:
 
 @dataclass
 class StudyConfig:
-    """What the results of an evaluation, or of a sweep, are put together to.
+    """How results of an evaluation, or of a sweep, become a table and a plot.
 
     Args:
-        name: of its files, and of the published values that belong to it.
+        name: name of its files, and of its published values.
         x: what the columns are: `method`, `task`, `position` (in the draft), `parameters`, or a
             setting by its name in results, such as `drafter.threshold`.
-        curve: what the rows are, in the same words; None where there is but one.
+        curve: what the rows are, likewise; None if there is only one.
         metrics: `speedup`, `compression_rate`, `acceptance_rate`, or `ctar1`, `ctar2` ... for
-            CTAR(1) and so on; not read for `x=position`, which has CTAR.
-        labels: what methods are called in words.
-        note: what a reader of the table has to know.
-        claims: findings of the paper to be checked.
+            CTAR(1) and so on; ignored for `x=position`, which shows CTAR.
+        labels: names of methods for the reader.
+        note: text below the table.
+        claims: findings of the paper to check.
     """
 
     name: str
@@ -72,20 +73,25 @@ class StudyConfig:
     claims: list[Claim] = field(default_factory=list)
 
     def label(self, place: Place) -> Place:
-        """A word as the study calls it."""
+        """The reader's name of a place."""
         return self.labels.get(place, place) if isinstance(place, str) else place
+
+    def common_settings(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """The settings in a method's summary that all methods of the study must share."""
+        settings = shared_settings(summary)
+        return {k: v for k, v in settings.items() if k not in (self.x, self.curve)}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A method that has answered all questions, by its folder's name."""
+    """A method that has answered all questions; `name` is its folder's path in the results."""
 
     name: str
     summary: dict[str, Any]
     records: list[Record]
 
     def place(self, name: str) -> Place:
-        """What `StudyConfig.x` or `curve` names, for this method: a number, a word, or None."""
+        """The method's value of what `StudyConfig.x` or `curve` names."""
         if name == "method":
             return self.name
         if name == "parameters":
@@ -94,27 +100,27 @@ class Measured:
 
 
 class Point(NamedTuple):
-    """What was measured at a place of a table."""
+    """A cell of the table: measured or published values."""
 
-    model: str  # `HERE`, or the target of the paper
-    source: str  # the name of the method, or where in the paper it is from
-    curve: Place  # what its row has in common; empty where there is but one
+    model: str  # `HERE`, or the paper's target model
+    source: str  # the method's name, or the place in the paper
+    curve: Place  # the row; empty if there is only one
     x: Place
-    values: dict[str, Estimate | None]  # by metric; None where it does not apply
+    values: Mapping[str, Estimate | None]  # by metric; None if it does not apply
 
 
 class Checked(NamedTuple):
-    """A claim and what a study says of it."""
+    """A claim with the values of its two methods."""
 
     claim: Claim
     more: Estimate
     less: Estimate
-    difference: Estimate  # of `more` less `less`, with its paired interval
+    difference: Estimate  # `more` less `less`, with its paired interval
     verdict: str
 
 
 class Study(NamedTuple):
-    """What was measured, and what it is compared with."""
+    """Measured and published points, and the checked claims."""
 
     config: StudyConfig
     methods: list[Measured]
@@ -123,100 +129,94 @@ class Study(NamedTuple):
     checked: list[Checked]
 
 
-def study_of(config: StudyConfig, folder: Path) -> Study | None:
-    """That of the results below `folder`; None where there are none yet. Errors: `ConfigError`."""
-    methods = measured(config, folder)
+def read_study(config: StudyConfig, folder: Path) -> Study | None:
+    """The study of the results below `folder`; None if there are none. Errors: `ConfigError`."""
+    methods = measured_methods(config, folder)
     if not methods:
         return None
-    points = [point for method in methods for point in points_of(config, method)]
+    points = [point for method in methods for point in measured_points(config, method)]
     checked = [check(claim, methods) for claim in config.claims]
-    return Study(config, methods, points, published(config), [x for x in checked if x])
+    return Study(config, methods, points, published_points(config), [x for x in checked if x])
 
 
-def measured(config: StudyConfig, folder: Path) -> list[Measured]:
+def measured_methods(config: StudyConfig, folder: Path) -> list[Measured]:
     """All methods with results below `folder`, in the order of the study's labels."""
     methods = [
-        Measured(name, summary, read(place if (place := folder / name).is_dir() else folder))
+        Measured(name, summary, read(path if (path := folder / name).is_dir() else folder))
         for name, summary in summaries_in(folder).items()
         if Path(name).name not in [baseline.value for baseline in Baseline]
     ]
     for method in methods[1:]:
-        if difference := changes(*(fixed(config, x.summary) for x in (methods[0], method))):
+        settings = (config.common_settings(x.summary) for x in (methods[0], method))
+        if changed := differences(*settings):
             raise ConfigError(
                 f"'{method.name}' and '{methods[0].name}' in '{folder}' cannot be in one study: "
-                f"{difference}. Move one of them elsewhere."
+                f"{changed}. Move one of them elsewhere."
             )
-    answers = [record for method in methods for record in method.records]
-    needs_vanilla = "speedup" in config.metrics and config.x != "position"
-    if needs_vanilla and not all(has(record, "vanilla") for record in answers):
+    has_speedups = "speedup" in config.metrics and config.x != "position"
+    if has_speedups and any(x.summary["overall"]["speedup"] is None for x in methods):
         raise ConfigError("a study of speedups needs vanilla decoding: add it to baselines=.")
     order = {name: i for i, name in enumerate(config.labels)}
     return sorted(methods, key=lambda method: order.get(method.name, len(order)))
 
 
-def fixed(config: StudyConfig, summary: dict[str, Any]) -> dict[str, Any]:
-    """Settings that all methods of a study have in common."""
-    return {k: v for k, v in shared(summary).items() if k not in (config.x, config.curve)}
-
-
 def as_place(value: Any) -> Place:
-    """Numbers are floats, so that 6 and 6.0 are one place."""
+    """Turns numbers into floats, so that 6 and 6.0 are the same place."""
     return float(value) if isinstance(value, int | float) else value
 
 
-def points_of(config: StudyConfig, method: Measured) -> list[Point]:
-    """A method's points, one for each of its places."""
-    names = {name: name for name in config.metrics}
-    parts: dict[Place, tuple[list[Record], dict[str, str]]]
+def measured_points(config: StudyConfig, method: Measured) -> list[Point]:
+    """A method's points, one for each value of `config.x`."""
+    curve = measured_curve(config, method)
+
+    def point(x: Place, records: Sequence[Record], metrics: Mapping[str, str]) -> Point:
+        values = {name: value_of(metric, records) for name, metric in metrics.items()}
+        return Point(HERE, method.name, curve, x, values)
+
+    records, metrics = method.records, {name: name for name in config.metrics}
     if config.x == "position":
         longest = max(1, len(method.summary["overall"]["ctar"]))
-        parts = {float(w): (method.records, {CTAR: f"{CTAR}{w}"}) for w in range(1, longest + 1)}
-    elif config.x == "task":
-        tasks = dict.fromkeys([*(record.task for record in method.records), OVERALL])
-        parts = {task: (of_task(method.records, task), names) for task in tasks}
-    else:
-        parts = {config.label(method.place(config.x)): (method.records, names)}
-    curve = curve_of(config, method)
-    return [
-        Point(HERE, method.name, curve, x, {k: value_of(m, records) for k, m in of.items()})
-        for x, (records, of) in parts.items()
-    ]
+        return [point(float(w), records, {CTAR: f"{CTAR}{w}"}) for w in range(1, longest + 1)]
+    if config.x == "task":
+        tasks = dict.fromkeys([*(record.task for record in records), OVERALL])
+        return [point(task, select_task(records, task), metrics) for task in tasks]
+    return [point(config.label(method.place(config.x)), records, metrics)]
 
 
-def curve_of(config: StudyConfig, method: Measured) -> Place:
-    """What a method's row has in common, or its name; of a sweep's several drafters theirs too."""
-    has_place = config.x in ("task", "position") or method.place(config.x) is not None
-    common = "" if config.curve is None else method.place(config.curve)
-    if common is None or (common == "" and not has_place):
+def measured_curve(config: StudyConfig, method: Measured) -> Place:
+    """A method's row: its value of `config.curve`, with the drafter's name in a sweep of several;
+    the method's name if it has no place in a row or column."""
+    has_x = config.x in ("task", "position") or method.place(config.x) is not None
+    place = "" if config.curve is None else method.place(config.curve)
+    if place is None or (place == "" and not has_x):
         return config.label(method.name)
     job, _, drafter = method.name.rpartition("/")
-    curve = config.label(common)
+    curve = config.label(place)
     return f"{curve}, {config.label(drafter)}" if job and config.curve != "method" else curve
 
 
-def of_task(records: Sequence[Record], task: str | None) -> list[Record]:
-    """None is all."""
+def select_task(records: Sequence[Record], task: str | None) -> list[Record]:
+    """The records of one task; None and `OVERALL` keep all records."""
     return [record for record in records if task in (None, OVERALL, record.task)]
 
 
-def published(config: StudyConfig) -> list[Point]:
-    """The published points of a study, its curves and methods called as the study calls them."""
+def published_points(config: StudyConfig) -> list[Point]:
+    """The paper's points, with the study's labels."""
     points = []
     for table in yaml.safe_load(PUBLISHED.read_text(encoding="utf-8")).get(config.name, []):
-        for curve, along in table["points"].items():
-            for x, numbers in along.items():
+        for curve, row in table["points"].items():
+            for x, numbers in row.items():
                 values = zip(table["metrics"], numbers, strict=True)
-                estimates: dict[str, Estimate | None]
                 estimates = {metric: Estimate(n) for metric, n in values if n is not None}
-                place = config.label(as_place(curve)), config.label(as_place(x))
-                points.append(Point(table["model"], table["source"], *place, estimates))
+                places = config.label(as_place(curve)), config.label(as_place(x))
+                points.append(Point(table["model"], table["source"], *places, estimates))
     return points
 
 
 def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
-    """What a study says of a claim; None where it has not measured both methods on its task.
-    Errors: `ConfigError` where the two were not asked the same questions."""
-    by_name = {method.name: of_task(method.records, claim.task) for method in methods}
+    """Check a claim; None if its methods were not both measured on its task. Errors: `ConfigError`
+    if the two were not asked the same questions."""
+    by_name = {method.name: select_task(method.records, claim.task) for method in methods}
     both = [by_name[name] for name in (claim.more, claim.less) if name in by_name]
     if len(both) < 2 or not any(both):
         return None
@@ -231,13 +231,13 @@ def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
         return None
     # resampled together: what makes a question hard for both does not widen the interval
     values_Q4 = np.hstack([pairs(records, claim.metric) for records in both])
-    more_less = estimate(values_Q4, difference)
-    return Checked(claim, more, less, more_less, verdict(more_less, len(values_Q4)))
+    margin = estimate(values_Q4)
+    return Checked(claim, more, less, margin, verdict(margin, len(values_Q4)))
 
 
-def verdict(difference: Estimate, questions: int) -> str:
-    """What the interval of a difference that should be positive says."""
-    if questions < LEAST or difference.ends is None:
+def verdict(margin: Estimate, questions: int) -> str:
+    """Whether the interval of a difference lies above 0, as claimed."""
+    if questions < MIN_QUESTIONS or margin.ends is None:
         return OPEN
-    low, high = difference.ends
+    low, high = margin.ends
     return AGREES if low > 0 else DISAGREES if high < 0 else OPEN
