@@ -176,15 +176,11 @@ def test_the_models_adapter_is_the_default_and_looked_for_before_the_model(tmp_p
     assert (drafter.exit_layer, drafter.steps, drafter.threshold) == (2, 3, 0.2)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"drafter": VanillaConfig()},
-        {"drafter": "prompt_lookup", "max_matching_ngram_size": 2},
-        {"drafter": "cascade", "first": VanillaConfig(), "second": "lookahead"},
-    ],
-    ids=str,
-)
+LOOKUP = {"drafter": "prompt_lookup", "max_matching_ngram_size": 2}
+CASCADE = {"drafter": "cascade", "first": VanillaConfig(), "second": "lookahead"}
+
+
+@pytest.mark.parametrize("settings", [{"drafter": VanillaConfig()}, LOOKUP, CASCADE], ids=str)
 def test_another_drafter_writes_the_same(model, settings):
     other = kangaroo.load("tiny", **settings)
     assert other.generate(QUESTIONS, 24) == model.generate(QUESTIONS, 24)

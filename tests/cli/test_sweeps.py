@@ -24,8 +24,6 @@ FILES = sorted((ROOT / "configs/sweep").glob("*.yaml"))
 STUDIES = {file.stem: yaml.safe_load(file.read_text()) for file in FILES}
 SWEEP, RUN = "sweep1d2", "run3x4y"  # as a server names them
 
-each_study = pytest.mark.parametrize("name", STUDIES)
-
 
 def each_value(study: dict) -> Iterator[dict]:
     """So many choices that every value of every parameter is in one, and every end of a range."""
@@ -51,7 +49,7 @@ def typed_by_the_agent(study: dict, point: dict, monkeypatch) -> list[str]:
     return command
 
 
-@each_study
+@pytest.mark.parametrize("name", STUDIES)
 def test_a_study_is_one_that_wandb_runs_and_goes_by_a_metric_that_its_command_ends_with(name):
     study = STUDIES[name]
     fields = "program project name method metric run_cap parameters command"
@@ -70,7 +68,7 @@ def test_a_study_is_one_that_wandb_runs_and_goes_by_a_metric_that_its_command_en
             assert study["method"] == "bayes" and 0 < parameter["min"] < parameter["max"]
 
 
-@each_study
+@pytest.mark.parametrize("name", STUDIES)
 def test_a_choice_composes_to_what_was_chosen(name, monkeypatch):
     study = STUDIES[name]
     monkeypatch.setenv("WANDB_RUN_ID", RUN)
@@ -97,21 +95,18 @@ def test_a_choice_composes_to_what_was_chosen(name, monkeypatch):
 def test_optuna_searches_for_what_a_command_returns(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper.config", reason="kangaroo[optuna]")
     page = (ROOT / "docs/training.md").read_text()
-    shown = re.findall(r"^python (.*search=optuna.*)$", page, flags=re.M)
-    words = [word for line in shown for word in shlex.split(line)]
+    (shown,) = re.findall(r"^python (.*search=optuna.*)$", page, flags=re.M)
     shrunk = "model=tiny drafter.adapter=untrained:2 hydra.sweeper.n_trials=4 baselines=[vanilla]"
     shrunk += " question_every=33 max_new_tokens=6 warmup=1"
-    options = [*words[1:], *shrunk.split()]
-    typed(words[0], *options, cwd=tmp_path)
+    typed(*shlex.split(shown), *shrunk.split(), cwd=tmp_path)
     (found,) = tmp_path.rglob("optimization_results.yaml")
     best = yaml.safe_load(found.read_text())
     summaries = [json.loads(path.read_text()) for path in found.parent.rglob("summary.json")]
     assert len(summaries) == 4
     first = max(summaries, key=lambda summary: summary["overall"]["speedup"])
     assert best["best_value"] == first["overall"]["speedup"]
-    assert best["best_params"] == {
-        name: first["settings"][name] for name in ("drafter.threshold", "drafter.steps")
-    }
+    assert best["best_params"].keys() == {"drafter.threshold", "drafter.steps"}
+    assert best["best_params"].items() <= first["settings"].items()
 
 
 @pytest.fixture
@@ -170,5 +165,5 @@ def test_a_search_is_told_of_a_run_that_failed(wandb, tmp_path):
         pass
     with pytest.raises(ConfigError), Wandb().start({}, tmp_path):
         raise ConfigError("no")
-    exits = wandb.init.return_value.finish.call_args_list
-    assert exits == [call(exit_code=0), call(exit_code=1)]
+    finished = wandb.init.return_value.finish
+    assert finished.call_args_list == [call(exit_code=0), call(exit_code=1)]

@@ -196,19 +196,18 @@ def generation(text, numbers):
 
 
 def test_earlier_answers_keep_their_records_as_far_as_their_tokens_are_the_same():
-    for again, expected in (([7, 8, 9], [1, 2, 3]), ([7, 5, 9], [1, 2, 0]), ([7], [1]), ([4], [1])):
+    for asked, again, expected in (
+        *((1, [7, 8, 9], [1, 2, 3]), (1, [7, 5, 9], [1, 2, 0]), (1, [7], [1]), (1, [4], [1])),
+        (5, [7, 8, 9], [0, 0, 0]),  # another question
+    ):
         dialogue = Dialogue(0)
         dialogue.append([1, 2], [0, 0], generation([7, 8, 9], [1, 2, 3]))
         assert dialogue.topk_logits["tokens"][:, 0].tolist() == [1, 2, 3]
         mask = [0, 0, *[1] * len(again), 0]
-        dialogue.append([1, 2, *again, 3], mask, generation([6, 6], [4, 5]))
+        dialogue.append([asked, 2, *again, 3], mask, generation([6, 6], [4, 5]))
         assert dialogue.topk_logits["tokens"][:, 0].tolist() == [*expected, 4, 5]
         known = [number > 0 for number in expected]
         assert topk_logits.nonempty(dialogue.topk_logits).tolist() == [*known, True, True]
-    dialogue = Dialogue(0)
-    dialogue.append([1, 2], [0, 0], generation([7, 8, 9], [1, 2, 3]))
-    dialogue.append([5, 2, 7, 8, 9], [0, 0, 1, 1, 1], generation([6], [4]))  # another question
-    assert topk_logits.nonempty(dialogue.topk_logits).tolist() == [False, False, False, True]
 
 
 def test_the_records_of_a_dataset_are_those_of_a_forward_over_its_text(brief, tmp_path):
@@ -290,14 +289,11 @@ def make(config, world):
             raise
 
     with ThreadPoolExecutor(world, thread_name_prefix="rank") as pool:
-        for done in [pool.submit(process, rank) for rank in range(world)]:
-            done.result()
+        list(pool.map(process, range(world)))
 
 
 def written(tmp_path, name):
-    patterns = ("*.jsonl", "*.arrow", "*.npy")
-    folders = (tmp_path / f"{name}.shards", tmp_path / name)
-    files = [file for folder in folders for pattern in patterns for file in folder.glob(pattern)]
+    files = (x for x in tmp_path.glob(f"{name}*/*") if x.suffix in (".jsonl", ".arrow", ".npy"))
     return {file.name: file.read_bytes() for file in files}
 
 

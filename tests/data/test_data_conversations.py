@@ -170,8 +170,7 @@ def test_one_file_of_a_dataset_on_the_hub_is_fetched_and_read(tmp_path, monkeypa
         return str(path)
 
     monkeypatch.setattr(reading, "hf_hub_download", fetch)
-    source = Source("hf://datasets/some/talks/v1/talks.jsonl", revision="main")
-    assert read(source, None) == TALKS
+    assert read(Source("hf://datasets/some/talks/v1/talks.jsonl", revision="main"), None) == TALKS
 
 
 FILES = [f"hf://datasets/{path}" for path in ("some/talks/talks.json", "some/talks", "some", "")]

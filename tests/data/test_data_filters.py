@@ -11,10 +11,8 @@ def conversation(*turns):
     """A sample of (question, answer tokens) pairs; a question takes two tokens."""
     messages, ids, mask = [], [], []
     for question, answer in turns:
-        messages += [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": " ".join(map(str, answer))},
-        ]
+        text = " ".join(map(str, answer))
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
         ids += [0, 0, *answer]
         mask += [0, 0] + [1] * len(answer)
     return {"messages": messages, "input_ids": ids, "loss_mask": mask}

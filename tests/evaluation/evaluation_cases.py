@@ -75,8 +75,6 @@ def shown(compared):
     return " ".join(text.getvalue().split())
 
 
-# --- by a tiny model
-
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["Tell me a tale.", "Shorter."]},
     {"question_id": 90, "category": "math", "turns": ["What is 2 + 2?", "And 3 + 3?"]},

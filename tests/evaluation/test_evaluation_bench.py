@@ -64,8 +64,7 @@ def test_speed_benchs_questions_come_from_parquet_files_or_the_hub(tmp_path, mon
     parts = {"hub": "nvidia/SPEED-Bench", "subset": "throughput_1k+throughput_8k"}
     for place in (parts, {"path": str(tmp_path)}):
         assert len(load_questions(BenchConfig("speed_bench", **place))) == 3
-    one = BenchConfig("speed_bench", path=str(tmp_path), subset="8k")
-    assert len(load_questions(one)) == 1
+    assert len(load_questions(BenchConfig("speed_bench", path=str(tmp_path), subset="8k"))) == 1
     talk = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
     (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": talk}))
     (question,) = load_questions(BenchConfig(path=str(tmp_path / "talks.jsonl")))
@@ -159,8 +158,7 @@ def test_the_seed_of_a_turn_has_64_bits_and_small_ones_are_as_ever():
 
 @pytest.mark.skipif(not SPEC_BENCH.is_file(), reason="needs Spec-Bench's questions")
 def test_spec_bench_has_480_questions_and_560_turns(caplog):
-    benches = ROOT / "configs/groups/bench.yaml"
-    settings = yaml.safe_load(benches.read_text())["spec_bench"]
+    settings = yaml.safe_load((ROOT / "configs/groups/bench.yaml").read_text())["spec_bench"]
     del settings["defaults"]
     questions = load_questions(BenchConfig(**settings, path=str(SPEC_BENCH)))
     assert not caplog.records  # its checksum is the right one

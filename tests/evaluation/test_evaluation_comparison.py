@@ -1,5 +1,6 @@
 """Methods side by side, by input length and in pairs, from records by hand."""
 
+import io
 import json
 
 import numpy as np
@@ -7,15 +8,15 @@ import pytest
 from commands import ROOT
 from datasets import Dataset
 from evaluation_cases import COST, finish, hf_run, record, run, shown, vanilla_run
+from rich.console import Console
 
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation.bench import BenchConfig, load_questions
-from kangaroo.evaluation.metrics import estimate
+from kangaroo.evaluation.metrics import estimate, pairs
 from kangaroo.evaluation.records import Fork
 from kangaroo.evaluation.summary import by_length
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.folders import overrides_suffix, shorten_names
 
 TASKS = ["qa", "rag", "math_reasoning", "translation", "summarization", "writing"]
 
@@ -41,9 +42,6 @@ def sweep(tmp_path):
     (tmp_path / "lookahead").mkdir()
     (tmp_path / "lookahead/run.json").write_text("{}")
     return tmp_path
-
-
-# --- side by side
 
 
 def test_the_table_holds_each_finished_methods_metrics_and_costs_the_fastest_first(sweep):
@@ -88,7 +86,7 @@ def test_the_files_have_every_method_under_every_task_and_every_pair_once(sweep)
 
 
 def test_a_comparison_stands_without_baselines_and_with_a_single_question(tmp_path):
-    method, odd = run([4], [3], [3], [1.0]), r"a|b [x] $\frac{$"
+    method, odd = run([4], [3], [3], [1.0]), "a|b\n[x] $\\frac{$"
     finish(tmp_path / "alone/kangaroo", [record(1, (method, None))], baselines=[])
     finish(tmp_path / "one/kangaroo", [record(1, (method, vanilla_run(4)), category=odd)])
     alone, single = (comparison.compare(tmp_path / name) for name in ("alone", "one"))
@@ -98,6 +96,19 @@ def test_a_comparison_stands_without_baselines_and_with_a_single_question(tmp_pa
     comparison.write(single, tmp_path)
     assert r"| method | a\|b [x] $\frac{$ | overall |" in (tmp_path / "report.md").read_text()
     assert "a single question does not show which is." in shown(single)
+
+
+def test_what_a_user_named_stays_in_a_terminal_as_it_is():
+    text = io.StringIO()
+    table = tables.terminal([{"task": "a|b", "[bold]": "[/x] :smile:"}], "on [red]", "by [x]")
+    Console(file=text).print(table)
+    for part in ("[bold]", "[/x] :smile:", "on [red]", "by [x]", "a|b"):
+        assert part in text.getvalue()
+
+
+def test_numbers_are_shortened_to_three_digits():
+    texts = {0: "0", 66: "66", 999: "999", 1000: "1k", 885_888: "886k", 1_267_359: "1.27M"}
+    assert {value: tables.short(value) for value in texts} == texts
 
 
 def test_the_terminals_table_fits_80_columns_and_folds_no_drafters_name(tmp_path):
@@ -136,37 +147,13 @@ def test_a_committed_page_follows_from_its_results():
     assert comparison.markdown(result, "img/spec_bench_speedup.png") == page.read_text()
 
 
-def test_a_jobs_folder_is_named_by_the_drafters_settings_and_the_sweeps_by_the_others():
-    words = ["model=tiny", "drafter=kangaroo", "seed=3", "drafter.threshold=0.4", "bench=demo"]
-    words += ["drafter.adapter=adapters/x", "+sampling.top_p=0.9", "logger=wandb"]
-    excluded = ["model", "drafter", "bench", "logger"]
-    assert overrides_suffix(words, excluded, "drafter") == ",adapter=adapters-x,threshold=0.4"
-    assert overrides_suffix(words, excluded, "others") == ",sampling.top_p=0.9,seed=3"
-    assert overrides_suffix(words[::-1], excluded, "others") == ",sampling.top_p=0.9,seed=3"
-    assert overrides_suffix([], excluded, "drafter") == ""
-    # only names that are too long are shortened
-    assert shorten_names("outputs/threshold=0.4,steps=6") == "outputs/threshold=0.4,steps=6"
-    long, other = "a" * 190 + "é" * 20, "a" * 190 + "é" * 19 + "b"
-    first, second = shorten_names(f"{long}/{long}").split("/")
-    assert first == second and first.startswith("a" * 180) and first != shorten_names(other)
-    assert len(first.encode()) <= 200
-
-
 # --- by input length
 
 # Of each category, how many of four draft tokens are accepted in each round; at 2k one fewer.
 ACCEPTED = {"low_entropy": [4, 3, 3], "mixed": [3, 1, 2], "high_entropy": [1, 1, 1]}
-
-# What each metric divides for a question of each category, at 1k and at 2k. A prefill is a round,
-# takes a second and drafts nothing; a round takes a second, as one of vanilla's tokens does.
-COUNTS = {
-    "Speedup over vanilla": ([(15, 4), (11, 4), (8, 4)], [(12, 4), (8, 4), (5, 4)]),
-    "Compression rate": ([(14, 4), (10, 4), (7, 4)], [(11, 4), (7, 4), (4, 4)]),
-    "Acceptance length": ([(13, 3), (9, 3), (6, 3)], [(10, 3), (6, 3), (3, 3)]),
-    "CTAR(1)": ([(3, 4), (3, 4), (3, 4)], [(3, 4), (2, 4), (0, 4)]),
-    "CTAR(2)": ([(3, 4), (2, 4), (0, 4)], [(3, 4), (1, 4), (0, 4)]),
-    "CTAR(3)": ([(3, 4), (1, 4), (0, 4)], [(1, 4), (0, 4), (0, 4)]),
-}
+HEADINGS = {"Speedup over vanilla": "speedup", "Compression rate": "compression_rate"}
+HEADINGS |= {"Acceptance length": "mean_acceptance_length"}
+HEADINGS |= {f"CTAR({w})": f"ctar{w}" for w in (1, 2, 3)}
 
 
 def answered(question):
@@ -181,29 +168,27 @@ def answered(question):
 def test_each_metric_is_shown_by_category_and_by_input_length(tmp_path):
     for size in (1, 2):
         names = {f"{category}-{size}-{i}": category for category in ACCEPTED for i in range(2)}
-        table = Dataset.from_dict(
-            {
-                "question_id": list(names),
-                "category": list(names.values()),
-                "turns": [[f"Sum up {name}: " + "word " * 200 * size] for name in names],
-            }
-        )
-        table.to_parquet(tmp_path / f"speed/throughput_{size}k/test.parquet")
+        turns = [[f"Sum up {name}: " + "word " * 200 * size] for name in names]
+        table = {"question_id": list(names), "category": list(names.values()), "turns": turns}
+        Dataset.from_dict(table).to_parquet(tmp_path / f"speed/throughput_{size}k/test.parquet")
     questions = load_questions(BenchConfig("speed_bench", path=str(tmp_path / "speed")))
-    finish(tmp_path / "out/mine", [answered(question) for question in questions])
+    records = [answered(question) for question in questions]
+    finish(tmp_path / "out/mine", records)
     text = comparison.markdown(comparison.compare(tmp_path / "out"))
-    for heading, (at_1k, at_2k) in COUNTS.items():
-        by_task = dict(zip(ACCEPTED, zip(at_1k, at_2k, strict=True), strict=True))
-        for named, groups in (("input length", {"1k": at_1k, "2k": at_2k}), ("task", by_task)):
+    by_task = {name: [x for x in records if x.category == name] for name in ACCEPTED}
+    lengths = {"1k": 1024, "2k": 2048}.items()
+    by_length = {k: [x for x in records if x.turns[0].prompt_tokens == n] for k, n in lengths}
+    for heading, metric in HEADINGS.items():
+        for named, groups in (("input length", by_length), ("task", by_task)):
             cells = {
-                name: tables.estimate(*estimate(np.repeat(counts, 2, axis=0).astype(float)))
-                for name, counts in (groups | {"overall": at_1k + at_2k}).items()
+                name: tables.estimate(*estimate(pairs(some, metric)))
+                for name, some in (groups | {"overall": records}).items()
             }
             headings, _, row = text.partition(f"## {heading} by {named}\n\n")[2].splitlines()[:3]
             assert headings == f"| method | {' | '.join(cells)} |"
             row = row.replace(", no difference shown", "")
             assert row == f"| mine | {' | '.join(cells.values())} |"
-    assert text.count("| method | 1k | 2k | overall |") == len(COUNTS)
+    assert text.count("| method | 1k | 2k | overall |") == len(HEADINGS)
 
 
 def test_of_a_question_each_turn_counts_where_its_prompt_belongs():

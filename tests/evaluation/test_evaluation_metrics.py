@@ -16,7 +16,6 @@ from kangaroo.engine.engine import Engine
 from kangaroo.evaluation import comparison, summary
 from kangaroo.evaluation import metrics as figures
 from kangaroo.evaluation.metrics import METRICS, Metric, estimate, metrics, pairs, runs, scalars
-from kangaroo.evaluation.records import Fork
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.memory import Footprint, footprint
 
@@ -43,13 +42,15 @@ def test_metrics_of_one_question_by_hand():
 
 def test_what_became_of_drafts_by_vllms_names():
     rounds = run([1, 3, 1, 4], [0, 2, 0, 3], [0, 3, 2, 4], [0.0, 1.0, 1.0, 2.0])
-    drafts = metrics([record(1, (rounds, vanilla_run(9)))])["speculative_decoding"]
+    records = [record(1, (rounds, vanilla_run(9)))]
+    drafts = metrics(records)["speculative_decoding"]
     shares = {"mean_acceptance_length": 1 + 5 / 3, "draft_acceptance_rate": 5 / 9}
     counts = {"num_spec_steps": 3, "num_accepted_draft_tokens": 5, "num_draft_tokens": 9}
     # a place for each length that a draft may have, as clients want it: none was accepted whole
     by_length = {"num_spec_tokens": 4, "acceptance_histogram": [1, 0, 1, 1, 0]}
     by_position = {"per_position_acceptance_rate": [2 / 3, 2 / 3, 1 / 3]}
     assert drafts == shares | counts | by_length | by_position
+    assert pairs(records, "mean_acceptance_length").tolist() == [[8, 3]]
 
 
 def test_what_a_metric_divides_adds_up_to_it_and_others_are_refused():
@@ -83,9 +84,8 @@ def test_the_interval_holds_what_it_says():
     assert estimate(np.ones((1, 2))) == (1, None)
     for _ in range(200):
         vanilla = rng.uniform(1, 3, 60)
-        seconds = vanilla / rng.lognormal(0.4, 0.3, 60)
         truth = 1 / np.exp(-0.4 + 0.3**2 / 2)
-        _, (low, high) = estimate(np.stack([vanilla, seconds], 1))
+        _, (low, high) = estimate(np.stack([vanilla, vanilla / rng.lognormal(0.4, 0.3, 60)], 1))
         inside += low <= truth <= high
     assert 0.89 <= inside / 200 <= 0.99
 
@@ -98,16 +98,6 @@ def test_a_question_is_summed_over_its_turns_and_mt_benchs_categories_are_one_ta
     result = summarised([some, record(1, pair(), category="math"), record(3, pair())])
     counts = {task: m["questions"] for task, m in result["by_task"].items()}
     assert counts == {"mt_bench": 2, "qa": 1} and result["overall"]["questions"] == 3
-
-
-def test_forks_are_listed_by_question_and_turn():
-    method, vanilla = pair()
-    method.tokens[3] = 99
-    fork = Fork(3, 0.125, "near-tie")
-    result = summarised([record(4, (method, vanilla), fork=fork), record(5, pair())])
-    counts = {"turns": 2, "identical": 1, "hf_turns": 0, "hf_identical": None}
-    place = {"question_id": 4, "turn": 0, "position": 3, "gap": 0.125, "label": "near-tie"}
-    assert result["lossless"] == counts | {"forks": [place]}
 
 
 def test_a_metric_that_is_added_in_one_place_is_in_every_result(tmp_path, monkeypatch):
@@ -129,13 +119,6 @@ def test_a_metric_that_is_added_in_one_place_is_in_every_result(tmp_path, monkey
     assert scalars(intervals) == {"speedup_ci95_low": 1.1, "speedup_ci95_high": 1.3}
 
 
-# --- in memory
-
-
-def size(*tensors):
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def footprint_of(lm, drafter):
     engine = Engine(lm, drafter)
     engine.generate(random_prompts(5), 8)
@@ -148,10 +131,10 @@ def test_kangaroos_adapter_cache_and_states_count_and_the_shared_head_does_not()
     adapter = adapter_for(lm)
     drafter = Kangaroo(lm, adapter, threshold=0.0)
     parameters = sum(p.numel() for p in adapter.parameters())
-    weights = size(*adapter.parameters(), *adapter.buffers())
+    weights = sum(x.nbytes for x in (*adapter.parameters(), *adapter.buffers()))
     assert footprint(drafter, [lm]) == Footprint(parameters, weights)
     after = footprint_of(lm, drafter)
-    states = drafter.shallow_BWD.untyped_storage().nbytes() + size(drafter.deep_BSD)
+    states = drafter.shallow_BWD.untyped_storage().nbytes() + drafter.deep_BSD.nbytes
     assert after == Footprint(parameters, weights + drafter.cache.bytes() + states)
 
 

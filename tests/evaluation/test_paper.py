@@ -154,16 +154,7 @@ def test_the_questions_of_one_task_are_counted_among_themselves():
         select_questions(config)
 
 
-# --- the commands
-
-
 FEW = ("bench.path=questions.jsonl", "max_new_tokens=6", "question_every=1")
-
-
-@pytest.fixture
-def here(tmp_path):
-    write_inputs(tmp_path)
-    return tmp_path
 
 
 def page_of(model, here):
@@ -173,7 +164,8 @@ def page_of(model, here):
     return page.read_text()
 
 
-def test_an_experiment_is_one_command(here):
+def test_an_experiment_is_one_command(tmp_path):
+    write_inputs(here := tmp_path)
     lm = tiny_target()
     saved_adapter(lm, adapter_for(lm), here / "adapters/tiny")
     line = ["evaluate.py", "experiment=paper/steps", "model=tiny", *FEW]
@@ -188,8 +180,9 @@ def test_an_experiment_is_one_command(here):
 
 
 @pytest.mark.slow
-def test_every_experiment_runs_unchanged_for_vicuna(here):
+def test_every_experiment_runs_unchanged_for_vicuna(tmp_path):
     """On random weights of its architecture, which has six layers here."""
+    write_inputs(here := tmp_path)
     weights = "random:small:lmsys/vicuna-7b-v1.3"
     vicuna = ["model=vicuna-7b", f"model.path={weights}", "model.dtype=float32"]
     brief = "trainer.epochs=1 trainer.holdout=4 trainer.decode_prompts=0 trainer.batch_tokens=256"

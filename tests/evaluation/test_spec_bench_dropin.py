@@ -41,8 +41,6 @@ def method(checkout):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(checkout)
         yield importlib.import_module("evaluation.inference_kangaroo")
-        for name in [name for name in sys.modules if name.split(".")[0] == "evaluation"]:
-            del sys.modules[name]
 
 
 @pytest.fixture

@@ -54,8 +54,7 @@ def text(seconds=1.0, rounds=((1, 0),) * 4, tokens=None, draft=0.0, verify=0.0):
 def test_a_vanilla_token_reads_every_layer_the_head_once_and_the_occupied_kv(tied):
     lm = tiny(num_hidden_layers=LAYERS, tie_word_embeddings=tied)
     assert (lm.head.weight is lm.hf.model.embed_tokens.weight) == tied
-    read = ROW + LAYERS * (LAYER + 10 * KV) + NORM + HEAD
-    assert Reads(lm).round(length=10, drafted=0) == read
+    assert Reads(lm).round(length=10, drafted=0) == ROW + LAYERS * (LAYER + 10 * KV) + NORM + HEAD
 
 
 def test_a_kangaroo_round_reads_shallow_layers_adapter_and_head_for_each_draft_token():
@@ -71,7 +70,7 @@ def test_a_kangaroo_round_reads_shallow_layers_adapter_and_head_for_each_draft_t
     assert reads.verify(length=10, drafted=2) == deep + NORM + HEAD
 
 
-def test_all_methods_write_the_same_text_past_eos():
+def test_all_methods_write_the_same_text_past_eos(monkeypatch):
     lm = tiny()
     prompt = random_prompts(12)[0]
     written = vanilla_texts(lm, [prompt], 10)[0][len(prompt) :]
@@ -83,6 +82,10 @@ def test_all_methods_write_the_same_text_past_eos():
     drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
     ours = [speed.write_by_engine(Engine(lm, each), prompt, 10) for each in (Vanilla(), drafter)]
     assert [each.tokens for each in (by_transformers, *ours)] == [written] * 3
+    monkeypatch.setattr(lm.hf, "generate", None)
+    with pytest.raises(TypeError, match="not callable"):
+        generate(lm, prompt, 10)
+    assert lm.hf.config._attn_implementation == ATTENTION  # also where it fails
 
 
 def test_methods_take_turns_and_each_is_first_equally_often():
@@ -186,24 +189,17 @@ def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
             assert words in shown and words in saved
 
 
-# --- the race
-
-
-@pytest.fixture
-def runner():
+@pytest.mark.parametrize(
+    "now, text, speed",
+    [(0.9, "", ""), (1.0, "a", ""), (1.4, "a", ""), (1.5, "abc", "2.0 tokens/s")],
+)
+def test_an_answer_grows_at_the_times_of_its_steps(now, text, speed):
     """A prompt of a second, then half a second that accepts the one draft token of three."""
     tokenizer = byte_tokenizer()
     a, b, c = tokenizer.encode("abc", add_special_tokens=False)
     steps = [StepRecord([a], 0, 0, 0.0, 0.0, 0.0), StepRecord([b, c], 1, 3, 0.2, 0.2, 0.1)]
     answer = Generation([a, b, c], steps, "length", prefill_seconds=1.0)
-    return Runner("kangaroo", answer, list(timed_pieces(answer, tokenizer)))
-
-
-@pytest.mark.parametrize(
-    "now, text, speed",
-    [(0.9, "", ""), (1.0, "a", ""), (1.4, "a", ""), (1.5, "abc", "2.0 tokens/s")],
-)
-def test_an_answer_grows_at_the_times_of_its_steps(runner, now, text, speed):
+    runner = Runner("kangaroo", answer, list(timed_pieces(answer, tokenizer)))
     shown = runner.text(now)
     assert shown.plain == text
     assert [shown.plain[s.start : s.end] for s in shown.spans] == ["b"] * ("b" in text)

@@ -43,13 +43,12 @@ DRAFTERS = [
 def test_evaluate_takes_the_settings_of_the_best(drafter, tmp_path):
     write_settings(drafter, tmp_path, "python evaluate.py")
     options = ["drafter=tuned", "output=out", f"hydra.searchpath=[file://{tmp_path}]"]
-    config = of_command("evaluate", options)
-    assert OmegaConf.to_object(config).drafter == drafter
+    assert OmegaConf.to_object(of_command("evaluate", options)).drafter == drafter
 
 
 COMMAND = """
     scripts/tune.py model=tiny bench.path=questions.jsonl tuning_questions=3 reporting_questions=2
-    max_new_tokens=8 search.kangaroo.threshold=[0.0,0.6] search.kangaroo.steps=[1,2,3]
+    max_new_tokens=8 search.kangaroo.threshold=[0.0,0.6] search.kangaroo.steps=[1,2]
     search.hybrid.min_gain_per_step=[1.5] search.hybrid.nodes=[5] ~drafter@more.prompt_lookup
     +drafter@more.deep=kangaroo more.deep.adapter=adapters/tiny-deep
 """
@@ -69,7 +68,7 @@ def test_the_command_tunes_and_evaluate_takes_what_it_wrote(tmp_path):
     numbers = json.loads((output / "tune.json").read_text())
     assert not set(numbers["tuning"]) & set(numbers["reporting"])
     tried, best = [each["name"] for each in numbers["tried"]], numbers["best"]
-    chains = {f"kangaroo,threshold={x},steps={n}" for x in (0.0, 0.6) for n in range(1, 4)}
+    chains = {f"kangaroo,threshold={x},steps={n}" for x in (0.0, 0.6) for n in (1, 2)}
     others = {"today", "hybrid,min_gain_per_step=1.5,nodes=5", "deep"}
     assert set(tried) == chains | others and best == tried[0]
     report = json.loads((output / "report" / best / "comparison.json").read_text())

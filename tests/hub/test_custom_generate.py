@@ -90,24 +90,18 @@ def ours(hf, folder: str, **asked):
     return hf.generate(**asked, custom_generate=folder, trust_remote_code=True)
 
 
-@pytest.mark.parametrize(
-    "family, attention, kind",
-    [
-        ("llama", "eager", "attention"),
-        ("mistral", "sdpa", "attention"),
-        ("qwen2", "eager", "attention"),
-        ("qwen3", "sdpa", "fused"),
-        ("llama", "sdpa", "medusa"),
-        ("llama", "sdpa", "eagle"),
-    ],
-)
-def test_the_tokens_are_generates_own_whatever_drafts(tmp_path, family, attention, kind):
+MODELS = "llama:eager:attention mistral:sdpa:attention qwen2:eager:attention qwen3:sdpa:fused "
+MODELS += "llama:sdpa:medusa llama:sdpa:eagle"
+
+
+@pytest.mark.parametrize("model", MODELS.split())
+def test_the_tokens_are_generates_own_whatever_drafts(tmp_path, model):
+    family, attention, kind = model.split(":")
     hf = target(family, attention)
-    folder = pushed(hf, tmp_path, kind)
     asked = padded() | {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     expected = hf.generate(**asked)
     assert (expected[:, -1] == PAD).any() and (expected[:, -1] != PAD).any()
-    assert torch.equal(ours(hf, folder, **asked), expected)
+    assert torch.equal(ours(hf, pushed(hf, tmp_path, kind), **asked), expected)
 
 
 @pytest.mark.parametrize(
@@ -193,17 +187,10 @@ def test_the_model_is_left_as_it_was(tmp_path, attention, fails, monkeypatch):
     assert hf.model.layers[0].mlp.up_proj.weight.grad is not None
 
 
-class Turned(nn.Module):
-    """What stands in for the weight of a linear map, as LoRA does."""
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return -weight
-
-
 @pytest.mark.parametrize("change", ["hook", "forward", "weight"])
 def test_what_was_added_to_a_layer_counts(hf, folder, change, monkeypatch):
     """Native code would not know of it."""
-    asked, layer = padded() | {"max_new_tokens": NEW_TOKENS}, hf.model.layers[3]
+    asked, layer = padded() | {"max_new_tokens": NEW_TOKENS}, hf.model.layers[0]
     plain = hf.generate(**asked)
     if change == "hook":
         layer.mlp.register_forward_hook(lambda module, inputs, output: -4 * output)
@@ -211,7 +198,7 @@ def test_what_was_added_to_a_layer_counts(hf, folder, change, monkeypatch):
         forward = layer.mlp.forward
         monkeypatch.setattr(layer.mlp, "forward", lambda x_BTD: -4 * forward(x_BTD), raising=False)
     else:
-        register_parametrization(layer.mlp.gate_proj, "weight", Turned())
+        register_parametrization(layer.mlp.gate_proj, "weight", nn.ReLU())  # as LoRA's would
     expected = hf.generate(**asked)
     assert not torch.equal(expected, plain)
     assert torch.equal(ours(hf, folder, **asked), expected)

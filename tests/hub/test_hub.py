@@ -222,7 +222,7 @@ def test_the_card_of_a_shipped_adapter_says_what_its_config_says(folder):
     assert "None" not in text and "step2/loss" not in text
 
 
-def test_a_card_claims_nothing_that_the_config_does_not_say(lm):
+def test_a_card_claims_nothing_that_the_config_does_not_say_and_tells_no_local_path(lm):
     about = adapter_files.describe(lm, adapter_for(lm), {})
     text = card(about, PUSHED, SUMS)
     assert set(front_matter(text)) == {"library_name", "tags"}
@@ -230,10 +230,6 @@ def test_a_card_claims_nothing_that_the_config_does_not_say(lm):
         assert heading not in text
     imported = card(replace(about, training={"imported": {"source": "x"}}), PUSHED, SUMS)
     assert "## Where it comes from" in imported and "| imported from | source=x |" in imported
-
-
-def test_a_card_names_a_hub_target_and_keeps_a_local_path_to_itself(lm):
-    about = adapter_files.describe(lm, adapter_for(lm), {})
     on_hub = card(replace(about, target="lmsys/vicuna-7b-v1.3"), PUSHED, SUMS)
     assert front_matter(on_hub)["base_model"] == "lmsys/vicuna-7b-v1.3"
     assert 'kangaroo.load("vicuna-7b", ' in on_hub and "model=vicuna-7b" in on_hub

@@ -133,7 +133,6 @@ def test_a_file_can_be_read_in_one_go_and_prints_nothing():
 
 
 def test_a_step_of_kangaroo_reads_in_eight_files_and_1300_lines():
-    """Those that docs/architecture.md names."""
     page = (ROOT / "docs/architecture.md").read_text()
     (named,) = re.findall(r"^All of a step of Kangaroo.*?\. Below", page, flags=re.S | re.M)
     stems = re.findall(r"`(?:\w+/)?(\w+)\.py`", named)

@@ -31,19 +31,14 @@ PAGE = (ROOT / "docs/add-a-drafter.md").read_text()
 (CODE,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
 
 
-@pytest.fixture(scope="module")
-def bigram(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shown")
-    (folder / "bigram.py").write_text(CODE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        yield importlib.import_module("bigram")
-
-
 @pytest.mark.parametrize("sampling, batch", [("greedy", "ragged"), ("sampled", "admitted")])
-def test_the_shown_drafter_writes_what_vanilla_decoding_writes(bigram, sampling, batch):
+def test_the_shown_drafter_writes_what_vanilla_decoding_writes(
+    tmp_path, monkeypatch, sampling, batch
+):
     case = case_of("llama", sampling)
-    drafter = bigram.BigramConfig().build(case.lm)
+    (tmp_path / "bigram.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    drafter = importlib.import_module("bigram").BigramConfig().build(case.lm)
     for engine in (
         Engine(case.lm, drafter, prefill_chunk=CHUNK),
         Engine(case.lm, Cascade(drafter, Kangaroo(case.lm, case.adapter, 4, 0.3))),

@@ -33,8 +33,6 @@ RUNS = {
     ),
 }
 FAST = {"assistant_mask.py", "h100_speedups.py"}
-
-
 EXAMPLES = [path.name for path in (ROOT / "examples").glob("*.py")]
 
 

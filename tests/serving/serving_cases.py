@@ -42,9 +42,7 @@ def engine_of(lm: TargetModel, chunk: int | None = 8) -> Engine:
     return Engine(lm, drafter, byte_tokenizer(), prefill_chunk=chunk, prefix_cache=True)
 
 
-@cache
-def other_engine() -> Engine:
-    return engine_of(target())
+other_engine = cache(lambda: engine_of(target()))
 
 
 def alone(request: Request) -> list[int]:

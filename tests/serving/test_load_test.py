@@ -4,6 +4,7 @@ import json
 import sys
 from contextlib import nullcontext
 from importlib import import_module
+from unittest.mock import patch
 
 import pytest
 from commands import ROOT
@@ -46,12 +47,9 @@ def test_methods_take_turns_and_ratios_are_taken_within_rounds(tmp_path):
     ]
     measured = {}
     for cell in load_test.cells(3, [1, 4, 16], list(SPEED)):
-        (tmp_path / "cell.json").write_text(
-            written(
-                {"why": "so", "how": "no" if cell.method == "ours" and cell.users == 16 else "so"},
-                SPEED[cell.method][cell.users] / (1 + cell.round),
-            )
-        )
+        texts = {"why": "so", "how": "no" if cell.method == "ours" and cell.users == 16 else "so"}
+        speed = SPEED[cell.method][cell.users] / (1 + cell.round)
+        (tmp_path / "cell.json").write_text(written(texts, speed))
         measured[cell] = load_test.read(tmp_path / "cell.json", 2, 5)
     settings = {"requests": 2, "bench": "demo", "max_new_tokens": 5}
     begun = {"command": "it", "git_revision": "abc", "time": "now"}
@@ -80,11 +78,8 @@ def run(folder, *words, ask):
 
     small = "--users 1 2 --requests 2 --max-new-tokens 5 --output".split()
     options, methods = load_test.parsed(["a=drafter=x", "b=drafter=y", *small, str(folder), *words])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load_test, "ask", client)
-        patch.setattr(load_test, "serving", lambda *given: nullcontext(load_test.Server(*given)))
-        patch.setattr(load_test, "find_spec", lambda name: True)
-        patch.setattr(load_test, "version", lambda name: "0")
+    fakes = {"ask": client, "serving": lambda *given: nullcontext(load_test.Server(*given))}
+    with patch.multiple(load_test, find_spec=bool, version=str, **fakes):
         try:
             return load_test.measure(options, methods), asked
         except KeyboardInterrupt:

@@ -96,25 +96,21 @@ def test_no_field_of_a_request_ends_the_server_or_changes_the_next_text():
 
 
 BOTH = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}}
+BOTH |= {"ignore_eos": True}
 # As `vllm bench serve` (0.33) and AIPerf send them.
 MEASURING = {
-    "vllm's completions": BOTH
-    | {"prompt": "Once", "temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 5}
-    | {"logprobs": None, "ignore_eos": True, "top_k": -1, "min_p": 0, "skip_special_tokens": True},
-    "vllm's chat": BOTH
-    | {"messages": [{"role": "user", "content": [{"type": "text", "text": "Why?"}]}]}
-    | {"max_completion_tokens": 5, "ignore_eos": True},
-    "AIPerf's completions": BOTH
-    | {"prompt": ["Once"], "max_tokens": 5, "min_tokens": 5, "ignore_eos": True},
-    "AIPerf's chat": BOTH
-    | {"messages": [{"role": "user", "content": "Why?"}], "max_completion_tokens": 5}
-    | {"min_tokens": 5, "ignore_eos": True},
+    "vllm's completions": {"prompt": "Once", "temperature": 0.0, "repetition_penalty": 1.0}
+    | {"logprobs": None, "top_k": -1, "min_p": 0, "skip_special_tokens": True, "max_tokens": 5},
+    "vllm's chat": {"messages": [TURN | {"content": [{"type": "text", "text": "Why?"}]}]}
+    | {"max_completion_tokens": 5},
+    "AIPerf's completions": {"prompt": ["Once"], "max_tokens": 5, "min_tokens": 5},
+    "AIPerf's chat": {"messages": [TURN], "max_completion_tokens": 5, "min_tokens": 5},
 }
 
 
 @pytest.mark.parametrize("client", MEASURING)
 def test_clients_that_measure_read_a_run(client):
-    body = MEASURING[client]
+    body = BOTH | MEASURING[client]
     path = "chat/completions" if "messages" in body else "completions"
     with TestClient(server_app(longest=LONGEST), "http://localhost") as served:
         lines = served.post(f"/v1/{path}", json=body).text.split("\n\n")

@@ -15,8 +15,8 @@ from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation import metrics as evaluation
-from kangaroo.heads import eagle_head
 from kangaroo.heads.adapter_files import WEIGHTS, read_config
+from kangaroo.heads.eagle_head import EagleHeadConfig
 from kangaroo.training import results
 from kangaroo.training.batches import collate, forward_target, grade
 from kangaroo.training.recipe import trainees
@@ -24,8 +24,7 @@ from kangaroo.training.results import METRICS, decode, decode_prompts, frozen_co
 from kangaroo.utils.errors import DataError
 
 nothing_is_drawn = pytest.fixture(training_cases.nothing_is_drawn)
-EAGLE = {"architecture": eagle_head.EagleHeadConfig()}
-VARIANTS = [{}, {"fused": True}, {"own_head": True}, EAGLE]
+VARIANTS = [{}, {"fused": True}, {"own_head": True}, {"architecture": EagleHeadConfig()}]
 MEANS = ["loss", "agreement", "expected_acceptance"]
 RATES = [f"ctar{w}" for w in range(1, 7)] + ["compression_rate"]
 
@@ -67,9 +66,8 @@ def test_what_training_decodes_is_what_the_saved_adapter_decodes(tmp_path, chang
     folder = run(lm, tmp_path, recipe(**changes), data, vocabulary=40)
     told = read_config(str(folder)).training["progress"]["decoded"]
     method = EagleConfig if "architecture" in changes else KangarooConfig
-    drafter = method(adapter=str(folder), threshold=0).build(lm)
     prompts = decode_prompts(data[-2:], config(decode_prompts=2, decode_tokens=12), lm.context)
-    done = Engine(lm, drafter).generate(prompts, 12)
+    done = Engine(lm, method(adapter=str(folder), threshold=0).build(lm)).generate(prompts, 12)
     accepted = [step.accepted for generation in done for step in generation.steps]
     reached = evaluation.ctar(accepted)
     assert [told[f"ctar{w}"] for w in range(1, 7)] == reached + [0.0] * (6 - len(reached))

@@ -23,7 +23,6 @@ from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import Ranks
 
-WORKER = ROOT / "tests/scale_worker.py"
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="needs deepspeed: pip install kangaroo[deepspeed]"
 )
@@ -53,7 +52,7 @@ TRAINED = [name for name in CASES if name not in ("killed", "two_again")]
 
 def launch(folder, *cases):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, WORKER, folder, *cases]
+    command = [*torchrun, ROOT / "tests/scale_worker.py", folder, *cases]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 

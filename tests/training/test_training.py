@@ -70,12 +70,6 @@ def test_a_remembered_micro_batch_has_the_same_place_in_a_step(step):
         assert moved < step
 
 
-def test_wanted_positions_are_those_before_a_token_of_the_assistant():
-    two_turns = sample([1, 2, 3, 4, 5, 6, 7], 0) | {"loss_mask": [0, 0, 1, 1, 0, 0, 1]}
-    tokens = batches.collate([two_turns, sample([8, 9], 1)], 100, torch.device("cpu"))
-    assert tokens.learnt_BT.int().tolist() == [[0, 1, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 0]]
-
-
 def test_rows_are_aligned_on_a_gpu_alone():
     widths = [batches.row_width([9, 17], torch.device(kind)) for kind in ("cuda", "cpu")]
     assert widths == [24, 17] and batches.row_width([16], torch.device("cuda")) == 16
@@ -114,8 +108,7 @@ def test_remembering_runs_the_target_in_the_first_epoch_alone_and_changes_nothin
 def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
     lm = tiny(deep_scale=1.0)
     before = {name: p.clone() for name, p in lm.hf.named_parameters()}
-    settings = config(epochs=12, holdout=1, learning_rate=1e-2)
-    (folder,) = train(lm, samples(5), settings, tmp_path)
+    (folder,) = train(lm, samples(5), config(epochs=12, holdout=1, learning_rate=1e-2), tmp_path)
     assert all(torch.equal(p, before[name]) for name, p in lm.hf.named_parameters())
     losses = [row[f"train/attention-exit{EXIT}/loss"] for row in read_metrics(tmp_path)]
     assert sum(losses[-4:]) / 4 < sum(losses[:4]) / 4 - 0.2  # most of the rest is the teacher's own
@@ -148,8 +141,7 @@ PARTS = {  # what is asked for, and what of it is zero at first
 
 
 def test_training_goes_on_from_an_adapter_and_may_add_parts_that_change_nothing_at_first(tmp_path):
-    settings = config(epochs=2, learning_rate=1e-2)
-    (folder,) = train(tiny(), samples(6), settings, tmp_path / "first")
+    (folder,) = train(tiny(), samples(6), config(learning_rate=1e-2), tmp_path / "first")
     lm, saved = tiny(), load_file(folder / WEIGHTS)
     given = trainees(lm, [recipe(start=str(folder))], None)[0].adapter
     assert all(torch.equal(w, saved[n]) for n, w in given.state_dict().items())
@@ -181,7 +173,6 @@ def test_a_random_start_is_the_seeds_and_not_the_targets():
 
 
 RUNS = {
-    "plain": ({}, {}),
     "cached": ({"cache_target_states": True}, {}),
     "stored": ({"use_stored_logits": True}, {}),
     "medusa": ({}, {"architecture": MedusaHeadsConfig(heads=2, own_head=False)}),
