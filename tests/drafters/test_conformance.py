@@ -175,9 +175,12 @@ def rounds_of_both(name: str, sampling: str, hf, draft_cost: float | None = None
 
 
 @pytest.mark.parametrize(
-    "name", "kangaroo-auto kangaroo-tree-auto block draft-model prompt-lookup-short".split()
+    "name",
+    """kangaroo kangaroo-auto kangaroo-tree kangaroo-tree-auto block draft-model
+    prompt-lookup-short""".split(),
 )
 def test_both_keep_to_the_budget_of_a_batch_alike(name, measured_budget, monkeypatch):
+    """From one in which drafting costs nothing to one in which each token costs like the first."""
     hf, drafted = tiny_model("llama"), []
     for step in (0.0, 0.1 if name == "prompt-lookup-short" else 0.02, 1.0):
         costs = VerifyCosts([1, 2, 16], [1.0, 1.0 + step, 1.0 + 15 * step])
@@ -185,7 +188,7 @@ def test_both_keep_to_the_budget_of_a_batch_alike(name, measured_budget, monkeyp
         native, tensors = rounds_of_both(name, "greedy", hf, draft_cost=0.0)
         assert native == tensors
         drafted.append(sum(count for text in native for _, _, count in text))
-    assert drafted[0] > drafted[1] > drafted[2]
+    assert drafted[0] > drafted[1] > drafted[2] == 0
 
 
 def test_native_rounds_leave_rejection_to_the_tensors():

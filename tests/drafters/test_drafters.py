@@ -14,7 +14,7 @@ from helpers import check_drafts, eagle_for, paths_of, random_prompts, tiny
 from kangaroo.drafters import lookahead
 from kangaroo.drafters.eagle import EagleTree
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, kept
+from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
@@ -24,14 +24,6 @@ from kangaroo.engine.tree import Draft
 from kangaroo.utils.errors import ConfigError
 
 SAMPLED = SAMPLINGS["sampled"]
-
-
-def test_low_confidence_token_is_still_verified(case):
-    drafter = Kangaroo(case.lm, case.adapter, steps=6, threshold=0.9999)
-    done = Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLED)
-    steps = [step for generation in done for step in generation.steps[1:]]
-    assert {step.drafted for step in steps} == {1}
-    assert sum(step.accepted for step in steps) > len(steps) // 4
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -97,26 +89,6 @@ def test_the_tree_is_the_one_of_the_definition(case, sampling, kind, threshold, 
     assert len(accepted(drafter, case.lm, sampling, rows)) > 2
     assert max(sizes) <= nodes and (threshold != 0.2 or len(sizes) > 1)
     assert any(beside) == (is_eagle and nodes == 14)  # nodes that no level took
-
-
-def test_pruning_keeps_parents_and_the_most_confident():
-    # 0 - 1 - 3 - 5, 0 - 2, 1 - 4: childless are 2, 4 and 5
-    parents_BN = torch.tensor([[0, 0, 0, 1, 1, 3]])
-    score_BN = torch.tensor([[1.0, 0.6, 0.3, 0.5, 0.1, 0.4]])
-    every_BN = torch.ones_like(parents_BN, dtype=torch.bool)
-    root_BN, sure_BN = every_BN & (torch.arange(6) == 0), torch.ones(1, 6)  # ties: parents first
-
-    def nodes(score_BN, valid_BN, *worth: float, halves: bool = False) -> list[int]:
-        limits = torch.tensor(worth), halves
-        return kept(score_BN, parents_BN, valid_BN, *limits)[0].nonzero()[:, 0].tolist()
-
-    assert nodes(score_BN, every_BN, *[0.0] * 9, halves=True) == [0, 1, 2, 3, 5]
-    assert nodes(score_BN, every_BN, 0.0, 0.0, halves=True) == [0, 1, 3]
-    assert nodes(score_BN, every_BN, 0.05, 0.05) == [0, 1, 3]
-    assert nodes(score_BN, root_BN, *[0.0] * 9, halves=True) == [0]
-    assert nodes(score_BN, every_BN, *[0.3] * 9) == [0, 1, 3, 5]
-    assert nodes(score_BN, every_BN, 0.7, 0.3, 0.3, 0.5) == [0, 1, 3, 5]  # together they pay
-    assert nodes(sure_BN, every_BN, 0.0) == [0, 1]
 
 
 def test_trees_that_cannot_be_are_refused_by_name(case):
