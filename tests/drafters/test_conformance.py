@@ -123,17 +123,11 @@ def test_compiled_drafters_are_exact_in_bfloat16_too(drafter, sampling):
     assert texts_by(engine, LONGER, NEW_TOKENS, how, batch_size=2) == case.texts
 
 
-NATIVE_NAMES = """
-    vanilla kangaroo kangaroo-stops kangaroo-vocabulary kangaroo-layer kangaroo-mlp
-    kangaroo-own-head prompt-lookup-short rest-tree hybrid-tree hybrid-tree-stops
-    hybrid-tree-of-all draft-model draft-model-stops kangaroo-auto kangaroo-tree-auto
-    draft-model-auto block-auto kangaroo-tree kangaroo-tree-stops kangaroo-tree-least
-    kangaroo-tree-of-one block block-stops block-vocabulary layerskip kangaroo-fused
-    kangaroo-fused-layer kangaroo-tree-fused hybrid-tree-fused suffix token-recycling-tree
-    cascade-token-recycling-tree kangaroo-text-vocabulary kangaroo-tree-text-vocabulary
-    hybrid-tree-text-vocabulary
-"""
-NATIVE = {name: DRAFTERS[name] for name in NATIVE_NAMES.split()} | {
+# These, and what is made of them, are drafted by tensors alone.
+TENSORS = "cascade clasp draft_verify eagle kangaroo-fused-two kangaroo-two lookahead medusa swift"
+BEGINNINGS = (*TENSORS.split(), *cases.SCRIPTED)
+NATIVE = {name: build for name, build in DRAFTERS.items() if not name.startswith(BEGINNINGS)} | {
+    "cascade of texts": DRAFTERS["cascade-token-recycling-tree"],
     "cascade to a tree": lambda case: Cascade(
         PromptLookup(2, 4), KangarooTree(case.lm, case.adapter, 3, 0.1, None, 3, 5, 0.01)
     ),

@@ -37,17 +37,12 @@ def saved(lm, tmp_path):
 
 def test_what_was_saved_is_what_is_loaded(lm, saved):
     adapter, _ = load(str(saved), lm, Adapter)
-    config = read_config(str(saved))
-    original = adapter_for(lm)
+    config, original = read_config(str(saved)), adapter_for(lm)
     assert config == files.describe(lm, original, training={"steps": 3})
     assert (config.target, config.exit_layer, config.n_layers) == ("tiny/llama", EXIT, 4)
     assert config.parameters == sum(parameter.numel() for parameter in original.parameters())
-    assert adapter.exit_layer == EXIT
-    for name, tensor in original.state_dict().items():
-        loaded = adapter.state_dict()[name]
-        assert loaded.dtype == lm.dtype and torch.equal(loaded, tensor)
+    assert adapter.exit_layer == EXIT and not adapter.training
     assert not any(parameter.requires_grad for parameter in adapter.parameters())
-    assert not adapter.training
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
