@@ -14,9 +14,8 @@ from helpers import check_drafts, eagle_for, paths_of, random_prompts, tiny
 from kangaroo.drafters import lookahead
 from kangaroo.drafters.eagle import EagleTree
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig
+from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, kept
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
-from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
@@ -91,6 +90,12 @@ def test_the_tree_is_the_one_of_the_definition(case, sampling, kind, threshold, 
     assert any(beside) == (is_eagle and nodes == 14)  # nodes that no level took
 
 
+def test_a_node_that_does_not_pay_alone_is_left_where_it_pays_with_others():
+    score_BN, worth_W = torch.tensor([[1.0, 0.6, 0.5, 0.4]]), torch.tensor([0.7, 0.3, 0.3])
+    parents_BN, every_BN = torch.tensor([[0, 0, 1, 2]]), torch.ones(1, 4, dtype=torch.bool)
+    assert kept(score_BN, parents_BN, every_BN, worth_W, halves=False).all()
+
+
 def test_trees_that_cannot_be_are_refused_by_name(case):
     with pytest.raises(ConfigError, match=r"top_k=65 is more than the 64 tokens"):
         KangarooTree(case.lm, case.adapter, top_k=65)
@@ -144,21 +149,6 @@ OPTIONS = [
 ]
 
 
-def again_four_later(lm, sampling: Sampling, seed: int) -> list[int]:
-    """A prompt whose first new token stands four places before it: of the n-grams of five that the
-    text has then, the newest begins with the pending token."""
-
-    def first_tokens(prompts: list[list[int]]) -> list[int]:
-        done = Engine(lm, Vanilla()).generate(prompts, 1, sampling, seeds=[seed] * len(prompts))
-        return [generation.tokens[0] for generation in done]
-
-    prompts = random_prompts(*[12] * 64, seed=1)
-    for prompt, token in zip(prompts, first_tokens(prompts), strict=True):
-        prompt[-4] = token  # most go on as before
-    begun = zip(prompts, first_tokens(prompts), strict=True)
-    return next(prompt for prompt, token in begun if prompt[-4] == token)
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
 def test_drafts_are_those_of_the_algorithm_in_lists(case, monkeypatch, options, sampling):
     monkeypatch.setattr(lookahead, "POOL", 7 if options.window == 3 else 64)
@@ -182,7 +172,6 @@ def test_drafts_are_those_of_the_algorithm_in_lists(case, monkeypatch, options, 
     check_drafts(drafter, check)
     monkeypatch.setattr(drafter, "observe", observed)
     prompts = [*PROMPTS, [3] * 12]
-    prompts.append(again_four_later(case.lm, sampling, sampling.seed + len(prompts)))
     engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
     engine.generate(prompts, NEW_TOKENS, sampling, batch_size=2)
     assert len(guessed) > 40 and any(guessed)
