@@ -67,8 +67,7 @@ class Case:
 
 
 def kangaroo(lm: TargetModel, **parts: int) -> Kangaroo:
-    exit_layer = min(EXIT, lm.n_layers - 1)
-    return Kangaroo(lm, adapter_for(lm, exit_layer, AdapterHeadConfig(**parts)), 4, 0.3)
+    return Kangaroo(lm, adapter_for(lm, EXIT, AdapterHeadConfig(**parts)), 4, 0.3)
 
 
 def first_layers(lm: TargetModel, count: int):

@@ -10,7 +10,6 @@ whose last tape was freed cannot be recorded into again, nor can work that waits
 import ctypes
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -40,27 +39,13 @@ class DanglingGraph(RuntimeError):
     """A graph was replayed whose memory is no longer there."""
 
 
-@dataclass
-class Foreign:
-    """Memory that the work did not allocate: known by its address, and not kept alive."""
-
-    storage: StorageWeakRef
-    address: int
-    size: int
-
-    def check(self) -> None:
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
-        if storage is None or storage.data_ptr() != self.address:
-            fate = "were freed" if storage is None else "have moved"
-            raise DanglingGraph(f"{self.size} bytes that recording saw {fate}")
-
-
 class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         # with the tensors that recording saw; no results where one writes into its arguments
         self.operators: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
-        self.foreign: dict[int, Foreign] = {}
+        # memory that the work did not allocate, by its address, and not kept alive
+        self.foreign: dict[int, StorageWeakRef] = {}
         self.pool: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,8 +89,11 @@ class Tape(TorchDispatchMode):
 
     @torch.no_grad()
     def replay(self) -> None:
-        for foreign in self.foreign.values():
-            foreign.check()
+        for address, foreign in self.foreign.items():
+            storage = torch.UntypedStorage._new_with_weak_ptr(foreign.cdata)
+            if storage is None or storage.data_ptr() != address:
+                fate = "was freed" if storage is None else "has moved"
+                raise DanglingGraph(f"memory that recording saw {fate}")
         for run, args, kwargs, results in self.operators:
             out = run(*args, **kwargs)
             for mine, x in zip(results, tree_leaves(out) if results else (), strict=True):
@@ -115,8 +103,7 @@ class Tape(TorchDispatchMode):
     def _note(self, x: Tensor) -> None:
         address = _address(x)
         if address not in self.pool and address not in self.foreign and address:
-            storage = x.untyped_storage()
-            self.foreign[address] = Foreign(StorageWeakRef(storage), address, storage.nbytes())
+            self.foreign[address] = StorageWeakRef(x.untyped_storage())
 
     def _append(self, func: Any, args: Any, kwargs: Any, results: list[Tensor]) -> None:
         bare = tree_map_only(Tensor, bare_tensor, (args, kwargs))

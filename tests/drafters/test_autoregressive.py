@@ -22,17 +22,14 @@ from transformers import PreTrainedTokenizerFast
 
 from kangaroo.cpu.drafting import DraftModelDrafting
 from kangaroo.drafters.base import Drafter
-from kangaroo.drafters.cascade import Cascade, either
+from kangaroo.drafters.cascade import Cascade
 from kangaroo.drafters.draft_model import DraftModel, DraftModelConfig
 from kangaroo.drafters.draft_verify import DraftVerify, DraftVerifyConfig
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.layerskip import FinalNorm, LayerSkipConfig
-from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule, Sampling
-from kangaroo.engine.tree import Draft
 from kangaroo.evaluation.methods import generate
 from kangaroo.heads.export import draft_model
 from kangaroo.models import loading as models
@@ -271,23 +268,3 @@ def test_rows_are_drafted_by_the_first_or_else_the_second(case, rows, steps):
     engine = Engine(case.lm, cascade, prefill_chunk=CHUNK)
     assert texts_by(engine, PROMPTS, NEW_TOKENS, SAMPLED, batch_size=rows) == case.texts
     assert who == {"first", "second"}
-
-
-def test_a_first_that_finds_nothing_changes_no_round_of_a_tree(case):
-    trees = [KangarooTree(case.lm, case.adapter, 3, 0.2, None, 3) for _ in range(2)]
-    alone, beside = (
-        Engine(case.lm, drafter).generate(PROMPTS, NEW_TOKENS, SAMPLED)
-        for drafter in (trees[0], Cascade(Vanilla(), trees[1]))
-    )
-    assert cases.rounds_of(alone) == cases.rounds_of(beside)
-
-
-def test_rows_of_two_drafts_keep_their_own_trees():
-    pending_B1 = torch.tensor([[5], [6]])
-    chain = Draft.listed(pending_B1, {0: ([1, 2, 3], [0, 1, 2])})
-    tree = Draft.listed(pending_B1, {0: ([7, 8], [0, 0]), 1: ([7, 8], [0, 1])})
-    draft = either(torch.tensor([True, False]), chain, tree)
-    assert draft.tokens_BN.tolist() == [[5, 1, 2, 3], [6, 7, 8, 0]]
-    assert draft.valid_BN.tolist() == [[True] * 4, [True, True, True, False]]
-    assert draft.tree.parents_BN.tolist() == [[0, 0, 1, 2], [0, 0, 1, 0]]
-    assert draft.tree.max_depth == 3 and draft.entry == 0

@@ -66,7 +66,8 @@ def test_drafts_are_transformers_candidates(ngram, count, alphabet, eos):
 
 
 @pytest.mark.parametrize("alphabet", [1, 2, 3, 8, 40])
-def test_the_longest_end_that_stood_before_is_known_after_every_token(alphabet):
+def test_what_followed_the_longest_end_that_stood_before_is_known_after_every_token(alphabet):
+    """A continuation goes on with itself."""
     automaton, matched = SuffixAutomaton(), 0
     (text,) = random_texts(alphabet, [120], seed=alphabet)
     for end, token in enumerate(text, start=1):
@@ -75,24 +76,10 @@ def test_the_longest_end_that_stood_before_is_known_after_every_token(alphabet):
         length, place = automaton.match
         expected, places = longest_earlier_match(text[:end])
         assert length == expected and place in places
+        drafted = automaton.continuation(10)
+        assert drafted == (text[:end] + drafted)[place : place + 10 * (length > 0)]
         matched += length > 0
     assert matched > 60
-
-
-@pytest.mark.parametrize("alphabet", [1, 2, 8])
-def test_a_continuation_is_what_followed_and_goes_on_with_itself(alphabet):
-    (text,) = random_texts(alphabet, [60], seed=3)
-    for end in range(2, len(text)):
-        automaton = SuffixAutomaton(text[:end])
-        length, place = automaton.match
-        drafted = automaton.continuation(10)
-        assert len(drafted) == (10 if length else 0)
-        longer = text[:end] + drafted
-        assert drafted == longer[place : place + len(drafted)]
-
-
-def test_the_last_of_several_places_counts():
-    assert SuffixAutomaton([1, 2, 7, 1, 2, 8, 1, 2]).continuation(3) == [8, 1, 2]
 
 
 def test_a_draft_is_as_long_as_the_match_allows_and_ends_with_an_eos():

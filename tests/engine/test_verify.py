@@ -156,13 +156,6 @@ def test_block_verification_accepts_more_than_rejection():
     assert block_mean > rejection_mean + 3 * error
 
 
-@pytest.mark.parametrize("sampling", [SAMPLED, BLOCK], ids=["rejection", "block"])
-def test_a_draft_from_the_targets_own_distribution_is_always_accepted(sampling):
-    model = Markov()
-    model.q_VV = model.p_VV(sampling)
-    assert (model.round(sampling, 2)[1] == 2).all()
-
-
 @pytest.mark.parametrize("rule", Rule)
 def test_kangaroo_writes_triples_from_the_targets_joint_distribution(rule):
     """End to end over many seeds, against the distribution by transformers' own forward."""

@@ -20,9 +20,6 @@ from safetensors.torch import load_file, save_file
 from kangaroo.drafters.eagle import EagleConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.medusa import MedusaConfig
-from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Sampling
 from kangaroo.heads import adapter_files as files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.adapter_files import CONFIG, VOCABULARY, WEIGHTS, find, load, read_config
@@ -40,17 +37,12 @@ def saved(lm, tmp_path):
 
 def test_what_was_saved_is_what_is_loaded(lm, saved):
     adapter, _ = load(str(saved), lm, Adapter)
-    config = read_config(str(saved))
-    original = adapter_for(lm)
+    config, original = read_config(str(saved)), adapter_for(lm)
     assert config == files.describe(lm, original, training={"steps": 3})
     assert (config.target, config.exit_layer, config.n_layers) == ("tiny/llama", EXIT, 4)
     assert config.parameters == sum(parameter.numel() for parameter in original.parameters())
-    assert adapter.exit_layer == EXIT
-    for name, tensor in original.state_dict().items():
-        loaded = adapter.state_dict()[name]
-        assert loaded.dtype == lm.dtype and torch.equal(loaded, tensor)
+    assert adapter.exit_layer == EXIT and not adapter.training
     assert not any(parameter.requires_grad for parameter in adapter.parameters())
-    assert not adapter.training
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -229,18 +221,6 @@ def test_a_draft_vocabulary_is_the_most_frequent_tokens(saved):
     (saved / VOCABULARY).unlink()
     with pytest.raises(AdapterNotFound, match=r"vocabulary\.safetensors.*Leave it unset"):
         draft_vocabulary(str(saved), 2)
-
-
-def test_a_draft_vocabulary_is_all_that_is_drafted_from(lm, saved):
-    options = {"threshold": 0, "vocabulary": 3, "text_vocabulary": 0}
-    drafter = KangarooConfig(adapter=str(saved), **options).build(lm)
-    assert drafter.head.weight_KD.shape == (3, lm.config.hidden_size)
-    engine = Engine(lm, drafter)
-    for sampling in (Sampling(), Sampling(temperature=1.0)):
-        batch = engine.open(1, 40, sampling)
-        engine.admit(batch, 0, Request([1, 2, 3], 8))
-        drafted = drafter.propose(batch).tokens_BN[0, 1:].tolist()
-        assert set(drafted) <= {3, 7, 60}
 
 
 def test_the_adapter_says_how_much_to_draft_from_unless_the_drafter_does(lm, tmp_path):

@@ -1,6 +1,6 @@
 """Checkpoints of the authors' code draft here what they draft there.
 
-Shapes: T tokens of a text, D hidden size, H heads, C their size.
+Shapes: T tokens of a text, D hidden size, V vocabulary.
 """
 
 import json
@@ -13,6 +13,7 @@ from commands import python as run
 from helpers import EXIT, adapter_for, hidden_states, random_prompts, saved_adapter, tiny
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaModel
 
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.engine.engine import Engine
@@ -24,7 +25,6 @@ from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError,
 
 FILES = (official.WEIGHTS, official.SAFETENSORS)
 ATTENTION = "layers.0.self_attn."
-HEADS, KEY_HEADS, HEAD_SIZE = 4, 2, 8  # of `tiny`
 THRESHOLD, STEPS = 0.6, 6
 
 
@@ -55,43 +55,23 @@ def checkpoint(folder: Path, state: object, config: object, file: str = official
     return str(folder)
 
 
-def normed(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    return weight_D * x_TD / (x_TD.square().mean(-1, keepdim=True) + epsilon).sqrt()
-
-
-def rotated(x_THC: Tensor) -> Tensor:
-    """Each token at its own position in the text, counted from 0, with base 10000."""
-    half = x_THC.shape[-1] // 2
-    angle_T1C = torch.arange(len(x_THC))[:, None] * 10000.0 ** (-torch.arange(half) / half)
-    cos_T1C, sin_T1C = angle_T1C[:, None].cos(), angle_T1C[:, None].sin()
-    a_THC, b_THC = x_THC.split(half, -1)
-    return torch.cat([a_THC * cos_T1C - b_THC * sin_T1C, b_THC * cos_T1C + a_THC * sin_T1C], -1)
+def plain_model(lm: TargetModel, state: dict[str, Tensor]) -> LlamaModel:
+    """`f' = f + MHA(LN(f))`, then `LN(f')`, section 3.2: a layer of transformers without its MLP.
+    The authors' names are its own."""
+    model = LlamaModel(LlamaConfig(**config_of(lm), attn_implementation="eager"))
+    model.layers[0].mlp.forward = torch.zeros_like
+    model.load_state_dict(state, strict=False)
+    return model
 
 
 @torch.no_grad()
-def plain_logits(lm: TargetModel, state: dict[str, Tensor], text: list[int]) -> Tensor:
-    """`f' = f + MHA(LN(f))`, then `W LN(f')`, after the last token of a text: section 3.2."""
-    f_TD = hidden_states(lm, text)[EXIT][0]
-    epsilon, weights = lm.config.rms_norm_eps, {name: x.float() for name, x in state.items()}
-    in_TD = normed(f_TD, weights["layers.0.input_layernorm.weight"], epsilon)
-
-    def projected(name: str, heads: int) -> Tensor:
-        x_THC = (in_TD @ weights[f"{ATTENTION}{name}_proj.weight"].T).view(-1, heads, HEAD_SIZE)
-        return x_THC.repeat_interleave(HEADS // heads, 1)
-
-    q_HC, k_THC = rotated(projected("q", HEADS))[-1], rotated(projected("k", KEY_HEADS))
-    shares_HT = (torch.einsum("hc,thc->ht", q_HC, k_THC) / HEAD_SIZE**0.5).softmax(-1)
-    mixed_D = torch.einsum("ht,thc->hc", shares_HT, projected("v", KEY_HEADS)).flatten()
-    adapted_D = f_TD[-1] + weights[f"{ATTENTION}o_proj.weight"] @ mixed_D
-    return lm.head.weight @ normed(adapted_D, weights["norm.weight"], epsilon)
-
-
-def plain_draft(lm: TargetModel, state: dict[str, Tensor], text: list[int]) -> list[int]:
+def plain_draft(lm: TargetModel, model: LlamaModel, text: list[int]) -> list[int]:
     """What the official loop drafts after a text, its last token the pending one: at most six
     tokens, none after one whose probability is below the threshold."""
     drafted: list[int] = []
     for _ in range(STEPS):
-        logits_V = plain_logits(lm, state, text + drafted)
+        f_1TD = hidden_states(lm, text + drafted)[EXIT]
+        logits_V = lm.head.weight @ model(inputs_embeds=f_1TD).last_hidden_state[0, -1]
         drafted.append(int(logits_V.argmax()))
         if logits_V.softmax(-1).max() < THRESHOLD:
             break
@@ -114,7 +94,8 @@ def test_an_imported_checkpoint_drafts_what_its_formulas_give(lm, tmp_path, file
     origin = config.training["imported"]
     assert (origin["source"], origin["file"]) == (source, file) and len(origin["sha256"]) == 16
     drafter = KangarooConfig(adapter=path, steps=STEPS, threshold=THRESHOLD).build(lm)
-    lengths = helpers.check_chains(drafter, lambda text, seed, count: plain_draft(lm, state, text))
+    model = plain_model(lm, state)
+    lengths = helpers.check_chains(drafter, lambda text, seed, count: plain_draft(lm, model, text))
     engine = Engine(lm, drafter, prefill_chunk=8)
     done = engine.generate(random_prompts(1, 2, 7, 19, 30), 24, batch_size=2)
     steps = [step for generation in done for step in generation.steps]

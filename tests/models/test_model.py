@@ -165,9 +165,6 @@ def test_layers_on_a_second_device_get_their_inputs_there():
     cache.move(torch.tensor([[1]]), torch.tensor([[0]]))
 
 
-CPU = torch.device("cpu")
-
-
 def test_the_extent_is_bucketed_and_never_beyond_the_allocation():
     assert occupied(1000, 1) == occupied(1000, BUCKET) == BUCKET
     assert occupied(1000, BUCKET + 1) == 2 * BUCKET
