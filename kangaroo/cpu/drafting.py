@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from ctypes import Structure
 
 import numpy as np
-import torch
 
 from kangaroo.cpu import native
 from kangaroo.cpu.buffers import DraftBuffers
@@ -187,30 +186,24 @@ class DraftModelDrafting(NativeDrafting):
     def __init__(self, drafter: DraftModel):
         self.drafter, self.nodes = drafter, drafter.max_nodes
         self.buffers: DraftBuffers | None = None
-        # the text that a row's cache is of, and the drafted tokens that lie there after its own
-        self.texts: dict[int, list[int]] = {}
-        self.drafted: dict[int, list[int]] = {}
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
-        drafter.prompts.clear()  # the texts have them
         limits = drafter.limits(batch, rows)
         if (limits[:, 0] >= 1).all():  # no row drafts: prompts need not be read yet
             return
         chains = self.buffers = self.buffers or self._buffers()
         chains.count[:] = chains.end[:] = 0
+        chains.draw[:] = buffers.draw
         for row in rows:
-            if batch.texts[row] is not self.texts.get(row):  # another prompt has taken the row
-                self.texts[row], self.drafted[row] = batch.texts[row], []
-                chains.draw[row] = buffers.draw[row]
             self._catch_up(chains, batch.texts[row], row)
         pending = chains.count.tolist()
         chains.draft(rows, drafter.threshold, limits)
         for row in rows:
             new = slice(pending[row], int(chains.count[row]))
             tokens = chains.token[row, new].tolist()
-            drafter.read[row] = len(batch.texts[row])
-            self.drafted[row] = tokens[: int(chains.has_state[row, new].sum())]
+            drafter.n_read[row] = len(batch.texts[row])
+            drafter.drafted[row] = tokens[: int(chains.has_state[row, new].sum())]
             buffers.add(row, tokens)
 
     def _buffers(self) -> DraftBuffers:  # of this model, whose states are its last layer's
@@ -223,20 +216,16 @@ class DraftModelDrafting(NativeDrafting):
 
     def _catch_up(self, chains: DraftBuffers, text: list[int], row: int) -> None:
         """A row's nodes are the tokens that are not read yet, the pending one the last of them."""
-        drafter = self.drafter
-        at, last = drafter.read[row], len(text) - 1
-        for token in self.drafted[row]:
-            if at >= last or text[at] != token:
+        drafter, last = self.drafter, len(text) - 1
+        for token in drafter.drafted[row]:
+            if drafter.n_read[row] >= last or text[drafter.n_read[row]] != token:
                 break
-            at += 1
-        if len(text) - at > UNREAD:
-            chunk = drafter.lm.prompt_chunk(last)
-            for first in range(at, last, chunk):
-                part_1T = torch.tensor([text[first : min(first + chunk, last)]])
-                drafter.read_chunk(part_1T, first, row)
-            at = last
+            drafter.n_read[row] += 1
+        if len(text) - drafter.n_read[row] > UNREAD:
+            drafter.read_text(row, last)
+        first = drafter.n_read[row]
         last_id = drafter.vocab_size - 1  # the target's further ids are padding
-        pending = [min(token, last_id) for token in text[at:]]
-        chains.base[row], chains.token[row, 0], chains.has_state[row, 0] = at, pending[0], 0
+        pending = [min(token, last_id) for token in text[first:]]
+        chains.base[row], chains.token[row, 0], chains.has_state[row, 0] = first, pending[0], 0
         chains.add(row, pending[1:])
         chains.end[row] = len(pending) - 1

@@ -5,6 +5,8 @@ Shapes: B rows, N draft nodes, T tokens of a prefill chunk, V vocabulary.
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -94,70 +96,80 @@ def _tokens(config: PretrainedConfig) -> dict[int, str] | None:
 
 
 class DraftModel(Autoregressive):
-    """Keeps a cache of its own. The first pass of a round takes the last two committed tokens:
-    after a round that was accepted whole it has not seen the older one. In native rounds it takes
-    whatever it has not read. Its vocabulary may be padded to another size than the target's."""
+    """Keeps a KV cache of its own, and reads prompts once it drafts. The first pass of a round takes
+    the last two committed tokens, since a draft's last token is in no cache when all were accepted.
+    Its vocabulary may be padded to another size than the target's."""
 
     def __init__(
         self, lm: TargetModel, draft_lm: TargetModel, steps: int = 4, threshold: float | str = 0.0
     ):
         super().__init__(draft_lm, steps, threshold, window=1)
-        whole = weights(*lm.layers, lm.head)
-        self.draft_cost = weights(*draft_lm.layers, draft_lm.head) / whole  # the weights it reads
+        # the share of the target's weights that a draft token reads
+        self.draft_cost = weights(*draft_lm.layers, draft_lm.head) / weights(*lm.layers, lm.head)
         self.cache = draft_lm.new_cache(0, 0)
         self.vocab_size = draft_lm.config.vocab_size
         self.padding = lm.config.vocab_size - self.vocab_size  # below 0 the target's is smaller
         self.head = WholeHead(draft_lm, lm.config.vocab_size)
-        self.prompts: list[tuple[Tensor, int, int]] = []  # not read yet: as of `read_chunk`
 
     def begin(self, batch: Batch) -> None:
-        self.prompts.clear()
-        self.read = [0] * batch.size  # in native code, how many tokens of each row's text were read
+        # how many tokens each row's cache holds, perhaps with those of the last draft at the end;
+        # in native rounds the latter are listed apart
+        self.texts, self.n_read = batch.texts, [0] * batch.size
+        self.drafted: list[list[int]] = [[] for _ in batch.texts]
         if (self.cache.batch_size, self.cache.n_slots) != (batch.size, batch.n_slots):
             self.cache = self.lm.new_cache(0, 0)  # the new one may need the old one's memory
             self.cache = self.lm.new_cache(batch.size, batch.n_slots)
 
     def copy_prefix(self, source: int, row: int, count: int) -> None:
-        self.read_prompts()
+        self.read_text(source, count)
         self.cache.copy(source, row, count)
-        self.read[row] = min(self.read[source], count)
+        self.n_read[row] = count
 
     def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
-        """Keep the prompt; it is read when the first token is out."""
-        first, row = int(meta.positions_RT[0, 0]), meta.rows.start
-        self.read[row] = min(self.read[row], first)
-        self.prompts.append((tokens_1T, first, row))
+        """Note where the row's text differs from the one before; it is read before a draft."""
+        row = meta.rows.start
+        self.n_read[row] = min(self.n_read[row], int(meta.positions_RT[0, 0]))
+        self.drafted[row] = []
 
-    def read_prompts(self) -> None:
-        """Write the keys of new prompts."""
-        for prompt in self.prompts:
-            self.read_chunk(*prompt)
-        self.prompts.clear()
+    def read_text(self, row: int, end: int) -> None:
+        """Write the keys of the tokens of a row's text before `end` that its cache lacks."""
+        chunk, device = self.lm.prompt_chunk(end), self.lm.device
+        while (start := self.n_read[row]) < end:
+            tokens = self.texts[row][start:end][:chunk]
+            tokens_1T = self._clamp(torch.tensor([tokens], device=device))
+            prefill.read(self.lm, tokens_1T, start, self.cache, row)
+            self.n_read[row], self.drafted[row] = start + len(tokens), []
 
-    def read_chunk(self, tokens_1T: Tensor, first: int, row: int) -> None:
-        """Write the keys of a part of a row's text."""
-        prefill.read(self.lm, self._known(tokens_1T), first, self.cache, row)
+    def catch_up(self, batch: Batch, drafted: int) -> None:
+        """Read what each row's cache lacks before a pass from the window to so many draft tokens."""
+        for row in batch.active:
+            self.read_text(row, len(batch.texts[row]) - 1 - self.window)
+            self.n_read[row] = len(batch.texts[row]) + drafted
 
     def caches(self, batch: Batch) -> tuple[KVCache, ...]:
         return (self.cache,)
 
     def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
-        x_BND = self.lm.embed(self._known(tokens_BN))
+        x_BND = self.lm.embed(self._clamp(tokens_BN))
         return self.lm.run(x_BND, self.cache, meta, range(self.lm.n_layers))[0]
 
-    def _known(self, tokens_BN: Tensor) -> Tensor:
-        """What the target only has room for may be in a text, if hardly ever."""
+    def _clamp(self, tokens_BN: Tensor) -> Tensor:
+        """The same tokens, but for the target's padding ids, which a text hardly ever holds."""
         return tokens_BN.clamp(max=self.vocab_size - 1) if self.padding > 0 else tokens_BN
 
     def propose(self, batch: Batch) -> Draft:
-        self.read_prompts()
+        for row in batch.active:  # of a rejected draft nothing counts
+            self.n_read[row] = min(self.n_read[row], len(batch.texts[row]) - 1 - self.window)
         self.proposed = super().propose(batch)
         return self.proposed
 
+    def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
+        self.catch_up(batch, self.steps - 1)
+        return super().draft(batch, limits)
+
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         if draft is not self.proposed:  # another drafter's: its tokens are in no cache here
-            self.read_prompts()
+            self.catch_up(batch, draft.tree.max_depth)
             meta = self.path_meta(batch, draft)
-            tokens_BN = batch.tokens_BS.gather(1, meta.positions_RT)
-            self.run(batch, tokens_BN, meta)
+            self.run(batch, batch.tokens_BS.gather(1, meta.positions_RT), meta)
         self.proposed = None
