@@ -146,8 +146,8 @@ class HybridDrafting(LayerDrafting):
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
         self.catch_up(buffers, batch)
-        drafter.take_costs(batch.budget, len(rows), shared_states=True)
-        sources = {row: drafter.asked(batch, row) for row in rows}
+        drafter.update_costs(batch.budget, len(rows), shared_states=True)
+        sources = {row: drafter.update_sources(batch, row) for row in rows}
         growing = [row for row, source in sources.items() if drafter.pays(source)]
         for row in growing:  # one pass gives their states together with the pending token's
             buffers.add(row, sources[row].likeliest_lookup.tokens)
@@ -209,7 +209,7 @@ class DraftModelDrafting(NativeDrafting):
     def _buffers(self) -> DraftBuffers:  # of this model, whose states are its last layer's
         drafter, lm = self.drafter, self.drafter.lm
         head = lm.fast_head.native(lm.hf.model.norm.weight)
-        head.outputs = drafter.vocab_size + min(drafter.padding, 0)
+        head.outputs = drafter.vocab_size + min(drafter.head.padding, 0)
         stack = lm.fast_layers.native(drafter.cache, range(0))
         layer = native.NativeDrafting(stack=stack, head=head)
         return DraftBuffers(lm, drafter.cache, UNREAD + drafter.steps, lm.n_layers, layer)

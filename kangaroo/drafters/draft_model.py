@@ -29,11 +29,11 @@ from kangaroo.utils.ranges import DraftSize
 @dataclass
 class DraftModelConfig(ChainConfig):
     """Speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv
-    2302.01318). Give either a model or an adapter.
+    2302.01318), with either a model or an adapter.
 
     Args:
         model: hub id, folder, or any other `model.path` of a model with the target's tokens.
-        adapter: of the target; exported with the layers below it, it is such a model.
+        adapter: an adapter of the target, which is such a model together with the layers below it.
     """
 
     name: str = "draft_model"
@@ -67,15 +67,13 @@ class DraftModelConfig(ChainConfig):
 
 
 def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
-    """Raise `ConfigError` unless each token id stands for the same token in both models, whose
-    vocabularies may be padded to different sizes. Where one has no tokenizer, random weights for
-    instance, the sizes alone are compared."""
-    wanted, drafted, difference = _tokens(target), _tokens(draft), None
-    if wanted is not None and drafted is not None:
-        for i in sorted(wanted.keys() | drafted.keys()):
-            if drafted.get(i) != wanted.get(i):
-                difference = f"its token {i} is {drafted.get(i)!r}, the target's {wanted.get(i)!r}"
-                break
+    """Raise `ConfigError` unless each token id stands for the same token in both models; their
+    vocabularies may be padded to different sizes. Without a tokenizer of each, as with random
+    weights, only the sizes are compared."""
+    expected, drafted, difference = _tokens(target), _tokens(draft), None
+    if expected is not None and drafted is not None:
+        for i in sorted({id for id, _ in expected.items() ^ drafted.items()})[:1]:
+            difference = f"its token {i} is {drafted.get(i)!r}, the target's {expected.get(i)!r}"
     elif draft.vocab_size != target.vocab_size:
         difference = f"it has {draft.vocab_size} of them, the target {target.vocab_size}"
     if difference is not None:
@@ -87,17 +85,17 @@ def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
 
 
 def _tokens(config: PretrainedConfig) -> dict[int, str] | None:
-    """Those that a model can write, by their ids, special ones too; None where nothing tells."""
+    """A model's tokens by their ids, special ones included; None if it has no tokenizer."""
     path, revision = config.name_or_path, getattr(config, "_commit_hash", None)
-    tokenizer = own_tokenizer(path, revision) if path else None  # without one it is in memory
+    tokenizer = own_tokenizer(path, revision) if path else None  # a model in memory has no path
     if tokenizer is None:
         return None
     return {i: token for token, i in tokenizer.get_vocab().items() if i < config.vocab_size}
 
 
 class DraftModel(Autoregressive):
-    """Keeps a KV cache of its own, and reads prompts once it drafts. The first pass of a round takes
-    the last two committed tokens, since a draft's last token is in no cache when all were accepted.
+    """Keeps a KV cache of its own, and reads a text when it drafts. The first pass of a round reads
+    the last two committed tokens, since a draft's last token is in no cache if all are accepted.
     Its vocabulary may be padded to another size than the target's."""
 
     def __init__(
@@ -108,14 +106,13 @@ class DraftModel(Autoregressive):
         self.draft_cost = weights(*draft_lm.layers, draft_lm.head) / weights(*lm.layers, lm.head)
         self.cache = draft_lm.new_cache(0, 0)
         self.vocab_size = draft_lm.config.vocab_size
-        self.padding = lm.config.vocab_size - self.vocab_size  # below 0 the target's is smaller
         self.head = WholeHead(draft_lm, lm.config.vocab_size)
 
     def begin(self, batch: Batch) -> None:
-        # how many tokens each row's cache holds, perhaps with those of the last draft at the end;
-        # in native rounds the latter are listed apart
+        # how many tokens each row's cache has read, the last draft's included; native rounds list
+        # those of the draft apart
         self.texts, self.n_read = batch.texts, [0] * batch.size
-        self.drafted: list[list[int]] = [[] for _ in batch.texts]
+        self.drafted: list[list[int]] = [[]] * batch.size
         if (self.cache.batch_size, self.cache.n_slots) != (batch.size, batch.n_slots):
             self.cache = self.lm.new_cache(0, 0)  # the new one may need the old one's memory
             self.cache = self.lm.new_cache(batch.size, batch.n_slots)
@@ -126,13 +123,13 @@ class DraftModel(Autoregressive):
         self.n_read[row] = count
 
     def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
-        """Note where the row's text differs from the one before; it is read before a draft."""
+        """Forget the row's previous text from here on; the prompt is read before a draft."""
         row = meta.rows.start
         self.n_read[row] = min(self.n_read[row], int(meta.positions_RT[0, 0]))
         self.drafted[row] = []
 
     def read_text(self, row: int, end: int) -> None:
-        """Write the keys of the tokens of a row's text before `end` that its cache lacks."""
+        """Write the keys that a row's cache lacks for the tokens of its text before `end`."""
         chunk, device = self.lm.prompt_chunk(end), self.lm.device
         while (start := self.n_read[row]) < end:
             tokens = self.texts[row][start:end][:chunk]
@@ -141,7 +138,7 @@ class DraftModel(Autoregressive):
             self.n_read[row], self.drafted[row] = start + len(tokens), []
 
     def catch_up(self, batch: Batch, drafted: int) -> None:
-        """Read what each row's cache lacks before a pass from the window to so many draft tokens."""
+        """Read what the caches lack before the window; a pass then reads `drafted` draft tokens."""
         for row in batch.active:
             self.read_text(row, len(batch.texts[row]) - 1 - self.window)
             self.n_read[row] = len(batch.texts[row]) + drafted
@@ -154,11 +151,11 @@ class DraftModel(Autoregressive):
         return self.lm.run(x_BND, self.cache, meta, range(self.lm.n_layers))[0]
 
     def _clamp(self, tokens_BN: Tensor) -> Tensor:
-        """The same tokens, but for the target's padding ids, which a text hardly ever holds."""
-        return tokens_BN.clamp(max=self.vocab_size - 1) if self.padding > 0 else tokens_BN
+        """The tokens with padding ids of the target, which texts hardly ever hold, replaced."""
+        return tokens_BN.clamp(max=self.vocab_size - 1) if self.head.padding > 0 else tokens_BN
 
     def propose(self, batch: Batch) -> Draft:
-        for row in batch.active:  # of a rejected draft nothing counts
+        for row in batch.active:  # beyond the window the last draft may have been rejected
             self.n_read[row] = min(self.n_read[row], len(batch.texts[row]) - 1 - self.window)
         self.proposed = super().propose(batch)
         return self.proposed

@@ -1,4 +1,4 @@
-"""Which tokens of several sources are verified: those whose chance to be right pays their place.
+"""Chooses the tokens of several sources to verify: those likely enough to be worth their cost.
 
 Plain lists and floats, a tenth of a millisecond a round: this runs between two passes of a model.
 """
@@ -10,102 +10,103 @@ from functools import cached_property
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from math import exp, log, prod
+from operator import itemgetter
 from typing import NamedTuple
 
 from kangaroo.engine.tree import Nodes
 
-SUREST = 0.98  # confidences beyond this, and beyond its opposite, say no more
-RATE = 0.2  # how far a token that came true, or did not, moves a source's log-odds
-NEXT, NEXT_BESIDE = 0.65, 0.45  # a chain's next token; and where a lookup says one too
+MAX_CONFIDENCE = 0.98  # confidences above it, or below 1 minus it, are not more informative
+RATE = 0.2  # how far a right or wrong token moves a source's log-odds
+NEXT_CHANCE = 0.65  # that a chain's next token is right
+NEXT_CHANCE_WITH_LOOKUP = 0.45  # the same for a place where a lookup predicts a token too
 
-Choices = list[tuple[int, float]]  # tokens, each with its chance where those before it are wrong
-Places = list[tuple["Source", int]]  # of a node in the sources that have one for it
+# Tokens, the best first, each with its chance to be right; further ones if those before are wrong.
+Choices = list[tuple[int, float]]
+Places = list[tuple["Source", int]]  # a node's places in the sources that go on there
 
 
 class Source(ABC):
-    """It says what may follow each place of a draft. `shift` is of the log-odds of its best
-    choices: where a text begins its kind's, fitted on held-out conversations of SmolLM2-135M, then
-    moved by what comes true."""
+    """Predicts the token after each place of a draft. `shift` is added to the log-odds of its best
+    choices: a text begins with the value of its class, fitted on held-out conversations of
+    SmolLM2-135M; right and wrong predictions then move it."""
 
     shift: float
-    last_resort = False  # asked only where others say nothing
-    start = 0  # its place at the root
+    last_resort = False  # used only at nodes without another source's prediction
+    start = 0  # the root's place
 
     @abstractmethod
     def choices(self, place: int) -> Choices:
-        """What may follow a place, the best first."""
+        """The candidates after a place, the best first."""
 
     @abstractmethod
-    def after(self, place: int, token: int) -> int | None:
-        """The place behind a token that follows another; None where it knows of nothing there."""
+    def next_place(self, place: int, token: int) -> int | None:
+        """The place after `token`, which follows `place`; None if the source does not go on."""
 
-    def chance(self, odds: float) -> float:
-        """By the log-odds that it would have without the shift."""
-        return 1 / (1 + exp(-self.shift - odds))
+    def chance(self, log_odds: float) -> float:
+        """The probability for log-odds without the shift."""
+        return 1 / (1 + exp(-self.shift - log_odds))
 
 
-class Line(Source):
-    """Tokens that follow one another, perhaps with further choices for each; a place is how many
-    came before. `odds` are log-odds that a token is right if those before it are."""
+class ChainSource(Source):
+    """A chain of tokens, perhaps with alternatives to each; a place is the number of tokens before
+    it. `log_odds` are those of a token if the ones before it are right."""
 
     def __init__(self) -> None:
-        self.say([])
+        self.set_tokens([])
 
-    def say(self, tokens: Sequence[int], odds: Sequence[float] = ()) -> None:
-        """These tokens, in a new round."""
-        self.tokens, self.odds = list(tokens), list(odds)
-        self.further: list[Choices] = [[] for _ in tokens]
+    def set_tokens(self, tokens: Sequence[int], log_odds: Sequence[float] = ()) -> None:
+        """Replace the chain for a new round."""
+        self.tokens, self.log_odds = list(tokens), list(log_odds)
+        self.alternatives: list[Choices] = [[] for _ in tokens]
 
     def choices(self, place: int) -> Choices:
         if place == len(self.tokens):
             return []
-        return [(self.tokens[place], self.chance(self.odds[place])), *self.further[place]]
+        best = self.tokens[place], self.chance(self.log_odds[place])
+        return [best, *self.alternatives[place]]
 
-    def after(self, place: int, token: int) -> int | None:
-        goes_on = place < len(self.tokens) and self.tokens[place] == token
-        return place + 1 if goes_on else None
+    def next_place(self, place: int, token: int) -> int | None:
+        return place + 1 if self.tokens[place : place + 1] == [token] else None
 
 
-class Lookup(Line):
-    """What followed where the end of the text stood before, in itself or in a store."""
+class Lookup(ChainSource):
+    """The tokens that followed the text's end at an earlier place, in the text or in a store."""
 
     shift = -0.74
 
-    def look_up(self, length: int, tokens: Sequence[int]) -> None:
-        """A match of so many tokens, and what followed: the longer what has matched so far, the
-        likelier is the next one."""
-        self.say(tokens, [1.24 * log(length + depth) for depth in range(len(tokens))])
+    def set_match(self, length: int, tokens: Sequence[int]) -> None:
+        """Set the tokens after a match of `length` tokens; a longer match makes them likelier."""
+        self.set_tokens(tokens, [1.24 * log(length + depth) for depth in range(len(tokens))])
 
 
-class DraftedChain(Line):
-    """What a model drafts, token by token; `confidence` is the probability of the last one, 1 where
-    there is none."""
+class DraftedChain(ChainSource):
+    """The chain that a model drafts; `confidence` is the last token's probability, 1 at first."""
 
-    shift = 0.5  # an adapter is right more often than it is sure
+    shift = 0.5  # an adapter is right more often than its confidence says
 
-    def say(self, tokens: Sequence[int], odds: Sequence[float] = ()) -> None:
-        super().say(tokens, odds)
+    def set_tokens(self, tokens: Sequence[int], log_odds: Sequence[float] = ()) -> None:
+        super().set_tokens(tokens, log_odds)
         self.confidence = 1.0
 
     def add(self, ranked: Sequence[tuple[int, float]]) -> None:
-        """The best token after the last, and the next best ones, with their probabilities."""
-        (best, self.confidence), *further = ranked
-        sure = min(max(self.confidence, 1 - SUREST), SUREST)
-        rest, shares = 1 - self.confidence, []
-        for token, probability in further:
-            shares.append((token, min(probability / max(rest, 1e-6), 1.0)))
+        """Append the next token, the first of the likeliest ones with their probabilities."""
+        (best, self.confidence), *others = ranked
+        clipped = min(max(self.confidence, 1 - MAX_CONFIDENCE), MAX_CONFIDENCE)
+        rest, alternatives = 1 - self.confidence, []
+        for token, probability in others:
+            alternatives.append((token, min(probability / max(rest, 1e-6), 1.0)))
             rest -= probability
         self.tokens.append(best)
-        self.odds.append(log(sure / (1 - sure)))
-        self.further.append(shares)
+        self.log_odds.append(log(clipped / (1 - clipped)))
+        self.alternatives.append(alternatives)
 
 
 class Recycled(Source):
-    """What was likeliest where each token last stood, by a matrix that changes elsewhere; a place
-    is the token before."""
+    """The likeliest token where each token last stood, from a matrix that is updated elsewhere; a
+    place is the token before it."""
 
     shift = -0.6
-    last_resort = True  # a lookup knows it too, and a chain better
+    last_resort = True  # a lookup knows the same, and a chain more
 
     def __init__(self, matrix: dict[int, list[int]]):
         self.matrix = matrix
@@ -113,66 +114,68 @@ class Recycled(Source):
     def choices(self, place: int) -> Choices:
         return [(token, self.chance(0.0)) for token in self.matrix.get(place, ())[:1]]
 
-    def after(self, place: int, token: int) -> int | None:
+    def next_place(self, place: int, token: int) -> int | None:
         return token
 
 
 @dataclass
 class Sources:
-    """Of a row's text: lookups in itself and others; what is drafted, and perhaps recycled; how
-    long the text was when they were last asked."""
+    """The sources of a row's text; `length` is that of the text at their last update."""
 
     lookups: list[Lookup]
     chain: DraftedChain
     recycled: Recycled | None = None
     length: int = 0
 
-    def __post_init__(self) -> None:
-        self.all: list[Source] = [*self.lookups, self.chain]
-        self.all += [] if self.recycled is None else [self.recycled]
+    @cached_property
+    def all(self) -> list[Source]:
+        return [*self.lookups, self.chain, *([self.recycled] if self.recycled else [])]
 
     @property
-    def places(self) -> Places:  # of the root
+    def places(self) -> Places:
+        """The root's."""
         return [(source, source.start) for source in self.all]
 
     @property
     def likeliest_lookup(self) -> Lookup:
-        """The one whose first token is likeliest."""
-        return max(self.lookups, key=lambda line: [chance for _, chance in line.choices(0)])
+        """The lookup with the likeliest first token."""
+        return max(self.lookups, key=lambda lookup: [chance for _, chance in lookup.choices(0)])
 
-    def learn(self, written: Sequence[int]) -> None:
-        """Shift each source by what the text has had in this place, as far as it foresaw."""
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Shift each source by whether it predicted the tokens that the text now has here."""
         places = self.places
-        for token in written:
-            for source, choices in heard(places):
+        for token in tokens:
+            for source, choices in predictions_at(places):
                 best, chance = choices[0]
                 source.shift += RATE * ((best == token) - chance)
-            places = after(places, token)
+            places = places_after(places, token)
 
 
-def heard(places: Places) -> list[tuple[Source, Choices]]:
-    """The sources that say something of a node."""
-    said: list[tuple[Source, Choices]] = []
+def predictions_at(places: Places) -> list[tuple[Source, Choices]]:
+    """Every source that has candidates for a node, with them."""
+    predictions: list[tuple[Source, Choices]] = []
     for source, place in places:
-        if not (said and source.last_resort) and (choices := source.choices(place)):
-            said.append((source, choices))
-    return said
+        if not (predictions and source.last_resort) and (choices := source.choices(place)):
+            predictions.append((source, choices))
+    return predictions
 
 
-def after(places: Places, token: int) -> Places:
-    """Those behind a token."""
-    behind = [(source, source.after(place, token)) for source, place in places]
-    return [(source, place) for source, place in behind if place is not None]
+def places_after(places: Places, token: int) -> Places:
+    """The sources' places after `token`."""
+    moved = [(source, source.next_place(place, token)) for source, place in places]
+    return [(source, place) for source, place in moved if place is not None]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What work costs, in vanilla steps: verifying 0, 1, 2, ... nodes beside the root; drafting a
-    token of the chain, and the part of that which is saved where the lookup says the same token,
-    whose `states` were computed together with the pending token's.
+    """The costs of a round, in vanilla steps.
 
     Args:
+        verify: of verifying 0, 1, 2, ... nodes beside the root.
+        draft: of drafting a token of the chain.
         min_gain_per_step: tokens that work has to gain for each vanilla step that it costs.
+        states: the part of `draft` that is saved if a lookup predicts the same token, whose states
+            were computed together with the pending token's.
     """
 
     verify: Sequence[float]
@@ -181,18 +184,18 @@ class Costs:
     states: float = 0.0
 
     @cached_property
-    def of_any_node(self) -> float:
-        """Tokens that any node has to gain at least."""
+    def min_node_gain(self) -> float:
+        """Tokens that every node has to gain at least."""
         return self.min_gain_per_step * min(b - a for a, b in pairwise(self.verify))
 
-    def of_nodes(self, count: int) -> float:
-        """Tokens that this many nodes have to gain."""
+    def min_gain(self, count: int) -> float:
+        """Tokens that so many nodes have to gain."""
         return self.min_gain_per_step * (self.verify[count] - self.verify[0])
 
 
 class Node(NamedTuple):
-    """The chance that its whole path is right, its token, its parent's number, where the root is 0,
-    and its places in the sources."""
+    """A node of a tree; `gain` is the chance that its whole path is right, and `parent` the number
+    of its parent, 0 for the root."""
 
     gain: float
     token: int
@@ -200,37 +203,36 @@ class Node(NamedTuple):
     places: Places
 
 
-def best_nodes(costs: Costs, sources: Sources, most: int) -> list[Node]:
-    """The root, and the nodes whose gain is highest, at most so many, the best first, as far as any
-    may pay. No child's is higher than its parent's, so the first n are the best tree of n."""
-    nodes, coming = [Node(1.0, -1, 0, sources.places)], list[tuple[float, int, int, int]]()
-    pushed, least = 0, costs.of_any_node
-    for number in range(most):
+def best_nodes(costs: Costs, sources: Sources, max_nodes: int) -> list[Node]:
+    """The root and the nodes with the highest gain, the best first, while any may pay. A child's
+    gain is no higher than its parent's, so the first n are the best tree of n."""
+    nodes, candidates = [Node(1.0, -1, 0, sources.places)], list[tuple[float, int, int, int]]()
+    for number in range(max_nodes):
         node = nodes[number]
-        for token, chance in next_tokens(heard(node.places)):
-            if (gain := node.gain * chance) > least:
-                pushed += 1  # of equals the earlier is first
-                heappush(coming, (-gain, pushed, token, number))
-        if not coming:
+        for token, chance in next_tokens(predictions_at(node.places)):
+            if (gain := node.gain * chance) > costs.min_node_gain:
+                # of equal gains the earlier candidate is first
+                heappush(candidates, (-gain, len(nodes) + len(candidates), token, number))
+        if not candidates:
             break
-        loss, _, token, parent = heappop(coming)
-        nodes.append(Node(-loss, token, parent, after(nodes[parent].places, token)))
+        loss, _, token, parent = heappop(candidates)
+        nodes.append(Node(-loss, token, parent, places_after(nodes[parent].places, token)))
     return nodes
 
 
-def next_tokens(said: Sequence[tuple[Source, Choices]]) -> Choices:
-    """The tokens for a place, each with its chance. Of the best ones of several sources at most one
-    is right; what several say is trusted for all their reasons. Further ones share what is left."""
-    if len(said) == 1 == len(said[0][1]):  # as far down a lookup
-        return said[0][1]
+def next_tokens(predictions: Sequence[tuple[Source, Choices]]) -> Choices:
+    """The tokens for a place, each with its chance. At most one of the sources' best choices is
+    right, and one of several sources is trusted more; alternatives share the remaining chance."""
+    if len(predictions) == 1 == len(predictions[0][1]):  # a shortcut
+        return predictions[0][1]
     wrong: dict[int, float] = {}
-    for _, choices in said:
+    for _, choices in predictions:
         token, chance = choices[0]
         wrong[token] = wrong.get(token, 1.0) * (1 - chance)
     all_wrong = prod(wrong.values())
     chances = {token: (1 - chance) * all_wrong / chance for token, chance in wrong.items()}
     left = max(1 - sum(chances.values()), 0.0)
-    for _, choices in said:
+    for _, choices in predictions:
         for token, share in choices[1:]:
             if token not in chances:
                 chances[token] = left * share
@@ -238,34 +240,33 @@ def next_tokens(said: Sequence[tuple[Source, Choices]]) -> Choices:
     return list(chances.items())
 
 
-def drafting_pays(costs: Costs, sources: Sources, most: int) -> bool:
-    """Whether a further token of the chain may be expected to make the tree, of `most` nodes at
-    most, worth more than it costs to draft."""
-    nodes, place = best_nodes(costs, sources, most), (sources.chain, len(sources.chain.tokens))
+def drafting_pays(costs: Costs, sources: Sources, max_nodes: int) -> bool:
+    """Whether another token of the chain is expected to add more to the best tree of at most
+    `max_nodes` nodes than it costs to draft."""
+    nodes, place = best_nodes(costs, sources, max_nodes), (sources.chain, len(sources.chain.tokens))
     if (end := next((node for node in nodes if place in node.places), None)) is None:
         return False
-    said, adds, cost = heard(end.places), NEXT, costs.draft
-    foreseen = max((choices[0][1] for _, choices in said), default=0.0)
-    if any(source in sources.lookups for source, _ in said):
-        adds = NEXT_BESIDE
-        cost -= costs.states * foreseen  # where the lookup is right the chain most often agrees
+    predictions, chance, cost = predictions_at(end.places), NEXT_CHANCE, costs.draft
+    predicted = max((choices[0][1] for _, choices in predictions), default=0.0)
+    if any(source in sources.lookups for source, _ in predictions):
+        chance = NEXT_CHANCE_WITH_LOOKUP
+        cost -= costs.states * predicted  # where the lookup is right the chain mostly agrees
     gains = [node.gain for node in nodes[1:]]
     _, before = best_size(costs, gains)
-    gains.append(end.gain * adds * (1 - foreseen))
-    _, after = best_size(costs, sorted(gains, reverse=True)[:most])
+    gains.append(end.gain * chance * (1 - predicted))
+    _, after = best_size(costs, sorted(gains, reverse=True)[:max_nodes])
     return after - before > costs.min_gain_per_step * cost
 
 
-def best_tree(costs: Costs, sources: Sources, most: int) -> Nodes:
-    """The tree of `most` nodes at most that gains most for its cost."""
-    nodes = best_nodes(costs, sources, most)[1:]
+def best_tree(costs: Costs, sources: Sources, max_nodes: int) -> Nodes:
+    """The tree of at most `max_nodes` nodes that gains most beyond its cost."""
+    nodes = best_nodes(costs, sources, max_nodes)[1:]
     count, _ = best_size(costs, [node.gain for node in nodes])
     return [node.token for node in nodes[:count]], [node.parent for node in nodes[:count]]
 
 
 def best_size(costs: Costs, gains: Sequence[float]) -> tuple[int, float]:
-    """How many nodes gain most beyond what they cost, and how much; the largest gains are first."""
+    """How many nodes gain most beyond their cost, and how much; `gains` are in descending order."""
     sums = accumulate(gains, initial=0.0)
-    worth = [gain - costs.of_nodes(size) for size, gain in enumerate(sums)]
-    best = max(worth)
-    return worth.index(best), best
+    worth = [gain - costs.min_gain(size) for size, gain in enumerate(sums)]
+    return max(enumerate(worth), key=itemgetter(1))

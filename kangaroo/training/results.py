@@ -111,7 +111,7 @@ def decode(
     metrics: dict[str, float] = {}
     for trainee in trained:
         method = DRAFTERS[trainee.recipe.architecture.drafter]
-        drafter = method.chain(STEPS).of(lm, *frozen(lm, trainee))
+        drafter = method.chain(STEPS).build_from(lm, *frozen(lm, trainee))
         engine = Engine(lm, drafter, always_drafts=True)
         done = engine.generate(prompts, new_tokens, Sampling(), batch_size=_ROWS)
         steps = [record for generation in done for record in generation.steps]

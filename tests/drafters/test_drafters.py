@@ -141,7 +141,7 @@ class Reference:
     def insert(self, gram: tuple[int, ...]) -> None:
         if gram in self.pool:
             self.pool.remove(gram)
-        self.pool = [gram, *self.pool][: lookahead.POOL]
+        self.pool = [gram, *self.pool][: lookahead.POOL_SIZE]
 
     def paths(self, pending: int) -> list[tuple[int, ...]]:
         """The tokens from the root to every node, in the order of the nodes."""
@@ -189,7 +189,7 @@ def again_four_later(lm, sampling: Sampling, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
 def test_drafts_are_those_of_the_algorithm_in_lists(case, monkeypatch, options, sampling):
-    monkeypatch.setattr(lookahead, "POOL", 7 if options.window == 3 else 64)
+    monkeypatch.setattr(lookahead, "POOL_SIZE", 7 if options.window == 3 else 64)
     drafter = Lookahead(options)
     observe, guessed = drafter.observe, []
     references: dict[int, tuple[list[int], Reference]] = {}

@@ -30,11 +30,11 @@ COSTS = Costs([1 + 0.02 * node for node in range(NODES + 1)], 0.05, 1.0)
 
 def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed) -> Sources:
     """What the sources say after a text, trusted as the drafter's are."""
-    trusted = drafter.rows.of(row, text)
+    trusted = drafter.rows.get(row, text)
     length, _ = longest_earlier_match(text)
     lookup, chain = Lookup(), DraftedChain()
     lookup.shift, chain.shift = trusted.lookups[0].shift, trusted.chain.shift
-    lookup.look_up(length, SuffixAutomaton(text).continuation(NODES))
+    lookup.set_match(length, SuffixAutomaton(text).continuation(NODES))
     sources = Sources([lookup], chain)
     while len(chain.tokens) < STEPS and drafting_pays(COSTS, sources, NODES):
         chain.add(choices_without_cache(case, text, chain.tokens, sampling, seed, 3))
@@ -48,7 +48,7 @@ def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed
 def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a_cache(
     case, monkeypatch, sampling, rows, threshold, beside
 ):
-    monkeypatch.setattr(expected_gain, "NEXT_BESIDE", beside)
+    monkeypatch.setattr(expected_gain, "NEXT_CHANCE_WITH_LOOKUP", beside)
     drafted = []
     drafter = Hybrid(case.lm, case.adapter, STEPS, threshold, costs=COSTS, nodes=NODES)
 
@@ -72,7 +72,7 @@ def test_a_draft_ends_with_what_ends_the_text():
     for ignored, expected in (False, [3, 5]), (True, [3, 5, 4, 1, 2, 3]):
         batch = engine.open(1, 60, Sampling())
         admit_text(engine, batch, 0, [1, 2, 3, 5, 4, 1, 2], ignore_eos=ignored)
-        assert drafter.asked(batch, 0).lookups[0].tokens == expected
+        assert drafter.update_sources(batch, 0).lookups[0].tokens == expected
 
 
 STARTS = [Lookup.shift, Lookup.shift, DraftedChain.shift, Recycled.shift]
@@ -90,7 +90,7 @@ def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled)
     batch, steps = engine.open(1, 80, Sampling()), []
     for turn in range(3):
         engine.admit(batch, 0, Request(PROMPTS[1], NEW_TOKENS))
-        sources = drafter.asked(batch, 0)
+        sources = drafter.update_sources(batch, 0)
         assert shifts(sources) == STARTS
         assert len(sources.recycled.matrix) == len(set(batch.texts[0][:-1]))
         assert len(drafter.store.tokens) == turn * (NEW_TOKENS + 1)
@@ -98,7 +98,7 @@ def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled)
         while not batch.done[0]:
             engine.step(batch)
             steps[-1] += 1
-        assert shifts(drafter.asked(batch, 0)) != STARTS
+        assert shifts(drafter.update_sources(batch, 0)) != STARTS
     assert steps[1] == steps[2] == -(-NEW_TOKENS // (1 + NODES))  # the same answer is stored
 
 
@@ -123,7 +123,7 @@ MATRIX = {0: [1], 1: [0], 2: [2]}
 
 def sources_of(length: int, lookup: list[int], *chain: list[tuple[int, float]]) -> Sources:
     sources = Sources([Lookup()], DraftedChain())
-    sources.lookups[0].look_up(length, lookup)
+    sources.lookups[0].set_match(length, lookup)
     for ranked in chain:
         sources.chain.add(ranked)
     return sources
@@ -140,7 +140,7 @@ def random_sources(rng: random.Random) -> Sources:
     sources = sources_of(rng.randrange(1, 20), said[0], *chain)
     if rng.random() < 0.5:
         return sources
-    (store := Lookup()).look_up(rng.randrange(1, 20), said[1])
+    (store := Lookup()).set_match(rng.randrange(1, 20), said[1])
     (recycled := Recycled(MATRIX)).start = rng.randrange(4)
     return Sources([*sources.lookups, store], sources.chain, recycled)
 
@@ -149,9 +149,9 @@ def gains(sources: Sources, depth: int) -> dict[tuple[int, ...], float]:
     of_paths, last = {}, [((), 1.0, sources.places)]
     for _ in range(depth):
         last = [
-            ((*path, token), gain * chance, expected_gain.after(places, token))
+            ((*path, token), gain * chance, expected_gain.places_after(places, token))
             for path, gain, places in last
-            for token, chance in expected_gain.next_tokens(expected_gain.heard(places))
+            for token, chance in expected_gain.next_tokens(expected_gain.predictions_at(places))
         ]
         of_paths |= {path: gain for path, gain, _ in last}
     return of_paths
@@ -176,9 +176,9 @@ def test_the_tree_is_the_best_of_all_trees(most, min_gain_per_step):
         assert all(path[:-1] in ((), *chosen) for path in chosen)
         # a child's gain is no higher than its parent's, so the likeliest nodes are a tree
         ordered = sorted(of_paths.values(), reverse=True)[:most]
-        worth = [sum(ordered[:n]) - costs.of_nodes(n) for n in range(len(ordered) + 1)]
+        worth = [sum(ordered[:n]) - costs.min_gain(n) for n in range(len(ordered) + 1)]
         chosen_gain = sum(of_paths.get(path, 0.0) for path in chosen)
-        assert chosen_gain - costs.of_nodes(len(chosen)) == pytest.approx(max(worth), abs=1e-12)
+        assert chosen_gain - costs.min_gain(len(chosen)) == pytest.approx(max(worth), abs=1e-12)
         sizes.add(len(chosen))
     assert len(sizes) > 1
 
@@ -188,7 +188,7 @@ def test_nothing_that_a_source_says_is_lost_and_chances_are_a_distribution():
     for _ in range(200):
         sources = random_sources(rng)
         said = {tuple(line.tokens[: n + 1]) for line in sources.lookups for n in range(4)}
-        for depth, further in enumerate(sources.chain.further):
+        for depth, further in enumerate(sources.chain.alternatives):
             start = tuple(sources.chain.tokens[:depth])
             said |= {(*start, sources.chain.tokens[depth]), *((*start, x) for x, _ in further)}
         of_paths = gains(sources, 4)
@@ -204,7 +204,7 @@ def test_recycled_tokens_are_candidates_where_others_are_silent():
     (recycled := Recycled({7: [3], 5: [8], 6: [2]})).start = 7
     sources = Sources([Lookup()], DraftedChain(), recycled)
     assert paths(*best_tree(CHEAP, sources, 5)) == [(3,)]
-    sources.lookups[0].look_up(9, [5])
+    sources.lookups[0].set_match(9, [5])
     sources.chain.add([(6, 0.4), (1, 0.2)])
     expected = [(5,), (5, 8), (6,), (6, 2), (1,)]
     assert sorted(paths(*best_tree(CHEAP, sources, 9))) == sorted(expected)
@@ -225,7 +225,7 @@ def test_a_text_teaches_how_far_to_trust_each_source_and_only_what_it_shows():
     assert all(source.choices(0)[0][1] < 0.1 for source in sources.all)
     (recycled := Recycled({7: [3], 3: [4]})).start = 7
     sources = Sources([Lookup()], DraftedChain(), recycled)
-    sources.lookups[0].look_up(1, [3])
+    sources.lookups[0].set_match(1, [3])
     sources.learn([3, 4, 4])
     assert recycled.shift > Recycled.shift, "it was right where it alone spoke"
 
