@@ -201,12 +201,13 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
 
 
 class RowStates(Generic[State]):
-    """A state for the text of each row, made anew when another text has taken the row."""
+    """A state for the text of each row."""
 
     def __init__(self, make: Callable[[int, list[int]], State]):
         self._make, self._rows = make, dict[int, tuple[list[int], State]]()
 
     def get(self, row: int, text: list[int]) -> State:
+        """The row's state, made anew if another text has taken the row."""
         if row not in self._rows or self._rows[row][0] is not text:
             self._rows[row] = text, self._make(row, text)
         return self._rows[row][1]

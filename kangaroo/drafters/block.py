@@ -48,15 +48,8 @@ class Block(EarlyExit, Chain):
 
     adapter: BlockHead
 
-    def __init__(
-        self,
-        lm: TargetModel,
-        adapter: BlockHead,
-        steps: int = 6,
-        threshold: float | str = 0.6,
-        head: DraftHead | None = None,
-    ):
-        super().__init__(lm, adapter, steps, threshold, head)
+    def __init__(self, lm: TargetModel, adapter: BlockHead, steps: int, *args: Any, **kwargs: Any):
+        super().__init__(lm, adapter, steps, *args, **kwargs)
         self.window = steps
         self.supports_prefix_reuse = False  # shallow states before a prompt's rest are not kept
         self.draft_cost, self.tokens_of_pass = self.draft_cost / steps, steps

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kangaroo.drafters import layer_search
 from kangaroo.drafters.autoregressive import Choice, LayerChoice
 from kangaroo.drafters.base import ChainConfig, Drafter
-from kangaroo.drafters.layer_search import Subset
+from kangaroo.drafters.layer_search import Subset, first_drafts
 from kangaroo.engine.batch import Batch
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
@@ -68,7 +67,7 @@ class Clasp(LayerChoice):
         lm, size = self.lm, self.count + 1
         positions_BJ = (batch.length_B[:, None] - 2).clamp(min=0).expand(-1, size)
         place = positions_BJ, batch.base_B, batch.used + size, batch.n_slots
-        meta = layer_search.first_drafts(lm, *place)
+        meta = first_drafts(lm, *place)
         x_BJD, keeps = lm.embed(batch.last(2)[:, :1]).expand(-1, size, -1), []
         for layer in range(lm.n_layers):
             through_BJD, _ = lm.run(x_BJD, batch.cache, meta, range(layer, layer + 1))

@@ -3,6 +3,7 @@
 Shapes: B rows, N draft nodes, P nodes of a path, T tokens of a chunk, W window, D hidden size.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -85,28 +86,25 @@ class EarlyExit(EarlyStopping):
             self.keep_deep(meta.slots_RT, taps[self.deep_tap], rows)
         first, row = int(meta.slots_RT[0, 0]), rows.start
         if row in self.prompts and self.prompts[row][1] < first:  # a chunk of the same prompt
-            self._read_prompt(row)
+            self.read_prompts([row])
         self.prompts[row] = f_1TD, first
         self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -window:]
 
-    def read_prompts(self) -> None:
-        """Write the layer's keys of new prompts."""
-        for row in list(self.prompts):
-            self._read_prompt(row)
+    def read_prompts(self, rows: Collection[int] | None = None) -> None:
+        """Write the layer's keys of new prompts, by default in all rows."""
+        for row in list(self.prompts) if rows is None else rows:
+            f_1TD, first = self.prompts.pop(row)
+            for part_1TD in f_1TD.split(self.lm.prompt_chunk(1), 1):  # a chunk for keys alone
+                end = first + part_1TD.shape[1]
+                meta = self.lm.chunk(first, end, row, self.cache.n_slots).to(f_1TD.device)
+                self.adapter.write_kv(part_1TD, self.deep_before(meta), meta, self.cache.at(meta))
+                first = end
 
     def catch_up(self, batch: Batch) -> bool:
         """Write the layer's keys of new prompts, and let the head follow the texts; true if its
         draft vocabulary has changed."""
         self.read_prompts()
         return self.head.follow([batch.texts[row] for row in batch.active])
-
-    def _read_prompt(self, row: int) -> None:
-        f_1TD, first = self.prompts.pop(row)
-        for part_1TD in f_1TD.split(self.lm.prompt_chunk(1), 1):  # a chunk for keys alone
-            end = first + part_1TD.shape[1]
-            meta = self.lm.chunk(first, end, row, self.cache.n_slots).to(f_1TD.device)
-            self.adapter.write_kv(part_1TD, self.deep_before(meta), meta, self.cache.at(meta))
-            first = end
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         """Update the windows, and after a tree or another drafter's draft the layer's cache."""

@@ -127,9 +127,9 @@ class Sources:
     recycled: Recycled | None = None
     length: int = 0
 
-    @cached_property
-    def all(self) -> list[Source]:
-        return [*self.lookups, self.chain, *([self.recycled] if self.recycled else [])]
+    def __post_init__(self) -> None:
+        self.all: list[Source] = [*self.lookups, self.chain]
+        self.all += [] if self.recycled is None else [self.recycled]
 
     @property
     def places(self) -> Places:

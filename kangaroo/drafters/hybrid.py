@@ -48,8 +48,7 @@ class HybridConfig(EarlyExitConfig):
     store_tokens: CountOrZero = 0
 
     def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
-        options = self.min_gain_per_step, self.nodes, self.recycle, self.store_tokens
-        return Hybrid(lm, trained, self.steps, self.threshold, heads[0], None, *options)
+        return Hybrid(lm, trained, self, heads[0])
 
 
 class Hybrid(Kangaroo):
@@ -62,35 +61,30 @@ class Hybrid(Kangaroo):
         self,
         lm: TargetModel,
         adapter: Layer,
-        steps: int = 6,
-        threshold: float | str = 0.0,
+        options: HybridConfig,
         head: DraftHead | None = None,
         costs: Costs | None = None,
-        min_gain_per_step: float = 1.25,
-        nodes: int = 15,
-        recycle: bool = False,
-        store_tokens: int = 0,
     ):
-        super().__init__(lm, adapter, steps, threshold, head)
-        self.nodes, self.min_gain_per_step = nodes, min_gain_per_step
+        super().__init__(lm, adapter, options.steps, options.threshold, head)
+        self.options, self.nodes = options, options.nodes
+        self.max_nodes, self.store = max(self.nodes, self.steps), AnswerStore(options.store_tokens)
         self.needs_costs = costs is None
-        self.costs = costs or Costs([1.0] * (nodes + 1), self.draft_cost, min_gain_per_step)
-        self.max_nodes = max(nodes, steps)
-        self.recycle, self.store = recycle, AnswerStore(store_tokens)
+        if costs is not None:
+            self.costs = costs
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
         self.store.begin()
-        self.rows = RowStates(self.start_text)
-        batch.likeliest = max(batch.likeliest, int(self.recycle))
+        self.rows = RowStates(self._start_text)
+        batch.likeliest = max(batch.likeliest, int(self.options.recycle))
 
     def update_costs(self, budget: Budget, rows: int, shared_states: bool) -> None:
         """Set measured costs for a round of so many rows. With `shared_states` the states of a
         lookup's tokens are computed together with the pending token's."""
         if self.needs_costs:
+            draft = self.draft_cost, self.options.min_gain_per_step
             states = self.shallow_cost if shared_states else 0.0
-            verify = budget.cost(rows, self.nodes)
-            self.costs = Costs(verify, self.draft_cost, self.min_gain_per_step, states)
+            self.costs = Costs(budget.cost(rows, self.nodes), *draft, states)
 
     def propose(self, batch: Batch) -> Draft:
         self.update_costs(batch.budget, len(batch.active), shared_states=False)
@@ -101,9 +95,9 @@ class Hybrid(Kangaroo):
         }
         return Draft.listed(batch.last(1), trees)
 
-    def start_text(self, row: int, text: list[int]) -> Sources:
+    def _start_text(self, row: int, text: list[int]) -> Sources:
         lookups = [Lookup() for _ in self.store.matches(row, text)]
-        recycled = Recycled(successors_in(text, 1)) if self.recycle else None
+        recycled = Recycled(successors_in(text, 1)) if self.options.recycle else None
         return Sources(lookups, DraftedChain(), recycled, len(text))
 
     def update_sources(self, batch: Batch, row: int) -> Sources:

@@ -83,14 +83,10 @@ class Lookahead(Drafter):
         index_BGJ = (index_BG * found_BG)[..., None].expand(-1, -1, self.levels)
         # padding, too, must be in the vocabulary
         guess_BGJ = self.pool_BPN[..., 1:].gather(1, index_BGJ).clamp(min=0)
-        window_BM = self.window_BJW.flatten(1)
-        valid_BM = torch.ones_like(window_BM, dtype=torch.bool)
-        found_BGJ = found_BG[..., None].expand_as(guess_BGJ)
-        self.proposed = Draft(
-            tokens_BN=torch.cat([pending_B1, window_BM, guess_BGJ.flatten(1)], 1),
-            tree=self.tree,
-            valid_BN=torch.cat([valid_BM[:, :1], valid_BM, found_BGJ.flatten(1)], 1),
-        )
+        tokens_BN = torch.cat([pending_B1, self.window_BJW.flatten(1), guess_BGJ.flatten(1)], 1)
+        valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
+        valid_BN[:, -guesses * self.levels :] = found_BG.repeat_interleave(self.levels, 1)
+        self.proposed = Draft(tokens_BN, self.tree, valid_BN)
         return self.proposed
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:

@@ -25,7 +25,8 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Count, DraftSize
 
-Path = tuple[int, ...]  # of a node: a head's guess for each token, by its rank
+Path = tuple[int, ...]  # of a node: the rank of each token among its head's guesses
+Paths = Sequence[Path]
 
 
 @dataclass
@@ -71,7 +72,7 @@ def likeliest_paths(chances: Sequence[Sequence[float]]) -> Iterator[tuple[Path, 
                 heapq.heappush(heap, (value * chance, depth + 1, (*path, rank)))
 
 
-def sparse_tree(chances: Sequence[Sequence[float]], nodes: int) -> Sequence[Path]:
+def sparse_tree(chances: Sequence[Sequence[float]], nodes: int) -> Paths:
     """The tree of `nodes` nodes with the highest expected acceptance (Medusa, arXiv 2401.10774,
     appendix on optimised tree construction). Errors: `ConfigError` without chances."""
     if not chances or not chances[0]:
@@ -88,11 +89,7 @@ class Medusa(Drafter):
     each of the heads, or one for all; `paths` has the nodes of the tree, parents first."""
 
     def __init__(
-        self,
-        lm: TargetModel,
-        heads: MedusaHeads,
-        lm_heads: Sequence[DraftHead],
-        paths: Sequence[Path],
+        self, lm: TargetModel, heads: MedusaHeads, lm_heads: Sequence[DraftHead], paths: Paths
     ):
         self.lm, self.heads, self.taps = lm, heads, (lm.n_layers,)
         self.draft_heads = [head.accelerate(lm) for head in lm_heads]

@@ -10,7 +10,6 @@ import numpy as np
 
 from kangaroo.drafters import datastore
 from kangaroo.drafters.base import Drafter, DrafterConfig, TreesFromText
-from kangaroo.drafters.datastore import Datastore
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.tree import Nodes
 from kangaroo.models.target import TargetModel
@@ -52,7 +51,7 @@ class RestConfig(DrafterConfig):
 class Rest(TreesFromText):
     """Drafts what follows the longest suffix of the text that the datastore has."""
 
-    def __init__(self, store: Datastore, options: RestConfig):
+    def __init__(self, store: datastore.Datastore, options: RestConfig):
         self.store, self.options = store, options
         self.max_nodes = options.num_draft
 

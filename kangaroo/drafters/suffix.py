@@ -49,8 +49,8 @@ class SuffixAutomaton(Match):
         self.tokens: list[int] = []
         # for each state: the next states by token, the suffix link, the length of its longest
         # string, and where that last ended
-        self._next: list[dict[int, int]] = [{}]
-        self._link, self._lengths, self.ends = [-1], [0], [0]
+        self.following: list[dict[int, int]] = [{}]
+        self.link, self.lengths, self.ends = [-1], [0], [0]
         self._whole = 0  # the state of the whole text
         self.extend(tokens)
 
@@ -59,7 +59,7 @@ class SuffixAutomaton(Match):
             self._append(token)
 
     def _append(self, token: int) -> None:
-        following, link, lengths, ends = self._next, self._link, self._lengths, self.ends
+        following, link, lengths, ends = self.following, self.link, self.lengths, self.ends
         self.tokens.append(token)
         end, state = len(self.tokens), self._whole
         self._whole = new = self._add_state({}, 0, end, end)
@@ -75,44 +75,40 @@ class SuffixAutomaton(Match):
         ends[longest] = end
 
     def _add_state(self, following: dict[int, int], link: int, length: int, end: int) -> int:
-        self._next.append(following)
-        self._link.append(link)
-        self._lengths.append(length)
+        self.following.append(following)
+        self.link.append(link)
+        self.lengths.append(length)
         self.ends.append(end)
-        return len(self._link) - 1
+        return len(self.link) - 1
 
     def _split(self, state: int, token: int, longer: int) -> int:
         """A state for the strings of `longer` that are one of `state` and `token`, which end at
         more places than the others."""
-        following, link = self._next, self._link
-        parts = following[longer].copy(), link[longer], self._lengths[state] + 1, self.ends[longer]
+        following, link = self.following, self.link
+        parts = following[longer].copy(), link[longer], self.lengths[state] + 1, self.ends[longer]
         link[longer] = shorter = self._add_state(*parts)
         while state >= 0 and following[state].get(token) == longer:
             following[state][token] = shorter
             state = link[state]
         return shorter
 
-    def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Extend another text by a token: `state` and `length` are those of its longest suffix that
-        occurs here, before and after. The strings of a state occur up to `ends[state]`."""
-        while state and token not in self._next[state]:
-            state = self._link[state]
-            length = self._lengths[state]
-        if token not in self._next[state]:
-            return 0, 0
-        return self._next[state][token], length + 1
-
 
 class StoredMatch(Match):
     """The match of a text in the automaton of stored answers, which does not grow."""
 
     def __init__(self, automaton: SuffixAutomaton):
-        self.automaton, self.tokens, self._state = automaton, automaton.tokens, 0
+        self.automaton, self.tokens = automaton, automaton.tokens
+        self._state = 0  # of the match
 
     def extend(self, tokens: Sequence[int]) -> None:
+        automaton, state, length = self.automaton, self._state, self.length
         for token in tokens:
-            self._state, self.length = self.automaton.follow(self._state, self.length, token)
-        self.place = self.automaton.ends[self._state]
+            while state and token not in automaton.following[state]:
+                state = automaton.link[state]
+                length = automaton.lengths[state]
+            state = automaton.following[state].get(token, 0)
+            length = length + 1 if state else 0
+        self._state, self.length, self.place = state, length, automaton.ends[state]
 
 
 class TextMatches(NamedTuple):

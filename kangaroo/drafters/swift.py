@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kangaroo.drafters import layer_search
 from kangaroo.drafters.autoregressive import Choice, LayerChoice
 from kangaroo.drafters.base import ChainConfig, Drafter
-from kangaroo.drafters.layer_search import Subset
+from kangaroo.drafters.layer_search import Subset, expected_speedup, first_drafts, neighbour, runs
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.sampling import pick
@@ -85,13 +84,13 @@ class Swift(LayerChoice):
                 continue
             subset, search.proposals_left = search.skip, search.proposals_left - 1
             if search.tried:
-                subset = layer_search.neighbour(subset, self.layered.n_layers, search.rng)
+                subset = neighbour(subset, self.layered.n_layers, search.rng)
             if subset in search.tried:
                 continue
             search.tried.add(subset)
             matchness = self.matchness(batch, row, subset, count)
             cost = self.cost_without(subset)
-            speedup = layer_search.expected_speedup(matchness, cost, self.steps)
+            speedup = expected_speedup(matchness, cost, self.steps)
             if speedup >= search.speedup:
                 search.skip, search.speedup = subset, speedup
                 search.proposals_left *= matchness < self.options.goal
@@ -102,9 +101,9 @@ class Swift(LayerChoice):
         base_1, offsets_M = batch.base_B[rows], torch.arange(-count, 0, device=lm.device)
         positions_1M = base_1[:, None] + offsets_M
         place = positions_1M, base_1, len(text) - 1 + count, batch.n_slots
-        meta = replace(layer_search.first_drafts(lm, *place), rows=rows, recordable=False)
+        meta = replace(first_drafts(lm, *place), rows=rows, recordable=False)
         x_1MD = lm.embed(torch.tensor([text[-count - 1 : -1]], device=lm.device))
-        for layers in layer_search.runs(skip, self.layered.n_layers):
+        for layers in runs(skip, self.layered.n_layers):
             x_1MD, _ = self.layered.run(x_1MD, batch.cache, meta, layers)
         sampling = batch.sampling.reading(batch.settings_B3[rows])
         drafted_1M = pick(lm.logits(x_1MD), positions_1M + 1, sampling, batch.seeds_B[rows])

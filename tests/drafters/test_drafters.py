@@ -14,7 +14,7 @@ from helpers import check_drafts, eagle_for, paths_of, random_prompts, tiny
 from kangaroo.drafters import lookahead
 from kangaroo.drafters.eagle import EagleTree
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, kept
+from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, kept_nodes
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
@@ -108,7 +108,7 @@ def test_pruning_keeps_parents_and_the_most_confident():
 
     def nodes(score_BN, valid_BN, *worth: float, halves: bool = False) -> list[int]:
         limits = torch.tensor(worth), halves
-        return kept(score_BN, parents_BN, valid_BN, *limits)[0].nonzero()[:, 0].tolist()
+        return kept_nodes(score_BN, parents_BN, valid_BN, *limits)[0].nonzero()[:, 0].tolist()
 
     assert nodes(score_BN, every_BN, *[0.0] * 9, halves=True) == [0, 1, 2, 3, 5]
     assert nodes(score_BN, every_BN, 0.0, 0.0, halves=True) == [0, 1, 3]

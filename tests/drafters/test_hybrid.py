@@ -17,7 +17,7 @@ from kangaroo.drafters.expected_gain import (
     best_tree,
     drafting_pays,
 )
-from kangaroo.drafters.hybrid import Hybrid
+from kangaroo.drafters.hybrid import Hybrid, HybridConfig
 from kangaroo.drafters.suffix import SuffixAutomaton
 from kangaroo.drafters.token_recycling import TokenRecycling
 from kangaroo.engine.engine import Engine
@@ -26,6 +26,7 @@ from kangaroo.engine.sampling import Sampling
 
 NODES, STEPS = 6, 3
 COSTS = Costs([1 + 0.02 * node for node in range(NODES + 1)], 0.05, 1.0)
+RECYCLING = HybridConfig(steps=3, threshold=0, nodes=NODES, recycle=True)
 
 
 def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed) -> Sources:
@@ -50,7 +51,8 @@ def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a
 ):
     monkeypatch.setattr(expected_gain, "NEXT_CHANCE_WITH_LOOKUP", beside)
     drafted = []
-    drafter = Hybrid(case.lm, case.adapter, STEPS, threshold, costs=COSTS, nodes=NODES)
+    options = HybridConfig(steps=STEPS, threshold=threshold, nodes=NODES)
+    drafter = Hybrid(case.lm, case.adapter, options, costs=COSTS)
 
     def check(batch, draft, row):
         text, seed = batch.texts[row], batch.seeds[row]
@@ -67,7 +69,8 @@ def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a
 
 def test_a_draft_ends_with_what_ends_the_text():
     lm = tiny("llama", eos_token_id=5)
-    drafter = Hybrid(lm, adapter_for(lm), costs=COSTS, nodes=NODES)
+    options = HybridConfig(threshold=0, nodes=NODES)
+    drafter = Hybrid(lm, adapter_for(lm), options, costs=COSTS)
     engine = Engine(lm, drafter)
     for ignored, expected in (False, [3, 5]), (True, [3, 5, 4, 1, 2, 3]):
         batch = engine.open(1, 60, Sampling())
@@ -85,8 +88,8 @@ def shifts(sources: Sources) -> list[float]:
 @pytest.mark.parametrize("compiled", [False, True], ids=["tensors", "native"])
 def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled):
     case = case_of("llama-compiled" if compiled else "llama", "sampled")
-    options = {"costs": COSTS, "nodes": NODES, "recycle": True, "store_tokens": 100}
-    engine = Engine(case.lm, drafter := Hybrid(case.lm, case.adapter, **options))
+    options = HybridConfig(threshold=0, nodes=NODES, recycle=True, store_tokens=100)
+    engine = Engine(case.lm, drafter := Hybrid(case.lm, case.adapter, options, costs=COSTS))
     batch, steps = engine.open(1, 80, Sampling()), []
     for turn in range(3):
         engine.admit(batch, 0, Request(PROMPTS[1], NEW_TOKENS))
@@ -105,7 +108,7 @@ def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled)
 @pytest.mark.parametrize(
     "build",
     [
-        lambda case: Hybrid(case.lm, case.adapter, 3, costs=COSTS, nodes=NODES, recycle=True),
+        lambda case: Hybrid(case.lm, case.adapter, RECYCLING, costs=COSTS),
         lambda case: TokenRecycling(6),
     ],
     ids=["hybrid", "token recycling"],
