@@ -25,7 +25,7 @@ from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.draft_verify import DraftVerify
 from kangaroo.drafters.eagle import EagleTree
 from kangaroo.drafters.expected_gain import Costs
-from kangaroo.drafters.hybrid import Hybrid
+from kangaroo.drafters.hybrid import Hybrid, HybridConfig
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.layerskip import LayerSkipConfig
@@ -133,9 +133,12 @@ def datastore_of(case: Case) -> Datastore:
     return index(case.texts[::2] + halves, case.lm.config.vocab_size)
 
 
-def hybrid(case: Case, nodes: int, cost: float, **sources: Any) -> Hybrid:
+def hybrid(
+    case: Case, nodes: int, cost: float, head: DraftHead | None = None, **sources: Any
+) -> Hybrid:
     costs = Costs([1 + cost * node for node in range(nodes + 1)], cost, 1.0)
-    return Hybrid(case.lm, case.adapter, 4, costs=costs, nodes=nodes, **sources)
+    options = HybridConfig(steps=4, threshold=0, nodes=nodes, **sources)
+    return Hybrid(case.lm, case.adapter, options, head, costs)
 
 
 def cheap(drafter: Any) -> Any:

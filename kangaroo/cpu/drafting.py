@@ -140,7 +140,7 @@ class HybridDrafting(LayerDrafting):
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
         self.catch_up(buffers, batch)
-        drafter.take_costs(batch.budget, len(rows), shared_states=True)
+        drafter.update_costs(batch.budget, len(rows), shared_states=True)
         sources = {row: drafter.update_sources(batch, row) for row in rows}
         growing = [row for row, source in sources.items() if drafter.pays(source)]
         for row in growing:  # one pass computes their states and the pending token's
@@ -152,7 +152,7 @@ class HybridDrafting(LayerDrafting):
             buffers.draft(growing, drafter.threshold, one_token)
             for row in growing:
                 choices = buffers.choices[row].tolist(), buffers.chances[row].tolist()
-                sources[row].chain.append(list(zip(*choices, strict=True))[: drafter.head.size])
+                sources[row].chain.add(list(zip(*choices, strict=True))[: drafter.head.size])
             growing = [row for row in growing if drafter.pays(sources[row])]
         for row, source in sources.items():
             buffers.replace_with_tree(row, *best_tree(drafter.costs, source, drafter.nodes))
@@ -179,55 +179,47 @@ class DraftModelDrafting(NativeDrafting):
     def __init__(self, drafter: DraftModel):
         self.drafter, self.nodes = drafter, drafter.max_nodes
         self.buffers: DraftBuffers | None = None
-        # by row the text in the model's cache, and the drafted tokens that follow it there
-        self.texts: dict[int, list[int]] = {}
-        self.drafted: dict[int, list[int]] = {}
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
-        drafter.prompts.clear()  # they are part of `batch.texts`
         limits = drafter.limits(batch, rows)
         if (limits[:, 0] >= 1).all():  # no row drafts: prompts need not be read yet
             return
         chains = self.buffers = self.buffers or self._buffers()
         chains.count[:] = chains.end[:] = 0
+        chains.draw[:] = buffers.draw
         for row in rows:
-            if batch.texts[row] is not self.texts.get(row):  # another prompt has taken the row
-                self.texts[row], self.drafted[row] = batch.texts[row], []
-                chains.draw[row] = buffers.draw[row]
             self._catch_up(chains, batch.texts[row], row)
         pending = chains.count.tolist()
         chains.draft(rows, drafter.threshold, limits)
         for row in rows:
             new = slice(pending[row], int(chains.count[row]))
             tokens = chains.token[row, new].tolist()
-            drafter.read[row] = len(batch.texts[row])
-            self.drafted[row] = tokens[: int(chains.has_state[row, new].sum())]
+            drafter.n_read[row] = len(batch.texts[row])
+            drafter.drafted[row] = tokens[: int(chains.has_state[row, new].sum())]
             buffers.add(row, tokens)
 
     def _buffers(self) -> DraftBuffers:
         """Buffers for the draft model, which drafts from the states of its last layer."""
         drafter, lm = self.drafter, self.drafter.lm
         head = lm.fast_head.as_struct(lm.hf.model.norm.weight)
-        head.outputs = drafter.vocab_size + min(drafter.padding, 0)
+        head.outputs = drafter.vocab_size + min(drafter.head.padding, 0)
         stack = lm.fast_layers.as_struct(drafter.cache, range(0))
         layer = native.NativeDrafting(stack=stack, head=head)
         return DraftBuffers(lm, drafter.cache, UNREAD + drafter.steps, lm.n_layers, layer)
 
     def _catch_up(self, chains: DraftBuffers, text: list[int], row: int) -> None:
-        """Make the unread tokens of a text, of which the last is pending, the row's nodes."""
+        """A row's nodes are the tokens that are not read yet, the pending one the last of them."""
         drafter, last = self.drafter, len(text) - 1
-        n_read = drafter.read[row]
-        for token in self.drafted[row]:
-            if n_read >= last or text[n_read] != token:
+        for token in drafter.drafted[row]:
+            if drafter.n_read[row] >= last or text[drafter.n_read[row]] != token:
                 break
-            n_read += 1
-        if len(text) - n_read > UNREAD:
-            drafter.read[row] = n_read
-            drafter.read_text(text, row, last)
-            n_read = last
-        last_id = drafter.vocab_size - 1  # the target's larger ids are padding
-        unread = [min(token, last_id) for token in text[n_read:]]
-        chains.base[row], chains.token[row, 0], chains.has_state[row, 0] = n_read, unread[0], 0
-        chains.add(row, unread[1:])
-        chains.end[row] = len(unread) - 1
+            drafter.n_read[row] += 1
+        if len(text) - drafter.n_read[row] > UNREAD:
+            drafter.read_text(row, last)
+        first = drafter.n_read[row]
+        last_id = drafter.vocab_size - 1  # the target's further ids are padding
+        pending = [min(token, last_id) for token in text[first:]]
+        chains.base[row], chains.token[row, 0], chains.has_state[row, 0] = first, pending[0], 0
+        chains.add(row, pending[1:])
+        chains.end[row] = len(pending) - 1

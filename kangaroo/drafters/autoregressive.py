@@ -1,6 +1,6 @@
-"""Chains of a whole model's head: of draft models, and of targets with some layers left out.
+"""Chains drafted by a model's own head: draft models, and targets that skip some layers.
 
-Shapes: B rows, N tokens of a pass, D hidden size, K = the model's vocabulary.
+Shapes: B rows, N tokens of a pass, M tokens of all rows, D hidden size, V vocabulary.
 """
 
 from abc import abstractmethod
@@ -25,50 +25,54 @@ from kangaroo.utils.memory import weight_bytes
 
 
 class WholeHead(DraftHead):
-    """Final norm and head of a model that drafts, as if its vocabulary were of `size` tokens: those
-    that it lacks are never drafted, nor are those beyond."""
+    """Final norm and head of a model that drafts from the first `size` tokens, all of its own by
+    default; tokens that its vocabulary lacks are never drafted."""
 
     def __init__(self, lm: TargetModel, size: int | None = None):
         super().__init__(lm)
-        self.lm, self.more = lm, 0 if size is None else size - lm.config.vocab_size
+        self.lm = lm
+        # how many more tokens the drafts' vocabulary has; below 0 how many fewer
+        self.padding = 0 if size is None else size - lm.config.vocab_size
 
     def __call__(self, x_MD: Tensor) -> Tensor:
         logits_MV = self.lm.logits(x_MD[:, None])[:, 0]
-        return F.pad(logits_MV, (0, self.more), value=-torch.inf) if self.more else logits_MV
+        return F.pad(logits_MV, (0, self.padding), value=-torch.inf) if self.padding else logits_MV
 
     def choose(self, x_MD: Tensor) -> tuple[Tensor, Tensor] | None:
-        return self.lm.choose(x_MD[:, None]) if self.more >= 0 else None
+        return self.lm.choose(x_MD[:, None]) if self.padding >= 0 else None
 
 
 class Autoregressive(Chain):
-    """Each token is the input of the next pass, after a first one with the window. By default the
-    target drafts on its own cache by some of its layers: committed keys are the whole model's, and
-    verification writes those of the draft again.
+    """Each token is the input of the next pass; the first pass reads the window too. By default the
+    target drafts with some of its layers on its own cache: the committed keys are those of all
+    layers, and verification writes those of the draft again.
 
     Attributes:
-        cut: whose layers these are: the target, or the same model cut more finely.
-        runs: those that run in a row, and in which rows, `[B, 1, 1]`; None in all.
+        layered: the model whose layers are numbered: the target, or the same in smaller layers.
+        runs: ranges of layers that run, each with the rows that run it, `[B, 1, 1]`; None for all.
     """
 
+    head: WholeHead
     runs: list[tuple[range, Tensor | None]]
 
     def __init__(self, lm: TargetModel, steps: int, threshold: float | str, window: int):
         super().__init__(lm, steps, threshold)
-        self.cut, self.window, self.head = lm, window, WholeHead(lm)
+        self.layered, self.window, self.head = lm, window, WholeHead(lm)
 
     def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
         """The output of the last layer, `[B, N, D]`."""
         x_BND, meta = self.lm.embed(tokens_BN), replace(meta, recordable=True)
-        for layers, kept_B11 in self.runs:
-            out_BND, _ = self.cut.run(x_BND, batch.cache, meta, layers)
-            if kept_B11 is not None:
-                kept_B11, x_BND = kept_B11.to(out_BND.device), x_BND.to(out_BND.device)
-                out_BND = torch.where(kept_B11, out_BND, x_BND)
+        for layers, runs_B11 in self.runs:
+            out_BND, _ = self.layered.run(x_BND, batch.cache, meta, layers)
+            if runs_B11 is not None:
+                out_BND = torch.where(
+                    runs_B11.to(out_BND.device), out_BND, x_BND.to(out_BND.device)
+                )
             x_BND = out_BND
         return x_BND
 
     def caches(self, batch: Batch) -> tuple[KVCache, ...]:
-        """All that `run` reads or writes."""
+        """The caches that `run` reads or writes."""
         return (batch.cache,)
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
@@ -88,42 +92,41 @@ class Autoregressive(Chain):
 
 @dataclass
 class Choice:
-    """What the drafts of a text leave out, and how long it was when that was chosen."""
+    """The layers that a text's drafts skip, and the text's length when they were chosen."""
 
     skip: Subset
     length: int = 0
 
 
 class LayerChoice(Autoregressive):
-    """Which layers are left out is each row's own, and begins anew with another text.
+    """Each row's drafts skip layers of their own; every text begins with `first`.
 
-    What any row keeps runs for all rows, and changes nothing in those that leave it out. Each layer
-    is a graph of its own, and a drafted token is none, since others are left out soon. A text
-    begins without `first`. `improve` runs as many tokens of a row at once as are `judged`.
+    A layer that any row needs runs for all rows, and its output is dropped in those that skip it.
+    Each layer is a graph of its own, since the skipped layers change too often for a graph of a
+    whole draft token.
     """
 
     rows: RowStates[Any]
 
-    def __init__(
-        self, lm: TargetModel, cut: TargetModel, first: Subset, options: ChainConfig, judged: int
-    ):
+    def __init__(self, lm: TargetModel, layered: TargetModel, first: Subset, options: ChainConfig):
         super().__init__(lm, options.steps, options.threshold, window=0)
-        self.cut, self.first, self.max_nodes = cut, first, max(self.steps, judged)
-        whole = weight_bytes(*cut.layers, lm.head)
-        self.shares = [weight_bytes(layer) / whole for layer in cut.layers]  # of a vanilla step
+        self.layered, self.first = layered, first
+        total = weight_bytes(*layered.layers, lm.head)
+        self.shares = [weight_bytes(layer) / total for layer in layered.layers]  # of a vanilla step
         self.draft_cost = self.cost_without(first)
 
     def cost_without(self, skip: Collection[int]) -> float:
-        """Of a drafted token, in vanilla steps."""
+        """The cost of a draft token that skips these layers, in vanilla steps."""
         return 1 - sum(self.shares[layer] for layer in skip)
 
     def start(self, row: int, text: list[int]) -> Choice:
-        """Of a text whose prompt and first token are there."""
+        """The first choice for a text that has only its prompt and first token."""
         return Choice(self.first)
 
     @abstractmethod
     def improve(self, batch: Batch, choices: dict[int, Choice]) -> None:
-        """Choose, in `skip`, what the drafts of these rows leave out from now on."""
+        """Set, in `skip`, the layers that the next drafts of these rows skip; this may run up to
+        `max_nodes` tokens of a row at once."""
 
     def begin(self, batch: Batch) -> None:
         self.rows = RowStates(self.start)
@@ -131,27 +134,24 @@ class LayerChoice(Autoregressive):
     def propose(self, batch: Batch) -> Draft:
         limits = self.limits(batch, batch.active)
         rows = (limits[:, 0] < 1).nonzero()[0].tolist()
-        if choices := {row: self.rows.of(row, batch.texts[row]) for row in rows}:
+        if choices := {row: self.rows.get(row, batch.texts[row]) for row in rows}:
             self.improve(batch, choices)
             self.choose_runs({row: choice.skip for row, choice in choices.items()}, batch)
         return super().propose(batch)
 
     def choose_runs(self, skips: dict[int, Subset], batch: Batch) -> None:
-        """Of these rows, by what each leaves out; and what a drafted token then costs."""
-        layers = range(self.cut.n_layers)
-        keeps = [tuple(layer not in skip for skip in skips.values()) for layer in layers]
-        unkept = [layer for layer in layers if not any(keeps[layer])]
-        self.draft_cost = self.cost_without(unkept)
-        one_by_one = self.lm.acceleration.graphs is not None
+        """Set `runs` by the layers that each of these rows skips, and the cost of a draft token."""
+        layers, graphs = range(self.layered.n_layers), self.lm.acceleration.graphs
+        skipping = [{row for row, skip in skips.items() if layer in skip} for layer in layers]
+        self.draft_cost = self.cost_without([x for x in layers if len(skipping[x]) == len(skips)])
         self.runs = []
-        for (kept, _), group in groupby(layers, lambda layer: (keeps[layer], one_by_one * layer)):
-            first, *_, last = [*group] * 2
-            kept_B11 = None
-            if not all(kept):
-                in_row = dict(zip(skips, kept, strict=True))
-                kept_B = torch.tensor([in_row.get(row, True) for row in range(batch.size)])
-                kept_B11 = kept_B[:, None, None].to(self.lm.device)
-            self.runs += [(range(first, last + 1), kept_B11)] if any(kept) else []
+        for (rows, _), group in groupby(layers, lambda x: (skipping[x], x if graphs else 0)):
+            run, runs_B11 = list(group), None
+            if rows:
+                runs_B = torch.tensor([row not in rows for row in range(batch.size)])
+                runs_B11 = runs_B[:, None, None].to(self.lm.device)
+            if len(rows) < len(skips):
+                self.runs.append((range(run[0], run[-1] + 1), runs_B11))
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
         return super().tokens(batch, replace(meta, recordable=False))

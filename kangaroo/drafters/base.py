@@ -1,4 +1,4 @@
-"""What the engine asks of a drafter.
+"""The interface between the engine and its drafters, and what several drafters share.
 
 Shapes: B rows of the batch, T tokens of a prefill chunk.
 """
@@ -25,22 +25,22 @@ from kangaroo.utils.errors import AdapterMismatch
 from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, CountOrZero, DraftSize, Ranged
 
 State = TypeVar("State")
-# The chance of a token that was looked up, where those before it are right. The first may be wrong
-# more often, which the budget counts.
-LOOKED_UP = 0.8
+# The chance that a token from a lookup is right if those before it are. The first one is wrong more
+# often, for which the budget accounts.
+LOOKUP_CHANCE = 0.8
 
 
 class Drafter(Protocol):
-    """Proposes tokens; it never decides what is written. Those that inherit from it keep nothing
-    between steps, and read no hidden state, unless they say otherwise.
+    """Proposes tokens; it never decides what is written. By default it has no state between steps
+    and reads no hidden states.
 
     Args:
-        taps: target hidden states it wants back, by the number of layers below them.
-        max_nodes: the most nodes of a round, the root aside: as many slots are kept for them, and
-            for places before the start of a text (`TargetModel.forward_meta`, `below`).
-        supports_prefix_reuse: whether a prompt may come to `prefill` without a beginning that the
-            row's text before it had, too, up to its last two tokens, or that `copy_prefix` named.
-        needs_costs: whether it asks the budget also where a text is decoded alone.
+        taps: the target's hidden states that it reads, each by the number of layers below it.
+        max_nodes: the most nodes of a round without the root. As many slots are reserved for them,
+            and for positions before the start of a text (`TargetModel.forward_meta`, `below`).
+        supports_prefix_reuse: whether `prefill` may get a prompt without its beginning, if the
+            row's previous text began alike (without its last two tokens), or after `copy_prefix`.
+        needs_costs: whether it asks the budget even if only one text is decoded.
     """
 
     max_nodes: int
@@ -49,17 +49,17 @@ class Drafter(Protocol):
     needs_costs: bool = False
 
     def begin(self, batch: Batch) -> None:
-        """A new batch: make what is kept for each row."""
+        """Prepare the state of each row for a new batch."""
         return
 
     def copy_prefix(self, source: int, row: int, count: int) -> None:
-        """A prompt that enters a row begins with so many tokens of another row's text, whose keys
-        the target's cache has in both now. Those that are kept here may be copied likewise."""
+        """Copy the state of another row's first `count` tokens, with which the prompt that enters
+        `row` begins. The target's keys are copied already."""
         return
 
     def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
-        """A chunk of a row's prompt has entered the target's cache; chunks come in order. The token
-        after the prompt is pending, and in none of them."""
+        """Take a chunk of a row's prompt that has entered the target's cache. Chunks come in order;
+        the first generated token is pending and not among them."""
         return
 
     @abstractmethod
@@ -67,14 +67,13 @@ class Drafter(Protocol):
         """A draft below each row's pending token."""
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
-        """What became of the draft, after it was committed."""
+        """Take the verdict on the draft, which is committed already."""
         return
 
 
 @dataclass
 class DrafterConfig(Ranged, ABC):
-    """The settings of a drafter; a subclass adds its own, and `build`. `name` is what results and
-    the command line call it."""
+    """The settings of a drafter. `name` is its name in results and on the command line."""
 
     name: str = "???"
 
@@ -84,29 +83,29 @@ class DrafterConfig(Ranged, ABC):
 
     @property
     def trained(self) -> str | None:
-        """The folder or hub id of what was trained for the target; None where nothing was."""
+        """Folder or hub id of the trained weights; None for a method without training."""
         return None
 
     def settings(self) -> dict[str, Any]:
-        """All that fixes what the drafter proposes, so that unlike runs are not mixed up."""
+        """Everything that determines the drafts, so that results of unlike runs are not mixed."""
         weights = {"weights": adapter_files.weights_hash(self.trained)} if self.trained else {}
         return asdict(self) | weights
 
     def made_by(self) -> dict[str, Any]:
-        """What training the drafter for its target took, by name: `trained_positions` that entered
-        the loss, all epochs together, `epochs`; empty where it was not trained."""
+        """The training behind the drafter: `epochs`, and `trained_positions`, the positions in the
+        loss over all epochs; empty for a method without training."""
         return adapter_files.made_by(self.trained) if self.trained else {}
 
 
 @dataclass
 class ChainConfig(DrafterConfig):
-    """Of a drafter of chains that may stop early.
+    """The settings of a drafter of chains that may stop early.
 
     Args:
-        steps: at most this many draft tokens in a row (gamma, d or K in papers).
-        threshold: stop drafting once confidence, the top-1 probability, falls to this (Kangaroo's
-            eta); 0 never stops early, `auto` once a further token would not pay, by what it costs
-            on this device and how often such tokens were right in this text.
+        steps: the most draft tokens of a chain (gamma, d or K in papers).
+        threshold: drafting stops once the confidence, the top-1 probability, falls to this
+            (Kangaroo's eta); 0 never stops early. `auto` stops when another token would not pay, by
+            its cost on this device and by how often such tokens were right in this text.
     """
 
     steps: DraftSize = 6
@@ -115,25 +114,25 @@ class ChainConfig(DrafterConfig):
 
 @dataclass
 class TrainedConfig(DrafterConfig):
-    """Of a drafter that was trained for its target; `adapter` is a folder or a hub id."""
+    """The settings of a drafter trained for its target; `adapter` is a folder or hub id."""
 
     adapter: str = "???"
 
     @abstractmethod
     def load(self, lm: TargetModel) -> tuple[Any, list[DraftHead]]:
-        """What was trained, and the heads that it drafts with. Errors: as `adapter_files.load`."""
+        """The trained module, and the heads that draft. Errors: as `adapter_files.load`."""
 
     @abstractmethod
-    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
-        """The drafter of what `load` returns."""
+    def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
+        """The drafter with the module and heads that `load` returns. Errors: `ConfigError`."""
 
     @classmethod
     @abstractmethod
     def chain(cls, steps: int) -> Self:
-        """Settings that draft a chain of so many tokens in every round, or as long as it can."""
+        """Settings that draft `steps` tokens in every round, or as many as the module can."""
 
     def build(self, lm: TargetModel) -> Drafter:
-        return self.of(lm, *self.load(lm))
+        return self.build_from(lm, *self.load(lm))
 
     @property
     def trained(self) -> str | None:
@@ -142,17 +141,17 @@ class TrainedConfig(DrafterConfig):
 
 @dataclass
 class EarlyExitConfig(ChainConfig, TrainedConfig):
-    """A layer that drafts.
+    """The settings of a trained layer that drafts.
 
     Args:
-        adapter: folder or hub id of the adapter; `untrained:` and an exit layer is one that drafts
-            nonsense in as much time as a trained one.
+        adapter: folder or hub id of the adapter; `untrained:` and an exit layer stands for one that
+            drafts nonsense in the time of a trained one.
         exit_layer: refuse an adapter of another exit layer; null takes the adapter's own.
-        vocabulary: draft from this many of the most frequent tokens alone, so that a draft step
-            reads that part of the head (FR-Spec, arXiv 2502.14856); 0 is all, null takes what the
-            adapter was saved with, which may be fewer beside a text's own.
-        text_vocabulary: draft from up to so many other tokens too, those of the text itself; 0 is
-            none. Not where an adapter has a head of its own.
+        vocabulary: draft only from this many of the most frequent tokens, so that a draft step
+            reads only their part of the head (FR-Spec, arXiv 2502.14856); 0 is all tokens. null
+            takes what the adapter was saved with, which may be fewer if `text_vocabulary` is not 0.
+        text_vocabulary: draft also from up to this many other tokens of the text itself; 0 is none.
+            Adapters with a head of their own ignore it.
         attention_window: how far the adapter's attention looks back; null is as it was trained.
     """
 
@@ -161,8 +160,8 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
     text_vocabulary: CountOrZero = ROOM
     attention_window: CountOrZero | None = None
 
-    kind: ClassVar[type[Layer]] = Adapter  # what it drafts with
-    parts: ClassVar[type[HeadConfig]] = AdapterHeadConfig  # of an untrained one
+    layer_type: ClassVar[type[Layer]] = Adapter
+    layer_config: ClassVar[type[HeadConfig]] = AdapterHeadConfig  # of an untrained layer
 
     @classmethod
     def chain(cls, steps: int) -> Self:
@@ -179,21 +178,22 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
                 )
             if vocabulary is None and self.text_vocabulary:
                 vocabulary = config.vocabulary_beside_texts
-            layer, heads = adapter_files.load(self.adapter, lm, self.kind, vocabulary)
+            layer, heads = adapter_files.load(self.adapter, lm, self.layer_type, vocabulary)
             if isinstance(head := heads[0], TextHead):
                 head.make_room(self.text_vocabulary)
         else:
-            begun = self.parts().build(lm, exit_layer, None).start_from(lm)
-            assert isinstance(begun, self.kind)
-            layer = begun.to(begun.home(lm), lm.dtype).eval().requires_grad_(False)
+            untrained = self.layer_config().build(lm, exit_layer, None).start_from(lm)
+            assert isinstance(untrained, self.layer_type)
+            layer = untrained.to(untrained.home(lm), lm.dtype).eval().requires_grad_(False)
             heads = layer.draft_heads(lm, None)
         if self.attention_window is not None:
             layer.attention_window = self.attention_window
         return layer, heads
 
     def _untrained(self) -> int | None:
-        kind, _, layer = self.adapter.partition(":")
-        return int(layer) if kind == "untrained" and layer.isdecimal() else None
+        """The exit layer of an untrained adapter; None for a trained one."""
+        prefix, _, layer = self.adapter.partition(":")
+        return int(layer) if prefix == "untrained" and layer.isdecimal() else None
 
     @property
     def trained(self) -> str | None:
@@ -201,27 +201,28 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
 
 
 class RowStates(Generic[State]):
-    """What is kept of each row's text, made anew by `make` where another text has taken the row."""
+    """A state for the text of each row."""
 
     def __init__(self, make: Callable[[int, list[int]], State]):
         self._make, self._rows = make, dict[int, tuple[list[int], State]]()
 
-    def of(self, row: int, text: list[int]) -> State:
+    def get(self, row: int, text: list[int]) -> State:
+        """The row's state, made anew if another text has taken the row."""
         if row not in self._rows or self._rows[row][0] is not text:
             self._rows[row] = text, self._make(row, text)
         return self._rows[row][1]
 
 
 class EarlyStopping(Drafter):
-    """Drafts step by step, at most `steps`, until more would not pay.
+    """Drafts step by step, at most `steps`, until another step would not pay.
 
     Attributes:
-        lm: the model that drafts, or the target where its layers draft.
-        proposed: what it drafted in this round, until that is observed.
-        threshold: the confidence that stops a draft; 0 for none.
-        auto: whether the budget stops it.
-        draft_cost: of a token of the chain, in vanilla steps.
-        window: committed tokens before the pending one that a round's first pass takes again.
+        lm: the model that drafts, or the target if its layers draft.
+        proposed: the round's draft, until it is observed.
+        threshold: the confidence at which a draft stops; 0 for none.
+        auto: whether the budget stops a draft.
+        draft_cost: the cost of a draft token, in vanilla steps.
+        window: committed tokens before the pending one that a round's first pass reads again.
     """
 
     draft_cost: float
@@ -235,7 +236,7 @@ class EarlyStopping(Drafter):
 
     @abstractmethod
     def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
-        """A draft below each row's pending token, of which one may have some by its `limits`."""
+        """A draft below each row's pending token; at least one row may draft by its `limits`."""
 
     def propose(self, batch: Batch) -> Draft:
         limits = self.limits(batch, batch.active)
@@ -243,7 +244,7 @@ class EarlyStopping(Drafter):
         return self.proposed or Draft.nothing(batch.last(1))
 
     def limits(self, batch: Batch, rows: Sequence[int]) -> np.ndarray:
-        """`Budget.limits` of these rows, `[B, steps]`; 1, never exceeded, of others."""
+        """`Budget.limits` of these rows, `[B, steps]`; 1, which is never exceeded, for others."""
         limits = np.ones((batch.size, self.steps), np.float32)
         limits[rows] = batch.budget.limits(rows, self.steps, self.draft_cost, self.auto)
         return limits
@@ -251,9 +252,8 @@ class EarlyStopping(Drafter):
     def chain_meta(
         self, batch: Batch, steps: int, room: int, path_B: Tensor | None = None
     ) -> ForwardMeta:
-        """One block in a line: the window, the pending token, `steps` more; `room` is how many
-        nodes there are to be after the pending token. Of a path it is from the slot where that
-        begins."""
+        """The block of a chain: the window, the pending token and `steps` draft tokens. `room` is
+        the number of slots needed after the pending token; an accepted path begins at `path_B`."""
         tree = Tree.chain(self.window + 1 + steps, batch.length_B.device)
         start_B, use = (batch.base_B, "draft") if path_B is None else (path_B, "path")
         below = 0 if min(batch.lengths) > self.window else self.window
@@ -261,34 +261,33 @@ class EarlyStopping(Drafter):
         return self.lm.forward_meta(tree, *place, (use, batch.cache))
 
     def path_meta(self, batch: Batch, draft: Draft) -> ForwardMeta:
-        """Where the accepted path of a draft lies now that it is committed, in a line from its root
-        on, and the window before it: for a cache that has to follow what another drafted."""
+        """The block of a committed draft's accepted path, with the window before it, for a cache
+        without the tokens that another drafter proposed."""
         assert draft.meta is not None
         depth, root_B = draft.tree.max_depth, draft.meta.slots_RT[:, 0]
         return self.chain_meta(batch, depth, depth + 1, root_B)
 
 
 class TreesFromText(Drafter):
-    """Drafts by reading the text alone, on the host."""
+    """Drafts trees on the host from the text alone."""
 
     @abstractmethod
     def tree_of(self, batch: Batch, row: int) -> Nodes:
-        """Below the pending token of a row that is not done."""
+        """The nodes below the pending token of an active row."""
 
     def propose(self, batch: Batch) -> Draft:
         return Draft.listed(batch.last(1), {row: self.tree_of(batch, row) for row in batch.active})
 
 
 class FromText(TreesFromText):
-    """Drafts chains."""
+    """Drafts chains on the host from the text alone."""
 
     @abstractmethod
     def continuation(self, row: int, text: list[int]) -> list[int]:
-        """Tokens that may follow the row's committed ones, `batch.texts[row]`; none where it finds
-        none."""
+        """Tokens that may follow the row's committed text, `batch.texts[row]`; perhaps none."""
 
     def tree_of(self, batch: Batch, row: int) -> Nodes:
-        least = batch.budget.min_chain_chances(len(batch.active), self.max_nodes)
-        dear = (n for n, chance in enumerate(least) if chance >= LOOKED_UP**n)
-        tokens = self.continuation(row, batch.texts[row])[: next(dear, self.max_nodes)]
+        min_chances = batch.budget.min_chain_chances(len(batch.active), self.max_nodes)
+        too_costly = (n for n, chance in enumerate(min_chances) if chance >= LOOKUP_CHANCE**n)
+        tokens = self.continuation(row, batch.texts[row])[: next(too_costly, self.max_nodes)]
         return tokens, range(len(tokens))

@@ -1,4 +1,4 @@
-"""Block: one pass of shallow layers, adapter and head makes a whole draft.
+"""Block: one pass of the shallow layers, the adapter and the head makes a whole draft.
 
 Shapes: B rows, N places of the draft, W window, D hidden size, K draft vocabulary, V vocabulary, R
 rank of the table of neighbours.
@@ -23,44 +23,37 @@ from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 
-EMBEDDED = 4096  # tokens whose neighbours are computed at a time
+PART = 4096  # tokens whose neighbours are computed at a time
 
 
 @dataclass
 class BlockConfig(EarlyExitConfig):
-    """A chain from one pass, at most as long as the head has places; the adapter is a trained head
+    """A chain from one pass, no longer than the head has places; `adapter` is a trained head
     (`python train.py adapter=block`)."""
 
     name: str = "block"
 
-    kind: ClassVar[type[BlockHead]] = BlockHead
-    parts: ClassVar[type[BlockHeadConfig]] = BlockHeadConfig
+    layer_type: ClassVar[type[BlockHead]] = BlockHead
+    layer_config: ClassVar[type[BlockHeadConfig]] = BlockHeadConfig
 
-    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
+    def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
         steps = min(self.steps, trained.architecture.places)
         return Block(lm, trained, steps, self.threshold, heads[0])
 
 
 class Block(EarlyExit, Chain):
-    """The shallow layers run on the pending token alone, and on the draft when it is verified. The
-    adapter's keys of the places are scratch: the next pass writes those of the draft's tokens,
-    which is why its window is as long as a draft."""
+    """The shallow layers run only on the pending token; verification runs them on the draft. The
+    adapter's keys of the places are scratch: the next pass writes those of the draft's tokens, so
+    the window is as long as a draft."""
 
     adapter: BlockHead
 
-    def __init__(
-        self,
-        lm: TargetModel,
-        adapter: BlockHead,
-        steps: int = 6,
-        threshold: float | str = 0.6,
-        head: DraftHead | None = None,
-    ):
-        super().__init__(lm, adapter, steps, threshold, head)
+    def __init__(self, lm: TargetModel, adapter: BlockHead, steps: int, *args: Any, **kwargs: Any):
+        super().__init__(lm, adapter, steps, *args, **kwargs)
         self.window = steps
         self.supports_prefix_reuse = False  # shallow states before a prompt's rest are not kept
         self.draft_cost, self.tokens_of_pass = self.draft_cost / steps, steps
-        parts = lm.hf.model.embed_tokens.weight.to(adapter.home(lm)).split(EMBEDDED)
+        parts = lm.hf.model.embed_tokens.weight.to(adapter.home(lm)).split(PART)
         neighbours_VR = torch.cat([adapter.neighbours(part_XD) for part_XD in parts])
         self.neighbours_VR = neighbours_VR.detach().to(lm.device)
         self.table_KR = adapter.table.weight.detach().to(lm.device)
@@ -68,14 +61,14 @@ class Block(EarlyExit, Chain):
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
         meta, draws, pending = self.begin_round(batch, meta)
         logits_BNK = self.replay(batch, ("block",), partial(self.run_block, batch), *pending)
-        tokens = self.choices(batch, logits_BNK, draws)
-        # with graphs the host reads none before the last is chosen
+        tokens = self.tokens_from(batch, logits_BNK, draws)
+        # with graphs all tokens are chosen before the host reads the first
         yield from list(tokens) if self.lm.acceleration.graphs else tokens
 
     def run_block(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
     ) -> Tensor:
-        """Logits of all places, which do not know yet what the token before them is."""
+        """Logits of all places, which do not depend on the tokens before them yet."""
         _, f_BND, deep_BND = self.start(batch, pending_B1, meta, window_BWD)
         f_BND, deep_BND = self.adapter.add_places(f_BND, deep_BND, self.steps - 1)
         read = meta.narrow(0, self.window + self.steps).to(f_BND.device)
@@ -83,24 +76,22 @@ class Block(EarlyExit, Chain):
         logits_MK = self.head(states_BND.flatten(0, 1))
         return logits_MK.unflatten(0, states_BND.shape[:2])
 
-    def choices(self, batch: Batch, logits_BNK: Tensor, draws: Tensors) -> Iterator[DraftToken]:
-        """The draft's tokens, each by the one before it."""
-        before_B1 = batch.last(1)
-        for step in range(1, self.steps + 1):
-            key, work = ("place", step, batch.sampling.kind), partial(self.place, batch, step)
-            token = self.replay(batch, key, work, logits_BNK, draws, before_B1)
-            before_B1 = token.id_B1
-            yield token
+    def tokens_from(self, batch: Batch, logits_BNK: Tensor, draws: Tensors) -> Iterator[DraftToken]:
+        """The draft's tokens; from the second on, the token before moves a place's logits."""
 
-    def place(
-        self, batch: Batch, step: int, logits_BNK: Tensor, draws: Tensors, before_B1: Tensor
-    ) -> DraftToken:
-        """The token of one place; from the second on the one before it moves the logits."""
-        logits_BK = logits_BNK[:, step - 1]
-        if step > 1:
-            near_BR = self.neighbours_VR[before_B1[:, 0]]
-            logits_BK = logits_BK + F.linear(near_BR, self.table_KR).to(logits_BK)
-        return self.draw_from(batch, step, logits_BK, draws)
+        def work(logits_BNK: Tensor, draws: Tensors, previous_B1: Tensor) -> DraftToken:
+            logits_BK = logits_BNK[:, step - 1]
+            if step > 1:
+                near_BR = self.neighbours_VR[previous_B1[:, 0]]
+                logits_BK = logits_BK + F.linear(near_BR, self.table_KR).to(logits_BK)
+            return self.draw_from(batch, step, logits_BK, draws)
+
+        previous_B1 = batch.last(1)
+        for step in range(1, self.steps + 1):
+            key = "place", step, batch.sampling.kind
+            token = self.replay(batch, key, work, logits_BNK, draws, previous_B1)
+            previous_B1 = token.id_B1
+            yield token
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         return replace(draft, meta=meta)

@@ -19,10 +19,10 @@ from kangaroo.models.target import TargetModel
 
 @dataclass
 class CascadeConfig(DrafterConfig):
-    """Two drafters in one (after CAS-Spec, arXiv 2510.26843): any two that `drafter=` knows.
+    """Two drafters in one (after CAS-Spec, arXiv 2510.26843), any two values of `drafter=`.
 
     Args:
-        first: asked first, and cheap; it must be able to find nothing, as a lookup does.
+        first: a cheap drafter that finds nothing at times, as a lookup does.
         second: drafts in rows where the first found nothing.
     """
 
@@ -34,15 +34,15 @@ class CascadeConfig(DrafterConfig):
         return Cascade(self.first.build(lm), self.second.build(lm))
 
     def settings(self) -> dict[str, Any]:
-        parts = {"first": self.first.settings(), "second": self.second.settings()}
-        return {"name": self.name} | parts
+        first, second = self.first.settings(), self.second.settings()
+        return {"name": self.name, "first": first, "second": second}
 
     def made_by(self) -> dict[str, Any]:
         return self.first.made_by() | self.second.made_by()
 
 
 class Cascade(Drafter):
-    """Each of the two sees every round, whoever drafted in it."""
+    """Both drafters see every round, whichever drafted in it."""
 
     def __init__(self, first: Drafter, second: Drafter):
         self.first, self.second = self.parts = first, second
@@ -77,14 +77,13 @@ class Cascade(Drafter):
 
 
 def either(first_B: Tensor, first: Draft, second: Draft) -> Draft:
-    """Of each row one of two drafts. It begins at the embeddings again: what a drafter has computed
-    of its nodes lies where the other's nodes may be."""
+    """The first draft in the rows of `first_B`, the second in others. Verification starts from the
+    embeddings, since either drafter's states of its nodes may lie where the other's nodes are."""
     size = max(first.tree.size, second.tree.size)
-    pick_B1 = first_B[:, None]
 
-    def merged(one_BN: Tensor, other_BN: Tensor) -> Tensor:
-        one_BN, other_BN = (F.pad(x, (0, size - x.shape[1])) for x in (one_BN, other_BN))
-        return torch.where(pick_B1, one_BN, other_BN)
+    def merged(first_BN: Tensor, second_BN: Tensor) -> Tensor:
+        first_BN, second_BN = (F.pad(x, (0, size - x.shape[1])) for x in (first_BN, second_BN))
+        return torch.where(first_B[:, None], first_BN, second_BN)
 
     tree = Tree.chain(size, first_B.device)
     if not (first.tree.is_chain and second.tree.is_chain):

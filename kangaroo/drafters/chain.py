@@ -1,4 +1,4 @@
-"""Drafting a chain token by token: what Kangaroo, EAGLE, draft models and skipped layers share.
+"""Drafting a chain token by token, for Kangaroo, EAGLE, draft models and skipped layers.
 
 Shapes: B rows, D hidden size, V vocabulary, K draft vocabulary.
 """
@@ -21,8 +21,8 @@ from kangaroo.heads.draft_head import DraftHead
 
 
 class DraftToken(NamedTuple):
-    """One more token of every row's chain, its logits (none by kernels), and what the host reads of
-    it."""
+    """The next token of every row's chain, its logits (empty from kernels), and what the host reads
+    of it (`Chain.reading`)."""
 
     id_B1: Tensor
     logits_BK: Tensor
@@ -30,12 +30,12 @@ class DraftToken(NamedTuple):
 
 
 class Chain(EarlyStopping):
-    """Drafts until every row's confidence has fallen to the threshold, or `steps` tokens; with
-    `threshold=auto` until one more would no longer pay (`Budget.limits`). The token whose
-    confidence was low is still verified.
+    """Drafts at most `steps` tokens, until every row's confidence has fallen to the threshold; with
+    `threshold=auto` until another token would not pay (`Budget.limits`). The token with the low
+    confidence is still verified.
 
     Attributes:
-        reads_logits: whether greedy decoding takes more from logits than the likeliest token.
+        reads_logits: whether greedy decoding needs more of the logits than the likeliest token.
     """
 
     head: DraftHead
@@ -46,7 +46,7 @@ class Chain(EarlyStopping):
         may_stop, sampling = self.threshold > 0 or limits[active].any(), batch.sampling
         keeps_probs = sampling.rule is not Rule.match and not sampling.greedy
         meta = self.chain_meta(batch, self.steps, self.steps)
-        # on the host, which reads one number a row and token where chains may stop
+        # on the host, which reads one number of each row and token if chains may stop
         lengths, chance = np.zeros(batch.size, np.int64), np.ones(batch.size, np.float32)
         ids, probs = [batch.last(1)], []
         for token in self.tokens(batch, meta):
@@ -76,35 +76,36 @@ class Chain(EarlyStopping):
 
     @abstractmethod
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        """The chain, one token after another; the caller may stop before the last. `meta` is of
-        the window, the pending token and `steps` draft tokens."""
+        """The tokens of the chain in order; the caller may stop before the last. `meta` is the
+        block of the window, the pending token and `steps` draft tokens."""
 
     def draw(self, batch: Batch, step: int, x_B1D: Tensor, draws: Tensors) -> DraftToken:
-        """The chain's token number `step`, from the state that the head reads, by `Batch.draws`."""
-        x_BD, by_choice = x_B1D[:, 0], batch.sampling.greedy and not self.reads_logits
-        if by_choice and (choice := self.head.choose(x_BD)) is not None:
+        """The chain's token number `step`, from the head's input and `Batch.draws`."""
+        x_BD, needs_best = x_B1D[:, 0], batch.sampling.greedy and not self.reads_logits
+        if needs_best and (choice := self.head.choose(x_BD)) is not None:
             return DraftToken(choice[0], x_BD.new_empty(0), choice[1][:, 0])
         return self.draw_from(batch, step, self.head(x_BD), draws)
 
     def draw_from(self, batch: Batch, step: int, logits_BK: Tensor, draws: Tensors) -> DraftToken:
-        """The same from its logits over the draft vocabulary."""
+        """The chain's token number `step`, from logits over the draft vocabulary."""
         length_B, seeds_B, settings_B3 = draws
-        if batch.sampling.rule is Rule.block:  # what is accepted depends on tokens drafted after it
+        if batch.sampling.rule is Rule.block:  # acceptance depends on tokens drafted later
             seeds_B = draft_seeds(seeds_B, length_B)
-        sampling, at_B1 = batch.sampling.reading(settings_B3), length_B[:, None] + step - 1
-        if sampling.greedy:  # without spreading them
+        sampling, positions_B1 = batch.sampling.reading(settings_B3), length_B[:, None] + step - 1
+        if sampling.greedy:  # without spreading the logits
             id_B1 = self.head.token_of(logits_BK.argmax(-1, keepdim=True))
         else:
-            id_B1 = pick(self.head.spread(logits_BK)[:, None], at_B1, sampling, seeds_B)
-        return DraftToken(id_B1, logits_BK, self.reading(logits_BK, sampling, at_B1, seeds_B))
+            id_B1 = pick(self.head.spread(logits_BK)[:, None], positions_B1, sampling, seeds_B)
+        reading = self.reading(logits_BK, sampling, positions_B1, seeds_B)
+        return DraftToken(id_B1, logits_BK, reading)
 
     def reading(
         self, logits_BK: Tensor, sampling: BatchSampling, positions_B1: Tensor, seeds_B: Tensor
     ) -> Tensor:
-        """What the host reads of a token: the confidence `[B]`, before temperature and filters, if
-        nothing else."""
+        """What the host reads of a token; by default the confidence `[B]`, before temperature and
+        filters."""
         return logits_BK.float().softmax(-1).amax(-1)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
-        """The draft as it is verified, with what was computed of its nodes already, and where."""
+        """The draft for verification, with what is known of its nodes; `meta` is their block."""
         return draft

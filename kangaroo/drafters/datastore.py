@@ -1,6 +1,6 @@
-"""Documents as tokens that can be searched: one array of all of them, and its suffix array.
+"""A searchable store of documents: one array of their tokens, and its suffix array.
 
-Shapes: L tokens, a separator after each document included.
+Shapes: L tokens, with a separator after each document.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ TOKENS, SUFFIXES, ABOUT = "tokens.npy", "suffixes.npy", "datastore.json"
 
 @dataclass
 class Datastore:
-    """Tokens of documents, each followed by the separator, which is above every token; where their
-    suffixes start, in their order; and counts, the fingerprint, and the documents' origin."""
+    """Tokens of documents, each followed by the separator, which is above every token; the starts
+    of their suffixes in sorted order; and counts, the fingerprint, and the documents' origin."""
 
     tokens_L: np.ndarray
     suffixes_L: np.ndarray
@@ -35,7 +35,7 @@ class Datastore:
     about: dict[str, Any]
 
     def find(self, gram: Sequence[int]) -> range:
-        """Those places in `suffixes_L` where a gram stands and its document goes on after it."""
+        """The places in `suffixes_L` of an n-gram after which its document goes on."""
         low, high = 0, len(self.suffixes_L)
         places = range(high)
         for depth, token in enumerate(gram):
@@ -45,11 +45,11 @@ class Datastore:
         after = partial(self._token, len(gram))
         return range(low, bisect_left(places, self.separator, low, high, key=after))
 
-    def longest(self, text: Sequence[int], most: int, fewest: int) -> tuple[int, range]:
-        """How many tokens, `most` to `fewest`, at the end of a text are found, and where (`find`);
-        0 and no place where none are."""
-        spans = range(fewest, min(most, len(text)) + 1)
-        # whatever is found is found without its first token
+    def longest(self, text: Sequence[int], max_tokens: int, min_tokens: int) -> tuple[int, range]:
+        """The length of the longest suffix of a text that is found, of `min_tokens` to `max_tokens`
+        tokens, and its places (`find`); 0 and no places if there is none."""
+        spans = range(min_tokens, min(max_tokens, len(text)) + 1)
+        # what is found is found without its first token, too
         count = bisect_left(spans, True, key=lambda span: not self.find(text[-span:]))
         return (spans[count - 1], self.find(text[-spans[count - 1] :])) if count else (0, range(0))
 
@@ -67,23 +67,23 @@ def check_installed() -> None:
 
 
 def index(documents: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
-    """The datastore of some documents; empty ones are left out. Errors: `DataError` where there are
-    no tokens, `MissingPackage`."""
+    """The datastore of the documents that are not empty. Errors: `DataError` if there are none,
+    `MissingPackage`."""
     check_installed()
     from pydivsufsort import divsufsort
 
     start = running()
     dtype = np.uint16 if vocab_size <= np.iinfo(np.uint16).max else np.uint32
-    kept = [np.array([*document, vocab_size], dtype) for document in documents if document]
-    if not kept:
+    arrays = [np.array([*document, vocab_size], dtype) for document in documents if document]
+    if not arrays:
         raise DataError("the documents hold no tokens, so there is nothing to search.")
-    tokens_L = np.concatenate(kept)
+    tokens_L = np.concatenate(arrays)
     suffixes_L = divsufsort(tokens_L)
     if len(tokens_L) <= np.iinfo(np.int32).max:
         suffixes_L = suffixes_L.astype(np.int32)
     about = {
         "vocab_size": vocab_size,
-        "documents": len(kept),
+        "documents": len(arrays),
         "tokens": len(tokens_L),
         "fingerprint": hashlib.sha256(tokens_L.tobytes()).hexdigest()[:16],
         "build_seconds": round(running() - start, 3),
@@ -92,9 +92,8 @@ def index(documents: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
 
 
 def save(store: Datastore, lm: TargetModel, folder: Path, facts: dict[str, Any]) -> Path:
-    """Write a datastore of `lm`'s vocabulary, with facts as JSON values; the folder appears when it
-    is complete, in place of a datastore that lies there. Errors: `DataError` where the folder is
-    something else."""
+    """Write a datastore of `lm`'s vocabulary with `facts`, as JSON values. The folder appears when
+    it is complete and replaces an older datastore. Errors: `DataError` if it is something else."""
     if folder.exists() and not (folder / ABOUT).is_file():
         raise DataError(f"'{folder}' exists and is no datastore; pass another output=.")
     with new_folder(folder, replace=True) as partial:
@@ -106,14 +105,14 @@ def save(store: Datastore, lm: TargetModel, folder: Path, facts: dict[str, Any])
 
 def load(path: str, lm: TargetModel) -> Datastore:
     """A datastore of `lm`'s vocabulary; its arrays stay on the disk until they are read. Errors:
-    `DataError` where there is none, or it is of another vocabulary; `CorruptFile`."""
-    about, folder = read_about(path), resolve_path(path)
-    expected = identity(lm)
-    other = {name: about.get(name) for name in expected}
-    if other != expected:
+    `DataError` if there is none, or of another vocabulary; `CorruptFile`."""
+    about, folder, expected = read_about(path), resolve_path(path), identity(lm)
+    stored = {name: about.get(name) for name in expected}
+    if stored != expected:
+        words = "{vocab_size} tokens, BOS {bos_token_id}".format_map
         raise DataError(
-            f"datastore '{path}' was built for {about.get('target')} ({_words(other)}); this "
-            f"target is {lm.name} ({_words(expected)}). Build one for it: "
+            f"datastore '{path}' was built for {about.get('target')} ({words(stored)}); this "
+            f"target is {lm.name} ({words(expected)}). Build one for it: "
             f"{command_line('prepare datastore', **model_options(lm.name))}"
         )
     try:
@@ -129,8 +128,7 @@ def load(path: str, lm: TargetModel) -> Datastore:
 
 
 def read_about(path: str) -> dict[str, Any]:
-    """What a datastore's folder says of it. Errors: `DataError` where there is none,
-    `CorruptFile`."""
+    """A datastore's metadata. Errors: `DataError` if there is no datastore, `CorruptFile`."""
     file = resolve_path(path) / ABOUT
     if not file.is_file():
         model = Path(path).name.removesuffix("-datastore")
@@ -145,12 +143,8 @@ def read_about(path: str) -> dict[str, Any]:
 
 
 def identity(lm: TargetModel) -> dict[str, Any]:
-    """What tells vocabularies apart, as far as a model without its tokenizer knows it."""
+    """What distinguishes vocabularies as far as a model without its tokenizer knows."""
     return {"vocab_size": lm.config.vocab_size, "bos_token_id": lm.config.bos_token_id}
-
-
-def _words(identity: dict[str, Any]) -> str:
-    return f"{identity['vocab_size']} tokens, BOS {identity['bos_token_id']}"
 
 
 def _unreadable(path: str, error: Exception | str) -> CorruptFile:

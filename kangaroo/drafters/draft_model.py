@@ -29,11 +29,11 @@ from kangaroo.utils.ranges import DraftSize
 @dataclass
 class DraftModelConfig(ChainConfig):
     """Speculative sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv
-    2302.01318). Give either a model or an adapter.
+    2302.01318), with either a model or an adapter.
 
     Args:
         model: hub id, folder, or any other `model.path` of a model with the target's tokens.
-        adapter: of the target; exported with the layers below it, it is such a model.
+        adapter: an adapter of the target, which is such a model together with the layers below it.
     """
 
     name: str = "draft_model"
@@ -67,15 +67,13 @@ class DraftModelConfig(ChainConfig):
 
 
 def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
-    """Raise `ConfigError` unless each token id stands for the same token in both models, whose
-    vocabularies may be padded to different sizes. Where one has no tokenizer, random weights for
-    instance, the sizes alone are compared."""
-    wanted, drafted, difference = _tokens(target), _tokens(draft), None
-    if wanted is not None and drafted is not None:
-        for i in sorted(wanted.keys() | drafted.keys()):
-            if drafted.get(i) != wanted.get(i):
-                difference = f"its token {i} is {drafted.get(i)!r}, the target's {wanted.get(i)!r}"
-                break
+    """Raise `ConfigError` unless each token id stands for the same token in both models; their
+    vocabularies may be padded to different sizes. Without a tokenizer of each, as with random
+    weights, only the sizes are compared."""
+    expected, drafted, difference = _tokens(target), _tokens(draft), None
+    if expected is not None and drafted is not None:
+        for i in sorted({id for id, _ in expected.items() ^ drafted.items()})[:1]:
+            difference = f"its token {i} is {drafted.get(i)!r}, the target's {expected.get(i)!r}"
     elif draft.vocab_size != target.vocab_size:
         difference = f"it has {draft.vocab_size} of them, the target {target.vocab_size}"
     if difference is not None:
@@ -87,102 +85,88 @@ def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
 
 
 def _tokens(config: PretrainedConfig) -> dict[int, str] | None:
-    """Those that a model can write, by their ids, special ones too; None where nothing tells."""
+    """A model's tokens by their ids, special ones included; None if it has no tokenizer."""
     path, revision = config.name_or_path, getattr(config, "_commit_hash", None)
-    tokenizer = load_tokenizer(path, revision) if path else None  # without one it is in memory
+    tokenizer = load_tokenizer(path, revision) if path else None  # a model in memory has no path
     if tokenizer is None:
         return None
     return {i: token for token, i in tokenizer.get_vocab().items() if i < config.vocab_size}
 
 
 class DraftModel(Autoregressive):
-    """Keeps its own cache. The first pass of a round takes the last two committed tokens: after
-    a draft that was accepted whole the older one is in no cache. Tokens of earlier rounds without a
-    draft are read before; native rounds read all in that pass. Its vocabulary may be padded to
-    another size than the target's.
-
-    Attributes:
-        read: how many tokens of each row's text are in the cache.
-        is_current: whether the last round has brought all but the last two tokens there.
-    """
+    """Keeps a KV cache of its own, and reads a text when it drafts. The first pass of a round reads
+    the last two committed tokens, since a draft's last token is in no cache if all are accepted.
+    Its vocabulary may be padded to another size than the target's."""
 
     def __init__(
         self, lm: TargetModel, draft_lm: TargetModel, steps: int = 4, threshold: float | str = 0.0
     ):
         super().__init__(draft_lm, steps, threshold, window=1)
-        whole = weight_bytes(*lm.layers, lm.head)
-        self.draft_cost = weight_bytes(*draft_lm.layers, draft_lm.head) / whole  # weights read
+        of_target = weight_bytes(*lm.layers, lm.head)
+        self.draft_cost = weight_bytes(*draft_lm.layers, draft_lm.head) / of_target
         self.cache = draft_lm.new_cache(0, 0)
         self.vocab_size = draft_lm.config.vocab_size
-        self.padding = lm.config.vocab_size - self.vocab_size  # below 0 the target's is smaller
         self.head = WholeHead(draft_lm, lm.config.vocab_size)
-        self.prompts: list[tuple[Tensor, int, int]] = []  # not read yet: as of `read_chunk`
 
     def begin(self, batch: Batch) -> None:
-        self.prompts.clear()
-        self.read, self.is_current = [0] * batch.size, False
+        # how many tokens each row's cache has read, the last draft's included; native rounds list
+        # those of the draft apart
+        self.texts, self.n_read = batch.texts, [0] * batch.size
+        self.drafted: list[list[int]] = [[]] * batch.size
         if (self.cache.batch_size, self.cache.n_slots) != (batch.size, batch.n_slots):
             self.cache = self.lm.new_cache(0, 0)  # the new one may need the old one's memory
             self.cache = self.lm.new_cache(batch.size, batch.n_slots)
 
     def copy_prefix(self, source: int, row: int, count: int) -> None:
-        self.read_prompts()
+        self.read_text(source, count)
         self.cache.copy(source, row, count)
-        self.read[row] = min(self.read[source], count)
+        self.n_read[row] = count
 
     def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
-        """Keep the prompt; it is read when the first token is out."""
-        first, row = int(meta.positions_RT[0, 0]), meta.rows.start
-        self.read[row] = min(self.read[row], first)
-        self.prompts.append((tokens_1T, first, row))
+        """Forget the row's previous text from here on; the prompt is read before a draft."""
+        row = meta.rows.start
+        self.n_read[row] = min(self.n_read[row], int(meta.positions_RT[0, 0]))
+        self.drafted[row] = []
 
-    def read_prompts(self) -> None:
-        """Write the keys of new prompts."""
-        for prompt in self.prompts:
-            self.read_chunk(*prompt)
-        self.prompts.clear()
+    def read_text(self, row: int, end: int) -> None:
+        """Write the keys that a row's cache lacks for the tokens of its text before `end`."""
+        chunk, device = self.lm.prompt_chunk(end), self.lm.device
+        while (start := self.n_read[row]) < end:
+            tokens = self.texts[row][start:end][:chunk]
+            tokens_1T = self._clamp(torch.tensor([tokens], device=device))
+            prefill.read(self.lm, tokens_1T, start, self.cache, row, ())
+            self.n_read[row], self.drafted[row] = start + len(tokens), []
 
-    def read_chunk(self, tokens_1T: Tensor, first: int, row: int) -> None:
-        """Write the keys of a part of a row's text."""
-        prefill.read(self.lm, self._known(tokens_1T), first, self.cache, row, ())
-        if self.read[row] >= first:
-            self.read[row] = first + tokens_1T.shape[1]
-
-    def read_text(self, text: list[int], row: int, end: int) -> None:
-        """Write the keys of a row's text that are missing below `end`."""
-        for first in range(self.read[row], end, chunk := self.lm.prompt_chunk(end)):
-            part = text[first : min(first + chunk, end)]
-            self.read_chunk(torch.tensor([part], device=self.lm.device), first, row)
+    def catch_up(self, batch: Batch, drafted: int) -> None:
+        """Read what the caches lack before the window; a pass then reads `drafted` draft tokens."""
+        for row in batch.active:
+            self.read_text(row, len(batch.texts[row]) - 1 - self.window)
+            self.n_read[row] = len(batch.texts[row]) + drafted
 
     def caches(self, batch: Batch) -> tuple[KVCache, ...]:
         return (self.cache,)
 
     def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
-        x_BND = self.lm.embed(self._known(tokens_BN))
+        x_BND = self.lm.embed(self._clamp(tokens_BN))
         return self.lm.run(x_BND, self.cache, meta, range(self.lm.n_layers))[0]
 
-    def _known(self, tokens_BN: Tensor) -> Tensor:
-        """What the target only has room for may be in a text, if hardly ever."""
-        return tokens_BN.clamp(max=self.vocab_size - 1) if self.padding > 0 else tokens_BN
+    def _clamp(self, tokens_BN: Tensor) -> Tensor:
+        """The tokens with padding ids of the target, which texts hardly ever hold, replaced."""
+        return tokens_BN.clamp(max=self.vocab_size - 1) if self.head.padding > 0 else tokens_BN
 
     def propose(self, batch: Batch) -> Draft:
-        self.read_prompts()
-        if self.is_current:
-            self.read = [max(len(text) - 2, 0) for text in batch.texts]
-        draft = super().propose(batch)
-        self.is_current, self.proposed = self.proposed is not None, draft
-        return draft
+        for row in batch.active:  # beyond the window the last draft may have been rejected
+            self.n_read[row] = min(self.n_read[row], len(batch.texts[row]) - 1 - self.window)
+        self.proposed = super().propose(batch)
+        return self.proposed
 
     def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
-        for row in batch.active:
-            self.read_text(batch.texts[row], row, len(batch.texts[row]) - 2)
+        self.catch_up(batch, self.steps - 1)
         return super().draft(batch, limits)
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         if draft is not self.proposed:  # another drafter's: its tokens are in no cache here
-            self.read_prompts()
+            self.catch_up(batch, draft.tree.max_depth)
             meta = self.path_meta(batch, draft)
-            tokens_BN = batch.tokens_BS.gather(1, meta.positions_RT)
-            self.run(batch, tokens_BN, meta)
-            self.is_current = True
+            self.run(batch, batch.tokens_BS.gather(1, meta.positions_RT), meta)
         self.proposed = None

@@ -1,4 +1,4 @@
-"""Draft & Verify: the target drafts for itself with some of its layers left out."""
+"""Draft & Verify: the target drafts for itself and skips some of its layers."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class DraftVerifyConfig(ChainConfig):
     """Draft & Verify (Zhang et al. 2024, arXiv 2309.08168), skipping whole layers.
 
     Args:
-        subset: file that `scripts/prepare.py layers` wrote; it says which layers to skip.
-        skip: these layers instead, counted from 0; then there is no `subset`.
+        subset: the file with the layers to skip that `scripts/prepare.py layers` wrote.
+        skip: the layers to skip, counted from 0, instead of `subset`.
     """
 
     name: str = "draft_verify"
@@ -43,12 +43,12 @@ class DraftVerifyConfig(ChainConfig):
         return DraftVerify(lm, skip, self.steps, self.threshold)
 
     def settings(self) -> dict[str, Any]:
-        skip = self.skip if self.subset is None else layer_search.found(self.subset).skip
+        skip = self.skip if self.subset is None else layer_search.read(self.subset).skip
         return super().settings() | {"skip": skip}
 
 
 class DraftVerify(Autoregressive):
-    """Leaves out the same layers in all rows."""
+    """Skips the same layers in all rows."""
 
     def __init__(
         self, lm: TargetModel, skip: Collection[int], steps: int = 6, threshold: float | str = 0.6

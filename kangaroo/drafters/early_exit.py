@@ -1,8 +1,9 @@
-"""What drafters with a layer of their own share: the target's layers below it, and its cache.
+"""Drafting with a layer on top of the target's shallow layers, and the layer's KV cache.
 
 Shapes: B rows, N draft nodes, P nodes of a path, T tokens of a chunk, W window, D hidden size.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from kangaroo.drafters.base import EarlyStopping
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta, KVCache, Taps, Tensors
+from kangaroo.engine.cache import ForwardMeta, Taps, Tensors
 from kangaroo.engine.tree import Draft, Verdict
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
@@ -21,13 +22,13 @@ from kangaroo.utils.memory import weight_bytes
 class EarlyExit(EarlyStopping):
     """Drafts on the target's own cache and hands its shallow states to verification.
 
-    The layer's first pass of a round takes, beside the pending token, a *window* of the committed
-    tokens before it: the one before, unseen after a round that was accepted whole; and if it reads
-    deep states, all that the last round may have drafted, whose deep states are known now. Writing
-    the others again changes nothing, and shapes are static. After another drafter's draft, or a
-    tree, it passes over the accepted path once more."""
+    The layer's first pass of a round reads the pending token and a *window* of committed tokens
+    before it: one, which the layer has not seen if the last draft was accepted whole; or, if it
+    reads deep states, as many as a draft has, whose deep states verification has computed. Writing
+    the keys of the others again changes nothing and keeps shapes static. After a tree, or another
+    drafter's draft, the layer reads the accepted path."""
 
-    tokens_of_pass = 1  # that are drafted
+    tokens_of_pass = 1  # draft tokens that a pass gives
 
     def __init__(
         self,
@@ -42,25 +43,24 @@ class EarlyExit(EarlyStopping):
         self.head = (head or adapter.draft_heads(lm, None)[0]).accelerate(lm)
         self.exit_layer, self.deep_tap = adapter.exit_layer, adapter.deep_tap
         self.shallow, self.reads_deep = range(adapter.exit_layer), self.deep_tap is not None
-        # by tensors; the window's shallow states before a prompt's rest are not kept
+        # only tensor rounds need the window's shallow states before the rest of a prompt
         self.supports_prefix_reuse = not self.reads_deep
         taps = adapter.exit_layer, adapter.deep_tap
         self.taps = tuple(tap for tap in taps if tap is not None)
-        # of a token of the chain, in vanilla steps, where it is not measured: the share of the
-        # target's weights that is read for it, by the layers below the exit and by all
-        whole = weight_bytes(*lm.layers, lm.head)
-        self.shallow_cost = weight_bytes(*lm.layers[: self.exit_layer]) / whole
-        beside = {*adapter.parameters(), *self.head.weights}
-        self.draft_cost = self.shallow_cost + sum(weight.nbytes for weight in beside) / whole
+        # unless measured, costs are shares of the target's weights, here those of a draft token
+        total = weight_bytes(*lm.layers, lm.head)
+        self.shallow_cost = weight_bytes(*lm.layers[: self.exit_layer]) / total
+        drafting = {*adapter.parameters(), *self.head.weights}
+        self.draft_cost = self.shallow_cost + sum(weight.nbytes for weight in drafting) / total
         self.window = steps if self.reads_deep else 1
         self.cache = lm.new_cache(0, 0, [])
-        # the target's deep state, normed, at each slot of the text, where one is read
+        # the target's deep state, normed, at each slot of the text if the layer reads them
         self.deep_BSD = torch.zeros(0, 0, 0, dtype=lm.dtype, device=adapter.home(lm))
-        # by row, a part of a prompt that the layer has not read, and its first position
+        # by row, states of a prompt that the layer has not read, and their first position
         self.prompts: dict[int, tuple[Tensor, int]] = {}
 
     def begin(self, batch: Batch) -> None:
-        """Make the layer's cache, unless the last one will do, and empty windows."""
+        """Make the layer's cache, unless the last one fits, and empty windows."""
         self.prompts.clear()
         if batch.budget.measure_draft_cost is not None and (self.needs_costs or batch.size > 1):
             self.draft_cost = batch.budget.measure_draft_cost(self) / self.tokens_of_pass
@@ -70,49 +70,44 @@ class EarlyExit(EarlyStopping):
             self.cache = self.lm.new_cache(size, batch.n_slots, [device] * self.adapter.depth)
             if self.reads_deep:
                 self.deep_BSD = self.deep_BSD.new_zeros(size, batch.n_slots, hidden)
-        # shallow states of the tokens before the pending one
         shape = size, self.window, hidden
         self.shallow_BWD = torch.zeros(shape, dtype=self.lm.dtype, device=device)
 
     def copy_prefix(self, source: int, row: int, count: int) -> None:
-        """Copy the layer's keys; those of a prompt that waits are written first."""
         self.read_prompts()
         self.cache.copy(source, row, count)
         if self.reads_deep:
             self.deep_BSD[row, :count] = self.deep_BSD[source, :count]
 
     def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
-        """Keep the prompt's last states; the layer reads them when the first token is out."""
+        """Keep the chunk's states; the layer reads them when the next chunk comes, or a draft."""
         f_1TD, rows, window = taps[self.exit_layer], meta.rows, self.window
-        if self.deep_tap in taps:  # else they are there already
+        if self.deep_tap in taps:  # else they are kept already
             self.keep_deep(meta.slots_RT, taps[self.deep_tap], rows)
         first, row = int(meta.slots_RT[0, 0]), rows.start
-        if row in self.prompts and self.prompts[row][1] < first:  # else it is another text's
-            self._read_prompt(row)
+        if row in self.prompts and self.prompts[row][1] < first:  # a chunk of the same prompt
+            self.read_prompts([row])
         self.prompts[row] = f_1TD, first
         self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -window:]
 
-    def read_prompts(self) -> None:
-        """Write the layer's keys of new prompts."""
-        for row in list(self.prompts):
-            self._read_prompt(row)
+    def read_prompts(self, rows: Collection[int] | None = None) -> None:
+        """Write the layer's keys of new prompts, by default in all rows."""
+        for row in list(self.prompts) if rows is None else rows:
+            f_1TD, first = self.prompts.pop(row)
+            for part_1TD in f_1TD.split(self.lm.prompt_chunk(1), 1):  # a chunk for keys alone
+                end = first + part_1TD.shape[1]
+                meta = self.lm.chunk(first, end, row, self.cache.n_slots).to(f_1TD.device)
+                self.adapter.write_kv(part_1TD, self.deep_before(meta), meta, self.cache.at(meta))
+                first = end
 
     def catch_up(self, batch: Batch) -> bool:
-        """Write the layer's keys of new prompts, and let the head follow the texts: whether its
-        draft vocabulary is another now."""
+        """Write the layer's keys of new prompts, and let the head follow the texts; true if its
+        draft vocabulary has changed."""
         self.read_prompts()
         return self.head.follow([batch.texts[row] for row in batch.active])
 
-    def _read_prompt(self, row: int) -> None:
-        f_1TD, first = self.prompts.pop(row)
-        for part_1TD in f_1TD.split(self.lm.prompt_chunk(1), 1):  # such as keys alone need
-            end = first + part_1TD.shape[1]
-            meta = self.lm.chunk(first, end, row, self.cache.n_slots).to(f_1TD.device)
-            self.adapter.write_kv(part_1TD, self.deep_before(meta), meta, self.cache.at(meta))
-            first = end
-
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
-        """Bring the windows, and where another draft was verified the cache, up to the text."""
+        """Update the windows, and after a tree or another drafter's draft the layer's cache."""
         path: ForwardMeta | None = None
         if draft is not self.proposed or not draft.tree.is_chain:
             self.read_prompts()
@@ -121,55 +116,49 @@ class EarlyExit(EarlyStopping):
 
         def work(
             window_BWD: Tensor,
-            path_BP: Tensor,
-            count_B: Tensor,
+            verdict: Verdict,
             root_B1: Tensor,
             states: list[Tensor],
-            path: ForwardMeta | None,  # where the adapter's keys are not yet
+            path: ForwardMeta | None,
         ) -> Tensor:
+            path_BP = verdict.path_BP
             new_BPD, *deep = (x if is_chain else take(x, path_BP.to(x.device)) for x in states)
             for deep_BPD in deep:
                 path_P = torch.arange(deep_BPD.shape[1], device=deep_BPD.device)
                 self.keep_deep(root_B1.to(deep_BPD.device) + path_P, deep_BPD)
+            f_BND = torch.cat([window_BWD, new_BPD], 1)
             if path is not None:
-                at = path.to(new_BPD.device)
-                f_BND = torch.cat([window_BWD, new_BPD], 1)
-                self.adapter.write_kv(f_BND, self.deep_before(at), at, self.cache.at(at))
-            # the window over the longer text: again its last states
-            after_B1, width = count_B.to(new_BPD.device)[:, None] + 1, window_BWD.shape[1]
-            states_BND = torch.cat([window_BWD, new_BPD], 1)
-            return take(states_BND, after_B1 + torch.arange(width, device=after_B1.device))
+                path = path.to(new_BPD.device)
+                self.adapter.write_kv(f_BND, self.deep_before(path), path, self.cache.at(path))
+            first_B1 = verdict.count_B.to(new_BPD.device)[:, None] + 1  # of the new window
+            width_W = torch.arange(window_BWD.shape[1], device=first_B1.device)
+            return take(f_BND, first_B1 + width_W)
 
         assert draft.meta is not None
         states, root_B1 = [taps[tap] for tap in self.taps], draft.meta.slots_RT[:, :1]
-        inputs = self.shallow_BWD, verdict.path_BP, verdict.count_B, root_B1, states, path
+        inputs = self.shallow_BWD, verdict, root_B1, states, path
         count, key = draft.tokens_BN.numel(), ("observe", is_chain)
         self.shallow_BWD = self.replay(batch, key, work, *inputs, tokens=count)
-
-    def caches(self, batch: Batch) -> tuple[KVCache, ...]:
-        """All that drafting reads or writes."""
-        return batch.cache, self.cache
 
     def begin_round(
         self, batch: Batch, meta: ForwardMeta
     ) -> tuple[ForwardMeta, Tensors, tuple[Tensor, ForwardMeta, Tensor]]:
-        """What all steps of a round read, in one place: its block, and `Batch.draws`; and what
-        `start` takes."""
+        """The inputs of all steps of a round, its block and `Batch.draws`, and those of `start`."""
         self.catch_up(batch)
         tokens = batch.size * self.window
         meta, draws = self.replay(batch, ("round",), None, meta, batch.draws, tokens=tokens)
         return meta, draws, (batch.last(1), meta, self.shallow_BWD)
 
-    def replay(self, batch: Batch, *recorded: Any, **how: Any) -> Any:
-        """`Acceleration.replay` of work on what drafting reads and writes."""
-        return self.lm.acceleration.replay(self.caches(batch), *recorded, **how)
+    def replay(self, batch: Batch, *args: Any, **options: Any) -> Any:
+        """`Acceleration.replay` of work on the target's and the layer's cache."""
+        return self.lm.acceleration.replay((batch.cache, self.cache), *args, **options)
 
     def start(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of the pending token the shallow state; what the round's first pass reads: the window's
-        and this one, `[B, W + 1, D]`, and if the layer reads them the deep ones before those.
-        `meta` is from the window on."""
+        """The pending token's shallow state, and the input of the layer's first pass: the window's
+        and this state, `[B, W + 1, D]`, and the deep states before them if the layer reads such.
+        `meta` is a block that begins with the window."""
         f_B1D = self.run_shallow(pending_B1, batch, meta.narrow(self.window, 1))
         deep_BND = self.deep_before(meta.narrow(0, self.window + 1).to(f_B1D.device))
         return f_B1D, torch.cat([window_BWD, f_B1D], 1), deep_BND
@@ -179,14 +168,14 @@ class EarlyExit(EarlyStopping):
         return self.lm.run(self.lm.embed(tokens_BN), batch.cache, meta, self.shallow)[0]
 
     def keep_deep(self, slots_RN: Tensor, states_RND: Tensor, rows: slice = slice(None)) -> None:
-        """Keep deep states of the target, which are not normed yet."""
+        """Norm and keep deep states of the target."""
         deep_RSD, slots_RN1 = self.deep_BSD[rows], slots_RN.to(self.deep_BSD.device)[..., None]
         new_RND = self.lm.norm(states_RND).to(deep_RSD.device)
         deep_RSD.scatter_(1, slots_RN1.expand_as(new_RND), new_RND)
 
     def deep_before(self, meta: ForwardMeta) -> Tensor | None:
-        """The target's deep states, normed, of the tokens before these, zeros where there is none;
-        None where they are not read."""
+        """The target's normed deep states of the tokens before these, zeros before the first; None
+        if the layer does not read them."""
         if not self.reads_deep:
             return None
         deep_RSD, positions_RT = self.deep_BSD[meta.rows], meta.positions_RT

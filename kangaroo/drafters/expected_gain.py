@@ -1,6 +1,6 @@
-"""Builds the hybrid's tree: of the candidates of several sources those that pay for verification.
+"""Chooses the tokens of several sources to verify: those likely enough to be worth their cost.
 
-Plain lists and floats: this runs between two passes of a model and takes 0.1 ms a round.
+Plain lists and floats, a tenth of a millisecond a round: this runs between two passes of a model.
 """
 
 from abc import ABC, abstractmethod
@@ -10,107 +10,108 @@ from functools import cached_property
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from math import exp, log, prod
+from operator import itemgetter
 from typing import NamedTuple
 
 from kangaroo.engine.tree import Nodes
 
-MAX_CONFIDENCE = 0.98  # confidences are clamped to [1 - MAX_CONFIDENCE, MAX_CONFIDENCE]
-LEARNING_RATE = 0.2  # of a source's log-odds, from each token that it predicted
-# Chance that the chain's next token is right; and where a lookup has a candidate, too.
-NEXT_CHANCE, NEXT_CHANCE_BESIDE_LOOKUP = 0.65, 0.45
+MAX_CONFIDENCE = 0.98  # confidences above it, or below 1 minus it, are not more informative
+RATE = 0.2  # how far a right or wrong token moves a source's log-odds
+NEXT_CHANCE = 0.65  # that a chain's next token is right
+NEXT_CHANCE_WITH_LOOKUP = 0.45  # the same for a place where a lookup predicts a token too
 
-Candidates = list[tuple[int, float]]  # tokens, each with its chance if those before it are wrong
-Places = list[tuple["Source", int]]  # where a node stands in each source that contains it
+# Tokens, the best first, each with its chance to be right; further ones if those before are wrong.
+Choices = list[tuple[int, float]]
+Places = list[tuple["Source", int]]  # a node's places in the sources that go on there
 
 
 class Source(ABC):
-    """Predicts the tokens that may follow each place of a draft. `shift` corrects the log-odds of
-    its best candidates: it starts from a value fitted on held-out conversations of SmolLM2-135M,
-    and learns from the text."""
+    """Predicts the token after each place of a draft. `shift` is added to the log-odds of its best
+    choices: a text begins with the value of its class, fitted on held-out conversations of
+    SmolLM2-135M; right and wrong predictions then move it."""
 
     shift: float
-    is_last_resort = False  # whether it counts only where no other source has candidates
-    start = 0  # its place at the root
+    last_resort = False  # used only at nodes without another source's prediction
+    start = 0  # the root's place
 
     @abstractmethod
-    def candidates(self, place: int) -> Candidates:
-        """The tokens that may follow a place, the best first."""
+    def choices(self, place: int) -> Choices:
+        """The candidates after a place, the best first."""
 
     @abstractmethod
     def next_place(self, place: int, token: int) -> int | None:
-        """The place after `token`; None where the source has no such token there."""
+        """The place after `token`, which follows `place`; None if the source does not go on."""
 
     def chance(self, log_odds: float) -> float:
-        """The probability of log-odds that are corrected by the shift."""
+        """The probability for log-odds without the shift."""
         return 1 / (1 + exp(-self.shift - log_odds))
 
 
-class Line(Source):
-    """A line of tokens, each perhaps with alternatives; a place is the number of tokens before it.
-    `log_odds` are those of a token to be right if all tokens before it are."""
+class ChainSource(Source):
+    """A chain of tokens, perhaps with alternatives to each; a place is the number of tokens before
+    it. `log_odds` are those of a token if the ones before it are right."""
 
     def __init__(self) -> None:
-        self.replace([])
+        self.set_tokens([])
 
-    def replace(self, tokens: Sequence[int], log_odds: Sequence[float] = ()) -> None:
-        """Predict this line from now on."""
+    def set_tokens(self, tokens: Sequence[int], log_odds: Sequence[float] = ()) -> None:
+        """Replace the chain for a new round."""
         self.tokens, self.log_odds = list(tokens), list(log_odds)
-        self.alternatives: list[Candidates] = [[] for _ in tokens]
+        self.alternatives: list[Choices] = [[] for _ in tokens]
 
-    def candidates(self, place: int) -> Candidates:
+    def choices(self, place: int) -> Choices:
         if place == len(self.tokens):
             return []
         best = self.tokens[place], self.chance(self.log_odds[place])
         return [best, *self.alternatives[place]]
 
     def next_place(self, place: int, token: int) -> int | None:
-        is_next = place < len(self.tokens) and self.tokens[place] == token
-        return place + 1 if is_next else None
+        return place + 1 if self.tokens[place : place + 1] == [token] else None
 
 
-class Lookup(Line):
-    """The tokens that followed an earlier occurrence of the text's end, here or in a store."""
+class Lookup(ChainSource):
+    """The tokens that followed the text's end at an earlier place, in the text or in a store."""
 
     shift = -0.74
 
-    def match(self, length: int, tokens: Sequence[int]) -> None:
-        """Predict `tokens` after a match of `length`; longer matches are right more often."""
-        self.replace(tokens, [1.24 * log(length + depth) for depth in range(len(tokens))])
+    def set_match(self, length: int, tokens: Sequence[int]) -> None:
+        """Set the tokens after a match of `length` tokens; a longer match makes them likelier."""
+        self.set_tokens(tokens, [1.24 * log(length + depth) for depth in range(len(tokens))])
 
 
-class DraftedChain(Line):
-    """The chain that a model drafts; `confidence` is that of its last token, 1 if it has none."""
+class DraftedChain(ChainSource):
+    """The chain that a model drafts; `confidence` is the last token's probability, 1 at first."""
 
-    shift = 0.5  # adapters are right more often than their confidence says
+    shift = 0.5  # an adapter is right more often than its confidence says
 
-    def replace(self, tokens: Sequence[int], log_odds: Sequence[float] = ()) -> None:
-        super().replace(tokens, log_odds)
+    def set_tokens(self, tokens: Sequence[int], log_odds: Sequence[float] = ()) -> None:
+        super().set_tokens(tokens, log_odds)
         self.confidence = 1.0
 
-    def append(self, ranked: Sequence[tuple[int, float]]) -> None:
-        """Add the next token, given as candidates with their probabilities, the best first."""
+    def add(self, ranked: Sequence[tuple[int, float]]) -> None:
+        """Append the next token, the first of the likeliest ones with their probabilities."""
         (best, self.confidence), *others = ranked
-        clamped = min(max(self.confidence, 1 - MAX_CONFIDENCE), MAX_CONFIDENCE)
+        clipped = min(max(self.confidence, 1 - MAX_CONFIDENCE), MAX_CONFIDENCE)
         rest, alternatives = 1 - self.confidence, []
         for token, probability in others:
             alternatives.append((token, min(probability / max(rest, 1e-6), 1.0)))
             rest -= probability
         self.tokens.append(best)
-        self.log_odds.append(log(clamped / (1 - clamped)))
+        self.log_odds.append(log(clipped / (1 - clipped)))
         self.alternatives.append(alternatives)
 
 
 class Recycled(Source):
-    """The likeliest successor of each token at its last occurrence, from a matrix that its owner
-    updates; a place is the token before."""
+    """The likeliest token where each token last stood, from a matrix that is updated elsewhere; a
+    place is the token before it."""
 
     shift = -0.6
-    is_last_resort = True  # lookups contain the same tokens, and chains are better
+    last_resort = True  # a lookup knows the same, and a chain more
 
     def __init__(self, matrix: dict[int, list[int]]):
         self.matrix = matrix
 
-    def candidates(self, place: int) -> Candidates:
+    def choices(self, place: int) -> Choices:
         return [(token, self.chance(0.0)) for token in self.matrix.get(place, ())[:1]]
 
     def next_place(self, place: int, token: int) -> int | None:
@@ -119,7 +120,7 @@ class Recycled(Source):
 
 @dataclass
 class Sources:
-    """The sources of one row's text, and the text's length when they last predicted."""
+    """The sources of a row's text; `length` is that of the text at their last update."""
 
     lookups: list[Lookup]
     chain: DraftedChain
@@ -131,49 +132,50 @@ class Sources:
         self.all += [] if self.recycled is None else [self.recycled]
 
     @property
-    def root(self) -> Places:
-        """Where the pending token stands in each source."""
+    def places(self) -> Places:
+        """The root's."""
         return [(source, source.start) for source in self.all]
 
     @property
     def likeliest_lookup(self) -> Lookup:
-        """The lookup whose first token is likeliest."""
-        return max(self.lookups, key=lambda line: [chance for _, chance in line.candidates(0)])
+        """The lookup with the likeliest first token."""
+        return max(self.lookups, key=lambda lookup: [chance for _, chance in lookup.choices(0)])
 
-    def learn(self, written: Sequence[int]) -> None:
-        """Move every source's shift by whether its best candidates were what the text had next."""
-        places = self.root
-        for token in written:
-            for source, ((best, chance), *_) in predictions(places):
-                source.shift += LEARNING_RATE * ((best == token) - chance)
-            places = next_places(places, token)
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Shift each source by whether it predicted the tokens that the text now has here."""
+        places = self.places
+        for token in tokens:
+            for source, choices in predictions_at(places):
+                best, chance = choices[0]
+                source.shift += RATE * ((best == token) - chance)
+            places = places_after(places, token)
 
 
-def predictions(places: Places) -> list[tuple[Source, Candidates]]:
-    """The sources that have candidates after a node, with these."""
-    predicted: list[tuple[Source, Candidates]] = []
+def predictions_at(places: Places) -> list[tuple[Source, Choices]]:
+    """Every source that has candidates for a node, with them."""
+    predictions: list[tuple[Source, Choices]] = []
     for source, place in places:
-        if not (predicted and source.is_last_resort) and (candidates := source.candidates(place)):
-            predicted.append((source, candidates))
-    return predicted
+        if not (predictions and source.last_resort) and (choices := source.choices(place)):
+            predictions.append((source, choices))
+    return predictions
 
 
-def next_places(places: Places, token: int) -> Places:
-    """The places of the node `token` below the node at `places`."""
-    below = [(source, source.next_place(place, token)) for source, place in places]
-    return [(source, place) for source, place in below if place is not None]
+def places_after(places: Places, token: int) -> Places:
+    """The sources' places after `token`."""
+    moved = [(source, source.next_place(place, token)) for source, place in places]
+    return [(source, place) for source, place in moved if place is not None]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs in vanilla steps.
+    """The costs of a round, in vanilla steps.
 
     Args:
-        verify: of verifying the root and 0, 1, 2, ... nodes.
+        verify: of verifying 0, 1, 2, ... nodes beside the root.
         draft: of drafting a token of the chain.
-        min_gain_per_step: tokens that must be gained for the cost of each vanilla step.
-        states: the part of `draft` that is saved where the lookup predicts the same token, whose
-            states are computed together with the pending token's.
+        min_gain_per_step: tokens that work has to gain for each vanilla step that it costs.
+        states: the part of `draft` that is saved if a lookup predicts the same token, whose states
+            were computed together with the pending token's.
     """
 
     verify: Sequence[float]
@@ -183,17 +185,17 @@ class Costs:
 
     @cached_property
     def min_node_gain(self) -> float:
-        """The tokens that any node must gain at least."""
+        """Tokens that every node has to gain at least."""
         return self.min_gain_per_step * min(b - a for a, b in pairwise(self.verify))
 
     def min_gain(self, count: int) -> float:
-        """The tokens that `count` nodes must gain together."""
+        """Tokens that so many nodes have to gain."""
         return self.min_gain_per_step * (self.verify[count] - self.verify[0])
 
 
 class Node(NamedTuple):
-    """The chance that its whole path is right, its token, its parent's number (0 is the root), and
-    its places in the sources."""
+    """A node of a tree; `gain` is the chance that its whole path is right, and `parent` the number
+    of its parent, 0 for the root."""
 
     gain: float
     token: int
@@ -201,72 +203,70 @@ class Node(NamedTuple):
     places: Places
 
 
-def best_nodes(costs: Costs, sources: Sources, most: int) -> list[Node]:
-    """The root and up to `most` nodes, by descending gain, as far as a node may pay. A child's gain
-    is at most its parent's, so the first n nodes are the best tree of n."""
-    nodes, open_nodes = [Node(1.0, -1, 0, sources.root)], list[tuple[float, int, int, int]]()
-    pushed, least = 0, costs.min_node_gain
-    for number in range(most):
+def best_nodes(costs: Costs, sources: Sources, max_nodes: int) -> list[Node]:
+    """The root and the nodes with the highest gain, the best first, while any may pay. A child's
+    gain is no higher than its parent's, so the first n are the best tree of n."""
+    nodes, candidates = [Node(1.0, -1, 0, sources.places)], list[tuple[float, int, int, int]]()
+    for number in range(max_nodes):
         node = nodes[number]
-        for token, chance in merged(predictions(node.places)):
-            if (gain := node.gain * chance) > least:
-                pushed += 1  # breaks ties: the earlier node comes first
-                heappush(open_nodes, (-gain, pushed, token, number))
-        if not open_nodes:
+        for token, chance in next_tokens(predictions_at(node.places)):
+            if (gain := node.gain * chance) > costs.min_node_gain:
+                # of equal gains the earlier candidate is first
+                heappush(candidates, (-gain, len(nodes) + len(candidates), token, number))
+        if not candidates:
             break
-        loss, _, token, parent = heappop(open_nodes)
-        nodes.append(Node(-loss, token, parent, next_places(nodes[parent].places, token)))
+        loss, _, token, parent = heappop(candidates)
+        nodes.append(Node(-loss, token, parent, places_after(nodes[parent].places, token)))
     return nodes
 
 
-def merged(predicted: Sequence[tuple[Source, Candidates]]) -> Candidates:
-    """One list of candidates for a place. At most one of the sources' best candidates is right; one
-    that several sources predict gets the chance that not all of them are wrong. The alternatives
-    share what is left."""
-    if len(predicted) == 1 == len(predicted[0][1]):  # most often: deep in a lookup
-        return predicted[0][1]
+def next_tokens(predictions: Sequence[tuple[Source, Choices]]) -> Choices:
+    """The tokens for a place, each with its chance. At most one of the sources' best choices is
+    right, and one of several sources is trusted more; alternatives share the remaining chance."""
+    if len(predictions) == 1 == len(predictions[0][1]):  # a shortcut
+        return predictions[0][1]
     wrong: dict[int, float] = {}
-    for _, ((token, chance), *_) in predicted:
+    for _, choices in predictions:
+        token, chance = choices[0]
         wrong[token] = wrong.get(token, 1.0) * (1 - chance)
     all_wrong = prod(wrong.values())
     chances = {token: (1 - chance) * all_wrong / chance for token, chance in wrong.items()}
-    rest = max(1 - sum(chances.values()), 0.0)
-    for _, (_, *alternatives) in predicted:
-        for token, share in alternatives:
+    left = max(1 - sum(chances.values()), 0.0)
+    for _, choices in predictions:
+        for token, share in choices[1:]:
             if token not in chances:
-                chances[token] = rest * share
-                rest -= rest * share
+                chances[token] = left * share
+                left -= left * share
     return list(chances.items())
 
 
-def drafting_pays(costs: Costs, sources: Sources, most: int) -> bool:
-    """Whether one more token of the chain is expected to raise the value of the best tree, of at
-    most `most` nodes, by more than drafting it costs."""
-    nodes, place = best_nodes(costs, sources, most), (sources.chain, len(sources.chain.tokens))
+def drafting_pays(costs: Costs, sources: Sources, max_nodes: int) -> bool:
+    """Whether another token of the chain is expected to add more to the best tree of at most
+    `max_nodes` nodes than it costs to draft."""
+    nodes, place = best_nodes(costs, sources, max_nodes), (sources.chain, len(sources.chain.tokens))
     if (end := next((node for node in nodes if place in node.places), None)) is None:
         return False
-    predicted, next_chance, cost = predictions(end.places), NEXT_CHANCE, costs.draft
-    foreseen = max((candidates[0][1] for _, candidates in predicted), default=0.0)
-    if any(source in sources.lookups for source, _ in predicted):
-        next_chance = NEXT_CHANCE_BESIDE_LOOKUP
-        cost -= costs.states * foreseen  # where the lookup is right the chain most often agrees
+    predictions, chance, cost = predictions_at(end.places), NEXT_CHANCE, costs.draft
+    predicted = max((choices[0][1] for _, choices in predictions), default=0.0)
+    if any(source in sources.lookups for source, _ in predictions):
+        chance = NEXT_CHANCE_WITH_LOOKUP
+        cost -= costs.states * predicted  # where the lookup is right the chain mostly agrees
     gains = [node.gain for node in nodes[1:]]
-    _, value = best_size(costs, gains)
-    gains.append(end.gain * next_chance * (1 - foreseen))
-    _, new_value = best_size(costs, sorted(gains, reverse=True)[:most])
-    return new_value - value > costs.min_gain_per_step * cost
+    _, before = best_size(costs, gains)
+    gains.append(end.gain * chance * (1 - predicted))
+    _, after = best_size(costs, sorted(gains, reverse=True)[:max_nodes])
+    return after - before > costs.min_gain_per_step * cost
 
 
-def best_tree(costs: Costs, sources: Sources, most: int) -> Nodes:
-    """The tree of at most `most` nodes with the highest gain less cost."""
-    nodes = best_nodes(costs, sources, most)[1:]
+def best_tree(costs: Costs, sources: Sources, max_nodes: int) -> Nodes:
+    """The tree of at most `max_nodes` nodes that gains most beyond its cost."""
+    nodes = best_nodes(costs, sources, max_nodes)[1:]
     count, _ = best_size(costs, [node.gain for node in nodes])
     return [node.token for node in nodes[:count]], [node.parent for node in nodes[:count]]
 
 
 def best_size(costs: Costs, gains: Sequence[float]) -> tuple[int, float]:
-    """The number of nodes with the highest gain less cost, and that value; `gains` descend."""
+    """How many nodes gain most beyond their cost, and how much; `gains` are in descending order."""
     sums = accumulate(gains, initial=0.0)
-    values = [gain - costs.min_gain(size) for size, gain in enumerate(sums)]
-    best = max(values)
-    return values.index(best), best
+    worth = [gain - costs.min_gain(size) for size, gain in enumerate(sums)]
+    return max(enumerate(worth), key=itemgetter(1))

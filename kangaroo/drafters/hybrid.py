@@ -1,10 +1,9 @@
-"""Hybrid: one tree from what the text itself says and what Kangaroo drafts.
+"""Hybrid: one tree from lookups in the text and from Kangaroo's chain.
 
 Shapes: B rows, C choices for a token, K draft vocabulary.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,20 +24,21 @@ from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import CountOrZero, DraftSize, Positive
 
-CANDIDATES = 3  # for each token of the chain
+CHOICES = 3  # candidates for each token of the chain
 
 
 @dataclass
 class HybridConfig(EarlyExitConfig):
-    """One tree from several sources, whose nodes are chosen by expected gain.
+    """One tree from several sources, its nodes chosen by expected gain.
 
     Args:
-        threshold: as for Kangaroo; with `auto` and 0 the expected gain alone ends the chain.
-        nodes: the most nodes of the tree, without the pending token.
-        min_gain_per_step: tokens that further work must gain in the time of a vanilla step.
-        recycle: where no other source has candidates, use the likeliest successor at the token's
-            last occurrence (Token Recycling, arXiv 2408.08696).
-        store_tokens: also search this many tokens of earlier answers, as `suffix` does.
+        threshold: as in Kangaroo; with `auto` and 0 only the expected gain ends the chain.
+        nodes: the most nodes of the verified tree, without the pending token.
+        min_gain_per_step: tokens that further work in a round has to gain for each vanilla step
+            that it takes.
+        recycle: at nodes without candidates of other sources, take the likeliest token where the
+            last token stood before, as in Token Recycling (arXiv 2408.08696).
+        store_tokens: the number of tokens of earlier answers to look up too, as in `suffix`.
     """
 
     name: str = "hybrid"
@@ -47,106 +47,99 @@ class HybridConfig(EarlyExitConfig):
     recycle: bool = False
     store_tokens: CountOrZero = 0
 
-    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
-        of_chain = self.steps, self.threshold, heads[0], None
-        of_tree = self.min_gain_per_step, self.nodes, self.recycle, self.store_tokens
-        return Hybrid(lm, trained, *of_chain, *of_tree)
+    def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
+        return Hybrid(lm, trained, self, heads[0])
 
 
 class Hybrid(Kangaroo):
-    """Verifies the candidates of its sources that pay; where a lookup is nearly sure, it drafts
-    nothing. Costs are measured, unless given as `costs` of at least `nodes` nodes."""
+    """Verifies the candidates of its sources that are worth their cost, and drafts nothing if a
+    lookup is nearly sure. `costs`, of at least `nodes` nodes, are measured if not given."""
 
-    reads_logits = True  # for the second and third candidates
+    reads_logits = True  # for the alternatives
 
     def __init__(
         self,
         lm: TargetModel,
         adapter: Layer,
-        steps: int = 6,
-        threshold: float | str = 0.0,
+        options: HybridConfig,
         head: DraftHead | None = None,
         costs: Costs | None = None,
-        min_gain_per_step: float = 1.25,
-        nodes: int = 15,
-        recycle: bool = False,
-        store_tokens: int = 0,
     ):
-        super().__init__(lm, adapter, steps, threshold, head)
-        self.nodes, self.min_gain_per_step = nodes, min_gain_per_step
+        super().__init__(lm, adapter, options.steps, options.threshold, head)
+        self.options, self.nodes = options, options.nodes
+        self.max_nodes, self.store = max(self.nodes, self.steps), AnswerStore(options.store_tokens)
         self.needs_costs = costs is None
-        self.costs = costs or Costs([1.0] * (nodes + 1), self.draft_cost, min_gain_per_step)
-        self.max_nodes = max(nodes, steps)
-        self.recycle, self.store = recycle, AnswerStore(store_tokens)
+        if costs is not None:
+            self.costs = costs
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
         self.store.begin()
-        self.rows = RowStates(self.start_text)
-        batch.likeliest = max(batch.likeliest, int(self.recycle))
+        self.rows = RowStates(self._start_text)
+        batch.likeliest = max(batch.likeliest, int(self.options.recycle))
 
-    def take_costs(self, budget: Budget, rows: int, shared_states: bool) -> None:
-        """Measure the costs of a round of `rows` rows; with `shared_states` the shallow states of
-        the lookup's tokens are computed together with the pending token's."""
+    def update_costs(self, budget: Budget, rows: int, shared_states: bool) -> None:
+        """Set measured costs for a round of so many rows. With `shared_states` the states of a
+        lookup's tokens are computed together with the pending token's."""
         if self.needs_costs:
+            draft = self.draft_cost, self.options.min_gain_per_step
             states = self.shallow_cost if shared_states else 0.0
-            verify = budget.cost(rows, self.nodes)
-            self.costs = Costs(verify, self.draft_cost, self.min_gain_per_step, states)
+            self.costs = Costs(budget.cost(rows, self.nodes), *draft, states)
 
     def propose(self, batch: Batch) -> Draft:
-        self.take_costs(batch.budget, len(batch.active), shared_states=False)
+        self.update_costs(batch.budget, len(batch.active), shared_states=False)
         sources = {row: self.update_sources(batch, row) for row in batch.active}
         self._draft_chains(batch, sources)
-        best = partial(expected_gain.best_tree, self.costs, most=self.nodes)
-        return Draft.listed(batch.last(1), {row: best(sources[row]) for row in sources})
+        trees = {
+            row: expected_gain.best_tree(self.costs, x, self.nodes) for row, x in sources.items()
+        }
+        return Draft.listed(batch.last(1), trees)
 
-    def start_text(self, row: int, text: list[int]) -> Sources:
-        """The sources of a new text."""
+    def _start_text(self, row: int, text: list[int]) -> Sources:
         lookups = [Lookup() for _ in self.store.matches(row, text)]
-        recycled = Recycled(successors_in(text, 1)) if self.recycle else None
+        recycled = Recycled(successors_in(text, 1)) if self.options.recycle else None
         return Sources(lookups, DraftedChain(), recycled, len(text))
 
     def update_sources(self, batch: Batch, row: int) -> Sources:
-        """The sources of a row at the start of a round: they have learnt from the last one, the
-        lookups are new, and the chain is empty."""
+        """The sources of a row for a new round, with an empty chain; they have learnt from the last
+        round's tokens."""
         text = batch.texts[row]
-        sources = self.rows.of(row, text)
+        sources = self.rows.get(row, text)
         sources.learn(text[sources.length :])
         sources.length = len(text)
-        for lookup, part in zip(sources.lookups, self.store.matches(row, text), strict=True):
-            lookup.match(part.match[0], part.continuation(self.nodes, batch.ends[row]))
-        sources.chain.replace([])
+        for lookup, match in zip(sources.lookups, self.store.matches(row, text), strict=True):
+            lookup.set_match(match.length, match.continuation(self.nodes, batch.ends[row]))
+        sources.chain.set_tokens([])
         if sources.recycled is not None:
             sources.recycled.start = text[-1]
             recycle(sources.recycled.matrix, batch, row)
         return sources
 
     def _draft_chains(self, batch: Batch, sources: dict[int, Sources]) -> None:
-        """Draft each row's chain for as long as that pays."""
+        """Grow the chain of each row as long as that pays."""
         growing = [row for row in sources if self.pays(sources[row])]
         if not growing:
             return
-        meta = self.chain_meta(batch, self.steps, self.steps)
-        for token in self.tokens(batch, meta):
-            ranked = token.reading.tolist()  # one sync
+        for token in self.tokens(batch, self.chain_meta(batch, self.steps, self.steps)):
+            choices = token.reading.tolist()  # one sync
             for row in growing:
-                sources[row].chain.append([(int(token), chance) for token, chance in ranked[row]])
+                sources[row].chain.add([(int(token), chance) for token, chance in choices[row]])
             growing = [row for row in growing if self.pays(sources[row])]
             if not growing:
                 break
         self.hidden = []  # verification begins at the embeddings
 
     def pays(self, sources: Sources) -> bool:
-        """Whether one more token of the chain is expected to pay."""
-        is_sure = sources.chain.confidence > self.threshold
-        return is_sure and expected_gain.drafting_pays(self.costs, sources, self.nodes)
+        """Whether another token of the chain is expected to pay."""
+        confident = sources.chain.confidence > self.threshold
+        return confident and expected_gain.drafting_pays(self.costs, sources, self.nodes)
 
     def reading(
         self, logits_BK: Tensor, sampling: BatchSampling, positions_B1: Tensor, seeds_B: Tensor
     ) -> Tensor:
-        """The candidates for each row's next token, and the probabilities of their ranks before
-        temperature and noise: `[B, C, 2]`."""
-        count = min(CANDIDATES, self.head.size)
+        """Each row's best candidates and the probabilities of their ranks, `[B, C, 2]`; temperature
+        and noise are not in the probabilities."""
+        count = min(CHOICES, self.head.size)
         probs_BC = logits_BK.float().softmax(-1).topk(count).values
         ids_BC = self.head.candidates(logits_BK[:, None], positions_B1, sampling, seeds_B, count)
         return torch.stack([ids_BC[:, 0].double(), probs_BC.double()], -1)

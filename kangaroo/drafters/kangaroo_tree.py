@@ -1,7 +1,8 @@
-"""Kangaroo with a tree: an adapter drafts the likeliest continuations until all grow unlikely.
+"""Kangaroo with a tree: an adapter drafts the likeliest continuations until all are unlikely.
 
 Shapes: B rows, N draft nodes (node 0 is the pending token), L nodes of a level, C candidates of
-each, M candidates of a level, E occupied slots, W window, D hidden size, K draft vocabulary.
+each, M candidates of a level, E occupied slots, W window, D hidden size, K draft vocabulary, G most
+nodes to verify.
 """
 
 from collections.abc import Sequence
@@ -34,10 +35,10 @@ class KangarooTreeConfig(EarlyExitConfig):
 
     Args:
         top_k: nodes of a level, and candidates of each node (the paper's K).
-        nodes: most confident ones that are verified, of those that pruning leaves.
-        min_confidence: verify nodes whose confidence is higher; null is the paper's pruning, all
-            but the less confident half of the nodes without a child. Not read with
-            `threshold=auto`, which verifies the nodes that pay.
+        nodes: the most nodes to verify, the most confident ones that pruning leaves.
+        min_confidence: verify the nodes with a higher confidence; null is the paper's pruning, all
+            but the less confident half of the nodes without a child. `threshold=auto` ignores it
+            and verifies the nodes that pay.
     """
 
     name: str = "kangaroo_tree"
@@ -49,16 +50,19 @@ class KangarooTreeConfig(EarlyExitConfig):
         super().__post_init__()
         check_nodes(self.top_k * self.steps, top_k=self.top_k, steps=self.steps)
 
-    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
+    def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
         options = self.steps, self.threshold, heads[0], self.top_k, self.nodes, self.min_confidence
         return KangarooTree(lm, trained, *options)
 
 
+# What the layer reads next: shallow states, and deep states or None.
+Read = tuple[Tensor, Tensor | None]
+
+
 class Level(NamedTuple):
-    """Nodes of one depth, all of which have passed the shallow layers: their parents' places in the
-    draft, confidence, shallow states, true for the slots that they do not see; all candidates of
-    the level above that they were chosen from, their confidence, and where the nodes stand among
-    these; and their block."""
+    """Nodes of one depth, with their shallow states: their parents' places in the draft, tokens,
+    confidence, states, and the slots that are hidden from them; all candidates for the level, their
+    confidence, and the nodes' places among them; and the nodes' block."""
 
     parents_BL: Tensor
     tokens_BL: Tensor
@@ -72,9 +76,9 @@ class Level(NamedTuple):
 
 
 class KangarooTree(EarlyExit):
-    """Drafts until all grow unlikely; with `top_k=1` a chain whose confidence is a product. Under
-    sampling a node's children are the tokens that the target would likeliest choose under the noise
-    of their position; their confidence stays the probability of their rank without it."""
+    """Drafts until all nodes are unlikely; `top_k=1` is a chain whose confidence is a product. With
+    sampling a node's children are the tokens that the target is likeliest to choose under the noise
+    of their position; their confidence is the probability of their rank without noise."""
 
     def __init__(
         self,
@@ -97,23 +101,22 @@ class KangarooTree(EarlyExit):
         self.max_nodes = top_k * steps
 
     def min_node_chances(self, budget: Budget, rows: int) -> list[float]:
-        """What the n-th likeliest node has to exceed to be verified in so many rows."""
+        """The confidence that the n-th likeliest node must exceed to be verified, n from 0 on."""
         chances = budget.min_node_chances(rows, self.nodes, self.auto)
         return [max(chance, self.min_confidence or 0.0) for chance in chances]
 
     def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
-        # on the host, which reads one number a row and level where there is a threshold
+        # on the host, which reads one number of each row and level if there is a threshold
         active = limits[:, 0] < 1
         limits = np.maximum(limits, np.float32(self.threshold))
         meta = self.chain_meta(batch, 0, self.max_nodes)
         meta, draws, pending = self.begin_round(batch, meta)
-        root, *read = self.replay(batch, ("root",), partial(self.start_tree, batch), *pending)
+        root, read = self.replay(batch, ("root",), partial(self.start_tree, batch), *pending)
         levels, valid = [root], [np.ones_like(active)]
         for step in range(1, self.steps + 1):
             # a graph a level, so that none overwrites what the round still reads of another
             key, work = ("level", step, batch.sampling.kind), partial(self.grow, batch, step)
-            grown = self.replay(batch, key, work, *read, meta, draws, levels[-1])
-            level, best_B, deep_BND = grown
+            level, best_B, deep_BND = self.replay(batch, key, work, read, meta, draws, levels[-1])
             levels.append(level)
             valid.append(active)
             if step == self.steps:
@@ -122,85 +125,76 @@ class KangarooTree(EarlyExit):
                 active = active & (np.array(best_B.tolist(), np.float32) > limits[:, step])
                 if not active.any():
                     break
-            read, meta = [level.f_BLD, deep_BND], level.meta
+            read, meta = (level.f_BLD, deep_BND), level.meta
         return self._pruned(batch, levels, np.stack(valid, 1))
 
     def start_tree(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
-    ) -> tuple[Level, Tensor, Tensor | None]:
-        """The pending token as a `Level`, and what the layer's first pass reads (`start`); `meta`
-        is of the window and this token."""
+    ) -> tuple[Level, Read]:
+        """The pending token as a level, and what the layer's first pass reads; `meta` is the block
+        of the window and this token."""
         f_B1D, f_BND, deep_BND = self.start(batch, pending_B1, meta, window_BWD)
-        itself = meta.narrow(self.window, 1)
+        root = meta.narrow(self.window, 1)
         slots_E = torch.arange(meta.extent, device=pending_B1.device)
-        hidden_B1E = slots_E > itself.slots_RT[..., None]
-        none_B1, sure_B1 = torch.zeros_like(pending_B1), torch.ones_like(pending_B1).float()
-        nodes = none_B1, pending_B1, sure_B1, f_B1D, hidden_B1E
-        return Level(*nodes, pending_B1, sure_B1, none_B1, itself), f_BND, deep_BND
+        hidden_B1E = slots_E > root.slots_RT[..., None]
+        zero_B1, one_B1 = torch.zeros_like(pending_B1), torch.ones_like(pending_B1).float()
+        nodes = zero_B1, pending_B1, one_B1, f_B1D, hidden_B1E
+        return Level(*nodes, pending_B1, one_B1, zero_B1, root), (f_BND, deep_BND)
 
     def grow(
-        self,
-        batch: Batch,
-        step: int,
-        f_BND: Tensor,
-        deep_BND: Tensor | None,
-        meta: ForwardMeta,
-        draws: Tensors,
-        last: Level,
+        self, batch: Batch, step: int, read: Read, meta: ForwardMeta, draws: Tensors, last: Level
     ) -> tuple[Level, Tensor, Tensor | None]:
-        """The most confident children of the last level; the score of the best `[B]`; and the
-        layer's states of their parents, if it reads such. What the layer reads now is this level,
-        of the root the window too."""
+        """The most confident children of the last level, the confidence of the best `[B]`, and the
+        layer's states of their parents if it reads such next. Now it reads `read`: the last level,
+        and with the root the window."""
         length_B, seeds_B, settings_B3 = draws
-        at, width, rows = meta.to(f_BND.device), last.score_BL.shape[1], batch.size
-        adapted_BND = self.adapter(f_BND, deep_BND, at, self.cache.at(at))
-        adapted_BLD = adapted_BND[:, -width:]  # without the window
-        logits_BLK = self.head(adapted_BLD.flatten(0, 1)).unflatten(0, (rows, width))
+        meta, width = meta.to(read[0].device), last.score_BL.shape[1]
+        adapted_BLD = self.adapter(*read, meta, self.cache.at(meta))[:, -width:]  # no window
+        logits_BLK = self.head(adapted_BLD.flatten(0, 1)).unflatten(0, (batch.size, width))
         positions_BL = (length_B[:, None] + step - 1).expand(-1, width)
-        how = batch.sampling.reading(settings_B3)
-        candidates_BLC = self.head.candidates(logits_BLK, positions_BL, how, seeds_B, self.top_k)
+        noise = positions_BL, batch.sampling.reading(settings_B3), seeds_B
+        children_BM = self.head.candidates(logits_BLK, *noise, self.top_k).flatten(1)
         confidence_BLC = logits_BLK.float().softmax(-1).topk(self.top_k).values
-        children_BM = candidates_BLC.flatten(1)
         chances_BM = (last.score_BL[..., None] * confidence_BLC).flatten(1)
         score_BL, index_BL = chances_BM.topk(self.top_k)
-        of_parent_BL = index_BL // self.top_k
+        parent_BL = index_BL // self.top_k  # in the last level
         first = 1 + (step - 1) * self.top_k  # the first node's place in the draft
-        parents_BL = of_parent_BL + max(first - self.top_k, 0)
         numbers_L = torch.arange(first, first + self.top_k, device=length_B.device)
         slots_BL = length_B[:, None] - 1 + numbers_L
-        hidden_BLE = take(last.hidden_BLE, of_parent_BL).scatter(2, slots_BL[..., None], False)
+        hidden_BLE = take(last.hidden_BLE, parent_BL).scatter(2, slots_BL[..., None], False)
         tokens_BL = children_BM.gather(1, index_BL)
-        at_BL = (length_B[:, None] - 1 + step).expand(-1, self.top_k)
-        place = slots_BL, at_BL, hidden_BLE, batch.n_slots, self.positions(length_B, meta.extent)
-        meta = self.lm.forward_meta_of(*place)
+        positions_BL = (length_B[:, None] - 1 + step).expand(-1, self.top_k)
+        place = slots_BL, positions_BL, hidden_BLE, batch.n_slots
+        meta = self.lm.forward_meta_of(*place, self.positions(length_B, meta.extent))
         f_BLD = self.run_shallow(tokens_BL, batch, meta)
+        parents_BL = parent_BL + max(first - self.top_k, 0)
         nodes = parents_BL, tokens_BL, score_BL, f_BLD, hidden_BLE
         level = Level(*nodes, children_BM, chances_BM, index_BL, meta)
-        further_BLD = take(adapted_BLD, of_parent_BL) if self.reads_deep else None
-        return level, score_BL.amax(1), further_BLD
+        return level, score_BL.amax(1), take(adapted_BLD, parent_BL) if self.reads_deep else None
 
     def positions(self, length_B: Tensor, extent: int) -> Tensor | None:
-        """Of what lies in the slots, `[B, E]`; None where no window asks for them."""
+        """The positions of the tokens in the slots, `[B, E]`; None if no attention window needs
+        them."""
         if self.lm.window is None:
             return None
         slots_E, length_B1 = torch.arange(extent, device=length_B.device), length_B[:, None]
-        depth_BE = (slots_E - length_B1 + self.top_k) // self.top_k  # of a drafted node
+        depth_BE = (slots_E - length_B1 + self.top_k) // self.top_k  # of a draft node
         return torch.minimum(slots_E, length_B1 - 1 + depth_BE.clamp(min=0))
 
     def _pruned(self, batch: Batch, levels: list[Level], valid: np.ndarray) -> Draft:
         count, device, halves = len(levels), batch.length_B.device, self.min_confidence is None
-        parents, score, *others = self.offered(levels)
-        sizes = [of_level.shape[1] for of_level in score]
+        parents, score, *others = self.candidates(levels)
+        sizes = [score_BL.shape[1] for score_BL in score]
 
-        def rank(valid_BN: Tensor, worth_W: Tensor, parents: Tensors, score: Tensors) -> Tensors:
+        def rank(valid_BN: Tensor, costs_G: Tensor, parents: Tensors, score: Tensors) -> Tensors:
             parents_BN, score_BN = torch.cat(parents, 1), torch.cat(score, 1)
-            keep_BN = kept(score_BN, parents_BN, valid_BN, worth_W, halves)
-            # nodes that are kept, in their order; rows with fewer are filled up with others
+            keep_BN = kept_nodes(score_BN, parents_BN, valid_BN, costs_G, halves)
+            # kept nodes in their order, then others, which fill up rows with fewer
             order_BN = (~keep_BN).int().argsort(dim=1, stable=True)
             return keep_BN.sum(1).max(), order_BN, keep_BN, parents_BN
 
         def prune(
-            order_BN: Tensor, keep_BN: Tensor, parents_BN: Tensor, tokens: Tensors, *computed: Any
+            order_BN: Tensor, keep_BN: Tensor, parents_BN: Tensor, tokens: Tensors, *known: Any
         ) -> Draft:
             index_BN = order_BN[:, :size]
             number_BN = order_BN.argsort(1)  # of each node in the pruned tree
@@ -210,35 +204,35 @@ class KangarooTree(EarlyExit):
             tree = Tree(parents_BN, min(count, size) - 1)
             tree = Tree.chain(size, device) if self.top_k == 1 else tree
             draft = Draft(tokens_BN, tree, keep_BN, entry=self.exit_layer)
-            if computed:
-                states, metas = computed
+            if known:
+                states, metas = known
                 draft.hidden_BND = take(torch.cat(states, 1), index_BN)
                 draft.meta = ForwardMeta.join(metas).take(index_BN)
             return draft
 
-        worth_W = torch.tensor(self.min_node_chances(batch.budget, len(batch.active)))
-        uploaded = torch.from_numpy(valid.repeat(sizes, 1)).to(device), worth_W.to(device)
+        costs_G = torch.tensor(self.min_node_chances(batch.budget, len(batch.active)))
+        uploaded = torch.from_numpy(valid.repeat(sizes, 1)).to(device), costs_G.to(device)
         largest, *order = self.replay(batch, ("rank", count), rank, *uploaded, parents, score)
         # one sync a round
         size = self.lm.acceleration.width(int(largest), min(self.nodes + 1, sum(sizes)))
         draft = self.replay(batch, ("prune", count, size), prune, *order, *others)
-        # both anew: the next replay gives the same ones, and a tree keeps its masks
+        # copies, since the next replay returns the same objects, and a tree keeps its masks
         return replace(draft, tree=replace(draft.tree))
 
-    def offered(self, levels: list[Level]) -> Sequence[Sequence[Any]]:
-        """Of the nodes that may be verified, by level: parents, confidence, tokens; then what is
-        computed already, if anything is: their states, and their blocks."""
+    def candidates(self, levels: list[Level]) -> Sequence[Sequence[Any]]:
+        """The parents, confidence and tokens, by level, of the nodes that may be verified; then
+        their states and blocks if these are known."""
         parts = "parents_BL", "score_BL", "tokens_BL", "f_BLD", "meta"
         return [[getattr(level, part) for level in levels] for part in parts]
 
 
-def kept(
-    score_BN: Tensor, parents_BN: Tensor, valid_BN: Tensor, worth_W: Tensor, halves: bool
+def kept_nodes(
+    score_BN: Tensor, parents_BN: Tensor, valid_BN: Tensor, costs_G: Tensor, halves: bool
 ) -> Tensor:
-    """Which nodes are left, `[B, N]`: those that make the sum of their scores less `worth` largest,
-    what each of them besides the root, the likeliest first, has to exceed; with `halves` without
-    the less confident half of the nodes that have no child. A score is no higher than the parent's,
-    and the root's is the highest, so what is left is a tree."""
+    """The nodes to verify, `[B, N]`: the root and the most confident nodes, as many as maximise the
+    sum of their scores less `costs_G`, that of the n-th node; with `halves` none of the less
+    confident half of the nodes without a child. They are a tree, since no score is higher than the
+    parent's."""
     keep_BN = valid_BN
     if halves:
         children_BN = torch.zeros_like(parents_BN).scatter_add(1, parents_BN, valid_BN.long())
@@ -246,12 +240,12 @@ def kept(
         rank_BN = ranks(torch.where(childless_BN, score_BN, torch.inf))
         keep_BN = valid_BN & ~(childless_BN & (rank_BN < childless_BN.sum(1, keepdim=True) // 2))
     score_BN = torch.where(keep_BN, score_BN, -1.0)
-    gains_BN = score_BN.sort(descending=True).values[:, 1 : 1 + len(worth_W)]
-    gains_BN = gains_BN.double() - worth_W[: gains_BN.shape[1]]  # of which some are tiny
-    count_B1 = F.pad(gains_BN.cumsum(1), (1, 0)).argmax(1, keepdim=True)
+    gains_BG = score_BN.sort(descending=True).values[:, 1 : 1 + len(costs_G)]
+    gains_BG = gains_BG.double() - costs_G[: gains_BG.shape[1]]  # some are tiny
+    count_B1 = F.pad(gains_BG.cumsum(1), (1, 0)).argmax(1, keepdim=True)
     return keep_BN & (ranks(-score_BN) <= count_B1)
 
 
 def ranks(key_BN: Tensor) -> Tensor:
-    """Places in ascending order; of equals the earlier is first, so that a parent is."""
+    """Places in ascending order; of equal keys the earlier is first, so a parent before a child."""
     return key_BN.argsort(dim=1, stable=True).argsort(1)

@@ -1,4 +1,4 @@
-"""Which of a target's layers a draft may skip: a search by how often it then agrees, and its file.
+"""A search for the layers of a target that drafts may skip, and the file with its result.
 
 Shapes: B rows, T tokens of a conversation, M assistant positions, D hidden size, E occupied slots.
 """
@@ -32,14 +32,14 @@ Subset = tuple[int, ...]  # the layers that are skipped, ascending
 
 @dataclass
 class SearchConfig(Ranged):
-    """How much is tried, and on what.
+    """The options of a search.
 
     Args:
-        budget: subsets that are tried.
-        conversations: at the end of the data.
-        max_length: tokens of each.
-        steps: the longest draft that is thought of.
-        seed: of the order in which subsets are tried.
+        budget: the number of subsets to try.
+        conversations: the number of conversations to try them on, the last ones of the data.
+        max_length: the most tokens of a conversation.
+        steps: the longest draft that the expected speedup allows for.
+        seed: the seed of the order in which subsets are tried.
     """
 
     budget: Count = 200
@@ -51,7 +51,8 @@ class SearchConfig(Ranged):
 
 @dataclass
 class JudgedText:
-    """A conversation in the whole target's cache, and what it says at the assistant's positions."""
+    """A conversation in the target's cache, with its tokens at the assistant's positions, the
+    target's choices after them, and the block in which layers run on them again."""
 
     tokens_1M: Tensor
     top_M: Tensor
@@ -61,7 +62,7 @@ class JudgedText:
 
 @dataclass
 class LayerSubset:
-    """What a search found: layers to skip, counted from 0; the target, as of an adapter's config;
+    """The result of a search: layers to skip, counted from 0; the target as in an adapter's config;
     and the search's settings, results and provenance."""
 
     skip: list[int]
@@ -71,38 +72,34 @@ class LayerSubset:
 
 
 def runs(skip: Collection[int], n_layers: int) -> list[range]:
-    """The layers that are left, as ranges."""
+    """The layers that are not skipped, as ranges."""
     groups = groupby(range(n_layers), lambda layer: layer not in skip)
     kept = [list(layers) for is_kept, layers in groups if is_kept]
     return [range(layers[0], layers[-1] + 1) for layers in kept]
 
 
 def draft_cost(lm: TargetModel, skip: Collection[int]) -> float:
-    """Weights that a draft token reads, as a share of a token's."""
+    """The share of the target's weights that a draft token reads."""
     kept = [layer for index, layer in enumerate(lm.layers) if index not in skip]
     return weight_bytes(*kept, lm.head) / weight_bytes(*lm.layers, lm.head)
 
 
-def found(path: str) -> LayerSubset:
-    """What a search wrote. Errors: `AdapterNotFound`, `CorruptFile`."""
+def read(path: str, lm: TargetModel | None = None) -> LayerSubset:
+    """The result that a search for `lm`, or for any target, wrote. Errors: `AdapterNotFound`,
+    `CorruptFile`; `AdapterMismatch` if it is for another target."""
     model = Path(path).name.removesuffix("-draft_verify.json")
-    way = command_line("prepare layers", **model_options(model), output=path)
+    command = command_line("prepare layers", **model_options(model), output=path)
     try:
-        return LayerSubset(**json.loads(resolve_path(path).read_text()))
+        subset = LayerSubset(**json.loads(resolve_path(path).read_text()))
     except FileNotFoundError as error:
         raise AdapterNotFound(
-            f"no subset of layers at '{path}': search one ({way}), or pass drafter.skip=[...]."
+            f"no subset of layers at '{path}': search one ({command}), or pass drafter.skip=[...]."
         ) from error
     except (ValueError, TypeError) as error:
         raise CorruptFile(
-            f"'{path}' is no subset of layers ({error}); search one again: {way}"
+            f"'{path}' is no subset of layers ({error}); search one again: {command}"
         ) from error
-
-
-def read(path: str, lm: TargetModel) -> LayerSubset:
-    """Errors: those of `found`, and `AdapterMismatch` where it was searched for another target."""
-    subset = found(path)
-    if subset.target_hash != target_hash(lm):
+    if lm is not None and subset.target_hash != target_hash(lm):
         raise AdapterMismatch(
             f"'{path}' was searched for {subset.target} (config {subset.target_hash}); this target "
             f"is {lm.name} (config {target_hash(lm)}). Search one for it: "
@@ -114,36 +111,32 @@ def read(path: str, lm: TargetModel) -> LayerSubset:
 def search(
     lm: TargetModel, samples: Sequence[Sample], config: SearchConfig, file: Path
 ) -> LayerSubset:
-    """The subset with the best expected speedup among `budget` that a local search tries, written
-    to a file.
-
-    A change of one layer, or an exchange of two, is kept unless it is worse. Errors: `ConfigError`.
-    """
+    """The subset with the best expected speedup of those that a local search tries, written to a
+    file. A change of one layer or two is kept unless it is worse. Errors: `ConfigError`."""
     if lm.n_layers < 2:
         raise ConfigError(f"the target must have 2 layers or more, not {lm.n_layers}.")
     started = running()
-    texts = [look(lm, sample, config.max_length) for sample in samples[-config.conversations :]]
+    texts = [
+        judged_text(lm, sample, config.max_length) for sample in samples[-config.conversations :]
+    ]
     rng = random.Random(config.seed)
-    budget = min(config.budget, 2**lm.n_layers - 2)  # all subsets but none and all
+    budget = min(config.budget, 2**lm.n_layers - 2)  # without the empty set and that of all layers
     best = subset = tuple(range(1, lm.n_layers - 1, 2)) or (0,)  # every other layer
     speedup = agreement = 0.0
-    seen: set[Subset] = set()
-    bar = tqdm(total=budget, unit="subset", desc="searching")
-    while True:
-        seen.add(subset)
-        right = agreement_of(lm, texts, subset)
-        expected = expected_speedup(right, draft_cost(lm, subset), config.steps)
-        if expected >= speedup:
-            best, agreement, speedup = subset, right, expected
-        bar.update()
-        bar.set_postfix(speedup=f"{speedup:.3f}", agreement=f"{agreement:.3f}")
-        if len(seen) == budget:
-            break
-        subset = best
-        while subset in seen:  # where all that is near is known, the walk leads further
-            subset = neighbour(subset, lm.n_layers, rng)
-    bar.close()
-    about = {
+    tried: set[Subset] = set()
+    with tqdm(total=budget, unit="subset", desc="searching") as bar:
+        while len(tried) < budget:
+            while subset in tried:  # step further if all neighbours were tried
+                subset = neighbour(subset, lm.n_layers, rng)
+            tried.add(subset)
+            new_agreement = agreement_of(lm, texts, subset)
+            expected = expected_speedup(new_agreement, draft_cost(lm, subset), config.steps)
+            if expected >= speedup:
+                best, agreement, speedup = subset, new_agreement, expected
+            bar.update()
+            bar.set_postfix(speedup=f"{speedup:.3f}", agreement=f"{agreement:.3f}")
+            subset = best
+    details = {
         "agreement": agreement,
         "expected_speedup": speedup,
         "draft_cost": draft_cost(lm, best),
@@ -151,25 +144,23 @@ def search(
         "seconds": running() - started,
         "settings": asdict(config),
     } | provenance()
-    winner = LayerSubset(list(best), lm.name, target_hash(lm), about)
+    result = LayerSubset(list(best), lm.name, target_hash(lm), details)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, asdict(winner))
-    return winner
+    write_json(file, asdict(result))
+    return result
 
 
 def neighbour(subset: Subset, n_layers: int, rng: random.Random) -> Subset:
-    """Another subset: one layer more or less, or one for another."""
-    skipped = set(subset)
-    layer = rng.randrange(n_layers)
-    skipped ^= {layer}
+    """A subset with one layer added or removed, or two such changes."""
+    skipped = set(subset) ^ {rng.randrange(n_layers)}
     if rng.random() < 0.5:
         skipped ^= {rng.randrange(n_layers)}
     return tuple(sorted(skipped)) if 0 < len(skipped) < n_layers else subset
 
 
 def expected_speedup(agreement: float, cost: float, steps: int) -> float:
-    """With the best number of draft tokens up to `steps`, if each agrees by itself (Leviathan et
-    al. 2023, theorem 3.8)."""
+    """The speedup with the best number of draft tokens up to `steps`, if each agrees independently
+    (Leviathan et al. 2023, theorem 3.8)."""
     return max(
         sum(agreement**k for k in range(gamma + 1)) / (gamma * cost + 1)
         for gamma in range(1, steps + 1)
@@ -177,26 +168,25 @@ def expected_speedup(agreement: float, cost: float, steps: int) -> float:
 
 
 @torch.no_grad()
-def look(lm: TargetModel, sample: Sample, max_length: int) -> JudgedText:
-    """The whole target's pass over a conversation, and where its tokens go once more, as drafts."""
+def judged_text(lm: TargetModel, sample: Sample, max_length: int) -> JudgedText:
+    """Run the whole target over a conversation."""
     tokens_1T = torch.tensor([sample["input_ids"][:max_length]], device=lm.device)
     length = tokens_1T.shape[1]
-    wanted_M = torch.tensor(sample["loss_mask"][1:length], device=lm.device).nonzero()[:, 0]
-    count = len(wanted_M)
-    cache = lm.new_cache(1, length + count)
-    meta = lm.chunk(0, length, row=0, n_slots=length + count)
+    positions_M = torch.tensor(sample["loss_mask"][1:length], device=lm.device).nonzero()[:, 0]
+    n_slots = length + len(positions_M)
+    cache, meta = lm.new_cache(1, n_slots), lm.chunk(0, length, row=0, n_slots=n_slots)
     x_1TD, _ = lm.run(lm.embed(tokens_1T), cache, meta, range(lm.n_layers))
-    top_M = lm.logits(x_1TD[:, wanted_M]).argmax(-1)[0]
+    top_M = lm.logits(x_1TD[:, positions_M]).argmax(-1)[0]
     start_1 = torch.tensor([length], device=lm.device)
-    drafts = first_drafts(lm, wanted_M[None], start_1, cache.n_slots, cache.n_slots)
-    return JudgedText(tokens_1T[:, wanted_M], top_M, cache, drafts)
+    drafts = first_drafts(lm, positions_M[None], start_1, n_slots, n_slots)
+    return JudgedText(tokens_1T[:, positions_M], top_M, cache, drafts)
 
 
 def first_drafts(
     lm: TargetModel, positions_BM: Tensor, start_B: Tensor, used: int, n_slots: int
 ) -> ForwardMeta:
-    """A block of a text's tokens once more, at free slots from `start` on and below `used`, as if
-    each were the first to be drafted: it sees the keys of the text before it, and its own."""
+    """A block of committed tokens at the free slots from `start_B` to `used`, each as if it was the
+    first token of a draft: it sees the keys of the text before it, and its own."""
     slots_BM = start_B[:, None] + torch.arange(positions_BM.shape[1], device=start_B.device)
     slots_E = torch.arange(lm.extent(n_slots, used), device=start_B.device)
     hidden_BME = (slots_E >= positions_BM[..., None]) & (slots_E != slots_BM[..., None])

@@ -20,18 +20,18 @@ from kangaroo.utils.ranges import Count
 @dataclass
 class LayerSkipConfig(ChainConfig):
     """LayerSkip's self-speculative decoding (arXiv 2404.16710, section 4.3): Kangaroo without an
-    adapter, for models that were trained with losses at early exits; others draft nonsense.
+    adapter, for models that were trained with losses at early exits; others draft nonsense. The
+    paper's never stops early, as with `threshold=0`.
 
     Args:
-        exit_layer: how many layers draft (the paper's E); null is a quarter of them, as its 8 of
-            Llama-2-7B's 32. (It never stops early, which is a `threshold` of 0.)
+        exit_layer: how many layers draft (the paper's E); null is a quarter, as 8 of Llama-2-7B's.
     """
 
     name: str = "layerskip"
     exit_layer: Count | None = None
 
     def build(self, lm: TargetModel) -> Drafter:
-        """Errors: `ConfigError` for an exit layer that does not lie inside the target."""
+        """Errors: `ConfigError` for an exit layer outside the target."""
         exit_layer = self.exit_layer or max(lm.n_layers // 4, 1)
         if exit_layer >= lm.n_layers:
             raise ConfigError(
@@ -42,7 +42,7 @@ class LayerSkipConfig(ChainConfig):
 
 
 class FinalNorm(Layer):
-    """In an adapter's place the target's final norm: it has no keys, and nothing to train."""
+    """The target's final norm in place of an adapter, without keys and without training."""
 
     depth = 0
 
@@ -55,6 +55,6 @@ class FinalNorm(Layer):
         return f_BND.to(self.norm.get_parameter("weight").device)
 
     def accelerate(self, lm: TargetModel) -> Self:
-        """Norm where the target's layers run, of which none is between."""
+        """Let native code norm with the target's stack of layers, of which it runs none."""
         self.native_layer = lm.fast_layers
         return self

@@ -1,7 +1,7 @@
-"""Lookahead: a Jacobi window writes n-grams into a pool, and those that fit are verified beside it.
+"""Lookahead: a Jacobi window fills a pool with n-grams, and fitting ones are verified beside it.
 
-Shapes: B rows, N draft nodes, W columns of the window, J = `ngram` - 1 levels of it, P n-grams of
-the pool, G guesses.
+Shapes: B rows, N tokens of an n-gram, W columns of the window, J = N - 1 levels of it, M = J * W,
+P n-grams of the pool, G guesses.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from kangaroo.engine.tree import Draft, Tree, Verdict
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import MOST_NODES, DraftSize, Range, check_nodes
 
-POOL = 4096  # n-grams that are kept of a row; those of the prompt are there from the start
+POOL_SIZE = 4096  # n-grams of a row, those of the prompt included
 
 
 @dataclass
@@ -28,10 +28,9 @@ class LookaheadConfig(DrafterConfig):
     A round verifies (window + guesses) * (ngram - 1) nodes beside the pending token.
 
     Args:
-        window: places ahead of the text that are guessed at a time (the paper's W).
+        window: positions ahead of the text that are guessed at a time (the paper's W).
         ngram: tokens of an n-gram (N).
-        guesses: n-grams that are verified a round (G), the newest that start with the pending
-            token.
+        guesses: n-grams to verify in a round (G), the newest that start with the pending token.
     """
 
     name: str = "lookahead"
@@ -45,7 +44,7 @@ class LookaheadConfig(DrafterConfig):
 
     @property
     def nodes(self) -> int:
-        """Of a round, the pending token aside."""
+        """The nodes of a round, without the pending token."""
         return (self.window + self.guesses) * (self.ngram - 1)
 
     def build(self, lm: TargetModel) -> Drafter:
@@ -53,11 +52,12 @@ class LookaheadConfig(DrafterConfig):
 
 
 class Lookahead(Drafter):
-    """The window's level j holds tokens j + 1 places after the pending one, and on by column.
+    """The window's level j holds tokens for the position j + 1 after the pending token and those
+    that follow, one a column.
 
-    Level 0 is a chain, and each column hangs below its token there. What the target writes after
-    the last level completes an n-gram a column, and is the next last level: the levels move down by
-    one a round. A row's window and pool are fixed by its text alone."""
+    Level 0 is a chain, and each column hangs below its token there. The target's choices after the
+    last level complete an n-gram in each column and become the new last level; the first level is
+    dropped. A row's window and pool depend only on its text."""
 
     def __init__(self, options: LookaheadConfig):
         self.options, self.levels = options, options.ngram - 1
@@ -67,67 +67,61 @@ class Lookahead(Drafter):
         size, options, device = batch.size, self.options, batch.length_B.device
         self.tree = topology(options.window, self.levels, options.guesses, device)
         self.window_BJW = batch.length_B.new_zeros(size, self.levels, options.window)
-        # the newest first; -1 where there is none
-        self.pool_BPN = batch.length_B.new_full((size, POOL, options.ngram), -1)
+        # the newest first; -1 in free places
+        self.pool_BPN = batch.length_B.new_full((size, POOL_SIZE, options.ngram), -1)
         self.rows = RowStates(self._start)
         self.proposed: Draft | None = None
 
     def propose(self, batch: Batch) -> Draft:
         for row, text in enumerate(batch.texts):
-            self.rows.of(row, text)
+            self.rows.get(row, text)
         pending_B1, guesses = batch.last(1), self.options.guesses
-        age_P = torch.arange(POOL, device=pending_B1.device)
-        fits_BP = self.pool_BPN[..., 0] == pending_B1
-        age_BP = torch.where(fits_BP, age_P, POOL)
-        age_BG = age_BP.topk(guesses, largest=False, sorted=True).values
-        found_BG = age_BG < POOL
-        index_BGJ = (age_BG * found_BG)[..., None].expand(-1, -1, self.levels)
-        # where nothing fits the tokens are padding, which has to be of the vocabulary all the same
+        index_P = torch.arange(POOL_SIZE, device=pending_B1.device)
+        index_BP = torch.where(self.pool_BPN[..., 0] == pending_B1, index_P, POOL_SIZE)
+        index_BG = index_BP.topk(guesses, largest=False, sorted=True).values
+        found_BG = index_BG < POOL_SIZE
+        index_BGJ = (index_BG * found_BG)[..., None].expand(-1, -1, self.levels)
+        # padding, too, must be in the vocabulary
         guess_BGJ = self.pool_BPN[..., 1:].gather(1, index_BGJ).clamp(min=0)
-        window_BM = self.window_BJW.flatten(1)
-        found_BM = found_BG[..., None].expand_as(guess_BGJ).flatten(1)
-        always_BM = torch.ones_like(window_BM, dtype=torch.bool)
-        self.proposed = Draft(
-            tokens_BN=torch.cat([pending_B1, window_BM, guess_BGJ.flatten(1)], 1),
-            tree=self.tree,
-            valid_BN=torch.cat([always_BM[:, :1], always_BM, found_BM], 1),
-        )
+        tokens_BN = torch.cat([pending_B1, self.window_BJW.flatten(1), guess_BGJ.flatten(1)], 1)
+        valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
+        valid_BN[:, -guesses * self.levels :] = found_BG[..., None].expand_as(guess_BGJ).flatten(1)
+        self.proposed = Draft(tokens_BN, self.tree, valid_BN)
         return self.proposed
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         proposed, self.proposed = self.proposed, None
-        if draft is not proposed:  # another draft was verified, whose nodes are not the window
+        if draft is not proposed:  # another drafter's nodes, which are not the window
             return
         last = 1 + (self.levels - 1) * self.options.window
         new_BW = verdict.choice_BN[:, last : last + self.options.window]
-        self.window_BJW = torch.cat([self.window_BJW, new_BW[:, None]], 1)
-        self.pool_BPN = remember(self.pool_BPN, self.window_BJW.transpose(1, 2))
-        self.window_BJW = self.window_BJW[:, 1:]
+        levels_BNW = torch.cat([self.window_BJW, new_BW[:, None]], 1)
+        self.pool_BPN = add_ngrams(self.pool_BPN, levels_BNW.transpose(1, 2))
+        self.window_BJW = levels_BNW[:, 1:]
 
     def _start(self, row: int, text: list[int]) -> None:
-        """Of a text that has taken a row, window and pool."""
+        """Fill the window and the pool of a row from its text."""
         options, device = self.options, self.window_BJW.device
-        reach = options.window + self.levels - 1
-        tail = (text * (1 + reach // len(text)))[-reach:]
-        tail_R = torch.tensor(tail, device=device)
-        self.window_BJW[row] = tail_R.unfold(0, options.window, 1)
-        grams = list(zip(*(text[i:] for i in range(options.ngram)), strict=False))
-        newest = list(dict.fromkeys(reversed(grams)))[:POOL]
+        width = options.window + self.levels - 1
+        tail = (text * (1 + width // len(text)))[-width:]
+        self.window_BJW[row] = torch.tensor(tail, device=device).unfold(0, options.window, 1)
+        ngrams = list(zip(*(text[i:] for i in range(options.ngram)), strict=False))
+        newest = list(dict.fromkeys(reversed(ngrams)))[:POOL_SIZE]
         self.pool_BPN[row] = -1
         if newest:
             self.pool_BPN[row, : len(newest)] = torch.tensor(newest, device=device)
 
 
-def remember(pool_BPN: Tensor, grams_BWN: Tensor) -> Tensor:
-    """The pool with new n-grams in front, the last of them first, and none of them twice. Those
-    that have been new for longest ago fall out."""
-    size, pool_BPN = pool_BPN.shape[1], torch.cat([grams_BWN.flip(1), pool_BPN], 1)
-    n_new = grams_BWN.shape[1]
-    same_BPW = (pool_BPN[:, :, None] == pool_BPN[:, None, :n_new]).all(-1)
-    again_BP = (same_BPW.tril(-1)).any(-1)  # column i is at place i, and newer than those after it
-    kept_BP = (pool_BPN[..., 0] >= 0) & ~again_BP
-    place_BP = torch.where(kept_BP, kept_BP.cumsum(1) - 1, size).clamp(max=size)
-    ordered_BPN = torch.full_like(pool_BPN[:, : size + 1], -1)  # the last place is for what goes
+def add_ngrams(pool_BPN: Tensor, ngrams_BWN: Tensor) -> Tensor:
+    """The pool with new n-grams in front, the last of them first, without duplicates and as long as
+    before: the oldest n-grams are dropped."""
+    size, n_new = pool_BPN.shape[1], ngrams_BWN.shape[1]
+    pool_BPN = torch.cat([ngrams_BWN.flip(1), pool_BPN], 1)
+    equal_BPW = (pool_BPN[:, :, None] == pool_BPN[:, None, :n_new]).all(-1)
+    repeats_BP = equal_BPW.tril(-1).any(-1)  # equals a newer one
+    keep_BP = (pool_BPN[..., 0] >= 0) & ~repeats_BP
+    place_BP = torch.where(keep_BP, keep_BP.cumsum(1) - 1, size).clamp(max=size)
+    ordered_BPN = torch.full_like(pool_BPN[:, : size + 1], -1)  # dropped ones take the last place
     ordered_BPN.scatter_(1, place_BP[..., None].expand_as(pool_BPN), pool_BPN)
     return ordered_BPN[:, :size]
 
@@ -136,7 +130,7 @@ def remember(pool_BPN: Tensor, grams_BWN: Tensor) -> Tensor:
 def topology(window: int, levels: int, guesses: int, device: torch.device) -> Tree:
     """The root, the window level by level, then the guesses one by one."""
     parents = [0, *range(window)]  # level 0 is a chain
-    parents += range(1, 1 + (levels - 1) * window)  # a window's width before
+    parents += range(1, 1 + (levels - 1) * window)  # one level before
     first = len(parents)
     parents += [first + i - 1 if i % levels else 0 for i in range(guesses * levels)]
     return Tree(torch.tensor([parents], device=device), max_depth=window + levels - 1)

@@ -1,6 +1,6 @@
-"""Medusa: heads on the target's final state guess the next tokens, and a static tree tries them.
+"""Medusa: heads on the target's final state guess the next tokens, which form a static tree.
 
-Shapes: B rows, N draft nodes, D hidden size, K draft vocabulary, C candidates of a head.
+Shapes: B rows, N draft nodes, D hidden size, K draft vocabulary.
 """
 
 import heapq
@@ -25,7 +25,8 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Count, DraftSize
 
-Choices = Sequence[tuple[int, ...]]
+Path = tuple[int, ...]  # of a node: the rank of each token among its head's guesses
+Paths = Sequence[Path]
 
 
 @dataclass
@@ -34,8 +35,8 @@ class MedusaConfig(TrainedConfig):
 
     Args:
         adapter: folder or hub id of trained heads (`python train.py adapter=medusa`).
-        nodes: size of the tree, the pending token aside; the paper's has 63.
-        top_k: guesses of each head that the tree may hold; 1 is a chain.
+        nodes: the size of the tree without the pending token (the paper: 63).
+        top_k: the most guesses of each head in the tree; 1 is a chain.
     """
 
     name: str = "medusa"
@@ -49,82 +50,74 @@ class MedusaConfig(TrainedConfig):
     def load(self, lm: TargetModel) -> tuple[MedusaHeads, list[DraftHead]]:
         return adapter_files.load(self.adapter, lm, MedusaHeads)
 
-    def of(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
-        """Errors: `ConfigError`."""
-        if self.top_k == 1:  # then it does not matter how often guesses are right
-            guesses = [[1.0]] * trained.architecture.heads
+    def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
+        if self.top_k == 1:  # a chain, however often guesses are right
+            chances = [[1.0]] * trained.architecture.heads
         else:
-            guesses = adapter_files.read_config(self.adapter).facts["guesses"]
-        choices = sparse_tree([right[: self.top_k] for right in guesses], self.nodes)
-        return Medusa(lm, trained, heads, choices)
+            chances = adapter_files.read_config(self.adapter).facts["guesses"]
+        paths = sparse_tree([ranked[: self.top_k] for ranked in chances], self.nodes)
+        return Medusa(lm, trained, heads, paths)
 
 
-def likeliest_paths(guesses: Sequence[Sequence[float]]) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Paths of ranks and how often all of a path is right, the likeliest first, and a path after
-    its beginnings, where `guesses[k][i]` says how often guess i of head k is right, by itself."""
-    # of equals the shallower is first
-    open_nodes: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]
-    while open_nodes:
-        value, depth, path = heapq.heappop(open_nodes)
+def likeliest_paths(chances: Sequence[Sequence[float]]) -> Iterator[tuple[Path, float]]:
+    """Paths, each with the chance that all of it is right, the likeliest first and a path after its
+    prefixes. `chances[k][i]` is how often guess i of head k is right by itself."""
+    heap: list[tuple[float, int, Path]] = [(-1.0, 0, ())]  # of equals the shallower is first
+    while heap:
+        value, depth, path = heapq.heappop(heap)
         if path:
             yield path, -value
-        if depth < len(guesses):
-            for rank, right in enumerate(guesses[depth]):
-                heapq.heappush(open_nodes, (value * right, depth + 1, (*path, rank)))
+        if depth < len(chances):
+            for rank, chance in enumerate(chances[depth]):
+                heapq.heappush(heap, (value * chance, depth + 1, (*path, rank)))
 
 
-def sparse_tree(guesses: Sequence[Sequence[float]], nodes: int) -> Choices:
-    """The tree of `nodes` nodes with the highest expected acceptance. Errors: `ConfigError` for no
-    heads, or no guesses.
-
-    Source: Medusa, arXiv 2401.10774, appendix on optimised tree construction.
-    """
-    if not guesses or not guesses[0]:
+def sparse_tree(chances: Sequence[Sequence[float]], nodes: int) -> Paths:
+    """The tree of `nodes` nodes with the highest expected acceptance (Medusa, arXiv 2401.10774,
+    appendix on optimised tree construction). Errors: `ConfigError` without chances."""
+    if not chances or not chances[0]:
         raise ConfigError(
             "the heads' config.json does not say how often their guesses are right; train them "
             "again."
         )
-    paths = [path for path, _ in islice(likeliest_paths(guesses), nodes)]
+    paths = [path for path, _ in islice(likeliest_paths(chances), nodes)]
     return sorted(paths, key=lambda path: (len(path), path))
 
 
 class Medusa(Drafter):
-    """Reads the target's final state of the last token that is in the cache. There is an LM head
-    for each head, or one for all; `choices` are the tree's nodes as paths of ranks, parents first.
-    """
+    """Reads the target's final state of the last token in the cache. `lm_heads` has an LM head for
+    each of the heads, or one for all; `paths` has the nodes of the tree, parents first."""
 
     def __init__(
-        self, lm: TargetModel, heads: MedusaHeads, lm_heads: Sequence[DraftHead], choices: Choices
+        self, lm: TargetModel, heads: MedusaHeads, lm_heads: Sequence[DraftHead], paths: Paths
     ):
-        self.lm, self.heads = lm, heads
+        self.lm, self.heads, self.taps = lm, heads, (lm.n_layers,)
         self.draft_heads = [head.accelerate(lm) for head in lm_heads]
-        self.taps = (lm.n_layers,)
-        self.max_nodes = len(choices)
-        self.depth = max(map(len, choices))
-        self.top_k = 1 + max(path[-1] for path in choices)
-        index, device = {path: i for i, path in enumerate([(), *choices])}, lm.device
-        self.head_N = torch.tensor([len(path) - 1 for path in choices], device=device)
-        self.rank_N = torch.tensor([path[-1] for path in choices], device=device)
-        parents_1N = torch.tensor([[0, *(index[path[:-1]] for path in choices)]], device=device)
-        chain = Tree.chain(1 + len(choices), device)
+        self.max_nodes, self.depth = len(paths), max(map(len, paths))
+        self.top_k = 1 + max(path[-1] for path in paths)
+        index, device = {path: i for i, path in enumerate([(), *paths])}, lm.device
+        self.head_N = torch.tensor([len(path) - 1 for path in paths], device=device)
+        self.rank_N = torch.tensor([path[-1] for path in paths], device=device)
+        parents_1N = torch.tensor([[0, *(index[path[:-1]] for path in paths)]], device=device)
+        chain = Tree.chain(1 + len(paths), device)
         self.tree = chain if self.top_k == 1 else Tree(parents_1N, max_depth=self.depth)
 
     def begin(self, batch: Batch) -> None:
-        size, here = (batch.size, self.lm.config.hidden_size), self.lm.layer_devices[-1]
-        self.final_BD = torch.zeros(size, dtype=self.lm.dtype, device=here)
+        shape, device = (batch.size, self.lm.config.hidden_size), self.lm.layer_devices[-1]
+        self.final_BD = torch.zeros(shape, dtype=self.lm.dtype, device=device)
 
     def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
         self.final_BD[meta.rows] = taps[self.lm.n_layers][:, -1]
 
     def propose(self, batch: Batch) -> Draft:
         h_B1D = self.lm.norm(self.final_BD[:, None])
-        guessed = []
+        guesses = []
         for index in range(self.depth):
             head = self.draft_heads[min(index, len(self.draft_heads) - 1)]
             logits_B1K = head(self.heads(h_B1D, index)[:, 0])[:, None]
-            drawn_by = batch.length_B[:, None] + index, batch.sampling, batch.seeds_B
-            guessed.append(head.candidates(logits_B1K, *drawn_by, self.top_k))
-        drafted_BN = torch.cat(guessed, 1)[:, self.head_N, self.rank_N]
+            noise = batch.length_B[:, None] + index, batch.sampling, batch.seeds_B
+            guesses.append(head.candidates(logits_B1K, *noise, self.top_k))
+        drafted_BN = torch.cat(guesses, 1)[:, self.head_N, self.rank_N]
         tokens_BN = torch.cat([batch.last(1), drafted_BN], 1)
         return Draft(tokens_BN, self.tree, torch.ones_like(tokens_BN, dtype=torch.bool))
 

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the text's last tokens where they stood before follows again."""
+"""Prompt lookup: drafts what followed the text's last tokens where they occurred before."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ class PromptLookupConfig(DrafterConfig):
     """Prompt lookup decoding (Saxena 2023).
 
     Args:
-        max_matching_ngram_size: tokens at the end of the text that are looked for; where they stand
-            nowhere else, one less, down to a single one.
-        num_pred_tokens: at most this many draft tokens a round.
+        max_matching_ngram_size: the most tokens at the end of the text to look up; if they occur
+            nowhere else, fewer, down to a single one.
+        num_pred_tokens: the most draft tokens of a round.
     """
 
     name: str = "prompt_lookup"
@@ -27,38 +27,36 @@ class PromptLookupConfig(DrafterConfig):
 
 
 class PromptLookup(FromText):
-    """Drafts as transformers' `PromptLookupCandidateGenerator` does, token for token. The longest
-    n-gram counts, of its places the first; a draft ends before an EOS."""
+    """Drafts as transformers' `PromptLookupCandidateGenerator` does, token for token: the first
+    occurrence of the longest n-gram counts, and a draft ends before an EOS."""
 
     def __init__(self, max_matching_ngram_size: int = 3, num_pred_tokens: int = 10):
-        self.largest, self.max_nodes = max_matching_ngram_size, num_pred_tokens
+        self.max_ngram, self.max_nodes = max_matching_ngram_size, num_pred_tokens
 
     def begin(self, batch: Batch) -> None:
-        self.batch = batch
-        self.grams = RowStates(lambda _, text: Grams(text, self.largest))
+        self.eos_ids = batch.ends
+        self.ngrams = RowStates(lambda row, text: Ngrams(text, self.max_ngram))
 
     def continuation(self, row: int, text: list[int]) -> list[int]:
-        grams, ends = self.grams.of(row, text), self.batch.ends[row]
-        grams.grow()
-        for n in range(min(self.largest, len(text) - 1), 0, -1):
-            if (end := grams.ends.get(tuple(text[-n:]))) is not None:
-                tokens = text[end : end + self.max_nodes]
-                return tokens[: next((i for i, token in enumerate(tokens) if token in ends), None)]
+        ends = self.ngrams.get(row, text).find_ends()
+        for n in range(min(self.max_ngram, len(text) - 1), 0, -1):
+            if (end := ends.get(tuple(text[-n:]))) is not None:
+                tokens, eos_ids = text[end : end + self.max_nodes], self.eos_ids[row]
+                return tokens[: next((i for i, x in enumerate(tokens) if x in eos_ids), None)]
         return []
 
 
-class Grams:
-    """Where each n-gram of a text, which grows elsewhere, ends for the first time, for all n up to
-    `largest`."""
+class Ngrams:
+    """The n-grams of a growing text, for all n up to `max_ngram`."""
 
-    def __init__(self, text: list[int], largest: int):
-        self.text, self.largest = text, largest
+    def __init__(self, text: list[int], max_ngram: int):
+        self.text, self.max_ngram, self.n_read = text, max_ngram, 0
         self.ends: dict[tuple[int, ...], int] = {}
-        self.read = 0  # the last end that has been read
 
-    def grow(self) -> None:
-        """Read what has been added, but for grams at the very end: nothing follows these yet."""
-        for end in range(self.read + 1, len(self.text)):
-            for n in range(1, min(self.largest, end) + 1):
+    def find_ends(self) -> dict[tuple[int, ...], int]:
+        """Where each n-gram first ends, except at the text's end, where nothing follows yet."""
+        for end in range(self.n_read + 1, len(self.text)):
+            for n in range(1, min(self.max_ngram, end) + 1):
                 self.ends.setdefault(tuple(self.text[end - n : end]), end)
-            self.read = end
+            self.n_read = end
+        return self.ends

@@ -1,4 +1,4 @@
-"""SWIFT: attention and feed-forward parts are skipped, other ones from one round to the next.
+"""SWIFT: drafts skip attention and feed-forward parts, which are searched while decoding.
 
 Shapes: M positions of a text, R rows, T tokens a row, D hidden size.
 """
@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kangaroo.drafters import layer_search
 from kangaroo.drafters.autoregressive import Choice, LayerChoice
 from kangaroo.drafters.base import ChainConfig, Drafter
-from kangaroo.drafters.layer_search import Subset
+from kangaroo.drafters.layer_search import Subset, expected_speedup, first_drafts, neighbour, runs
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.sampling import pick
@@ -23,26 +22,26 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Chance, CountOrZero, DraftSize, Seed, Share
 
 FEED_FORWARD = "feed_forward_norm", "gate", "up", "down"  # weights
-LEAST_JUDGED = 8  # written tokens that a set is judged by at least
+MIN_TOKENS = 8  # generated tokens that it takes to try a set
 
 
 @dataclass
 class SwiftConfig(ChainConfig):
     """SWIFT (arXiv 2410.06916): before a round another set of skipped parts is tried on the last
-    tokens that were written, in one pass, and taken where it is better than the one at hand.
+    generated tokens, in one pass, and replaces the current set if it is better.
 
-    In the paper a set is random and of a fixed size, or every 25th time from Bayesian optimisation,
-    and its matchness alone decides; here it is a neighbour of the best one so far, of any size, and
-    the speedup decides that its matchness lets expect. Here each text begins the search anew, so
-    that it is the same whatever came before, and drafts are chains, without further candidates.
+    The paper tries random sets of a fixed size, and every 25th time one from Bayesian optimisation;
+    the matchness decides. Here a set is a neighbour of the best one so far, of any size, and the
+    speedup expected from its matchness decides. Each text begins the search anew, so that its
+    drafts do not depend on earlier texts, and drafts are chains without further candidates.
 
     Args:
-        skip_share: of the attention and feed-forward parts, that a text begins without (the paper's
-            r): evenly spaced, without the first and the last layer's.
-        window: written tokens that a set is tried on (gamma); from 8 on it is those there are.
-        proposals: sets that are tried in a text (S), the first of them that it begins with.
+        skip_share: the share of attention and feed-forward parts that are skipped at first (the
+            paper's r), evenly spaced, none of the first and the last layer.
+        window: generated tokens that a set is tried on (gamma); early in a text fewer, at least 8.
+        proposals: sets that are tried in a text (S), the one that it begins with included.
         goal: the matchness that ends the search.
-        seed: of the sets that are tried.
+        seed: the seed of the sets that are tried.
     """
 
     name: str = "swift"
@@ -58,12 +57,12 @@ class SwiftConfig(ChainConfig):
 
 @dataclass(kw_only=True)
 class Search(Choice):
-    """`skip` is the best set so far."""
+    """The search of a text; `skip` is the best set so far."""
 
-    prompt: int  # tokens
-    left: int  # sets that may still be tried
+    prompt_tokens: int
+    proposals_left: int
     rng: random.Random
-    speedup: float = 0.0  # that is expected of the best set
+    speedup: float = 0.0  # expected with `skip`
     tried: set[Subset] = field(default_factory=set)
 
 
@@ -71,60 +70,61 @@ class Swift(LayerChoice):
     def __init__(self, lm: TargetModel, options: SwiftConfig):
         halves, self.options = HalfLayers(lm), options
         first = evenly(range(2, halves.n_layers - 2), options.skip_share, halves.n_layers)
-        super().__init__(lm, halves, first, options, options.window)
+        super().__init__(lm, halves, first, options)
+        self.max_nodes = max(self.steps, options.window)
 
     def start(self, row: int, text: list[int]) -> Search:
-        rng, left = random.Random(self.options.seed), self.options.proposals
-        return Search(skip=self.first, prompt=len(text) - 1, left=left, rng=rng)
+        rng, proposals = random.Random(self.options.seed), self.options.proposals
+        return Search(self.first, prompt_tokens=len(text) - 1, proposals_left=proposals, rng=rng)
 
     def improve(self, batch: Batch, choices: dict[int, Any]) -> None:
-        layers = self.cut.n_layers
         for row, search in choices.items():
-            count = min(len(batch.texts[row]) - search.prompt, self.options.window)
-            if not search.left or count < LEAST_JUDGED:
+            count = min(len(batch.texts[row]) - search.prompt_tokens, self.options.window)
+            if not search.proposals_left or count < MIN_TOKENS:
                 continue
-            subset, search.left = search.skip, search.left - 1
+            subset, search.proposals_left = search.skip, search.proposals_left - 1
             if search.tried:
-                subset = layer_search.neighbour(subset, layers, search.rng)
+                subset = neighbour(subset, self.layered.n_layers, search.rng)
             if subset in search.tried:
                 continue
             search.tried.add(subset)
             matchness = self.matchness(batch, row, subset, count)
             cost = self.cost_without(subset)
-            speedup = layer_search.expected_speedup(matchness, cost, self.steps)
+            speedup = expected_speedup(matchness, cost, self.steps)
             if speedup >= search.speedup:
                 search.skip, search.speedup = subset, speedup
-                search.left *= matchness < self.options.goal
+                search.proposals_left *= matchness < self.options.goal
 
     def matchness(self, batch: Batch, row: int, skip: Subset, count: int) -> float:
         """The share of a row's last `count` tokens that would have been right as first drafts."""
-        lm, text, of_row = self.lm, batch.texts[row], slice(row, row + 1)
-        base_1, at = batch.base_B[of_row], torch.arange(-count, 0, device=lm.device)
-        place = base_1[:, None] + at, base_1, len(text) - 1 + count, batch.n_slots
-        meta = replace(layer_search.first_drafts(lm, *place), rows=of_row, recordable=False)
+        lm, text, rows = self.lm, batch.texts[row], slice(row, row + 1)
+        base_1, offsets_M = batch.base_B[rows], torch.arange(-count, 0, device=lm.device)
+        positions_1M = base_1[:, None] + offsets_M
+        place = positions_1M, base_1, len(text) - 1 + count, batch.n_slots
+        meta = replace(first_drafts(lm, *place), rows=rows, recordable=False)
         x_1MD = lm.embed(torch.tensor([text[-count - 1 : -1]], device=lm.device))
-        for layers in layer_search.runs(skip, self.cut.n_layers):
-            x_1MD, _ = self.cut.run(x_1MD, batch.cache, meta, layers)
-        how = batch.sampling.reading(batch.settings_B3[of_row])
-        drafted_1M = pick(lm.logits(x_1MD), place[0] + 1, how, batch.seeds_B[of_row])
+        for layers in runs(skip, self.layered.n_layers):
+            x_1MD, _ = self.layered.run(x_1MD, batch.cache, meta, layers)
+        sampling = batch.sampling.reading(batch.settings_B3[rows])
+        drafted_1M = pick(lm.logits(x_1MD), positions_1M + 1, sampling, batch.seeds_B[rows])
         pairs = zip(drafted_1M[0].tolist(), text[-count:], strict=True)  # a sync
         return sum(drafted == token for drafted, token in pairs) / count
 
 
-def evenly(places: range, share: float, of: int) -> Subset:
-    """So many of the places, that share of `of` or all, with even gaps."""
-    count = min(round(share * of), len(places))
-    return tuple(places[int((i + 0.5) * len(places) / count)] for i in range(count))
+def evenly(layers: range, share: float, total: int) -> Subset:
+    """Evenly spaced ones of these layers, as many as that share of `total`, or all."""
+    count = min(round(share * total), len(layers))
+    return tuple(layers[int((i + 0.5) * len(layers) / count)] for i in range(count))
 
 
 class HalfLayers(TargetModel):
-    """The same model with the same weights, of twice as many layers: of each its attention, then
-    its feed-forward part. It runs on the target's cache, as fast as the target."""
+    """The same model and weights as twice as many layers, each an attention or a feed-forward part.
+    It runs on the target's cache, as fast as the target."""
 
     def __init__(self, lm: TargetModel):
         super().__init__(lm.hf)
-        names = "mlp", "self_attn"  # what is left out of a half
-        self.layers = nn.ModuleList(without(layer, name) for layer in lm.layers for name in names)
+        removed = "mlp", "self_attn"  # from the two halves of a layer
+        self.layers = nn.ModuleList(without(layer, name) for layer in lm.layers for name in removed)
         self.layer_devices = [device for device in lm.layer_devices for _ in range(2)]
         self.windowed = [windowed for windowed in lm.windowed for _ in range(2)]
         self.acceleration = lm.acceleration
@@ -134,7 +134,7 @@ class HalfLayers(TargetModel):
 
 
 class Nothing(nn.Module):
-    """Stands where a part is left out, and adds nothing."""
+    """Takes the place of a removed part, and adds nothing."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -146,30 +146,30 @@ class Nothing(nn.Module):
 
 
 def without(layer: nn.Module, name: str) -> nn.Module:
-    """The layer without that part; the others are shared, and it stays as it was."""
+    """A copy of the layer without that part, which shares the others."""
     half = copy(layer)
     half._modules = layer._modules | {name: Nothing(name)}
     return half
 
 
 def halves(layer: Any) -> list[Any]:
-    """The `LayerWeights` of its attention alone, and of its feed-forward part alone."""
+    """A layer's `LayerWeights` with the attention alone, and with the feed-forward part alone."""
     others = vars(layer).keys() - set(FEED_FORWARD)
     return [replace(layer, **dict.fromkeys(names)) for names in (FEED_FORWARD, others)]
 
 
 class HalfStack:
-    """A stack of half layers on a cache of whole ones."""
+    """A stack of half layers on a cache of whole layers."""
 
     def __init__(self, stack: Any):
         self.stack, self.takes = stack, stack.takes
 
     def __call__(self, x_RTD: Tensor, cache: KVCache, meta: ForwardMeta, layers: range) -> Tensor:
-        return self.stack(x_RTD, Doubled(cache), meta, layers)
+        return self.stack(x_RTD, HalfLayerCache(cache), meta, layers)
 
 
-class Doubled(KVCache):
-    """The same memory, where each layer's keys and values have two numbers."""
+class HalfLayerCache(KVCache):
+    """The same memory with each layer's keys and values under two numbers."""
 
     def __init__(self, cache: KVCache):
         self.n_slots = cache.n_slots

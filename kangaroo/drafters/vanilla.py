@@ -10,7 +10,7 @@ from kangaroo.models.target import TargetModel
 
 @dataclass
 class VanillaConfig(DrafterConfig):
-    """It has nothing to choose."""
+    """Vanilla decoding has no options."""
 
     name: str = "vanilla"
 

@@ -111,7 +111,7 @@ def decode(
     metrics: dict[str, float] = {}
     for trainee in trainees:
         method = DRAFTERS[trainee.recipe.architecture.drafter]
-        drafter = method.chain(STEPS).of(lm, *frozen_copy(lm, trainee))
+        drafter = method.chain(STEPS).build_from(lm, *frozen_copy(lm, trainee))
         engine = Engine(lm, drafter, always_drafts=True)
         generations = engine.generate(prompts, new_tokens, Sampling(), batch_size=_ROWS)
         steps = [step for generation in generations for step in generation.steps]

@@ -14,7 +14,7 @@ from helpers import check_drafts, eagle_for, paths_of, random_prompts, tiny
 from kangaroo.drafters import lookahead
 from kangaroo.drafters.eagle import EagleTree
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, kept
+from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, kept_nodes
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
@@ -90,10 +90,24 @@ def test_the_tree_is_the_one_of_the_definition(case, sampling, kind, threshold, 
     assert any(beside) == (is_eagle and nodes == 14)  # nodes that no level took
 
 
-def test_a_node_that_does_not_pay_alone_is_left_where_it_pays_with_others():
-    score_BN, worth_W = torch.tensor([[1.0, 0.6, 0.5, 0.4]]), torch.tensor([0.7, 0.3, 0.3])
-    parents_BN, every_BN = torch.tensor([[0, 0, 1, 2]]), torch.ones(1, 4, dtype=torch.bool)
-    assert kept(score_BN, parents_BN, every_BN, worth_W, halves=False).all()
+def test_pruning_keeps_parents_and_the_most_confident():
+    # 0 - 1 - 3 - 5, 0 - 2, 1 - 4: childless are 2, 4 and 5
+    parents_BN = torch.tensor([[0, 0, 0, 1, 1, 3]])
+    score_BN = torch.tensor([[1.0, 0.6, 0.3, 0.5, 0.1, 0.4]])
+    every_BN = torch.ones_like(parents_BN, dtype=torch.bool)
+    root_BN, sure_BN = every_BN & (torch.arange(6) == 0), torch.ones(1, 6)  # ties: parents first
+
+    def nodes(score_BN, valid_BN, *worth: float, halves: bool = False) -> list[int]:
+        limits = torch.tensor(worth), halves
+        return kept_nodes(score_BN, parents_BN, valid_BN, *limits)[0].nonzero()[:, 0].tolist()
+
+    assert nodes(score_BN, every_BN, *[0.0] * 9, halves=True) == [0, 1, 2, 3, 5]
+    assert nodes(score_BN, every_BN, 0.0, 0.0, halves=True) == [0, 1, 3]
+    assert nodes(score_BN, every_BN, 0.05, 0.05) == [0, 1, 3]
+    assert nodes(score_BN, root_BN, *[0.0] * 9, halves=True) == [0]
+    assert nodes(score_BN, every_BN, *[0.3] * 9) == [0, 1, 3, 5]
+    assert nodes(score_BN, every_BN, 0.7, 0.3, 0.3, 0.5) == [0, 1, 3, 5]  # together they pay
+    assert nodes(sure_BN, every_BN, 0.0) == [0, 1]
 
 
 def test_trees_that_cannot_be_are_refused_by_name(case):
@@ -118,7 +132,7 @@ class Reference:
     def insert(self, gram: tuple[int, ...]) -> None:
         if gram in self.pool:
             self.pool.remove(gram)
-        self.pool = [gram, *self.pool][: lookahead.POOL]
+        self.pool = [gram, *self.pool][: lookahead.POOL_SIZE]
 
     def paths(self, pending: int) -> list[tuple[int, ...]]:
         """The tokens from the root to every node, in the order of the nodes."""
@@ -151,7 +165,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
 def test_drafts_are_those_of_the_algorithm_in_lists(case, monkeypatch, options, sampling):
-    monkeypatch.setattr(lookahead, "POOL", 7 if options.window == 3 else 64)
+    monkeypatch.setattr(lookahead, "POOL_SIZE", 7 if options.window == 3 else 64)
     drafter = Lookahead(options)
     observe, guessed = drafter.observe, []
     references: dict[int, tuple[list[int], Reference]] = {}

@@ -17,7 +17,7 @@ from kangaroo.drafters.expected_gain import (
     best_tree,
     drafting_pays,
 )
-from kangaroo.drafters.hybrid import Hybrid
+from kangaroo.drafters.hybrid import Hybrid, HybridConfig
 from kangaroo.drafters.suffix import SuffixAutomaton
 from kangaroo.drafters.token_recycling import TokenRecycling
 from kangaroo.engine.engine import Engine
@@ -26,18 +26,19 @@ from kangaroo.engine.sampling import Sampling
 
 NODES, STEPS = 6, 3
 COSTS = Costs([1 + 0.02 * node for node in range(NODES + 1)], 0.05, 1.0)
+RECYCLING = HybridConfig(steps=3, threshold=0, nodes=NODES, recycle=True)
 
 
 def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed) -> Sources:
     """What the sources say after a text, trusted as the drafter's are."""
-    trusted = drafter.rows.of(row, text)
+    trusted = drafter.rows.get(row, text)
     length, _ = longest_earlier_match(text)
     lookup, chain = Lookup(), DraftedChain()
     lookup.shift, chain.shift = trusted.lookups[0].shift, trusted.chain.shift
-    lookup.match(length, SuffixAutomaton(text).continuation(NODES))
+    lookup.set_match(length, SuffixAutomaton(text).continuation(NODES))
     sources = Sources([lookup], chain)
     while len(chain.tokens) < STEPS and drafting_pays(COSTS, sources, NODES):
-        chain.append(choices_without_cache(case, text, chain.tokens, sampling, seed, 3))
+        chain.add(choices_without_cache(case, text, chain.tokens, sampling, seed, 3))
         if chain.confidence <= drafter.threshold:
             break
     return sources
@@ -48,9 +49,10 @@ def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed
 def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a_cache(
     case, monkeypatch, sampling, rows, threshold, beside
 ):
-    monkeypatch.setattr(expected_gain, "NEXT_CHANCE_BESIDE_LOOKUP", beside)
+    monkeypatch.setattr(expected_gain, "NEXT_CHANCE_WITH_LOOKUP", beside)
     drafted = []
-    drafter = Hybrid(case.lm, case.adapter, STEPS, threshold, costs=COSTS, nodes=NODES)
+    options = HybridConfig(steps=STEPS, threshold=threshold, nodes=NODES)
+    drafter = Hybrid(case.lm, case.adapter, options, costs=COSTS)
 
     def check(batch, draft, row):
         text, seed = batch.texts[row], batch.seeds[row]
@@ -67,7 +69,8 @@ def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a
 
 def test_a_draft_ends_with_what_ends_the_text():
     lm = tiny("llama", eos_token_id=5)
-    drafter = Hybrid(lm, adapter_for(lm), costs=COSTS, nodes=NODES)
+    options = HybridConfig(threshold=0, nodes=NODES)
+    drafter = Hybrid(lm, adapter_for(lm), options, costs=COSTS)
     engine = Engine(lm, drafter)
     for ignored, expected in (False, [3, 5]), (True, [3, 5, 4, 1, 2, 3]):
         batch = engine.open(1, 60, Sampling())
@@ -85,8 +88,8 @@ def shifts(sources: Sources) -> list[float]:
 @pytest.mark.parametrize("compiled", [False, True], ids=["tensors", "native"])
 def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled):
     case = case_of("llama-compiled" if compiled else "llama", "sampled")
-    options = {"costs": COSTS, "nodes": NODES, "recycle": True, "store_tokens": 100}
-    engine = Engine(case.lm, drafter := Hybrid(case.lm, case.adapter, **options))
+    options = HybridConfig(threshold=0, nodes=NODES, recycle=True, store_tokens=100)
+    engine = Engine(case.lm, drafter := Hybrid(case.lm, case.adapter, options, costs=COSTS))
     batch, steps = engine.open(1, 80, Sampling()), []
     for turn in range(3):
         engine.admit(batch, 0, Request(PROMPTS[1], NEW_TOKENS))
@@ -105,7 +108,7 @@ def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled)
 @pytest.mark.parametrize(
     "build",
     [
-        lambda case: Hybrid(case.lm, case.adapter, 3, costs=COSTS, nodes=NODES, recycle=True),
+        lambda case: Hybrid(case.lm, case.adapter, RECYCLING, costs=COSTS),
         lambda case: TokenRecycling(6),
     ],
     ids=["hybrid", "token recycling"],
@@ -123,9 +126,9 @@ MATRIX = {0: [1], 1: [0], 2: [2]}
 
 def sources_of(length: int, lookup: list[int], *chain: list[tuple[int, float]]) -> Sources:
     sources = Sources([Lookup()], DraftedChain())
-    sources.lookups[0].match(length, lookup)
+    sources.lookups[0].set_match(length, lookup)
     for ranked in chain:
-        sources.chain.append(ranked)
+        sources.chain.add(ranked)
     return sources
 
 
@@ -140,18 +143,18 @@ def random_sources(rng: random.Random) -> Sources:
     sources = sources_of(rng.randrange(1, 20), said[0], *chain)
     if rng.random() < 0.5:
         return sources
-    (store := Lookup()).match(rng.randrange(1, 20), said[1])
+    (store := Lookup()).set_match(rng.randrange(1, 20), said[1])
     (recycled := Recycled(MATRIX)).start = rng.randrange(4)
     return Sources([*sources.lookups, store], sources.chain, recycled)
 
 
 def gains(sources: Sources, depth: int) -> dict[tuple[int, ...], float]:
-    of_paths, last = {}, [((), 1.0, sources.root)]
+    of_paths, last = {}, [((), 1.0, sources.places)]
     for _ in range(depth):
         last = [
-            ((*path, token), gain * chance, expected_gain.next_places(places, token))
+            ((*path, token), gain * chance, expected_gain.places_after(places, token))
             for path, gain, places in last
-            for token, chance in expected_gain.merged(expected_gain.predictions(places))
+            for token, chance in expected_gain.next_tokens(expected_gain.predictions_at(places))
         ]
         of_paths |= {path: gain for path, gain, _ in last}
     return of_paths
@@ -204,8 +207,8 @@ def test_recycled_tokens_are_candidates_where_others_are_silent():
     (recycled := Recycled({7: [3], 5: [8], 6: [2]})).start = 7
     sources = Sources([Lookup()], DraftedChain(), recycled)
     assert paths(*best_tree(CHEAP, sources, 5)) == [(3,)]
-    sources.lookups[0].match(9, [5])
-    sources.chain.append([(6, 0.4), (1, 0.2)])
+    sources.lookups[0].set_match(9, [5])
+    sources.chain.add([(6, 0.4), (1, 0.2)])
     expected = [(5,), (5, 8), (6,), (6, 2), (1,)]
     assert sorted(paths(*best_tree(CHEAP, sources, 9))) == sorted(expected)
 
@@ -217,15 +220,15 @@ def test_a_text_teaches_how_far_to_trust_each_source_and_only_what_it_shows():
     assert raised[0] > Lookup.shift and raised[1] > DraftedChain.shift
     sources.learn([])
     assert shifts(sources) == raised
-    chance = sources.lookups[0].candidates(0)[0][1]
+    chance = sources.lookups[0].choices(0)[0][1]
     sources.learn([8, 6, 7])  # from where a source is wrong, what it says next shows nothing
-    assert sources.lookups[0].shift == raised[0] - expected_gain.LEARNING_RATE * chance
+    assert sources.lookups[0].shift == raised[0] - expected_gain.RATE * chance
     for _ in range(99):
         sources.learn([8])
-    assert all(source.candidates(0)[0][1] < 0.1 for source in sources.all)
+    assert all(source.choices(0)[0][1] < 0.1 for source in sources.all)
     (recycled := Recycled({7: [3], 3: [4]})).start = 7
     sources = Sources([Lookup()], DraftedChain(), recycled)
-    sources.lookups[0].match(1, [3])
+    sources.lookups[0].set_match(1, [3])
     sources.learn([3, 4, 4])
     assert recycled.shift > Recycled.shift, "it was right where it alone spoke"
 

@@ -15,7 +15,7 @@ from helpers import random_prompts, tiny, tiny_model, vanilla_texts
 from kangaroo.drafters import layer_search
 from kangaroo.drafters.clasp import ClaspConfig
 from kangaroo.drafters.draft_verify import DraftVerify
-from kangaroo.drafters.layer_search import agreement_of, expected_speedup, look, runs
+from kangaroo.drafters.layer_search import agreement_of, expected_speedup, judged_text, runs
 from kangaroo.drafters.swift import HalfLayers, Swift, SwiftConfig, evenly
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
@@ -82,11 +82,13 @@ def test_swift_keeps_the_best_set_by_the_tokens_that_were_written(monkeypatch, s
 
     def check(batch, row, skip, count):
         text, seed = batch.texts[row], batch.seeds[row]
-        search = drafter.rows.of(row, text)
-        assert 8 <= count == min(10, len(text) - search.prompt)
+        search = drafter.rows.get(row, text)
+        assert 8 <= count == min(10, len(text) - search.prompt_tokens)
         right = measure(batch, row, skip, count)
         places = range(len(text) - count, len(text))
-        expected = written_by_some(lm, runs(skip, drafter.cut.n_layers), sampling, drafter.cut)
+        expected = written_by_some(
+            lm, runs(skip, drafter.layered.n_layers), sampling, drafter.layered
+        )
         assert right == sum(expected(text[:i], seed, 1) == [text[i]] for i in places) / count
         speedup = expected_speedup(right, drafter.cost_without(skip), 3)
         improved.append(speedup >= search.speedup)
@@ -125,8 +127,8 @@ def test_swift_ends_its_search_at_its_goal_and_after_its_proposals():
         drafter = SwiftConfig(steps=2, threshold=0, **options).build(lm)
         engine = Engine(lm, drafter)
         engine.generate(random_prompts(5), 40)
-        of_row = drafter.rows.of(0, engine.batch.texts[0])
-        assert of_row.left == 0 and len(of_row.tried) <= options.get("proposals", 1)
+        of_row = drafter.rows.get(0, engine.batch.texts[0])
+        assert of_row.proposals_left == 0 and len(of_row.tried) <= options.get("proposals", 1)
 
 
 def test_the_first_set_is_evenly_spaced_and_keeps_the_outer_layers():
@@ -192,17 +194,17 @@ def test_agreement_is_how_often_decoding_accepts_one_draft_token(lm, samples, sk
             right, total = right + done.steps[1].accepted, total + 1
     masks = [[0] * (len(prompt) + 1) + [1] * 29 for prompt in TALKS]
     judged = [sample | {"loss_mask": m} for sample, m in zip(samples, masks, strict=True)]
-    share = agreement_of(lm, [look(lm, sample, 512) for sample in judged], skip)
+    share = agreement_of(lm, [judged_text(lm, sample, 512) for sample in judged], skip)
     assert 0 < right < total == 3 * 29 and right == round(share * total)
 
 
 def test_the_best_of_those_tried_is_found(lm, samples, tmp_path):
     config = layer_search.SearchConfig(budget=14, conversations=3)  # all subsets of four layers
     best = layer_search.search(lm, samples, config, tmp_path / "best.json")
-    texts = [look(lm, sample, 512) for sample in samples]
+    texts = [judged_text(lm, sample, 512) for sample in samples]
     subsets = [tuple(i for i in range(4) if bits >> i & 1) for bits in range(1, 15)]
     costs = {skip: layer_search.draft_cost(lm, skip) for skip in subsets}
     worth = {s: expected_speedup(agreement_of(lm, texts, s), costs[s], 6) for s in subsets}
     assert worth[tuple(best.skip)] == max(worth.values())
     assert best.search["expected_speedup"] == pytest.approx(max(worth.values()))
-    assert layer_search.found(str(tmp_path / "best.json")) == best
+    assert layer_search.read(str(tmp_path / "best.json")) == best

@@ -17,7 +17,7 @@ from kangaroo.drafters.datastore import ABOUT, SUFFIXES, TOKENS, index, load, sa
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.drafters.suffix import SEPARATOR, Suffix, SuffixAutomaton
-from kangaroo.drafters.token_recycling import RIGHT, TokenRecycling, static_tree
+from kangaroo.drafters.token_recycling import CHANCES, TokenRecycling, static_tree
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.costs import VerifyCosts
 from kangaroo.engine.engine import Engine
@@ -73,13 +73,29 @@ def test_what_followed_the_longest_end_that_stood_before_is_known_after_every_to
     for end, token in enumerate(text, start=1):
         automaton.extend([token])
         assert automaton.tokens == text[:end]
-        length, place = automaton.match
+        length, place = automaton.length, automaton.place
         expected, places = longest_earlier_match(text[:end])
         assert length == expected and place in places
         drafted = automaton.continuation(10)
         assert drafted == (text[:end] + drafted)[place : place + 10 * (length > 0)]
         matched += length > 0
     assert matched > 60
+
+
+@pytest.mark.parametrize("alphabet", [1, 2, 8])
+def test_a_continuation_is_what_followed_and_goes_on_with_itself(alphabet):
+    (text,) = random_texts(alphabet, [60], seed=3)
+    for end in range(2, len(text)):
+        automaton = SuffixAutomaton(text[:end])
+        length, place = automaton.length, automaton.place
+        drafted = automaton.continuation(10)
+        assert len(drafted) == (10 if length else 0)
+        longer = text[:end] + drafted
+        assert drafted == longer[place : place + len(drafted)]
+
+
+def test_the_last_of_several_places_counts():
+    assert SuffixAutomaton([1, 2, 7, 1, 2, 8, 1, 2]).continuation(3) == [8, 1, 2]
 
 
 def test_a_draft_is_as_long_as_the_match_allows_and_ends_with_an_eos():
@@ -133,7 +149,7 @@ def test_a_tree_follows_the_matrix_by_rank_and_leaves_out_what_nothing_is_known_
     batch = batch_of(drafter, [1, 2, 3, 1, 4, 1])
     paths, chances = zip(*static_tree(4), strict=True)  # the likeliest tokens
     assert paths == ((0,), (0, 0), (1,), (0, 0, 0))
-    assert chances == pytest.approx([RIGHT[0], RIGHT[0] ** 2, RIGHT[1], RIGHT[0] ** 3])
+    assert chances == pytest.approx([CHANCES[0], CHANCES[0] ** 2, CHANCES[1], CHANCES[0] ** 3])
     # 1 was followed by 2, and then by 4, whose successor is 1
     assert drafter.tree_of(batch, 0) == ([4, 1, 2, 4], [0, 1, 0, 2])
     batch.verified[0] += [(1, [7, 8, 9]), (8, [1])]
@@ -171,7 +187,7 @@ def test_every_verified_node_says_the_targets_likeliest_tokens(compiled):
                 paths.append([*paths[parent], token])
             assert [token for token, _ in verified] == [path[-1] for path in paths]
             for path, (_, likeliest) in zip(paths, verified, strict=True):
-                expected = forward_logits(lm, path)[-1].topk(len(RIGHT)).indices
+                expected = forward_logits(lm, path)[-1].topk(len(CHANCES)).indices
                 assert likeliest == expected.tolist()
             nodes += len(tokens)
     assert nodes > 10

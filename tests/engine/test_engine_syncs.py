@@ -123,9 +123,9 @@ def test_a_drafted_tree_waits_once_for_its_size_and_for_each_level_that_may_be_t
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_hybrids_round_waits_once_more_for_each_drafted_token(eager_case, monkeypatch, rows):
-    chains, append = [], DraftedChain.append
-    spy = lambda chain, ranked: chains.append(chain) or append(chain, ranked)  # noqa: E731
-    monkeypatch.setattr(DraftedChain, "append", spy)
+    chains, add = [], DraftedChain.add
+    spy = lambda chain, ranked: chains.append(chain) or add(chain, ranked)  # noqa: E731
+    monkeypatch.setattr(DraftedChain, "add", spy)
     engine, batch = begun(eager_case.lm, DRAFTERS["hybrid-tree"](eager_case), HOT, PROMPTS[:rows])
     for _ in range(4):
         chains.clear()

@@ -93,7 +93,7 @@ def test_what_is_shipped_is_found_from_any_folder(tmp_path, monkeypatch):
     assert adapter_files.find(str(ADAPTER)) == ROOT / ADAPTER
     assert adapter_files.read_config(f"{ADAPTER}-medusa").architecture.kind() == "medusa_heads"
     assert datastore.read_about(f"{ADAPTER}-datastore")["tokens"]
-    assert layer_search.found(f"{ADAPTER}-draft_verify.json").skip
+    assert layer_search.read(f"{ADAPTER}-draft_verify.json").skip
     (tmp_path / ADAPTER).mkdir(parents=True)  # one's own comes before it
     assert adapter_files.find(str(ADAPTER)) == ADAPTER
 
