@@ -130,9 +130,8 @@ class EarlyExit(EarlyStopping):
             if path is not None:
                 path = path.to(new_BPD.device)
                 self.adapter.write_kv(f_BND, self.deep_before(path), path, self.cache.at(path))
-            first_B1 = verdict.count_B.to(new_BPD.device)[:, None] + 1  # of the new window
-            width_W = torch.arange(window_BWD.shape[1], device=first_B1.device)
-            return take(f_BND, first_B1 + width_W)
+            first_B1 = verdict.count_B.to(f_BND.device)[:, None] + 1  # of the new window
+            return take(f_BND, first_B1 + torch.arange(window_BWD.shape[1], device=f_BND.device))
 
         assert draft.meta is not None
         states, root_B1 = [taps[tap] for tap in self.taps], draft.meta.slots_RT[:, :1]

@@ -36,9 +36,8 @@ class KangarooTreeConfig(EarlyExitConfig):
     Args:
         top_k: nodes of a level, and candidates of each node (the paper's K).
         nodes: the most nodes to verify, the most confident ones that pruning leaves.
-        min_confidence: verify the nodes with a higher confidence; null is the paper's pruning, all
-            but the less confident half of the nodes without a child. `threshold=auto` ignores it
-            and verifies the nodes that pay.
+        min_confidence: verify nodes with a higher confidence; null is the paper's pruning, all but
+            the less confident half of the childless nodes. Not used with `threshold=auto`.
     """
 
     name: str = "kangaroo_tree"
