@@ -82,8 +82,8 @@ def either(first_B: Tensor, first: Draft, second: Draft) -> Draft:
     size = max(first.tree.size, second.tree.size)
 
     def merged(first_BN: Tensor, second_BN: Tensor) -> Tensor:
-        padded = (F.pad(x_BN, (0, size - x_BN.shape[1])) for x_BN in (first_BN, second_BN))
-        return torch.where(first_B[:, None], *padded)
+        first_BN, second_BN = (F.pad(x, (0, size - x.shape[1])) for x in (first_BN, second_BN))
+        return torch.where(first_B[:, None], first_BN, second_BN)
 
     tree = Tree.chain(size, first_B.device)
     if not (first.tree.is_chain and second.tree.is_chain):

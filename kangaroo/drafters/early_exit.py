@@ -101,8 +101,7 @@ class EarlyExit(EarlyStopping):
                 first = end
 
     def catch_up(self, batch: Batch) -> bool:
-        """Write the layer's keys of new prompts, and let the head follow the texts; true if its
-        draft vocabulary has changed."""
+        """Read new prompts, and let the head follow the texts; true if its vocabulary changed."""
         self.read_prompts()
         return self.head.follow([batch.texts[row] for row in batch.active])
 
@@ -173,8 +172,7 @@ class EarlyExit(EarlyStopping):
         deep_RSD.scatter_(1, slots_RN1.expand_as(new_RND), new_RND)
 
     def deep_before(self, meta: ForwardMeta) -> Tensor | None:
-        """The target's normed deep states of the tokens before these, zeros before the first; None
-        if the layer does not read them."""
+        """The target's normed deep states before these tokens, zeros at first; None if not read."""
         if not self.reads_deep:
             return None
         deep_RSD, positions_RT = self.deep_BSD[meta.rows], meta.positions_RT

@@ -99,8 +99,7 @@ class Hybrid(Kangaroo):
         return Sources(lookups, DraftedChain(), recycled, len(text))
 
     def update_sources(self, batch: Batch, row: int) -> Sources:
-        """The sources of a row for a new round, with an empty chain; they have learnt from the last
-        round's tokens."""
+        """The sources of a row for a new round, with an empty chain, after learning from the last."""
         text = batch.texts[row]
         sources = self.rows.get(row, text)
         sources.learn(text[sources.length :])

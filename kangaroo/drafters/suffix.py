@@ -79,8 +79,7 @@ class SuffixAutomaton(Match):
         return len(self.link) - 1
 
     def _split(self, state: int, token: int, longer: int) -> int:
-        """A state for the strings of `longer` that are one of `state` and `token`, which end at
-        more places than the others."""
+        """A state for the strings of `longer` that are `state`'s and `token`: they end more often."""
         following, link = self.following, self.link
         parts = following[longer].copy(), link[longer], self.lengths[state] + 1, self.ends[longer]
         link[longer] = shorter = self._add_state(*parts)

@@ -51,7 +51,9 @@ class TokenRecycling(TreesFromText):
             if chance < min_chance:
                 break
             parent, rank = numbers.get(path[:-1]), path[-1]
-            following = () if parent is None else successors.get(tokens[parent], ())
+            if parent is None:
+                continue
+            following = successors.get(tokens[parent], ())
             if rank < len(following):
                 numbers[path] = len(tokens)
                 tokens.append(following[rank])
