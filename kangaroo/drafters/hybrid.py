@@ -88,9 +88,8 @@ class Hybrid(Kangaroo):
         self.update_costs(batch.budget, len(batch.active), shared_states=False)
         sources = {row: self.update_sources(batch, row) for row in batch.active}
         self._draft_chains(batch, sources)
-        trees = {
-            row: expected_gain.best_tree(self.costs, x, self.nodes) for row, x in sources.items()
-        }
+        costs, nodes = self.costs, self.nodes
+        trees = {row: expected_gain.best_tree(costs, x, nodes) for row, x in sources.items()}
         return Draft.listed(batch.last(1), trees)
 
     def _start_text(self, row: int, text: list[int]) -> Sources:
@@ -99,7 +98,7 @@ class Hybrid(Kangaroo):
         return Sources(lookups, DraftedChain(), recycled, len(text))
 
     def update_sources(self, batch: Batch, row: int) -> Sources:
-        """The sources of a row for a new round, with an empty chain, after learning from the last."""
+        """A row's sources for a new round, with an empty chain; they learn from the last round."""
         text = batch.texts[row]
         sources = self.rows.get(row, text)
         sources.learn(text[sources.length :])

@@ -79,7 +79,7 @@ class SuffixAutomaton(Match):
         return len(self.link) - 1
 
     def _split(self, state: int, token: int, longer: int) -> int:
-        """A state for the strings of `longer` that are `state`'s and `token`: they end more often."""
+        """A state for those strings of `longer` that end at more places: `state`'s with `token`."""
         following, link = self.following, self.link
         parts = following[longer].copy(), link[longer], self.lengths[state] + 1, self.ends[longer]
         link[longer] = shorter = self._add_state(*parts)
