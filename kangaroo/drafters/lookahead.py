@@ -1,7 +1,7 @@
 """Lookahead: a Jacobi window fills a pool with n-grams, and fitting ones are verified beside it.
 
-Shapes: B rows, N tokens of an n-gram, W columns of the window, J = N - 1 levels of it, M = J * W,
-P n-grams of the pool, G guesses.
+Shapes: B rows, N draft nodes or tokens of an n-gram, W columns of the window, J = `ngram` - 1
+levels of it, P n-grams of the pool, G guesses.
 """
 
 from dataclasses import dataclass
