@@ -25,14 +25,12 @@ from kangaroo.utils.memory import weight_bytes
 
 
 class WholeHead(DraftHead):
-    """Final norm and head of a model that drafts from the first `size` tokens, all of its own by
-    default; tokens that its vocabulary lacks are never drafted."""
+    """Final norm and head of a model that drafts for one with `size` tokens: more, which it never
+    drafts, or fewer (`padding` below 0)."""
 
-    def __init__(self, lm: TargetModel, size: int | None = None):
+    def __init__(self, lm: TargetModel, size: int):
         super().__init__(lm)
-        self.lm = lm
-        # how many more tokens the drafts' vocabulary has; below 0 how many fewer
-        self.padding = 0 if size is None else size - lm.config.vocab_size
+        self.lm, self.padding = lm, size - lm.config.vocab_size
 
     def __call__(self, x_MD: Tensor) -> Tensor:
         logits_MV = self.lm.logits(x_MD[:, None])[:, 0]
@@ -57,7 +55,7 @@ class Autoregressive(Chain):
 
     def __init__(self, lm: TargetModel, steps: int, threshold: float | str, window: int):
         super().__init__(lm, steps, threshold)
-        self.layered, self.window, self.head = lm, window, WholeHead(lm)
+        self.layered, self.window, self.head = lm, window, WholeHead(lm, lm.config.vocab_size)
 
     def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
         """The output of the last layer, `[B, N, D]`."""
@@ -65,9 +63,8 @@ class Autoregressive(Chain):
         for layers, runs_B11 in self.runs:
             out_BND, _ = self.layered.run(x_BND, batch.cache, meta, layers)
             if runs_B11 is not None:
-                out_BND = torch.where(
-                    runs_B11.to(out_BND.device), out_BND, x_BND.to(out_BND.device)
-                )
+                runs_B11, x_BND = runs_B11.to(out_BND.device), x_BND.to(out_BND.device)
+                out_BND = torch.where(runs_B11, out_BND, x_BND)
             x_BND = out_BND
         return x_BND
 
@@ -99,12 +96,9 @@ class Choice:
 
 
 class LayerChoice(Autoregressive):
-    """Each row's drafts skip layers of their own; every text begins with `first`.
-
-    A layer that any row needs runs for all rows, and its output is dropped in those that skip it.
-    Each layer is a graph of its own, since the skipped layers change too often for a graph of a
-    whole draft token.
-    """
+    """Each row's drafts skip layers of their own; every text begins with `first`. A layer that any
+    row needs runs for all rows, and its output is dropped in those that skip it. Each layer is a
+    graph of its own, since the skipped layers change too often for graphs of whole tokens."""
 
     rows: RowStates[Any]
 

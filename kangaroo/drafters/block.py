@@ -23,8 +23,6 @@ from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 
-PART = 4096  # tokens whose neighbours are computed at a time
-
 
 @dataclass
 class BlockConfig(EarlyExitConfig):
@@ -53,7 +51,7 @@ class Block(EarlyExit, Chain):
         self.window = steps
         self.supports_prefix_reuse = False  # shallow states before a prompt's rest are not kept
         self.draft_cost, self.tokens_of_pass = self.draft_cost / steps, steps
-        parts = lm.hf.model.embed_tokens.weight.to(adapter.home(lm)).split(PART)
+        parts = lm.hf.model.embed_tokens.weight.to(adapter.home(lm)).split(4096)  # tokens at a time
         neighbours_VR = torch.cat([adapter.neighbours(part_XD) for part_XD in parts])
         self.neighbours_VR = neighbours_VR.detach().to(lm.device)
         self.table_KR = adapter.table.weight.detach().to(lm.device)

@@ -21,8 +21,7 @@ from kangaroo.heads.draft_head import DraftHead
 
 
 class DraftToken(NamedTuple):
-    """The next token of every row's chain, its logits (empty from kernels), and what the host reads
-    of it (`Chain.reading`)."""
+    """The next token of every row's chain, its logits (empty from kernels), and `Chain.reading`."""
 
     id_B1: Tensor
     logits_BK: Tensor

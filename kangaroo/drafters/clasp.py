@@ -66,8 +66,7 @@ class Clasp(LayerChoice):
         """Whether the state for a layer and a count went through the layer, `[B, layers, J]`."""
         lm, size = self.lm, self.count + 1
         positions_BJ = (batch.length_B[:, None] - 2).clamp(min=0).expand(-1, size)
-        place = positions_BJ, batch.base_B, batch.used + size, batch.n_slots
-        meta = first_drafts(lm, *place)
+        meta = first_drafts(lm, positions_BJ, batch.base_B, batch.used + size, batch.n_slots)
         x_BJD, keeps = lm.embed(batch.last(2)[:, :1]).expand(-1, size, -1), []
         for layer in range(lm.n_layers):
             through_BJD, _ = lm.run(x_BJD, batch.cache, meta, range(layer, layer + 1))

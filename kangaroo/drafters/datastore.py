@@ -96,10 +96,10 @@ def save(store: Datastore, lm: TargetModel, folder: Path, facts: dict[str, Any])
     it is complete and replaces an older datastore. Errors: `DataError` if it is something else."""
     if folder.exists() and not (folder / ABOUT).is_file():
         raise DataError(f"'{folder}' exists and is no datastore; pass another output=.")
-    with new_folder(folder, replace=True) as partial:
-        np.save(partial / TOKENS, store.tokens_L)
-        np.save(partial / SUFFIXES, store.suffixes_L)
-        write_json(partial / ABOUT, {"target": lm.name} | identity(lm) | store.about | facts)
+    with new_folder(folder, replace=True) as new:
+        np.save(new / TOKENS, store.tokens_L)
+        np.save(new / SUFFIXES, store.suffixes_L)
+        write_json(new / ABOUT, {"target": lm.name} | identity(lm) | store.about | facts)
     return folder
 
 

@@ -72,7 +72,7 @@ def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
     weights, only the sizes are compared."""
     expected, drafted, difference = _tokens(target), _tokens(draft), None
     if expected is not None and drafted is not None:
-        for i in sorted({id for id, _ in expected.items() ^ drafted.items()})[:1]:
+        for i in sorted({i for i, _ in expected.items() ^ drafted.items()})[:1]:
             difference = f"its token {i} is {drafted.get(i)!r}, the target's {expected.get(i)!r}"
     elif draft.vocab_size != target.vocab_size:
         difference = f"it has {draft.vocab_size} of them, the target {target.vocab_size}"

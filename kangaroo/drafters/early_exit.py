@@ -101,8 +101,7 @@ class EarlyExit(EarlyStopping):
                 first = end
 
     def catch_up(self, batch: Batch) -> bool:
-        """Write the layer's keys of new prompts, and let the head follow the texts; true if its
-        draft vocabulary has changed."""
+        """Read new prompts, and let the head follow the texts; true if its vocabulary changed."""
         self.read_prompts()
         return self.head.follow([batch.texts[row] for row in batch.active])
 
@@ -130,9 +129,8 @@ class EarlyExit(EarlyStopping):
             if path is not None:
                 path = path.to(new_BPD.device)
                 self.adapter.write_kv(f_BND, self.deep_before(path), path, self.cache.at(path))
-            first_B1 = verdict.count_B.to(new_BPD.device)[:, None] + 1  # of the new window
-            width_W = torch.arange(window_BWD.shape[1], device=first_B1.device)
-            return take(f_BND, first_B1 + width_W)
+            first_B1 = verdict.count_B.to(f_BND.device)[:, None] + 1  # of the new window
+            return take(f_BND, first_B1 + torch.arange(window_BWD.shape[1], device=f_BND.device))
 
         assert draft.meta is not None
         states, root_B1 = [taps[tap] for tap in self.taps], draft.meta.slots_RT[:, :1]
@@ -174,8 +172,7 @@ class EarlyExit(EarlyStopping):
         deep_RSD.scatter_(1, slots_RN1.expand_as(new_RND), new_RND)
 
     def deep_before(self, meta: ForwardMeta) -> Tensor | None:
-        """The target's normed deep states of the tokens before these, zeros before the first; None
-        if the layer does not read them."""
+        """The target's normed deep states before these tokens, zeros at first; None if not read."""
         if not self.reads_deep:
             return None
         deep_RSD, positions_RT = self.deep_BSD[meta.rows], meta.positions_RT

@@ -133,7 +133,7 @@ class Sources:
 
     @property
     def places(self) -> Places:
-        """The root's."""
+        """The root's place in each source."""
         return [(source, source.start) for source in self.all]
 
     @property
@@ -171,8 +171,8 @@ class Costs:
     """The costs of a round, in vanilla steps.
 
     Args:
-        verify: of verifying 0, 1, 2, ... nodes beside the root.
-        draft: of drafting a token of the chain.
+        verify: costs of verifying 0, 1, 2, ... nodes beside the root.
+        draft: cost of drafting a token of the chain.
         min_gain_per_step: tokens that work has to gain for each vanilla step that it costs.
         states: the part of `draft` that is saved if a lookup predicts the same token, whose states
             were computed together with the pending token's.

@@ -34,8 +34,7 @@ class HybridConfig(EarlyExitConfig):
     Args:
         threshold: as in Kangaroo; with `auto` and 0 only the expected gain ends the chain.
         nodes: the most nodes of the verified tree, without the pending token.
-        min_gain_per_step: tokens that further work in a round has to gain for each vanilla step
-            that it takes.
+        min_gain_per_step: tokens that work in a round must gain per vanilla step that it takes.
         recycle: at nodes without candidates of other sources, take the likeliest token where the
             last token stood before, as in Token Recycling (arXiv 2408.08696).
         store_tokens: the number of tokens of earlier answers to look up too, as in `suffix`.
@@ -69,8 +68,7 @@ class Hybrid(Kangaroo):
         self.options, self.nodes = options, options.nodes
         self.max_nodes, self.store = max(self.nodes, self.steps), AnswerStore(options.store_tokens)
         self.needs_costs = costs is None
-        if costs is not None:
-            self.costs = costs
+        self.costs = costs or Costs((), 0.0, 0.0)  # measured in each round
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
@@ -90,9 +88,8 @@ class Hybrid(Kangaroo):
         self.update_costs(batch.budget, len(batch.active), shared_states=False)
         sources = {row: self.update_sources(batch, row) for row in batch.active}
         self._draft_chains(batch, sources)
-        trees = {
-            row: expected_gain.best_tree(self.costs, x, self.nodes) for row, x in sources.items()
-        }
+        costs, nodes = self.costs, self.nodes
+        trees = {row: expected_gain.best_tree(costs, x, nodes) for row, x in sources.items()}
         return Draft.listed(batch.last(1), trees)
 
     def _start_text(self, row: int, text: list[int]) -> Sources:
@@ -101,8 +98,7 @@ class Hybrid(Kangaroo):
         return Sources(lookups, DraftedChain(), recycled, len(text))
 
     def update_sources(self, batch: Batch, row: int) -> Sources:
-        """The sources of a row for a new round, with an empty chain; they have learnt from the last
-        round's tokens."""
+        """A row's sources for a new round, with an empty chain; they learn from the last round."""
         text = batch.texts[row]
         sources = self.rows.get(row, text)
         sources.learn(text[sources.length :])

@@ -36,9 +36,8 @@ class KangarooTreeConfig(EarlyExitConfig):
     Args:
         top_k: nodes of a level, and candidates of each node (the paper's K).
         nodes: the most nodes to verify, the most confident ones that pruning leaves.
-        min_confidence: verify the nodes with a higher confidence; null is the paper's pruning, all
-            but the less confident half of the nodes without a child. `threshold=auto` ignores it
-            and verifies the nodes that pay.
+        min_confidence: verify nodes with a higher confidence; null is the paper's pruning, all but
+            the less confident half of the childless nodes. Not used with `threshold=auto`.
     """
 
     name: str = "kangaroo_tree"
@@ -173,8 +172,7 @@ class KangarooTree(EarlyExit):
         return level, score_BL.amax(1), take(adapted_BLD, parent_BL) if self.reads_deep else None
 
     def positions(self, length_B: Tensor, extent: int) -> Tensor | None:
-        """The positions of the tokens in the slots, `[B, E]`; None if no attention window needs
-        them."""
+        """The positions of the tokens in the slots, `[B, E]`; None without attention windows."""
         if self.lm.window is None:
             return None
         slots_E, length_B1 = torch.arange(extent, device=length_B.device), length_B[:, None]
@@ -231,8 +229,7 @@ def kept_nodes(
 ) -> Tensor:
     """The nodes to verify, `[B, N]`: the root and the most confident nodes, as many as maximise the
     sum of their scores less `costs_G`, that of the n-th node; with `halves` none of the less
-    confident half of the nodes without a child. They are a tree, since no score is higher than the
-    parent's."""
+    confident half of the childless nodes. They are a tree: no score is higher than the parent's."""
     keep_BN = valid_BN
     if halves:
         children_BN = torch.zeros_like(parents_BN).scatter_add(1, parents_BN, valid_BN.long())

@@ -116,9 +116,7 @@ def search(
     if lm.n_layers < 2:
         raise ConfigError(f"the target must have 2 layers or more, not {lm.n_layers}.")
     started = running()
-    texts = [
-        judged_text(lm, sample, config.max_length) for sample in samples[-config.conversations :]
-    ]
+    texts = [judge(lm, sample, config.max_length) for sample in samples[-config.conversations :]]
     rng = random.Random(config.seed)
     budget = min(config.budget, 2**lm.n_layers - 2)  # without the empty set and that of all layers
     best = subset = tuple(range(1, lm.n_layers - 1, 2)) or (0,)  # every other layer
@@ -168,7 +166,7 @@ def expected_speedup(agreement: float, cost: float, steps: int) -> float:
 
 
 @torch.no_grad()
-def judged_text(lm: TargetModel, sample: Sample, max_length: int) -> JudgedText:
+def judge(lm: TargetModel, sample: Sample, max_length: int) -> JudgedText:
     """Run the whole target over a conversation."""
     tokens_1T = torch.tensor([sample["input_ids"][:max_length]], device=lm.device)
     length = tokens_1T.shape[1]

@@ -1,7 +1,7 @@
 """Lookahead: a Jacobi window fills a pool with n-grams, and fitting ones are verified beside it.
 
-Shapes: B rows, N tokens of an n-gram, W columns of the window, J = N - 1 levels of it, M = J * W,
-P n-grams of the pool, G guesses.
+Shapes: B rows, N draft nodes or tokens of an n-gram, W columns of the window, J = `ngram` - 1
+levels of it, P n-grams of the pool, G guesses.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,8 @@ POOL_SIZE = 4096  # n-grams of a row, those of the prompt included
 
 @dataclass
 class LookaheadConfig(DrafterConfig):
-    """Lookahead decoding (arXiv 2402.02057).
-
-    A round verifies (window + guesses) * (ngram - 1) nodes beside the pending token.
+    """Lookahead decoding (arXiv 2402.02057). Beside the pending token, a round verifies
+    (window + guesses) * (ngram - 1) nodes.
 
     Args:
         window: positions ahead of the text that are guessed at a time (the paper's W).
@@ -53,11 +52,9 @@ class LookaheadConfig(DrafterConfig):
 
 class Lookahead(Drafter):
     """The window's level j holds tokens for the position j + 1 after the pending token and those
-    that follow, one a column.
-
-    Level 0 is a chain, and each column hangs below its token there. The target's choices after the
-    last level complete an n-gram in each column and become the new last level; the first level is
-    dropped. A row's window and pool depend only on its text."""
+    that follow, one a column. Level 0 is a chain, and each column hangs below its token there. The
+    target's choices after the last level complete an n-gram in each column and become the new last
+    level; the first is dropped. A row's window and pool depend only on its text."""
 
     def __init__(self, options: LookaheadConfig):
         self.options, self.levels = options, options.ngram - 1

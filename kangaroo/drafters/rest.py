@@ -89,8 +89,7 @@ class Rest(TreesFromText):
         return np.concatenate(tokens)[chosen].tolist(), chosen_parents
 
     def _occurrences(self, text: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each occurrence, where the following tokens start, those tokens, and which of them
-        are of the same document."""
+        """The start of what follows each occurrence, its tokens, and which are of the document."""
         store, options = self.store, self.options
         min_tokens = min(MIN_TOKENS, options.max_token_span)
         span, places = store.longest(text, options.max_token_span, min_tokens)

@@ -55,24 +55,21 @@ class SuffixAutomaton(Match):
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self._append(token)
-
-    def _append(self, token: int) -> None:
         following, link, lengths, ends = self.following, self.link, self.lengths, self.ends
-        self.tokens.append(token)
-        end, state = len(self.tokens), self._whole
-        self._whole = new = self._add_state({}, 0, end, end)
-        while state >= 0 and token not in following[state]:
-            following[state][token] = new
-            state = link[state]
-        if state >= 0:
-            link[new] = longer = following[state][token]
-            if lengths[longer] != lengths[state] + 1:
-                link[new] = self._split(state, token, longer)
-        longest = link[new]
-        self.length, self.place = lengths[longest], ends[longest] if longest else 0
-        ends[longest] = end
+        for token in tokens:
+            self.tokens.append(token)
+            end, state = len(self.tokens), self._whole
+            self._whole = new = self._add_state({}, 0, end, end)
+            while state >= 0 and token not in following[state]:
+                following[state][token] = new
+                state = link[state]
+            if state >= 0:
+                link[new] = longer = following[state][token]
+                if lengths[longer] != lengths[state] + 1:
+                    link[new] = self._split(state, token, longer)
+            longest = link[new]
+            self.length, self.place = lengths[longest], ends[longest] if longest else 0
+            ends[longest] = end
 
     def _add_state(self, following: dict[int, int], link: int, length: int, end: int) -> int:
         self.following.append(following)
@@ -82,8 +79,7 @@ class SuffixAutomaton(Match):
         return len(self.link) - 1
 
     def _split(self, state: int, token: int, longer: int) -> int:
-        """A state for the strings of `longer` that are one of `state` and `token`, which end at
-        more places than the others."""
+        """A state for those strings of `longer` that end at more places: `state`'s with `token`."""
         following, link = self.following, self.link
         parts = following[longer].copy(), link[longer], self.lengths[state] + 1, self.ends[longer]
         link[longer] = shorter = self._add_state(*parts)
@@ -168,8 +164,7 @@ class SuffixConfig(DrafterConfig):
         num_pred_tokens: the most draft tokens of a round.
         alpha: draft tokens for each token that matched.
         store_tokens: the number of newest tokens of earlier answers to search too, for serving and
-            chat. With 0 only the text itself is searched, so that its rounds do not depend on what
-            was generated before.
+            chat. With 0 a text's rounds do not depend on what was generated before.
     """
 
     name: str = "suffix"

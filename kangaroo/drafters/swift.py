@@ -31,9 +31,9 @@ class SwiftConfig(ChainConfig):
     generated tokens, in one pass, and replaces the current set if it is better.
 
     The paper tries random sets of a fixed size, and every 25th time one from Bayesian optimisation;
-    the matchness decides. Here a set is a neighbour of the best one so far, of any size, and the
-    speedup expected from its matchness decides. Each text begins the search anew, so that its
-    drafts do not depend on earlier texts, and drafts are chains without further candidates.
+    the matchness decides. Here a set is a neighbour of the best one so far, of any size, and its
+    expected speedup decides. Each text has a search of its own, so that its drafts do not depend on
+    earlier texts, and drafts are chains without further candidates.
 
     Args:
         skip_share: the share of attention and feed-forward parts that are skipped at first (the

@@ -50,9 +50,10 @@ class TokenRecycling(TreesFromText):
         for (path, chance), min_chance in nodes:
             if chance < min_chance:
                 break
-            if (parent := numbers.get(path[:-1])) is None:
+            parent, rank = numbers.get(path[:-1]), path[-1]
+            if parent is None:
                 continue
-            following, rank = successors.get(tokens[parent], ()), path[-1]
+            following = successors.get(tokens[parent], ())
             if rank < len(following):
                 numbers[path] = len(tokens)
                 tokens.append(following[rank])

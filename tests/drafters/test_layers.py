@@ -15,7 +15,7 @@ from helpers import random_prompts, tiny, tiny_model, vanilla_texts
 from kangaroo.drafters import layer_search
 from kangaroo.drafters.clasp import ClaspConfig
 from kangaroo.drafters.draft_verify import DraftVerify
-from kangaroo.drafters.layer_search import agreement_of, expected_speedup, judged_text, runs
+from kangaroo.drafters.layer_search import agreement_of, expected_speedup, judge, runs
 from kangaroo.drafters.swift import HalfLayers, Swift, SwiftConfig, evenly
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
@@ -194,14 +194,14 @@ def test_agreement_is_how_often_decoding_accepts_one_draft_token(lm, samples, sk
             right, total = right + done.steps[1].accepted, total + 1
     masks = [[0] * (len(prompt) + 1) + [1] * 29 for prompt in TALKS]
     judged = [sample | {"loss_mask": m} for sample, m in zip(samples, masks, strict=True)]
-    share = agreement_of(lm, [judged_text(lm, sample, 512) for sample in judged], skip)
+    share = agreement_of(lm, [judge(lm, sample, 512) for sample in judged], skip)
     assert 0 < right < total == 3 * 29 and right == round(share * total)
 
 
 def test_the_best_of_those_tried_is_found(lm, samples, tmp_path):
     config = layer_search.SearchConfig(budget=14, conversations=3)  # all subsets of four layers
     best = layer_search.search(lm, samples, config, tmp_path / "best.json")
-    texts = [judged_text(lm, sample, 512) for sample in samples]
+    texts = [judge(lm, sample, 512) for sample in samples]
     subsets = [tuple(i for i in range(4) if bits >> i & 1) for bits in range(1, 15)]
     costs = {skip: layer_search.draft_cost(lm, skip) for skip in subsets}
     worth = {s: expected_speedup(agreement_of(lm, texts, s), costs[s], 6) for s in subsets}
