@@ -41,30 +41,43 @@ class Kangaroo(EarlyExit, Chain):
     hidden: list[Tensor]  # shallow states of the round's nodes
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        def work(
-            f_BND: Tensor, meta: ForwardMeta, draws: Tensors, deep_BND: Tensor | None
-        ) -> tuple[DraftToken, Tensor, Tensor | None]:
-            """One token of section 3.1 by the adapter and the head, and its shallow state; the
-            adapter's state too if a fused adapter reads that next, `[B, 1, D]` each. In the first
-            step the window's states come before the pending token's."""
-            end = self.window + step
-            read = meta.narrow(0, end) if step == 1 else meta.narrow(end - 1, 1)
-            read = read.to(f_BND.device)
-            adapted_B1D = self.adapter(f_BND, deep_BND, read, self.cache.at(read))[:, -1:]
-            token = self.draw(batch, step, adapted_B1D, draws)
-            f_B1D = self.run_shallow(token.id_B1, batch, meta.narrow(end, 1))
-            return token, f_B1D, adapted_B1D if self.reads_deep else None
-
         meta, draws, pending = self.begin_round(batch, meta)
         states = self.replay(batch, ("root",), partial(self.start, batch), *pending)
         f_B1D, f_BND, deep_BND = states
         self.hidden = [f_B1D]
         for step in range(1, self.steps + 1):
             # a graph a step, so that none overwrites what the round still reads of another
-            key = "draft", step, batch.sampling.kind
+            key, work = ("draft", step, batch.sampling.kind), partial(self.draft_token, batch, step)
             token, f_BND, deep_BND = self.replay(batch, key, work, f_BND, meta, draws, deep_BND)
             self.hidden.append(f_BND)
             yield token
+
+    def draft_token(
+        self,
+        batch: Batch,
+        step: int,
+        f_BND: Tensor,
+        meta: ForwardMeta,
+        draws: Tensors,
+        deep_BND: Tensor | None,
+    ) -> tuple[DraftToken, Tensor, Tensor | None]:
+        """One token of section 3.1: adapter, head, and the shallow layers on what was drafted.
+
+        Args:
+            f_BND: shallow states of the last token; in the first step after those of the window.
+            meta: the block of window, pending token and draft.
+            draws: those of the batch.
+            deep_BND: the deep states that a fused adapter reads, too.
+
+        Returns the token, its shallow state and, for a fused adapter, the adapter's, `[B, 1, D]`.
+        """
+        end = self.window + step
+        read = meta.narrow(0, end) if step == 1 else meta.narrow(end - 1, 1)
+        read = read.to(f_BND.device)
+        adapted_B1D = self.adapter(f_BND, deep_BND, read, self.cache.at(read))[:, -1:]
+        token = self.draw(batch, step, adapted_B1D, draws)
+        f_B1D = self.run_shallow(token.id_B1, batch, meta.narrow(end, 1))
+        return token, f_B1D, adapted_B1D if self.reads_deep else None
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         """Let verification begin at the exit layer, whose states are known."""
