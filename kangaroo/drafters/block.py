@@ -46,8 +46,15 @@ class Block(EarlyExit, Chain):
 
     adapter: BlockHead
 
-    def __init__(self, lm: TargetModel, adapter: BlockHead, steps: int, *args: Any, **kwargs: Any):
-        super().__init__(lm, adapter, steps, *args, **kwargs)
+    def __init__(
+        self,
+        lm: TargetModel,
+        adapter: BlockHead,
+        steps: int = 6,
+        threshold: float | str = 0.6,
+        head: DraftHead | None = None,
+    ):
+        super().__init__(lm, adapter, steps, threshold, head)
         self.window = steps
         self.supports_prefix_reuse = False  # shallow states before a prompt's rest are not kept
         self.draft_cost, self.tokens_of_pass = self.draft_cost / steps, steps
@@ -75,21 +82,23 @@ class Block(EarlyExit, Chain):
         return logits_MK.unflatten(0, states_BND.shape[:2])
 
     def tokens_from(self, batch: Batch, logits_BNK: Tensor, draws: Tensors) -> Iterator[DraftToken]:
-        """The draft's tokens; from the second on, the token before moves a place's logits."""
-
-        def work(logits_BNK: Tensor, draws: Tensors, previous_B1: Tensor) -> DraftToken:
-            logits_BK = logits_BNK[:, step - 1]
-            if step > 1:
-                near_BR = self.neighbours_VR[previous_B1[:, 0]]
-                logits_BK = logits_BK + F.linear(near_BR, self.table_KR).to(logits_BK)
-            return self.draw_from(batch, step, logits_BK, draws)
-
+        """The draft's tokens, each by the one before it."""
         previous_B1 = batch.last(1)
         for step in range(1, self.steps + 1):
-            key = "place", step, batch.sampling.kind
+            key, work = ("place", step, batch.sampling.kind), partial(self.draft_token, batch, step)
             token = self.replay(batch, key, work, logits_BNK, draws, previous_B1)
             previous_B1 = token.id_B1
             yield token
+
+    def draft_token(
+        self, batch: Batch, step: int, logits_BNK: Tensor, draws: Tensors, previous_B1: Tensor
+    ) -> DraftToken:
+        """The token of one place; from the second on, the token before it moves the logits."""
+        logits_BK = logits_BNK[:, step - 1]
+        if step > 1:
+            near_BR = self.neighbours_VR[previous_B1[:, 0]]
+            logits_BK = logits_BK + F.linear(near_BR, self.table_KR).to(logits_BK)
+        return self.draw_from(batch, step, logits_BK, draws)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         return replace(draft, meta=meta)
