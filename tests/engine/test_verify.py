@@ -156,10 +156,10 @@ def test_block_verification_accepts_more_than_rejection():
     assert block_mean > rejection_mean + 3 * error
 
 
-@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("rule", [Rule.rejection, Rule.block])  # for match: test_conformance.py
 def test_kangaroo_writes_triples_from_the_targets_joint_distribution(rule):
     """End to end over many seeds, against the distribution by transformers' own forward."""
-    size, rows = 3, 1500
+    size, rows = 3, 900
     lm = tiny(vocab_size=size).compile_for_decoding()
     sampling = Sampling(temperature=8.0, rule=rule)
     drafter = Kangaroo(lm, adapter_for(lm), steps=2, threshold=0.97)

@@ -92,8 +92,7 @@ def test_texts_are_the_same_by_the_gpus_paths(monkeypatch):
     prompts = random_prompts(5, 40, 130)
     expected = vanilla_texts(tiny(), prompts, 16)
     monkeypatch.setattr(model, "has_flash", lambda device, dtype: True)
-    lm = tiny()
-    adapter = adapter_for(lm)
+    adapter = adapter_for(lm := tiny())
     for drafter in (Vanilla(), Kangaroo(lm, adapter, 4, 0.3), KangarooTree(lm, adapter, 3, 0.0)):
         for rows in (1, 2):
             done = Engine(lm, drafter, prefill_chunk=16).generate(prompts, 16, batch_size=rows)

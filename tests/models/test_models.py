@@ -39,8 +39,7 @@ def folder(tmp_path):
 
 def test_folder_loads_frozen_in_the_dtype_asked_for(folder):
     model, tokenizer = load(config(folder, dtype=Dtype.float32))
-    assert model.dtype == torch.float32
-    assert not model.training
+    assert model.dtype == torch.float32 and not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert model.config._attn_implementation == "sdpa"
     tokens = torch.tensor([tokenizer("same numbers").input_ids])
