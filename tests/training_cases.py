@@ -1,7 +1,5 @@
 """Texts, settings and runs for the tests of training."""
 
-import json
-
 import torch
 from helpers import EXIT, VOCABULARY, forward_logits, random_prompts, recipe_of
 
@@ -9,7 +7,7 @@ from kangaroo.engine import topk_logits
 from kangaroo.training import results
 from kangaroo.training.loop import Trainer
 from kangaroo.training.recipe import TrainerConfig
-from kangaroo.training.results import METRICS
+from kangaroo.training.results import read_metrics
 from kangaroo.utils.ranks import ALONE
 from kangaroo.utils.tracking import NoTracker
 
@@ -67,9 +65,8 @@ def run(lm, folder, adapter=None, data=None, **changes):
 
 def curve(folder):
     """The metrics of every step, but for what is of the process alone."""
-    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     own = ("tokens_per_second", "peak_memory_gib")
-    return [{k: v for k, v in row.items() if k not in own} for row in rows]
+    return [{k: v for k, v in row.items() if k not in own} for row in read_metrics(folder)]
 
 
 class KillsAt(NoTracker):

@@ -3,7 +3,6 @@ round is a few launches, and few are ever recorded."""
 
 import gc
 import itertools
-import json
 import weakref
 
 import pytest
@@ -29,7 +28,7 @@ from kangaroo.engine.warm_up import warm_up
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.export import draft_model
 from kangaroo.models.target import TargetModel
-from kangaroo.training.results import METRICS
+from kangaroo.training.results import read_metrics
 
 PROMPTS = random_prompts(5, 30, 9)
 
@@ -276,7 +275,6 @@ def test_a_gpu_learns_what_a_cpu_learns(tmp_path):
     for device in ("cpu", "cuda"):
         lm = TargetModel(tiny().hf.to(device)).compile_for_decoding()
         train_tiny(tmp_path / device, {}, lm=lm, recipes=recipes)
-        lines = (tmp_path / device / METRICS).read_text().splitlines()
-        values = (pair for line in lines for pair in json.loads(line).items())
+        values = (pair for row in read_metrics(tmp_path / device) for pair in row.items())
         losses.append([value for name, value in values if name.endswith("/loss")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

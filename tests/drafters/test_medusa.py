@@ -4,7 +4,6 @@ Shapes: B rows, T tokens, N draft nodes, M positions, D hidden size, V vocabular
 """
 
 import itertools
-import json
 import math
 
 import helpers
@@ -25,7 +24,7 @@ from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
 from kangaroo.heads.medusa_heads import GUESSES, MedusaHeads, MedusaHeadsConfig
 from kangaroo.training.batches import collate, forward_target, train_step
 from kangaroo.training.recipe import AdapterRecipe, trainees
-from kangaroo.training.results import METRICS
+from kangaroo.training.results import read_metrics
 from kangaroo.utils.errors import ConfigError
 
 
@@ -108,7 +107,7 @@ def test_training_saves_heads_that_decode_as_told(tmp_path):
     recipe = AdapterRecipe("medusa", MedusaHeadsConfig(heads=2), learning_rate=1e-2)
     folder = run(lm, tmp_path, recipe, data, vocabulary=50, epochs=6, holdout=3)
     assert folder.name == "medusa"
-    rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    rows = read_metrics(tmp_path)
     losses = [row["train/medusa/loss"] for row in rows]
     assert sum(losses[-11:]) < sum(losses[:11])  # an epoch
     assert {"train/medusa/step2/loss", "held_out/medusa/ctar2"} <= rows[-1].keys()
@@ -183,7 +182,7 @@ def test_training_saves_a_head_that_decodes(tmp_path):
     recipe = AdapterRecipe("eagle", EagleHeadConfig(regression=1.0), learning_rate=1e-2)
     folder = run(lm, tmp_path, recipe, [sample(x, 6) for x in texts], epochs=6, holdout=3)
     assert folder.name == "eagle"
-    rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    rows = read_metrics(tmp_path)
     assert rows[-1]["train/eagle/loss"] < rows[0]["train/eagle/loss"] - 0.2
     assert {"held_out/eagle/step6/loss", "decode/eagle/ctar1"} <= rows[-1].keys()
     config = adapter_files.read_config(str(folder))

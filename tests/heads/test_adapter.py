@@ -7,14 +7,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
-from helpers import (
-    EXIT,
-    adapter_for,
-    eagle_for,
-    recipe_of,
-    saved_adapter,
-    tiny,
-)
+from helpers import EXIT, adapter_for, eagle_for, recipe_of, saved_adapter, tiny
 from safetensors.torch import load_file, save_file
 
 from kangaroo.drafters.eagle import EagleConfig

@@ -92,8 +92,7 @@ def test_texts_are_the_same_by_the_gpus_paths(monkeypatch):
     prompts = random_prompts(5, 40, 130)
     expected = vanilla_texts(tiny(), prompts, 16)
     monkeypatch.setattr(model, "has_flash", lambda device, dtype: True)
-    lm = tiny()
-    adapter = adapter_for(lm)
+    adapter = adapter_for(lm := tiny())
     for drafter in (Vanilla(), Kangaroo(lm, adapter, 4, 0.3), KangarooTree(lm, adapter, 3, 0.0)):
         for rows in (1, 2):
             done = Engine(lm, drafter, prefill_chunk=16).generate(prompts, 16, batch_size=rows)
@@ -136,9 +135,7 @@ def test_every_eos_id_is_known(by_generation_config, by_config, expected):
 class Moves(TorchDispatchMode):
     """Sees every tensor that is copied to the meta device."""
 
-    def __init__(self):
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

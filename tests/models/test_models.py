@@ -39,8 +39,7 @@ def folder(tmp_path):
 
 def test_folder_loads_frozen_in_the_dtype_asked_for(folder):
     model, tokenizer = load(config(folder, dtype=Dtype.float32))
-    assert model.dtype == torch.float32
-    assert not model.training
+    assert model.dtype == torch.float32 and not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert model.config._attn_implementation == "sdpa"
     tokens = torch.tensor([tokenizer("same numbers").input_ids])
@@ -119,20 +118,15 @@ def test_a_file_that_a_folder_lacks_is_named(folder):
 
 
 SCALED = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+GPTQ, PACKED = {"quant_method": "gptq", "bits": 4}, {"quant_method": "compressed-tensors"}
 CHANGES = [
     ({"vocab_size": 300}, CorruptFile, r"lm_head\.weight' .* \[259, 64\], .* \[300, 64\]"),
     ({"vocab_size": 200}, CorruptFile, "may not belong together"),
     ({"intermediate_size": 96}, CorruptFile, r"\[64, 128\].*\[64, 96\].*18 weights"),
     ({"rope_parameters": SCALED | {"partial_rotary_factor": 0.5}}, UnsupportedModel, "or=0.5 with"),
     ({"model_type": "no-such-kind"}, UnsupportedModel, "no-such-kind"),
-    *(
-        (
-            {"quantization_config": fields},
-            errors.MissingPackage,
-            rf"\({fields['quant_method']}\).*=int8",
-        )
-        for fields in ({"quant_method": "gptq", "bits": 4}, {"quant_method": "compressed-tensors"})
-    ),
+    ({"quantization_config": GPTQ}, errors.MissingPackage, r"\(gptq\).*=int8"),
+    ({"quantization_config": PACKED}, errors.MissingPackage, r"\(compressed-tensors\).*=int8"),
 ]
 
 
