@@ -84,8 +84,10 @@ class Record:
 def append(record: Record, folder: Path, rank: int = 0) -> None:
     """Append a record to a rank's file, where it survives a kill -9 and a power cut."""
     file = folder / RECORDS.replace("*", str(rank))
-    with file.open("ab") as stream:
-        stream.truncate(len(_whole_lines(file)))  # drops a line that a killed run cut short
+    with file.open("ab+") as stream:
+        stream.seek(max(stream.tell() - 1, 0))
+        if stream.read() not in (b"", b"\n"):  # a killed run has cut the last line short
+            stream.truncate(len(_whole_lines(file)))
         stream.write(json.dumps(asdict(record)).encode() + b"\n")
         stream.flush()
         os.fsync(stream.fileno())
@@ -112,9 +114,8 @@ def start_run(folder: Path, settings: dict[str, Any], cost: dict[str, Any], resu
     """Start a run in `folder`, or resume the one that it holds. Errors: `ConfigError` names the
     settings that differ."""
     if resume and (folder / RUN).is_file():
-        if difference := differences(
-            read_run(folder)["settings"], json.loads(json.dumps(settings))
-        ):
+        before, now = read_run(folder)["settings"], json.loads(json.dumps(settings))
+        if difference := differences(before, now):
             raise ConfigError(
                 f"'{folder}' holds a run with other settings: {difference}. Pass another "
                 "output=, or resume=false to measure again from the start."
