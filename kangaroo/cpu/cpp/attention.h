@@ -12,6 +12,8 @@ constexpr bool BY_ROWS = WIDE < 16;  // scores are products with rows: turning k
 constexpr int BESIDE = 4;            // queries that share one reading of a value
 constexpr int AT_ONCE = 4;           // sixteens of queries that take each step together on a matrix unit
 constexpr int TOGETHER = 12;         // queries whose scores are not turned: those of sixteen cost as much then
+constexpr i64 TOKEN_BLOCK = 32;      // tokens of a prompt whose partial sums stay in a core's cache
+constexpr i64 TURNING = 4;           // queries that take as long as turning and pairing a chunk
 
 struct Sizes {  // what all layers share, as Python fills it in
   i64 hidden, heads, kv_heads, head_size, feed_forward, threads;
@@ -32,76 +34,162 @@ template <class T> class Lines {
 
 // One thread's part of the work. Queries are [tokens, H, C]; partial sums [tokens, K, chunks, G, 2 + C]:
 // the largest score, the sum of weights, the weighted values.
+//
+// In a step of decoding a thread takes some pieces, and their sums are merged when all threads are done. In a prompt
+// it takes some blocks of tokens with all pieces that these see, and merges at once, while the sums are in its cache.
+// The results are the same.
 template <class T> class Attention {
  public:
   Attention(const Sizes& sizes, const Sight& sight, i64 n_slots)
       : s(sizes), sight(sight), n_slots(n_slots), tiled(has_tiles<T>() && sizes.head_size % 32 == 0),
-        paired(tiled || (std::is_same_v<Number<T>, bf16> && sizes.head_size % 32 == 0)),
+        paired(tiled || (std::is_same_v<Number<T>, bf16> && sizes.head_size % 32 == 0)), block(block_size(sizes, sight)),
+        mine(block ? Part::by_cost(blocks_of_tokens() * s.kv_heads, [&](i64 item) { return cost_of_block(item); })
+                   : Part::by_cost(sight.pieces.size() * s.kv_heads, [&](i64 item) { return cost_of_piece(item); })),
         asked(LANES * sizes.head_size), weighted(AT_ONCE * LANES * sizes.head_size),
         turned(CHUNK * (sizes.head_size + 2 * LANES)), pairs(CHUNK / 2 * sizes.head_size),
-        turned_queries(AT_ONCE * (sizes.head_size / 2 + LANES)) {}
+        turned_queries(AT_ONCE * (sizes.head_size / 2 + LANES)),
+        of_block(block * s.group() * sight.chunks * (s.head_size + 2)) {}
 
-  i64 partial_size(i64 tokens) const { return tokens * s.heads * sight.chunks * (s.head_size + 2); }
+  // The tokens of a block; 0 in a step of decoding, or with a matrix unit, where it was not measured.
+  static i64 block_size(const Sizes& s, const Sight& sight) {
+    const i64 total = sight.seen.size();
+    if (total < MANY || sight.seen.front().row != sight.seen.back().row || has_tiles<T>()) return 0;
+    return std::clamp(total * s.kv_heads / (4 * s.threads), TOKEN_BLOCK / 4, TOKEN_BLOCK);
+  }
 
+  // Of the partial sums that all threads share.
+  static i64 partial_size(const Sizes& s, const Sight& sight) {
+    return block_size(s, sight) ? 0 : i64(sight.seen.size()) * s.heads * sight.chunks * (s.head_size + 2);
+  }
+
+  bool by_blocks() const { return block; }
+
+  // When all threads have done so, `merge` follows.
   void attend(const T* queries, const T* keys, const T* values, float* partial) {
-    i64 size = s.head_size, group = s.group(), stride = s.kv_heads * size;
-    Part mine(i64(sight.pieces.size()) * s.kv_heads);
-    const Piece* held = nullptr;  // the keys and values that are turned and paired
-    i64 held_head = -1;
+    held = nullptr;
     for (i64 item = mine.first; item < mine.last; item++) {
-      const auto [its_piece, head] = sight.piece_and_head(item, s.kv_heads);
-      const Piece& piece = *its_piece;
-      const i64* slots = sight.slots(piece);
-      i64 at = piece.row * n_slots * stride + head * size;
+      const auto [piece, head] = sight.piece_and_head(item, s.kv_heads);
       Fetch fetch;
-      if (i64 next = item + s.kv_heads; next < mine.last && sight.pieces[next / s.kv_heads].alike != piece.alike)
+      if (i64 next = item + s.kv_heads; next < mine.last && sight.pieces[next / s.kv_heads].alike != piece->alike)
         fetch = fetch_of(next, keys, values);
-      bool goes_on = held && held->alike == piece.alike && held_head == head;
-      i64 known = goes_on ? sight.in_common(*held, piece) : 0;
-      bool direct = tiled && !slots && piece.width == CHUNK;
-      if (BY_ROWS || (tiled && !direct)) gather(keys + at, stride, piece, slots, known);
-      else if (!direct) turn(keys + at, stride, piece, slots, known, fetch);
-      if (paired) pair(values + at, stride, piece, slots, known, fetch);
-      held = direct ? nullptr : &piece, held_head = head;
-      Asking asking[AT_ONCE];
-      for (i64 first = 0, all = piece.n_members * group; first < all;) {
-        int n = 0;
-        for (; n < (tiled ? AT_ONCE : 1) && first < all; n++, first += LANES)
-          asking[n] = ask(piece, head, first, queries, partial);
-        if (direct) attend_tiled(asking, n, keys + at + piece.first * stride, stride);
-        else if (tiled) attend_tiled(asking, n, (const T*)&turned[0], size);
-        else attend_untiled(asking[0], piece, slots, values + at, stride);
-      }
+      attend_piece(*piece, head, piece->members, piece->members + piece->n_members, queries, keys, values,
+                   {partial, 0, 0, s.kv_heads}, fetch);
     }
   }
 
-  // The chunks of each query, in their order, to [tokens, H, C].
-  void merge(const float* partial, T* attended) const {
-    i64 size = s.head_size, group = s.group();
-    Part mine(i64(sight.seen.size()) * s.heads);
+  // To [tokens, H, C].
+  void merge(float* partial, T* attended) const {
+    Part items(i64(sight.seen.size()) * s.heads);
+    for (i64 item = items.first; item < items.last; item++)
+      merge_query(item / s.heads, item % s.heads, {partial, 0, 0, s.kv_heads}, attended);
+  }
+
+  // All of it for this thread's blocks, to [tokens, H, C].
+  void attend_blocks(const T* queries, const T* keys, const T* values, T* attended) {
     for (i64 item = mine.first; item < mine.last; item++) {
-      i64 m = item / s.heads, head = item % s.heads / group, query = item % group;
-      i64 first = sight.seen[m].first(sight.window) / CHUNK, chunks = (sight.seen[m].count + CHUNK - 1) / CHUNK;
-      float largest = NEVER, sum = 0;
-      for (i64 chunk = first; chunk < chunks; chunk++)
-        largest = std::max(largest, partial[place(m, head, chunk, query)]);
-      float total[WIDEST_HEAD + LANES];
-      std::fill(total, total + size + LANES, 0.0f);
-      for (i64 chunk = first; chunk < chunks; chunk++) {
-        const float* from = partial + place(m, head, chunk, query);
-        float scale = std::exp(from[0] - largest);
-        sum += scale * from[1];
-        for (i64 c = 0; c < size; c++) total[c] += scale * from[2 + c];
+      const i64 head = item / blocks_of_tokens(), first = item % blocks_of_tokens() * block;
+      const i64 last = std::min<i64>(first + block, sight.seen.size());
+      const Partial partial{&of_block[0], first, head, 1};
+      held = nullptr;
+      for (const Piece& piece : sight.pieces) {
+        const Member* members = sight.members.data() + piece.members;
+        auto member_of = [&](i64 token) {
+          const auto* end = members + piece.n_members;
+          return piece.members + (std::partition_point(members, end, [&](Member m) { return m.token < token; }) - members);
+        };
+        const i64 begin = member_of(first), end = member_of(last);
+        Fetch fetch;
+        if (begin < end) attend_piece(piece, head, begin, end, queries, keys, values, partial, fetch);
       }
-      T* out = attended + item * size;
-      for (i64 c = 0; c < size; c += LANES) put(out + c, get(total + c) / sum, size - c);
+      for (i64 m = first; m < last; m++)
+        for (i64 query = 0; query < s.group(); query++)
+          merge_query(m, head * s.group() + query, partial, attended);
     }
   }
 
  private:
-  i64 place(i64 token, i64 head, i64 chunk, i64 query) const {
-    return (((token * s.kv_heads + head) * sight.chunks + chunk) * s.group() + query) *
-           (s.head_size + 2);
+  // Partial sums, from a token and a key head on; `heads` are stored of each token.
+  struct Partial {
+    float* to;
+    i64 token, head, heads;
+  };
+
+  float* place(const Partial& partial, i64 token, i64 head, i64 chunk, i64 query) const {
+    i64 row = (token - partial.token) * partial.heads + head - partial.head;
+    return partial.to + ((row * sight.chunks + chunk) * s.group() + query) * (s.head_size + 2);
+  }
+
+  // Fetches what is read soon, line by line: a key head's share of a piece's keys and values of all heads, in
+  // one part of memory, which memory likes. The fewer at a time, the less is waited for.
+  struct Fetch {
+    const char *keys = nullptr, *values = nullptr, *last_key = nullptr, *last_value = nullptr;
+    void key() {
+      if (keys < last_key) __builtin_prefetch(keys, 0, CLOSE), keys += 64;
+    }
+    void value() {
+      if (values < last_value) __builtin_prefetch(values, 0, CLOSE), values += 64;
+    }
+  };
+
+  i64 blocks_of_tokens() const { return (i64(sight.seen.size()) + block - 1) / block; }
+
+  // The time that an item takes, that of a query being 1.
+  i64 cost_of_piece(i64 item) const {
+    return TURNING + sight.piece_and_head(item, s.kv_heads).first->n_members * s.group();
+  }
+
+  i64 cost_of_block(i64 item) const {
+    const i64 first = item % blocks_of_tokens() * block;
+    i64 positions = 0;
+    for (i64 m = first; m < std::min<i64>(first + block, sight.seen.size()); m++)
+      positions += sight.seen[m].count - sight.seen[m].first(sight.window);
+    return positions * s.group() / CHUNK + 1;
+  }
+
+  // Some members of a piece, with a key head.
+  void attend_piece(const Piece& piece, i64 head, i64 first_member, i64 last_member, const T* queries, const T* keys,
+                    const T* values, const Partial& partial, Fetch& fetch) {
+    const i64 size = s.head_size, group = s.group(), stride = s.kv_heads * size;
+    const i64* slots = sight.slots(piece);
+    const i64 at = piece.row * n_slots * stride + head * size;
+    const bool goes_on = held && held->alike == piece.alike && held_head == head;
+    const i64 known = goes_on ? sight.in_common(*held, piece) : 0;
+    const bool direct = tiled && !slots && piece.width == CHUNK;
+    if (BY_ROWS || (tiled && !direct)) gather(keys + at, stride, piece, slots, known);
+    else if (!direct) turn(keys + at, stride, piece, slots, known, fetch);
+    if (paired) pair(values + at, stride, piece, slots, known, fetch);
+    held = direct ? nullptr : &piece, held_head = head;
+    Asking asking[AT_ONCE];
+    for (i64 first = first_member * group; first < last_member * group;) {
+      int n = 0;
+      for (; n < (tiled ? AT_ONCE : 1) && first < last_member * group; n++, first += LANES)
+        asking[n] = ask(piece, head, first, last_member * group, queries, partial);
+      if (direct) attend_tiled(asking, n, keys + at + piece.first * stride, stride);
+      else if (tiled) attend_tiled(asking, n, (const T*)&turned[0], size);
+      else attend_untiled(asking[0], piece, slots, values + at, stride);
+    }
+  }
+
+  // The chunks of a query, in their order.
+  void merge_query(i64 m, i64 of_all, const Partial& partial, T* attended) const {
+    const i64 size = s.head_size, head = of_all / s.group(), query = of_all % s.group();
+    const i64 first = sight.seen[m].first(sight.window) / CHUNK, chunks = (sight.seen[m].count + CHUNK - 1) / CHUNK;
+    const i64 step = s.group() * (size + 2);
+    float* sums = place(partial, m, head, 0, query);
+    float largest = NEVER, sum = 0;
+    for (i64 chunk = first; chunk < chunks; chunk++) largest = std::max(largest, sums[chunk * step]);
+    for (i64 chunk = first; chunk < chunks; chunk++) {
+      float& scale = sums[chunk * step];
+      scale = std::exp(scale - largest);
+      sum += scale * sums[chunk * step + 1];
+    }
+    T* out = attended + (m * s.heads + of_all) * size;
+    for (i64 c = 0; c < size; c += LANES) {
+      Floats total{};
+      for (i64 chunk = first; chunk < chunks; chunk++)
+        total += sums[chunk * step] * get(sums + chunk * step + 2 + c, size - c);
+      put(out + c, total / sum, size - c);
+    }
   }
 
   // Up to sixteen queries of a piece, one after another for each of its members, from the `first` on.
@@ -111,14 +199,15 @@ template <class T> class Attention {
     i64 widths[LANES], count;
   };
 
-  Asking ask(const Piece& piece, i64 head, i64 first, const T* queries, float* partial) const {
+  // From a query of a member on, both counted in queries, up to the `last` one.
+  Asking ask(const Piece& piece, i64 head, i64 first, i64 last, const T* queries, const Partial& partial) const {
     Asking a;
-    a.count = std::min<i64>(LANES, piece.n_members * s.group() - first);
-    i64 member = piece.members + first / s.group(), query = first % s.group();
+    a.count = std::min<i64>(LANES, last - first);
+    i64 member = first / s.group(), query = first % s.group();
     for (i64 j = 0; j < a.count; j++) {
       auto [token, width] = sight.members[member];
       a.queries[j] = queries + (token * s.heads + head * s.group() + query) * s.head_size;
-      a.out[j] = partial + place(token, head, piece.first / CHUNK, query);
+      a.out[j] = place(partial, token, head, piece.first / CHUNK, query);
       a.widths[j] = width;
       if (++query == s.group()) query = 0, member++;
     }
@@ -150,18 +239,6 @@ template <class T> class Attention {
   static i64 slot_of(const Piece& piece, const i64* slots, i64 n) {
     return slots ? slots[n] : piece.first + n;
   }
-
-  // Fetches what is read soon, line by line: a key head's share of a piece's keys and values of all heads, in
-  // one part of memory, which memory likes. The fewer at a time, the less is waited for.
-  struct Fetch {
-    const char *keys = nullptr, *values = nullptr, *last_key = nullptr, *last_value = nullptr;
-    void key() {
-      if (keys < last_key) __builtin_prefetch(keys, 0, CLOSE), keys += 64;
-    }
-    void value() {
-      if (values < last_value) __builtin_prefetch(values, 0, CLOSE), values += 64;
-    }
-  };
 
   Fetch fetch_of(i64 item, const T* keys, const T* values) const {
     const Piece& piece = sight.pieces[item / s.kv_heads];
@@ -404,13 +481,18 @@ template <class T> class Attention {
   const Sizes& s;
   const Sight& sight;
   i64 n_slots;
-  bool tiled, paired;  // paired: weights are multiplied with values of two positions at a time
+  const bool tiled, paired;  // paired: weights are multiplied with values of two positions at a time
+  const i64 block;
+  const Part mine;  // of pieces or blocks, each with every head
+  const Piece* held = nullptr;  // the keys and values that are turned and paired
+  i64 held_head = -1;
   alignas(64) float scores[LANES][CHUNK] = {};  // of sixteen queries, then their weights
   alignas(64) T weights[AT_ONCE][LANES * CHUNK] = {};
   Lines<T> asked;
   Lines<float> weighted;
   Lines<std::uint32_t> turned, pairs;
   Lines<Words> turned_queries;
+  Lines<float> of_block;  // partial sums
   std::vector<Words> room;
   Floats by_key[AT_ONCE][CHUNK];
 };

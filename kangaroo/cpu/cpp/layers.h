@@ -49,6 +49,7 @@ template <class T> void rms_norm(const T* x, const T* weight, i64 size, double e
 template <class T> struct Scratch {
   std::vector<T> qkv, queries, attended, activated;  // [M, H + 2K, C], [M, H, C] twice, [M, F]
   std::vector<Words> states, normed, read;           // side by side: [M, D] twice, and what is added next, [M, F or H C]
+  std::vector<Words> turned;                         // what products read (transposed_gemm.h)
   std::vector<float> partial;
 };
 
@@ -77,9 +78,13 @@ template <class T> class Pass {
       barrier.wait();
     }
     if (layer.q) {
-      attention.attend(scratch.queries.data(), keys, values, scratch.partial.data());
-      barrier.wait();
-      attention.merge(scratch.partial.data(), scratch.attended.data());
+      if (attention.by_blocks()) {
+        attention.attend_blocks(scratch.queries.data(), keys, values, scratch.attended.data());
+      } else {
+        attention.attend(scratch.queries.data(), keys, values, scratch.partial.data());
+        barrier.wait();
+        attention.merge(scratch.partial.data(), scratch.attended.data());
+      }
       barrier.wait();
       i64 width = s.heads * s.head_size;
       Matrix<T> attended{scratch.attended.data(), tokens.total, width};
@@ -128,12 +133,27 @@ template <class T> class Pass {
   // there is no norm; the copy stands, since x itself changes before all threads have read it.
   Input<T> norm(const T* weight) {
     if (wide) return norm_wide(weight);
-    for (i64 m = 0; m < tokens.total; m++) {
+    const Matrix<T> in{normed.data(), tokens.total, s.hidden};
+    const Part mine = takes_turned(in) ? turned_here(in) : Part(0, tokens.total);
+    for (i64 m = mine.first; m < mine.last; m++) {
       const T* from = x + m * s.hidden;
       if (weight) rms_norm(from, weight, s.hidden, s.eps, normed.data() + m * s.hidden);
       else std::copy_n(from, s.hidden, normed.data() + m * s.hidden);
     }
-    return input(Matrix<T>{normed.data(), tokens.total, s.hidden}, room);
+    return prepared(in);
+  }
+
+  // Which tokens this thread turns for all.
+  Part turned_here(const Matrix<T>& in) const {
+    const Part groups((in.rows + TURNED_GROUP - 1) / TURNED_GROUP);
+    return {groups.first * TURNED_GROUP, std::min(groups.last * TURNED_GROUP, in.rows)};
+  }
+
+  Input<T> prepared(const Matrix<T>& in) {
+    if (!takes_turned(in)) return input(in, room);
+    turn(in, turned_here(in), scratch.turned.data());
+    barrier.wait();
+    return {{nullptr, in.rows, in.width}, nullptr, (const std::uint32_t*)scratch.turned.data()};
   }
 
   // Of many tokens each thread norms some.
@@ -249,7 +269,7 @@ template <class T> class Pass {
             Words* to = &scratch.states[(m * s.hidden + i * LANES * LANES) / (2 * LANES)];
             add_side_by_side(sums, bias ? bias + i * LANES : nullptr, to);
           });
-    products(input(in, room), mine.first, mine.last, block_of, after, room_for_sums, [&](i64 i, const float* sums) {
+    products(prepared(in), mine.first, mine.last, block_of, after, room_for_sums, [&](i64 i, const float* sums) {
       i64 n = i * LANES, width = s.hidden - n;
       Floats shift = bias ? get(bias + n, width) : Floats{};
       for (i64 m = 0; m < tokens.total; m++) {
@@ -287,13 +307,15 @@ void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, 
   grow(scratch.queries, of_heads);
   grow(scratch.attended, of_heads);
   grow(scratch.activated, tokens.total * s.feed_forward);
+  const i64 widest = std::max({s.hidden, s.heads * s.head_size, s.feed_forward});
+  if (takes_turned(Matrix<T>{x, tokens.total, s.hidden})) grow(scratch.turned, turned_words(tokens.total, widest));
   if (Pass<T>::takes_wide(s, tokens.total)) {
     i64 groups = blocks(tokens.total);
     grow(scratch.states, groups * s.hidden / 2);
     grow(scratch.normed, groups * s.hidden / 2);
     grow(scratch.read, groups * std::max(s.heads * s.head_size, s.feed_forward) / 2);
   }
-  grow(scratch.partial, Attention<T>(s, sight, stack.n_slots).partial_size(tokens.total));
+  grow(scratch.partial, Attention<T>::partial_size(s, sight));
   Scratch<T>& shared = scratch;
   Barrier barrier;
   PARALLEL(s.threads) {

@@ -182,10 +182,17 @@ template <class T> Matrix<T> lined_up(const Matrix<T>& x, std::vector<Words>& ro
   return {to, x.rows, lines * line};
 }
 
-const std::uint32_t* turned(const Matrix<bf16>& x, std::vector<Words>& room) {
-  room.resize((x.rows + TURNED_GROUP - 1) / TURNED_GROUP * TURNED_GROUP * x.width / 32);
-  turn_tokens([&](i64 m) { return x.row(m); }, x.rows, x.width, (std::uint32_t*)room.data());
-  return (const std::uint32_t*)room.data();
+// Whether tokens are so many that it pays to turn them, and the rows.
+template <class T> bool takes_turned(const Matrix<T>& x) {
+  return TURNS && std::is_same_v<T, bf16> && x.rows >= MANY && x.width % 32 == 0;
+}
+
+i64 turned_words(i64 rows, i64 width) { return (rows + TURNED_GROUP - 1) / TURNED_GROUP * TURNED_GROUP * width / 32; }
+
+// Some tokens of them, whole groups; `to` has room for all.
+template <class T> void turn(const Matrix<T>& x, Part tokens, Words* to) {
+  turn_tokens([&](i64 m) { return x.row(tokens.first + m); }, tokens.last - tokens.first, x.width,
+              (std::uint32_t*)to + tokens.first * x.width / 2);
 }
 
 template <class T> bool takes_tiles(i64 width) { return has_tiles<T>() && width % 32 == 0; }
@@ -205,8 +212,11 @@ template <class T> Input<T> input(const Matrix<T>& x, std::vector<Words>& room) 
   if constexpr (!std::is_same_v<T, Number<T>>) {
     return {widened(x, room), nullptr};
   } else {
-    if constexpr (TURNS && std::is_same_v<T, bf16>)
-      if (x.rows >= MANY && x.width % 32 == 0) return {x, nullptr, turned(x, room)};
+    if (takes_turned(x)) {
+      room.resize(turned_words(x.rows, x.width));
+      turn(x, Part(0, x.rows), room.data());
+      return {x, nullptr, (const std::uint32_t*)room.data()};
+    }
     if (!takes_tiles<T>(x.width)) return {lined_up(x, room), nullptr};
     i64 groups = blocks(x.rows), words = x.width / 2;
     room.resize(groups * words);

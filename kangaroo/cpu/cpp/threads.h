@@ -28,10 +28,24 @@ i64 thread_count() { return own_count; }
 
 struct Part {  // what one thread does of `count` pieces of work
   i64 first, last;
-  Part(i64 count) {
+  Part(i64 first, i64 last) : first(first), last(last) {}
+  explicit Part(i64 count) {
     i64 thread = thread_number(), threads = thread_count();
     first = count * thread / threads;
     last = count * (thread + 1) / threads;
+  }
+
+  // Of pieces that cost differently: those whose middle lies in this thread's part of all costs.
+  template <class Cost> static Part by_cost(i64 count, Cost cost) {
+    i64 all = 0, before = 0;
+    for (i64 i = 0; i < count; i++) all += cost(i);
+    Part mine(all), pieces(0, 0);
+    for (i64 i = 0; i < count; before += cost(i++)) {
+      i64 middle = before + cost(i) / 2;
+      if (middle < mine.first) pieces.first = i + 1;
+      if (middle < mine.last) pieces.last = i + 1;
+    }
+    return pieces;
   }
 };
 
