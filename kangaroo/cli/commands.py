@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from kangaroo import chat as talk
 from kangaroo.api import load_target
@@ -45,6 +44,7 @@ from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line
 from kangaroo.utils.provenance import flatten, provenance
 from kangaroo.utils.ranks import Ranks, check_alone, join
+from kangaroo.utils.terminal import console
 from kangaroo.utils.tracking import NoTracker
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
         (first, *_), limit = select_questions(config)
         racers = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
         sampling = replace(config.sampling, seed=config.seed)
-        talk.race(lm, tokenizer, racers, first.turns[0], limit, sampling, Console())
+        talk.race(lm, tokenizer, racers, first.turns[0], limit, sampling, console())
     # before the tracker starts a run, since this may refuse
     evaluator = Evaluator(lm, tokenizer, methods, config, model_name=config.model.name, ranks=ranks)
     if ranks.is_first and not config.resume:
@@ -133,11 +133,11 @@ def _compare(config: schema.EvaluateCommand, folder: Path) -> None:
     if config.study is not None:
         if study := read_study(config.study, folder):
             study_report.write(study, folder)
-            Console().print(study_report.terminal_table(study))
+            console().print(study_report.terminal_table(study))
             log.info("%s.md, .json and .png are in %s", config.study.name, folder)
     elif methods := comparison.compare(folder):
         comparison.write(methods, folder)
-        comparison.show(methods, Console())
+        comparison.show(methods, console())
         log.info("the comparison, as report.md, speedup.png and comparison.json, is in %s", folder)
 
 
@@ -147,7 +147,7 @@ def speed(config: schema.SpeedCommand) -> None:
     lm, tokenizer = load_target(config.model)
     more = {name: drafter.build(lm) for name, drafter in config.more.items()}
     result = benchmark.measure(lm, tokenizer, config.drafter.build(lm), config.speed, more)
-    benchmark.write(result, Path(config.output), Console())
+    benchmark.write(result, Path(config.output), console())
 
 
 @command(resumable=True)
@@ -161,7 +161,7 @@ def tune(config: schema.TuneCommand) -> None:
     use = evaluate_command(config.model, f"--config-dir={config.output}", drafter="tuned")
     model = plain(config)["model"]
     report = tuning.tune(lm, tokenizer, drafters, config.drafter, config, model=model, use=use)
-    comparison.show(report, Console())
+    comparison.show(report, console())
     log.info("%s, %s and report/ are in %s", tuning.SETTINGS, tuning.NUMBERS, config.output)
     log.info("use it: %s", use)
 
@@ -171,13 +171,13 @@ def chat(config: schema.ChatCommand) -> None:
     """Chat in the terminal until end of file."""
     lm, tokenizer = load_target(config.model)
     engine = Engine(lm, config.drafter.build(lm), tokenizer, prefix_cache=True)
-    console = Console()
-    console.print(
+    terminal = console()
+    terminal.print(
         f"{config.model.name} with {config.drafter.name}; green: drafted and accepted. An empty "
         "line begins a new conversation, Ctrl-D ends.",
         style="dim",
     )
-    talk.chat(engine, tokenizer, config.sampling, config.chat, console, talk.questions(console))
+    talk.chat(engine, tokenizer, config.sampling, config.chat, terminal, talk.questions(terminal))
 
 
 @command()

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
 from kangaroo.data import store
 from kangaroo.data.filters import LATER_TURNS, answer_spans, cut, list_reasons
 from kangaroo.data.making import WrittenConfig, finish
@@ -21,6 +19,7 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, DataError
 from kangaroo.utils.ranges import Count
 from kangaroo.utils.ranks import ALONE, Ranks
+from kangaroo.utils.terminal import progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +128,7 @@ class ConversationsConfig(WrittenConfig, Source):
     ) -> list[Sample]:
         """Samples up to the last answer within `max_length`; dropped and cut ones are counted."""
         samples = []
-        for messages in tqdm(conversations, unit="conversation", desc="tokenising"):
+        for messages in progress_bar(conversations, unit="conversation", desc="tokenising"):
             ids, mask = masked_ids(tokenizer, messages)
             ends = [stop for _, stop in answer_spans(mask)]
             fitting = sum(stop <= self.max_length for stop in ends)

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tqdm import tqdm
-
 from kangaroo.data import store
 from kangaroo.data.filters import FilterConfig, list_reasons, select
 from kangaroo.data.writing import Dialogue, DialogueWriter
@@ -23,6 +21,7 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import DataError
 from kangaroo.utils.ranges import Count, Filled, NotNegative, Ranged, Seed
 from kangaroo.utils.ranks import ALONE, Ranks
+from kangaroo.utils.terminal import progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class WrittenConfig(Ranged):
         if missing := [name for name in writers if name not in existing]:
             log.info("%d of %d shards to write", len(missing), len(writers))
             start, assigned = time.perf_counter(), missing[ranks.rank :: ranks.world]
-            with tqdm(unit="token", disable=not ranks.is_first) as bar:
+            with progress_bar(unit="token", disable=not ranks.is_first) as bar:
                 writer = DialogueWriter(lm, tokenizer, self.batch_size, longest, self.teacher, bar)
                 for number, name in enumerate(assigned, start=1):
                     bar.set_description(f"writing shard {number} of {len(assigned)}")

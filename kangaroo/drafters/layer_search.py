@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.clock import running
@@ -26,6 +25,7 @@ from kangaroo.utils.folders import command_line, resolve_path, write_json
 from kangaroo.utils.memory import weight_bytes
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranges import Count, DraftSize, Ranged, Seed
+from kangaroo.utils.terminal import progress_bar
 
 Subset = tuple[int, ...]  # the layers that are skipped, ascending
 
@@ -122,7 +122,7 @@ def search(
     best = subset = tuple(range(1, lm.n_layers - 1, 2)) or (0,)  # every other layer
     speedup = agreement = 0.0
     tried: set[Subset] = set()
-    with tqdm(total=budget, unit="subset", desc="searching") as bar:
+    with progress_bar(total=budget, unit="subset", desc="searching") as bar:
         while len(tried) < budget:
             while subset in tried:  # step further if all neighbours were tried
                 subset = neighbour(subset, lm.n_layers, rng)
@@ -132,7 +132,8 @@ def search(
             if expected >= speedup:
                 best, agreement, speedup = subset, new_agreement, expected
             bar.update()
-            bar.set_postfix(speedup=f"{speedup:.3f}", agreement=f"{agreement:.3f}")
+            shown = {"speedup": f"{speedup:.3f}", "agreement": f"{agreement:.3f}"}
+            bar.set_postfix(shown, refresh=False)
             subset = best
     details = {
         "agreement": agreement,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from kangaroo.drafters.base import Drafter, DrafterConfig
 from kangaroo.drafters.vanilla import Vanilla
@@ -33,6 +32,7 @@ from kangaroo.utils.memory import footprint
 from kangaroo.utils.provenance import flatten, git_revision
 from kangaroo.utils.ranges import Count, CountOrZero, Index, Ranged, Seed
 from kangaroo.utils.ranks import ALONE, Ranks
+from kangaroo.utils.terminal import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class Evaluator:
         for _ in range(self.config.warmup if missing else 0):
             self.ask(self.questions[0], list(self.decoders))
         n_done, hidden = len(share) - len(missing), not ranks.is_first
-        bar = tqdm(missing, "", len(share), initial=n_done, unit="question", disable=hidden)
+        bar = progress_bar(missing, "", len(share), initial=n_done, unit="question", disable=hidden)
         for i, question in bar:
             answers = self.ask(question, self.order(i))
             for folder, records, record in zip(self.folders, self.records, answers, strict=True):
@@ -227,7 +227,8 @@ class Evaluator:
             first = numbers[self.methods[0].name]
             if log is not None:
                 log(flatten(numbers) if len(numbers) > 1 else first, len(self.records[0]))
-            bar.set_postfix({k: first[k] for k in ("speedup", "compression_rate") if k in first})
+            shown = {k: first[k] for k in ("speedup", "compression_rate") if k in first}
+            bar.set_postfix(shown, refresh=False)
 
     def order(self, index: int) -> list[int | str]:
         """Who answers a question, in turn; the order alternates, in case the machine slows down."""

@@ -18,7 +18,6 @@ from statistics import median
 import numpy as np
 import torch
 from rich.console import Console
-from tqdm import tqdm
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
@@ -41,6 +40,7 @@ from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.provenance import describe_machine, provenance
 from kangaroo.utils.ranges import Count, Filled, Ranged, TextLength
 from kangaroo.utils.tables import Row, number, share
+from kangaroo.utils.terminal import progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -291,7 +291,7 @@ def take_turns(
     names = list(methods)
     texts: dict[str, Texts] = {name: [[] for _ in prompts] for name in names}
     turns = [(repeat + i, i) for repeat in range(repeats) for i in range(len(prompts))]
-    for turn, index in tqdm(turns, title, unit="turn"):
+    for turn, index in progress_bar(turns, title, unit="turn"):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             texts[name][index].append(methods[name](prompts[index], new_tokens))

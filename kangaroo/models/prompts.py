@@ -100,7 +100,8 @@ def prompt_ids(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
     if not messages or not messages[-1]["content"].strip():
         raise PromptError("the prompt is empty; ask something.")
     text = _render(tokenizer, messages, add_generation_prompt=True)
-    return tokenizer.encode(text, add_special_tokens=False)
+    # not verbose: the engine says itself what is too long
+    return tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 
 def chat_template(name: str) -> str:
@@ -181,7 +182,7 @@ def _masked_text(
             "text, which the loss mask needs. Install one that `tokenizers` can load."
         )
     text = _render(tokenizer, messages, add_generation_prompt)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     mask = [0] * len(encoded["input_ids"])
     for index, message in enumerate(messages):
         if message["role"] != "assistant":

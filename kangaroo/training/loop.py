@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from kangaroo.engine.clock import running
 from kangaroo.heads import adapter_files
@@ -28,6 +27,7 @@ from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError, CorruptFile, Diverged
 from kangaroo.utils.provenance import differences, provenance
 from kangaroo.utils.ranks import ALONE, Ranks
+from kangaroo.utils.terminal import progress_bar
 from kangaroo.utils.tracking import NoTracker
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Trainer:
             (self.output / results.METRICS).write_text("".join(lines))
         steps = range(progress.step, self.total)
         shown = {"initial": progress.step, "total": self.total, "unit": "step", "desc": "training"}
-        for _ in (bar := tqdm(steps, **shown, disable=not is_first)):
+        for _ in (bar := progress_bar(steps, **shown, disable=not is_first)):
             metrics = self._step()
             if diverged := [name for name, value in metrics.items() if not math.isfinite(value)]:
                 raise self._diverged(diverged[0])
@@ -124,7 +124,8 @@ class Trainer:
                     raise self._diverged("a weight")
                 if is_first:
                     self._save_checkpoint(state)
-            bar.set_postfix(loss=f"{metrics[f'train/{self.trainees[0].name}/loss']:.3f}")
+            loss = metrics[f"train/{self.trainees[0].name}/loss"]
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         if is_first:
             for trainee in self.trainees:
                 self._save(trainee)
