@@ -4,12 +4,14 @@ that fit on no device are refused too, since `device_map` silently moves them el
 import json
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kangaroo.models.prompts import Tokenizer
@@ -35,11 +37,11 @@ def read_checkpoint(
         raise errors.ModelNotFound(
             f"there is no folder '{source}'. Pass model.path= a checkpoint's folder or a hub id."
         )
-    method = None
+    fields: dict[str, Any] = {}
     try:
         config = AutoConfig.from_pretrained(source, revision=revision)
         check_supported(config)
-        method = quantization_fields(config).get("quant_method")
+        fields = quantization_fields(config)
         tokenizer = read_tokenizer(source, revision)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
@@ -51,7 +53,7 @@ def read_checkpoint(
     except (errors.KangarooError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a malformed file can make transformers raise anything
-        raise _failure(source, revision, error, method) from error
+        raise _failure(source, revision, error, fields.get("quant_method")) from error
     model, report = loaded
     if missing := sorted(report["missing_keys"]):  # transformers would use random numbers
         raise errors.CorruptFile(
@@ -65,6 +67,10 @@ def read_checkpoint(
             f"its config.json it would be {list(expected)}; so it is with {len(mismatched)} "
             "weights. Fetch or save both again."
         )
+    if fields and not quantization_fields(model.config):  # FP8 where no GPU multiplies it
+        _check_blocks(model, source, fields.get("weight_block_size"))
+        for parameter in model.parameters():  # transformers leaves norms and head in the file's
+            parameter.data = parameter.data.to(model.config.dtype)
     return model, tokenizer
 
 
@@ -101,6 +107,21 @@ def check_placed(model: PreTrainedModel) -> None:
     )
 
 
+def _check_blocks(model: PreTrainedModel, source: str, blocks: list[int] | None) -> None:
+    """Raise `UnsupportedModel` for linears with a last block that is smaller: transformers takes
+    all blocks of a dequantized weight as equally large, and would multiply by wrong scales."""
+    for name, part in model.model.layers.named_modules():
+        if not isinstance(part, nn.Linear):
+            continue
+        for size, block in zip(part.weight.shape, blocks or (), strict=False):
+            if size > block and size % block:
+                raise errors.UnsupportedModel(
+                    f"'{source}' is quantized (fp8) in blocks of {block}, and transformers cannot "
+                    f"dequantize a size of {size} (layers.{name}). Use a GPU that multiplies FP8, "
+                    "or pass the checkpoint that it was made from, with model.quantization=int8."
+                )
+
+
 def _failure(
     source: str, revision: str | None, error: Exception, method: str | None
 ) -> errors.KangarooError:
@@ -109,9 +130,11 @@ def _failure(
     reason, is_missing = _first_line(error), isinstance(error, OSError)
     if method and not is_missing:
         kind = errors.MissingPackage if isinstance(error, ImportError) else errors.UnsupportedModel
+        is_of_gptqmodel = method in ("gptq", "awq") and find_spec("gptqmodel") is None
+        packages = "gptqmodel and optimum" if is_of_gptqmodel else "what it asks for"
         return kind(
             f"'{source}' is quantized ({method}), and transformers cannot load it here: {reason}. "
-            "Install what it asks for, or pass the checkpoint that it was made from, with "
+            f"Install {packages}, or pass the checkpoint that it was made from, with "
             "model.quantization=int8, int4 or nf4."
         )
     if is_missing and os.path.isdir(source):

@@ -124,9 +124,11 @@ def quantization_fields(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def weight_bits(config: PretrainedConfig, quantization: Quantization | None) -> int | None:
-    """Bits per number of the layers' weights; None if they are not quantized."""
+    """Bits per number of the layers' weights in memory; None if they are not quantized there."""
     if quantization is not None:
         return 8 if quantization is Quantization.int8 else 4
-    if not (fields := quantization_fields(config)):
+    fields = quantization_fields(config)
+    is_dequantized = fields.get("quant_method") == "fp8" and not torch.cuda.is_available()
+    if not fields or is_dequantized:
         return None
     return fields.get("bits") or (4 if fields.get("load_in_4bit") else 8)

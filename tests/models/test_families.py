@@ -14,6 +14,7 @@ import training_cases
 import transformers
 from cases import HOW, case_for, check_texts
 from helpers import BY_MODULES, EXIT, adapter_for, random_prompts, tiny, tiny_model, vanilla_texts
+from safetensors.torch import save_file
 from torch import nn
 from training_cases import config, recipe, samples, train
 from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
@@ -89,6 +90,45 @@ def compressed(scheme: str) -> TargetModel:
         return load_target(ModelConfig("m", folder, dtype=Dtype.float32, device="cpu"))[0]
 
 
+def pack(numbers_RC: torch.Tensor, order=range(8)) -> torch.Tensor:
+    """Eight numbers of 4 bits beside each other as one of 32, the first in the lowest bits."""
+    numbers = numbers_RC.long().unflatten(1, (-1, 8))[..., list(order)]
+    return (numbers << 4 * torch.arange(8)).sum(-1).to(torch.uint32).view(torch.int32)
+
+
+def packed_by_hand(method: str, kernel: str, even: bool = False, act_order: bool = False):
+    """From a checkpoint in GPTQ's or AWQ's own format, groups of 32 inputs with a zero point in
+    the middle if `even`. By default gptqmodel would first compile its kernel, for two minutes."""
+    pytest.importorskip("gptqmodel")
+    hf = tiny_model("qwen2")
+    state, axis = hf.state_dict(), (0, 2, 4, 6, 1, 3, 5, 7) if method == "awq" else range(8)
+    for name in [name for name in state if name.endswith("_proj.weight")]:
+        weight_IO, base = state.pop(name).T, name.removesuffix("weight")
+        inputs_I, count = torch.arange(len(weight_IO)), len(weight_IO) // 32
+        groups_I = inputs_I % count if act_order else inputs_I // 32
+        largest = [weight_IO[groups_I == group].abs().amax(0) for group in range(count)]
+        scales_GO = state[f"{base}scales"] = (torch.stack(largest) / 5).half()
+        zeros_GO = 8 + (torch.arange(scales_GO.numel()).view_as(scales_GO) % 5 - 2) * (not even)
+        numbers_IO = (weight_IO / scales_GO[groups_I]).round() + zeros_GO[groups_I]
+        if method == "gptq":  # whose zero points count from one
+            state[f"{base}qweight"] = pack(numbers_IO.T).T.contiguous()
+            state[f"{base}g_idx"], zeros_GO = groups_I.int(), zeros_GO - 1
+        else:
+            state[f"{base}qweight"] = pack(numbers_IO, axis)
+        state[f"{base}qzeros"] = pack(zeros_GO, axis)
+    how = {"quant_method": method, "bits": 4, "group_size": 32, "backend": kernel}
+    with TemporaryDirectory() as folder:
+        save_checkpoint(hf, state, how | {"desc_act": act_order, "sym": even}, folder)
+        return load_target(ModelConfig("m", folder, dtype=Dtype.float32, device="cpu"))[0]
+
+
+def save_checkpoint(hf, state: dict[str, torch.Tensor], how: dict[str, object], folder) -> None:
+    hf.config.quantization_config = how
+    hf.config.save_pretrained(folder)
+    save_file(state, f"{folder}/model.safetensors", metadata={"format": "pt"})
+    loading.byte_tokenizer().save_pretrained(folder)
+
+
 def quantized(how: Quantization) -> TargetModel:
     pytest.importorskip(how.package)
     hf = tiny_model("qwen2")
@@ -99,6 +139,11 @@ def quantized(how: Quantization) -> TargetModel:
 FAMILIES = {name: partial(tiny, kind, **fields) for name, (kind, fields) in BY_MODULES.items()}
 QUANTIZED = {"packed": packed} | {how.value: partial(quantized, how) for how in Quantization}
 QUANTIZED |= {f"compressed-{x}": partial(compressed, x) for x in ("W4A16", "FP8_DYNAMIC")}
+QUANTIZED |= {
+    "gptq": partial(packed_by_hand, "gptq", "gptq_torch_aten", even=True),
+    "gptq-act-order": partial(packed_by_hand, "gptq", "gptq_torch_aten", act_order=True),
+    "awq": partial(packed_by_hand, "awq", "torch_awq"),
+}
 of_families = pytest.mark.parametrize("name", FAMILIES)
 of_quantized = pytest.mark.parametrize("name", QUANTIZED)
 
@@ -208,7 +253,8 @@ def test_drafters_write_what_the_quantized_model_writes_itself(name):
             check_texts(case, drafter, how, 1 + number % 4)
 
 
-@pytest.mark.parametrize("name", [x for x in QUANTIZED if "FP8" not in x])  # which rounds inputs
+# FP8 and AWQ round inputs, AWQ to float16
+@pytest.mark.parametrize("name", [x for x in QUANTIZED if "FP8" not in x and x != "awq"])
 def test_an_adapter_begins_with_what_the_quantized_layer_multiplies_with(name):
     lm = QUANTIZED[name]()
     adapter = Adapter(lm, 2).start_from(lm)
@@ -262,6 +308,41 @@ def test_a_checkpoint_by_bitsandbytes_gives_a_token_the_same_beside_any_other(tm
     check_texts(case_for(lm, HOW[0]), "kangaroo", HOW[0], 2)
 
 
+def save_fp8(folder, dtype: torch.dtype, **sizes: int) -> dict[str, torch.Tensor]:
+    """A checkpoint of FP8 in blocks of 32 by 32, the rest in `dtype`; returns its exact weights."""
+    hf, exact = tiny_model("llama", **sizes), {}
+    state = {name: weight.to(dtype) for name, weight in hf.state_dict().items()}
+    for name in [name for name in state if name.endswith("_proj.weight")]:
+        rows, columns = state[name].shape
+        scales = 0.75 + torch.rand(-(-rows // 32), -(-columns // 32)) / 2
+        state[name], state[f"{name}_scale_inv"] = state[name].to(torch.float8_e4m3fn), scales
+        each = scales.repeat_interleave(32, 0)[:rows].repeat_interleave(32, 1)[:, :columns]
+        exact[name] = each * state[name].float()
+    save_checkpoint(hf, state, {"quant_method": "fp8", "weight_block_size": [32, 32]}, folder)
+    return exact
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU multiplies FP8 itself")
+@pytest.mark.parametrize("of_file", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", Dtype)
+def test_fp8_on_a_cpu_is_a_plain_model_of_the_dtype_asked_for(tmp_path, of_file, dtype):
+    exact = save_fp8(tmp_path, of_file)
+    lm, _ = load_target(ModelConfig("m", str(tmp_path), dtype=dtype, device="cpu"))
+    assert is_plain(lm.hf) and {x.dtype for x in lm.hf.parameters()} == {dtype.torch}
+    for name, weight in exact.items():
+        assert torch.equal(lm.hf.get_parameter(name), weight.to(dtype.torch))
+    if dtype is not Dtype.float16:  # without native code
+        check_texts(case_for(lm, HOW[0]), "kangaroo", HOW[0], 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU multiplies FP8 itself")
+@pytest.mark.parametrize("size", [48, 80])  # transformers loads the one, wrongly
+def test_fp8_blocks_that_do_not_divide_a_size_are_refused_on_a_cpu(tmp_path, size):
+    save_fp8(tmp_path, torch.float32, intermediate_size=size)
+    with pytest.raises(UnsupportedModel, match=r"quantized \(fp8\).*made from, with .*=int8"):
+        load_target(ModelConfig("m", str(tmp_path), dtype=Dtype.float32, device="cpu"))
+
+
 @pytest.mark.parametrize("how", Quantization)
 def test_a_package_that_is_missing_is_named_with_the_extra(monkeypatch, how):
     monkeypatch.setattr(quantizing, "find_spec", lambda name: None)
@@ -294,7 +375,7 @@ def test_the_estimate_knows_what_a_quantized_checkpoint_takes(tmp_path):
     for fields, bits in (
         ({"quant_method": "gptq", "bits": 4}, 4),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
-        ({"quant_method": "fp8"}, 8),
+        ({"quant_method": "fp8"}, 8 if torch.cuda.is_available() else 16),
     ):
         file.write_text(json.dumps(about | {"quantization_config": fields}))
         lm = meta_model(ModelConfig("m", str(tmp_path)))

@@ -125,7 +125,7 @@ CHANGES = [
     ({"intermediate_size": 96}, CorruptFile, r"\[64, 128\].*\[64, 96\].*18 weights"),
     ({"rope_parameters": SCALED | {"partial_rotary_factor": 0.5}}, UnsupportedModel, "or=0.5 with"),
     ({"model_type": "no-such-kind"}, UnsupportedModel, "no-such-kind"),
-    ({"quantization_config": GPTQ}, errors.MissingPackage, r"\(gptq\).*=int8"),
+    ({"quantization_config": GPTQ}, errors.MissingPackage, r"\(gptq\).*gptqmodel and .*=int8"),
     ({"quantization_config": PACKED}, errors.MissingPackage, r"\(compressed-tensors\).*=int8"),
 ]
 
