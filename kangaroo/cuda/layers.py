@@ -18,7 +18,7 @@ from torch.nn.attention.bias import CausalBias
 from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda import kernels, kernels_attention, kernels_products
 from kangaroo.cuda.launching import PARTS, cdiv, launch, tile
-from kangaroo.engine.cache import ForwardMeta, KVCache
+from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two
 from kangaroo.models.attention import attention
 
 MOST_TOKENS = 512  # of a pass; more are a whole text, as in training
@@ -30,9 +30,9 @@ GATE_BLOCK = 1024  # numbers of a program
 Past = tuple[Tensor, Tensor, int]  # keys and values from the first row on, slots of a row
 
 
-def power_of_two(least: int) -> int:
-    """`least` rounded up to a power of two, at least 16."""
-    return max(16, 1 << (least - 1).bit_length())
+def tile_size(least: int) -> int:
+    """The smallest power of two that is neither below `least` nor below 16."""
+    return max(16, power_of_two(least))
 
 
 def flat(x_RTD: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def embed(tokens_RT: Tensor, table_VD: Tensor) -> Tensor:
     """The tokens' rows of the table, `[R, T, D]`."""
     size, tokens_RT = table_VD.shape[1], tokens_RT.contiguous()
     x_RTD = table_VD.new_empty(*tokens_RT.shape, size)
-    grid, width = (tokens_RT.numel(),), power_of_two(size)
+    grid, width = (tokens_RT.numel(),), tile_size(size)
     launch(kernels.embed_kernel, grid, tokens_RT, table_VD, x_RTD, K=size, BK=width)
     return x_RTD
 
@@ -67,7 +67,7 @@ def add_and_norm(
         (len(x_ND),),
         *(x_ND, parts_PND, weight_D, sum_ND, normed_ND, len(x_ND), normed_ND.stride(0), eps),
         K=size,
-        BK=power_of_two(size),
+        BK=tile_size(size),
         PARTS=0 if parts_PND is None else len(parts_PND),
         NORMS=weight_D is not None,
         num_warps=8 if size > 1024 else 4,
@@ -202,7 +202,7 @@ class Stack:
         has_norms = layer.q_norm is not None
         q_NO = x_ND.new_empty(tokens, heads * sizes.head_size)
         outputs, most = (heads + 2 * kv_heads) * half, 128 if has_norms else 64
-        most = min(power_of_two(half), most)
+        most = min(tile_size(half), most)
         shape = tile(q, outputs, tokens, matrices=2, most=most, whole=has_norms)
         first = heads if keys_alone else 0
         tiles = cdiv(half, shape["BO"]) * (heads + 2 * kv_heads - first)
@@ -230,7 +230,7 @@ class Stack:
         columns = cdiv(tokens * heads // sizes.kv_heads, 16)
         sums = q_NO.new_empty(len(q_NO), heads, blocks, size, dtype=torch.float32)
         weights = q_NO.new_empty(len(q_NO), heads, blocks, 2, dtype=torch.float32)
-        shape = {"H": heads, "D": size, "DP": power_of_two(size)}
+        shape = {"H": heads, "D": size, "DP": tile_size(size)}
         launch(
             kernels_attention.attend_kernel,
             (rows, sizes.kv_heads, columns * blocks + tokens * places // 64),
@@ -283,9 +283,9 @@ class Stack:
                     (rows * tokens,),
                     *(part_RTO, norm, cos_RTC, sin_RTC, tokens, stride, sizes.eps),
                     H=heads,
-                    HP=power_of_two(heads),
+                    HP=tile_size(heads),
                     D=sizes.head_size,
-                    HALF=power_of_two(sizes.head_size // 2),
+                    HALF=tile_size(sizes.head_size // 2),
                     NORMS=norm is not None,
                     num_warps=4,
                 )
@@ -332,7 +332,7 @@ class Head:
             (tokens,),
             *(best, ids, ids_O, ids_RT, chances_RT, tiles, outputs),
             LISTED=ids_O is not None,
-            BB=power_of_two(tiles),
+            BB=tile_size(tiles),
         )
         return ids_RT, chances_RT
 
