@@ -68,7 +68,9 @@ def evaluate(config: schema.EvaluateCommand) -> float | None:
         write_curves(results)
         log.info("%s is in %s", CURVES, results)
     else:
-        study_report.rewrite(Path(config.page), results)
+        has_comparison = (results / comparison.COMPARISON).is_file()
+        publish = comparison.publish if has_comparison else study_report.publish
+        publish(results, Path(config.page))
         log.info("%s tells the results of %s", config.page, results)
     return None
 

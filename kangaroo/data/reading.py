@@ -129,7 +129,7 @@ def _records(origin: Source) -> Iterator[Any]:
         if path.suffix in JSON and path.is_file():
             return _from_json(path)
         if is_local(origin.source) and not path.exists():
-            raise DataError(f"there is no '{path}'. Pass data.source= {SOURCES}.")
+            raise DataError(f"there is no source '{path}'. Pass {SOURCES}.")
         if path.is_file():
             if path.suffix not in TABLES:
                 raise ValueError(f"nothing reads files that end in '{path.suffix}'.")

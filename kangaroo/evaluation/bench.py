@@ -156,7 +156,10 @@ def _read_local(config: BenchConfig, path: Path) -> bytes:
         content = b"\n".join(map(_read_lines, files))
     except (OSError, ArrowException) as error:
         reason = str(getattr(error, "strerror", None) or error).rstrip(".")
-        raise DataError(f"bench.path={path} cannot be read: {reason}.") from error
+        raise DataError(
+            f"bench.path={path} cannot be read: {reason}. Pass a .jsonl or .parquet file of "
+            "questions, or a folder of .parquet files."
+        ) from error
     if config.sha256 and hashlib.sha256(content).hexdigest() != config.sha256:
         log.warning("%s does not hold the questions of %s (its sha256 differs)", path, config.name)
     return content

@@ -6,6 +6,7 @@ baselines, so speedups of jobs can be compared, and their tokens/s cannot.
 
 import itertools
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from kangaroo.utils.folders import write_json
 from kangaroo.utils.provenance import describe_machine, differences
 from kangaroo.utils.tables import Row, short
 
+COMPARISON, PLOT = "comparison.json", "speedup.png"
 TITLE = "{model} on {bench}: methods compared"
 # Metrics that have a table by task and by input length, and their headings.
 BY_GROUP = {
@@ -115,15 +117,25 @@ def compare_pair(row: tuple[str, Questions], column: tuple[str, Questions]) -> d
 
 def write(comparison: Comparison, folder: Path) -> None:
     """Write `comparison.json`, `report.md` and the plot."""
-    write_json(folder / "comparison.json", comparison)
+    write_json(folder / COMPARISON, comparison)
     (folder / "report.md").write_text(markdown(comparison), encoding="utf-8")
     # a drafter's settings are on a second line
     bars = [(m["name"].replace(",", "\n", 1), m["overall"]) for m in comparison["methods"]]
     subtitle = "{model} on {bench}, {dtype}, {device}".format(**comparison)
-    plots.speedup_bars(bars, subtitle, bars[0][0]).savefig(folder / "speedup.png", dpi=150)
+    plots.speedup_bars(bars, subtitle, bars[0][0]).savefig(folder / PLOT, dpi=150)
 
 
-def markdown(comparison: Comparison, image: str = "speedup.png") -> str:
+def publish(folder: Path, page: Path) -> None:
+    """Write a finished report as a page of docs: its numbers beside it, its plot in `img`."""
+    comparison = json.loads((folder / COMPARISON).read_text(encoding="utf-8"))
+    image = Path("img", f"{page.stem}_{PLOT}")
+    (page.parent / image).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(folder / PLOT, page.parent / image)
+    write_json(page.with_suffix(".json"), comparison)
+    page.write_text(markdown(comparison, image.as_posix()), encoding="utf-8")
+
+
+def markdown(comparison: Comparison, image: str = PLOT) -> str:
     """The report; `image` is the plot's path relative to it."""
     methods, pairs = comparison["methods"], pair_table(comparison["paired"])
     parts = [
@@ -230,10 +242,11 @@ def conclusion(comparison: Comparison) -> str:
         if name in (row, column) and AGAIN not in (row, column):
             rival = column if row == name else row
             intervals[rival] = ends if row == name or ends is None else [1 / ends[1], 1 / ends[0]]
-    if None in intervals.values():
+    if intervals["vanilla"] is None:
         return f"{name} was the fastest drafter; a single question does not show which is."
-    alike = [rival for rival, (low, high) in intervals.items() if low <= 1 <= high]
-    faster = [rival for rival, (_, high) in intervals.items() if high < 1]
+    measured = {rival: ends for rival, ends in intervals.items() if ends is not None}
+    alike = [rival for rival, (low, high) in measured.items() if low <= 1 <= high]
+    faster = [rival for rival, (_, high) in measured.items() if high < 1]
     differs = f"does not differ from {', '.join(alike)}" if alike else "differs from all others"
     beaten = f", but {', '.join(faster)} is faster" if faster else ""
     return f"{name} is the fastest drafter and, on these questions, {differs}{beaten}."

@@ -4,7 +4,9 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -130,6 +132,8 @@ def find(
     `AdapterNotFound`."""
     folder = resolve_path(path)
     if folder.is_dir():
+        if folder.parent == SHIPPED:
+            _name_trained(folder)
         return folder
     if folder.parent == SHIPPED:
         plain = folder.with_name(folder.name.removesuffix("-fused"))
@@ -142,13 +146,29 @@ def find(
         ) from error
 
 
+def _saved_by_training(folder: Path) -> tuple[str, str, list[Path]]:
+    """The model and the drafter of an `adapters/NAME`, and what training saved for both."""
+    drafters = {config.drafter for config in classes("kangaroo.heads", HeadConfig).values()}
+    drafter = next((x for x in drafters if folder.name.endswith(f"-{x}")), "kangaroo")
+    name = folder.name.removesuffix(f"-{drafter}").removesuffix("-fused")
+    saved = [file.parent for file in sorted((TRAINED / name).glob(f"*/{WEIGHTS}"))]
+    return name, drafter, [x for x in saved if read_config(str(x)).architecture.drafter == drafter]
+
+
+@cache
+def _name_trained(shipped: Path) -> None:
+    """Log once that a shipped adapter drafts although training has saved others."""
+    with suppress(CorruptFile):  # of an adapter that nobody asked for
+        if saved := _saved_by_training(shipped)[2]:
+            paths = ", ".join(map(str, saved))
+            log.info(
+                "'%s' drafts; what was trained here does by drafter.adapter=%s", shipped, paths
+            )
+
+
 def _trained(missing: Path) -> Path:
     """The only adapter in `outputs/train/NAME` that can replace `adapters/NAME`."""
-    drafters = {config.drafter for config in classes("kangaroo.heads", HeadConfig).values()}
-    drafter = next((x for x in drafters if missing.name.endswith(f"-{x}")), "kangaroo")
-    name = missing.name.removesuffix(f"-{drafter}")
-    saved = [file.parent for file in sorted((TRAINED / name).glob(f"*/{WEIGHTS}"))]
-    matching = [x for x in saved if read_config(str(x)).architecture.drafter == drafter]
+    name, drafter, matching = _saved_by_training(missing)
     if len(matching) == 1:
         return matching[0]
     if matching:
@@ -308,4 +328,4 @@ def read_config(path: str) -> AdapterConfig:
 
 
 def _unreadable(path: Path, error: Exception | str) -> CorruptFile:
-    return CorruptFile(f"adapter '{path}' cannot be read ({error}); fetch it again.")
+    return CorruptFile(f"adapter '{path}' cannot be read ({error}); fetch or train it again.")

@@ -96,6 +96,11 @@ def test_a_comparison_stands_without_baselines_and_with_a_single_question(tmp_pa
     comparison.write(single, tmp_path)
     assert r"| method | a\|b [x] $\frac{$ | overall |" in (tmp_path / "report.md").read_text()
     assert "a single question does not show which is." in shown(single)
+    unsure = {"row": "kangaroo", "column": "transformers", "speed_ratio_ci95": None}  # few asked it
+    overall = {"speedup": 1.4, "speedup_ci95": [1.2, 1.6]}
+    methods = [{"name": "kangaroo", "overall": overall}]
+    sentence = comparison.conclusion({"methods": methods, "paired": [unsure]})
+    assert sentence.endswith("on these questions, differs from all others.")
 
 
 def test_what_a_user_named_stays_in_a_terminal_as_it_is():
@@ -145,6 +150,18 @@ def test_a_committed_page_follows_from_its_results():
     page = ROOT / "docs/results/spec_bench.md"
     result = json.loads(page.with_suffix(".json").read_text())
     assert comparison.markdown(result, "img/spec_bench_speedup.png") == page.read_text()
+
+
+def test_a_finished_comparison_becomes_a_page_with_its_numbers_and_its_plot(sweep, tmp_path):
+    comparison.write(comparison.compare(sweep), sweep)
+    page = tmp_path / "docs/mine.md"
+    comparison.publish(sweep, page)
+    report = (sweep / "report.md").read_text()
+    assert page.read_text() == report.replace("](speedup.png)", "](img/mine_speedup.png)")
+    assert (page.parent / "img/mine_speedup.png").read_bytes() == (
+        sweep / "speedup.png"
+    ).read_bytes()
+    assert json.loads(page.with_suffix(".json").read_text())["paired"]
 
 
 # --- by input length

@@ -192,7 +192,7 @@ def test_the_page_keeps_its_own_words_and_gets_what_was_measured(results, tmp_pa
     report.write(read_study(STUDY, folder / "threshold"), folder / "threshold")
     file = tmp_path / "paper.md"
     file.write_text(PAGE)
-    report.rewrite(file, folder)
+    report.publish(folder, file)
     text = file.read_text()
     assert "Written by hand." in text and "\nBetween.\n" in text and "\nold\n" not in text
     assert "Not measured yet: `python evaluate.py experiment=paper/tree`." in text
@@ -200,5 +200,5 @@ def test_the_page_keeps_its_own_words_and_gets_what_was_measured(results, tmp_pa
     assert "m on b: 8 questions, 8 turns, at most 8 new tokens, greedy" in text
     assert "![Thresholds](img/paper/threshold.png)" in text
     assert (tmp_path / "img/paper/threshold.png").is_file()
-    report.rewrite(file, folder)
+    report.publish(folder, file)
     assert file.read_text() == text

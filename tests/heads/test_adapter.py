@@ -91,7 +91,12 @@ def test_an_adapter_that_is_not_there_is_the_one_that_training_saved(
     with pytest.raises(AdapterNotFound, match=r"several: .*attention-exit2, .*layer-exit2.*Pass"):
         load("adapters/mine", lm, Adapter)
     shutil.copytree(left, "adapters/mine")
-    assert find("adapters/mine") == Path("adapters/mine")
+    with caplog.at_level("INFO"):
+        assert find("adapters/mine") == Path("adapters/mine")
+    assert (
+        f"'adapters/mine' drafts; what was trained here does by drafter.adapter={left}"
+        in caplog.text
+    )
 
 
 def test_an_adapter_that_is_nowhere_names_what_was_tried(lm, saved, monkeypatch):

@@ -1,7 +1,7 @@
 """A study's table, plot and files, `NAME.json`, `NAME.md` and `NAME.png`, and its part of a page.
 
 A page, such as `docs/results/paper.md`, has pairs of comments, `<!-- study: NAME -->` or
-`<!-- summary -->` and `<!-- end -->`. `rewrite` replaces only the text between them.
+`<!-- summary -->` and `<!-- end -->`. `publish` replaces only the text between them.
 """
 
 import json
@@ -28,6 +28,7 @@ from kangaroo.evaluation.plots import FAINT, HF, INK
 from kangaroo.evaluation.records import AGAIN
 from kangaroo.evaluation.study.study import AGREES, DISAGREES, HERE, OPEN, Place, Study
 from kangaroo.utils import tables
+from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line, write_json
 from kangaroo.utils.tables import Row, number, short
 
@@ -223,9 +224,16 @@ def provenance_lines(study: Study) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def rewrite(page: Path, results: Path) -> None:
-    """Write the studies in `results`, a model's folder, into a page, and copy their plots."""
-    text = page.read_text(encoding="utf-8")
+def publish(results: Path, page: Path) -> None:
+    """Write the studies in `results`, a model's folder, into a page that has a place for each, and
+    copy their plots. Errors: `ConfigError`."""
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    if not STUDY.search(text):
+        raise ConfigError(
+            f"page={page} has no place for a study, and results={results} no comparison.json. "
+            "Write `<!-- study: NAME -->` and `<!-- end -->` into the page, or pass the output= of "
+            "a comparison."
+        )
     files = {}
     for _, name, _ in STUDY.findall(text):
         # a study may share the folder of another one
