@@ -265,8 +265,6 @@ def test_a_sweeps_folder_is_named_by_all_but_the_drafter_and_its_jobs_by_that():
     assert all(len(name.encode()) <= 200 for name in (first, shorten_names("é" * 101)))
 
 
-# ---- sizes
-
 CONFIGS = classes("kangaroo.drafters", DrafterConfig)
 CPU, GPU = yaml.safe_load((ROOT / "configs/groups/hardware.yaml").read_text()).values()
 NAMES = sorted(CPU.keys() & CONFIGS.keys())

@@ -149,9 +149,6 @@ def test_a_model_that_never_ends_a_question_is_an_error(target, tmp_path):
         settings(tmp_path / "d", shards=1, shard_size=2, **limits).make(*target)
 
 
-# ---- what is kept of the target's distributions ---------------------------------------------
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 @pytest.mark.parametrize("kind", ["vanilla", "kangaroo", "tree"])
 @pytest.mark.parametrize("native", [True, False])
@@ -254,9 +251,6 @@ def test_records_that_are_not_those_of_the_samples_are_named(target, tmp_path):
     (tmp_path / "data.shards/00001.npy").unlink()
     with pytest.raises(CorruptFile, match=r"delete .*00001\.jsonl"):
         settings(tmp_path / "data", teacher=4, filters=NO_FILTERS).make(*target)
-
-
-# ---- several processes ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

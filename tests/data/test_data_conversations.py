@@ -256,8 +256,6 @@ def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
         config(tmp_path, written(tmp_path, TALKS)).make(*target)
 
 
-# ---- splitting ---------------------------------------------------------------------------------
-
 PASSAGE = " ".join(f"word{i}" for i in range(SHARED))
 
 

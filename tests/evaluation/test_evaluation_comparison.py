@@ -164,8 +164,6 @@ def test_a_finished_comparison_becomes_a_page_with_its_numbers_and_its_plot(swee
     assert json.loads(page.with_suffix(".json").read_text())["paired"]
 
 
-# --- by input length
-
 # Of each category, how many of four draft tokens are accepted in each round; at 2k one fewer.
 ACCEPTED = {"low_entropy": [4, 3, 3], "mixed": [3, 1, 2], "high_entropy": [1, 1, 1]}
 HEADINGS = {"Speedup over vanilla": "speedup", "Compression rate": "compression_rate"}
@@ -216,9 +214,6 @@ def test_of_a_question_each_turn_counts_where_its_prompt_belongs():
     assert questions == {"shorter": [1], "1k": [1], "4k": [2]}
     assert [turn.prompt_tokens for turn in parts["1k"][0].turns] == [1100]
     assert by_length(records[:1]) == {}  # prompts of one length have no table
-
-
-# --- in pairs
 
 
 def by_question(seconds, vanilla):

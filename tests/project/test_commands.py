@@ -29,8 +29,6 @@ from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.utils import folders
 
-# ---- what makes a line small enough ------------------------------------------------------------
-
 # What stands in for the models, in every line; a recipe, a shape or a name stays the model's own.
 MODELS = "smollm2-135m|vicuna-7b|vicuna-33b|llama-3.1-70b"
 FEW = "bench.path=questions.jsonl max_new_tokens=6 warmup=1"
@@ -85,9 +83,6 @@ def shrunk(line: str) -> list[str]:
     return [w if w.startswith("recipe=") else re.sub(MODELS, "tiny", w) for w in words]
 
 
-# ---- where lines are typed ---------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     """Where a user might stand: an adapter, heads, questions and conversations lie there."""
@@ -128,8 +123,6 @@ def made(begun, tmp_path_factory):
     lm.config.to_json_file(checkpoint / official.CONFIG)
     return here
 
-
-# ---- `python` lines ----------------------------------------------------------------------------
 
 # Lines with gaps that a reader fills; and those that test_examples.py, test_docs.py, test_hub.py,
 # test_load_test.py, test_paper.py, test_serving.py or test_sweeps.py (if Optuna is there) run.
@@ -220,8 +213,6 @@ def test_an_error_that_a_page_shows_is_the_one_that_comes(line, here):
     assert done.returncode == 1 and REFUSED[line] in done.stderr, done.stderr
 
 
-# ---- `torchrun` lines --------------------------------------------------------------------------
-
 TORCHRUN = sorted({" ".join(words) for page in PAGES for words in shown(page)})
 
 
@@ -308,8 +299,6 @@ def test_a_command_for_one_process_refuses_more(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=r"it\.py runs in one process, and torchrun started 2"):
         cli.convert_import()
 
-
-# ---- commands that messages print --------------------------------------------------------------
 
 # For options that a message takes from elsewhere, where not any word is one.
 STAND_INS = {"drafter": "kangaroo", "adapter": "medusa", "experiment": "paper/table1"}

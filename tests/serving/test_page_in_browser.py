@@ -77,9 +77,6 @@ def driver() -> Iterator[Any]:
     browser.quit()
 
 
-# ---- with a server of ours ---------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """With room for two answers, which have up to 512 tokens."""
@@ -139,9 +136,6 @@ def test_a_server_that_asks_for_its_key_gets_it(driver):
         assert page.texts(".assistant")[0] and not page.all(".error")
         page.driver.refresh()  # the tab remembers it
         page.until(lambda: page.one("#model").text == "tiny, drafter kangaroo")
-
-
-# ---- with answers made for the test ------------------------------------------------------------
 
 
 class StandIn:

@@ -266,10 +266,7 @@ def test_logits_never_stand_whole_in_memory_and_the_teachers_are_computed_once(s
     vocabulary_K = None if size is None else torch.arange(size)
     made = trainees(lm, [recipe(name="a", exit_layers=[1, EXIT])], vocabulary_K)
     tokens = collate([sample(ids, 5) for ids in random_prompts(20, 21, 22)], 100, lm.device)
-    linear, read = (
-        F.linear,
-        defaultdict(list),
-    )  # states that a head of each size reads at a time
+    linear, read = (F.linear, defaultdict(list))  # states that a head of each size reads at a time
 
     def counted(x, weight, bias=None):
         read[len(weight)].append(x.shape[:-1].numel())

@@ -116,8 +116,6 @@ def test_every_experiment_trains_a_few_steps_on_a_tiny_model(asked, tmp_path):
             assert read_config(tmp_path / "out" / folder).architecture == recipe.architecture
 
 
-# ---- what it takes -------------------------------------------------------------------------------
-
 GB, A100 = 10**9, "NVIDIA A100-SXM4-80GB"
 MODEL = ModelConfig(name="tiny", path=TINY, dtype=Dtype.float32, device="cpu")
 RECIPES = [
