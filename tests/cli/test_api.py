@@ -74,7 +74,7 @@ def test_a_conversation_is_one_prompt(model):
 def test_the_parts_by_hand_on_the_architecture_page_write_the_same(model, capsys):
     page = (ROOT / "docs/architecture.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
-    code = code.replace("adapters/smollm2-135m", ADAPTER).replace("smollm2-135m", "tiny")
+    code = code.replace("adapters/smollm2-135m-fused", ADAPTER).replace("smollm2-135m", "tiny")
     exec(compile(code, "architecture.md", "exec"), {})
     expected = model.generate("Why is the sky blue?", 128, temperature=0.8, seed=1)
     assert capsys.readouterr().out == f"{expected}\n"
