@@ -40,8 +40,9 @@ struct Part {  // what one thread does of `count` pieces of work
     i64 all = 0, before = 0;
     for (i64 i = 0; i < count; i++) all += cost(i);
     Part mine(all), pieces(0, 0);
-    for (i64 i = 0; i < count; before += cost(i++)) {
-      i64 middle = before + cost(i) / 2;
+    for (i64 i = 0; i < count; i++) {
+      const i64 own = cost(i), middle = before + own / 2;
+      before += own;
       if (middle < mine.first) pieces.first = i + 1;
       if (middle < mine.last) pieces.last = i + 1;
     }
