@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from ctypes import Structure
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from kangaroo.cpu import native
 from kangaroo.cpu.buffers import DraftBuffers
+from kangaroo.cpu.int8 import Int8Weights
 from kangaroo.drafters.base import Drafter, TreesFromText
 from kangaroo.drafters.block import Block
 from kangaroo.drafters.cascade import Cascade
@@ -16,13 +18,13 @@ from kangaroo.drafters.expected_gain import best_tree
 from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
-from kangaroo.drafters.layerskip import FinalNorm
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
+from kangaroo.engine.cache import KVCache
 from kangaroo.engine.sampling import Rule, Sampling
-from kangaroo.heads.adapter import Adapter
 from kangaroo.models.target import TargetModel
 
+_int8: WeakKeyDictionary[EarlyExit, Int8Weights] = WeakKeyDictionary()  # made once for a drafter
 UNREAD = 4  # unread tokens that a draft model reads while drafting; if there are more, as a prompt
 
 
@@ -32,8 +34,8 @@ class NativeDrafting:
     nodes = 0  # the most places that its nodes take in a round
     exit_layer = 0  # verification reuses the states of the layers below this one
 
-    def layer(self) -> Structure | None:
-        """The drafting layer, if there is one; its cache must exist."""
+    def layer(self, cache: KVCache) -> Structure | None:
+        """The drafting layer beside the target's cache, if there is one; its own must exist."""
         return None
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
@@ -45,8 +47,8 @@ def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> Na
     by_match = sampling.greedy or sampling.rule is Rule.match
     if not (lm.acceleration.library and by_match):
         return None
-    if isinstance(drafter, EarlyExit) and not isinstance(drafter.adapter, (Adapter, FinalNorm)):
-        return None  # native code does not compute the input of its layer
+    if isinstance(drafter, EarlyExit) and not drafter.adapter.mixes_natively:
+        return None
     match drafter:
         case Vanilla():
             return NativeDrafting()
@@ -83,22 +85,32 @@ class LayerDrafting(NativeDrafting):
     def __init__(self, drafter: EarlyExit):
         self.drafter, self.nodes = drafter, drafter.max_nodes
         self.exit_layer = drafter.exit_layer
+        self.int8: Int8Weights | None = None
+        if drafter.int8:
+            self.int8 = _int8.get(drafter) or _int8.setdefault(drafter, Int8Weights(drafter))
 
-    def layer(self) -> Structure:
-        drafter, adapter = self.drafter, self.drafter.adapter
+    def layer(self, cache: KVCache) -> Structure:
+        drafter, adapter, int8 = self.drafter, self.drafter.adapter, self.int8
         layer, fusing = adapter.native_layer, getattr(adapter, "native_fusing", None)
         assert layer is not None
-        return native.NativeDrafting(
-            stack=layer.as_struct(drafter.cache, range(adapter.depth)),
+        struct = native.NativeDrafting(
+            stack=(int8.layer if int8 else layer).as_struct(drafter.cache, range(adapter.depth)),
             norm=native.pointer(getattr(adapter.norm, "weight", None)),
             head=self.head(),
             deep=native.pointer(drafter.deep_BSD),
             deep_tap=drafter.deep_tap or 0,
             **({"fusing": fusing.as_struct()} if fusing else {}),
         )
+        if int8:
+            struct.shallow = int8.shallow.as_struct(cache, range(self.exit_layer))
+            if int8.fuse:
+                struct.fusing.weight, struct.fusing.scales = map(native.pointer, int8.fuse)
+        return struct
 
     def head(self) -> Structure:
         """The drafter's head with its draft vocabulary."""
+        if self.int8:
+            return self.int8.head.as_struct()
         head = self.drafter.head
         return head.native.as_struct(ids_O=head.vocabulary_K)
 
@@ -165,8 +177,8 @@ class CascadeDrafting(NativeDrafting):
         self.first, self.second = first, second
         self.nodes, self.exit_layer = max(first.nodes, second.nodes), second.exit_layer
 
-    def layer(self) -> Structure | None:
-        return self.second.layer()
+    def layer(self, cache: KVCache) -> Structure | None:
+        return self.second.layer(cache)
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         self.first.draft(buffers, batch, rows)

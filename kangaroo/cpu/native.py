@@ -87,12 +87,16 @@ def struct(integers: str, doubles: str = "", **others: type[Structure]) -> type[
 
 # The structures of `cpp/`, with pointers as integers.
 NativeSizes = struct("hidden heads kv_heads head_size feed_forward threads", "eps scaling")
-NativeStack = struct("layers count keys values n_slots window")
-NativeHead = struct("norm weight outputs ids passing")
-NativeFusing = struct("shallow_norm deep_norm weight")
+NativeStack = struct("layers count keys values n_slots window in_bytes")
+NativeHead = struct("norm weight outputs ids passing scales")
+NativeFusing = struct("shallow_norm deep_norm weight scales")
 NativeTarget = struct("embedding cos sin", sizes=NativeSizes, stack=NativeStack, head=NativeHead)
 NativeDrafting = struct(
-    "norm deep deep_tap", stack=NativeStack, head=NativeHead, fusing=NativeFusing
+    "norm deep deep_tap",
+    stack=NativeStack,
+    head=NativeHead,
+    fusing=NativeFusing,
+    shallow=NativeStack,
 )
 NativePlaces = struct("places neighbours table rank")
 NativeRows = struct(
@@ -113,7 +117,10 @@ def pointer(tensor: Tensor | None) -> int:
 
 class Stack:
     """Layers that run in one call. Their weights have one dtype of `DTYPES` and are not copied;
-    attention looks back `window` positions (`ForwardMeta.within`)."""
+    attention looks back `window` positions (`ForwardMeta.within`). Native drafts alone read one
+    `in_bytes` (`int8.py`)."""
+
+    in_bytes = False
 
     def __init__(
         self, library: CDLL, layers: Sequence[LayerWeights], sizes: Sizes, window: int = 0
@@ -147,7 +154,8 @@ class Stack:
         weights = ctypes.addressof(table) + layers.start * self.per_layer
         offset = layers.start * ctypes.sizeof(ctypes.c_void_p)
         keys, values = (ctypes.addressof(addresses) + offset for addresses in cache.addresses)
-        return NativeStack(weights, len(layers), keys, values, cache.n_slots, self.window)
+        sizes = cache.n_slots, self.window, self.in_bytes
+        return NativeStack(weights, len(layers), keys, values, *sizes)
 
     def __call__(
         self,

@@ -20,7 +20,7 @@ class CpuStepper:
 
     def __init__(self, lm: TargetModel, drafting: NativeDrafting, batch: Batch, keep: int = 0):
         self.lm, self.drafting, self.batch, self.keep = lm, drafting, batch, keep
-        parts = 1 + drafting.nodes, drafting.exit_layer, drafting.layer()
+        parts = 1 + drafting.nodes, drafting.exit_layer, drafting.layer(batch.cache)
         self.buffers = DraftBuffers(lm, batch.cache, *parts, max(keep, batch.likeliest))
         self.texts: list[list[int] | None] = [None] * batch.size
 

@@ -153,12 +153,15 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
         text_vocabulary: draft also from up to this many other tokens of the text itself; 0 is none.
             Adapters with a head of their own ignore it.
         attention_window: how far the adapter's attention looks back; null is as it was trained.
+        int8: draft with weights rounded to eight bits, where native code decodes bfloat16 (a CPU):
+            a draft token costs half, and verification is as ever.
     """
 
     exit_layer: Count | None = None
     vocabulary: CountOrZero | None = None
     text_vocabulary: CountOrZero = ROOM
     attention_window: CountOrZero | None = None
+    int8: bool = True
 
     layer_type: ClassVar[type[Layer]] = Adapter
     layer_config: ClassVar[type[HeadConfig]] = AdapterHeadConfig  # of an untrained layer
@@ -188,6 +191,7 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
             heads = layer.draft_heads(lm, None)
         if self.attention_window is not None:
             layer.attention_window = self.attention_window
+        layer.int8 = self.int8
         return layer, heads
 
     def _untrained(self) -> int | None:

@@ -47,8 +47,10 @@ class EarlyExit(EarlyStopping):
         self.supports_prefix_reuse = not self.reads_deep
         taps = adapter.exit_layer, adapter.deep_tap
         self.taps = tuple(tap for tap in taps if tap is not None)
+        native_int8 = adapter.mixes_natively and lm.acceleration.multiplies_bytes(lm.dtype)
+        self.int8 = adapter.int8 and native_int8
         # unless measured, costs are shares of the target's weights, here those of a draft token
-        total = weight_bytes(*lm.layers, lm.head)
+        total = weight_bytes(*lm.layers, lm.head) * (2 if self.int8 else 1)
         self.shallow_cost = weight_bytes(*lm.layers[: self.exit_layer]) / total
         drafting = {*adapter.parameters(), *self.head.weights}
         self.draft_cost = self.shallow_cost + sum(weight.nbytes for weight in drafting) / total

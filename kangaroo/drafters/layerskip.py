@@ -25,10 +25,12 @@ class LayerSkipConfig(ChainConfig):
 
     Args:
         exit_layer: how many layers draft (the paper's E); null is a quarter, as 8 of Llama-2-7B's.
+        int8: as of `EarlyExitConfig`.
     """
 
     name: str = "layerskip"
     exit_layer: Count | None = None
+    int8: bool = True
 
     def build(self, lm: TargetModel) -> Drafter:
         """Errors: `ConfigError` for an exit layer outside the target."""
@@ -38,7 +40,7 @@ class LayerSkipConfig(ChainConfig):
                 f"drafter.exit_layer={exit_layer} does not lie inside the target's {lm.n_layers} "
                 f"layers; choose 1 to {lm.n_layers - 1}."
             )
-        return Kangaroo(lm, FinalNorm(lm, exit_layer), self.steps, self.threshold)
+        return Kangaroo(lm, FinalNorm(lm, exit_layer, self.int8), self.steps, self.threshold)
 
 
 class FinalNorm(Layer):
@@ -46,9 +48,9 @@ class FinalNorm(Layer):
 
     depth = 0
 
-    def __init__(self, lm: TargetModel, exit_layer: int):
+    def __init__(self, lm: TargetModel, exit_layer: int, int8: bool):
         super().__init__(lm, AdapterHeadConfig(), exit_layer, None, exit_layer)
-        self.norm = lm.hf.model.norm
+        self.norm, self.int8 = lm.hf.model.norm, int8
 
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         assert self.norm is not None

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from kangaroo.cpu import native
 from kangaroo.cpu.native import Sizes
 from kangaroo.cuda.graphs import Graphs, Key
@@ -27,6 +29,11 @@ class Acceleration:
 
     def __bool__(self) -> bool:
         return bool(self.library or self.graphs or self.kernels)
+
+    def multiplies_bytes(self, dtype: torch.dtype) -> bool:
+        """Whether drafts can read weights in eight bits beside states of this format."""
+        library = self.library if dtype == torch.bfloat16 else None
+        return library is not None and bool(library.multiplies_bytes())
 
     def width(self, tokens: int, most: int) -> int:
         """The width of a pass over `tokens`: if it is recorded, a power of two or `most`."""

@@ -43,6 +43,7 @@ class EagleHead(Layer):
     steps on SmolLM2, instead of 3.5."""
 
     architecture: EagleHeadConfig
+    mixes_natively = False
 
     def __init__(self, lm: TargetModel, architecture: EagleHeadConfig | None = None):
         parts, deepest = architecture or EagleHeadConfig(), lm.n_layers

@@ -25,7 +25,11 @@ class Layer(Trainable):
     by a subclass. With a `deep_tap` it also reads that state of the previous token, or its own
     state in a draft. It has no norms after attention, even if the target does (OLMo 2, Gemma), but
     scales residuals like the target (Granite). Its window is that of the target's layer `like`; in
-    drafting it looks back `attention_window` tokens at most (`ForwardMeta.within`)."""
+    drafting it looks back `attention_window` tokens at most (`ForwardMeta.within`), and with `int8`
+    native code reads weights in eight bits, where it can mix the layer's inputs."""
+
+    int8 = False
+    mixes_natively = True
 
     def __init__(
         self, lm: TargetModel, parts: HeadConfig, exit_layer: int, deep_tap: int | None, like: int

@@ -24,6 +24,7 @@ from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.engine.stepper import TensorStepper
 from kangaroo.evaluation.lossless import fork
 from kangaroo.evaluation.methods import generate
+from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 
 # Of these, which transformers' modules run, the fast tests have two with each drafter, and the slow
@@ -133,6 +134,34 @@ NATIVE = {name: build for name, build in DRAFTERS.items() if not name.startswith
     ),
     "cascade to a chain": lambda case: Cascade(PromptLookup(2, 4), cases.kangaroo(case.lm)),
 }
+
+
+IN_INT8 = [
+    x for x in NATIVE if x.startswith(("kangaroo", "block", "hybrid", "layerskip", "cascade to"))
+]
+
+
+@pytest.mark.parametrize(
+    "name, sampling",
+    [
+        pytest.param(name, how, marks=() if (i + j) % 2 else pytest.mark.slow)
+        for i, name in enumerate(IN_INT8)
+        for j, how in enumerate(["greedy", "sampled"])
+    ],
+)
+def test_drafts_in_int8_are_exact_too(name, sampling, monkeypatch):
+    """Nearly the same drafts, from weights that are rounded, with the target's tokens."""
+    case, how, rounds = bfloat16_case(sampling), SAMPLINGS[sampling], []
+    for int8 in (False, True):
+        monkeypatch.setattr(Layer, "int8", int8)
+        drafter = NATIVE[name](case)
+        engine = Engine(case.lm, drafter, prefill_chunk=cases.CHUNK)
+        done = engine.generate(LONGER, NEW_TOKENS, how, batch_size=2)
+        assert [p + x.tokens for p, x in zip(LONGER, done, strict=True)] == case.texts
+        rounds.append(sum(map(len, cases.rounds_of(done))))
+    drafting = engine.stepper.drafting
+    assert getattr(drafting, "second", drafting).int8 is not None
+    assert rounds[1] <= 1.1 * rounds[0] + 2
 
 
 # Each drafter has one of these in turn; the slow tests have all.

@@ -257,7 +257,7 @@ template <class T> class Attention {
   // Products of up to sixteen queries with the gathered keys, as with rows of weights.
   void score_by_rows(const T* const* asking, i64 count, i64 width) {
     for (i64 j = 0; j < count; j++) std::copy_n(asking[j], s.head_size, &asked[j * s.head_size]);
-    Input<T> in = input(Matrix<T>{&asked[0], count, s.head_size}, room);
+    Input<T> in = input<T>(Matrix<T>{&asked[0], count, s.head_size}, room);
     Matrix<T> keys{(const T*)&turned[0], width, s.head_size};
     float out[LANES * LANES];
     for (i64 n = 0; n < width; n += LANES) {

@@ -74,6 +74,10 @@ extern "C" int multiplies_bfloat16() {  // without widening it
   return std::is_same_v<Number<bf16>, bf16>;
 }
 
+extern "C" int multiplies_bytes() {  // with tokens of bfloat16
+  return BYTES;
+}
+
 extern "C" int turns_rows() {  // of bfloat16, for many tokens
   return TURNS;
 }

@@ -21,9 +21,10 @@ template <class T> struct Stack {
   i64 count;
   T *const *keys, *const *values;
   i64 n_slots, window;
+  i64 bytes;  // whether matrices are of bytes, the scales of their rows behind them
 
   Stack range(i64 first, i64 last) const {
-    return {layers + first, last - first, keys + first, values + first, n_slots, window};
+    return {layers + first, last - first, keys + first, values + first, n_slots, window, bytes};
   }
 };
 
@@ -53,7 +54,8 @@ template <class T> struct Scratch {
   std::vector<float> partial;
 };
 
-template <class T> class Pass {
+// T: of states, keys and values; W: of the matrices.
+template <class T, class W> class Pass {
  public:
   Pass(const Sizes& sizes, const Tokens<T>& tokens, const Sight& sight, i64 n_slots, Scratch<T>& scratch,
        Barrier& barrier, T* x)
@@ -66,7 +68,7 @@ template <class T> class Pass {
 
   // Whether all that lies between two products stays as a matrix unit reads it; the results are the same.
   static bool takes_wide(const Sizes& s, i64 total) {
-    return total >= MANY && takes_tiles<T>(s.hidden) && s.head_size % 32 == 0 && s.feed_forward % 32 == 0;
+    return std::is_same_v<T, W> && total >= MANY && takes_tiles<T>(s.hidden) && s.head_size % 32 == 0 && s.feed_forward % 32 == 0;
   }
 
   // `next` has the layer after this one, or this one again.
@@ -93,15 +95,15 @@ template <class T> class Pass {
           side_by_side(attended, group, &scratch.read[group * width / 2]);
         barrier.wait();
       }
-      add(attended, {layer.o, s.hidden, width, layer.passing}, layer.o_bias,
-          layer.gate ? share_of(layer.gate, s.feed_forward, s.hidden) : first_of(next));
+      add(attended, weights(layer, layer.o, s.hidden, width), layer.o_bias,
+          layer.gate ? share(layer.gate, s.feed_forward, s.hidden) : first_of(next));
       barrier.wait();
     }
     if (layer.gate) {
       activate(layer);
       barrier.wait();
       add({scratch.activated.data(), tokens.total, s.feed_forward},
-          {layer.down, s.hidden, s.feed_forward, layer.passing}, nullptr, first_of(next));
+          weights(layer, layer.down, s.hidden, s.feed_forward), nullptr, first_of(next));
       barrier.wait();
     }
   }
@@ -123,18 +125,28 @@ template <class T> class Pass {
   }
 
  private:
-  const T* first_of(const Layer<T>& layer) const {
-    if (layer.q) return share_of(layer.q, s.heads * s.head_size, s.hidden);
-    return layer.k ? share_of(layer.k, s.kv_heads * s.head_size, s.hidden)
-                   : share_of(layer.gate, s.feed_forward, s.hidden);
+  static Matrix<W> weights(const Layer<T>& layer, const T* from, i64 rows, i64 width) {
+    const W* data = (const W*)from;
+    return {data, rows, width, layer.passing, std::is_same_v<W, Byte> ? (const float*)(data + rows * width) : nullptr};
   }
+
+  static const W* share(const T* from, i64 rows, i64 width) { return share_of((const W*)from, rows, width); }
+
+  const W* first_of(const Layer<T>& layer) const {
+    if (layer.q) return share(layer.q, s.heads * s.head_size, s.hidden);
+    return layer.k ? share(layer.k, s.kv_heads * s.head_size, s.hidden)
+                   : share(layer.gate, s.feed_forward, s.hidden);
+  }
+
+  // Whether threads share the turning of tokens.
+  static bool turns(const Matrix<T>& in) { return std::is_same_v<T, W> && takes_turned(in); }
 
   // Every thread norms a few tokens for itself: that is less than a barrier costs. Without a weight
   // there is no norm; the copy stands, since x itself changes before all threads have read it.
-  Input<T> norm(const T* weight) {
+  Input<W> norm(const T* weight) {
     if (wide) return norm_wide(weight);
     const Matrix<T> in{normed.data(), tokens.total, s.hidden};
-    const Part mine = takes_turned(in) ? turned_here(in) : Part(0, tokens.total);
+    const Part mine = turns(in) ? turned_here(in) : Part(0, tokens.total);
     for (i64 m = mine.first; m < mine.last; m++) {
       const T* from = x + m * s.hidden;
       if (weight) rms_norm(from, weight, s.hidden, s.eps, normed.data() + m * s.hidden);
@@ -149,15 +161,15 @@ template <class T> class Pass {
     return {groups.first * TURNED_GROUP, std::min(groups.last * TURNED_GROUP, in.rows)};
   }
 
-  Input<T> prepared(const Matrix<T>& in) {
-    if (!takes_turned(in)) return input(in, room);
+  Input<W> prepared(const Matrix<T>& in) {
+    if (!turns(in)) return input<W>(in, room);
     turn(in, turned_here(in), scratch.turned.data());
     barrier.wait();
     return {{nullptr, in.rows, in.width}, nullptr, (const std::uint32_t*)scratch.turned.data()};
   }
 
   // Of many tokens each thread norms some.
-  Input<T> norm_wide(const T* weight) {
+  Input<W> norm_wide(const T* weight) {
     const i64 words = s.hidden / 2;
     for (i64 group = groups.first; group < groups.last; group++) {
       const Words* from = &scratch.states[group * words];
@@ -169,18 +181,18 @@ template <class T> class Pass {
   }
 
   void project(const Layer<T>& layer) {
-    Input<T> in = norm(layer.attention_norm);
+    Input<W> in = norm(layer.attention_norm);
     i64 of_q = s.heads * s.head_size, of_k = s.kv_heads * s.head_size, all = of_q + 2 * of_k;
-    struct { Matrix<T> w; const T* bias; i64 before, first; } parts[] = {
-        {{layer.q, of_q, s.hidden, layer.passing}, layer.q_bias, 0, 0},
-        {{layer.k, of_k, s.hidden, layer.passing}, layer.k_bias, blocks(of_q), of_q},
-        {{layer.v, of_k, s.hidden, layer.passing}, layer.v_bias, blocks(of_q) + blocks(of_k), of_q + of_k}};
+    struct { Matrix<W> w; const T* bias; i64 before, first; } parts[] = {
+        {weights(layer, layer.q, of_q, s.hidden), layer.q_bias, 0, 0},
+        {weights(layer, layer.k, of_k, s.hidden), layer.k_bias, blocks(of_q), of_q},
+        {weights(layer, layer.v, of_k, s.hidden), layer.v_bias, blocks(of_q) + blocks(of_k), of_q + of_k}};
     auto part_of = [&](i64 i) -> auto& { return parts[i < parts[1].before ? 0 : i < parts[2].before ? 1 : 2]; };
     i64 skipped = layer.q ? 0 : blocks(of_q);
     Part mine(blocks(of_q) + 2 * blocks(of_k) - skipped);
     const i64 first = mine.first + skipped, last = mine.last + skipped;
-    const T* after = layer.q ? share_of(layer.o, s.hidden, of_q) : first_of(layer);
-    auto block_of = [&](i64 i) { return Block<T>{&part_of(i).w, (i - part_of(i).before) * LANES}; };
+    const W* after = layer.q ? share(layer.o, s.hidden, of_q) : first_of(layer);
+    auto block_of = [&](i64 i) { return Block<W>{&part_of(i).w, (i - part_of(i).before) * LANES}; };
     // of `count` tokens from m on: sums_of(i), of the i-th
     auto keep = [&](i64 i, i64 m, i64 count, auto sums_of) {
       auto& part = part_of(i);
@@ -235,12 +247,12 @@ template <class T> class Pass {
   }
 
   void activate(const Layer<T>& layer) {
-    Input<T> in = norm(layer.feed_forward_norm);
-    Matrix<T> gate{layer.gate, s.feed_forward, s.hidden, layer.passing};
-    Matrix<T> up{layer.up, s.feed_forward, s.hidden, layer.passing};
+    Input<W> in = norm(layer.feed_forward_norm);
+    const Matrix<W> gate = weights(layer, layer.gate, s.feed_forward, s.hidden);
+    const Matrix<W> up = weights(layer, layer.up, s.feed_forward, s.hidden);
     Part mine(blocks(s.feed_forward));
-    auto block_of = [&](i64 i) { return Block<T>{i % 2 ? &up : &gate, i / 2 * LANES}; };
-    const T* after = share_of(layer.down, s.hidden, s.feed_forward);
+    auto block_of = [&](i64 i) { return Block<W>{i % 2 ? &up : &gate, i / 2 * LANES}; };
+    const W* after = share(layer.down, s.hidden, s.feed_forward);
     // a gate comes with its `up`, which follows
     if (wide)
       products_side_by_side(in, 2 * mine.first, 2 * mine.last, block_of, after, room_for_sums,
@@ -259,12 +271,12 @@ template <class T> class Pass {
   }
 
   // x += in . w; of many tokens, what lies side by side
-  void add(const Matrix<T>& in, const Matrix<T>& w, const T* bias, const T* after) {
+  void add(const Matrix<T>& in, const Matrix<W>& w, const T* bias, const W* after) {
     Part mine(blocks(s.hidden));
-    auto block_of = [&](i64 i) { return Block<T>{&w, i * LANES}; };
+    auto block_of = [&](i64 i) { return Block<W>{&w, i * LANES}; };
     if (wide)
       return products_side_by_side(
-          Input<T>{{nullptr, in.rows, in.width}, scratch.read.data()}, mine.first, mine.last, block_of, after,
+          Input<W>{{nullptr, in.rows, in.width}, scratch.read.data()}, mine.first, mine.last, block_of, after,
           room_for_sums, [&](i64 i, i64 m, const Floats* sums, const Floats*) {
             Words* to = &scratch.states[(m * s.hidden + i * LANES * LANES) / (2 * LANES)];
             add_side_by_side(sums, bias ? bias + i * LANES : nullptr, to);
@@ -296,9 +308,11 @@ template <class T> class Pass {
 };
 
 // x [M, D] through some layers, normed at the end where a norm is given.
-template <class T>
+template <class T, class W = T>
 void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, const Sight& sight, T* x,
                 const T* final_norm = nullptr) {
+  if constexpr (BYTES && std::is_same_v<T, bf16> && std::is_same_v<T, W>)
+    if (stack.bytes) return run_layers<T, Byte>(s, stack, tokens, sight, x, final_norm);
   static thread_local Scratch<T> scratch;
   if (!tokens.total || (!stack.count && !final_norm)) return;
   auto grow = [](auto& v, i64 size) { if (i64(v.size()) < size) v.resize(size); };
@@ -309,7 +323,7 @@ void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, 
   grow(scratch.activated, tokens.total * s.feed_forward);
   const i64 widest = std::max({s.hidden, s.heads * s.head_size, s.feed_forward});
   if (takes_turned(Matrix<T>{x, tokens.total, s.hidden})) grow(scratch.turned, turned_words(tokens.total, widest));
-  if (Pass<T>::takes_wide(s, tokens.total)) {
+  if (Pass<T, W>::takes_wide(s, tokens.total)) {
     i64 groups = blocks(tokens.total);
     grow(scratch.states, groups * s.hidden / 2);
     grow(scratch.normed, groups * s.hidden / 2);
@@ -319,7 +333,7 @@ void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, 
   Scratch<T>& shared = scratch;
   Barrier barrier;
   PARALLEL(s.threads) {
-    Pass<T> pass(s, tokens, sight, stack.n_slots, shared, barrier, x);
+    Pass<T, W> pass(s, tokens, sight, stack.n_slots, shared, barrier, x);
     for (i64 i = 0; i < stack.count; i++)
       pass.run(stack.layers[i], stack.layers[std::min(i + 1, stack.count - 1)], stack.keys[i],
                stack.values[i]);

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -16,10 +16,13 @@ namespace {
 
 using i64 = std::int64_t;
 using bf16 = std::uint16_t;
+using Byte = std::int8_t;  // of weights in eight bits, and
+using Short = std::int16_t;  // of a token that is multiplied with them
 typedef float Floats __attribute__((vector_size(64)));  // 16 of them
 typedef std::int32_t Ints __attribute__((vector_size(64)));
 typedef std::uint32_t Words __attribute__((vector_size(64)));
 typedef bf16 Halves __attribute__((vector_size(32)));
+typedef Short Shorts __attribute__((vector_size(32)));
 
 constexpr int LANES = 16;
 
@@ -34,6 +37,8 @@ constexpr int WIDE = 4;
 typedef float Register __attribute__((vector_size(4 * WIDE)));
 typedef std::int32_t RegisterInts __attribute__((vector_size(4 * WIDE)));
 typedef std::uint32_t RegisterWords __attribute__((vector_size(4 * WIDE)));
+typedef Short RegisterShorts __attribute__((vector_size(4 * WIDE)));
+typedef Byte HalfBytes __attribute__((vector_size(2 * WIDE)));
 
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 

@@ -49,6 +49,7 @@ template <class T> struct Matrix {
   const T* data;
   i64 rows, width;
   i64 passing = 0;  // of weights: they do not stay in the last-level cache
+  const float* scales = nullptr;  // of the rows, where numbers are of eight or sixteen bits
   const T* row(i64 i) const { return data + std::min(i, rows - 1) * width; }  // the last one again
 };
 
@@ -72,7 +73,7 @@ template <class T> using Number = typename Vector<T>::Number;
 // The part of some tokens' products with some rows that starts at k, of whose weights `count` are left.
 template <class T, int tokens, int beside>
 inline __attribute__((always_inline)) void step(const Number<T>* const* x, const T* const* w, i64 k, i64 count,
-                                                Register (&sum)[tokens][beside]) {
+                                                typename Vector<T>::Sum (&sum)[tokens][beside]) {
   using V = Vector<T>;
   typename V::Type of_w[beside];
 #pragma GCC unroll 8
@@ -106,16 +107,16 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out,
   const Number<T>* from_x[tokens];
   const T* from_w[beside];
   for (int i = 0; i < tokens; i++) from_x[i] = x.row(m + i);
-  Register sum[tokens][LANES];
+  typename Vector<T>::Sum sum[tokens][LANES];
   for (int j = 0; j < LANES; j += beside) {
     for (int b = 0; b < beside; b++) from_w[b] = block.w->row(block.n + j + b);
     constexpr bool fetches = fetch != Prefetch::none;
     const char* ahead = fetches ? block.ahead_of(j, tokens == 1 ? AHEAD_OF_ONE : AHEAD) : nullptr;
-    Register part[tokens][beside] = {};
+    typename Vector<T>::Sum part[tokens][beside] = {};
     for (i64 k = 0; k < whole; k += width) {
       step<T, tokens, beside>(from_x, from_w, k, width, part);
       if (fetches)
-        for (int b = 0; b < beside; b++, ahead += sizeof(Register))
+        for (int b = 0; b < beside; b++, ahead += width * sizeof(T))
           __builtin_prefetch(ahead, 0, fetch == Prefetch::passing ? 0 : CLOSE);
     }
     if (left) step<T, tokens, beside>(from_x, from_w, whole, left, part);
@@ -124,7 +125,12 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out,
   }
   for (int i = 0; i < wanted; i++)
     for (int j = 0; j < LANES; j += WIDE) {
-      Register some = sums(sum[i] + j);
+      Register some = __builtin_convertvector(sums(sum[i] + j), Register);
+      if constexpr (std::is_same_v<T, Byte>) {
+        Register of_rows;
+        std::memcpy(&of_rows, block.w->scales + block.n + j, sizeof of_rows);
+        some *= of_rows * x.scales[m + i];
+      }
       std::memcpy(out + i * LANES + j, &some, sizeof some);
     }
 }
@@ -182,6 +188,32 @@ template <class T> Matrix<T> lined_up(const Matrix<T>& x, std::vector<Words>& ro
   return {to, x.rows, lines * line};
 }
 
+// Tokens in sixteen bits, each by its largest number: as many steps as leave sums with bytes whole numbers of 32 bits.
+template <class T> Matrix<Short> rounded(const Matrix<T>& x, std::vector<Words>& room) {
+  constexpr i64 line = sizeof(Words) / sizeof(Short);
+  const i64 lines = (x.width + line - 1) / line;
+  const float steps = std::min<i64>(0x7fff, 0x7fffffff / (127 * x.width));
+  room.resize(x.rows * lines + blocks(x.rows));
+  Short* to = (Short*)room.data();
+  float* scales = (float*)(room.data() + x.rows * lines);
+  for (i64 m = 0; m < x.rows; m++, to += lines * line) {
+    Floats most{};
+    for (i64 k = 0; k < x.width; k += LANES) {
+      Floats part = get(x.row(m) + k, x.width - k);
+      most = larger(most, larger(part, -part));
+    }
+    scales[m] = fold(most, larger) / steps;
+    const float per_step = scales[m] > 0 ? 1 / scales[m] : 0;
+    for (i64 k = 0; k < x.width; k += LANES) {
+      constexpr float no_fraction = 12582912.0f;  // 1.5 * 2^23
+      Ints bits = (Ints)(get(x.row(m) + k, x.width - k) * per_step + no_fraction) - 0x4b400000;
+      Shorts part = __builtin_convertvector(bits, Shorts);
+      std::memcpy(to + k, &part, sizeof part);
+    }
+  }
+  return {(const Short*)room.data(), x.rows, lines * line, 0, scales};
+}
+
 // Whether tokens are so many that it pays to turn them, and the rows.
 template <class T> bool takes_turned(const Matrix<T>& x) {
   return TURNS && std::is_same_v<T, bf16> && x.rows >= MANY && x.width % 32 == 0;
@@ -208,8 +240,11 @@ template <class T> void side_by_side(const Matrix<T>& x, i64 group, Words* to) {
   }
 }
 
-template <class T> Input<T> input(const Matrix<T>& x, std::vector<Words>& room) {
-  if constexpr (!std::is_same_v<T, Number<T>>) {
+// For weights of numbers W.
+template <class W, class T> Input<W> input(const Matrix<T>& x, std::vector<Words>& room) {
+  if constexpr (std::is_same_v<W, Byte>) {
+    return {rounded(x, room), nullptr};
+  } else if constexpr (!std::is_same_v<T, Number<T>>) {
     return {widened(x, room), nullptr};
   } else {
     if (takes_turned(x)) {

@@ -120,7 +120,8 @@ template <class T> class Round {
 
   // What the target writes after each node; the longest path that it would have written itself.
   void verify() {
-    find_states();
+    if (drafts_in_bytes()) forget_states();
+    find_states(false);
     clear();
     for (i64 row = 0; row < r.batch; row++)
       for (i64 node = 0; node < r.count[row]; node++) pass.add_node(r, row, node);
@@ -147,8 +148,15 @@ template <class T> class Round {
 
   bool reads_deep() const { return d && d->fusing.weight; }
 
+  // Whether states that were found while drafting are not quite the target's.
+  bool drafts_in_bytes() const { return d && d->shallow.count; }
+
+  void forget_states() {
+    for (i64 row = 0; row < r.batch; row++) std::fill_n(r.has_state + r.at(row, 0), r.count[row], 0);
+  }
+
   // States of the nodes that have none yet, by the layers below the exit.
-  void find_states() {
+  void find_states(bool drafting = true) {
     if (!r.exit) return;
     clear();
     for (i64 row = 0; row < r.batch; row++)
@@ -159,7 +167,7 @@ template <class T> class Round {
         const T* from = t.embedding + r.token[r.at(row, node)] * D;
         pass.x.insert(pass.x.end(), from, from + D);
       }
-    pass.run(t.sizes, t.stack.range(0, r.exit), t);
+    pass.run(t.sizes, drafting && drafts_in_bytes() ? d->shallow : t.stack.range(0, r.exit), t);
     for (i64 m = 0; m < i64(pass.rows.size()); m++)
       std::copy_n(pass.x.data() + m * D, D, r.state(pass.rows[m], pass.nodes[m]));
   }

@@ -20,6 +20,7 @@ template <class T> struct Target {
 // How a drafting layer reads the deep state of the token before: x + weight [norm(x), norm(before)].
 template <class T> struct Fusing {
   const T *shallow_norm, *deep_norm, *weight;  // [D], [D], [D, 2 D]
+  const float* scales;  // as of a head
 
   void operator()(const Sizes& s, T* x, const T* before, i64 total) const {
     i64 D = s.hidden;
@@ -32,7 +33,7 @@ template <class T> struct Fusing {
       rms_norm(x + m * D, shallow_norm, D, s.eps, both.data() + m * 2 * D);
       rms_norm(before + m * D, deep_norm, D, s.eps, both.data() + m * 2 * D + D);
     }
-    read_out(wide, Head<T>{nullptr, weight, D, nullptr}, both.data(), total, fused.data());
+    read_out(wide, Head<T>{nullptr, weight, D, nullptr, 0, scales}, both.data(), total, fused.data());
     for (i64 i = 0; i < total * D; i += LANES) {
       i64 left = total * D - i;
       put(x + i, get(x + i, left) + stored<T>(get(&fused[i], left)), left);
@@ -49,6 +50,7 @@ template <class T> struct Drafting {
   Stack<T> stack;
   Head<T> head;
   Fusing<T> fusing;  // all null where it reads no deep states
+  Stack<T> shallow;  // of bytes, the layers below the exit as drafts read them; without layers they read the target's
 
   T* deep_at(i64 row, i64 slot, i64 hidden) const { return deep + (row * stack.n_slots + slot) * hidden; }
 };

@@ -14,6 +14,7 @@ template <class T> struct Head {
   i64 outputs;
   const i64* ids;   // the token of each output; null where they are all tokens, in order
   i64 passing = 0;  // as of a matrix
+  const float* scales = nullptr;  // of the rows, where the weights are of bytes
   i64 token(i64 output) const { return ids ? ids[output] : output; }
   // Of sixteen outputs; beyond the last one, any.
   Words tokens16(i64 first) const {
@@ -24,8 +25,10 @@ template <class T> struct Head {
 };
 
 // logits[m][n] = norm(x[m]) . weight[n]
-template <class T>
+template <class T, class W = T>
 void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float* logits) {
+  if constexpr (BYTES && std::is_same_v<T, bf16> && std::is_same_v<T, W>)
+    if (head.scales) return read_out<T, Byte>(s, head, x, tokens, logits);
   if (!tokens) return;
   PARALLEL(s.threads) {
     std::vector<T> normed(head.norm ? tokens * s.hidden : 0);
@@ -33,12 +36,12 @@ void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float
       rms_norm(x + m * s.hidden, head.norm, s.hidden, s.eps, normed.data() + m * s.hidden);
     TileUse tiles;
     std::vector<Words> room;
-    Input<T> in = input(Matrix<T>{head.norm ? normed.data() : x, tokens, s.hidden}, room);
-    Matrix<T> w{head.weight, head.outputs, s.hidden, head.passing};
+    Input<W> in = input<W>(Matrix<T>{head.norm ? normed.data() : x, tokens, s.hidden}, room);
+    Matrix<W> w{(const W*)head.weight, head.outputs, s.hidden, head.passing, head.scales};
     Part mine(blocks(head.outputs));
     Room room_for_sums;
     products(
-        in, mine.first, mine.last, [&](i64 i) { return Block<T>{&w, i * LANES}; }, w.row(mine.last * LANES),
+        in, mine.first, mine.last, [&](i64 i) { return Block<W>{&w, i * LANES}; }, w.row(mine.last * LANES),
         room_for_sums,
         [&](i64 i, const float* sums) {
           i64 n = i * LANES;

@@ -174,6 +174,8 @@ void values_by_tiles(const bf16*, const std::uint32_t*, i64, float*) {}
 // Other numbers have none.
 template <int, int>
 void times_tiles(const Words*, i64, i64, i64, const float* const*, Ahead*, Floats*) {}
+template <int, int>
+void times_tiles(const Words*, i64, i64, i64, const Byte* const*, Ahead*, Floats*) {}
 void scores_by_keys(const float*, i64, const Words*, i64, float*) {}
 void values_by_tiles(const float*, const std::uint32_t*, i64, float*) {}
 

@@ -10,6 +10,7 @@ namespace {
 //   Number: what a token is made of there. Without an instruction for products of bfloat16, a token is widened
 //   once for all rows of weights: of each 2 * WIDE numbers first the even ones.
 //   parts: of a register of weights, that are multiplied one after the other.
+//   Sum: of products.
 template <class T> struct Vector;
 
 template <class T, class V> struct Loads {
@@ -23,6 +24,7 @@ template <class T, class V> struct Loads {
 template <> struct Vector<float> : Loads<float, Register> {
   using Type = Register;
   using Number = float;
+  using Sum = Register;
   static constexpr int width = WIDE, parts = 1;
   static Register part(Register w, int) { return w; }
   static Register of_token(const float* from, i64 count, int) { return load(from, count); }
@@ -31,6 +33,7 @@ template <> struct Vector<float> : Loads<float, Register> {
 
 template <> struct Vector<bf16> : Loads<bf16, RegisterWords> {
   using Type = RegisterWords;  // of pairs
+  using Sum = Register;
   static constexpr int width = 2 * WIDE;
 #ifdef __AVX512BF16__
   using Number = bf16;
@@ -52,6 +55,39 @@ template <> struct Vector<bf16> : Loads<bf16, RegisterWords> {
 #endif
 };
 
+// Weights in eight bits, as they are read, and tokens in sixteen, whose sums of products are whole numbers: they are
+// the same in any order, on any machine.
+#ifdef __AVX2__
+constexpr bool BYTES = true;
+#else
+constexpr bool BYTES = false;  // it would take longer than it saves
+#endif
+template <> struct Vector<Byte> {
+  using Type = RegisterShorts;
+  using Number = Short;
+  using Sum = RegisterInts;
+  static constexpr int width = 2 * WIDE, parts = 1;
+  static inline __attribute__((always_inline)) Type load(const Byte* from, i64 count) {
+    return __builtin_convertvector(Loads<Byte, HalfBytes>::load(from, count), Type);
+  }
+  static Type part(Type w, int) { return w; }
+  static inline __attribute__((always_inline)) Type of_token(const Short* from, i64 count, int) {
+    return Loads<Short, Type>::load(from, count);
+  }
+  static Sum dot(Sum sum, Type a, Type b) {
+#if defined(__AVX512VNNI__)
+    return (Sum)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+    return sum + (Sum)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return sum + (Sum)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    for (int i = 0; i < WIDE; i++) sum[i] += a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+    return sum;
+#endif
+  }
+};
+
 // Keeps a compiler from reading a number from memory again for each row of weights: there are two such reads a
 // cycle at most, as many as products.
 template <class V> inline __attribute__((always_inline)) void hold(V& v) {
@@ -63,21 +99,21 @@ template <class V> inline __attribute__((always_inline)) void hold(V& v) {
 // The sums of as many registers as a register holds numbers, in their order. Each is added up in the same
 // order wherever it stands.
 #if defined(__AVX512F__)
-Register sums(const Register* v) {
+template <class R> R sums(const R* v) {
   static constexpr int order[16] = {0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15};
-  Register a[8], b[4], c[2];
+  R a[8], b[4], c[2];
   for (int i = 0; i < 8; i++) {
-    Register x = v[order[i]], y = v[order[i + 8]];
+    R x = v[order[i]], y = v[order[i + 8]];
     a[i] = PICK(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
            PICK(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
   }
   for (int i = 0; i < 4; i++) {
-    Register x = a[i], y = a[i + 4];
+    R x = a[i], y = a[i + 4];
     b[i] = PICK(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
            PICK(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
   }
   for (int i = 0; i < 2; i++) {
-    Register x = b[i], y = b[i + 2];
+    R x = b[i], y = b[i + 2];
     c[i] = PICK(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
            PICK(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
   }
@@ -85,22 +121,22 @@ Register sums(const Register* v) {
          PICK(c[0], c[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
 }
 #elif defined(__AVX__)
-Register sums(const Register* v) {
-  Register a[4], b[2];
+template <class R> R sums(const R* v) {
+  R a[4], b[2];
   for (int i = 0; i < 4; i++) {
-    Register x = v[2 * i], y = v[2 * i + 1];
+    R x = v[2 * i], y = v[2 * i + 1];
     a[i] = PICK(x, y, 0, 8, 1, 9, 4, 12, 5, 13) + PICK(x, y, 2, 10, 3, 11, 6, 14, 7, 15);
   }
   for (int i = 0; i < 2; i++) {
-    Register x = a[2 * i], y = a[2 * i + 1];
+    R x = a[2 * i], y = a[2 * i + 1];
     b[i] = PICK(x, y, 0, 1, 8, 9, 4, 5, 12, 13) + PICK(x, y, 2, 3, 10, 11, 6, 7, 14, 15);
   }
   return PICK(b[0], b[1], 0, 1, 2, 3, 8, 9, 10, 11) + PICK(b[0], b[1], 4, 5, 6, 7, 12, 13, 14, 15);
 }
 #else
-Register sums(const Register* v) {
-  Register a = PICK(v[0], v[1], 0, 4, 1, 5) + PICK(v[0], v[1], 2, 6, 3, 7);
-  Register b = PICK(v[2], v[3], 0, 4, 1, 5) + PICK(v[2], v[3], 2, 6, 3, 7);
+template <class R> R sums(const R* v) {
+  R a = PICK(v[0], v[1], 0, 4, 1, 5) + PICK(v[0], v[1], 2, 6, 3, 7);
+  R b = PICK(v[2], v[3], 0, 4, 1, 5) + PICK(v[2], v[3], 2, 6, 3, 7);
   return PICK(a, b, 0, 1, 4, 5) + PICK(a, b, 2, 3, 6, 7);
 }
 #endif

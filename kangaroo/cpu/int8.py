@@ -1,0 +1,74 @@
+"""Weights in eight bits, for drafts alone: half as many bytes are read for a draft token. What they
+get wrong, verification, which reads the target's own weights, does not accept.
+
+Shapes: O outputs of a matrix, R room for a draft vocabulary, D hidden size.
+"""
+
+from copy import copy
+from ctypes import Structure
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kangaroo.cpu import native
+from kangaroo.drafters.early_exit import EarlyExit
+from kangaroo.heads.draft_head import BLOCK, DraftHead, TextHead
+
+
+def rounded(weight_OD: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers of at most 127, int8 `[O, D]`, and what 1 is worth in each row, `[O]`, with
+    zeros behind it up to a whole block."""
+    scale_O = weight_OD.abs().amax(1).float().clamp(min=1e-30) / 127
+    steps_OD = (weight_OD / scale_O[:, None]).round().to(torch.int8)
+    return steps_OD, F.pad(scale_O, (0, -len(scale_O) % BLOCK))
+
+
+def rounded_layers(stack: native.Stack, count: int) -> native.Stack:
+    """The first layers of a stack, whose matrices are bytes, with their scales behind them."""
+
+    def matrix(weight: Tensor | None) -> Tensor | None:
+        if weight is None or weight.ndim == 1:
+            return weight
+        steps_OD, scale_O = rounded(weight)
+        return torch.cat([steps_OD.flatten(), scale_O.view(torch.int8)])
+
+    layers = [{name: matrix(x) for name, x in vars(x).items()} for x in stack.layers[:count]]
+    stack = copy(stack)
+    stack.layers, stack.in_bytes = [native.LayerWeights(**layer) for layer in layers], True
+    stack.table = native.layer_table(stack.layers)
+    return stack
+
+
+class Int8Head:
+    """A drafter's head in bytes; rows of rare tokens are rounded again when the texts change."""
+
+    def __init__(self, head: DraftHead):
+        self.head, self.n_fixed, weight_RD = head, head.size, head.weight_KD
+        if isinstance(head, TextHead):
+            self.n_fixed, weight_RD = len(head.frequent), head.rows_RD
+        self.steps_RD, self.scale_R = rounded(weight_RD)
+
+    def as_struct(self) -> Structure:
+        """The head for native code, with its draft vocabulary."""
+        head, new = self.head, slice(self.n_fixed, self.head.size)
+        if new.start < new.stop:
+            steps_OD, scale_O = rounded(head.weight_KD[new])
+            self.steps_RD[new], self.scale_R[new] = steps_OD, scale_O[: len(steps_OD)]
+        struct = head.native.as_struct(ids_O=head.vocabulary_K)
+        struct.weight, struct.scales = map(native.pointer, (self.steps_RD, self.scale_R))
+        struct.passing = int(self.steps_RD.nbytes > native.staying_bytes())
+        return struct
+
+
+class Int8Weights:
+    """All that a drafter reads for each token of a draft: the layers below the exit, its own layer
+    and its head."""
+
+    def __init__(self, drafter: EarlyExit):
+        lm, adapter = drafter.lm, drafter.adapter
+        assert adapter.native_layer is not None
+        self.shallow = rounded_layers(lm.fast_layers, drafter.exit_layer)
+        self.layer = rounded_layers(adapter.native_layer, adapter.depth)
+        self.fuse = rounded(adapter.get_parameter("fuse.weight")) if drafter.reads_deep else ()
+        self.head = Int8Head(drafter.head)
