@@ -9,9 +9,15 @@ from helpers import tiny, tiny_model
 from test_native import FAMILIES, SLOTS, filled_cache, pairs, random_tokens
 
 from kangaroo.cpu import int8, native
+from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.tree import Tree
 from kangaroo.heads.draft_head import TextHead
 from kangaroo.models.target import TargetModel
+
+pytestmark = pytest.mark.skipif(
+    not Acceleration(native.library()).multiplies_bytes(torch.bfloat16),
+    reason="no native code here, or none that multiplies bytes",
+)
 
 
 def plain(weight_OD: torch.Tensor) -> torch.Tensor:

@@ -160,7 +160,8 @@ def test_drafts_in_int8_are_exact_too(name, sampling, monkeypatch):
         assert [p + x.tokens for p, x in zip(LONGER, done, strict=True)] == case.texts
         rounds.append(sum(map(len, cases.rounds_of(done))))
     drafting = engine.stepper.drafting
-    assert getattr(drafting, "second", drafting).int8 is not None
+    uses_int8 = getattr(drafting, "second", drafting).int8 is not None
+    assert uses_int8 == case.lm.acceleration.multiplies_bytes(torch.bfloat16)
     assert rounds[1] <= 1.1 * rounds[0] + 2
 
 
