@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from ctypes import Structure
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -24,7 +23,6 @@ from kangaroo.engine.cache import KVCache
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.models.target import TargetModel
 
-_int8: WeakKeyDictionary[EarlyExit, Int8Weights] = WeakKeyDictionary()  # made once for a drafter
 UNREAD = 4  # unread tokens that a draft model reads while drafting; if there are more, as a prompt
 
 
@@ -85,9 +83,9 @@ class LayerDrafting(NativeDrafting):
     def __init__(self, drafter: EarlyExit):
         self.drafter, self.nodes = drafter, drafter.max_nodes
         self.exit_layer = drafter.exit_layer
-        self.int8: Int8Weights | None = None
-        if drafter.int8:
-            self.int8 = _int8.get(drafter) or _int8.setdefault(drafter, Int8Weights(drafter))
+        if drafter.int8 and drafter.int8_weights is None:
+            drafter.int8_weights = Int8Weights(drafter)
+        self.int8: Int8Weights | None = drafter.int8_weights
 
     def layer(self, cache: KVCache) -> Structure:
         drafter, adapter, int8 = self.drafter, self.drafter.adapter, self.int8

@@ -49,6 +49,7 @@ class EarlyExit(EarlyStopping):
         self.taps = tuple(tap for tap in taps if tap is not None)
         native_int8 = adapter.mixes_natively and lm.acceleration.multiplies_bytes(lm.dtype)
         self.int8 = adapter.int8 and native_int8
+        self.int8_weights: Any = None  # made by native code at its first batch
         # unless measured, costs are shares of the target's weights, here those of a draft token
         total = weight_bytes(*lm.layers, lm.head) * (2 if self.int8 else 1)
         self.shallow_cost = weight_bytes(*lm.layers[: self.exit_layer]) / total
