@@ -13,7 +13,7 @@ from kangaroo.cpu.native import Sizes
 log = logging.getLogger(__name__)
 
 DTYPES = torch.float16, torch.bfloat16, torch.float32
-LEAST_CAPABILITY = 8, 0  # cards from here on multiply bfloat16 matrices
+MIN_CAPABILITY = 8, 0  # cards from here on multiply bfloat16 matrices
 WIDEST_HEAD = 256
 LARGEST_GROUP = 16  # query heads for each key head, which are columns of a product
 
@@ -54,6 +54,6 @@ def reason_against(
         return (
             "the model has hooks, another activation than SiLU, or weights beside those of its kind"
         )
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        return "the GPU's compute capability is below {}.{}".format(*LEAST_CAPABILITY)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        return "the GPU's compute capability is below {}.{}".format(*MIN_CAPABILITY)
     return None

@@ -45,7 +45,7 @@ class Graphs:
     def __init__(self, device: torch.device, record: Record | None = None, most: int = MOST_GRAPHS):
         self.device, self.most = device, most
         self.record = record or GraphRecorder(device)
-        self.made: OrderedDict[Key, Recorded] = OrderedDict()
+        self.recorded: OrderedDict[Key, Recorded] = OrderedDict()
         self.watched: set[int] = set()  # serials of live caches
         self.dead: list[int] = []  # serials of caches that were freed during a recording
         self.static = WeakIdKeyDictionary()  # tensors that calls rewrite in place
@@ -85,11 +85,11 @@ class Graphs:
         tensors, serials = tensors_in(inputs), tuple(cache.serial for cache in caches)
         full_key = (serials, *key, *(x.shape for x in tensors))
         with torch.inference_mode():  # all tensors are inference tensors, whoever calls
-            if full_key not in self.made:
+            if full_key not in self.recorded:
                 self._watch(caches)
                 self._make(full_key, work, rehearsal or inputs)
-            self.made.move_to_end(full_key)
-            graph = self.made[full_key]
+            self.recorded.move_to_end(full_key)
+            graph = self.recorded[full_key]
             pairs = zip(graph.inputs, tensors, strict=True)
             changed = [(to, x) for to, x in pairs if to is not x]
             for dtype in {x.dtype for _, x in changed}:  # one copy for each dtype
@@ -101,12 +101,12 @@ class Graphs:
     def _make(self, key: Key, work: Callable[..., Any] | None, inputs: tuple[Any, ...]) -> None:
         self._wait()
         start = time.perf_counter()
-        kept = [x if x in self.static else x.clone() for x in tensors_in(inputs)]
-        graph = Recorded(kept, lambda: None, with_tensors(inputs, iter(kept)))
+        buffers = [x if x in self.static else x.clone() for x in tensors_in(inputs)]
+        graph = Recorded(buffers, lambda: None, with_tensors(inputs, iter(buffers)))
         if work is not None:
 
             def run() -> Any:
-                return work(*with_tensors(inputs, iter(kept)))  # new objects: a tree caches masks
+                return work(*with_tensors(inputs, iter(buffers)))  # new: a tree caches masks
 
             self.recording = True
             try:
@@ -118,9 +118,9 @@ class Graphs:
                 self.recording = False
         for tensor in tensors_in(graph.results):
             self.static[tensor] = True
-        self.made[key] = graph
-        if len(self.made) > self.most:
-            self.made.popitem(last=False)
+        self.recorded[key] = graph
+        if len(self.recorded) > self.most:
+            self.recorded.popitem(last=False)
         self._wait()
         Graphs.seconds += time.perf_counter() - start
 
@@ -136,8 +136,8 @@ class Graphs:
 
     def _forget(self, serial: int) -> None:
         self.watched.discard(serial)
-        for key in [key for key in self.made if serial in key[0]]:
-            del self.made[key]
+        for key in [key for key in self.recorded if serial in key[0]]:
+            del self.recorded[key]
 
 
 def _copy(values: list[Tensor], outputs: list[Tensor]) -> None:

@@ -23,7 +23,7 @@ SHAPES = {128: (128, 8, 3), 64: (128, 4, 4), 32: (128, 4, 4), 16: (64, 2, 4)}
 
 # Bytes of shared memory that a program may have, by compute capability.
 SHARED = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
-LEAST_SHARED = 99 << 10
+MIN_SHARED = 99 << 10
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def card_of(device: torch.device) -> Card:
     if device.type != "cuda":
         return Card(132, SHARED[9, 0])
     gpu = torch.cuda.get_device_properties(device)
-    shared = SHARED.get((gpu.major, gpu.minor), LEAST_SHARED)
+    shared = SHARED.get((gpu.major, gpu.minor), MIN_SHARED)
     return Card(gpu.multi_processor_count, shared, gpu.major >= 9)
 
 

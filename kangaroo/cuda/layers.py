@@ -30,9 +30,9 @@ GATE_BLOCK = 1024  # numbers of a program
 Past = tuple[Tensor, Tensor, int]  # keys and values from the first row on, slots of a row
 
 
-def tile_size(least: int) -> int:
+def tile_size(size: int) -> int:
     """The smallest power of two that is neither below `least` nor below 16."""
-    return max(16, power_of_two(least))
+    return max(16, power_of_two(size))
 
 
 def flat(x_RTD: Tensor) -> Tensor:

@@ -41,13 +41,13 @@ def select(
 ) -> Iterator[Sample]:
     """Samples in order, cut before their first degenerate turn or dropped; `dropped` counts both by
     reason. Of two similar samples the first stays, so a dataset that grows keeps its samples."""
-    seen = Questions(config.near_duplicate)
+    questions = Questions(config.near_duplicate)
     for sample in samples:
         turns, reason = healthy_turns(sample, config)
         question = next(m["content"] for m in sample["messages"] if m["role"] == "user")
         if turns == 0:
             dropped[reason] += 1
-        elif duplicate := seen.add(question):
+        elif duplicate := questions.add(question):
             dropped[duplicate] += 1
         elif reason:
             dropped[LATER_TURNS + reason] += 1

@@ -82,17 +82,17 @@ class DialogueWriter:
     ) -> None:
         """Let the target write the next user turn of every open dialogue. An empty turn closes its
         dialogue, and so does one that reaches `max_tokens`, unless `keeps_cut`."""
-        asked, requests = [], []
+        openings, requests = [], []
         for dialogue in (dialogue for dialogue in dialogues if dialogue.open):
             header, end = user_header(self.tokenizer, dialogue.messages)
             opening = "" if dialogue.messages else dialogue.opening
             header += self.tokenizer(opening, add_special_tokens=False).input_ids
             dialogue.open = len(header) + max_tokens <= self.longest
             if dialogue.open:
-                asked.append((dialogue, opening, end))
+                openings.append((dialogue, opening, end))
                 requests.append(Request(header, max_tokens, dialogue.seed, [end]))
         generations = self._decode(requests, temperature)
-        for (dialogue, opening, end), question in zip(asked, generations, strict=True):
+        for (dialogue, opening, end), question in zip(openings, generations, strict=True):
             text = plain_text(self.tokenizer, question.tokens).removesuffix(end)
             text = (opening + text).strip()
             dialogue.open = bool(text) and (question.finish != "length" or keeps_cut)
@@ -109,10 +109,10 @@ class DialogueWriter:
         """Let the target answer the user turn that ends every open dialogue. An answer that reaches
         `max_tokens` is kept and closes its dialogue; after any other `proceed` is called. A user
         turn that it adds is answered at once, without a new prefill of the earlier turns."""
-        asked = [(d, prompt) for d in dialogues if (prompt := self._prompt(d, max_tokens))]
+        turns = [(d, prompt) for d in dialogues if (prompt := self._prompt(d, max_tokens))]
 
         def after(index: int, answer: Generation) -> Request | None:
-            dialogue, (request, mask) = asked[index]
+            dialogue, (request, mask) = turns[index]
             text = plain_text(self.tokenizer, answer.tokens)
             dialogue.messages.append(Message(role="assistant", content=text))
             dialogue.append(request.prompt, mask, answer)
@@ -121,10 +121,10 @@ class DialogueWriter:
                 proceed(dialogue)
             if (prompt := self._prompt(dialogue, max_tokens)) is None:
                 return None
-            asked[index] = dialogue, prompt
+            turns[index] = dialogue, prompt
             return prompt[0]
 
-        requests = [request for _, (request, _) in asked]
+        requests = [request for _, (request, _) in turns]
         self._decode(requests, temperature, self.keep, after, self.longest if proceed else None)
 
     def _prompt(self, dialogue: Dialogue, max_tokens: int) -> tuple[Request, list[int]] | None:

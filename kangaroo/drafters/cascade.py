@@ -65,11 +65,11 @@ class Cascade(Drafter):
 
     def propose(self, batch: Batch) -> Draft:
         first = self.first.propose(batch)
-        found_B = first.valid_BN[:, 1:].any(1)
-        if first.tree.size > 1 and (found_B | batch.done_B).all():  # one sync
+        drafts_B = first.valid_BN[:, 1:].any(1)
+        if first.tree.size > 1 and (drafts_B | batch.done_B).all():  # one sync
             return first
         second = self.second.propose(batch)
-        return second if first.tree.size == 1 else either(found_B, first, second)
+        return second if first.tree.size == 1 else either(drafts_B, first, second)
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         for part in self.parts:

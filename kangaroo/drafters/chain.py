@@ -1,23 +1,79 @@
-"""Drafting a chain token by token, for Kangaroo, EAGLE, draft models and skipped layers.
+"""Drafting until one more step would not pay; in chains for Kangaroo, EAGLE, smaller models.
 
 Shapes: B rows, D hidden size, V vocabulary, K draft vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import EarlyStopping
+from kangaroo.drafters.base import Drafter
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Tensors
 from kangaroo.engine.sampling import BatchSampling, Rule, pick, warp
 from kangaroo.engine.tree import Draft, Tree
 from kangaroo.engine.verify import draft_seeds
 from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.target import TargetModel
+
+
+class EarlyStopping(Drafter):
+    """Drafts step by step, at most `steps`, until another step would not pay.
+
+    Attributes:
+        lm: the model that drafts, or the target if its layers draft.
+        proposed: the round's draft, until it is observed.
+        threshold: the confidence at which a draft stops; 0 for none.
+        auto: whether the budget stops a draft.
+        draft_cost: the cost of a draft token, in vanilla steps.
+        window: committed tokens before the pending one that a round's first pass reads again.
+    """
+
+    draft_cost: float
+    window: int
+
+    def __init__(self, lm: TargetModel, steps: int, threshold: float | str):
+        self.lm, self.steps, self.max_nodes = lm, steps, steps
+        self.auto = self.needs_costs = isinstance(threshold, str)
+        self.threshold = 0.0 if isinstance(threshold, str) else threshold
+        self.proposed: Draft | None = None
+
+    @abstractmethod
+    def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
+        """A draft below each row's pending token; at least one row may draft by its `limits`."""
+
+    def propose(self, batch: Batch) -> Draft:
+        limits = self.limits(batch, batch.active)
+        self.proposed = self.draft(batch, limits) if (limits[:, 0] < 1).any() else None
+        return self.proposed or Draft.nothing(batch.last(1))
+
+    def limits(self, batch: Batch, rows: Sequence[int]) -> np.ndarray:
+        """`Budget.limits` of these rows, `[B, steps]`; 1, which is never exceeded, for others."""
+        limits = np.ones((batch.size, self.steps), np.float32)
+        limits[rows] = batch.budget.limits(rows, self.steps, self.draft_cost, self.auto)
+        return limits
+
+    def chain_meta(
+        self, batch: Batch, steps: int, room: int, path_B: Tensor | None = None
+    ) -> ForwardMeta:
+        """The block of a chain: the window, the pending token and `steps` draft tokens. `room` is
+        the number of slots needed after the pending token; an accepted path begins at `path_B`."""
+        tree = Tree.chain(self.window + 1 + steps, batch.length_B.device)
+        start_B, use = (batch.base_B, "draft") if path_B is None else (path_B, "path")
+        below = 0 if min(batch.lengths) > self.window else self.window
+        place = start_B - self.window, batch.used + room, batch.n_slots, below
+        return self.lm.forward_meta(tree, *place, (use, batch.cache))
+
+    def path_meta(self, batch: Batch, draft: Draft) -> ForwardMeta:
+        """The block of a committed draft's accepted path, with the window before it, for a cache
+        without the tokens that another drafter proposed."""
+        assert draft.meta is not None
+        depth, root_B = draft.tree.max_depth, draft.meta.slots_RT[:, 0]
+        return self.chain_meta(batch, depth, depth + 1, root_B)
 
 
 class DraftToken(NamedTuple):

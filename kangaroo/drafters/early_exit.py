@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import EarlyStopping
+from kangaroo.drafters.chain import EarlyStopping
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Taps, Tensors
 from kangaroo.engine.tree import Draft, Verdict
@@ -93,21 +93,6 @@ class EarlyExit(EarlyStopping):
         self.prompts[row] = f_1TD, first
         self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -window:]
 
-    def read_prompts(self, rows: Collection[int] | None = None) -> None:
-        """Write the layer's keys of new prompts, by default in all rows."""
-        for row in list(self.prompts) if rows is None else rows:
-            f_1TD, first = self.prompts.pop(row)
-            for part_1TD in f_1TD.split(self.lm.prompt_chunk(1), 1):  # a chunk for keys alone
-                end = first + part_1TD.shape[1]
-                meta = self.lm.chunk(first, end, row, self.cache.n_slots).to(f_1TD.device)
-                self.adapter.write_kv(part_1TD, self.deep_before(meta), meta, self.cache.at(meta))
-                first = end
-
-    def catch_up(self, batch: Batch) -> bool:
-        """Read new prompts, and let the head follow the texts; true if its vocabulary changed."""
-        self.read_prompts()
-        return self.head.follow([batch.texts[row] for row in batch.active])
-
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         """Update the windows, and after a tree or another drafter's draft the layer's cache."""
         path: ForwardMeta | None = None
@@ -163,6 +148,21 @@ class EarlyExit(EarlyStopping):
         f_B1D = self.run_shallow(pending_B1, batch, meta.narrow(self.window, 1))
         deep_BND = self.deep_before(meta.narrow(0, self.window + 1).to(f_B1D.device))
         return f_B1D, torch.cat([window_BWD, f_B1D], 1), deep_BND
+
+    def catch_up(self, batch: Batch) -> bool:
+        """Read new prompts, and let the head follow the texts; true if its vocabulary changed."""
+        self.read_prompts()
+        return self.head.follow([batch.texts[row] for row in batch.active])
+
+    def read_prompts(self, rows: Collection[int] | None = None) -> None:
+        """Write the layer's keys of new prompts, by default in all rows."""
+        for row in list(self.prompts) if rows is None else rows:
+            f_1TD, first = self.prompts.pop(row)
+            for part_1TD in f_1TD.split(self.lm.prompt_chunk(1), 1):  # a chunk for keys alone
+                end = first + part_1TD.shape[1]
+                meta = self.lm.chunk(first, end, row, self.cache.n_slots).to(f_1TD.device)
+                self.adapter.write_kv(part_1TD, self.deep_before(meta), meta, self.cache.at(meta))
+                first = end
 
     def run_shallow(self, tokens_BN: Tensor, batch: Batch, meta: ForwardMeta) -> Tensor:
         """The states of tokens at the exit layer, `[B, N, D]`."""

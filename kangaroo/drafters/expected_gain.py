@@ -22,10 +22,10 @@ NEXT_CHANCE_WITH_LOOKUP = 0.45  # the same for a place where a lookup predicts a
 
 # Tokens, the best first, each with its chance to be right; further ones if those before are wrong.
 Choices = list[tuple[int, float]]
-Places = list[tuple["Source", int]]  # a node's places in the sources that go on there
+Places = list[tuple["TokenSource", int]]  # a node's places in the sources that go on there
 
 
-class Source(ABC):
+class TokenSource(ABC):
     """Predicts the token after each place of a draft. `shift` is added to the log-odds of its best
     choices: a text begins with the value of its class, fitted on held-out conversations of
     SmolLM2-135M; right and wrong predictions then move it."""
@@ -47,7 +47,7 @@ class Source(ABC):
         return 1 / (1 + exp(-self.shift - log_odds))
 
 
-class ChainSource(Source):
+class ChainSource(TokenSource):
     """A chain of tokens, perhaps with alternatives to each; a place is the number of tokens before
     it. `log_odds` are those of a token if the ones before it are right."""
 
@@ -101,7 +101,7 @@ class DraftedChain(ChainSource):
         self.alternatives.append(alternatives)
 
 
-class Recycled(Source):
+class Recycled(TokenSource):
     """The likeliest token where each token last stood, from a matrix that is updated elsewhere; a
     place is the token before it."""
 
@@ -128,7 +128,7 @@ class Sources:
     length: int = 0
 
     def __post_init__(self) -> None:
-        self.all: list[Source] = [*self.lookups, self.chain]
+        self.all: list[TokenSource] = [*self.lookups, self.chain]
         self.all += [] if self.recycled is None else [self.recycled]
 
     @property
@@ -151,9 +151,9 @@ class Sources:
             places = places_after(places, token)
 
 
-def predictions_at(places: Places) -> list[tuple[Source, Choices]]:
+def predictions_at(places: Places) -> list[tuple[TokenSource, Choices]]:
     """Every source that has candidates for a node, with them."""
-    predictions: list[tuple[Source, Choices]] = []
+    predictions: list[tuple[TokenSource, Choices]] = []
     for source, place in places:
         if not (predictions and source.last_resort) and (choices := source.choices(place)):
             predictions.append((source, choices))
@@ -220,7 +220,7 @@ def best_nodes(costs: Costs, sources: Sources, max_nodes: int) -> list[Node]:
     return nodes
 
 
-def next_tokens(predictions: Sequence[tuple[Source, Choices]]) -> Choices:
+def next_tokens(predictions: Sequence[tuple[TokenSource, Choices]]) -> Choices:
     """The tokens for a place, each with its chance. At most one of the sources' best choices is
     right, and one of several sources is trusted more; alternatives share the remaining chance."""
     if len(predictions) == 1 == len(predictions[0][1]):  # a shortcut

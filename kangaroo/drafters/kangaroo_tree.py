@@ -192,7 +192,7 @@ class KangarooTree(EarlyExit):
             return keep_BN.sum(1).max(), order_BN, keep_BN, parents_BN
 
         def prune(
-            order_BN: Tensor, keep_BN: Tensor, parents_BN: Tensor, tokens: Tensors, *known: Any
+            order_BN: Tensor, keep_BN: Tensor, parents_BN: Tensor, tokens: Tensors, *states: Any
         ) -> Draft:
             index_BN = order_BN[:, :size]
             number_BN = order_BN.argsort(1)  # of each node in the pruned tree
@@ -202,9 +202,9 @@ class KangarooTree(EarlyExit):
             tree = Tree(parents_BN, min(count, size) - 1)
             tree = Tree.chain(size, device) if self.top_k == 1 else tree
             draft = Draft(tokens_BN, tree, keep_BN, entry=self.exit_layer)
-            if known:
-                states, metas = known
-                draft.hidden_BND = take(torch.cat(states, 1), index_BN)
+            if states:
+                hidden, metas = states
+                draft.hidden_BND = take(torch.cat(hidden, 1), index_BN)
                 draft.meta = ForwardMeta.join(metas).take(index_BN)
             return draft
 

@@ -74,14 +74,14 @@ class LayerSubset:
 def runs(skip: Collection[int], n_layers: int) -> list[range]:
     """The layers that are not skipped, as ranges."""
     groups = groupby(range(n_layers), lambda layer: layer not in skip)
-    kept = [list(layers) for is_kept, layers in groups if is_kept]
-    return [range(layers[0], layers[-1] + 1) for layers in kept]
+    parts = [list(layers) for is_kept, layers in groups if is_kept]
+    return [range(layers[0], layers[-1] + 1) for layers in parts]
 
 
 def draft_cost(lm: TargetModel, skip: Collection[int]) -> float:
     """The share of the target's weights that a draft token reads."""
-    kept = [layer for index, layer in enumerate(lm.layers) if index not in skip]
-    return weight_bytes(*kept, lm.head) / weight_bytes(*lm.layers, lm.head)
+    layers = [layer for index, layer in enumerate(lm.layers) if index not in skip]
+    return weight_bytes(*layers, lm.head) / weight_bytes(*lm.layers, lm.head)
 
 
 def read(path: str, lm: TargetModel | None = None) -> LayerSubset:

@@ -76,13 +76,13 @@ class Lookahead(Drafter):
         index_P = torch.arange(POOL_SIZE, device=pending_B1.device)
         index_BP = torch.where(self.pool_BPN[..., 0] == pending_B1, index_P, POOL_SIZE)
         index_BG = index_BP.topk(guesses, largest=False, sorted=True).values
-        found_BG = index_BG < POOL_SIZE
-        index_BGJ = (index_BG * found_BG)[..., None].expand(-1, -1, self.levels)
+        hit_BG = index_BG < POOL_SIZE
+        index_BGJ = (index_BG * hit_BG)[..., None].expand(-1, -1, self.levels)
         # padding, too, must be in the vocabulary
         guess_BGJ = self.pool_BPN[..., 1:].gather(1, index_BGJ).clamp(min=0)
         tokens_BN = torch.cat([pending_B1, self.window_BJW.flatten(1), guess_BGJ.flatten(1)], 1)
         valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
-        valid_BN[:, -guesses * self.levels :] = found_BG[..., None].expand_as(guess_BGJ).flatten(1)
+        valid_BN[:, -guesses * self.levels :] = hit_BG[..., None].expand_as(guess_BGJ).flatten(1)
         self.proposed = Draft(tokens_BN, self.tree, valid_BN)
         return self.proposed
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-PACE = 2.0  # tokens that drafting has to gain in the time of a vanilla step, in a batch
-PACE_ALONE = 1.5  # and where a text is decoded alone
+MIN_GAIN = 2.0  # tokens that drafting has to gain in the time of a vanilla step, in a batch
+MIN_GAIN_ALONE = 1.5  # and where a text is decoded alone
 PRIOR, PRIOR_RIGHT = 20, 9  # prior counts: drafts, and drafts whose first token was right
 ROW_PRIOR, ROW_PRIOR_RIGHT = 10, 5  # of a row's text: draft tokens tried, and right ones
 FORGETTING = 0.95  # of a row's counts in a round without a draft, so that drafting is tried again
@@ -54,35 +54,35 @@ class Budget:
         if not auto:
             chances = self.min_chain_chances(len(rows), nodes, drafting)
             return np.tile(np.array(chances, np.float32), (len(rows), 1))
-        pace, verifying = self.pace(len(rows)), self.min_node_chances(len(rows), nodes, auto)
+        gain = self.min_gain_per_step(len(rows))
         shares = [(self.right[x] + ROW_PRIOR_RIGHT) / (self.tried[x] + ROW_PRIOR) for x in rows]
-        needed = np.array(verifying) + pace * drafting
+        needed = np.array(self.min_node_chances(len(rows), nodes, auto)) + gain * drafting
         limits = (needed / np.array(shares)[:, None]).astype(np.float32)
-        if pace == PACE_ALONE and needed[0] < 1:  # it pays if all tokens are right
+        if gain == MIN_GAIN_ALONE and needed[0] < 1:  # it pays if all tokens are right
             untried = [self.tried[x] < UNTRIED for x in rows]
             limits[untried, 0] = limits[untried, 0].clip(max=TRY)
         return limits
 
-    def pace(self, rows: int) -> float:
-        """The tokens that drafting has to gain in the time of a vanilla step of `rows` rows."""
-        return PACE_ALONE if rows <= 1 or self.always else PACE
-
     def min_chain_chances(self, rows: int, nodes: int, drafting: float = 0.0) -> list[float]:
         """The chance, by n, that the first n tokens of a chain need to be right for one more to
         pay; 0 for a text alone, where the drafter's own rule decides."""
-        if self.pace(rows) == PACE_ALONE:
+        if self.min_gain_per_step(rows) == MIN_GAIN_ALONE:
             return [0.0] * nodes
         costs = self.cost(rows, nodes)
         right = (self.first_right + PRIOR_RIGHT) / (self.first_tried + PRIOR)
-        return [PACE * (drafting + costs[n + 1] - costs[n]) / right for n in range(nodes)]
+        return [MIN_GAIN * (drafting + costs[n + 1] - costs[n]) / right for n in range(nodes)]
 
     def min_node_chances(self, rows: int, nodes: int, auto: bool = False) -> list[float]:
         """The chance that each of `nodes` nodes needs to be right to pay for its verification; 0
         for a text alone, unless it is `auto`."""
-        if not auto and self.pace(rows) == PACE_ALONE:
+        if not auto and self.min_gain_per_step(rows) == MIN_GAIN_ALONE:
             return [0.0] * nodes
         costs = self.cost(rows, nodes)
-        return [self.pace(rows) * (costs[n + 1] - costs[n]) for n in range(nodes)]
+        return [self.min_gain_per_step(rows) * (costs[n + 1] - costs[n]) for n in range(nodes)]
+
+    def min_gain_per_step(self, rows: int) -> float:
+        """The tokens that drafting has to gain in the time of a vanilla step of `rows` rows."""
+        return MIN_GAIN_ALONE if rows <= 1 or self.always else MIN_GAIN
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
         """Learn from a row's verdict."""

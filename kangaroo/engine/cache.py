@@ -22,7 +22,7 @@ from kangaroo.cpu.huge_pages import zeros
 
 Tensors = tuple[Tensor, ...]
 BUCKET = 64  # attention reads the occupied slots rounded up to this, so few shapes occur
-LEAST_RECORDED = 256  # where each extent is recorded as a graph: this, or a larger power of two
+MIN_RECORDED = 256  # where each extent is recorded as a graph: this, or a larger power of two
 
 
 def tensors_in(x: Any, tensors: list[Tensor] | None = None) -> list[Tensor]:
@@ -224,10 +224,10 @@ class BlockCache:
 def occupied(n_slots: int, used: int, recorded: bool = False) -> int:
     """How many slots attention reads to cover `used`: few values, even fewer if `recorded`."""
     if recorded:
-        return min(max(LEAST_RECORDED, power_of_two(used)), n_slots)
+        return min(max(MIN_RECORDED, power_of_two(used)), n_slots)
     return min(math.ceil(used / BUCKET) * BUCKET, n_slots)
 
 
-def power_of_two(least: int) -> int:
-    """The smallest power of two that is not below `least`."""
-    return 1 << max(least - 1, 0).bit_length()
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below `number`."""
+    return 1 << max(number - 1, 0).bit_length()

@@ -12,7 +12,7 @@ from torch import Tensor
 from kangaroo.engine.cache import Chunk, ForwardMeta, KVCache, Taps, power_of_two
 from kangaroo.models.target import TargetModel
 
-LEAST_CHUNK = 16  # tokens that a recorded chunk has at least
+MIN_CHUNK = 16  # tokens that a recorded chunk has at least
 
 
 def read(
@@ -35,7 +35,7 @@ def replay(
 ) -> tuple[Tensor, Taps]:
     """`run` by one graph for all rows and positions; chunks are padded in front, at position -1."""
     count, stop = tokens_1T.shape[1], start + tokens_1T.shape[1]
-    width, extent = max(LEAST_CHUNK, power_of_two(count)), lm.extent(cache.n_slots, stop)
+    width, extent = max(MIN_CHUNK, power_of_two(count)), lm.extent(cache.n_slots, stop)
     cos_SC, sin_SC = lm.rope_table(cache.n_slots)
 
     def work(tokens_1W: Tensor, place_3: Tensor) -> tuple[Tensor, list[Tensor]]:

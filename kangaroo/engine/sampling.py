@@ -117,6 +117,38 @@ def combine(rows: Sequence[Sampling], settings_B3: Tensor | None = None) -> Batc
     return BatchSampling(settings_B3, not sampled, most_k, filters_p, rows[0].rule)
 
 
+def pick(logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor) -> Tensor:
+    """The first of the `candidates` after each node, `[B, N]`."""
+    return candidates(logits_BNV, at_BN, sampling, seeds_B, 1)[..., 0]
+
+
+def candidates(
+    logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor, count: int
+) -> Tensor:
+    """The `count` tokens of the highest `scores` after each node, in order, `[B, N, count]`. If
+    the filters leave fewer, the likeliest of the other tokens follow."""
+    scores_BNV = scores(logits_BNV, at_BN, sampling, seeds_B)
+    if count == 1:
+        return scores_BNV.argmax(-1, True)
+    best = scores_BNV.topk(count)
+    if not sampling.most_k and not sampling.filters_p:
+        return best.indices
+    left_BN1 = best.values.isfinite().sum(-1, True)
+    removed_BNV = logits_BNV.masked_fill(scores_BNV.isfinite(), -torch.inf)
+    rank_C = torch.arange(count, device=logits_BNV.device)
+    others = removed_BNV.topk(count).indices.gather(-1, (rank_C - left_BN1).clamp(min=0))
+    return torch.where(rank_C < left_BN1, best.indices, others)
+
+
+def scores(logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor) -> Tensor:
+    """Scores of the tokens after each node, `[B, N, V]`, of which a target with these logits
+    chooses the highest; `at` are the tokens' positions."""
+    if sampling.greedy:
+        return logits_BNV
+    drawn_BNV = perturb(warp(logits_BNV, sampling), seeds_B, at_BN)
+    return torch.where(sampling.columns[0] == 0, logits_BNV.float(), drawn_BNV)
+
+
 def warp(logits_BNV: Tensor, sampling: BatchSampling) -> Tensor:
     """Logits in float32 after temperature, top-k and top-p, in transformers' order; -inf where a
     filter removed the token. Tokens tied with the k-th stay. Rows of temperature 0 have no use."""
@@ -138,16 +170,12 @@ def warp(logits_BNV: Tensor, sampling: BatchSampling) -> Tensor:
     return logits_BNV
 
 
-def _mix(x: Tensor) -> Tensor:
-    """The 32-bit finaliser of MurmurHash3, in int32, whose products wrap around."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * (0x85EBCA6B - (1 << 32))
-    x = (x ^ ((x >> 13) & 0x7FFFF)) * (0xC2B2AE35 - (1 << 32))
-    return x ^ ((x >> 16) & 0xFFFF)
-
-
-def _low(x: Tensor) -> Tensor:
-    """The lower 32 bits of int64 numbers, as int32."""
-    return (((x & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).int()
+def perturb(
+    log_p_BNV: Tensor, seeds_B: Tensor, at_BN: Tensor, stream: NoiseStream = NoiseStream.choice
+) -> Tensor:
+    """Add Gumbel noise: the argmax is then a sample of each unnormalised log-distribution."""
+    race = -torch.log1p(-uniform(seeds_B, at_BN, stream, log_p_BNV.shape[-1]))
+    return log_p_BNV - race.log_()
 
 
 def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: NoiseStream, size: int) -> Tensor:
@@ -161,41 +189,13 @@ def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: NoiseStream, size: in
     return ((bits_BNV.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
-def perturb(
-    log_p_BNV: Tensor, seeds_B: Tensor, at_BN: Tensor, stream: NoiseStream = NoiseStream.choice
-) -> Tensor:
-    """Add Gumbel noise: the argmax is then a sample of each unnormalised log-distribution."""
-    race = -torch.log1p(-uniform(seeds_B, at_BN, stream, log_p_BNV.shape[-1]))
-    return log_p_BNV - race.log_()
+def _mix(x: Tensor) -> Tensor:
+    """The 32-bit finaliser of MurmurHash3, in int32, whose products wrap around."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * (0x85EBCA6B - (1 << 32))
+    x = (x ^ ((x >> 13) & 0x7FFFF)) * (0xC2B2AE35 - (1 << 32))
+    return x ^ ((x >> 16) & 0xFFFF)
 
 
-def scores(logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor) -> Tensor:
-    """Scores of the tokens after each node, `[B, N, V]`, of which a target with these logits
-    chooses the highest; `at` are the tokens' positions."""
-    if sampling.greedy:
-        return logits_BNV
-    drawn_BNV = perturb(warp(logits_BNV, sampling), seeds_B, at_BN)
-    return torch.where(sampling.columns[0] == 0, logits_BNV.float(), drawn_BNV)
-
-
-def candidates(
-    logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor, count: int
-) -> Tensor:
-    """The `count` tokens of the highest `scores` after each node, in order, `[B, N, count]`. If
-    the filters leave fewer, the likeliest of the other tokens follow."""
-    scores_BNV = scores(logits_BNV, at_BN, sampling, seeds_B)
-    if count == 1:
-        return scores_BNV.argmax(-1, True)
-    best = scores_BNV.topk(count)
-    if not sampling.most_k and not sampling.filters_p:
-        return best.indices
-    left_BN1 = best.values.isfinite().sum(-1, True)
-    removed_BNV = logits_BNV.masked_fill(scores_BNV.isfinite(), -torch.inf)
-    rank_C = torch.arange(count, device=logits_BNV.device)
-    others = removed_BNV.topk(count).indices.gather(-1, (rank_C - left_BN1).clamp(min=0))
-    return torch.where(rank_C < left_BN1, best.indices, others)
-
-
-def pick(logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor) -> Tensor:
-    """The first of the `candidates` after each node, `[B, N]`."""
-    return candidates(logits_BNV, at_BN, sampling, seeds_B, 1)[..., 0]
+def _low(x: Tensor) -> Tensor:
+    """The lower 32 bits of int64 numbers, as int32."""
+    return (((x & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).int()

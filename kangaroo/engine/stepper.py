@@ -89,8 +89,8 @@ class TensorStepper:
                 logits_BNV, positions_BN = lm.logits(x_BND), draft.meta.positions_RT + 1
                 inputs = logits_BNV, positions_BN, sampling.reading(settings_B3), seeds_B
                 choice_BN = pick(*inputs) if by_match else write(draft, *inputs)
-            verdict, kept_BNV = accept(draft, choice_BN), logits_BNV if keeps_logits else None
-            return verdict, written(draft, verdict), kept_BNV, [states[tap] for tap in taps]
+            verdict, logits_BNV = accept(draft, choice_BN), logits_BNV if keeps_logits else None
+            return verdict, written(draft, verdict), logits_BNV, [states[tap] for tap in taps]
 
         shape = draft.entry, draft.tree.is_chain, draft.tree.max_depth, sampling.kind
         key = ("verify", *taps, keeps_logits, *shape)

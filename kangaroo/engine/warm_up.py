@@ -6,9 +6,9 @@ from itertools import product
 
 import torch
 
-from kangaroo.engine.cache import LEAST_RECORDED
+from kangaroo.engine.cache import MIN_RECORDED
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.prefill import LEAST_CHUNK
+from kangaroo.engine.prefill import MIN_CHUNK
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 
@@ -31,8 +31,8 @@ def warm_up(engine: Engine, rows: int, longest: int) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes, vocabulary = [most, *[min(most, SHORT)] * (rows - 1)], engine.lm.config.vocab_size
     texts = [torch.randint(vocabulary, (size,), generator=generator).tolist() for size in sizes]
-    extents = [LEAST_RECORDED << i for i in range(most.bit_length())]
-    widths = [LEAST_CHUNK, 2 * LEAST_CHUNK, *extents]  # chunks of prompts are recorded, too
+    extents = [MIN_RECORDED << i for i in range(most.bit_length())]
+    widths = [MIN_CHUNK, 2 * MIN_CHUNK, *extents]  # chunks of prompts are recorded, too
     lengths = [1, *(width + 1 for width in widths if width + 1 < most)]
     batch = engine.open(rows, longest, Sampling())
     for length, sampling, active in product(lengths, SAMPLINGS, sorted({1, rows})):
@@ -45,4 +45,4 @@ def warm_up(engine: Engine, rows: int, longest: int) -> None:
         for row in range(active):
             batch.stop(row)
     seconds = time.perf_counter() - start
-    log.info("%d graphs for %d rows recorded in %.0f s", len(graphs.made), rows, seconds)
+    log.info("%d graphs for %d rows recorded in %.0f s", len(graphs.recorded), rows, seconds)

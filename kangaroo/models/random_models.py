@@ -85,8 +85,8 @@ def random_target(path: str, device: str, **options: Any) -> PreTrainedModel:
         return random_model(deep_scale=0.15, **options).to(device)  # type: ignore[arg-type]
     shape = known_shape(path.removeprefix(RANDOM))
     if shape is None:
-        known = ", ".join(SHAPES)
-        raise ConfigError(f"model.path={path}: that shape is not known; known are {known}.")
+        names = ", ".join(SHAPES)
+        raise ConfigError(f"model.path={path}: that shape is not known; known are {names}.")
     with torch.device(device), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), **options)

@@ -156,10 +156,6 @@ class TargetModel(nn.Module):
         sizes, devices = self.sizes(), self.layer_devices if devices is None else devices
         return KVCache(batch_size, n_slots, sizes.kv_heads, sizes.head_size, self.dtype, devices)
 
-    def extent(self, n_slots: int, used: int) -> int:
-        """The number of slots that attention reads to cover `used` ones."""
-        return occupied(n_slots, used, recorded=self.acceleration.graphs is not None)
-
     def forward_meta(
         self,
         tree: Tree,
@@ -217,6 +213,10 @@ class TargetModel(nn.Module):
         rows, rope = slice(row, row + 1), self._rope(n_slots, positions_1T)
         meta = ForwardMeta(positions_1T, positions_1T, bias, extent, rows, rope)
         return self._with_window(meta, n_slots, None, None)
+
+    def extent(self, n_slots: int, used: int) -> int:
+        """The number of slots that attention reads to cover `used` ones."""
+        return occupied(n_slots, used, recorded=self.acceleration.graphs is not None)
 
     def _with_window(
         self,

@@ -50,14 +50,14 @@ class Strict(BaseModel):
         """The fields without those that have no effect here."""
         if not isinstance(fields, dict):
             return fields
-        kept = {n: v for n, v in fields.items() if v is not None and n not in cls.ignored}
+        served = {n: v for n, v in fields.items() if v is not None and n not in cls.ignored}
         for name, harmless in cls.unsupported.items():
-            value = kept.pop(name, None)
+            value = served.pop(name, None)
             # in JSON, unlike Python, true is not 1
             same = (value == x and isinstance(value, bool) == isinstance(x, bool) for x in harmless)
             if value is not None and not any(same):
                 raise ValueError(f"'{name}' is not served here; leave it out")
-        return kept
+        return served
 
 
 class StreamOptions(Strict):

@@ -22,7 +22,7 @@ from kangaroo.cpu import native
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 
-LEAST = 1e-30  # a probability whose logarithm and reciprocal are finite in float32
+TINY = 1e-30  # a probability whose logarithm and reciprocal are finite in float32
 _DECAY = 3.0  # eta of the hybrid loss: how fast it moves from KL to total variation
 MEASURES = ("loss", "agreement", "expected_acceptance", "positions")  # in this order
 
@@ -189,7 +189,7 @@ def outcomes(logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor) -> tuple[Te
     others_CK = logits_CK.index_put(places, logits_CK.new_tensor(-torch.inf))
     rest_C1 = others_CK.logsumexp(-1, keepdim=True) - total_C1
     log_q_CJ = logits_CK.gather(1, index_CJ) - total_C1
-    return torch.cat([log_q_CJ, rest_C1.clamp(min=math.log(LEAST))], -1), best_C
+    return torch.cat([log_q_CJ, rest_C1.clamp(min=math.log(TINY))], -1), best_C
 
 
 class NativeOutcomes(torch.autograd.Function):

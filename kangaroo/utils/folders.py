@@ -123,10 +123,10 @@ def write_json(file: Path, value: dict[str, Any]) -> None:
 def overrides_suffix(overrides: list[str], excluded: list[str], part: str) -> str:
     """Command-line overrides (`drafter.steps=4`) as the end of a folder's name, each after a comma:
     for `part` "drafter" the drafter's options by their short names, otherwise all others."""
-    words = (override.lstrip("+~").removeprefix("drafter@") for override in overrides)
-    kept = [word for word in words if word.partition("=")[0] not in excluded]
-    kept = [word for word in kept if word.startswith("drafter.") == (part == "drafter")]
-    suffix = "".join(sorted(f",{word.removeprefix('drafter.')}" for word in kept))
+    words = [override.lstrip("+~").removeprefix("drafter@") for override in overrides]
+    words = [word for word in words if word.partition("=")[0] not in excluded]
+    words = [word for word in words if word.startswith("drafter.") == (part == "drafter")]
+    suffix = "".join(sorted(f",{word.removeprefix('drafter.')}" for word in words))
     return shorten_names(re.sub(r"[^\w.=,+-]+", "-", suffix))
 
 

@@ -63,7 +63,7 @@ def test_a_warning_names_why_kernels_cannot_run(caplog, monkeypatch, dtype, head
 
 CARDS = {
     80: Card(108, SHARED[8, 0], False),
-    89: Card(128, launching.LEAST_SHARED, False),
+    89: Card(128, launching.MIN_SHARED, False),
     90: Card(132, SHARED[9, 0]),
 }
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}

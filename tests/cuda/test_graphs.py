@@ -72,14 +72,14 @@ def test_work_is_recorded_once_and_replayed_with_new_inputs():
         return (x + 1, x * 2)
 
     first = graphs((own,), ("a",), work, torch.tensor([1.0]))
-    assert [t.item() for t in first] == [2, 2] and len(graphs.made) == 1
+    assert [t.item() for t in first] == [2, 2] and len(graphs.recorded) == 1
     warm = len(runs)
     second = graphs((own,), ("a",), work, torch.tensor([5.0]))
     assert [t.item() for t in second] == [6, 10] and len(runs) == warm
     graphs((own,), ("b",), work, torch.tensor([5.0]))
     graphs((own,), ("b",), work, torch.tensor([5.0, 6.0]))
     graphs((cache(),), ("b",), work, torch.tensor([5.0]))
-    assert len(graphs.made) == 3  # and the last cache is gone already
+    assert len(graphs.recorded) == 3  # and the last cache is gone already
 
 
 def test_what_is_held_is_not_copied_again():
@@ -89,7 +89,7 @@ def test_what_is_held_is_not_copied_again():
         (first,) = graphs((own,), ("first",), lambda x: (x + 1,), held)
         (second,) = graphs((own,), ("second",), lambda x, y: (x + y,), first, held)
         assert second.item() == 2 * value + 1
-    _, _, last = graphs.made.values()
+    _, _, last = graphs.recorded.values()
     assert last.inputs[0] is first and last.inputs[1] is held
 
 
@@ -97,12 +97,12 @@ def test_what_was_used_longest_ago_gives_way_and_few_graphs_are_enough():
     graphs, own = StrictGraphs(most=2), cache()
     for name in ("a", "b", "a", "c"):
         graphs((own,), (name,), lambda x: (x + 1,), torch.ones(1))
-    assert [key[1] for key in graphs.made] == ["a", "c"]
+    assert [key[1] for key in graphs.recorded] == ["a", "c"]
     lm = tiny()
     lm.acceleration.graphs = StrictGraphs(most=3)
     engine = Engine(lm, Kangaroo(lm, adapter_for(lm), steps=4, threshold=0.3))
     assert texts_by(engine, PROMPTS[:1], 6) == vanilla_texts(tiny(), PROMPTS[:1], 6)
-    assert len(lm.acceleration.graphs.made) == 3
+    assert len(lm.acceleration.graphs.recorded) == 3
 
 
 def test_engines_made_and_dropped_in_turn_write_the_same_and_leave_nothing():
@@ -114,7 +114,7 @@ def test_engines_made_and_dropped_in_turn_write_the_same_and_leave_nothing():
         assert texts_by(Engine(lm, drafter), PROMPTS, 12, batch_size=1 + turn % 2) == expected
     del drafter
     gc.collect()
-    assert not lm.acceleration.graphs.made and not lm.acceleration.graphs.watched
+    assert not lm.acceleration.graphs.recorded and not lm.acceleration.graphs.watched
 
 
 def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(monkeypatch):
@@ -123,7 +123,7 @@ def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(monkeypatch)
     engine = Engine(lm, drafter)
     engine.generate(PROMPTS[:1], 10)
     old = [weakref.ref(engine.cache), weakref.ref(drafter.cache)]
-    small, alive, create = set(lm.acceleration.graphs.made), [], KVCache.__init__
+    small, alive, create = set(lm.acceleration.graphs.recorded), [], KVCache.__init__
 
     def watched(self, *args, **kwargs):
         alive.append(old[0]() is not None)
@@ -132,11 +132,11 @@ def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(monkeypatch)
     monkeypatch.setattr(KVCache, "__init__", watched)
     engine.generate(PROMPTS[1:2], 100)
     assert alive and not any(alive) and old[1]() is None
-    assert not small & set(lm.acceleration.graphs.made)
-    large = set(lm.acceleration.graphs.made)
+    assert not small & set(lm.acceleration.graphs.recorded)
+    large = set(lm.acceleration.graphs.recorded)
     engine.generate(PROMPTS[:1], 10)  # fits into the larger one
-    made = lm.acceleration.graphs.made
-    assert large <= set(made) and len({key[0] for key in made}) <= 3
+    recorded = lm.acceleration.graphs.recorded
+    assert large <= set(recorded) and len({key[0] for key in recorded}) <= 3
 
 
 def test_a_prompt_in_chunks_is_not_recorded_without_kernels():
@@ -146,8 +146,9 @@ def test_a_prompt_in_chunks_is_not_recorded_without_kernels():
     expected = vanilla_texts(tiny(), prompts, 12)
     engine = Engine(lm, Vanilla(), prefill_chunk=12)
     assert texts_by(engine, prompts, 12) == expected
-    passes = [key for key in lm.acceleration.graphs.made if "verify" in key and "block" not in key]
-    assert len(passes) == 1 and lm.acceleration.graphs.made[passes[0]].inputs[0].shape == (2, 1)
+    recorded = lm.acceleration.graphs.recorded
+    passes = [key for key in recorded if "verify" in key and "block" not in key]
+    assert len(passes) == 1 and recorded[passes[0]].inputs[0].shape == (2, 1)
 
 
 def test_recording_takes_none_of_the_steps_time(monkeypatch):
@@ -186,14 +187,14 @@ def test_a_growing_text_is_recorded_anew_at_powers_of_two_alone(name, most):
     lm = graphed(tiny(max_position_embeddings=4096))
     engine = Engine(lm, DRAFTERS[name](Case(lm, adapter_for(lm), [])))
     batch = engine.open(1, 2000, Sampling())
-    made = lm.acceleration.graphs.made
+    recorded = lm.acceleration.graphs.recorded
     growing(engine, batch, seed=0)
-    shapes = [part for key in made for part in key if isinstance(part, torch.Size)]
+    shapes = [part for key in recorded for part in key if isinstance(part, torch.Size)]
     masks = {shape[-1] for shape in shapes if len(shape) == 4 and shape[1] == 1}
-    assert masks == {256, 512, 1024, batch.n_slots} and len(made) <= most
-    before = set(made)
+    assert masks == {256, 512, 1024, batch.n_slots} and len(recorded) <= most
+    before = set(recorded)
     growing(engine, batch, seed=1)
-    further = len(set(made) - before)
+    further = len(set(recorded) - before)
     assert further <= (0 if name == "kangaroo" else most // 4)  # of other widths
 
 
@@ -226,11 +227,11 @@ def test_a_round_is_few_launches(name, monkeypatch):
     engine.admit(batch, 0, Request(random_prompts(60)[0], 140))
     counts = []
     for _ in range(24):
-        before = len(lm.acceleration.graphs.made)
+        before = len(lm.acceleration.graphs.recorded)
         replays.clear(), others.clear()
         with Launches():
             engine.step(batch)
-        if len(lm.acceleration.graphs.made) == before:
+        if len(lm.acceleration.graphs.recorded) == before:
             counts.append((len(replays), len(others)))
     assert len(counts) > 6
     graphs, operators = LAUNCHES[name]
@@ -241,12 +242,12 @@ def test_what_was_warmed_up_is_not_recorded_again():
     lm, rows, longest = graphed(tiny()), 2, 300
     engine = Engine(lm, Kangaroo(lm, adapter_for(lm), 2, 0.0), prefix_cache=True)
     warm_up(engine, rows, longest)
-    made = set(lm.acceleration.graphs.made)
+    recorded = set(lm.acceleration.graphs.recorded)
     batch = engine.open(rows, longest, Sampling())
     for sampling, length in itertools.product((Sampling(), Sampling(1.4)), (5, 270)):
         prompts = random_prompts(*[length] * rows)
         written_out(engine, batch, prompts, max_new_tokens=9, sampling=sampling)
-    assert made and set(lm.acceleration.graphs.made) == made
+    assert recorded and set(lm.acceleration.graphs.recorded) == recorded
     native = Engine(tiny().compile_for_decoding(), Vanilla())
     warm_up(native, 2, 100)
     assert native.cache is None  # where nothing is recorded, nothing is done

@@ -206,9 +206,9 @@ def size(study: Study) -> str:
     temperatures = list(dict.fromkeys(x["settings"]["sampling.temperature"] for x in summaries))
     temperature = ", ".join(map(str, temperatures)) if len(temperatures) > 1 else temperatures[0]
     settings = first["settings"] | {"sampling.temperature": temperature}
-    asked = first | {"turns": lossless[0]["turns"], "settings": settings, "methods": []}
+    questions = first | {"turns": lossless[0]["turns"], "settings": settings, "methods": []}
     return (
-        f"{first['model']} on {first['bench']}: {comparison.size(asked)} Texts that are "
+        f"{first['model']} on {first['bench']}: {comparison.size(questions)} Texts that are "
         f"vanilla's: {equal} of {turns}. Intervals are at 95%; columns are by `{study.config.x}`."
     )
 
