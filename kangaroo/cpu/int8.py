@@ -4,6 +4,7 @@ get wrong, verification, which reads the target's own weights, does not accept.
 Shapes: O outputs of a matrix, R room for a draft vocabulary, D hidden size.
 """
 
+from collections.abc import Sequence
 from copy import copy
 from ctypes import Structure
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kangaroo.cpu import native
+from kangaroo.cpu.huge_pages import move_to_huge_pages
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.heads.draft_head import BLOCK, DraftHead, TextHead
 
@@ -24,8 +26,8 @@ def rounded(weight_OD: Tensor) -> tuple[Tensor, Tensor]:
     return steps_OD, F.pad(scale_O, (0, -len(scale_O) % BLOCK))
 
 
-def rounded_layers(stack: native.Stack, count: int) -> native.Stack:
-    """The first layers of a stack, whose matrices are bytes, with their scales behind them."""
+def rounded_layers(layers: Sequence[native.LayerWeights]) -> list[native.LayerWeights]:
+    """Layers whose matrices are bytes, with their scales behind them."""
 
     def matrix(weight: Tensor | None) -> Tensor | None:
         if weight is None or weight.ndim == 1:
@@ -33,10 +35,13 @@ def rounded_layers(stack: native.Stack, count: int) -> native.Stack:
         steps_OD, scale_O = rounded(weight)
         return torch.cat([steps_OD.flatten(), scale_O.view(torch.int8)])
 
-    layers = [{name: matrix(x) for name, x in vars(x).items()} for x in stack.layers[:count]]
+    return [native.LayerWeights(**{k: matrix(x) for k, x in vars(y).items()}) for y in layers]
+
+
+def with_layers(stack: native.Stack, layers: Sequence[native.LayerWeights]) -> native.Stack:
+    """A stack of rounded layers that are like its own."""
     stack = copy(stack)
-    stack.layers, stack.in_bytes = [native.LayerWeights(**layer) for layer in layers], True
-    stack.table = native.layer_table(stack.layers)
+    stack.layers, stack.table, stack.in_bytes = layers, native.layer_table(layers), True
     return stack
 
 
@@ -62,13 +67,18 @@ class Int8Head:
 
 
 class Int8Weights:
-    """All that a drafter reads for each token of a draft: the layers below the exit, its own layer
-    and its head."""
+    """All that a drafter reads for each token of a draft, on huge pages: the layers below the exit,
+    its own layer and its head."""
 
     def __init__(self, drafter: EarlyExit):
         lm, adapter = drafter.lm, drafter.adapter
         assert adapter.native_layer is not None
-        self.shallow = rounded_layers(lm.fast_layers, drafter.exit_layer)
-        self.layer = rounded_layers(adapter.native_layer, adapter.depth)
+        shallow = rounded_layers(lm.fast_layers.layers[: drafter.exit_layer])
+        layer = rounded_layers(adapter.native_layer.layers[: adapter.depth])
         self.fuse = rounded(adapter.get_parameter("fuse.weight")) if drafter.reads_deep else ()
         self.head = Int8Head(drafter.head)
+        matrices = [x for y in (*shallow, *layer) for x in vars(y).values() if x is not None]
+        matrices = [x for x in matrices if x.dtype == torch.int8]
+        move_to_huge_pages([*matrices, *self.fuse, self.head.steps_RD, self.head.scale_R])
+        self.shallow = with_layers(lm.fast_layers, shallow)
+        self.layer = with_layers(adapter.native_layer, layer)

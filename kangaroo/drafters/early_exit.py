@@ -51,7 +51,8 @@ class EarlyExit(EarlyStopping):
         self.int8 = adapter.int8 and native_int8
         self.int8_weights: Any = None  # made by native code at its first batch
         # unless measured, costs are shares of the target's weights, here those of a draft token
-        total = weight_bytes(*lm.layers, lm.head) * (2 if self.int8 else 1)
+        # (in eight bits three quarters of one: attention and barriers take what they took)
+        total = weight_bytes(*lm.layers, lm.head) / (0.75 if self.int8 else 1)
         self.shallow_cost = weight_bytes(*lm.layers[: self.exit_layer]) / total
         drafting = {*adapter.parameters(), *self.head.weights}
         self.draft_cost = self.shallow_cost + sum(weight.nbytes for weight in drafting) / total

@@ -133,7 +133,7 @@ def measure(
     after = memory_bandwidth(lm.device, config.bandwidth_megabytes)
 
     bandwidth = max(before, after)
-    plain, cut = Reads(lm), Reads(lm, drafter.adapter, drafter.head)
+    plain, cut = Reads(lm), Reads(lm, drafter.adapter, drafter.head, 2 if drafter.int8 else 1)
     reads = {"hf": plain, "vanilla": plain, "kangaroo": cut}  # unknown for other drafters
     threshold = "auto" if drafter.auto else drafter.threshold
     return {
@@ -167,12 +167,17 @@ def measure(
 
 class Reads:
     """Bytes that a round reads from memory, if every forward reads all it needs once: of vanilla,
-    or of Kangaroo with its adapter and draft head. An embedding counts as one row of its table,
-    unless the table is the head, too."""
+    or of Kangaroo with its adapter and draft head, whose drafts read weights `narrower` so many
+    times. An embedding counts as one row of its table, unless the table is the head, too."""
 
     def __init__(
-        self, lm: TargetModel, adapter: Layer | None = None, draft_head: DraftHead | None = None
+        self,
+        lm: TargetModel,
+        adapter: Layer | None = None,
+        draft_head: DraftHead | None = None,
+        narrower: int = 1,
     ):
+        self.narrower = narrower
         self.exit_layer = 0 if adapter is None else adapter.exit_layer
         self.n_layers, self.kv = lm.n_layers, lm.new_cache(1, 1, [lm.device]).bytes()
         self.shallow = memory.weight_bytes(*lm.layers[: self.exit_layer])
@@ -187,11 +192,11 @@ class Reads:
         self.adapter_depth = 0 if adapter is None else adapter.depth
 
     def draft(self, length: int, drafted: int) -> int:
-        """Bytes for `drafted` tokens after `length`; the pending token is in the shallow pass."""
-        shallow, shallow_kv = self.row + self.shallow, self.exit_layer * self.kv
-        adapter, adapter_kv = self.adapter + self.draft_head, self.adapter_depth * self.kv
-        below = sum(shallow + shallow_kv * (length + i) for i in range(drafted + 1))
-        return below + sum(adapter + adapter_kv * (length + i) for i in range(drafted))
+        """Bytes for `drafted` tokens after `length`, and for the last shallow pass."""
+        weights = (self.shallow + self.adapter + self.draft_head) // self.narrower + self.row
+        kv = (self.exit_layer + self.adapter_depth) * self.kv
+        below = self.row + self.shallow + self.exit_layer * self.kv * (length + drafted)
+        return below + sum(weights + kv * (length + i) for i in range(drafted))
 
     def verify(self, length: int, drafted: int) -> int:
         """Bytes for the forward through the layers above the exit."""
