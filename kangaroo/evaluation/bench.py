@@ -157,8 +157,7 @@ def _read_local(config: BenchConfig, path: Path) -> bytes:
             if unknown := names - known:
                 raise DataError(
                     f"bench.path={path} has no folder '{min(unknown)}', only "
-                    f"{', '.join(sorted(known))}. Pass bench.subset= some of these, joined by +, "
-                    "or null for all."
+                    f"{', '.join(sorted(known))}. Pass bench.subset= some, or null for all."
                 )
             files = [file for file in files if not names or names & folders[file]]
         content = b"\n".join(map(_read_lines, files))
