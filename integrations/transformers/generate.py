@@ -191,16 +191,21 @@ def _sampling(config: GenerationConfig, processors: Sequence[Any]) -> Sampling:
 def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
     """The rows without their padding.
 
-    Errors: `PromptError` for a row that is not padded on the left.
+    Errors: `PromptError` for no rows, or one that is empty or not padded on the left.
     """
+    if not input_ids.numel():
+        raise PromptError(f"input_ids of shape {[*input_ids.shape]} hold no token; pass a prompt.")
     if attention_mask is None:
         return input_ids.tolist()
     mask_BT = attention_mask.bool()
-    if (mask_BT[:, :-1] & ~mask_BT[:, 1:]).any() or not mask_BT[:, -1].all():
-        raise PromptError(
-            "a prompt has padding or a hole after its first token; pad on the left "
-            "(tokenizer.padding_side = 'left')."
-        )
+    for row, mask_T in enumerate(mask_BT):
+        if not mask_T.any():
+            raise PromptError(f"prompt {row} of the batch has no token; leave it out.")
+        if not mask_T[-1] or (mask_T[:-1] & ~mask_T[1:]).any():
+            raise PromptError(
+                f"prompt {row} of the batch has padding or a hole after its first token; pad on "
+                "the left (tokenizer.padding_side = 'left')."
+            )
     return [row[mask].tolist() for row, mask in zip(input_ids, mask_BT, strict=True)]
 
 

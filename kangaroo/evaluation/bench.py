@@ -150,9 +150,16 @@ def _read_local(config: BenchConfig, path: Path) -> bytes:
     try:
         files = [path]
         if path.is_dir():
-            names = {*(config.subset or "").split("+")}
             files = sorted(file for file in path.rglob("*") if file.suffix.lower() == ".parquet")
-            files = [x for x in files if names & {*x.relative_to(path).parts}] or files
+            folders = {file: {*file.relative_to(path).parts[:-1]} for file in files}
+            known = set[str]().union(*folders.values())
+            names = {*config.subset.split("+")} if config.subset and known else set()
+            if unknown := names - known:
+                raise DataError(
+                    f"bench.path={path} has no folder '{min(unknown)}', only "
+                    f"{', '.join(sorted(known))}. Pass bench.subset= some, or null for all."
+                )
+            files = [file for file in files if not names or names & folders[file]]
         content = b"\n".join(map(_read_lines, files))
     except (OSError, ArrowException) as error:
         reason = str(getattr(error, "strerror", None) or error).rstrip(".")
@@ -248,7 +255,7 @@ def parse(content: bytes, source: str, name: str) -> list[Question]:
             *(unfilled, source),
         )
     if not questions:
-        raise DataError(f"{source} holds no questions.")
+        raise DataError(f"{source} holds no questions. Pass bench.path= a file with some.")
     return list(questions.values())
 
 

@@ -130,7 +130,10 @@ def start_run(folder: Path, settings: dict[str, Any], cost: dict[str, Any], resu
 
 def read_run(folder: Path) -> dict[str, Any]:
     """Settings, drafter's cost and provenance of a run, as `start_run` wrote them."""
-    return json.loads((folder / RUN).read_text())
+    try:
+        return json.loads((folder / RUN).read_text())
+    except ValueError as error:
+        raise CorruptFile(f"'{folder / RUN}': {error}. Pass resume=false to begin anew.") from error
 
 
 def _whole_lines(file: Path) -> bytes:

@@ -65,6 +65,8 @@ def test_speed_benchs_questions_come_from_parquet_files_or_the_hub(tmp_path, mon
     for place in (parts, {"path": str(tmp_path)}):
         assert len(load_questions(BenchConfig("speed_bench", **place))) == 3
     assert len(load_questions(BenchConfig("speed_bench", path=str(tmp_path), subset="8k"))) == 1
+    with pytest.raises(DataError, match=r"has no folder '4k', only 8k\. Pass bench\.subset="):
+        load_questions(BenchConfig("speed_bench", path=str(tmp_path), subset="4k+8k"))
     talk = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
     (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": talk}))
     (question,) = load_questions(BenchConfig(path=str(tmp_path / "talks.jsonl")))

@@ -129,6 +129,9 @@ def test_a_record_cut_short_is_asked_again_and_a_damaged_one_is_named(finished, 
     file.write_text('{"question_id": 1}\n')
     with pytest.raises(CorruptFile, match=r"records-0\.jsonl', line 1 is no record"):
         evaluate_tiny(copied, bench)
+    (copied / "run.json").write_text("{")
+    with pytest.raises(CorruptFile, match=r"run\.json': Expecting .*resume=false"):
+        evaluate_tiny(copied, bench)
 
 
 def test_answers_of_another_revision_are_named_and_never_mixed(bench, copied, caplog):

@@ -235,9 +235,11 @@ def test_a_prompt_or_a_model_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(PromptError, match="the model's context is 32"):
         ours(hf, folder, **padded(), max_new_tokens=40)
     ids = torch.ones(1, 5, dtype=torch.long)
-    for mask in ([1, 1, 1, 0, 0], [0, 1, 0, 1, 1], [0, 0, 0, 0, 0]):
-        with pytest.raises(PromptError, match="pad on the left"):
-            ours(hf, folder, input_ids=ids, attention_mask=torch.tensor([mask]))
+    for mask, said in {"11100": "pad on", "01011": "pad on", "00000": "0 of .* no token"}.items():
+        with pytest.raises(PromptError, match=said):
+            ours(hf, folder, input_ids=ids, attention_mask=torch.tensor([[*map(int, mask)]]))
+    with pytest.raises(PromptError, match=r"shape \[0, 5\] hold no token"):
+        ours(hf, folder, input_ids=ids[:0], attention_mask=ids[:0])
     hf.register_forward_hook(lambda module, inputs, output: None)
     with pytest.raises(ConfigError, match="a forward hook on the whole LlamaForCausalLM"):
         ours(hf, folder, **padded(), max_new_tokens=5)
