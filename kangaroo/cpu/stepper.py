@@ -16,7 +16,7 @@ from kangaroo.models.target import TargetModel
 class CpuStepper:
     """Steps of a batch that drafts natively; for `keep` see `Engine.open`."""
 
-    supports_prefix_reuse = True
+    supports_prefix_reuse = leaves_other_rows = True
 
     def __init__(self, lm: TargetModel, drafting: NativeDrafting, batch: Batch, keep: int = 0):
         self.lm, self.drafting, self.batch, self.keep = lm, drafting, batch, keep

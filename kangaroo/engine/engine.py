@@ -222,7 +222,7 @@ class Engine:
             last_11D, chunk_read = prefill.read(lm, tokens_1T, *place)
             unread.append(chunk_read)
             # else later, since a step in between would change a drafter's state for the row
-            if batch.size == 1 or first + chunk >= end:
+            if batch.size == 1 or self.stepper.leaves_other_rows or first + chunk >= end:
                 for read in unread:
                     self.drafter.prefill(batch, *read)
                 unread.clear()

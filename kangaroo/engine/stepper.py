@@ -23,6 +23,8 @@ from kangaroo.models.target import TargetModel
 class TensorStepper:
     """Steps with any drafter on any device; for `keep` see `Engine.open`."""
 
+    leaves_other_rows = False  # it shifts the windows of rows that are not active, too
+
     def __init__(self, lm: TargetModel, drafter: Drafter, batch: Batch, keep: int = 0):
         self.lm, self.drafter, self.batch, self.keep = lm, drafter, batch, keep
         self.supports_prefix_reuse = drafter.supports_prefix_reuse
