@@ -266,7 +266,7 @@ lm_of = cache(lambda family: FAMILIES[family]())
 
 def case_for(lm: TargetModel, sampling: str) -> Case:
     pairs = zip(PROMPTS, samplings(sampling), strict=True)
-    texts = [helpers.vanilla_texts(lm, [prompt], NEW_TOKENS, own)[0] for prompt, own in pairs]
+    texts = [helpers.vanilla_texts(lm, [prompt], NEW_TOKENS, how)[0] for prompt, how in pairs]
     return Case(lm, adapter_for(lm), texts)
 
 

@@ -63,12 +63,12 @@ def train_tiny(output, settings, tracker=None, ranks=ALONE, lm=None, recipes=Non
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with join() as own:
+    with join() as ranks:
         for name in sys.argv[2:]:
             case = CASES[name]
             killer = None if case.killed_at is None else KillsProcessAt(case.killed_at)
             lm = tiny()
-            train_tiny(Path(sys.argv[1]) / name, case.settings, killer, own, lm)
+            train_tiny(Path(sys.argv[1]) / name, case.settings, killer, ranks, lm)
             weights = list(lm.layers.parameters())
             held = sum((w.to_local() if isinstance(w, DTensor) else w).numel() for w in weights)
             share = 0.5 if case.settings.get("shard_target") else 1

@@ -51,11 +51,11 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        by_mask = name == "aten::index" and any(x.dtype == torch.bool for x in given[1:])
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        by_mask = name == "aten::index" and any(x.dtype == torch.bool for x in tensors[1:])
         if name.removeprefix("aten::") in REFUSED or by_mask:
             raise CaptureError(f"{name} waits for the device or reads from the host")
-        for x in given:
+        for x in tensors:
             self._note(x)
         if func._schema.is_mutable:
             written = _written(func, args, kwargs)

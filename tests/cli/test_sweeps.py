@@ -81,10 +81,10 @@ def test_a_choice_composes_to_what_was_chosen(name, monkeypatch):
             config = compose(Path(program).stem, options, return_hydra_config=True)
             for key, value in point.items():
                 if key not in groups:
-                    told = OmegaConf.select(config, key, throw_on_missing=True)
+                    composed = OmegaConf.select(config, key, throw_on_missing=True)
                     text = isinstance(value, str) and value.startswith("[")
-                    assert told == (json.loads(value) if text else value)
-                    assert not isinstance(told, str) or told == value
+                    assert composed == (json.loads(value) if text else value)
+                    assert not isinstance(composed, str) or composed == value
             assert config.logger.name == "wandb" and config.logger.group == f"{name}-{SWEEP}"
             assert config.hydra.run.dir == f"outputs/sweep/{name}-{SWEEP}/{RUN}"
             part = config.drafter if program == "evaluate.py" else config.trainer
@@ -99,9 +99,9 @@ def test_optuna_searches_for_what_a_command_returns(tmp_path):
     shrunk = "model=tiny drafter.adapter=untrained:2 hydra.sweeper.n_trials=4 baselines=[vanilla]"
     shrunk += " question_every=33 max_new_tokens=6 warmup=1"
     typed(*shlex.split(shown), *shrunk.split(), cwd=tmp_path)
-    (found,) = tmp_path.rglob("optimization_results.yaml")
-    best = yaml.safe_load(found.read_text())
-    summaries = [json.loads(path.read_text()) for path in found.parent.rglob("summary.json")]
+    (results,) = tmp_path.rglob("optimization_results.yaml")
+    best = yaml.safe_load(results.read_text())
+    summaries = [json.loads(path.read_text()) for path in results.parent.rglob("summary.json")]
     assert len(summaries) == 4
     first = max(summaries, key=lambda summary: summary["overall"]["speedup"])
     assert best["best_value"] == first["overall"]["speedup"]

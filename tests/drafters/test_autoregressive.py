@@ -93,13 +93,13 @@ def test_a_chain_is_what_its_definition_gives_after_the_whole_text(sampling, nam
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "tensors"])
-@pytest.mark.parametrize("own", [True, False], ids=["first layers", "another model"])
+@pytest.mark.parametrize("first_layers", [True, False], ids=["first layers", "another model"])
 @pytest.mark.parametrize("idle", [0, 1, 3, 9], ids="{} rounds idle".format)
-def test_so_it_does_after_rounds_without_drafts(case, own, idle, native, monkeypatch):
+def test_so_it_does_after_rounds_without_drafts(case, first_layers, idle, native, monkeypatch):
     """Of each so many, after two in which it drafts."""
     lm, model = (
         TargetModel(case.lm.hf),
-        TargetModel((draft_lm(case) if own else another_model()).hf),
+        TargetModel((draft_lm(case) if first_layers else another_model()).hf),
     )
     if native:
         lm, model = lm.compile_for_decoding(), model.compile_for_decoding()
@@ -251,9 +251,9 @@ def test_rows_are_drafted_by_the_first_or_else_the_second(case, rows, steps):
     cascade = Cascade(first, Kangaroo(case.lm, case.adapter, steps, 0))
 
     def expected(text: list[int], seed: int, count: int) -> list[int]:
-        found = first.continuation(0, text)
-        who.add("first" if found else "second")
-        return found or cases.drafted_without_cache(case, text, steps, SAMPLED, seed)
+        continuation = first.continuation(0, text)
+        who.add("first" if continuation else "second")
+        return continuation or cases.drafted_without_cache(case, text, steps, SAMPLED, seed)
 
     check_chains(cascade, expected)
     engine = Engine(case.lm, cascade, prefill_chunk=CHUNK)

@@ -52,9 +52,9 @@ COVERING = [
 
 def test_the_covering_has_every_pair():
     everything = (METHODS, FAMILIES, HOW, cases.BATCHES)
-    for one, other in itertools.combinations(range(len(everything)), 2):
-        pairs = set(itertools.product(everything[one], everything[other]))
-        assert pairs <= {(case[one], case[other]) for case in COVERING}
+    for a, b in itertools.combinations(range(len(everything)), 2):
+        pairs = set(itertools.product(everything[a], everything[b]))
+        assert pairs <= {(case[a], case[b]) for case in COVERING}
     in_batches = {(case[0], case[3]) for case in COVERING}
     assert in_batches == set(itertools.product(DRAFTERS, cases.BATCHES))
 
@@ -92,8 +92,8 @@ def test_steps_without_drafts_in_between_change_no_text(drafter, family):
     case = cases.case_of(family, "sampled")
     engine = Engine(case.lm, DRAFTERS[drafter](case))
     batch = engine.open(len(PROMPTS), max(map(len, case.texts)), SAMPLINGS["sampled"])
-    for row, (prompt, own) in enumerate(zip(PROMPTS, cases.samplings("sampled"), strict=True)):
-        engine.admit(batch, row, Request(prompt, NEW_TOKENS, own.seed))
+    for row, (prompt, how) in enumerate(zip(PROMPTS, cases.samplings("sampled"), strict=True)):
+        engine.admit(batch, row, Request(prompt, NEW_TOKENS, how.seed))
     for number in itertools.count():
         records = engine.step(batch, drafts=number % 4 > 1)
         assert number % 4 > 1 or not any(record.drafted for record in records)
@@ -263,9 +263,9 @@ def test_graphs_leave_vanilla_only_at_near_ties_of_half_precision(drafter, devic
     how, recorded = SAMPLINGS[sampling], Graphs.seconds
     done = engine.generate(PROMPTS, NEW_TOKENS, how, batch_size=cases.BATCHES["ragged"])
     assert Graphs.seconds > recorded
-    for row, (prompt, text, said) in enumerate(zip(PROMPTS, case.texts, done, strict=True)):
+    for row, (prompt, text, generation) in enumerate(zip(PROMPTS, case.texts, done, strict=True)):
         vanilla = text[len(prompt) :]
-        left = fork(case.lm, prompt, said.tokens, vanilla, how, how.seed + row)
+        left = fork(case.lm, prompt, generation.tokens, vanilla, how, how.seed + row)
         assert left is None or (left.label == "near-tie" and dtype != WHOLE), left
 
 

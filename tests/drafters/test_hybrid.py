@@ -139,11 +139,11 @@ def random_sources(rng: random.Random) -> Sources:
         first, second, third = rng.sample(range(3), 3)
         best, next_best = rng.random(), rng.random() / 2
         chain.append([(first, best), (second, (1 - best) * next_best), (third, 0.01 * (1 - best))])
-    said = [[rng.randrange(3) for _ in range(rng.randrange(5))] for _ in range(2)]
-    sources = sources_of(rng.randrange(1, 20), said[0], *chain)
+    matches = [[rng.randrange(3) for _ in range(rng.randrange(5))] for _ in range(2)]
+    sources = sources_of(rng.randrange(1, 20), matches[0], *chain)
     if rng.random() < 0.5:
         return sources
-    (store := Lookup()).set_match(rng.randrange(1, 20), said[1])
+    (store := Lookup()).set_match(rng.randrange(1, 20), matches[1])
     (recycled := Recycled(MATRIX)).start = rng.randrange(4)
     return Sources([*sources.lookups, store], sources.chain, recycled)
 
@@ -190,12 +190,12 @@ def test_nothing_that_a_source_says_is_lost_and_chances_are_a_distribution():
     rng = random.Random(7)
     for _ in range(200):
         sources = random_sources(rng)
-        said = {tuple(line.tokens[: n + 1]) for line in sources.lookups for n in range(4)}
+        named = {tuple(line.tokens[: n + 1]) for line in sources.lookups for n in range(4)}
         for depth, further in enumerate(sources.chain.alternatives):
             start = tuple(sources.chain.tokens[:depth])
-            said |= {(*start, sources.chain.tokens[depth]), *((*start, x) for x, _ in further)}
+            named |= {(*start, sources.chain.tokens[depth]), *((*start, x) for x, _ in further)}
         of_paths = gains(sources, 4)
-        assert said - {()} <= set(of_paths)
+        assert named - {()} <= set(of_paths)
         of_children: dict[tuple[int, ...], float] = {}
         for path, gain in of_paths.items():
             of_children[path[:-1]] = of_children.get(path[:-1], 0.0) + gain

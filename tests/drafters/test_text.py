@@ -213,8 +213,8 @@ def test_every_gram_is_found_where_it_stands(vocab_size):
     looked = [text[i : i + n] for text in texts for n in (1, 2, 4) for i in range(len(text))]
     looked += [[*texts[0][-1:], *texts[2][:1]], [scale, scale, scale, 0, scale, 0]]
     for gram in looked:
-        found = store.find(gram)
-        places = store.suffixes_L[found.start : found.stop].tolist()
+        rows = store.find(gram)
+        places = store.suffixes_L[rows.start : rows.stop].tolist()
         assert len(places) == len(set(places)) and set(places) == brute_places(store, gram)
     order = store.suffixes_L.tolist()
     tokens = store.tokens_L.tolist()

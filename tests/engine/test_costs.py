@@ -43,14 +43,14 @@ def test_costs_are_measured_once_a_day_and_machine(monkeypatch, tmp_path):
     lm = tiny().compile_for_decoding()  # the library is the usual cache's
     monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
     monkeypatch.setattr(costs, "STEADY", float("inf"))
-    found = costs.verify_costs(lm)
-    assert found.widths[0] == 1 and sorted(found.seconds) == found.seconds and found.seconds[0] > 0
+    curve = costs.verify_costs(lm)
+    assert curve.widths[0] == 1 and sorted(curve.seconds) == curve.seconds and curve.seconds[0] > 0
     (file,) = (tmp_path / "costs").iterdir()
-    assert VerifyCosts(**json.loads(file.read_text())) == found
+    assert VerifyCosts(**json.loads(file.read_text())) == curve
 
     monkeypatch.setattr(costs, "measure", lambda lm: (FLAT, False))  # again
-    assert costs.verify_costs(lm) is found
-    assert costs.verify_costs(tiny().compile_for_decoding()) == found
+    assert costs.verify_costs(lm) is curve
+    assert costs.verify_costs(tiny().compile_for_decoding()) == curve
     whole, written = file.read_text(), file.stat().st_mtime
     file.write_text("{")
     assert costs.verify_costs(tiny().compile_for_decoding()) is FLAT
@@ -81,8 +81,8 @@ def test_what_a_draft_takes_is_measured_once(monkeypatch, fused):
     assert drafter.draft_cost == measured
 
 
-def drafted(lm, drafter, known: VerifyCosts, rows: int, monkeypatch) -> list[int]:
-    monkeypatch.setitem(costs._verify_costs, lm, known)
+def drafted(lm, drafter, verify_costs: VerifyCosts, rows: int, monkeypatch) -> list[int]:
+    monkeypatch.setitem(costs._verify_costs, lm, verify_costs)
     done = Engine(lm, drafter).generate(PROMPTS, 12, batch_size=rows)
     texts = [prompt + generation.tokens for prompt, generation in zip(PROMPTS, done, strict=True)]
     assert texts == vanilla_texts(lm, PROMPTS, 12)

@@ -98,7 +98,7 @@ def test_methods_take_turns_and_each_is_first_equally_often():
     for of_prompts in texts.values():
         assert [[t.tokens for t in each] for each in of_prompts] == [[[i]] * 3 for i in (7, 8, 9)]
     for prompt in (7, 8, 9):
-        first = [name for name, given in order[::3] if given == prompt]
+        first = [name for name, token in order[::3] if token == prompt]
         assert sorted(first) == ["a", "b", "c"]
 
 

@@ -188,8 +188,8 @@ def test_an_adapter_on_other_weights_of_the_same_shape_is_warned_of(saved, caplo
     other.layers[3].mlp.down_proj.weight.data *= 1.01
     other.config.name_or_path = "somebody/fine-tuned"
     load(str(saved), other, Adapter)
-    (said,) = caplog.messages
-    assert "was trained for tiny/llama (weights " in said and "is somebody/fine-tuned (weig" in said
+    (text,) = caplog.messages
+    assert "was trained for tiny/llama (weights " in text and "is somebody/fine-tuned (weig" in text
 
 
 def test_every_weight_is_needed_finite_and_none_is_ignored(lm, saved):

@@ -52,14 +52,14 @@ def test_a_saved_draft_model_is_whole_and_says_what_the_adapter_says(tmp_path, f
     adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts))
     path = saved(lm, adapter, tmp_path / "adapter", None if "own_head" in parts else 2)
     save(path, model, tmp_path / "draft")
-    found, report = AutoModelForCausalLM.from_pretrained(
+    exported, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "draft", dtype=torch.float32, output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert found.config.tie_word_embeddings == (tied and "own_head" not in parts)
+    assert exported.config.tie_word_embeddings == (tied and "own_head" not in parts)
     tokens = [5, 250, 17, 99, 100, 3]
     with torch.no_grad():
-        theirs = found(torch.tensor([tokens])).logits[0]
+        theirs = exported(torch.tensor([tokens])).logits[0]
         x_1TD = adapter(states_after(lm, tokens, EXIT), None, lm.chunk(0, 6, 0, 6), None)
     drafter = DraftModelConfig(adapter=path).build(lm)  # which drafts from the whole vocabulary
     assert torch.equal(theirs, forward_logits(drafter.lm, tokens))

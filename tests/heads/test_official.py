@@ -30,12 +30,12 @@ THRESHOLD, STEPS = 0.6, 6
 
 def random_state(lm: TargetModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Weights around those of the layer above the exit: often right, and never the target's own."""
-    own = adapter_for(lm).state_dict()
-    own["norm.weight"] *= 2  # as sure of its tokens, here and there, as a trained one
-    own["attention.o_proj.weight"] *= 3  # so that what it attends to matters
+    base = adapter_for(lm).state_dict()
+    base["norm.weight"] *= 2  # as sure of its tokens, here and there, as a trained one
+    base["attention.o_proj.weight"] *= 3  # so that what it attends to matters
     generator = torch.Generator().manual_seed(3)
     return {
-        name: (own[ours] + 0.02 * torch.randn(own[ours].shape, generator=generator)).to(dtype)
+        name: (base[ours] + 0.02 * torch.randn(base[ours].shape, generator=generator)).to(dtype)
         for name, ours in official.NAMES.items()
     }
 

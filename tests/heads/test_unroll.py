@@ -147,11 +147,11 @@ def test_a_token_sees_whole_blocks_from_the_one_where_its_window_begins(length):
     f_1TD = states_after(lm, LONG[0][:length], adapter.exit_layer)
     first = (length - 1 - WINDOW) // 64 * 64
     assert first == {128: 0, 129: 64, 200: 128}[length]
-    seen = lm.chunk(0, length - first, 0, length)
-    seen.rope = tuple(x[:, first:] for x in whole.rope)
+    visible = lm.chunk(0, length - first, 0, length)
+    visible.rope = tuple(x[:, first:] for x in whole.rope)
     whole_1TD = adapter(f_1TD, None, whole, None)
     adapter.attention_window = 0
-    expected_1TD = adapter(f_1TD[:, first:], None, seen, None)
+    expected_1TD = adapter(f_1TD[:, first:], None, visible, None)
     torch.testing.assert_close(whole_1TD[0, -1], expected_1TD[0, -1], **TOLERANCE)
 
 

@@ -121,7 +121,7 @@ def test_exactly_the_answers_and_their_ends_are_marked(backend, name, system):
     ids, mask = masked_ids(tokenizer, before + CONVERSATION)
     gap = " " if name == "inst" else ""
     runs = groupby(zip(mask, ids, strict=True), lambda pair: pair[0])
-    marked = [[token for _, token in run] for wanted, run in runs if wanted]
+    marked = [[token for _, token in run] for is_marked, run in runs if is_marked]
     texts = [tokenizer.decode(run).strip() for run in marked]
     assert texts == [answer + gap + end for answer in ANSWERS]
     if name in BOS_ONCE:

@@ -236,8 +236,8 @@ def test_a_draft_model_says_what_the_adapter_says_or_is_refused(name):
     meta = lm.chunk(0, 40, 0, 40)
     f_1TD, _ = lm.run(lm.embed(tokens_1T), None, meta, range(EXIT))
     expected = adapter.draft_heads(lm, None)[0](adapter(f_1TD, None, meta, None)[0])
-    found = draft_model(lm, adapter)(tokens_1T).logits[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    logits_TV = draft_model(lm, adapter)(tokens_1T).logits[0]
+    torch.testing.assert_close(logits_TV, expected, rtol=1e-4, atol=1e-4)
 
 
 QUANTIZED_BY = """kangaroo kangaroo-tree kangaroo-fused-layer eagle-tree block hybrid-tree

@@ -67,8 +67,8 @@ def test_logits_in_pieces_equal_those_of_transformers_in_one(name):
     (tokens,) = random_prompts(BUCKET + 20)
     expected = forward_logits(lm, tokens)
     for chunk, tail in ((1000, 0), (16, 9), (1, BUCKET + 19), (BUCKET, 19)):
-        found = logits_in_pieces(lm, tokens, chunk, tail)
-        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+        logits_TV = logits_in_pieces(lm, tokens, chunk, tail)
+        torch.testing.assert_close(logits_TV, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -76,13 +76,13 @@ def test_logits_in_pieces_equal_those_of_transformers_in_one(name):
 @pytest.mark.parametrize("width, extent", [(1, 9), (5, 9), (9, 9)])
 def test_every_mask_and_none_give_the_formula_capped_or_not(width, extent, group, softcap):
     q, (k, v) = torch.randn(2, 2 * group, width, 8), torch.randn(2, 2, 2, extent, 8)
-    seen = torch.ones(width, extent, dtype=torch.bool).tril(extent - width)
+    visible = torch.ones(width, extent, dtype=torch.bool).tril(extent - width)
     scores = q @ k.repeat_interleave(group, 1).mT * 3
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     expected = (weights @ v.repeat_interleave(group, 1)).transpose(1, 2)
-    added = torch.zeros(width, extent).masked_fill(~seen, -torch.inf)[None, None]
-    masks = [seen[None, None], added, causal_lower_right(width, extent)]
+    added = torch.zeros(width, extent).masked_fill(~visible, -torch.inf)[None, None]
+    masks = [visible[None, None], added, causal_lower_right(width, extent)]
     for mask in [*masks, None] if width == extent else masks:
         out, _ = attention(torch.nn.Module(), q, k, v, mask, 3.0, softcap=softcap)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)

@@ -105,7 +105,7 @@ def here(begun, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def made(begun, tmp_path_factory):
+def prepared(begun, tmp_path_factory):
     """And what earlier commands left: data, a datastore, a subset of layers; a checkpoint."""
     here = shutil.copytree(begun, tmp_path_factory.mktemp("made") / "here")
     for data in ("self_synthesis", "tasks"):
@@ -155,7 +155,7 @@ def marked(line: str) -> object:
 
 @pytest.mark.parametrize("line", list(map(marked, SHOWN)))
 def test_a_line_of_the_pages_runs(line, request, tmp_path):
-    before = request.getfixturevalue("begun" if line in FAST | AS_TYPED else "made")
+    before = request.getfixturevalue("begun" if line in FAST | AS_TYPED else "prepared")
     here = shutil.copytree(before, tmp_path / "here")
     script, *words = shrunk(line)
     typed(script, *shlex.split(" ".join(words)), cwd=here)

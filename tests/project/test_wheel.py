@@ -83,9 +83,9 @@ def test_the_readmes_first_example_and_a_command_run_with_what_is_shipped(instal
     shown = run(home, "kangaroo", "evaluate", *options.split())
     assert "the comparison, as report.md, speedup.png and comparison.json, is in" in shown
     (summary,) = (home / "outputs/evaluate/tiny").glob("*/*/summary.json")
-    made = json.loads(summary.read_text())["provenance"]
-    assert made["command"] == f"kangaroo evaluate {options}"
-    assert made["versions"]["kangaroo"] and made["git_revision"] is None
+    provenance = json.loads(summary.read_text())["provenance"]
+    assert provenance["command"] == f"kangaroo evaluate {options}"
+    assert provenance["versions"]["kangaroo"] and provenance["git_revision"] is None
 
 
 def test_what_is_shipped_is_found_from_any_folder(tmp_path, monkeypatch):
