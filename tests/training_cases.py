@@ -34,8 +34,7 @@ def stored_samples(lm, count=VOCABULARY, samples=12):
     for ids in random_prompts(*range(20, 20 + samples)):
         plain = sample(ids, 5)
         at = [i - 1 for i, is_learnt in enumerate(plain["loss_mask"]) if is_learnt]
-        logits_1MV = forward_logits(lm, ids)[None]
-        (records,) = topk_logits.likeliest(logits_1MV, torch.tensor([at]), count)
+        (records,) = topk_logits.likeliest(forward_logits(lm, ids)[None], torch.tensor([at]), count)
         with_records.append(plain | {"teacher": records})
     return with_records
 

@@ -88,8 +88,7 @@ def test_a_folder_is_called_by_the_benchs_file():
     path = "bench.path=my/own.jsonl"
     folders = {"own": [path], "other": [path, "bench.name=other"], "demo": []}
     for folder, options in (folders | {"spec_bench": [path, "bench=spec_bench"]}).items():
-        run_dir = composed("evaluate", "model=tiny", *options).hydra.run.dir
-        assert f"/hybrid-{folder}" in run_dir
+        assert f"/hybrid-{folder}" in composed("evaluate", "model=tiny", *options).hydra.run.dir
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,7 @@ def test_shards_hold_what_the_engine_writes_for_their_seeds(target, tmp_path):
             text = tokenizer.decode(question.tokens, skip_special_tokens=True)
             turns = [{"role": "user", "content": text.removesuffix(end).strip()}]
             prompt = prompt_ids(tokenizer, turns)
-            sampling = Sampling(temperature=temperature)
-            (written,) = engine.generate([prompt], 12, sampling, seeds=[seed])
+            (written,) = engine.generate([prompt], 12, Sampling(temperature), seeds=[seed])
             answer = tokenizer.decode(written.tokens, skip_special_tokens=True)
             assert json.loads(line) == {
                 "messages": [*turns, {"role": "assistant", "content": answer}],

@@ -245,15 +245,14 @@ def test_regeneration_goes_on_and_follows_a_source_that_grows(target, tmp_path):
 
 
 def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
-    only_questions = written(tmp_path, [chat("Why?")])
-    with pytest.raises(DataError, match=r"none of the 1 .*with an answer: 1 no answer"):
-        config(tmp_path, only_questions, regenerate=False).make(*target)
-    with pytest.raises(DataError, match=r"none of the 1 conversations.*has a user turn"):
-        config(tmp_path, written(tmp_path, [[]])).make(*target)
-    with pytest.raises(DataError, match=r"none of 5 conversations is usable \(5 too long\)"):
-        config(tmp_path, written(tmp_path, TALKS), max_length=10).make(*target)
-    with pytest.raises(DataError, match="max_length=10 there, 2048 now"):
-        config(tmp_path, written(tmp_path, TALKS)).make(*target)
+    for talks, options, message in (
+        ([chat("Why?")], {"regenerate": False}, "none of the 1 .*with an answer: 1 no answer"),
+        ([[]], {}, "none of the 1 conversations.*has a user turn"),
+        (TALKS, {"max_length": 10}, r"none of 5 conversations is usable \(5 too long\)"),
+        (TALKS, {}, "max_length=10 there, 2048 now"),
+    ):
+        with pytest.raises(DataError, match=message):
+            config(tmp_path, written(tmp_path, talks), **options).make(*target)
 
 
 PASSAGE = " ".join(f"word{i}" for i in range(SHARED))

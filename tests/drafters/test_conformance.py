@@ -9,7 +9,18 @@ from functools import cache
 import cases
 import pytest
 import torch
-from cases import DRAFTERS, FAMILIES, HOW, LONGER, METHODS, NEW_TOKENS, PROMPTS, SAMPLINGS, Case
+from cases import (
+    DRAFTERS,
+    FAMILIES,
+    HOW,
+    LONGER,
+    METHODS,
+    NEW_TOKENS,
+    PROMPTS,
+    SAMPLINGS,
+    Case,
+    in_turn,
+)
 from helpers import BY_MODULES, adapter_for, graphed, texts_by, tiny, tiny_model, vanilla_texts
 
 from kangaroo.cpu.stepper import CpuStepper
@@ -108,14 +119,7 @@ def bfloat16_case(sampling: str) -> Case:
     return Case(lm, adapter_for(lm), vanilla_texts(lm, LONGER, NEW_TOKENS, SAMPLINGS[sampling]))
 
 
-@pytest.mark.parametrize(
-    "drafter, sampling",
-    [
-        pytest.param(drafter, how, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
-        for i, drafter in enumerate(DRAFTERS)
-        for j, how in enumerate(["greedy", "sampled"])
-    ],
-)
+@pytest.mark.parametrize("drafter, sampling", in_turn(DRAFTERS, [("greedy",), ("sampled",)]))
 def test_compiled_drafters_are_exact_in_bfloat16_too(drafter, sampling):
     """No rounding depends on what is computed together, nor on where a tree's nodes lie. The texts
     are longer than a chunk of attention, whose border their trees cross."""
@@ -141,21 +145,13 @@ IN_INT8 = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name, sampling",
-    [
-        pytest.param(name, how, marks=() if (i + j) % 2 else pytest.mark.slow)
-        for i, name in enumerate(IN_INT8)
-        for j, how in enumerate(["greedy", "sampled"])
-    ],
-)
+@pytest.mark.parametrize("name, sampling", in_turn(IN_INT8, [("sampled",), ("greedy",)]))
 def test_drafts_in_int8_are_exact_too(name, sampling, monkeypatch):
     """Nearly the same drafts, from weights that are rounded, with the target's tokens."""
     case, how, rounds = bfloat16_case(sampling), SAMPLINGS[sampling], []
     for int8 in (False, True):
         monkeypatch.setattr(Layer, "int8", int8)
-        drafter = NATIVE[name](case)
-        engine = Engine(case.lm, drafter, prefill_chunk=cases.CHUNK)
+        engine = Engine(case.lm, NATIVE[name](case), prefill_chunk=cases.CHUNK)
         done = engine.generate(LONGER, NEW_TOKENS, how, batch_size=2)
         assert [p + x.tokens for p, x in zip(LONGER, done, strict=True)] == case.texts
         rounds.append(sum(map(len, cases.rounds_of(done))))
@@ -165,19 +161,10 @@ def test_drafts_in_int8_are_exact_too(name, sampling, monkeypatch):
     assert rounds[1] <= 1.1 * rounds[0] + 2
 
 
-# Each drafter has one of these in turn; the slow tests have all.
 ROUNDS = list(itertools.product(["llama", "qwen3"], SAMPLINGS))
 
 
-@pytest.mark.parametrize(
-    "name, family, sampling",
-    [
-        pytest.param(name, *how, marks=() if (i + j) % 8 == 0 else pytest.mark.slow)
-        for i, name in enumerate(NATIVE)
-        for j, how in enumerate(ROUNDS)
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("name, family, sampling", in_turn(NATIVE, ROUNDS))
 def test_native_rounds_draft_and_accept_what_the_tensors_do(name, sampling, family):
     of_family = {"llama": {}, "qwen3": {"head_dim": 40}}[family]
     native, tensors = rounds_of_both(name, sampling, tiny_model(family, **of_family))

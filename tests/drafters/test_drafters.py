@@ -36,8 +36,7 @@ def test_drafting_stops_exactly_where_confidence_falls_to_the_threshold(case, mo
     batch = engine.open(rows, 60, SAMPLED)
     for row in range(rows):
         engine.admit(batch, row, Request(PROMPTS[row], 15, seed=row))
-    records = engine.step(batch)
-    assert [record.drafted for record in records] == [3, 6, 1][:rows]
+    assert [record.drafted for record in engine.step(batch)] == [3, 6, 1][:rows]
     assert len(list(after_tokens)) == (3 if rows == 1 else 0)  # ends with the last row
 
 
@@ -75,8 +74,7 @@ def test_the_tree_is_the_one_of_the_definition(case, sampling, kind, threshold, 
     """Also after drafts that were accepted on a branch."""
     sizes, beside, is_eagle = set(), [], kind is EagleTree
     case = replace(case, adapter=eagle_for(case.lm)) if is_eagle else case
-    least = 0.0 if is_eagle else None
-    drafter = kind(case.lm, case.adapter, 3, threshold, None, 3, nodes, least)
+    drafter = kind(case.lm, case.adapter, 3, threshold, None, 3, nodes, 0.0 if is_eagle else None)
 
     def check(batch, draft, row):
         drafted, text, seed = set(paths_of(draft, row)), batch.texts[row], batch.seeds[row]

@@ -69,8 +69,7 @@ def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a
 
 def test_a_draft_ends_with_what_ends_the_text():
     lm = tiny("llama", eos_token_id=5)
-    options = HybridConfig(threshold=0, nodes=NODES)
-    drafter = Hybrid(lm, adapter_for(lm), options, costs=COSTS)
+    drafter = Hybrid(lm, adapter_for(lm), HybridConfig(threshold=0, nodes=NODES), costs=COSTS)
     engine = Engine(lm, drafter)
     for ignored, expected in (False, [3, 5]), (True, [3, 5, 4, 1, 2, 3]):
         batch = engine.open(1, 60, Sampling())

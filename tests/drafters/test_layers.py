@@ -18,7 +18,6 @@ from kangaroo.drafters.draft_verify import DraftVerify
 from kangaroo.drafters.layer_search import agreement_of, expected_speedup, judge, runs
 from kangaroo.drafters.swift import HalfLayers, Swift, SwiftConfig, evenly
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Sampling
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 
@@ -175,10 +174,9 @@ def lm():
 
 @pytest.fixture(scope="module")
 def samples(lm):
-    texts = vanilla_texts(lm, TALKS, 30, Sampling())
     return [
         {"input_ids": text, "loss_mask": [0] * len(prompt) + [1] * 30, "messages": []}
-        for text, prompt in zip(texts, TALKS, strict=True)
+        for text, prompt in zip(vanilla_texts(lm, TALKS, 30), TALKS, strict=True)
     ]
 
 

@@ -67,7 +67,7 @@ def test_drafts_are_transformers_candidates(ngram, count, alphabet, eos):
 
 @pytest.mark.parametrize("alphabet", [1, 2, 3, 8, 40])
 def test_what_followed_the_longest_end_that_stood_before_is_known_after_every_token(alphabet):
-    """A continuation goes on with itself."""
+    """And is continued by itself."""
     automaton, matched = SuffixAutomaton(), 0
     (text,) = random_texts(alphabet, [120], seed=alphabet)
     for end, token in enumerate(text, start=1):
@@ -80,18 +80,6 @@ def test_what_followed_the_longest_end_that_stood_before_is_known_after_every_to
         assert drafted == (text[:end] + drafted)[place : place + 10 * (length > 0)]
         matched += length > 0
     assert matched > 60
-
-
-@pytest.mark.parametrize("alphabet", [1, 2, 8])
-def test_a_continuation_is_what_followed_and_goes_on_with_itself(alphabet):
-    (text,) = random_texts(alphabet, [60], seed=3)
-    for end in range(2, len(text)):
-        automaton = SuffixAutomaton(text[:end])
-        length, place = automaton.length, automaton.place
-        drafted = automaton.continuation(10)
-        assert len(drafted) == (10 if length else 0)
-        longer = text[:end] + drafted
-        assert drafted == longer[place : place + len(drafted)]
 
 
 def test_the_last_of_several_places_counts():
@@ -187,8 +175,7 @@ def test_every_verified_node_says_the_targets_likeliest_tokens(compiled):
                 paths.append([*paths[parent], token])
             assert [token for token, _ in verified] == [path[-1] for path in paths]
             for path, (_, likeliest) in zip(paths, verified, strict=True):
-                expected = forward_logits(lm, path)[-1].topk(len(CHANCES)).indices
-                assert likeliest == expected.tolist()
+                assert likeliest == forward_logits(lm, path)[-1].topk(len(CHANCES)).indices.tolist()
             nodes += len(tokens)
     assert nodes > 10
 

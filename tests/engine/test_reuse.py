@@ -54,8 +54,7 @@ def talk(family: str, sampling: Sampling, first: list[int], lengths: list[int]) 
 def talks(family: str, sampling: str) -> list[list[Turn]]:
     first = random_prompts(9, 40, seed=7)
     lengths = [[4, 11, 9, 2, 1, 6, 5], [13, 5, 2, 17, 7, 1, 3]]
-    rows = zip(first, lengths, strict=True)
-    return [talk(family, SAMPLINGS[sampling], *row) for row in rows]
+    return [talk(family, SAMPLINGS[sampling], *row) for row in zip(first, lengths, strict=True)]
 
 
 def converse(engine: Engine, talks: list[list[Turn]], sampling: Sampling) -> list[list[Generation]]:

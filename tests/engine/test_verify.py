@@ -109,8 +109,7 @@ class Markov:
         draft = Draft(tokens_BN, tree, valid_BN, probs_BNV=probs_BNV)
         positions_BN = start + torch.arange(steps + 1).expand_as(tokens_BN)
         logits_BNV, how = self.logits_VV[tokens_BN], combine([sampling])
-        choice_BN = write(draft, logits_BNV, positions_BN, how, seeds_B)
-        verdict = accept(draft, choice_BN)
+        verdict = accept(draft, write(draft, logits_BNV, positions_BN, how, seeds_B))
         return verdict.choice_BN.gather(1, verdict.path_BP), verdict.count_B
 
 

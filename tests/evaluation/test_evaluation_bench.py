@@ -140,8 +140,7 @@ def test_turns_alone_make_a_bench_that_is_called_as_its_file(tmp_path):
     file.write_text("\n".join(map(json.dumps, lines)))
     config = BenchConfig(path=str(file))
     assert config.name == "mine" and BenchConfig().name == "demo"
-    questions = load_questions(config)
-    named = [(q.question_id, q.category, q.task, q.reference) for q in questions]
+    named = [(q.question_id, q.category, q.task, q.reference) for q in load_questions(config)]
     mine = [(i, "mine", "mine", None) for i in (1, 2)]
     assert named == [*mine, (3, "writing", "writing", None)]
     assert load_questions(BenchConfig("spec_bench", path=config.path))[-1].task == "mt_bench"

@@ -35,8 +35,7 @@ LAYERS = [
 
 
 def target(folder, family="llama", **overrides):
-    fields = {"vocab_size": 259, "eos_token_id": 257} | overrides
-    tiny(family, **fields).hf.save_pretrained(folder)
+    tiny(family, **{"vocab_size": 259, "eos_token_id": 257} | overrides).hf.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return ModelConfig("mine", str(folder), dtype=Dtype.float32, device="cpu", compiled=False)
 

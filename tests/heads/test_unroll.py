@@ -43,8 +43,7 @@ def test_every_draft_step_of_training_is_that_of_drafting(kind):
             expected = last_state(lm, adapter, ids[: position + 1], pending=position - step)
             torch.testing.assert_close(state_1TD[0, position], expected, **TOLERANCE)
     # it reads the deep state and its own, else this would hold for anything
-    by_step = [last_state(lm, adapter, ids, pending) for pending in (10, 11)]
-    assert not torch.allclose(*by_step)
+    assert not torch.allclose(*(last_state(lm, adapter, ids, pending) for pending in (10, 11)))
 
 
 PARTS = [{}, {"feed_forward": True, "fused": True}, {"attention_layers": 2}]
@@ -112,8 +111,7 @@ def test_it_drafts_from_disk_no_further_than_it_has_places_and_a_chain_too(tmp_p
     drafter = BlockConfig(adapter=str(folder), steps=9).build(lm)
     assert drafter.steps == 5 and drafter.head.size == 32
     assert torch.equal(drafter.table_KR, head.table.weight)
-    chain = KangarooConfig(adapter=str(folder), steps=9, threshold=0).build(lm)
-    for reader in (drafter, chain):
+    for reader in (drafter, KangarooConfig(adapter=str(folder), steps=9, threshold=0).build(lm)):
         texts = helpers.texts_by(Engine(lm, reader), prompts, 9)
         assert texts == helpers.vanilla_texts(lm, prompts, 9)
 

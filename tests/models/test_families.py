@@ -358,8 +358,7 @@ def test_a_checkpoint_and_a_random_model_load_quantized(tmp_path, how):
     loading.byte_tokenizer().save_pretrained(tmp_path)
     options = {"dtype": Dtype.float32, "device": "cpu", "quantization": how}
     models = [load_target(ModelConfig("m", path, **options))[0] for path in (TINY, str(tmp_path))]
-    prompt = [list(range(40, 60))]
-    texts = [vanilla_texts(lm, prompt, 12) for lm in models]
+    texts = [vanilla_texts(lm, [list(range(40, 60))], 12) for lm in models]
     assert texts[0] == texts[1] and len(packed_linears(models[1].hf)) == 7 * 6
 
 

@@ -54,8 +54,7 @@ def logits_in_pieces(lm: TargetModel, tokens: list[int], chunk: int, tail: int) 
         part_1N = tokens_1T[:, start : start + 3]
         tree = Tree.chain(part_1N.shape[1], part_1N.device)
         # row 0 decodes something else from its start on
-        start_2 = torch.tensor([0, start])
-        meta = lm.forward_meta(tree, start_2, start + tree.size, n_slots)
+        meta = lm.forward_meta(tree, torch.tensor([0, start]), start + tree.size, n_slots)
         x_2ND = lm.embed(torch.cat([part_1N.flip(1), part_1N]))
         logits.append(lm.logits(lm.run(x_2ND, cache, meta, layers)[0])[1:])
     return torch.cat(logits, 1)[0]

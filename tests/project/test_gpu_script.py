@@ -46,8 +46,7 @@ def test_a_stage_that_fails_or_takes_too_long_stops_no_other_and_is_tried_again(
     short = tmp_path / "scripts/gpu.sh"
     short.write_text(re.sub(r"SECONDS_OF=.*", "SECONDS_OF=(9 9 9 1 9 9)", SCRIPT.read_text()))
     results, python = tmp_path / "results", stand_in(tmp_path)
-    done = gpu_script(results, script=short, DRY="", PYTHON=python)
-    assert done.returncode == 1
+    assert gpu_script(results, script=short, DRY="", PYTHON=python).returncode == 1
     status = {name: json.loads((results / f"{name}.json").read_text())["status"] for name in STAGES}
     assert status == {"check": 0, "7b": 0, "8b": 3, "methods": 124, "train": 0, "soak": 0}
     text = page(results)

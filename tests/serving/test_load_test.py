@@ -40,8 +40,7 @@ def written(texts: dict[str, str], speed: float = 10.0, tokens: int = 5, **chang
 
 
 def test_methods_take_turns_and_ratios_are_taken_within_rounds(tmp_path):
-    order = load_test.cells(2, [1, 8], ["a", "b"])
-    assert [(c.round, c.users, c.method) for c in order] == [
+    assert [(c.round, c.users, c.method) for c in load_test.cells(2, [1, 8], ["a", "b"])] == [
         *((0, 1, "a"), (0, 1, "b"), (0, 8, "a"), (0, 8, "b")),
         *((1, 1, "b"), (1, 1, "a"), (1, 8, "b"), (1, 8, "a")),
     ]

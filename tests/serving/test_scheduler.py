@@ -195,8 +195,7 @@ def crowd() -> tuple[list[Heard], Heard]:
     requests = [serving_cases.random_request(rng, 30) for _ in range(7)]
     for request in requests[:2]:
         request.max_new_tokens = 40
-        text = plain_text(byte_tokenizer(), alone(request))
-        request.stop = [re.findall("[ -~]{2}", text)[-1]]
+        request.stop = [re.findall("[ -~]{2}", plain_text(byte_tokenizer(), alone(request)))[-1]]
     guilty = Heard(Request(GUILTY, 40, 3, sampling=serving_cases.SAMPLINGS[1], ignore_eos=True))
     jobs = [Heard(request) for request in requests]
     return [*jobs[:2], guilty, *jobs[2:]], guilty
@@ -258,8 +257,7 @@ def test_texts_go_on_as_they_were_where_a_step_fails(monkeypatch, number, faults
         failed = failing(monkeypatch, engine, "step", lambda n, _: number <= n < number + faults)
         opened = failing(monkeypatch, engine, "open", lambda n, _: n < 2)  # and is tried again
         scheduler.submit(*jobs)
-        ends = [job.ended.wait(60) and job.finish for job in jobs]
-        assert ends.count(FAILED) == faults - 1
+        assert [job.ended.wait(60) and job.finish for job in jobs].count(FAILED) == faults - 1
         check_others(scheduler, [job for job in jobs if job.finish != FAILED])
     assert len(failed) == faults and opened == [0, 1]
 

@@ -104,8 +104,7 @@ def setting_of(
         eos = max(longest, key=longest.index)  # the last one to occur
         texts = [text[: text.index(eos) + 1] if eos in text else text for text in texts]
         eos_ids = frozenset({eos})
-    chunks = (16, 1024) if exact else (1024,)
-    return Setting(family, sampling, lm, requests, texts, eos_ids, chunks)
+    return Setting(family, sampling, lm, requests, texts, eos_ids, (16, 1024) if exact else (1024,))
 
 
 def soak(

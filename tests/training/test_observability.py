@@ -68,8 +68,7 @@ def test_what_training_decodes_is_what_the_saved_adapter_decodes(tmp_path, chang
     method = EagleConfig if "architecture" in changes else KangarooConfig
     prompts = decode_prompts(data[-2:], config(decode_prompts=2, decode_tokens=12), lm.context)
     done = Engine(lm, method(adapter=str(folder), threshold=0).build(lm)).generate(prompts, 12)
-    accepted = [step.accepted for generation in done for step in generation.steps]
-    reached = evaluation.ctar(accepted)
+    reached = evaluation.ctar([step.accepted for generation in done for step in generation.steps])
     assert [decoded[f"ctar{w}"] for w in range(1, 7)] == reached + [0.0] * (6 - len(reached))
     written = sum(len(generation.tokens) for generation in done)
     assert decoded["compression_rate"] == written / sum(len(g.steps) for g in done)

@@ -61,7 +61,7 @@ def alone(tmp_path_factory):
     folder, runs = tmp_path_factory.mktemp("alone"), {}
 
     def run(name):
-        settings = plain(CASES[name].settings)
+        settings = plain(CASES[name])
         key = json.dumps(settings)
         if key not in runs:
             runs[key] = folder / name
