@@ -314,8 +314,7 @@ def filled(lm: TargetModel, text: list[int], room: int = 0):
 def written_by_some(
     lm: TargetModel, runs: Sequence[range], sampling: Sampling, cut: Any = None
 ) -> Callable[[list[int], int, int], list[int]]:
-    """What these layers alone, or half layers of `cut`, write after a text whose keys are those of
-    the whole target."""
+    """What these layers, or half layers of `cut`, write after a text with the target's own keys."""
 
     @torch.no_grad()
     def expected(text: list[int], seed: int, count: int) -> list[int]:

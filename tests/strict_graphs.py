@@ -75,16 +75,13 @@ class Tape(TorchDispatchMode):
         return out
 
     def launch(self, kernel: Any, grid: Any, args: Any, options: Any) -> None:
-        """Stands in for `kangaroo.cuda.launching.start`: the kernel runs on copies of what is not
-        the work's own."""
+        """Stands in for `launching.start`: the kernel runs on copies of what is not the work's."""
         with _disable_current_modes():
             for x in args:
                 if isinstance(x, Tensor):
                     self._note(x)
-            copied = tree_map_only(
-                Tensor, lambda x: x if _address(x) in self.pool else twin(x), args
-            )
-            start(kernel, grid, copied, options)
+            copy = tree_map_only(Tensor, lambda x: x if _address(x) in self.pool else twin(x), args)
+            start(kernel, grid, copy, options)
             self._append(lambda *args: start(kernel, grid, args, options), args, {}, [])
 
     @torch.no_grad()

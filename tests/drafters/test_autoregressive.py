@@ -140,8 +140,7 @@ def test_rounds_are_those_of_transformers_assisted_generation(case, steps, early
             drafter = LayerSkipConfig(exit_layer=2, steps=steps, threshold=0).build(case.lm)
         (ours,) = Engine(case.lm, drafter).generate([prompt], NEW_TOKENS)
         # theirs drafts before its prefill, ours after: so it begins after the token of ours
-        begun = [*prompt, ours.tokens[0]]
-        theirs = generate(case.lm, begun, NEW_TOKENS - 1, **options)
+        theirs = generate(case.lm, [*prompt, ours.tokens[0]], NEW_TOKENS - 1, **options)
         assert ours.tokens[1:] == theirs.tokens
         prefill, *rounds = [len(step.tokens) for step in ours.steps]
         assert prefill == 1 and max(rounds) == steps + 1

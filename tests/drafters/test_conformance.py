@@ -9,18 +9,7 @@ from functools import cache
 import cases
 import pytest
 import torch
-from cases import (
-    DRAFTERS,
-    FAMILIES,
-    HOW,
-    LONGER,
-    METHODS,
-    NEW_TOKENS,
-    PROMPTS,
-    SAMPLINGS,
-    Case,
-    in_turn,
-)
+from cases import DRAFTERS, FAMILIES, HOW, LONGER, METHODS, NEW_TOKENS, PROMPTS, SAMPLINGS, Case
 from helpers import BY_MODULES, adapter_for, graphed, texts_by, tiny, tiny_model, vanilla_texts
 
 from kangaroo.cpu.stepper import CpuStepper
@@ -119,7 +108,7 @@ def bfloat16_case(sampling: str) -> Case:
     return Case(lm, adapter_for(lm), vanilla_texts(lm, LONGER, NEW_TOKENS, SAMPLINGS[sampling]))
 
 
-@pytest.mark.parametrize("drafter, sampling", in_turn(DRAFTERS, [("greedy",), ("sampled",)]))
+@pytest.mark.parametrize("drafter, sampling", cases.in_turn(DRAFTERS, [("greedy",), ("sampled",)]))
 def test_compiled_drafters_are_exact_in_bfloat16_too(drafter, sampling):
     """No rounding depends on what is computed together, nor on where a tree's nodes lie. The texts
     are longer than a chunk of attention, whose border their trees cross."""
@@ -145,7 +134,7 @@ IN_INT8 = [
 ]
 
 
-@pytest.mark.parametrize("name, sampling", in_turn(IN_INT8, [("sampled",), ("greedy",)]))
+@pytest.mark.parametrize("name, sampling", cases.in_turn(IN_INT8, [("sampled",), ("greedy",)]))
 def test_drafts_in_int8_are_exact_too(name, sampling, monkeypatch):
     """Nearly the same drafts, from weights that are rounded, with the target's tokens."""
     case, how, rounds = bfloat16_case(sampling), SAMPLINGS[sampling], []
@@ -164,7 +153,7 @@ def test_drafts_in_int8_are_exact_too(name, sampling, monkeypatch):
 ROUNDS = list(itertools.product(["llama", "qwen3"], SAMPLINGS))
 
 
-@pytest.mark.parametrize("name, family, sampling", in_turn(NATIVE, ROUNDS))
+@pytest.mark.parametrize("name, family, sampling", cases.in_turn(NATIVE, ROUNDS))
 def test_native_rounds_draft_and_accept_what_the_tensors_do(name, sampling, family):
     of_family = {"llama": {}, "qwen3": {"head_dim": 40}}[family]
     native, tensors = rounds_of_both(name, sampling, tiny_model(family, **of_family))
@@ -251,8 +240,7 @@ def test_graphs_leave_vanilla_only_at_near_ties_of_half_precision(drafter, devic
     done = engine.generate(PROMPTS, NEW_TOKENS, how, batch_size=cases.BATCHES["ragged"])
     assert Graphs.seconds > recorded
     for row, (prompt, text, generation) in enumerate(zip(PROMPTS, case.texts, done, strict=True)):
-        vanilla = text[len(prompt) :]
-        left = fork(case.lm, prompt, generation.tokens, vanilla, how, how.seed + row)
+        left = fork(case.lm, prompt, generation.tokens, text[len(prompt) :], how, how.seed + row)
         assert left is None or (left.label == "near-tie" and dtype != WHOLE), left
 
 

@@ -26,7 +26,7 @@ from kangaroo.engine.sampling import Sampling
 
 NODES, STEPS = 6, 3
 COSTS = Costs([1 + 0.02 * node for node in range(NODES + 1)], 0.05, 1.0)
-RECYCLING = HybridConfig(steps=3, threshold=0, nodes=NODES, recycle=True)
+OPTIONS = HybridConfig(steps=3, threshold=0, nodes=NODES, recycle=True)
 
 
 def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed) -> Sources:
@@ -106,10 +106,7 @@ def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled)
 
 @pytest.mark.parametrize(
     "build",
-    [
-        lambda case: Hybrid(case.lm, case.adapter, RECYCLING, costs=COSTS),
-        lambda case: TokenRecycling(6),
-    ],
+    [lambda case: Hybrid(case.lm, case.adapter, OPTIONS, costs=COSTS), lambda _: TokenRecycling(6)],
     ids=["hybrid", "token recycling"],
 )
 def test_the_same_text_takes_the_same_rounds_alone_and_in_a_batch(case, sampling, build):

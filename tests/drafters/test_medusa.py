@@ -146,8 +146,7 @@ def test_the_head_reads_an_embedding_and_the_state_before_it():
     expected = x_1TD + head.feed_forward(head.middle_norm(x_1TD))
     torch.testing.assert_close(head(e_1TD, deep_1TD, meta, None), expected)
     with torch.no_grad():
-        other = head(e_1TD + 1, deep_1TD, meta, None)
-    assert not torch.allclose(other, expected)
+        assert not torch.allclose(head(e_1TD + 1, deep_1TD, meta, None), expected)
 
 
 def gradients(lm, regression, weight=0.5):

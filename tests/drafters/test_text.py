@@ -26,8 +26,6 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.utils.errors import CorruptFile, DataError
 
-SIZES = [(1, 1), (2, 10), (3, 10), (5, 3)]  # n-grams, draft tokens
-
 
 def random_texts(alphabet: int, lengths, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
@@ -50,7 +48,7 @@ def by_transformers(text: list[int], ngram: int, count: int, eos: tuple[int, ...
 
 @pytest.mark.parametrize("eos", [(), (0, 3)])
 @pytest.mark.parametrize("alphabet", [4, 12, 60])
-@pytest.mark.parametrize("ngram, count", SIZES)
+@pytest.mark.parametrize("ngram, count", [(1, 1), (2, 10), (3, 10), (5, 3)])
 def test_drafts_are_transformers_candidates(ngram, count, alphabet, eos):
     drafter, drafted = PromptLookup(ngram, count), 0
     batch = begun(drafter, [1], [2], eos=eos)
@@ -203,9 +201,8 @@ def test_every_gram_is_found_where_it_stands(vocab_size):
         rows = store.find(gram)
         places = store.suffixes_L[rows.start : rows.stop].tolist()
         assert len(places) == len(set(places)) and set(places) == brute_places(store, gram)
-    order = store.suffixes_L.tolist()
     tokens = store.tokens_L.tolist()
-    assert order == sorted(range(len(tokens)), key=lambda start: tokens[start:])
+    assert store.suffixes_L.tolist() == sorted(range(len(tokens)), key=lambda i: tokens[i:])
 
 
 def test_a_loaded_datastore_is_the_one_that_was_saved_and_lies_on_the_disk(tmp_path):

@@ -84,8 +84,7 @@ def test_the_counter_of_syncs_sees_them():
 def test_no_host_sync_in_a_step_beyond_those_the_design_names(
     eager_case, recorded, name, threshold, rows, sampling
 ):
-    """One copy of the new tokens, and one read of the confidences a drafted token, the last aside,
-    for a threshold."""
+    """One copy of the new tokens; for a threshold one read for each drafted token but the last."""
     steps, lm = 4, graphed(tiny()) if recorded else eager_case.lm
     drafter = Vanilla() if name == "vanilla" else Kangaroo(lm, adapter_for(lm), steps, threshold)
     engine, batch = begun(lm, drafter, sampling, random_prompts(3, 5, 1, 9)[:rows])

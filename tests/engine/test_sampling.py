@@ -41,9 +41,8 @@ SAMPLINGS += [Sampling(1.0, top_p=0.7), Sampling(1.3, top_k=4), Sampling(1.3, 0.
 
 def over_positions(sampling: Sampling, seed: int = 0) -> Tensor:
     """Tokens at `DRAWS` consecutive positions of one seed."""
-    logits_1NV = LOGITS_V.expand(1, DRAWS, -1)
     how, seed_1 = combine([sampling]), torch.tensor([seed])
-    return pick(logits_1NV, torch.arange(DRAWS)[None], how, seed_1)[0]
+    return pick(LOGITS_V.expand(1, DRAWS, -1), torch.arange(DRAWS)[None], how, seed_1)[0]
 
 
 def assert_independent(first: Tensor, second: Tensor) -> None:

@@ -71,8 +71,7 @@ BLOCK = Sampling(temperature=0.9, rule=Rule.block)
 
 
 class Markov:
-    """A target with `logits_VV` and a drafter that draws by `q_VV` after each token, whatever stood
-    before it."""
+    """A target with `logits_VV` and a drafter with `q_VV`: each goes by the last token alone."""
 
     def __init__(self, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)

@@ -141,8 +141,7 @@ def test_turns_alone_make_a_bench_that_is_called_as_its_file(tmp_path):
     config = BenchConfig(path=str(file))
     assert config.name == "mine" and BenchConfig().name == "demo"
     named = [(q.question_id, q.category, q.task, q.reference) for q in load_questions(config)]
-    mine = [(i, "mine", "mine", None) for i in (1, 2)]
-    assert named == [*mine, (3, "writing", "writing", None)]
+    assert named == [*((i, "mine", "mine", None) for i in (1, 2)), (3, "writing", "writing", None)]
     assert load_questions(BenchConfig("spec_bench", path=config.path))[-1].task == "mt_bench"
     file.write_text("\n")
     with pytest.raises(DataError, match="holds no questions"):

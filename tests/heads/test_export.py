@@ -98,9 +98,8 @@ LAYERS_OF_OUR_KIND = {
 def test_what_is_no_layer_is_refused_before_the_target_is_read(tmp_path, kind):
     lm = tiny()
     path = saved(lm, KINDS[kind](lm), tmp_path / "adapter")
-    nowhere = ModelConfig("mine", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=f"{kind}.*Export one of adapter=attention"):
-        save(path, nowhere, tmp_path / "draft")
+        save(path, ModelConfig("mine", str(tmp_path / "nowhere")), tmp_path / "draft")
 
 
 def test_an_own_head_over_some_tokens_is_refused(tmp_path):

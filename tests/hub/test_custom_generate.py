@@ -121,9 +121,8 @@ def test_the_tokens_are_generates_own_whatever_drafts(tmp_path, model):
 def test_lengths_and_ends_are_generates_own(hf, folder, options):
     expected = hf.generate(**options)
     assert torch.equal(ours(hf, folder, **options), expected)
-    assert torch.equal(
-        ours(hf, folder, return_dict_in_generate=True, **options).sequences, expected
-    )
+    named = ours(hf, folder, return_dict_in_generate=True, **options)
+    assert torch.equal(named.sequences, expected)
 
 
 def test_samples_are_those_of_the_engine_and_torchs_seed_fixes_them(hf, folder):

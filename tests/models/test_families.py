@@ -257,9 +257,8 @@ def test_drafters_write_what_the_quantized_model_writes_itself(name):
 @pytest.mark.parametrize("name", [x for x in QUANTIZED if "FP8" not in x and x != "awq"])
 def test_an_adapter_begins_with_what_the_quantized_layer_multiplies_with(name):
     lm = QUANTIZED[name]()
-    adapter = Adapter(lm, 2).start_from(lm)
     x = torch.randn(1, 7, 32)
-    ours, theirs = adapter.attention.q_proj, lm.layers[2].self_attn.q_proj
+    ours, theirs = Adapter(lm, 2).start_from(lm).attention.q_proj, lm.layers[2].self_attn.q_proj
     torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-5)  # sums of 32 in float32
     exact = tiny("qwen2").layers[2].self_attn.q_proj
     assert (theirs(x) - exact(x)).abs().max() > 1e-4  # it is quantized
@@ -346,9 +345,8 @@ def test_fp8_blocks_that_do_not_divide_a_size_are_refused_on_a_cpu(tmp_path, siz
 @pytest.mark.parametrize("how", Quantization)
 def test_a_package_that_is_missing_is_named_with_the_extra(monkeypatch, how):
     monkeypatch.setattr(quantizing, "find_spec", lambda name: None)
-    config = ModelConfig("tiny", TINY, device="cpu", quantization=how)
     with pytest.raises(MissingPackage, match=rf"={how.value} needs .*{how.package}.*\[quantized\]"):
-        loading.load(config)
+        loading.load(ModelConfig("tiny", TINY, device="cpu", quantization=how))
 
 
 @pytest.mark.parametrize("how", Quantization)

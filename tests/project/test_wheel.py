@@ -75,8 +75,7 @@ def test_the_readmes_first_example_and_a_command_run_with_what_is_shipped(instal
     code = code.replace("max_new_tokens=128", "max_new_tokens=16")
     more = "print('', model.engine.drafter.exit_layer, kangaroo.__file__, sep='\\n')"
     *text, exit_layer, file = run(home, "python", "-c", f"{code}\n{more}").splitlines()
-    saved = json.loads((ROOT / ADAPTER / "config.json").read_text())
-    assert int(exit_layer) == saved["exit_layer"]
+    assert int(exit_layer) == json.loads((ROOT / ADAPTER / "config.json").read_text())["exit_layer"]
     assert Path(file).is_relative_to(home)
     assert len(" ".join(text).split()) > 8
     options = "model=tiny drafter=vanilla bench=demo question_every=33 max_new_tokens=4"

@@ -115,9 +115,8 @@ def test_several_choices_are_those_of_seeds_one_after_another(address):
     single = [text_of(address, seed=3 + i, **options) for i in range(4)]
     assert texts == single and len(set(texts)) > 1
     assert several["usage"]["completion_tokens"] == 40
-    unread = {"prompt": list(range(40, 70)), "n": 4}
     for cached in (0, 29):  # the other choices do not count
-        usage = ask(address, **options | unread).json()["usage"]
+        usage = ask(address, **options | {"prompt": list(range(40, 70)), "n": 4}).json()["usage"]
         assert usage["prompt_tokens"] == 30
         assert usage["prompt_tokens_details"]["cached_tokens"] == cached
 
