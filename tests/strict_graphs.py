@@ -75,7 +75,7 @@ class Tape(TorchDispatchMode):
         return out
 
     def launch(self, kernel: Any, grid: Any, args: Any, options: Any) -> None:
-        """Stands in for `launching.start`: the kernel runs on copies of what is not the work's."""
+        """Stands in for `launching.start`, on copies of what the work does not own."""
         with _disable_current_modes():
             for x in args:
                 if isinstance(x, Tensor):

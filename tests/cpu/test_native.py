@@ -157,7 +157,7 @@ def test_a_prompt_takes_no_more_of_the_last_layer_than_is_read(name, dtype, star
 
 
 def test_products_of_many_tokens_are_those_of_one(monkeypatch):
-    """Tiles take sixteen tokens and parts of rows, many tokens turn rows: no bit shows it."""
+    """Tiles take tokens by sixteen and rows in parts, many tokens turn rows: no bit shows it."""
     monkeypatch.setattr(native, "MOST_TOKENS", 1000)
     sizes = dict(hidden_size=320, intermediate_size=608, head_dim=64, num_key_value_heads=1)
     lm = tiny(**sizes, dtype=torch.bfloat16).compile_for_decoding()

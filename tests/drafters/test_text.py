@@ -65,7 +65,7 @@ def test_drafts_are_transformers_candidates(ngram, count, alphabet, eos):
 
 @pytest.mark.parametrize("alphabet", [1, 2, 3, 8, 40])
 def test_what_followed_the_longest_end_that_stood_before_is_known_after_every_token(alphabet):
-    """And is continued by itself."""
+    """A continuation that reaches the end of the text goes on with itself."""
     automaton, matched = SuffixAutomaton(), 0
     (text,) = random_texts(alphabet, [120], seed=alphabet)
     for end, token in enumerate(text, start=1):

@@ -58,10 +58,9 @@ def test_costs_are_measured_once_a_day_and_machine(monkeypatch, tmp_path):
     assert costs.verify_costs(tiny().compile_for_decoding()) is FLAT
 
 
-def test_what_a_busy_machine_took_is_used_and_not_kept(monkeypatch, tmp_path):
-    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
+def test_what_a_busy_machine_took_is_used_and_not_kept(cache, monkeypatch):
     monkeypatch.setattr(costs, "measure", lambda lm: (FLAT, False))
-    assert costs.verify_costs(tiny()) is FLAT and not (tmp_path / "costs").exists()
+    assert costs.verify_costs(tiny()) is FLAT and not cache.exists()
     assert costs.is_steady([5.0, 3.0, 4.0, 3.2]) and not costs.is_steady([5.0, 3.0, 4.0, 3.4])
     assert costs.is_steady([3.0]) and not costs.is_steady([3.0, 4.0])  # so few say little
 

