@@ -4,7 +4,7 @@ Shapes: B rows, N draft nodes, V vocabulary.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -110,8 +110,7 @@ def of_text(case: Case) -> TextHead:
 
 
 def fused(case: Case) -> Case:
-    parts = AdapterHeadConfig(fused=True)
-    return replace(case, adapter=adapter_for(case.lm, architecture=parts))
+    return replace(case, adapter=adapter_for(case.lm, architecture=AdapterHeadConfig(fused=True)))
 
 
 def chain_from(case: Case, head: DraftHead) -> Kangaroo:
@@ -217,14 +216,19 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
 METHODS = [n for n in DRAFTERS if not any(n.startswith(f"{method}-") for method in DRAFTERS)]
 
 
+def in_turn(names: Iterable[str], values: Sequence[tuple], always: Sequence[str] = ()) -> list[Any]:
+    """Every name with all values; in the fast tests with one in turn, but for those in `always`."""
+    return [
+        pytest.param(name, *value, marks=() if is_fast else pytest.mark.slow)
+        for i, name in enumerate(names)
+        for j, value in enumerate(values)
+        for is_fast in [name in always or i % len(values) == j]
+    ]
+
+
 def with_each(*values: object) -> list[Any]:
     """Every drafter with every value: in the fast tests methods have all, variants one in turn."""
-    return [
-        pytest.param(name, value, marks=() if is_fast else pytest.mark.slow)
-        for i, name in enumerate(DRAFTERS)
-        for j, value in enumerate(values)
-        for is_fast in [name in METHODS or i % len(values) == j]
-    ]
+    return in_turn(DRAFTERS, [(value,) for value in values], METHODS)
 
 
 SCRIPTED = {"oracle", "adversary", "sometimes", "tree", "tree-shared", "tree-from-exit"}
@@ -266,7 +270,7 @@ lm_of = cache(lambda family: FAMILIES[family]())
 
 def case_for(lm: TargetModel, sampling: str) -> Case:
     pairs = zip(PROMPTS, samplings(sampling), strict=True)
-    texts = [helpers.vanilla_texts(lm, [prompt], NEW_TOKENS, own)[0] for prompt, own in pairs]
+    texts = [helpers.vanilla_texts(lm, [prompt], NEW_TOKENS, how)[0] for prompt, how in pairs]
     return Case(lm, adapter_for(lm), texts)
 
 
@@ -310,8 +314,7 @@ def filled(lm: TargetModel, text: list[int], room: int = 0):
 def written_by_some(
     lm: TargetModel, runs: Sequence[range], sampling: Sampling, cut: Any = None
 ) -> Callable[[list[int], int, int], list[int]]:
-    """What these layers alone, or half layers of `cut`, write after a text whose keys are those of
-    the whole target."""
+    """What these layers, or half layers of `cut`, write after a text with the target's own keys."""
 
     @torch.no_grad()
     def expected(text: list[int], seed: int, count: int) -> list[int]:

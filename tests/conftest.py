@@ -16,6 +16,13 @@ import pytest
 
 
 @pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The package's cache, which is not there yet."""
+    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
 def measured_budget():
     """For tests of what a batch drafts less."""
 

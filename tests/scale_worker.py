@@ -6,7 +6,6 @@ torchrun --nproc-per-node=2 tests/scale_worker.py FOLDER CASE...
 import os
 import signal
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +18,18 @@ from training_cases import KillsAt, config, samples, train
 
 from kangaroo.utils.ranks import ALONE, join
 
-
-@dataclass
-class Case:
-    """Settings that differ from those of all cases, and the step at which rank 0 is killed."""
-
-    settings: dict[str, Any] = field(default_factory=dict)
-    killed_at: int | None = None
-
-
-CASES = {
-    "torch": Case(),
-    "torch_idle": Case({"accumulate": 1}),  # the second process has nothing to do
-    "torch_sharded": Case({"shard_target": True}),
-    "muon": Case({"muon": True}),
-    "stage1": Case({"zero_stage": 1}),
-    "stage2": Case({"zero_stage": 2, "accumulate": 3}),
-    "sharded": Case({"zero_stage": 1, "shard_target": True}),
-    "one_to_two": Case({"zero_stage": 1}),
-    "killed": Case({"zero_stage": 2, "accumulate": None}, killed_at=5),
-    "two_again": Case({"accumulate": None}),
+# Settings that differ from those of all cases.
+CASES: dict[str, dict[str, Any]] = {
+    "torch": {},
+    "torch_idle": {"accumulate": 1},  # the second process has nothing to do
+    "torch_sharded": {"shard_target": True},
+    "muon": {"muon": True},
+    "stage1": {"zero_stage": 1},
+    "stage2": {"zero_stage": 2, "accumulate": 3},
+    "sharded": {"zero_stage": 1, "shard_target": True},
+    "one_to_two": {"zero_stage": 1},
+    "killed": {"zero_stage": 2, "accumulate": None},  # rank 0, at step 5
+    "two_again": {"accumulate": None},
 }
 
 
@@ -63,13 +54,12 @@ def train_tiny(output, settings, tracker=None, ranks=ALONE, lm=None, recipes=Non
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with join() as own:
+    with join() as ranks:
         for name in sys.argv[2:]:
-            case = CASES[name]
-            killer = None if case.killed_at is None else KillsProcessAt(case.killed_at)
-            lm = tiny()
-            train_tiny(Path(sys.argv[1]) / name, case.settings, killer, own, lm)
+            settings, lm = CASES[name], tiny()
+            killer = KillsProcessAt(5) if name == "killed" else None
+            train_tiny(Path(sys.argv[1]) / name, settings, killer, ranks, lm)
             weights = list(lm.layers.parameters())
             held = sum((w.to_local() if isinstance(w, DTensor) else w).numel() for w in weights)
-            share = 0.5 if case.settings.get("shard_target") else 1
+            share = 0.5 if settings.get("shard_target") else 1
             assert held == share * sum(w.numel() for w in weights)

@@ -51,11 +51,11 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        by_mask = name == "aten::index" and any(x.dtype == torch.bool for x in given[1:])
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        by_mask = name == "aten::index" and any(x.dtype == torch.bool for x in tensors[1:])
         if name.removeprefix("aten::") in REFUSED or by_mask:
             raise CaptureError(f"{name} waits for the device or reads from the host")
-        for x in given:
+        for x in tensors:
             self._note(x)
         if func._schema.is_mutable:
             written = _written(func, args, kwargs)
@@ -75,16 +75,13 @@ class Tape(TorchDispatchMode):
         return out
 
     def launch(self, kernel: Any, grid: Any, args: Any, options: Any) -> None:
-        """Stands in for `kangaroo.cuda.launching.start`: the kernel runs on copies of what is not
-        the work's own."""
+        """Stands in for `launching.start`, on copies of what the work does not own."""
         with _disable_current_modes():
             for x in args:
                 if isinstance(x, Tensor):
                     self._note(x)
-            copied = tree_map_only(
-                Tensor, lambda x: x if _address(x) in self.pool else twin(x), args
-            )
-            start(kernel, grid, copied, options)
+            copy = tree_map_only(Tensor, lambda x: x if _address(x) in self.pool else twin(x), args)
+            start(kernel, grid, copy, options)
             self._append(lambda *args: start(kernel, grid, args, options), args, {}, [])
 
     @torch.no_grad()

@@ -33,9 +33,8 @@ def stored_samples(lm, count=VOCABULARY, samples=12):
     with_records = []
     for ids in random_prompts(*range(20, 20 + samples)):
         plain = sample(ids, 5)
-        at = [i - 1 for i, wanted in enumerate(plain["loss_mask"]) if wanted]
-        logits_1MV = forward_logits(lm, ids)[None]
-        (records,) = topk_logits.likeliest(logits_1MV, torch.tensor([at]), count)
+        at = [i - 1 for i, is_learnt in enumerate(plain["loss_mask"]) if is_learnt]
+        (records,) = topk_logits.likeliest(forward_logits(lm, ids)[None], torch.tensor([at]), count)
         with_records.append(plain | {"teacher": records})
     return with_records
 
@@ -65,8 +64,8 @@ def run(lm, folder, adapter=None, data=None, **changes):
 
 def curve(folder):
     """The metrics of every step, but for what is of the process alone."""
-    own = ("tokens_per_second", "peak_memory_gib")
-    return [{k: v for k, v in row.items() if k not in own} for row in read_metrics(folder)]
+    of_process = ("tokens_per_second", "peak_memory_gib")
+    return [{k: v for k, v in row.items() if k not in of_process} for row in read_metrics(folder)]
 
 
 class KillsAt(NoTracker):

@@ -128,9 +128,8 @@ def test_a_piece_keeps_the_space_that_a_tokenizer_strips_at_the_start_of_a_text(
     """As SentencePiece tokenizers do, Vicuna's and Llama 2's; special tokens leave no trace."""
     words = {"<s>": 0, "▁Why": 1, "▁is": 2, "▁it": 3, "?": 4, "▁": 5}
     inner = Tokenizer(WordLevel(words, unk_token="<s>"))
-    inner.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    decoding = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(decoding)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
     ids = [5, 1, 0, 2, 5, 3, 4, 0]
     shown = [text for text, _ in pieces((Token(i, False) for i in ids), tokenizer)]

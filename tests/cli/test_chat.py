@@ -31,13 +31,13 @@ def talk(target, questions):
 def test_a_turn_is_read_from_where_the_last_one_ended(target, monkeypatch):
     prompts, answers, stream = [], [], Engine.stream
 
-    def seen(self, prompt, *args, **options):
+    def recorded(self, prompt, *args, **options):
         tokens = stream(self, prompt, *args, **options)
         prompts.append(prompt)
         answers.append(tokens.generation)
         return tokens
 
-    monkeypatch.setattr(Engine, "stream", seen)
+    monkeypatch.setattr(Engine, "stream", recorded)
     talk(target, ["Why?", "And then?", "Say it again.", "", "What now?", "", "Why?"])
     reused = [answer.reused for answer in answers]
     header = next(i for i, (a, b) in enumerate(zip(*prompts[2:4], strict=False)) if a != b)

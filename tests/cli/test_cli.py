@@ -52,11 +52,11 @@ def test_the_package_and_the_list_of_its_commands_load_no_torch():
     ],
 )
 def test_a_command_runs_under_its_name(monkeypatch, capsys, script, argv, expected):
-    seen = []
-    monkeypatch.setattr(commands, "convert_export", lambda: seen.append(sys.argv))
+    command_lines = []
+    monkeypatch.setattr(commands, "convert_export", lambda: command_lines.append(sys.argv))
     monkeypatch.setattr(sys, "argv", argv)
     __main__.main(script)
-    assert seen == [[expected, "to=vllm"]]
+    assert command_lines == [[expected, "to=vllm"]]
     monkeypatch.setattr(sys, "argv", argv[:1])
     __main__.main(script)  # a script with several commands lists its own
     shown = capsys.readouterr().out
@@ -88,8 +88,7 @@ def test_a_folder_is_called_by_the_benchs_file():
     path = "bench.path=my/own.jsonl"
     folders = {"own": [path], "other": [path, "bench.name=other"], "demo": []}
     for folder, options in (folders | {"spec_bench": [path, "bench=spec_bench"]}).items():
-        run_dir = composed("evaluate", "model=tiny", *options).hydra.run.dir
-        assert f"/hybrid-{folder}" in run_dir
+        assert f"/hybrid-{folder}" in composed("evaluate", "model=tiny", *options).hydra.run.dir
 
 
 @pytest.mark.parametrize(
@@ -251,8 +250,8 @@ def test_further_drafters_stand_beside_the_first(command, there):
 def test_a_sweeps_folder_is_named_by_all_but_the_drafter_and_its_jobs_by_that():
     options = ["model=tiny", "drafter.threshold=0.4", "seed=1", "logger=wandb", "drafter=kangaroo"]
     options += ["sampling.top_p=0.9", "drafter.adapter=adapters/x"]
-    for given in (options, options[::-1]):
-        sweep = composed("evaluate", *given).hydra.sweep
+    for order in (options, options[::-1]):
+        sweep = composed("evaluate", *order).hydra.sweep
         assert sweep.dir == "outputs/evaluate/tiny/compare-demo,sampling.top_p=0.9,seed=1"
         assert sweep.subdir == "kangaroo,adapter=adapters-x,threshold=0.4"
     # names have no more bytes than file systems take, and differ where what is cut off does

@@ -27,8 +27,7 @@ SWEEP, RUN = "sweep1d2", "run3x4y"  # as a server names them
 
 def each_value(study: dict) -> Iterator[dict]:
     """So many choices that every value of every parameter is in one, and every end of a range."""
-    parameters = study["parameters"].values()
-    values = [p.get("values") or [p["min"], p["max"]] for p in parameters]
+    values = [p.get("values") or [p["min"], p["max"]] for p in study["parameters"].values()]
     for turn in range(max(map(len, values))):
         chosen = (some[turn % len(some)] for some in values)
         yield dict(zip(study["parameters"], chosen, strict=True))
@@ -44,8 +43,7 @@ def typed_by_the_agent(study: dict, point: dict, monkeypatch) -> list[str]:
     args |= {"env": ["/usr/bin/env"], "interpreter": ["python"], "program": [study["program"]]}
     command = []
     for part in utils.create_sweep_command(list(study["command"])):
-        whole = part.startswith("${") and part.endswith("}")
-        command += args[part[2:-1]] if whole else [part]
+        command += args[part[2:-1]] if part.startswith("${") and part.endswith("}") else [part]
     return command
 
 
@@ -81,10 +79,10 @@ def test_a_choice_composes_to_what_was_chosen(name, monkeypatch):
             config = compose(Path(program).stem, options, return_hydra_config=True)
             for key, value in point.items():
                 if key not in groups:
-                    told = OmegaConf.select(config, key, throw_on_missing=True)
+                    composed = OmegaConf.select(config, key, throw_on_missing=True)
                     text = isinstance(value, str) and value.startswith("[")
-                    assert told == (json.loads(value) if text else value)
-                    assert not isinstance(told, str) or told == value
+                    assert composed == (json.loads(value) if text else value)
+                    assert not isinstance(composed, str) or composed == value
             assert config.logger.name == "wandb" and config.logger.group == f"{name}-{SWEEP}"
             assert config.hydra.run.dir == f"outputs/sweep/{name}-{SWEEP}/{RUN}"
             part = config.drafter if program == "evaluate.py" else config.trainer
@@ -99,9 +97,9 @@ def test_optuna_searches_for_what_a_command_returns(tmp_path):
     shrunk = "model=tiny drafter.adapter=untrained:2 hydra.sweeper.n_trials=4 baselines=[vanilla]"
     shrunk += " question_every=33 max_new_tokens=6 warmup=1"
     typed(*shlex.split(shown), *shrunk.split(), cwd=tmp_path)
-    (found,) = tmp_path.rglob("optimization_results.yaml")
-    best = yaml.safe_load(found.read_text())
-    summaries = [json.loads(path.read_text()) for path in found.parent.rglob("summary.json")]
+    (results,) = tmp_path.rglob("optimization_results.yaml")
+    best = yaml.safe_load(results.read_text())
+    summaries = [json.loads(path.read_text()) for path in results.parent.rglob("summary.json")]
     assert len(summaries) == 4
     first = max(summaries, key=lambda summary: summary["overall"]["speedup"])
     assert best["best_value"] == first["overall"]["speedup"]
@@ -143,8 +141,7 @@ def test_steps_that_wandb_knows_are_not_logged_again(wandb, tmp_path):
     assert wandb.init.call_args.kwargs["name"] == "/".join(tmp_path.parts[-2:])
     for step in (57, 58, 59):  # the checkpoint held step 56
         tracker.log({"loss": 1.0}, step)
-    logged = wandb.init.return_value.log.call_args_list
-    assert [each.kwargs["step"] for each in logged] == [58, 59]
+    assert [x.kwargs["step"] for x in wandb.init.return_value.log.call_args_list] == [58, 59]
     forget(tmp_path)
     assert not list(tmp_path.glob("wandb_*"))
 
@@ -165,5 +162,4 @@ def test_a_search_is_told_of_a_run_that_failed(wandb, tmp_path):
         pass
     with pytest.raises(ConfigError), Wandb().start({}, tmp_path):
         raise ConfigError("no")
-    finished = wandb.init.return_value.finish
-    assert finished.call_args_list == [call(exit_code=0), call(exit_code=1)]
+    assert wandb.init.return_value.finish.call_args_list == [call(exit_code=0), call(exit_code=1)]

@@ -157,16 +157,15 @@ def test_a_prompt_takes_no_more_of_the_last_layer_than_is_read(name, dtype, star
 
 
 def test_products_of_many_tokens_are_those_of_one(monkeypatch):
-    """Tiles take tokens by the sixteen and rows in parts, and for many tokens rows are turned: no
-    bit shows it."""
+    """Tiles take tokens by sixteen and rows in parts, many tokens turn rows: no bit shows it."""
     monkeypatch.setattr(native, "MOST_TOKENS", 1000)
     sizes = dict(hidden_size=320, intermediate_size=608, head_dim=64, num_key_value_heads=1)
     lm = tiny(**sizes, dtype=torch.bfloat16).compile_for_decoding()
     tokens_B1 = random_tokens(150, 1)
     logits_B1V, _ = logits(lm, [0] * 150, tokens_B1, lm.new_cache(150, SLOTS))
     for count in (1, 8, 9, 10, 12, 16, 17, 32, 33, 64, 149):
-        own, _ = logits(lm, [0] * count, tokens_B1[:count], lm.new_cache(count, SLOTS))
-        assert torch.equal(own, logits_B1V[:count]), count
+        fewer_B1V, _ = logits(lm, [0] * count, tokens_B1[:count], lm.new_cache(count, SLOTS))
+        assert torch.equal(fewer_B1V, logits_B1V[:count]), count
 
 
 def test_prompts_and_training_stay_eager():
@@ -193,9 +192,9 @@ def test_it_is_built_once(fresh_library, monkeypatch):
     monkeypatch.setattr(compiling, "MAIN", source)
     assert native.library() is not None
     (file,) = (fresh_library / "native").iterdir()
-    made = file.stat().st_mtime_ns
+    built = file.stat().st_mtime_ns
     native.library.cache_clear()
-    assert native.library() is not None and file.stat().st_mtime_ns == made
+    assert native.library() is not None and file.stat().st_mtime_ns == built
 
 
 @pytest.mark.parametrize(

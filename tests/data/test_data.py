@@ -47,20 +47,19 @@ def test_shards_hold_what_the_engine_writes_for_their_seeds(target, tmp_path):
     header, end = user_header(tokenizer)
     for number, temperature in enumerate([0.0, 0.7]):
         seeds = range(5 * 1_000_003 + number * 4, 5 * 1_000_003 + number * 4 + 4)
-        asked = engine.generate([header] * 4, 8, Sampling(temperature=1.0), 3, seeds, [end])
+        questions = engine.generate([header] * 4, 8, Sampling(temperature=1.0), 3, seeds, [end])
         lines = (tmp_path / f"data.shards/{number:05d}.jsonl").read_text().splitlines()
         assert len(lines) == 4
-        for line, question, seed in zip(lines, asked, seeds, strict=True):
+        for line, question, seed in zip(lines, questions, seeds, strict=True):
             text = tokenizer.decode(question.tokens, skip_special_tokens=True)
             turns = [{"role": "user", "content": text.removesuffix(end).strip()}]
             prompt = prompt_ids(tokenizer, turns)
-            sampling = Sampling(temperature=temperature)
-            (said,) = engine.generate([prompt], 12, sampling, seeds=[seed])
-            answer = tokenizer.decode(said.tokens, skip_special_tokens=True)
+            (written,) = engine.generate([prompt], 12, Sampling(temperature), seeds=[seed])
+            answer = tokenizer.decode(written.tokens, skip_special_tokens=True)
             assert json.loads(line) == {
                 "messages": [*turns, {"role": "assistant", "content": answer}],
-                "input_ids": prompt + said.tokens,
-                "loss_mask": [0] * len(prompt) + [1] * len(said.tokens),
+                "input_ids": prompt + written.tokens,
+                "loss_mask": [0] * len(prompt) + [1] * len(written.tokens),
             }
 
 
@@ -193,7 +192,7 @@ def generation(text, numbers):
 
 
 def test_earlier_answers_keep_their_records_as_far_as_their_tokens_are_the_same():
-    for asked, again, expected in (
+    for question, again, expected in (
         *((1, [7, 8, 9], [1, 2, 3]), (1, [7, 5, 9], [1, 2, 0]), (1, [7], [1]), (1, [4], [1])),
         (5, [7, 8, 9], [0, 0, 0]),  # another question
     ):
@@ -201,10 +200,10 @@ def test_earlier_answers_keep_their_records_as_far_as_their_tokens_are_the_same(
         dialogue.append([1, 2], [0, 0], generation([7, 8, 9], [1, 2, 3]))
         assert dialogue.topk_logits["tokens"][:, 0].tolist() == [1, 2, 3]
         mask = [0, 0, *[1] * len(again), 0]
-        dialogue.append([asked, 2, *again, 3], mask, generation([6, 6], [4, 5]))
+        dialogue.append([question, 2, *again, 3], mask, generation([6, 6], [4, 5]))
         assert dialogue.topk_logits["tokens"][:, 0].tolist() == [*expected, 4, 5]
-        known = [number > 0 for number in expected]
-        assert topk_logits.nonempty(dialogue.topk_logits).tolist() == [*known, True, True]
+        has_record = [number > 0 for number in expected]
+        assert topk_logits.nonempty(dialogue.topk_logits).tolist() == [*has_record, True, True]
 
 
 def test_the_records_of_a_dataset_are_those_of_a_forward_over_its_text(brief, tmp_path):
@@ -213,18 +212,18 @@ def test_the_records_of_a_dataset_are_those_of_a_forward_over_its_text(brief, tm
     settings(tmp_path / "data", filters=NO_FILTERS, **fields).make(*brief)
     samples, about = store.load(tmp_path / "data")
     assert max(len(sample["messages"]) for sample in samples) == 6
-    known = []
+    has_records = []
     for sample in samples:
         mask = torch.tensor(sample["loss_mask"], dtype=torch.bool)
         p_MV = forward_logits(lm, sample["input_ids"]).softmax(-1)[:-1][mask[1:]]
         is_known = topk_logits.nonempty(sample["teacher"])
         assert len(is_known) == mask.sum()
-        known += is_known.tolist()
+        has_records += is_known.tolist()
         _, chances_MK = topk_logits.tensors(sample["teacher"][is_known])
         torch.testing.assert_close(chances_MK, p_MV[is_known].topk(4).values, **HALF)
         last = answer_spans(sample["loss_mask"])[-1]
         assert is_known[-(last[1] - last[0]) :].all()  # of the last answer all are there
-    assert 0.5 < np.mean(known) <= 1 and about["teacher"] == {"model": TINY, "likeliest": 4}
+    assert 0.5 < np.mean(has_records) <= 1 and about["teacher"] == {"model": TINY, "likeliest": 4}
 
     whole = {str(s["messages"][0]): s for s in samples}
     strict = FilterConfig(min_answer_tokens=9, max_repetition=1, near_duplicate=1)

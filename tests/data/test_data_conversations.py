@@ -213,14 +213,14 @@ def test_answers_are_the_targets_with_its_earlier_answers_before_them(target, tm
     assert len(samples) == 6 == about["asked"]
     assert samples[-1]["messages"][0] == {"role": "system", "content": "You are brief."}
     for sample, talk in zip(samples, talks, strict=True):
-        asked = [m["content"] for m in talk if m["role"] == "user"]
-        said = [m["content"] for m in sample["messages"] if m["role"] == "assistant"]
-        assert not set(said) & {m["content"] for m in talk}
+        source_questions = [m["content"] for m in talk if m["role"] == "user"]
+        answers = [m["content"] for m in sample["messages"] if m["role"] == "assistant"]
+        assert not set(answers) & {m["content"] for m in talk}
         questions = [m["content"] for m in sample["messages"] if m["role"] == "user"]
-        assert questions == asked[: len(said)]
+        assert questions == source_questions[: len(answers)]
         prompt = prompt_ids(tokenizer, sample["messages"][:-1])
         assert sample["input_ids"][: len(prompt)] == prompt
-        assert len(answer_spans(sample["loss_mask"])) == len(said)
+        assert len(answer_spans(sample["loss_mask"])) == len(answers)
     turns = {len(answer_spans(sample["loss_mask"])) for sample in samples}
     assert turns == {1, 2}  # some first answers reach their limit, which ends a conversation
 
@@ -245,15 +245,14 @@ def test_regeneration_goes_on_and_follows_a_source_that_grows(target, tmp_path):
 
 
 def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
-    only_questions = written(tmp_path, [chat("Why?")])
-    with pytest.raises(DataError, match=r"none of the 1 .*with an answer: 1 no answer"):
-        config(tmp_path, only_questions, regenerate=False).make(*target)
-    with pytest.raises(DataError, match=r"none of the 1 conversations.*has a user turn"):
-        config(tmp_path, written(tmp_path, [[]])).make(*target)
-    with pytest.raises(DataError, match=r"none of 5 conversations is usable \(5 too long\)"):
-        config(tmp_path, written(tmp_path, TALKS), max_length=10).make(*target)
-    with pytest.raises(DataError, match="max_length=10 there, 2048 now"):
-        config(tmp_path, written(tmp_path, TALKS)).make(*target)
+    for talks, options, message in (
+        ([chat("Why?")], {"regenerate": False}, "none of the 1 .*with an answer: 1 no answer"),
+        ([[]], {}, "none of the 1 conversations.*has a user turn"),
+        (TALKS, {"max_length": 10}, r"none of 5 conversations is usable \(5 too long\)"),
+        (TALKS, {}, "max_length=10 there, 2048 now"),
+    ):
+        with pytest.raises(DataError, match=message):
+            config(tmp_path, written(tmp_path, talks), **options).make(*target)
 
 
 PASSAGE = " ".join(f"word{i}" for i in range(SHARED))
@@ -274,8 +273,8 @@ def test_every_question_is_on_one_side_as_many_of_each_task_held_out(tmp_path):
     parts = parts_of(tmp_path, records, held=3)
     tasks = Counter(question["category"] for question in parts.held_out)
     assert tasks == {"all": 3, "math": 3, "talk": 3} and parts.left_out == 0
-    asked = [question["turns"][0] for question in parts.held_out]
-    sides = asked + [record["messages"][0]["content"] for record in parts.training]
+    held_out = [question["turns"][0] for question in parts.held_out]
+    sides = held_out + [record["messages"][0]["content"] for record in parts.training]
     assert sorted(sides) == sorted(record["messages"][0]["content"] for record in records)
     assert [question["question_id"] for question in parts.held_out] == list(range(9))
     assert parts == parts_of(tmp_path, records, held=3)
@@ -283,7 +282,7 @@ def test_every_question_is_on_one_side_as_many_of_each_task_held_out(tmp_path):
     parts.write(tmp_path / "parts")
     assert len(read(Source(str(tmp_path / "parts" / TRAINING)), None)) == 11
     bench = load_questions(BenchConfig(path=str(tmp_path / "parts" / HELD_OUT)))
-    assert [question.turns[0] for question in bench] == asked
+    assert [question.turns[0] for question in bench] == held_out
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,7 @@ def definition(case: Case, drafter: Any, how: Sampling) -> Callable:
         case DraftModel(lm=lm):
             return cases.written_by_some(lm, [range(lm.n_layers)], how)
         case DraftVerify():
-            runs = [layers for layers, _ in drafter.runs]
-            return cases.written_by_some(case.lm, runs, how)
+            return cases.written_by_some(case.lm, [layers for layers, _ in drafter.runs], how)
         case Kangaroo(adapter=FinalNorm()):
             return cases.written_by_some(case.lm, [range(drafter.exit_layer)], how)
     case = replace(case, adapter=drafter.adapter)
@@ -93,14 +92,12 @@ def test_a_chain_is_what_its_definition_gives_after_the_whole_text(sampling, nam
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "tensors"])
-@pytest.mark.parametrize("own", [True, False], ids=["first layers", "another model"])
+@pytest.mark.parametrize("first_layers", [True, False], ids=["first layers", "another model"])
 @pytest.mark.parametrize("idle", [0, 1, 3, 9], ids="{} rounds idle".format)
-def test_so_it_does_after_rounds_without_drafts(case, own, idle, native, monkeypatch):
+def test_so_it_does_after_rounds_without_drafts(case, first_layers, idle, native, monkeypatch):
     """Of each so many, after two in which it drafts."""
-    lm, model = (
-        TargetModel(case.lm.hf),
-        TargetModel((draft_lm(case) if own else another_model()).hf),
-    )
+    model = draft_lm(case) if first_layers else another_model()
+    lm, model = TargetModel(case.lm.hf), TargetModel(model.hf)
     if native:
         lm, model = lm.compile_for_decoding(), model.compile_for_decoding()
     expected = cases.written_by_some(model, [range(model.n_layers)], SAMPLED)
@@ -112,25 +109,16 @@ def test_so_it_does_after_rounds_without_drafts(case, own, idle, native, monkeyp
         return [float(next(rounds) % (2 + idle) >= 2)] * nodes
 
     monkeypatch.setattr(Budget, "min_chain_chances", least)
-    draft, propose = DraftModelDrafting.draft, drafter.propose
+    draft = DraftModelDrafting.draft
 
-    def check(batch, row, drafted):
-        assert drafted == expected(batch.texts[row], batch.seeds[row], len(drafted))
-        counts.add(len(drafted))
-
-    def native_draft(self, buffers, batch, rows):
+    def check(self, buffers, batch, rows):
         draft(self, buffers, batch, rows)
         for row in rows:
-            check(batch, row, buffers.token[row, 1 : buffers.count[row]].tolist())
+            drafted = buffers.token[row, 1 : buffers.count[row]].tolist()
+            assert drafted == expected(batch.texts[row], batch.seeds[row], len(drafted))
+            counts.add(len(drafted))
 
-    def tensors_propose(batch):
-        proposed = propose(batch)
-        for row in batch.active:
-            check(batch, row, proposed.tokens_BN[row, 1:].tolist())
-        return proposed
-
-    monkeypatch.setattr(DraftModelDrafting, "draft", native_draft)
-    monkeypatch.setattr(drafter, "propose", tensors_propose)
+    monkeypatch.setattr(DraftModelDrafting, "draft", check)
     texts = texts_by(engine, PROMPTS, 2 * NEW_TOKENS, SAMPLED, batch_size=2)
     assert counts == ({0, 3} if idle else {3})
     assert texts == vanilla_texts(lm, PROMPTS, 2 * NEW_TOKENS, SAMPLED)
@@ -152,8 +140,7 @@ def test_rounds_are_those_of_transformers_assisted_generation(case, steps, early
             drafter = LayerSkipConfig(exit_layer=2, steps=steps, threshold=0).build(case.lm)
         (ours,) = Engine(case.lm, drafter).generate([prompt], NEW_TOKENS)
         # theirs drafts before its prefill, ours after: so it begins after the token of ours
-        begun = [*prompt, ours.tokens[0]]
-        theirs = generate(case.lm, begun, NEW_TOKENS - 1, **options)
+        theirs = generate(case.lm, [*prompt, ours.tokens[0]], NEW_TOKENS - 1, **options)
         assert ours.tokens[1:] == theirs.tokens
         prefill, *rounds = [len(step.tokens) for step in ours.steps]
         assert prefill == 1 and max(rounds) == steps + 1
@@ -170,8 +157,7 @@ def folder_of(path: Path, tokens: list[str] | None = None, **overrides: object) 
         for added in fields["added_tokens"]:
             added["id"] = tokens.index(added["content"])
         fields["added_tokens"].sort(key=lambda added: added["id"])
-        backend = Tokenizer.from_str(json.dumps(fields))
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(fields)))
     tokenizer.save_pretrained(path)
     return str(path)
 
@@ -251,9 +237,9 @@ def test_rows_are_drafted_by_the_first_or_else_the_second(case, rows, steps):
     cascade = Cascade(first, Kangaroo(case.lm, case.adapter, steps, 0))
 
     def expected(text: list[int], seed: int, count: int) -> list[int]:
-        found = first.continuation(0, text)
-        who.add("first" if found else "second")
-        return found or cases.drafted_without_cache(case, text, steps, SAMPLED, seed)
+        continuation = first.continuation(0, text)
+        who.add("first" if continuation else "second")
+        return continuation or cases.drafted_without_cache(case, text, steps, SAMPLED, seed)
 
     check_chains(cascade, expected)
     engine = Engine(case.lm, cascade, prefill_chunk=CHUNK)

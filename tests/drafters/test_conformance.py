@@ -52,9 +52,9 @@ COVERING = [
 
 def test_the_covering_has_every_pair():
     everything = (METHODS, FAMILIES, HOW, cases.BATCHES)
-    for one, other in itertools.combinations(range(len(everything)), 2):
-        pairs = set(itertools.product(everything[one], everything[other]))
-        assert pairs <= {(case[one], case[other]) for case in COVERING}
+    for a, b in itertools.combinations(range(len(everything)), 2):
+        pairs = set(itertools.product(everything[a], everything[b]))
+        assert pairs <= {(case[a], case[b]) for case in COVERING}
     in_batches = {(case[0], case[3]) for case in COVERING}
     assert in_batches == set(itertools.product(DRAFTERS, cases.BATCHES))
 
@@ -92,8 +92,8 @@ def test_steps_without_drafts_in_between_change_no_text(drafter, family):
     case = cases.case_of(family, "sampled")
     engine = Engine(case.lm, DRAFTERS[drafter](case))
     batch = engine.open(len(PROMPTS), max(map(len, case.texts)), SAMPLINGS["sampled"])
-    for row, (prompt, own) in enumerate(zip(PROMPTS, cases.samplings("sampled"), strict=True)):
-        engine.admit(batch, row, Request(prompt, NEW_TOKENS, own.seed))
+    for row, (prompt, how) in enumerate(zip(PROMPTS, cases.samplings("sampled"), strict=True)):
+        engine.admit(batch, row, Request(prompt, NEW_TOKENS, how.seed))
     for number in itertools.count():
         records = engine.step(batch, drafts=number % 4 > 1)
         assert number % 4 > 1 or not any(record.drafted for record in records)
@@ -108,14 +108,7 @@ def bfloat16_case(sampling: str) -> Case:
     return Case(lm, adapter_for(lm), vanilla_texts(lm, LONGER, NEW_TOKENS, SAMPLINGS[sampling]))
 
 
-@pytest.mark.parametrize(
-    "drafter, sampling",
-    [
-        pytest.param(drafter, how, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
-        for i, drafter in enumerate(DRAFTERS)
-        for j, how in enumerate(["greedy", "sampled"])
-    ],
-)
+@pytest.mark.parametrize("drafter, sampling", cases.in_turn(DRAFTERS, [("greedy",), ("sampled",)]))
 def test_compiled_drafters_are_exact_in_bfloat16_too(drafter, sampling):
     """No rounding depends on what is computed together, nor on where a tree's nodes lie. The texts
     are longer than a chunk of attention, whose border their trees cross."""
@@ -141,21 +134,13 @@ IN_INT8 = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name, sampling",
-    [
-        pytest.param(name, how, marks=() if (i + j) % 2 else pytest.mark.slow)
-        for i, name in enumerate(IN_INT8)
-        for j, how in enumerate(["greedy", "sampled"])
-    ],
-)
+@pytest.mark.parametrize("name, sampling", cases.in_turn(IN_INT8, [("sampled",), ("greedy",)]))
 def test_drafts_in_int8_are_exact_too(name, sampling, monkeypatch):
     """Nearly the same drafts, from weights that are rounded, with the target's tokens."""
     case, how, rounds = bfloat16_case(sampling), SAMPLINGS[sampling], []
     for int8 in (False, True):
         monkeypatch.setattr(Layer, "int8", int8)
-        drafter = NATIVE[name](case)
-        engine = Engine(case.lm, drafter, prefill_chunk=cases.CHUNK)
+        engine = Engine(case.lm, NATIVE[name](case), prefill_chunk=cases.CHUNK)
         done = engine.generate(LONGER, NEW_TOKENS, how, batch_size=2)
         assert [p + x.tokens for p, x in zip(LONGER, done, strict=True)] == case.texts
         rounds.append(sum(map(len, cases.rounds_of(done))))
@@ -165,19 +150,10 @@ def test_drafts_in_int8_are_exact_too(name, sampling, monkeypatch):
     assert rounds[1] <= 1.1 * rounds[0] + 2
 
 
-# Each drafter has one of these in turn; the slow tests have all.
 ROUNDS = list(itertools.product(["llama", "qwen3"], SAMPLINGS))
 
 
-@pytest.mark.parametrize(
-    "name, family, sampling",
-    [
-        pytest.param(name, *how, marks=() if (i + j) % 8 == 0 else pytest.mark.slow)
-        for i, name in enumerate(NATIVE)
-        for j, how in enumerate(ROUNDS)
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("name, family, sampling", cases.in_turn(NATIVE, ROUNDS))
 def test_native_rounds_draft_and_accept_what_the_tensors_do(name, sampling, family):
     of_family = {"llama": {}, "qwen3": {"head_dim": 40}}[family]
     native, tensors = rounds_of_both(name, sampling, tiny_model(family, **of_family))
@@ -263,9 +239,8 @@ def test_graphs_leave_vanilla_only_at_near_ties_of_half_precision(drafter, devic
     how, recorded = SAMPLINGS[sampling], Graphs.seconds
     done = engine.generate(PROMPTS, NEW_TOKENS, how, batch_size=cases.BATCHES["ragged"])
     assert Graphs.seconds > recorded
-    for row, (prompt, text, said) in enumerate(zip(PROMPTS, case.texts, done, strict=True)):
-        vanilla = text[len(prompt) :]
-        left = fork(case.lm, prompt, said.tokens, vanilla, how, how.seed + row)
+    for row, (prompt, text, generation) in enumerate(zip(PROMPTS, case.texts, done, strict=True)):
+        left = fork(case.lm, prompt, generation.tokens, text[len(prompt) :], how, how.seed + row)
         assert left is None or (left.label == "near-tie" and dtype != WHOLE), left
 
 

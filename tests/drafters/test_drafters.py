@@ -22,8 +22,6 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Draft
 from kangaroo.utils.errors import ConfigError
 
-SAMPLED = SAMPLINGS["sampled"]
-
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_drafting_stops_exactly_where_confidence_falls_to_the_threshold(case, monkeypatch, rows):
@@ -33,11 +31,10 @@ def test_drafting_stops_exactly_where_confidence_falls_to_the_threshold(case, mo
     monkeypatch.setattr(Kangaroo, "reading", lambda *_: next(after_tokens))
     drafter = Kangaroo(case.lm, case.adapter, steps=6, threshold=0.5)  # 0.5 itself stops
     engine = Engine(case.lm, drafter)
-    batch = engine.open(rows, 60, SAMPLED)
+    batch = engine.open(rows, 60, SAMPLINGS["sampled"])
     for row in range(rows):
         engine.admit(batch, row, Request(PROMPTS[row], 15, seed=row))
-    records = engine.step(batch)
-    assert [record.drafted for record in records] == [3, 6, 1][:rows]
+    assert [record.drafted for record in engine.step(batch)] == [3, 6, 1][:rows]
     assert len(list(after_tokens)) == (3 if rows == 1 else 0)  # ends with the last row
 
 
@@ -75,8 +72,7 @@ def test_the_tree_is_the_one_of_the_definition(case, sampling, kind, threshold, 
     """Also after drafts that were accepted on a branch."""
     sizes, beside, is_eagle = set(), [], kind is EagleTree
     case = replace(case, adapter=eagle_for(case.lm)) if is_eagle else case
-    least = 0.0 if is_eagle else None
-    drafter = kind(case.lm, case.adapter, 3, threshold, None, 3, nodes, least)
+    drafter = kind(case.lm, case.adapter, 3, threshold, None, 3, nodes, 0.0 if is_eagle else None)
 
     def check(batch, draft, row):
         drafted, text, seed = set(paths_of(draft, row)), batch.texts[row], batch.seeds[row]
@@ -185,9 +181,8 @@ def test_drafts_are_those_of_the_algorithm_in_lists(case, monkeypatch, options, 
 
     check_drafts(drafter, check)
     monkeypatch.setattr(drafter, "observe", observed)
-    prompts = [*PROMPTS, [3] * 12]
     engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
-    engine.generate(prompts, NEW_TOKENS, sampling, batch_size=2)
+    engine.generate([*PROMPTS, [3] * 12], NEW_TOKENS, sampling, batch_size=2)
     assert len(guessed) > 40 and any(guessed)
 
 
@@ -199,7 +194,6 @@ def test_a_draft_of_its_own_that_was_not_verified_changes_nothing():
     engine.admit(batch, 0, Request(random_prompts(9)[0], 20))
     first = drafter.propose(batch)
     window, pool = drafter.window_BJW.clone(), drafter.pool_BPN.clone()
-    other = Draft.listed(batch.last(1), {0: ([1, 2], [0, 1])})
-    drafter.observe(batch, other, None, {})
+    drafter.observe(batch, Draft.listed(batch.last(1), {0: ([1, 2], [0, 1])}), None, {})
     assert torch.equal(drafter.window_BJW, window) and torch.equal(drafter.pool_BPN, pool)
     assert torch.equal(drafter.propose(batch).tokens_BN, first.tokens_BN)

@@ -26,7 +26,7 @@ from kangaroo.engine.sampling import Sampling
 
 NODES, STEPS = 6, 3
 COSTS = Costs([1 + 0.02 * node for node in range(NODES + 1)], 0.05, 1.0)
-RECYCLING = HybridConfig(steps=3, threshold=0, nodes=NODES, recycle=True)
+OPTIONS = HybridConfig(steps=3, threshold=0, nodes=NODES, recycle=True)
 
 
 def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed) -> Sources:
@@ -69,8 +69,7 @@ def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a
 
 def test_a_draft_ends_with_what_ends_the_text():
     lm = tiny("llama", eos_token_id=5)
-    options = HybridConfig(threshold=0, nodes=NODES)
-    drafter = Hybrid(lm, adapter_for(lm), options, costs=COSTS)
+    drafter = Hybrid(lm, adapter_for(lm), HybridConfig(threshold=0, nodes=NODES), costs=COSTS)
     engine = Engine(lm, drafter)
     for ignored, expected in (False, [3, 5]), (True, [3, 5, 4, 1, 2, 3]):
         batch = engine.open(1, 60, Sampling())
@@ -107,10 +106,7 @@ def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled)
 
 @pytest.mark.parametrize(
     "build",
-    [
-        lambda case: Hybrid(case.lm, case.adapter, RECYCLING, costs=COSTS),
-        lambda case: TokenRecycling(6),
-    ],
+    [lambda case: Hybrid(case.lm, case.adapter, OPTIONS, costs=COSTS), lambda _: TokenRecycling(6)],
     ids=["hybrid", "token recycling"],
 )
 def test_the_same_text_takes_the_same_rounds_alone_and_in_a_batch(case, sampling, build):
@@ -139,11 +135,11 @@ def random_sources(rng: random.Random) -> Sources:
         first, second, third = rng.sample(range(3), 3)
         best, next_best = rng.random(), rng.random() / 2
         chain.append([(first, best), (second, (1 - best) * next_best), (third, 0.01 * (1 - best))])
-    said = [[rng.randrange(3) for _ in range(rng.randrange(5))] for _ in range(2)]
-    sources = sources_of(rng.randrange(1, 20), said[0], *chain)
+    matches = [[rng.randrange(3) for _ in range(rng.randrange(5))] for _ in range(2)]
+    sources = sources_of(rng.randrange(1, 20), matches[0], *chain)
     if rng.random() < 0.5:
         return sources
-    (store := Lookup()).set_match(rng.randrange(1, 20), said[1])
+    (store := Lookup()).set_match(rng.randrange(1, 20), matches[1])
     (recycled := Recycled(MATRIX)).start = rng.randrange(4)
     return Sources([*sources.lookups, store], sources.chain, recycled)
 
@@ -190,12 +186,12 @@ def test_nothing_that_a_source_says_is_lost_and_chances_are_a_distribution():
     rng = random.Random(7)
     for _ in range(200):
         sources = random_sources(rng)
-        said = {tuple(line.tokens[: n + 1]) for line in sources.lookups for n in range(4)}
+        named = {tuple(line.tokens[: n + 1]) for line in sources.lookups for n in range(4)}
         for depth, further in enumerate(sources.chain.alternatives):
             start = tuple(sources.chain.tokens[:depth])
-            said |= {(*start, sources.chain.tokens[depth]), *((*start, x) for x, _ in further)}
+            named |= {(*start, sources.chain.tokens[depth]), *((*start, x) for x, _ in further)}
         of_paths = gains(sources, 4)
-        assert said - {()} <= set(of_paths)
+        assert named - {()} <= set(of_paths)
         of_children: dict[tuple[int, ...], float] = {}
         for path, gain in of_paths.items():
             of_children[path[:-1]] = of_children.get(path[:-1], 0.0) + gain

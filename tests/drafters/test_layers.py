@@ -18,7 +18,6 @@ from kangaroo.drafters.draft_verify import DraftVerify
 from kangaroo.drafters.layer_search import agreement_of, expected_speedup, judge, runs
 from kangaroo.drafters.swift import HalfLayers, Swift, SwiftConfig, evenly
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Sampling
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 
@@ -65,10 +64,8 @@ def test_clasp_skips_what_the_recursion_says(monkeypatch, sampling, count):
 def test_clasp_chooses_again_after_an_interval(monkeypatch):
     lm, lengths = tiny(), []
     drafter = ClaspConfig(interval=5, steps=2, threshold=0).build(lm)
-    programme = drafter.programme
-    monkeypatch.setattr(
-        drafter, "programme", lambda b: lengths.append(len(b.texts[0])) or programme(b)
-    )
+    plan = drafter.programme
+    monkeypatch.setattr(drafter, "programme", lambda b: lengths.append(len(b.texts[0])) or plan(b))
     Engine(lm, drafter).generate(random_prompts(4), 30)
     assert lengths[0] == 5
     assert all(5 <= after - before < 8 for before, after in pairwise(lengths))
@@ -78,7 +75,7 @@ def test_swift_keeps_the_best_set_by_the_tokens_that_were_written(monkeypatch, s
     lm = tiny(num_hidden_layers=6, deep_scale=0.7).compile_for_decoding()
     improved, searches = [], []
     drafter = SwiftConfig(window=10, steps=3, threshold=0, goal=1.0).build(lm)
-    measure = drafter.matchness
+    measure, layered = drafter.matchness, drafter.layered
 
     def check(batch, row, skip, count):
         text, seed = batch.texts[row], batch.seeds[row]
@@ -86,12 +83,9 @@ def test_swift_keeps_the_best_set_by_the_tokens_that_were_written(monkeypatch, s
         assert 8 <= count == min(10, len(text) - search.prompt_tokens)
         right = measure(batch, row, skip, count)
         places = range(len(text) - count, len(text))
-        expected = written_by_some(
-            lm, runs(skip, drafter.layered.n_layers), sampling, drafter.layered
-        )
+        expected = written_by_some(lm, runs(skip, layered.n_layers), sampling, layered)
         assert right == sum(expected(text[:i], seed, 1) == [text[i]] for i in places) / count
-        speedup = expected_speedup(right, drafter.cost_without(skip), 3)
-        improved.append(speedup >= search.speedup)
+        improved.append(expected_speedup(right, drafter.cost_without(skip), 3) >= search.speedup)
         searches.append(search)
         return right
 
@@ -175,10 +169,9 @@ def lm():
 
 @pytest.fixture(scope="module")
 def samples(lm):
-    texts = vanilla_texts(lm, TALKS, 30, Sampling())
     return [
         {"input_ids": text, "loss_mask": [0] * len(prompt) + [1] * 30, "messages": []}
-        for text, prompt in zip(texts, TALKS, strict=True)
+        for text, prompt in zip(vanilla_texts(lm, TALKS, 30), TALKS, strict=True)
     ]
 
 

@@ -146,34 +146,32 @@ def test_the_head_reads_an_embedding_and_the_state_before_it():
     expected = x_1TD + head.feed_forward(head.middle_norm(x_1TD))
     torch.testing.assert_close(head(e_1TD, deep_1TD, meta, None), expected)
     with torch.no_grad():
-        other = head(e_1TD + 1, deep_1TD, meta, None)
-    assert not torch.allclose(other, expected)
+        assert not torch.allclose(head(e_1TD + 1, deep_1TD, meta, None), expected)
 
 
 def gradients(lm, regression, weight=0.5):
-    recipe = AdapterRecipe("eagle", EagleHeadConfig(regression))
-    made = trainees(lm, [recipe], None)
-    made[0].adapter.load_state_dict(eagle_for(lm).state_dict())
+    trained = trainees(lm, [AdapterRecipe("eagle", EagleHeadConfig(regression))], None)
+    head = trained[0].adapter
+    head.load_state_dict(eagle_for(lm).state_dict())
     tokens = collate([sample(ids, 4) for ids in random_prompts(14, 11)], 100, lm.device)
-    seen = forward_target(lm, tokens, made)
-    train_step(lm, seen, made, 7, weight=weight)
-    return made[0].adapter, seen, {n: p.grad for n, p in made[0].adapter.named_parameters()}
+    outputs = forward_target(lm, tokens, trained)
+    train_step(lm, outputs, trained, 7, weight=weight)
+    return head, outputs, {name: p.grad for name, p in head.named_parameters()}
 
 
 def test_the_loss_on_states_is_added_with_its_weight():
     lm = tiny()
-    head, seen, both = gradients(lm, regression=3.0)
+    head, outputs, both = gradients(lm, regression=3.0)
     _, _, tokens_alone = gradients(lm, regression=0.0)
-    learnt_BT = seen.learnt_BT
-    (state_BTD,) = head.states(seen.taps, seen.deep[lm.n_layers], seen.meta, 1)
-    difference_MD = state_BTD[learnt_BT] - seen.deep[lm.n_layers][learnt_BT]
+    (state_BTD,) = head.states(outputs.taps, outputs.deep[lm.n_layers], outputs.meta, 1)
+    difference_MD = (state_BTD - outputs.deep[lm.n_layers])[outputs.learnt_BT]
     near = difference_MD.abs() < 1
     loss_MD = torch.where(near, 0.5 * difference_MD**2, difference_MD.abs() - 0.5)
     head.zero_grad()
     (0.5 * 3.0 * loss_MD.mean(-1).sum()).backward()
     for name, parameter in head.named_parameters():
-        wanted = tokens_alone[name] + parameter.grad  # its sums are taken in another order
-        torch.testing.assert_close(both[name], wanted, rtol=3e-5, atol=1e-5)
+        expected = tokens_alone[name] + parameter.grad  # its sums are taken in another order
+        torch.testing.assert_close(both[name], expected, rtol=3e-5, atol=1e-5)
 
 
 def test_training_saves_a_head_that_decodes(tmp_path):

@@ -35,22 +35,21 @@ def test_costs_lie_on_lines_and_half_of_what_was_hidden_is_expected_to_show():
     assert hidden.curve(rows=2, nodes=2) == [1.0, 3.75 / 1.75, 5.75 / 1.75]
     assert [STEEP.expected(tokens) for tokens in (1, 2, 6)] == [1.0, 2.0, 6.0]
     assert [FLAT.expected(tokens) for tokens in (1, 2, 6)] == [1.0] * 3
-    slow_at_first = VerifyCosts([1, 2, 4], [1.0, 1.9, 2.1])  # never less than was measured
-    assert slow_at_first.expected(2) == 1.9
+    assert VerifyCosts([1, 2, 4], [1.0, 1.9, 2.1]).expected(2) == 1.9  # no less than was measured
 
 
 def test_costs_are_measured_once_a_day_and_machine(monkeypatch, tmp_path):
     lm = tiny().compile_for_decoding()  # the library is the usual cache's
     monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
     monkeypatch.setattr(costs, "STEADY", float("inf"))
-    found = costs.verify_costs(lm)
-    assert found.widths[0] == 1 and sorted(found.seconds) == found.seconds and found.seconds[0] > 0
+    curve = costs.verify_costs(lm)
+    assert curve.widths[0] == 1 and sorted(curve.seconds) == curve.seconds and curve.seconds[0] > 0
     (file,) = (tmp_path / "costs").iterdir()
-    assert VerifyCosts(**json.loads(file.read_text())) == found
+    assert VerifyCosts(**json.loads(file.read_text())) == curve
 
     monkeypatch.setattr(costs, "measure", lambda lm: (FLAT, False))  # again
-    assert costs.verify_costs(lm) is found
-    assert costs.verify_costs(tiny().compile_for_decoding()) == found
+    assert costs.verify_costs(lm) is curve
+    assert costs.verify_costs(tiny().compile_for_decoding()) == curve
     whole, written = file.read_text(), file.stat().st_mtime
     file.write_text("{")
     assert costs.verify_costs(tiny().compile_for_decoding()) is FLAT
@@ -59,10 +58,9 @@ def test_costs_are_measured_once_a_day_and_machine(monkeypatch, tmp_path):
     assert costs.verify_costs(tiny().compile_for_decoding()) is FLAT
 
 
-def test_what_a_busy_machine_took_is_used_and_not_kept(monkeypatch, tmp_path):
-    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
+def test_what_a_busy_machine_took_is_used_and_not_kept(cache, monkeypatch):
     monkeypatch.setattr(costs, "measure", lambda lm: (FLAT, False))
-    assert costs.verify_costs(tiny()) is FLAT and not (tmp_path / "costs").exists()
+    assert costs.verify_costs(tiny()) is FLAT and not cache.exists()
     assert costs.is_steady([5.0, 3.0, 4.0, 3.2]) and not costs.is_steady([5.0, 3.0, 4.0, 3.4])
     assert costs.is_steady([3.0]) and not costs.is_steady([3.0, 4.0])  # so few say little
 
@@ -81,8 +79,8 @@ def test_what_a_draft_takes_is_measured_once(monkeypatch, fused):
     assert drafter.draft_cost == measured
 
 
-def drafted(lm, drafter, known: VerifyCosts, rows: int, monkeypatch) -> list[int]:
-    monkeypatch.setitem(costs._verify_costs, lm, known)
+def drafted(lm, drafter, verify_costs: VerifyCosts, rows: int, monkeypatch) -> list[int]:
+    monkeypatch.setitem(costs._verify_costs, lm, verify_costs)
     done = Engine(lm, drafter).generate(PROMPTS, 12, batch_size=rows)
     texts = [prompt + generation.tokens for prompt, generation in zip(PROMPTS, done, strict=True)]
     assert texts == vanilla_texts(lm, PROMPTS, 12)

@@ -195,8 +195,7 @@ def test_streams_take_turns_and_one_whose_place_is_taken_is_refused_not_mixed_up
 
 @pytest.fixture
 def ends_with(case, monkeypatch):
-    config = case.lm.hf.generation_config
-    return lambda *ids: monkeypatch.setattr(config, "eos_token_id", list(ids))
+    return lambda *ids: monkeypatch.setattr(case.lm.hf.generation_config, "eos_token_id", list(ids))
 
 
 @pytest.fixture(scope="module")

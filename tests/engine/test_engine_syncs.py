@@ -27,7 +27,7 @@ class Syncs(TorchDispatchMode):
     ).split()
 
     def __enter__(self):
-        self.seen: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.patches = pytest.MonkeyPatch()
         # on a CPU tensor these read memory without an operator
         for name in ("tolist", "cpu", "numpy", "__array__"):
@@ -42,7 +42,7 @@ class Syncs(TorchDispatchMode):
         original = getattr(torch.Tensor, name)
 
         def method(tensor, *args, **kwargs):
-            self.seen[name] += 1
+            self.counts[name] += 1
             return original(tensor, *args, **kwargs)
 
         return method
@@ -50,15 +50,15 @@ class Syncs(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if name in self.NAMES:
-            self.seen[name] += 1
+            self.counts[name] += 1
         if name in ("index", "index_put_", "index_put"):  # a mask as index hides a nonzero
             masks = [index is not None and index.dtype == torch.bool for index in args[1]]
-            self.seen["mask index"] += sum(masks)
+            self.counts["mask index"] += sum(masks)
         return func(*args, **(kwargs or {}))
 
     @property
     def total(self) -> int:
-        return sum(self.seen.values())
+        return sum(self.counts.values())
 
 
 def begun(lm, drafter, sampling: Sampling, prompts):
@@ -84,17 +84,15 @@ def test_the_counter_of_syncs_sees_them():
 def test_no_host_sync_in_a_step_beyond_those_the_design_names(
     eager_case, recorded, name, threshold, rows, sampling
 ):
-    """One copy of the new tokens, and one read of the confidences a drafted token, the last aside,
-    for a threshold."""
+    """One copy of the new tokens; for a threshold one read for each drafted token but the last."""
     steps, lm = 4, graphed(tiny()) if recorded else eager_case.lm
     drafter = Vanilla() if name == "vanilla" else Kangaroo(lm, adapter_for(lm), steps, threshold)
     engine, batch = begun(lm, drafter, sampling, random_prompts(3, 5, 1, 9)[:rows])
     for _ in range(5):
         with Syncs() as syncs:
             records = engine.step(batch)
-        drafted = max(record.drafted for record in records)
-        asked = min(drafted, steps - 1) if threshold else 0
-        assert syncs.seen["tolist"] == syncs.total == 1 + asked, syncs.seen
+        reads = min(max(record.drafted for record in records), steps - 1) if threshold else 0
+        assert syncs.counts["tolist"] == syncs.total == 1 + reads, syncs.counts
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -117,8 +115,8 @@ def test_a_drafted_tree_waits_once_for_its_size_and_for_each_level_that_may_be_t
         levels.clear()
         with Syncs() as syncs:
             engine.step(batch)
-        asked = min(len(levels), steps - 1) if threshold else 0
-        assert syncs.seen["tolist"] == 1 + asked and syncs.total == 2 + asked, syncs.seen
+        reads = min(len(levels), steps - 1) if threshold else 0
+        assert syncs.counts["tolist"] == 1 + reads and syncs.total == 2 + reads, syncs.counts
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -132,7 +130,7 @@ def test_a_hybrids_round_waits_once_more_for_each_drafted_token(eager_case, monk
         with Syncs() as syncs:
             engine.step(batch)
         drafted = max(len(chain.tokens) for chain in chains)
-        assert syncs.seen["tolist"] == syncs.total == 1 + drafted
+        assert syncs.counts["tolist"] == syncs.total == 1 + drafted
 
 
 @pytest.mark.parametrize(
@@ -144,4 +142,4 @@ def test_drafts_from_text_or_from_the_pool_wait_for_no_device(eager_case, name):
         with Syncs() as syncs:
             engine.step(batch)
         # Token Recycling reads what is likeliest
-        assert syncs.total == 1 + (name == "token-recycling-tree"), syncs.seen
+        assert syncs.total == 1 + (name == "token-recycling-tree"), syncs.counts

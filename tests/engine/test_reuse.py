@@ -28,7 +28,7 @@ class Turn:
     prompt: list[int]
     new_tokens: int
     text: list[int]
-    known: int
+    reused: int
 
 
 def talk(family: str, sampling: Sampling, first: list[int], lengths: list[int]) -> list[Turn]:
@@ -46,7 +46,7 @@ def talk(family: str, sampling: Sampling, first: list[int], lengths: list[int]) 
     for before, turn in pairwise(turns):
         most = min(len(before.text) - 2, len(turn.prompt) - 1)
         pairs = zip(before.text[:most], turn.prompt, strict=False)
-        turn.known = next((i for i, (was, now) in enumerate(pairs) if was != now), most)
+        turn.reused = next((i for i, (was, now) in enumerate(pairs) if was != now), most)
     return turns
 
 
@@ -54,8 +54,7 @@ def talk(family: str, sampling: Sampling, first: list[int], lengths: list[int]) 
 def talks(family: str, sampling: str) -> list[list[Turn]]:
     first = random_prompts(9, 40, seed=7)
     lengths = [[4, 11, 9, 2, 1, 6, 5], [13, 5, 2, 17, 7, 1, 3]]
-    rows = zip(first, lengths, strict=True)
-    return [talk(family, SAMPLINGS[sampling], *row) for row in rows]
+    return [talk(family, SAMPLINGS[sampling], *row) for row in zip(first, lengths, strict=True)]
 
 
 def converse(engine: Engine, talks: list[list[Turn]], sampling: Sampling) -> list[list[Generation]]:
@@ -87,9 +86,9 @@ def check(drafter: str, family: str, sampling: str) -> None:
     for engine in engines(drafter, case):
         done = converse(engine, of_rows, SAMPLINGS[sampling])
         for row, turns in zip(done, of_rows, strict=True):
-            for said, turn in zip(row, turns, strict=True):
-                assert turn.prompt + said.tokens == turn.text
-                assert said.reused == turn.known * reuses(engine)
+            for generation, turn in zip(row, turns, strict=True):
+                assert turn.prompt + generation.tokens == turn.text
+                assert generation.reused == turn.reused * reuses(engine)
         rounds.append(list(map(rounds_of, done)))
     assert rounds[0] == rounds[1]
 
@@ -104,13 +103,13 @@ def share(engine: Engine, sampling: Sampling) -> tuple[list[tuple[list[int], Gen
     read, and of one that was written to; of all that another row is writing. Each with its prompt,
     in rows that had other texts. And how long the longest text is that the last one begins like."""
     (prompt, other, more) = random_prompts(37, 20, 9, seed=11)
-    batch, said = engine.open(4, LONGEST, sampling), []
+    batch, admitted = engine.open(4, LONGEST, sampling), []
     running: dict[int, tuple[Request, Generation]] = {}
 
     def admit(row: int, prompt: list[int], new_tokens: int) -> Generation:
         request = Request(prompt, new_tokens, sampling.seed)
         running[row] = request, (generation := engine.admit(batch, row, request))
-        said.append((prompt, generation))
+        admitted.append((prompt, generation))
         return generation
 
     def step(count: int) -> None:
@@ -132,21 +131,21 @@ def share(engine: Engine, sampling: Sampling) -> tuple[list[tuple[list[int], Gen
     admit(3, [*prompt, *first.tokens, *more], 12)
     while not all(generation.finish for _, generation in running.values()):
         step(1)
-    return said[3:], furthest
+    return admitted[3:], furthest
 
 
 def check_shared(drafter: str, family: str, sampling: str) -> None:
     lm, how, rounds = lm_of(family), SAMPLINGS[sampling], []
     read_whole, _ = share(Engine(lm, Vanilla()), how)
-    case = Case(lm, adapter_for(lm), [prompt + said.tokens for prompt, said in read_whole])
+    case = Case(lm, adapter_for(lm), [prompt + x.tokens for prompt, x in read_whole])
     for engine in engines(drafter, case):
         done, furthest = share(engine, how)
-        for prompt, said in done:
-            (text,) = vanilla_texts(lm, [prompt], len(said.tokens), how)
-            assert prompt + said.tokens == text
-        known = [18 + 1 - 2, 0, 36, 36, min(len(done[-1][0]) - 9, furthest - 2)]
-        assert [said.reused for _, said in done] == [n * reuses(engine) for n in known]
-        rounds.append(rounds_of([said for _, said in done]))
+        for prompt, generation in done:
+            (text,) = vanilla_texts(lm, [prompt], len(generation.tokens), how)
+            assert prompt + generation.tokens == text
+        reused = [18 + 1 - 2, 0, 36, 36, min(len(done[-1][0]) - 9, furthest - 2)]
+        assert [x.reused for _, x in done] == [n * reuses(engine) for n in reused]
+        rounds.append(rounds_of([x for _, x in done]))
     assert rounds[0] == rounds[1]
 
 
@@ -172,13 +171,13 @@ def test_a_layer_reads_what_was_written_without_drafts():
     (text,) = vanilla_texts(lm, [first], 30)
     for engine in engines("kangaroo", Case(lm, adapter_for(lm), [])):
         batch = engine.open(1, LONGEST, Sampling())
-        said = engine.admit(batch, 0, Request(first, 30))
-        while not said.finish:
+        generation = engine.admit(batch, 0, Request(first, 30))
+        while not generation.finish:
             (record,) = engine.step(batch, drafts=False)
-            engine.record(batch, 0, record, Request(first, 30), said)
+            engine.record(batch, 0, record, Request(first, 30), generation)
         assert engine.stepper.buffers.unread[0] == 29
-        said = engine.admit(batch, 0, Request(text + more, 10))
-        assert said.reused == (len(text) - 2) * engine.prefix_cache
+        generation = engine.admit(batch, 0, Request(text + more, 10))
+        assert generation.reused == (len(text) - 2) * engine.prefix_cache
         engine.step(batch)
         both = (batch.cache, engine.drafter.cache)
         keys.append([x for cache in both for x in (*cache.keys, *cache.values)])

@@ -41,9 +41,8 @@ SAMPLINGS += [Sampling(1.0, top_p=0.7), Sampling(1.3, top_k=4), Sampling(1.3, 0.
 
 def over_positions(sampling: Sampling, seed: int = 0) -> Tensor:
     """Tokens at `DRAWS` consecutive positions of one seed."""
-    logits_1NV = LOGITS_V.expand(1, DRAWS, -1)
     how, seed_1 = combine([sampling]), torch.tensor([seed])
-    return pick(logits_1NV, torch.arange(DRAWS)[None], how, seed_1)[0]
+    return pick(LOGITS_V.expand(1, DRAWS, -1), torch.arange(DRAWS)[None], how, seed_1)[0]
 
 
 def assert_independent(first: Tensor, second: Tensor) -> None:
@@ -150,7 +149,7 @@ def test_the_likeliest_token_always_stays_and_at_the_extremes_alone(sampling, li
 def test_native_code_draws_the_same_at_the_extremes_each_row_by_its_own():
     """All in one batch, and each alone; the greedy ones write what greedy decoding writes."""
     (prompt,) = random_prompts(9)
-    requests = [Request(prompt, 12, 5, sampling=own, ignore_eos=True) for own, _ in EXTREMES]
+    requests = [Request(prompt, 12, 5, sampling=how, ignore_eos=True) for how, _ in EXTREMES]
     by_tensors, native = Engine(tiny(), Vanilla()), Engine(tiny(), Vanilla())
     native.lm.compile_for_decoding()
     expected = dict(by_tensors.completions(requests, Sampling(), len(requests)))
@@ -170,16 +169,16 @@ def test_texts_of_unlike_settings_are_drawn_each_by_its_own():
     logits_BNV = 3 * torch.randn(len(rows), 5, 50, generator=torch.Generator().manual_seed(0))
     positions_BN = torch.arange(5).expand(len(rows), -1) + torch.arange(len(rows))[:, None]
     seeds_B = torch.arange(len(rows)) + 7
-    one = slice(2, 3)
-    for choose in (pick, lambda *asked: candidates(*asked, 3)):
+    third = slice(2, 3)
+    for choose in (pick, lambda *options: candidates(*options, 3)):
         chosen = choose(logits_BNV, positions_BN, mixed, seeds_B)
-        for row, own in enumerate(rows):
+        for row, sampling in enumerate(rows):
             part = slice(row, row + 1)
-            alone = choose(logits_BNV[part], positions_BN[part], combine([own]), seeds_B[part])
+            alone = choose(logits_BNV[part], positions_BN[part], combine([sampling]), seeds_B[part])
             assert torch.equal(chosen[part], alone)
-        shared = choose(logits_BNV, positions_BN[one], mixed, seeds_B)  # positions of all rows
-        alone = choose(logits_BNV[one], positions_BN[one], combine([rows[2]]), seeds_B[one])
-        assert torch.equal(shared[one], alone)
+        shared = choose(logits_BNV, positions_BN[third], mixed, seeds_B)  # positions of all rows
+        alone = choose(logits_BNV[third], positions_BN[third], combine([rows[2]]), seeds_B[third])
+        assert torch.equal(shared[third], alone)
 
 
 def test_where_the_filters_leave_too_few_candidates_the_likeliest_others_follow():

@@ -71,8 +71,7 @@ BLOCK = Sampling(temperature=0.9, rule=Rule.block)
 
 
 class Markov:
-    """A target with `logits_VV` and a drafter that draws by `q_VV` after each token, whatever stood
-    before it."""
+    """A target with `logits_VV` and a drafter with `q_VV`: each goes by the last token alone."""
 
     def __init__(self, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
@@ -109,8 +108,7 @@ class Markov:
         draft = Draft(tokens_BN, tree, valid_BN, probs_BNV=probs_BNV)
         positions_BN = start + torch.arange(steps + 1).expand_as(tokens_BN)
         logits_BNV, how = self.logits_VV[tokens_BN], combine([sampling])
-        choice_BN = write(draft, logits_BNV, positions_BN, how, seeds_B)
-        verdict = accept(draft, choice_BN)
+        verdict = accept(draft, write(draft, logits_BNV, positions_BN, how, seeds_B))
         return verdict.choice_BN.gather(1, verdict.path_BP), verdict.count_B
 
 

@@ -35,8 +35,7 @@ def hf_run(count, seconds):
 
 
 def record(question_id, *pairs, category="qa", fork=None, prompts=(3, 3)):
-    """A question; each pair is (method's run, vanilla's run or None), `prompts` the length of each
-    one's prompt."""
+    """A question of pairs (method's run, vanilla's or None); `prompts` are the prompts' lengths."""
     turns = [
         Turn(length, 8, {METHOD: a} if b is None else {METHOD: a, "vanilla": b}, fork)
         for length, (a, b) in zip(prompts, pairs, strict=False)
@@ -93,16 +92,14 @@ def tiny_lm(**overrides):
     return TargetModel(random_model(deep_scale=0.15, **overrides))
 
 
-def evaluate_several(
-    output, bench, names, lm=None, ranks=ALONE, log=None, drafters=None, **changes
-):
+def evaluate_several(output, bench, names, lm=None, ranks=ALONE, log=None, drafters=None, **fields):
     """Kangaroo, and prompt lookup where there are two names, or other drafters, on a random
     six-layer model over bytes, in float32."""
     lm = lm or tiny_lm().compile_for_decoding()
     drafters = drafters or [Kangaroo(lm, adapter_for(lm), steps=3, threshold=0.2), PromptLookup()]
     pairs = zip(names, drafters, strict=False)
     methods = [MethodSpec(name, drafter, {"drafter": {"of": name}}) for name, drafter in pairs]
-    settings = {"output": str(output), "max_new_tokens": 16, "warmup": 1} | changes
+    settings = {"output": str(output), "max_new_tokens": 16, "warmup": 1} | fields
     config = EvaluateConfig(bench=BenchConfig("tiny", path=str(bench)), **settings)
     about = {"model_name": "tiny", "ranks": ranks}
     return Evaluator(lm, byte_tokenizer(), methods, config, **about).finish(log)

@@ -16,12 +16,6 @@ GOOD = {"question_id": 1, "category": "qa", "turns": ["Why?"]}
 SPEC_BENCH = ROOT.parent / "shared" / "spec_bench" / "question.jsonl"
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "benches"
-
-
 def test_the_demo_is_shipped_and_the_fingerprint_follows_what_is_asked():
     questions = load_questions(BenchConfig("demo"))
     assert len(questions) == 66
@@ -80,13 +74,13 @@ def test_a_download_is_kept_and_wrong_checksums_refused_but_of_local_files(tmp_p
     home.write_bytes(others)
     with pytest.raises(CorruptFile, match=r"far from file:.* sha256 \w+, not \w+\. Try again"):
         load_questions(config)
-    assert not cache.exists()  # nothing is kept
+    assert not (cache / "benches").exists()  # nothing is kept
     home.write_bytes(content)
     assert load_questions(config)[0].turns == ["Why?"]
     home.unlink()
     assert load_questions(config)[0].turns == ["Why?"]
-    assert [file.name for file in cache.iterdir()] == ["far.jsonl"]
-    (cache / "far.jsonl").write_text("{}")
+    assert [file.name for file in (cache / "benches").iterdir()] == ["far.jsonl"]
+    (cache / "benches/far.jsonl").write_text("{}")
     with pytest.raises(CorruptFile, match=r"far\.jsonl' have sha256 .* Delete it"):
         load_questions(config)
     # a local file needs no network, and one of other questions is used with a warning
@@ -142,10 +136,8 @@ def test_turns_alone_make_a_bench_that_is_called_as_its_file(tmp_path):
     file.write_text("\n".join(map(json.dumps, lines)))
     config = BenchConfig(path=str(file))
     assert config.name == "mine" and BenchConfig().name == "demo"
-    questions = load_questions(config)
-    named = [(q.question_id, q.category, q.task, q.reference) for q in questions]
-    mine = [(i, "mine", "mine", None) for i in (1, 2)]
-    assert named == [*mine, (3, "writing", "writing", None)]
+    named = [(q.question_id, q.category, q.task, q.reference) for q in load_questions(config)]
+    assert named == [*((i, "mine", "mine", None) for i in (1, 2)), (3, "writing", "writing", None)]
     assert load_questions(BenchConfig("spec_bench", path=config.path))[-1].task == "mt_bench"
     file.write_text("\n")
     with pytest.raises(DataError, match="holds no questions"):

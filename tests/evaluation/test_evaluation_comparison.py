@@ -154,13 +154,11 @@ def test_a_committed_page_follows_from_its_results():
 
 def test_a_finished_comparison_becomes_a_page_with_its_numbers_and_its_plot(sweep, tmp_path):
     comparison.write(comparison.compare(sweep), sweep)
-    page = tmp_path / "docs/mine.md"
+    page = tmp_path / "docs/my.md"
     comparison.publish(sweep, page)
     report = (sweep / "report.md").read_text()
-    assert page.read_text() == report.replace("](speedup.png)", "](img/mine_speedup.png)")
-    assert (page.parent / "img/mine_speedup.png").read_bytes() == (
-        sweep / "speedup.png"
-    ).read_bytes()
+    assert page.read_text() == report.replace("](speedup.png)", "](img/my_speedup.png)")
+    assert (page.parent / "img/my_speedup.png").read_bytes() == (sweep / "speedup.png").read_bytes()
     assert json.loads(page.with_suffix(".json").read_text())["paired"]
 
 

@@ -133,11 +133,10 @@ def test_what_was_not_measured_is_left_out_and_what_was_asked_otherwise_refused(
 
 
 def test_methods_by_task_are_rows_with_the_papers_below(tmp_path):
-    study = composed("table1").study
     qa, rag = answered(1.0, ids=[0, 1]), answered(1.0, ids=[2, 3], category="rag")
     for name in ("kangaroo", "lookahead"):
         finish(tmp_path / name, [*qa, *rag])
-    first, second, *_ = report.table(read_study(study, tmp_path))
+    first, second, *_ = report.table(read_study(composed("table1").study, tmp_path))
     assert first["method"] == second["method"] == "Kangaroo, no tree"
     assert first["overall"].startswith("3.00 / ") and first["MT-bench"] == "-"
     written = {"CR / speedup": "Vicuna-7B", "QA": "1.87 / 1.43", "overall": "- / 1.50"}

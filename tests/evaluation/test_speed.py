@@ -66,8 +66,7 @@ def test_a_kangaroo_round_reads_shallow_layers_adapter_and_head_for_each_draft_t
     shallow = sum(ROW + EXIT * (LAYER + length * KV) for length in (10, 11, 12))
     adapted = sum(ADAPTER + HEAD + length * KV for length in (10, 11))
     assert reads.draft(length=10, drafted=2) == shallow + adapted
-    deep = (LAYERS - EXIT) * (LAYER + 12 * KV)
-    assert reads.verify(length=10, drafted=2) == deep + NORM + HEAD
+    assert reads.verify(length=10, drafted=2) == (LAYERS - EXIT) * (LAYER + 12 * KV) + NORM + HEAD
 
 
 def test_all_methods_write_the_same_text_past_eos(monkeypatch):
@@ -98,8 +97,7 @@ def test_methods_take_turns_and_each_is_first_equally_often():
     for of_prompts in texts.values():
         assert [[t.tokens for t in each] for each in of_prompts] == [[[i]] * 3 for i in (7, 8, 9)]
     for prompt in (7, 8, 9):
-        first = [name for name, given in order[::3] if given == prompt]
-        assert sorted(first) == ["a", "b", "c"]
+        assert sorted(name for name, token in order[::3] if token == prompt) == ["a", "b", "c"]
 
 
 def test_the_speedup_is_the_ratio_of_total_seconds_for_as_many_tokens_of_each_prompt():

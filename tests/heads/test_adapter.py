@@ -39,9 +39,7 @@ def test_what_was_saved_is_what_is_loaded(lm, saved):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_trained_adapter_is_kept_in_its_targets_dtype_and_loaded_as_it_was_frozen(
-    tmp_path, dtype
-):
+def test_a_trained_adapter_is_kept_in_its_targets_dtype_and_loaded_as_frozen(tmp_path, dtype):
     lm = tiny(dtype=dtype)
     (trainee,) = trainees(lm, [recipe_of(name="a", exit_layers=[EXIT])], None)
     for parameter in trainee.adapter.parameters():  # in float32, as training leaves them
@@ -65,9 +63,7 @@ def test_a_weight_beyond_float16_is_kept_in_bfloat16():
         assert files.saved_dtype(adapter, lm) == kept
 
 
-def test_an_adapter_that_is_not_there_is_the_one_that_training_saved(
-    lm, saved, tmp_path, monkeypatch, caplog
-):
+def test_a_missing_adapter_is_the_one_that_training_saved(lm, saved, tmp_path, monkeypatch, caplog):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(
@@ -78,8 +74,7 @@ def test_an_adapter_that_is_not_there_is_the_one_that_training_saved(
     with pytest.raises(AdapterNotFound, match=r"train\.py model\.path=FOLDER .* adapter=medusa"):
         load("adapters/mine-medusa", lm, MedusaHeads)
     left = Path("outputs/train/mine/attention-exit2")
-    ignored = shutil.ignore_patterns("elsewhere")  # `saved` is the folder above
-    shutil.copytree(saved, left, ignore=ignored)
+    shutil.copytree(saved, left, ignore=shutil.ignore_patterns("elsewhere"))  # `saved` is above
     (left.parent / "half-saved").mkdir()
     with caplog.at_level("INFO"):
         load("adapters/mine", lm, Adapter)
@@ -93,10 +88,8 @@ def test_an_adapter_that_is_not_there_is_the_one_that_training_saved(
     shutil.copytree(left, "adapters/mine")
     with caplog.at_level("INFO"):
         assert find("adapters/mine") == Path("adapters/mine")
-    assert (
-        f"'adapters/mine' drafts; what was trained here does by drafter.adapter={left}"
-        in caplog.text
-    )
+    message = f"'adapters/mine' drafts; what was trained here does by drafter.adapter={left}"
+    assert message in caplog.text
 
 
 def test_an_adapter_that_is_nowhere_names_what_was_tried(lm, saved, monkeypatch):
@@ -188,8 +181,8 @@ def test_an_adapter_on_other_weights_of_the_same_shape_is_warned_of(saved, caplo
     other.layers[3].mlp.down_proj.weight.data *= 1.01
     other.config.name_or_path = "somebody/fine-tuned"
     load(str(saved), other, Adapter)
-    (said,) = caplog.messages
-    assert "was trained for tiny/llama (weights " in said and "is somebody/fine-tuned (weig" in said
+    (text,) = caplog.messages
+    assert "was trained for tiny/llama (weights " in text and "is somebody/fine-tuned (weig" in text
 
 
 def test_every_weight_is_needed_finite_and_none_is_ignored(lm, saved):

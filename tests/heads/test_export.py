@@ -35,8 +35,7 @@ LAYERS = [
 
 
 def target(folder, family="llama", **overrides):
-    fields = {"vocab_size": 259, "eos_token_id": 257} | overrides
-    tiny(family, **fields).hf.save_pretrained(folder)
+    tiny(family, **{"vocab_size": 259, "eos_token_id": 257} | overrides).hf.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return ModelConfig("mine", str(folder), dtype=Dtype.float32, device="cpu", compiled=False)
 
@@ -52,14 +51,14 @@ def test_a_saved_draft_model_is_whole_and_says_what_the_adapter_says(tmp_path, f
     adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts))
     path = saved(lm, adapter, tmp_path / "adapter", None if "own_head" in parts else 2)
     save(path, model, tmp_path / "draft")
-    found, report = AutoModelForCausalLM.from_pretrained(
+    exported, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "draft", dtype=torch.float32, output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert found.config.tie_word_embeddings == (tied and "own_head" not in parts)
+    assert exported.config.tie_word_embeddings == (tied and "own_head" not in parts)
     tokens = [5, 250, 17, 99, 100, 3]
     with torch.no_grad():
-        theirs = found(torch.tensor([tokens])).logits[0]
+        theirs = exported(torch.tensor([tokens])).logits[0]
         x_1TD = adapter(states_after(lm, tokens, EXIT), None, lm.chunk(0, 6, 0, 6), None)
     drafter = DraftModelConfig(adapter=path).build(lm)  # which drafts from the whole vocabulary
     assert torch.equal(theirs, forward_logits(drafter.lm, tokens))
@@ -99,9 +98,8 @@ LAYERS_OF_OUR_KIND = {
 def test_what_is_no_layer_is_refused_before_the_target_is_read(tmp_path, kind):
     lm = tiny()
     path = saved(lm, KINDS[kind](lm), tmp_path / "adapter")
-    nowhere = ModelConfig("mine", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=f"{kind}.*Export one of adapter=attention"):
-        save(path, nowhere, tmp_path / "draft")
+        save(path, ModelConfig("mine", str(tmp_path / "nowhere")), tmp_path / "draft")
 
 
 def test_an_own_head_over_some_tokens_is_refused(tmp_path):

@@ -24,18 +24,17 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 
 FILES = (official.WEIGHTS, official.SAFETENSORS)
-ATTENTION = "layers.0.self_attn."
 THRESHOLD, STEPS = 0.6, 6
 
 
 def random_state(lm: TargetModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Weights around those of the layer above the exit: often right, and never the target's own."""
-    own = adapter_for(lm).state_dict()
-    own["norm.weight"] *= 2  # as sure of its tokens, here and there, as a trained one
-    own["attention.o_proj.weight"] *= 3  # so that what it attends to matters
+    base = adapter_for(lm).state_dict()
+    base["norm.weight"] *= 2  # as sure of its tokens, here and there, as a trained one
+    base["attention.o_proj.weight"] *= 3  # so that what it attends to matters
     generator = torch.Generator().manual_seed(3)
     return {
-        name: (own[ours] + 0.02 * torch.randn(own[ours].shape, generator=generator)).to(dtype)
+        name: (base[ours] + 0.02 * torch.randn(base[ours].shape, generator=generator)).to(dtype)
         for name, ours in official.NAMES.items()
     }
 
@@ -107,7 +106,7 @@ def test_an_imported_checkpoint_drafts_what_its_formulas_give(lm, tmp_path, file
 def test_what_training_by_the_official_code_adds_to_names_is_dropped(lm, tmp_path):
     """`module.` of several processes, and the frequencies of an older transformers."""
     state = random_state(lm)
-    saved = state | {f"{ATTENTION}rotary_emb.inv_freq": torch.ones(4)}
+    saved = state | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     wrapped = {f"module.{name}": tensor for name, tensor in saved.items()}
     for i, kind in enumerate((saved, wrapped)):
         adapter, _ = official.read(checkpoint(tmp_path / str(i), kind, config_of(lm)), lm, EXIT)
@@ -190,9 +189,8 @@ REFUSED = {
 def test_anything_but_the_papers_adapter_for_this_target_is_refused_by_name(lm, tmp_path, what):
     tensors, fields, message = REFUSED[what]
     state = {name: x for name, x in (random_state(lm) | tensors).items() if x is not None}
-    source = checkpoint(tmp_path, state, config_of(lm, **fields))
     with pytest.raises(CorruptFile if what == "not finite" else AdapterMismatch, match=message):
-        official.read(source, lm, EXIT)
+        official.read(checkpoint(tmp_path, state, config_of(lm, **fields)), lm, EXIT)
 
 
 OTHER_TARGETS = [
@@ -215,6 +213,5 @@ def test_an_exit_layer_has_to_be_given_where_it_is_not_known(lm, tmp_path):
     with pytest.raises(ConfigError, match=r"tiny/llama.*2 for lmsys/vicuna-7b.*exit_layer="):
         official.exit_layer(None, lm)
     assert official.exit_layer(3, lm) == 3
-    source = checkpoint(tmp_path, random_state(lm), config_of(lm))
     with pytest.raises(AdapterMismatch, match=r"exit layer 4 .*choose 1 to 3"):
-        official.read(source, lm, 4)
+        official.read(checkpoint(tmp_path, random_state(lm), config_of(lm)), lm, 4)

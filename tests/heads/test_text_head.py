@@ -30,8 +30,7 @@ def test_it_drafts_from_the_tokens_of_the_texts_and_fills_up_the_last_block():
     assert rare(head)[:4] == [40, 50, 63, 20] and len(rare(head)) == 16
     assert len(set(head.vocabulary_K.tolist())) == head.size == 32
     x_MD = torch.randn(5, 32)
-    expected_MK = DraftHead(lm)(x_MD)[:, head.vocabulary_K]
-    torch.testing.assert_close(head(x_MD), expected_MK)
+    torch.testing.assert_close(head(x_MD), DraftHead(lm)(x_MD)[:, head.vocabulary_K])
     first.append(44)  # it grows
     assert not head.follow([first, second])
     assert head.follow([second]) and rare(head)[0] == 20 and 40 not in rare(head)
@@ -47,9 +46,9 @@ def test_a_long_text_takes_no_more_than_the_room():
     assert head.vocabulary_K.tolist() == list(range(64))  # there is no more to fill up with
 
 
-@pytest.mark.parametrize("made", [TargetModel.compile_for_decoding, graphed])
-def test_a_text_of_rare_tokens_is_drafted_from_them_whatever_was_decoded_before(made):
-    lm = made(tiny())
+@pytest.mark.parametrize("accelerated", [TargetModel.compile_for_decoding, graphed])
+def test_a_text_of_rare_tokens_is_drafted_from_them_whatever_was_decoded_before(accelerated):
+    lm = accelerated(tiny())
     prompts = [list(range(30, 60)), [1, 2, 3], list(range(30, 60))]
 
     def generated(head):
@@ -64,7 +63,7 @@ def test_a_text_of_rare_tokens_is_drafted_from_them_whatever_was_decoded_before(
 
 def test_an_adapter_that_reads_the_targets_head_gets_one(tmp_path):
     lm, frequent = tiny(), FREQUENT.tolist()
-    plain, own = adapter_for(lm), Adapter(lm, 2, AdapterHeadConfig(own_head=True), FREQUENT)
+    plain, own_head = adapter_for(lm), Adapter(lm, 2, AdapterHeadConfig(own_head=True), FREQUENT)
 
     def head_of(name, adapter, **options):
         folder = str(saved_adapter(lm, adapter, tmp_path / name, frequent, vocabulary=16))
@@ -75,7 +74,7 @@ def test_an_adapter_that_reads_the_targets_head_gets_one(tmp_path):
     without.follow([[40, 50]])
     assert without.vocabulary_K.tolist() == frequent
     assert type(head_of("plain", plain, vocabulary=0)) is DraftHead
-    assert type(head_of("own", own)) is DraftHead
+    assert type(head_of("own", own_head)) is DraftHead
 
 
 def test_for_graphs_which_are_of_one_size_all_of_the_room_is_filled_in_place():

@@ -43,8 +43,7 @@ def test_every_draft_step_of_training_is_that_of_drafting(kind):
             expected = last_state(lm, adapter, ids[: position + 1], pending=position - step)
             torch.testing.assert_close(state_1TD[0, position], expected, **TOLERANCE)
     # it reads the deep state and its own, else this would hold for anything
-    by_step = [last_state(lm, adapter, ids, pending) for pending in (10, 11)]
-    assert not torch.allclose(*by_step)
+    assert not torch.allclose(*(last_state(lm, adapter, ids, pending) for pending in (10, 11)))
 
 
 PARTS = [{}, {"feed_forward": True, "fused": True}, {"attention_layers": 2}]
@@ -112,8 +111,7 @@ def test_it_drafts_from_disk_no_further_than_it_has_places_and_a_chain_too(tmp_p
     drafter = BlockConfig(adapter=str(folder), steps=9).build(lm)
     assert drafter.steps == 5 and drafter.head.size == 32
     assert torch.equal(drafter.table_KR, head.table.weight)
-    chain = KangarooConfig(adapter=str(folder), steps=9, threshold=0).build(lm)
-    for reader in (drafter, chain):
+    for reader in (drafter, KangarooConfig(adapter=str(folder), steps=9, threshold=0).build(lm)):
         texts = helpers.texts_by(Engine(lm, reader), prompts, 9)
         assert texts == helpers.vanilla_texts(lm, prompts, 9)
 
@@ -147,11 +145,11 @@ def test_a_token_sees_whole_blocks_from_the_one_where_its_window_begins(length):
     f_1TD = states_after(lm, LONG[0][:length], adapter.exit_layer)
     first = (length - 1 - WINDOW) // 64 * 64
     assert first == {128: 0, 129: 64, 200: 128}[length]
-    seen = lm.chunk(0, length - first, 0, length)
-    seen.rope = tuple(x[:, first:] for x in whole.rope)
+    visible = lm.chunk(0, length - first, 0, length)
+    visible.rope = tuple(x[:, first:] for x in whole.rope)
     whole_1TD = adapter(f_1TD, None, whole, None)
     adapter.attention_window = 0
-    expected_1TD = adapter(f_1TD[:, first:], None, seen, None)
+    expected_1TD = adapter(f_1TD[:, first:], None, visible, None)
     torch.testing.assert_close(whole_1TD[0, -1], expected_1TD[0, -1], **TOLERANCE)
 
 

@@ -86,8 +86,8 @@ def padded(prompts=PROMPTS) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
 
 
-def ours(hf, folder: str, **asked):
-    return hf.generate(**asked, custom_generate=folder, trust_remote_code=True)
+def ours(hf, folder: str, **options):
+    return hf.generate(**options, custom_generate=folder, trust_remote_code=True)
 
 
 MODELS = "llama:eager:attention mistral:sdpa:attention qwen2:eager:attention qwen3:sdpa:fused "
@@ -98,14 +98,14 @@ MODELS += "llama:sdpa:medusa llama:sdpa:eagle"
 def test_the_tokens_are_generates_own_whatever_drafts(tmp_path, model):
     family, attention, kind = model.split(":")
     hf = target(family, attention)
-    asked = padded() | {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-    expected = hf.generate(**asked)
+    options = padded() | {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    expected = hf.generate(**options)
     assert (expected[:, -1] == PAD).any() and (expected[:, -1] != PAD).any()
-    assert torch.equal(ours(hf, pushed(hf, tmp_path, kind), **asked), expected)
+    assert torch.equal(ours(hf, pushed(hf, tmp_path, kind), **options), expected)
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         padded() | {"max_length": 20, "use_cache": True},
         padded() | {"max_new_tokens": 5, "eos_token_id": None},
@@ -116,22 +116,22 @@ def test_the_tokens_are_generates_own_whatever_drafts(tmp_path, model):
         {"input_ids": padded()["input_ids"], "max_new_tokens": NEW_TOKENS},  # without a mask
         {"inputs": torch.tensor(PROMPTS[:1]), "max_new_tokens": NEW_TOKENS},
     ],
-    ids=lambda asked: " ".join(asked),
+    ids=lambda options: " ".join(options),
 )
-def test_lengths_and_ends_are_generates_own(hf, folder, asked):
-    expected = hf.generate(**asked)
-    assert torch.equal(ours(hf, folder, **asked), expected)
-    named = ours(hf, folder, return_dict_in_generate=True, **asked)
+def test_lengths_and_ends_are_generates_own(hf, folder, options):
+    expected = hf.generate(**options)
+    assert torch.equal(ours(hf, folder, **options), expected)
+    named = ours(hf, folder, return_dict_in_generate=True, **options)
     assert torch.equal(named.sequences, expected)
 
 
 def test_samples_are_those_of_the_engine_and_torchs_seed_fixes_them(hf, folder):
     how = {"temperature": 0.8, "top_p": 0.9, "top_k": 20}
-    asked = padded() | {"max_new_tokens": NEW_TOKENS, "do_sample": True} | how
+    options = padded() | {"max_new_tokens": NEW_TOKENS, "do_sample": True} | how
     torch.manual_seed(5)
-    sampled = ours(hf, folder, **asked)
+    sampled = ours(hf, folder, **options)
     torch.manual_seed(5)
-    assert torch.equal(ours(hf, folder, **asked), sampled)
+    assert torch.equal(ours(hf, folder, **options), sampled)
     torch.manual_seed(5)
     seeds = torch.randint(2**62, (3,)).tolist()
     engine = Engine(TargetModel(hf), Vanilla())
@@ -139,20 +139,20 @@ def test_samples_are_those_of_the_engine_and_torchs_seed_fixes_them(hf, folder):
     for row, generation in zip(sampled[:, 9:].tolist(), done, strict=True):
         assert row[: len(generation.tokens)] == generation.tokens
         assert set(row[len(generation.tokens) :]) <= {PAD}
-    many = ours(hf, folder, **asked | padded(PROMPTS[:1]), num_return_sequences=3)
+    many = ours(hf, folder, **options | padded(PROMPTS[:1]), num_return_sequences=3)
     assert len({tuple(row) for row in many.tolist()}) == 3
 
 
 def test_a_streamer_hears_what_generates_own_says(hf, folder):
-    theirs, heard = (Mock(spec=BaseStreamer) for _ in range(2))
-    asked = {"input_ids": torch.tensor(PROMPTS[1:2]), "max_new_tokens": NEW_TOKENS}
-    expected = hf.generate(streamer=theirs, **asked)
-    assert torch.equal(ours(hf, folder, streamer=heard, **asked), expected)
+    theirs, streamed = (Mock(spec=BaseStreamer) for _ in range(2))
+    options = {"input_ids": torch.tensor(PROMPTS[1:2]), "max_new_tokens": NEW_TOKENS}
+    expected = hf.generate(streamer=theirs, **options)
+    assert torch.equal(ours(hf, folder, streamer=streamed, **options), expected)
     parts, ours_said = (
         [value.flatten().tolist() for each in streamer.put.call_args_list for value in each.args]
-        for streamer in (theirs, heard)
+        for streamer in (theirs, streamed)
     )
-    assert parts == ours_said and heard.mock_calls[-1] == call.end()
+    assert parts == ours_said and streamed.mock_calls[-1] == call.end()
 
 
 def state_of(hf) -> dict:
@@ -176,12 +176,12 @@ def test_the_model_is_left_as_it_was(tmp_path, attention, fails, monkeypatch):
     hf.model.layers[1].eval()
     hf.model.layers[2].requires_grad_(False)
     hf.model.layers[0].register_forward_hook(lambda module, inputs, output: None)
-    folder, asked = pushed(hf, tmp_path), padded() | {"max_new_tokens": 5}
+    folder, options = pushed(hf, tmp_path), padded() | {"max_new_tokens": 5}
     before = state_of(hf)
     if fails:
         monkeypatch.setattr(Engine, "step", lambda engine, batch: 1 / 0)
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
-        ours(hf, folder, **asked)
+        ours(hf, folder, **options)
     assert state_of(hf) == before
     hf(padded()["input_ids"]).logits.sum().backward()  # it can be trained on
     assert hf.model.layers[0].mlp.up_proj.weight.grad is not None
@@ -190,8 +190,8 @@ def test_the_model_is_left_as_it_was(tmp_path, attention, fails, monkeypatch):
 @pytest.mark.parametrize("change", ["hook", "forward", "weight"])
 def test_what_was_added_to_a_layer_counts(hf, folder, change, monkeypatch):
     """Native code would not know of it."""
-    asked, layer = padded() | {"max_new_tokens": NEW_TOKENS}, hf.model.layers[0]
-    plain = hf.generate(**asked)
+    options, layer = padded() | {"max_new_tokens": NEW_TOKENS}, hf.model.layers[0]
+    plain = hf.generate(**options)
     if change == "hook":
         layer.mlp.register_forward_hook(lambda module, inputs, output: -4 * output)
     elif change == "forward":
@@ -199,9 +199,9 @@ def test_what_was_added_to_a_layer_counts(hf, folder, change, monkeypatch):
         monkeypatch.setattr(layer.mlp, "forward", lambda x_BTD: -4 * forward(x_BTD), raising=False)
     else:
         register_parametrization(layer.mlp.gate_proj, "weight", nn.ReLU())  # as LoRA's would
-    expected = hf.generate(**asked)
+    expected = hf.generate(**options)
     assert not torch.equal(expected, plain)
-    assert torch.equal(ours(hf, folder, **asked), expected)
+    assert torch.equal(ours(hf, folder, **options), expected)
 
 
 def test_a_plain_model_decodes_in_native_code(hf, folder, monkeypatch):
@@ -253,10 +253,10 @@ def test_a_prompt_or_a_model_that_does_not_fit_is_refused(tmp_path):
 def test_another_adapter_may_be_named(hf, folder, tmp_path):
     (tmp_path / "other").mkdir()
     other = pushed(hf, tmp_path / "other", "fused")
-    asked = padded() | {"max_new_tokens": NEW_TOKENS}
-    assert torch.equal(ours(hf, folder, adapter=other, **asked), hf.generate(**asked))
+    options = padded() | {"max_new_tokens": NEW_TOKENS}
+    assert torch.equal(ours(hf, folder, adapter=other, **options), hf.generate(**options))
     with pytest.raises(errors.AdapterNotFound, match=r"no adapter at 'no/where'.*adapter= its"):
-        ours(hf, folder, adapter="no/where", **asked)
+        ours(hf, folder, adapter="no/where", **options)
 
 
 def test_without_transformers_the_adapter_has_to_be_named():

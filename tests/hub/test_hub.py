@@ -128,8 +128,8 @@ def test_the_cards_example_answers_as_the_adapter_in_its_folder_does(hub, adapte
     code = code.replace("max_new_tokens=128", "max_new_tokens=24")
     exec(compile(code.replace(REPO, "out"), "README.md", "exec"), names)  # which was uploaded
     assert names["model"].engine.drafter.exit_layer == 2
-    own = kangaroo.load("tiny", adapter=str(adapter))
-    expected = own.generate("Why is the sky blue?", max_new_tokens=24)
+    local = kangaroo.load("tiny", adapter=str(adapter))
+    expected = local.generate("Why is the sky blue?", max_new_tokens=24)
     assert capsys.readouterr().out == f"{expected}\n"
     options = f'custom_generate="{REPO}", trust_remote_code=True'
     assert in_transformers == f"model.generate(**inputs, {options})\n"
@@ -237,5 +237,5 @@ def test_a_card_claims_nothing_that_the_config_does_not_say_and_tells_no_local_p
         local = card(replace(about, target=folder), PUSHED, SUMS)
         assert "secret" not in local and "base_model" not in local and "`llama`" in local
     pushed = replace(PUSHED, base_model="org/model")
-    given = card(replace(about, target="/home/me/llama"), pushed, SUMS)
-    assert 'kangaroo.load("org/model", ' in given and "model.path=org/model" in given
+    named = card(replace(about, target="/home/me/llama"), pushed, SUMS)
+    assert 'kangaroo.load("org/model", ' in named and "model.path=org/model" in named

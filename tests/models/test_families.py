@@ -236,8 +236,8 @@ def test_a_draft_model_says_what_the_adapter_says_or_is_refused(name):
     meta = lm.chunk(0, 40, 0, 40)
     f_1TD, _ = lm.run(lm.embed(tokens_1T), None, meta, range(EXIT))
     expected = adapter.draft_heads(lm, None)[0](adapter(f_1TD, None, meta, None)[0])
-    found = draft_model(lm, adapter)(tokens_1T).logits[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    logits_TV = draft_model(lm, adapter)(tokens_1T).logits[0]
+    torch.testing.assert_close(logits_TV, expected, rtol=1e-4, atol=1e-4)
 
 
 QUANTIZED_BY = """kangaroo kangaroo-tree kangaroo-fused-layer eagle-tree block hybrid-tree
@@ -257,9 +257,8 @@ def test_drafters_write_what_the_quantized_model_writes_itself(name):
 @pytest.mark.parametrize("name", [x for x in QUANTIZED if "FP8" not in x and x != "awq"])
 def test_an_adapter_begins_with_what_the_quantized_layer_multiplies_with(name):
     lm = QUANTIZED[name]()
-    adapter = Adapter(lm, 2).start_from(lm)
     x = torch.randn(1, 7, 32)
-    ours, theirs = adapter.attention.q_proj, lm.layers[2].self_attn.q_proj
+    ours, theirs = Adapter(lm, 2).start_from(lm).attention.q_proj, lm.layers[2].self_attn.q_proj
     torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-5)  # sums of 32 in float32
     exact = tiny("qwen2").layers[2].self_attn.q_proj
     assert (theirs(x) - exact(x)).abs().max() > 1e-4  # it is quantized
@@ -346,9 +345,8 @@ def test_fp8_blocks_that_do_not_divide_a_size_are_refused_on_a_cpu(tmp_path, siz
 @pytest.mark.parametrize("how", Quantization)
 def test_a_package_that_is_missing_is_named_with_the_extra(monkeypatch, how):
     monkeypatch.setattr(quantizing, "find_spec", lambda name: None)
-    config = ModelConfig("tiny", TINY, device="cpu", quantization=how)
     with pytest.raises(MissingPackage, match=rf"={how.value} needs .*{how.package}.*\[quantized\]"):
-        loading.load(config)
+        loading.load(ModelConfig("tiny", TINY, device="cpu", quantization=how))
 
 
 @pytest.mark.parametrize("how", Quantization)
@@ -358,8 +356,7 @@ def test_a_checkpoint_and_a_random_model_load_quantized(tmp_path, how):
     loading.byte_tokenizer().save_pretrained(tmp_path)
     options = {"dtype": Dtype.float32, "device": "cpu", "quantization": how}
     models = [load_target(ModelConfig("m", path, **options))[0] for path in (TINY, str(tmp_path))]
-    prompt = [list(range(40, 60))]
-    texts = [vanilla_texts(lm, prompt, 12) for lm in models]
+    texts = [vanilla_texts(lm, [list(range(40, 60))], 12) for lm in models]
     assert texts[0] == texts[1] and len(packed_linears(models[1].hf)) == 7 * 6
 
 

@@ -54,8 +54,7 @@ def logits_in_pieces(lm: TargetModel, tokens: list[int], chunk: int, tail: int) 
         part_1N = tokens_1T[:, start : start + 3]
         tree = Tree.chain(part_1N.shape[1], part_1N.device)
         # row 0 decodes something else from its start on
-        start_2 = torch.tensor([0, start])
-        meta = lm.forward_meta(tree, start_2, start + tree.size, n_slots)
+        meta = lm.forward_meta(tree, torch.tensor([0, start]), start + tree.size, n_slots)
         x_2ND = lm.embed(torch.cat([part_1N.flip(1), part_1N]))
         logits.append(lm.logits(lm.run(x_2ND, cache, meta, layers)[0])[1:])
     return torch.cat(logits, 1)[0]
@@ -67,8 +66,8 @@ def test_logits_in_pieces_equal_those_of_transformers_in_one(name):
     (tokens,) = random_prompts(BUCKET + 20)
     expected = forward_logits(lm, tokens)
     for chunk, tail in ((1000, 0), (16, 9), (1, BUCKET + 19), (BUCKET, 19)):
-        found = logits_in_pieces(lm, tokens, chunk, tail)
-        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+        logits_TV = logits_in_pieces(lm, tokens, chunk, tail)
+        torch.testing.assert_close(logits_TV, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -76,13 +75,13 @@ def test_logits_in_pieces_equal_those_of_transformers_in_one(name):
 @pytest.mark.parametrize("width, extent", [(1, 9), (5, 9), (9, 9)])
 def test_every_mask_and_none_give_the_formula_capped_or_not(width, extent, group, softcap):
     q, (k, v) = torch.randn(2, 2 * group, width, 8), torch.randn(2, 2, 2, extent, 8)
-    seen = torch.ones(width, extent, dtype=torch.bool).tril(extent - width)
+    visible = torch.ones(width, extent, dtype=torch.bool).tril(extent - width)
     scores = q @ k.repeat_interleave(group, 1).mT * 3
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     expected = (weights @ v.repeat_interleave(group, 1)).transpose(1, 2)
-    added = torch.zeros(width, extent).masked_fill(~seen, -torch.inf)[None, None]
-    masks = [seen[None, None], added, causal_lower_right(width, extent)]
+    added = torch.zeros(width, extent).masked_fill(~visible, -torch.inf)[None, None]
+    masks = [visible[None, None], added, causal_lower_right(width, extent)]
     for mask in [*masks, None] if width == extent else masks:
         out, _ = attention(torch.nn.Module(), q, k, v, mask, 3.0, softcap=softcap)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
@@ -99,13 +98,12 @@ def test_texts_are_the_same_by_the_gpus_paths(monkeypatch):
             assert [p + g.tokens for p, g in zip(prompts, done, strict=True)] == expected
 
 
-SOME = {"num_hidden_layers": 6}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 REFUSED = [
     (GemmaConfig(name_or_path="google/a"), r"google/a' is a gemma model.*llama, mistral, qwen2"),
     (Gemma3Config(name_or_path="google/b"), r"'google/b' is a gemma3 model; .*gemma3_text model"),
     (
-        Gemma3TextConfig(use_bidirectional_attention=True, **SOME),
+        Gemma3TextConfig(use_bidirectional_attention=True, num_hidden_layers=6),
         r"use_bidirectional_attention.*a model that writes",
     ),
     (LlamaConfig(rope_parameters=DYNAMIC, name_or_path="c/d"), "'c/d' uses 'dynamic' RoPE"),

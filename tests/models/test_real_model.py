@@ -65,7 +65,6 @@ def test_vanilla_on_the_whole_demo_bench_is_transformers(target, tmp_path):
     lm, tokenizer = target
     config = EvaluateConfig(output=str(tmp_path), warmup=0, max_new_tokens=32)
     method = MethodSpec("kangaroo", KangarooConfig(adapter=ADAPTER).build(lm))
-    evaluator = Evaluator(lm, tokenizer, [method], config, model_name="smollm2-135m")
-    (summary,) = evaluator.finish()
+    (summary,) = Evaluator(lm, tokenizer, [method], config, model_name="smollm2-135m").finish()
     result = summary["lossless"]
     assert result["turns"] == result["identical"] == result["hf_identical"] == 82

@@ -105,7 +105,7 @@ def here(begun, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def made(begun, tmp_path_factory):
+def prepared(begun, tmp_path_factory):
     """And what earlier commands left: data, a datastore, a subset of layers; a checkpoint."""
     here = shutil.copytree(begun, tmp_path_factory.mktemp("made") / "here")
     for data in ("self_synthesis", "tasks"):
@@ -155,9 +155,9 @@ def marked(line: str) -> object:
 
 @pytest.mark.parametrize("line", list(map(marked, SHOWN)))
 def test_a_line_of_the_pages_runs(line, request, tmp_path):
-    before = request.getfixturevalue("begun" if line in FAST | AS_TYPED else "made")
-    here = shutil.copytree(before, tmp_path / "here")
+    before = request.getfixturevalue("begun" if line in FAST | AS_TYPED else "prepared")
     script, *words = shrunk(line)
+    here = shutil.copytree(before, tmp_path / "here")
     typed(script, *shlex.split(" ".join(words)), cwd=here)
 
 
@@ -217,8 +217,7 @@ TORCHRUN = sorted({" ".join(words) for page in PAGES for words in shown(page)})
 
 
 def start(line: str, folder: Path) -> list[subprocess.Popen]:
-    """The processes of a command, one a node, as a user would start them in `folder`: with two
-    processes in all."""
+    """The launchers of a command, one a node, as a user starts them: two processes in all."""
     nodes, port = 2 if "--nnodes=4" in line else 1, free_port()
     line = re.sub("--nproc-per-node=[48]", f"--nproc-per-node={2 // nodes}", line)
     line = line.replace("--nnodes=4", "--nnodes=2").replace("node0:29500", f"localhost:{port}")

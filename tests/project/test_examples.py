@@ -45,7 +45,7 @@ def test_an_example_runs(example, tmp_path):
     assert re.search(expected, printed, flags=re.S)
 
 
-def told(cell: nbformat.NotebookNode) -> str:
+def stdout_of(cell: nbformat.NotebookNode) -> str:
     return "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
 
 
@@ -54,9 +54,9 @@ def check_tour(notebook: nbformat.NotebookNode) -> None:
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]
     load, generate, several, stream, compare, plot = cells
-    assert told(load) == "" and "sky" in told(generate) and "Paris" in told(stream)
-    assert re.search(r"> Name three rivers.*\n> What is 12", told(several), flags=re.S)
-    assert re.match(r"the same text: True\nvanilla +\d.*\nkangaroo +\d.*\n$", told(compare))
+    assert stdout_of(load) == "" and "sky" in stdout_of(generate) and "Paris" in stdout_of(stream)
+    assert re.search(r"> Name three rivers.*\n> What is 12", stdout_of(several), flags=re.S)
+    assert re.match(r"the same text: True\nvanilla +\d.*\nkangaroo +\d.*\n$", stdout_of(compare))
     (drawn,) = (output for output in plot.outputs if output.output_type == "display_data")
     assert "image/png" in drawn.data
 

@@ -46,18 +46,17 @@ def test_a_stage_that_fails_or_takes_too_long_stops_no_other_and_is_tried_again(
     short = tmp_path / "scripts/gpu.sh"
     short.write_text(re.sub(r"SECONDS_OF=.*", "SECONDS_OF=(9 9 9 1 9 9)", SCRIPT.read_text()))
     results, python = tmp_path / "results", stand_in(tmp_path)
-    done = gpu_script(results, script=short, DRY="", PYTHON=python)
-    assert done.returncode == 1
+    assert gpu_script(results, script=short, DRY="", PYTHON=python).returncode == 1
     status = {name: json.loads((results / f"{name}.json").read_text())["status"] for name in STAGES}
     assert status == {"check": 0, "7b": 0, "8b": 3, "methods": 124, "train": 0, "soak": 0}
-    made = page(results)
+    text = page(results)
     failed = r"\*\*Failed after \d s, with status 3\*\* on H100; torch 2, "
-    assert re.search(failed, made) and "out of memory" in made
-    assert "**Ran out of its 1 s**" in made and "as far as this" in made
+    assert re.search(failed, text) and "out of memory" in text
+    assert "**Ran out of its 1 s**" in text and "as far as this" in text
     file = tmp_path / "gpu.md"
     file.write_text(f"# By hand\n\nA figure.\n\n{MARK}\n\nOld results.\n")
     write(results, file)  # which keeps what people wrote
-    assert file.read_text() == f"# By hand\n\nA figure.\n\n{MARK}\n\n{made}"
+    assert file.read_text() == f"# By hand\n\nA figure.\n\n{MARK}\n\n{text}"
 
     well = stand_in(tmp_path, STAND_IN.replace("exit 3", "exit 0"))
     again = gpu_script(results, "shapes", script=short, DRY="", PYTHON=well)
@@ -90,6 +89,6 @@ def test_an_unknown_stage_is_refused_by_name_and_so_is_a_machine_without_a_gpu(t
 def test_every_stage_runs_on_a_cpu(tmp_path, stage, words):
     done = gpu_script(tmp_path, stage)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    made = (tmp_path / "gpu.md").read_text()
-    assert words in made and "a CPU, which says nothing of a GPU" in made
-    assert made.count("Not run.") == len(STAGES) - 1
+    text = (tmp_path / "gpu.md").read_text()
+    assert words in text and "a CPU, which says nothing of a GPU" in text
+    assert text.count("Not run.") == len(STAGES) - 1

@@ -75,17 +75,16 @@ def test_the_readmes_first_example_and_a_command_run_with_what_is_shipped(instal
     code = code.replace("max_new_tokens=128", "max_new_tokens=16")
     more = "print('', model.engine.drafter.exit_layer, kangaroo.__file__, sep='\\n')"
     *text, exit_layer, file = run(home, "python", "-c", f"{code}\n{more}").splitlines()
-    saved = json.loads((ROOT / ADAPTER / "config.json").read_text())
-    assert int(exit_layer) == saved["exit_layer"]
+    assert int(exit_layer) == json.loads((ROOT / ADAPTER / "config.json").read_text())["exit_layer"]
     assert Path(file).is_relative_to(home)
     assert len(" ".join(text).split()) > 8
     options = "model=tiny drafter=vanilla bench=demo question_every=33 max_new_tokens=4"
     shown = run(home, "kangaroo", "evaluate", *options.split())
     assert "the comparison, as report.md, speedup.png and comparison.json, is in" in shown
     (summary,) = (home / "outputs/evaluate/tiny").glob("*/*/summary.json")
-    made = json.loads(summary.read_text())["provenance"]
-    assert made["command"] == f"kangaroo evaluate {options}"
-    assert made["versions"]["kangaroo"] and made["git_revision"] is None
+    provenance = json.loads(summary.read_text())["provenance"]
+    assert provenance["command"] == f"kangaroo evaluate {options}"
+    assert provenance["versions"]["kangaroo"] and provenance["git_revision"] is None
 
 
 def test_what_is_shipped_is_found_from_any_folder(tmp_path, monkeypatch):
@@ -98,12 +97,11 @@ def test_what_is_shipped_is_found_from_any_folder(tmp_path, monkeypatch):
     assert adapter_files.find(str(ADAPTER)) == ADAPTER
 
 
-def test_what_needs_an_extra_names_it_before_anything_is_fetched(tmp_path, monkeypatch):
-    monkeypatch.setenv("KANGAROO_CACHE", str(tmp_path))
+def test_what_needs_an_extra_names_it_before_anything_is_fetched(cache, monkeypatch):
     for package in ("gguf", "pydivsufsort"):  # as if they were not installed
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPackage, match=r'pip install .*\[embedded\]"'):
         embedded_checkpoint()
     with pytest.raises(MissingPackage, match=r'pip install .*\[datastore\]"'):
         datastore.index([[1, 2]], vocab_size=4)
-    assert list(tmp_path.iterdir()) == []
+    assert not cache.exists()

@@ -90,12 +90,12 @@ def answered(scheduler: Scheduler, *jobs: Heard) -> None:
         job.check()
 
 
-def heard(prompt: list[int], new_tokens: int, seed: int = 0) -> Heard:
+def job_of(prompt: list[int], new_tokens: int, seed: int = 0) -> Heard:
     return Heard(Request(prompt, new_tokens, seed, ignore_eos=True))
 
 
 def written(scheduler: Scheduler, prompt: list[int]) -> Heard:
-    answered(scheduler, job := heard(prompt, 9))
+    answered(scheduler, job := job_of(prompt, 9))
     return job
 
 

@@ -40,8 +40,7 @@ def written(texts: dict[str, str], speed: float = 10.0, tokens: int = 5, **chang
 
 
 def test_methods_take_turns_and_ratios_are_taken_within_rounds(tmp_path):
-    order = load_test.cells(2, [1, 8], ["a", "b"])
-    assert [(c.round, c.users, c.method) for c in order] == [
+    assert [(c.round, c.users, c.method) for c in load_test.cells(2, [1, 8], ["a", "b"])] == [
         *((0, 1, "a"), (0, 1, "b"), (0, 8, "a"), (0, 8, "b")),
         *((1, 1, "b"), (1, 1, "a"), (1, 8, "b"), (1, 8, "a")),
     ]
@@ -66,35 +65,35 @@ def test_methods_take_turns_and_ratios_are_taken_within_rounds(tmp_path):
 
 def run(folder, *words, ask):
     """All cells, with `ask` in place of guidellm."""
-    asked = []
+    cells = []
 
     def client(server, prompts, requests, users, output):
         output.parent.mkdir(parents=True, exist_ok=True)
         rows = [json.loads(line) for line in prompts.read_text().splitlines()]
         if "warmup" not in output.name:
-            asked.append(output.stem)
-            requests = ask(output.stem, asked, requests)
+            cells.append(output.stem)
+            requests = ask(output.stem, cells, requests)
         output.write_text(written({row["prompt"]: "text" for row in rows[:requests]}))
 
     small = "--users 1 2 --requests 2 --max-new-tokens 5 --output".split()
     options, methods = load_test.parsed(["a=drafter=x", "b=drafter=y", *small, str(folder), *words])
-    fakes = {"ask": client, "serving": lambda *given: nullcontext(load_test.Server(*given))}
+    fakes = {"ask": client, "serving": lambda *args: nullcontext(load_test.Server(*args))}
     with patch.multiple(load_test, find_spec=bool, version=str, **fakes):
         try:
-            return load_test.measure(options, methods), asked
+            return load_test.measure(options, methods), cells
         except KeyboardInterrupt:
-            return None, asked
+            return None, cells
 
 
 def test_a_run_that_was_stopped_measures_what_is_missing(tmp_path):
-    def stops(name, asked, requests):
-        if len(asked) == 4:
+    def stops(name, cells, requests):
+        if len(cells) == 4:
             raise KeyboardInterrupt
         return requests
 
-    def all_of_them(name, asked, requests):
+    def all_of_them(name, cells, requests):
         """But once guidellm asks too few, and says that all is well."""
-        return requests - (name == "1-2-a" and asked.count(name) < 2)
+        return requests - (name == "1-2-a" and cells.count(name) < 2)
 
     _, first = run(tmp_path, "--rounds", "2", ask=stops)
     measured, second = run(tmp_path, "--rounds", "2", ask=all_of_them)

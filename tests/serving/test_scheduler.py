@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import serving_cases
-from serving_cases import Heard, alone, answered, engine_of, heard, scheduling, target, written
+from serving_cases import Heard, alone, answered, engine_of, job_of, scheduling, target, written
 
 import kangaroo.engine.engine
 from kangaroo.engine.batch import Batch
@@ -37,7 +37,7 @@ def test_each_conversation_goes_on_in_the_row_that_has_it():
 
 
 def test_of_several_choices_the_prompt_is_read_once():
-    jobs = [heard(list(range(3, 33)), 6, seed) for seed in range(3)]
+    jobs = [job_of(list(range(3, 33)), 6, seed) for seed in range(3)]
     with scheduling() as scheduler:
         answered(scheduler, *jobs)
     assert [job.reused for job in jobs] == [0, 29, 29]
@@ -45,36 +45,36 @@ def test_of_several_choices_the_prompt_is_read_once():
 
 def watched(engine: Engine, monkeypatch) -> list[tuple[int, bool, int]]:
     """Of each step from now on: texts, whether they might draft, and how much they did."""
-    step, seen = engine.step, []
+    step, steps = engine.step, []
 
     def watching(batch: Batch, drafts: bool = True) -> list[StepRecord]:
         records = step(batch, drafts)
         active = [record for record in records if record.tokens]
-        seen.append((len(active), drafts, sum(record.drafted for record in active)))
+        steps.append((len(active), drafts, sum(record.drafted for record in active)))
         return records
 
     monkeypatch.setattr(engine, "step", watching)
-    return seen
+    return steps
 
 
 def test_nothing_is_drafted_while_prompts_wait_for_each_other(monkeypatch):
     engine, rng = engine_of(target(), chunk=None), random.Random(8)
-    seen = watched(engine, monkeypatch)
-    jobs = [heard([rng.randrange(3, 250) for _ in range(9)], 30) for _ in range(8)]
+    steps = watched(engine, monkeypatch)
+    jobs = [job_of([rng.randrange(3, 250) for _ in range(9)], 30) for _ in range(8)]
     with scheduling(engine, max_batch_size=4) as scheduler:
         answered(scheduler, *jobs)
-    assert seen[:3] == [(1, False, 0), (2, False, 0), (3, False, 0)]
-    assert seen[3][:2] == (4, True) and seen[3][2] > 0  # four others wait, but for a row
+    assert steps[:3] == [(1, False, 0), (2, False, 0), (3, False, 0)]
+    assert steps[3][:2] == (4, True) and steps[3][2] > 0  # four others wait, but for a row
 
 
 def test_nothing_is_drafted_while_a_prompt_enters(monkeypatch):
     engine = engine_of(target(), chunk=4)
-    seen = watched(engine, monkeypatch)
+    steps = watched(engine, monkeypatch)
     with scheduling(engine) as scheduler:
-        answered(scheduler, heard([7, 8], 90), heard([5] * 40, 3))
-    both = [texts for texts, *_ in seen].index(2)  # the step after the prompt's tenth and last part
-    assert seen[both - 9 : both] == [(1, False, 0)] * 9
-    assert seen[both][1] and seen[both][2] > 0
+        answered(scheduler, job_of([7, 8], 90), job_of([5] * 40, 3))
+    both = [texts for texts, *_ in steps].index(2)  # after the prompt's tenth and last part
+    assert steps[both - 9 : both] == [(1, False, 0)] * 9
+    assert steps[both][1] and steps[both][2] > 0
 
 
 def test_who_cancels_leaves_all_others_as_they_were():
@@ -102,7 +102,7 @@ def test_who_cancels_leaves_all_others_as_they_were():
 )
 def test_prompts_are_read_in_the_order_in_which_they_are_due(monkeypatch, seconds_a_token, order):
     engine, parts = engine_of(target(), chunk=4), []
-    long, short = (heard([length] * length, 7) for length in (100, 9))
+    long, short = (job_of([length] * length, 7) for length in (100, 9))
     prefill_chunks = engine.prefill_chunks
 
     def watched_chunks(batch: Batch, row: int, request: Request) -> Generator:
@@ -132,19 +132,19 @@ def test_what_a_prompt_takes_is_learnt_from_those_before():
 
 def test_no_more_wait_than_may_and_all_choices_of_a_request_wait_or_none():
     with scheduling(max_batch_size=1, max_queue=2) as scheduler:
-        running = heard([5], 150)
+        running = job_of([5], 150)
         scheduler.submit(running)
         assert running.begun.wait(60)
-        scheduler.submit(heard([5], 1))
+        scheduler.submit(job_of([5], 1))
         with pytest.raises(Busy, match="1 requests wait already, and no more than 2"):
-            scheduler.submit(heard([5], 1), heard([5], 1))
+            scheduler.submit(job_of([5], 1), job_of([5], 1))
         assert scheduler.load["waiting"] == 1
         running.cancelled = True
 
 
 def test_closing_finishes_what_there_is_and_takes_nothing_more():
     with scheduling(max_batch_size=1) as scheduler:
-        jobs = [heard([5 + i], 20) for i in range(4)]
+        jobs = [job_of([5 + i], 20) for i in range(4)]
         scheduler.submit(*jobs)
         scheduler.close(60)
         assert [job.finish for job in jobs] == ["length"] * 4
@@ -154,7 +154,7 @@ def test_closing_finishes_what_there_is_and_takes_nothing_more():
 
 def test_what_is_not_finished_in_time_is_cancelled_at_the_end():
     with scheduling(max_batch_size=1) as scheduler:
-        jobs = [heard([5], serving_cases.LONGEST - 1) for _ in range(30)]
+        jobs = [job_of([5], serving_cases.LONGEST - 1) for _ in range(30)]
         scheduler.submit(*jobs)
         scheduler.close(0.05)
         assert all(job.finish for job in jobs) and jobs[-1].finish == CANCELLED
@@ -175,11 +175,11 @@ def failing(monkeypatch, owner: object, name: str, fails: Callable[[int, tuple],
     numbers of those that did."""
     method, calls, failed = getattr(owner, name), itertools.count(), []
 
-    def call(*given: object, **options: object) -> object:
-        if fails(number := next(calls), (*given, *options.values())):
+    def call(*args: object, **options: object) -> object:
+        if fails(number := next(calls), (*args, *options.values())):
             failed.append(number)
             raise RuntimeError(f"{name}, call {number}")
-        return method(*given, **options)
+        return method(*args, **options)
 
     monkeypatch.setattr(owner, name, call)
     return failed
@@ -195,8 +195,7 @@ def crowd() -> tuple[list[Heard], Heard]:
     requests = [serving_cases.random_request(rng, 30) for _ in range(7)]
     for request in requests[:2]:
         request.max_new_tokens = 40
-        text = plain_text(byte_tokenizer(), alone(request))
-        request.stop = [re.findall("[ -~]{2}", text)[-1]]
+        request.stop = [re.findall("[ -~]{2}", plain_text(byte_tokenizer(), alone(request)))[-1]]
     guilty = Heard(Request(GUILTY, 40, 3, sampling=serving_cases.SAMPLINGS[1], ignore_eos=True))
     jobs = [Heard(request) for request in requests]
     return [*jobs[:2], guilty, *jobs[2:]], guilty
@@ -227,13 +226,13 @@ def steps_guilty(engine: Engine) -> bool:
 
 
 CALLS: dict[str, Callable[[Engine, int, tuple], bool]] = {
-    "match_prefix": lambda engine, number, given: given[2] == GUILTY,
-    "common_prefix": lambda engine, number, given: given[1] == GUILTY,
-    "write_first": lambda engine, number, given: (  # when the row takes part in steps already
-        given[0] is engine.batch and given[0].texts[given[1]] == GUILTY
+    "match_prefix": lambda engine, number, args: args[2] == GUILTY,
+    "common_prefix": lambda engine, number, args: args[1] == GUILTY,
+    "write_first": lambda engine, number, args: (  # when the row takes part in steps already
+        args[0] is engine.batch and args[0].texts[args[1]] == GUILTY
     ),
-    "step": lambda engine, number, given: steps_guilty(engine) and given[1],  # where it drafts
-    "record": lambda engine, number, given: number > 6 and given[3].prompt == GUILTY,
+    "step": lambda engine, number, args: steps_guilty(engine) and args[1],  # where it drafts
+    "record": lambda engine, number, args: number > 6 and args[3].prompt == GUILTY,
 }
 
 
@@ -258,8 +257,7 @@ def test_texts_go_on_as_they_were_where_a_step_fails(monkeypatch, number, faults
         failed = failing(monkeypatch, engine, "step", lambda n, _: number <= n < number + faults)
         opened = failing(monkeypatch, engine, "open", lambda n, _: n < 2)  # and is tried again
         scheduler.submit(*jobs)
-        ends = [job.ended.wait(60) and job.finish for job in jobs]
-        assert ends.count(FAILED) == faults - 1
+        assert [job.ended.wait(60) and job.finish for job in jobs].count(FAILED) == faults - 1
         check_others(scheduler, [job for job in jobs if job.finish != FAILED])
     assert len(failed) == faults and opened == [0, 1]
 
@@ -268,7 +266,7 @@ def test_a_step_that_fails_for_all_together_lets_each_go_on(monkeypatch):
     """As where memory does not hold what two texts at a time take."""
     engine, (jobs, _) = engine_of(target()), crowd()
     with scheduling(engine) as scheduler:
-        failed = failing(monkeypatch, engine, "step", lambda _, given: sum(given[0].done) < 2)
+        failed = failing(monkeypatch, engine, "step", lambda _, args: sum(args[0].done) < 2)
         scheduler.submit(*jobs)
         check_others(scheduler, jobs)
     assert failed
@@ -299,7 +297,7 @@ def test_who_cannot_be_told_holds_up_nobody():
 @pytest.mark.parametrize("begun", [True, False])
 def test_decoding_ends_for_all_where_no_batch_can_be_opened(monkeypatch, begun):
     monkeypatch.setattr("kangaroo.serving.scheduler.PAUSE", 0.05)
-    engine, jobs = engine_of(target()), [heard([5], 9) for _ in range(6)]
+    engine, jobs = engine_of(target()), [job_of([5], 9) for _ in range(6)]
     opened = [] if begun else failing(monkeypatch, engine, "open", lambda *_: True)
     with scheduling(engine) as scheduler:
         if begun:

@@ -115,9 +115,8 @@ def test_several_choices_are_those_of_seeds_one_after_another(address):
     single = [text_of(address, seed=3 + i, **options) for i in range(4)]
     assert texts == single and len(set(texts)) > 1
     assert several["usage"]["completion_tokens"] == 40
-    unread = {"prompt": list(range(40, 70)), "n": 4}
     for cached in (0, 29):  # the other choices do not count
-        usage = ask(address, **options | unread).json()["usage"]
+        usage = ask(address, **options | {"prompt": list(range(40, 70)), "n": 4}).json()["usage"]
         assert usage["prompt_tokens"] == 30
         assert usage["prompt_tokens_details"]["cached_tokens"] == cached
 
@@ -211,7 +210,7 @@ def test_a_template_that_fails_is_told_as_any_other_refusal(template):
 
 
 def test_a_fault_of_the_server_is_an_error_of_openais_shape(address, monkeypatch, caplog):
-    def fault(*given: object) -> None:
+    def fault(*args: object) -> None:
         raise RuntimeError("as in a test")
 
     body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
@@ -280,11 +279,11 @@ def test_prometheus_sees_what_was_written(address):
     answer = ask(address, prompt="a", max_tokens=40, ignore_eos=True).json()["metrics"]
     drafts = answer["speculative_decoding"]
     counted = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
-    wanted = 40, *(drafts[name] for name in counted)
+    expected = 40, *(drafts[name] for name in counted)
     after = metric('kangaroo_tokens_total{kind="completion"}'), *map(metric, spec)
-    assert tuple(b - a for a, b in zip(before, after, strict=True)) == wanted
-    assert min(wanted) > 0 and sum(drafts["acceptance_histogram"]) == drafts["num_spec_steps"]
-    assert drafts["mean_acceptance_length"] == 1 + wanted[3] / wanted[1]
+    assert tuple(b - a for a, b in zip(before, after, strict=True)) == expected
+    assert min(expected) > 0 and sum(drafts["acceptance_histogram"]) == drafts["num_spec_steps"]
+    assert drafts["mean_acceptance_length"] == 1 + expected[3] / expected[1]
     assert metric('vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"}') > 0
     assert metric("kangaroo_first_token_seconds_count") > 0
 

@@ -70,7 +70,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 def test_no_field_of_a_request_ends_the_server_or_changes_the_next_text():
     app = server_app(longest=LONGEST)
-    fixed, seen = {"prompt": "Once", "max_tokens": 4, "temperature": 1.0, "seed": 3}, set()
+    fixed, statuses = {"prompt": "Once", "max_tokens": 4, "temperature": 1.0, "seed": 3}, set()
 
     def ask(path: str, body: Any) -> Any:
         headers, content = {"content-type": "application/json"}, json.dumps(body).encode()
@@ -87,12 +87,12 @@ def test_no_field_of_a_request_ends_the_server_or_changes_the_next_text():
         assert '"server_error"' not in answer.text, answer.text
         assert client.get("/health").status_code == 200
         assert text() == before
-        seen.add(answer.status_code)
+        statuses.add(answer.status_code)
 
     with TestClient(app, "http://localhost", raise_server_exceptions=False) as client:
         before = text()
         check()
-    assert {200, 400} <= seen
+    assert {200, 400} <= statuses
 
 
 BOTH = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}}
@@ -117,8 +117,8 @@ def test_clients_that_measure_read_a_run(client):
         least = served.post(f"/v1/{path}", json=body | {"min_tokens": 5, "ignore_eos": False})
     *_, last, end = [line.removeprefix("data: ") for line in lines if line]
     assert end == "[DONE]"
-    told = json.loads(last)
-    drafts = told["metrics"]["speculative_decoding"]
-    assert told["usage"]["completion_tokens"] == 5
+    summary = json.loads(last)
+    drafts = summary["metrics"]["speculative_decoding"]
+    assert summary["usage"]["completion_tokens"] == 5
     assert len(drafts["acceptance_histogram"]) == drafts["num_spec_tokens"] + 1
     assert least.status_code == 400 and "min_tokens=5 is served with ignore_eos" in least.text

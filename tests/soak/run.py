@@ -104,8 +104,7 @@ def setting_of(
         eos = max(longest, key=longest.index)  # the last one to occur
         texts = [text[: text.index(eos) + 1] if eos in text else text for text in texts]
         eos_ids = frozenset({eos})
-    chunks = (16, 1024) if exact else (1024,)
-    return Setting(family, sampling, lm, requests, texts, eos_ids, chunks)
+    return Setting(family, sampling, lm, requests, texts, eos_ids, (16, 1024) if exact else (1024,))
 
 
 def soak(
@@ -148,8 +147,8 @@ def decode(number: int, name: str, setting: Setting, build: Build, seed: int) ->
     exit_layer, chunk = draw.randrange(1, lm.n_layers), draw.choice(setting.prefill_chunks)
     rows, always = draw.choice(BATCHES), draw.choice((True, False))
     texts = zip(setting.requests, setting.texts, strict=True)
-    known = [[*request.prompt, *text] for request, text in texts]
-    drafter = build(Case(lm, adapter_for(lm, exit_layer), known))
+    whole_texts = [[*request.prompt, *text] for request, text in texts]
+    drafter = build(Case(lm, adapter_for(lm, exit_layer), whole_texts))
     engine = Engine(lm, drafter, prefill_chunk=chunk, always_drafts=always)
     engine.eos_ids = setting.eos_ids
     count = min(max(FEWEST, 2 * rows), len(setting.requests))

@@ -51,8 +51,7 @@ def test_the_rest_is_one_outcome_and_native_code_finds_the_same(dtype, size, mon
         log_q_CO = log_q_CO.detach()
         results.append((log_q_CO[:, -1], log_q_CO[:, :-1][inside_CJ], best_C, gradient_CK))
         assert gradient_CK.dtype == dtype
-    q_CK = logits_CK.float().softmax(-1)
-    rest_C = 1 - (q_CK.gather(1, index_CJ) * inside_CJ).sum(-1)
+    rest_C = 1 - (logits_CK.float().softmax(-1).gather(1, index_CJ) * inside_CJ).sum(-1)
     torch.testing.assert_close(results[1][0].exp(), rest_C, rtol=1e-4, atol=1e-6)
     rough = 1e-2 if dtype == torch.bfloat16 else 1e-4  # sums in another order
     for ours, theirs in zip(*results, strict=True):
@@ -78,18 +77,18 @@ def test_a_student_that_is_sure_has_a_finite_gradient(loss, is_native, monkeypat
 
 def test_what_is_not_known_is_not_learnt():
     lm = tiny()
-    one = stored_samples(lm, count=4, samples=1)[0]
-    one["teacher"][3:6] = 0
-    assert learnt_positions(one, 100).sum() == 15
-    assert learnt_positions(one, 100, stored=True).sum() == 12
-    tokens = collate([one], 100, lm.device, stored=True)
+    gapped = stored_samples(lm, count=4, samples=1)[0]
+    gapped["teacher"][3:6] = 0
+    assert learnt_positions(gapped, 100).sum() == 15
+    assert learnt_positions(gapped, 100, stored=True).sum() == 12
+    tokens = collate([gapped], 100, lm.device, stored=True)
     places = tokens.learnt_BT[0].nonzero()[:, 0].tolist()
     assert places == [*range(4, 7), *range(10, 19)]
     tokens_MJ, chances_MJ = tokens.stored
-    p_MV = forward_logits(lm, one["input_ids"])[places].softmax(-1)
+    p_MV = forward_logits(lm, gapped["input_ids"])[places].softmax(-1)
     torch.testing.assert_close(chances_MJ, p_MV.topk(4).values, rtol=1e-3, atol=1e-7)
     assert torch.equal(tokens_MJ[:, 0], p_MV.argmax(-1))
-    work = Work([one, one, one], config(use_stored_logits=True, max_length=15))
+    work = Work([gapped, gapped, gapped], config(use_stored_logits=True, max_length=15))
     assert work.positions == [10 - 3]
     # nor is a first token of the assistant
     begun = {"messages": [], "input_ids": random_prompts(6)[0], "loss_mask": [1, 1, 0, 0, 1, 1]}
@@ -117,11 +116,11 @@ def test_the_target_runs_no_more_than_adapters_read_and_teaches_the_same(deep, l
     recipes = [recipe(exit_layers=[1, EXIT]), *deep]
     gradients = []
     for kept in (False, True):
-        made = trainees(lm, recipes, torch.arange(0, VOCABULARY, 2), seed=3)
+        trained = trainees(lm, recipes, torch.arange(0, VOCABULARY, 2), seed=3)
         tokens = collate(samples, 100, lm.device, kept)
         ran.clear()
-        train_step(lm, forward_target(lm, tokens, made), made, 7, weight=0.01)
-        gradients.append([p.grad for t in made for p in t.adapter.parameters()])
+        train_step(lm, forward_target(lm, tokens, trained), trained, 7, weight=0.01)
+        gradients.append([p.grad for t in trained for p in t.adapter.parameters()])
     assert ran == [*range(layers)]
     for exact, kept in zip(*gradients, strict=True):
         # what was kept is rounded to 11 bits
@@ -214,8 +213,8 @@ def test_the_chunked_loss_and_its_gradients_equal_the_whole(loss, size, own_head
         top = p.topk(VOCABULARY)
         target = distill.StoredDistributions(teacher, top.indices, top.values, head)
     distill.distill(target, [taught], chunk_size=4)
-    for (_, gradient), wanted in zip(taught.gradients, expected, strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)  # another order of sums
+    for (_, gradient), exact in zip(taught.gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, exact, rtol=1e-4, atol=1e-6)  # another order of sums
     results = dict(zip(distill.MEASURES, taught.sums_F.tolist(), strict=True))
     assert math.isclose(results["loss"], total.item() / 0.5, rel_tol=1e-4)
     assert results["positions"] == valid.sum()
@@ -242,8 +241,8 @@ def test_gradients_through_a_float16_head_are_float32s(loss, size, own_head):
     frequent = lm.head(teacher_MD).float().softmax(-1).sum(0).argsort(descending=True)
     vocabulary_K = None if size is None else frequent[:size].sort().values
     teacher = distill.WholeDistributions(lm, teacher_MD, vocabulary_K)
-    (made,) = trainees(lm, [recipe(own_head=own_head)], vocabulary_K)
-    head, weight = made.heads[0], 1 / 50_000
+    (trained,) = trainees(lm, [recipe(own_head=own_head)], vocabulary_K)
+    head, weight = trained.heads[0], 1 / 50_000
     student = Student(states, torch.arange(90) % 3 > 0, head, loss, weight)
     distill.distill(teacher, [student], 64)
 
@@ -253,18 +252,18 @@ def test_gradients_through_a_float16_head_are_float32s(loss, size, own_head):
     (of_logits,) = torch.autograd.grad(weight * losses.sum(), logits)
     expected = [of_logits @ head.weight_KD.detach().float(), of_logits.T @ states]
     assert len(student.gradients) == 1 + own_head
-    for (_, gradient), wanted in zip(student.gradients, expected, strict=False):
+    for (_, gradient), exact in zip(student.gradients, expected, strict=False):
         assert gradient.dtype == torch.float32
-        angle = torch.cosine_similarity(gradient.flatten().double(), wanted.flatten().double(), 0)
+        angle = torch.cosine_similarity(gradient.flatten().double(), exact.flatten().double(), 0)
         assert angle > 0.9999
-        assert gradient.norm() == pytest.approx(float(wanted.norm()), rel=1e-3)
+        assert gradient.norm() == pytest.approx(float(exact.norm()), rel=1e-3)
 
 
 @pytest.mark.parametrize("size", [None, 23])
 def test_logits_never_stand_whole_in_memory_and_the_teachers_are_computed_once(size, monkeypatch):
     lm = TargetModel(tiny_model(vocab_size=71))  # no layer has so many outputs
     vocabulary_K = None if size is None else torch.arange(size)
-    made = trainees(lm, [recipe(name="a", exit_layers=[1, EXIT])], vocabulary_K)
+    trained = trainees(lm, [recipe(name="a", exit_layers=[1, EXIT])], vocabulary_K)
     tokens = collate([sample(ids, 5) for ids in random_prompts(20, 21, 22)], 100, lm.device)
     linear, read = (F.linear, defaultdict(list))  # states that a head of each size reads at a time
 
@@ -273,7 +272,7 @@ def test_logits_never_stand_whole_in_memory_and_the_teachers_are_computed_once(s
         return linear(x, weight, bias)
 
     monkeypatch.setattr(F, "linear", counted)
-    train_step(lm, forward_target(lm, tokens, made), made, loss_chunk=7, weight=1.0)
+    train_step(lm, forward_target(lm, tokens, trained), trained, loss_chunk=7, weight=1.0)
     learnt, whole = 15 + 16 + 17, read[lm.config.vocab_size]
     assert max(whole) == 7
     if size is None:

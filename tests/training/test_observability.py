@@ -64,15 +64,14 @@ def test_accepted_are_the_tokens_that_drafts_begun_at_every_position_would_get_r
 def test_what_training_decodes_is_what_the_saved_adapter_decodes(tmp_path, changes, dtype):
     lm, data = tiny(dtype=dtype), samples(8)
     folder = run(lm, tmp_path, recipe(**changes), data, vocabulary=40)
-    told = read_config(str(folder)).training["progress"]["decoded"]
+    decoded = read_config(str(folder)).training["progress"]["decoded"]
     method = EagleConfig if "architecture" in changes else KangarooConfig
     prompts = decode_prompts(data[-2:], config(decode_prompts=2, decode_tokens=12), lm.context)
     done = Engine(lm, method(adapter=str(folder), threshold=0).build(lm)).generate(prompts, 12)
-    accepted = [step.accepted for generation in done for step in generation.steps]
-    reached = evaluation.ctar(accepted)
-    assert [told[f"ctar{w}"] for w in range(1, 7)] == reached + [0.0] * (6 - len(reached))
+    reached = evaluation.ctar([step.accepted for generation in done for step in generation.steps])
+    assert [decoded[f"ctar{w}"] for w in range(1, 7)] == reached + [0.0] * (6 - len(reached))
     written = sum(len(generation.tokens) for generation in done)
-    assert told["compression_rate"] == written / sum(len(g.steps) for g in done)
+    assert decoded["compression_rate"] == written / sum(len(g.steps) for g in done)
 
 
 @pytest.mark.usefixtures("nothing_is_drawn")

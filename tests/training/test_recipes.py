@@ -83,9 +83,9 @@ def test_the_command_line_and_an_experiment_win_over_the_recipe():
 
 
 def test_another_checkpoint_takes_the_recipe_of_the_model_that_is_named():
-    own = composed("model=vicuna-13b", "model.path=/my/folder", "model.name=mine")
-    assert own.data.path == "outputs/data/sharegpt/mine"
-    for config in own, composed("model=tiny", "recipe=vicuna-13b"):
+    mine = composed("model=vicuna-13b", "model.path=/my/folder", "model.name=mine")
+    assert mine.data.path == "outputs/data/sharegpt/mine"
+    for config in mine, composed("model=tiny", "recipe=vicuna-13b"):
         assert config.adapter.exit_layers == [3] and config.trainer.learning_rate == 5e-5
 
 
@@ -95,14 +95,14 @@ SETTINGS = ["model=tiny", "trainer.zero_stage=0", "trainer.shard_target=false", 
 
 
 @pytest.mark.usefixtures("nothing_is_drawn")
-@pytest.mark.parametrize("asked", [f"experiment={name}" for name in EXPERIMENTS] + ["recipe=paper"])
-def test_every_experiment_trains_a_few_steps_on_a_tiny_model(asked, tmp_path):
+@pytest.mark.parametrize("option", [f"experiment={x}" for x in EXPERIMENTS] + ["recipe=paper"])
+def test_every_experiment_trains_a_few_steps_on_a_tiny_model(option, tmp_path):
     """One process in plain torch: `test_scale.py` holds that others end with the same weights."""
     write_inputs(tmp_path)
     source = f"data.source={tmp_path / 'ShareGPT.json'}"
     from_file = {"recipe=paper": [source], "experiment=questions": [source, *FILES.split()]}
-    data = [f"data.path={tmp_path / 'data'}", *from_file.get(asked, SHORT.split())]
-    config = composed(*SETTINGS, asked, *data)
+    data = [f"data.path={tmp_path / 'data'}", *from_file.get(option, SHORT.split())]
+    config = composed(*SETTINGS, option, *data)
     config.output = str(tmp_path / "out")
     recipes = [config.adapter, *config.more.values()]
     for recipe in recipes:  # tiny has six layers
@@ -129,14 +129,14 @@ RECIPES = [
 def test_memory_of_weights_moments_and_sums_is_that_of_the_backend():
     lm, config = TargetModel(load(MODEL)[0]), TrainerConfig(accumulate=2, vocabulary=100)
     _, expected, _ = estimate(meta_model(MODEL), RECIPES, config, Text(200, 10_000, 8_000, 50))
-    made = trainees(lm, RECIPES, torch.arange(100))
-    real = backend.TorchBackend([t.adapter for t in made], config, Ranks())
+    trained = trainees(lm, RECIPES, torch.arange(100))
+    real = backend.TorchBackend([t.adapter for t in trained], config, Ranks())
     parameters = real.parameters.values()
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     adapters = sum(p.nbytes + p.grad.nbytes for p in parameters)
     real.collect()
-    real.step([0.1] * len(made))
+    real.step([0.1] * len(trained))
     moments = [s[m] for s in real.optimizers[0].state.values() for m in backend.MOMENTS]
     assert expected["adapters"] == adapters + sum(x.nbytes for x in [*real.sums, *moments])
     head = 100 * lm.config.hidden_size * 4
@@ -147,12 +147,12 @@ def test_memory_of_weights_moments_and_sums_is_that_of_the_backend():
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_activations_are_about_what_autograd_keeps(recipe, dtype):
     lm, recipe = TargetModel(load(replace(MODEL, dtype=dtype))[0]), replace(recipe, exit_layers=[2])
-    made = trainees(lm, [recipe], None)
-    adapter = made[0].adapter
+    trained = trainees(lm, [recipe], None)
+    adapter = trained[0].adapter
     tokens = collate([sample(ids, 16) for ids in random_prompts(400, 400)], 400, lm.device)
-    seen = forward_target(lm, tokens, made)
-    f_BTD = seen.taps[2].float()
-    deep_BTD = seen.deep.get(adapter.deep_tap, f_BTD).float()
+    outputs = forward_target(lm, tokens, trained)
+    f_BTD = outputs.taps[2].float()
+    deep_BTD = outputs.deep.get(adapter.deep_tap, f_BTD).float()
     weights = {p.untyped_storage().data_ptr() for p in adapter.parameters()}
     kept = {}
 
@@ -164,11 +164,12 @@ def test_activations_are_about_what_autograd_keeps(recipe, dtype):
 
     half = torch.autocast("cpu", torch.bfloat16, enabled=dtype is not Dtype.float32)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), half:
-        adapter.states({2: f_BTD}, deep_BTD, seen.meta, recipe.draft_steps)
+        adapter.states({2: f_BTD}, deep_BTD, outputs.meta, recipe.draft_steps)
     real = sum(storage.nbytes() for storage in kept.values())
     config, text = TrainerConfig(batch_tokens=800), Text(8, 3200, 8, 400)
     step, frozen = (estimate(lm, x, config, text)[1]["a micro-batch"] for x in ([recipe], []))
-    states = (len(seen.taps) + len(seen.deep)) * 800 * lm.config.hidden_size * lm.dtype.itemsize
+    count = len(outputs.taps) + len(outputs.deep)
+    states = count * 800 * lm.config.hidden_size * lm.dtype.itemsize
     assert step - frozen - states == pytest.approx(real, rel=0.4)
 
 

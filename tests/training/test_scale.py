@@ -43,8 +43,8 @@ def state(folder):
     return {(part, name): tensor for part in parts for name, tensor in saved[part].items()}
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
 TRAINED = [name for name in CASES if name not in ("killed", "two_again")]
@@ -61,7 +61,7 @@ def alone(tmp_path_factory):
     folder, runs = tmp_path_factory.mktemp("alone"), {}
 
     def run(name):
-        settings = plain(CASES[name].settings)
+        settings = plain(CASES[name])
         key = json.dumps(settings)
         if key not in runs:
             runs[key] = folder / name
@@ -114,13 +114,13 @@ def test_the_sum_of_gradients_does_not_depend_on_their_order():
     scales = [1e-9, 0.3, -7.0, 1e4 / 3]
     ends = []
     for order in itertools.permutations(scales):
-        own = TorchBackend(adapters(), TrainerConfig(accumulate=len(scales), clip=1e9), Ranks())
+        trainer = TorchBackend(adapters(), TrainerConfig(accumulate=len(scales), clip=1e9), Ranks())
         for scale in order:
-            for adapter in own.adapters:
+            for adapter in trainer.adapters:
                 (adapter.weight.sin().sum() * scale / 9 + adapter.bias.sum() * scale).backward()
-            own.collect()
-        own.step([0.1, 0.2])
-        ends.append(own.state()["exp_avg"])
+            trainer.collect()
+        trainer.step([0.1, 0.2])
+        ends.append(trainer.state()["exp_avg"])
     assert all(same(ends[0], end) for end in ends)
 
 
@@ -155,8 +155,8 @@ def test_options_unfit_for_processes_are_refused(settings, world, package, messa
 def test_what_is_not_given_is_what_a_run_began_with_else_what_suits(monkeypatch):
     lm, begun = tiny(), {}
 
-    def resolved(**given):
-        return resolve_sizes(TrainerConfig(**given), lm, begun, Ranks())
+    def resolved(**options):
+        return resolve_sizes(TrainerConfig(**options), lm, begun, Ranks())
 
     assert resolved() == (1, 256)
     monkeypatch.setattr(memory, "total", lambda device: 80 << 30)

@@ -128,8 +128,8 @@ def test_several_adapters_train_as_if_each_were_alone(tmp_path):
     apart = [recipe(exit_layers=[1]), recipe(exit_layers=[2]), layers, fused]
     for folder, alone in zip(folders, apart, strict=True):
         (single,) = train(tiny(), samples(8), settings, tmp_path / folder.name, recipes=[alone])
-        both, one = load_file(folder / WEIGHTS), load_file(single / WEIGHTS)
-        assert all(torch.equal(both[name], one[name]) for name in one)
+        joint, separate = load_file(folder / WEIGHTS), load_file(single / WEIGHTS)
+        assert all(torch.equal(joint[name], separate[name]) for name in separate)
         assert read_config(str(folder)).vocabulary == 40
 
 
@@ -143,8 +143,8 @@ PARTS = {  # what is asked for, and what of it is zero at first
 def test_training_goes_on_from_an_adapter_and_may_add_parts_that_change_nothing_at_first(tmp_path):
     (folder,) = train(tiny(), samples(6), config(learning_rate=1e-2), tmp_path / "first")
     lm, saved = tiny(), load_file(folder / WEIGHTS)
-    given = trainees(lm, [recipe(start=str(folder))], None)[0].adapter
-    assert all(torch.equal(w, saved[n]) for n, w in given.state_dict().items())
+    start = trainees(lm, [recipe(start=str(folder))], None)[0].adapter
+    assert all(torch.equal(w, saved[n]) for n, w in start.state_dict().items())
     with pytest.raises(ConfigError, match=r"adapter\.start=.*exit layer 2"):
         trainees(lm, [recipe(start=str(folder), exit_layers=[1])], None)
     with pytest.raises(ConfigError, match="own_head=True"):
@@ -153,7 +153,7 @@ def test_training_goes_on_from_an_adapter_and_may_add_parts_that_change_nothing_
         further = recipe(start=str(folder), **{part: value})
         grown = trainees(lm, [further], None)[0].adapter
         f_1TD, deep_1TD = torch.randn(2, 1, 5, lm.config.hidden_size)
-        states = [a(f_1TD, deep_1TD, lm.chunk(0, 5, 0, 5), None) for a in (given, grown)]
+        states = [a(f_1TD, deep_1TD, lm.chunk(0, 5, 0, 5), None) for a in (start, grown)]
         assert torch.equal(*states) and not torch.equal(states[0], f_1TD)
         (second,) = train(tiny(), samples(6), config(), tmp_path / part, recipes=[further])
         assert load_file(second / WEIGHTS)[zero].any()
@@ -238,8 +238,8 @@ def test_a_training_that_diverges_stops_and_keeps_its_last_checkpoint(last, tmp_
 
     monkeypatch.setattr(backend.TorchBackend, "_update", diverging)
     wrong = "a weight is not finite at step 10" if last else "loss is not finite at step 6"
-    said = f"{wrong} of 10: .* keeps the last .*lower .* another output="
-    with pytest.raises(Diverged, match=said):
+    message = f"{wrong} of 10: .* keeps the last .*lower .* another output="
+    with pytest.raises(Diverged, match=message):
         train(tiny(), samples(12), config(), tmp_path)
     kept = torch.load(tmp_path / CHECKPOINT, weights_only=True)
     assert kept["progress"]["step"] == (8 if last else 4)
@@ -248,20 +248,20 @@ def test_a_training_that_diverges_stops_and_keeps_its_last_checkpoint(last, tmp_
 
 
 def test_muon_moves_linear_layers_but_for_heads_and_adamw_all_else():
-    made = trainees(tiny(), [recipe(own_head=True)], None)[0].adapter
+    adapter = trainees(tiny(), [recipe(own_head=True)], None)[0].adapter
     options = replace(config(muon=True, clip=1e9), accumulate=1)
-    moved = {id(p) for p in backend.muon_weights(made)}
-    before = {name: p.detach().clone() for name, p in made.named_parameters()}
-    names = {name for name, p in made.named_parameters() if id(p) in moved}
+    moved = {id(p) for p in backend.muon_weights(adapter)}
+    before = {name: p.detach().clone() for name, p in adapter.named_parameters()}
+    names = {name for name, p in adapter.named_parameters() if id(p) in moved}
     assert names == {f"attention.{part}_proj.weight" for part in "qkvo"}
-    optimizer = backend.TorchBackend([made], options, Ranks())
-    for parameter in made.parameters():
+    optimizer = backend.TorchBackend([adapter], options, Ranks())
+    for parameter in adapter.parameters():
         parameter.grad = torch.randn_like(parameter)
         if id(parameter) in moved:
             u, lengths, vh = torch.linalg.svd(parameter.grad, full_matrices=False)
             parameter.grad = u * torch.linspace(0.1, 1, len(lengths)) @ vh
     optimizer.step([1e-2])
-    for name, p in made.named_parameters():
+    for name, p in adapter.named_parameters():
         if id(p) in moved:  # as long a step as AdamW's: 0.2 x the learning rate for a number
             lengths = torch.linalg.svdvals((p.detach() - before[name]) / 1e-2)
             expected = 0.2 * max(p.shape) ** 0.5
