@@ -30,8 +30,7 @@ LOOKUP_CHANCE = 0.8
 
 
 class Drafter(Protocol):
-    """Proposes tokens; it never decides what is written. By default it has no state between steps
-    and reads no hidden states.
+    """Proposes tokens, and never decides what is written. By default it has no state and no taps.
 
     Args:
         taps: the target's hidden states that it reads, each by the number of layers below it.

@@ -45,8 +45,7 @@ class EarlyExit(EarlyStopping):
         self.shallow, self.reads_deep = range(adapter.exit_layer), self.deep_tap is not None
         # only tensor rounds need the window's shallow states before the rest of a prompt
         self.supports_prefix_reuse = not self.reads_deep
-        taps = adapter.exit_layer, adapter.deep_tap
-        self.taps = tuple(tap for tap in taps if tap is not None)
+        self.taps = tuple(tap for tap in (self.exit_layer, self.deep_tap) if tap is not None)
         native_int8 = adapter.mixes_natively and lm.acceleration.multiplies_bytes(lm.dtype)
         self.int8 = adapter.int8 and native_int8
         self.int8_weights: Any = None  # made by native code at its first batch
@@ -73,8 +72,7 @@ class EarlyExit(EarlyStopping):
             self.cache = self.lm.new_cache(size, batch.n_slots, [device] * self.adapter.depth)
             if self.reads_deep:
                 self.deep_BSD = self.deep_BSD.new_zeros(size, batch.n_slots, hidden)
-        shape = size, self.window, hidden
-        self.shallow_BWD = torch.zeros(shape, dtype=self.lm.dtype, device=device)
+        self.shallow_BWD = self.deep_BSD.new_zeros(size, self.window, hidden)
 
     def copy_prefix(self, source: int, row: int, count: int) -> None:
         self.read_prompts()

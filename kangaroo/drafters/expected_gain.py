@@ -62,8 +62,7 @@ class ChainSource(TokenSource):
     def choices(self, place: int) -> Choices:
         if place == len(self.tokens):
             return []
-        best = self.tokens[place], self.chance(self.log_odds[place])
-        return [best, *self.alternatives[place]]
+        return [(self.tokens[place], self.chance(self.log_odds[place])), *self.alternatives[place]]
 
     def next_place(self, place: int, token: int) -> int | None:
         return place + 1 if self.tokens[place : place + 1] == [token] else None

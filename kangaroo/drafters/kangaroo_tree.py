@@ -134,8 +134,7 @@ class KangarooTree(EarlyExit):
         of the window and this token."""
         f_B1D, f_BND, deep_BND = self.start(batch, pending_B1, meta, window_BWD)
         root = meta.narrow(self.window, 1)
-        slots_E = torch.arange(meta.extent, device=pending_B1.device)
-        hidden_B1E = slots_E > root.slots_RT[..., None]
+        hidden_B1E = torch.arange(meta.extent, device=pending_B1.device) > root.slots_RT[..., None]
         zero_B1, one_B1 = torch.zeros_like(pending_B1), torch.ones_like(pending_B1).float()
         nodes = zero_B1, pending_B1, one_B1, f_B1D, hidden_B1E
         return Level(*nodes, pending_B1, one_B1, zero_B1, root), (f_BND, deep_BND)

@@ -118,14 +118,10 @@ class TextMatches(NamedTuple):
 
 class AnswerStore:
     """The newest `size` tokens of the answers that a drafter has seen, and the matches of each row.
-    An answer is stored when another text takes its row, or a new batch begins.
-
-    Attributes:
-        tokens: the answers, a `SEPARATOR` after each.
-    """
+    An answer is stored when another text takes its row, or a new batch begins."""
 
     def __init__(self, size: int):
-        self.size, self.tokens = size, list[int]()
+        self.size, self.tokens = size, list[int]()  # with a `SEPARATOR` after each answer
         self._automaton: SuffixAutomaton | None = None
         self._rows: dict[int, TextMatches] = {}
 
@@ -177,8 +173,7 @@ class SuffixConfig(DrafterConfig):
 
 
 class Suffix(FromText):
-    """Drafts what followed the longest match in the text and in the stored answers, up to a token
-    that ends the text."""
+    """Drafts what followed the longest match in the text and the stored answers, up to an EOS."""
 
     def __init__(self, num_pred_tokens: int = 16, alpha: float = 2.0, store_tokens: int = 0):
         self.max_nodes, self.alpha = num_pred_tokens, alpha

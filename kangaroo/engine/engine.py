@@ -118,11 +118,8 @@ class Engine:
         longest: int | None = None,
     ) -> Iterator[tuple[int, Generation]]:
         """Decode all requests, `batch_size` at a time, and yield (index, generation) as each ends.
-
-        Args:
-            after: the request that follows in the same row: the next turn of a conversation.
-            longest: tokens of the longest text; by default of `requests`.
-        """
+        `after` gives the request that follows in the same row, the next turn of a conversation;
+        `longest` is the number of tokens of the longest text, by default of `requests`."""
         for request in requests:
             self.check(request)
         if batch_size < 1:
