@@ -24,8 +24,7 @@ from kangaroo.utils.errors import AdapterMismatch
 from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, CountOrZero, DraftSize, Ranged
 
 State = TypeVar("State")
-# The chance that a token from a lookup is right if those before it are. The first one is wrong more
-# often, for which the budget accounts.
+# The chance that a token of a lookup is right after right ones; the first one's is in the budget.
 LOOKUP_CHANCE = 0.8
 
 

@@ -86,8 +86,7 @@ class DraftToken(NamedTuple):
 
 class Chain(EarlyStopping):
     """Drafts at most `steps` tokens, until every row's confidence has fallen to the threshold; with
-    `threshold=auto` until another token would not pay (`Budget.limits`). The token with the low
-    confidence is still verified."""
+    `auto` until another token would not pay (`Budget.limits`). The last token is verified, too."""
 
     head: DraftHead
     reads_logits = False  # whether greedy decoding needs more of the logits than the best token

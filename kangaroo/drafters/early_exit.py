@@ -140,9 +140,8 @@ class EarlyExit(EarlyStopping):
     def start(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The pending token's shallow state, and the input of the layer's first pass: the window's
-        and this state, `[B, W + 1, D]`, and the deep states before them if the layer reads such.
-        `meta` is a block that begins with the window."""
+        """The pending token's shallow state, and the layer's first input: the window's and this
+        state, `[B, W + 1, D]`, and deep states, if it reads such. `meta` begins with the window."""
         f_B1D = self.run_shallow(pending_B1, batch, meta.narrow(self.window, 1))
         deep_BND = self.deep_before(meta.narrow(0, self.window + 1).to(f_B1D.device))
         return f_B1D, torch.cat([window_BWD, f_B1D], 1), deep_BND

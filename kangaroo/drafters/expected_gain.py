@@ -127,8 +127,7 @@ class Sources:
     length: int = 0
 
     def __post_init__(self) -> None:
-        self.all: list[TokenSource] = [*self.lookups, self.chain]
-        self.all += [] if self.recycled is None else [self.recycled]
+        self.all: list[TokenSource] = [x for x in (*self.lookups, self.chain, self.recycled) if x]
 
     @property
     def places(self) -> Places:

@@ -33,9 +33,8 @@ class KangarooConfig(EarlyExitConfig):
 
 class Kangaroo(EarlyExit, Chain):
     """The draft model of section 3.1: the target's layers below the exit, the adapter, and the
-    target's head. It drafts until the confidence falls to the threshold (section 3.2), as checked
-    by `Chain.draft`; verification continues from the shallow states of the whole draft. EAGLE's
-    chain differs only in its layer."""
+    target's head. It drafts until the confidence falls to the threshold (section 3.2, in
+    `Chain.draft`); verification continues from the shallow states. EAGLE has another layer."""
 
     hidden: list[Tensor]  # shallow states of the round's nodes
 

@@ -40,15 +40,12 @@ class SuffixAutomaton(Match):
     the longest suffix of the text that occurred before.
 
     A state stands for all strings that end at the same places. The state of the whole text ends
-    only at its last token; its suffix link leads to the longest suffix that also ends elsewhere.
-    So that suffix is known without a search.
-    Source: Blumer et al. 1985; for drafting, SAM-Decoding (arXiv 2411.10666).
-    """
+    only at its last token; its suffix link leads to the longest suffix that also ends elsewhere,
+    without a search. Source: Blumer et al. 1985; for drafting, SAM-Decoding (arXiv 2411.10666)."""
 
     def __init__(self, tokens: Sequence[int] = ()):
         self.tokens: list[int] = []
-        # for each state: the next states by token, the suffix link, the length of its longest
-        # string, and where that last ended
+        # by state: the next states by token, the suffix link, the longest string's length and end
         self.following: list[dict[int, int]] = [{}]
         self.link, self.lengths, self.ends = [-1], [0], [0]
         self._whole = 0  # the state of the whole text

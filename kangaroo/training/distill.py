@@ -36,8 +36,7 @@ class Loss(Enum):
         token is accepted (Leviathan et al. 2023, corollary 3.6).
     `lk`: `-log alpha`.
     `hybrid`: `w kl + (1 - w) (1 - alpha)`, `w = exp(-3 alpha)`: KL where q is far from p, since the
-        gradient of total variation vanishes there, and total variation where it is close.
-    """
+        gradient of total variation vanishes there, and total variation where it is close."""
 
     cross_entropy = "cross_entropy"
     kl = "kl"
@@ -177,8 +176,7 @@ def _grade(student: Student, part: slice, target: TargetDistributions, p_CO: Ten
 
 def outcomes(logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities `[C, O]` in float32 of some tokens, undefined where not inside, and of all
-    others together; and the argmax `[C]`. On a CPU in native code (`cpp/outcomes.h`), which needs
-    no float32 copy of the logits."""
+    others together; and the argmax `[C]`. A CPU's native code copies no logits to float32."""
     on_cpu = logits_CK.device.type == "cpu" and logits_CK.dtype in native.DTYPES
     if on_cpu and native.library() is not None:
         return NativeOutcomes.apply(logits_CK, index_CJ, inside_CJ)

@@ -55,8 +55,7 @@ class Trainer:
     saves each adapter in a folder of `output`, with `data`, the provenance of the samples.
 
     Errors: `DataError` for a sample without trainable tokens, `ConfigError` if nothing is left to
-    train on or `output` has the checkpoint of other settings.
-    """
+    train on or `output` has the checkpoint of other settings."""
 
     def __init__(
         self,
