@@ -239,8 +239,7 @@ def next_tokens(predictions: Sequence[tuple[TokenSource, Choices]]) -> Choices:
 
 
 def drafting_pays(costs: Costs, sources: Sources, max_nodes: int) -> bool:
-    """Whether another token of the chain is expected to add more to the best tree of at most
-    `max_nodes` nodes than it costs to draft."""
+    """Whether another token of the chain is expected to add more to the best tree than it costs."""
     nodes, place = best_nodes(costs, sources, max_nodes), (sources.chain, len(sources.chain.tokens))
     if (end := next((node for node in nodes if place in node.places), None)) is None:
         return False

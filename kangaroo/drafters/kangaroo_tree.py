@@ -108,8 +108,7 @@ class KangarooTree(EarlyExit):
         # on the host, which reads one number of each row and level if there is a threshold
         active = limits[:, 0] < 1
         limits = np.maximum(limits, np.float32(self.threshold))
-        meta = self.chain_meta(batch, 0, self.max_nodes)
-        meta, draws, pending = self.begin_round(batch, meta)
+        meta, draws, pending = self.begin_round(batch, self.chain_meta(batch, 0, self.max_nodes))
         root, read = self.replay(batch, ("root",), partial(self.start_tree, batch), *pending)
         levels, valid = [root], [np.ones_like(active)]
         for step in range(1, self.steps + 1):

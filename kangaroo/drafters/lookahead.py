@@ -110,8 +110,7 @@ class Lookahead(Drafter):
 
 
 def add_ngrams(pool_BPN: Tensor, ngrams_BWN: Tensor) -> Tensor:
-    """The pool with new n-grams in front, the last of them first, without duplicates and as long as
-    before: the oldest n-grams are dropped."""
+    """The pool, as long as before, with new n-grams in front, the last first, and no duplicates."""
     size, n_new = pool_BPN.shape[1], ngrams_BWN.shape[1]
     pool_BPN = torch.cat([ngrams_BWN.flip(1), pool_BPN], 1)
     equal_BPW = (pool_BPN[:, :, None] == pool_BPN[:, None, :n_new]).all(-1)

@@ -215,9 +215,8 @@ class Engine:
                 seconds += now(lm.device) - start
                 yield None
                 start = now(lm.device)
-            tokens_1T = prompt_T[None, first : first + chunk]
             place = first, batch.cache, row, self.drafter.taps
-            last_11D, chunk_read = prefill.read(lm, tokens_1T, *place)
+            last_11D, chunk_read = prefill.read(lm, prompt_T[None, first : first + chunk], *place)
             unread.append(chunk_read)
             # else later, since a step in between would change a drafter's state for the row
             if batch.size == 1 or first + chunk >= end:

@@ -1,5 +1,4 @@
-"""Acceptance by rejection and by blocks: a text has the target's distribution, but its tokens
-depend on the drafts.
+"""Acceptance by rejection and by blocks: texts have the target's distribution, but vary by draft.
 
 Shapes: B rows, N draft nodes, V vocabulary.
 """

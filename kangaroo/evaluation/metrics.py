@@ -131,9 +131,8 @@ def prefill_seconds(run: MethodRun) -> float:
 
 def seconds_until(run: MethodRun, count: int) -> float:
     """Seconds until `count` tokens were written, interpolated linearly within a round."""
-    tokens = np.cumsum([0, *run.emitted])
     seconds = prefill_seconds(run) + np.cumsum([0.0, *_round_seconds(run)])
-    return float(np.interp(count, tokens, seconds))
+    return float(np.interp(count, np.cumsum([0, *run.emitted]), seconds))
 
 
 def paired_seconds(record: Record, baseline: str = "vanilla", prefill: bool = True) -> Pair:

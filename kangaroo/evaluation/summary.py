@@ -91,8 +91,7 @@ def shared_settings(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_baseline(baseline: Baseline, method: Path, output: Path) -> None:
-    """Write a baseline's own `summary.json` below `output`, from the records in the folder of a
-    method, as if the baseline had been the method."""
+    """Write a baseline's own `summary.json` below `output`, from the records of a method."""
     records = [record for record in read(method) if baseline.name in record.turns[0].runs]
     for record in records:
         record.drafter_bytes = 0

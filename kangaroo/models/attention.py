@@ -49,9 +49,8 @@ def attention(
         causal = bias_R1TE is None and width > 1
         out = attend(q_RHTC, k_RKEC, v_RKEC, bias_R1TE, enable_gqa=group > 1, is_causal=causal)
         return out.transpose(1, 2), None
-    packed = q_RHTC.reshape(rows, kv_heads, group * width, size)
     bias = bias_R1TE if group == 1 else bias_R1TE.repeat(1, 1, group, 1)
-    out = attend(packed, k_RKEC, v_RKEC, bias)
+    out = attend(q_RHTC.reshape(rows, kv_heads, group * width, size), k_RKEC, v_RKEC, bias)
     return out.reshape(rows, heads, width, size).transpose(1, 2), None
 
 

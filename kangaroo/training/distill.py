@@ -81,9 +81,8 @@ class WholeDistributions:
         """Probabilities `[C, O]` of the outcomes; 0 for tokens that cannot be drafted."""
         logits_CV = self.lm.read_out(self.state_MD[None, part])[0].float()
         self.top_M[part] = logits_CV.argmax(-1)
-        total_C1 = logits_CV.logsumexp(-1, keepdim=True)
         logits_CK = logits_CV if self.vocabulary_K is None else logits_CV[:, self.vocabulary_K]
-        return (logits_CK - total_C1).exp_()
+        return (logits_CK - logits_CV.logsumexp(-1, keepdim=True)).exp_()
 
     def compare(self, part: slice, logits_CK: Tensor) -> tuple[Tensor, Tensor]:
         """A student's log-probabilities `[C, O]` of the outcomes, undefined for tokens that cannot
