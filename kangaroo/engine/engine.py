@@ -159,9 +159,8 @@ class Engine:
         spare = max(2 * drafter.max_nodes, native.nodes if native else 0) + 2
         # rounded up, since attention kernels need aligned rows of a mask
         n_slots = -(-(longest + spare) // BUCKET) * BUCKET
-        if not (
-            self.cache and self.cache.batch_size == batch_size and self.cache.n_slots >= n_slots
-        ):
+        same_size = self.cache is not None and self.cache.batch_size == batch_size
+        if self.cache is None or not same_size or n_slots > self.cache.n_slots:
             self.batch = self.cache = self.stepper = None  # the new ones may need their memory
             self.cache = lm.new_cache(batch_size, n_slots)
         # native drafting costs something else than what would be measured

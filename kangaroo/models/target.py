@@ -1,4 +1,4 @@
-"""The target: runs ranges of layers of a Llama-like transformers model, which are not patched.
+"""The target: runs ranges of layers of a Llama-like transformers model, neither copied nor patched.
 
 Shapes: B rows, N nodes or tokens of a block, E occupied slots, D hidden size, V vocabulary,
 R rows of a block, T tokens of a row, S slots, C head size.
