@@ -51,8 +51,7 @@ class ConversationsConfig(WrittenConfig, Source):
 
     def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks = ALONE) -> None:
         """Write what is missing of the dataset to `path`, in processes as in `SynthesisConfig`.
-        Errors: `DataError` if no conversation can be read or used; `ConfigError` for a chat
-        template that does not show the assistant's part."""
+        Errors: `DataError` if none can be used; `ConfigError` for a template that hides answers."""
         if self.teacher and not self.regenerate:
             raise ConfigError(
                 f"data.teacher={self.teacher} keeps what the target computes while it writes, and "

@@ -89,8 +89,7 @@ class WrittenConfig(Ranged):
                 writer = DialogueWriter(lm, tokenizer, self.batch_size, longest, self.teacher, bar)
                 for number, name in enumerate(assigned, start=1):
                     bar.set_description(f"writing shard {number} of {len(assigned)}")
-                    dialogues = writers[name](writer)
-                    shards.write(name, [d.sample() for d in dialogues if d.input_ids])
+                    shards.write(name, [d.sample() for d in writers[name](writer) if d.input_ids])
             written = sum(ranks.all_gather(writer.written))
             rate = written / (time.perf_counter() - start)
             log.info("wrote %d tokens at %.1f tokens/s", written, rate)
@@ -136,8 +135,7 @@ class SynthesisConfig(WrittenConfig):
         turns: questions with their answers in a conversation; the shards use these numbers in turn.
             A conversation ends earlier at a turn that reaches its limit, or at the model's context.
         max_question_tokens: limit of a question.
-        keep_unfinished_questions: also keep a question that reaches its limit; by default its
-            conversation is dropped.
+        keep_unfinished_questions: keep a conversation whose question reaches its limit, too.
         openings: beginnings of first questions; the conversations use them in turn. With an empty
             one the target begins itself, and seldom asks for a translation or a summary.
         question_temperature: a high one gives different questions.

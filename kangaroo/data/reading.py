@@ -122,8 +122,7 @@ def _records(origin: Source) -> Iterator[Any]:
     try:
         if origin.source.startswith(HUB_FILE):
             owner, name, file = [*origin.source.removeprefix(HUB_FILE).split("/", 2), "", ""][:3]
-            repo = f"{owner}/{name}"
-            file = hf_hub_download(repo, file, repo_type="dataset", revision=revision)
+            file = hf_hub_download(f"{owner}/{name}", file, repo_type="dataset", revision=revision)
             origin = replace(origin, source=file)
         path = Path(origin.source).expanduser()
         if path.suffix in JSON and path.is_file():
@@ -221,7 +220,6 @@ class Split:
 
     def write(self, folder: Path) -> None:
         """Write both lists as files of JSON lines, valid UTF-8, whole or not at all."""
-        folder.mkdir(parents=True, exist_ok=True)
         for name, records in ((TRAINING, self.training), (HELD_OUT, self.held_out)):
             lines = (sanitized(json.dumps(record, ensure_ascii=False)) for record in records)
             write_whole(folder / name, "".join(f"{line}\n" for line in lines).encode())

@@ -87,14 +87,12 @@ def fingerprint(samples: list[Sample]) -> str:
 
 class Shards:
     """A folder of shards, each a pure function of the folder's settings and its own name. With the
-    setting `teacher`, samples have records. Errors: `DataError` if the folder has other settings.
-    """
+    setting `teacher`, samples have records. Errors: `DataError` if the folder has others."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
         self.folder, self.has_records = folder, bool(settings.get("teacher"))
         path = folder / SETTINGS
         if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
             write_json(path, settings)
         if changed := differences(_json(path, path.read_text()), settings):
             raise DataError(

@@ -24,14 +24,12 @@ from kangaroo.utils.errors import AdapterMismatch
 from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, CountOrZero, DraftSize, Ranged
 
 State = TypeVar("State")
-# The chance that a token from a lookup is right if those before it are. The first one is wrong more
-# often, for which the budget accounts.
+# The chance that a token of a lookup is right after right ones; the first one's is in the budget.
 LOOKUP_CHANCE = 0.8
 
 
 class Drafter(Protocol):
-    """Proposes tokens; it never decides what is written. By default it has no state between steps
-    and reads no hidden states.
+    """Proposes tokens, and never decides what is written. By default it has no state and no taps.
 
     Args:
         taps: the target's hidden states that it reads, each by the number of layers below it.

@@ -78,8 +78,7 @@ class Block(EarlyExit, Chain):
         f_BND, deep_BND = self.adapter.add_places(f_BND, deep_BND, self.steps - 1)
         read = meta.narrow(0, self.window + self.steps).to(f_BND.device)
         states_BND = self.adapter(f_BND, deep_BND, read, self.cache.at(read))[:, self.window :]
-        logits_MK = self.head(states_BND.flatten(0, 1))
-        return logits_MK.unflatten(0, states_BND.shape[:2])
+        return self.head(states_BND.flatten(0, 1)).unflatten(0, states_BND.shape[:2])
 
     def tokens_from(self, batch: Batch, logits_BNK: Tensor, draws: Tensors) -> Iterator[DraftToken]:
         """The draft's tokens, each by the one before it."""

@@ -86,15 +86,10 @@ class DraftToken(NamedTuple):
 
 class Chain(EarlyStopping):
     """Drafts at most `steps` tokens, until every row's confidence has fallen to the threshold; with
-    `threshold=auto` until another token would not pay (`Budget.limits`). The token with the low
-    confidence is still verified.
-
-    Attributes:
-        reads_logits: whether greedy decoding needs more of the logits than the likeliest token.
-    """
+    `auto` until another token would not pay (`Budget.limits`). The last token is verified, too."""
 
     head: DraftHead
-    reads_logits = False
+    reads_logits = False  # whether greedy decoding needs more of the logits than the best token
 
     def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
         active = limits[:, 0] < 1
@@ -108,8 +103,7 @@ class Chain(EarlyStopping):
             ids.append(token.id_B1)
             lengths += active
             if keeps_probs:
-                logits_B1V = self.head.spread(token.logits_BK)[:, None]
-                probs.append(warp(logits_B1V, sampling).softmax(-1))
+                probs.append(warp(self.head.spread(token.logits_BK)[:, None], sampling).softmax(-1))
             if may_stop and len(ids) <= self.steps:  # Kangaroo's section 3.2
                 confidence = np.array(token.reading.tolist(), np.float32)
                 chance *= confidence
@@ -157,8 +151,7 @@ class Chain(EarlyStopping):
     def reading(
         self, logits_BK: Tensor, sampling: BatchSampling, positions_B1: Tensor, seeds_B: Tensor
     ) -> Tensor:
-        """What the host reads of a token; by default the confidence `[B]`, before temperature and
-        filters."""
+        """What the host reads: by default the confidence `[B]`, before temperature and filters."""
         return logits_BK.float().softmax(-1).amax(-1)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:

@@ -67,8 +67,7 @@ def check_installed() -> None:
 
 
 def index(documents: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
-    """The datastore of the documents that are not empty. Errors: `DataError` if there are none,
-    `MissingPackage`."""
+    """A datastore of all documents with tokens. Errors: `DataError` for none, `MissingPackage`."""
     check_installed()
     from pydivsufsort import divsufsort
 

@@ -48,8 +48,7 @@ class EagleConfig(EarlyExitConfig):
 
 class EagleTree(KangarooTree):
     """EAGLE-2's dynamic tree. As in Kangaroo's, the most confident nodes of a level get candidates.
-    Then the candidates of all levels are ranked, also those that got none, and the most confident
-    are verified from their embeddings on."""
+    Then candidates of all levels are ranked, and the best are verified from their embeddings on."""
 
     def candidates(self, levels: list[Level]) -> Sequence[Sequence[Tensor]]:
         parents, first = [levels[0].parents_BL], 0

@@ -45,8 +45,7 @@ class EarlyExit(EarlyStopping):
         self.shallow, self.reads_deep = range(adapter.exit_layer), self.deep_tap is not None
         # only tensor rounds need the window's shallow states before the rest of a prompt
         self.supports_prefix_reuse = not self.reads_deep
-        taps = adapter.exit_layer, adapter.deep_tap
-        self.taps = tuple(tap for tap in taps if tap is not None)
+        self.taps = tuple(tap for tap in (self.exit_layer, self.deep_tap) if tap is not None)
         native_int8 = adapter.mixes_natively and lm.acceleration.multiplies_bytes(lm.dtype)
         self.int8 = adapter.int8 and native_int8
         self.int8_weights: Any = None  # made by native code at its first batch
@@ -74,8 +73,7 @@ class EarlyExit(EarlyStopping):
             self.cache = self.lm.new_cache(size, batch.n_slots, [device] * self.adapter.depth)
             if self.reads_deep:
                 self.deep_BSD = self.deep_BSD.new_zeros(size, batch.n_slots, hidden)
-        shape = size, self.window, hidden
-        self.shallow_BWD = torch.zeros(shape, dtype=self.lm.dtype, device=device)
+        self.shallow_BWD = self.deep_BSD.new_zeros(size, self.window, hidden)
 
     def copy_prefix(self, source: int, row: int, count: int) -> None:
         self.read_prompts()
@@ -143,9 +141,8 @@ class EarlyExit(EarlyStopping):
     def start(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The pending token's shallow state, and the input of the layer's first pass: the window's
-        and this state, `[B, W + 1, D]`, and the deep states before them if the layer reads such.
-        `meta` is a block that begins with the window."""
+        """The pending token's shallow state, and the layer's first input: the window's and this
+        state, `[B, W + 1, D]`, and deep states, if it reads such. `meta` begins with the window."""
         f_B1D = self.run_shallow(pending_B1, batch, meta.narrow(self.window, 1))
         deep_BND = self.deep_before(meta.narrow(0, self.window + 1).to(f_B1D.device))
         return f_B1D, torch.cat([window_BWD, f_B1D], 1), deep_BND

@@ -62,8 +62,7 @@ class ChainSource(TokenSource):
     def choices(self, place: int) -> Choices:
         if place == len(self.tokens):
             return []
-        best = self.tokens[place], self.chance(self.log_odds[place])
-        return [best, *self.alternatives[place]]
+        return [(self.tokens[place], self.chance(self.log_odds[place])), *self.alternatives[place]]
 
     def next_place(self, place: int, token: int) -> int | None:
         return place + 1 if self.tokens[place : place + 1] == [token] else None
@@ -128,8 +127,7 @@ class Sources:
     length: int = 0
 
     def __post_init__(self) -> None:
-        self.all: list[TokenSource] = [*self.lookups, self.chain]
-        self.all += [] if self.recycled is None else [self.recycled]
+        self.all: list[TokenSource] = [x for x in (*self.lookups, self.chain, self.recycled) if x]
 
     @property
     def places(self) -> Places:
@@ -241,8 +239,7 @@ def next_tokens(predictions: Sequence[tuple[TokenSource, Choices]]) -> Choices:
 
 
 def drafting_pays(costs: Costs, sources: Sources, max_nodes: int) -> bool:
-    """Whether another token of the chain is expected to add more to the best tree of at most
-    `max_nodes` nodes than it costs to draft."""
+    """Whether another token of the chain is expected to add more to the best tree than it costs."""
     nodes, place = best_nodes(costs, sources, max_nodes), (sources.chain, len(sources.chain.tokens))
     if (end := next((node for node in nodes if place in node.places), None)) is None:
         return False

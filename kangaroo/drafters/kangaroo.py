@@ -23,8 +23,7 @@ from kangaroo.models.target import TargetModel
 
 @dataclass
 class KangarooConfig(EarlyExitConfig):
-    """Chain drafting with early stopping (arXiv 2404.18911, sections 3.1 and 3.2); confidence is
-    the top-1 probability."""
+    """Chain drafting with early stopping (arXiv 2404.18911, sections 3.1 and 3.2)."""
 
     name: str = "kangaroo"
 
@@ -34,16 +33,14 @@ class KangarooConfig(EarlyExitConfig):
 
 class Kangaroo(EarlyExit, Chain):
     """The draft model of section 3.1: the target's layers below the exit, the adapter, and the
-    target's head. It drafts until the confidence falls to the threshold (section 3.2), as checked
-    by `Chain.draft`; verification continues from the shallow states of the whole draft. EAGLE's
-    chain differs only in its layer."""
+    target's head. It drafts until the confidence falls to the threshold (section 3.2, in
+    `Chain.draft`); verification continues from the shallow states. EAGLE has another layer."""
 
     hidden: list[Tensor]  # shallow states of the round's nodes
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
         meta, draws, pending = self.begin_round(batch, meta)
-        states = self.replay(batch, ("root",), partial(self.start, batch), *pending)
-        f_B1D, f_BND, deep_BND = states
+        f_B1D, f_BND, deep_BND = self.replay(batch, ("root",), partial(self.start, batch), *pending)
         self.hidden = [f_B1D]
         for step in range(1, self.steps + 1):
             # a graph a step, so that none overwrites what the round still reads of another
@@ -61,16 +58,10 @@ class Kangaroo(EarlyExit, Chain):
         draws: Tensors,
         deep_BND: Tensor | None,
     ) -> tuple[DraftToken, Tensor, Tensor | None]:
-        """One token of section 3.1: adapter, head, and the shallow layers on what was drafted.
-
-        Args:
-            f_BND: shallow states of the last token; in the first step after those of the window.
-            meta: the block of window, pending token and draft.
-            draws: those of the batch.
-            deep_BND: the deep states that a fused adapter reads, too.
-
-        Returns the token, its shallow state and, for a fused adapter, the adapter's, `[B, 1, D]`.
-        """
+        """One token of section 3.1: adapter, head, and the shallow layers on what was drafted. `f`
+        are shallow states of the last token, in the first step after those of the window, `deep`
+        those that a fused adapter reads too, and `meta` is the block of window, pending token and
+        draft. Returns the token, its shallow state and, if fused, the adapter's, `[B, 1, D]`."""
         end = self.window + step
         read = meta.narrow(0, end) if step == 1 else meta.narrow(end - 1, 1)
         read = read.to(f_BND.device)

@@ -108,8 +108,7 @@ class KangarooTree(EarlyExit):
         # on the host, which reads one number of each row and level if there is a threshold
         active = limits[:, 0] < 1
         limits = np.maximum(limits, np.float32(self.threshold))
-        meta = self.chain_meta(batch, 0, self.max_nodes)
-        meta, draws, pending = self.begin_round(batch, meta)
+        meta, draws, pending = self.begin_round(batch, self.chain_meta(batch, 0, self.max_nodes))
         root, read = self.replay(batch, ("root",), partial(self.start_tree, batch), *pending)
         levels, valid = [root], [np.ones_like(active)]
         for step in range(1, self.steps + 1):
@@ -134,8 +133,7 @@ class KangarooTree(EarlyExit):
         of the window and this token."""
         f_B1D, f_BND, deep_BND = self.start(batch, pending_B1, meta, window_BWD)
         root = meta.narrow(self.window, 1)
-        slots_E = torch.arange(meta.extent, device=pending_B1.device)
-        hidden_B1E = slots_E > root.slots_RT[..., None]
+        hidden_B1E = torch.arange(meta.extent, device=pending_B1.device) > root.slots_RT[..., None]
         zero_B1, one_B1 = torch.zeros_like(pending_B1), torch.ones_like(pending_B1).float()
         nodes = zero_B1, pending_B1, one_B1, f_B1D, hidden_B1E
         return Level(*nodes, pending_B1, one_B1, zero_B1, root), (f_BND, deep_BND)

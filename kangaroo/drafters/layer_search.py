@@ -144,7 +144,6 @@ def search(
         "settings": asdict(config),
     } | provenance()
     result = LayerSubset(list(best), lm.name, target_hash(lm), details)
-    file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, asdict(result))
     return result
 

@@ -110,13 +110,11 @@ class Lookahead(Drafter):
 
 
 def add_ngrams(pool_BPN: Tensor, ngrams_BWN: Tensor) -> Tensor:
-    """The pool with new n-grams in front, the last of them first, without duplicates and as long as
-    before: the oldest n-grams are dropped."""
+    """The pool, as long as before, with new n-grams in front, the last first, and no duplicates."""
     size, n_new = pool_BPN.shape[1], ngrams_BWN.shape[1]
     pool_BPN = torch.cat([ngrams_BWN.flip(1), pool_BPN], 1)
     equal_BPW = (pool_BPN[:, :, None] == pool_BPN[:, None, :n_new]).all(-1)
-    repeats_BP = equal_BPW.tril(-1).any(-1)  # equals a newer one
-    keep_BP = (pool_BPN[..., 0] >= 0) & ~repeats_BP
+    keep_BP = (pool_BPN[..., 0] >= 0) & ~equal_BPW.tril(-1).any(-1)  # equals no newer one
     place_BP = torch.where(keep_BP, keep_BP.cumsum(1) - 1, size).clamp(max=size)
     ordered_BPN = torch.full_like(pool_BPN[:, : size + 1], -1)  # dropped ones take the last place
     ordered_BPN.scatter_(1, place_BP[..., None].expand_as(pool_BPN), pool_BPN)

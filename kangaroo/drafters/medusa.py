@@ -123,5 +123,4 @@ class Medusa(Drafter):
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         states_BND = taps[self.lm.n_layers]
-        last_B1 = verdict.path_BP[:, -1:].to(states_BND.device)
-        self.final_BD = take(states_BND, last_B1)[:, 0]
+        self.final_BD = take(states_BND, verdict.path_BP[:, -1:].to(states_BND.device))[:, 0]

@@ -40,15 +40,12 @@ class SuffixAutomaton(Match):
     the longest suffix of the text that occurred before.
 
     A state stands for all strings that end at the same places. The state of the whole text ends
-    only at its last token; its suffix link leads to the longest suffix that also ends elsewhere.
-    So that suffix is known without a search.
-    Source: Blumer et al. 1985; for drafting, SAM-Decoding (arXiv 2411.10666).
-    """
+    only at its last token; its suffix link leads to the longest suffix that also ends elsewhere,
+    without a search. Source: Blumer et al. 1985; for drafting, SAM-Decoding (arXiv 2411.10666)."""
 
     def __init__(self, tokens: Sequence[int] = ()):
         self.tokens: list[int] = []
-        # for each state: the next states by token, the suffix link, the length of its longest
-        # string, and where that last ended
+        # by state: the next states by token, the suffix link, the longest string's length and end
         self.following: list[dict[int, int]] = [{}]
         self.link, self.lengths, self.ends = [-1], [0], [0]
         self._whole = 0  # the state of the whole text
@@ -118,14 +115,10 @@ class TextMatches(NamedTuple):
 
 class AnswerStore:
     """The newest `size` tokens of the answers that a drafter has seen, and the matches of each row.
-    An answer is stored when another text takes its row, or a new batch begins.
-
-    Attributes:
-        tokens: the answers, a `SEPARATOR` after each.
-    """
+    An answer is stored when another text takes its row, or a new batch begins."""
 
     def __init__(self, size: int):
-        self.size, self.tokens = size, list[int]()
+        self.size, self.tokens = size, list[int]()  # with a `SEPARATOR` after each answer
         self._automaton: SuffixAutomaton | None = None
         self._rows: dict[int, TextMatches] = {}
 
@@ -177,8 +170,7 @@ class SuffixConfig(DrafterConfig):
 
 
 class Suffix(FromText):
-    """Drafts what followed the longest match in the text and in the stored answers, up to a token
-    that ends the text."""
+    """Drafts what followed the longest match in the text and the stored answers, up to an EOS."""
 
     def __init__(self, num_pred_tokens: int = 16, alpha: float = 2.0, store_tokens: int = 0):
         self.max_nodes, self.alpha = num_pred_tokens, alpha

@@ -89,8 +89,7 @@ class Swift(LayerChoice):
                 continue
             search.tried.add(subset)
             matchness = self.matchness(batch, row, subset, count)
-            cost = self.cost_without(subset)
-            speedup = expected_speedup(matchness, cost, self.steps)
+            speedup = expected_speedup(matchness, self.cost_without(subset), self.steps)
             if speedup >= search.speedup:
                 search.skip, search.speedup = subset, speedup
                 search.proposals_left *= matchness < self.options.goal

@@ -78,6 +78,5 @@ def recycle(matrix: Successors, batch: Batch, row: int) -> None:
 
 @cache
 def static_tree(nodes: int) -> list[tuple[tuple[int, ...], float]]:
-    """The tree with the highest expected acceptance: paths of ranks, the likeliest first, with the
-    chance that all of a path is right."""
+    """The likeliest paths of ranks, in order, each with the chance that all of it is right."""
     return list(islice(likeliest_paths([CHANCES] * nodes), nodes))

@@ -122,6 +122,5 @@ class Batch:
 def written(draft: Draft, verdict: Verdict) -> Tensor:
     """What a step writes in each row, `[B, 2 + P]`: how many tokens are new, how many were drafted,
     and the target's choices along the accepted path, which end with the bonus token."""
-    new_BP = verdict.choice_BN.gather(1, verdict.path_BP)
     counts_B2 = torch.stack([verdict.count_B + 1, draft.valid_BN.sum(1) - 1], 1)
-    return torch.cat([counts_B2, new_BP], 1)
+    return torch.cat([counts_B2, verdict.choice_BN.gather(1, verdict.path_BP)], 1)

@@ -145,10 +145,9 @@ Chunk = tuple[Tensor, ForwardMeta, Taps]  # a prompt's chunk: the arguments of `
 
 class KVCache:
     """Keys and values of some layers, each `[B * S, K, C]` on its layer's device, so that one
-    `index_copy_` writes any rows and slots, and attention reads rows as strided views. Its `serial`
-    is unique in this process."""
+    `index_copy_` writes any rows and slots, and attention reads rows as strided views."""
 
-    serials = itertools.count()
+    serials = itertools.count()  # a cache's own is unique in this process
 
     def __init__(
         self,

@@ -84,7 +84,6 @@ def verify_costs(lm: TargetModel) -> VerifyCosts:
     costs, steady = measure(lm)
     try:
         if steady:
-            file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, asdict(costs))
         else:
             log.info("the machine is busy: verification is measured again in the next process")

@@ -118,11 +118,8 @@ class Engine:
         longest: int | None = None,
     ) -> Iterator[tuple[int, Generation]]:
         """Decode all requests, `batch_size` at a time, and yield (index, generation) as each ends.
-
-        Args:
-            after: the request that follows in the same row: the next turn of a conversation.
-            longest: tokens of the longest text; by default of `requests`.
-        """
+        `after` gives the request that follows in the same row, the next turn of a conversation;
+        `longest` is the number of tokens of the longest text, by default of `requests`."""
         for request in requests:
             self.check(request)
         if batch_size < 1:
@@ -217,9 +214,8 @@ class Engine:
                 seconds += now(lm.device) - start
                 yield None
                 start = now(lm.device)
-            tokens_1T = prompt_T[None, first : first + chunk]
             place = first, batch.cache, row, self.drafter.taps
-            last_11D, chunk_read = prefill.read(lm, tokens_1T, *place)
+            last_11D, chunk_read = prefill.read(lm, prompt_T[None, first : first + chunk], *place)
             unread.append(chunk_read)
             # else later, since a step in between would change a drafter's state for the row
             if batch.size == 1 or self.stepper.leaves_other_rows or first + chunk >= end:

@@ -73,9 +73,8 @@ class StepRecord:
 
 @dataclass
 class Generation:
-    """The answer to a request. Its first step is the prefill, whose time is `prefill_seconds`;
-    `finish` is "eos", "length" or "stop", or empty while the text is being written; `reused` tokens
-    of the prompt were in the cache already."""
+    """The answer to a request. The prefill, its first step, took `prefill_seconds`; `finish` is
+    "eos", "length", "stop", or empty before; `reused` tokens of the prompt were in the cache."""
 
     tokens: list[int] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)

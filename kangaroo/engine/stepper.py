@@ -111,7 +111,6 @@ class TensorStepper:
     def _keep_path(self, meta: ForwardMeta, verdict: Verdict) -> None:
         """Move the keys and values of the accepted path to the slots of its positions."""
         batch, path_BP = self.batch, verdict.path_BP
-        src_BP = meta.slots_RT.gather(1, path_BP)
         dst_BP = batch.base_B[:, None] + torch.arange(path_BP.shape[1], device=path_BP.device)
-        args = (batch.cache,), ("move",), batch.cache.move, src_BP, dst_BP
+        args = (batch.cache,), ("move",), batch.cache.move, meta.slots_RT.gather(1, path_BP), dst_BP
         self.lm.acceleration.replay(*args, rehearsal=(dst_BP, dst_BP))

@@ -64,12 +64,11 @@ class Tree:
         if self.is_chain and not below:
             return offsets_BN, offsets_BN, slots_E > offsets_BN[..., None]
         slots_BN = offsets_BN % extent
-        positions_BN = (start_B1 + self.depth_BN).clamp(min=0)
         seen_BNE = (slots_E < start_B1)[:, None].repeat(1, self.size, 1)
         itself_NN = torch.eye(self.size, dtype=torch.bool, device=device)
         seen_BNN = self.ancestors_BNN & ((offsets_BN >= 0)[:, None] | itself_NN)
         seen_BNE.scatter_(2, slots_BN[:, None].expand_as(seen_BNN), seen_BNN)
-        return slots_BN, positions_BN, ~seen_BNE
+        return slots_BN, (start_B1 + self.depth_BN).clamp(min=0), ~seen_BNE
 
     @staticmethod
     @cache  # without a limit, since graphs hold its address

@@ -1,5 +1,4 @@
-"""Acceptance by rejection and by blocks: a text has the target's distribution, but its tokens
-depend on the drafts.
+"""Acceptance by rejection and by blocks: texts have the target's distribution, but vary by draft.
 
 Shapes: B rows, N draft nodes, V vocabulary.
 """
@@ -33,8 +32,7 @@ def write(
     draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor
 ) -> Tensor:
     """What the target writes after each node of a chain, `[B, N]`, by the rule of `sampling`;
-    `positions` are those of the tokens after each node. Errors: `ConfigError` for a draft that is
-    no chain, or has no probabilities."""
+    `positions` are those of these tokens. Errors: `ConfigError` for a tree, or without `probs`."""
     if not draft.tree.is_chain or draft.probs_BNV is None:
         raise ConfigError(
             f"sampling.rule={sampling.rule.value} needs a drafter of chains that keeps the "
@@ -56,9 +54,8 @@ def draft_seeds(seeds_B: Tensor, length_B: Tensor) -> Tensor:
 
 def rejection(chances: Chances, positions_BN: Tensor, seeds_B: Tensor) -> Tensor:
     """Classic speculative sampling: the drafted child x of a node is kept with probability
-    min(1, p(x) / q(x)); otherwise a token is drawn from the residual max(p - q, 0). Nodes without a
-    valid child draw from p. The draws use noise that is independent of the draft's. Source:
-    Leviathan et al. 2023, algorithm 1."""
+    min(1, p(x) / q(x)), or a token is drawn from the residual max(p - q, 0). Nodes without a valid
+    child draw from p, all by noise of their own. Source: Leviathan et al. 2023, algorithm 1."""
     p_BNV, q_BNV, child_BN, has_child_BN = chances
     u_BN = uniform(seeds_B, positions_BN, NoiseStream.accept, 1)[..., 0]
     keep_BN = has_child_BN & (u_BN * chances.child(q_BNV) < chances.child(p_BNV))
@@ -68,16 +65,14 @@ def rejection(chances: Chances, positions_BN: Tensor, seeds_B: Tensor) -> Tensor
 
 
 def block(chances: Chances, positions_BN: Tensor, seeds_B: Tensor) -> Tensor:
-    """Block verification. A node's weight w is min(1, w' p(x) / q(x)), with its parent's weight w'
-    and its own token x; the root's is 1. A node passes its test with chance s / (s + 1 - w), where
-    s is the sum of its residual max(w p - q, 0). The last node that passes ends the accepted part,
-    and the next token is drawn from its residual. Nodes after it draw from p; where that gives the
-    drafted token, the walk goes on.
+    """Block verification (arXiv 2403.10444, algorithm 2). A node's weight w is min(1, w' p(x) /
+    q(x)), with its parent's weight w' and its own token x; the root's is 1. A node passes its test
+    with chance s / (s + 1 - w), where s is the sum of its residual max(w p - q, 0). The last node
+    that passes ends the accepted part, and the next token is drawn from its residual. Nodes after
+    it draw from p; where that gives the drafted token, the walk goes on.
 
     What is accepted depends on later tokens and tests, so each round has noise of its own: the
-    tests' has the round's first position, the draft's `draft_seeds`. Source: arXiv 2403.10444,
-    algorithm 2.
-    """
+    tests' has the round's first position, the draft's `draft_seeds`."""
     p_BNV, q_BNV, child_BN, has_child_BN = chances
     ratios_BN = chances.child(p_BNV) / chances.child(q_BNV)
     weights = [torch.ones_like(ratios_BN[:, 0])]

@@ -220,7 +220,6 @@ def _download(config: BenchConfig, url: str, file: Path) -> bytes:
             f"{config.sha256}. {fix}, or pass bench.path=."
         )
     if not is_cached:
-        file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, content)
     return content
 

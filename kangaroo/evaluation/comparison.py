@@ -185,14 +185,13 @@ def rows_of(methods: Sequence[Method]) -> list[Row]:
 def by_group(methods: Sequence[Method], group: str, metric: str) -> list[Row]:
     """One metric of every method, `by_task` or `by_length`; no rows if no method has a value."""
     names = max((list(method[group]) for method in methods), key=len)
-    same = 1.0 if "speedup" in metric else None
     rows, has_values = [], False
     for method in methods:
         row, groups = {"method": method["name"]}, method[group] | {"overall": method["overall"]}
         for name in [*names, "overall"]:
             results = groups.get(name, {})
             value, ends = results.get(metric), results.get(f"{metric}_ci95")
-            row[name] = tables.estimate(value, ends, same)
+            row[name] = tables.estimate(value, ends, 1.0 if "speedup" in metric else None)
             has_values |= value is not None
         rows.append(row)
     return rows if names and has_values else []

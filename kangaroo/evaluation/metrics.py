@@ -131,9 +131,8 @@ def prefill_seconds(run: MethodRun) -> float:
 
 def seconds_until(run: MethodRun, count: int) -> float:
     """Seconds until `count` tokens were written, interpolated linearly within a round."""
-    tokens = np.cumsum([0, *run.emitted])
     seconds = prefill_seconds(run) + np.cumsum([0.0, *_round_seconds(run)])
-    return float(np.interp(count, tokens, seconds))
+    return float(np.interp(count, np.cumsum([0, *run.emitted]), seconds))
 
 
 def paired_seconds(record: Record, baseline: str = "vanilla", prefill: bool = True) -> Pair:
@@ -204,8 +203,7 @@ def spec_bench_speedup(records: Sequence[Record]) -> float | None:
     """Mean over questions of tokens/s, the method's over vanilla's; None without vanilla.
 
     Vanilla's tokens are counted by tokenizing its text again, less one for the BOS: so its EOS is
-    not counted, which favours the method on short answers. Source: Spec-Bench, evaluation/speed.py.
-    """
+    not counted, which favours the method on short answers (Spec-Bench's evaluation/speed.py)."""
     method = per_question(_speed)
     vanilla = per_question(lambda run: (run.retokenised - 1, run.seconds), "vanilla")
     both = [(method(x), vanilla(x)) for x in records if "vanilla" in x.turns[0].runs]

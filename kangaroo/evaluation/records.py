@@ -111,8 +111,7 @@ def read(folder: Path) -> list[Record]:
 
 
 def start_run(folder: Path, settings: dict[str, Any], cost: dict[str, Any], resume: bool) -> None:
-    """Start a run in `folder`, or resume the one that it holds. Errors: `ConfigError` names the
-    settings that differ."""
+    """Start a run in `folder` or resume the one there. Errors: `ConfigError` for other settings."""
     if resume and (folder / RUN).is_file():
         before, now = read_run(folder)["settings"], json.loads(json.dumps(settings))
         if difference := differences(before, now):
@@ -121,7 +120,6 @@ def start_run(folder: Path, settings: dict[str, Any], cost: dict[str, Any], resu
                 "output=, or resume=false to measure again from the start."
             )
         return
-    folder.mkdir(parents=True, exist_ok=True)
     for file in (*folder.glob(RECORDS), folder / SUMMARY):
         file.unlink(missing_ok=True)
     run = {"settings": settings, "drafter_cost": cost, "provenance": provenance()}

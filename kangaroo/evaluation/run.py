@@ -243,8 +243,7 @@ class Evaluator:
         for number, text in enumerate(question.turns):
             messages.append(Message(role="user", content=text))
             turns.append(self._turn(question, number, messages, names))
-            answer = turns[-1][0].runs[METHOD].text
-            messages.append(Message(role="assistant", content=answer))
+            messages.append(Message(role="assistant", content=turns[-1][0].runs[METHOD].text))
         finished, records = time.time(), []
         for i, engine in enumerate(self.engines):
             size = footprint(engine.drafter, [self.lm, engine.batch]).bytes

@@ -121,7 +121,6 @@ def measure(
     if config.hf_lookup:
         methods["hf_lookup"] = partial(generate, lm, prompt_lookup_num_tokens=10)
     methods |= {k: partial(write_by_engine, Engine(lm, x)) for k, x in drafters.items()}
-
     before = memory_bandwidth(lm.device, config.bandwidth_megabytes)
     take_turns(methods, prompts[:1], tokens, 1, "warm-up")
     answers = take_turns(methods, prompts, tokens, repeats, "answers")
@@ -131,17 +130,11 @@ def measure(
     seconds = {width: median(times) for width, times in passes.items()}
     batches = throughput(lm, drafter, prompts, tokens, config.batches)
     after = memory_bandwidth(lm.device, config.bandwidth_megabytes)
-
     bandwidth = max(before, after)
     plain, cut = Reads(lm), Reads(lm, drafter.adapter, drafter.head, 2 if drafter.int8 else 1)
     reads = {"hf": plain, "vanilla": plain, "kangaroo": cut}  # unknown for other drafters
-    threshold = "auto" if drafter.auto else drafter.threshold
     return {
-        "model": lm.config.name_or_path,
-        "dtype": str(lm.dtype).removeprefix("torch."),
-        "device": lm.device.type,
-        "drafter": f"exit layer {drafter.exit_layer}, at most {drafter.steps} draft tokens, "
-        f"threshold {threshold}, draft vocabulary {drafter.head.size or 'whole'}",
+        **describe(lm, drafter),
         "settings": asdict(config),
         "provenance": provenance(),
         "bandwidth": {"before": before, "after": after},
@@ -162,6 +155,18 @@ def measure(
             for width, time in seconds.items()
         ],
         "batches": batches,
+    }
+
+
+def describe(lm: TargetModel, drafter: Kangaroo) -> Results:
+    """The target and the drafter by their names and settings."""
+    threshold = "auto" if drafter.auto else drafter.threshold
+    return {
+        "model": lm.config.name_or_path,
+        "dtype": str(lm.dtype).removeprefix("torch."),
+        "device": lm.device.type,
+        "drafter": f"exit layer {drafter.exit_layer}, at most {drafter.steps} draft tokens, "
+        f"threshold {threshold}, draft vocabulary {drafter.head.size}",
     }
 
 

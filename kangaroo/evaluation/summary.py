@@ -55,8 +55,7 @@ def by_length(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 def question_seconds(record: Record) -> dict[str, Any]:
     """A question's seconds by vanilla and by the method, for `comparison.compare_pair`."""
-    has_vanilla = "vanilla" in record.turns[0].runs
-    vanilla, method = paired_seconds(record) if has_vanilla else (None, None)
+    vanilla, method = paired_seconds(record) if "vanilla" in record.turns[0].runs else (None, None)
     seconds = {"vanilla_paired_seconds": vanilla, "paired_seconds": method}
     return {"question_id": record.question_id, "task": record.task} | seconds
 
@@ -92,8 +91,7 @@ def shared_settings(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_baseline(baseline: Baseline, method: Path, output: Path) -> None:
-    """Write a baseline's own `summary.json` below `output`, from the records in the folder of a
-    method, as if the baseline had been the method."""
+    """Write a baseline's own `summary.json` below `output`, from the records of a method."""
     records = [record for record in read(method) if baseline.name in record.turns[0].runs]
     for record in records:
         record.drafter_bytes = 0
@@ -102,6 +100,4 @@ def write_baseline(baseline: Baseline, method: Path, output: Path) -> None:
     run = read_run(method)
     run["settings"] = shared_settings(run) | {"drafter": baseline.value}
     run["drafter_cost"] = {"parameters": 0, "training": {}}
-    folder = output / baseline.value
-    folder.mkdir(exist_ok=True)
-    write_json(folder / SUMMARY, summarise(records, run))
+    write_json(output / baseline.value / SUMMARY, summarise(records, run))

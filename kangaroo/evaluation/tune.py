@@ -1,6 +1,5 @@
 """Tuning: evaluate many settings on some questions, and report the fastest on others, beside the
-drafter in use. A run that was stopped is resumed, as evaluations are.
-"""
+drafter in use. A run that was stopped is resumed, as evaluations are."""
 
 import json
 import logging
@@ -18,7 +17,7 @@ from kangaroo.evaluation.run import Baseline, EvaluateConfig, Evaluator, MethodS
 from kangaroo.models.prompts import Tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.folders import write_json
+from kangaroo.utils.folders import write_json, write_whole
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.ranges import Count, Ranged
 
@@ -59,22 +58,16 @@ def tune(
     use: str,
 ) -> comparison.Comparison:
     """Find the fastest of `drafters`, by name, and write `drafter/tuned.yaml` and `tune.json`.
-    Returns its comparison with `today`, the drafter in use, on the questions for reporting.
-
-    Args:
-        model: settings of the target, which must match when a run is resumed.
-        use: the command that measures the drafter of `drafter/tuned.yaml`.
-
-    Errors: those of evaluations; `ConfigError` if the bench has too few questions.
-    """
+    Returns its comparison with `today`, the drafter in use, on the questions for reporting. `model`
+    has the target's settings, which must match when a run is resumed; `use` is the command that
+    measures `drafter/tuned.yaml`. Errors: those of evaluations, and of `split`."""
     tuning, reporting = split(load_questions(config.bench), config)
     output, settings = Path(config.output), {TODAY: today, **drafters}
 
     def evaluate(part: str, names: Sequence[str], questions: Sequence[Question]) -> list[Any]:
         """Summaries of some drafters, which take turns with vanilla decoding."""
         file = output / part / "questions.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(json.dumps(asdict(x)) + "\n" for x in questions), "utf-8")
+        write_whole(file, "".join(json.dumps(asdict(x)) + "\n" for x in questions).encode())
         evaluation = EvaluateConfig(
             output=str(file.parent),
             bench=replace(config.bench, path=str(file), url=None, sha256=None),
@@ -135,7 +128,5 @@ def write_settings(drafter: DrafterConfig, output: Path, use: str) -> None:
         if isinstance(part, DrafterConfig):  # a part of a cascade
             defaults.append({f"/drafter@{name}": part.name})
             del settings[name]["name"]
-    file = output / SETTINGS
-    file.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump({"defaults": [*defaults, "_self_"]} | settings, sort_keys=False)
-    file.write_text(f"# Found by tuning: {use}\n{text}", encoding="utf-8")
+    write_whole(output / SETTINGS, f"# Found by tuning: {use}\n{text}".encode())

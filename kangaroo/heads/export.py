@@ -151,5 +151,4 @@ def write_for_vllm(path: str, lm: TargetModel, folder: Path, threshold: float) -
         weights["vocabulary"] = vocabulary_K
     with new_folder(folder) as partial:
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-        text = json.dumps(fields, indent=2, sort_keys=True)
-        (partial / "config.json").write_text(f"{text}\n")
+        (partial / "config.json").write_text(f"{json.dumps(fields, indent=2, sort_keys=True)}\n")

@@ -89,8 +89,7 @@ class Layer(Trainable):
             x_BND = x_BND + self.residual_multiplier * attended_BND
         if self.feed_forward is not None:
             assert self.middle_norm is not None
-            output_BND = self.feed_forward(self.middle_norm(x_BND))
-            x_BND = x_BND + self.residual_multiplier * output_BND
+            x_BND = x_BND + self.residual_multiplier * self.feed_forward(self.middle_norm(x_BND))
         return x_BND if self.norm is None else self.norm(x_BND)
 
     def write_kv(
@@ -169,5 +168,4 @@ def at_step(meta: ForwardMeta, step: int, like: Tensor) -> ForwardMeta:
 
 def shift_right(x_BTD: Tensor, positions_RT: Tensor) -> Tensor:
     """The states of the previous tokens; zeros at the start of a text."""
-    shifted_BTD = F.pad(x_BTD[:, :-1], (0, 0, 1, 0))
-    return shifted_BTD * (positions_RT > 0)[..., None]
+    return F.pad(x_BTD[:, :-1], (0, 0, 1, 0)) * (positions_RT > 0)[..., None]

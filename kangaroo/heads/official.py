@@ -51,8 +51,8 @@ def read(source: str, lm: TargetModel, exit_layer: int) -> tuple[Adapter, dict[s
     `meta_model`. Errors: `AdapterNotFound`, `CorruptFile`, `AdapterMismatch`."""
     files = (WEIGHTS, SAFETENSORS, CONFIG)
     folder = adapter_files.find(source, files, "Pass source= a folder or hub id.")
-    paths = [folder / name for name in files[:2] if (folder / name).is_file()]
-    if not paths:
+    path = next((folder / name for name in files[:2] if (folder / name).is_file()), None)
+    if path is None:
         raise AdapterNotFound(
             f"'{folder}' holds neither {WEIGHTS} nor {SAFETENSORS}: it is no official checkpoint."
         )
@@ -61,7 +61,6 @@ def read(source: str, lm: TargetModel, exit_layer: int) -> tuple[Adapter, dict[s
             f"'{folder}' holds no {CONFIG}. Training by the official code leaves it out: copy its "
             "data/vicuna_7B_config.json, or the one that was trained with, there under this name."
         )
-    path = paths[0]
     try:
         config = LlamaConfig(**json.loads((folder / CONFIG).read_text()))
     except (ValueError, TypeError, StrictDataclassError) as error:  # no JSON, or no such Llama

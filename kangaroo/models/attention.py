@@ -28,15 +28,9 @@ def attention(
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention that never expands grouped keys and values: a group's query
-    heads become further query positions of its key head.
-
-    Args:
-        bias_R1TE: added to the scores; or a boolean mask, true for visible slots; or a `CausalBias`
-            for the last tokens of a prompt, which needs no memory; None for a text from its start.
-        softcap: bound of the scores before masking (Gemma 2, arXiv 2408.00118).
-
-    Returns the output `[R, T, H, C]` and, as transformers expects, no weights.
-    """
+    heads become further query positions of its key head. `bias_R1TE` is that of `ForwardMeta`, and
+    `softcap` bounds the scores before masking (Gemma 2, arXiv 2408.00118). Returns the output
+    `[R, T, H, C]` and, as transformers expects, no weights."""
     rows, heads, width, size = q_RHTC.shape
     kv_heads, extent = k_RKEC.shape[1:3]
     group = heads // kv_heads
@@ -55,9 +49,8 @@ def attention(
         causal = bias_R1TE is None and width > 1
         out = attend(q_RHTC, k_RKEC, v_RKEC, bias_R1TE, enable_gqa=group > 1, is_causal=causal)
         return out.transpose(1, 2), None
-    packed = q_RHTC.reshape(rows, kv_heads, group * width, size)
     bias = bias_R1TE if group == 1 else bias_R1TE.repeat(1, 1, group, 1)
-    out = attend(packed, k_RKEC, v_RKEC, bias)
+    out = attend(q_RHTC.reshape(rows, kv_heads, group * width, size), k_RKEC, v_RKEC, bias)
     return out.reshape(rows, heads, width, size).transpose(1, 2), None
 
 

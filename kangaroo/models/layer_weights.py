@@ -26,8 +26,7 @@ def layer_weights(layer: Any) -> LayerWeights:
 
 
 def can_record(hf: PreTrainedModel) -> bool:
-    """Whether a step may be recorded as a CUDA graph. Experts and linear layers of other libraries
-    may synchronize with the host."""
+    """Whether CUDA graphs can record it. Experts and other libraries' linear layers may sync."""
     linears = packed_linears(hf).values()
     plain = all(type(linear) is nn.Linear and "forward" not in vars(linear) for linear in linears)
     return plain and not has_experts(hf)

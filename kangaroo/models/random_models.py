@@ -49,13 +49,10 @@ def random_model(
     **overrides: Any,
 ) -> PreTrainedModel:
     """A small model with random weights, in eval mode, for the tokens of `byte_tokenizer`. Its
-    weights are larger than usual, so that the output depends on the input.
-
-    Args:
-        architecture: transformers' `model_type`; `overrides` are fields of its config.
-        deep_scale: factor on what the last two thirds of the layers add to the residual stream.
-            If it is small, a shallow drafter is often right, as in a trained model.
-    """
+    weights are larger than usual, so that the output depends on the input. `architecture` is
+    transformers' `model_type`, and `overrides` are fields of its config. `deep_scale` multiplies
+    what the last two thirds of the layers add to the residual stream: if it is small, a shallow
+    drafter is often right, as in a trained model."""
     fields = dict[str, Any](zip(SIZES, (259, 64, 128, 6, 4, 2, 8192), strict=True))
     fields |= {"head_dim": 16, "initializer_range": 0.25, "sliding_window": None}
     fields |= {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
@@ -66,9 +63,8 @@ def random_model(
             config, attn_implementation=attn_implementation, dtype=torch.float32
         )
     for layer in model.model.layers[config.num_hidden_layers // 3 :]:
-        outputs = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
         for name, weight in layer.named_parameters():
-            if name.endswith(outputs):
+            if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
                 weight.data *= deep_scale
             elif hasattr(layer, "post_feedforward_layernorm") and name.startswith("post_"):
                 weight.data += deep_scale - 1  # from 1, or in Gemma from 0, which stands for 1

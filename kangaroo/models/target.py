@@ -1,5 +1,4 @@
-"""The target: runs ranges of layers of a Llama-like transformers model by the model's own modules,
-without copies or patches.
+"""The target: runs ranges of layers of a Llama-like transformers model, neither copied nor patched.
 
 Shapes: B rows, N nodes or tokens of a block, E occupied slots, D hidden size, V vocabulary,
 R rows of a block, T tokens of a row, S slots, C head size.
@@ -208,8 +207,7 @@ class TargetModel(nn.Module):
             bias = causal_lower_right(stop - start, stop)
         elif start > 0:
             extent = occupied(n_slots, stop)
-            slots_E = torch.arange(extent, device=self.device)
-            bias = self._bias(slots_E > positions_1T[..., None])
+            bias = self._bias(torch.arange(extent, device=self.device) > positions_1T[..., None])
         rows, rope = slice(row, row + 1), self._rope(n_slots, positions_1T)
         meta = ForwardMeta(positions_1T, positions_1T, bias, extent, rows, rope)
         return self._with_window(meta, n_slots, None, None)

@@ -191,8 +191,7 @@ async def events(answer: Answer, options: StreamOptions) -> AsyncIterator[str]:
             error = error_response(*FAILURES[choice.finish])
             yield server_sent_event(json.loads(bytes(error.body)))
             return
-        part = answer.part(choice, text, drafted)
-        yield server_sent_event(answer.as_json([part], with_usage))
+        yield server_sent_event(answer.as_json([answer.part(choice, text, drafted)], with_usage))
     if options.include_usage:
         yield server_sent_event(answer.as_json([], with_usage=True))
     yield "data: [DONE]\n\n"

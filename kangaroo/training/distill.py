@@ -36,8 +36,7 @@ class Loss(Enum):
         token is accepted (Leviathan et al. 2023, corollary 3.6).
     `lk`: `-log alpha`.
     `hybrid`: `w kl + (1 - w) (1 - alpha)`, `w = exp(-3 alpha)`: KL where q is far from p, since the
-        gradient of total variation vanishes there, and total variation where it is close.
-    """
+        gradient of total variation vanishes there, and total variation where it is close."""
 
     cross_entropy = "cross_entropy"
     kl = "kl"
@@ -82,9 +81,8 @@ class WholeDistributions:
         """Probabilities `[C, O]` of the outcomes; 0 for tokens that cannot be drafted."""
         logits_CV = self.lm.read_out(self.state_MD[None, part])[0].float()
         self.top_M[part] = logits_CV.argmax(-1)
-        total_C1 = logits_CV.logsumexp(-1, keepdim=True)
         logits_CK = logits_CV if self.vocabulary_K is None else logits_CV[:, self.vocabulary_K]
-        return (logits_CK - total_C1).exp_()
+        return (logits_CK - logits_CV.logsumexp(-1, keepdim=True)).exp_()
 
     def compare(self, part: slice, logits_CK: Tensor) -> tuple[Tensor, Tensor]:
         """A student's log-probabilities `[C, O]` of the outcomes, undefined for tokens that cannot
@@ -177,8 +175,7 @@ def _grade(student: Student, part: slice, target: TargetDistributions, p_CO: Ten
 
 def outcomes(logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities `[C, O]` in float32 of some tokens, undefined where not inside, and of all
-    others together; and the argmax `[C]`. On a CPU in native code (`cpp/outcomes.h`), which needs
-    no float32 copy of the logits."""
+    others together; and the argmax `[C]`. A CPU's native code copies no logits to float32."""
     on_cpu = logits_CK.device.type == "cpu" and logits_CK.dtype in native.DTYPES
     if on_cpu and native.library() is not None:
         return NativeOutcomes.apply(logits_CK, index_CJ, inside_CJ)

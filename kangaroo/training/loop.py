@@ -55,8 +55,7 @@ class Trainer:
     saves each adapter in a folder of `output`, with `data`, the provenance of the samples.
 
     Errors: `DataError` for a sample without trainable tokens, `ConfigError` if nothing is left to
-    train on or `output` has the checkpoint of other settings.
-    """
+    train on or `output` has the checkpoint of other settings."""
 
     def __init__(
         self,
@@ -82,9 +81,8 @@ class Trainer:
         vocabulary_K = None if size is None else self.frequent_K[:size].sort()[0]
         shard_on = ranks.device if config.shard_target else None
         self.trainees = recipe.trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
-        adapters = [trainee.adapter for trainee in self.trainees]
         backend = DeepSpeedBackend if config.zero_stage else TorchBackend
-        self.backend = backend(adapters, config, ranks)
+        self.backend = backend([trainee.adapter for trainee in self.trainees], config, ranks)
         settings = config.identity() | {"adapters": [x.settings() for x in self.trainees]}
         self.identity = json.loads(json.dumps(settings | {"data": data["fingerprint"]}))
         if saved and (changed := differences(saved["identity"], self.identity)):

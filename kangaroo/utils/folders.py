@@ -109,7 +109,8 @@ def new_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a file atomically: a killed process leaves no partial file under its name."""
+    """Write a file atomically, in a folder that may be missing: a kill leaves no partial file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.{uuid4().hex}.part")  # others may write the same file
     part.write_bytes(content)
     os.replace(part, file)

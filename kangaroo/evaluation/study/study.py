@@ -1,6 +1,5 @@
 """A study: a table and a plot of the results of one evaluation, or of a sweep, beside the paper's
-values (`published.yaml`), and a check of the paper's findings.
-"""
+values (`published.yaml`), and a check of the paper's findings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,8 +77,7 @@ class StudyConfig:
 
     def common_settings(self, summary: dict[str, Any]) -> dict[str, Any]:
         """The settings in a method's summary that all methods of the study must share."""
-        settings = shared_settings(summary)
-        return {k: v for k, v in settings.items() if k not in (self.x, self.curve)}
+        return {k: v for k, v in shared_settings(summary).items() if k not in (self.x, self.curve)}
 
 
 @dataclass(frozen=True)
