@@ -68,7 +68,8 @@ template <class T, class W> class Pass {
 
   // Whether all that lies between two products stays as a matrix unit reads it; the results are the same.
   static bool takes_wide(const Sizes& s, i64 total) {
-    return std::is_same_v<T, W> && total >= MANY && takes_tiles<T>(s.hidden) && s.head_size % 32 == 0 && s.feed_forward % 32 == 0;
+    const bool fits = s.head_size % 32 == 0 && s.feed_forward % 32 == 0;
+    return std::is_same_v<T, W> && total >= MANY && takes_tiles<T>(s.hidden) && fits;
   }
 
   // `next` has the layer after this one, or this one again.
