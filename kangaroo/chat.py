@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import Generation, Request, Token
+from kangaroo.engine.requests import Generation, Request, Token, compression_rate
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.streaming import pieces
 from kangaroo.models.prompts import Message, Tokenizer, plain_text, prompt_ids
@@ -51,7 +51,7 @@ def summary(generation: Generation) -> str:
     drafted, accepted = sum(x.drafted for x in steps), sum(x.accepted for x in steps)
     share = f", {accepted} of {drafted} draft tokens accepted" if drafted else ""
     speed = f"{count} tokens, {count / generation.seconds:.1f} tokens/s"
-    return f"{speed}, compression rate {count / len(steps):.2f}{share}"
+    return f"{speed}, compression rate {compression_rate(steps):.2f}{share}"
 
 
 def chat(

@@ -71,6 +71,11 @@ class StepRecord:
         return self.draft_seconds + self.verify_seconds + self.host_seconds
 
 
+def compression_rate(steps: Sequence[StepRecord]) -> float:
+    """Tokens for each forward of the target in these steps (arXiv 2404.18911, section 4.1)."""
+    return sum(len(step.tokens) for step in steps) / len(steps)
+
+
 @dataclass
 class Generation:
     """The answer to a request. The prefill, its first step, took `prefill_seconds`; `finish` is

@@ -25,7 +25,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.clock import now
 from kangaroo.engine.costs import verifications
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import Generation, Request
+from kangaroo.engine.requests import Generation, Request, compression_rate
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation import plots
 from kangaroo.evaluation.bench import BenchConfig, long_prompt, question_prompts
@@ -274,7 +274,7 @@ def summarise(prompts: Prompts, texts: Texts, reads: Reads | None, bandwidth: fl
         "limit_ms_per_token": limit and 1e3 * limit / decoded,
         "share_of_limit": limit and limit / seconds,
         "first_ms": 1e3 * median(text.prefill_seconds for repeats in texts for text in repeats),
-        "compression_rate": decoded / len(steps),
+        "compression_rate": compression_rate(steps),  # without the prefill
         "drafted_per_round": drafted / len(steps),
         **{f"{x}_ms": 1e3 * t / len(steps) if has_parts else None for x, t in parts.items()},
         "draft_over_limit": draft / draft_limit if draft and drafted and draft_limit else None,

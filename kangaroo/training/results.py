@@ -18,6 +18,7 @@ from torch import Tensor
 from kangaroo.data.filters import answer_spans
 from kangaroo.drafters.base import TrainedConfig
 from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import compression_rate
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.metrics import ctar
 from kangaroo.evaluation.plots import FAINT
@@ -116,7 +117,7 @@ def decode(
         generations = engine.generate(prompts, new_tokens, Sampling(), batch_size=_ROWS)
         steps = [step for generation in generations for step in generation.steps]
         shares = ctar([step.accepted for step in steps], STEPS)
-        rate = sum(len(step.tokens) for step in steps) / len(steps)
+        rate = compression_rate(steps)
         metrics |= compression_metrics(f"decode/{trainee.name}", shares, rate)
     return metrics
 
