@@ -150,8 +150,8 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
         text_vocabulary: draft also from up to this many other tokens of the text itself; 0 is none.
             Adapters with a head of their own ignore it.
         attention_window: how far the adapter's attention looks back; null is as it was trained.
-        int8: draft with weights rounded to eight bits, where native code decodes bfloat16 (a CPU):
-            a draft token costs half, and verification is as ever.
+        int8: draft with weights rounded to eight bits, where native code decodes bfloat16 (a CPU);
+            verification reads the model's own.
     """
 
     exit_layer: Count | None = None
