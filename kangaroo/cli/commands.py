@@ -229,8 +229,8 @@ def check_format(model: ModelConfig, muon: bool = False) -> None:
     multiplied = torch.bfloat16 if muon else model.dtype.torch
     if Devices.of(model).device == "cpu" and not torch_multiplies(multiplied):
         log.warning(
-            "PyTorch multiplies bfloat16 slowly on this processor, which has no AVX-512: training "
-            "takes some five times as long as with model.dtype=float32, and ten times with "
+            "PyTorch multiplies bfloat16 slowly on this processor, which has no instruction for it: "
+            "training takes some five times as long as with model.dtype=float32, and ten times with "
             "trainer.muon=true, whatever the format. The text can be written in bfloat16 "
             f"first ({command_line('make_data')}), and the adapter serves either format."
         )

@@ -32,7 +32,7 @@ constexpr bool ZEN_4 = false, ZEN_5 = false;
 // Tokens that share one reading of a weight, as registers allow; how many are one group where memory takes the time
 // anyway; and how many are multiplied at least, the last one again and again, unless it is one alone: on Zen 4 two or
 // three take up to a fifth longer than four, wherever and however early their weights are fetched.
-constexpr int GROUP = WIDE == 16 ? 8 : 5, ALONE = ZEN_4 || ZEN_5 ? 10 : GROUP, FEWEST = ZEN_4 ? 4 : 2;
+constexpr int GROUP = WIDE == 16 ? 8 : 5, ALONE = WIDE == 16 ? 10 : GROUP, FEWEST = ZEN_4 ? 4 : 2;
 // Bytes between the weight in use and the one being fetched, for one token and for several; and the cache that it is
 // fetched into, 3 being the first level and 2 the second. On Zen 4, eight tokens take half as long with the second.
 constexpr i64 AHEAD_OF_ONE = ZEN_4 ? 2048 : 8192;
@@ -158,7 +158,7 @@ void times_group(const Matrix<Number<T>>& x, i64 m, i64 count, const Block<T>& b
 template <class T> struct Input {
   Matrix<Number<T>> x;
   const Words* tiles;                     // [groups, width / 2, 16 tokens], a word being two numbers, or null
-  const std::uint32_t* turned = nullptr;  // [groups, 16, width / 32, 8 tokens], if they are many (transposed_gemm.h)
+  const std::uint32_t* turned = nullptr;  // [groups, 16, width / 32, parts, 8 tokens], if many (transposed_gemm.h)
 };
 
 // Each token with whole pairs of registers, zeros after its last number.
@@ -216,15 +216,15 @@ template <class T> Matrix<Short> rounded(const Matrix<T>& x, std::vector<Words>&
 
 // Whether tokens are so many that it pays to turn them, and the rows.
 template <class T> bool takes_turned(const Matrix<T>& x) {
-  return TURNS && std::is_same_v<T, bf16> && x.rows >= MANY && x.width % 32 == 0;
+  return TURNS && std::is_same_v<T, bf16> && x.rows >= TURNED_FROM && x.width % 32 == 0;
 }
 
-i64 turned_words(i64 rows, i64 width) { return (rows + TURNED_GROUP - 1) / TURNED_GROUP * TURNED_GROUP * width / 32; }
+i64 turned_words(i64 rows, i64 width) { return (rows + TURNED_GROUP - 1) / TURNED_GROUP * OF_GROUP * width / 32; }
 
 // Some tokens of them, whole groups; `to` has room for all.
 template <class T> void turn(const Matrix<T>& x, Part tokens, Words* to) {
   turn_tokens([&](i64 m) { return x.row(tokens.first + m); }, tokens.last - tokens.first, x.width,
-              (std::uint32_t*)to + tokens.first * x.width / 2);
+              (std::uint32_t*)to + PARTS * tokens.first * x.width / 2);
 }
 
 template <class T> bool takes_tiles(i64 width) { return has_tiles<T>() && width % 32 == 0; }
@@ -242,16 +242,14 @@ template <class T> void side_by_side(const Matrix<T>& x, i64 group, Words* to) {
 
 // For weights of numbers W.
 template <class W, class T> Input<W> input(const Matrix<T>& x, std::vector<Words>& room) {
-  if constexpr (std::is_same_v<W, Byte>) {
-    return {rounded(x, room), nullptr};
-  } else if constexpr (!std::is_same_v<T, Number<T>>) {
-    return {widened(x, room), nullptr};
-  } else {
-    if (takes_turned(x)) {
-      room.resize(turned_words(x.rows, x.width));
-      turn(x, Part(0, x.rows), room.data());
-      return {x, nullptr, (const std::uint32_t*)room.data()};
-    }
+  if constexpr (std::is_same_v<W, Byte>) return {rounded(x, room), nullptr};
+  else if (takes_turned(x)) {
+    room.resize(turned_words(x.rows, x.width));
+    turn(x, Part(0, x.rows), room.data());
+    return {{nullptr, x.rows, x.width}, nullptr, (const std::uint32_t*)room.data()};
+  }
+  else if constexpr (!std::is_same_v<T, Number<T>>) return {widened(x, room), nullptr};
+  else {
     if (!takes_tiles<T>(x.width)) return {lined_up(x, room), nullptr};
     i64 groups = blocks(x.rows), words = x.width / 2;
     room.resize(groups * words);
@@ -328,7 +326,7 @@ template <int count> void by_turned(const Input<bf16>& in, const Block<bf16>* bl
   for (i64 m = 0; m < in.x.rows; m += TURNED_GROUP) {
     float* to[count];
     for (int b = 0; b < count; b++) to[b] = out + (b * in.x.rows + m) * LANES;
-    times_turned<count>(in.turned + m * width / 2, in.x.rows - m, rows, steps, ahead, to);
+    times_turned<count>(in.turned + PARTS * m * width / 2, in.x.rows - m, rows, steps, ahead, to);
   }
 }
 

@@ -1,4 +1,4 @@
-// Products of many tokens with rows of bfloat16, where registers multiply pairs of them and there is no matrix unit.
+// Products of many tokens with rows of bfloat16, where registers are of sixteen numbers and there is no matrix unit.
 //
 // For a few tokens a register holds sixteen pairs of one row, and the sixteen places of each sum are added up at the
 // end (`sums` in vectors.h): for many tokens that is much of the time. Here the rows are turned first, so a register
@@ -12,18 +12,31 @@
 
 namespace {
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#if defined(__AVX512F__) && !defined(__AMX_BF16__)
 constexpr bool TURNS = true;
-inline __attribute__((always_inline)) Floats dot_pairs(Floats sum, Words a, Words b) {
+#else
+constexpr bool TURNS = false;
+#endif
+
+// What is multiplied at a time: pairs, or first one number of each and then the other, as in vectors.h.
+#ifdef __AVX512BF16__
+using Numbers = Words;
+constexpr int PARTS = 1;
+inline Numbers part_of(Words pairs, int) { return pairs; }
+inline __attribute__((always_inline)) Floats dot(Floats sum, Numbers a, Numbers b) {
   return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
 #else
-constexpr bool TURNS = false;
-inline Floats dot_pairs(Floats sum, Words, Words) { return sum; }  // not called
+using Numbers = Floats;
+constexpr int PARTS = 2;
+inline Numbers part_of(Words pairs, int part) { return part ? second_of(pairs) : first_of(pairs); }
+inline __attribute__((always_inline)) Floats dot(Floats sum, Numbers a, Numbers b) { return sum + a * b; }
 #endif
 
-constexpr i64 MANY = 64;         // tokens for which it pays to turn the rows
-constexpr int TURNED_GROUP = 8;  // tokens that share one reading of two registers of rows
+constexpr i64 MANY = 64;                             // tokens that many threads share,
+constexpr i64 TURNED_FROM = PARTS == 1 ? MANY : 16;  // and for which it pays to turn the rows
+constexpr int TURNED_GROUP = 8;                      // tokens that share one reading of two registers of rows
+constexpr int OF_GROUP = PARTS * TURNED_GROUP;       // words of a pair of each of its tokens
 
 // Sixteen rows with their pairs side by side: to[place][step][row], pair `16 * step + place` of each.
 template <class Row> void turn_rows(Row row, i64 width, Words* to) {
@@ -36,17 +49,21 @@ template <class Row> void turn_rows(Row row, i64 width, Words* to) {
   }
 }
 
-// Tokens likewise, in groups: to[group][place][step][token], zeros where there is none.
+// Tokens likewise, in groups: to[group][place][step][part][token], zeros where there is none. The parts of a pair are
+// its two numbers where registers do not multiply pairs.
 template <class Row> void turn_tokens(Row row, i64 count, i64 width, std::uint32_t* to) {
   const i64 steps = width / 32;
-  for (i64 first = 0; first < count; first += TURNED_GROUP, to += LANES * steps * TURNED_GROUP)
+  for (i64 first = 0; first < count; first += TURNED_GROUP, to += LANES * steps * OF_GROUP)
     for (i64 step = 0; step < steps; step++) {
       Words part[LANES] = {};
       for (i64 i = 0; i < std::min<i64>(TURNED_GROUP, count - first); i++)
         std::memcpy(&part[i], row(first + i) + 32 * step, sizeof part[i]);
       transpose(part);
       for (i64 place = 0; place < LANES; place++)
-        std::memcpy(to + (place * steps + step) * TURNED_GROUP, &part[place], TURNED_GROUP * sizeof *to);
+        for (int i = 0; i < PARTS; i++) {
+          const Numbers numbers = part_of(part[place], i);
+          std::memcpy(to + (place * steps + step) * OF_GROUP + i * TURNED_GROUP, &numbers, TURNED_GROUP * sizeof *to);
+        }
     }
 }
 
@@ -58,20 +75,22 @@ void times_turned(const std::uint32_t* tokens, i64 count, const Words* rows, i64
   static constexpr int order[LANES] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
   Floats waiting[4][TURNED_GROUP][blocks];  // sums of 1, 2, 4 and 8 places that wait for as many more
   for (int n = 0; n < LANES; n++) {
-    const std::uint32_t* token = tokens + order[n] * steps * TURNED_GROUP;
+    const std::uint32_t* token = tokens + order[n] * steps * OF_GROUP;
     const Words* row = rows + order[n] * steps;
     Floats sum[TURNED_GROUP][blocks] = {};
-    for (i64 step = 0; step < steps; step++, token += TURNED_GROUP, row++) {
-      Words of_rows[blocks];
+    for (i64 step = 0; step < steps; step++, row++)
 #pragma GCC unroll 2
-      for (int b = 0; b < blocks; b++) of_rows[b] = row[b * LANES * steps];
+      for (int part = 0; part < PARTS; part++, token += TURNED_GROUP) {
+        Numbers of_rows[blocks];
+#pragma GCC unroll 2
+        for (int b = 0; b < blocks; b++) of_rows[b] = part_of(row[b * LANES * steps], part);
 #pragma GCC unroll 8
-      for (int i = 0; i < TURNED_GROUP; i++) {
-        Words of_token = Words{} + token[i];
+        for (int i = 0; i < TURNED_GROUP; i++) {
+          const Numbers of_token = (Numbers)(Words{} + token[i]);
 #pragma GCC unroll 2
-        for (int b = 0; b < blocks; b++) sum[i][b] = dot_pairs(sum[i][b], of_rows[b], of_token);
+          for (int b = 0; b < blocks; b++) sum[i][b] = dot(sum[i][b], of_rows[b], of_token);
+        }
       }
-    }
     for (int b = 0; b < blocks; b++) ahead[b].fetch();
 #pragma GCC unroll 8
     for (int i = 0; i < TURNED_GROUP; i++)
