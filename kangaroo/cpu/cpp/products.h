@@ -32,7 +32,7 @@ constexpr bool ZEN_4 = false, ZEN_5 = false;
 // Tokens that share one reading of a weight, as registers allow; how many are one group where memory takes the time
 // anyway; and how many are multiplied at least, the last one again and again, unless it is one alone: on Zen 4 two or
 // three take up to a fifth longer than four, wherever and however early their weights are fetched.
-constexpr int GROUP = WIDE == 16 ? 8 : 5, ALONE = WIDE == 16 ? 10 : GROUP, FEWEST = ZEN_4 ? 4 : 2;
+constexpr int GROUP = WIDE == 16 ? 8 : 5, ALONE = WIDE == 16 ? 10 : 6, FEWEST = ZEN_4 ? 4 : 2;
 // Bytes between the weight in use and the one being fetched, for one token and for several; and the cache that it is
 // fetched into, 3 being the first level and 2 the second. On Zen 4, eight tokens take half as long with the second.
 constexpr i64 AHEAD_OF_ONE = ZEN_4 ? 2048 : 8192;
@@ -137,9 +137,10 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out,
 
 template <class T, Prefetch fetch>
 void times_group(const Matrix<Number<T>>& x, i64 m, i64 count, const Block<T>& block, float* out) {
-  if constexpr (fetch != Prefetch::none && ALONE > GROUP) switch (count) {
-    case 9: return times<T, 9, fetch>(x, m, block, out);
-    case 10: return times<T, 10, fetch>(x, m, block, out);
+  if constexpr (fetch != Prefetch::none) switch (count) {
+    case 6: return times<T, 6, fetch>(x, m, block, out);
+    case 9: return times<T, std::min(9, ALONE), fetch>(x, m, block, out);
+    case 10: return times<T, std::min(10, ALONE), fetch>(x, m, block, out);
   }
   switch (count) {
     case 1: return times<T, 1, fetch>(x, m, block, out);
@@ -262,7 +263,8 @@ template <class W, class T> Input<W> input(const Matrix<T>& x, std::vector<Words
 // the block in the cache.
 template <class T> void by_vectors(const Matrix<Number<T>>& x, const Block<T>& block, float* out) {
   const i64 rows = x.rows, groups = rows <= ALONE ? 1 : (rows + GROUP - 1) / GROUP;
-  const i64 size = WIDE == 16 ? (rows + groups - 1) / groups : GROUP;  // one alone takes two thirds of the time of four
+  // of short registers, one token left alone takes two thirds of the time of four
+  const i64 size = groups == 1 || WIDE == 16 ? (rows + groups - 1) / groups : GROUP;
   if (CAN_PASS && block.w->passing && groups == 1)
     return times_group<T, CAN_PASS ? Prefetch::passing : Prefetch::to_stay>(x, 0, rows, block, out);
   times_group<T, Prefetch::to_stay>(x, 0, std::min(size, rows), block, out);
