@@ -229,10 +229,10 @@ def check_format(model: ModelConfig, muon: bool = False) -> None:
     multiplied = torch.bfloat16 if muon else model.dtype.torch
     if Devices.of(model).device == "cpu" and not torch_multiplies(multiplied):
         log.warning(
-            "PyTorch multiplies bfloat16 slowly on this processor, which has no instruction for it: "
-            "training takes some five times as long as with model.dtype=float32, and ten times with "
-            "trainer.muon=true, whatever the format. The text can be written in bfloat16 "
-            f"first ({command_line('make_data')}), and the adapter serves either format."
+            f"PyTorch multiplies {multiplied} slowly on this processor: training takes five times "
+            "as long as with model.dtype=float32, or more, and ten times with trainer.muon=true. "
+            f"The text can be written in bfloat16 first ({command_line('make_data')}), and the "
+            "adapter serves each format."
         )
 
 

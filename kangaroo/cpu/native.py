@@ -281,14 +281,14 @@ def longest_prompt(library: CDLL, dtype: torch.dtype, sizes: Sizes) -> int:
 
 @cache
 def torch_multiplies(dtype: torch.dtype) -> bool:
-    """Whether PyTorch multiplies fast in this format here. For bfloat16 on x86 it says so of every
-    processor with AVX-512, and takes five times as long as for float32 on one without products of
-    bfloat16."""
-    if dtype != torch.bfloat16:
+    """Whether PyTorch multiplies fast in this format here. On x86 it claims to know bfloat16 where
+    there is AVX-512, and takes five times as long as for float32 without products of bfloat16."""
+    if dtype == torch.float32:
         return True
-    if platform.machine() in ("x86_64", "AMD64"):
+    if dtype == torch.bfloat16 and platform.machine() in ("x86_64", "AMD64"):
         return torch.cpu._is_avx512_bf16_supported()
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    supported = f"_is_mkldnn_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_supported"
+    return torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, supported)()
 
 
 @cache

@@ -167,9 +167,14 @@ def load(
 
 def load_target(config: ModelConfig) -> tuple[TargetModel, Tokenizer]:
     """The target for the engine, and its tokenizer. Warns if the token that ends a turn in the chat
-    template does not end a text. Errors: those of `load`."""
+    template does not end a text, and of float16 on a CPU. Errors: those of `load`."""
     hf, tokenizer = load(config)
     lm = TargetModel(hf)
+    if config.compiled and lm.device.type == "cpu" and config.dtype is Dtype.float16:
+        log.warning(
+            "float16 has no native code on a CPU, and takes several times as long as bfloat16. "
+            "Pass model.dtype=bfloat16."
+        )
     end = None if config.path.startswith(RANDOM) else turn_end(tokenizer)
     if end is not None and end not in lm.eos_ids():
         ends = [f"{tokenizer.convert_ids_to_tokens(i) or i}" for i in lm.eos_ids()]

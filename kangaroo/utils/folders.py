@@ -78,13 +78,17 @@ def cache_folder() -> Path:
 @contextmanager
 def sole_writer(folder: Path, rank: int) -> Iterator[None]:
     """Lock a folder against other processes of the same rank. Errors: `ConfigError` where another
-    process holds the lock."""
-    folder.mkdir(parents=True, exist_ok=True)
+    process holds the lock, or there can be no such folder."""
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / f".lock-{rank}").acquire(timeout=0)
     except Timeout as error:
         raise ConfigError(
             f"another process writes into '{folder}' now. Wait for it, or pass another output=."
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"output={folder} cannot be a folder: {error.strerror}. Pass another."
         ) from error
     with lock:
         yield

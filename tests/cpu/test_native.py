@@ -4,6 +4,7 @@ Shapes: B rows, N tokens a row.
 """
 
 import logging
+import platform
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -116,7 +117,8 @@ def test_a_prompt_that_is_read_here_may_come_in_any_parts(biased):
     sizes = dict(hidden_size=64, intermediate_size=96, head_dim=32, dtype=torch.bfloat16)
     sizes |= dict(attention_bias=biased)
     tokens_1T, states, lm = random_tokens(1, 200), {}, tiny(**sizes).compile_for_decoding()
-    if lm.fast_layers is None or not lm.fast_layers.longest_prompt:
+    on_x86 = platform.machine() in ("x86_64", "AMD64")  # PyTorch is slower on all of these
+    if lm.fast_layers is None or not (on_x86 or lm.fast_layers.longest_prompt):
         pytest.skip("PyTorch reads prompts on this processor")
     wide = native.library().turns_rows() or native.library().uses_tiles()
     chunk = native.WIDE_CHUNK if wide else native.PROMPT_CHUNK

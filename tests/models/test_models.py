@@ -160,6 +160,12 @@ def test_a_turn_that_ends_no_text_is_warned_of_and_the_option_ends_it(folder, ca
     assert lm.eos_ids() == [258, 300, 257] and not caplog.messages
 
 
+@pytest.mark.parametrize("dtype", Dtype)
+def test_a_format_without_native_code_is_warned_of(dtype, caplog):
+    load_target(config(TINY, dtype=dtype))
+    assert ("Pass model.dtype=bfloat16." in caplog.text) == (dtype is Dtype.float16)
+
+
 def test_vicunas_template_of_a_conversation():
     _, tokenizer = load(config(TINY, chat_template="vicuna"))
     assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == (

@@ -271,7 +271,7 @@ def test_muon_moves_linear_layers_but_for_heads_and_adamw_all_else():
             torch.testing.assert_close(step, torch.ones_like(step), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [Dtype.bfloat16, Dtype.float32])
+@pytest.mark.parametrize("dtype", Dtype)
 def test_a_format_that_this_processor_is_slow_in_is_named(dtype, caplog):
     check_format(ModelConfig(name="tiny", path="tiny", device="cpu", dtype=dtype))
     assert ("model.dtype=float32" in caplog.text) == (not torch_multiplies(dtype.torch))
