@@ -283,12 +283,12 @@ def longest_prompt(library: CDLL, dtype: torch.dtype, sizes: Sizes) -> int:
 def torch_multiplies(dtype: torch.dtype) -> bool:
     """Whether PyTorch multiplies fast in this format here. On x86 it claims to know bfloat16 where
     there is AVX-512, and takes five times as long as for float32 without products of bfloat16."""
-    if dtype == torch.float32:
-        return True
+    if dtype == torch.float32 or not torch.backends.mkldnn.is_available():
+        return dtype == torch.float32
     if dtype == torch.bfloat16 and platform.machine() in ("x86_64", "AMD64"):
         return torch.cpu._is_avx512_bf16_supported()
     supported = f"_is_mkldnn_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_supported"
-    return torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, supported)()
+    return getattr(torch.ops.mkldnn, supported)()
 
 
 @cache
