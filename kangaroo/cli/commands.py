@@ -229,7 +229,7 @@ def check_format(model: ModelConfig, muon: bool = False) -> None:
     multiplied = torch.bfloat16 if muon else model.dtype.torch
     if Devices.of(model).device == "cpu" and not torch_multiplies(multiplied):
         log.warning(
-            f"PyTorch multiplies {multiplied} slowly on this processor: training takes five times "
+            f"PyTorch is slow in {multiplied} on this processor: training takes some five times "
             "as long as with model.dtype=float32, or more, and ten times with trainer.muon=true. "
             f"The text can be written in bfloat16 first ({command_line('make_data')}), and the "
             "adapter serves each format."
