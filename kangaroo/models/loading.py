@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from kangaroo.models import random_models
 from kangaroo.models.checkpoints import check_placed, read_checkpoint, read_tokenizer
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
-from kangaroo.models.layer_weights import packed_linears
+from kangaroo.models.layer_weights import is_plain, packed_linears
 from kangaroo.models.prompts import Tokenizer, chat_template, turn_end
 from kangaroo.models.quantizing import Quantization, check_package, quantize, weight_bits
 from kangaroo.models.random_models import RANDOM, TINY, byte_tokenizer, known_shape, random_model
@@ -170,11 +170,6 @@ def load_target(config: ModelConfig) -> tuple[TargetModel, Tokenizer]:
     template does not end a text, and of float16 on a CPU. Errors: those of `load`."""
     hf, tokenizer = load(config)
     lm = TargetModel(hf)
-    if config.compiled and lm.device.type == "cpu" and config.dtype is Dtype.float16:
-        log.warning(
-            "float16 has no native code on a CPU, and takes several times as long as bfloat16. "
-            "Pass model.dtype=bfloat16."
-        )
     end = None if config.path.startswith(RANDOM) else turn_end(tokenizer)
     if end is not None and end not in lm.eos_ids():
         ends = [f"{tokenizer.convert_ids_to_tokens(i) or i}" for i in lm.eos_ids()]
@@ -184,6 +179,11 @@ def load_target(config: ModelConfig) -> tuple[TargetModel, Tokenizer]:
             "at %s alone: answers may run on into a user turn of the model's own. To end them "
             "there, pass \"model.eos_token='%s'\".",
             *(lm.name, token, ", ".join(ends) or "nothing", token),
+        )
+    if lm.device.type == "cpu" and config.dtype is Dtype.float16 and is_plain(hf):
+        log.warning(
+            "float16 has no native code on a CPU, and takes several times as long as bfloat16. "
+            "Pass model.dtype=bfloat16."
         )
     return lm.compile_for_decoding() if config.compiled else lm, tokenizer
 

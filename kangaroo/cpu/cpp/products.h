@@ -137,20 +137,18 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out,
 
 template <class T, Prefetch fetch>
 void times_group(const Matrix<Number<T>>& x, i64 m, i64 count, const Block<T>& block, float* out) {
-  if constexpr (fetch != Prefetch::none) switch (count) {
-    case 6: return times<T, 6, fetch>(x, m, block, out);
-    case 9: return times<T, std::min(9, ALONE), fetch>(x, m, block, out);
-    case 10: return times<T, std::min(10, ALONE), fetch>(x, m, block, out);
-  }
+  constexpr int most = fetch == Prefetch::none ? GROUP : ALONE;
   switch (count) {
     case 1: return times<T, 1, fetch>(x, m, block, out);
     case 2: return times<T, std::max(2, FEWEST), fetch>(x, m, block, out, 2);
     case 3: return times<T, std::max(3, FEWEST), fetch>(x, m, block, out, 3);
     case 4: return times<T, 4, fetch>(x, m, block, out);
     case 5: return times<T, 5, fetch>(x, m, block, out);
-    case 6: return times<T, std::min(6, GROUP), fetch>(x, m, block, out);
-    case 7: return times<T, std::min(7, GROUP), fetch>(x, m, block, out);
-    default: return times<T, GROUP, fetch>(x, m, block, out);
+    case 6: return times<T, std::min(6, most), fetch>(x, m, block, out);
+    case 7: return times<T, std::min(7, most), fetch>(x, m, block, out);
+    case 8: return times<T, std::min(8, most), fetch>(x, m, block, out);
+    case 9: return times<T, std::min(9, most), fetch>(x, m, block, out);
+    default: return times<T, most, fetch>(x, m, block, out);
   }
 }
 
@@ -243,14 +241,15 @@ template <class T> void side_by_side(const Matrix<T>& x, i64 group, Words* to) {
 
 // For weights of numbers W.
 template <class W, class T> Input<W> input(const Matrix<T>& x, std::vector<Words>& room) {
-  if constexpr (std::is_same_v<W, Byte>) return {rounded(x, room), nullptr};
-  else if (takes_turned(x)) {
+  if constexpr (std::is_same_v<W, Byte>) {
+    return {rounded(x, room), nullptr};
+  } else if (takes_turned(x)) {
     room.resize(turned_words(x.rows, x.width));
     turn(x, Part(0, x.rows), room.data());
     return {{nullptr, x.rows, x.width}, nullptr, (const std::uint32_t*)room.data()};
-  }
-  else if constexpr (!std::is_same_v<T, Number<T>>) return {widened(x, room), nullptr};
-  else {
+  } else if constexpr (!std::is_same_v<T, Number<T>>) {
+    return {widened(x, room), nullptr};
+  } else {
     if (!takes_tiles<T>(x.width)) return {lined_up(x, room), nullptr};
     i64 groups = blocks(x.rows), words = x.width / 2;
     room.resize(groups * words);

@@ -33,8 +33,8 @@ inline Numbers part_of(Words pairs, int part) { return part ? second_of(pairs) :
 inline __attribute__((always_inline)) Floats dot(Floats sum, Numbers a, Numbers b) { return sum + a * b; }
 #endif
 
-constexpr i64 MANY = 64;                             // tokens that many threads share,
-constexpr i64 TURNED_FROM = PARTS == 1 ? MANY : 16;  // and for which it pays to turn the rows
+constexpr i64 MANY = 64;                             // tokens that are worked on as a prompt's are
+constexpr i64 TURNED_FROM = PARTS == 1 ? MANY : 16;  // tokens for which it pays to turn the rows
 constexpr int TURNED_GROUP = 8;                      // tokens that share one reading of two registers of rows
 constexpr int OF_GROUP = PARTS * TURNED_GROUP;       // words of a pair of each of its tokens
 
