@@ -158,10 +158,12 @@ def test_a_prompt_takes_no_more_of_the_last_layer_than_is_read(name, dtype, star
         assert all(torch.equal(*pair) for pair in pairs(whole, other))
 
 
-def test_products_of_many_tokens_are_those_of_one(monkeypatch):
-    """Tiles take tokens by sixteen and rows in parts, many tokens turn rows: no bit shows it."""
+@pytest.mark.parametrize("width", [608, 6208, 6200])
+def test_products_of_many_tokens_are_those_of_one(width, monkeypatch):
+    """Tiles take tokens by sixteen, wide rows are read in parts, many tokens turn rows: no bit
+    shows it."""
     monkeypatch.setattr(native, "MOST_TOKENS", 1000)
-    sizes = dict(hidden_size=320, intermediate_size=608, head_dim=64, num_key_value_heads=1)
+    sizes = dict(hidden_size=320, intermediate_size=width, head_dim=64, num_key_value_heads=1)
     lm = tiny(**sizes, dtype=torch.bfloat16).compile_for_decoding()
     tokens_B1 = random_tokens(150, 1)
     logits_B1V, _ = logits(lm, [0] * 150, tokens_B1, lm.new_cache(150, SLOTS))

@@ -9,7 +9,8 @@ namespace {
 
 constexpr i64 WIDEST_HEAD = 1024;
 constexpr bool BY_ROWS = WIDE < 16;  // scores are products with rows: turning keys needs long registers
-constexpr int BESIDE = 4;            // queries that share one reading of a value
+constexpr int BESIDE = 4;            // queries that share one reading of a key or a value,
+constexpr int MOST_BESIDE = WIDE == 16 && !std::is_same_v<Number<bf16>, bf16> ? 8 : BESIDE;  // or so many that widen it
 constexpr int AT_ONCE = 4;           // sixteens of queries that take each step together on a matrix unit
 constexpr int TOGETHER = 12;         // queries whose scores are not turned: those of sixteen cost as much then
 constexpr i64 TOKEN_BLOCK = 32;      // tokens of a prompt whose partial sums stay in a core's cache
@@ -108,6 +109,8 @@ template <class T> class Attention {
   }
 
  private:
+  using Asked = std::conditional_t<BY_ROWS, T, Number<T>>;  // what queries are multiplied in
+
   // Partial sums, from a token and a key head on; `heads` are stored of each token.
   struct Partial {
     float* to;
@@ -228,12 +231,20 @@ template <class T> class Attention {
   }
 
   void attend_untiled(const Asking& a, const Piece& piece, const i64* slots, const T* values, i64 stride) {
-    if (BY_ROWS) score_by_rows(a.queries, a.count, piece.width);
+    if constexpr (BY_ROWS) score_by_rows(a.queries, a.count, piece.width);
     else score(a.queries, a.count);
     for (i64 j = 0; j < a.count; j++) soften(scores[j], a.widths[j], weights[0] + j * CHUNK, a.out[j]);
-    for (i64 j = 0; j < a.count; j += BESIDE)
+    each_few(a.count, [&](i64 j, auto few) {
       if (paired) weigh_pairs(piece.width, j, a.count, a.out);
-      else weigh(values, stride, piece, slots, j, a.count, a.out);
+      else weigh<few>(values, stride, piece, slots, j, a.count, a.out);
+    });
+  }
+
+  // Calls work(first, how many) for a few queries after the others; at the end there may be fewer.
+  template <class Work> static void each_few(i64 count, Work work) {
+    i64 j = 0;
+    for (; count - j > BESIDE; j += MOST_BESIDE) work(j, std::integral_constant<int, MOST_BESIDE>());
+    if (j < count) work(j, std::integral_constant<int, BESIDE>());
   }
 
   static i64 slot_of(const Piece& piece, const i64* slots, i64 n) {
@@ -327,31 +338,41 @@ template <class T> class Attention {
   }
 
   void score(const T* const* asking, i64 count) {
-    for (i64 j = 0; j < count; j += 4) {
-      const T* four[4];
-      for (i64 i = 0; i < 4; i++) four[i] = asking[std::min(j + i, count - 1)];
-      score_four(four, scores + j);
-    }
+    const i64 size = s.head_size;
+    for (i64 j = 0; j < count; j++)
+      for (i64 c = 0; c < size; c += LANES) put(&asked[j * size + c], get(asking[j] + c, size - c), size - c);
+    each_few(count, [&](i64 j, auto few) { score_few<few>(j, count); });
   }
 
-  void score_four(const T* const* asking, float (*out)[CHUNK]) const {
+  template <int few> void score_few(i64 query, i64 count) {
     constexpr i64 per_word = 4 / sizeof(T);
-    using Type = typename Vector<T>::Type;
-    Register part[4][CHUNK / WIDE] = {};
-    for (i64 c = 0; c < s.head_size; c += per_word) {
-      const std::uint32_t* key = &turned[c / per_word * CHUNK];
-      for (int i = 0; i < 4; i++) {
-        std::uint32_t word;
-        std::memcpy(&word, asking[i] + c, sizeof word);
-        Type query = (Type)(RegisterWords{} + word);
-        for (int j = 0; j < CHUNK / WIDE; j++) {
-          Type keys;
-          std::memcpy(&keys, key + j * WIDE, sizeof keys);
-          part[i][j] = Vector<T>::dot(part[i][j], keys, query);
-        }
+    constexpr int registers = CHUNK / WIDE * BESIDE / few;  // of positions
+    using V = Vector<T>;
+    const Asked* of[few];
+    for (int i = 0; i < few; i++) of[i] = &asked[std::min<i64>(query + i, count - 1) * s.head_size];
+    for (i64 n = 0; n < CHUNK; n += registers * WIDE) {
+      Register sum[few][registers] = {};
+      for (i64 c = 0; c < s.head_size; c += per_word) {
+        typename V::Type keys[registers];
+#pragma GCC unroll 4
+        for (int j = 0; j < registers; j++)
+          std::memcpy(&keys[j], &turned[c / per_word * CHUNK + n + j * WIDE], sizeof keys[j]);
+#pragma GCC unroll 2
+        for (int part = 0; part < V::parts; part++)
+#pragma GCC unroll 8
+          for (int i = 0; i < few; i++) {
+            std::uint32_t word;
+            std::memcpy(&word, of[i] + c + part, sizeof word);
+            const auto number = (decltype(V::part(keys[0], part)))(RegisterWords{} + word);
+#pragma GCC unroll 4
+            for (int j = 0; j < registers; j++) sum[i][j] = V::dot(sum[i][j], V::part(keys[j], part), number);
+          }
       }
+#pragma GCC unroll 8
+      for (int i = 0; i < few; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < registers; j++) std::memcpy(&scores[query + i][n + j * WIDE], &sum[i][j], sizeof sum[i][j]);
     }
-    std::memcpy(out, part, sizeof part);
   }
 
   // A query's scores become weights, 0 from its width on; out = (largest score, sum of weights).
@@ -448,17 +469,18 @@ template <class T> class Attention {
   }
 
   // The same where values are widened one by one.
+  template <int few>
   void weigh(const T* values, i64 stride, const Piece& piece, const i64* slots, i64 query, i64 count,
              float* const* out) const {
     const T* first = values + piece.first * stride;
     for (i64 c = 0; c < s.head_size; c += 2 * WIDE) {
       i64 left = s.head_size - c;
-      Pair sum[BESIDE] = {};
+      Pair sum[few] = {};
       auto add = [&](auto load) {
         for (i64 n = 0; n < piece.width; n++) {
           Pair value = load((slots ? values + slots[n] * stride : first + n * stride) + c);
-#pragma GCC unroll 4
-          for (int i = 0; i < BESIDE; i++) {
+#pragma GCC unroll 8
+          for (int i = 0; i < few; i++) {
             sum[i].a += scores[query + i][n] * value.a;
             sum[i].b += scores[query + i][n] * value.b;
           }
@@ -470,11 +492,11 @@ template <class T> class Attention {
         std::memcpy(padded, from, left * sizeof(T));
         return apart(padded);
       });
-      float done[BESIDE][2 * WIDE];
-#pragma GCC unroll 4
-      for (int i = 0; i < BESIDE; i++) together(sum[i], T(), done[i]);
-      for (i64 i = 0; i < std::min<i64>(BESIDE, count - query); i++)
-        std::memcpy(out[query + i] + 2 + c, done[i], std::min<i64>(left, 2 * WIDE) * sizeof(float));
+      float done[few][2 * WIDE];
+#pragma GCC unroll 8
+      for (int i = 0; i < few; i++) together(sum[i], T(), done[i]);
+      for (i64 i = 0; i < std::min<i64>(few, count - query); i++)
+        for (i64 k = 0; k < std::min<i64>(left, 2 * WIDE); k += LANES) put(out[query + i] + 2 + c + k, get(done[i] + k), left - k);
     }
   }
 
@@ -488,7 +510,7 @@ template <class T> class Attention {
   i64 held_head = -1;
   alignas(64) float scores[LANES][CHUNK] = {};  // of sixteen queries, then their weights
   alignas(64) T weights[AT_ONCE][LANES * CHUNK] = {};
-  Lines<T> asked;
+  Lines<Asked> asked;
   Lines<float> weighted;
   Lines<std::uint32_t> turned, pairs;
   Lines<Words> turned_queries;

@@ -58,8 +58,8 @@ template <class T> struct Scratch {
 template <class T, class W> class Pass {
  public:
   Pass(const Sizes& sizes, const Tokens<T>& tokens, const Sight& sight, i64 n_slots, Scratch<T>& scratch,
-       Barrier& barrier, T* x)
-      : s(sizes), tokens(tokens), sight(sight), n_slots(n_slots), scratch(scratch), barrier(barrier), x(x),
+       Barrier& barrier, Shares& shares, T* x)
+      : s(sizes), tokens(tokens), sight(sight), n_slots(n_slots), scratch(scratch), barrier(barrier), shares(shares), x(x),
         attention(sizes, sight, n_slots), wide(takes_wide(sizes, tokens.total)), groups(blocks(tokens.total)) {
     if (!wide) normed.resize(tokens.total * s.hidden);
     for (i64 group = groups.first; wide && group < groups.last; group++)
@@ -97,7 +97,7 @@ template <class T, class W> class Pass {
         barrier.wait();
       }
       add(attended, weights(layer, layer.o, s.hidden, width), layer.o_bias,
-          layer.gate ? share(layer.gate, s.feed_forward, s.hidden) : first_of(next));
+          layer.gate ? first_gate(layer) : first_of(next));
       barrier.wait();
     }
     if (layer.gate) {
@@ -131,12 +131,23 @@ template <class T, class W> class Pass {
     return {data, rows, width, layer.passing, std::is_same_v<W, Byte> ? (const float*)(data + rows * width) : nullptr};
   }
 
-  static const W* share(const T* from, i64 rows, i64 width) { return share_of((const W*)from, rows, width); }
-
+  // Where this thread begins to read a layer's matrices: blocks of queries, keys and values are divided as one matrix.
   const W* first_of(const Layer<T>& layer) const {
-    if (layer.q) return share(layer.q, s.heads * s.head_size, s.hidden);
-    return layer.k ? share(layer.k, s.kv_heads * s.head_size, s.hidden)
-                   : share(layer.gate, s.feed_forward, s.hidden);
+    if (!layer.k) return first_gate(layer);
+    const Projections all(s, layer);
+    const Block<W> first = all.block(shares.own_first(all.count, together(all.count)));
+    return first.w->row(first.n);
+  }
+
+  const W* first_gate(const Layer<T>& layer) const {
+    const i64 first = shares.own_first(2 * blocks(s.feed_forward), 2) / 2;
+    return weights(layer, layer.gate, s.feed_forward, s.hidden).row(first * LANES);
+  }
+
+  i64 together(i64 blocks) const { return shares.at_a_time(blocks); }
+
+  const W* first_row(const Matrix<W>& w) const {
+    return w.row(shares.own_first(blocks(w.rows), together(blocks(w.rows))) * LANES);
   }
 
   // Whether threads share the turning of tokens.
@@ -181,36 +192,44 @@ template <class T, class W> class Pass {
     return {{nullptr, tokens.total, s.hidden}, scratch.normed.data()};
   }
 
+  // The blocks of queries, keys and values, one after another; of keys and values alone where there are no queries.
+  struct Projections {
+    struct Projection { Matrix<W> w; const T* bias; i64 before, first; } parts[3];
+    i64 skipped, count;
+    Projections(const Sizes& s, const Layer<T>& layer) {
+      const i64 of_q = s.heads * s.head_size, of_k = s.kv_heads * s.head_size;
+      parts[0] = {weights(layer, layer.q, of_q, s.hidden), layer.q_bias, 0, 0};
+      parts[1] = {weights(layer, layer.k, of_k, s.hidden), layer.k_bias, blocks(of_q), of_q};
+      parts[2] = {weights(layer, layer.v, of_k, s.hidden), layer.v_bias, blocks(of_q) + blocks(of_k), of_q + of_k};
+      skipped = layer.q ? 0 : blocks(of_q);
+      count = blocks(of_q) + 2 * blocks(of_k) - skipped;
+    }
+    const Projection& part_of(i64 i) const {
+      return parts[i + skipped < parts[1].before ? 0 : i + skipped < parts[2].before ? 1 : 2];
+    }
+    i64 first_row(i64 i) const { return (i + skipped - part_of(i).before) * LANES; }
+    Block<W> block(i64 i) const { return {&part_of(i).w, first_row(i)}; }
+  };
+
   void project(const Layer<T>& layer) {
     Input<W> in = norm(layer.attention_norm);
-    i64 of_q = s.heads * s.head_size, of_k = s.kv_heads * s.head_size, all = of_q + 2 * of_k;
-    struct { Matrix<W> w; const T* bias; i64 before, first; } parts[] = {
-        {weights(layer, layer.q, of_q, s.hidden), layer.q_bias, 0, 0},
-        {weights(layer, layer.k, of_k, s.hidden), layer.k_bias, blocks(of_q), of_q},
-        {weights(layer, layer.v, of_k, s.hidden), layer.v_bias, blocks(of_q) + blocks(of_k), of_q + of_k}};
-    auto part_of = [&](i64 i) -> auto& { return parts[i < parts[1].before ? 0 : i < parts[2].before ? 1 : 2]; };
-    i64 skipped = layer.q ? 0 : blocks(of_q);
-    Part mine(blocks(of_q) + 2 * blocks(of_k) - skipped);
-    const i64 first = mine.first + skipped, last = mine.last + skipped;
-    const W* after = layer.q ? share(layer.o, s.hidden, of_q) : first_of(layer);
-    auto block_of = [&](i64 i) { return Block<W>{&part_of(i).w, (i - part_of(i).before) * LANES}; };
+    const i64 of_q = s.heads * s.head_size, all = of_q + 2 * s.kv_heads * s.head_size;
+    const Projections projections(s, layer);
     // of `count` tokens from m on: sums_of(i), of the i-th
     auto keep = [&](i64 i, i64 m, i64 count, auto sums_of) {
-      auto& part = part_of(i);
-      i64 n = (i - part.before) * LANES, width = part.w.rows - n;
+      auto& part = projections.part_of(i);
+      i64 n = projections.first_row(i), width = part.w.rows - n;
       Floats shift = part.bias ? get(part.bias + n, width) : Floats{};
       for (i64 j = 0; j < count; j++) put(&scratch.qkv[(m + j) * all + part.first + n], sums_of(j) + shift, width);
     };
-    if (wide)
-      products_side_by_side(in, first, last, block_of, after, room_for_sums,
-                            [&](i64 i, i64 m, Floats* sums, const Floats*) {
-                              transpose((Words*)sums);
-                              keep(i, m, std::min<i64>(LANES, tokens.total - m), [&](i64 j) { return sums[j]; });
-                            });
-    else
-      products(in, first, last, block_of, after, room_for_sums, [&](i64 i, const float* sums) {
-        keep(i, 0, tokens.total, [&](i64 j) { return get(sums + j * LANES); });
-      });
+    multiply(
+        in, projections.count, together(projections.count), [&](i64 i) { return projections.block(i); },
+        layer.q ? first_row({(const W*)layer.o, s.hidden, of_q}) : first_of(layer),
+        [&](i64 i, i64 m, Floats* sums, const Floats*) {
+          transpose((Words*)sums);
+          keep(i, m, std::min<i64>(LANES, tokens.total - m), [&](i64 j) { return sums[j]; });
+        },
+        [&](i64 i, const float* sums) { keep(i, 0, tokens.total, [&](i64 j) { return get(sums + j * LANES); }); });
   }
 
   // Rotary positions of queries and keys; keys and values to their slots.
@@ -251,44 +270,49 @@ template <class T, class W> class Pass {
     Input<W> in = norm(layer.feed_forward_norm);
     const Matrix<W> gate = weights(layer, layer.gate, s.feed_forward, s.hidden);
     const Matrix<W> up = weights(layer, layer.up, s.feed_forward, s.hidden);
-    Part mine(blocks(s.feed_forward));
-    auto block_of = [&](i64 i) { return Block<W>{i % 2 ? &up : &gate, i / 2 * LANES}; };
-    const W* after = share(layer.down, s.hidden, s.feed_forward);
     // a gate comes with its `up`, which follows
-    if (wide)
-      products_side_by_side(in, 2 * mine.first, 2 * mine.last, block_of, after, room_for_sums,
-                            [&](i64 i, i64 m, const Floats* ups, const Floats* gates) {
-                              Words* to = &scratch.read[(m * s.feed_forward + i / 2 * LANES * LANES) / (2 * LANES)];
-                              if (i % 2) activate_side_by_side<T>(gates, ups, to);
-                            });
-    else
-      products(in, 2 * mine.first, 2 * mine.last, block_of, after, room_for_sums, [&](i64 i, const float* ups) {
-        const float* gates = ups - tokens.total * LANES;
-        i64 n = i / 2 * LANES;
-        for (i64 m = 0; i % 2 && m < tokens.total; m++)
-          put(&scratch.activated[m * s.feed_forward + n],
-              gated<T>(get(gates + m * LANES), get(ups + m * LANES)), s.feed_forward - n);
-      });
+    multiply(
+        in, 2 * blocks(s.feed_forward), 2, [&](i64 i) { return Block<W>{i % 2 ? &up : &gate, i / 2 * LANES}; },
+        first_row({(const W*)layer.down, s.hidden, s.feed_forward}),
+        [&](i64 i, i64 m, const Floats* ups, const Floats* gates) {
+          Words* to = &scratch.read[(m * s.feed_forward + i / 2 * LANES * LANES) / (2 * LANES)];
+          if (i % 2) activate_side_by_side<T>(gates, ups, to);
+        },
+        [&](i64 i, const float* ups) {
+          const float* gates = ups - tokens.total * LANES;
+          i64 n = i / 2 * LANES;
+          for (i64 m = 0; i % 2 && m < tokens.total; m++)
+            put(&scratch.activated[m * s.feed_forward + n], gated<T>(get(gates + m * LANES), get(ups + m * LANES)),
+                s.feed_forward - n);
+        });
   }
 
   // x += in . w; of many tokens, what lies side by side
   void add(const Matrix<T>& in, const Matrix<W>& w, const T* bias, const W* after) {
-    Part mine(blocks(s.hidden));
-    auto block_of = [&](i64 i) { return Block<W>{&w, i * LANES}; };
-    if (wide)
-      return products_side_by_side(
-          Input<W>{{nullptr, in.rows, in.width}, scratch.read.data()}, mine.first, mine.last, block_of, after,
-          room_for_sums, [&](i64 i, i64 m, const Floats* sums, const Floats*) {
-            Words* to = &scratch.states[(m * s.hidden + i * LANES * LANES) / (2 * LANES)];
-            add_side_by_side(sums, bias ? bias + i * LANES : nullptr, to);
-          });
-    products(prepared(in), mine.first, mine.last, block_of, after, room_for_sums, [&](i64 i, const float* sums) {
-      i64 n = i * LANES, width = s.hidden - n;
-      Floats shift = bias ? get(bias + n, width) : Floats{};
-      for (i64 m = 0; m < tokens.total; m++) {
-        T* to = x + m * s.hidden + n;
-        put(to, get(to, width) + stored<T>(get(sums + m * LANES) + shift), width);
-      }
+    multiply(
+        wide ? Input<W>{{nullptr, in.rows, in.width}, scratch.read.data()} : prepared(in), blocks(s.hidden),
+        together(blocks(s.hidden)), [&](i64 i) { return Block<W>{&w, i * LANES}; }, after,
+        [&](i64 i, i64 m, const Floats* sums, const Floats*) {
+          Words* to = &scratch.states[(m * s.hidden + i * LANES * LANES) / (2 * LANES)];
+          add_side_by_side(sums, bias ? bias + i * LANES : nullptr, to);
+        },
+        [&](i64 i, const float* sums) {
+          i64 n = i * LANES, width = s.hidden - n;
+          Floats shift = bias ? get(bias + n, width) : Floats{};
+          for (i64 m = 0; m < tokens.total; m++) {
+            T* to = x + m * s.hidden + n;
+            put(to, get(to, width) + stored<T>(get(sums + m * LANES) + shift), width);
+          }
+        });
+  }
+
+  // Products with this thread's share of some blocks, stored by the first where tokens lie side by side.
+  template <class BlockOf, class StoreWide, class Store>
+  void multiply(const Input<W>& in, i64 count, i64 at_a_time, BlockOf block_of, const W* after, StoreWide store_wide,
+                Store store) {
+    shares.divide(count, at_a_time, [&](const Item& item) {
+      if (wide) products_side_by_side(in, item, block_of, after, room_for_sums, store_wide);
+      else products(in, item, block_of, after, room_for_sums, store);
     });
   }
 
@@ -296,8 +320,9 @@ template <class T, class W> class Pass {
   const Tokens<T>& tokens;
   const Sight& sight;
   i64 n_slots;
-  Scratch<T>& scratch;  // this and the barrier are shared by all threads; what follows is each thread's own
+  Scratch<T>& scratch;  // as the next two, of all threads; what follows is each thread's own
   Barrier& barrier;
+  Shares& shares;
   T* x;
   Attention<T> attention;
   const bool wide;
@@ -333,8 +358,9 @@ void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, 
   grow(scratch.partial, Attention<T>::partial_size(s, sight));
   Scratch<T>& shared = scratch;
   Barrier barrier;
+  Shares shares(s.threads);
   PARALLEL(s.threads) {
-    Pass<T, W> pass(s, tokens, sight, stack.n_slots, shared, barrier, x);
+    Pass<T, W> pass(s, tokens, sight, stack.n_slots, shared, barrier, shares, x);
     for (i64 i = 0; i < stack.count; i++)
       pass.run(stack.layers[i], stack.layers[std::min(i + 1, stack.count - 1)], stack.keys[i],
                stack.values[i]);

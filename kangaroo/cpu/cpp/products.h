@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "numbers.h"
-#include "threads.h"
+#include "shares.h"
 #include "tiles.h"
 #include "transposed_gemm.h"
 #include "vectors.h"
@@ -34,14 +34,17 @@ constexpr bool ZEN_4 = false, ZEN_5 = false;
 // three take up to a fifth longer than four, wherever and however early their weights are fetched.
 constexpr int GROUP = WIDE == 16 ? 8 : 5, ALONE = WIDE == 16 ? 10 : 6, FEWEST = ZEN_4 ? 4 : 2;
 // Bytes between the weight in use and the one being fetched, for one token and for several; and the cache that it is
-// fetched into, 3 being the first level and 2 the second. On Zen 4, eight tokens take half as long with the second.
+// fetched into, 3 being the first level and 2 the second. With the second, eight tokens take half as long on Zen 4, and
+// a twentieth less on Intel.
 constexpr i64 AHEAD_OF_ONE = ZEN_4 ? 2048 : 8192;
-constexpr int CLOSE = ZEN_4 ? 2 : 3;
+constexpr int CLOSE = WIDE < 16 || ZEN_5 ? 3 : 2;
 constexpr i64 AHEAD = 8192;
 // How what lies ahead is fetched: not at all; so that it stays in the last-level cache; or past that, where it
 // does not fit and would push out what is read again soon. Measured on Zen 5 alone.
 enum class Prefetch { none, to_stay, passing };
 constexpr bool CAN_PASS = ZEN_5;
+// Bytes of all tokens that are multiplied with a part of each row of a block: they stay in the first-level cache.
+constexpr i64 CLOSE_BY = 24576;
 constexpr i64 PART = 288;  // numbers of a row of which 32 rows and 32 tokens fit into the first-level cache
 
 // Rows one after another.
@@ -61,10 +64,11 @@ template <class T> struct Block {
   i64 n;  // its first row
   const T* next = nullptr;
 
-  // What lies so many bytes ahead of row j of the block, counted on in the next one where this one ends.
-  const char* ahead_of(i64 j, i64 bytes) const {
-    i64 row_bytes = w->width * sizeof(T), size = LANES * row_bytes, at = j * row_bytes + bytes;
-    return at < size ? (const char*)(w->data + n * w->width) + at : (const char*)next + (at - size);
+  // Numbers k to `last` of row i, counted on where there are no more rows: in the next numbers, or in the next block.
+  const char* ahead(i64 i, i64 k, i64 last) const {
+    const T* from = w->data + n * w->width;
+    if (i >= LANES) i -= LANES, from = last < w->width ? from : next, k = last < w->width ? last : 0;
+    return (const char*)(from + i * w->width + k);
   }
 };
 
@@ -99,29 +103,48 @@ constexpr int rows_beside(int tokens) {
   return tokens <= 2 ? 4 : 2;
 }
 
+// The numbers of equal parts of a row, which is whole where `most` numbers are enough for it. The sums are put by after
+// each part, so parts are a little smaller than they might be.
+inline i64 part_size(i64 width, i64 most, i64 of_register) {
+  const i64 parts = width <= most ? 1 : (3 * width + 2 * most - 1) / (2 * most);
+  return ((width + parts - 1) / parts + of_register - 1) / of_register * of_register;
+}
+
 // out[i][j] = x[m + i] . w[n + j], for the first `wanted` tokens
 template <class T, int tokens, Prefetch fetch>
 void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out, int wanted = tokens) {
-  constexpr int beside = rows_beside(tokens), width = Vector<T>::width;
-  const i64 whole = block.w->width / width * width, left = block.w->width - whole;
+  using V = Vector<T>;
+  constexpr int beside = rows_beside(tokens);
+  constexpr i64 most = CLOSE_BY / sizeof(Number<T>) / tokens;
+  const i64 width = block.w->width, part = part_size(width, most, V::width);
+  // as many rows ahead
+  const i64 rows = std::max<i64>(1, (tokens == 1 ? AHEAD_OF_ONE : AHEAD) / i64(part * sizeof(T)) / beside) * beside;
   const Number<T>* from_x[tokens];
   const T* from_w[beside];
+  const char* ahead[beside];
   for (int i = 0; i < tokens; i++) from_x[i] = x.row(m + i);
-  typename Vector<T>::Sum sum[tokens][LANES];
-  for (int j = 0; j < LANES; j += beside) {
-    for (int b = 0; b < beside; b++) from_w[b] = block.w->row(block.n + j + b);
-    constexpr bool fetches = fetch != Prefetch::none;
-    const char* ahead = fetches ? block.ahead_of(j, tokens == 1 ? AHEAD_OF_ONE : AHEAD) : nullptr;
-    typename Vector<T>::Sum part[tokens][beside] = {};
-    for (i64 k = 0; k < whole; k += width) {
-      step<T, tokens, beside>(from_x, from_w, k, width, part);
-      if (fetches)
-        for (int b = 0; b < beside; b++, ahead += width * sizeof(T))
-          __builtin_prefetch(ahead, 0, fetch == Prefetch::passing ? 0 : CLOSE);
+  typename V::Sum sum[tokens][LANES];
+  for (i64 first = 0; first < width; first += part) {
+    const i64 last = std::min(first + part, width), whole = last / V::width * V::width;
+    for (int j = 0; j < LANES; j += beside) {
+      typename V::Sum so_far[tokens][beside];
+      for (int b = 0; b < beside; b++) {
+        from_w[b] = block.w->row(block.n + j + b);
+        if (fetch != Prefetch::none) ahead[b] = block.ahead(j + rows + b, first, last);
+        for (int i = 0; i < tokens; i++) so_far[i][b] = first ? sum[i][j + b] : typename V::Sum{};
+      }
+      for (i64 k = first; k < whole; k += V::width) {
+        step<T, tokens, beside>(from_x, from_w, k, V::width, so_far);
+        if (fetch != Prefetch::none)
+          for (const char*& from : ahead) {
+            __builtin_prefetch(from, 0, fetch == Prefetch::passing ? 0 : CLOSE);
+            from += V::width * sizeof(T);
+          }
+      }
+      if (whole < last) step<T, tokens, beside>(from_x, from_w, whole, last - whole, so_far);
+      for (int i = 0; i < tokens; i++)
+        for (int b = 0; b < beside; b++) sum[i][j + b] = so_far[i][b];
     }
-    if (left) step<T, tokens, beside>(from_x, from_w, whole, left, part);
-    for (int i = 0; i < tokens; i++)
-      for (int b = 0; b < beside; b++) sum[i][j + b] = part[i][b];
   }
   for (int i = 0; i < wanted; i++)
     for (int j = 0; j < LANES; j += WIDE) {
@@ -350,41 +373,34 @@ template <class T, class BlockOf> const T* start_of(i64 i, i64 last, BlockOf blo
   return block.w->row(block.n);
 }
 
-// Products of all tokens with blocks `first` to `last`, of which `block_of(i)` tells the i-th, though not
-// what follows it: after the last one, this thread reads on at `after`.
-//   store(i, sums): of block i, [M, 16]; those of the block before it lie before them, if i - first is odd.
+// Products of all tokens with one or two blocks, of which `block_of(i)` tells the i-th, though not what follows it:
+// after its share, this thread reads on at `after`.
+//   store(i, sums): of block i, [M, 16]; those of the block before it lie before them, if there is one.
 template <class T, class BlockOf, class Store>
-void products(const Input<T>& in, i64 first, i64 last, BlockOf block_of, const T* after, Room& room,
-              Store store) {
-  const i64 size = in.x.rows * LANES;
+void products(const Input<T>& in, const Item& item, BlockOf block_of, const T* after, Room& room, Store store) {
+  const i64 size = in.x.rows * LANES, i = item.first, count = item.last - i;
   room.hold(2 * size, in.turned ? in.x.width : 0);
   float* out = room.out.data();
-  for (i64 i = first; i < last; i += 2) {
-    i64 count = std::min<i64>(2, last - i);
-    Block<T> block[2] = {block_of(i), block_of(i + count - 1)};
-    auto tiled = [&](int b) { return in.tiles && block[b].w->rows % LANES == 0; };
-    if (in.turned) {
-      for (int b = 0; b < count; b++) block[b].next = start_of(i + count + b, last, block_of, after);
-      if constexpr (TURNS && std::is_same_v<T, bf16>)
-        (count == 2 ? by_turned<2> : by_turned<1>)(in, block, room.rows.data(), out);
-      // what arithmetic takes is less for two blocks together, what memory takes is less for one by one
-    } else if (tiled(0) && tiled(1) && count == 2 && in.x.rows > LANES) {
-      for (int b = 0; b < 2; b++) block[b].next = start_of(i + 2 + b, last, block_of, after);
-      by_tiles<T, 2>(in, block, room.sums.data(), out);
-    } else {
-      for (int b = 0; b < count; b++) {
-        block[b].next = start_of(i + b + 1, last, block_of, after);
-        if (tiled(b)) by_tiles<T, 1>(in, block + b, room.sums.data(), out + b * size);
-        else by_vectors<T>(in.x, block[b], out + b * size);
-      }
-    }
-    for (int b = 0; b < count; b++) store(i + b, out + b * size);
+  Block<T> block[2] = {block_of(i), block_of(i + count - 1)};
+  auto tiled = [&](int b) { return in.tiles && block[b].w->rows % LANES == 0; };
+  auto read_on = [&](i64 ahead) {
+    for (i64 b = 0; b < count; b++) block[b].next = start_of(i + ahead + b, item.end, block_of, after);
+  };
+  if (in.turned) {
+    read_on(count);
+    if constexpr (TURNS && std::is_same_v<T, bf16>)
+      (count == 2 ? by_turned<2> : by_turned<1>)(in, block, room.rows.data(), out);
+    // what arithmetic takes is less for two blocks together, what memory takes is less for one by one
+  } else if (tiled(0) && tiled(1) && count == 2 && in.x.rows > LANES) {
+    read_on(2);
+    by_tiles<T, 2>(in, block, room.sums.data(), out);
+  } else {
+    read_on(1);
+    for (i64 b = 0; b < count; b++)
+      if (tiled(b)) by_tiles<T, 1>(in, block + b, room.sums.data(), out + b * size);
+      else by_vectors<T>(in.x, block[b], out + b * size);
   }
-}
-
-// Where this thread's share of a matrix begins.
-template <class T> const T* share_of(const T* weight, i64 rows, i64 width) {
-  return weight + Part(blocks(rows)).first * LANES * width;
+  for (i64 b = 0; b < count; b++) store(i + b, out + b * size);
 }
 
 }  // namespace

@@ -30,6 +30,7 @@ void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float
   if constexpr (BYTES && std::is_same_v<T, bf16> && std::is_same_v<T, W>)
     if (head.scales) return read_out<T, Byte>(s, head, x, tokens, logits);
   if (!tokens) return;
+  Shares shares(s.threads);
   PARALLEL(s.threads) {
     std::vector<T> normed(head.norm ? tokens * s.hidden : 0);
     for (i64 m = 0; head.norm && m < tokens; m++)
@@ -38,16 +39,16 @@ void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float
     std::vector<Words> room;
     Input<W> in = input<W>(Matrix<T>{head.norm ? normed.data() : x, tokens, s.hidden}, room);
     Matrix<W> w{(const W*)head.weight, head.outputs, s.hidden, head.passing, head.scales};
-    Part mine(blocks(head.outputs));
     Room room_for_sums;
-    products(
-        in, mine.first, mine.last, [&](i64 i) { return Block<W>{&w, i * LANES}; }, w.row(mine.last * LANES),
-        room_for_sums,
-        [&](i64 i, const float* sums) {
-          i64 n = i * LANES;
-          for (i64 m = 0; m < tokens; m++)
-            put(logits + m * head.outputs + n, get(sums + m * LANES), head.outputs - n);
-        });
+    shares.divide(blocks(head.outputs), shares.at_a_time(blocks(head.outputs)), [&](const Item& item) {
+      products(
+          in, item, [&](i64 i) { return Block<W>{&w, i * LANES}; }, w.row(item.end * LANES), room_for_sums,
+          [&](i64 i, const float* sums) {
+            i64 n = i * LANES;
+            for (i64 m = 0; m < tokens; m++)
+              put(logits + m * head.outputs + n, get(sums + m * LANES), head.outputs - n);
+          });
+    });
   };
 }
 

@@ -61,26 +61,23 @@ template <class T> void activate_side_by_side(const Floats* gates, const Floats*
     to[i] = pair_of(gated<T>(gates[2 * i], ups[2 * i]), gated<T>(gates[2 * i + 1], ups[2 * i + 1]));
 }
 
-// Products of all tokens with blocks `first` to `last`, as `products`, by tiles.
+// Products of all tokens with one or two blocks, as `products`, by tiles.
 //   store(i, m, sums, before): [16 rows, 16 tokens] of block i with the tokens from m on; and those of the block before
-//   it, if i - first is odd.
+//   it, if there is one.
 template <class T, class BlockOf, class Store>
-void products_side_by_side(const Input<T>& in, i64 first, i64 last, BlockOf block_of, const T* after, Room& room,
+void products_side_by_side(const Input<T>& in, const Item& item, BlockOf block_of, const T* after, Room& room,
                            Store store) {
-  const i64 rows = in.x.rows;
+  const i64 rows = in.x.rows, i = item.first, count = item.last - i;
   room.hold(2 * rows * LANES, 0);
-  for (i64 i = first; i < last; i += 2) {
-    const i64 count = std::min<i64>(2, last - i);
-    Block<T> block[2] = {block_of(i), block_of(i + count - 1)};
-    for (i64 b = 0; b < count; b++) block[b].next = start_of(i + count + b, last, block_of, after);
-    (count == 2 ? sum_tiles<T, 2> : sum_tiles<T, 1>)(in, block, room.sums.data());
-    for (i64 m = 0; m < rows; m += LANES) {
-      Floats* before = nullptr;
-      for (i64 b = 0; b < count; b++) {
-        Floats* sums = room.sums.data() + sums_at(count, m, rows, b);
-        store(i + b, m, sums, before);
-        before = sums;
-      }
+  Block<T> block[2] = {block_of(i), block_of(i + count - 1)};
+  for (i64 b = 0; b < count; b++) block[b].next = start_of(i + count + b, item.end, block_of, after);
+  (count == 2 ? sum_tiles<T, 2> : sum_tiles<T, 1>)(in, block, room.sums.data());
+  for (i64 m = 0; m < rows; m += LANES) {
+    Floats* before = nullptr;
+    for (i64 b = 0; b < count; b++) {
+      Floats* sums = room.sums.data() + sums_at(count, m, rows, b);
+      store(i + b, m, sums, before);
+      before = sums;
     }
   }
 }

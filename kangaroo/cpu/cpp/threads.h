@@ -29,11 +29,8 @@ i64 thread_count() { return own_count; }
 struct Part {  // what one thread does of `count` pieces of work
   i64 first, last;
   Part(i64 first, i64 last) : first(first), last(last) {}
-  explicit Part(i64 count) {
-    i64 thread = thread_number(), threads = thread_count();
-    first = count * thread / threads;
-    last = count * (thread + 1) / threads;
-  }
+  explicit Part(i64 count) : Part(count, thread_number(), thread_count()) {}
+  Part(i64 count, i64 thread, i64 threads) : Part(count * thread / threads, count * (thread + 1) / threads) {}
 
   // Of pieces that cost differently: those whose middle lies in this thread's part of all costs.
   template <class Cost> static Part by_cost(i64 count, Cost cost) {
