@@ -348,7 +348,7 @@ void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, 
   grow(scratch.attended, of_heads);
   grow(scratch.activated, tokens.total * s.feed_forward);
   const i64 widest = std::max({s.hidden, s.heads * s.head_size, s.feed_forward});
-  if (takes_turned(Matrix<T>{x, tokens.total, s.hidden})) grow(scratch.turned, turned_words(tokens.total, widest));
+  if (TURNS && tokens.total >= TURNED_FROM) grow(scratch.turned, turned_words(tokens.total, (widest + 31) / 32 * 32));
   if (Pass<T, W>::takes_wide(s, tokens.total)) {
     i64 groups = blocks(tokens.total);
     grow(scratch.states, groups * s.hidden / 2);

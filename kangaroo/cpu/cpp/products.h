@@ -44,7 +44,7 @@ constexpr i64 AHEAD = 8192;
 enum class Prefetch { none, to_stay, passing };
 constexpr bool CAN_PASS = ZEN_5;
 // Bytes of all tokens that are multiplied with a part of each row of a block: they stay in the first-level cache.
-constexpr i64 CLOSE_BY = 24576;
+constexpr i64 CLOSE_BY = 32768;
 constexpr i64 PART = 288;  // numbers of a row of which 32 rows and 32 tokens fit into the first-level cache
 
 // Rows one after another.
@@ -103,10 +103,10 @@ constexpr int rows_beside(int tokens) {
   return tokens <= 2 ? 4 : 2;
 }
 
-// The numbers of equal parts of a row, which is whole where `most` numbers are enough for it. The sums are put by after
-// each part, so parts are a little smaller than they might be.
+// The numbers of equal parts of a row, which is whole where `most` numbers are enough for it. Sums are put by after each
+// part, and weights pass through the cache meanwhile: parts are half as large as a whole row may be.
 inline i64 part_size(i64 width, i64 most, i64 of_register) {
-  const i64 parts = width <= most ? 1 : (3 * width + 2 * most - 1) / (2 * most);
+  const i64 parts = width <= most ? 1 : (2 * width + most - 1) / most;
   return ((width + parts - 1) / parts + of_register - 1) / of_register * of_register;
 }
 
@@ -121,28 +121,30 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out,
   const i64 rows = std::max<i64>(1, (tokens == 1 ? AHEAD_OF_ONE : AHEAD) / i64(part * sizeof(T)) / beside) * beside;
   const Number<T>* from_x[tokens];
   const T* from_w[beside];
-  const char* ahead[beside];
   for (int i = 0; i < tokens; i++) from_x[i] = x.row(m + i);
   typename V::Sum sum[tokens][LANES];
   for (i64 first = 0; first < width; first += part) {
     const i64 last = std::min(first + part, width), whole = last / V::width * V::width;
     for (int j = 0; j < LANES; j += beside) {
       typename V::Sum so_far[tokens][beside];
+      const char* ahead = block.ahead(j + rows, first, last);
+#pragma GCC unroll 8
       for (int b = 0; b < beside; b++) {
         from_w[b] = block.w->row(block.n + j + b);
-        if (fetch != Prefetch::none) ahead[b] = block.ahead(j + rows + b, first, last);
+#pragma GCC unroll 10
         for (int i = 0; i < tokens; i++) so_far[i][b] = first ? sum[i][j + b] : typename V::Sum{};
       }
       for (i64 k = first; k < whole; k += V::width) {
         step<T, tokens, beside>(from_x, from_w, k, V::width, so_far);
         if (fetch != Prefetch::none)
-          for (const char*& from : ahead) {
-            __builtin_prefetch(from, 0, fetch == Prefetch::passing ? 0 : CLOSE);
-            from += V::width * sizeof(T);
-          }
+          for (int b = 0; b < beside; b++)
+            __builtin_prefetch(ahead + b * width * sizeof(T), 0, fetch == Prefetch::passing ? 0 : CLOSE);
+        ahead += V::width * sizeof(T);
       }
       if (whole < last) step<T, tokens, beside>(from_x, from_w, whole, last - whole, so_far);
+#pragma GCC unroll 10
       for (int i = 0; i < tokens; i++)
+#pragma GCC unroll 8
         for (int b = 0; b < beside; b++) sum[i][j + b] = so_far[i][b];
     }
   }
@@ -238,7 +240,8 @@ template <class T> Matrix<Short> rounded(const Matrix<T>& x, std::vector<Words>&
 
 // Whether tokens are so many that it pays to turn them, and the rows.
 template <class T> bool takes_turned(const Matrix<T>& x) {
-  return TURNS && std::is_same_v<T, bf16> && x.rows >= TURNED_FROM && x.width % 32 == 0;
+  const i64 enough = x.width < WIDE_ROW ? TURNED_FROM : WIDE_TURNED_FROM;
+  return TURNS && std::is_same_v<T, bf16> && x.rows >= enough && x.width % 32 == 0;
 }
 
 i64 turned_words(i64 rows, i64 width) { return (rows + TURNED_GROUP - 1) / TURNED_GROUP * OF_GROUP * width / 32; }

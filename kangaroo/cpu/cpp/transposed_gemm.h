@@ -34,7 +34,8 @@ inline __attribute__((always_inline)) Floats dot(Floats sum, Numbers a, Numbers 
 #endif
 
 constexpr i64 MANY = 64;                             // tokens that are worked on as a prompt's are
-constexpr i64 TURNED_FROM = PARTS == 1 ? MANY : 16;  // tokens for which it pays to turn the rows
+// Tokens for which it pays to turn the rows, and those of many numbers, for which vectors take parts.
+constexpr i64 TURNED_FROM = PARTS == 1 ? MANY : 16, WIDE_TURNED_FROM = PARTS == 1 ? MANY : 32, WIDE_ROW = 1024;
 constexpr int TURNED_GROUP = 8;                      // tokens that share one reading of two registers of rows
 constexpr int OF_GROUP = PARTS * TURNED_GROUP;       // words of a pair of each of its tokens
 
