@@ -2,8 +2,9 @@
 //
 // A block is sixteen rows of weights, which lie one after another. Its rows are multiplied in their order,
 // a few at a time, while what lies ahead of them in that order is fetched: side by side, many rows
-// confuse the processor's own prefetching. The sums of a row and a token are taken in the same order
-// whatever the number of tokens.
+// confuse the processor's own prefetching. Where tokens are too long for the first-level cache, so are their
+// parts with the same parts of all rows, and then the next ones. The sums of a row and a token are taken in
+// the same order whatever the number of tokens.
 
 #pragma once
 
@@ -117,7 +118,7 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out,
   constexpr int beside = rows_beside(tokens);
   constexpr i64 most = CLOSE_BY / sizeof(Number<T>) / tokens;
   const i64 width = block.w->width, part = part_size(width, most, V::width);
-  // as many rows ahead
+  // Between the row in use and the one being fetched.
   const i64 rows = std::max<i64>(1, (tokens == 1 ? AHEAD_OF_ONE : AHEAD) / i64(part * sizeof(T)) / beside) * beside;
   const Number<T>* from_x[tokens];
   const T* from_w[beside];
