@@ -33,7 +33,7 @@ constexpr bool ZEN_4 = false, ZEN_5 = false;
 // Tokens that share one reading of a weight, as registers allow; how many are one group where memory takes the time
 // anyway; and how many are multiplied at least, the last one again and again, unless it is one alone: on Zen 4 two or
 // three take up to a fifth longer than four, wherever and however early their weights are fetched.
-constexpr int GROUP = WIDE == 16 ? 8 : 5, ALONE = WIDE == 16 ? 10 : 6, FEWEST = ZEN_4 ? 4 : 2;
+constexpr int GROUP = WIDE == 16 ? 8 : 5, ALONE = WIDE == 16 ? 12 : 6, FEWEST = ZEN_4 ? 4 : 2;
 // Bytes between the weight in use and the one being fetched, for one token and for several; and the cache that it is
 // fetched into, 3 being the first level and 2 the second. With the second, eight tokens take half as long on Zen 4, and
 // a twentieth less on Intel.
@@ -88,7 +88,7 @@ inline __attribute__((always_inline)) void step(const Number<T>* const* x, const
     decltype(V::part(of_w[0], 0)) part_w[beside];
 #pragma GCC unroll 8
     for (int b = 0; b < beside; b++) part_w[b] = V::part(of_w[b], part);
-#pragma GCC unroll 10
+#pragma GCC unroll 12
     for (int i = 0; i < tokens; i++) {
       auto part_x = V::of_token(x[i] + k, count, part);
       hold(part_x);
@@ -132,7 +132,7 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out,
 #pragma GCC unroll 8
       for (int b = 0; b < beside; b++) {
         from_w[b] = block.w->row(block.n + j + b);
-#pragma GCC unroll 10
+#pragma GCC unroll 12
         for (int i = 0; i < tokens; i++) so_far[i][b] = first ? sum[i][j + b] : typename V::Sum{};
       }
       for (i64 k = first; k < whole; k += V::width) {
@@ -143,7 +143,7 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out,
         ahead += V::width * sizeof(T);
       }
       if (whole < last) step<T, tokens, beside>(from_x, from_w, whole, last - whole, so_far);
-#pragma GCC unroll 10
+#pragma GCC unroll 12
       for (int i = 0; i < tokens; i++)
 #pragma GCC unroll 8
         for (int b = 0; b < beside; b++) sum[i][j + b] = so_far[i][b];
@@ -174,6 +174,8 @@ void times_group(const Matrix<Number<T>>& x, i64 m, i64 count, const Block<T>& b
     case 7: return times<T, std::min(7, most), fetch>(x, m, block, out);
     case 8: return times<T, std::min(8, most), fetch>(x, m, block, out);
     case 9: return times<T, std::min(9, most), fetch>(x, m, block, out);
+    case 10: return times<T, std::min(10, most), fetch>(x, m, block, out);
+    case 11: return times<T, std::min(11, most), fetch>(x, m, block, out);
     default: return times<T, most, fetch>(x, m, block, out);
   }
 }
