@@ -496,7 +496,8 @@ template <class T> class Attention {
 #pragma GCC unroll 8
       for (int i = 0; i < few; i++) together(sum[i], T(), done[i]);
       for (i64 i = 0; i < std::min<i64>(few, count - query); i++)
-        for (i64 k = 0; k < std::min<i64>(left, 2 * WIDE); k += LANES) put(out[query + i] + 2 + c + k, get(done[i] + k), left - k);
+        for (i64 k = 0; k < std::min<i64>(left, 2 * WIDE); k += LANES)
+          put(out[query + i] + 2 + c + k, get(done[i] + k), left - k);
     }
   }
 

@@ -59,8 +59,8 @@ template <class T, class W> class Pass {
  public:
   Pass(const Sizes& sizes, const Tokens<T>& tokens, const Sight& sight, i64 n_slots, Scratch<T>& scratch,
        Barrier& barrier, Shares& shares, T* x)
-      : s(sizes), tokens(tokens), sight(sight), n_slots(n_slots), scratch(scratch), barrier(barrier), shares(shares), x(x),
-        attention(sizes, sight, n_slots), wide(takes_wide(sizes, tokens.total)), groups(blocks(tokens.total)) {
+      : s(sizes), tokens(tokens), sight(sight), n_slots(n_slots), scratch(scratch), barrier(barrier), shares(shares),
+        x(x), attention(sizes, sight, n_slots), wide(takes_wide(sizes, tokens.total)), groups(blocks(tokens.total)) {
     if (!wide) normed.resize(tokens.total * s.hidden);
     for (i64 group = groups.first; wide && group < groups.last; group++)
       side_by_side(Matrix<T>{x, tokens.total, s.hidden}, group, &scratch.states[group * s.hidden / 2]);
@@ -135,7 +135,7 @@ template <class T, class W> class Pass {
   const W* first_of(const Layer<T>& layer) const {
     if (!layer.k) return first_gate(layer);
     const Projections all(s, layer);
-    const Block<W> first = all.block(shares.own_first(all.count, together(all.count)));
+    const Block<W> first = all.block(shares.own_first(all.count, shares.at_a_time(all.count)));
     return first.w->row(first.n);
   }
 
@@ -144,10 +144,8 @@ template <class T, class W> class Pass {
     return weights(layer, layer.gate, s.feed_forward, s.hidden).row(first * LANES);
   }
 
-  i64 together(i64 blocks) const { return shares.at_a_time(blocks); }
-
   const W* first_row(const Matrix<W>& w) const {
-    return w.row(shares.own_first(blocks(w.rows), together(blocks(w.rows))) * LANES);
+    return w.row(shares.own_first(blocks(w.rows), shares.at_a_time(blocks(w.rows))) * LANES);
   }
 
   // Whether threads share the turning of tokens.
@@ -223,7 +221,7 @@ template <class T, class W> class Pass {
       for (i64 j = 0; j < count; j++) put(&scratch.qkv[(m + j) * all + part.first + n], sums_of(j) + shift, width);
     };
     multiply(
-        in, projections.count, together(projections.count), [&](i64 i) { return projections.block(i); },
+        in, projections.count, shares.at_a_time(projections.count), [&](i64 i) { return projections.block(i); },
         layer.q ? first_row({(const W*)layer.o, s.hidden, of_q}) : first_of(layer),
         [&](i64 i, i64 m, Floats* sums, const Floats*) {
           transpose((Words*)sums);
@@ -291,7 +289,7 @@ template <class T, class W> class Pass {
   void add(const Matrix<T>& in, const Matrix<W>& w, const T* bias, const W* after) {
     multiply(
         wide ? Input<W>{{nullptr, in.rows, in.width}, scratch.read.data()} : prepared(in), blocks(s.hidden),
-        together(blocks(s.hidden)), [&](i64 i) { return Block<W>{&w, i * LANES}; }, after,
+        shares.at_a_time(blocks(s.hidden)), [&](i64 i) { return Block<W>{&w, i * LANES}; }, after,
         [&](i64 i, i64 m, const Floats* sums, const Floats*) {
           Words* to = &scratch.states[(m * s.hidden + i * LANES * LANES) / (2 * LANES)];
           add_side_by_side(sums, bias ? bias + i * LANES : nullptr, to);
@@ -306,7 +304,7 @@ template <class T, class W> class Pass {
         });
   }
 
-  // Products with this thread's share of some blocks, stored by the first where tokens lie side by side.
+  // Products with the blocks that this thread takes, stored by the first where tokens lie side by side.
   template <class BlockOf, class StoreWide, class Store>
   void multiply(const Input<W>& in, i64 count, i64 at_a_time, BlockOf block_of, const W* after, StoreWide store_wide,
                 Store store) {

@@ -104,8 +104,8 @@ constexpr int rows_beside(int tokens) {
   return tokens <= 2 ? 4 : 2;
 }
 
-// The numbers of equal parts of a row, which is whole where `most` numbers are enough for it. Sums are put by after each
-// part, and weights pass through the cache meanwhile: parts are half as large as a whole row may be.
+// The numbers of equal parts of a row, which is whole where `most` numbers are enough for it. Sums are put by after
+// each part, and weights pass through the cache meanwhile: parts are half as large as a whole row may be.
 inline i64 part_size(i64 width, i64 most, i64 of_register) {
   const i64 parts = width <= most ? 1 : (2 * width + most - 1) / most;
   return ((width + parts - 1) / parts + of_register - 1) / of_register * of_register;

@@ -1,7 +1,8 @@
 // Blocks of weights that threads divide among themselves as they go.
 //
-// Each begins with an equal share. Who is done takes what is left of another's, from its end: a core may be slower than
-// the others by construction, or since a neighbour on the same machine uses its memory. Who does what changes no result.
+// Each begins with an equal share. Who is done takes what is left of another's, from its end: a core may be slower
+// than the others by construction, or since a neighbour on the same machine uses its memory. Who does what changes
+// no result.
 
 #pragma once
 
