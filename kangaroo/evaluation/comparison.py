@@ -38,7 +38,12 @@ SECTIONS = {
     f"{heading} by {group_name}": (group, metric)
     for group, group_name in (("by_task", "task"), ("by_length", "input length"))
     for metric, heading in BY_GROUP.items()
-} | {"Speedup by Spec-Bench's own formula": ("by_task", "spec_bench_speedup")}
+} | {
+    "Speedup over vanilla by end of the text": ("by_end", "speedup"),
+    "Compression rate by end of the text": ("by_end", "compression_rate"),
+    "Speedup by Spec-Bench's own formula": ("by_task", "spec_bench_speedup"),
+}
+PARTS = "overall", "by_task", "drafter_cost", "by_length", "by_end"  # of a summary
 # Columns that are left out in a terminal of 80 columns.
 WIDE = ["95% vs hf", "accepted", *(f"CTAR({w})" for w in POSITIONS), "params", "memory", "training"]
 SPEEDUPS = "speedup: of the whole time, prompts included; decoding: from the first token on."
@@ -94,7 +99,7 @@ def _method(name: str, summary: dict[str, Any]) -> Method:
     shared = shared_settings(summary)
     return {
         "name": name,
-        **{key: summary[key] for key in ("overall", "by_task", "drafter_cost", "by_length")},
+        **{key: summary.get(key, {}) for key in PARTS},  # earlier versions may lack some
         "lossless": summary["lossless"] | {"forks": forks},
         "settings": {k: v for k, v in summary["settings"].items() if k not in shared},
         "provenance": summary["provenance"],
@@ -177,19 +182,21 @@ def rows_of(methods: Sequence[Method]) -> list[Row]:
             f"{name.replace('_', ' ')}: {value if isinstance(value, str) else short(value)}"
             for name, value in cost["training"].items()
         ]
-        row["lossless"] = _lossless(**method["lossless"])
+        same, turns, forks = (method["lossless"][x] for x in ("identical", "turns", "forks"))
+        bugs = f", bugs: {forks['bug']}" if "bug" in forks else ""
+        row["lossless"] = "-" if same is None else f"{same}/{turns}{bugs}"
         rows.append(row | {"training": ", ".join(training) or "none"})
     return rows
 
 
 def by_group(methods: Sequence[Method], group: str, metric: str) -> list[Row]:
-    """One metric of every method, `by_task` or `by_length`; no rows if no method has a value."""
-    names = max((list(method[group]) for method in methods), key=len)
+    """One metric of every method by task, length or end; no rows if no method has a value."""
+    names = max((list(method.get(group, {})) for method in methods), key=len)
     rows, has_values = [], False
     for method in methods:
-        row, groups = {"method": method["name"]}, method[group] | {"overall": method["overall"]}
+        row = {"method": method["name"]}
         for name in [*names, "overall"]:
-            results = groups.get(name, {})
+            results = (method.get(group, {}) | {"overall": method["overall"]}).get(name, {})
             value, ends = results.get(metric), results.get(f"{metric}_ci95")
             row[name] = tables.estimate(value, ends, 1.0 if "speedup" in metric else None)
             has_values |= value is not None
@@ -205,12 +212,6 @@ def pair_table(pairs: Sequence[dict[str, Any]]) -> list[Row]:
         cell = tables.estimate(pair["speed_ratio"], pair["speed_ratio_ci95"], 1.0)
         rows[pair["row"]][pair["column"]] = cell
     return list(rows.values())
-
-
-def _lossless(identical: int | None, turns: int, forks: dict[str, int], **_: Any) -> str:
-    """Turns equal to vanilla's, of all turns, and the bugs if there are any."""
-    bugs = f", bugs: {forks['bug']}" if "bug" in forks else ""
-    return "-" if identical is None else f"{identical}/{turns}{bugs}"
 
 
 def size(comparison: Comparison) -> str:

@@ -1,14 +1,15 @@
 """Turns records into `summary.json`, for a method and for its baselines."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from kangaroo.engine.sampling import Rule
 from kangaroo.evaluation.metrics import metrics, paired_seconds
-from kangaroo.evaluation.records import METHOD, SUMMARY, Baseline, Record, read, read_run
+from kangaroo.evaluation.records import METHOD, SUMMARY, Baseline, Record, Turn, read, read_run
 from kangaroo.utils.folders import write_json
 
 
@@ -17,40 +18,38 @@ def summarise(records: Sequence[Record], run: dict[str, Any]) -> dict[str, Any]:
     cost, `bytes` are the most that it held after any question."""
     settings = run["settings"]
     tasks = dict.fromkeys(record.task for record in records)
-    by_task = {task: [record for record in records if record.task == task] for task in tasks}
-    max_bytes = max(record.drafter_bytes for record in records)
+    ends = by_trait(records, lambda turn: turn.runs[METHOD].finish)
     return {
         **{name: settings[name] for name in ("model", "drafter", "bench", "dtype", "device")},
         "questions": len(records),
         "overall": metrics(records),
-        "by_task": {task: metrics(part) for task, part in by_task.items()},
+        "by_task": {task: metrics([x for x in records if x.task == task]) for task in tasks},
         "by_length": {length: metrics(part) for length, part in by_length(records).items()},
+        "by_end": {end: metrics(part) for end, part in ends.items() if len(ends) > 1},
         "lossless": lossless(records, settings),
-        "drafter_cost": run["drafter_cost"] | {"bytes": max_bytes},
+        "drafter_cost": run["drafter_cost"] | {"bytes": max(x.drafter_bytes for x in records)},
         "settings": settings,
         "provenance": run["provenance"],
         "by_question": [question_seconds(record) for record in records],
     }
 
 
+def by_trait(records: Sequence[Record], trait: Callable[[Turn], Any]) -> dict[Any, list[Record]]:
+    """Records by a trait of turns; a question has in each group the turns that belong there."""
+    groups: dict[Any, list[Record]] = {}
+    for record in records:
+        for value, turns in groupby(sorted(record.turns, key=trait), trait):
+            groups.setdefault(value, []).append(replace(record, turns=list(turns)))
+    return dict(sorted(groups.items()))
+
+
 def by_length(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Records by prompt length, rounded by ratio to 1k, 2k, 4k, ... tokens; a question has in each
-    group the turns of that length. Empty unless two of these lengths occur."""
-
-    def power(length: int) -> int:
-        return max(-1, round(math.log2(length / 1024)))
-
-    powers = sorted({power(turn.prompt_tokens) for record in records for turn in record.turns})
+    """Records by prompt length, rounded by ratio to 1k, 2k, 4k, ... tokens. Empty unless two of
+    these lengths occur."""
+    powers = by_trait(records, lambda x: max(-1, round(math.log2(x.prompt_tokens / 1024))))
     if sum(p >= 0 for p in powers) < 2:
         return {}
-    return {
-        "shorter" if p < 0 else f"{2**p}k": [
-            replace(record, turns=turns)
-            for record in records
-            if (turns := [turn for turn in record.turns if power(turn.prompt_tokens) == p])
-        ]
-        for p in powers
-    }
+    return {"shorter" if p < 0 else f"{2**p}k": part for p, part in powers.items()}
 
 
 def question_seconds(record: Record) -> dict[str, Any]:

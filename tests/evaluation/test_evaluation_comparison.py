@@ -214,6 +214,20 @@ def test_of_a_question_each_turn_counts_where_its_prompt_belongs():
     assert by_length(records[:1]) == {}  # prompts of one length have no table
 
 
+def test_texts_that_ended_are_told_from_those_cut_at_the_limit(tmp_path):
+    slow, fast = run([4], [3], [3], [4.0]), run([4], [3], [3], [1.0])
+    slow.finish = "eos"
+    records = [record(1, (slow, vanilla_run(4)), (fast, vanilla_run(4)))]
+    records += [record(2, (fast, vanilla_run(4)))]
+    finish(tmp_path / "both", records)
+    finish(tmp_path / "one", records[1:])
+    texts = [comparison.markdown(comparison.compare(tmp_path / x)) for x in ("both", "one")]
+    table = texts[0].partition("## Speedup over vanilla by end of the text\n\n")[2].splitlines()
+    assert table[0] == "| method | eos | length | overall |"
+    assert table[2] == "| both | 1.00 | 2.50 | 1.67 (1.43-2.50) |"
+    assert [text.count("by end of the text") for text in texts] == [2, 0]
+
+
 def by_question(seconds, vanilla):
     return [
         {"question_id": i, "paired_seconds": ours, "vanilla_paired_seconds": theirs}
