@@ -35,7 +35,7 @@ CONVERSATIONS=264 # of nearly 2,048 tokens, 4 in a micro-batch: 32 steps
 TOKENS=100000
 if [ -n "${DRY:-}" ]; then
   [ "$PAGE" != docs/results/gpu.md ] || PAGE=$RESULTS/gpu.md
-  TESTS=(tests/project/test_tables.py)
+  TESTS=(tests/cli/test_terminal.py)
   SHAPE=random:small:
   SECONDS_OF=(600 600 600 600 600 600)
   SPEED+=(speed.prompts=1 speed.max_new_tokens=8 speed.context_tokens=8 speed.bandwidth_megabytes=64 "speed.batches=[1,4]" "speed.contexts=[64,256]")

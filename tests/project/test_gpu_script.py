@@ -78,7 +78,7 @@ def test_an_unknown_stage_is_refused_by_name_and_so_is_a_machine_without_a_gpu(t
 @pytest.mark.parametrize(
     ("stage", "words"),
     [
-        ("check", "`pytest -m gpu`: 3 passed in "),
+        ("check", "`pytest -m gpu`: 2 passed in "),
         ("7b", "| vanilla of limit | draft over its limit |"),
         ("8b", "**Verification at context 64**"),
         ("methods", "| kangaroo_tree | "),
