@@ -185,7 +185,7 @@ void times_group(const Matrix<Number<T>>& x, i64 m, i64 count, const Block<T>& b
 template <class T> struct Input {
   Matrix<Number<T>> x;
   const Words* tiles;                     // [groups, width / 2, 16 tokens], a word being two numbers, or null
-  const std::uint32_t* turned = nullptr;  // [groups, 16, width / 32, parts, 8 tokens], if many (transposed_gemm.h)
+  const std::uint32_t* turned = nullptr;  // [16, groups, width / 32, parts, 8 tokens], if many (transposed_gemm.h)
 };
 
 // Each token with whole pairs of registers, zeros after its last number.
@@ -251,8 +251,8 @@ i64 turned_words(i64 rows, i64 width) { return (rows + TURNED_GROUP - 1) / TURNE
 
 // Some tokens of them, whole groups; `to` has room for all.
 template <class T> void turn(const Matrix<T>& x, Part tokens, Words* to) {
-  turn_tokens([&](i64 m) { return x.row(tokens.first + m); }, tokens.last - tokens.first, x.width,
-              (std::uint32_t*)to + PARTS * tokens.first * x.width / 2);
+  const i64 groups = (x.rows + TURNED_GROUP - 1) / TURNED_GROUP;
+  turn_tokens([&](i64 m) { return x.row(m); }, tokens, groups, x.width, (std::uint32_t*)to);
 }
 
 template <class T> bool takes_tiles(i64 width) { return has_tiles<T>() && width % 32 == 0; }
@@ -345,30 +345,44 @@ void by_tiles(const Input<T>& in, const Block<T>* block, Floats* sums, float* ou
     }
 }
 
-// The same for one or two blocks that are turned first, while those after them are fetched.
-template <int count> void by_turned(const Input<bf16>& in, const Block<bf16>* block, Words* rows, float* out) {
+// The same for one or two blocks that are turned first, while those after them are fetched. Place by place, so that
+// the rows' numbers of a place stay close by for all tokens.
+//   rows: room for `count` turned blocks, and for the numbers of a place.
+template <int count>
+void by_turned(const Input<bf16>& in, const Block<bf16>* block, Words* rows, Floats* sums, float* out) {
   const i64 width = in.x.width, steps = width / 32, groups = (in.x.rows + TURNED_GROUP - 1) / TURNED_GROUP;
+  auto* numbers = (Numbers*)(rows + count * LANES * steps);
+  auto* waiting = (Waiting<count>*)sums;
   Ahead ahead[count];
   for (int b = 0; b < count; b++) {
     turn_rows([&](i64 i) { return block[b].w->row(block[b].n + i); }, width, rows + b * LANES * steps);
     ahead[b] = {(const char*)block[b].next, block[b].next ? LANES * steps : 0, steps / groups + 1};
   }
-  for (i64 m = 0; m < in.x.rows; m += TURNED_GROUP) {
-    float* to[count];
-    for (int b = 0; b < count; b++) to[b] = out + (b * in.x.rows + m) * LANES;
-    times_turned<count>(in.turned + PARTS * m * width / 2, in.x.rows - m, rows, steps, ahead, to);
+  for (int n = 0; n < LANES; n++) {
+    const i64 place = PLACES[n];
+    for (int b = 0; b < count; b++)
+      for (i64 step = 0; step < steps; step++)
+        for (int part = 0; part < PARTS; part++)
+          numbers[(b * steps + step) * PARTS + part] = part_of(rows[(b * LANES + place) * steps + step], part);
+    for (i64 group = 0; group < groups; group++) {
+      const i64 m = group * TURNED_GROUP;
+      float* to[count];
+      for (int b = 0; b < count; b++) to[b] = out + (b * in.x.rows + m) * LANES, ahead[b].fetch();
+      times_turned<count>(n, in.turned + (place * groups + group) * steps * OF_GROUP, in.x.rows - m, numbers, steps,
+                          waiting[group], to);
+    }
   }
 }
 
-struct Room {  // of the sums of two blocks, and of turned rows, kept from one to the next
+struct Room {  // of the sums of two blocks, of turned rows and their numbers of a place, kept from one to the next
   std::vector<float> out;
   std::vector<Floats> sums;
   std::vector<Words> rows;
   void hold(i64 size, i64 width) {
-    if (i64(rows.size()) < width) rows.resize(width);  // two blocks
+    if (i64(rows.size()) < width / 8 * 9) rows.resize(width / 8 * 9);
     if (i64(out.size()) >= size) return;
     out.resize(size);
-    sums.resize(size / LANES + 2 * LANES);
+    sums.resize(4 * (size / LANES + 2 * LANES));  // four times as many wait where rows are turned
   }
 };
 
@@ -395,7 +409,7 @@ void products(const Input<T>& in, const Item& item, BlockOf block_of, const T* a
   if (in.turned) {
     read_on(count);
     if constexpr (TURNS && std::is_same_v<T, bf16>)
-      (count == 2 ? by_turned<2> : by_turned<1>)(in, block, room.rows.data(), out);
+      (count == 2 ? by_turned<2> : by_turned<1>)(in, block, room.rows.data(), room.sums.data(), out);
     // what arithmetic takes is less for two blocks together, what memory takes is less for one by one
   } else if (tiled(0) && tiled(1) && count == 2 && in.x.rows > LANES) {
     read_on(2);

@@ -35,7 +35,7 @@ inline __attribute__((always_inline)) Floats dot(Floats sum, Numbers a, Numbers 
 
 constexpr i64 MANY = 64;                             // tokens that are worked on as a prompt's are
 // Tokens for which it pays to turn the rows, and those of many numbers, for which vectors take parts.
-constexpr i64 TURNED_FROM = PARTS == 1 ? MANY : 16, WIDE_TURNED_FROM = PARTS == 1 ? MANY : 32, WIDE_ROW = 1024;
+constexpr i64 TURNED_FROM = PARTS == 1 ? MANY : 24, WIDE_TURNED_FROM = PARTS == 1 ? MANY : 48, WIDE_ROW = 2048;
 constexpr int TURNED_GROUP = 8;                      // tokens that share one reading of two registers of rows
 constexpr int OF_GROUP = PARTS * TURNED_GROUP;       // words of a pair of each of its tokens
 
@@ -50,60 +50,59 @@ template <class Row> void turn_rows(Row row, i64 width, Words* to) {
   }
 }
 
-// Tokens likewise, in groups: to[group][place][step][part][token], zeros where there is none. The parts of a pair are
-// its two numbers where registers do not multiply pairs.
-template <class Row> void turn_tokens(Row row, i64 count, i64 width, std::uint32_t* to) {
+// Tokens likewise, in groups: to[place][group][step][part][token], zeros where there is none. The parts of a pair are
+// its two numbers where registers do not multiply pairs. Those of `tokens`, whole groups; `to` has room for all.
+template <class Row> void turn_tokens(Row row, Part tokens, i64 groups, i64 width, std::uint32_t* to) {
   const i64 steps = width / 32;
-  for (i64 first = 0; first < count; first += TURNED_GROUP, to += LANES * steps * OF_GROUP)
+  for (i64 first = tokens.first; first < tokens.last; first += TURNED_GROUP)
     for (i64 step = 0; step < steps; step++) {
       Words part[LANES] = {};
-      for (i64 i = 0; i < std::min<i64>(TURNED_GROUP, count - first); i++)
+      for (i64 i = 0; i < std::min<i64>(TURNED_GROUP, tokens.last - first); i++)
         std::memcpy(&part[i], row(first + i) + 32 * step, sizeof part[i]);
       transpose(part);
       for (i64 place = 0; place < LANES; place++)
         for (int i = 0; i < PARTS; i++) {
           const Numbers numbers = part_of(part[place], i);
-          std::memcpy(to + (place * steps + step) * OF_GROUP + i * TURNED_GROUP, &numbers, TURNED_GROUP * sizeof *to);
+          std::uint32_t* from = to + ((place * groups + first / TURNED_GROUP) * steps + step) * OF_GROUP;
+          std::memcpy(from + i * TURNED_GROUP, &numbers, TURNED_GROUP * sizeof *to);
         }
     }
 }
 
-// Products of a group of tokens, or as many of them as there are, with `blocks` times sixteen rows.
-//   out: of each block, [token][row].
+// The places of a register in the order in which `sums` adds them up, and what waits there for as many places more:
+// sums of 1, 2, 4 and 8 places, of a group of tokens with `blocks` times sixteen rows.
+constexpr int PLACES[LANES] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+template <int blocks> using Waiting = Floats[4][TURNED_GROUP][blocks];
+
+// Products of a group of tokens, or as many of them as there are, with the rows, at their n-th place.
+//   out: of each block, [token][row], where this was the last place.
 template <int blocks>
-void times_turned(const std::uint32_t* tokens, i64 count, const Words* rows, i64 steps, Ahead* ahead,
-                  float* const* out) {
-  static constexpr int order[LANES] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
-  Floats waiting[4][TURNED_GROUP][blocks];  // sums of 1, 2, 4 and 8 places that wait for as many more
-  for (int n = 0; n < LANES; n++) {
-    const std::uint32_t* token = tokens + order[n] * steps * OF_GROUP;
-    const Words* row = rows + order[n] * steps;
-    Floats sum[TURNED_GROUP][blocks] = {};
-    for (i64 step = 0; step < steps; step++, row++)
+void times_turned(int n, const std::uint32_t* token, i64 count, const Numbers* row, i64 steps,
+                  Waiting<blocks>& waiting, float* const* out) {
+  Floats sum[TURNED_GROUP][blocks] = {};
+  for (i64 step = 0; step < steps; step++)
 #pragma GCC unroll 2
-      for (int part = 0; part < PARTS; part++, token += TURNED_GROUP) {
-        Numbers of_rows[blocks];
+    for (int part = 0; part < PARTS; part++, row++, token += TURNED_GROUP) {
+      Numbers of_rows[blocks];
 #pragma GCC unroll 2
-        for (int b = 0; b < blocks; b++) of_rows[b] = part_of(row[b * LANES * steps], part);
+      for (int b = 0; b < blocks; b++) of_rows[b] = row[b * steps * PARTS];
 #pragma GCC unroll 8
-        for (int i = 0; i < TURNED_GROUP; i++) {
-          const Numbers of_token = (Numbers)(Words{} + token[i]);
+      for (int i = 0; i < TURNED_GROUP; i++) {
+        const Numbers of_token = (Numbers)(Words{} + token[i]);
 #pragma GCC unroll 2
-          for (int b = 0; b < blocks; b++) sum[i][b] = dot(sum[i][b], of_rows[b], of_token);
-        }
+        for (int b = 0; b < blocks; b++) sum[i][b] = dot(sum[i][b], of_rows[b], of_token);
       }
-    for (int b = 0; b < blocks; b++) ahead[b].fetch();
+    }
 #pragma GCC unroll 8
-    for (int i = 0; i < TURNED_GROUP; i++)
+  for (int i = 0; i < TURNED_GROUP; i++)
 #pragma GCC unroll 2
-      for (int b = 0; b < blocks; b++) {
-        Floats all = sum[i][b];
-        int level = 0;
-        for (; n >> level & 1; level++) all = waiting[level][i][b] + all;
-        if (n < LANES - 1) waiting[level][i][b] = all;
-        else if (i < count) put(out[b] + i * LANES, all);
-      }
-  }
+    for (int b = 0; b < blocks; b++) {
+      Floats all = sum[i][b];
+      int level = 0;
+      for (; n >> level & 1; level++) all = waiting[level][i][b] + all;
+      if (n < LANES - 1) waiting[level][i][b] = all;
+      else if (i < count) put(out[b] + i * LANES, all);
+    }
 }
 
 }  // namespace
