@@ -374,12 +374,13 @@ void by_turned(const Input<bf16>& in, const Block<bf16>* block, Words* rows, Flo
   }
 }
 
-struct Room {  // of the sums of two blocks, of turned rows and their numbers of a place, kept from one to the next
+struct Room {  // of the sums of two blocks, and of turned rows, kept from one to the next
   std::vector<float> out;
   std::vector<Floats> sums;
   std::vector<Words> rows;
   void hold(i64 size, i64 width) {
-    if (i64(rows.size()) < width / 8 * 9) rows.resize(width / 8 * 9);
+    const i64 words = width + width / 8;  // two turned blocks, and their numbers of a place
+    if (i64(rows.size()) < words) rows.resize(words);
     if (i64(out.size()) >= size) return;
     out.resize(size);
     sums.resize(4 * (size / LANES + 2 * LANES));  // four times as many wait where rows are turned

@@ -63,8 +63,8 @@ template <class Row> void turn_tokens(Row row, Part tokens, i64 groups, i64 widt
       for (i64 place = 0; place < LANES; place++)
         for (int i = 0; i < PARTS; i++) {
           const Numbers numbers = part_of(part[place], i);
-          std::uint32_t* from = to + ((place * groups + first / TURNED_GROUP) * steps + step) * OF_GROUP;
-          std::memcpy(from + i * TURNED_GROUP, &numbers, TURNED_GROUP * sizeof *to);
+          const i64 group = place * groups + first / TURNED_GROUP;
+          std::memcpy(to + (group * steps + step) * OF_GROUP + i * TURNED_GROUP, &numbers, TURNED_GROUP * sizeof *to);
         }
     }
 }
