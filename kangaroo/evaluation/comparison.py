@@ -43,7 +43,7 @@ SECTIONS = {
     "Compression rate by end of the text": ("by_end", "compression_rate"),
     "Speedup by Spec-Bench's own formula": ("by_task", "spec_bench_speedup"),
 }
-PARTS = "overall", "by_task", "drafter_cost", "by_length", "by_end"  # of a summary
+PARTS = "overall", "by_task", "drafter_cost", "by_length", "by_end", "provenance"  # of summaries
 # Columns that are left out in a terminal of 80 columns.
 WIDE = ["95% vs hf", "accepted", *(f"CTAR({w})" for w in POSITIONS), "params", "memory", "training"]
 SPEEDUPS = "speedup: of the whole time, prompts included; decoding: from the first token on."
@@ -102,7 +102,6 @@ def _method(name: str, summary: dict[str, Any]) -> Method:
         **{key: summary.get(key, {}) for key in PARTS},  # earlier versions may lack some
         "lossless": summary["lossless"] | {"forks": forks},
         "settings": {k: v for k, v in summary["settings"].items() if k not in shared},
-        "provenance": summary["provenance"],
     }
 
 
@@ -195,8 +194,9 @@ def by_group(methods: Sequence[Method], group: str, metric: str) -> list[Row]:
     rows, has_values = [], False
     for method in methods:
         row = {"method": method["name"]}
+        groups = method.get(group, {}) | {"overall": method["overall"]}
         for name in [*names, "overall"]:
-            results = (method.get(group, {}) | {"overall": method["overall"]}).get(name, {})
+            results = groups.get(name, {})
             value, ends = results.get(metric), results.get(f"{metric}_ci95")
             row[name] = tables.estimate(value, ends, 1.0 if "speedup" in metric else None)
             has_values |= value is not None
