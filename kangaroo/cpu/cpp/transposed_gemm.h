@@ -35,7 +35,7 @@ inline __attribute__((always_inline)) Floats dot(Floats sum, Numbers a, Numbers 
 
 constexpr i64 MANY = 64;                             // tokens that are worked on as a prompt's are
 // Tokens for which it pays to turn the rows, and those of many numbers, for which vectors take parts.
-constexpr i64 TURNED_FROM = PARTS == 1 ? MANY : 24, WIDE_TURNED_FROM = PARTS == 1 ? MANY : 48, WIDE_ROW = 2048;
+constexpr i64 TURNED_FROM = PARTS == 1 ? MANY : 32, WIDE_TURNED_FROM = PARTS == 1 ? MANY : 64, WIDE_ROW = 2048;
 constexpr int TURNED_GROUP = 8;                      // tokens that share one reading of two registers of rows
 constexpr int OF_GROUP = PARTS * TURNED_GROUP;       // words of a pair of each of its tokens
 

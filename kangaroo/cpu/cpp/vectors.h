@@ -91,8 +91,8 @@ template <> struct Vector<Byte> {
 // Keeps a compiler from reading a number from memory again for each row of weights: there are two such reads a
 // cycle at most, as many as products.
 template <class V> inline __attribute__((always_inline)) void hold(V& v) {
-#if defined(__AVX__) && !defined(__AVX512F__)
-  asm("" : "+x"(v));
+#ifdef __AVX__
+  asm("" : "+v"(v));
 #endif
 }
 
