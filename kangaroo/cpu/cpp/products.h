@@ -30,12 +30,10 @@ constexpr bool ZEN_4 = true, ZEN_5 = false;
 #else
 constexpr bool ZEN_4 = false, ZEN_5 = false;
 #endif
-// Whether registers multiply bfloat16.
-constexpr bool PAIRS = Vector<bf16>::parts == 1;
 // Tokens that share one reading of a weight, as registers allow; how many are one group where memory takes the time
 // anyway; and how many are multiplied at least, the last one again and again, unless it is one alone: on Zen 4 two or
 // three take up to a fifth longer than four, wherever and however early their weights are fetched.
-constexpr int GROUP = WIDE < 16 ? 5 : PAIRS ? 8 : 12, ALONE = WIDE == 16 ? 12 : 6, FEWEST = ZEN_4 ? 4 : 2;
+constexpr int GROUP = WIDE < 16 ? 5 : PARTS == 1 ? 8 : 12, ALONE = WIDE == 16 ? 12 : 6, FEWEST = ZEN_4 ? 4 : 2;
 // Bytes between the weight in use and the one being fetched, for one token and for several; and the cache that it is
 // fetched into, 3 being the first level and 2 the second. With the second, eight tokens take half as long on Zen 4, and
 // a twentieth less on Intel.
@@ -103,7 +101,7 @@ inline __attribute__((always_inline)) void step(const Number<T>* const* x, const
 // Rows that are multiplied side by side: enough sums that none waits for the one before, in registers. Where these
 // multiply bfloat16, up to four tokens are quicker with one row.
 constexpr int rows_beside(int tokens) {
-  if (WIDE == 16) return tokens <= (PAIRS ? 4 : 1) ? 1 : 2;
+  if (WIDE == 16) return tokens <= (PARTS == 1 ? 4 : 1) ? 1 : 2;
   return tokens <= 2 ? 4 : 2;
 }
 
