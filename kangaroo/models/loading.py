@@ -125,9 +125,7 @@ def evaluate_command(model: str | ModelConfig, *words: str, **options: Any) -> s
     return command_line("evaluate", *words, **model_options(*names), **options)
 
 
-def load(
-    config: ModelConfig, attn_implementation: str | None = None
-) -> tuple[PreTrainedModel, Tokenizer]:
+def load(config: ModelConfig) -> tuple[PreTrainedModel, Tokenizer]:
     """The frozen target, in eval mode, and its tokenizer. Errors: `ModelNotFound`, `CorruptFile`,
     `UnsupportedModel`, `ModelTooLarge`, `MissingPackage`; `ConfigError` for an unknown template or
     `eos_token`."""
@@ -138,13 +136,14 @@ def load(
     if device == "auto":
         cuda = torch.cuda.is_available()
         device = f"cuda:{torch.cuda.current_device()}" if cuda else "cpu"
-    options: Any = {"dtype": config.dtype.torch, "attn_implementation": attn_implementation}
+    dtype = config.dtype.torch
     if config.path.startswith(RANDOM):
-        model: Any = random_models.random_target(config.path, device, **options)
+        model: Any = random_models.random_target(config.path, device, dtype)
         tokenizer: Tokenizer = byte_tokenizer()
     else:
-        options["device_map"] = config.device_map or ("cpu" if config.quantization else device)
-        model, tokenizer = read_checkpoint(_source(config.path), config.revision, **options)
+        placed = config.device_map or ("cpu" if config.quantization else device)
+        source = _source(config.path), config.revision
+        model, tokenizer = read_checkpoint(*source, dtype=dtype, device_map=placed)
     if template is not None:
         tokenizer.chat_template = template
     if config.eos_token is not None:

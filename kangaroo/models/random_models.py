@@ -44,7 +44,6 @@ def random_model(
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
-    attn_implementation: str | None = None,
     deep_scale: float = 1.0,
     **overrides: Any,
 ) -> PreTrainedModel:
@@ -59,9 +58,7 @@ def random_model(
     config = AutoConfig.for_model(architecture, **fields | overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attn_implementation, dtype=torch.float32
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for layer in model.model.layers[config.num_hidden_layers // 3 :]:
         for name, weight in layer.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
@@ -75,17 +72,17 @@ def random_model(
     return model.eval()
 
 
-def random_target(path: str, device: str, **options: Any) -> PreTrainedModel:
+def random_target(path: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
     """The random model of a path with the prefix `RANDOM`. Errors: `ConfigError`."""
     if path == TINY:
-        return random_model(deep_scale=0.15, **options).to(device)  # type: ignore[arg-type]
+        return random_model(deep_scale=0.15, dtype=dtype).to(device)  # type: ignore[arg-type]
     shape = known_shape(path.removeprefix(RANDOM))
     if shape is None:
         names = ", ".join(SHAPES)
         raise ConfigError(f"model.path={path}: that shape is not known; known are {names}.")
     with torch.device(device), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), **options)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=dtype)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
