@@ -71,12 +71,6 @@ class BlockHead(Adapter):
         nn.init.zeros_(self.table.weight)
         return self
 
-    def continue_from(self, adapter: Adapter) -> Self:
-        """Take over the parts of a trained adapter."""
-        self.load_state_dict(adapter.state_dict(), strict=False)
-        nn.init.zeros_(self.table.weight)
-        return self
-
     def own_heads(self) -> list[nn.Module]:
         return [*super().own_heads(), self.table]
 

@@ -201,7 +201,8 @@ def load_start(path: str, adapter: Trainable, lm: TargetModel) -> None:
     elif type(trained) is Adapter and isinstance(adapter, BlockHead):
         trained = trained.grown(lm, adapter.architecture)
         if trained.exit_layer == adapter.exit_layer:
-            trained = adapter.start_from(lm).continue_from(trained)
+            adapter.start_from(lm).load_state_dict(trained.state_dict(), strict=False)
+            trained = adapter
     kinds = [f"for exit layer {a.exit_layer} with {a.architecture}" for a in (trained, adapter)]
     if kinds[0] != kinds[1]:
         raise ConfigError(f"adapter.start={path} is {kinds[0]}; this one is {kinds[1]}.")
