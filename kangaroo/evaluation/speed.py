@@ -6,7 +6,6 @@ turns on every prompt, so that a machine that slows down slows all of them. The 
 step of a text, is not part of decoding.
 """
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -37,6 +36,7 @@ from kangaroo.models.prompts import Tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import memory, tables
 from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.folders import write_json
 from kangaroo.utils.provenance import describe_machine, provenance
 from kangaroo.utils.ranges import Count, Filled, Ranged, TextLength
 from kangaroo.utils.tables import Row, number, share
@@ -319,8 +319,7 @@ def against_vanilla(vanilla: Texts, method: Texts) -> Results:
 
 def write(result: Results, output: Path, console: Console) -> None:
     """Save the results of `measure` as `speed.json`, `speed.md` and `speed.png`, and print them."""
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(output / "speed.json", result)
     text = ""
     for title, rows in sheets(result).items():
         text += f"**{title}**\n\n{tables.markdown(rows)}\n\n"

@@ -9,7 +9,6 @@ the token ids of a smaller draft vocabulary. `config.json` is the target's with 
 settings of the plugin under "kangaroo".
 """
 
-import json
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from kangaroo.models.layer_weights import packed_linears
 from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.folders import new_folder
+from kangaroo.utils.folders import new_folder, write_json
 
 PLUGIN_FORMAT = 1
 
@@ -151,4 +150,4 @@ def write_for_vllm(path: str, lm: TargetModel, folder: Path, threshold: float) -
         weights["vocabulary"] = vocabulary_K
     with new_folder(folder) as partial:
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-        (partial / "config.json").write_text(f"{json.dumps(fields, indent=2, sort_keys=True)}\n")
+        write_json(partial / "config.json", fields)
