@@ -180,8 +180,9 @@ def perturb(
 
 def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: NoiseStream, size: int) -> Tensor:
     """`[B, N, size]` numbers in (0, 1), fixed by (seed, position, index, stream)."""
-    key_B = _mix(_low(seeds_B) ^ _mix(_low((seeds_B >> 32) + 0x9E3779B9 * stream.value)))
-    key_BN = _mix(_low(positions_BN * 0x9E3779B1) + key_B[:, None])
+    # of an int64 number `int` keeps the lower 32 bits
+    key_B = _mix(seeds_B.int() ^ _mix(((seeds_B >> 32) + 0x9E3779B9 * stream.value).int()))
+    key_BN = _mix((positions_BN * 0x9E3779B1).int() + key_B[:, None])
     index_V = torch.arange(size, device=positions_BN.device, dtype=torch.int32)
     hashed_V = _mix(index_V * (0x85EBCA77 - (1 << 32)) + 0x27D4EB2F)
     bits_BNV = _mix(hashed_V ^ key_BN[..., None]).view(torch.uint32)
@@ -194,8 +195,3 @@ def _mix(x: Tensor) -> Tensor:
     x = (x ^ ((x >> 16) & 0xFFFF)) * (0x85EBCA6B - (1 << 32))
     x = (x ^ ((x >> 13) & 0x7FFFF)) * (0xC2B2AE35 - (1 << 32))
     return x ^ ((x >> 16) & 0xFFFF)
-
-
-def _low(x: Tensor) -> Tensor:
-    """The lower 32 bits of int64 numbers, as int32."""
-    return (((x & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).int()
