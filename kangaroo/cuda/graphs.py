@@ -78,8 +78,6 @@ class Graphs:
             rehearsal: inputs to run with before recording, needed if a second run with the same
                 inputs would leave another state than one.
         """
-        if self.recording:
-            return inputs if work is None else work(*inputs)
         while self.dead:
             self._forget(self.dead.pop())
         tensors, serials = tensors_in(inputs), tuple(cache.serial for cache in caches)
