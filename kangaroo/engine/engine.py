@@ -277,7 +277,6 @@ class Engine:
                 "next, or make an Engine with a drafter of its own for each."
             )
 
-    @torch.inference_mode()
     def record(
         self, batch: Batch, row: int, record: StepRecord, request: Request, generation: Generation
     ) -> None:
