@@ -31,7 +31,7 @@ Past = tuple[Tensor, Tensor, int]  # keys and values from the first row on, slot
 
 
 def tile_size(size: int) -> int:
-    """The smallest power of two that is neither below `least` nor below 16."""
+    """The smallest power of two that is neither below `size` nor below 16."""
     return max(16, power_of_two(size))
 
 
