@@ -56,7 +56,7 @@ class TorchBackend:
         self.adapters, self.options, self.ranks = adapters, options, ranks
         self.parameters = dict(nn.ModuleList(adapters).named_parameters())
         for parameter in self.parameters.values():
-            ranks.copy_from(0, parameter.data)
+            ranks.overwrite(parameter.data)
         # a step's only micro-batch is rank 0's, and its gradient needs no sum
         summed = self.parameters.values() if options.accumulate > 1 else ()
         self.sums = [torch.zeros_like(p, dtype=torch.float64) for p in summed]
@@ -79,7 +79,7 @@ class TorchBackend:
             total.zero_()
         for parameter in () if self.sums else self.parameters.values():
             assert parameter.grad is not None
-            self.ranks.copy_from(0, parameter.grad)
+            self.ranks.overwrite(parameter.grad)
         for adapter in self.adapters:
             nn.utils.clip_grad_norm_(adapter.parameters(), self.options.clip)
         self._update(rates)

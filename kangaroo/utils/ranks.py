@@ -63,10 +63,10 @@ class Ranks:
             dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def copy_from(self, rank: int, value: Tensor) -> None:
-        """Overwrite the tensor in every process with the one of process `rank`."""
+    def overwrite(self, value: Tensor) -> None:
+        """Overwrite the tensor in every process with the first process's."""
         if self.world > 1:
-            dist.broadcast(value, src=rank)
+            dist.broadcast(value, src=0)
 
     def wait(self) -> None:
         """Wait until all processes have called this."""
