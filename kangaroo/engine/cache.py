@@ -191,7 +191,7 @@ class KVCache:
 
     def bytes(self) -> int:
         """Size of the allocation in bytes."""
-        return sum(cached.numel() * cached.element_size() for cached in (*self.keys, *self.values))
+        return sum(cached.nbytes for cached in (*self.keys, *self.values))
 
 
 class BlockCache:

@@ -190,7 +190,7 @@ class Reads:
         table, head = lm.hf.model.embed_tokens.weight, memory.weight_bytes(lm.head)
         self.head = memory.weight_bytes(lm.hf.model.norm) + head
         self.draft_head = sum(x.nbytes for x in draft_head.weights) if draft_head else head
-        self.row = table.shape[1] * table.element_size()
+        self.row = table[0].nbytes
         parts = [] if adapter is None else adapter.named_children()
         # a head that belongs to the adapter is counted as the draft head
         self.adapter = memory.weight_bytes(*(module for name, module in parts if name != "head"))
