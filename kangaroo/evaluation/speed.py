@@ -228,8 +228,7 @@ def throughput(
 ) -> list[Results]:
     """Tokens/s of vanilla and Kangaroo at every batch size whose cache fits into memory."""
     results = []
-    token = lm.n_layers * lm.new_cache(1, 1, [lm.device]).bytes()
-    row = token * (max(map(len, prompts)) + new_tokens)
+    row = lm.new_cache(1, 1).bytes() * (max(map(len, prompts)) + new_tokens)
     for size in sizes:
         if size * row > CACHE_SHARE * memory.free(lm.device):
             log.warning("batch %d is left out: its cache would take %d bytes", size, size * row)

@@ -64,7 +64,7 @@ def listen(config: ServeConfig) -> socket.socket:
 
 def check_memory(lm: TargetModel, max_batch_size: int, max_model_len: int) -> None:
     """Log the KV cache's size. Errors: `ConfigError` where it does not fit beside the model."""
-    row = lm.new_cache(1, 1, lm.layer_devices).bytes() * max_model_len
+    row = lm.new_cache(1, 1).bytes() * max_model_len
     free = sum(map(memory.free, set(lm.layer_devices)))
     texts = f"{max_batch_size} texts of up to {max_model_len} tokens"
     size = f"{max_batch_size * row / 1e9:.1f} GB"

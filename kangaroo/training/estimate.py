@@ -200,7 +200,7 @@ def check_writing(lm: TargetModel, data: Data, devices: Devices) -> None:
         return
     longest = max(planned_lengths(data, lm.context, 2 * TEMPLATE))
     rows = min(data.batch_size, data.shard_size)
-    row = longest * lm.new_cache(1, 1, [lm.device] * lm.n_layers).bytes()
+    row = longest * lm.new_cache(1, 1).bytes()
     fitting = (devices.free - target) // row
     what = f"writing the data, {rows} texts of up to {longest} tokens at a time,"
     fix = f"Pass data.batch_size={fitting}" if fitting > 0 else "Ask for shorter texts"
