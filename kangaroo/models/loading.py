@@ -27,6 +27,7 @@ from kangaroo.models.supported import eos_ids
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, ModelNotFound, UnsupportedModel
 from kangaroo.utils.folders import command_line, project_folder
+from kangaroo.utils.ranks import default_device
 
 MODELS = project_folder("configs") / "groups/model.yaml"  # a section per known model
 
@@ -132,10 +133,7 @@ def load(config: ModelConfig) -> tuple[PreTrainedModel, Tokenizer]:
     if config.quantization is not None:
         check_package(config.quantization)
     template = None if config.chat_template is None else chat_template(config.chat_template)
-    device = config.device
-    if device == "auto":
-        cuda = torch.cuda.is_available()
-        device = f"cuda:{torch.cuda.current_device()}" if cuda else "cpu"
+    device = str(default_device()) if config.device == "auto" else config.device
     dtype = config.dtype.torch
     if config.path.startswith(RANDOM):
         model: Any = random_models.random_target(config.path, device, dtype)

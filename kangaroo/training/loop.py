@@ -26,7 +26,7 @@ from kangaroo.training.recipe import AdapterRecipe, Trainee, TrainerConfig
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError, CorruptFile, Diverged
 from kangaroo.utils.provenance import differences, provenance
-from kangaroo.utils.ranks import ALONE, Ranks
+from kangaroo.utils.ranks import ALONE, Ranks, default_device
 from kangaroo.utils.terminal import progress_bar
 from kangaroo.utils.tracking import NoTracker
 
@@ -79,7 +79,7 @@ class Trainer:
         self.frequent_K = batches.frequent_tokens(self.work.training)
         size = config.vocabulary
         vocabulary_K = None if size is None else self.frequent_K[:size].sort()[0]
-        shard_on = ranks.device if config.shard_target else None
+        shard_on = default_device() if config.shard_target else None
         self.trainees = recipe.trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
         backend = DeepSpeedBackend if config.zero_stage else TorchBackend
         self.backend = backend([trainee.adapter for trainee in self.trainees], config, ranks)
@@ -282,7 +282,7 @@ def resolve_sizes(
     """The options `accumulate` and `loss_chunk`. If not given, they are those of the checkpoint's
     `saved` settings, else one micro-batch for each process, and what suits rank 0's device."""
     # a sharded target moves there later
-    device = ranks.device if config.shard_target else lm.device
+    device = default_device() if config.shard_target else lm.device
     chunk = ranks.broadcast(recipe.default_loss_chunk(memory.total(device), lm.config.vocab_size))
     accumulate = config.accumulate or saved.get("accumulate", ranks.world)
     return accumulate, config.loss_chunk or saved.get("loss_chunk", chunk)

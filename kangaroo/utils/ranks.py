@@ -31,12 +31,6 @@ class Ranks:
         """Whether this process writes the files."""
         return self.rank == 0
 
-    @property
-    def device(self) -> torch.device:
-        """The default device of this process: its own GPU, or the CPU."""
-        has_gpu = torch.cuda.is_available()
-        return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
-
     def scatter(self, items: Sequence[T]) -> list[tuple[T, bool]]:
         """This process's share: items `rank`, `rank + world`, ... All shares have equal lengths,
         since a sharded target runs in all processes at once; the bool is false for padding."""
@@ -95,6 +89,12 @@ def join() -> Iterator[Ranks]:
         ranks.wait()
     finally:
         dist.destroy_process_group()
+
+
+def default_device() -> torch.device:
+    """The default device of this process: its own GPU, or the CPU."""
+    has_gpu = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
 
 
 def check_alone() -> None:
