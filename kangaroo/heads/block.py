@@ -54,16 +54,15 @@ class BlockHead(Adapter):
         self,
         lm: TargetModel,
         exit_layer: int,
-        architecture: BlockHeadConfig | None = None,
-        vocabulary_K: Tensor | None = None,
+        architecture: BlockHeadConfig,
+        vocabulary_K: Tensor | None,
     ):
-        parts = architecture or BlockHeadConfig()
-        super().__init__(lm, exit_layer, parts, vocabulary_K)
+        super().__init__(lm, exit_layer, architecture, vocabulary_K)
         self.taps = 0, exit_layer  # the embeddings, too
         size = lm.config.hidden_size
-        self.places = nn.Parameter(torch.zeros(parts.places - 1, size))
-        self.before = nn.Linear(size, parts.rank, bias=False)
-        self.table = new_head(lm, vocabulary_K, parts.rank)
+        self.places = nn.Parameter(torch.zeros(architecture.places - 1, size))
+        self.before = nn.Linear(size, architecture.rank, bias=False)
+        self.table = new_head(lm, vocabulary_K, architecture.rank)
 
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
         """Initialize as an adapter that ignores neighbours and treats all places like the first."""
