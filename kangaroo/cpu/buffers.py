@@ -42,8 +42,8 @@ class DraftBuffers:
         lm: TargetModel,
         cache: KVCache,
         capacity: int,
-        exit_layer: int = 0,
-        drafting: Structure | None = None,
+        exit_layer: int,
+        drafting: Structure | None,
         keep: int = 0,
     ):
         size, hidden = cache.batch_size, lm.config.hidden_size

@@ -18,7 +18,7 @@ class CpuStepper:
 
     supports_prefix_reuse = leaves_other_rows = True
 
-    def __init__(self, lm: TargetModel, drafting: NativeDrafting, batch: Batch, keep: int = 0):
+    def __init__(self, lm: TargetModel, drafting: NativeDrafting, batch: Batch, keep: int):
         self.lm, self.drafting, self.batch, self.keep = lm, drafting, batch, keep
         parts = 1 + drafting.nodes, drafting.exit_layer, drafting.layer(batch.cache)
         self.buffers = DraftBuffers(lm, batch.cache, *parts, max(keep, batch.likeliest))

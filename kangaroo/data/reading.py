@@ -72,7 +72,7 @@ def read(
 
 
 def read_records(
-    origin: Source, unreadable: Counter[str] | None = None
+    origin: Source, unreadable: Counter[str] | None
 ) -> Iterator[tuple[dict[str, Any], list[Message]]]:
     """Every record of a source, unchanged, and its conversation, otherwise like `read`."""
     for number, record in enumerate(_records(origin), start=1):

@@ -25,7 +25,7 @@ class TensorStepper:
 
     leaves_other_rows = False  # it shifts the windows of rows that are not active, too
 
-    def __init__(self, lm: TargetModel, drafter: Drafter, batch: Batch, keep: int = 0):
+    def __init__(self, lm: TargetModel, drafter: Drafter, batch: Batch, keep: int):
         self.lm, self.drafter, self.batch, self.keep = lm, drafter, batch, keep
         self.supports_prefix_reuse = drafter.supports_prefix_reuse
 

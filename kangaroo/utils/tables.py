@@ -20,10 +20,10 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def terminal(rows: Sequence[Row], title: str | None = None, caption: str | None = None) -> Table:
+def terminal(rows: Sequence[Row], title: str, caption: str | None = None) -> Table:
     """The rows as a table for a rich console, whose widest columns wrap where space is short."""
     table = Table(
-        title=title and Text(title),
+        title=Text(title),
         title_justify="left",
         caption=caption and Text(caption),
         caption_justify="left",
@@ -48,7 +48,7 @@ def share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-def span(ends: Sequence[float], between: str = " to ") -> str:
+def span(ends: Sequence[float], between: str) -> str:
     """An interval, with two decimals."""
     return between.join(f"{end:.2f}" for end in ends)
 
