@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kangaroo.cpu import native
+from kangaroo.cpu.int8 import rough_head
 from kangaroo.drafters.block import Block
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.engine.cache import KVCache
@@ -83,6 +84,8 @@ class DraftBuffers:
             cos=self.rope[0].data_ptr(),
             sin=self.rope[1].data_ptr(),
         )
+        if rough := rough_head(lm):
+            target.rough = rough.as_struct()
         self.drafting = drafting
         self.pointers = byref(target), drafting and byref(drafting), byref(rows)
         assert lm.acceleration.library is not None

@@ -79,7 +79,7 @@ class Sizes:
         return NativeSizes(threads=torch.get_num_threads(), **vars(self))
 
 
-def struct(integers: str, doubles: str = "", **others: type[Structure]) -> type[Structure]:
+def struct(integers: str, doubles: str = "", **others: type) -> type[Structure]:
     """A structure of native code: `integers` and pointers, then `doubles`, then others."""
     members: list[tuple[str, Any]] = [(member, ctypes.c_int64) for member in integers.split()]
     members += [(member, ctypes.c_double) for member in doubles.split()]
@@ -91,7 +91,10 @@ NativeSizes = struct("hidden heads kv_heads head_size feed_forward threads", "ep
 NativeStack = struct("layers count keys values n_slots window in_bytes")
 NativeHead = struct("norm weight outputs ids passing scales")
 NativeFusing = struct("shallow_norm deep_norm weight scales")
-NativeTarget = struct("embedding cos sin", sizes=NativeSizes, stack=NativeStack, head=NativeHead)
+NativeRough = struct("", head=NativeHead, errors=ctypes.c_int64)
+NativeTarget = struct(
+    "embedding cos sin", sizes=NativeSizes, stack=NativeStack, head=NativeHead, rough=NativeRough
+)
 NativeDrafting = struct(
     "norm deep deep_tap",
     stack=NativeStack,
@@ -203,7 +206,9 @@ class Head:
     def __init__(self, library: CDLL, weight_OD: Tensor, sizes: Sizes):
         self.weight_OD, self.sizes = weight_OD, sizes
         self.passing = weight_OD.nbytes > staying_bytes()
+        self.rough: Any = None  # the same in bytes (`int8.RoughHead`), made by the first batch
         self.call = function(library, "read_out", weight_OD.dtype)
+        self.choose_likeliest = function(library, "choose_likeliest", weight_OD.dtype)
 
     def takes(self, x_MD: Tensor) -> bool:
         """Whether these states are of a step of decoding."""
@@ -221,6 +226,13 @@ class Head:
         head, sizes = self.as_struct(norm), self.sizes.as_struct()
         self.call(byref(sizes), byref(head), pointer(x_MD), len(x_MD), pointer(logits_MO))
         return logits_MO
+
+    def likeliest(self, x_MD: Tensor, norm: Tensor) -> Tensor:
+        """The tokens `[M]` with the largest logits, after a norm, by the `rough` head."""
+        x_MD, chosen_M = x_MD.contiguous(), torch.empty(len(x_MD), dtype=torch.long)
+        structs = self.sizes.as_struct(), self.as_struct(norm), self.rough.as_struct()
+        self.choose_likeliest(*map(byref, structs), pointer(x_MD), len(x_MD), pointer(chosen_M))
+        return chosen_M
 
 
 class Fusing:
@@ -250,6 +262,7 @@ TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "b": ct
 ARGUMENTS = {
     "run_block": "ppiiiipppppp",
     "read_out": "pppip",
+    "choose_likeliest": "ppppip",
     "fuse": "ppppi",
     "draft": "pppifp",
     "draft_block": "ppppifp",

@@ -119,8 +119,7 @@ def verifications(
 
     def verify(x_1ND: Tensor, meta: ForwardMeta) -> Tensor:
         x_1ND, _ = lm.run(x_1ND, cache, meta, layers)
-        chosen = lm.choose(x_1ND)
-        return lm.logits(x_1ND).argmax(-1) if chosen is None else chosen[0]
+        return lm.likeliest(x_1ND)
 
     return timed(lm, widths, length, (cache,), verify)
 

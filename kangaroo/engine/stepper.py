@@ -85,8 +85,8 @@ class TensorStepper:
             x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
             x_BND, states = lm.run(x_BND, batch.cache, draft.meta, layers, taps)
             logits_BNV: Tensor | None = None
-            if sampling.greedy and not keeps_logits and (chosen := lm.choose(x_BND)) is not None:
-                choice_BN = chosen[0]
+            if sampling.greedy and not keeps_logits:
+                choice_BN = lm.likeliest(x_BND)
             else:
                 logits_BNV, positions_BN = lm.logits(x_BND), draft.meta.positions_RT + 1
                 inputs = logits_BNV, positions_BN, sampling.reading(settings_B3), seeds_B

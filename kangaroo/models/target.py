@@ -329,6 +329,15 @@ class TargetModel(nn.Module):
             return None
         return self.fast_head.choose(x_BND, self.hf.model.norm.weight)
 
+    def likeliest(self, x_BND: Tensor) -> Tensor:
+        """The likeliest next tokens, `[B, N]`, from the output of the last layer."""
+        if (chosen := self.choose(x_BND)) is not None:
+            return chosen[0]
+        x_MD, head = x_BND.flatten(0, 1), self.fast_head
+        if head and head.rough is not None and head.takes(x_MD):
+            return head.likeliest(x_MD, self.hf.model.norm.weight).unflatten(0, x_BND.shape[:2])
+        return self.logits(x_BND).argmax(-1)
+
     def norm(self, x_BND: Tensor) -> Tensor:
         """The final norm, on its own device, of the last layer's output."""
         return self.hf.model.norm(x_BND.to(self.hf.model.norm.weight.device))

@@ -8,8 +8,11 @@ from cases import EVEN_K
 from helpers import tiny, tiny_model
 from test_native import FAMILIES, SLOTS, filled_cache, pairs, random_tokens
 
-from kangaroo.cpu import int8, native
+from kangaroo.cpu import buffers, int8, native
+from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.acceleration import Acceleration
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Tree
 from kangaroo.heads.draft_head import TextHead
 from kangaroo.models.target import TargetModel
@@ -87,3 +90,19 @@ def test_rare_tokens_of_a_text_are_rounded_when_it_comes():
         assert struct.outputs == head.size and struct.ids == head.vocabulary_K.data_ptr()
         assert torch.equal(rounded.steps_RD[: head.size], steps_KD)
         assert torch.equal(rounded.scale_R[: head.size], scale_K[: head.size])
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "unlike", "no-number"])
+def test_the_likeliest_token_by_limits_is_that_of_the_whole_head(kind, monkeypatch):
+    lm = tiny(dtype=torch.bfloat16, vocab_size=1003)
+    weight_OD = torch.randn(1003, 32, generator=torch.Generator().manual_seed(1))
+    if kind == "ties":
+        weight_OD[100:] = weight_OD[100:900:4].repeat(5, 1)[:903]
+    weight_OD[::7] *= {"unlike": 1000, "no-number": torch.nan}.get(kind, 1)
+    lm.head.weight.data = weight_OD.bfloat16()
+    engine, prompts = Engine(lm.compile_for_decoding(), Vanilla()), random_tokens(5, 9).tolist()
+    texts = [engine.generate(prompts, 60, Sampling(), batch_size=size) for size in (1, 5)]
+    assert lm.fast_head.rough is not None
+    monkeypatch.setattr(buffers, "rough_head", lambda lm: None)
+    whole = engine.generate(prompts, 60, Sampling(), batch_size=1)
+    assert [[x.tokens for x in text] for text in texts] == 2 * [[x.tokens for x in whole]]

@@ -138,7 +138,7 @@ template <class T> class Round {
       deep = pass.x;
     }
     pass.run(t.sizes, t.stack.range(reads_deep() ? d->deep_tap : r.exit, t.stack.count), t);
-    std::vector<Choice> choices = chosen(t.head, pass.x.data(), total, 0, r.keep > 0);
+    std::vector<Choice> choices = target_choices(total);
     for (i64 row = 0, m = 0; row < r.batch; m += r.count[row], row++)
       if (r.count[row]) accept(row, choices.data() + m, reads_deep() ? deep.data() + m * D : nullptr);
   }
@@ -266,11 +266,28 @@ template <class T> class Round {
 
   void append(std::vector<T>& to, const T* states, i64 count) { to.insert(to.end(), states, states + count * D); }
 
+  // What the target writes after each token of the pass. Where an instruction multiplies bfloat16, many tokens take
+  // the time of arithmetic, which bytes do not save.
+  std::vector<Choice> target_choices(i64 total) {
+    bool by_limits = t.rough.head.weight && !r.keep && (PARTS > 1 || total <= ALONE);
+    for (i64 row : pass.rows) by_limits &= r.draw[row].temperature == 0;
+    if constexpr (HAS_ROUGH<T>)
+      if (by_limits) {
+        const std::vector<i64> ids = read_likeliest(t.sizes, t.head, t.rough, pass.x.data(), total, logits);
+        return choices_of(Head<T>{nullptr, nullptr, i64(ids.size()), ids.data()}, total, 0, false);
+      }
+    return chosen(t.head, pass.x.data(), total, 0, r.keep > 0);
+  }
+
   std::vector<Choice> chosen(const Head<T>& head, const T* x, i64 total, i64 graded, bool keeps) {
-    static thread_local std::vector<float> logits;
     if (i64(logits.size()) < total * head.outputs) logits.resize(total * head.outputs);
-    float* scores = logits.data();
-    read_out(t.sizes, head, x, total, scores);
+    read_out(t.sizes, head, x, total, logits.data());
+    return choices_of(head, total, graded, keeps);
+  }
+
+  // By the logits of all tokens of the pass.
+  std::vector<Choice> choices_of(const Head<T>& head, i64 total, i64 graded, bool keeps) {
+    const float* scores = logits.data();
     std::vector<Choice> choices(total);
     const Gathered<T>& of = pass;  // each thread has a `pass` of its own
     PARALLEL_FOR(std::min(t.sizes.threads, total), m, total) {
@@ -309,8 +326,10 @@ template <class T> class Round {
   Rows<T>& r;
   i64 D;
   static thread_local Gathered<T> pass;
+  static thread_local std::vector<float> logits;
 };
 
 template <class T> thread_local Gathered<T> Round<T>::pass;
+template <class T> thread_local std::vector<float> Round<T>::logits;
 
 }  // namespace

@@ -24,32 +24,99 @@ template <class T> struct Head {
   }
 };
 
+// Products of all tokens, whose states are normed, with `count` blocks of a head, the i-th from row row_of(i) on.
+//   store(i, sums): of the i-th block, [tokens, 16]
+template <class W, class T, class RowOf, class Store>
+void multiply_head(const Sizes& s, const Head<T>& head, const T* normed, i64 tokens, i64 count, RowOf row_of,
+                   Store store) {
+  const Matrix<W> w{(const W*)head.weight, head.outputs, s.hidden, head.passing, head.scales};
+  Shares shares(s.threads);
+  PARALLEL(s.threads) {
+    TileUse tiles;
+    std::vector<Words> room;
+    Room room_for_sums;
+    Input<W> in = input<W>(Matrix<T>{normed, tokens, s.hidden}, room);
+    shares.divide(count, shares.at_a_time(count), [&](const Item& item) {
+      products(
+          in, item, [&](i64 i) { return Block<W>{&w, row_of(i)}; },
+          item.end < count ? w.row(row_of(item.end)) : w.row(w.rows), room_for_sums, store);
+    });
+  };
+}
+
+template <class T> std::vector<T> normed(const Sizes& s, const T* norm, const T* x, i64 tokens) {
+  std::vector<T> states(x, x + tokens * s.hidden);
+  for (i64 m = 0; norm && m < tokens; m++) rms_norm(x + m * s.hidden, norm, s.hidden, s.eps, &states[m * s.hidden]);
+  return states;
+}
+
 // logits[m][n] = norm(x[m]) . weight[n]
 template <class T, class W = T>
 void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float* logits) {
   if constexpr (BYTES && std::is_same_v<T, bf16> && std::is_same_v<T, W>)
     if (head.scales) return read_out<T, Byte>(s, head, x, tokens, logits);
   if (!tokens) return;
-  Shares shares(s.threads);
-  PARALLEL(s.threads) {
-    std::vector<T> normed(head.norm ? tokens * s.hidden : 0);
-    for (i64 m = 0; head.norm && m < tokens; m++)
-      rms_norm(x + m * s.hidden, head.norm, s.hidden, s.eps, normed.data() + m * s.hidden);
-    TileUse tiles;
-    std::vector<Words> room;
-    Input<W> in = input<W>(Matrix<T>{head.norm ? normed.data() : x, tokens, s.hidden}, room);
-    Matrix<W> w{(const W*)head.weight, head.outputs, s.hidden, head.passing, head.scales};
-    Room room_for_sums;
-    shares.divide(blocks(head.outputs), shares.at_a_time(blocks(head.outputs)), [&](const Item& item) {
-      products(
-          in, item, [&](i64 i) { return Block<W>{&w, i * LANES}; }, w.row(item.end * LANES), room_for_sums,
-          [&](i64 i, const float* sums) {
-            i64 n = i * LANES;
-            for (i64 m = 0; m < tokens; m++)
-              put(logits + m * head.outputs + n, get(sums + m * LANES), head.outputs - n);
-          });
-    });
-  };
+  const std::vector<T> states = normed(s, head.norm, x, tokens);
+  multiply_head<W>(
+      s, head, states.data(), tokens, blocks(head.outputs), [](i64 i) { return i * LANES; },
+      [&](i64 i, const float* sums) {
+        i64 n = i * LANES;
+        for (i64 m = 0; m < tokens; m++)
+          put(logits + m * head.outputs + n, get(sums + m * LANES), head.outputs - n);
+      });
+}
+
+// A head in bytes, without norm, and how wrong the logits of its rows may be, as a share of the state's length; the
+// last row's again up to a whole block.
+template <class T> struct Rough {
+  Head<T> head;
+  const float* errors;
+};
+template <class T> constexpr bool HAS_ROUGH = BYTES && std::is_same_v<T, bf16>;
+
+// The tokens that may be the likeliest after some states, in ascending order, and their logits, [tokens, count]. All
+// rows are read in bytes, and then those rows themselves that may still have the largest logit.
+template <class T>
+std::vector<i64> read_likeliest(const Sizes& s, const Head<T>& head, const Rough<T>& rough, const T* x, i64 tokens,
+                                std::vector<float>& logits) {
+  const i64 count = blocks(head.outputs);
+  const std::vector<T> states = normed(s, head.norm, x, tokens);
+  std::vector<float> size(tokens), most(tokens * count), least(s.threads * tokens, NEVER);
+  for (i64 m = 0; m < tokens; m++) {
+    Floats squares{};
+    for (i64 k = 0; k < s.hidden; k += LANES) {
+      Floats part = get(&states[m * s.hidden + k], s.hidden - k);
+      squares += part * part;
+    }
+    size[m] = std::sqrt(sum_of(squares)) * 1.0001f;  // rounded up
+  }
+  multiply_head<Byte>(
+      s, rough.head, states.data(), tokens, count, [](i64 i) { return i * LANES; },
+      [&](i64 i, const float* sums) {
+        float* own = &least[thread_number() * tokens];
+        for (i64 m = 0; m < tokens; m++) {
+          const Floats about = get(sums + m * LANES), error = get(rough.errors + i * LANES) * size[m];
+          most[m * count + i] = fold(about + error, larger);
+          own[m] = std::max(own[m], fold(about - error, larger));
+        }
+      });
+  std::vector<i64> rows, ids;
+  for (i64 m = 0; m < tokens; m++)
+    for (i64 thread = 1; thread < s.threads; thread++) least[m] = std::max(least[m], least[thread * tokens + m]);
+  for (i64 i = 0; i < count; i++) {
+    bool may = false;
+    for (i64 m = 0; m < tokens; m++) may |= !(most[m * count + i] < least[m]);  // nor where one is no number
+    if (may) rows.push_back(i * LANES);
+  }
+  for (i64 row : rows)
+    for (i64 j = 0; j < LANES; j++) ids.push_back(std::min(row + j, head.outputs - 1));
+  logits.resize(tokens * ids.size());
+  multiply_head<T>(
+      s, head, states.data(), tokens, rows.size(), [&](i64 i) { return rows[i]; },
+      [&](i64 i, const float* sums) {
+        for (i64 m = 0; m < tokens; m++) put(&logits[m * ids.size() + i * LANES], get(sums + m * LANES), LANES);
+      });
+  return ids;
 }
 
 Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
@@ -253,6 +320,17 @@ Choice choose(const Head<T>& head, const float* logits, const Draw& draw, i64 po
   }
   for (i64 j = 0; j < wanted; j++) choice.tokens[j] = head.token(best.places[j]);
   return choice;
+}
+
+// The likeliest token after each state.
+template <class T>
+void choose_likeliest(const Sizes& s, const Head<T>& head, const Rough<T>& rough, const T* x, i64 tokens, i64* chosen) {
+  std::vector<float> logits;
+  if constexpr (HAS_ROUGH<T>) {
+    const std::vector<i64> ids = read_likeliest(s, head, rough, x, tokens, logits);
+    const Head<T> few{nullptr, nullptr, i64(ids.size()), ids.data()};
+    for (i64 m = 0; m < tokens; m++) chosen[m] = choose(few, &logits[m * ids.size()], Draw{}, 0, 0, Kept{}).tokens[0];
+  }
 }
 
 }  // namespace
