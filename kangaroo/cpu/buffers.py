@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from kangaroo.cpu import native
-from kangaroo.cpu.int8 import rough_head
 from kangaroo.drafters.block import Block
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.engine.cache import KVCache
@@ -80,12 +79,11 @@ class DraftBuffers:
             sizes=lm.sizes().as_struct(),
             stack=lm.fast_layers.as_struct(cache, range(lm.n_layers)),
             head=lm.fast_head.as_struct(lm.hf.model.norm.weight),
+            rough=lm.fast_head.rough_struct(),
             embedding=lm.hf.model.embed_tokens.weight.data_ptr(),
             cos=self.rope[0].data_ptr(),
             sin=self.rope[1].data_ptr(),
         )
-        if rough := rough_head(lm):
-            target.rough = rough.as_struct()
         self.drafting = drafting
         self.pointers = byref(target), drafting and byref(drafting), byref(rows)
         assert lm.acceleration.library is not None

@@ -1,6 +1,5 @@
-"""Weights in eight bits, so that half as many bytes are read: for drafts, since verification, which
-reads the target's own weights, does not accept what they get wrong; and for the target's head,
-where limits to what they get wrong say which of its own rows have to be read.
+"""Weights in eight bits, for drafts alone: half as many bytes are read for a draft token. What they
+get wrong, verification, which reads the target's own weights, does not accept.
 
 Shapes: O outputs of a matrix, R room for a draft vocabulary, D hidden size.
 """
@@ -17,8 +16,6 @@ from kangaroo.cpu import native
 from kangaroo.cpu.huge_pages import move_to_huge_pages
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.heads.draft_head import BLOCK, DraftHead, TextHead
-from kangaroo.models.target import TargetModel
-from kangaroo.utils.memory import weight_bytes
 
 
 def rounded(weight_OD: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,51 +64,6 @@ class Int8Head:
         struct.weight, struct.scales = map(native.pointer, (self.steps_RD, self.scale_R))
         struct.passing = int(self.steps_RD.nbytes > native.staying_bytes())
         return struct
-
-
-class RoughHead:
-    """The target's head in bytes, and how wrong the logits of each row may be, as a share of the
-    state's length. Native code reads in full only the rows of tokens that may be the likeliest
-    (`read_likeliest` in `cpp/sampling.h`), so greedy decoding writes the same in less time."""
-
-    def __init__(self, weight_OD: Tensor):
-        width, parts = weight_OD.shape[1], []
-        # states are in whole numbers of 16 bits, each wrong by half a step; sums are in float32
-        of_states = 0.51 * width**0.5 / min(2**15 - 1, (2**31 - 1) // (127 * width))
-        of_sums = 2.0**-22 * (width / 8 + 16)
-        for weight_RD in weight_OD.split(64 * BLOCK):  # which stay in the cache
-            steps_RD, scale_R = rounded(weight_RD)
-            rounded_RD = steps_RD * scale_R[: len(steps_RD), None]
-            error_R = (weight_RD - rounded_RD).norm(dim=1)
-            error_R += (rounded_RD.norm(dim=1) + error_R) * (of_states + of_sums)
-            no_limit_R = (
-                ~error_R.isfinite()
-            )  # of a row with infinite weights, or that are no number
-            error_R[no_limit_R], scale_R[: len(steps_RD)][no_limit_R] = torch.inf, 0.0
-            parts.append((steps_RD, scale_R, error_R))
-        self.steps_OD, self.scale_O, error_O = map(torch.cat, zip(*parts, strict=True))
-        padding = 0, -len(weight_OD) % BLOCK
-        self.error_O = F.pad(error_O[None] * 1.0001, padding, mode="replicate")[0]
-        move_to_huge_pages([self.steps_OD, self.scale_O, self.error_O])
-
-    def as_struct(self) -> Structure:
-        """The rows in bytes, and their limits, for native code."""
-        tensors = self.steps_OD, self.scale_O, self.error_O
-        weight, scales, errors = map(native.pointer, tensors)
-        passing = int(self.steps_OD.nbytes > native.staying_bytes())
-        head = native.NativeHead(0, weight, len(self.steps_OD), 0, passing, scales)
-        return native.NativeRough(head, errors)
-
-
-def rough_head(lm: TargetModel) -> RoughHead | None:
-    """The target's head in bytes, made once; None where native code cannot read it, or where it is
-    too small a part of the target to save much."""
-    head, layers = lm.fast_head, weight_bytes(*lm.layers)
-    fast = lm.acceleration.multiplies_bytes(lm.dtype) and 10 * head.weight_OD.nbytes > layers
-    if head.rough is None and fast:
-        head.rough = RoughHead(head.weight_OD)
-    rough: RoughHead | None = head.rough
-    return rough
 
 
 class Int8Weights:

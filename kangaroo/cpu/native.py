@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kangaroo.cpu.compiling import build, compiler, supported
+from kangaroo.cpu.huge_pages import move_to_huge_pages
 from kangaroo.engine.cache import ForwardMeta, KVCache
 
 log = logging.getLogger(__name__)
@@ -206,9 +207,8 @@ class Head:
     def __init__(self, library: CDLL, weight_OD: Tensor, sizes: Sizes):
         self.weight_OD, self.sizes = weight_OD, sizes
         self.passing = weight_OD.nbytes > staying_bytes()
-        self.rough: Any = None  # the same in bytes (`int8.RoughHead`), made by the first batch
-        self.call = function(library, "read_out", weight_OD.dtype)
-        self.choose_likeliest = function(library, "choose_likeliest", weight_OD.dtype)
+        self.rough: tuple[Tensor, Tensor, Tensor] | None = None
+        self.library, self.call = library, function(library, "read_out", weight_OD.dtype)
 
     def takes(self, x_MD: Tensor) -> bool:
         """Whether these states are of a step of decoding."""
@@ -227,12 +227,33 @@ class Head:
         self.call(byref(sizes), byref(head), pointer(x_MD), len(x_MD), pointer(logits_MO))
         return logits_MO
 
+    def round(self) -> None:
+        """Let greedy decoding read rows in bytes, and in full only those of tokens that may be the
+        likeliest: `rough` are the bytes, what 1 is worth in each row, and limits to the errors."""
+        outputs, width = self.weight_OD.shape
+        scale_O, error_O = torch.empty(2, -(-outputs // 16) * 16).unbind()
+        self.rough = torch.empty(outputs, width, dtype=torch.int8), scale_O, error_O
+        move_to_huge_pages(self.rough)
+        self._call("round_head")
+
+    def rough_struct(self) -> Structure:
+        """The rows in bytes and their limits for native code; zeros if there are none."""
+        if self.rough is None:
+            return NativeRough()
+        steps_OD, scale_O, error_O = self.rough
+        passing = int(steps_OD.nbytes > staying_bytes())
+        head = NativeHead(0, pointer(steps_OD), len(steps_OD), 0, passing, pointer(scale_O))
+        return NativeRough(head, pointer(error_O))
+
     def likeliest(self, x_MD: Tensor, norm: Tensor) -> Tensor:
         """The tokens `[M]` with the largest logits, after a norm, by the `rough` head."""
         x_MD, chosen_M = x_MD.contiguous(), torch.empty(len(x_MD), dtype=torch.long)
-        structs = self.sizes.as_struct(), self.as_struct(norm), self.rough.as_struct()
-        self.choose_likeliest(*map(byref, structs), pointer(x_MD), len(x_MD), pointer(chosen_M))
+        self._call("choose_likeliest", pointer(x_MD), len(x_MD), pointer(chosen_M), norm=norm)
         return chosen_M
+
+    def _call(self, name: str, *arguments: int, norm: Tensor | None = None) -> None:
+        structs = self.sizes.as_struct(), self.as_struct(norm), self.rough_struct()
+        function(self.library, name, self.weight_OD.dtype)(*map(byref, structs), *arguments)
 
 
 class Fusing:
@@ -262,6 +283,7 @@ TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "b": ct
 ARGUMENTS = {
     "run_block": "ppiiiipppppp",
     "read_out": "pppip",
+    "round_head": "ppp",
     "choose_likeliest": "ppppip",
     "fuse": "ppppi",
     "draft": "pppifp",

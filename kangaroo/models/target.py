@@ -28,6 +28,7 @@ from kangaroo.models.attention import ATTENTION, attention, has_flash
 from kangaroo.models.quantizing import check_head, check_linears
 from kangaroo.models.supported import FULL, WINDOWED, check_supported, eos_ids, ropes, windows
 from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.memory import weight_bytes
 
 Pair = tuple[Tensor, Tensor]
 PROMPT_CHUNK = 1024  # tokens of a prompt at a time without native code, to bound memory
@@ -82,6 +83,9 @@ class TargetModel(nn.Module):
         stack_weights = [weights.layer_weights(layer) for layer in self.layers if has_stack]
         self.fast_layers = acceleration.part("Stack", stack_weights)
         self.fast_head = acceleration.part("Head", self.head.weight)
+        saves_much = 10 * self.head.weight.nbytes > weight_bytes(*self.layers)
+        if saves_much and acceleration.multiplies_bytes(self.dtype):
+            self.fast_head.round()
         self.acceleration = acceleration
         return self
 

@@ -216,11 +216,16 @@ template <class T> Matrix<T> lined_up(const Matrix<T>& x, std::vector<Words>& ro
   return {to, x.rows, lines * line};
 }
 
-// Tokens in sixteen bits, each by its largest number: as many steps as leave sums with bytes whole numbers of 32 bits.
+constexpr float NO_FRACTION = 12582912.0f;  // 1.5 * 2^23, which rounds what it is added to
+
+// The steps of a token's largest number in sixteen bits: as many as leave sums with bytes whole numbers of 32 bits.
+inline i64 most_steps(i64 width) { return std::min<i64>(0x7fff, 0x7fffffff / (127 * width)); }
+
+// Tokens in sixteen bits, each by its largest number.
 template <class T> Matrix<Short> rounded(const Matrix<T>& x, std::vector<Words>& room) {
   constexpr i64 line = sizeof(Words) / sizeof(Short);
   const i64 lines = (x.width + line - 1) / line;
-  const float steps = std::min<i64>(0x7fff, 0x7fffffff / (127 * x.width));
+  const float steps = most_steps(x.width);
   room.resize(x.rows * lines + blocks(x.rows));
   Short* to = (Short*)room.data();
   float* scales = (float*)(room.data() + x.rows * lines);
@@ -233,8 +238,7 @@ template <class T> Matrix<Short> rounded(const Matrix<T>& x, std::vector<Words>&
     scales[m] = fold(most, larger) / steps;
     const float per_step = scales[m] > 0 ? 1 / scales[m] : 0;
     for (i64 k = 0; k < x.width; k += LANES) {
-      constexpr float no_fraction = 12582912.0f;  // 1.5 * 2^23
-      Ints bits = (Ints)(get(x.row(m) + k, x.width - k) * per_step + no_fraction) - 0x4b400000;
+      Ints bits = (Ints)(get(x.row(m) + k, x.width - k) * per_step + NO_FRACTION) - 0x4b400000;
       Shorts part = __builtin_convertvector(bits, Shorts);
       std::memcpy(to + k, &part, sizeof part);
     }

@@ -70,9 +70,37 @@ void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float
 // last row's again up to a whole block.
 template <class T> struct Rough {
   Head<T> head;
-  const float* errors;
+  float* errors;
 };
 template <class T> constexpr bool HAS_ROUGH = BYTES && std::is_same_v<T, bf16>;
+
+// Fills in the bytes, scales and errors of a head. A state is rounded, too, by half a step at most of each number
+// (`rounded`), and sums are in float32.
+template <class T> void round_head(const Sizes& s, const Head<T>& head, const Rough<T>& rough) {
+  const i64 width = s.hidden, whole = blocks(head.outputs) * LANES;
+  const float state = 0.51f * std::sqrt(float(width)) / most_steps(width), sums = (width / 8 + 16) * 0x1p-22f;
+  PARALLEL_FOR(s.threads, n, whole) {
+    const T* row = head.weight + std::min(n, head.outputs - 1) * width;
+    Floats most = Floats{} + 1e-30f, sizes{}, errors{};
+    for (i64 k = 0; k < width; k += LANES) {
+      const Floats part = get(row + k, width - k);
+      most = larger(most, larger(part, -part));
+    }
+    const float scale = fold(most, larger) / 127, per_step = 1 / scale;
+    for (i64 k = 0; k < width; k += LANES) {
+      const Floats part = get(row + k, width - k), steps = (part * per_step + NO_FRACTION) - NO_FRACTION;
+      const Floats rest = part - steps * scale;
+      sizes += steps * steps, errors += rest * rest;
+      for (i64 j = 0; n < head.outputs && j < std::min<i64>(LANES, width - k); j++)
+        ((Byte*)rough.head.weight)[n * width + k + j] = std::isfinite(steps[j]) ? steps[j] : 0;
+    }
+    const float size = std::sqrt(sum_of(sizes)) * scale, error = std::sqrt(sum_of(errors));
+    const float all = 1.001f * (error + (size + error) * (state + sums));
+    const bool limited = std::isfinite(all);  // not where weights are infinite or no numbers
+    ((float*)rough.head.scales)[n] = limited ? scale : 0;
+    rough.errors[n] = limited ? all : INFINITY;
+  };
+}
 
 // The tokens that may be the likeliest after some states, in ascending order, and their logits, [tokens, count]. All
 // rows are read in bytes, and then those rows themselves that may still have the largest logit.
