@@ -79,7 +79,7 @@ class DraftBuffers:
             sizes=lm.sizes().as_struct(),
             stack=lm.fast_layers.as_struct(cache, range(lm.n_layers)),
             head=lm.fast_head.as_struct(lm.hf.model.norm.weight),
-            rough=lm.fast_head.rough_struct(),
+            rough=lm.fast_head.rough,
             embedding=lm.hf.model.embed_tokens.weight.data_ptr(),
             cos=self.rope[0].data_ptr(),
             sin=self.rope[1].data_ptr(),

@@ -92,7 +92,7 @@ NativeSizes = struct("hidden heads kv_heads head_size feed_forward threads", "ep
 NativeStack = struct("layers count keys values n_slots window in_bytes")
 NativeHead = struct("norm weight outputs ids passing scales")
 NativeFusing = struct("shallow_norm deep_norm weight scales")
-NativeRough = struct("", head=NativeHead, errors=ctypes.c_int64)
+NativeRough = struct("weight scales errors passing")
 NativeTarget = struct(
     "embedding cos sin", sizes=NativeSizes, stack=NativeStack, head=NativeHead, rough=NativeRough
 )
@@ -207,7 +207,7 @@ class Head:
     def __init__(self, library: CDLL, weight_OD: Tensor, sizes: Sizes):
         self.weight_OD, self.sizes = weight_OD, sizes
         self.passing = weight_OD.nbytes > staying_bytes()
-        self.rough: tuple[Tensor, Tensor, Tensor] | None = None
+        self.rough = NativeRough()
         self.library, self.call = library, function(library, "read_out", weight_OD.dtype)
 
     def takes(self, x_MD: Tensor) -> bool:
@@ -229,21 +229,14 @@ class Head:
 
     def round(self) -> None:
         """Let greedy decoding read rows in bytes, and in full only those of tokens that may be the
-        likeliest: `rough` are the bytes, what 1 is worth in each row, and limits to the errors."""
-        outputs, width = self.weight_OD.shape
-        scale_O, error_O = torch.empty(2, -(-outputs // 16) * 16).unbind()
-        self.rough = torch.empty(outputs, width, dtype=torch.int8), scale_O, error_O
-        move_to_huge_pages(self.rough)
+        likeliest (`Rough` in `cpp/sampling.h`)."""
+        (outputs, width), whole = self.weight_OD.shape, -(-len(self.weight_OD) // 16) * 16
+        self.bytes_OD = torch.empty(outputs, width, dtype=torch.int8)
+        self.limits_2O = torch.empty(2, whole)  # what 1 is worth in a row, and how wrong it may be
+        move_to_huge_pages([self.bytes_OD, self.limits_2O])
+        addresses, passing = map(pointer, self.limits_2O), self.bytes_OD.nbytes > staying_bytes()
+        self.rough = NativeRough(pointer(self.bytes_OD), *addresses, passing)
         self._call("round_head")
-
-    def rough_struct(self) -> Structure:
-        """The rows in bytes and their limits for native code; zeros if there are none."""
-        if self.rough is None:
-            return NativeRough()
-        steps_OD, scale_O, error_O = self.rough
-        passing = int(steps_OD.nbytes > staying_bytes())
-        head = NativeHead(0, pointer(steps_OD), len(steps_OD), 0, passing, pointer(scale_O))
-        return NativeRough(head, pointer(error_O))
 
     def likeliest(self, x_MD: Tensor, norm: Tensor) -> Tensor:
         """The tokens `[M]` with the largest logits, after a norm, by the `rough` head."""
@@ -252,7 +245,7 @@ class Head:
         return chosen_M
 
     def _call(self, name: str, *arguments: int, norm: Tensor | None = None) -> None:
-        structs = self.sizes.as_struct(), self.as_struct(norm), self.rough_struct()
+        structs = self.sizes.as_struct(), self.as_struct(norm), self.rough
         function(self.library, name, self.weight_OD.dtype)(*map(byref, structs), *arguments)
 
 

@@ -338,7 +338,7 @@ class TargetModel(nn.Module):
         if (chosen := self.choose(x_BND)) is not None:
             return chosen[0]
         x_MD, head = x_BND.flatten(0, 1), self.fast_head
-        if head and head.rough is not None and head.takes(x_MD):
+        if head and head.rough.weight and head.takes(x_MD):
             return head.likeliest(x_MD, self.hf.model.norm.weight).unflatten(0, x_BND.shape[:2])
         return self.logits(x_BND).argmax(-1)
 

@@ -38,10 +38,10 @@ void run_block(const Sizes& s, const Stack<T>& stack, i64 rows, i64 tokens, i64 
                                     float* logits) {                                                     \
     read_out<T>(*s, *head, x, tokens, logits);                                                           \
   }                                                                                                      \
-  extern "C" void round_head_##suffix(const Sizes* s, const Head<T>* head, const Rough<T>* rough) {      \
+  extern "C" void round_head_##suffix(const Sizes* s, const Head<T>* head, const Rough* rough) {         \
     round_head<T>(*s, *head, *rough);                                                                    \
   }                                                                                                      \
-  extern "C" void choose_likeliest_##suffix(const Sizes* s, const Head<T>* head, const Rough<T>* rough,  \
+  extern "C" void choose_likeliest_##suffix(const Sizes* s, const Head<T>* head, const Rough* rough,     \
                                             const T* x, i64 tokens, i64* chosen) {                       \
     choose_likeliest<T>(*s, *head, *rough, x, tokens, chosen);                                           \
   }                                                                                                      \

@@ -269,7 +269,7 @@ template <class T> class Round {
   // What the target writes after each token of the pass. Where an instruction multiplies bfloat16, many tokens take
   // the time of arithmetic, which bytes do not save.
   std::vector<Choice> target_choices(i64 total) {
-    bool by_limits = t.rough.head.weight && !r.keep && (PARTS > 1 || total <= ALONE);
+    bool by_limits = t.rough.weight && !r.keep && (PARTS > 1 || total <= ALONE);
     for (i64 row : pass.rows) by_limits &= r.draw[row].temperature == 0;
     if constexpr (HAS_ROUGH<T>)
       if (by_limits) {

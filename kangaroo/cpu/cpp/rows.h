@@ -15,7 +15,7 @@ template <class T> struct Target {
   Sizes sizes;
   Stack<T> stack;
   Head<T> head;
-  Rough<T> rough;  // without weights where there is none
+  Rough rough;  // null where there is none
 };
 
 // How a drafting layer reads the deep state of the token before: x + weight [norm(x), norm(before)].

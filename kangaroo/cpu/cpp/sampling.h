@@ -68,15 +68,16 @@ void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float
 
 // A head in bytes, without norm, and how wrong the logits of its rows may be, as a share of the state's length; the
 // last row's again up to a whole block.
-template <class T> struct Rough {
-  Head<T> head;
-  float* errors;
+struct Rough {
+  Byte* weight;
+  float *scales, *errors;
+  i64 passing;
 };
 template <class T> constexpr bool HAS_ROUGH = BYTES && std::is_same_v<T, bf16>;
 
 // Fills in the bytes, scales and errors of a head. A state is rounded, too, by half a step at most of each number
 // (`rounded`), and sums are in float32.
-template <class T> void round_head(const Sizes& s, const Head<T>& head, const Rough<T>& rough) {
+template <class T> void round_head(const Sizes& s, const Head<T>& head, const Rough& rough) {
   const i64 width = s.hidden, whole = blocks(head.outputs) * LANES;
   const float state = 0.51f * std::sqrt(float(width)) / most_steps(width), sums = (width / 8 + 16) * 0x1p-22f;
   PARALLEL_FOR(s.threads, n, whole) {
@@ -92,12 +93,12 @@ template <class T> void round_head(const Sizes& s, const Head<T>& head, const Ro
       const Floats rest = part - steps * scale;
       sizes += steps * steps, errors += rest * rest;
       for (i64 j = 0; n < head.outputs && j < std::min<i64>(LANES, width - k); j++)
-        ((Byte*)rough.head.weight)[n * width + k + j] = std::isfinite(steps[j]) ? steps[j] : 0;
+        rough.weight[n * width + k + j] = std::isfinite(steps[j]) ? steps[j] : 0;
     }
     const float size = std::sqrt(sum_of(sizes)) * scale, error = std::sqrt(sum_of(errors));
     const float all = 1.001f * (error + (size + error) * (state + sums));
     const bool limited = std::isfinite(all);  // not where weights are infinite or no numbers
-    ((float*)rough.head.scales)[n] = limited ? scale : 0;
+    rough.scales[n] = limited ? scale : 0;
     rough.errors[n] = limited ? all : INFINITY;
   };
 }
@@ -105,9 +106,10 @@ template <class T> void round_head(const Sizes& s, const Head<T>& head, const Ro
 // The tokens that may be the likeliest after some states, in ascending order, and their logits, [tokens, count]. All
 // rows are read in bytes, and then those rows themselves that may still have the largest logit.
 template <class T>
-std::vector<i64> read_likeliest(const Sizes& s, const Head<T>& head, const Rough<T>& rough, const T* x, i64 tokens,
+std::vector<i64> read_likeliest(const Sizes& s, const Head<T>& head, const Rough& rough, const T* x, i64 tokens,
                                 std::vector<float>& logits) {
   const i64 count = blocks(head.outputs);
+  const Head<T> in_bytes{nullptr, (const T*)rough.weight, head.outputs, nullptr, rough.passing, rough.scales};
   const std::vector<T> states = normed(s, head.norm, x, tokens);
   std::vector<float> size(tokens), most(tokens * count), least(s.threads * tokens, NEVER);
   for (i64 m = 0; m < tokens; m++) {
@@ -119,7 +121,7 @@ std::vector<i64> read_likeliest(const Sizes& s, const Head<T>& head, const Rough
     size[m] = std::sqrt(sum_of(squares)) * 1.0001f;  // rounded up
   }
   multiply_head<Byte>(
-      s, rough.head, states.data(), tokens, count, [](i64 i) { return i * LANES; },
+      s, in_bytes, states.data(), tokens, count, [](i64 i) { return i * LANES; },
       [&](i64 i, const float* sums) {
         float* own = &least[thread_number() * tokens];
         for (i64 m = 0; m < tokens; m++) {
@@ -352,7 +354,7 @@ Choice choose(const Head<T>& head, const float* logits, const Draw& draw, i64 po
 
 // The likeliest token after each state.
 template <class T>
-void choose_likeliest(const Sizes& s, const Head<T>& head, const Rough<T>& rough, const T* x, i64 tokens, i64* chosen) {
+void choose_likeliest(const Sizes& s, const Head<T>& head, const Rough& rough, const T* x, i64 tokens, i64* chosen) {
   std::vector<float> logits;
   if constexpr (HAS_ROUGH<T>) {
     const std::vector<i64> ids = read_likeliest(s, head, rough, x, tokens, logits);
