@@ -19,6 +19,7 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.streaming import pieces
 from kangaroo.models.loading import ModelConfig, load_target, model_config
 from kangaroo.models.prompts import Tokenizer, conversation, plain_text, prompt_ids, valid_text
+from kangaroo.models.target import TargetModel
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import AdapterNotFound, ConfigError
 from kangaroo.utils.folders import project_folder
@@ -66,6 +67,13 @@ def load(
         raise AdapterNotFound(f"{error} {fix}") from error
     lm, tokenizer = load_target(config)
     return Model(Engine(lm, drafter.build(lm), tokenizer), tokenizer)
+
+
+def load_target_for(model: ModelConfig, *drafters: DrafterConfig) -> tuple[TargetModel, Tokenizer]:
+    """`load_target`, which may download gigabytes, once the drafters' adapters are there."""
+    for drafter in drafters:
+        drafter.settings()
+    return load_target(model)
 
 
 def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> DrafterConfig:

@@ -1,5 +1,6 @@
 """The base of all commands: typed configs from Hydra, and errors in one line."""
 
+import errno
 import functools
 import gc
 import itertools
@@ -70,10 +71,12 @@ def command(
                     sys.stderr.write(f"\nStopped.{advice if resumable else ''}\n")
                 end = SystemExit(INTERRUPTED)
             except Exception as error:
-                fixable = isinstance(error, KangarooError | MissingMandatoryValue)
+                is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+                fixable = is_full or isinstance(error, KangarooError | MissingMandatoryValue)
                 if not (fixable or in_sweep):
                     raise
-                end = SystemExit(f"{type(error).__name__}: {error}")
+                fix = " Free some space, and run the same command again." if is_full else ""
+                end = SystemExit(f"{type(error).__name__}: {error}{fix}")
                 if in_sweep:  # Hydra continues, and fails after the last job
                     log.error("this job failed: %s", end, exc_info=not fixable)
                     end = CompactHydraException(str(end))
@@ -120,6 +123,8 @@ def combinations(drafter: DrafterConfig, options: dict[str, list[Any]]) -> dict[
     """The drafter with every combination of these options' values, by its name and the values.
     Errors: `ConfigError` for an option or a value that the drafter does not take."""
     drafters = {}
+    if missing := [option for option, values in options.items() if not values]:
+        raise ConfigError(f"variants={options} for drafter={drafter.name}: no {missing[0]} to try.")
     for values in itertools.product(*options.values()):
         settings = dict(zip(options, values, strict=True))
         name = ",".join([drafter.name, *(f"{k}={v}" for k, v in settings.items())])

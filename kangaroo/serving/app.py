@@ -41,6 +41,7 @@ FAILURES = {  # status and message, by how a job ended
     TIMEOUT: (503, "the answer took too long."),
     CANCELLED: (503, "the server is shutting down."),
 }
+GONE = 499  # for metrics: the client has disconnected
 CODES = {404: "unknown_url", 405: "method_not_supported"}  # OpenAI's, by status
 UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -212,6 +213,8 @@ async def full_response(answer: Answer, request: Request) -> Response:
     finally:
         watcher.cancel()
         answer.end()
+    if watcher.done():
+        return Response(status_code=GONE)
     for choice in answer.choices:
         if choice.finish in FAILURES:
             return error_response(*FAILURES[choice.finish])

@@ -21,7 +21,7 @@ from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request, StepRecord
 from kangaroo.engine.sampling import Sampling
-from kangaroo.utils.errors import KangarooError
+from kangaroo.utils.errors import KangarooError, PromptError
 
 log = logging.getLogger(__name__)
 
@@ -111,15 +111,17 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Errors: `PromptError` for a request that can never be served."""
-        self.engine.check(request)
         request.check_fits("this server's limit for both together is", self.max_model_len)
+        self.engine.check(request)
 
     def submit(self, *jobs: Job) -> None:
-        """Queue all of these jobs. Errors: `Busy` where the queue has no room for them; `Closing`
-        when the server shuts down or has failed."""
+        """Queue all of these jobs. Errors: `Busy` while the queue has no room for them;
+        `PromptError` if it never has; `Closing` when the server shuts down or has failed."""
         with self.changed:
             if self.closing or not self.alive:
                 raise Closing(self.failure or "the server is shutting down.")
+            if len(jobs) > self.max_queue:
+                raise PromptError(f"n={len(jobs)} is more than this server's {self.max_queue}.")
             if (waiting := self.load["waiting"]) + len(jobs) > self.max_queue:
                 raise Busy(
                     f"{waiting} requests wait already, and no more than {self.max_queue} can. Try "

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from kangaroo.api import load_target
+from kangaroo.api import load_target_for
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.warm_up import warm_up
@@ -88,7 +88,7 @@ def serve(model: ModelConfig, drafter: DrafterConfig, config: ServeConfig) -> No
         raise MissingPackage(f"a server needs '{error.name}': {install('serve')}.") from error
 
     def load() -> tuple[Engine, Tokenizer, int]:
-        lm, tokenizer = load_target(model)
+        lm, tokenizer = load_target_for(model, drafter)
         max_model_len = min(config.max_model_len or lm.context, lm.context)
         check_memory(lm, config.max_batch_size, max_model_len)
         engine = Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk, config.prefix_cache)

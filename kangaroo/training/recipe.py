@@ -181,7 +181,7 @@ def trainees(
             if recipe.start is None:
                 adapter.start_from(lm, vocabulary_K)
             elif recipe.start != RANDOM:
-                load_start(recipe.start, adapter, lm)
+                load_start(recipe.start, adapter, lm, vocabulary_K)
             adapters[name] = recipe, adapter.float()
     if shard_on is not None:
         lm.shard(shard_on)  # only now: adapters start from whole layers
@@ -193,7 +193,7 @@ def trainees(
     return built
 
 
-def load_start(path: str, adapter: Trainable, lm: TargetModel) -> None:
+def load_start(path: str, adapter: Trainable, lm: TargetModel, vocabulary_K: Tensor | None) -> None:
     """Load a trained adapter's weights. Errors: `ConfigError`; those of `adapter_files.load`."""
     trained, _ = adapter_files.load(path, lm, Trainable)  # type: ignore[type-abstract]
     if isinstance(trained, Adapter) and type(adapter) is Adapter:
@@ -201,7 +201,8 @@ def load_start(path: str, adapter: Trainable, lm: TargetModel) -> None:
     elif type(trained) is Adapter and isinstance(adapter, BlockHead):
         trained = trained.grown(lm, adapter.architecture)
         if trained.exit_layer == adapter.exit_layer:
-            adapter.start_from(lm).load_state_dict(trained.state_dict(), strict=False)
+            adapter.start_from(lm, vocabulary_K)
+            adapter.load_state_dict(trained.state_dict(), strict=False)
             trained = adapter
     kinds = [f"for exit layer {a.exit_layer} with {a.architecture}" for a in (trained, adapter)]
     if kinds[0] != kinds[1]:

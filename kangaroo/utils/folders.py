@@ -75,10 +75,23 @@ def cache_folder() -> Path:
     return Path(os.environ.get("KANGAROO_CACHE") or user_cache_dir("kangaroo"))
 
 
+def models_folder() -> Path:
+    """The cache of models. Errors: `ConfigError` where there can be no such folder."""
+    folder = cache_folder() / "models"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"the cache folder '{folder}' cannot be made: {error.strerror}"
+        raise ConfigError(f"{reason}. Set KANGAROO_CACHE to another.") from error
+    return folder
+
+
 @contextmanager
 def sole_writer(folder: Path, rank: int) -> Iterator[None]:
     """Lock a folder against other processes of the same rank. Errors: `ConfigError` where another
     process holds the lock, or there can be no such folder."""
+    if not folder.name:
+        raise ConfigError(f"output={folder} names no folder of its own. Pass one that does.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / f".lock-{rank}").acquire(timeout=0)
@@ -116,8 +129,11 @@ def write_whole(file: Path, content: bytes) -> None:
     """Write a file atomically, in a folder that may be missing: a kill leaves no partial file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.{uuid4().hex}.part")  # others may write the same file
-    part.write_bytes(content)
-    os.replace(part, file)
+    try:
+        part.write_bytes(content)
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:

@@ -19,4 +19,4 @@ def progress_bar(*arguments: Any, **options: Any) -> "tqdm[Any]":
 
 def console() -> Console:
     """Standard output as rich writes it, wide enough for tables where it is not a terminal."""
-    return Console() if sys.stdout.isatty() else Console(width=WIDTH_IN_FILES)
+    return Console() if sys.stdout and sys.stdout.isatty() else Console(width=WIDTH_IN_FILES)

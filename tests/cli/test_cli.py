@@ -98,6 +98,8 @@ def test_a_folder_is_called_by_the_benchs_file():
         ("evaluate.py model=tiny question_every=0", "ConfigError: question_every=0 must be"),
         ("evaluate.py -m model=tiny output=x", "ConfigError: output=x lies outside the sweep's"),
         (f"train.py model=tiny output={__file__}", "test_cli.py cannot be a folder: File exists."),
+        ("scripts/tune.py model=tiny +search.hybird.nodes=[9]", "ConfigError: search.hybird is"),
+        ("scripts/chat.py model=vicuna-7b drafter=kangaroo", "AdapterNotFound: no adapter at"),
     ],
 )
 def test_an_error_that_a_user_can_mend_comes_without_a_traceback(command, message, tmp_path):

@@ -140,7 +140,7 @@ def test_variants_are_all_combinations_named_by_their_options():
     last = KangarooConfig(adapter="a", steps=4, threshold=0.5)
     assert list(variants.values())[-1] == last
     assert combinations(last, {}) == {"kangaroo": last}
-    for options in ({"step": [1]}, {"steps": ["many"]}):
+    for options in ({"step": [1]}, {"steps": ["many"]}, {"threshold": [0], "steps": []}):
         with pytest.raises(ConfigError, match=r"^variants=.* for drafter=kangaroo: "):
             combinations(last, options)
 

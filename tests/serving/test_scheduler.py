@@ -19,6 +19,7 @@ from kangaroo.engine.requests import Request, StepRecord
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text
 from kangaroo.serving.scheduler import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Closing, Scheduler
+from kangaroo.utils.errors import PromptError
 
 NOTHING_TO_DO = {"running": 0, "entering": 0, "waiting": 0}
 
@@ -138,6 +139,8 @@ def test_no_more_wait_than_may_and_all_choices_of_a_request_wait_or_none():
         scheduler.submit(job_of([5], 1))
         with pytest.raises(Busy, match="1 requests wait already, and no more than 2"):
             scheduler.submit(job_of([5], 1), job_of([5], 1))
+        with pytest.raises(PromptError, match="n=3 is more than"):
+            scheduler.submit(*(job_of([5], 1) for _ in range(3)))
         assert scheduler.load["waiting"] == 1
         running.cancelled = True
 
