@@ -22,7 +22,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from kangaroo.utils.errors import CorruptFile, MissingPackage, ModelNotFound
-from kangaroo.utils.folders import install, models_folder
+from kangaroo.utils.folders import cache_folder, install, models_folder
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ CONVERTED = "smollm2-135m-r1"  # increase the number when the conversion changes
 def embedded_checkpoint() -> Path:
     """The folder of the converted model. At first use one process makes it, atomically, while
     others wait. Errors: `MissingPackage`, and those of `embedded_gguf`."""
-    folder = models_folder() / CONVERTED
+    folder = cache_folder() / "models" / CONVERTED
     weights = folder / "model.safetensors"
     if weights.exists():
         return folder

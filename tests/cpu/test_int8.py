@@ -96,7 +96,7 @@ def test_the_likeliest_token_by_limits_is_that_of_the_whole_head(factor):
     lm = tiny(dtype=torch.bfloat16, vocab_size=1003)
     weight_OD = lm.head.weight.data.normal_(generator=torch.Generator().manual_seed(1))
     weight_OD[::7] *= factor
-    weight_OD[500:] = weight_OD[:503]  # of equal ones the first wins
+    weight_OD[503:] = weight_OD[:500]  # of equal ones the first wins
     engine, prompts = Engine(lm.compile_for_decoding(), Vanilla()), random_tokens(5, 9).tolist()
     texts = [engine.generate(prompts, 60, batch_size=size) for size in (1, 5)]
     rough, lm.fast_head.rough = lm.fast_head.rough, native.NativeRough()
