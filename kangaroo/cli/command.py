@@ -75,7 +75,7 @@ def command(
                 fixable = is_full or isinstance(error, KangarooError | MissingMandatoryValue)
                 if not (fixable or in_sweep):
                     raise
-                fix = " Free some space, and run the same command again." if is_full else ""
+                fix = ". Free some space, and run the same command again." if is_full else ""
                 end = SystemExit(f"{type(error).__name__}: {error}{fix}")
                 if in_sweep:  # Hydra continues, and fails after the last job
                     log.error("this job failed: %s", end, exc_info=not fixable)
