@@ -229,7 +229,7 @@ class Head:
 
     def round(self) -> None:
         """Let greedy decoding read rows in bytes, and in full only those of tokens that may be the
-        likeliest (`Rough` in `cpp/sampling.h`)."""
+        likeliest (`Rough` in `cpp/sampling.h`). The weights must not change after this."""
         (outputs, width), whole = self.weight_OD.shape, -(-len(self.weight_OD) // 16) * 16
         self.bytes_OD = torch.empty(outputs, width, dtype=torch.int8)
         self.limits_2O = torch.empty(2, whole)  # what 1 is worth in a row, and how wrong it may be
