@@ -196,18 +196,18 @@ def trainees(
 def load_start(path: str, adapter: Trainable, lm: TargetModel, vocabulary_K: Tensor | None) -> None:
     """Load a trained adapter's weights. Errors: `ConfigError`; those of `adapter_files.load`."""
     trained, _ = adapter_files.load(path, lm, Trainable)  # type: ignore[type-abstract]
-    if isinstance(trained, Adapter) and type(adapter) is Adapter:
-        trained = trained.grown(lm, adapter.architecture)
-    elif type(trained) is Adapter and isinstance(adapter, BlockHead):
-        trained = trained.grown(lm, adapter.architecture)
-        if trained.exit_layer == adapter.exit_layer:
-            adapter.start_from(lm, vocabulary_K)
-            adapter.load_state_dict(trained.state_dict(), strict=False)
-            trained = adapter
-    kinds = [f"for exit layer {a.exit_layer} with {a.architecture}" for a in (trained, adapter)]
-    if kinds[0] != kinds[1]:
-        raise ConfigError(f"adapter.start={path} is {kinds[0]}; this one is {kinds[1]}.")
     try:
+        if isinstance(trained, Adapter) and type(adapter) is Adapter:
+            trained = trained.grown(lm, adapter.architecture)
+        elif type(trained) is Adapter and isinstance(adapter, BlockHead):
+            trained = trained.grown(lm, adapter.architecture)
+            if trained.exit_layer == adapter.exit_layer:
+                adapter.start_from(lm, vocabulary_K)
+                adapter.load_state_dict(trained.state_dict(), strict=False)
+                trained = adapter
+        kinds = [f"for exit layer {a.exit_layer} with {a.architecture}" for a in (trained, adapter)]
+        if kinds[0] != kinds[1]:
+            raise ConfigError(f"adapter.start={path} is {kinds[0]}; this one is {kinds[1]}.")
         adapter.load_state_dict(trained.state_dict())
     except RuntimeError as error:
         raise ConfigError(f"adapter.start={path} is over another vocabulary: {error}") from error

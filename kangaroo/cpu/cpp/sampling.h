@@ -108,6 +108,7 @@ template <class T> void round_head(const Sizes& s, const Head<T>& head, const Ro
 template <class T>
 std::vector<i64> read_likeliest(const Sizes& s, const Head<T>& head, const Rough& rough, const T* x, i64 tokens,
                                 std::vector<float>& logits) {
+  if (!tokens) return {};
   const i64 count = blocks(head.outputs);
   const Head<T> in_bytes{nullptr, (const T*)rough.weight, head.outputs, nullptr, rough.passing, rough.scales};
   const std::vector<T> states = normed(s, head.norm, x, tokens);
