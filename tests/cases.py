@@ -13,7 +13,7 @@ from typing import Any
 import helpers
 import pytest
 import torch
-from helpers import EXIT, VOCABULARY, RandomTree, adapter_for, block_for, eagle_for, tiny
+from helpers import EXIT, VOCABULARY, adapter_for, block_for, chain_of, eagle_for, tiny, tree_of
 from torch import Tensor
 
 from kangaroo.drafters.base import Drafter
@@ -67,7 +67,7 @@ class Case:
 
 
 def kangaroo(lm: TargetModel, **parts: int) -> Kangaroo:
-    return Kangaroo(lm, adapter_for(lm, EXIT, AdapterHeadConfig(**parts)), 4, 0.3)
+    return chain_of(lm, adapter_for(lm, EXIT, AdapterHeadConfig(**parts)), 4, 0.3)
 
 
 def first_layers(lm: TargetModel, count: int):
@@ -99,9 +99,10 @@ def medusa(
     return Medusa(lm, trained, trained.draft_heads(lm, EVEN_K.to(lm.device)), choices)
 
 
-def block_of_few(case: Case) -> Block:
-    head = block_for(case.lm, EVEN_K, attention_layers=2)
-    return Block(case.lm, head, 5, 0.1, head.draft_heads(case.lm, EVEN_K)[0])
+def block(case: Case, steps: int, threshold: Any, few: Any = None, **parts: Any) -> Block:
+    head = block_for(case.lm, few, **parts)
+    draft_head = None if few is None else head.draft_heads(case.lm, few)[0]
+    return chain_of(case.lm, head, steps, threshold, draft_head, kind=Block)
 
 
 def of_text(case: Case) -> TextHead:
@@ -114,12 +115,16 @@ def fused(case: Case) -> Case:
 
 
 def chain_from(case: Case, head: DraftHead) -> Kangaroo:
-    return Kangaroo(case.lm, case.adapter, 4, 0, head)
+    return chain_of(case.lm, case.adapter, 4, 0, head)
 
 
 def tree(case: Case, *options: Any) -> KangarooTree:
     """Steps, threshold, head, top_k, nodes, and the least confidence."""
-    return KangarooTree(case.lm, case.adapter, *options)
+    return tree_of(case.lm, case.adapter, *options)
+
+
+def eagle_tree(case: Case, least: float | None, kind: type[KangarooTree]) -> KangarooTree:
+    return tree_of(case.lm, eagle_for(case.lm), 3, 0, None, 3, 9, least, kind=kind)
 
 
 def behind(case: Case, second: Drafter) -> Cascade:
@@ -149,9 +154,9 @@ def cheap(drafter: Any) -> Any:
 # A new drafter adds its line here.
 DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "vanilla": lambda case: Vanilla(),
-    "kangaroo": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0),
-    "kangaroo-stops": lambda case: Kangaroo(case.lm, case.adapter, steps=4, threshold=0.3),
-    "kangaroo-auto": lambda case: cheap(Kangaroo(case.lm, case.adapter, 4, AUTO)),
+    "kangaroo": lambda case: chain_of(case.lm, case.adapter, steps=4, threshold=0),
+    "kangaroo-stops": lambda case: chain_of(case.lm, case.adapter, steps=4, threshold=0.3),
+    "kangaroo-auto": lambda case: cheap(chain_of(case.lm, case.adapter, 4, AUTO)),
     "kangaroo-vocabulary": lambda case: chain_from(case, DraftHead(case.lm, None, EVEN_K)),
     "kangaroo-text-vocabulary": lambda case: chain_from(case, of_text(case)),
     "kangaroo-layer": lambda case: kangaroo(case.lm, feed_forward=True),
@@ -176,7 +181,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "layerskip": lambda case: LayerSkipConfig(exit_layer=2, steps=4, threshold=0.1).build(case.lm),
     "swift": lambda case: SwiftConfig(steps=4, threshold=0, window=9).build(case.lm),
     "clasp": lambda case: ClaspConfig(interval=2, steps=4, threshold=0.1).build(case.lm),
-    "cascade": lambda case: behind(case, Kangaroo(case.lm, case.adapter, 4, 0.3)),
+    "cascade": lambda case: behind(case, chain_of(case.lm, case.adapter, 4, 0.3)),
     "cascade-of-trees": lambda case: behind(case, tree(case, 3, 0, None, 3, 8)),
     "cascade-draft-model": lambda case: behind(case, DraftModel(case.lm, draft_lm(case), 3)),
     "hybrid-tree": lambda case: hybrid(case, 7, 0.001),
@@ -186,14 +191,14 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "hybrid-tree-of-all": lambda case: hybrid(case, 9, 0.01, recycle=True, store_tokens=60),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
     "medusa-chain": lambda case: medusa(case.lm, [(0,), (0, 0), (0, 0, 0)], own_head=False),
-    "block": lambda case: Block(case.lm, block_for(case.lm), 4, threshold=0),
-    "block-stops": lambda case: Block(case.lm, block_for(case.lm, fused=True), 3, threshold=0.2),
-    "block-vocabulary": lambda case: block_of_few(case),
-    "block-auto": lambda case: cheap(Block(case.lm, block_for(case.lm), 4, AUTO)),
-    "eagle": lambda case: Kangaroo(case.lm, eagle_for(case.lm), 4, threshold=0),
-    "eagle-stops": lambda case: Kangaroo(case.lm, eagle_for(case.lm), 4, threshold=0.2),
-    "eagle-tree": lambda case: KangarooTree(case.lm, eagle_for(case.lm), 3, 0, None, 3, 9),
-    "eagle-2-tree": lambda case: EagleTree(case.lm, eagle_for(case.lm), 3, 0, None, 3, 9, 0.0),
+    "block": lambda case: block(case, 4, 0),
+    "block-stops": lambda case: block(case, 3, 0.2, fused=True),
+    "block-vocabulary": lambda case: block(case, 5, 0.1, EVEN_K, attention_layers=2),
+    "block-auto": lambda case: cheap(block(case, 4, AUTO)),
+    "eagle": lambda case: chain_of(case.lm, eagle_for(case.lm), 4, threshold=0),
+    "eagle-stops": lambda case: chain_of(case.lm, eagle_for(case.lm), 4, threshold=0.2),
+    "eagle-tree": lambda case: eagle_tree(case, None, KangarooTree),
+    "eagle-2-tree": lambda case: eagle_tree(case, 0.0, EagleTree),
     "prompt-lookup": lambda case: PromptLookup(),
     "prompt-lookup-short": lambda case: PromptLookup(2, 4),
     "rest-tree": lambda case: Rest(datastore_of(case), RestConfig(steps=5, num_draft=9)),
@@ -207,9 +212,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "oracle": lambda case: helpers.oracle(case.texts),
     "adversary": lambda case: helpers.adversary(case.texts),
     "sometimes": lambda case: helpers.Scripted(case.texts, lambda position: position % 3 > 0),
-    "tree": lambda case: RandomTree(case.lm, case.texts),
-    "tree-shared": lambda case: RandomTree(case.lm, case.texts, shared=True),
-    "tree-from-exit": lambda case: RandomTree(case.lm, case.texts, entry=EXIT),
+    "tree": lambda case: helpers.RandomTree(case.lm, case.texts),
+    "tree-shared": lambda case: helpers.RandomTree(case.lm, case.texts, shared=True),
+    "tree-from-exit": lambda case: helpers.RandomTree(case.lm, case.texts, entry=EXIT),
 }
 
 # The others are variants, named after their method.

@@ -12,6 +12,8 @@ from strict_graphs import StrictGraphs
 from torch import Tensor
 
 from kangaroo.drafters.base import Drafter, FromText
+from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
+from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.batch import Batch
@@ -128,6 +130,20 @@ def adapter_for(
         generator = torch.Generator().manual_seed(2)
         adapter.fuse.weight.data.normal_(std=0.02, generator=generator)
     return adapter.to(lm.device, lm.dtype).requires_grad_(False)
+
+
+def chain_of(
+    lm: Any, layer: Any, steps: int = 6, threshold: Any = 0.6, head: Any = None, kind=Kangaroo
+) -> Any:
+    return kind(lm, layer, KangarooConfig(steps=steps, threshold=threshold), head)
+
+
+def tree_of(lm: Any, layer: Any, *options: Any, kind: Any = KangarooTree) -> Any:
+    """`options` are steps, threshold, head, top_k, nodes and min_confidence."""
+    names = "steps", "threshold", "head", "top_k", "nodes", "min_confidence"
+    settings = dict(zip(names, options, strict=False))
+    head = settings.pop("head", None)
+    return kind(lm, layer, KangarooTreeConfig(**settings), head)
 
 
 def eagle_for(lm: TargetModel) -> EagleHead:

@@ -25,8 +25,6 @@ from kangaroo.utils.terminal import progress_bar
 
 log = logging.getLogger(__name__)
 
-OMITTED_IF_UNSET = ("teacher", "skip_bad")  # older datasets do not have these options
-
 
 @dataclass
 class WrittenConfig(Ranged):
@@ -60,7 +58,7 @@ class WrittenConfig(Ranged):
         """All that the dataset is a function of."""
         settings = {"model": lm.name} | asdict(self)
         del settings["path"]
-        return {k: v for k, v in settings.items() if v or k not in OMITTED_IF_UNSET}
+        return settings
 
     def begin_shard(self, number: int, count: int) -> tuple[list[Dialogue], float]:
         """The empty dialogues of a shard, `count` of them, and the temperature of its answers."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.drafters.base import Drafter, EarlyExitConfig
+from kangaroo.drafters.base import ChainConfig, Drafter, EarlyExitConfig
 from kangaroo.drafters.chain import Chain, DraftToken
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.batch import Batch
@@ -35,8 +35,7 @@ class BlockConfig(EarlyExitConfig):
     layer_config: ClassVar[type[BlockHeadConfig]] = BlockHeadConfig
 
     def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
-        steps = min(self.steps, trained.architecture.places)
-        return Block(lm, trained, steps, self.threshold, heads[0])
+        return Block(lm, trained, self, heads[0])
 
 
 class Block(EarlyExit, Chain):
@@ -50,11 +49,11 @@ class Block(EarlyExit, Chain):
         self,
         lm: TargetModel,
         adapter: BlockHead,
-        steps: int = 6,
-        threshold: float | str = 0.6,
+        options: ChainConfig,
         head: DraftHead | None = None,
     ):
-        super().__init__(lm, adapter, steps, threshold, head)
+        steps = min(options.steps, adapter.architecture.places)
+        super().__init__(lm, adapter, replace(options, steps=steps), head)
         self.window = steps
         self.supports_prefix_reuse = False  # shallow states before a prompt's rest are not kept
         self.draft_cost, self.tokens_of_pass = self.draft_cost / steps, steps

@@ -9,41 +9,36 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kangaroo.drafters.base import Drafter, EarlyExitConfig
+from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.kangaroo_tree import KangarooTree, Level
+from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, Level
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.ranges import Count, DraftSize, check_nodes
+from kangaroo.utils.ranges import Count, Threshold
 
 
 @dataclass
-class EagleConfig(EarlyExitConfig):
+class EagleConfig(KangarooTreeConfig):
     """EAGLE-1's head (arXiv 2401.15077) with a chain, or with EAGLE-2's tree (arXiv 2406.16858).
 
     Args:
         adapter: folder or hub id of a trained head (`python train.py adapter=eagle`).
         top_k: candidates of a node, and nodes of a level that get candidates; 1 is a chain.
         nodes: the most nodes of the verified tree, without the pending token (the paper's m).
+        min_confidence: as in Kangaroo's tree; the paper's 0 verifies the most confident `nodes`.
     """
 
     name: str = "eagle"
     top_k: Count = 1
-    nodes: DraftSize = 32
+    min_confidence: Threshold | None = 0.0
 
     layer_type: ClassVar[type[EagleHead]] = EagleHead
     layer_config: ClassVar[type[EagleHeadConfig]] = EagleHeadConfig
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_nodes(self.top_k * self.steps, top_k=self.top_k, steps=self.steps)
-
     def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
-        options = self.steps, self.threshold, heads[0]
-        if self.top_k == 1:
-            return Kangaroo(lm, trained, *options)
-        return EagleTree(lm, trained, *options, self.top_k, self.nodes, min_confidence=0.0)
+        kind = Kangaroo if self.top_k == 1 else EagleTree
+        return kind(lm, trained, self, heads[0])
 
 
 class EagleTree(KangarooTree):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kangaroo.drafters.base import ChainConfig
 from kangaroo.drafters.chain import EarlyStopping
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Taps, Tensors
@@ -31,14 +32,9 @@ class EarlyExit(EarlyStopping):
     tokens_of_pass = 1  # draft tokens that a pass gives
 
     def __init__(
-        self,
-        lm: TargetModel,
-        adapter: Layer,
-        steps: int = 6,
-        threshold: float | str = 0.6,
-        head: DraftHead | None = None,
+        self, lm: TargetModel, adapter: Layer, options: ChainConfig, head: DraftHead | None = None
     ):
-        super().__init__(lm, steps, threshold)
+        super().__init__(lm, options.steps, options.threshold)
         self.adapter = adapter.accelerate(lm)
         self.head = (head or adapter.draft_heads(lm, None)[0]).accelerate(lm)
         self.exit_layer, self.deep_tap = adapter.exit_layer, adapter.deep_tap
@@ -55,7 +51,7 @@ class EarlyExit(EarlyStopping):
         self.shallow_cost = weight_bytes(*lm.layers[: self.exit_layer]) / total
         drafting = {*adapter.parameters(), *self.head.weights}
         self.draft_cost = self.shallow_cost + sum(weight.nbytes for weight in drafting) / total
-        self.window = steps if self.reads_deep else 1
+        self.window = self.steps if self.reads_deep else 1
         self.cache = lm.new_cache(0, 0, [])
         # the target's deep state, normed, at each slot of the text if the layer reads them
         self.deep_BSD = torch.zeros(0, 0, 0, dtype=lm.dtype, device=adapter.home(lm))

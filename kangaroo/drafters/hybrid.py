@@ -64,7 +64,7 @@ class Hybrid(Kangaroo):
         head: DraftHead | None = None,
         costs: Costs | None = None,
     ):
-        super().__init__(lm, adapter, options.steps, options.threshold, head)
+        super().__init__(lm, adapter, options, head)
         self.options, self.nodes = options, options.nodes
         self.max_nodes, self.store = max(self.nodes, self.steps), AnswerStore(options.store_tokens)
         self.needs_costs = costs is None

@@ -28,7 +28,7 @@ class KangarooConfig(EarlyExitConfig):
     name: str = "kangaroo"
 
     def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
-        return Kangaroo(lm, trained, self.steps, self.threshold, heads[0])
+        return Kangaroo(lm, trained, self, heads[0])
 
 
 class Kangaroo(EarlyExit, Chain):

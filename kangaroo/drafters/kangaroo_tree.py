@@ -50,8 +50,7 @@ class KangarooTreeConfig(EarlyExitConfig):
         check_nodes(self.top_k * self.steps, top_k=self.top_k, steps=self.steps)
 
     def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
-        options = self.steps, self.threshold, heads[0], self.top_k, self.nodes, self.min_confidence
-        return KangarooTree(lm, trained, *options)
+        return KangarooTree(lm, trained, self, heads[0])
 
 
 # What the layer reads next: shallow states, and deep states or None.
@@ -83,21 +82,17 @@ class KangarooTree(EarlyExit):
         self,
         lm: TargetModel,
         adapter: Layer,
-        steps: int = 6,
-        threshold: float | str = 0.4,
+        options: KangarooTreeConfig,
         head: DraftHead | None = None,
-        top_k: int = 10,
-        nodes: int = 32,
-        min_confidence: float | None = None,
     ):
-        super().__init__(lm, adapter, steps, threshold, head)
-        if top_k > self.head.size:
+        super().__init__(lm, adapter, options, head)
+        self.top_k, self.nodes, size = options.top_k, options.nodes, self.head.size
+        if self.top_k > size:
             raise ConfigError(
-                f"drafter.top_k={top_k} is more than the {self.head.size} tokens to draft from."
+                f"drafter.top_k={self.top_k} is more than the {size} tokens to draft from."
             )
-        self.top_k, self.nodes = top_k, nodes
-        self.min_confidence = 0.0 if self.auto else min_confidence
-        self.max_nodes = top_k * steps
+        self.min_confidence = 0.0 if self.auto else options.min_confidence
+        self.max_nodes = self.top_k * self.steps
 
     def min_node_chances(self, budget: Budget, rows: int) -> list[float]:
         """The confidence that the n-th likeliest node must exceed to be verified, n from 0 on."""

@@ -40,7 +40,7 @@ class LayerSkipConfig(ChainConfig):
                 f"drafter.exit_layer={exit_layer} does not lie inside the target's {lm.n_layers} "
                 f"layers; choose 1 to {lm.n_layers - 1}."
             )
-        return Kangaroo(lm, FinalNorm(lm, exit_layer, self.int8), self.steps, self.threshold)
+        return Kangaroo(lm, FinalNorm(lm, exit_layer, self.int8), self)
 
 
 class FinalNorm(Layer):

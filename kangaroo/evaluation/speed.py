@@ -30,8 +30,6 @@ from kangaroo.evaluation import plots
 from kangaroo.evaluation.bench import BenchConfig, long_prompt, question_prompts
 from kangaroo.evaluation.methods import generate
 from kangaroo.evaluation.metrics import Results, estimate
-from kangaroo.heads.draft_head import DraftHead
-from kangaroo.heads.layer import Layer
 from kangaroo.models.prompts import Tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import memory, tables
@@ -131,7 +129,7 @@ def measure(
     batches = throughput(lm, drafter, prompts, tokens, config.batches)
     after = memory_bandwidth(lm.device, config.bandwidth_megabytes)
     bandwidth = max(before, after)
-    plain, cut = Reads(lm), Reads(lm, drafter.adapter, drafter.head, 2 if drafter.int8 else 1)
+    plain, cut = Reads(lm), Reads(lm, drafter)
     reads = {"hf": plain, "vanilla": plain, "kangaroo": cut}  # unknown for other drafters
     return {
         **describe(lm, drafter),
@@ -172,29 +170,23 @@ def describe(lm: TargetModel, drafter: Kangaroo) -> Results:
 
 class Reads:
     """Bytes that a round reads from memory, if every forward reads all it needs once: of vanilla,
-    or of Kangaroo with its adapter and draft head, whose drafts read weights `narrower` so many
-    times. An embedding counts as one row of its table, unless the table is the head, too."""
+    or of a drafter, whose drafts may read weights in half as many bytes. An embedding counts as one
+    row of its table, unless the table is the head, too."""
 
-    def __init__(
-        self,
-        lm: TargetModel,
-        adapter: Layer | None = None,
-        draft_head: DraftHead | None = None,
-        narrower: int = 1,
-    ):
-        self.narrower = narrower
-        self.exit_layer = 0 if adapter is None else adapter.exit_layer
+    def __init__(self, lm: TargetModel, drafter: Kangaroo | None = None):
+        self.narrower = 2 if drafter and drafter.int8 else 1
+        self.exit_layer = drafter.exit_layer if drafter else 0
         self.n_layers, self.kv = lm.n_layers, lm.new_cache(1, 1, [lm.device]).bytes()
         self.shallow = memory.weight_bytes(*lm.layers[: self.exit_layer])
         self.deep = memory.weight_bytes(*lm.layers[self.exit_layer :])
         table, head = lm.hf.model.embed_tokens.weight, memory.weight_bytes(lm.head)
         self.head = memory.weight_bytes(lm.hf.model.norm) + head
-        self.draft_head = sum(x.nbytes for x in draft_head.weights) if draft_head else head
+        self.draft_head = sum(x.nbytes for x in drafter.head.weights) if drafter else head
         self.row = table[0].nbytes
-        parts = [] if adapter is None else adapter.named_children()
+        parts = drafter.adapter.named_children() if drafter else []
         # a head that belongs to the adapter is counted as the draft head
         self.adapter = memory.weight_bytes(*(module for name, module in parts if name != "head"))
-        self.adapter_depth = 0 if adapter is None else adapter.depth
+        self.adapter_depth = drafter.adapter.depth if drafter else 0
 
     def draft(self, length: int, drafted: int) -> int:
         """Bytes for `drafted` tokens after `length`, and for the last shallow pass."""

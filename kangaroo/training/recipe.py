@@ -24,7 +24,6 @@ LOGIT_BYTES = 26  # for each logit in half precision: itself, p, log q and gradi
 NOT_IN_IDENTITY = """
     evaluate_every save_every decode_every decode_prompts decode_tokens zero_stage shard_target
 """.split()  # options that no weight depends on
-OMITTED_IF_UNSET = "use_stored_logits", "muon"  # older checkpoints do not have them
 
 
 @dataclass
@@ -83,8 +82,7 @@ class TrainerConfig(Ranged):
 
     def identity(self) -> dict[str, Any]:
         """The options that weights depend on; a resumed run must have the same ones."""
-        settings = {k: v for k, v in asdict(self).items() if k not in NOT_IN_IDENTITY}
-        return {k: v for k, v in settings.items() if v or k not in OMITTED_IF_UNSET}
+        return {k: v for k, v in asdict(self).items() if k not in NOT_IN_IDENTITY}
 
 
 def default_loss_chunk(memory: int, vocabulary: int) -> int:

@@ -3,11 +3,10 @@
 import io
 
 import pytest
-from helpers import adapter_for, tiny_target
+from helpers import adapter_for, chain_of, tiny_target
 from rich.console import Console
 
 from kangaroo.chat import ChatConfig, chat, questions, summary
-from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, StepRecord
 from kangaroo.engine.sampling import Sampling
@@ -21,7 +20,7 @@ def target():
 
 def talk(target, questions):
     lm, tokenizer = target
-    engine = Engine(lm, Kangaroo(lm, adapter_for(lm), threshold=0), tokenizer, prefix_cache=True)
+    engine = Engine(lm, chain_of(lm, adapter_for(lm), threshold=0), tokenizer, prefix_cache=True)
     console = Console(file=io.StringIO(), force_terminal=True, width=200)
     config = ChatConfig(max_new_tokens=16)
     chat(engine, tokenizer, Sampling(temperature=1.0), config, console, iter(questions))

@@ -5,6 +5,7 @@ import gc
 import itertools
 import weakref
 
+import helpers
 import pytest
 import torch
 from cases import DRAFTERS, Case
@@ -16,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from kangaroo.cuda import graphs as graphs_module
 from kangaroo.cuda.graphs import Graphs
 from kangaroo.drafters.draft_model import DraftModel
-from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import clock
 from kangaroo.engine.batch import Batch
@@ -100,7 +100,7 @@ def test_what_was_used_longest_ago_gives_way_and_few_graphs_are_enough():
     assert [key[1] for key in graphs.recorded] == ["a", "c"]
     lm = tiny()
     lm.acceleration.graphs = StrictGraphs(most=3)
-    engine = Engine(lm, Kangaroo(lm, adapter_for(lm), steps=4, threshold=0.3))
+    engine = Engine(lm, helpers.chain_of(lm, adapter_for(lm), steps=4, threshold=0.3))
     assert texts_by(engine, PROMPTS[:1], 6) == vanilla_texts(tiny(), PROMPTS[:1], 6)
     assert len(lm.acceleration.graphs.recorded) == 3
 
@@ -110,7 +110,7 @@ def test_engines_made_and_dropped_in_turn_write_the_same_and_leave_nothing():
     expected = vanilla_texts(tiny(), PROMPTS, 12)
     adapter = adapter_for(lm)
     for turn in range(4):
-        drafter = Vanilla() if turn % 3 == 0 else Kangaroo(lm, adapter, 1 + turn % 3, 0.3)
+        drafter = Vanilla() if turn % 3 == 0 else helpers.chain_of(lm, adapter, 1 + turn % 3, 0.3)
         assert texts_by(Engine(lm, drafter), PROMPTS, 12, batch_size=1 + turn % 2) == expected
     del drafter
     gc.collect()
@@ -162,7 +162,7 @@ def test_recording_takes_none_of_the_steps_time(monkeypatch):
         monkeypatch.setattr(module.time, "perf_counter", lambda: seconds[0])
     lm = tiny()
     lm.acceleration.graphs = Graphs(lm.device, record)
-    engine = Engine(lm, Kangaroo(lm, adapter_for(lm), 3, 0.0))
+    engine = Engine(lm, helpers.chain_of(lm, adapter_for(lm), 3, 0.0))
     (done,) = engine.generate(PROMPTS[:1], 20)
     assert seconds[0] >= 4000 and done.seconds == pytest.approx(0, abs=1e-6)
 
@@ -240,7 +240,7 @@ def test_a_round_is_few_launches(name, monkeypatch):
 
 def test_what_was_warmed_up_is_not_recorded_again():
     lm, rows, longest = graphed(tiny()), 2, 300
-    engine = Engine(lm, Kangaroo(lm, adapter_for(lm), 2, 0.0), prefix_cache=True)
+    engine = Engine(lm, helpers.chain_of(lm, adapter_for(lm), 2, 0.0), prefix_cache=True)
     warm_up(engine, rows, longest)
     recorded = set(lm.acceleration.graphs.recorded)
     batch = engine.open(rows, longest, Sampling())
@@ -262,7 +262,7 @@ def test_cuda_graphs_write_what_eager_decoding_writes(device):
     texts = vanilla_texts(on_gpu(), PROMPTS, 40)
     lm = on_gpu().compile_for_decoding()
     adapter = adapter_for(lm, architecture=AdapterHeadConfig(fused=True))
-    for drafter in (Vanilla(), Kangaroo(lm, adapter, 4, 0.3)):
+    for drafter in (Vanilla(), helpers.chain_of(lm, adapter, 4, 0.3)):
         recorded = Graphs.seconds
         assert texts_by(Engine(lm, drafter), PROMPTS, 40, batch_size=2) == texts
         assert Graphs.seconds > recorded

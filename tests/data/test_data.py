@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import data_cases
+import helpers
 import numpy as np
 import pytest
 import torch
@@ -23,7 +24,6 @@ from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.filters import FilterConfig, answer_spans
 from kangaroo.data.making import MixConfig
 from kangaroo.data.writing import Dialogue
-from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import topk_logits
 from kangaroo.engine.engine import Engine
@@ -77,7 +77,7 @@ def test_shards_stay_for_more_and_other_filters_and_other_settings_are_refused(t
     assert more[: len(few)] == few and len(more) > len(few)
     with pytest.raises(DataError, match="seed=0 there, 7 now"):
         settings(tmp_path / "data", seed=7).make(*target)
-    with pytest.raises(DataError, match="teacher=None there, 4 now"):
+    with pytest.raises(DataError, match="teacher=0 there, 4 now"):
         settings(tmp_path / "data", teacher=4).make(*target)
     settings(tmp_path / "data", filters=FilterConfig(min_answer_tokens=12)).make(*target)
     samples, about = store.load(tmp_path / "data")
@@ -156,7 +156,7 @@ def test_every_token_keeps_the_distribution_that_it_was_chosen_from(kind, native
     prompts = random_prompts(5, 17, 3, 11, 2)
     drafters = {
         "vanilla": lambda: Vanilla(),
-        "kangaroo": lambda: Kangaroo(lm, adapter_for(lm), steps=4, threshold=0.0),
+        "kangaroo": lambda: helpers.chain_of(lm, adapter_for(lm), steps=4, threshold=0.0),
         "tree": lambda: RandomTree(lm, vanilla_texts(lm, prompts, 30)),
     }
     if native:

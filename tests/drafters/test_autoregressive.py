@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import helpers
 import pytest
 from cases import CHUNK, DRAFTERS, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, case_of, draft_lm
 from helpers import VOCABULARY, Sometimes, check_chains, texts_by, tiny, tiny_model, vanilla_texts
@@ -234,7 +235,7 @@ def test_rows_are_drafted_by_the_first_or_else_the_second(case, rows, steps):
     first, who = Sometimes(case.texts), set()
     by_length = first.continuation
     first.continuation = lambda row, text: by_length(0, text)
-    cascade = Cascade(first, Kangaroo(case.lm, case.adapter, steps, 0))
+    cascade = Cascade(first, helpers.chain_of(case.lm, case.adapter, steps, 0))
 
     def expected(text: list[int], seed: int, count: int) -> list[int]:
         continuation = first.continuation(0, text)

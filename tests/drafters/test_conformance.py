@@ -7,6 +7,7 @@ import itertools
 from functools import cache
 
 import cases
+import helpers
 import pytest
 import torch
 from cases import DRAFTERS, FAMILIES, HOW, LONGER, METHODS, NEW_TOKENS, PROMPTS, SAMPLINGS, Case
@@ -15,7 +16,6 @@ from helpers import BY_MODULES, adapter_for, graphed, texts_by, tiny, tiny_model
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.cuda.graphs import Graphs
 from kangaroo.drafters.cascade import Cascade
-from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.engine.costs import VerifyCosts
 from kangaroo.engine.engine import Engine
@@ -123,7 +123,7 @@ BEGINNINGS = (*TENSORS.split(), *cases.SCRIPTED)
 NATIVE = {name: build for name, build in DRAFTERS.items() if not name.startswith(BEGINNINGS)} | {
     "cascade of texts": DRAFTERS["cascade-token-recycling-tree"],
     "cascade to a tree": lambda case: Cascade(
-        PromptLookup(2, 4), KangarooTree(case.lm, case.adapter, 3, 0.1, None, 3, 5, 0.01)
+        PromptLookup(2, 4), helpers.tree_of(case.lm, case.adapter, 3, 0.1, None, 3, 5, 0.01)
     ),
     "cascade to a chain": lambda case: Cascade(PromptLookup(2, 4), cases.kangaroo(case.lm)),
 }

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, accepted, choices_without_cache
-from helpers import check_drafts, eagle_for, paths_of, random_prompts, tiny
+from helpers import chain_of, check_drafts, eagle_for, paths_of, random_prompts, tiny, tree_of
 
 from kangaroo.drafters import lookahead
 from kangaroo.drafters.eagle import EagleTree
@@ -29,7 +29,7 @@ def test_drafting_stops_exactly_where_confidence_falls_to_the_threshold(case, mo
     of_rows = [0.9, 0.7, 0.5, 0.9, 0.9, 0.9], [0.9] * 6, [0.4, 0.9, 0.9, 0.9, 0.9, 0.9]
     after_tokens = iter(torch.tensor(of_rows[:rows]).T)
     monkeypatch.setattr(Kangaroo, "reading", lambda *_: next(after_tokens))
-    drafter = Kangaroo(case.lm, case.adapter, steps=6, threshold=0.5)  # 0.5 itself stops
+    drafter = chain_of(case.lm, case.adapter, steps=6, threshold=0.5)  # 0.5 itself stops
     engine = Engine(case.lm, drafter)
     batch = engine.open(rows, 60, SAMPLINGS["sampled"])
     for row in range(rows):
@@ -72,7 +72,8 @@ def test_the_tree_is_the_one_of_the_definition(case, sampling, kind, threshold, 
     """Also after drafts that were accepted on a branch."""
     sizes, beside, is_eagle = set(), [], kind is EagleTree
     case = replace(case, adapter=eagle_for(case.lm)) if is_eagle else case
-    drafter = kind(case.lm, case.adapter, 3, threshold, None, 3, nodes, 0.0 if is_eagle else None)
+    least = 0.0 if is_eagle else None
+    drafter = tree_of(case.lm, case.adapter, 3, threshold, None, 3, nodes, least, kind=kind)
 
     def check(batch, draft, row):
         drafted, text, seed = set(paths_of(draft, row)), batch.texts[row], batch.seeds[row]
@@ -108,7 +109,7 @@ def test_pruning_keeps_parents_and_the_most_confident():
 
 def test_trees_that_cannot_be_are_refused_by_name(case):
     with pytest.raises(ConfigError, match=r"top_k=65 is more than the 64 tokens"):
-        KangarooTree(case.lm, case.adapter, top_k=65)
+        tree_of(case.lm, case.adapter, 6, 0.4, None, 65)
     with pytest.raises(ConfigError, match=r"top_k=10, drafter.steps=103 make 1030 nodes"):
         KangarooTreeConfig(top_k=10, steps=103)
 

@@ -8,11 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 from cases import DRAFTERS, Case
-from helpers import adapter_for, graphed, random_prompts, tiny, vanilla_texts
+from helpers import adapter_for, chain_of, graphed, random_prompts, tiny, tree_of, vanilla_texts
 
 from kangaroo.cpu.huge_pages import LINE, PAGE, move_to_huge_pages
-from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.engine import costs
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.costs import VerifyCosts
@@ -69,7 +67,7 @@ def test_what_a_busy_machine_took_is_used_and_not_kept(cache, monkeypatch):
 def test_what_a_draft_takes_is_measured_once(monkeypatch, fused):
     lm = graphed(tiny())
     monkeypatch.setitem(costs._verify_costs, lm, VerifyCosts([1, 2], [1e-6, 1e-6]))
-    drafter = Kangaroo(lm, adapter_for(lm, architecture=AdapterHeadConfig(fused=fused)))
+    drafter = chain_of(lm, adapter_for(lm, architecture=AdapterHeadConfig(fused=fused)))
     share, measured = drafter.draft_cost, costs.draft_cost(lm, drafter)
     assert measured == costs.draft_cost(lm, drafter) > share  # which a millionth of a second is not
     batch = Engine(lm, drafter).open(2, 60, Sampling())
@@ -129,7 +127,7 @@ def test_a_row_that_was_wrong_needs_surer_tokens_until_another_text_takes_it():
 def test_a_batch_verifies_no_node_of_a_tree_that_is_not_worth_it(monkeypatch):
     monkeypatch.setattr(Budget, "min_chain_chances", lambda self, rows, nodes, *_: [0.0] * nodes)
     lm = tiny().compile_for_decoding()
-    tree = KangarooTree(lm, adapter_for(lm), 3, 0, None, 3, 9, 0.0)
+    tree = tree_of(lm, adapter_for(lm), 3, 0, None, 3, 9, 0.0)
     assert not any(drafted(lm, tree, STEEP, 3, monkeypatch))
     assert all(drafted(lm, tree, FLAT, 3, monkeypatch))
 

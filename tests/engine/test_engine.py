@@ -5,12 +5,12 @@ from dataclasses import replace
 from functools import cache
 from itertools import cycle
 
+import helpers
 import pytest
 from cases import DRAFTERS, Case, with_each
 from engine_cases import HOT, NEW_TOKENS, PROMPTS, Letters, continuations, fresh_place
 from helpers import Scripted, adapter_for, oracle, random_prompts, texts_by, tiny, vanilla_texts
 
-from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
@@ -176,7 +176,7 @@ def test_a_stream_stops_at_a_stop_string_and_its_generation_grows_along(case):
 
 def test_streams_take_turns_and_one_whose_place_is_taken_is_refused_not_mixed_up():
     lm, (first, second) = tiny(), random_prompts(4, 9)
-    engine = Engine(lm, Kangaroo(lm, adapter_for(lm)), prefix_cache=True)
+    engine = Engine(lm, helpers.chain_of(lm, adapter_for(lm)), prefix_cache=True)
     left, other = (engine.stream(prompt, 8) for prompt in (first, second))
     assert len(list(other)) == 8
     with pytest.raises(ConfigError, match="one batch, or one stream, at a time"):

@@ -7,12 +7,10 @@ import pytest
 import torch
 from cases import DRAFTERS
 from engine_cases import HOT, PROMPTS
-from helpers import adapter_for, graphed, random_prompts, tiny
+from helpers import adapter_for, chain_of, graphed, random_prompts, tiny, tree_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kangaroo.drafters.expected_gain import DraftedChain
-from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
@@ -86,7 +84,7 @@ def test_no_host_sync_in_a_step_beyond_those_the_design_names(
 ):
     """One copy of the new tokens; for a threshold one read for each drafted token but the last."""
     steps, lm = 4, graphed(tiny()) if recorded else eager_case.lm
-    drafter = Vanilla() if name == "vanilla" else Kangaroo(lm, adapter_for(lm), steps, threshold)
+    drafter = Vanilla() if name == "vanilla" else chain_of(lm, adapter_for(lm), steps, threshold)
     engine, batch = begun(lm, drafter, sampling, random_prompts(3, 5, 1, 9)[:rows])
     for _ in range(5):
         with Syncs() as syncs:
@@ -102,7 +100,7 @@ def test_a_drafted_tree_waits_once_for_its_size_and_for_each_level_that_may_be_t
     monkeypatch, recorded, threshold, rows
 ):
     steps, levels, lm = 3, [], graphed(tiny()) if recorded else tiny()
-    drafter = KangarooTree(lm, adapter_for(lm), steps, threshold, None, 3, 8)
+    drafter = tree_of(lm, adapter_for(lm), steps, threshold, None, 3, 8)
     replay = drafter.replay
 
     def counted(batch, key, *args, **how):

@@ -8,9 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 from cases import DRAFTERS, METHODS, SAMPLINGS, SCRIPTED, Case, lm_of, rounds_of
-from helpers import adapter_for, random_prompts, vanilla_texts
+from helpers import adapter_for, chain_of, random_prompts, vanilla_texts
 
-from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import prefill
 from kangaroo.engine.engine import Engine
@@ -188,7 +187,7 @@ def test_a_layer_reads_what_was_written_without_drafts():
 
 def test_prompts_that_nobody_drafts_from_do_not_pile_up():
     lm = lm_of("llama-compiled")
-    engine = Engine(lm, Kangaroo(lm, adapter_for(lm)), prefill_chunk=CHUNK)
+    engine = Engine(lm, chain_of(lm, adapter_for(lm)), prefill_chunk=CHUNK)
     batch = engine.open(2, LONGEST, Sampling())
     for seed in range(6):
         for row, prompt in enumerate(random_prompts(40, 9, seed=seed)):
@@ -198,7 +197,7 @@ def test_prompts_that_nobody_drafts_from_do_not_pile_up():
 
 def test_a_chunk_is_handed_on_before_the_next_one_is_read(monkeypatch):
     lm, events = lm_of("llama-compiled"), []
-    drafter = Kangaroo(lm, adapter_for(lm))
+    drafter = chain_of(lm, adapter_for(lm))
     read, take = prefill.read, drafter.prefill
     monkeypatch.setattr(prefill, "read", lambda *x: events.append("read") or read(*x))
     monkeypatch.setattr(drafter, "prefill", lambda *x: events.append("prefill") or take(*x))

@@ -9,11 +9,10 @@ import itertools
 import pytest
 import torch
 from engine_cases import SMALL, assert_distributed
-from helpers import adapter_for, brute_depth, forward_logits, random_parents, tiny
+from helpers import adapter_for, brute_depth, chain_of, forward_logits, random_parents, tiny
 from scipy.stats import binomtest
 from torch import Tensor
 
-from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import NoiseStream, Rule, Sampling, combine, perturb, warp
 from kangaroo.engine.tree import Draft, Tree, accept
@@ -163,7 +162,7 @@ def test_kangaroo_writes_triples_from_the_targets_joint_distribution(rule):
     size, rows = 3, 900
     lm = tiny(vocab_size=size).compile_for_decoding()
     sampling = Sampling(temperature=8.0, rule=rule)
-    drafter = Kangaroo(lm, adapter_for(lm), steps=2, threshold=0.97)
+    drafter = chain_of(lm, adapter_for(lm), steps=2, threshold=0.97)
     done = Engine(lm, drafter).generate([[size - 1]] * rows, 3, sampling)
     triples = torch.tensor([generation.tokens for generation in done])
 

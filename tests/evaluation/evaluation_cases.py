@@ -3,10 +3,9 @@
 import io
 import json
 
-from helpers import adapter_for
+from helpers import adapter_for, chain_of
 from rich.console import Console
 
-from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.evaluation import comparison, summary
 from kangaroo.evaluation.bench import MTBENCH, BenchConfig
@@ -96,7 +95,7 @@ def evaluate_several(output, bench, names, lm=None, ranks=ALONE, log=None, draft
     """Kangaroo, and prompt lookup where there are two names, or other drafters, on a random
     six-layer model over bytes, in float32."""
     lm = lm or tiny_lm().compile_for_decoding()
-    drafters = drafters or [Kangaroo(lm, adapter_for(lm), steps=3, threshold=0.2), PromptLookup()]
+    drafters = drafters or [chain_of(lm, adapter_for(lm), steps=3, threshold=0.2), PromptLookup()]
     pairs = zip(names, drafters, strict=False)
     methods = [MethodSpec(name, drafter, {"drafter": {"of": name}}) for name, drafter in pairs]
     settings = {"output": str(output), "max_new_tokens": 16, "warmup": 1} | fields

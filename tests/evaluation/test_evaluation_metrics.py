@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 from evaluation_cases import finish, hf_run, record, run, shown, summarised, vanilla_run
-from helpers import adapter_for, random_prompts, tiny
+from helpers import adapter_for, chain_of, random_prompts, tiny
 from torch import nn
 
-from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation import comparison, summary
@@ -128,7 +127,7 @@ def test_kangaroos_adapter_cache_and_states_count_and_the_shared_head_does_not()
     lm = tiny()
     assert footprint_of(lm, Vanilla()) == Footprint(0, 0)
     adapter = adapter_for(lm)
-    drafter = Kangaroo(lm, adapter, threshold=0.0)
+    drafter = chain_of(lm, adapter, threshold=0.0)
     parameters = sum(p.numel() for p in adapter.parameters())
     weights = sum(x.nbytes for x in (*adapter.parameters(), *adapter.buffers()))
     assert footprint(drafter, [lm]) == Footprint(parameters, weights)

@@ -9,11 +9,10 @@ from importlib.metadata import version
 import pytest
 import torch
 from evaluation_cases import tiny_lm
-from helpers import EXIT, VOCABULARY, adapter_for, random_prompts, tiny, vanilla_texts
+from helpers import EXIT, VOCABULARY, adapter_for, chain_of, random_prompts, tiny, vanilla_texts
 from rich.console import Console
 
 from kangaroo.chat import Runner, frame, race, timed_pieces
-from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
@@ -60,7 +59,7 @@ def test_a_vanilla_token_reads_every_layer_the_head_once_and_the_occupied_kv(tie
 def test_a_kangaroo_round_reads_shallow_layers_adapter_and_head_for_each_draft_token():
     lm = tiny(num_hidden_layers=LAYERS)
     quarter = DraftHead(lm, None, torch.arange(VOCABULARY // 4))
-    reads, part = (Reads(lm, adapter_for(lm), head) for head in (None, quarter))
+    reads, part = (Reads(lm, chain_of(lm, adapter_for(lm), head=x)) for x in (None, quarter))
     assert reads.draft(10, 2) - part.draft(10, 2) == 2 * (HEAD - HEAD // 4)
     assert reads.round(10, 0) == Reads(lm).round(10, 0)  # vanilla's, without draft tokens
     shallow = sum(ROW + EXIT * (LAYER + length * KV) for length in (10, 11, 12))
@@ -78,7 +77,7 @@ def test_all_methods_write_the_same_text_past_eos(monkeypatch):
     assert lm.hf.config._attn_implementation == ATTENTION
     assert [len(step.tokens) for step in by_transformers.steps] == [1] * 10
     assert by_transformers.prefill_seconds > 0 and by_transformers.steps[0].seconds == 0
-    drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
+    drafter = chain_of(lm, adapter_for(lm), steps=3, threshold=0)
     ours = [speed.write_by_engine(Engine(lm, each), prompt, 10) for each in (Vanilla(), drafter)]
     assert [each.tokens for each in (by_transformers, *ours)] == [written] * 3
     monkeypatch.setattr(lm.hf, "generate", None)
@@ -114,7 +113,7 @@ def test_the_speedup_is_the_ratio_of_total_seconds_for_as_many_tokens_of_each_pr
 
 
 def test_the_results_of_a_method_belong_together():
-    reads = Reads(tiny(), adapter_for(tiny()))
+    reads = Reads(lm := tiny(), chain_of(lm, adapter_for(lm)))
     texts = [[text(2.0, [(3, 4), (1, 2)], draft=0.6, verify=1.0)]]
     size = reads.round(11, 4) + reads.round(14, 2)
     drafted = (reads.draft(11, 4) + reads.draft(14, 2)) * 0.5 / size
@@ -147,14 +146,14 @@ def test_a_batch_whose_cache_has_no_room_is_left_out(monkeypatch, caplog):
     lm = tiny(num_hidden_layers=LAYERS)
     of_row = LAYERS * KV * (12 + 8)
     monkeypatch.setattr(memory, "free", lambda device: 3 * of_row)
-    rows = throughput(lm, Kangaroo(lm, adapter_for(lm)), random_prompts(12, 9), 8, [1, 2, 4])
+    rows = throughput(lm, chain_of(lm, adapter_for(lm)), random_prompts(12, 9), 8, [1, 2, 4])
     assert [row["batch"] for row in rows] == [1, 2] and all(row["ratio"] > 0 for row in rows)
     assert f"batch 4 is left out: its cache would take {4 * of_row} bytes" in caplog.text
 
 
 def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
     lm = tiny(vocab_size=259, max_position_embeddings=4096)
-    drafter = Kangaroo(lm, adapter_for(lm), 3, 0.0)
+    drafter = chain_of(lm, adapter_for(lm), 3, 0.0)
     for wrong, more in ((Vanilla(), {}), (drafter, {"hf": Vanilla()})):
         with pytest.raises(ConfigError, match="drafter=kangaroo, and other drafters beside it by"):
             speed.measure(lm, byte_tokenizer(), wrong, speed.SpeedConfig(), more)
@@ -211,7 +210,7 @@ def test_an_answer_grows_at_the_times_of_its_steps(now, text, speed):
 
 def raced(**options) -> str:
     lm, console = tiny_lm(), Console(file=io.StringIO(), width=100, **options)
-    drafters = {"vanilla": Vanilla(), "kangaroo": Kangaroo(lm, adapter_for(lm), threshold=0)}
+    drafters = {"vanilla": Vanilla(), "kangaroo": chain_of(lm, adapter_for(lm), threshold=0)}
     race(lm, byte_tokenizer(), drafters, "Why?", 12, Sampling(temperature=1.0), console)
     return console.file.getvalue()
 

@@ -5,9 +5,9 @@ Shapes: M tokens, D hidden size, K draft vocabulary.
 
 import pytest
 import torch
-from helpers import adapter_for, graphed, saved_adapter, tiny
+from helpers import adapter_for, chain_of, graphed, saved_adapter, tiny
 
-from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
+from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead, TextHead
@@ -52,7 +52,7 @@ def test_a_text_of_rare_tokens_is_drafted_from_them_whatever_was_decoded_before(
     prompts = [list(range(30, 60)), [1, 2, 3], list(range(30, 60))]
 
     def generated(head):
-        engine = Engine(lm, Kangaroo(lm, adapter_for(lm), 4, 0, head))
+        engine = Engine(lm, chain_of(lm, adapter_for(lm), 4, 0, head))
         return engine.generate(prompts, 24, batch_size=1)
 
     fixed, grown = generated(DraftHead(lm, None, FREQUENT)), generated(TextHead(lm, FREQUENT, 48))

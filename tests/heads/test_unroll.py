@@ -86,7 +86,8 @@ def test_every_step_of_training_is_a_place_of_the_block(trained):
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_a_draft_is_that_of_the_definition(trained, batch_size):
     lm, head = trained
-    drafter, further = Block(lm, head, steps=4, threshold=0.3), head.draft_heads(lm, None)[1]
+    drafter = helpers.chain_of(lm, head, steps=4, threshold=0.3, kind=Block)
+    further = head.draft_heads(lm, None)[1]
 
     def expected(text: list[int], seed: int, count: int) -> list[int]:
         tokens = text[-1:]
@@ -153,12 +154,12 @@ def test_a_token_sees_whole_blocks_from_the_one_where_its_window_begins(length):
     torch.testing.assert_close(whole_1TD[0, -1], expected_1TD[0, -1], **TOLERANCE)
 
 
-def rounds(lm: TargetModel, kind: str, drafter: type[Kangaroo], window: int, batch_size: int):
+def rounds(lm: TargetModel, kind: str, drafter: type, window: int, batch_size: int):
     parts = AdapterHeadConfig(**WINDOWED.get(kind, {}))
     adapter = eagle_for(lm) if kind == "eagle" else adapter_for(lm, architecture=parts)
     adapter.attention_window = window
-    options = {"top_k": 3, "nodes": 9} if drafter is KangarooTree else {}
-    engine = Engine(lm, drafter(lm, adapter, 4, 0.2, None, **options), prefill_chunk=70)
+    build, sizes = (helpers.tree_of, (3, 9)) if drafter is KangarooTree else (helpers.chain_of, ())
+    engine = Engine(lm, build(lm, adapter, 4, 0.2, None, *sizes), prefill_chunk=70)
     return rounds_of(engine.generate(LONG, 40, batch_size=batch_size))
 
 

@@ -8,6 +8,7 @@ import json
 from functools import partial
 from tempfile import TemporaryDirectory
 
+import helpers
 import pytest
 import torch
 import training_cases
@@ -19,7 +20,6 @@ from torch import nn
 from training_cases import config, recipe, samples, train
 from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 
-from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
@@ -201,7 +201,7 @@ def test_an_adapter_learns_is_saved_and_drafts(name, tmp_path):
         assert sum(losses[-4:]) < sum(losses[:4]) - 0.2
         adapter, heads = adapter_files.load(str(folder), lm, Adapter)
         prompt = random_prompts(30)
-        (done,) = Engine(lm, Kangaroo(lm, adapter, 3, 0.0, heads[0])).generate(prompt, 20)
+        (done,) = Engine(lm, helpers.chain_of(lm, adapter, 3, 0.0, heads[0])).generate(prompt, 20)
         assert prompt[0] + done.tokens == vanilla_texts(lm, prompt, 20)[0]
 
 

@@ -4,6 +4,7 @@ cache writes where it is told.
 Shapes as in `kangaroo/models/target.py` and `kangaroo/engine/cache.py`.
 """
 
+import helpers
 import pytest
 import torch
 from cases import FAMILIES
@@ -12,8 +13,6 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3Config, Gemma3TextConfig, GemmaConfig, LlamaConfig
 
-from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.cache import BUCKET, occupied
 from kangaroo.engine.engine import Engine
@@ -92,7 +91,8 @@ def test_texts_are_the_same_by_the_gpus_paths(monkeypatch):
     expected = vanilla_texts(tiny(), prompts, 16)
     monkeypatch.setattr(model, "has_flash", lambda device, dtype: True)
     adapter = adapter_for(lm := tiny())
-    for drafter in (Vanilla(), Kangaroo(lm, adapter, 4, 0.3), KangarooTree(lm, adapter, 3, 0.0)):
+    drafters = helpers.chain_of(lm, adapter, 4, 0.3), helpers.tree_of(lm, adapter, 3, 0.0)
+    for drafter in (Vanilla(), *drafters):
         for rows in (1, 2):
             done = Engine(lm, drafter, prefill_chunk=16).generate(prompts, 16, batch_size=rows)
             assert [p + g.tokens for p, g in zip(prompts, done, strict=True)] == expected

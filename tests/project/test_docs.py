@@ -14,11 +14,10 @@ import pytest
 import yaml
 from cases import BATCHES, CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of
 from commands import ROOT
-from helpers import adapter_for, saved_adapter, tiny_target
+from helpers import adapter_for, chain_of, saved_adapter, tiny_target
 from test_architecture import NAMES
 
 from kangaroo.drafters.cascade import Cascade
-from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 
 if sys.version_info >= (3, 11):
@@ -39,7 +38,7 @@ def test_the_shown_drafter_writes_what_vanilla_writes(tmp_path, monkeypatch, sam
     drafter = importlib.import_module("bigram").BigramConfig().build(case.lm)
     for engine in (
         Engine(case.lm, drafter, prefill_chunk=CHUNK),
-        Engine(case.lm, Cascade(drafter, Kangaroo(case.lm, case.adapter, 4, 0.3))),
+        Engine(case.lm, Cascade(drafter, chain_of(case.lm, case.adapter, 4, 0.3))),
     ):
         done = engine.generate(PROMPTS, NEW_TOKENS, SAMPLINGS[sampling], BATCHES[batch])
         assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts

@@ -16,10 +16,9 @@ import httpx
 import uvicorn
 from commands import ROOT, free_port
 from fastapi import FastAPI
-from helpers import adapter_for, tiny_target
+from helpers import adapter_for, chain_of, tiny_target
 from transformers import PreTrainedTokenizerBase
 
-from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
@@ -38,7 +37,7 @@ def target() -> TargetModel:
 
 
 def engine_of(lm: TargetModel, chunk: int | None = 8) -> Engine:
-    drafter = Kangaroo(lm, adapter_for(lm), steps=3, threshold=0)
+    drafter = chain_of(lm, adapter_for(lm), steps=3, threshold=0)
     return Engine(lm, drafter, byte_tokenizer(), prefill_chunk=chunk, prefix_cache=True)
 
 

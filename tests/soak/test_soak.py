@@ -14,7 +14,7 @@ from cases import case_of
 from helpers import adapter_for
 
 from kangaroo.drafters.base import DrafterConfig
-from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule
@@ -94,8 +94,9 @@ class WritesIntoTheCommittedCache(PromptLookup):
         return super().propose(batch)
 
 
+CHAIN = KangarooConfig(steps=4, threshold=0.0)
 BROKEN = {
-    "token": lambda case: AltersATokenThatWasWritten(case.lm, adapter_for(case.lm), 4, 0.0),
+    "token": lambda case: AltersATokenThatWasWritten(case.lm, adapter_for(case.lm), CHAIN),
     "cache": lambda case: WritesIntoTheCommittedCache(1, 4),
     "verifier": lambda case: PromptLookup(1, 4),
 }

@@ -155,7 +155,7 @@ def test_a_run_learns_from_what_was_kept_unless_told_otherwise_or_it_is_missing(
         return read_config(str(folder)).training["trainer"]["use_stored_logits"]
 
     assert run("stored")
-    with pytest.raises(ConfigError, match="use_stored_logits=True there, None now"):
+    with pytest.raises(ConfigError, match="use_stored_logits=True there, False now"):
         run("stored", use_stored_logits=False)
     assert not run("computed", use_stored_logits=False)
     without = [{k: v for k, v in sample.items() if k != "teacher"} for sample in samples]

@@ -9,7 +9,7 @@ from kangaroo_vllm.target import Below
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.heads import draft_head
 from kangaroo.heads.draft_head import DraftHead, TextHead
@@ -56,7 +56,8 @@ def test_each_round_writes_what_our_engines_does(
     adapter = adapter_for(lm, feed_forward=drafter == "layer")
     frequent_K = torch.arange(0, 128, 2)
     head = DraftHead(lm) if room is None else TextHead(lm, frequent_K, room)
-    engine = Engine(lm, Kangaroo(lm, adapter, steps, threshold, head))
+    options = KangarooConfig(steps=steps, threshold=threshold)
+    engine = Engine(lm, Kangaroo(lm, adapter, options, head))
     with serve(drafter, steps, threshold, text_vocabulary=room) as llm:
         for prompt in prompts(3):
             before = counted(llm)

@@ -5,7 +5,7 @@ from conftest import counted, written
 from folders import save_adapter
 from transformers import AutoTokenizer
 
-from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.heads import adapter_files
@@ -45,7 +45,8 @@ def test_the_shipped_adapter_is_accepted_as_in_our_engine(
     folders["shipped"] = save_adapter(smollm2, made, tmp_path / "shipped", vocabulary_K)
 
     adapter, (head,) = adapter_files.load(ADAPTER, smollm2, Adapter)
-    engine = Engine(smollm2, Kangaroo(smollm2, adapter, STEPS, THRESHOLD, head))
+    options = KangarooConfig(steps=STEPS, threshold=THRESHOLD)
+    engine = Engine(smollm2, Kangaroo(smollm2, adapter, options, head))
     ours = engine.generate(questions, TOKENS, batch_size=1)  # several draft what pays here
     steps = [step for text in ours for step in text.steps[1:]]
 

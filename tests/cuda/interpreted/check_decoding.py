@@ -8,12 +8,11 @@ import pytest
 import torch
 from cases import DRAFTERS, Case
 from check_models import DEVICE, SMALLEST, model, random_tokens
-from helpers import adapter_for, random_prompts, texts_by, tiny_model, vanilla_texts
+from helpers import adapter_for, chain_of, random_prompts, texts_by, tiny_model, vanilla_texts
 from strict_graphs import DanglingGraph, StrictGraphs, StrictRecorder
 
 from kangaroo.cuda import layers as kernels
 from kangaroo.cuda.graphs import Graphs
-from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.prefill import read
@@ -50,7 +49,7 @@ def test_kangaroo_in_bfloat16_writes_vanillas_text_and_no_logits(monkeypatch):
     monkeypatch.setattr(TargetModel, "logits", lambda self, x: calls.append(1) or logits(self, x))
     lm, prompts = by_kernels("llama", torch.bfloat16, layers=2), random_prompts(3)
     parts = AdapterHeadConfig(fused=True, feed_forward=True)
-    engine = Engine(lm, Kangaroo(lm, adapter_for(lm, 1, parts), steps=2, threshold=0))
+    engine = Engine(lm, chain_of(lm, adapter_for(lm, 1, parts), steps=2, threshold=0))
     assert texts_by(engine, prompts, 3) == vanilla_texts(lm, prompts, 3)
     assert len(calls) == 2  # it is read once for vanilla and once for Kangaroo
 
