@@ -26,7 +26,6 @@ from kangaroo.drafters.draft_verify import DraftVerify
 from kangaroo.drafters.eagle import EagleTree
 from kangaroo.drafters.expected_gain import Costs
 from kangaroo.drafters.hybrid import Hybrid, HybridConfig
-from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.layerskip import LayerSkipConfig
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
@@ -66,7 +65,7 @@ class Case:
     texts: list[list[int]]
 
 
-def kangaroo(lm: TargetModel, **parts: int) -> Kangaroo:
+def kangaroo(lm: TargetModel, **parts: int) -> Drafter:
     return chain_of(lm, adapter_for(lm, EXIT, AdapterHeadConfig(**parts)), 4, 0.3)
 
 
@@ -114,7 +113,7 @@ def fused(case: Case) -> Case:
     return replace(case, adapter=adapter_for(case.lm, architecture=AdapterHeadConfig(fused=True)))
 
 
-def chain_from(case: Case, head: DraftHead) -> Kangaroo:
+def chain_from(case: Case, head: DraftHead) -> Drafter:
     return chain_of(case.lm, case.adapter, 4, 0, head)
 
 
@@ -142,7 +141,14 @@ def hybrid(
 ) -> Hybrid:
     costs = Costs([1 + cost * node for node in range(nodes + 1)], cost, 1.0)
     options = HybridConfig(steps=4, threshold=0, nodes=nodes, **sources)
-    return Hybrid(case.lm, case.adapter, options, head, costs)
+    return with_costs(Hybrid(case.lm, case.adapter, options, head), costs)
+
+
+def with_costs(drafter: Hybrid, costs: Costs) -> Hybrid:
+    """A hybrid whose costs stay the same."""
+    drafter.costs, drafter.needs_costs = costs, False
+    drafter.update_costs = lambda *_, **__: None
+    return drafter
 
 
 def cheap(drafter: Any) -> Any:

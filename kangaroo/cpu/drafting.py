@@ -26,7 +26,7 @@ from kangaroo.models.target import TargetModel
 UNREAD = 4  # unread tokens that a draft model reads while drafting; if there are more, as a prompt
 
 
-class NativeDrafting:
+class Drafting:
     """A drafter in native code for one batch; the base class is vanilla decoding."""
 
     nodes = 0  # the most places that its nodes take in a round
@@ -40,7 +40,7 @@ class NativeDrafting:
         """Add nodes below the pending tokens of these rows."""
 
 
-def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> NativeDrafting | None:
+def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> Drafting | None:
     """The native drafting for a batch of a drafter; None if it has to decode on tensors."""
     by_match = sampling.greedy or sampling.rule is Rule.match
     if not (lm.acceleration.library and by_match):
@@ -49,7 +49,7 @@ def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> Na
         return None
     match drafter:
         case Vanilla():
-            return NativeDrafting()
+            return Drafting()
         case TreesFromText():
             return TextDrafting(drafter)
         case Hybrid():
@@ -66,7 +66,7 @@ def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> Na
     return None
 
 
-class TextDrafting(NativeDrafting):
+class TextDrafting(Drafting):
     """Chains and trees from the text."""
 
     def __init__(self, drafter: TreesFromText):
@@ -77,7 +77,7 @@ class TextDrafting(NativeDrafting):
             buffers.add(row, *self.drafter.tree_of(batch, row))
 
 
-class LayerDrafting(NativeDrafting):
+class LayerDrafting(Drafting):
     """Drafting with a layer on the target's shallow states."""
 
     def __init__(self, drafter: EarlyExit):
@@ -168,10 +168,10 @@ class HybridDrafting(LayerDrafting):
             buffers.replace_with_tree(row, *best_tree(drafter.costs, source, drafter.nodes))
 
 
-class CascadeDrafting(NativeDrafting):
+class CascadeDrafting(Drafting):
     """The second drafter drafts in rows where the first, from the text, has no draft."""
 
-    def __init__(self, first: NativeDrafting, second: NativeDrafting):
+    def __init__(self, first: Drafting, second: Drafting):
         self.first, self.second = first, second
         self.nodes, self.exit_layer = max(first.nodes, second.nodes), second.exit_layer
 
@@ -183,7 +183,7 @@ class CascadeDrafting(NativeDrafting):
         self.second.draft(buffers, batch, [row for row in rows if buffers.count[row] == 1])
 
 
-class DraftModelDrafting(NativeDrafting):
+class DraftModelDrafting(Drafting):
     """Chains of a model with a cache of its own; a round's first pass reads unread tokens."""
 
     def __init__(self, drafter: DraftModel):

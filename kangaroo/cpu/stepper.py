@@ -4,7 +4,7 @@ import numpy as np
 from torch import Tensor
 
 from kangaroo.cpu.buffers import DraftBuffers
-from kangaroo.cpu.drafting import NativeDrafting
+from kangaroo.cpu.drafting import Drafting
 from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import Chunk
@@ -16,9 +16,9 @@ from kangaroo.models.target import TargetModel
 class CpuStepper:
     """Steps of a batch that drafts natively; for `keep` see `Engine.open`."""
 
-    supports_prefix_reuse = leaves_other_rows = True
+    leaves_other_rows, rereads = True, 0
 
-    def __init__(self, lm: TargetModel, drafting: NativeDrafting, batch: Batch, keep: int):
+    def __init__(self, lm: TargetModel, drafting: Drafting, batch: Batch, keep: int):
         self.lm, self.drafting, self.batch, self.keep = lm, drafting, batch, keep
         parts = 1 + drafting.nodes, drafting.exit_layer, drafting.layer(batch.cache)
         self.buffers = DraftBuffers(lm, batch.cache, *parts, max(keep, batch.likeliest))

@@ -12,7 +12,6 @@ from kangaroo.cpu.native import Sizes
 
 log = logging.getLogger(__name__)
 
-DTYPES = torch.float16, torch.bfloat16, torch.float32
 MIN_CAPABILITY = 8, 0  # cards from here on multiply bfloat16 matrices
 WIDEST_HEAD = 256
 LARGEST_GROUP = 16  # query heads for each key head, which are columns of a product
@@ -23,7 +22,7 @@ def usable_layers(
 ) -> ModuleType | None:
     """The module `kangaroo.cuda.layers`; None, with a warning, if it cannot run such layers here. A
     plain model uses SiLU, and has no hooks and no other weights than usual."""
-    reason = reason_against(dtype, sizes, is_plain, device)
+    reason = reason_against(sizes, is_plain, device)
     if reason is None:
         from kangaroo.cuda import layers
 
@@ -37,15 +36,11 @@ def usable_layers(
     return None
 
 
-def reason_against(
-    dtype: torch.dtype, sizes: Sizes, is_plain: bool, device: torch.device
-) -> str | None:
+def reason_against(sizes: Sizes, is_plain: bool, device: torch.device) -> str | None:
     """The reason why the kernels cannot run such a model; None if they can."""
     size, group = sizes.head_size, sizes.heads // sizes.kv_heads
     if find_spec("triton") is None:
         return "the package triton is not installed"
-    if dtype not in DTYPES:
-        return f"the weights are {dtype}; the kernels take {', '.join(map(str, DTYPES))}"
     if size % 2 or size > WIDEST_HEAD:
         return f"heads have size {size}; the kernels take even ones up to {WIDEST_HEAD}"
     if group > LARGEST_GROUP:

@@ -35,14 +35,14 @@ class Drafter(Protocol):
         taps: the target's hidden states that it reads, each by the number of layers below it.
         max_nodes: the most nodes of a round without the root. As many slots are reserved for them,
             and for positions before the start of a text (`TargetModel.forward_meta`, `below`).
-        supports_prefix_reuse: whether `prefill` may get a prompt without its beginning, if the
-            row's previous text began alike (without its last two tokens), or after `copy_prefix`.
+        rereads: `prefill` may get a prompt without its beginning, if the row's previous text began
+            alike, or after `copy_prefix`; but with so many of its last tokens.
         needs_costs: whether it asks the budget even if only one text is decoded.
     """
 
     max_nodes: int
     taps: tuple[int, ...] = ()
-    supports_prefix_reuse: bool = True
+    rereads: int = 0
     needs_costs: bool = False
 
     def begin(self, batch: Batch) -> None:

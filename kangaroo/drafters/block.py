@@ -54,8 +54,7 @@ class Block(EarlyExit, Chain):
     ):
         steps = min(options.steps, adapter.architecture.places)
         super().__init__(lm, adapter, replace(options, steps=steps), head)
-        self.window = steps
-        self.supports_prefix_reuse = False  # shallow states before a prompt's rest are not kept
+        self.window, self.rereads = steps, steps - 1
         self.draft_cost, self.tokens_of_pass = self.draft_cost / steps, steps
         parts = lm.hf.model.embed_tokens.weight.to(adapter.home(lm)).split(4096)  # tokens at a time
         neighbours_VR = torch.cat([adapter.neighbours(part_XD) for part_XD in parts])

@@ -48,7 +48,7 @@ class Cascade(Drafter):
         self.first, self.second = self.parts = first, second
         self.taps = tuple(sorted({*first.taps, *second.taps}))
         self.max_nodes = first.max_nodes + second.max_nodes
-        self.supports_prefix_reuse = first.supports_prefix_reuse and second.supports_prefix_reuse
+        self.rereads = max(first.rereads, second.rereads)
         self.needs_costs = first.needs_costs or second.needs_costs
 
     def begin(self, batch: Batch) -> None:

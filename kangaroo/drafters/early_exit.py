@@ -39,8 +39,6 @@ class EarlyExit(EarlyStopping):
         self.head = (head or adapter.draft_heads(lm, None)[0]).accelerate(lm)
         self.exit_layer, self.deep_tap = adapter.exit_layer, adapter.deep_tap
         self.shallow, self.reads_deep = range(adapter.exit_layer), self.deep_tap is not None
-        # only tensor rounds need the window's shallow states before the rest of a prompt
-        self.supports_prefix_reuse = not self.reads_deep
         self.taps = tuple(tap for tap in (self.exit_layer, self.deep_tap) if tap is not None)
         native_int8 = adapter.mixes_natively and lm.acceleration.multiplies_bytes(lm.dtype)
         self.int8 = adapter.int8 and native_int8
@@ -52,6 +50,7 @@ class EarlyExit(EarlyStopping):
         drafting = {*adapter.parameters(), *self.head.weights}
         self.draft_cost = self.shallow_cost + sum(weight.nbytes for weight in drafting) / total
         self.window = self.steps if self.reads_deep else 1
+        self.rereads = self.window - 1  # the window's shallow states; a prompt's last token is new
         self.cache = lm.new_cache(0, 0, [])
         # the target's deep state, normed, at each slot of the text if the layer reads them
         self.deep_BSD = torch.zeros(0, 0, 0, dtype=lm.dtype, device=adapter.home(lm))

@@ -52,23 +52,18 @@ class HybridConfig(EarlyExitConfig):
 
 class Hybrid(Kangaroo):
     """Verifies the candidates of its sources that are worth their cost, and drafts nothing if a
-    lookup is nearly sure. `costs`, of at least `nodes` nodes, are measured if not given."""
+    lookup is nearly sure."""
 
     reads_logits = True  # for the alternatives
+    costs: Costs  # of the round
 
     def __init__(
-        self,
-        lm: TargetModel,
-        adapter: Layer,
-        options: HybridConfig,
-        head: DraftHead | None = None,
-        costs: Costs | None = None,
+        self, lm: TargetModel, adapter: Layer, options: HybridConfig, head: DraftHead | None = None
     ):
         super().__init__(lm, adapter, options, head)
         self.options, self.nodes = options, options.nodes
         self.max_nodes, self.store = max(self.nodes, self.steps), AnswerStore(options.store_tokens)
-        self.needs_costs = costs is None
-        self.costs = costs or Costs((), 0.0, 0.0)  # measured in each round
+        self.needs_costs = True
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
@@ -77,12 +72,11 @@ class Hybrid(Kangaroo):
         batch.likeliest = max(batch.likeliest, int(self.options.recycle))
 
     def update_costs(self, budget: Budget, rows: int, shared_states: bool) -> None:
-        """Set measured costs for a round of so many rows. With `shared_states` the states of a
-        lookup's tokens are computed together with the pending token's."""
-        if self.needs_costs:
-            draft = self.draft_cost, self.options.min_gain_per_step
-            states = self.shallow_cost if shared_states else 0.0
-            self.costs = Costs(budget.cost(rows, self.nodes), *draft, states)
+        """Set the costs for a round of so many rows. With `shared_states` the states of a lookup's
+        tokens are computed together with the pending token's."""
+        draft = self.draft_cost, self.options.min_gain_per_step
+        states = self.shallow_cost if shared_states else 0.0
+        self.costs = Costs(budget.cost(rows, self.nodes), *draft, states)
 
     def propose(self, batch: Batch) -> Draft:
         self.update_costs(batch.budget, len(batch.active), shared_states=False)

@@ -54,7 +54,7 @@ class MedusaConfig(TrainedConfig):
         if self.top_k == 1:  # a chain, however often guesses are right
             chances = [[1.0]] * trained.architecture.heads
         else:
-            chances = adapter_files.read_config(self.adapter).facts["guesses"]
+            chances = adapter_files.read_config(self.adapter).facts.get("guesses", [])
         paths = sparse_tree([ranked[: self.top_k] for ranked in chances], self.nodes)
         return Medusa(lm, trained, heads, paths)
 

@@ -251,12 +251,13 @@ class Engine:
             raise PromptError("stop strings need the engine's tokenizer: Engine(..., tokenizer=).")
 
     def match_prefix(self, batch: Batch, row: int, prompt: Sequence[int]) -> tuple[int, int]:
-        """The row that has the longest prefix of a prompt, preferably `row`, and its length."""
-        if not (self.prefix_cache and self.stepper and self.stepper.supports_prefix_reuse):
+        """The row that has the longest prefix of a prompt, preferably `row`, and how many of its
+        tokens need not be read."""
+        if not (self.prefix_cache and self.stepper):
             return row, 0
         lengths = {x: batch.common_prefix(x, prompt) for x in (row, *range(batch.size))}
         source = max(lengths, key=lengths.__getitem__)
-        return source, lengths[source]
+        return source, max(lengths[source] - self.stepper.rereads, 0)
 
     @torch.inference_mode()
     def step(self, batch: Batch, drafts: bool = True) -> list[StepRecord]:

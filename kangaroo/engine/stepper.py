@@ -27,7 +27,7 @@ class TensorStepper:
 
     def __init__(self, lm: TargetModel, drafter: Drafter, batch: Batch, keep: int):
         self.lm, self.drafter, self.batch, self.keep = lm, drafter, batch, keep
-        self.supports_prefix_reuse = drafter.supports_prefix_reuse
+        self.rereads = drafter.rereads
 
     def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
         """Chunks that the drafter has to read of a prefix that a prompt shares with a row."""

@@ -178,7 +178,7 @@ def outcomes(logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor) -> tuple[Te
     others together; and the argmax `[C]`. A CPU's native code copies no logits to float32."""
     on_cpu = logits_CK.device.type == "cpu" and logits_CK.dtype in native.DTYPES
     if on_cpu and native.library() is not None:
-        return NativeOutcomes.apply(logits_CK, index_CJ, inside_CJ)
+        return Outcomes.apply(logits_CK, index_CJ, inside_CJ)
     logits_CK, best_C = logits_CK.float(), logits_CK.argmax(-1)
     total_C1 = logits_CK.logsumexp(-1, keepdim=True)
     rows_C1 = torch.arange(len(logits_CK), device=logits_CK.device)[:, None]
@@ -189,7 +189,7 @@ def outcomes(logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor) -> tuple[Te
     return torch.cat([log_q_CJ, rest_C1.clamp(min=math.log(TINY))], -1), best_C
 
 
-class NativeOutcomes(torch.autograd.Function):
+class Outcomes(torch.autograd.Function):
     """`outcomes` in native code, which computes the logits' gradient in one pass. With g the
     outcomes' gradients, s their sum and q the probabilities, a token among the outcomes has the
     gradient `g - s q`, any other `(g_rest / q_rest - s) q`."""

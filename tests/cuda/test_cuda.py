@@ -44,7 +44,6 @@ def test_kernels_compute_what_they_should(mark, interpreted):
 @pytest.mark.parametrize(
     "dtype, heads, is_plain, named",
     [
-        (torch.float64, (4, 2, 16), True, "torch.float64"),
         (torch.float16, (4, 2, 15), True, "size 15"),
         (torch.float16, (4, 2, 16), False, "hooks"),
         (torch.float16, (4, 2, 16), True, "Triton cannot run here"),  # on a CPU

@@ -3,20 +3,13 @@
 import random
 from dataclasses import replace
 
+import cases
 import pytest
 from cases import NEW_TOKENS, PROMPTS, Case, accepted, case_of, choices_without_cache, rounds_of
 from helpers import adapter_for, admit_text, check_drafts, longest_earlier_match, paths_of, tiny
 
 from kangaroo.drafters import expected_gain
-from kangaroo.drafters.expected_gain import (
-    Costs,
-    DraftedChain,
-    Lookup,
-    Recycled,
-    Sources,
-    best_tree,
-    drafting_pays,
-)
+from kangaroo.drafters.expected_gain import Costs, DraftedChain, Lookup, Recycled, Sources
 from kangaroo.drafters.hybrid import Hybrid, HybridConfig
 from kangaroo.drafters.suffix import SuffixAutomaton
 from kangaroo.drafters.token_recycling import TokenRecycling
@@ -37,7 +30,7 @@ def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed
     lookup.shift, chain.shift = trusted.lookups[0].shift, trusted.chain.shift
     lookup.set_match(length, SuffixAutomaton(text).continuation(NODES))
     sources = Sources([lookup], chain)
-    while len(chain.tokens) < STEPS and drafting_pays(COSTS, sources, NODES):
+    while len(chain.tokens) < STEPS and expected_gain.drafting_pays(COSTS, sources, NODES):
         chain.add(choices_without_cache(case, text, chain.tokens, sampling, seed, 3))
         if chain.confidence <= drafter.threshold:
             break
@@ -52,12 +45,12 @@ def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a
     monkeypatch.setattr(expected_gain, "NEXT_CHANCE_WITH_LOOKUP", beside)
     drafted = []
     options = HybridConfig(steps=STEPS, threshold=threshold, nodes=NODES)
-    drafter = Hybrid(case.lm, case.adapter, options, costs=COSTS)
+    drafter = cases.with_costs(Hybrid(case.lm, case.adapter, options), COSTS)
 
     def check(batch, draft, row):
         text, seed = batch.texts[row], batch.seeds[row]
         sources = expected_sources(case, drafter, row, text, sampling, seed)
-        assert paths_of(draft, row)[1:] == paths(*best_tree(COSTS, sources, NODES))
+        assert paths_of(draft, row)[1:] == paths(*expected_gain.best_tree(COSTS, sources, NODES))
         drafted.append(len(sources.chain.tokens))
         assert (draft.valid_BN[batch.done_B].sum(1) == 1).all()
 
@@ -69,8 +62,8 @@ def test_the_tree_is_made_of_the_lookup_and_of_what_the_adapter_drafts_without_a
 
 def test_a_draft_ends_with_what_ends_the_text():
     lm = tiny("llama", eos_token_id=5)
-    drafter = Hybrid(lm, adapter_for(lm), HybridConfig(threshold=0, nodes=NODES), costs=COSTS)
-    engine = Engine(lm, drafter)
+    drafter = Hybrid(lm, adapter_for(lm), HybridConfig(threshold=0, nodes=NODES))
+    engine = Engine(lm, cases.with_costs(drafter, COSTS))
     for ignored, expected in (False, [3, 5]), (True, [3, 5, 4, 1, 2, 3]):
         batch = engine.open(1, 60, Sampling())
         admit_text(engine, batch, 0, [1, 2, 3, 5, 4, 1, 2], ignore_eos=ignored)
@@ -88,7 +81,8 @@ def shifts(sources: Sources) -> list[float]:
 def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled):
     case = case_of("llama-compiled" if compiled else "llama", "sampled")
     options = HybridConfig(threshold=0, nodes=NODES, recycle=True, store_tokens=100)
-    engine = Engine(case.lm, drafter := Hybrid(case.lm, case.adapter, options, costs=COSTS))
+    drafter = cases.with_costs(Hybrid(case.lm, case.adapter, options), COSTS)
+    engine = Engine(case.lm, drafter)
     batch, steps = engine.open(1, 80, Sampling()), []
     for turn in range(3):
         engine.admit(batch, 0, Request(PROMPTS[1], NEW_TOKENS))
@@ -106,7 +100,10 @@ def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled)
 
 @pytest.mark.parametrize(
     "build",
-    [lambda case: Hybrid(case.lm, case.adapter, OPTIONS, costs=COSTS), lambda _: TokenRecycling(6)],
+    [
+        lambda case: cases.with_costs(Hybrid(case.lm, case.adapter, OPTIONS), COSTS),
+        lambda _: TokenRecycling(6),
+    ],
     ids=["hybrid", "token recycling"],
 )
 def test_the_same_text_takes_the_same_rounds_alone_and_in_a_batch(case, sampling, build):
@@ -171,7 +168,7 @@ def test_the_tree_is_the_best_of_all_trees(most, min_gain_per_step):
     costs = Costs([1, 1.1, 1.15, 1.2, 1.6, 1.7, 1.9], 0.05, min_gain_per_step)
     for _ in range(60):
         of_paths = gains(sources := random_sources(rng), depth=min(most, 5))
-        chosen = paths(*best_tree(costs, sources, most))
+        chosen = paths(*expected_gain.best_tree(costs, sources, most))
         assert all(path[:-1] in ((), *chosen) for path in chosen)
         # a child's gain is no higher than its parent's, so the likeliest nodes are a tree
         ordered = sorted(of_paths.values(), reverse=True)[:most]
@@ -202,11 +199,11 @@ def test_nothing_that_a_source_says_is_lost_and_chances_are_a_distribution():
 def test_recycled_tokens_are_candidates_where_others_are_silent():
     (recycled := Recycled({7: [3], 5: [8], 6: [2]})).start = 7
     sources = Sources([Lookup()], DraftedChain(), recycled)
-    assert paths(*best_tree(CHEAP, sources, 5)) == [(3,)]
+    assert paths(*expected_gain.best_tree(CHEAP, sources, 5)) == [(3,)]
     sources.lookups[0].set_match(9, [5])
     sources.chain.add([(6, 0.4), (1, 0.2)])
     expected = [(5,), (5, 8), (6,), (6, 2), (1,)]
-    assert sorted(paths(*best_tree(CHEAP, sources, 9))) == sorted(expected)
+    assert sorted(paths(*expected_gain.best_tree(CHEAP, sources, 9))) == sorted(expected)
 
 
 def test_a_text_teaches_how_far_to_trust_each_source_and_only_what_it_shows():
@@ -245,6 +242,6 @@ def test_a_text_teaches_how_far_to_trust_each_source_and_only_what_it_shows():
 )
 def test_a_token_is_drafted_where_it_may_gain_more_than_it_costs(sources, pays):
     costs = Costs([1 + 0.03 * node for node in range(20)], 0.05, 1.5)
-    assert drafting_pays(costs, sources, 15) == pays
-    assert drafting_pays(CHEAP, sources, 15)
-    assert not drafting_pays(replace(costs, draft=0.5), sources, 15)
+    assert expected_gain.drafting_pays(costs, sources, 15) == pays
+    assert expected_gain.drafting_pays(CHEAP, sources, 15)
+    assert not expected_gain.drafting_pays(replace(costs, draft=0.5), sources, 15)

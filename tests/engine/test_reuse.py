@@ -70,8 +70,8 @@ def converse(engine: Engine, talks: list[list[Turn]], sampling: Sampling) -> lis
     return done
 
 
-def reuses(engine: Engine) -> bool:
-    return engine.prefix_cache and engine.stepper.supports_prefix_reuse
+def reused_by(engine: Engine, count: int) -> int:
+    return max(count - engine.stepper.rereads, 0) * engine.prefix_cache
 
 
 def engines(drafter: str, case: Case) -> list[Engine]:
@@ -87,7 +87,7 @@ def check(drafter: str, family: str, sampling: str) -> None:
         for row, turns in zip(done, of_rows, strict=True):
             for generation, turn in zip(row, turns, strict=True):
                 assert turn.prompt + generation.tokens == turn.text
-                assert generation.reused == turn.reused * reuses(engine)
+                assert generation.reused == reused_by(engine, turn.reused)
         rounds.append(list(map(rounds_of, done)))
     assert rounds[0] == rounds[1]
 
@@ -143,7 +143,7 @@ def check_shared(drafter: str, family: str, sampling: str) -> None:
             (text,) = vanilla_texts(lm, [prompt], len(generation.tokens), how)
             assert prompt + generation.tokens == text
         reused = [18 + 1 - 2, 0, 36, 36, min(len(done[-1][0]) - 9, furthest - 2)]
-        assert [x.reused for _, x in done] == [n * reuses(engine) for n in reused]
+        assert [x.reused for _, x in done] == [reused_by(engine, n) for n in reused]
         rounds.append(rounds_of([x for _, x in done]))
     assert rounds[0] == rounds[1]
 

@@ -15,19 +15,10 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import sampling as sampler
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import (
-    NoiseStream,
-    Rule,
-    Sampling,
-    candidates,
-    combine,
-    perturb,
-    pick,
-    uniform,
-    warp,
-)
+from kangaroo.engine.sampling import NoiseStream, Rule, Sampling, candidates, combine, pick
 from kangaroo.utils.errors import ConfigError
 
 DRAWS = 20_000
@@ -53,7 +44,7 @@ def assert_independent(first: Tensor, second: Tensor) -> None:
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_tokens_follow_the_warped_softmax_over_positions_and_over_seeds(sampling):
     how = combine([sampling])
-    probs_V = warp(LOGITS_V[None, None], how).softmax(-1)[0, 0]
+    probs_V = sampler.warp(LOGITS_V[None, None], how).softmax(-1)[0, 0]
     assert_distributed(over_positions(sampling), probs_V)
     assert_distributed(over_positions(sampling, seed=2**40 + 5), probs_V)
     for position in (0, 1000):
@@ -69,7 +60,9 @@ def test_a_rule_goes_by_its_name_too():
 
 
 def test_uniform_numbers_are_uniform_and_strictly_inside_0_and_1():
-    numbers = uniform(torch.arange(10), torch.arange(100).expand(10, -1), NoiseStream.choice, 1000)
+    numbers = sampler.uniform(
+        torch.arange(10), torch.arange(100).expand(10, -1), NoiseStream.choice, 1000
+    )
     assert numbers.min() > 0 and numbers.max() < 1
     assert kstest(numbers.flatten()[::10].numpy(), "uniform").pvalue > SMALL
     # the smallest decide the race over a large vocabulary: they are as fine as they are small
@@ -77,14 +70,16 @@ def test_uniform_numbers_are_uniform_and_strictly_inside_0_and_1():
     assert kstest(small.numpy(), "uniform").pvalue > SMALL
     assert len(small.unique()) > 0.99 * len(small)
     # the largest one is below 1, though float32 would round it up; position and index by search
-    (numbers_V,) = uniform(torch.tensor([0]), torch.tensor([[329851]]), NoiseStream.choice, 32)[0]
+    (numbers_V,) = sampler.uniform(
+        torch.tensor([0]), torch.tensor([[329851]]), NoiseStream.choice, 32
+    )[0]
     assert numbers_V[16] == 1 - 2.0**-24
     assert torch.isfinite(torch.log(-torch.log1p(-numbers_V))).all()
 
 
 def flat_choice(seeds_B: Tensor, positions_BN: Tensor) -> Tensor:
     logits_BNV = torch.zeros(*positions_BN.shape, SIZE)
-    return perturb(logits_BNV, seeds_B, positions_BN, NoiseStream.choice).argmax(-1)
+    return sampler.perturb(logits_BNV, seeds_B, positions_BN, NoiseStream.choice).argmax(-1)
 
 
 @pytest.mark.parametrize("lag", [1, 2, 7, 256, 2**32])
@@ -111,9 +106,9 @@ def test_filters_equal_those_of_transformers(temperature, top_k, top_p):
         flat = TopPLogitsWarper(top_p)(None, expected.flatten(0, 1))  # it takes [rows, V]
         expected = flat.unflatten(0, (4, 3))
     sampling = combine([Sampling(temperature, top_p, top_k)])
-    assert torch.equal(warp(logits_BNV, sampling), expected)
+    assert torch.equal(sampler.warp(logits_BNV, sampling), expected)
     half = logits_BNV.bfloat16()  # filters work in float32
-    assert torch.equal(warp(half, sampling), warp(half.float(), sampling))
+    assert torch.equal(sampler.warp(half, sampling), sampler.warp(half.float(), sampling))
 
 
 # Settings at their ends, and whether they leave but the likeliest token.
@@ -142,7 +137,7 @@ def test_the_likeliest_token_always_stays_and_at_the_extremes_alone(sampling, li
     elif sampling.temperature > 0.1:
         assert_distributed(tokens, (LOGITS_V / sampling.temperature).softmax(-1))
     if not sampling.greedy:
-        warped_V = warp(LOGITS_V[None, None], combine([sampling]))[0, 0]
+        warped_V = sampler.warp(LOGITS_V[None, None], combine([sampling]))[0, 0]
         assert torch.isfinite(warped_V[LOGITS_V.argmax()]) and not warped_V.isnan().any()
 
 
