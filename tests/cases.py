@@ -118,7 +118,6 @@ def chain_from(case: Case, head: DraftHead) -> Drafter:
 
 
 def tree(case: Case, *options: Any) -> KangarooTree:
-    """Steps, threshold, head, top_k, nodes, and the least confidence."""
     return tree_of(case.lm, case.adapter, *options)
 
 
@@ -145,9 +144,7 @@ def hybrid(
 
 
 def with_costs(drafter: Hybrid, costs: Costs) -> Hybrid:
-    """A hybrid whose costs stay the same."""
-    drafter.costs, drafter.needs_costs = costs, False
-    drafter.update_costs = lambda *_, **__: None
+    drafter.costs, drafter.needs_costs, drafter.update_costs = costs, False, lambda *_, **__: None
     return drafter
 
 

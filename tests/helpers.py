@@ -139,7 +139,6 @@ def chain_of(
 
 
 def tree_of(lm: Any, layer: Any, *options: Any, kind: Any = KangarooTree) -> Any:
-    """`options` are steps, threshold, head, top_k, nodes and min_confidence."""
     names = "steps", "threshold", "head", "top_k", "nodes", "min_confidence"
     settings = dict(zip(names, options, strict=False))
     head = settings.pop("head", None)

@@ -19,7 +19,6 @@ from kangaroo.engine.sampling import Sampling
 
 NODES, STEPS = 6, 3
 COSTS = Costs([1 + 0.02 * node for node in range(NODES + 1)], 0.05, 1.0)
-OPTIONS = HybridConfig(steps=3, threshold=0, nodes=NODES, recycle=True)
 
 
 def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed) -> Sources:
@@ -81,8 +80,8 @@ def shifts(sources: Sources) -> list[float]:
 def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled):
     case = case_of("llama-compiled" if compiled else "llama", "sampled")
     options = HybridConfig(threshold=0, nodes=NODES, recycle=True, store_tokens=100)
-    drafter = cases.with_costs(Hybrid(case.lm, case.adapter, options), COSTS)
-    engine = Engine(case.lm, drafter)
+    drafter = Hybrid(case.lm, case.adapter, options)
+    engine = Engine(case.lm, cases.with_costs(drafter, COSTS))
     batch, steps = engine.open(1, 80, Sampling()), []
     for turn in range(3):
         engine.admit(batch, 0, Request(PROMPTS[1], NEW_TOKENS))
@@ -100,10 +99,7 @@ def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled)
 
 @pytest.mark.parametrize(
     "build",
-    [
-        lambda case: cases.with_costs(Hybrid(case.lm, case.adapter, OPTIONS), COSTS),
-        lambda _: TokenRecycling(6),
-    ],
+    [lambda x: cases.hybrid(x, NODES, 0.02, recycle=True), lambda _: TokenRecycling(6)],
     ids=["hybrid", "token recycling"],
 )
 def test_the_same_text_takes_the_same_rounds_alone_and_in_a_batch(case, sampling, build):

@@ -86,8 +86,7 @@ def test_every_step_of_training_is_a_place_of_the_block(trained):
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_a_draft_is_that_of_the_definition(trained, batch_size):
     lm, head = trained
-    drafter = helpers.chain_of(lm, head, steps=4, threshold=0.3, kind=Block)
-    further = head.draft_heads(lm, None)[1]
+    drafter, further = helpers.chain_of(lm, head, 4, 0.3, kind=Block), head.draft_heads(lm, None)[1]
 
     def expected(text: list[int], seed: int, count: int) -> list[int]:
         tokens = text[-1:]
