@@ -80,7 +80,7 @@ def read_tokenizer(source: str, revision: str | None) -> Tokenizer:
         return AutoTokenizer.from_pretrained(source, revision=revision)
     except Exception as error:  # as above
         raise _find_damage(source, revision) or errors.ModelNotFound(
-            f"'{source}' has no tokenizer that can be read: {_first_line(error)}. Save the "
+            f"'{source}' has no tokenizer that can be read: {first_line(error)}. Save the "
             "model's tokenizer (tokenizer.json) there."
         ) from error
 
@@ -127,7 +127,7 @@ def _failure(
 ) -> errors.KangarooError:
     if damage := _find_damage(source, revision):
         return damage
-    reason, is_missing = _first_line(error), isinstance(error, OSError)
+    reason, is_missing = first_line(error), isinstance(error, OSError)
     if method and not is_missing:
         kind = errors.MissingPackage if isinstance(error, ImportError) else errors.UnsupportedModel
         is_of_gptqmodel = method in ("gptq", "awq") and find_spec("gptqmodel") is None
@@ -159,7 +159,7 @@ def _failure(
     )
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "").rstrip(" .:") or type(error).__name__
 
 
@@ -184,7 +184,7 @@ def _find_damage(source: str, revision: str | None) -> errors.CorruptFile | None
             with file.open("rb") as stream:
                 beginning = stream.read(64)
             reasons = (text for start, text in BEGINNINGS.items() if beginning.startswith(start))
-            reason = next(reasons, _first_line(error)) if beginning else "it is empty"
+            reason = next(reasons, first_line(error)) if beginning else "it is empty"
             return errors.CorruptFile(
                 f"'{file.resolve()}' is truncated or corrupt ({reason}). "
                 "Delete it, then fetch or save it again."

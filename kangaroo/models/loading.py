@@ -17,7 +17,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kangaroo.models import random_models
-from kangaroo.models.checkpoints import check_placed, read_checkpoint, read_tokenizer
+from kangaroo.models.checkpoints import check_placed, first_line, read_checkpoint, read_tokenizer
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
 from kangaroo.models.layer_weights import is_plain, packed_linears
 from kangaroo.models.prompts import Tokenizer, chat_template, turn_end
@@ -197,17 +197,16 @@ def meta_model(config: ModelConfig) -> TargetModel:
             shape = AutoConfig.from_pretrained(config.path, revision=config.revision)
     except (OSError, ValueError) as error:
         raise ModelNotFound(
-            f"the shape of '{config.path}' is not known: no folder has this name and the hub did "
-            f"not give its config: {str(error).splitlines()[0]} Go online, pass model.path= a "
-            f"local folder, or choose one of {', '.join(random_models.SHAPES)}."
+            f"the shape of '{config.path}' is not known: neither a folder of this name nor the hub "
+            f"gave its config: {first_line(error)}. Go online, pass model.path= a local folder, or "
+            f"choose one of {', '.join(random_models.SHAPES)}."
         ) from error
     try:
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(shape, dtype=config.dtype.torch)
     except ValueError as error:
         raise UnsupportedModel(
-            f"'{config.path}' cannot be a target: {str(error).splitlines()[0]} Choose another "
-            "model.path."
+            f"'{config.path}' cannot be a target: {first_line(error)}. Choose another model.path."
         ) from error
     hf.config.name_or_path = config.path
     lm = TargetModel(hf)
