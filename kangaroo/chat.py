@@ -41,7 +41,7 @@ def questions(console: Console) -> Iterator[str]:
     while True:
         try:
             yield console.input("[bold]> [/]")
-        except EOFError:
+        except (EOFError, RuntimeError):  # the second if standard input is closed
             return
 
 

@@ -129,8 +129,9 @@ def start_run(folder: Path, settings: dict[str, Any], cost: dict[str, Any], resu
 def read_run(folder: Path) -> dict[str, Any]:
     """Settings, drafter's cost and provenance of a run, as `start_run` wrote them."""
     try:
-        return json.loads((folder / RUN).read_text())
-    except ValueError as error:
+        run = json.loads((folder / RUN).read_text())
+        return {name: run[name] for name in ("settings", "drafter_cost", "provenance")}
+    except (ValueError, TypeError, KeyError) as error:
         raise CorruptFile(f"'{folder / RUN}': {error}. Pass resume=false to begin anew.") from error
 
 

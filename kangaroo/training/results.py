@@ -140,7 +140,7 @@ def write_curves(folder: Path) -> None:
     """Plot every adapter's metrics over steps to `curves.png`. Errors: `DataError` for none."""
     rows = read_metrics(folder)
     if not rows:
-        raise DataError(f"'{folder}' has no training run's {METRICS}, or it is empty.")
+        raise DataError(f"'{folder}' has no {METRICS} of a training; an evaluation needs page=.")
     adapters = dict.fromkeys(k.split("/")[1] for row in rows for k in row if k.startswith("train/"))
     colors = dict(zip(adapters, cycle(matplotlib.color_sequences["tab20"]), strict=False))
     figure = Figure(figsize=(11.5, 6.6), layout="constrained")

@@ -60,12 +60,14 @@ def test_a_conversation_too_long_for_the_context_says_so_and_goes_on(target):
 
 
 def test_bytes_that_are_no_text_end_no_conversation(target, monkeypatch):
-    """Nor does what looks like the console's markup in the error that shows them."""
+    """Nor what looks like the console's markup in the error; without an input there is none."""
     typed = io.TextIOWrapper(io.BytesIO(b"Why?\n[/b]\xff\nAnd then?\n"), "utf-8")
     monkeypatch.setattr("sys.stdin", typed)
     text = talk(target, questions(Console(file=io.StringIO())))
     assert text.count("half of a surrogate pair") == 1
     assert text.count("compression rate") == 2
+    monkeypatch.setattr("sys.stdin", None)
+    assert not talk(target, questions(Console(file=io.StringIO())))
 
 
 def test_the_numbers_are_those_of_the_steps():

@@ -42,20 +42,18 @@ def test_kernels_compute_what_they_should(mark, interpreted):
 
 
 @pytest.mark.parametrize(
-    "dtype, heads, is_plain, named",
+    "size, is_plain, named",
     [
-        (torch.float16, (4, 2, 15), True, "size 15"),
-        (torch.float16, (4, 2, 16), False, "hooks"),
-        (torch.float16, (4, 2, 16), True, "Triton cannot run here"),  # on a CPU
-        (torch.float16, (4, 2, 16), True, "triton is not installed"),
+        *((15, True, "size 15"), (16, False, "hooks")),
+        *((16, True, x) for x in ("Triton cannot run here", "triton is not installed")),  # a CPU
     ],
     ids=str,
 )
-def test_a_warning_names_why_kernels_cannot_run(caplog, monkeypatch, dtype, heads, is_plain, named):
+def test_a_warning_names_why_kernels_cannot_run(caplog, monkeypatch, size, is_plain, named):
     if "installed" in named:
         monkeypatch.setattr(cuda, "find_spec", lambda name: None)
-    sizes = Sizes(64, *heads, 128, 1e-5, 0.25)
-    assert cuda.usable_layers(dtype, sizes, is_plain, torch.device("cpu")) is None
+    sizes = Sizes(64, 4, 2, size, 128, 1e-5, 0.25)
+    assert cuda.usable_layers(torch.float16, sizes, is_plain, torch.device("cpu")) is None
     (record,) = caplog.records
     assert "goes on in transformers' modules" in record.message and named in record.message
 

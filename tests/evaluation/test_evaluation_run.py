@@ -120,8 +120,7 @@ def test_what_is_finished_is_not_run_again_and_other_settings_refused(finished, 
 
 
 def test_a_record_cut_short_is_asked_again_and_a_damaged_one_is_named(finished, bench, copied):
-    """As `kill -9` may leave it."""
-    file = copied / "records-0.jsonl"
+    file = copied / "records-0.jsonl"  # as `kill -9` may leave it
     first, second, third, *_ = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(first + second + third[:-20])
     evaluate_tiny(copied, bench)
@@ -129,9 +128,10 @@ def test_a_record_cut_short_is_asked_again_and_a_damaged_one_is_named(finished, 
     file.write_text('{"question_id": 1}\n')
     with pytest.raises(CorruptFile, match=r"records-0\.jsonl', line 1 is no record"):
         evaluate_tiny(copied, bench)
-    (copied / "run.json").write_text("{")
-    with pytest.raises(CorruptFile, match=r"run\.json': Expecting .*resume=false"):
-        evaluate_tiny(copied, bench)
+    for content in ("{", "[1]", '{"settings": {}}'):
+        (copied / "run.json").write_text(content)
+        with pytest.raises(CorruptFile, match=r"run\.json': .*resume=false"):
+            evaluate_tiny(copied, bench)
 
 
 def test_answers_of_another_revision_are_named_and_never_mixed(bench, copied, caplog):
