@@ -1,6 +1,7 @@
 """Weights in eight bits: what native code makes of them, and what is kept of a head's rows."""
 
 from ctypes import byref
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from kangaroo.cpu import int8, native
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.engine import Engine
+from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Tree
 from kangaroo.heads.draft_head import TextHead
 from kangaroo.models.target import TargetModel
@@ -91,15 +93,16 @@ def test_rare_tokens_of_a_text_are_rounded_when_it_comes():
         assert torch.equal(rounded.scale_R[: head.size], scale_K[: head.size])
 
 
-@pytest.mark.parametrize("factor", [1, 1000, torch.nan])
-def test_the_likeliest_token_by_limits_is_that_of_the_whole_head(factor):
+@pytest.mark.parametrize("factor, temperature", [*product([1, 1000], [0, 0.9, 30]), (torch.nan, 0)])
+def test_the_token_that_limits_choose_is_that_of_the_whole_head(factor, temperature):
     lm = tiny(dtype=torch.bfloat16, vocab_size=1003)
     weight_OD = lm.head.weight.data.normal_(generator=torch.Generator().manual_seed(1))
     weight_OD[::7] *= factor
     weight_OD[503:] = weight_OD[:500]  # of equal ones the first wins
     engine, prompts = Engine(lm.compile_for_decoding(), Vanilla()), random_tokens(5, 9).tolist()
-    texts = [engine.generate(prompts, 60, batch_size=size) for size in (1, 5)]
-    rough, lm.fast_head.rough = lm.fast_head.rough, native.NativeRough()
-    texts.append(engine.generate(prompts, 60, batch_size=1))  # by the whole head
+    how, rough = (prompts, 60, Sampling(temperature)), lm.fast_head.rough
+    texts = [engine.generate(*how, batch_size=size) for size in (1, 5)]
+    lm.fast_head.rough = native.NativeRough()
+    texts.append(engine.generate(*how, batch_size=1))  # by the whole head
     first, second, whole = ([x.tokens for x in part] for part in texts)
     assert rough.weight and first == second == whole

@@ -270,10 +270,15 @@ template <class T> class Round {
   // the time of arithmetic, which bytes do not save.
   std::vector<Choice> target_choices(i64 total) {
     bool by_limits = t.rough.weight && !r.keep && (PARTS > 1 || total <= ALONE);
-    for (i64 row : pass.rows) by_limits &= r.draw[row].temperature == 0;
+    std::vector<Noise> noises;
+    for (i64 m = 0; m < total; m++) {
+      const Draw& draw = r.draw[pass.rows[m]];
+      by_limits &= draw.temperature == 0 || !draw.filtered(t.head.outputs);
+      noises.emplace_back(draw, pass.angles[m] + 1);
+    }
     if constexpr (HAS_ROUGH<T>)
       if (by_limits) {
-        const std::vector<i64> ids = read_likeliest(t.sizes, t.head, t.rough, pass.x.data(), total, logits);
+        const std::vector<i64> ids = read_likeliest(t.sizes, t.head, t.rough, pass.x.data(), noises, logits);
         return choices_of(Head<T>{nullptr, nullptr, i64(ids.size()), ids.data()}, total, 0, false);
       }
     return chosen(t.head, pass.x.data(), total, 0, r.keep > 0);

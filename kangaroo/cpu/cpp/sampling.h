@@ -66,6 +66,48 @@ void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float
       });
 }
 
+Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+
+Words mix(Words x) {  // the 32-bit finaliser of MurmurHash3
+  x = (x ^ (x >> 16)) * 0x85ebca6bu;
+  x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+  return x ^ (x >> 16);
+}
+
+// What the noise of one position is drawn from.
+Words noise_key(i64 seed, i64 position) {
+  Words low = Words{} + std::uint32_t(seed), high = mix(Words{} + std::uint32_t(seed >> 32));
+  return mix((Words{} + std::uint32_t(position) * 0x9e3779b1u) + mix(low ^ high));
+}
+
+Floats uniform16(Words tokens, Words key) {  // in (0, 1)
+  Words bits = mix(mix(tokens * 0x85ebca77u + 0x27d4eb2fu) ^ key);
+  Floats u = (__builtin_convertvector(bits, Floats) + 0.5f) * 0x1p-32f;
+  const Floats largest = Floats{} + (1.0f - 0x1p-24f);
+  return u > largest ? largest : u;
+}
+
+Floats race16(Floats u) {  // the logarithm of exponentially distributed noise, which is at least u
+  // -log1p(-u) by Kahan's correction of log(1 - u)
+  Floats rest = 1.0f - u, lost = rest - 1.0f;
+  Floats race = lost == 0.0f ? u : log16(rest) * (u / lost);
+  return log16(race);
+}
+
+// Sixteen numbers or what is left of them, and so small ones that none is chosen.
+Floats get_or_never(const float* from, i64 count) {
+  Floats part = get(from, count);
+  for (i64 j = count; j < LANES; j++) part[j] = NEVER;
+  return part;
+}
+
+// How a text's tokens are drawn; see `Sampling` in kangaroo/engine/sampling.py. A `temperature` of 0 is greedy.
+struct Draw {
+  double temperature, top_p;
+  i64 top_k, seed;
+  bool filtered(i64 outputs) const { return (top_k > 0 && top_k < outputs) || top_p < 1; }
+};
+
 // A head in bytes, without norm, and how wrong the logits of its rows may be, as a share of the state's length; the
 // last row's again up to a whole block.
 struct Rough {
@@ -103,11 +145,20 @@ template <class T> void round_head(const Sizes& s, const Head<T>& head, const Ro
   };
 }
 
-// The tokens that may be the likeliest after some states, in ascending order, and their logits, [tokens, count]. All
-// rows are read in bytes, and then those rows themselves that may still have the largest logit.
+// What makes scores of a state's logits: at a temperature of 0 they are these themselves, otherwise noise is added.
+struct Noise {
+  float temperature = 0;
+  Words key{};
+  Noise() = default;
+  Noise(const Draw& draw, i64 position) : temperature(draw.temperature), key(noise_key(draw.seed, position)) {}
+};
+
+// The tokens that may have the largest score after some states, in ascending order, and their logits, [tokens, count].
+// All rows are read in bytes, and then those rows themselves whose score may still be the largest.
 template <class T>
-std::vector<i64> read_likeliest(const Sizes& s, const Head<T>& head, const Rough& rough, const T* x, i64 tokens,
-                                std::vector<float>& logits) {
+std::vector<i64> read_likeliest(const Sizes& s, const Head<T>& head, const Rough& rough, const T* x,
+                                const std::vector<Noise>& noises, std::vector<float>& logits) {
+  const i64 tokens = noises.size();
   if (!tokens) return {};
   const i64 count = blocks(head.outputs);
   const Head<T> in_bytes{nullptr, (const T*)rough.weight, head.outputs, nullptr, rough.passing, rough.scales};
@@ -126,9 +177,15 @@ std::vector<i64> read_likeliest(const Sizes& s, const Head<T>& head, const Rough
       [&](i64 i, const float* sums) {
         float* own = &least[thread_number() * tokens];
         for (i64 m = 0; m < tokens; m++) {
-          const Floats about = get(sums + m * LANES), error = get(rough.errors + i * LANES) * size[m];
-          most[m * count + i] = fold(about + error, larger);
-          own[m] = std::max(own[m], fold(about - error, larger));
+          const Floats about = get_or_never(sums + m * LANES, head.outputs - i * LANES);
+          const Floats error = get(rough.errors + i * LANES) * size[m];
+          Floats high = about + error, low = about - error;
+          if (const Noise& noise = noises[m]; noise.temperature > 0) {
+            const Floats race = race16(uniform16(head.tokens16(i * LANES), noise.key));
+            high = high / noise.temperature - race, low = low / noise.temperature - race;
+          }
+          most[m * count + i] = fold(high, larger);
+          own[m] = std::max(own[m], fold(low, larger));
         }
       });
   std::vector<i64> rows, ids;
@@ -148,34 +205,6 @@ std::vector<i64> read_likeliest(const Sizes& s, const Head<T>& head, const Rough
         for (i64 m = 0; m < tokens; m++) put(&logits[m * ids.size() + i * LANES], get(sums + m * LANES), LANES);
       });
   return ids;
-}
-
-Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
-
-Words mix(Words x) {  // the 32-bit finaliser of MurmurHash3
-  x = (x ^ (x >> 16)) * 0x85ebca6bu;
-  x = (x ^ (x >> 13)) * 0xc2b2ae35u;
-  return x ^ (x >> 16);
-}
-
-// What the noise of one position is drawn from.
-Words noise_key(i64 seed, i64 position) {
-  Words low = Words{} + std::uint32_t(seed), high = mix(Words{} + std::uint32_t(seed >> 32));
-  return mix((Words{} + std::uint32_t(position) * 0x9e3779b1u) + mix(low ^ high));
-}
-
-Floats uniform16(Words tokens, Words key) {  // in (0, 1)
-  Words bits = mix(mix(tokens * 0x85ebca77u + 0x27d4eb2fu) ^ key);
-  Floats u = (__builtin_convertvector(bits, Floats) + 0.5f) * 0x1p-32f;
-  const Floats largest = Floats{} + (1.0f - 0x1p-24f);
-  return u > largest ? largest : u;
-}
-
-Floats race16(Floats u) {  // the logarithm of exponentially distributed noise, which is at least u
-  // -log1p(-u) by Kahan's correction of log(1 - u)
-  Floats rest = 1.0f - u, lost = rest - 1.0f;
-  Floats race = lost == 0.0f ? u : log16(rest) * (u / lost);
-  return log16(race);
 }
 
 constexpr i64 CHOICES = 3, MOST_CHOICES = 16, MOST = 64;  // of a chain's last token; of a tree's node; kept
@@ -220,20 +249,6 @@ struct Best {
     if (fold(part, larger) > least())
       for (i64 j = 0; j < LANES; j++) see(part[j], place + j);
   }
-};
-
-// Sixteen numbers or what is left of them, and so small ones that none is chosen.
-Floats get_or_never(const float* from, i64 count) {
-  Floats part = get(from, count);
-  for (i64 j = count; j < LANES; j++) part[j] = NEVER;
-  return part;
-}
-
-// How a text's tokens are drawn; see `Sampling` in kangaroo/engine/sampling.py. A `temperature` of 0 is greedy.
-struct Draw {
-  double temperature, top_p;
-  i64 top_k, seed;
-  bool filtered(i64 outputs) const { return (top_k > 0 && top_k < outputs) || top_p < 1; }
 };
 
 float sum_of_exponentials(const float* logits, i64 n, float temperature, float most) {
@@ -358,7 +373,7 @@ template <class T>
 void choose_likeliest(const Sizes& s, const Head<T>& head, const Rough& rough, const T* x, i64 tokens, i64* chosen) {
   std::vector<float> logits;
   if constexpr (HAS_ROUGH<T>) {
-    const std::vector<i64> ids = read_likeliest(s, head, rough, x, tokens, logits);
+    const std::vector<i64> ids = read_likeliest(s, head, rough, x, std::vector<Noise>(tokens), logits);
     const Head<T> few{nullptr, nullptr, i64(ids.size()), ids.data()};
     for (i64 m = 0; m < tokens; m++) chosen[m] = choose(few, &logits[m * ids.size()], Draw{}, 0, 0, Kept{}).tokens[0];
   }
