@@ -94,6 +94,11 @@ Floats race16(Floats u) {  // the logarithm of exponentially distributed noise, 
   return log16(race);
 }
 
+// Whether one of sixteen may exceed a score under such noise, without logarithms; the margin is far above their rounding.
+bool may_exceed(float least, Floats warped, Floats u) {
+  return !(fold(u - exp16(warped - std::max(least, -1e30f)) * 1.001f, smaller) >= 0);
+}
+
 // Sixteen numbers or what is left of them, and so small ones that none is chosen.
 Floats get_or_never(const float* from, i64 count) {
   Floats part = get(from, count);
@@ -181,8 +186,14 @@ std::vector<i64> read_likeliest(const Sizes& s, const Head<T>& head, const Rough
           const Floats error = get(rough.errors + i * LANES) * size[m];
           Floats high = about + error, low = about - error;
           if (const Noise& noise = noises[m]; noise.temperature > 0) {
-            const Floats race = race16(uniform16(head.tokens16(i * LANES), noise.key));
-            high = high / noise.temperature - race, low = low / noise.temperature - race;
+            const Floats u = uniform16(head.tokens16(i * LANES), noise.key);
+            high = high / noise.temperature, low = low / noise.temperature;
+            if (!may_exceed(own[m], high, u)) {
+              most[m * count + i] = NEVER;
+              continue;
+            }
+            const Floats race = race16(u);
+            high -= race, low -= race;
           }
           most[m * count + i] = fold(high, larger);
           own[m] = std::max(own[m], fold(low, larger));
@@ -306,9 +317,7 @@ void draw_from_all(const Head<T>& head, const float* logits, const Draw& draw, W
     Floats warped = get_or_never(logits + i, n - i) / float(draw.temperature);
     if (fold(warped, larger) + MOST_NOISE < best.least()) continue;
     Floats u = uniform16(head.tokens16(i), key);
-    // logarithms only where one can win; the margin is far above their rounding
-    Floats beaten = u - exp16(warped - std::max(best.least(), -1e30f)) * 1.001f;
-    if (fold(beaten, smaller) < 0) best.see(warped - race16(u), i);
+    if (may_exceed(best.least(), warped, u)) best.see(warped - race16(u), i);
   }
 }
 
