@@ -26,7 +26,6 @@ from kangaroo.drafters.draft_verify import DraftVerify
 from kangaroo.drafters.eagle import EagleTree
 from kangaroo.drafters.expected_gain import Costs
 from kangaroo.drafters.hybrid import Hybrid, HybridConfig
-from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.drafters.layerskip import LayerSkipConfig
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.medusa import Medusa
@@ -117,12 +116,12 @@ def chain_from(case: Case, head: DraftHead) -> Drafter:
     return chain_of(case.lm, case.adapter, 4, 0, head)
 
 
-def tree(case: Case, *options: Any) -> KangarooTree:
+def tree(case: Case, *options: Any) -> Drafter:
     return tree_of(case.lm, case.adapter, *options)
 
 
-def eagle_tree(case: Case, least: float | None, kind: type[KangarooTree]) -> KangarooTree:
-    return tree_of(case.lm, eagle_for(case.lm), 3, 0, None, 3, 9, least, kind=kind)
+def eagle_tree(case: Case, *least: float, **kind: type) -> Drafter:
+    return tree_of(case.lm, eagle_for(case.lm), 3, 0, None, 3, 9, *least, **kind)
 
 
 def behind(case: Case, second: Drafter) -> Cascade:
@@ -200,8 +199,8 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "block-auto": lambda case: cheap(block(case, 4, AUTO)),
     "eagle": lambda case: chain_of(case.lm, eagle_for(case.lm), 4, threshold=0),
     "eagle-stops": lambda case: chain_of(case.lm, eagle_for(case.lm), 4, threshold=0.2),
-    "eagle-tree": lambda case: eagle_tree(case, None, KangarooTree),
-    "eagle-2-tree": lambda case: eagle_tree(case, 0.0, EagleTree),
+    "eagle-tree": lambda case: eagle_tree(case),
+    "eagle-2-tree": lambda case: eagle_tree(case, 0.0, kind=EagleTree),
     "prompt-lookup": lambda case: PromptLookup(),
     "prompt-lookup-short": lambda case: PromptLookup(2, 4),
     "rest-tree": lambda case: Rest(datastore_of(case), RestConfig(steps=5, num_draft=9)),
