@@ -160,6 +160,7 @@ def _failure(
 
 
 def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its type where it has none."""
     return next(iter(str(error).splitlines()), "").rstrip(" .:") or type(error).__name__
 
 
