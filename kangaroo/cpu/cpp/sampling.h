@@ -94,7 +94,7 @@ Floats race16(Floats u) {  // the logarithm of exponentially distributed noise, 
   return log16(race);
 }
 
-// Whether one of sixteen may exceed a score under such noise, without logarithms; the margin is far above their rounding.
+// Whether one of sixteen may exceed a score under such noise, without logarithms: the margin is far above rounding.
 bool may_exceed(float least, Floats warped, Floats u) {
   return !(fold(u - exp16(warped - std::max(least, -1e30f)) * 1.001f, smaller) >= 0);
 }
