@@ -35,8 +35,8 @@ class Drafter(Protocol):
         taps: the target's hidden states that it reads, each by the number of layers below it.
         max_nodes: the most nodes of a round without the root. As many slots are reserved for them,
             and for positions before the start of a text (`TargetModel.forward_meta`, `below`).
-        rereads: `prefill` may get a prompt without its beginning, if the row's previous text began
-            alike, or after `copy_prefix`; but with so many of its last tokens.
+        rereads: `prefill` may get a prompt without the beginning that the row's previous text had,
+            or that `copy_prefix` copied, but with so many of that beginning's last tokens.
         needs_costs: whether it asks the budget even if only one text is decoded.
     """
 

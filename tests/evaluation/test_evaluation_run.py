@@ -128,9 +128,9 @@ def test_a_record_cut_short_is_asked_again_and_a_damaged_one_is_named(finished, 
     file.write_text('{"question_id": 1}\n')
     with pytest.raises(CorruptFile, match=r"records-0\.jsonl', line 1 is no record"):
         evaluate_tiny(copied, bench)
-    for content in ("{", "[1]", '{"settings": {}}'):
+    for content, fault in ("{", "Expecting"), ("[1]", "list"), ('{"settings": {}}', "'drafter_c"):
         (copied / "run.json").write_text(content)
-        with pytest.raises(CorruptFile, match=r"run\.json': .*resume=false"):
+        with pytest.raises(CorruptFile, match=rf"run\.json': {fault}.*resume=false"):
             evaluate_tiny(copied, bench)
 
 
