@@ -88,19 +88,19 @@ class Adapter(Layer):
             )
         deep_tap = lm.n_layers - 1 if parts.fused else None
         super().__init__(lm, parts, exit_layer, deep_tap, like=exit_layer)
-        layer, size = lm.layers[exit_layer], lm.config.hidden_size
         if parts.fused:
+            size = lm.config.hidden_size
             self.shallow_norm, self.deep_norm = lm.new_norm(), lm.new_norm()
             self.fuse = nn.Linear(2 * size, size, bias=False)
         if parts.attention:
             self.input_norm = lm.new_norm()
-            self.attention = type(layer.self_attn)(lm.config, layer_idx=0)
+            self.attention = self.new_attention(lm)
         for index in range(1, parts.attention_layers):
-            attention = type(layer.self_attn)(lm.config, layer_idx=index)
-            self.further.append(nn.ModuleDict({"norm": lm.new_norm(), "attention": attention}))
+            parts_of_layer = {"norm": lm.new_norm(), "attention": self.new_attention(lm, index)}
+            self.further.append(nn.ModuleDict(parts_of_layer))
         if parts.feed_forward:
             self.middle_norm = lm.new_norm()
-            self.feed_forward = type(layer.mlp)(lm.config)
+            self.feed_forward = type(lm.layers[exit_layer].mlp)(lm.config)
         self.norm = lm.new_norm()
         self.head = base.new_head(lm, vocabulary_K) if parts.own_head else None
         self.native_fusing: native.Fusing | None = None

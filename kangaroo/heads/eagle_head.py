@@ -47,11 +47,11 @@ class EagleHead(Layer):
     def __init__(self, lm: TargetModel, architecture: EagleHeadConfig | None = None):
         parts, deepest = architecture or EagleHeadConfig(), lm.n_layers
         super().__init__(lm, parts, 0, deepest, like=deepest - 1)
-        last, size = lm.layers[-1], lm.config.hidden_size
+        size = lm.config.hidden_size
         self.join = nn.Linear(2 * size, size)
-        self.attention = type(last.self_attn)(lm.config, layer_idx=0)
+        self.attention = self.new_attention(lm)
         self.middle_norm = lm.new_norm()
-        self.feed_forward = type(last.mlp)(lm.config)
+        self.feed_forward = type(lm.layers[-1].mlp)(lm.config)
 
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         assert deep_BND is not None

@@ -9,7 +9,6 @@ the token ids of a smaller draft vocabulary. `config.json` is the target's with 
 settings of the plugin under "kangaroo".
 """
 
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import HeadConfig
 from kangaroo.models import loading as models
 from kangaroo.models.layer_weights import packed_linears
-from kangaroo.models.supported import usual_attention
+from kangaroo.models.supported import usual_attention, with_layers
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import new_folder, write_json
@@ -97,13 +96,10 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
     state["model.norm.weight"] = weights["norm.weight"]
     if head is not None:
         state["lm_head.weight"] = head
-    config: Any = deepcopy(lm.config)
-    config.num_hidden_layers = last + 1
+    # all of the adapter's layers are of the kind of the one at the exit
+    config = with_layers(lm.config, [*range(first), *[first] * adapter.depth])
     if head is not None:
         config.tie_word_embeddings = False
-    if getattr(config, "layer_types", None):
-        types = lm.config.layer_types  # the adapter's layers have the type of the one at the exit
-        config.layer_types = [types[min(layer, first)] for layer in range(last + 1)]
     model: Any = AutoModelForCausalLM.from_config(
         config, attn_implementation=usual_attention(lm.hf), dtype=lm.dtype
     )

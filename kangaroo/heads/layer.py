@@ -24,9 +24,10 @@ class Layer(Trainable):
     """Attention layers, a feed-forward part, or both, with norms before them and at the end, made
     by a subclass. With a `deep_tap` it also reads that state of the previous token, or its own
     state in a draft. It has no norms after attention, even if the target does (OLMo 2, Gemma), but
-    scales residuals like the target (Granite). Its window is that of the target's layer `like`; in
-    drafting it looks back `attention_window` tokens at most (`ForwardMeta.within`), and with `int8`
-    native code reads weights in eight bits, where it can mix the layer's inputs."""
+    scales residuals like the target (Granite). Its window and rotation are those of the target's
+    layer `like`; in drafting it looks back `attention_window` tokens at most
+    (`ForwardMeta.within`), and with `int8` native code reads weights in eight bits, where it can
+    mix the layer's inputs."""
 
     int8 = False
     mixes_natively = True
@@ -35,7 +36,7 @@ class Layer(Trainable):
         self, lm: TargetModel, parts: HeadConfig, exit_layer: int, deep_tap: int | None, like: int
     ):
         super().__init__(parts, exit_layer, [exit_layer], deep_tap)
-        self.windowed = lm.windowed[like]
+        self.like, self.windowed = like, lm.windowed[like]
         self.residual_multiplier = getattr(lm.config, "residual_multiplier", 1)
         self.input_norm: nn.Module | None = None
         self.attention: nn.Module | None = None
@@ -44,6 +45,12 @@ class Layer(Trainable):
         self.feed_forward: nn.Module | None = None
         self.norm: nn.Module | None = None
         self.native_layer: native.Stack | None = None
+
+    def new_attention(self, lm: TargetModel, place: int = 0) -> nn.Module:
+        """An attention part of the target's own kind, whose keys are those of layer `place`."""
+        attention: Any = type(lm.layers[self.like].self_attn)(lm.config, layer_idx=self.like)
+        attention.layer_idx = place  # in the cache; the index above decides on SmolLM3's rotation
+        return attention
 
     @property
     def depth(self) -> int:

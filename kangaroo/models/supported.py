@@ -1,5 +1,7 @@
 """Decides by a model's config whether the engine can run it."""
 
+from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -57,6 +59,22 @@ def ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
     """The RoPE parameters of each layer type; one if the types share them."""
     parameters = config.rope_parameters
     return [parameters] if "rope_type" in parameters else list(parameters.values())
+
+
+def with_layers(config: PretrainedConfig, layers: Sequence[int]) -> Any:
+    """The config of a model made of these layers, each with its window, its rotation (SmolLM3) and
+    its experts (Qwen3-MoE)."""
+    changed: Any = deepcopy(config)
+    changed.num_hidden_layers = len(layers)
+    for name in ("layer_types", "no_rope_layers"):
+        if by_layer := getattr(config, name, None):
+            setattr(changed, name, [by_layer[layer] for layer in layers])
+    if hasattr(config, "mlp_only_layers"):
+        step, dense = config.decoder_sparse_step, config.mlp_only_layers
+        is_dense = [layer in dense or (layer + 1) % step > 0 for layer in layers]
+        changed.mlp_only_layers = [place for place, is_so in enumerate(is_dense) if is_so]
+        changed.decoder_sparse_step = 1
+    return changed
 
 
 def usual_attention(hf: PreTrainedModel) -> str:
