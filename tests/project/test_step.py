@@ -15,7 +15,7 @@ PACKAGE = ROOT / "kangaroo"
 
 
 def executed(engine, sampling):
-    """The files with a function that runs in steps after the first, which reads the prompt, by their paths."""
+    """The files with a function that runs in a text's steps after the first, by their paths."""
     batch, files = engine.open(1, 64, sampling), set()
     engine.admit(batch, 0, Request(random_prompts(20)[0], 40, ignore_eos=True))
     engine.step(batch)
