@@ -35,7 +35,7 @@ PROMPT_CHUNK = 128  # tokens of a prompt in a pass, so that intermediate results
 WIDE_CHUNK = 256  # the same where many tokens share more work: turned rows, or a matrix unit
 LONGEST_PROMPT = 2048  # with a matrix unit: for longer ones PyTorch's attention is faster
 WIDEST_HEAD = 1024  # of `attention.h`
-CHOICES, MOST_CHOICES = 3, 16  # of `choice.h`
+CHOICES, MOST_CHOICES = 3, 16  # of `sampling.h`
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kangaroo.utils.ranges import Range
 
-MOST = 64  # of `choice.h`
+MOST = 64  # of `sampling.h`
 Likeliest = Annotated[int, Range(0, MOST)]
 Rows = Sequence[np.ndarray | None]  # records of each row; None where nothing is kept
 

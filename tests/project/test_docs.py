@@ -81,6 +81,15 @@ def test_files_tests_and_pages_that_a_page_names_exist(page):
     assert not [test for test in re.findall(r"`(test_\w+)`", text) if f"def {test}(" not in sources]
 
 
+def test_source_files_that_comments_and_docstrings_name_exist():
+    folders = [ROOT / name for name in ("kangaroo", "configs", "scripts", "integrations", "tests")]
+    sources = [p for x in folders for p in x.rglob("*") if p.suffix in (".py", ".h", ".yaml")]
+    there = {path.name for path in sources} | {"tuned.yaml", "eval.py"}  # tune's, Spec-Bench's
+    for path in sources:
+        named = re.findall(r"`(?:[\w.-]+/)*([\w.-]+\.(?:py|h|yaml))`", path.read_text("utf-8"))
+        assert {*named} <= there, path
+
+
 def test_every_public_name_has_a_docstring():
     """A method may do without one where a base class or a protocol has one of that name."""
     members = {m for name in NAMES for m in vars(importlib.import_module(name)).values() if of(m)}
