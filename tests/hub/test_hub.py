@@ -216,6 +216,7 @@ def test_the_card_of_a_shipped_adapter_says_what_its_config_says(folder):
         config.training["data"]["fingerprint"],
         config.training["git_revision"],
         f"`{'0' * 64}`",
+        "a 4-bit file (Q4_1 layers, Q8_0 embeddings), widened to bfloat16",
     ):
         assert part in text
     assert 'kangaroo.load("smollm2-135m", ' in text and "model=smollm2-135m" in text
@@ -226,7 +227,7 @@ def test_a_card_claims_nothing_that_the_config_does_not_say_and_tells_no_local_p
     about = adapter_files.describe(lm, adapter_for(lm), {})
     text = card(about, PUSHED, SUMS)
     assert set(front_matter(text)) == {"library_name", "tags"}
-    for heading in ("## Results", "## How it was trained", "None", "| loss"):
+    for heading in ("## Results", "## How it was trained", "None", "| loss", "4-bit"):
         assert heading not in text
     imported = card(replace(about, training={"imported": {"source": "x"}}), PUSHED, SUMS)
     assert "## Where it comes from" in imported and "| imported from | source=x |" in imported

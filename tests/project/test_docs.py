@@ -82,9 +82,10 @@ def test_files_tests_and_pages_that_a_page_names_exist(page):
 
 
 def test_source_files_that_comments_and_docstrings_name_exist():
-    folders = [ROOT / name for name in ("kangaroo", "configs", "scripts", "integrations", "tests")]
+    folders = [ROOT / name for name in ("kangaroo", "configs", "scripts", "examples", "tests")]
     sources = [p for x in folders for p in x.rglob("*") if p.suffix in (".py", ".h", ".yaml")]
-    there = {path.name for path in sources} | {"tuned.yaml", "eval.py"}  # tune's, Spec-Bench's
+    names = {path.name for path in [*sources, *ROOT.glob("*.py")]}
+    there = names | {"tuned.yaml", "eval.py"}  # which tune writes; Spec-Bench's
     for path in sources:
         named = re.findall(r"`(?:[\w.-]+/)*([\w.-]+\.(?:py|h|yaml))`", path.read_text("utf-8"))
         assert {*named} <= there, path
