@@ -37,7 +37,7 @@ def steady_budget(request, monkeypatch):
     from kangaroo.engine.budget import Budget
     from kangaroo.engine.costs import VerifyCosts
 
-    costs = VerifyCosts([1, 2, 4, 8, 16], [1.0, 1.03, 1.09, 1.2, 2.3])
+    costs = VerifyCosts([1, 2, 4, 8, 16], [1.0, 1.03, 1.09, 1.2, 2.3], 0.5)
     monkeypatch.setattr(engine, "verify_costs", lambda lm: costs)
     monkeypatch.setattr(engine, "draft_cost", lambda lm, drafter: drafter.draft_cost)
 

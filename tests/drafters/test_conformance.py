@@ -183,7 +183,7 @@ def test_both_keep_to_the_budget_of_a_batch_alike(name, measured_budget, monkeyp
     """From one in which drafting costs nothing to one in which each token costs like the first."""
     hf, drafted = tiny_model("llama"), []
     for step in (0.0, 0.1 if name == "prompt-lookup-short" else 0.02, 1.0):
-        costs = VerifyCosts([1, 2, 16], [1.0, 1.0 + step, 1.0 + 15 * step])
+        costs = VerifyCosts([1, 2, 16], [1.0, 1.0 + step, 1.0 + 15 * step], 0.5)
         monkeypatch.setattr("kangaroo.engine.engine.verify_costs", lambda lm, costs=costs: costs)
         native, tensors = rounds_of_both(name, "greedy", hf, draft_cost=0.0)
         assert native == tensors

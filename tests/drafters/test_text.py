@@ -121,7 +121,7 @@ def test_a_store_keeps_the_newest_answers_and_one_of_no_tokens_none(limit, kept)
 
 
 def batch_of(drafter: TokenRecycling, *texts: list[int], costs: VerifyCosts | None = None):
-    budget = Budget((costs or VerifyCosts([1, 2], [1.0, 1.0])).curve, always=costs is None)
+    budget = Budget((costs or VerifyCosts([1, 2], [1.0, 1.0], 0.5)).curve, always=costs is None)
     batch = SimpleNamespace(
         texts=list(texts), size=len(texts), active=range(len(texts)), budget=budget
     )
@@ -149,7 +149,7 @@ def test_rows_of_a_batch_draft_what_pays(measured_budget):
     texts, nodes = [[1, 2, 3, 1, 2, 3]] * 2, []
     for node in (0.0, 0.05, 1.0):
         drafter = TokenRecycling(nodes=3)
-        batch = batch_of(drafter, *texts, costs=VerifyCosts([2, 4], [1.0, 1.0 + 2 * node]))
+        batch = batch_of(drafter, *texts, costs=VerifyCosts([2, 4], [1.0, 1.0 + 2 * node], 0.5))
         nodes.append(len(drafter.tree_of(batch, 1)[0]))
     assert nodes == [2, 1, 0]
 

@@ -20,20 +20,31 @@ from kangaroo.heads.adapter import AdapterHeadConfig
 
 pytestmark = pytest.mark.usefixtures("measured_budget")
 
-STEEP = VerifyCosts([1, 2, 4], [1.0, 2.0, 4.0])  # every token costs as much as the first
-FLAT = VerifyCosts([1, 2, 4], [1.0, 1.0, 1.0])
+STEEP = VerifyCosts([1, 2, 4], [1.0, 2.0, 4.0], 0.5)  # every token costs as much as the first
+FLAT = VerifyCosts([1, 2, 4], [1.0, 1.0, 1.0], 0.5)
 PROMPTS = random_prompts(9, 20, 14)
 
 
 def test_costs_lie_on_lines_and_half_of_what_was_hidden_is_expected_to_show():
-    hidden, counts = VerifyCosts([1, 2, 4], [1.0, 1.5, 3.5]), (1, 2, 3, 4, 6)
+    hidden, counts = VerifyCosts([1, 2, 4], [1.0, 1.5, 3.5], 0.5), (1, 2, 3, 4, 6)
     assert list(map(hidden.at, counts)) == [1.0, 1.5, 2.5, 3.5, 5.5]
     # half of the arithmetic that memory hid is expected to show: unhidden 1, 2, 3, ...
     assert list(map(hidden.expected, counts)) == [1.0, 1.75, 2.75, 3.75, 5.75]
     assert hidden.curve(rows=2, nodes=2) == [1.0, 3.75 / 1.75, 5.75 / 1.75]
     assert [STEEP.expected(tokens) for tokens in (1, 2, 6)] == [1.0, 2.0, 6.0]
     assert [FLAT.expected(tokens) for tokens in (1, 2, 6)] == [1.0] * 3
-    assert VerifyCosts([1, 2, 4], [1.0, 1.9, 2.1]).expected(2) == 1.9  # no less than was measured
+    assert VerifyCosts([1, 2, 4], [1.0, 1.9, 2.1], 0.5).expected(2) == 1.9  # no less than was measured
+
+
+@pytest.mark.parametrize("device, expected", [("cuda", 1.06), ("cpu", 1.21)])
+def test_a_gpu_is_used_alone_so_that_what_it_took_is_what_a_pass_costs(monkeypatch, device, expected):
+    """By the times of 7B on an H100, where memory hides nearly all arithmetic of 16 tokens."""
+    seconds = 1.0, 1.02, 1.02, 1.02, 1.04, 1.06, 1.15, 1.6, 3.14
+    passes = {width: [time] for width, time in zip(costs.WIDTHS, seconds, strict=True)}
+    monkeypatch.setattr(costs, "verifications", lambda *_: passes)
+    lm = tiny()
+    lm.device = torch.device(device)
+    assert costs.measure(lm)[0].curve(rows=1, nodes=15)[15] == pytest.approx(expected, abs=0.005)
 
 
 def test_costs_are_measured_once_a_day_and_machine(monkeypatch, tmp_path):
@@ -66,7 +77,7 @@ def test_what_a_busy_machine_took_is_used_and_not_kept(cache, monkeypatch):
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_a_draft_takes_is_measured_once(monkeypatch, fused):
     lm = graphed(tiny())
-    monkeypatch.setitem(costs._verify_costs, lm, VerifyCosts([1, 2], [1e-6, 1e-6]))
+    monkeypatch.setitem(costs._verify_costs, lm, VerifyCosts([1, 2], [1e-6, 1e-6], 0.5))
     drafter = chain_of(lm, adapter_for(lm, architecture=AdapterHeadConfig(fused=fused)))
     share, measured = drafter.draft_cost, costs.draft_cost(lm, drafter)
     assert measured == costs.draft_cost(lm, drafter) > share  # which a millionth of a second is not
@@ -99,7 +110,7 @@ def test_auto_drafts_what_pays_alone_too_and_alike_for_one_text(monkeypatch, nam
 
 
 def test_a_row_that_was_wrong_needs_surer_tokens_until_another_text_takes_it():
-    budget = Budget(VerifyCosts([1, 2, 16], [1.0, 1.02, 1.3]).curve)
+    budget = Budget(VerifyCosts([1, 2, 16], [1.0, 1.02, 1.3], 0.5).curve)
     first = budget.limits([0], 3, 0.05, auto=True)
     assert (first < 1).all() and budget.limits([], 3, 0.05, auto=True).shape == (0, 3)
     for _ in range(20):
