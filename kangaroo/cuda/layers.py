@@ -21,7 +21,7 @@ from kangaroo.cuda.launching import PARTS, cdiv, launch, tile
 from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two
 from kangaroo.models.attention import attention
 
-MOST_TOKENS = 512  # of a pass; more are a whole text, as in training
+MOST_TOKENS = 512  # of a pass; more are run in slices, since attention keeps sums for each token
 PROMPT_CHUNK = 128  # tokens of a prompt in a pass, which reads the weights once for each 64
 SUMS = 1 << 28  # numbers that attention may keep in a prompt's pass of more than 16 tokens
 LONGEST_PATH = 128  # nodes on a path from a draft's root
@@ -153,8 +153,8 @@ class Stack:
 
     def takes(self, x_RTD: Tensor, meta: ForwardMeta) -> bool:
         """Whether this is a step of decoding or a part of a prompt."""
-        few = x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS and not torch.is_grad_enabled()
-        return few and (meta.bias_R1TE is None or meta.bias_R1TE.dtype != torch.bool)
+        is_boolean = meta.bias_R1TE is not None and meta.bias_R1TE.dtype == torch.bool
+        return not (is_boolean or torch.is_grad_enabled())
 
     def prompt_chunk(self, length: int) -> int:
         """The tokens in each pass over a prompt of this length; no bits depend on it."""
@@ -172,6 +172,15 @@ class Stack:
     ) -> Tensor:
         """The output of the last layer, normed if a norm is given. Keys and values are written at
         the block's slots; with `keys_alone`, for a single layer, nothing else is computed."""
+        width = max(1, MOST_TOKENS // len(x_RTD))
+        if x_RTD.shape[1] > width:  # a token sees none of those behind it in its row
+            if isinstance(meta.bias_R1TE, CausalBias):
+                meta = replace(meta, bias_R1TE=None)  # the same here, and it can be narrowed
+            slices = [
+                self(x, cache, meta.narrow(i * width, width), layers, final_norm, keys_alone)
+                for i, x in enumerate(x_RTD.split(width, 1))
+            ]
+            return torch.cat(slices, 1)
         path, parts_PND = paths(meta, cache.n_slots), None
         x_ND, eps, first = flat(x_RTD), self.sizes.eps, meta.rows.start * cache.n_slots
         for index in layers:
@@ -300,8 +309,8 @@ class Head:
         self.weight_OD, self.sizes = weight_OD, sizes
 
     def takes(self, x_MD: Tensor) -> bool:
-        """Whether this is a step of decoding."""
-        return len(x_MD) <= MOST_TOKENS and not torch.is_grad_enabled()
+        """Whether no gradient is asked for."""
+        return not torch.is_grad_enabled()
 
     def __call__(self, x_MD: Tensor, norm: Tensor | None = None) -> Tensor:
         """Logits `[M, O]` in float32 of the states, which are normed first if a norm is given."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from cases import DRAFTERS, Case
-from check_models import DEVICE, SMALLEST, model, random_tokens
+from check_models import DEVICE, SMALLEST, filled_cache, meta_of, model, random_tokens
 from helpers import adapter_for, chain_of, random_prompts, texts_by, tiny_model, vanilla_texts
 from strict_graphs import DanglingGraph, StrictGraphs, StrictRecorder
 
@@ -95,6 +95,30 @@ def test_every_drafter_writes_vanillas_text(name, sampling):
     case = vanilla_by_kernels(*how, sampling)
     engine = Engine(case.lm, DRAFTERS[name](case))
     assert texts_by(engine, PROMPTS, 5, SAMPLINGS[sampling], batch_size=2) == case.texts
+
+
+@pytest.mark.parametrize(
+    "rows, nodes, most", [(2, 3, 4), pytest.param(8, 65, kernels.MOST_TOKENS, marks=slow)]
+)
+def test_a_pass_over_too_many_tokens_has_the_bits_of_a_row_alone(rows, nodes, most, monkeypatch):
+    """520 tokens are more than a pass takes; 6 are where it takes 4, and these are recorded."""
+    monkeypatch.setattr(kernels, "MOST_TOKENS", most)
+    monkeypatch.setattr(TargetModel, "_eager", None)  # no module may run
+    monkeypatch.setattr(TargetModel, "read_out", None)
+    lm = model("llama", torch.bfloat16, **SMALLEST)
+    parents = [max(0, (node - 1) // 3) for node in range(nodes)]
+    tree = Tree(torch.tensor([parents], device=DEVICE), max_depth=4)
+    tokens_BN, starts = random_tokens(rows, nodes), list(range(60, 60 + rows))
+
+    def read(rows: slice, graphs: Graphs | None) -> torch.Tensor:
+        lm.decode_by(Acceleration(sizes=lm.sizes(), graphs=graphs, kernels=kernels))
+        meta, part_BN = meta_of(lm, tree, starts[rows]), tokens_BN[rows]
+        cache = filled_cache(lm, len(part_BN))
+        return lm.logits(lm.run(lm.embed(part_BN), cache, meta, range(lm.n_layers))[0])
+
+    graphs = StrictGraphs() if DEVICE.type == "cpu" else Graphs(DEVICE)
+    together = read(slice(rows), graphs)
+    assert torch.equal(read(slice(rows - 1, rows), None)[0], together[-1])
 
 
 READ_AS = [("llama", torch.bfloat16, SMALLEST, 66)] + [
