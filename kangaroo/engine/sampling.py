@@ -21,6 +21,8 @@ from kangaroo.utils.ranges import CountOrZero, NoiseSeed, NotNegative, Ranged, S
 
 # Temperatures: logits divided by far less are infinite in float32, by far more they are all equal.
 GREEDY_BELOW, HOTTEST = 1e-6, 1e30
+# 2^30 times a polynomial for 2^g, 0 <= g < 1, from its highest power on; 1e-7 of the value away.
+POWERS_OF_TWO = 2004817, 9681959, 59914703, 257874614, 744265554, 1 << 30
 
 
 class Rule(Enum):
@@ -162,12 +164,25 @@ def warp(logits_BNV: Tensor, sampling: BatchSampling) -> Tensor:
         logits_BNV = logits_BNV.masked_fill(logits_BNV < kth, -torch.inf)
     if sampling.filters_p:
         ordered, index = logits_BNV.sort(dim=-1, descending=True, stable=True)
-        probs = ordered.softmax(-1)
-        removed = (probs.cumsum(-1) - probs) >= top_p_B11
+        chances = whole_exp(ordered - ordered[..., :1])
+        sums = chances.cumsum(-1)
+        reached = top_p_B11.double() * sums[..., -1:].double()
+        removed = (sums - chances).double() >= reached
         removed = F.pad(removed[..., 1:], (1, 0))  # the likeliest stays, even where top_p is 0
         removed = torch.zeros_like(removed).scatter(-1, index, removed)
         logits_BNV = logits_BNV.masked_fill(removed, -torch.inf)
     return logits_BNV
+
+
+def whole_exp(x: Tensor) -> Tensor:
+    """Whole numbers near 2^44 e^x for x <= 0, so that sums of them are the same in any order: which
+    tokens top-p keeps depends on nothing beside a row's logits. Computed in whole numbers, too,
+    since each library has its own exp; native code has the same in `cpp/sampling.h`."""
+    power = (x.clamp(min=-32) * 24204406.0).long()  # of two, times 2^24
+    part, scaled = power & 0xFFFFFF, torch.zeros_like(power)
+    for coefficient in POWERS_OF_TWO:
+        scaled = (scaled * part >> 24) + coefficient
+    return (scaled << 14) >> -(power >> 24)
 
 
 def perturb(

@@ -33,11 +33,15 @@ def test_costs_lie_on_lines_and_half_of_what_was_hidden_is_expected_to_show():
     assert hidden.curve(rows=2, nodes=2) == [1.0, 3.75 / 1.75, 5.75 / 1.75]
     assert [STEEP.expected(tokens) for tokens in (1, 2, 6)] == [1.0, 2.0, 6.0]
     assert [FLAT.expected(tokens) for tokens in (1, 2, 6)] == [1.0] * 3
-    assert VerifyCosts([1, 2, 4], [1.0, 1.9, 2.1], 0.5).expected(2) == 1.9  # no less than was measured
+    assert (
+        VerifyCosts([1, 2, 4], [1.0, 1.9, 2.1], 0.5).expected(2) == 1.9
+    )  # no less than was measured
 
 
 @pytest.mark.parametrize("device, expected", [("cuda", 1.06), ("cpu", 1.21)])
-def test_a_gpu_is_used_alone_so_that_what_it_took_is_what_a_pass_costs(monkeypatch, device, expected):
+def test_a_gpu_is_used_alone_so_that_what_it_took_is_what_a_pass_costs(
+    monkeypatch, device, expected
+):
     """By the times of 7B on an H100, where memory hides nearly all arithmetic of 16 tokens."""
     seconds = 1.0, 1.02, 1.02, 1.02, 1.04, 1.06, 1.15, 1.6, 3.14
     passes = {width: [time] for width, time in zip(costs.WIDTHS, seconds, strict=True)}

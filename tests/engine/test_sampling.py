@@ -3,6 +3,9 @@
 Shapes: B rows, N positions, V vocabulary.
 """
 
+import ctypes
+import math
+import subprocess
 import sys
 
 import pytest
@@ -13,6 +16,7 @@ from scipy.stats import chi2_contingency, kstest
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from kangaroo.cpu.compiling import FLAGS, MAIN, OPENMP, STANDARD, compiler, supported
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import sampling as sampler
@@ -111,6 +115,38 @@ def test_filters_equal_those_of_transformers(temperature, top_k, top_p):
     assert torch.equal(sampler.warp(half, sampling), sampler.warp(half.float(), sampling))
 
 
+def cumsum_in_pieces(x: Tensor, dim: int) -> Tensor:
+    """As a GPU's scan may: in pieces that differ from call to call, and sums of pieces on top."""
+    pieces = x.split(int(torch.randint(2, 9, ())), dim)
+    before = torch.zeros_like(x.narrow(dim, 0, 1))
+    done = []
+    for piece in pieces:
+        done.append(torch.cumsum(piece, dim) + before)
+        before = before + piece.sum(dim, True)
+    return torch.cat(done, dim)
+
+
+@pytest.mark.parametrize("size", [60, 97, 1000])
+def test_the_tokens_that_top_p_keeps_depend_on_a_row_alone_however_sums_are_made(size, monkeypatch):
+    """Where all tokens are alike, many sums of chances reach a share exactly."""
+    monkeypatch.setattr(Tensor, "cumsum", cumsum_in_pieces)
+    for count in range(1, 60, 4):
+        how = combine([Sampling(1.0, count / size)])
+        (top_p,) = how.columns[1].flatten().tolist()
+        kept = [sampler.warp(torch.zeros(rows, 2, size), how).isfinite().sum(-1) for rows in (1, 5)]
+        assert all((x == math.ceil(size * top_p)).all() for x in kept), (count, kept)
+
+
+def test_chances_in_whole_numbers_are_the_exponentials_and_never_less_for_more():
+    x = -torch.linspace(0, 40, 100_001)
+    chances = sampler.whole_exp(x)
+    assert (chances.diff() <= 0).all() and chances[0] == 1 << 44 and chances[-1] == 0
+    torch.testing.assert_close(
+        chances.double() * 2.0**-44, x.double().exp(), rtol=3e-6, atol=2.0**-44
+    )
+    assert sampler.whole_exp(torch.tensor(-torch.inf)) == 0
+
+
 # Settings at their ends, and whether they leave but the likeliest token.
 LARGEST = sys.float_info.max
 EXTREMES = [
@@ -155,6 +191,24 @@ def test_native_code_draws_the_same_at_the_extremes_each_row_by_its_own():
         assert texts[row].tokens == expected[row].tokens, sampling
         if likeliest:
             assert texts[row].tokens == greedy.tokens, sampling
+
+
+def test_native_code_has_the_same_whole_numbers(tmp_path):
+    """Of floats of all sizes, in a loop of vectors, which may not fuse what rounds twice."""
+    source, library = tmp_path / "whole.cpp", tmp_path / "whole.so"
+    source.write_text(
+        '#include "sampling.h"\nextern "C" void whole(const float* x, i64 n, i64* to) {\n'
+        "  for (i64 i = 0; i < n; i++) to[i] = whole_exp(x[i]);\n}\n"
+    )
+    name = compiler()
+    machine, _ = supported(name, ["-march=native", *OPENMP], ["-mcpu=native", *STANDARD])
+    flags = [*FLAGS, *machine, "-shared", "-fPIC", "-I", MAIN.parent]
+    subprocess.run([name, *flags, source, "-o", library], check=True)
+    x = torch.cat([-torch.logspace(-30, 2, 100_001), -torch.linspace(0, 40, 100_001)])
+    chances = torch.empty(len(x), dtype=torch.int64)
+    call = ctypes.CDLL(str(library)).whole
+    call(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(len(x)), ctypes.c_void_p(chances.data_ptr()))
+    assert torch.equal(chances, sampler.whole_exp(x))
 
 
 def test_texts_of_unlike_settings_are_drawn_each_by_its_own():

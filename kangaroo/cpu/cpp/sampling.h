@@ -262,18 +262,22 @@ struct Best {
   }
 };
 
-float sum_of_exponentials(const float* logits, i64 n, float temperature, float most) {
-  Floats total{};
-  for (i64 i = 0; i < n; i += LANES) total += exp16(get_or_never(logits + i, n - i) / temperature - most);
-  return sum_of(total);
+// Whole numbers near 2^44 e^x for x <= 0, with the same bits as `whole_exp` in kangaroo/engine/sampling.py.
+i64 whole_exp(float x) {
+  const std::int32_t power = (x > -32.0f ? x : -32.0f) * 24204406.0f;
+  const std::uint64_t part = power & 0xffffff;
+  std::uint64_t scaled = 2004817;
+  for (std::uint64_t coefficient : {9681959, 59914703, 257874614, 744265554, 1 << 30})
+    scaled = (scaled * part >> 24) + coefficient;
+  return scaled << 14 >> -(power >> 24);
 }
 
 // The places that top-k and top-p leave of these logits, the likeliest first; as `warp` does, in its order
 // and with its rounding: those tied with the k-th stay, and of equals at the end of top-p the first.
 std::vector<i64> unfiltered(const float* logits, i64 n, const Draw& draw) {
-  const float temperature = draw.temperature;
-  auto warped = [&](i64 place) { return logits[place] / temperature; };
-  auto before = [&](i64 a, i64 b) { return warped(a) != warped(b) ? warped(a) > warped(b) : a < b; };
+  std::vector<float> warped(n);
+  for (i64 i = 0; i < n; i += LANES) put(&warped[i], get(logits + i, n - i) / float(draw.temperature), n - i);
+  auto before = [&](i64 a, i64 b) { return warped[a] != warped[b] ? warped[a] > warped[b] : a < b; };
   std::vector<i64> places(n);
   std::iota(places.begin(), places.end(), 0);
   i64 sorted = 0, left = n;  // of them, those that may stay
@@ -287,21 +291,21 @@ std::vector<i64> unfiltered(const float* logits, i64 n, const Draw& draw) {
   if (draw.top_k > 0 && draw.top_k < n) {
     left = draw.top_k;
     sort_until(left + 1);
-    while (left < n && warped(places[left]) == warped(places[left - 1])) sort_until(++left + 1);
+    while (left < n && warped[places[left]] == warped[places[left - 1]]) sort_until(++left + 1);
   }
   if (draw.top_p < 1) {
     sort_until(1);
-    const float most = warped(places[0]), limit = draw.top_p;
-    float total = 0;
-    double sum = 0;
-    if (left == n) total = sum_of_exponentials(logits, n, temperature, most);
+    const float most = warped[places[0]];
+    i64 total = 0, sum = 0;
+    if (left == n)
+      for (i64 i = 0; i < n; i++) total += whole_exp(warped[i] - most);
     else
-      for (i64 i = 0; i < left; i++) total += std::exp(warped(places[i]) - most);
+      for (i64 i = 0; i < left; i++) total += whole_exp(warped[places[i]] - most);
+    const double reached = double(float(draw.top_p)) * double(total);
     for (i64 i = 0; i < left; i++) {
       sort_until(i + 1);
-      float chance = std::exp(warped(places[i]) - most) / total;
-      sum += chance;
-      if (i && float(sum) - chance >= limit) left = i;
+      if (i && double(sum) >= reached) left = i;
+      sum += whole_exp(warped[places[i]] - most);
     }
   }
   places.resize(left);
