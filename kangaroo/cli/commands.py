@@ -203,7 +203,7 @@ def train(config: schema.TrainCommand) -> float | None:
             return None
         lm = _target_with_data(config, ranks)
         output, recipes = Path(config.output), [config.adapter, *config.more.values()]
-        samples, about = store.load(Path(config.data.path))
+        samples, about = store.load(Path(config.data.path), lm.config.vocab_size)
         origin = {"dataset": about, "provenance": provenance()}
         # before the tracker starts a run, since this may refuse
         trainer = Trainer(lm, samples, recipes, config.trainer, output, about, ranks)
@@ -332,8 +332,9 @@ def prepare_datastore(config: schema.DatastoreCommand) -> None:
     lm, tokenizer = load_target(config.model)
     if config.data is not None:
         config.data.make(lm, tokenizer)
-    texts, origin = store.documents(config.data and config.data.path, config.texts, tokenizer)
-    built = datastore.index(texts, lm.config.vocab_size)
+    sources, vocab_size = (config.data and config.data.path, config.texts), lm.config.vocab_size
+    texts, origin = store.documents(*sources, tokenizer, vocab_size)
+    built = datastore.index(texts, vocab_size)
     folder = datastore.save(built, lm, Path(config.output), origin | provenance())
     counts = (built.about[name] for name in ("tokens", "documents", "build_seconds"))
     log.info("%d tokens of %d documents in %.1f s", *counts)
@@ -346,7 +347,7 @@ def prepare_layers(config: schema.LayersCommand) -> None:
     """Search the layers to skip on the end of the data, and write them."""
     lm, tokenizer = load_target(config.model)
     config.data.make(lm, tokenizer)
-    samples, _ = store.load(Path(config.data.path))
+    samples, _ = store.load(Path(config.data.path), lm.config.vocab_size)
     subset = layer_search.search(lm, samples, config.search, Path(config.output))
     agreement = 100 * subset.search["agreement"]
     log.info("skipping %s agrees in %.1f%%; it is in %s", subset.skip, agreement, config.output)

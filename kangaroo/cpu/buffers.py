@@ -83,6 +83,7 @@ class DraftBuffers:
             embedding=lm.hf.model.embed_tokens.weight.data_ptr(),
             cos=self.rope[0].data_ptr(),
             sin=self.rope[1].data_ptr(),
+            vocabulary=lm.config.vocab_size,
         )
         self.drafting = drafting
         self.pointers = byref(target), drafting and byref(drafting), byref(rows)

@@ -94,7 +94,11 @@ NativeHead = struct("norm weight outputs ids passing scales")
 NativeFusing = struct("shallow_norm deep_norm weight scales")
 NativeRough = struct("weight scales errors passing")
 NativeTarget = struct(
-    "embedding cos sin", sizes=NativeSizes, stack=NativeStack, head=NativeHead, rough=NativeRough
+    "embedding cos sin vocabulary",
+    sizes=NativeSizes,
+    stack=NativeStack,
+    head=NativeHead,
+    rough=NativeRough,
 )
 NativeDrafting = struct(
     "norm deep deep_tap",

@@ -12,9 +12,9 @@ from pathlib import Path
 from kangaroo.data import store
 from kangaroo.data.filters import LATER_TURNS, answer_spans, cut, list_reasons
 from kangaroo.data.making import WrittenConfig, finish
-from kangaroo.data.reading import Source, alternating_turns, read
+from kangaroo.data.reading import BadRecord, Source, alternating_turns, read
 from kangaroo.data.writing import Dialogue, DialogueWriter
-from kangaroo.models.prompts import Message, Sample, Tokenizer, masked_ids
+from kangaroo.models.prompts import Message, Sample, Tokenizer, masked_ids, unknown_token
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, DataError
 from kangaroo.utils.ranges import Count
@@ -58,7 +58,10 @@ class ConversationsConfig(WrittenConfig, Source):
                 "with data.regenerate=false it writes nothing. Pass only one of the two."
             )
         dropped: Counter[str] = Counter()
-        records = read(self, self.limit, dropped if self.skip_bad else None)
+        check = partial(self._check_tokens, tokenizer, lm.config.vocab_size)
+        is_longer = max(tokenizer.get_vocab().values()) >= lm.config.vocab_size
+        unreadable = dropped if self.skip_bad else None
+        records = read(self, self.limit, unreadable, check if is_longer else None)
         count = len(records) + dropped.total()
         conversations = self._usable(records, dropped)
         usable = len(conversations), self.source, list_reasons(dropped)
@@ -77,6 +80,17 @@ class ConversationsConfig(WrittenConfig, Source):
             raw = self._tokenize(tokenizer, conversations, dropped)
         if ranks.is_first:
             finish(self, settings, raw, count, dropped, lm.name)
+
+    def _check_tokens(
+        self, tokenizer: Tokenizer, vocab_size: int, messages: Sequence[Message]
+    ) -> None:
+        """Errors: `BadRecord` for a token in the used turns that the model does not know."""
+        for message in messages:
+            if message["role"] == "assistant" and self.regenerate:
+                continue
+            ids = tokenizer.encode(message["content"], add_special_tokens=False)
+            if fault := unknown_token(ids, vocab_size, tokenizer):
+                raise BadRecord(f"it holds {fault}")
 
     def _usable(
         self, conversations: Sequence[list[Message]], dropped: Counter[str]
@@ -129,6 +143,9 @@ class ConversationsConfig(WrittenConfig, Source):
         samples = []
         for messages in progress_bar(conversations, unit="conversation", desc="tokenising"):
             ids, mask = masked_ids(tokenizer, messages)
+            weights = [m.get("weight", 1) for m in messages if m["role"] == "assistant"]
+            for weight, (start, stop) in zip(weights, answer_spans(mask), strict=False):
+                mask[start:stop] = [weight] * (stop - start)
             ends = [stop for _, stop in answer_spans(mask)]
             fitting = sum(stop <= self.max_length for stop in ends)
             if fitting:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kangaroo.models.prompts import Sample
+from kangaroo.models.prompts import Message, Sample
 from kangaroo.utils.ranges import Chance, CountOrZero, Ranged
 
 NGRAM = 4  # tokens or words of a phrase; any text repeats shorter ones
@@ -63,22 +63,27 @@ def list_reasons(dropped: Counter[str]) -> str:
 
 def healthy_turns(sample: Sample, config: FilterConfig) -> tuple[int, str]:
     """The number of answers before the first degenerate turn, and what is wrong with that turn."""
-    questions = [m["content"] for m in sample["messages"] if m["role"] == "user"]
-    answers = [m["content"] for m in sample["messages"] if m["role"] == "assistant"]
+    messages, places = sample["messages"], learnt_answers(sample["messages"])
     for turn, (start, stop) in enumerate(answer_spans(sample["loss_mask"])):
-        if repetition(questions[turn].split()) > config.max_repetition:
+        if repetition(messages[places[turn] - 1]["content"].split()) > config.max_repetition:
             return turn, "repetitive question"
-        if not answers[turn].strip():
+        if not messages[places[turn]]["content"].strip():
             return turn, "empty answer"
         if stop - start < config.min_answer_tokens:
             return turn, "short answer"
         if repetition(sample["input_ids"][start:stop]) > config.max_repetition:
             return turn, "repetitive answer"
-    return len(answers), ""
+    return len(places), ""
+
+
+def learnt_answers(messages: Sequence[Message]) -> list[int]:
+    """The places of the assistant's turns but for those of weight 0."""
+    answers = (i for i, m in enumerate(messages) if m["role"] == "assistant")
+    return [i for i in answers if messages[i].get("weight") != 0]
 
 
 def answer_spans(mask: Sequence[int]) -> list[tuple[int, int]]:
-    """Start and end of each answer, which is a run of ones in a loss mask."""
+    """Start and end of each learnt answer, which is a run of ones in a loss mask."""
     steps = np.diff([0, *mask, 0])
     starts, stops = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
     return list(zip(starts.tolist(), stops.tolist(), strict=True))
@@ -87,9 +92,8 @@ def answer_spans(mask: Sequence[int]) -> list[tuple[int, int]]:
 def cut(sample: Sample, turns: int) -> Sample:
     """The conversation up to its `turns`-th answer."""
     _, end = answer_spans(sample["loss_mask"])[turns - 1]
-    answers = [i for i, m in enumerate(sample["messages"]) if m["role"] == "assistant"]
     shorter = Sample(
-        messages=sample["messages"][: answers[turns - 1] + 1],
+        messages=sample["messages"][: learnt_answers(sample["messages"])[turns - 1] + 1],
         input_ids=sample["input_ids"][:end],
         loss_mask=sample["loss_mask"][:end],
     )

@@ -197,7 +197,7 @@ class MixConfig(Ranged):
         `DataError` if a part is no finished dataset."""
         if not ranks.is_first:
             return
-        parts = [store.load(Path(path)) for path in self.paths]
+        parts = [store.load(Path(path), lm.config.vocab_size) for path in self.paths]
         settings: dict[str, Any] = asdict(self)
         del settings["path"], settings["paths"]
         settings["parts"] = [provenance["fingerprint"] for _, provenance in parts]

@@ -5,7 +5,7 @@ import itertools
 import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,16 +54,22 @@ class Source:
     column: str | None = None
 
 
+Check = Callable[[list[Message]], None]  # raises `BadRecord`
+
+
 class BadRecord(ValueError):
     """A record cannot be read for the reason in the message."""
 
 
 def read(
-    origin: Source, limit: int | None, unreadable: Counter[str] | None = None
+    origin: Source,
+    limit: int | None,
+    unreadable: Counter[str] | None = None,
+    check: Check | None = None,
 ) -> list[list[Message]]:
     """The first `limit` conversations of a source, unchanged. `unreadable` counts records that
-    cannot be read, by reason; without it they are errors. Errors: `DataError`."""
-    records = itertools.islice(read_records(origin, unreadable), limit)
+    cannot be read, or not by `check`, by reason; without it they are errors. Errors: `DataError`."""
+    records = itertools.islice(read_records(origin, unreadable, check), limit)
     conversations = [messages for _, messages in records]
     if not conversations:
         reasons = f" ({list_reasons(unreadable)})" if unreadable else ""
@@ -72,12 +78,15 @@ def read(
 
 
 def read_records(
-    origin: Source, unreadable: Counter[str] | None
+    origin: Source, unreadable: Counter[str] | None, check: Check | None = None
 ) -> Iterator[tuple[dict[str, Any], list[Message]]]:
     """Every record of a source, unchanged, and its conversation, otherwise like `read`."""
     for number, record in enumerate(_records(origin), start=1):
         try:
-            yield record, _conversation(record, origin.column)
+            messages = _conversation(record, origin.column)
+            if check is not None:
+                check(messages)
+            yield record, messages
         except BadRecord as error:
             if unreadable is None:
                 raise DataError(
@@ -202,7 +211,13 @@ def _conversation(record: Any, column: str | None) -> list[Message]:
         texts = [sanitized(content_text(_first(turn, "content", "value"))) for turn in turns]
     except ValueError as error:
         raise BadRecord(f"a turn whose 'content' or 'value' {error}") from error
-    return [Message(role=role, content=text) for role, text in zip(roles, texts, strict=True)]
+    messages = [Message(role=role, content=text) for role, text in zip(roles, texts, strict=True)]
+    for turn, message in zip(turns, messages, strict=True):
+        if (weight := turn.get("weight")) not in (None, 0, 1):
+            raise BadRecord(f"a turn whose 'weight' is {weight!r}, neither 0 nor 1")
+        if weight == 0 and message["role"] == "assistant":
+            message["weight"] = 0
+    return messages
 
 
 def _first(turn: dict[str, Any], *names: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kangaroo.models.prompts import Sample, Tokenizer
+from kangaroo.models.prompts import Sample, Tokenizer, unknown_token
 from kangaroo.utils.errors import CorruptFile, DataError
 from kangaroo.utils.folders import write_json, write_whole
 from kangaroo.utils.provenance import differences, provenance
@@ -58,9 +58,10 @@ def read_provenance(path: Path) -> dict[str, Any]:
     return json.loads((path / PROVENANCE).read_text())
 
 
-def load(path: Path) -> tuple[list[Sample], dict[str, Any]]:
-    """The samples and their provenance. Errors: `DataError` if there is no finished dataset, or not
-    the one that its provenance describes; `CorruptFile` if its records cannot be read."""
+def load(path: Path, vocab_size: int | None = None) -> tuple[list[Sample], dict[str, Any]]:
+    """The samples and their provenance. Errors: `DataError` if there is no finished dataset, not
+    the one that its provenance describes, or one with tokens outside a vocabulary of this size;
+    `CorruptFile` if its records cannot be read."""
     from datasets import load_from_disk
 
     described = read_provenance(path)
@@ -72,6 +73,13 @@ def load(path: Path) -> tuple[list[Sample], dict[str, Any]]:
         attach_records(path / RECORDS, samples, path)
     if fingerprint(samples) != described["fingerprint"]:
         raise DataError(f"dataset '{path}' is not what its {PROVENANCE} describes; delete it.")
+    for number, sample in enumerate(samples if vocab_size else ()):
+        largest = [int(sample["teacher"]["tokens"].max(initial=0))] if "teacher" in sample else []
+        if fault := unknown_token(sample["input_ids"] + largest, vocab_size):
+            raise DataError(
+                f"sample {number} of dataset '{path}' holds {fault}; was it written for another "
+                "model? Delete it, or pass data.path= another folder."
+            )
     return samples, described
 
 
@@ -167,16 +175,17 @@ def _without_records(sample: Sample) -> dict[str, Any]:
 
 
 def documents(
-    dataset: str | None, texts: Sequence[str], tokenizer: Tokenizer
+    dataset: str | None, texts: Sequence[str], tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """The token ids of a datastore's documents, which are the dataset's conversations and the text
-    files, and the origin of all as JSON values. Errors: `DataError`."""
+    files, and the origin of all as JSON values. Errors: `DataError`, also for a token outside a
+    vocabulary of this size."""
     if dataset is None and not texts:
         raise DataError("nothing to build a datastore of; pass data= or texts=[file, ...].")
     token_ids: list[list[int]] = []
     origin: dict[str, Any] = {"dataset": None, "texts": list(texts)}
     if dataset is not None:
-        samples, origin["dataset"] = load(Path(dataset))
+        samples, origin["dataset"] = load(Path(dataset), vocab_size)
         token_ids += [sample["input_ids"] for sample in samples]
     for path in texts:
         try:
@@ -184,4 +193,6 @@ def documents(
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"text '{path}' cannot be read ({error}); pass UTF-8 files.") from error
         token_ids.append(tokenizer.encode(text, add_special_tokens=False))
+        if fault := unknown_token(token_ids[-1], vocab_size, tokenizer):
+            raise DataError(f"text '{path}' holds {fault}; take it out of the text.")
     return token_ids, origin

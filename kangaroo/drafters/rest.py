@@ -100,4 +100,4 @@ class Rest(TreesFromText):
         # beyond the end the last token is read, a separator
         index_MS = index_MS.clip(max=len(store.tokens_L) - 1)
         tokens_MS = store.tokens_L[index_MS].astype(np.int64)
-        return starts_M, tokens_MS, np.logical_and.accumulate(tokens_MS != store.separator, axis=1)
+        return starts_M, tokens_MS, np.logical_and.accumulate(tokens_MS < store.separator, axis=1)

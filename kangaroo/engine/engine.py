@@ -23,7 +23,7 @@ from kangaroo.engine.costs import draft_cost, verify_costs
 from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
 from kangaroo.engine.sampling import Rule, Sampling, combine, pick, settings
 from kangaroo.engine.stepper import TensorStepper
-from kangaroo.models.prompts import Tokenizer
+from kangaroo.models.prompts import Tokenizer, unknown_token
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, PromptError
 
@@ -238,12 +238,9 @@ class Engine:
         """Errors: `PromptError` for a request that cannot be served."""
         if not request.prompt:
             raise PromptError("the prompt is empty; give at least one token (the BOS, say).")
-        vocabulary = self.lm.config.vocab_size
-        if not all(0 <= token < vocabulary for token in request.prompt):
-            raise PromptError(
-                f"the prompt holds a token outside the model's vocabulary of {vocabulary}; was it "
-                "encoded by another model's tokenizer?"
-            )
+        if fault := unknown_token(request.prompt, self.lm.config.vocab_size, self.tokenizer):
+            fix = "was it encoded by another model's tokenizer?"
+            raise PromptError(f"the prompt holds {fault}; {fix}")
         if request.max_new_tokens < 1:
             raise PromptError(f"max_new_tokens must be 1 or more, not {request.max_new_tokens}.")
         request.check_fits("the model's context is", self.lm.context)

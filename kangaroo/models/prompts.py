@@ -1,7 +1,7 @@
 """Turns conversations into tokens by the chat template, and finds the assistant's tokens."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -38,10 +38,12 @@ def sanitized(text: str) -> str:
 
 
 class Message(TypedDict):
-    """One turn, with the role "system", "user" or "assistant"."""
+    """One turn, with the role "system", "user" or "assistant"; an answer of weight 0 (of OpenAI's
+    fine-tuning files) is read, but not learnt."""
 
     role: str
     content: str
+    weight: NotRequired[int]
 
 
 def content_text(content: Any) -> str:
@@ -111,6 +113,15 @@ def chat_template(name: str) -> str:
         fix = f"Pass model.chat_template={TEMPLATE_NAMES}."
         raise ConfigError(f"there is no chat template '{name}'. {fix}")
     return file.read_text(encoding="utf-8")
+
+
+def unknown_token(ids: Sequence[int], vocab_size: int, tokenizer: Tokenizer | None = None) -> str:
+    """Names the first of these ids that is none of the model's `vocab_size` tokens; "" for none."""
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return ""
+    token = next(i for i in ids if not 0 <= i < vocab_size)
+    name = f" ({tokenizer.convert_ids_to_tokens(token)!r})" if tokenizer and token >= 0 else ""
+    return f"a token outside the model's vocabulary of {vocab_size}: {token}{name}"
 
 
 def plain_text(tokenizer: Tokenizer, ids: list[int]) -> str:

@@ -2,6 +2,7 @@
 of their questions into some to learn from and some to measure on."""
 
 import json
+import re
 from collections import Counter
 
 import data_cases
@@ -11,12 +12,15 @@ from datasets import Dataset
 
 from kangaroo.data import reading, store
 from kangaroo.data.conversations import ConversationsConfig
-from kangaroo.data.filters import answer_spans
+from kangaroo.data.filters import FilterConfig, answer_spans
 from kangaroo.data.reading import HELD_OUT, SHARED, TRAINING, Source, alternating_turns, read, split
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig, load_questions
+from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import masked_ids, prompt_ids
 from kangaroo.training.batches import check_trainable
-from kangaroo.utils.errors import DataError
+from kangaroo.utils.errors import DataError, PromptError
 
 target = pytest.fixture(scope="module")(data_cases.brief)
 QUESTIONS = ["Why is the sky blue?", "How are bridges built?", "Who was Ada Lovelace?"]
@@ -159,6 +163,62 @@ def test_what_is_left_out_is_counted_by_what_was_wrong(target, tmp_path, caplog)
     path.write_text(BAD[-1][1])
     with pytest.raises(DataError, match=r"holds no conversations \(1 a turn of role 'tool'"):
         config(tmp_path, path, skip_bad=True, **options).make(*target)
+
+
+BEYOND = r"a token outside the model's vocabulary of 259: 259 \('\[PAD\]'\)"
+
+
+def test_a_token_beyond_the_vocabulary_is_named_with_its_record_or_left_out(
+    target, tmp_path, caplog
+):
+    lm, tokenizer = target[0], byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[PAD]"]})
+    asked, answered = chat("What is [PAD]?", "So."), chat("What is it?", "It is [PAD].")
+    path = written(tmp_path, [*TALKS, asked, answered])
+    with pytest.raises(DataError, match=rf"record 6: it holds {BEYOND}\. .*skip_bad"):
+        config(tmp_path, path).make(lm, tokenizer)
+    for regenerate, kept in ((False, 5), (True, 6)):  # its own answer takes the place of the other
+        options = {"regenerate": regenerate, "path": str(tmp_path / f"data{kept}")}
+        config(tmp_path, path, skip_bad=True, **options).make(lm, tokenizer)
+        samples, about = store.load(tmp_path / f"data{kept}", 259)
+        assert len(samples) == kept == 7 - sum(about["dropped"].values())
+        assert re.search(BEYOND, *about["dropped"])
+    for words in ("sample 0 of dataset .* of 100: ", "Delete it"):
+        with pytest.raises(DataError, match=words):
+            store.load(tmp_path / "data5", 100)
+    (tmp_path / "text").write_text("[PAD]")
+    with pytest.raises(DataError, match=rf"text '.*text' holds {BEYOND}"):
+        store.documents(None, [str(tmp_path / "text")], tokenizer, 259)
+    with pytest.raises(PromptError, match=f"the prompt holds {BEYOND}"):
+        Engine(lm, Vanilla(), tokenizer).generate([tokenizer.encode("[PAD]")], 1)
+
+
+def test_an_answer_of_weight_0_is_read_and_not_learnt(target, tmp_path):
+    bad, good = ({"role": "assistant", "content": x} for x in ("Wrong, wrong.", "Right, right."))
+    asked = [*chat("Why?"), bad | {"weight": 0}, *chat("Again?"), good | {"weight": 1}]
+    talks = [asked, [*asked, *chat("More?"), bad | {"weight": 0}], asked[:2], chat("Who?", "I do.")]
+    filters = FilterConfig(min_answer_tokens=5, max_repetition=0.9, near_duplicate=1)
+    records = [*talks, [{**turn, "content": f"{turn['content']} So?"} for turn in talks[1]]]
+    config(tmp_path, written(tmp_path, records), regenerate=False, filters=filters).make(*target)
+    samples, about = store.load(tmp_path / "data")
+    assert about["dropped"] == {"no answer": 1, "duplicate": 1}
+    learnt = [
+        [sample["input_ids"][i:j] for i, j in answer_spans(sample["loss_mask"])]
+        for sample in samples
+    ]
+    texts = [[target[1].decode(ids) for ids in spans] for spans in learnt]
+    assert texts == [
+        ["Right, right.<|im_end|>"],
+        ["I do.<|im_end|>"],
+        ["Right, right. So?<|im_end|>"],
+    ]
+    for sample in samples[::2]:  # both are cut behind what is learnt
+        assert (
+            "Wrong, wrong." in target[1].decode(sample["input_ids"])
+            and len(sample["messages"]) == 4
+        )
+    with pytest.raises(DataError, match="record 1: a turn whose 'weight' is 0.5, neither 0 nor 1"):
+        read_from(tmp_path, [*chat("Why?"), bad | {"weight": 0.5}])
 
 
 def test_one_file_of_a_dataset_on_the_hub_is_fetched_and_read(tmp_path, monkeypatch):

@@ -251,12 +251,12 @@ def test_no_documents_are_refused(tmp_path):
         index([[], []], 64)
     tokenizer = byte_tokenizer()
     with pytest.raises(DataError, match=r"data= or texts="):
-        documents(None, [], tokenizer)
+        documents(None, [], tokenizer, 259)
     with pytest.raises(DataError, match=r"text 'nowhere\.txt' cannot be read"):
-        documents(None, ["nowhere.txt"], tokenizer)
+        documents(None, ["nowhere.txt"], tokenizer, 259)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(DataError, match=r"cannot be read.*UTF-8"):
-        documents(None, [str(tmp_path / "bytes")], tokenizer)
+        documents(None, [str(tmp_path / "bytes")], tokenizer, 259)
 
 
 def brute_tree(documents: list[list[int]], text: list[int], options: RestConfig):

@@ -20,6 +20,8 @@ template <class T> struct Outcomes {
   float *largest, *rest;       // [C]: of the logits; the exponentials of all others, measured by it
   i64* best;                   // [C]: where the largest is
 
+  bool has(i64 i) const { return inside[i] && std::uint64_t(index[i]) < std::uint64_t(logits); }
+
   // Of one row. `room` is for K numbers.
   void find(i64 row, float* room) const {
     const T* from = scores + row * logits;
@@ -36,11 +38,11 @@ template <class T> struct Outcomes {
     float *own = log_q + row * (tokens + 1), ours = 0;
     for (i64 j = 0; j < tokens; j++) {
       i64 i = row * tokens + j;
-      own[j] = inside[i] ? room[index[i]] - largest[row] : 0;
-      ours += inside[i] ? std::exp(own[j]) : 0;
+      own[j] = has(i) ? room[index[i]] - largest[row] : 0;
+      ours += has(i) ? std::exp(own[j]) : 0;
     }
     for (i64 j = 0; j < tokens; j++)
-      if (inside[row * tokens + j]) room[index[row * tokens + j]] = NEVER;
+      if (has(row * tokens + j)) room[index[row * tokens + j]] = NEVER;
     Floats others{};
     for (i64 k = 0; k < logits; k += LANES) others += exp16(get(room + k) - largest[row]);
     rest[row] = sum_of(others);
@@ -53,7 +55,7 @@ template <class T> struct Outcomes {
   void back(i64 row, const float* gradients, T* to) const {
     const float *g = gradients + row * (tokens + 1), *own = log_q + row * (tokens + 1);
     float sum = g[tokens];
-    for (i64 j = 0; j < tokens; j++) sum += inside[row * tokens + j] ? g[j] : 0;
+    for (i64 j = 0; j < tokens; j++) sum += has(row * tokens + j) ? g[j] : 0;
     float others = std::max(rest[row], LEAST);
     float total = others / std::exp(own[tokens]), scale = g[tokens] / others - sum / total;
     const T* from = scores + row * logits;
@@ -61,7 +63,7 @@ template <class T> struct Outcomes {
       put(to + k, exp16(get(from + k, logits - k) - largest[row]) * scale, logits - k);
     for (i64 j = 0; j < tokens; j++) {
       i64 i = row * tokens + j;
-      if (inside[i]) put(to + index[i], Floats{} + (g[j] - sum * std::exp(own[j])), 1);
+      if (has(i)) put(to + index[i], Floats{} + (g[j] - sum * std::exp(own[j])), 1);
     }
   }
 };

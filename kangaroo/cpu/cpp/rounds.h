@@ -80,7 +80,7 @@ template <class T> class Round {
       for (i64 n = 0; n < steps; n++) {
         float* scores = logits.data() + (i * steps + n) * width;
         if (n) {
-          const T* neighbour = p.neighbours + drafted * p.rank;
+          const T* neighbour = p.neighbours + t.row_of(drafted) * p.rank;
           read_out(narrow, Head<T>{nullptr, p.table, width, nullptr}, neighbour, 1, near.data());
           for (i64 k = 0; k < width; k++) scores[k] += near[k];
         }
@@ -129,7 +129,7 @@ template <class T> class Round {
     pass.x.resize(total * D);
     for (i64 m = 0; m < total; m++) {
       i64 row = pass.rows[m], node = pass.nodes[m];
-      const T* from = r.exit ? r.state(row, node) : t.embedding + r.token[r.at(row, node)] * D;
+      const T* from = r.exit ? r.state(row, node) : embedded(row, node);
       std::copy(from, from + D, pass.x.data() + m * D);
     }
     std::vector<T> deep;
@@ -145,6 +145,8 @@ template <class T> class Round {
 
  private:
   void clear() { pass.clear(r.batch * r.capacity, r.capacity); }
+
+  const T* embedded(i64 row, i64 node) const { return t.embedding + t.row_of(r.token[r.at(row, node)]) * D; }
 
   bool reads_deep() const { return d && d->fusing.weight; }
 
@@ -164,7 +166,7 @@ template <class T> class Round {
         if (r.has_state[r.at(row, node)]) continue;
         r.has_state[r.at(row, node)] = 1;
         pass.add_node(r, row, node);
-        const T* from = t.embedding + r.token[r.at(row, node)] * D;
+        const T* from = embedded(row, node);
         pass.x.insert(pass.x.end(), from, from + D);
       }
     pass.run(t.sizes, drafting && drafts_in_bytes() ? d->shallow : t.stack.range(0, r.exit), t);

@@ -12,10 +12,14 @@ namespace {
 
 template <class T> struct Target {
   const T *embedding, *cos, *sin;  // rows for tokens and for positions
+  i64 vocabulary;                  // rows of `embedding`
   Sizes sizes;
   Stack<T> stack;
   Head<T> head;
   Rough rough;  // null where there is none
+
+  // A row of a table over the tokens: a draft may hold any number, and what is no token is never accepted.
+  i64 row_of(i64 token) const { return std::min<std::uint64_t>(token, vocabulary - 1); }
 };
 
 // How a drafting layer reads the deep state of the token before: x + weight [norm(x), norm(before)].
