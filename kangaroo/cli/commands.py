@@ -35,7 +35,7 @@ from kangaroo.hub.transfer import PullConfig, PushConfig
 from kangaroo.models.loading import ModelConfig, evaluate_command, meta_model
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.serve import serve as run_server
-from kangaroo.training import backend
+from kangaroo.training import backend, loop
 from kangaroo.training.estimate import Devices, forecast
 from kangaroo.training.loop import Trainer
 from kangaroo.training.results import CURVES, write_curves
@@ -198,11 +198,12 @@ def train(config: schema.TrainCommand) -> float | None:
         logger = select_tracker(config.logger, config.model.name, ranks)
         backend.check(config.trainer, ranks)
         check_format(config.model, config.trainer.muon)
+        recipes, output = [config.adapter, *config.more.values()], Path(config.output)
+        loop.check(meta_model(config.model), recipes, config.trainer, output)
         _log_estimate(config, ranks)
         if config.estimate:
             return None
         lm = _target_with_data(config, ranks)
-        output, recipes = Path(config.output), [config.adapter, *config.more.values()]
         samples, about = store.load(Path(config.data.path), lm.config.vocab_size)
         origin = {"dataset": about, "provenance": provenance()}
         # before the tracker starts a run, since this may refuse
@@ -221,7 +222,7 @@ def train(config: schema.TrainCommand) -> float | None:
 def make_data(config: schema.TrainCommand) -> None:
     """Let the target write its training data."""
     with join() as ranks:
-        _log_estimate(config, ranks, holds_out=False)
+        _log_estimate(config, ranks, trains=False)
         if not config.estimate:
             _target_with_data(config, ranks)
 
@@ -238,12 +239,12 @@ def check_format(model: ModelConfig, muon: bool = False) -> None:
         )
 
 
-def _log_estimate(config: schema.TrainCommand, ranks: Ranks, holds_out: bool = True) -> None:
-    """Log the time and memory that a run needs on its devices; `holds_out` is false where it only
+def _log_estimate(config: schema.TrainCommand, ranks: Ranks, trains: bool = True) -> None:
+    """Log the time and memory that a run needs on its devices; `trains` is false where it only
     writes data. Errors: `ConfigError` where it cannot fit, or would hold out all data."""
     lm, recipes = meta_model(config.model), [config.adapter, *config.more.values()]
     parts = config.model, config.data, config.trainer, ranks.world
-    for line in forecast(lm, recipes, *parts, holds_out):
+    for line in forecast(lm, recipes, *parts, trains):
         log.info("%s", line)
     ranks.wait()  # a target that is loaded earlier would take memory that other processes count
 

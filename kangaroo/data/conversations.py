@@ -49,14 +49,17 @@ class ConversationsConfig(WrittenConfig, Source):
     keep_system: bool = True
     regenerate: bool = True
 
-    def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks = ALONE) -> None:
-        """Write what is missing of the dataset to `path`, in processes as in `SynthesisConfig`.
-        Errors: `DataError` if none can be used; `ConfigError` for a template that hides answers."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.teacher and not self.regenerate:
             raise ConfigError(
                 f"data.teacher={self.teacher} keeps what the target computes while it writes, and "
                 "with data.regenerate=false it writes nothing. Pass only one of the two."
             )
+
+    def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks = ALONE) -> None:
+        """Write what is missing of the dataset to `path`, in processes as in `SynthesisConfig`.
+        Errors: `DataError` if none can be used; `ConfigError` for a template that hides answers."""
         dropped: Counter[str] = Counter()
         check = partial(self._check_tokens, tokenizer, lm.config.vocab_size)
         is_longer = max(tokenizer.get_vocab().values()) >= lm.config.vocab_size

@@ -68,7 +68,8 @@ def read(
     check: Check | None = None,
 ) -> list[list[Message]]:
     """The first `limit` conversations of a source, unchanged. `unreadable` counts records that
-    cannot be read, or not by `check`, by reason; without it they are errors. Errors: `DataError`."""
+    cannot be read or that `check` refuses, by reason; without it they are errors. Errors:
+    `DataError`."""
     records = itertools.islice(read_records(origin, unreadable, check), limit)
     conversations = [messages for _, messages in records]
     if not conversations:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pyarrow import compute
 
 from kangaroo.models.prompts import Sample, Tokenizer, unknown_token
 from kangaroo.utils.errors import CorruptFile, DataError
@@ -81,6 +82,13 @@ def load(path: Path, vocab_size: int | None = None) -> tuple[list[Sample], dict[
                 "model? Delete it, or pass data.path= another folder."
             )
     return samples, described
+
+
+def lengths(path: Path) -> list[int]:
+    """The tokens of each conversation of a finished dataset, without reading these."""
+    from datasets import load_from_disk
+
+    return compute.list_value_length(load_from_disk(path).data["input_ids"]).to_pylist()
 
 
 def fingerprint(samples: list[Sample]) -> str:

@@ -1,30 +1,46 @@
-"""Estimate from shapes alone whether a training fits the devices at hand, and how long it takes.
+"""Estimate from shapes whether a training fits the devices at hand, and measure how long it takes.
 
-Sizes are in bytes. Memory held for the whole run is exact, what a step adds is a rough estimate.
+Memory held for the whole run is exact, what a step adds is a rough estimate, in bytes. Time, in
+seconds, is measured there: some layers of the target's shape with random weights, its head and the
+adapters do each kind of work once.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean, median
 
+import numpy as np
 import psutil
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.benchmark import Timer
+from transformers import AutoModelForCausalLM
 
 from kangaroo.data import reading, store
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.making import MixConfig, SynthesisConfig
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import topk_logits
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling
+from kangaroo.heads.base import Trainable
 from kangaroo.models.loading import ModelConfig
+from kangaroo.models.prompts import Sample
 from kangaroo.models.target import TargetModel
-from kangaroo.training.batches import check_holdout
-from kangaroo.training.recipe import AdapterRecipe, TrainerConfig, default_loss_chunk
+from kangaroo.training import batches, recipe, results
+from kangaroo.training.backend import TorchBackend
+from kangaroo.training.recipe import AdapterRecipe, TrainerConfig
+from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.ranks import ALONE
 
 Data = SynthesisConfig | ConversationsConfig | MixConfig
 
@@ -35,9 +51,12 @@ FIXES = {  # by the part that needs the most memory
     "a micro-batch": "Pass a smaller trainer.batch_tokens= or trainer.max_length=",
     "logits": "Pass a smaller trainer.loss_chunk=, or trainer.vocabulary=",
 }
-# Assumed: the share of a large product's speed that training reaches; template tokens around a
-# turn; for future data the conversations (ShareGPT's), their mean tokens, the assistant's share.
-UTILISATION, TEMPLATE, CONVERSATIONS, LENGTH, LEARNT = 0.5, 32, 68_000, 1024, 0.75
+# Assumed: template tokens around a turn; for future data the conversations (ShareGPT's) and the
+# assistant's share. Their lengths are taken to be all up to the longest, equally often.
+TEMPLATE, CONVERSATIONS, LEARNT = 32, 68_000, 0.75
+CACHES = 1 << 27  # bytes of weights, so many that a processor reads them anew for every pass
+WRITTEN = 8  # tokens of each text that are written to measure
+UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 
 
 @dataclass(frozen=True)
@@ -64,13 +83,6 @@ class Devices:
         gpu = cuda.current_device() if index is None else index
         return Devices(cuda.get_device_name(gpu), *cuda.mem_get_info(gpu), f"cuda:{gpu}")
 
-    def speed(self, dtype: torch.dtype) -> float:
-        """Measured FLOP/s of a large matrix product."""
-        size = 1024 if self.device == "cpu" else 8192
-        x, y = torch.randn(2, size, size, device=self.device).to(dtype)
-        timer = Timer("x @ y", globals={"x": x, "y": y}, num_threads=torch.get_num_threads())
-        return 2 * size**3 / timer.blocked_autorange(min_run_time=0.5).median
-
     def check(self, what: str, memory: dict[str, int], fix: str = "") -> None:
         """Errors: `ConfigError` if a process has no room for these parts, given in bytes."""
         if (needed := sum(memory.values())) > self.free:
@@ -84,39 +96,39 @@ class Devices:
 
 @dataclass(frozen=True)
 class Text:
-    """The amount of text: conversations, all tokens, the assistant's tokens, the most tokens of a
-    conversation, stored tokens of each distribution (`data.teacher`), and where this is from."""
+    """Conversations: the tokens of each, the share of these that the assistant wrote, stored tokens
+    of each distribution (`data.teacher`), how many are to be written, and where this is from."""
 
-    conversations: int
-    tokens: int
-    learnt: int
-    longest: int
+    lengths: list[int]
+    learnt: float = LEARNT
     likeliest: int = 0
-    source: str = "assumed"
+    unwritten: int = 0
+    source: str = "of assumed lengths"
 
     @staticmethod
     def of(data: Data, max_length: int) -> Text:
         """The text of existing or future data, cut at `max_length` tokens a conversation. Errors:
         `DataError` where a part of a mix is missing, or a local source cannot be read."""
-        lengths, source = planned_lengths(data, max_length), "assumed"
         is_complete = store.is_complete(Path(data.path))
         if is_complete or isinstance(data, MixConfig):
             folders = data.paths if isinstance(data, MixConfig) and not is_complete else [data.path]
             parts = [store.read_provenance(Path(folder)) for folder in folders]
-            names = "conversations", "tokens", "assistant_tokens"
-            count, tokens, learnt = (sum(part[name] for part in parts) for name in names)
+            lengths = [n for folder in folders for n in store.lengths(Path(folder))]
+            learnt = sum(part["assistant_tokens"] for part in parts) / sum(lengths)
             stored = min((part.get("teacher") or {}).get("likeliest", 0) for part in parts)
-            source = f"as they lie in {', '.join(folders)}"
-            return Text(count, tokens, learnt, max(lengths), stored, source)
+            clipped = [min(n, max_length) for n in lengths]
+            return Text(clipped, learnt, stored, source=f"as they lie in {', '.join(folders)}")
         if isinstance(data, SynthesisConfig):
-            count, length = data.shards * data.shard_size, sum(lengths) / len(lengths)
+            count, is_written = data.shards * data.shard_size, True
         else:
-            count, length = min(CONVERSATIONS, data.limit or CONVERSATIONS), min(LENGTH, *lengths)
+            count, is_written = min(CONVERSATIONS, data.limit or CONVERSATIONS), data.regenerate
             if reading.is_local(data.source):
                 count = len(reading.read(data, data.limit, Counter() if data.skip_bad else None))
-                source = f"as many as in {data.source}, of an assumed length"
-        tokens = int(count * length)
-        return Text(count, tokens, int(LEARNT * tokens), max(lengths), data.teacher, source)
+        longest = planned_lengths(data, max_length)
+        lengths = [longest[i % len(longest)] * (i + 1) // count or 1 for i in range(count)]
+        existing = len(list(Path(f"{data.path}.shards").glob("*.jsonl"))) * data.shard_size
+        unwritten = max(count - existing, 0) if is_written else 0
+        return Text(lengths, likeliest=data.teacher, unwritten=unwritten)
 
 
 def planned_lengths(data: Data, limit: int, template: int = 0) -> list[int]:
@@ -127,62 +139,172 @@ def planned_lengths(data: Data, limit: int, template: int = 0) -> list[int]:
     return [limit if isinstance(data, MixConfig) else min(data.max_length, limit)]
 
 
-def estimate(
-    lm: TargetModel,
-    recipes: Sequence[AdapterRecipe],
-    config: TrainerConfig,
-    text: Text,
-    processes: int = 1,
-) -> tuple[int, dict[str, int], float]:
-    """Optimizer steps of a training, memory of each process by part, without what
-    `cache_target_states` keeps, and FLOPs of all processes. `lm` needs no weights."""
-    hidden, vocab_size, itemsize = lm.config.hidden_size, lm.config.vocab_size, lm.dtype.itemsize
-    layers, epochs, vocabulary = _count(lm.layers), config.epochs, config.vocabulary or vocab_size
-    with FakeTensorMode():  # tensors without data
-        tokens_K = None if config.vocabulary is None else torch.empty(vocabulary)
-        exits = [(recipe, layer) for recipe in recipes for layer in recipe.named_exits(lm).values()]
-        planned = [(r, r.architecture.build(lm, layer, tokens_K)) for r, layer in exits]
-    taps = {tap for _, adapter in planned for tap in adapter.taps}
-    deep = {tap for _, adapter in planned if (tap := adapter.deep_tap) is not None}
-    is_stored = config.use_stored_logits is not False and text.likeliest > 0
-    share = max(0, 1 - config.holdout / text.conversations)
-    tokens, learnt = (int(share * count) for count in (text.tokens, text.learnt))
-    accumulate = config.accumulate or processes  # micro-batches of a step
-    longest = min(text.longest, config.max_length)
-    batch = longest * max(1, config.batch_tokens // longest)  # tokens of a micro-batch
-    learnt_in_batch = batch * text.learnt // text.tokens
-    # a sharded target holds its share of all layers, and the one that runs
-    spared = layers - layers // processes - layers // lm.n_layers if config.shard_target else 0
-    layer_states = batch * 3 * (hidden + lm.config.intermediate_size)
-    states = layer_states + ((len(taps) + len(deep)) * batch + learnt_in_batch) * hidden
-    # beside weights and gradients: AdamW's moments, spread with a copy of the weights
-    moments = 12 / processes if config.zero_stage else 8
-    # of a position the target's logits, then p, log q and gradients
-    logits = max(vocab_size * (itemsize + 8), vocabulary * (itemsize + 24))
-    if is_stored:  # q, its exponential and gradient
-        logits = vocabulary * 3 * itemsize
-    memory = {
-        "target": target_bytes(lm) + ((config.vocabulary or 0) * hidden - spared) * itemsize,
-        "adapters": int(_count(*(x for _, x in planned)) * (8 + moments + 8 * (accumulate > 1))),
-        "a micro-batch": states * itemsize,
-        "logits": min(config.loss_chunk or learnt_in_batch, learnt_in_batch) * logits,
-    }
-    # 2 FLOPs for each weight and token; `head_flops` for each row of a head
-    head_flops, target_runs = 2.0 * hidden * learnt, 1 if config.cache_target_states else epochs
-    target_flops = 2.0 * layers * tokens * (max(taps | deep) / lm.n_layers if is_stored else 1)
-    flops = target_runs * target_flops + (0 if is_stored else epochs * head_flops * vocab_size)
-    for recipe, adapter in planned:
-        steps, heads = recipe.steps, adapter.own_heads()
-        passes = recipe.architecture.passes(steps)
-        products = {m for m in adapter.modules() if isinstance(m, nn.Linear)}.difference(heads)
-        features = sum(m.in_features + m.out_features for m in products)
-        # what autograd keeps, then the learnt positions' states and their gradients
-        memory["a micro-batch"] += batch * passes * features * (5 if itemsize == 4 else 4)
-        memory["a micro-batch"] += 12 * steps * learnt_in_batch * hidden
-        flops += 6.0 * (_count(adapter) - _count(*heads)) * tokens * passes * epochs
-        flops += (3 if heads else 2) * head_flops * vocabulary * steps * epochs
-    micro_batches = -(-tokens // config.batch_tokens) * epochs
-    return -(-micro_batches // accumulate), memory, flops
+class Plan:
+    """A training by its shapes: the micro-batches of an epoch, and of the held-out texts, as lists
+    of lengths; its optimizer steps; its adapters, without data. `lm` needs no weights."""
+
+    def __init__(
+        self,
+        lm: TargetModel,
+        recipes: Sequence[AdapterRecipe],
+        config: TrainerConfig,
+        text: Text,
+        processes: int = 1,
+    ):
+        self.lm, self.config, self.text, self.processes = lm, config, text, processes
+        self.accumulate = config.accumulate or processes  # micro-batches of a step
+        count = max(len(text.lengths) - config.holdout, 1)
+        self.training = _micro_batches(text.lengths[:count], config)
+        self.held_out = _micro_batches(text.lengths[count:] or [1], config)
+        self.steps = -(-len(self.training) * config.epochs // self.accumulate)
+        self.vocabulary = config.vocabulary or lm.config.vocab_size
+        self.is_stored = config.use_stored_logits is not False and text.likeliest > 0
+        with FakeTensorMode():  # tensors without data
+            tokens_K = None if config.vocabulary is None else torch.empty(self.vocabulary)
+            exits = recipe.named_exits(recipes, lm).values()
+            self.planned = [(r, r.architecture.build(lm, layer, tokens_K)) for r, layer in exits]
+        self.adapters = [adapter for _, adapter in self.planned]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes in each process by part, without what `cache_target_states` keeps."""
+        lm, config, hidden = self.lm, self.config, self.lm.config.hidden_size
+        layers, itemsize, vocab_size = _count(lm.layers), lm.dtype.itemsize, lm.config.vocab_size
+        batch = max(len(lengths) * max(lengths) for lengths in self.training)
+        learnt = max(int(batch * self.text.learnt), 1)
+        # a sharded target holds its share of all layers, and the one that runs
+        spared = layers - layers // self.processes - layers // lm.n_layers
+        spared = spared if config.shard_target else 0
+        layer_states = batch * 3 * (hidden + lm.config.intermediate_size)
+        states = layer_states + (len(_taps(self.adapters)) * batch + learnt) * hidden
+        # beside weights and gradients: AdamW's moments, spread with a copy of the weights
+        moments = 12 / self.processes if config.zero_stage else 8
+        # of a position the target's logits, then p, log q and gradients
+        logits = max(vocab_size * (itemsize + 8), self.vocabulary * (itemsize + 24))
+        if self.is_stored:  # q, its exponential and gradient
+            logits = self.vocabulary * 3 * itemsize
+        parts = {
+            "target": target_bytes(lm) + ((config.vocabulary or 0) * hidden - spared) * itemsize,
+            "adapters": int(_count(*self.adapters) * (8 + moments + 8 * (self.accumulate > 1))),
+            "a micro-batch": states * itemsize,
+            "logits": min(config.loss_chunk or learnt, learnt) * logits,
+        }
+        for adapter_recipe, adapter in self.planned:
+            steps, heads = adapter_recipe.steps, adapter.own_heads()
+            products = {m for m in adapter.modules() if isinstance(m, nn.Linear)}.difference(heads)
+            features = sum(m.in_features + m.out_features for m in products)
+            features *= adapter_recipe.architecture.passes(steps)
+            # what autograd keeps, then the learnt positions' states and their gradients
+            parts["a micro-batch"] += batch * features * (5 if itemsize == 4 else 4)
+            parts["a micro-batch"] += 12 * steps * learnt * hidden
+        return parts
+
+    def seconds(self, device: str) -> dict[str, float]:
+        """The time of each part of the training in each process."""
+        config, chunk, count = self.config, self.config.loss_chunk or 1, len(self.adapters)
+        lm = _some_layers(self.lm, device, count + 1)
+        recipes = [  # an adapter takes the same time at each exit
+            replace(r, name=f"{i}", exit_layers=[1 + i % (lm.n_layers - 1)], start=recipe.RANDOM)
+            for i, (r, _) in enumerate(self.planned)
+        ]
+        tokens_K = None if config.vocabulary is None else torch.arange(self.vocabulary)
+        trained = recipe.trainees(lm, recipes, tokens_K)
+        adapters, tokens = [x.adapter for x in trained], self._typical(lm)
+        backend = TorchBackend(adapters, replace(config, accumulate=self.accumulate), ALONE)
+        outputs = batches.forward_target(lm, tokens, trained)
+
+        def learn() -> None:
+            batches.train_step(lm, outputs, trained, chunk, 1e-3)
+            backend.collect()
+
+        def step() -> None:
+            for parameter in backend.parameters.values():
+                parameter.grad = torch.zeros_like(parameter)
+            backend.step([0.0] * count)
+
+        depths = self.lm.n_layers, lm.n_layers
+        if self.is_stored:  # it stops at the last layer that an adapter reads
+            depths = max(_taps(self.adapters)), max(_taps(adapters))
+        target = _time(lambda: batches.forward_target(lm, tokens, trained)) * depths[0] / depths[1]
+        graded = _time(lambda: batches.grade(lm, outputs, trained, chunk, results.STEPS))
+        runs = 1 if config.cache_target_states else config.epochs
+        epoch, held_out = (len(x) / self.processes for x in (self.training, self.held_out))
+        evaluated = held_out * -(-self.steps // config.evaluate_every) * (target + graded)
+        prompts = 0 if config.shard_target else min(config.decode_prompts, config.holdout)
+        if prompts:  # as if drafts cost nothing, and no draft token were right
+            token, _ = _token_times(self.lm, lm, min(prompts, results.ROWS), self.text)
+            decoded = -(-self.steps // config.decode_every) * prompts * config.decode_tokens
+            evaluated += count * decoded * token
+        learning = epoch * config.epochs * _time(learn) + self.steps * _time(step)
+        names = "the target", "the adapters", "held-out text"
+        return dict(zip(names, (epoch * runs * target, learning, evaluated), strict=True))
+
+    def _typical(self, lm: TargetModel) -> batches.Tokens:
+        """A micro-batch of about mean size."""
+        size = mean(len(lengths) * max(lengths) for lengths in self.training)
+        lengths = min(self.training, key=lambda x: abs(len(x) * max(x) - size))
+        longest = max(max(lengths), 2)
+        learnt = max(int(self.text.learnt * longest), 2)
+        mask = [1] * learnt + [0] * (longest - learnt)
+        sample = Sample(messages=[], input_ids=[1] * longest, loss_mask=mask)
+        if self.is_stored:
+            stored = np.full((learnt, min(self.text.likeliest, lm.config.vocab_size)), 1e-3)
+            sample["teacher"] = topk_logits.records(stored, stored, lm.config.vocab_size)
+        return batches.collate([sample] * len(lengths), longest, lm.device, self.is_stored)
+
+
+def writing_seconds(lm: TargetModel, data: Data, text: Text, device: str, processes: int) -> float:
+    """The time in which each process writes its share of the data."""
+    if isinstance(data, MixConfig) or not text.unwritten:
+        return 0.0
+    rows = min(data.batch_size, data.shard_size, text.unwritten)
+    token, read = _token_times(lm, _some_layers(lm, device, 1), rows, text)
+    tokens, shards = text.unwritten * mean(text.lengths), -(-text.unwritten // data.shard_size)
+    written = tokens * (1 if isinstance(data, SynthesisConfig) else text.learnt)
+    # at the end of a shard fewer and fewer rows are left
+    written += shards * rows * data.max_answer_tokens / 2
+    return (written * token + tokens * read) / processes
+
+
+def _token_times(lm: TargetModel, some: TargetModel, rows: int, text: Text) -> tuple[float, float]:
+    """The time of a token that is written, in so many rows in the middle of their texts, and of one
+    that is read; from that of `some` layers."""
+    request = Request([1] * max(int(mean(text.lengths)) // 2, 1), WRITTEN, ignore_eos=True)
+    engine = Engine(some.compile_for_decoding(), Vanilla(), prefix_cache=True)
+    done = dict(engine.completions([request] * rows, Sampling(), rows))  # one is read, and copied
+    scale = _count(lm.layers, lm.head) / _count(some.layers, some.head)
+    step = median(record.seconds for record in done[0].steps[1:])
+    return scale * step / rows, scale * done[0].prefill_seconds / len(request.prompt)
+
+
+def _taps(adapters: Sequence[Trainable]) -> set[int]:
+    """The layers below the states that adapters read."""
+    deep = {adapter.deep_tap for adapter in adapters if adapter.deep_tap is not None}
+    return {tap for adapter in adapters for tap in adapter.taps} | deep
+
+
+def _some_layers(lm: TargetModel, device: str, least: int) -> TargetModel:
+    """The first layers of a target, random: at least so many, and more than caches hold."""
+    config, total = copy.deepcopy(lm.config), lm.n_layers
+    fitting = CACHES * total // (_count(lm.layers) * lm.dtype.itemsize)
+    count = min(total, max(2, least, fitting + 1))
+    for name, value in vars(lm.config).items():  # what is listed by layer
+        if isinstance(value, list) and len(value) == total:
+            setattr(config, name, value[:count])
+    config.num_hidden_layers = count
+    with torch.device(device), torch.random.fork_rng(devices=[]):
+        return TargetModel(AutoModelForCausalLM.from_config(config, dtype=lm.dtype))
+
+
+def _micro_batches(lengths: Sequence[int], config: TrainerConfig) -> list[list[int]]:
+    clipped = [min(length, config.max_length) for length in lengths]
+    planned = batches.plan(clipped, config.batch_tokens, config.seed, epoch=0)
+    return [[clipped[i] for i in batch] for batch in planned]
+
+
+def _time(work: Callable[[], object]) -> float:
+    """The median time of a call after the first."""
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=0.1).median
 
 
 def target_bytes(lm: TargetModel) -> int:
@@ -191,13 +313,14 @@ def target_bytes(lm: TargetModel) -> int:
     return (_count(lm) * bits - layers * (bits - (lm.weight_bits or bits))) // 8
 
 
-def check_writing(lm: TargetModel, data: Data, devices: Devices) -> None:
-    """Errors: `ConfigError` if a process has no room for the target, or for writing the data."""
+def check_writing(lm: TargetModel, data: Data, devices: Devices) -> int:
+    """Bytes in each process while it writes the data. Errors: `ConfigError` if there is no room for
+    the target, or for writing."""
     target = target_bytes(lm)
     devices.check("loading the target", {"target": target})
     is_written = isinstance(data, ConversationsConfig) and not data.regenerate
     if isinstance(data, MixConfig) or is_written or store.is_complete(Path(data.path)):
-        return
+        return target
     longest = max(planned_lengths(data, lm.context, 2 * TEMPLATE))
     rows = min(data.batch_size, data.shard_size)
     row = longest * lm.new_cache(1, 1).bytes()
@@ -206,6 +329,14 @@ def check_writing(lm: TargetModel, data: Data, devices: Devices) -> None:
     fix = f"Pass data.batch_size={fitting}" if fitting > 0 else "Ask for shorter texts"
     fix = f"{fix}, or data=conversations data.regenerate=false"
     devices.check(what, {"target": target, "keys and values": rows * row}, fix)
+    return target + rows * row
+
+
+def duration(seconds: float) -> str:
+    """A time in the largest unit of which there are two."""
+    unit = next((unit for unit, size in UNITS.items() if seconds >= 2 * size), "seconds")
+    value = seconds / UNITS[unit]
+    return f"{value:.{0 if value >= 10 else 1}f} {unit}"
 
 
 def forecast(
@@ -215,28 +346,33 @@ def forecast(
     data: Data,
     trainer: TrainerConfig,
     processes: int,
-    holds_out: bool = True,
+    trains: bool = True,
 ) -> list[str]:
     """Log lines on a run's memory and time. Errors: `ConfigError` if it cannot run like this."""
     training_model = replace(model, device_map=None) if trainer.shard_target else model
     # a sharded target is loaded and writes on the CPU, and then goes to the GPUs part by part
     writing_model = replace(training_model, device="cpu") if trainer.shard_target else model
-    check_writing(lm, data, Devices.of(writing_model))
-    devices, text = Devices.of(training_model), Text.of(data, trainer.max_length)
-    if holds_out and not store.is_complete(Path(data.path)):  # old data may still be replaced
-        check_holdout(trainer.holdout, text.conversations)
-    chunk = trainer.loss_chunk or default_loss_chunk(devices.total, lm.config.vocab_size)
-    trainer = replace(trainer, loss_chunk=chunk)
-    steps, memory, flops = estimate(lm, recipes, trainer, text, processes)
-    devices.check("training", memory)
-    speed = devices.speed(lm.dtype)
-    hours = flops / (UTILISATION * speed) / 3600 / processes
+    writer, devices = Devices.of(writing_model), Devices.of(training_model)
+    needed, text = check_writing(lm, data, writer), Text.of(data, trainer.max_length)
+    chunk = trainer.loss_chunk or recipe.default_loss_chunk(devices.total, lm.config.vocab_size)
+    plan = Plan(lm, recipes, replace(trainer, loss_chunk=chunk), text, processes)
+    if trains:
+        if not store.is_complete(Path(data.path)):  # old data may still be replaced
+            batches.check_holdout(trainer.holdout, len(text.lengths))
+        devices.check("training", plan.memory())
+        needed = max(needed, sum(plan.memory().values()))
+    seconds = {"writing the data": writing_seconds(lm, data, text, writer.device, processes)}
+    seconds |= plan.seconds(devices.device) if trains else {}
+    memory.give_back()
+    # a CPU's memory has the program, too
+    needed += psutil.Process().memory_info().rss if devices.device == "cpu" else 0
+    times = ", ".join(f"{duration(time)} for {part}" for part, time in seconds.items() if time)
     return [
         f"on {processes} x {devices.name}, {devices.free / 1e9:.1f} GB free for each",
-        f"expect {steps} steps and about {sum(memory.values()) / 1e9:.1f} GB of memory in each "
-        f"process, for {text.conversations} conversations, {text.tokens} tokens ({text.source})",
-        f"expect about {hours:.2g} hours of training, {hours / trainer.epochs:.2g} an epoch, at "
-        f"{UTILISATION:.0%} (assumed) of {speed / 1e12:.3g} TFLOP/s (measured)",
+        f"expect {f'{plan.steps} steps and ' if trains else ''}about {needed / 1e9:.1f} GB of "
+        f"memory in each process, for {len(text.lengths)} conversations, {sum(text.lengths)} "
+        f"tokens ({text.source})",
+        f"expect about {duration(sum(seconds.values()))}: {times or 'nothing is to be done'}",
     ]
 
 

@@ -33,6 +33,7 @@ from kangaroo.utils.tracking import NoTracker
 log = logging.getLogger(__name__)
 
 CHECKPOINT = "checkpoint.pt"  # appears whole, so that kill -9 loses little
+FROM_RUN = "accumulate", "loss_chunk", "use_stored_logits"  # a run decides on what is not given
 GIVE_BACK_EVERY = 10  # steps of some seconds; giving memory back takes a third of a second
 
 
@@ -77,19 +78,17 @@ class Trainer:
         self.total = math.ceil(len(self.work.batches) / self.accumulate)  # optimizer steps
         self.prompts = results.decode_prompts(self.work.held_out, config, lm.context)
         self.frequent_K = batches.frequent_tokens(self.work.training)
-        size = config.vocabulary
+        size, most = config.vocabulary, len(self.frequent_K)
+        if size is not None and size > most:
+            log.info("trainer.vocabulary=%d: the assistant wrote only %d other tokens", size, most)
         vocabulary_K = None if size is None else self.frequent_K[:size].sort()[0]
         shard_on = default_device() if config.shard_target else None
         self.trainees = recipe.trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
         backend = DeepSpeedBackend if config.zero_stage else TorchBackend
         self.backend = backend([trainee.adapter for trainee in self.trainees], config, ranks)
-        settings = config.identity() | {"adapters": [x.settings() for x in self.trainees]}
-        self.identity = json.loads(json.dumps(settings | {"data": data["fingerprint"]}))
-        if saved and (changed := differences(saved["identity"], self.identity)):
-            raise ConfigError(
-                f"'{output}' holds a run with other settings ({changed}). Go on with the same "
-                "ones, pass output= another folder, or delete it."
-            )
+        self.identity = identity(config, [x.recipe for x in self.trainees])
+        self.identity["data"] = data["fingerprint"]
+        check_same(output, saved, self.identity)
         self.progress = Progress(**saved.get("progress", {}))
         if saved:
             self.backend.load_state(saved["backend"])
@@ -242,7 +241,7 @@ class Trainer:
             values = progress[part].items()
             progress[part] = {k[len(prefix) :]: v for k, v in values if k.startswith(prefix)}
         training = {
-            "adapter": trainee.settings(),
+            "adapter": trainee.recipe.settings(),
             "trainer": asdict(self.config),
             "progress": progress,
             "data": self.data,
@@ -255,6 +254,41 @@ class Trainer:
         )
         dtype, folder = adapter_files.saved_dtype(trainee.adapter, self.lm), self.output / name
         adapter_files.save(trainee.adapter, adapter_config, self.frequent_K, folder, dtype)
+
+
+def identity(config: TrainerConfig, recipes: Sequence[AdapterRecipe]) -> dict[str, Any]:
+    """What a run's weights depend on, but for its data, with a recipe for each adapter."""
+    adapters = {"adapters": [recipe.settings() for recipe in recipes]}
+    return json.loads(json.dumps(config.identity() | adapters))
+
+
+def check_same(output: Path, saved: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Errors: `ConfigError` where the `saved` checkpoint in `output` is of other settings."""
+    if saved and (changed := differences(saved["identity"], settings)):
+        raise ConfigError(
+            f"'{output}' holds a run with other settings ({changed}). Go on with the same "
+            "ones, pass output= another folder, or delete it."
+        )
+
+
+def check(
+    lm: TargetModel, recipes: Sequence[AdapterRecipe], config: TrainerConfig, output: Path
+) -> None:
+    """Refuse, for a target without weights, what no data makes possible. Errors: those of `Trainer`
+    and of `adapter_files.load_as_saved`."""
+    exits = recipe.named_exits(recipes, lm).values()
+    for adapter in recipes:
+        if adapter.start not in (None, recipe.RANDOM):
+            adapter_files.load_as_saved(adapter.start, lm)
+    if config.decode_prompts and not config.shard_target and config.decode_tokens >= lm.context:
+        raise ConfigError(
+            f"trainer.decode_tokens={config.decode_tokens} has no room in the model's context of "
+            f"{lm.context}. Lower it, or pass trainer.decode_prompts=0."
+        )
+    saved = load_checkpoint(output)
+    known = identity(config, [adapter for adapter, _ in exits]).items()
+    given = {k: v for k, v in known if v is not None or k not in FROM_RUN}
+    check_same(output, saved, saved.get("identity", {}) | given)
 
 
 def uses_stored_logits(

@@ -137,6 +137,25 @@ class AdapterRecipe(Ranged):
             return {self.name: fixed}
         return {f"{self.name}-exit{layer}": layer for layer in self.exit_layers}
 
+    def settings(self) -> dict[str, Any]:
+        """The recipe as plain values."""
+        loss, architecture = self.loss.value, self.architecture.as_json()
+        return asdict(self) | {"loss": loss, "architecture": architecture}
+
+
+def named_exits(
+    recipes: Sequence[AdapterRecipe], lm: TargetModel
+) -> dict[str, tuple[AdapterRecipe, int]]:
+    """The recipe and exit layer of each adapter by its name. Errors: `ConfigError` for two adapters
+    of the same name."""
+    exits: dict[str, tuple[AdapterRecipe, int]] = {}
+    for recipe in recipes:
+        for name, layer in recipe.named_exits(lm).items():
+            if name in exits:
+                raise ConfigError(f"two adapters are called {name}; give one another adapter.name.")
+            exits[name] = recipe, layer
+    return exits
+
 
 @dataclass
 class Trainee:
@@ -152,11 +171,6 @@ class Trainee:
         """The draft vocabulary, ascending; None is the whole vocabulary."""
         return self.heads[0].vocabulary_K
 
-    def settings(self) -> dict[str, Any]:
-        """Its recipe as plain values."""
-        loss, architecture = self.recipe.loss.value, self.recipe.architecture.as_json()
-        return asdict(self.recipe) | {"loss": loss, "architecture": architecture}
-
 
 def trainees(
     lm: TargetModel,
@@ -167,20 +181,17 @@ def trainees(
 ) -> list[Trainee]:
     """Adapters in float32, before training, one for each recipe and exit layer; `seed` is that of
     random weights. With `shard_on`, each process's device, the target is then spread over the
-    processes. Errors: `ConfigError` for two adapters of the same name; those of `load_start`."""
+    processes. Errors: those of `named_exits` and `load_start`."""
     adapters: dict[str, tuple[AdapterRecipe, Trainable]] = {}
-    for recipe in recipes:
-        for name, layer in recipe.named_exits(lm).items():
-            if name in adapters:
-                raise ConfigError(f"two adapters are called {name}; give one another adapter.name.")
-            with torch.random.fork_rng(devices=[]):  # the same weights in every process
-                torch.manual_seed(seed)
-                adapter = recipe.architecture.build(lm, layer, vocabulary_K)
-            if recipe.start is None:
-                adapter.start_from(lm, vocabulary_K)
-            elif recipe.start != RANDOM:
-                load_start(recipe.start, adapter, lm, vocabulary_K)
-            adapters[name] = recipe, adapter.float()
+    for name, (recipe, layer) in named_exits(recipes, lm).items():
+        with torch.random.fork_rng(devices=[]):  # the same weights in every process
+            torch.manual_seed(seed)
+            adapter = recipe.architecture.build(lm, layer, vocabulary_K)
+        if recipe.start is None:
+            adapter.start_from(lm, vocabulary_K)
+        elif recipe.start != RANDOM:
+            load_start(recipe.start, adapter, lm, vocabulary_K)
+        adapters[name] = recipe, adapter.float()
     if shard_on is not None:
         lm.shard(shard_on)  # only now: adapters start from whole layers
     built, shared_head = [], [DraftHead(lm, None, vocabulary_K)]

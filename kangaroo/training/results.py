@@ -34,7 +34,7 @@ from kangaroo.utils.errors import ConfigError, DataError
 
 STEPS = 6  # draft tokens of the held-out compression rate: the paper's gamma
 DRAFTERS = classes("kangaroo.drafters", TrainedConfig)
-_ROWS = 8  # prompts decoded at a time, which limits the size of the cache
+ROWS = 8  # prompts decoded at a time, which limits the size of the cache
 METRICS, CURVES = "metrics.jsonl", "curves.png"
 HEADINGS = {
     "loss": "Loss a position",
@@ -114,7 +114,7 @@ def decode(
         method = DRAFTERS[trainee.recipe.architecture.drafter]
         drafter = method.chain(STEPS).build_from(lm, *frozen_copy(lm, trainee))
         engine = Engine(lm, drafter, always_drafts=True)
-        generations = engine.generate(prompts, new_tokens, Sampling(), batch_size=_ROWS)
+        generations = engine.generate(prompts, new_tokens, Sampling(), batch_size=ROWS)
         steps = [step for generation in generations for step in generation.steps]
         shares = ctar([step.accepted for step in steps], STEPS)
         rate = compression_rate(steps)

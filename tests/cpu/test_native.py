@@ -4,15 +4,31 @@ Shapes: B rows, N tokens a row.
 """
 
 import logging
+import os
 import platform
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import VOCABULARY, tiny, tiny_model
+from commands import ROOT
+from helpers import (
+    VOCABULARY,
+    adapter_for,
+    chain_of,
+    random_prompts,
+    tiny,
+    tiny_model,
+    vanilla_texts,
+)
 
 from kangaroo.cpu import compiling, native
+from kangaroo.drafters.base import FromText
+from kangaroo.drafters.cascade import Cascade
 from kangaroo.engine.cache import KVCache
+from kangaroo.engine.engine import Engine
 from kangaroo.engine.prefill import read
 from kangaroo.engine.tree import Tree
 from kangaroo.models.target import TargetModel
@@ -185,6 +201,48 @@ def test_prompts_and_training_stay_eager():
     with torch.no_grad():
         assert takes(x_BND, step) and not takes(x_BND, lm.chunk(0, 4, 0, cache.n_slots))
         assert not takes(x_BND.expand(native.MOST_TOKENS, -1, -1), step)
+
+
+class Foreign(FromText):
+    """Drafts from what was written for another model."""
+
+    max_nodes = 3
+
+    def continuation(self, row, text):
+        return [] if len(text) % 3 else [VOCABULARY, -1, 2**40]
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_a_draft_may_hold_ids_that_are_no_tokens(second):
+    lm, prompts = tiny().compile_for_decoding(), random_prompts(9, 20)
+    chain = chain_of(lm, adapter_for(lm), 4, 0.3)  # which reads states of all nodes
+    drafter = Cascade(Foreign(), chain) if second else Foreign()
+    texts = [
+        p + x.tokens
+        for p, x in zip(prompts, Engine(lm, drafter).generate(prompts, 12), strict=True)
+    ]
+    assert texts == vanilla_texts(lm, prompts, 12)
+
+
+@pytest.mark.slow
+def test_no_drafter_reads_or_writes_outside_of_an_array(tmp_path):
+    """The native tests, with a library that AddressSanitizer watches."""
+    name = compiling.compiler()
+    asan = subprocess.run([name, "-print-file-name=libasan.so"], capture_output=True, text=True)
+    if not Path(preloaded := asan.stdout.strip()).is_absolute():
+        pytest.skip(f"{name} has no AddressSanitizer to load")
+    (watching := tmp_path / "c++").write_text(f'#!/bin/sh\nexec {name} -fsanitize=address "$@"\n')
+    watching.chmod(0o755)
+    variables = {"CXX": str(watching), "LD_PRELOAD": preloaded, "KANGAROO_CACHE": str(tmp_path)}
+    variables |= {"ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2"}
+    files = "tests/cpu tests/training/test_distill.py tests/drafters/test_conformance.py".split()
+    chosen = ["-k", "native or int8 or outcomes or distill", "-s", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", *files, *chosen]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    assert list((tmp_path / "native").glob("*.so"))
 
 
 @pytest.fixture

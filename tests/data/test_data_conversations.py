@@ -217,8 +217,8 @@ def test_an_answer_of_weight_0_is_read_and_not_learnt(target, tmp_path):
             "Wrong, wrong." in target[1].decode(sample["input_ids"])
             and len(sample["messages"]) == 4
         )
-    with pytest.raises(DataError, match="record 1: a turn whose 'weight' is 0.5, neither 0 nor 1"):
-        read_from(tmp_path, [*chat("Why?"), bad | {"weight": 0.5}])
+    with pytest.raises(DataError, match="a turn whose 'weight' is 7, neither 0 nor 1"):
+        read_from(tmp_path, [*chat("Why?"), bad | {"weight": 7}])
 
 
 def test_one_file_of_a_dataset_on_the_hub_is_fetched_and_read(tmp_path, monkeypatch):
