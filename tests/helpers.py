@@ -20,7 +20,7 @@ from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.tree import Draft, Tree, Verdict
-from kangaroo.evaluation.methods import transformers_attention
+from kangaroo.evaluation.methods import lent_to_transformers
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import Trainable
@@ -210,7 +210,7 @@ def vanilla_texts(lm: TargetModel, prompts: Texts, *how: Any) -> Texts:
 @torch.no_grad()
 def forward_logits(lm: TargetModel, tokens: Sequence[int]) -> Tensor:
     """Logits `[T, V]` by transformers' own forward and attention."""
-    with transformers_attention(lm):
+    with lent_to_transformers(lm):
         return lm.hf(torch.tensor([list(tokens)])).logits[0]
 
 
@@ -222,7 +222,7 @@ def states_after(lm: TargetModel, tokens: Sequence[int], layers: int) -> Tensor:
 
 @torch.no_grad()
 def hidden_states(lm: TargetModel, tokens: Sequence[int]) -> tuple[Tensor, ...]:
-    with transformers_attention(lm):
+    with lent_to_transformers(lm):
         return lm.hf(torch.tensor([list(tokens)]), output_hidden_states=True).hidden_states
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from kangaroo.engine.clock import running
 from kangaroo.engine.requests import Generation, StepRecord
@@ -18,12 +19,16 @@ from kangaroo.models.target import TargetModel
 
 
 @contextmanager
-def transformers_attention(lm: TargetModel) -> Iterator[None]:
-    """Switch the model to its usual attention, since `generate` brings its own cache."""
+def lent_to_transformers(lm: TargetModel) -> Iterator[None]:
+    """Give the model its usual attention, since `generate` brings its own cache, and an empty
+    generation config, since `generate` fills in from there what the caller's leaves open."""
+    own = lm.hf.generation_config
     lm.hf.set_attn_implementation(usual_attention(lm.hf))
+    lm.hf.generation_config = GenerationConfig()
     try:
         yield
     finally:
+        lm.hf.generation_config = own
         lm.hf.set_attn_implementation(ATTENTION)
 
 
@@ -41,24 +46,24 @@ def generate(
     sampling, marks = sampling or Sampling(), list[tuple[float, int]]()
     # a streamer, which is called with the prompt and then with each round's tokens
     streamer = SimpleNamespace(put=lambda x: marks.append((running(), x.numel())), end=lambda: None)
-    settings: dict[str, Any] = {  # all set, since the model's generation config fills in others
+    settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "do_sample": not sampling.greedy,
-        "temperature": 1.0 if sampling.greedy else sampling.temperature,
-        "top_p": 1.0 if sampling.greedy else sampling.top_p,
-        "top_k": 50 if sampling.greedy else sampling.top_k,
-        "repetition_penalty": 1.0,
-        "num_beams": 1,
         "eos_token_id": list(eos_ids) or None,
         "pad_token_id": 0,
-        "use_cache": True,
     }
+    if not sampling.greedy:
+        settings |= {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
+    config = GenerationConfig()
+    others = config.update(**settings | speculation)  # what is no field of it
     tokens_1T = torch.tensor([prompt], device=lm.device)
-    with transformers_attention(lm), torch.random.fork_rng():
+    with lent_to_transformers(lm), torch.random.fork_rng():
         torch.manual_seed(seed)
-        settings |= {"attention_mask": torch.ones_like(tokens_1T), "streamer": streamer}
+        mask_1T = torch.ones_like(tokens_1T)
         start = running()
-        written_1T = lm.hf.generate(tokens_1T, **settings | speculation)
+        written_1T = lm.hf.generate(
+            tokens_1T, config, attention_mask=mask_1T, streamer=streamer, **others
+        )
     tokens, rounds = written_1T[0, len(prompt) :].tolist(), marks[1:]
     steps, position = [], 0
     for (before, _), (time, count) in zip([rounds[0], *rounds], rounds, strict=False):

@@ -23,7 +23,7 @@ from kangaroo.models.layer_weights import is_plain, packed_linears
 from kangaroo.models.prompts import Tokenizer, chat_template, turn_end
 from kangaroo.models.quantizing import Quantization, check_package, quantize, weight_bits
 from kangaroo.models.random_models import RANDOM, TINY, byte_tokenizer, known_shape, random_model
-from kangaroo.models.supported import eos_ids
+from kangaroo.models.supported import eos_ids, ignored_settings
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, ModelNotFound, UnsupportedModel
 from kangaroo.utils.folders import command_line, project_folder
@@ -164,7 +164,8 @@ def load(config: ModelConfig) -> tuple[PreTrainedModel, Tokenizer]:
 
 def load_target(config: ModelConfig) -> tuple[TargetModel, Tokenizer]:
     """The target for the engine, and its tokenizer. Warns if the token that ends a turn in the chat
-    template does not end a text, and of float16 on a CPU. Errors: those of `load`."""
+    template does not end a text, of what is ignored of its generation config, and of float16 on a
+    CPU. Errors: those of `load`."""
     hf, tokenizer = load(config)
     lm = TargetModel(hf)
     end = None if config.path.startswith(RANDOM) else turn_end(tokenizer)
@@ -176,6 +177,12 @@ def load_target(config: ModelConfig) -> tuple[TargetModel, Tokenizer]:
             "at %s alone: answers may run on into a user turn of the model's own. To end them "
             "there, pass \"model.eos_token='%s'\".",
             *(lm.name, token, ", ".join(ends) or "nothing", token),
+        )
+    if ignored := ignored_settings(hf):
+        log.warning(
+            "the generation config of '%s' has %s, which decoding here leaves out: only "
+            "the sampling options and the token limit say how a text is written.",
+            *(lm.name, ", ".join(f"{name}={value!r}" for name, value in ignored.items())),
         )
     if lm.device.type == "cpu" and config.dtype is Dtype.float16 and is_plain(hf):
         log.warning(
