@@ -3,7 +3,7 @@
 import io
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -113,14 +113,14 @@ def race(
     lm: TargetModel,
     tokenizer: Tokenizer,
     drafters: Mapping[str, Drafter],
-    question: str,
+    messages: Sequence[Message],
     max_new_tokens: int,
     sampling: Sampling,
     console: Console,
 ) -> None:
-    """Answer a question with each drafter, then show the answers side by side at the measured
+    """Answer these messages with each drafter, then show the answers side by side at the measured
     speeds, or one below the other in a pipe. Errors: `PromptError` for a too long question."""
-    prompt = prompt_ids(tokenizer, [Message(role="user", content=question)])
+    prompt = prompt_ids(tokenizer, messages)
     limit = min(max_new_tokens, max(1, lm.context - len(prompt)))
     runners = []
     for name, drafter in drafters.items():
@@ -128,7 +128,7 @@ def race(
         for _ in range(2):  # the first one warms up
             (answer,) = engine.generate([prompt], limit, sampling, seeds=[sampling.seed])
         runners.append(Runner(name, answer, list(timed_pieces(answer, tokenizer))))
-    console.print(Text(question, style="bold"), soft_wrap=not console.is_interactive)
+    console.print(Text(messages[-1]["content"], style="bold"), soft_wrap=not console.is_interactive)
     end = max(runner.generation.seconds for runner in runners)
     if not console.is_interactive:
         for runner in runners:

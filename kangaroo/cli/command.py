@@ -107,10 +107,13 @@ def sweep_folder() -> Path | None:
 
 
 def select_tracker(logger: NoTracker, model_name: str, ranks: Ranks) -> NoTracker:
-    """The tracker of this process: the first one's. By default, W&B groups the jobs of a sweep."""
+    """The tracker of this process: the first one's. By default, W&B groups the jobs of a sweep.
+    Errors: `ConfigError` where it could not start."""
     if isinstance(logger, Wandb) and logger.group is None and (sweep := sweep_folder()):
         logger.group = f"{model_name}-{sweep.name}"
-    return logger if ranks.is_first else NoTracker()
+    tracker = logger if ranks.is_first else NoTracker()
+    tracker.check()
+    return tracker
 
 
 def plain(config: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from kangaroo.evaluation import comparison
 from kangaroo.evaluation import speed as benchmark
 from kangaroo.evaluation import tune as tuning
 from kangaroo.evaluation.metrics import scalars
-from kangaroo.evaluation.run import Evaluator, MethodSpec, select_questions
+from kangaroo.evaluation.run import Evaluator, MethodSpec, check, select_questions
 from kangaroo.evaluation.study import report as study_report
 from kangaroo.evaluation.study.study import read_study
 from kangaroo.heads import adapter_files, export, official
@@ -89,13 +89,15 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
         raise ConfigError(f"more.{name} is drafter={name} again.")
     # ~drafter@more.NAME removes a drafter, but leaves its settings in an experiment as a dict
     drafters |= {k: more for k, more in config.more.items() if not isinstance(more, dict)}
-    lm, tokenizer = load_target_for(config.model, *drafters.values())
+    # a study's results may differ in what it says
+    check(config, config.model, drafters, output if config.study else sweep or output)
+    lm, tokenizer = load_target(config.model)
     methods = [MethodSpec.of(name, x, lm, asdict(config.model)) for name, x in drafters.items()]
     if config.race and ranks.is_first:
         (first, *_), limit = select_questions(config)
         racers = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
         sampling = replace(config.sampling, seed=config.seed)
-        talk.race(lm, tokenizer, racers, first.turns[0], limit, sampling, console())
+        talk.race(lm, tokenizer, racers, first.conversation(), limit, sampling, console())
     # before the tracker starts a run, since this may refuse
     evaluator = Evaluator(lm, tokenizer, methods, config, model_name=config.model.name, ranks=ranks)
     if ranks.is_first and not config.resume:

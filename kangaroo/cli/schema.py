@@ -1,6 +1,7 @@
 """The configs of all commands as dataclasses. As Hydra's types they refuse misspelt keys and values
 of a wrong type before anything is loaded."""
 
+import os
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -26,7 +27,7 @@ from kangaroo.models.loading import ModelConfig
 from kangaroo.serving.serve import ServeConfig
 from kangaroo.training.recipe import AdapterRecipe, TrainerConfig
 from kangaroo.utils.discovery import classes
-from kangaroo.utils.folders import overrides_suffix, project_folder, shorten_names
+from kangaroo.utils.folders import fitting_name, overrides_suffix, project_folder
 from kangaroo.utils.ranges import Count, Ranged, Seed
 from kangaroo.utils.tracking import NoTracker, Wandb
 
@@ -184,7 +185,7 @@ def register() -> None:
         for name, kind in types.items():
             store(group=group, name=name, node=kind)
     resolvers: dict[str, Any] = {"bench_name": bench_name, "hardware_here": hardware_here}
-    resolvers |= {"fitting": shorten_names, "overrides": overrides_suffix}
+    resolvers |= {"fitting": fitting_name, "overrides": overrides_suffix, "output_or": output_or}
     resolvers["if"] = lambda x, a, b: b if x is None else a
     resolvers["draft_model_of"] = lambda model: next(
         (name for family, name in DRAFT_MODELS.items() if model.startswith(family)), None
@@ -201,6 +202,16 @@ def register() -> None:
                 config = {"defaults": ["schema"], "name": name, **config}
             package = "_global_" if file.stem == "recipe" else None
             store(group=file.stem, name=name, node=config, package=package)
+
+
+def output_or(overrides: list[str], default: str) -> str:
+    """The folder that `output=` names, where Hydra can write there, else `default`: so that the log
+    and the settings lie beside the results."""
+    given = [x.partition("=")[2] for x in overrides if x.startswith("output=")]
+    path = Path(given[-1].strip("'\"") if given else default)
+    nearest = next(x for x in (path, *path.parents) if x.exists())
+    can_write = path.name and nearest.is_dir() and os.access(nearest, os.W_OK)
+    return str(path) if can_write and "$" not in str(path) else default
 
 
 def sections(file: str) -> dict[str, dict[str, Any]]:

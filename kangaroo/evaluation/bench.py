@@ -14,6 +14,7 @@ from pyarrow import ArrowException, parquet
 
 from kangaroo.models.prompts import Message, Tokenizer, prompt_ids, valid_text
 from kangaroo.models.target import TargetModel
+from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, PromptError
 from kangaroo.utils.folders import cache_folder, command_line, write_whole
 from kangaroo.utils.ranges import Count, Ranged
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 DEMO = "demo"
 # The placeholder in SPEED-Bench's files for questions whose licence forbids copies.
 UNFILLED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+# Columns of the report, beside which no task may have that name.
+COLUMNS = "method", "overall"
 # MT-bench's eight categories, which are one task of Spec-Bench.
 MTBENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 T = TypeVar("T")
@@ -69,16 +72,27 @@ class Question:
     turns: list[str]
     reference: list[str] | None = None  # an answer for each turn, for the fingerprint only
     task: str = ""  # the group it is reported under; its category if empty
+    system: str = ""  # what the conversation begins with, before the first turn
 
     def __post_init__(self) -> None:
         self.task = self.task or self.category
 
-    def prompt(self, lm: TargetModel, tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
-        """The token ids of a conversation up to one of the turns. Errors: `PromptError`."""
-        prompt = prompt_ids(tokenizer, messages)
+    def conversation(self, answers: Sequence[str] = ()) -> list[Message]:
+        """The messages up to the turn that comes after these answers."""
+        messages = [Message(role="system", content=self.system)] if self.system else []
+        for turn, answer in zip(self.turns, answers, strict=False):
+            messages.append(Message(role="user", content=turn))
+            messages.append(Message(role="assistant", content=answer))
+        return [*messages, Message(role="user", content=self.turns[len(answers)])]
+
+    def prompt(
+        self, lm: TargetModel, tokenizer: Tokenizer, answers: Sequence[str] = ()
+    ) -> list[int]:
+        """The token ids of `conversation`. Errors: `PromptError`."""
+        prompt = prompt_ids(tokenizer, self.conversation(answers))
         if len(prompt) >= lm.context:
             raise PromptError(
-                f"question {self.question_id}, turn {len(messages) // 2} has {len(prompt)} tokens, "
+                f"question {self.question_id}, turn {len(answers) + 1} has {len(prompt)} tokens, "
                 f"and the model's context is {lm.context}. Leave it out of the bench, or lower "
                 "max_new_tokens if the answer before it is what is long."
             )
@@ -100,7 +114,9 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 def fingerprint(questions: list[Question]) -> str:
     """Hash of the questions, in order, with all their fields but the task."""
     fields = [asdict(question).items() for question in questions]
-    content = json.dumps([{k: v for k, v in items if k != "task"} for items in fields])
+    # an empty system turn is left out: earlier results had no such field
+    kept = [{k: v for k, v in x if k != "task" and (v or k != "system")} for x in fields]
+    content = json.dumps(kept)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
@@ -127,8 +143,8 @@ def question_prompts(
     tokenizer: Tokenizer, count: int, bench: BenchConfig, longest: int
 ) -> list[list[int]]:
     """First turns of `count` questions, spread over the tasks, with at most `longest` tokens."""
-    turns = [question.turns[0] for question in load_questions(bench)]
-    prompts = [prompt_ids(tokenizer, [Message(role="user", content=turn)]) for turn in turns]
+    questions = load_questions(bench)
+    prompts = [prompt_ids(tokenizer, question.conversation()) for question in questions]
     fitting = [prompt for prompt in prompts if len(prompt) <= longest]
     if not fitting:
         raise ConfigError(
@@ -249,9 +265,9 @@ def parse(content: bytes, source: str, name: str) -> list[Question]:
         questions[question.question_id] = question
     if unfilled:
         log.warning(
-            "%d questions of %s are left out: their text has to be fetched from its sources, as "
-            "NVIDIA's script for SPEED-Bench does; pass what that writes as bench.path=.",
-            *(unfilled, source),
+            "%s of %s left out: their text has to be fetched from its sources, as NVIDIA's script "
+            "for SPEED-Bench does; pass what that writes as bench.path=.",
+            *(tables.count(unfilled, "question"), source),
         )
     if not questions:
         raise DataError(f"{source} holds no questions. Pass bench.path= a file with some.")
@@ -269,12 +285,21 @@ def _question(fields: Any, defaults: dict[str, Any]) -> Question:
         raise ValueError("question_id must be an integer of 64 bits")
     if not isinstance(fields["category"], str):
         raise ValueError("category must be a string")
-    turns = fields.get("turns")
+    if fields["category"] in COLUMNS:
+        raise ValueError(f"a category may not be called {' or '.join(COLUMNS)}, as columns are")
+    turns, system = fields.get("turns"), fields.get("system", "")
     if turns is None and isinstance(messages := fields.get("messages"), list):
         # the form in which NVIDIA's tools write SPEED-Bench
-        dicts = (message for message in messages if isinstance(message, dict))
+        dicts = [message for message in messages if isinstance(message, dict)]
+        if dicts and dicts[0].get("role") == "system":
+            system = dicts.pop(0).get("content")
+        if others := {str(x.get("role")) for x in dicts} - {"user", "assistant"}:
+            raise ValueError(f"a turn with the role {min(others)} cannot stand where it does")
         turns = [message.get("content") for message in dicts if message.get("role") == "user"]
     are_strings = isinstance(turns, list) and all(isinstance(x, str) and x.strip() for x in turns)
     if not turns or not are_strings:
         raise ValueError("turns must be a list of at least one string, none of them blank")
-    return Question(fields["question_id"], fields["category"], turns, fields.get("reference"))
+    if not isinstance(system, str):
+        raise ValueError("a system turn must be a string")
+    ids, reference = (fields["question_id"], fields["category"]), fields.get("reference")
+    return Question(*ids, turns, reference, system=system)

@@ -8,7 +8,7 @@ import itertools
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import write_json
 from kangaroo.utils.provenance import describe_machine, differences
+from kangaroo.utils.ranges import AUTO
 from kangaroo.utils.tables import Row, short
 
 COMPARISON, PLOT = "comparison.json", "speedup.png"
@@ -46,6 +47,9 @@ SECTIONS = {
 PARTS = "overall", "by_task", "drafter_cost", "by_length", "by_end", "provenance"  # of summaries
 # Columns that are left out in a terminal of 80 columns.
 WIDE = ["95% vs hf", "accepted", *(f"CTAR({w})" for w in POSITIONS), "params", "memory", "training"]
+TOLERANCE = 1.05  # what noise alone may add to a speedup
+BUSY = 1.25  # of `machine_load`; this process makes up to 1 of it
+UNKNOWN = "dtype", "device"  # settings that only a loaded model tells
 SPEEDUPS = "speedup: of the whole time, prompts included; decoding: from the first token on."
 Comparison = dict[str, Any]
 Method = dict[str, Any]  # an entry of a comparison's `methods`
@@ -58,14 +62,8 @@ def compare(folder: Path) -> Comparison | None:
     summaries = summaries_in(folder)
     if not summaries:
         return None
-    first, *others = summaries
-    settings = shared_settings(summaries[first])
-    for name in others:
-        if difference := differences(settings, shared_settings(summaries[name])):
-            raise ConfigError(
-                f"'{name}' and '{first}' in '{folder}' cannot be compared, since '{first}' was run "
-                f"with other settings: {difference}. Move one of them elsewhere."
-            )
+    settings = shared_settings(next(iter(summaries.values())))
+    check_alike(folder, settings)
     methods = [_method(name, summary) for name, summary in summaries.items()]
     speeds = ("speedup", "tokens_per_second")
     methods.sort(key=lambda method: [-(method["overall"][name] or 0.0) for name in speeds])
@@ -78,6 +76,19 @@ def compare(folder: Path) -> Comparison | None:
         "methods": methods,
         "paired": [compare_pair(*pair) for pair in itertools.combinations(by_question.items(), 2)],
     }
+
+
+def check_alike(folder: Path, settings: dict[str, Any], but: Collection[Path] = ()) -> None:
+    """Check that all results below a folder, `but` for those in some folders, have these shared
+    settings, or what is known of them. Errors: `ConfigError`."""
+    for name, summary in summaries_in(folder).items():
+        path, theirs = folder / name, shared_settings(summary)
+        difference = differences(theirs, {key: theirs.get(key) for key in UNKNOWN} | settings)
+        if difference and (path if path.is_dir() else folder) not in but:
+            raise ConfigError(
+                f"'{name}' in '{folder}' cannot be compared with the others, since it was run with "
+                f"other settings: {difference}. Move it elsewhere, or pass another output=."
+            )
 
 
 def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
@@ -149,6 +160,7 @@ def markdown(comparison: Comparison, image: str = PLOT) -> str:
         tables.markdown(rows_of(methods)),
         f"![speedup by method]({image})",
         conclusion(comparison),
+        bullet_list(notes(comparison)),
         f"## Speed, row over column\n\n{tables.markdown(pairs)}" if pairs else "",
     ]
     for heading, (group, metric) in SECTIONS.items():
@@ -159,7 +171,7 @@ def markdown(comparison: Comparison, image: str = PLOT) -> str:
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    """Print the main table in 80 columns, and the conclusion as one line."""
+    """Print the main table in 80 columns, and the conclusion and the notes, each as one line."""
     rows = rows_of(comparison["methods"])
     for row in rows:
         row["method"] = row["method"].replace(",", " ")  # lines may break between settings
@@ -167,7 +179,7 @@ def show(comparison: Comparison, console: Console) -> None:
             del row[heading]
     caption = f"{size(comparison)} {SPEEDUPS}"
     console.print(tables.terminal(rows, TITLE.format(**comparison), caption))
-    if sentence := conclusion(comparison):
+    for sentence in filter(None, (conclusion(comparison), *notes(comparison))):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -182,8 +194,10 @@ def rows_of(methods: Sequence[Method]) -> list[Row]:
             for name, value in cost["training"].items()
         ]
         same, turns, forks = (method["lossless"][x] for x in ("identical", "turns", "forks"))
-        bugs = f", bugs: {forks['bug']}" if "bug" in forks else ""
-        row["lossless"] = "-" if same is None else f"{same}/{turns}{bugs}"
+        reasons = "".join(f", {label}s: {forks[label]}" for label in sorted(forks))
+        # transformers' texts are not judged, and rounding alone makes some of them differ
+        is_told = same is not None and (same == turns or reasons)
+        row["lossless"] = f"{same}/{turns}{reasons}" if is_told else "-"
         rows.append(row | {"training": ", ".join(training) or "none"})
     return rows
 
@@ -219,7 +233,8 @@ def size(comparison: Comparison) -> str:
     settings = comparison["settings"]
     temperature = settings["sampling.temperature"]
     parts = [
-        f"{comparison['questions']} questions, {comparison['turns']} turns, at most "
+        f"{tables.count(comparison['questions'], 'question')}, "
+        f"{tables.count(comparison['turns'], 'turn')}, at most "
         f"{settings['max_new_tokens']} new tokens, "
         f"{f'temperature {temperature}' if temperature else 'greedy'}, batch 1, "
         f"{comparison['dtype']} on {comparison['device']}."
@@ -247,9 +262,32 @@ def conclusion(comparison: Comparison) -> str:
     measured = {rival: ends for rival, ends in intervals.items() if ends is not None}
     alike = [rival for rival, (low, high) in measured.items() if low <= 1 <= high]
     faster = [rival for rival, (_, high) in measured.items() if high < 1]
+    if "vanilla" in faster:
+        return f"No drafter pays on these questions: {name} is the fastest, and vanilla is faster."
     differs = f"does not differ from {', '.join(alike)}" if alike else "differs from all others"
     beaten = f", but {', '.join(faster)} is faster" if faster else ""
     return f"{name} is the fastest drafter and, on these questions, {differs}{beaten}."
+
+
+def notes(comparison: Comparison) -> Iterator[str]:
+    """What a reader has to know before the figures are believed, each in a sentence."""
+    methods = comparison["methods"]
+    for name, overall, settings in ((x["name"], x["overall"], x["settings"]) for x in methods):
+        if name in (baseline.value for baseline in Baseline):
+            continue
+        drafts, is_auto = overall["speculative_decoding"], settings.get("drafter.threshold") == AUTO
+        if not drafts["num_draft_tokens"] and settings.get("drafter.name") != "vanilla":
+            reason = ", since one token costs more than it could gain here" if is_auto else ""
+            yield f"{name} drafted nothing{reason}: its row is vanilla decoding and its overhead."
+        speedup, bound = overall["speedup"] or 0.0, overall["compression_rate"]
+        if speedup > TOLERANCE * bound:
+            yield (
+                f"{name} cannot be {speedup:.2f} times as fast with {bound:.2f} tokens a round: no "
+                "round is shorter than a vanilla step. Measure again on a quiet machine."
+            )
+    load = max(method["overall"].get("machine_load", 0.0) for method in methods)
+    if load > BUSY:
+        yield f"The machine was busy: it had {load:.1f} processes for each processor."
 
 
 def provenance_lines(comparison: Comparison) -> Iterator[str]:

@@ -243,6 +243,7 @@ METRICS = [
     Metric("speculative_decoding", compute=acceptance),
     Metric("acceptance_rate", per_question(_accepted), "accepted", show=share),
     Metric("tokens_per_second", per_question(_speed), "tokens/s", show=partial(number, digits=1)),
+    Metric("machine_load", compute=lambda records: sum(x.load for x in records) / len(records)),
     Metric("vanilla_tokens_per_second", per_question(_speed, "vanilla")),
     Metric("hf_tokens_per_second", per_question(_speed, "hf")),
     # the seconds of these four parts add up to the method's time

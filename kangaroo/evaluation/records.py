@@ -79,6 +79,7 @@ class Record:
     finished: float  # Unix time
     drafter_bytes: int = 0  # memory of the drafter afterwards, see `footprint`
     task: str = ""  # the group it is reported under
+    load: float = 0.0  # processes that ran or waited in the last minute, per processor
 
 
 def append(record: Record, folder: Path, rank: int = 0) -> None:
@@ -110,15 +111,22 @@ def read(folder: Path) -> list[Record]:
     return [records[question_id] for question_id in sorted(records)]
 
 
-def start_run(folder: Path, settings: dict[str, Any], cost: dict[str, Any], resume: bool) -> None:
-    """Start a run in `folder` or resume the one there. Errors: `ConfigError` for other settings."""
-    if resume and (folder / RUN).is_file():
+def check_run(folder: Path, settings: dict[str, Any]) -> None:
+    """Check that the run in a folder, if there is one, had these settings. Errors: `ConfigError`;
+    `CorruptFile`."""
+    if (folder / RUN).is_file():
         before, now = read_run(folder)["settings"], json.loads(json.dumps(settings))
-        if difference := differences(before, now):
+        if difference := differences({name: before.get(name) for name in now}, now):
             raise ConfigError(
                 f"'{folder}' holds a run with other settings: {difference}. Pass another "
                 "output=, or resume=false to measure again from the start."
             )
+
+
+def start_run(folder: Path, settings: dict[str, Any], cost: dict[str, Any], resume: bool) -> None:
+    """Start a run in `folder`, or resume the one there. Errors: those of `check_run`."""
+    if resume and (folder / RUN).is_file():
+        check_run(folder, settings)
         return
     for file in (*folder.glob(RECORDS), folder / SUMMARY):
         file.unlink(missing_ok=True)

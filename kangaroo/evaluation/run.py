@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,14 +20,15 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.clock import now
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.evaluation import comparison, summary
 from kangaroo.evaluation import records as store
-from kangaroo.evaluation import summary
 from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions, turn_seed
 from kangaroo.evaluation.lossless import fork
 from kangaroo.evaluation.methods import as_run, generate
 from kangaroo.evaluation.metrics import metrics, scalars
 from kangaroo.evaluation.records import METHOD, Baseline, MethodRun, Record, Turn
-from kangaroo.models.prompts import Message, Tokenizer
+from kangaroo.models.loading import ModelConfig, meta_model
+from kangaroo.models.prompts import Tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, DataError, NotLossless
 from kangaroo.utils.folders import write_json
@@ -108,6 +112,58 @@ def select_questions(config: EvaluateConfig) -> tuple[list[Question], int]:
     return selected, config.max_new_tokens or config.bench.max_new_tokens
 
 
+def method_folders(config: EvaluateConfig, names: Sequence[str]) -> list[Path]:
+    """The methods' folders: `output` for one method, else a folder of its name in `output`."""
+    output = Path(config.output)
+    if len(names) == 1:
+        return [output]
+    counts = Counter([*names, *(baseline.value for baseline in {*config.baselines})])
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ConfigError(
+            f"two of the methods are called '{twice[0]}'; call a further drafter otherwise: "
+            "+drafter@more.NAME=... (the baselines are measured anyway)."
+        )
+    return [output / name for name in names]
+
+
+def settings_of(config: EvaluateConfig, questions: list[Question], limit: int) -> dict[str, Any]:
+    """The settings of all methods on which results depend, but for the model's."""
+    selection = "task", "question_begin", "question_end", "question_every"
+    return {
+        "bench": config.bench.name,
+        "bench.fingerprint": fingerprint(questions),
+        **{name: getattr(config, name) for name in selection},
+        "max_new_tokens": limit,
+        **flatten({"sampling": asdict(config.sampling)}),
+        **{name: getattr(config, name) for name in ("seed", "hf_every", "warmup")},
+        "baselines": [baseline.name for baseline in config.baselines],
+    }
+
+
+def check(
+    config: EvaluateConfig, model: ModelConfig, drafters: Mapping[str, DrafterConfig], below: Path
+) -> None:
+    """Check what can be known before the model is loaded: questions, adapters, room for texts, and
+    whether results in the methods' folders, and elsewhere `below` a folder, have the same settings.
+    Errors: `ConfigError`, and those of questions, adapters and results."""
+    questions, limit = select_questions(config)
+    context, folders = math.inf, method_folders(config, list(drafters))
+    with suppress(Exception):  # loading says what is wrong with a model
+        context = meta_model(model).context
+    if (config.max_new_tokens or 0) >= context:
+        raise ConfigError(
+            f"max_new_tokens={limit} leaves no room for a prompt in the context of {model.name}, "
+            f"{context} tokens. Pass fewer, or leave it out."
+        )
+    shared = settings_of(config, questions, limit) | flatten({"model": asdict(model)})
+    shared |= {"model": model.name}
+    for (name, drafter), folder in zip(drafters.items(), folders, strict=True):
+        settings = {"drafter": name, **flatten({"drafter": drafter.settings()})}
+        if config.resume:
+            store.check_run(folder, shared | settings)
+    comparison.check_alike(below, shared, (*folders, *(below / x.value for x in Baseline)))
+
+
 class Evaluator:
     """An evaluation; creating one checks everything and starts or resumes the runs in its folders.
     Questions are shared among `ranks`, and the first rank writes all files that are no records.
@@ -124,16 +180,21 @@ class Evaluator:
         ranks: Ranks = ALONE,
     ):
         self.lm, self.tokenizer, self.config, self.ranks = lm, tokenizer, config, ranks
-        self.methods, self.folders = methods, self._folders(methods)
+        self.methods = methods
+        self.folders = method_folders(config, [method.name for method in methods])
         self.questions, self.limit = select_questions(config)
         for question in self.questions:  # first turns must fit; later ones depend on answers
-            question.prompt(lm, tokenizer, [Message(role="user", content=question.turns[0])])
+            question.prompt(lm, tokenizer)
+        cuda, dtype = lm.device.type == "cuda", str(lm.dtype).removeprefix("torch.")
+        device = torch.cuda.get_device_name(lm.device) if cuda else lm.device.type
+        shared = {"model": model_name, "dtype": dtype, "device": device}
+        shared |= settings_of(config, self.questions, self.limit)
         for method, folder in zip(methods, self.folders, strict=True):
-            settings = {"model": model_name, "drafter": method.name} | self._settings()
+            settings = shared | {"drafter": method.name} | flatten(method.settings)
             parameters = footprint(method.drafter, [lm]).parameters
             cost = {"parameters": parameters, "training": method.made_by}
             if ranks.is_first:
-                store.start_run(folder, settings | flatten(method.settings), cost, config.resume)
+                store.start_run(folder, settings, cost, config.resume)
         ranks.wait()  # no rank reads a folder before the first rank has started its run
         records = [store.read(folder) for folder in self.folders]
         complete = set.intersection(*({x.question_id for x in answers} for answers in records))
@@ -152,36 +213,6 @@ class Evaluator:
             self.decoders["hf"] = None
         comparable = config.sampling.greedy or config.sampling.rule is Rule.match
         self.compares = comparable and "vanilla" in self.decoders
-
-    def _folders(self, methods: Sequence[MethodSpec]) -> list[Path]:
-        """The methods' folders: `output` for one method, else a folder of its name in `output`."""
-        output = Path(self.config.output)
-        names = [method.name for method in methods]
-        if len(names) == 1:
-            return [output]
-        counts = Counter(names + [baseline.value for baseline in {*self.config.baselines}])
-        if twice := [name for name, count in counts.items() if count > 1]:
-            raise ConfigError(
-                f"two of the methods are called '{twice[0]}'; call a further drafter otherwise: "
-                "+drafter@more.NAME=... (the baselines are measured anyway)."
-            )
-        return [output / name for name in names]
-
-    def _settings(self) -> dict[str, Any]:
-        """The settings of all methods on which results depend."""
-        config, device = self.config, self.lm.device
-        selection = "task", "question_begin", "question_end", "question_every"
-        return {
-            "bench": config.bench.name,
-            "bench.fingerprint": fingerprint(self.questions),
-            **{name: getattr(config, name) for name in selection},
-            "max_new_tokens": self.limit,
-            "dtype": str(self.lm.dtype).removeprefix("torch."),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            **flatten({"sampling": asdict(config.sampling)}),
-            **{name: getattr(config, name) for name in ("seed", "hf_every", "warmup")},
-            "baselines": [baseline.name for baseline in config.baselines],
-        }
 
     def finish(self, log: Log | None = None) -> list[dict[str, Any]]:
         """Ask the remaining questions, write all summaries, and return those of the methods. After
@@ -238,25 +269,25 @@ class Evaluator:
 
     def ask(self, question: Question, names: Sequence[int | str]) -> list[Record]:
         """Ask all turns, each after the first method's answers. Returns the methods' records."""
-        messages: list[Message] = []
+        answers: list[str] = []
         turns: list[list[Turn]] = []
-        for number, text in enumerate(question.turns):
-            messages.append(Message(role="user", content=text))
-            turns.append(self._turn(question, number, messages, names))
-            messages.append(Message(role="assistant", content=turns[-1][0].runs[METHOD].text))
-        finished, records = time.time(), []
+        for _ in question.turns:
+            turns.append(self._turn(question, answers, names))
+            answers.append(turns[-1][0].runs[METHOD].text)
+        finished, records, load = time.time(), [], os.getloadavg()[0] / (os.cpu_count() or 1)
         for i, engine in enumerate(self.engines):
             size = footprint(engine.drafter, [self.lm, engine.batch]).bytes
-            ids, answers = (question.question_id, question.category), [turn[i] for turn in turns]
-            records.append(Record(*ids, answers, finished, drafter_bytes=size, task=question.task))
+            ids = question.question_id, question.category, [turn[i] for turn in turns]
+            about = {"drafter_bytes": size, "task": question.task, "load": load}
+            records.append(Record(*ids, finished, **about))
         return records
 
     def _turn(
-        self, question: Question, number: int, messages: list[Message], names: Sequence[int | str]
+        self, question: Question, answers: list[str], names: Sequence[int | str]
     ) -> list[Turn]:
-        prompt = question.prompt(self.lm, self.tokenizer, messages)
+        prompt = question.prompt(self.lm, self.tokenizer, answers)
         limit = min(self.limit, self.lm.context - len(prompt))
-        seed = turn_seed(question.question_id, number, self.config.seed)
+        seed = turn_seed(question.question_id, len(answers), self.config.seed)
         runs = {name: self._decode(name, prompt, limit, seed) for name in names}
         baselines = {x.name: runs[x.name] for x in Baseline if x.name in runs}
         turns = []

@@ -78,7 +78,7 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
         "forks": [
             {"question_id": record.question_id, "turn": number} | asdict(turn.fork)
             for record in records
-            for number, turn in enumerate(record.turns)
+            for number, turn in enumerate(record.turns, start=1)
             if turn.fork is not None
         ],
     }

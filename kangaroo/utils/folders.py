@@ -148,15 +148,14 @@ def overrides_suffix(overrides: list[str], excluded: list[str], part: str) -> st
     words = [word for word in words if word.partition("=")[0] not in excluded]
     words = [word for word in words if word.startswith("drafter.") == (part == "drafter")]
     suffix = "".join(sorted(f",{word.removeprefix('drafter.')}" for word in words))
-    return shorten_names(re.sub(r"[^\w.=,+-]+", "-", suffix))
+    return fitting_name(re.sub(r"[^\w.=,+-]+", "-", suffix))
 
 
-def shorten_names(path: str) -> str:
-    """The path with every name too long for file systems cut, and a hash of the full name added."""
-    names = path.split("/")
-    for i, name in enumerate(map(str.encode, names)):
-        if len(name) > LONGEST_NAME:
-            digest = hashlib.sha256(name).hexdigest()[:16]
-            beginning = name[: LONGEST_NAME - len(digest) - 1].decode(errors="ignore")
-            names[i] = f"{beginning}-{digest}"
-    return "/".join(names)
+def fitting_name(text: str) -> str:
+    """The text as one folder's name: without slashes, and too long for file systems it is cut, and
+    a hash of the whole is added."""
+    name = text.replace("/", "-").encode()
+    if len(name) <= LONGEST_NAME:
+        return name.decode()
+    digest = hashlib.sha256(name).hexdigest()[:16]
+    return f"{name[: LONGEST_NAME - len(digest) - 1].decode(errors='ignore')}-{digest}"

@@ -43,6 +43,11 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def count(number: int, noun: str) -> str:
+    """That many of a thing, such as "1 question" and "2 questions"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def share(value: float | None) -> str:
     """A share as a percentage; a dash for None."""
     return "-" if value is None else f"{value:.0%}"

@@ -24,7 +24,7 @@ from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.drafters.rest import RestConfig
 from kangaroo.utils.discovery import classes
-from kangaroo.utils.folders import shorten_names, sole_writer
+from kangaroo.utils.folders import fitting_name, sole_writer
 
 
 def test_every_command_has_a_script_and_a_function():
@@ -164,8 +164,45 @@ tracking.Wandb.start = lambda self, settings, output: sys.exit("a run has begun"
 )
 def test_what_is_refused_begins_no_run_in_a_tracker(name, options, message, tmp_path):
     write_inputs(tmp_path)
-    result = run_changed(name, UNTRACKED, "logger=wandb", *options.split(), cwd=tmp_path)
+    tracked = "logger=wandb", "logger.mode=offline"
+    result = run_changed(name, UNTRACKED, *tracked, *options.split(), cwd=tmp_path)
     assert re.search(f"ConfigError: .*{message}", result.stderr), result.stderr
+
+
+UNLOADED = """
+import sys
+commands.load_target = lambda config: sys.exit("the model would be loaded")
+"""
+
+
+def test_what_an_evaluation_cannot_do_is_said_before_its_model_is_loaded(tmp_path):
+    few = "baselines=[] question_end=1 warmup=0 drafter=prompt_lookup".split()
+    two = [*few, "+drafter@more.again=prompt_lookup"]
+    typed("evaluate.py", "model=tiny", "output=out", *two, "max_new_tokens=4", cwd=tmp_path)
+    assert (tmp_path / "out/.hydra/config.yaml").is_file() and (
+        tmp_path / "out/evaluate.log"
+    ).is_file()
+    assert not (tmp_path / "outputs").exists()  # the log is where output= says
+    before = sorted((tmp_path / "out").rglob("*.json*"))
+    for options, message in (
+        ([*few, "max_new_tokens=5"], "'again' in 'out' cannot be compared .* 4 there, 5 now"),
+        ([*two, "max_new_tokens=5"], "'out/prompt_lookup' holds a run .* 4 there, 5 now"),
+        ([*few, "max_new_tokens=40000"], "40000 leaves no room for a prompt in the context of t"),
+        ([*few, "max_new_tokens=4"], "the model would be loaded"),
+    ):
+        result = run_changed("evaluate", UNLOADED, *options, cwd=tmp_path)
+        assert re.search(message, result.stderr), result.stderr
+        assert "Traceback" not in result.stderr
+    assert sorted((tmp_path / "out").rglob("*.json*")) == before
+
+
+def test_a_folder_has_no_levels_from_slashes_of_values():
+    options = ["model=tiny", "drafter.adapter=/a/b/c", "+model.chat_template=d/e"]
+    folder = composed("evaluate", *options).hydra.run.dir
+    assert folder.count("/") == composed("evaluate", "model=tiny", "seed=1").hydra.run.dir.count(
+        "/"
+    )
+    assert "drafter.adapter=-a-b-c" in folder
 
 
 def test_a_datastore_of_a_text_says_what_it_is_of(tmp_path):
@@ -264,7 +301,7 @@ def test_a_sweeps_folder_is_named_by_all_but_the_drafter_and_its_jobs_by_that():
     folders = [composed("evaluate", *options, f"seed={i}").hydra.run.dir for i in (1, 2)]
     first, second = (folder.rpartition("/")[2] for folder in folders)
     assert first.startswith("more.variant_0.num_pred_tokens=3,") and first != second
-    assert all(len(name.encode()) <= 200 for name in (first, shorten_names("é" * 101)))
+    assert all(len(name.encode()) <= 200 for name in (first, fitting_name("é" * 101)))
 
 
 CONFIGS = classes("kangaroo.drafters", DrafterConfig)

@@ -157,6 +157,45 @@ def test_in_a_sweep_the_agent_says_which_run_it_is(wandb, tmp_path, monkeypatch)
     assert swept["group"] == "study" and not (tmp_path / "swept/wandb_id").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "login", "message"),
+    [
+        ({}, [EOFError("no terminal")], "finds no key. Call `wandb login`, set WANDB_API_KEY"),
+        ({}, [False], "or pass logger.mode=offline"),
+        ({"mode": "onlin"}, [True], "logger.mode=onlin is none of online, "),
+        ({"mode": "offline"}, [False], None),
+        ({}, [True], None),
+    ],
+)
+def test_what_wandb_needs_is_checked_before_any_work(options, login, message, wandb):
+    wandb.login.side_effect = login
+    if message is None:
+        return Wandb(**options).check()
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Wandb(**options).check()
+
+
+def test_a_failure_of_wandb_never_ends_a_run(wandb, tmp_path, caplog):
+    run = wandb.init.return_value
+    wandb.init.side_effect = [OSError("no network"), run]
+    for part in (run.log, run.log_artifact, run.finish, wandb.Artifact):
+        part.side_effect = OSError("lost")
+    with Wandb().start({}, tmp_path) as tracker:
+        assert wandb.init.call_args.kwargs["mode"] == "offline"
+        tracker.log({"loss": 1.0}, 1)
+        tracker.result({}, [])
+        tracker.save(tmp_path, [], "a", "evaluation", {})
+    assert "W&B refuses: no network. The run goes to" in caplog.text
+    assert caplog.text.count("the run goes on without it: lost") == 4
+
+
+def test_names_are_no_longer_than_wandb_takes(wandb, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_NAME", "a" * 200)
+    Wandb(group="b" * 200).start({}, tmp_path).save(tmp_path, [], "c" * 200, "evaluation", {})
+    options, kept = wandb.init.call_args.kwargs, wandb.Artifact.call_args.args
+    assert (options["name"], options["group"], kept[0]) == ("a" * 128, "b" * 128, "c" * 128)
+
+
 def test_a_search_is_told_of_a_run_that_failed(wandb, tmp_path):
     with Wandb().start({}, tmp_path):
         pass

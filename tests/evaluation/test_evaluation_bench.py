@@ -12,6 +12,7 @@ from datasets import Dataset
 from kangaroo.evaluation.bench import BenchConfig, fingerprint, load_questions, turn_seed
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError
 
+USER, SYSTEM = ({"role": role, "content": "Why?"} for role in ("user", "system"))
 GOOD = {"question_id": 1, "category": "qa", "turns": ["Why?"]}
 SPEC_BENCH = ROOT.parent / "shared" / "spec_bench" / "question.jsonl"
 
@@ -50,7 +51,7 @@ def test_speed_benchs_questions_come_from_parquet_files_or_the_hub(tmp_path, mon
         assert [question.task for question in questions] == ["coding", "qa"]
         assert questions[0].turns == ["Write f.", "And g?"]
         assert len({question.question_id for question in questions}) == 2
-        assert "1 questions of" in caplog.text and "bench.path=" in caplog.text
+        assert "1 question of" in caplog.text and "bench.path=" in caplog.text
         caplog.clear()
     assert requests == [(("nvidia/SPEED-Bench", "qualitative"), {"split": "test"})]
     (tmp_path / "8k").mkdir()
@@ -61,10 +62,22 @@ def test_speed_benchs_questions_come_from_parquet_files_or_the_hub(tmp_path, mon
     assert len(load_questions(BenchConfig("speed_bench", path=str(tmp_path), subset="8k"))) == 1
     with pytest.raises(DataError, match=r"has no folder '4k', only 8k\. Pass bench\.subset="):
         load_questions(BenchConfig("speed_bench", path=str(tmp_path), subset="4k+8k"))
-    talk = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
-    (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": talk}))
-    (question,) = load_questions(BenchConfig(path=str(tmp_path / "talks.jsonl")))
-    assert question.turns == ["user"]
+
+
+def test_a_system_turn_comes_first_and_counts_in_the_fingerprint(tmp_path):
+    talk = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user")]
+    with_system = {"messages": talk}, {"turns": ["user", "user"], "system": "system"}
+    file, hashes = tmp_path / "mine.jsonl", []
+    for line in (*with_system, {"messages": talk[1:]}, {"turns": ["user", "user"]}):
+        file.write_text(json.dumps(line))
+        (question,) = questions = load_questions(BenchConfig(path=str(file)))
+        begins = talk if question.system else talk[1:]
+        assert (
+            question.conversation() == begins[:-2]
+            and question.conversation(["assistant"]) == begins
+        )
+        hashes.append(fingerprint(questions))
+    assert hashes[0] == hashes[1] != hashes[2] == hashes[3]
 
 
 def test_a_download_is_kept_and_wrong_checksums_refused_but_of_local_files(tmp_path, cache, caplog):
@@ -113,6 +126,11 @@ def test_questions_that_are_nowhere_are_named_with_the_way_out(config, error, me
         ("[]", "it is no JSON object"),
         (json.dumps(GOOD | {"question_id": 2**63}), "question_id must be an integer of 64 bits"),
         (json.dumps(GOOD | {"category": 5}), "category must be a string"),
+        (json.dumps(GOOD | {"category": "overall"}), "may not be called method or overall"),
+        (json.dumps(GOOD | {"category": "method"}), "may not be called method or overall"),
+        (json.dumps({"messages": [USER, SYSTEM]}), "a turn with the role system cannot stand"),
+        (json.dumps({"messages": [USER, SYSTEM | {"role": "tool"}]}), "with the role tool cannot"),
+        (json.dumps({"messages": [SYSTEM | {"content": 5}, USER]}), "a system turn must be a str"),
         ("[" * 100_000, "recursion"),
         (json.dumps(GOOD | {"turns": []}), "at least one string"),
         (json.dumps({"messages": ["Why?", {"role": "user"}]}), "at least one string"),

@@ -211,7 +211,8 @@ def test_an_answer_grows_at_the_times_of_its_steps(now, text, speed):
 def raced(**options) -> str:
     lm, console = tiny_lm(), Console(file=io.StringIO(), width=100, **options)
     drafters = {"vanilla": Vanilla(), "kangaroo": chain_of(lm, adapter_for(lm), threshold=0)}
-    race(lm, byte_tokenizer(), drafters, "Why?", 12, Sampling(temperature=1.0), console)
+    question = [{"role": "user", "content": "Why?"}]
+    race(lm, byte_tokenizer(), drafters, question, 12, Sampling(temperature=1.0), console)
     return console.file.getvalue()
 
 
