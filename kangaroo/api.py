@@ -16,9 +16,9 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.engine.streaming import pieces
+from kangaroo.engine.streaming import pieces, whole_text
 from kangaroo.models.loading import ModelConfig, load_target, model_config
-from kangaroo.models.prompts import Tokenizer, conversation, plain_text, prompt_ids, valid_text
+from kangaroo.models.prompts import Tokenizer, conversation, prompt_ids, valid_text
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import AdapterNotFound, ConfigError
@@ -169,7 +169,7 @@ class Model:
             prompts: a user's text or a conversation, or a list of them.
             max_new_tokens: of an answer; None is, and takes memory for, the rest of the context.
             batch_size: prompts decoded at a time; None is all.
-            stop: one or more strings that end an answer, which includes them.
+            stop: one or more strings; an answer ends before the first, as in OpenAI's API.
             sampling: fields of `Sampling`. The prompts of a list get `seed`, `seed + 1`, ...; None
                 is a random seed.
 
@@ -183,7 +183,8 @@ class Model:
         requests = [self._request(prompt, limits, stops, seed) for seed, prompt in seeded]
         rows = limits.batch_size or max(len(requests), 1)
         generations = dict(self.engine.completions(requests, settings, rows))
-        texts = [plain_text(self.tokenizer, generations[i].tokens) for i in range(len(requests))]
+        answers = (generations[i].tokens for i in range(len(requests)))
+        texts = [whole_text(tokens, self.tokenizer, stops) for tokens in answers]
         return texts[0] if is_single else texts
 
     def stream(
@@ -197,7 +198,7 @@ class Model:
         settings, limits = _sampling(sampling), build(Limits, {"max_new_tokens": max_new_tokens})
         request = self._request(prompt, limits, _stops(stop), settings.seed)
         tokens = self.engine.stream(request.prompt, request.max_new_tokens, settings, request.stop)
-        return (text for text, _ in pieces(iter(tokens), self.tokenizer))
+        return (text for text, _ in pieces(tokens, self.tokenizer, request.stop))
 
     def _request(self, prompt: Prompt, limits: Limits, stop: list[str], seed: int) -> Request:
         ids = prompt_ids(self.tokenizer, conversation(prompt))

@@ -23,6 +23,7 @@ from kangaroo.engine.costs import draft_cost, verify_costs
 from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
 from kangaroo.engine.sampling import Rule, Sampling, combine, pick, settings
 from kangaroo.engine.stepper import TensorStepper
+from kangaroo.engine.streaming import UNFINISHED
 from kangaroo.models.prompts import Tokenizer, unknown_token
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, PromptError
@@ -299,9 +300,13 @@ class Engine:
         # a string of n bytes spans at most n tokens; SentencePiece strips the first one's space
         reach = 1 + max(len(s.encode()) for s in stop)
         for end in range(before + 1, len(tokens) + 1):
-            tail = self.tokenizer.decode(tokens[max(0, end - reach) : end])
-            if any(s in tail for s in stop):
-                return end
+            first = max(0, end - reach)
+            for start in range(first, max(-1, first - 4), -1):
+                tail = self.tokenizer.decode(tokens[start:end], clean_up_tokenization_spaces=False)
+                if any(s in tail for s in stop):
+                    return end
+                if UNFINISHED not in tail:
+                    break  # else it may begin inside a character, and hide those next to it
         return None
 
 

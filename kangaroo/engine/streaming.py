@@ -1,6 +1,6 @@
 """Text from tokens that arrive one by one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kangaroo.engine.requests import Token
 from kangaroo.models.prompts import Tokenizer, plain_text
@@ -32,17 +32,6 @@ class Pieces:
         return plain_text(self.tokenizer, self.before + self.pending)[len(before) :]
 
 
-def pieces(tokens: Iterator[Token], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """Pairs (text, drafted) of whole characters as tokens arrive."""
-    decoding, drafted = Pieces(tokenizer), False
-    for token in tokens:
-        drafted = token.drafted
-        if text := decoding.push(token.id):
-            yield text, drafted
-    if text := decoding.end():
-        yield text, drafted
-
-
 class UntilStop:
     """Passes text on up to the first stop string, which is left out."""
 
@@ -65,3 +54,25 @@ class UntilStop:
     def end(self) -> str:
         """The text that is held back, when no more follows."""
         return self.held
+
+
+def pieces(
+    tokens: Iterable[Token], tokenizer: Tokenizer, stop: Sequence[str] = ()
+) -> Iterator[tuple[str, bool]]:
+    """Pairs (text, drafted) of whole characters as tokens arrive, up to the first stop string."""
+    decoding, until_stop, drafted = Pieces(tokenizer), UntilStop(stop), False
+    for token in tokens:
+        drafted = token.drafted
+        if text := until_stop.push(decoding.push(token.id)):
+            yield text, drafted
+    if text := until_stop.push(decoding.end()) + until_stop.end():
+        yield text, drafted
+
+
+def whole_text(tokens: list[int], tokenizer: Tokenizer, stop: Sequence[str] = ()) -> str:
+    """The pieces of these tokens, joined."""
+    text = plain_text(tokenizer, tokens)
+    if not stop and UNFINISHED not in text:  # the same, and quick
+        return text
+    # where a byte is no character, SentencePiece's decoder drops those next to it, too
+    return "".join(text for text, _ in pieces((Token(i, False) for i in tokens), tokenizer, stop))

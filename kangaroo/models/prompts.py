@@ -106,6 +106,17 @@ def prompt_ids(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 
+def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a text to continue: with the BOS that the tokenizer puts before it, and without
+    the EOS that some append, which would end it."""
+    encoded = tokenizer(text, return_special_tokens_mask=True, verbose=False)
+    ids: list[int] = encoded["input_ids"]
+    end = len(ids)
+    while end > 1 and encoded["special_tokens_mask"][end - 1]:
+        end -= 1
+    return ids[:end]
+
+
 def chat_template(name: str) -> str:
     """The Jinja text of a template in `models/templates`. Errors: `ConfigError`."""
     file = TEMPLATES / f"{name}.jinja"
@@ -125,8 +136,10 @@ def unknown_token(ids: Sequence[int], vocab_size: int, tokenizer: Tokenizer | No
 
 
 def plain_text(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The text of one sequence, without special tokens."""
-    return cast(str, tokenizer.decode(ids, skip_special_tokens=True))
+    """The text of one sequence as it was written, without special tokens. (A tokenizer's clean-up
+    would make "git add ." another command, and text that was streamed would change.)"""
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    return cast(str, tokenizer.decode(ids, **options))
 
 
 def user_header(

@@ -51,13 +51,14 @@ class Answer:
     scheduler: Scheduler
     tokenizer: Tokenizer
     requests: Sequence[Request]
+    n: int  # of each prompt, one prompt after the other
     deadline: float
     metrics: Metrics
     model: str
     is_chat: bool
 
     def __post_init__(self) -> None:
-        self.usage = Usage(len(self.requests[0].prompt))
+        self.usage = Usage(sum(len(request.prompt) for request in self.requests[:: self.n]))
         kind = "chatcmpl" if self.is_chat else "cmpl"
         self.id, self.created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
         loop, self.events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
@@ -76,7 +77,7 @@ class Answer:
         histogram, last = self.metrics.first, time.perf_counter()
         while any(not choice.finish for choice in self.choices):
             index, event = await self.events.get()
-            self.usage.add(index, event)
+            self.usage.add(index % self.n, event)
             (text, drafted), now = self.choices[index].push(event), time.perf_counter()
             histogram.observe(now - last)
             histogram, last = self.metrics.step, now

@@ -5,6 +5,7 @@ import hmac
 import json
 import math
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator, MutableMapping, Sequence
 from contextlib import asynccontextmanager
@@ -25,13 +26,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kangaroo.engine.requests import Request as TextRequest
 from kangaroo.engine.sampling import Sampling
-from kangaroo.models.prompts import Message, Tokenizer, prompt_ids
+from kangaroo.models.prompts import Message, Tokenizer, prompt_ids, text_ids
 from kangaroo.serving.answers import Answer, error_response, server_sent_event
 from kangaroo.serving.metrics import Metrics
 from kangaroo.serving.protocol import Chat, Completion, StreamOptions
 from kangaroo.serving.scheduler import CANCELLED, FAILED, STOPPED, TIMEOUT, Scheduler
 from kangaroo.serving.serve import ServeConfig
-from kangaroo.utils.errors import KangarooError
+from kangaroo.utils.errors import KangarooError, PromptError
 
 PAGE = Path(__file__).with_name("page.html")  # a chat page
 DEFAULT_TOKENS = 512  # where a request sets no limit
@@ -55,8 +56,21 @@ async def explain(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         code = CODES.get(error.status_code)
         route = f"{request.method} {request.url.path}: " if code else ""
-        return error_response(error.status_code, route + error.detail, code)
+        detail = error.detail if error.__cause__ is None else body_fault(error.__cause__)
+        return error_response(error.status_code, route + detail, code)
     return error_response(500, f"the server has failed ({type(error).__name__}); see its log.")
+
+
+def body_fault(cause: BaseException) -> str:
+    """The fault of a body, by what reading it as JSON raised."""
+    if isinstance(cause, UnicodeDecodeError):
+        byte = f"byte 0x{cause.object[cause.start]:02x} at {cause.start}"
+        return f"the body is not UTF-8 ({byte}); send JSON as text, not compressed."
+    if isinstance(cause, RecursionError):
+        return "the body's lists or objects are nested too deeply."
+    if isinstance(cause, ValueError):
+        return f"the body has a number of more than {sys.get_int_max_str_digits()} digits."
+    return f"the body cannot be read ({type(cause).__name__})."
 
 
 def field_errors(error: RequestValidationError, content_type: str | None) -> str:
@@ -137,10 +151,12 @@ class Server:
 
     async def completions(self, body: Completion, request: Request) -> Response:
         """Continue a prompt."""
-        prompt = body.prompt
-        if isinstance(prompt, str):
-            prompt = (await asyncio.to_thread(self.tokenizer, prompt)).input_ids
-        return await self._answer(body, prompt, body.max_tokens, request)
+        prompts = []
+        for prompt in body.prompt:
+            is_text = isinstance(prompt, str)
+            ids = await asyncio.to_thread(text_ids, self.tokenizer, prompt) if is_text else prompt
+            prompts.append(ids)
+        return await self._answer(body, prompts, body.max_tokens, request)
 
     async def chat(self, body: Chat, request: Request) -> Response:
         """Write the next turn of a conversation."""
@@ -148,22 +164,35 @@ class Server:
         turns = [Message(role=roles.get(m.role, m.role), content=m.text) for m in body.messages]
         prompt = await asyncio.to_thread(prompt_ids, self.tokenizer, turns)
         limit = body.max_completion_tokens or body.max_tokens
-        return await self._answer(body, prompt, limit, request)
+        return await self._answer(body, [prompt], limit, request)
 
     async def _answer(
-        self, body: Completion | Chat, prompt: list[int], limit: int | None, request: Request
+        self, body: Completion | Chat, prompts: list[list[int]], limit: int | None, request: Request
     ) -> Response:
         if body.model is not None and body.model != self.model:
             return self._no_model(body.model)
-        n_tokens = limit or max(1, min(DEFAULT_TOKENS, self.scheduler.max_model_len - len(prompt)))
         seed = secrets.randbits(31) if body.seed is None else body.seed
         sampling = Sampling(body.temperature, body.top_p, body.top_k)
-        first = TextRequest(prompt, n_tokens, seed, body.stop, body.ignore_eos, sampling)
-        self.scheduler.check(first)
-        requests = [replace(first, seed=seed + i) for i in range(body.n)]
+        requests = list[TextRequest]()
+        for number, prompt in enumerate(prompts):
+            room = max(1, min(DEFAULT_TOKENS, self.scheduler.max_model_len - len(prompt)))
+            first = TextRequest(prompt, limit or room, seed, body.stop, body.ignore_eos, sampling)
+            try:
+                self.scheduler.check(first)
+            except PromptError as error:
+                raise PromptError(f"prompt.{number}: " * (len(prompts) > 1) + str(error)) from error
+            requests += [replace(first, seed=seed + i) for i in range(body.n)]
         deadline = time.monotonic() + (self.limits.timeout or math.inf)
-        kind = self.model, isinstance(body, Chat)
-        answer = Answer(self.scheduler, self.tokenizer, requests, deadline, self.metrics, *kind)
+        answer = Answer(
+            self.scheduler,
+            self.tokenizer,
+            requests,
+            body.n,
+            deadline,
+            self.metrics,
+            model=self.model,
+            is_chat=isinstance(body, Chat),
+        )
         if body.stream:
             return EventStream(answer, body.stream_options or StreamOptions())
         return await full_response(answer, request)
@@ -253,12 +282,18 @@ class Guard:
             raise
 
     def _refusal(self, headers: Headers, path: str) -> Response | None:
-        host = headers.get("host", "")
-        if not is_allowed(host, ["localhost", self.limits.host, *self.limits.allowed_hosts]):
+        host = headers.get("host")  # HTTP/1.0 may leave it out, and no browser does
+        names = ["localhost", self.limits.host, *self.limits.allowed_hosts]
+        if host is not None and not is_allowed(host, names):
             return error_response(
                 400,
                 f"this server is not called '{host}', as the header Host says. Ask for localhost "
                 "or its address, or have it started with allowed_hosts=[NAME].",
+            )
+        encoding = headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            return error_response(
+                400, f"the body is compressed (Content-Encoding: {encoding}); send it as it is."
             )
         key = self.limits.api_key
         sent = headers.get("authorization", "").removeprefix("Bearer ").encode()

@@ -18,11 +18,11 @@ class Usage:
     prompt: int
     completion: int = 0
     rounds: int = 0  # forward passes of the target, prefill included
-    cached: int = 0  # tokens of the first choice's prompt that were in the KV cache
+    cached: int = 0  # tokens of prompts that were in the KV cache for their first choices
     drafts: Acceptance = field(default_factory=Acceptance)
 
     def add(self, index: int, event: Event) -> None:
-        """Count a step of the choice `index`."""
+        """Count a step of a prompt's choice `index`."""
         self.completion += len(event.tokens)
         self.drafts.add(event.accepted, event.drafted)
         self.rounds += bool(event.tokens)

@@ -10,6 +10,7 @@ from kangaroo.models.prompts import content_text, valid_text
 from kangaroo.utils.ranges import MOST, SEEDS
 
 Text = Annotated[str, AfterValidator(valid_text)]
+Ids = Annotated[list[int], Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(valid_text)]
 
 
@@ -72,7 +73,7 @@ class TextRequest(Strict):
 
     unsupported, ignored = UNSUPPORTED, IGNORED
     model: str | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, le=MOST)
     temperature: float = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
     top_k: Annotated[int, Field(ge=0, le=MOST), BeforeValidator(lambda k: 0 if k == -1 else k)] = 0
@@ -98,13 +99,16 @@ class TextRequest(Strict):
         return self
 
 
-class Completion(TextRequest):
-    """A request to continue a prompt: a string, alone or in a list, or token ids."""
+def as_list(prompt: Any) -> Any:
+    """The prompts: a list of strings or of lists stays, anything else is one prompt."""
+    is_list = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    return prompt if is_list else [prompt]
 
-    prompt: Annotated[
-        Text | Annotated[list[int], Field(min_length=1)],
-        BeforeValidator(lambda x: x[0] if isinstance(x, list) and [*map(type, x)] == [str] else x),
-    ]
+
+class Completion(TextRequest):
+    """A request to continue a prompt, a string or token ids, or each of a list of prompts."""
+
+    prompt: Annotated[list[Text | Ids], Field(max_length=2048), BeforeValidator(as_list)]
 
 
 class TextPart(Strict):
@@ -133,4 +137,4 @@ class Chat(TextRequest):
     """A request for the next turn of a conversation."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MOST)

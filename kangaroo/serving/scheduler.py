@@ -121,7 +121,7 @@ class Scheduler:
             if self.closing or not self.alive:
                 raise Closing(self.failure or "the server is shutting down.")
             if len(jobs) > self.max_queue:
-                raise PromptError(f"n={len(jobs)} is more than max_queue={self.max_queue}.")
+                raise PromptError(f"{len(jobs)} texts are more than max_queue={self.max_queue}.")
             if (waiting := self.load["waiting"]) + len(jobs) > self.max_queue:
                 raise Busy(
                     f"{waiting} requests wait already, and no more than {self.max_queue} can. Try "

@@ -139,7 +139,7 @@ def test_no_more_wait_than_may_and_all_choices_of_a_request_wait_or_none():
         scheduler.submit(job_of([5], 1))
         with pytest.raises(Busy, match="1 requests wait already, and no more than 2"):
             scheduler.submit(job_of([5], 1), job_of([5], 1))
-        with pytest.raises(PromptError, match="n=3 is more than"):
+        with pytest.raises(PromptError, match="3 texts are more than max_queue=2"):
             scheduler.submit(*(job_of([5], 1) for _ in range(3)))
         assert scheduler.load["waiting"] == 1
         running.cancelled = True

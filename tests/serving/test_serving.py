@@ -1,8 +1,10 @@
 """A server answers as decoding alone would, whatever else it does, and refuses by name."""
 
+import gzip
 import json
 import shlex
 import signal
+import socket
 import subprocess
 import time
 
@@ -11,12 +13,13 @@ import pytest
 from commands import ROOT
 from openai import BadRequestError, NotFoundError, OpenAI
 from serving_cases import LONGEST, alone, as_body, error_of, served, serving, target
+from tokenizers.processors import TemplateProcessing
 
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models.loading import byte_tokenizer
-from kangaroo.models.prompts import plain_text, prompt_ids
+from kangaroo.models.prompts import plain_text, prompt_ids, text_ids
 from kangaroo.serving.scheduler import Scheduler
 from kangaroo.serving.serve import ServeConfig, check_memory, listen
 from kangaroo.utils import memory
@@ -121,6 +124,40 @@ def test_several_choices_are_those_of_seeds_one_after_another(address):
         assert usage["prompt_tokens_details"]["cached_tokens"] == cached
 
 
+def test_each_prompt_of_a_list_is_answered_as_it_is_alone(address):
+    options = {"max_tokens": 6, "temperature": 1.2, "ignore_eos": True, "seed": 3}
+    for prompts in ["Once", "Why is the sky blue?"], [[1, 2], [9] * 20], ["Once", [1, 2]]:
+        alone = [ask(address, prompt=prompt, n=2, **options).json() for prompt in prompts]
+        body = {"prompt": prompts, "n": 2, **options}
+        together = ask(address, **body).json()
+        texts = [choice["text"] for one in alone for choice in one["choices"]]
+        assert [choice["text"] for choice in together["choices"]] == texts
+        assert [choice["index"] for choice in together["choices"]] == [0, 1, 2, 3]
+        for kind in ("prompt_tokens", "completion_tokens"):
+            assert together["usage"][kind] == sum(one["usage"][kind] for one in alone)
+        streamed = [""] * 4
+        for line in ask(address, stream=True, **body).text.split("\n\n")[:-2]:
+            (part,) = json.loads(line.removeprefix("data: "))["choices"]
+            streamed[part["index"]] += part["text"]
+        assert streamed == texts
+
+
+def test_an_eos_that_a_tokenizer_appends_is_not_continued():
+    tokenizer = byte_tokenizer()
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    tokens = [(tokenizer.bos_token, bos), (tokenizer.eos_token, eos)]
+    single = f"{tokenizer.bos_token} $A {tokenizer.eos_token}"
+    processor = TemplateProcessing(single=single, special_tokens=tokens)
+    tokenizer.backend_tokenizer.post_processor = processor
+    plain = byte_tokenizer().encode("Once", add_special_tokens=False)
+    for text, ids in {"Once": plain, f"Once{tokens[1][0]}": [*plain, eos], "": []}.items():
+        assert text_ids(tokenizer, text) == [bos, *ids]
+    with serving(tokenizer=tokenizer) as address:
+        options = {"max_tokens": 6, "temperature": 0}
+        expected = text_of(address, prompt=[bos, *plain], **options)
+        assert text_of(address, prompt="Once", **options) == expected
+
+
 def test_a_stop_string_is_not_part_of_the_answer(address):
     options = {"prompt": "Once", "max_tokens": 30, "temperature": 1.0, "seed": 5}
     text = text_of(address, ignore_eos=True, **options)
@@ -142,10 +179,19 @@ BAD = [
     ({"prompt": "a", "temperature": True}, "temperature: Input should be a valid number"),
     (b'{"prompt": "a', "the body is not JSON: Unterminated string starting at (at 11)"),
     (b"", "the body: Field required"),
-    (b'{"prompt": "\xff\xfe"}', ""),
-    (b"[" * 100_000, ""),
-    (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", ""),
-    (b'{"prompt": "\\ud800"}', "prompt: it holds half of a surrogate pair"),
+    (b'{"prompt": "\xff\xfe"}', "the body is not UTF-8 (byte 0xff at 12)"),
+    (gzip.compress(b'{"prompt": "a"}'), "(byte 0x8b at 1); send JSON as text, not compressed."),
+    (b"[" * 100_000, "nested too deeply"),
+    (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "a number of more than 4300 digits."),
+    (b'{"prompt": "a", "max_tokens": ' + b"9" * 4000 + b"}", "max_tokens: Input should be less"),
+    (b'{"prompt": "a", "temperature": 1e999}', "temperature: Input should be a finite number"),
+    (b'{"prompt": "a", "seed": 01}', "the body is not JSON: Expecting ',' delimiter (at 25)"),
+    ({"prompt": []}, "prompt.0: List should have at least 1 item"),
+    ({"prompt": ["a", 5]}, "prompt.1: Input should be a valid string"),
+    ({"prompt": [[1], [1000]]}, "prompt.1: the prompt holds a token outside the model's"),
+    ({"prompt": ["a"] * 300}, "300 texts are more than max_queue=256."),
+    ({"prompt": ["a"] * 3000}, "prompt: List should have at most 2048 items"),
+    (b'{"prompt": "\\ud800"}', "prompt.0: it holds half of a surrogate pair"),
     (b'{"prompt": "a", "\\ud800": 1}', ""),
 ]
 
@@ -154,6 +200,8 @@ def test_what_cannot_be_served_is_refused_by_name(address):
     for body, message in BAD:
         answer = post(address, body if isinstance(body, bytes) else json.dumps(body))
         assert answer.status_code == 400 and message in error_of(answer)["message"], answer.text
+    answer = post(address, gzip.compress(b"{}"), **{"content-encoding": "gzip"})
+    assert "compressed (Content-Encoding: gzip)" in error_of(answer)["message"]
 
 
 def test_a_body_that_is_not_called_json_is_told_of_the_header(address):
@@ -195,6 +243,10 @@ def test_a_page_of_another_name_does_not_reach_the_server(address):
         for host in ("localhost", "Kangaroo.lan:8000", "a.lab.example"):
             assert status(named, host) == 200
         assert status(named, "lab.example.evil") == status(named, "other.lan") == 400
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:  # as some load balancers ask
+        client.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 200")
     with serving(allowed_hosts=["*"]) as open_to_all:
         assert status(open_to_all, "any.example") == 200
 
