@@ -38,6 +38,7 @@ from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import ConfigError, PromptError
 
 SUPPORTED = ("inputs", "input_ids", "attention_mask")  # inputs of a model
+WITH_TOKENIZER = ("stop_strings", "token_healing")  # which transformers drops on its way here
 REFUSED = ("logits_processor", "stopping_criteria", "assistant_model", "synced_gpus")
 WARPERS = {
     TemperatureLogitsWarper: "temperature",
@@ -71,6 +72,10 @@ def generate(
     inputs = inspect.signature(model.forward).parameters.keys() - vars(GenerationConfig()).keys()
     for name in (*REFUSED, *(inputs - set(SUPPORTED))):
         if _is_set(options.get(name)):
+            raise _refused(f"{name}=")
+    config = options.get("generation_config") or model.generation_config
+    for name in WITH_TOKENIZER:
+        if _is_set(options.get(name, getattr(config, name))):
             raise _refused(f"{name}=")
     decode = partial(_decode, str(source), streamer)
     generating: Any = model

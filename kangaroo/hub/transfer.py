@@ -1,6 +1,7 @@
 """Uploads checked adapters to the hub, in one commit with a model card, and downloads them."""
 
 import hashlib
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, ModelCardData, snapshot_download
+from huggingface_hub import HfApi, ModelCardData, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 from jinja2 import ChainableUndefined, Template
@@ -35,6 +36,7 @@ DESCRIPTIONS = {
     "block": "A block head, which drafts in one pass ([P-EAGLE](https://arxiv.org/abs/2602.01469))",
     "eagle": "An EAGLE head ([arXiv 2401.15077](https://arxiv.org/abs/2401.15077))",
 }
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # either keeps huggingface_hub offline
 UNKNOWN_MODEL = "FOLDER-OR-HUB-ID-OF-THE-MODEL"
 
 
@@ -155,7 +157,9 @@ def _hub_errors(failure: str) -> Iterator[None]:
     try:
         yield
     except (HTTPError, ValueError, OSError) as error:  # the hub's own errors are OSErrors
-        reason = "the hub cannot be reached. Go online, and unset HF_HUB_OFFLINE"
+        variables = [name for name in OFFLINE if constants.HF_HUB_OFFLINE and os.environ.get(name)]
+        fix = f"Unset {' and '.join(variables)}" if variables else "Go online"
+        reason = f"the hub cannot be reached. {fix}"
         if isinstance(error, HfHubHTTPError):
             reason = (
                 "the hub refused. Check the name. To write, and to read what is private, it needs "

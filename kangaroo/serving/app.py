@@ -258,7 +258,7 @@ class Guard:
         self.app, self.limits, self.metrics = app, limits, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        size = 0
+        size, started = 0, False
 
         async def counted_receive() -> MutableMapping[str, Any]:
             nonlocal size
@@ -269,7 +269,9 @@ class Guard:
             return message
 
         async def counted_send(message: MutableMapping[str, Any]) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 self.metrics.requests.labels(str(message["status"])).inc()
             await send(message)
 
@@ -277,6 +279,9 @@ class Guard:
         refusal = self._refusal(Headers(scope=scope), scope["path"]) if is_http else None
         try:
             await (refusal or self.app)(scope, counted_receive, counted_send)
+        except asyncio.CancelledError:  # by uvicorn, for what is unfinished `grace` seconds after a stop
+            if not started:
+                await error_response(*FAILURES[CANCELLED])(scope, receive, counted_send)
         except Exception:  # the outermost middleware responds
             self.metrics.requests.labels("500").inc()
             raise

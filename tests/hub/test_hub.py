@@ -94,7 +94,7 @@ def test_an_adapter_goes_to_the_hub_whole_in_one_commit(hub, adapter):
 
 
 def test_what_is_pulled_is_what_was_pushed(hub, adapter, monkeypatch, capsys):
-    with pytest.raises(HubError, match=r"not fetched: the hub cannot be reached\. Go online"):
+    with pytest.raises(HubError, match=r"cannot be reached\. Unset HF_HUB_OFFLINE\. \("):
         pull(PullConfig(REPO, "adapters/theirs"))  # by the hub's own client, offline in all tests
     monkeypatch.setattr("kangaroo.hub.transfer.snapshot_download", hub.snapshot_download)
     push(pushing(adapter))
@@ -190,6 +190,18 @@ def test_what_the_hub_says_of_a_failure_is_told(hub, adapter):
         hub.upload_folder.side_effect = error
         with pytest.raises(HubError, match=f"'{REPO}' was not uploaded: .*{message}"):
             push(pushing(adapter))
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", None])
+def test_a_variable_is_to_be_unset_only_where_it_is_set(hub, adapter, variable, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", variable is not None)
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    hub.upload_folder.side_effect = httpx.ConnectError("nobody listens")
+    fix = f"Unset {variable}" if variable else "Go online"
+    with pytest.raises(HubError, match=rf"the hub cannot be reached\. {fix}\. \(nobody"):
+        push(pushing(adapter))
 
 
 def front_matter(text):

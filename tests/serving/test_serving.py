@@ -1,5 +1,6 @@
 """A server answers as decoding alone would, whatever else it does, and refuses by name."""
 
+import asyncio
 import gzip
 import json
 import shlex
@@ -12,7 +13,16 @@ import httpx
 import pytest
 from commands import ROOT
 from openai import BadRequestError, NotFoundError, OpenAI
-from serving_cases import LONGEST, alone, as_body, error_of, served, serving, target
+from serving_cases import (
+    LONGEST,
+    alone,
+    as_body,
+    error_of,
+    served,
+    server_app,
+    serving,
+    target,
+)
 from tokenizers.processors import TemplateProcessing
 
 from kangaroo.engine.engine import Engine
@@ -318,6 +328,34 @@ def test_a_client_that_goes_away_frees_its_row(address):
     while load()["running"] + load()["waiting"] and time.monotonic() < until:
         time.sleep(0.02)
     assert load() == {"status": "ok", "running": 0, "entering": 0, "waiting": 0}
+
+
+@pytest.mark.parametrize("stream, sent", [(True, [200]), (False, [503])])
+def test_what_a_stop_cuts_off_ends_without_an_exception(stream, sent):
+    """A stream whose client does not read, and a whole answer that takes too long."""
+    app, statuses = server_app(), []
+    body = {"prompt": "a", "max_tokens": 190, "ignore_eos": True, "n": 16, "stream": stream}
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive():
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message):
+        statuses.extend([message["status"]] if "status" in message else [])
+        if statuses == [200]:
+            await asyncio.Event().wait()
+
+    async def cancelled():
+        async with app.router.lifespan_context(app):
+            task = asyncio.create_task(app(scope | {"query_string": b""}, receive, send))
+            await asyncio.sleep(0.2)
+            task.cancel()
+            await task
+
+    asyncio.run(cancelled())
+    assert statuses == sent
 
 
 def test_prometheus_sees_what_was_written(address):
