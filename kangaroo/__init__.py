@@ -1,19 +1,24 @@
-"""Lossless self-speculative decoding: begin with `kangaroo.load` (see `kangaroo/api.py`)."""
+"""Lossless self-speculative decoding: begin with `kangaroo.load` (see `kangaroo/api.py`).
 
-from __future__ import annotations
+What is imported in `__init__.pyi`, which type checkers read, is imported here when first used
+(PEP 562), so that `import kangaroo` alone loads no torch.
+"""
 
-from typing import TYPE_CHECKING, Any
+import ast
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from kangaroo.api import Model, load
-
-__all__ = ["Model", "load"]
+_imports = ast.parse(Path(__file__).with_suffix(".pyi").read_text("utf-8")).body
+_homes = {x.names[0].name: x.module for x in _imports if isinstance(x, ast.ImportFrom) and x.module}
+__all__ = list(_homes)
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first used (PEP 562), so that `import kangaroo` alone loads no torch."""
-    if name not in __all__:
+    if name not in _homes:
         raise AttributeError(f"module 'kangaroo' has no attribute '{name}'")
-    from kangaroo import api
+    return getattr(import_module(_homes[name]), name)
 
-    return getattr(api, name)
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

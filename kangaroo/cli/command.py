@@ -3,6 +3,7 @@
 import errno
 import functools
 import gc
+import inspect
 import itertools
 import logging
 import os
@@ -22,6 +23,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kangaroo.cli.help import explanation
+from kangaroo.cli.help import text as help_text
 from kangaroo.cli.schema import CONFIGS
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.utils import ranges, ranks
@@ -36,6 +39,8 @@ log = logging.getLogger(__name__)
 
 # read by `datasets`, which only some commands import
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+# read by Hydra, whose errors `explanation` shortens; 0 is for those who want Hydra's own
+os.environ.setdefault("HYDRA_FULL_ERROR", "1")
 
 
 def command(
@@ -84,7 +89,18 @@ def command(
             gc.collect()
             raise end
 
-        return functools.wraps(run)(main)
+        @functools.wraps(run)
+        def start() -> None:
+            asked = {"-h", "--help"} & {*sys.argv}
+            overrides = [word for word in sys.argv[1:] if not word.startswith("-")]
+            try:
+                if not asked:
+                    return main()
+                sys.stdout.write(help_text(name, inspect.getdoc(run) or "", overrides))
+            except CompactHydraException as error:
+                raise SystemExit(f"ConfigError: {explanation(name, error)}") from error
+
+        return start
 
     return decorate
 

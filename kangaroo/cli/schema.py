@@ -46,7 +46,7 @@ class TrainCommand:
     more: dict[str, AdapterRecipe] = field(default_factory=dict)  # trained in the same pass
     trainer: TrainerConfig = MISSING
     logger: Any = MISSING
-    output: str = MISSING
+    output: str = MISSING  # folder of adapters; a run that was stopped goes on there
     estimate: bool = False  # only log the needed time and memory, and whether they fit
 
 
@@ -78,7 +78,7 @@ class SpeedCommand(DraftingCommand):
 
     more: dict[str, Any] = field(default_factory=dict)  # drafters that answer the same questions
     speed: SpeedConfig = field(default_factory=SpeedConfig)
-    output: str = MISSING
+    output: str = MISSING  # folder of the report
 
 
 @dataclass
@@ -109,7 +109,7 @@ class DatastoreCommand:
     model: ModelConfig = MISSING
     data: Any = None  # a dataset; '~data' on the command line leaves it out
     texts: list[str] = field(default_factory=list)  # files, each a document
-    output: str = MISSING
+    output: str = MISSING  # folder of the datastore
 
 
 @dataclass
@@ -119,7 +119,7 @@ class LayersCommand:
     model: ModelConfig = MISSING
     data: Any = MISSING
     search: SearchConfig = field(default_factory=SearchConfig)
-    output: str = MISSING
+    output: str = MISSING  # file of the found layers
 
 
 @dataclass
@@ -127,7 +127,7 @@ class SplitCommand(Ranged):
     """`scripts/prepare.py split`: questions split into training and test sets."""
 
     source: str = MISSING  # in any format of data.source=
-    output: str = MISSING
+    output: str = MISSING  # folder of both sets
     held: Count = 64  # test questions of each task
     seed: Seed = 0  # of the choice and the order
     skip_bad: bool = False  # leave out questions that cannot be read
@@ -140,7 +140,7 @@ class ImportCommand(Ranged):
     model: ModelConfig = MISSING
     source: str = MISSING  # folder or hub id
     exit_layer: Count | None = None  # layers below the adapter; None for the authors' releases
-    output: str = MISSING
+    output: str = MISSING  # folder of the adapter
 
 
 class Layout(Enum):
@@ -158,9 +158,9 @@ class ExportCommand:
     """`scripts/convert.py export`: an adapter for other software."""
 
     model: ModelConfig = MISSING
-    to: Layout = Layout.draft_model
+    to: Layout = Layout.draft_model  # the format
     source: str = MISSING  # folder or hub id (`adapter=` is the group of train.py)
-    output: str = MISSING
+    output: str = MISSING  # folder, which must not exist
 
 
 def register() -> None:

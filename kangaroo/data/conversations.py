@@ -42,7 +42,7 @@ class ConversationsConfig(WrittenConfig, Source):
     not_in_shards = """
         source subset split revision column limit skip_bad keep_system regenerate filters
     """.split()
-    name: str = "conversations"
+    name: str = "conversations"  # of this kind of data
     limit: Count | None = None
     skip_bad: bool = False
     max_length: Count = 2048

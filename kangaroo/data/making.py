@@ -140,7 +140,7 @@ class SynthesisConfig(WrittenConfig):
     """
 
     not_in_shards = "shards", "filters"
-    name: str = "self_synthesis"
+    name: str = "self_synthesis"  # of this kind of data
     shards: Count = 3
     turns: Filled[Count] = field(default_factory=lambda: [1])
     max_question_tokens: Count = 128
@@ -186,7 +186,7 @@ class MixConfig(Ranged):
         filters: applied again, since the parts may share questions.
     """
 
-    name: str = "mix"
+    name: str = "mix"  # of this kind of data
     path: str = "???"
     paths: Filled[str] = field(default_factory=list)
     seed: Seed = 0

@@ -72,7 +72,7 @@ class Drafter(Protocol):
 class DrafterConfig(Ranged, ABC):
     """The settings of a drafter. `name` is its name in results and on the command line."""
 
-    name: str = "???"
+    name: str = "???"  # in results and on the command line
 
     @abstractmethod
     def build(self, lm: TargetModel) -> Drafter:
@@ -113,7 +113,7 @@ class ChainConfig(DrafterConfig):
 class TrainedConfig(DrafterConfig):
     """The settings of a drafter trained for its target; `adapter` is a folder or hub id."""
 
-    adapter: str = "???"
+    adapter: str = "???"  # folder or hub id of the adapter
 
     @abstractmethod
     def load(self, lm: TargetModel) -> tuple[Any, list[DraftHead]]:

@@ -23,7 +23,7 @@ class TokenRecyclingConfig(DrafterConfig):
     `nodes` is the size of the static tree without the pending token (the paper: 80)."""
 
     name: str = "token_recycling"
-    nodes: DraftSize = 80
+    nodes: DraftSize = 80  # of the static tree, without the pending token
 
     def build(self, lm: TargetModel) -> Drafter:
         return TokenRecycling(self.nodes, lm.config.vocab_size)

@@ -31,8 +31,8 @@ from kangaroo.utils.ranges import Count, DraftSize
 class BlockHeadConfig(AdapterHeadConfig):
     """An adapter's parts, the longest draft in tokens, and the rank of the neighbours' table."""
 
-    places: DraftSize = 6
-    rank: Count = 32
+    places: DraftSize = 6  # the longest draft, in tokens
+    rank: Count = 32  # of the neighbours' table
 
     drafter: ClassVar[str] = "block"
 

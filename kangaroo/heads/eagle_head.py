@@ -26,7 +26,7 @@ class EagleHeadConfig(base.HeadConfig):
     """`regression` weighs the mean smooth L1 distance to the target's final states in training; the
     loss on tokens has weight 1. The paper has weights of 1 and 0.1."""
 
-    regression: NotNegative = 10.0
+    regression: NotNegative = 10.0  # weight of final states' distance; tokens have 1
 
     drafter: ClassVar[str] = "eagle"
 

@@ -32,8 +32,8 @@ CHUNK = 256  # positions whose logits are in memory at a time
 class MedusaHeadsConfig(base.HeadConfig):
     """The number of heads, and whether each has an LM head, initialized from the target's."""
 
-    heads: Layers = 4
-    own_head: bool = True
+    heads: Layers = 4  # each drafts one token further
+    own_head: bool = True  # whether each has an LM head, initialized from the target's
 
     drafter: ClassVar[str] = "medusa"
 

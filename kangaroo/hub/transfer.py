@@ -67,12 +67,11 @@ class PushConfig:
 
 @dataclass
 class PullConfig:
-    """A download of the adapter in `repo` (USER/NAME) at `revision` (a branch, tag or commit; None
-    is the main branch) into the folder `output`, which must not exist."""
+    """A download of an adapter from the hub."""
 
-    repo: str
-    output: str
-    revision: str | None = None
+    repo: str  # on the hub, USER/NAME
+    output: str  # folder, which must not exist
+    revision: str | None = None  # branch, tag or commit; None is the main branch
 
 
 def check(folder: Path) -> AdapterConfig:

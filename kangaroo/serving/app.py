@@ -5,7 +5,6 @@ import hmac
 import json
 import math
 import secrets
-import sys
 import time
 from collections.abc import AsyncIterator, MutableMapping, Sequence
 from contextlib import asynccontextmanager
@@ -56,21 +55,11 @@ async def explain(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         code = CODES.get(error.status_code)
         route = f"{request.method} {request.url.path}: " if code else ""
-        detail = error.detail if error.__cause__ is None else body_fault(error.__cause__)
+        detail = error.detail
+        if error.__cause__ is not None:  # which names a byte, too many digits or too deep lists
+            detail = f"the body is not JSON: {str(error.__cause__).partition(';')[0]}"
         return error_response(error.status_code, route + detail, code)
     return error_response(500, f"the server has failed ({type(error).__name__}); see its log.")
-
-
-def body_fault(cause: BaseException) -> str:
-    """The fault of a body, by what reading it as JSON raised."""
-    if isinstance(cause, UnicodeDecodeError):
-        byte = f"byte 0x{cause.object[cause.start]:02x} at {cause.start}"
-        return f"the body is not UTF-8 ({byte}); send JSON as text, not compressed."
-    if isinstance(cause, RecursionError):
-        return "the body's lists or objects are nested too deeply."
-    if isinstance(cause, ValueError):
-        return f"the body has a number of more than {sys.get_int_max_str_digits()} digits."
-    return f"the body cannot be read ({type(cause).__name__})."
 
 
 def field_errors(error: RequestValidationError, content_type: str | None) -> str:
@@ -183,15 +172,9 @@ class Server:
                 raise PromptError(f"prompt.{number}: " * (len(prompts) > 1) + str(error)) from error
             requests += [replace(first, seed=seed + i) for i in range(body.n)]
         deadline = time.monotonic() + (self.limits.timeout or math.inf)
+        kind = self.model, isinstance(body, Chat)
         answer = Answer(
-            self.scheduler,
-            self.tokenizer,
-            requests,
-            body.n,
-            deadline,
-            self.metrics,
-            model=self.model,
-            is_chat=isinstance(body, Chat),
+            self.scheduler, self.tokenizer, requests, body.n, deadline, self.metrics, *kind
         )
         if body.stream:
             return EventStream(answer, body.stream_options or StreamOptions())
@@ -279,8 +262,8 @@ class Guard:
         refusal = self._refusal(Headers(scope=scope), scope["path"]) if is_http else None
         try:
             await (refusal or self.app)(scope, counted_receive, counted_send)
-        except asyncio.CancelledError:  # by uvicorn, for what is unfinished `grace` seconds after a stop
-            if not started:
+        except asyncio.CancelledError:
+            if not started:  # uvicorn ends what is unfinished `grace` seconds after a stop
                 await error_response(*FAILURES[CANCELLED])(scope, receive, counted_send)
         except Exception:  # the outermost middleware responds
             self.metrics.requests.labels("500").inc()

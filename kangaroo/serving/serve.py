@@ -36,7 +36,7 @@ class ServeConfig(Ranged):
     """
 
     host: str = "127.0.0.1"  # by default only this machine can reach the server
-    port: Annotated[int, Range(0, (1 << 16) - 1)] = 8000
+    port: Annotated[int, Range(0, (1 << 16) - 1)] = 8000  # of clients; 0 takes a free one
     allowed_hosts: list[str] = field(default_factory=list)
     max_batch_size: Count = 16  # texts that are decoded at the same time
     max_model_len: Count | None = None  # tokens of prompt and answer; None is the model's context

@@ -56,12 +56,12 @@ class TrainerConfig(Ranged):
         shard_target: each process holds a part of the target's layers and gathers one at a time.
     """
 
-    epochs: Count = 3
+    epochs: Count = 3  # passes over the data
     learning_rate: Positive = 5e-3
-    betas: tuple[Threshold, Threshold] = (0.9, 0.95)
-    weight_decay: NotNegative = 0.0
+    betas: tuple[Threshold, Threshold] = (0.9, 0.95)  # of AdamW
+    weight_decay: NotNegative = 0.0  # of AdamW and Muon
     muon: bool = False
-    warmup_steps: CountOrZero = 30
+    warmup_steps: CountOrZero = 30  # optimizer steps
     batch_tokens: Count = 512
     cache_target_states: bool = False
     use_stored_logits: bool | None = None
@@ -120,7 +120,7 @@ class AdapterRecipe(Ranged):
     name: str = "???"
     architecture: Any = "???"
     exit_layers: ranges.Filled[Count] = field(default_factory=lambda: [3])
-    loss: Loss = Loss.cross_entropy
+    loss: Loss = Loss.cross_entropy  # how its distributions are compared with the target's
     draft_steps: ranges.DraftSize = 1
     step_decay: NotNegative = 0.8
     learning_rate: Positive | None = None

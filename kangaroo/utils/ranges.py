@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import EnumMeta
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -77,35 +78,45 @@ def check(kind: type, values: Mapping[str, Any], prefix: str = "") -> None:
     """Check values against the ranges of a dataclass's fields. Errors: `ConfigError` names the
     first invalid field and its range, after a `prefix` such as "trainer."."""
     for name, hint in _type_hints(kind).items():
-        if name in values and (requirement := _requirement(hint, values[name])) is not None:
-            raise ConfigError(f"{prefix}{name}={values[name]!r} must be {requirement}.")
+        if name in values and not _fits(hint, values[name]):
+            raise ConfigError(f"{prefix}{name}={values[name]!r} must be {requirement(hint)}.")
 
 
 _type_hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
-def _requirement(hint: Any, value: Any) -> str | None:
-    """The requirement of a type hint that a value does not meet; None where it meets all."""
+def requirement(hint: Any) -> str:
+    """What a type hint requires of a value, in words; empty where any value will do."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType) and NoneType in parts:
         (inner,) = (part for part in parts if part is not NoneType)
-        requirement = None if value is None else _requirement(inner, value)
-        return requirement and f"{requirement}, or null"
+        return f"{requirement(inner)}, or null" if requirement(inner) else "or null"
     if origin in (list, tuple):
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            return "a list"
-        failed = (_requirement(parts[min(i, len(parts) - 1)], x) for i, x in enumerate(value))
-        requirement = next(filter(None, failed), None)
-        return requirement and f"a list of which each is {requirement}"
+        part = requirement(parts[0])
+        return f"a list of which each is {part}" if part else "a list"
+    if isinstance(hint, EnumMeta):
+        return f"one of: {', '.join(hint.__members__)}"
     if origin is not Annotated:
-        return None
+        return "true or false" if hint is bool else ""
     kind, limit = parts
     if get_origin(kind) is list:
-        requirement = _requirement(kind, value)
-        return requirement or (None if len(value) in limit else f"a list of {limit} values")
-    if limit.auto and value == AUTO:
-        return None
-    number, numbers = ("a whole number", Integral) if kind is int else ("a number", Real)
-    if not isinstance(value, bool) and isinstance(value, numbers) and value in limit:
-        return None
+        return f"{requirement(kind)}, of {limit} values"
+    number = "a whole number" if kind is int else "a number"
     return f"{number}, {limit}{f', or {AUTO}' if limit.auto else ''}"
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    """Whether a value is in the range of a type hint; other types are checked by Hydra."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType) and NoneType in parts:
+        return value is None or any(_fits(part, value) for part in parts if part is not NoneType)
+    if origin in (list, tuple):
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        return is_list and all(_fits(parts[min(i, len(parts) - 1)], x) for i, x in enumerate(value))
+    if origin is not Annotated:
+        return True
+    kind, limit = parts
+    if get_origin(kind) is list:
+        return _fits(kind, value) and len(value) in limit
+    is_number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    return (limit.auto and value == AUTO) or (is_number and value in limit)

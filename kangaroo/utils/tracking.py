@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class NoTracker:
     """The tracker that does nothing, and the interface of all trackers."""
 
-    name: str = "none"
+    name: str = "none"  # of the tracker
 
     def check(self) -> None:
         """Check, before any work, that a run could start. Errors: `ConfigError`."""
@@ -75,8 +75,8 @@ class Wandb(NoTracker):
     """Weights & Biases. A run of a W&B sweep takes the sweep's project and entity."""
 
     name: str = "wandb"
-    project: str = "kangaroo"
-    entity: str | None = None
+    project: str = "kangaroo"  # of the run
+    entity: str | None = None  # user or team; None takes your default one
     group: str | None = None  # shared by the runs of one sweep or comparison
     mode: str | None = None  # "online", or "offline" for `wandb sync`; None takes `$WANDB_MODE`
 

@@ -23,6 +23,7 @@ from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.drafters.rest import RestConfig
+from kangaroo.utils import errors
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.folders import fitting_name, sole_writer
 
@@ -36,12 +37,23 @@ def test_every_command_has_a_script_and_a_function():
 def test_the_package_and_the_list_of_its_commands_load_no_torch():
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         _ = kangaroo.lode
+    assert {"load", "Model", "KangarooConfig", "Sampling", "ConfigError"} <= {*dir(kangaroo)}
     code = "import sys, kangaroo; from kangaroo import __main__; __main__.main()"
     code += "; assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, "--help"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name, what in __main__.COMMANDS.items():
         assert f"{name} " in shown and what in shown
+
+
+def test_all_that_users_name_can_be_imported_from_the_package():
+    """Configs of drafters and all errors, too, once there are more of them."""
+    configs = classes("kangaroo.drafters", DrafterConfig).values()
+    kinds = [*configs, *(x for x in vars(errors).values() if isinstance(x, type))]
+    assert {kind.__name__ for kind in kinds} <= {*kangaroo.__all__}
+    for name in kangaroo.__all__:
+        assert getattr(kangaroo, name).__name__ == name
+    assert all(getattr(kangaroo, kind.__name__) is kind for kind in kinds)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +106,10 @@ def test_a_folder_is_called_by_the_benchs_file():
 @pytest.mark.parametrize(
     "command, message",
     [
-        ("train.py trainer.learningrate=1", "'learningrate' not in 'TrainerConfig'"),
+        (
+            "train.py trainer.learningrate=1",
+            "ConfigError: there is no option 'trainer.learningrate'",
+        ),
         ("evaluate.py model=tiny question_every=0", "ConfigError: question_every=0 must be"),
         ("evaluate.py -m model=tiny output=x", "ConfigError: output=x lies outside the sweep's"),
         (f"train.py model=tiny output={__file__}", "test_cli.py cannot be a folder: File exists."),

@@ -37,7 +37,7 @@ class Claim:
         why: a possible reason why a study does not confirm it.
     """
 
-    says: str
+    says: str  # the finding in words
     more: str
     less: str
     metric: str = "speedup"
@@ -62,10 +62,10 @@ class StudyConfig:
     """
 
     name: str
-    title: str
+    title: str  # of the table and the plot
     x: str = "method"
     curve: str | None = None
-    curve_label: str = "method"
+    curve_label: str = "method"  # what the rows are, for the reader
     metrics: list[str] = field(default_factory=lambda: ["compression_rate", "speedup"])
     labels: dict[str, str] = field(default_factory=dict)
     note: str = ""

@@ -1,0 +1,137 @@
+"""Helps on the command line: `--help` lists every option with its value, what it means and what it
+takes, as the configs' dataclasses say; a name that is not known is answered with the nearest."""
+
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import CompactHydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from kangaroo.cli.schema import CONFIGS, sections
+from kangaroo.utils.ranges import MOST, requirement
+
+WIDTH = 80  # columns of a terminal
+ENTRY = r"^ {4}([\w, ]+): (.*(?:\n {8}.*)*)"  # of a docstring's list of options
+COMMENT = r"^ {4}(\w+): [^#\n]*  # (.*)$"  # beside a field
+
+
+def text(name: str, purpose: str, overrides: list[str]) -> str:
+    """The help of a command, with the options of the parts that `overrides` choose."""
+    title = textwrap.fill(" ".join(purpose.split()), WIDTH)
+    entries = [f"{title}\n\nParts, chosen by group=name:\n"]
+    with initialize_config_dir(CONFIGS, version_base="1.3"):
+        config, loader = compose(name, overrides), GlobalHydra.instance().config_loader()
+        in_config = (
+            key for key in config if isinstance(ConfigStore.instance().repo.get(key), dict)
+        )
+        for group in dict.fromkeys((*groups(name), *in_config)):
+            entries.append(_entry(f"{group}=", ", ".join(_public(loader.get_group_options(group)))))
+        entries += ["\nOptions, set by option=value:\n", *_options(config)]
+    return "".join(entries)
+
+
+@functools.cache
+def meanings(kind: type) -> dict[str, str]:
+    """What each option of a dataclass means, by its docstring or the comment beside the field."""
+    texts: dict[str, str] = {}
+    for part in filter(is_dataclass, reversed(kind.__mro__)):
+        docstring = inspect.cleandoc(part.__doc__ or "")
+        for options, meaning in re.findall(ENTRY, docstring, re.M):
+            texts |= dict.fromkeys(options.split(", "), " ".join(meaning.split()))
+        texts |= dict(re.findall(COMMENT, inspect.getsource(part), re.M))
+    return texts
+
+
+def groups(name: str) -> list[str]:
+    """The groups of which a command has a part, or may have one."""
+    node = ConfigStore.instance().repo.get(f"{name}.yaml")
+    config = node.node if node else OmegaConf.create(sections(f"{name}.yaml"))
+    parts = [default for default in config["defaults"] if not isinstance(default, str)]
+    return [str(group) for part in parts for group in part]
+
+
+def explanation(name: str, error: CompactHydraException) -> str:
+    """Hydra's error on a command's options, in a few lines, with the nearest names there are."""
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        files = Path(CONFIGS, group).glob("*.yaml")
+        names = sorted(file.stem for file in files) or _public(error.options)
+        hint = f"{_nearest(choice, names)} There are {', '.join(names)}."
+        return f"there is no '{choice}' of {group}=.{hint}"
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.parent_node is not None:
+        where = str(cause.full_key).removesuffix(str(cause.key))
+        values: Any = OmegaConf.to_container(cause.parent_node)
+        known = [where + option for option in _names(values)]
+        hint = _nearest(str(cause.key), known if where else [*groups(name), *known])
+        if OmegaConf.get_type(cause.parent_node) is dict:
+            hint += f" +{cause.full_key}= adds it."
+        return f"there is no option '{cause.full_key}'.{hint} --help lists them all."
+    reason = f": {str(cause).splitlines()[0]}." if isinstance(cause, OmegaConfBaseException) else ""
+    return f"{error}{reason}"
+
+
+def _public(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not name.endswith("schema")]
+
+
+def _nearest(word: str, names: Iterable[str]) -> str:
+    """A question for the names whose last part is nearest to a word's."""
+    by_end: dict[str, list[str]] = {}
+    for name in names:
+        by_end.setdefault(name.rpartition(".")[2], []).append(name)
+    near = [name for end in get_close_matches(word, by_end, n=1) for name in by_end[end]]
+    return f" Did you mean {' or '.join(map(repr, dict.fromkeys(near)))}?" if near else ""
+
+
+def _names(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The options of a config and its sections, without those that are for no user."""
+    for name, value in values.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict) and name not in ("hardware", "hydra"):
+            yield from _names(value, f"{prefix}{name}.")
+
+
+def _options(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    """The entries of a config's options, and then of its sections'."""
+    kind: Any = OmegaConf.get_type(config)
+    about, hints = meanings(kind), get_type_hints(kind, include_extras=True)
+    values = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    parts = {}
+    for name, raw in values.items():
+        if raw != "???" and is_dataclass(OmegaConf.get_type(config, name)) and raw is not None:
+            parts[name] = config[name]
+            continue
+        takes = requirement(hints.get(name)).replace(f" and at most {MOST}", "")
+        meaning = about.get(name, "") + f" ({takes})" * bool(takes)
+        yield _entry(f"{prefix}{name}={_shown(config, name, raw)}", meaning)
+    for name, part in parts.items():
+        yield from _options(part, f"{prefix}{name}.")
+
+
+def _shown(config: DictConfig, name: str, raw: Any) -> str:
+    """An option's value as it is written on the command line; empty where it has to be given."""
+    if isinstance(raw, dict) or raw == "???":
+        return ""
+    if "${" in str(raw):
+        with suppress(OmegaConfBaseException, ValueError):  # some are known when the command runs
+            raw = config[name]
+    return {"None": "null", "True": "true", "False": "false"}.get(str(raw), str(raw))
+
+
+def _entry(head: str, meaning: str) -> str:
+    lines = textwrap.wrap(head, WIDTH, initial_indent="  ", subsequent_indent="    ")
+    lines += textwrap.wrap(meaning, WIDTH, initial_indent="      ", subsequent_indent="      ")
+    return "".join(f"{line}\n" for line in lines)

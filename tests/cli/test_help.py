@@ -1,0 +1,107 @@
+"""`--help` says of every option what it means and takes, and a mistyped name finds the nearest."""
+
+import sys
+from dataclasses import fields, is_dataclass
+from typing import get_type_hints
+
+import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from kangaroo.cli import commands, help
+
+PARTS = {"model", "drafter", "data", "adapter", "trainer", "logger"}  # groups, whose type is Any
+
+
+def kinds(node):
+    """The dataclasses of all configs, with those of their fields."""
+    for part in node.values() if isinstance(node, dict) else [OmegaConf.get_type(node.node)]:
+        if isinstance(node, dict):
+            yield from kinds(part)
+        elif is_dataclass(part) and part.__module__.startswith("kangaroo."):
+            yield part
+            yield from (hint for hint in get_type_hints(part).values() if is_dataclass(hint))
+
+
+def test_every_option_of_every_command_has_a_meaning():
+    checked = 0
+    for kind in set(kinds(ConfigStore.instance().repo)):
+        for name, hint in get_type_hints(kind).items():
+            if name in {field.name for field in fields(kind)} - PARTS and not is_dataclass(hint):
+                assert help.meanings(kind).get(name), f"{kind}: {name}"
+                checked += 1
+    assert checked > 300
+
+
+@pytest.mark.parametrize("command", ["train", "convert_push"])
+def test_help_fits_into_eighty_columns(command):
+    shown = help.text(command, f"A purpose {'that is long ' * 9}.", [])
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_help_tells_ranges_choices_and_the_chosen_part(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["serve.py", "drafter=kangaroo", "--help"])
+    commands.serve()
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "port=8000 of clients; 0 takes a free one (a whole number, 0 or more and at",
+        "max_batch_size=16 texts that are decoded at the same time (a whole number, 1 or more)",
+        "(one of: bfloat16, float16, float32)",
+        "(a number, 0 or more and below 1, or auto)",
+        "drafter.adapter=adapters/smollm2-135m folder",
+        "drafter= block, cascade, clasp",
+    ):
+        assert words in shown
+
+
+@pytest.mark.parametrize(
+    "command, option, message",
+    [
+        (
+            "evaluate",
+            "drafter.treshold=0.5",
+            "no option 'drafter.treshold'. Did you mean 'drafter.th",
+        ),
+        (
+            "evaluate",
+            "threshold=0.5",
+            "no option 'threshold'. Did you mean 'drafter.threshold'? --help",
+        ),
+        ("evaluate", "seeed=1", "Did you mean 'sampling.seed' or 'seed'?"),
+        ("evaluate", "drafer=hybrid", "no option 'drafer'. Did you mean 'drafter'?"),
+        ("evaluate", "experimnt=debug", "no option 'experimnt'. Did you mean 'experiment'?"),
+        ("train", "recipie=tiny", "no option 'recipie'. Did you mean 'recipe'?"),
+        (
+            "evaluate",
+            "drafter=hybird",
+            "no 'hybird' of drafter=. Did you mean 'hybrid'? There are bl",
+        ),
+        (
+            "evaluate",
+            "experiment=paper/tabel1",
+            "'tabel1' of experiment/paper=. Did you mean 'table1",
+        ),
+        (
+            "serve",
+            "model=smollm",
+            "no 'smollm' of model=. Did you mean 'smollm2-135m'? There are ll",
+        ),
+        ("tune", "search.kangaroo.steps=[1]", "+search.kangaroo= adds it."),
+        (
+            "train",
+            "trainer.epochs=x",
+            "override trainer.epochs=x: Value 'x' of type 'str' could not",
+        ),
+        ("evaluate", "nonsense=1", "there is no option 'nonsense'. --help lists them all."),
+    ],
+)
+def test_a_mistyped_option_or_group_is_answered_with_the_nearest(
+    command, option, message, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(sys, "argv", [command, option, f"hydra.run.dir={tmp_path}"])
+    GlobalHydra.instance().clear()
+    with pytest.raises(SystemExit) as refused:
+        getattr(commands, command)()
+    assert message in str(refused.value) and "schema" not in str(refused.value)
+    assert str(refused.value).startswith("ConfigError: ")
