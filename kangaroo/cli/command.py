@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kangaroo.cli.help import explanation
 from kangaroo.cli.help import text as help_text
 from kangaroo.cli.schema import CONFIGS
+from kangaroo.cli.selection import select_models
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.utils import ranges, ranks
 from kangaroo.utils.errors import ConfigError, KangarooError
@@ -55,11 +56,12 @@ def command(
     """
 
     def decorate(run: Callable[[Any], float | None]) -> Callable[[], None]:
-        name = run.__name__
+        name, typed = run.__name__, list[str]()
         ConfigStore.instance().store(name=f"{name}_schema", node=get_type_hints(run)["config"])
 
         @hydra.main(version_base="1.3", config_path=CONFIGS, config_name=name)
         def main(config: DictConfig) -> float | None:
+            sys.argv = typed  # what results say they came from
             logging.captureWarnings(True)
             transformers.utils.logging.disable_progress_bar()
             rank, in_sweep = int(os.environ.get("RANK", 0)), sweep_folder() is not None
@@ -91,12 +93,15 @@ def command(
 
         @functools.wraps(run)
         def start() -> None:
-            asked = {"-h", "--help"} & {*sys.argv}
-            overrides = [word for word in sys.argv[1:] if not word.startswith("-")]
+            typed[:] = sys.argv
             try:
-                if not asked:
+                sys.argv = [*typed[:1], *select_models(typed[1:])]
+                if not {"-h", "--help"} & {*typed}:
                     return main()
+                overrides = [word for word in sys.argv[1:] if not word.startswith("-")]
                 sys.stdout.write(help_text(name, inspect.getdoc(run) or "", overrides))
+            except ConfigError as error:
+                raise SystemExit(f"ConfigError: {error}") from error
             except CompactHydraException as error:
                 raise SystemExit(f"ConfigError: {explanation(name, error)}") from error
 

@@ -38,6 +38,7 @@ from kangaroo.serving.serve import serve as run_server
 from kangaroo.training import backend, loop
 from kangaroo.training.estimate import Devices, forecast
 from kangaroo.training.loop import Trainer
+from kangaroo.training.recipe import paper_exit
 from kangaroo.training.results import CURVES, write_curves
 from kangaroo.utils import tracking
 from kangaroo.utils.errors import ConfigError
@@ -245,6 +246,9 @@ def _log_estimate(config: schema.TrainCommand, ranks: Ranks, trains: bool = True
     """Log the time and memory that a run needs on its devices; `trains` is false where it only
     writes data. Errors: `ConfigError` where it cannot fit, or would hold out all data."""
     lm, recipes = meta_model(config.model), [config.adapter, *config.more.values()]
+    if any(x.exit_layers is None and x.architecture.fixed_exit(lm) is None for x in recipes):
+        rule = "by the paper's rule (1/16 to 1/10 of the layers)"
+        log.info("exit layer %d of %d, %s", paper_exit(lm), lm.n_layers, rule)
     parts = config.model, config.data, config.trainer, ranks.world
     for line in forecast(lm, recipes, *parts, trains):
         log.info("%s", line)

@@ -12,6 +12,7 @@ from omegaconf import MISSING, OmegaConf
 
 from kangaroo.api import hardware_here
 from kangaroo.chat import ChatConfig
+from kangaroo.cli.selection import add_model
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.making import MixConfig, SynthesisConfig
 from kangaroo.drafters.base import DrafterConfig
@@ -198,10 +199,10 @@ def register() -> None:
     for file in sorted(Path(CONFIGS, "groups").glob("*.yaml")):
         for name, config in sections(f"groups/{file.name}").items():
             if file.stem == "model":
-                store(group="recipe", name=name, node=config.pop("train"), package="_global_")
-                config = {"defaults": ["schema"], "name": name, **config}
-            package = "_global_" if file.stem == "recipe" else None
-            store(group=file.stem, name=name, node=config, package=package)
+                add_model(name, config)
+            else:
+                package = "_global_" if file.stem == "recipe" else None
+                store(group=file.stem, name=name, node=config, package=package)
 
 
 def output_or(overrides: list[str], default: str) -> str:

@@ -18,7 +18,7 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import CONFIG, VOCABULARY, WEIGHTS, AdapterConfig
 from kangaroo.models.embedded import EMBEDDED
-from kangaroo.models.loading import evaluate_command, model_options
+from kangaroo.models.loading import evaluate_command, known_model
 from kangaroo.utils import tables
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
@@ -182,7 +182,8 @@ def card(adapter: AdapterConfig, config: PushConfig, hashes: Mapping[str, str]) 
     drafter = adapter.architecture.drafter
     is_on_hub = repo_fault(adapter.target) is None and not Path(adapter.target).exists()
     base_model = config.base_model or (adapter.target if is_on_hub else None)
-    model = model_options(adapter.target).get("model") or base_model or UNKNOWN_MODEL
+    known = known_model(adapter.target) or {}
+    model = known.get("name") or base_model or UNKNOWN_MODEL
     target = f"`{Path(adapter.target).name}`"  # only a name, since a local path means nothing
     if base_model is not None:
         target = f"[{base_model}](https://huggingface.co/{base_model})"

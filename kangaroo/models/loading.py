@@ -80,20 +80,23 @@ def known_models() -> list[dict[str, Any]]:
     """The settings of every section of `MODELS`, without those for training."""
     sections = yaml.safe_load(MODELS.read_text("utf-8"))
     for section in sections.values():
-        del section["train"]
+        section.pop("train", None)
     return [{"name": name, **sections[name]} for name in sorted(sections)]
 
 
-def _known_model(model: str) -> dict[str, Any] | None:
+def known_model(model: str) -> dict[str, Any] | None:
+    """The settings of the known model with this name or path, or None."""
     return next((x for x in known_models() if model in (x["name"], x["path"])), None)
 
 
 def _default_name(path: str) -> str:
-    return Path(path).expanduser().resolve().name.rpartition(":")[2]
+    """The last part of a folder, a hub id or a special path."""
+    return Path(os.path.abspath(os.path.expanduser(path))).name.rpartition(":")[2]
 
 
 def _is_path(model: str) -> bool:
-    """Whether `model` is a hub id, a local folder or a special path."""
+    """Whether `model` is a hub id, a local folder or a special path. A checkpoint in one file would
+    be another case here, in `_default_name` and in `load`."""
     is_special = model == EMBEDDED or model.startswith(RANDOM)
     return is_special or "/" in model or Path(model).expanduser().is_dir()
 
@@ -101,7 +104,7 @@ def _is_path(model: str) -> bool:
 def model_config(model: str) -> ModelConfig:
     """The config of a known model, by its name or hub id, or of any other hub id or local folder.
     Errors: `ConfigError` for anything else."""
-    if settings := _known_model(model):
+    if settings := known_model(model):
         if "dtype" in settings:
             settings["dtype"] = Dtype(settings["dtype"])
         return ModelConfig(**settings)
@@ -113,11 +116,15 @@ def model_config(model: str) -> ModelConfig:
 
 
 def model_options(model: str, name: str | None = None) -> dict[str, str]:
-    """Options for `folders.command_line` that select a target, by `name` unless it is known."""
-    if settings := _known_model(model):
+    """Options for `folders.command_line` that select a target: its name or its path, and what the
+    command calls it, unless that follows from either."""
+    if settings := known_model(model):
         return {"model": settings["name"]}
-    path = model if _is_path(model) else "FOLDER"
-    return {"model__path": path, "model__name": name or _default_name(model)}
+    if name is not None and known_model(name):
+        return {"model": name, "model__path": model}
+    is_path, default = _is_path(model), _default_name(model)
+    renamed = {} if is_path and name in (None, default) else {"model__name": name or default}
+    return {"model": model if is_path else "FOLDER", **renamed}
 
 
 def evaluate_command(model: str | ModelConfig, *words: str, **options: Any) -> str:

@@ -108,7 +108,8 @@ class AdapterRecipe(Ranged):
     Args:
         name: with the exit layer, the name of the adapter's folder and results.
         architecture: the `HeadConfig` of a module in `kangaroo/heads`.
-        exit_layers: numbers of target layers below each adapter, if its kind leaves a choice.
+        exit_layers: numbers of target layers below each adapter, if its kind leaves a choice; None
+            is `paper_exit`.
         draft_steps: draft tokens in a row to train for, if its kind reads its own states.
         step_decay: weight of each further step's loss, as a share of the one before.
         learning_rate: peak; None takes the trainer's.
@@ -119,7 +120,7 @@ class AdapterRecipe(Ranged):
 
     name: str = "???"
     architecture: Any = "???"
-    exit_layers: ranges.Filled[Count] = field(default_factory=lambda: [3])
+    exit_layers: ranges.Filled[Count] | None = field(default_factory=lambda: [3])
     loss: Loss = Loss.cross_entropy  # how its distributions are compared with the target's
     draft_steps: ranges.DraftSize = 1
     step_decay: NotNegative = 0.8
@@ -135,7 +136,26 @@ class AdapterRecipe(Ranged):
         """Exit layers by the names of their adapters."""
         if (fixed := self.architecture.fixed_exit(lm)) is not None:
             return {self.name: fixed}
-        return {f"{self.name}-exit{layer}": layer for layer in self.exit_layers}
+        return {f"{self.name}-exit{layer}": layer for layer in self.exit_layers or [paper_exit(lm)]}
+
+
+
+
+def paper_exit(lm: TargetModel) -> int:
+    """The exit layer by the paper's rule, 1/16 to 1/10 of the layers: 2 of 32, 3 of 40."""
+    return max(round(lm.n_layers / 13), 1)
+
+
+def named_exits(self, lm: TargetModel) -> dict[str, int]:
+        """Exit layers by the names of their adapters."""
+        if (fixed := self.architecture.fixed_exit(lm)) is not None:
+            return {self.name: fixed}
+        return {f"{self.name}-exit{layer}": layer for layer in self.exit_layers or [paper_exit(lm)]}
+
+
+def paper_exit(lm: TargetModel) -> int:
+    """The exit layer by the paper's rule, 1/16 to 1/10 of the layers: 2 of 32, 3 of 40."""
+    return max(round(lm.n_layers / 13), 1)
 
     def settings(self) -> dict[str, Any]:
         """The recipe as plain values."""
