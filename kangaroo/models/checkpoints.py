@@ -2,8 +2,10 @@
 that fit on no device are refused too, since `device_map` silently moves them elsewhere."""
 
 import json
+import logging
 import os
 import re
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,18 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from kangaroo.models.prompts import Tokenizer
 from kangaroo.models.quantizing import quantization_fields
-from kangaroo.models.supported import check_supported
+from kangaroo.models.supported import check_supported, eos_ids
 from kangaroo.utils import errors
 from kangaroo.utils.folders import TORCHRUN, command_line
 
@@ -25,6 +34,10 @@ BEGINNINGS = {
     b"version https://git-lfs": "it is a Git LFS pointer; `git lfs pull` fetches the file itself",
     b"<": "it is a web page",
 }
+FETCH = "Put the tokenizer there that was saved with the model (tokenizer.json and its config)."
+MOST_PADDING = 1024  # rows of an embedding without a token, beside a tenth of it
+
+log = logging.getLogger(__name__)
 
 
 def read_checkpoint(
@@ -38,11 +51,15 @@ def read_checkpoint(
             f"there is no folder '{source}'. Pass model.path= a checkpoint's folder or a hub id."
         )
     fields: dict[str, Any] = {}
+    eos: int | list[int] | None = None
     try:
         config = AutoConfig.from_pretrained(source, revision=revision)
         check_supported(config)
         fields = quantization_fields(config)
         tokenizer = read_tokenizer(source, revision)
+        with suppress(OSError):  # without one, the model takes its config's
+            eos = GenerationConfig.from_pretrained(source, revision=revision).eos_token_id
+        check_tokenizer(tokenizer, config, eos_ids(config, eos), source)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             revision=revision,
@@ -76,13 +93,43 @@ def read_checkpoint(
 
 def read_tokenizer(source: str, revision: str | None) -> Tokenizer:
     """The tokenizer of a folder or a hub id. Errors: `ModelNotFound`, `CorruptFile`."""
+    reason: Exception | str = "it has only special tokens"  # made by transformers from no file
     try:
-        return AutoTokenizer.from_pretrained(source, revision=revision)
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+        if len(tokenizer.get_vocab()) > len(tokenizer.added_tokens_decoder):
+            return tokenizer
     except Exception as error:  # as above
-        raise _find_damage(source, revision) or errors.ModelNotFound(
-            f"'{source}' has no tokenizer that can be read: {first_line(error)}. Save the "
-            "model's tokenizer (tokenizer.json) there."
-        ) from error
+        if damage := _find_damage(source, revision):
+            raise damage from error
+        reason = first_line(error)
+    raise errors.ModelNotFound(f"'{source}' has no tokenizer that can be read: {reason}. {FETCH}")
+
+
+def check_tokenizer(
+    tokenizer: Tokenizer, config: PretrainedConfig, ends: list[int], source: str
+) -> None:
+    """Compare a tokenizer with the model beside it, whose texts end with `ends`. Warns of what
+    belongs together hardly ever. Errors: `CorruptFile` for the tokenizer of another model."""
+    vocabulary, special = tokenizer.get_vocab(), {*tokenizer.all_special_ids}
+    special |= {*tokenizer.added_tokens_decoder}
+    ids, size = set(vocabulary.values()), config.vocab_size
+    largest, beyond = max(ids - special), [x for x, i in vocabulary.items() if i >= size]
+    fault = None
+    if largest >= size:
+        fault = f"its tokens have ids up to {largest}, and the model knows {size}"
+    elif ends and not ids.intersection(ends):
+        fault = f"it has no token {ends[0]}, which ends the model's texts"
+    if fault is not None:
+        raise errors.CorruptFile(f"the tokenizer of '{source}' is another model's: {fault}. {FETCH}")
+    doubts = [f"token {i} ends a text, and is an ordinary one" for i in ends if i in ids - special]
+    if beyond:
+        doubts.append(f"the model does not know {len(beyond)} of its tokens, such as {beyond[0]!r}")
+    if size > 1.1 * len(ids) + MOST_PADDING:
+        doubts.append(f"it has {len(ids)} tokens, and the model {size}")
+    if doubts:
+        log.warning(
+            "the tokenizer of '%s' may be another model's: %s. %s", source, "; ".join(doubts), FETCH
+        )
 
 
 def check_placed(model: PreTrainedModel) -> None:

@@ -157,7 +157,8 @@ def load(config: ModelConfig) -> tuple[PreTrainedModel, Tokenizer]:
                 f"model.eos_token={config.eos_token} is no token of '{config.path}'; its special "
                 f"tokens are {', '.join(map(str, tokenizer.added_tokens_decoder.values()))}."
             )
-        model.generation_config.eos_token_id = [*eos_ids(model), eos_id]
+        ends = eos_ids(model.config, model.generation_config.eos_token_id)
+        model.generation_config.eos_token_id = [*ends, eos_id]
     model.config.name_or_path = config.path  # shown in messages instead of a cache folder
     if config.device_map:
         check_placed(model)

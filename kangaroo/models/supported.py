@@ -50,12 +50,25 @@ def check_supported(config: PretrainedConfig) -> None:
 def windows(config: PretrainedConfig) -> tuple[int | None, list[bool]]:
     """The window's size in tokens, the current one included, and for each layer whether it has the
     window. The size is None where no text outgrows it."""
-    window, context = getattr(config, "sliding_window", None), config.max_position_embeddings
+    window, longest = getattr(config, "sliding_window", None), context(config)
     kinds = None if config.model_type in UNIFORM else getattr(config, "layer_types", None)
     windowed = [kind == WINDOWED for kind in kinds or [WINDOWED if window else FULL]]
-    if not any(windowed) or ((window or context) >= context and len(ropes(config)) == 1):
+    if not any(windowed) or ((window or longest) >= longest and len(ropes(config)) == 1):
         return None, [False] * config.num_hidden_layers
-    return window or context, windowed if kinds else windowed * config.num_hidden_layers
+    return window or longest, windowed if kinds else windowed * config.num_hidden_layers
+
+
+def context(config: PretrainedConfig) -> int:
+    """The most positions that the model is made for. `max_position_embeddings` mostly is this
+    length, and sometimes still the one before RoPE was scaled: with YaRN as Qwen's model cards
+    switch it on, and in Vicuna's long versions, whose own field then has the length."""
+    longest = max(config.max_position_embeddings, getattr(config, "max_sequence_length", None) or 0)
+    for rope in ropes(config):
+        rope_type, factor = rope["rope_type"], rope.get("factor")
+        original = rope.get("original_max_position_embeddings") or 0
+        if rope_type != "default" and factor and (rope_type == "yarn" or longest <= original):
+            longest = max(longest, int(original * factor))
+    return longest
 
 
 def ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
@@ -85,11 +98,12 @@ def usual_attention(hf: PreTrainedModel) -> str:
     return "sdpa" if hf._supports_sdpa else "eager"
 
 
-def eos_ids(hf: PreTrainedModel) -> list[int]:
-    """The tokens that end a text. Llama 3 has several, in its generation config."""
-    eos = hf.generation_config.eos_token_id
-    eos = hf.config.eos_token_id if eos is None else eos
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+def eos_ids(config: PretrainedConfig, eos: int | list[int] | None) -> list[int]:
+    """The tokens that end a text, by the `eos` of the generation config if it has one, as Llama 3
+    has several; else by the config. An id outside the vocabulary, such as -1, ends none."""
+    eos = config.eos_token_id if eos is None else eos
+    ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    return [i for i in ids if 0 <= i < config.vocab_size]
 
 
 def ignored_settings(hf: PreTrainedModel) -> dict[str, Any]:

@@ -24,9 +24,10 @@ from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.cache import ForwardMeta, KVCache, Taps, occupied, power_of_two
 from kangaroo.engine.tree import Tree
 from kangaroo.models import layer_weights as weights
+from kangaroo.models import supported
 from kangaroo.models.attention import ATTENTION, attention, has_flash
 from kangaroo.models.quantizing import check_head, check_linears
-from kangaroo.models.supported import FULL, WINDOWED, check_supported, eos_ids, ropes, windows
+from kangaroo.models.supported import FULL, WINDOWED, check_supported, ropes, windows
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.memory import weight_bytes
 
@@ -142,11 +143,11 @@ class TargetModel(nn.Module):
     @property
     def context(self) -> int:
         """The maximal number of positions."""
-        return self.config.max_position_embeddings
+        return supported.context(self.config)
 
     def eos_ids(self) -> list[int]:
         """The tokens that end a text."""
-        return eos_ids(self.hf)
+        return supported.eos_ids(self.config, self.hf.generation_config.eos_token_id)
 
     def new_norm(self) -> nn.Module:
         """A norm of the target's own class."""

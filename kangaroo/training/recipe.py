@@ -139,28 +139,15 @@ class AdapterRecipe(Ranged):
         return {f"{self.name}-exit{layer}": layer for layer in self.exit_layers or [paper_exit(lm)]}
 
 
-
-
-def paper_exit(lm: TargetModel) -> int:
-    """The exit layer by the paper's rule, 1/16 to 1/10 of the layers: 2 of 32, 3 of 40."""
-    return max(round(lm.n_layers / 13), 1)
-
-
-def named_exits(self, lm: TargetModel) -> dict[str, int]:
-        """Exit layers by the names of their adapters."""
-        if (fixed := self.architecture.fixed_exit(lm)) is not None:
-            return {self.name: fixed}
-        return {f"{self.name}-exit{layer}": layer for layer in self.exit_layers or [paper_exit(lm)]}
-
-
-def paper_exit(lm: TargetModel) -> int:
-    """The exit layer by the paper's rule, 1/16 to 1/10 of the layers: 2 of 32, 3 of 40."""
-    return max(round(lm.n_layers / 13), 1)
-
     def settings(self) -> dict[str, Any]:
         """The recipe as plain values."""
         loss, architecture = self.loss.value, self.architecture.as_json()
         return asdict(self) | {"loss": loss, "architecture": architecture}
+
+
+def paper_exit(lm: TargetModel) -> int:
+    """The exit layer by the paper's rule, 1/16 to 1/10 of the layers: 2 of 32, 3 of 40."""
+    return max(round(lm.n_layers / 13), 1)
 
 
 def named_exits(
