@@ -190,7 +190,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "hybrid-tree-text-vocabulary": lambda case: hybrid(case, 7, 0.001, head=of_text(case)),
     "hybrid-tree-stops": lambda case: hybrid(case, 15, 0.08),
     "hybrid-tree-fused": lambda case: hybrid(fused(case), 5, 0),
-    "hybrid-tree-of-all": lambda case: hybrid(case, 9, 0.01, store_tokens=60),
+    "hybrid-tree-of-all": lambda case: hybrid(case, 9, 0.01, recycle=True, store_tokens=60),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
     "medusa-chain": lambda case: medusa(case.lm, [(0,), (0, 0), (0, 0, 0)], own_head=False),
     "block": lambda case: block(case, 4, 0),

@@ -3,6 +3,7 @@
 Plain lists and floats, a tenth of a millisecond a round: this runs between two passes of a model.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,14 +25,31 @@ Choices = list[tuple[int, float]]
 Places = list[tuple["TokenSource", int]]  # a node's places in the sources that go on there
 
 
-class TokenSource:
-    """Predicts the token after each place of a draft: a chain of tokens, perhaps with alternatives
-    to each; a place is the number of tokens before it. `log_odds` are those of a token if the ones
-    before it are right. `shift` is added to those of its best choices: a text begins with the value
-    of its class, fitted on held-out conversations of SmolLM2-135M; right and wrong predictions then
-    move it."""
+class TokenSource(ABC):
+    """Predicts the token after each place of a draft. `shift` is added to the log-odds of its best
+    choices: a text begins with the value of its class, fitted on held-out conversations of
+    SmolLM2-135M; right and wrong predictions then move it."""
 
     shift: float
+    last_resort = False  # used only at nodes without another source's prediction
+    start = 0  # the root's place
+
+    @abstractmethod
+    def choices(self, place: int) -> Choices:
+        """The candidates after a place, the best first."""
+
+    @abstractmethod
+    def next_place(self, place: int, token: int) -> int | None:
+        """The place after `token`, which follows `place`; None if the source does not go on."""
+
+    def chance(self, log_odds: float) -> float:
+        """The probability for log-odds without the shift."""
+        return 1 / (1 + exp(-self.shift - log_odds))
+
+
+class ChainSource(TokenSource):
+    """A chain of tokens, perhaps with alternatives to each; a place is the number of tokens before
+    it. `log_odds` are those of a token if the ones before it are right."""
 
     def __init__(self) -> None:
         self.set_tokens([])
@@ -42,18 +60,15 @@ class TokenSource:
         self.alternatives: list[Choices] = [[] for _ in tokens]
 
     def choices(self, place: int) -> Choices:
-        """The candidates after a place, the best first."""
         if place == len(self.tokens):
             return []
-        chance = 1 / (1 + exp(-self.shift - self.log_odds[place]))
-        return [(self.tokens[place], chance), *self.alternatives[place]]
+        return [(self.tokens[place], self.chance(self.log_odds[place])), *self.alternatives[place]]
 
     def next_place(self, place: int, token: int) -> int | None:
-        """The place after `token`, which follows `place`; None if the source does not go on."""
         return place + 1 if self.tokens[place : place + 1] == [token] else None
 
 
-class Lookup(TokenSource):
+class Lookup(ChainSource):
     """The tokens that followed the text's end at an earlier place, in the text or in a store."""
 
     shift = -0.74
@@ -63,7 +78,7 @@ class Lookup(TokenSource):
         self.set_tokens(tokens, [1.24 * log(length + depth) for depth in range(len(tokens))])
 
 
-class DraftedChain(TokenSource):
+class DraftedChain(ChainSource):
     """The chain that a model drafts; `confidence` is the last token's probability, 1 at first."""
 
     shift = 0.5  # an adapter is right more often than its confidence says
@@ -85,23 +100,39 @@ class DraftedChain(TokenSource):
         self.alternatives.append(alternatives)
 
 
+class Recycled(TokenSource):
+    """The likeliest token where each token last stood, from a matrix that is updated elsewhere; a
+    place is the token before it."""
+
+    shift = -0.6
+    last_resort = True  # a lookup knows the same, and a chain more
+
+    def __init__(self, matrix: dict[int, list[int]]):
+        self.matrix = matrix
+
+    def choices(self, place: int) -> Choices:
+        return [(token, self.chance(0.0)) for token in self.matrix.get(place, ())[:1]]
+
+    def next_place(self, place: int, token: int) -> int | None:
+        return token
+
+
 @dataclass
 class Sources:
     """The sources of a row's text; `length` is that of the text at their last update."""
 
     lookups: list[Lookup]
     chain: DraftedChain
+    recycled: Recycled | None = None
     length: int = 0
 
-    @property
-    def all(self) -> list[TokenSource]:
-        """All sources, lookups first."""
-        return [*self.lookups, self.chain]
+    def __post_init__(self) -> None:
+        self.all: list[TokenSource] = [x for x in (*self.lookups, self.chain, self.recycled) if x]
 
     @property
     def places(self) -> Places:
         """The root's place in each source."""
-        return [(source, 0) for source in self.all]
+        return [(source, source.start) for source in self.all]
 
     @property
     def likeliest_lookup(self) -> Lookup:
@@ -120,8 +151,11 @@ class Sources:
 
 def predictions_at(places: Places) -> list[tuple[TokenSource, Choices]]:
     """Every source that has candidates for a node, with them."""
-    predictions = [(source, source.choices(place)) for source, place in places]
-    return [(source, choices) for source, choices in predictions if choices]
+    predictions: list[tuple[TokenSource, Choices]] = []
+    for source, place in places:
+        if not (predictions and source.last_resort) and (choices := source.choices(place)):
+            predictions.append((source, choices))
+    return predictions
 
 
 def places_after(places: Places, token: int) -> Places:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from kangaroo.drafters import expected_gain
 from kangaroo.drafters.base import Drafter, EarlyExitConfig, RowStates
-from kangaroo.drafters.expected_gain import Costs, DraftedChain, Lookup, Sources
+from kangaroo.drafters.expected_gain import Costs, DraftedChain, Lookup, Recycled, Sources
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.suffix import AnswerStore
+from kangaroo.drafters.token_recycling import recycle, successors_in
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.sampling import BatchSampling
@@ -34,12 +35,15 @@ class HybridConfig(EarlyExitConfig):
         threshold: as in Kangaroo; with `auto` and 0 only the expected gain ends the chain.
         nodes: the most nodes of the verified tree, without the pending token.
         min_gain_per_step: tokens that work in a round must gain per vanilla step that it takes.
+        recycle: at nodes without candidates of other sources, take the likeliest token where the
+            last token stood before, as in Token Recycling (arXiv 2408.08696).
         store_tokens: the number of tokens of earlier answers to look up too, as in `suffix`.
     """
 
     name: str = "hybrid"
     nodes: DraftSize = 15
     min_gain_per_step: Positive = 1.25
+    recycle: bool = False
     store_tokens: CountOrZero = 0
 
     def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
@@ -65,6 +69,7 @@ class Hybrid(Kangaroo):
         super().begin(batch)
         self.store.begin()
         self.rows = RowStates(self._start_text)
+        batch.likeliest = max(batch.likeliest, int(self.options.recycle))
 
     def update_costs(self, budget: Budget, rows: int, shared_states: bool) -> None:
         """Set the costs for a round of so many rows. With `shared_states` the states of a lookup's
@@ -83,7 +88,8 @@ class Hybrid(Kangaroo):
 
     def _start_text(self, row: int, text: list[int]) -> Sources:
         lookups = [Lookup() for _ in self.store.matches(row, text)]
-        return Sources(lookups, DraftedChain(), len(text))
+        recycled = Recycled(successors_in(text, 1)) if self.options.recycle else None
+        return Sources(lookups, DraftedChain(), recycled, len(text))
 
     def update_sources(self, batch: Batch, row: int) -> Sources:
         """A row's sources for a new round, with an empty chain; they learn from the last round."""
@@ -94,6 +100,9 @@ class Hybrid(Kangaroo):
         for lookup, match in zip(sources.lookups, self.store.matches(row, text), strict=True):
             lookup.set_match(match.length, match.continuation(self.nodes, batch.ends[row]))
         sources.chain.set_tokens([])
+        if sources.recycled is not None:
+            sources.recycled.start = text[-1]
+            recycle(sources.recycled.matrix, batch, row)
         return sources
 
     def _draft_chains(self, batch: Batch, sources: dict[int, Sources]) -> None:

@@ -43,8 +43,7 @@ class TokenRecycling(TreesFromText):
     def tree_of(self, batch: Batch, row: int) -> Nodes:
         text, successors = batch.texts[row], self.matrices.get(row, batch.texts[row])
         min_chances = batch.budget.min_node_chances(len(batch.active), self.max_nodes)
-        successors.update(batch.verified[row])  # what was verified since
-        batch.verified[row].clear()
+        recycle(successors, batch, row)
         tokens, parents = [text[-1]], []
         numbers: dict[tuple[int, ...], int] = {(): 0}
         nodes = zip(static_tree(self.max_nodes), min_chances, strict=True)
@@ -69,6 +68,12 @@ def successors_in(text: list[int], top_k: int) -> Successors:
         others = [other for other in matrix.get(token, ()) if other != following]
         matrix[token] = [following, *others[: top_k - 1]]
     return matrix
+
+
+def recycle(matrix: Successors, batch: Batch, row: int) -> None:
+    """Update the matrix with what was verified since."""
+    matrix.update(batch.verified[row])
+    batch.verified[row].clear()
 
 
 @cache

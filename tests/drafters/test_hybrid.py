@@ -9,7 +9,7 @@ from cases import NEW_TOKENS, PROMPTS, Case, accepted, case_of, choices_without_
 from helpers import adapter_for, admit_text, check_drafts, longest_earlier_match, paths_of, tiny
 
 from kangaroo.drafters import expected_gain
-from kangaroo.drafters.expected_gain import Costs, DraftedChain, Lookup, Sources
+from kangaroo.drafters.expected_gain import Costs, DraftedChain, Lookup, Recycled, Sources
 from kangaroo.drafters.hybrid import Hybrid, HybridConfig
 from kangaroo.drafters.suffix import SuffixAutomaton
 from kangaroo.drafters.token_recycling import TokenRecycling
@@ -69,7 +69,7 @@ def test_a_draft_ends_with_what_ends_the_text():
         assert drafter.update_sources(batch, 0).lookups[0].tokens == expected
 
 
-STARTS = [Lookup.shift, Lookup.shift, DraftedChain.shift]
+STARTS = [Lookup.shift, Lookup.shift, DraftedChain.shift, Recycled.shift]
 
 
 def shifts(sources: Sources) -> list[float]:
@@ -79,7 +79,7 @@ def shifts(sources: Sources) -> list[float]:
 @pytest.mark.parametrize("compiled", [False, True], ids=["tensors", "native"])
 def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled):
     case = case_of("llama-compiled" if compiled else "llama", "sampled")
-    options = HybridConfig(threshold=0, nodes=NODES, store_tokens=100)
+    options = HybridConfig(threshold=0, nodes=NODES, recycle=True, store_tokens=100)
     drafter = Hybrid(case.lm, case.adapter, options)
     engine = Engine(case.lm, cases.with_costs(drafter, COSTS))
     batch, steps = engine.open(1, 80, Sampling()), []
@@ -87,6 +87,7 @@ def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled)
         engine.admit(batch, 0, Request(PROMPTS[1], NEW_TOKENS))
         sources = drafter.update_sources(batch, 0)
         assert shifts(sources) == STARTS
+        assert len(sources.recycled.matrix) == len(set(batch.texts[0][:-1]))
         assert len(drafter.store.tokens) == turn * (NEW_TOKENS + 1)
         steps.append(0)
         while not batch.done[0]:
@@ -98,7 +99,7 @@ def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled)
 
 @pytest.mark.parametrize(
     "build",
-    [lambda x: cases.hybrid(x, NODES, 0.02), lambda _: TokenRecycling(6)],
+    [lambda x: cases.hybrid(x, NODES, 0.02, recycle=True), lambda _: TokenRecycling(6)],
     ids=["hybrid", "token recycling"],
 )
 def test_the_same_text_takes_the_same_rounds_alone_and_in_a_batch(case, sampling, build):
@@ -109,6 +110,7 @@ def test_the_same_text_takes_the_same_rounds_alone_and_in_a_batch(case, sampling
 
 
 CHEAP = Costs([1 + 1e-9 * node for node in range(99)], 0.0, 1.0)
+MATRIX = {0: [1], 1: [0], 2: [2]}
 
 
 def sources_of(length: int, lookup: list[int], *chain: list[tuple[int, float]]) -> Sources:
@@ -131,7 +133,8 @@ def random_sources(rng: random.Random) -> Sources:
     if rng.random() < 0.5:
         return sources
     (store := Lookup()).set_match(rng.randrange(1, 20), matches[1])
-    return Sources([*sources.lookups, store], sources.chain)
+    (recycled := Recycled(MATRIX)).start = rng.randrange(4)
+    return Sources([*sources.lookups, store], sources.chain, recycled)
 
 
 def gains(sources: Sources, depth: int) -> dict[tuple[int, ...], float]:
@@ -189,6 +192,16 @@ def test_nothing_that_a_source_says_is_lost_and_chances_are_a_distribution():
             assert 0 <= gain <= of_paths.get(path, 1.0) + 1e-9
 
 
+def test_recycled_tokens_are_candidates_where_others_are_silent():
+    (recycled := Recycled({7: [3], 5: [8], 6: [2]})).start = 7
+    sources = Sources([Lookup()], DraftedChain(), recycled)
+    assert paths(*expected_gain.best_tree(CHEAP, sources, 5)) == [(3,)]
+    sources.lookups[0].set_match(9, [5])
+    sources.chain.add([(6, 0.4), (1, 0.2)])
+    expected = [(5,), (5, 8), (6,), (6, 2), (1,)]
+    assert sorted(paths(*expected_gain.best_tree(CHEAP, sources, 9))) == sorted(expected)
+
+
 def test_a_text_teaches_how_far_to_trust_each_source_and_only_what_it_shows():
     sources = sources_of(2, [5, 6, 7], [(5, 0.6)], [(9, 0.6)])
     sources.learn([5])
@@ -202,6 +215,11 @@ def test_a_text_teaches_how_far_to_trust_each_source_and_only_what_it_shows():
     for _ in range(99):
         sources.learn([8])
     assert all(source.choices(0)[0][1] < 0.1 for source in sources.all)
+    (recycled := Recycled({7: [3], 3: [4]})).start = 7
+    sources = Sources([Lookup()], DraftedChain(), recycled)
+    sources.lookups[0].set_match(1, [3])
+    sources.learn([3, 4, 4])
+    assert recycled.shift > Recycled.shift, "it was right where it alone spoke"
 
 
 @pytest.mark.parametrize(
