@@ -21,7 +21,7 @@ from kangaroo.models.loading import ModelConfig, load_target, model_config
 from kangaroo.models.prompts import Tokenizer, conversation, prompt_ids, valid_text
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.discovery import classes
-from kangaroo.utils.errors import AdapterNotFound, ConfigError
+from kangaroo.utils.errors import AdapterNotFound, ConfigError, KangarooError, naming
 from kangaroo.utils.folders import project_folder
 from kangaroo.utils.ranges import Count, Ranged
 
@@ -60,20 +60,46 @@ def load(
         config = replace(config, chat_template=chat_template)
     settings = ({} if adapter is None else {"adapter": adapter}) | settings
     drafter = drafter_config(drafter, config.name, settings)
-    try:
-        drafter.settings()  # reports a missing adapter before gigabytes are downloaded
-    except AdapterNotFound as error:
-        fix = "In kangaroo.load drafter='prompt_lookup', 'lookahead' and 'vanilla' need none."
-        raise AdapterNotFound(f"{error} {fix}") from error
-    lm, tokenizer = load_target(config)
+    lm, tokenizer = load_target_for(config, drafter)
     return Model(Engine(lm, drafter.build(lm), tokenizer), tokenizer)
 
 
-def load_target_for(model: ModelConfig, *drafters: DrafterConfig) -> tuple[TargetModel, Tokenizer]:
-    """`load_target`, which may download gigabytes, once the drafters' adapters are there."""
-    for drafter in drafters:
-        drafter.settings()
+def load_target_for(
+    model: ModelConfig, *drafters: DrafterConfig, more: Mapping[str, DrafterConfig] | None = None
+) -> tuple[TargetModel, Tokenizer]:
+    """`load_target`, which may download gigabytes, once `check_adapters` found nothing missing."""
+    check_adapters(model, *drafters, more=more)
     return load_target(model)
+
+
+def check_adapters(
+    model: ModelConfig, *drafters: DrafterConfig, more: Mapping[str, DrafterConfig] | None = None
+) -> None:
+    """Errors: `AdapterNotFound` names what these drafters, or those of `more.NAME=`, lack, and all
+    drafters that lack nothing."""
+    try:
+        for name, drafter in (more or {}).items():
+            with naming(f"more.{name}"):
+                drafter.settings()
+        for drafter in drafters:
+            drafter.settings()
+    except AdapterNotFound as error:
+        ready = ", ".join(name for name in drafter_names() if _is_ready(name, model.name))
+        raise AdapterNotFound(f"{error} Without an adapter work {ready}.") from error
+
+
+def _is_ready(drafter: str, model: str) -> bool:
+    """Whether a drafter in `configs/drafter` has all that it needs for the target named `model`."""
+    try:
+        drafter_config(drafter, model, {}).settings()
+    except KangarooError:
+        return False
+    return True
+
+
+def drafter_names() -> list[str]:
+    """The drafters in `configs/drafter`."""
+    return sorted(file.stem for file in (CONFIGS / "drafter").glob("*.yaml"))
 
 
 def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> DrafterConfig:
@@ -88,9 +114,9 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
                 f"drafter='{drafter.name}' takes the model's own."
             )
         return drafter
-    names = sorted(file.stem for file in (CONFIGS / "drafter").glob("*.yaml"))
-    if drafter not in names:
-        raise ConfigError(f"there is no drafter {drafter!r}. Pass one of: {', '.join(names)}.")
+    if drafter not in drafter_names():
+        names = ", ".join(drafter_names())
+        raise ConfigError(f"there is no drafter {drafter!r}. Pass one of: {names}.")
     values = _read_yaml(f"drafter/{drafter}.yaml")
     schema, *groups = values.pop("defaults")  # Hydra's
     sizes = _read_yaml("groups/hardware.yaml")[hardware_here()]

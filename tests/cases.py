@@ -25,7 +25,7 @@ from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.draft_verify import DraftVerify
 from kangaroo.drafters.eagle import EagleTree
 from kangaroo.drafters.expected_gain import Costs
-from kangaroo.drafters.hybrid import Hybrid, HybridConfig
+from kangaroo.drafters.hybrid import Hybrid, HybridConfig, TextHybrid
 from kangaroo.drafters.layerskip import LayerSkipConfig
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.medusa import Medusa
@@ -137,12 +137,15 @@ def datastore_of(case: Case) -> Datastore:
 def hybrid(
     case: Case, nodes: int, cost: float, head: DraftHead | None = None, **sources: Any
 ) -> Hybrid:
-    costs = Costs([1 + cost * node for node in range(nodes + 1)], cost, 1.0)
     options = HybridConfig(steps=4, threshold=0, nodes=nodes, **sources)
-    return with_costs(Hybrid(case.lm, case.adapter, options, head), costs)
+    return with_costs(Hybrid(case.lm, case.adapter, options, head), costs_of(nodes, cost))
 
 
-def with_costs(drafter: Hybrid, costs: Costs) -> Hybrid:
+def costs_of(nodes: int, cost: float) -> Costs:
+    return Costs([1 + cost * node for node in range(nodes + 1)], cost, 1.0)
+
+
+def with_costs(drafter: Any, costs: Costs) -> Any:
     drafter.costs, drafter.needs_costs, drafter.update_costs = costs, False, lambda *_, **__: None
     return drafter
 
@@ -191,6 +194,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "hybrid-tree-stops": lambda case: hybrid(case, 15, 0.08),
     "hybrid-tree-fused": lambda case: hybrid(fused(case), 5, 0),
     "hybrid-tree-of-all": lambda case: hybrid(case, 9, 0.01, recycle=True, store_tokens=60),
+    "text-hybrid": lambda case: with_costs(
+        TextHybrid(HybridConfig(nodes=7, recycle=True, store_tokens=60)), costs_of(7, 0.01)
+    ),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
     "medusa-chain": lambda case: medusa(case.lm, [(0,), (0, 0), (0, 0, 0)], own_head=False),
     "block": lambda case: block(case, 4, 0),

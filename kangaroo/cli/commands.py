@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kangaroo import chat as talk
-from kangaroo.api import load_target, load_target_for
+from kangaroo.api import check_adapters, drafter_names, load_target, load_target_for
 from kangaroo.cli import schema
 from kangaroo.cli.command import combinations, command, plain, select_tracker, sweep_folder
 from kangaroo.cpu.native import torch_multiplies
@@ -85,11 +85,13 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
             "compared. Leave it out, or pass hydra.sweep.dir= instead."
         )
     logger = select_tracker(config.logger, config.model.name, ranks)
-    drafters = combinations(config.drafter, config.variants)
-    for name in drafters.keys() & config.more.keys():
+    variants = combinations(config.drafter, config.variants)
+    for name in variants.keys() & config.more.keys():
         raise ConfigError(f"more.{name} is drafter={name} again.")
     # ~drafter@more.NAME removes a drafter, but leaves its settings in an experiment as a dict
-    drafters |= {k: more for k, more in config.more.items() if not isinstance(more, dict)}
+    more = {name: x for name, x in config.more.items() if not isinstance(x, dict)}
+    drafters = variants | more
+    check_adapters(config.model, *variants.values(), more=more)
     # a study's results may differ in what it says
     check(config, config.model, drafters, output if config.study else sweep or output)
     lm, tokenizer = load_target(config.model)
@@ -147,7 +149,7 @@ def _compare(config: schema.EvaluateCommand, folder: Path) -> None:
 @command()
 def speed(config: schema.SpeedCommand) -> None:
     """Measure the speed of decoding against the memory's limit."""
-    lm, tokenizer = load_target_for(config.model, config.drafter, *config.more.values())
+    lm, tokenizer = load_target_for(config.model, config.drafter, more=config.more)
     more = {name: drafter.build(lm) for name, drafter in config.more.items()}
     result = benchmark.measure(lm, tokenizer, config.drafter.build(lm), config.speed, more)
     benchmark.write(result, Path(config.output), console())
@@ -158,13 +160,13 @@ def tune(config: schema.TuneCommand) -> None:
     """Find the fastest drafter; write its settings and a report."""
     drafters: dict[str, DrafterConfig] = {}
     tried = {config.drafter.name: config.drafter} | config.more
-    names = {*tried, *(file.stem for file in Path(schema.CONFIGS, "drafter").glob("*.yaml"))}
+    names = {*tried, *drafter_names()}
     for name in config.search.keys() - names:
         raise ConfigError(f"search.{name} is of no drafter; there are {', '.join(sorted(names))}.")
     for name, drafter in tried.items():
         for variant, settings in combinations(drafter, config.search.get(name, {})).items():
             drafters[name + variant.removeprefix(drafter.name)] = settings
-    lm, tokenizer = load_target_for(config.model, *drafters.values())
+    lm, tokenizer = load_target_for(config.model, *drafters.values(), more=config.more)
     use = evaluate_command(config.model, f"--config-dir={config.output}", drafter="tuned")
     model = plain(config)["model"]
     report = tuning.tune(lm, tokenizer, drafters, config.drafter, config, model=model, use=use)

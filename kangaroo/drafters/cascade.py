@@ -15,6 +15,7 @@ from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.engine.tree import Draft, Tree, Verdict
 from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import naming
 
 
 @dataclass
@@ -34,8 +35,11 @@ class CascadeConfig(DrafterConfig):
         return Cascade(self.first.build(lm), self.second.build(lm))
 
     def settings(self) -> dict[str, Any]:
-        first, second = self.first.settings(), self.second.settings()
-        return {"name": self.name, "first": first, "second": second}
+        parts = {}
+        for name, part in {"first": self.first, "second": self.second}.items():
+            with naming(f"drafter.{name}"):
+                parts[name] = part.settings()
+        return {"name": self.name, **parts}
 
     def made_by(self) -> dict[str, Any]:
         return self.first.made_by() | self.second.made_by()

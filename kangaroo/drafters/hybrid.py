@@ -3,14 +3,16 @@
 Shapes: B rows, C choices for a token, K draft vocabulary.
 """
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kangaroo.drafters import expected_gain
-from kangaroo.drafters.base import Drafter, EarlyExitConfig, RowStates
+from kangaroo.drafters.base import Drafter, EarlyExitConfig, RowStates, TreesFromText
 from kangaroo.drafters.expected_gain import Costs, DraftedChain, Lookup, Recycled, Sources
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.suffix import AnswerStore
@@ -18,7 +20,8 @@ from kangaroo.drafters.token_recycling import recycle, successors_in
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.sampling import BatchSampling
-from kangaroo.engine.tree import Draft
+from kangaroo.engine.tree import Draft, Nodes
+from kangaroo.heads import adapter_files
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
@@ -26,10 +29,13 @@ from kangaroo.utils.ranges import CountOrZero, DraftSize, Positive
 
 CHOICES = 3  # candidates for each token of the chain
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class HybridConfig(EarlyExitConfig):
-    """One tree from several sources, its nodes chosen by expected gain.
+    """One tree from several sources, its nodes chosen by expected gain. Where the default adapter
+    is missing, no chain is among them.
 
     Args:
         threshold: as in Kangaroo; with `auto` and 0 only the expected gain ends the chain.
@@ -46,24 +52,36 @@ class HybridConfig(EarlyExitConfig):
     recycle: bool = False
     store_tokens: CountOrZero = 0
 
+    @property
+    def trained(self) -> str | None:
+        return None if adapter_files.absence(self.adapter) else super().trained
+
+    def build(self, lm: TargetModel) -> Drafter:
+        if (reason := adapter_files.absence(self.adapter)) is not None:
+            _say(f"drafter=hybrid drafts from the text alone: {reason}")
+            return TextHybrid(self)
+        return super().build(lm)
+
     def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
         return Hybrid(lm, trained, self, heads[0])
 
 
-class Hybrid(Kangaroo):
-    """Verifies the candidates of its sources that are worth their cost, and drafts nothing if a
-    lookup is nearly sure."""
+@cache
+def _say(warning: str) -> None:
+    """Log a warning once."""
+    log.warning("%s", warning)
 
-    reads_logits = True  # for the alternatives
+
+class FromSources(Drafter):
+    """Verifies the candidates of its sources that are worth their cost."""
+
     costs: Costs  # of the round
+    draft_cost = shallow_cost = 0.0  # of a drafted token
 
-    def __init__(
-        self, lm: TargetModel, adapter: Layer, options: HybridConfig, head: DraftHead | None = None
-    ):
-        super().__init__(lm, adapter, options, head)
-        self.options, self.nodes = options, options.nodes
-        self.max_nodes, self.store = max(self.nodes, self.steps), AnswerStore(options.store_tokens)
-        self.needs_costs = True
+    def use(self, options: HybridConfig) -> None:
+        """Take the options, when the drafter is made."""
+        self.options, self.nodes, self.needs_costs = options, options.nodes, True
+        self.store = AnswerStore(options.store_tokens)
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
@@ -77,14 +95,6 @@ class Hybrid(Kangaroo):
         draft = self.draft_cost, self.options.min_gain_per_step
         states = self.shallow_cost if shared_states else 0.0
         self.costs = Costs(budget.cost(rows, self.nodes), *draft, states)
-
-    def propose(self, batch: Batch) -> Draft:
-        self.update_costs(batch.budget, len(batch.active), shared_states=False)
-        sources = {row: self.update_sources(batch, row) for row in batch.active}
-        self._draft_chains(batch, sources)
-        costs, nodes = self.costs, self.nodes
-        trees = {row: expected_gain.best_tree(costs, x, nodes) for row, x in sources.items()}
-        return Draft.listed(batch.last(1), trees)
 
     def _start_text(self, row: int, text: list[int]) -> Sources:
         lookups = [Lookup() for _ in self.store.matches(row, text)]
@@ -104,6 +114,38 @@ class Hybrid(Kangaroo):
             sources.recycled.start = text[-1]
             recycle(sources.recycled.matrix, batch, row)
         return sources
+
+class TextHybrid(FromSources, TreesFromText):
+    """The hybrid without an adapter."""
+
+    def __init__(self, options: HybridConfig):
+        self.use(options)
+        self.max_nodes = self.nodes
+
+    def tree_of(self, batch: Batch, row: int) -> Nodes:
+        self.update_costs(batch.budget, len(batch.active), shared_states=False)
+        return expected_gain.best_tree(self.costs, self.update_sources(batch, row), self.nodes)
+
+
+class Hybrid(FromSources, Kangaroo):
+    """The hybrid with an adapter. It drafts nothing if a lookup is nearly sure."""
+
+    reads_logits = True  # for the alternatives
+
+    def __init__(
+        self, lm: TargetModel, adapter: Layer, options: HybridConfig, head: DraftHead | None = None
+    ):
+        super().__init__(lm, adapter, options, head)
+        self.use(options)
+        self.max_nodes = max(self.nodes, self.steps)
+
+    def propose(self, batch: Batch) -> Draft:
+        self.update_costs(batch.budget, len(batch.active), shared_states=False)
+        sources = {row: self.update_sources(batch, row) for row in batch.active}
+        self._draft_chains(batch, sources)
+        costs, nodes = self.costs, self.nodes
+        trees = {row: expected_gain.best_tree(costs, x, nodes) for row, x in sources.items()}
+        return Draft.listed(batch.last(1), trees)
 
     def _draft_chains(self, batch: Batch, sources: dict[int, Sources]) -> None:
         """Grow the chain of each row as long as that pays."""

@@ -136,6 +136,8 @@ def find(
             _name_trained(folder)
         return folder
     if folder.parent == SHIPPED:
+        if (reason := absence(path)) is not None:
+            raise AdapterNotFound(reason)
         plain = folder.with_name(folder.name.removesuffix("-fused"))
         return _trained(folder) if plain == folder else find(str(plain), files, fix, revision)
     try:
@@ -144,6 +146,30 @@ def find(
         raise AdapterNotFound(
             f"no adapter at '{path}': it is not a folder, and the hub gave none ({error}). {fix}"
         ) from error
+
+
+def absence(path: str) -> str | None:
+    """The reason and the remedy if a default `adapters/NAME` stands for no adapter: there is no
+    such folder, and training has saved none for the model NAME. None if it stands for any, and for
+    every other path."""
+    folder = resolve_path(path)
+    plain = folder.with_name(folder.name.removesuffix("-fused"))
+    if folder.is_dir() or folder.parent != SHIPPED:
+        return None
+    if plain != folder:
+        return absence(str(plain))
+    name, drafter, saved = _saved_by_training(folder)
+    if saved:
+        return None
+    target = model_options(name)
+    hint = f"({command_line('train', **target, adapter=drafter)})"
+    if drafter == "kangaroo":
+        convert = command_line("convert import", "source=CHECKPOINT", **target)
+        hint = f"({command_line('train', **target)}), import an official checkpoint ({convert}),"
+    return (
+        f"no adapter at '{folder}', and none in '{TRAINED / name}', where training saves them. "
+        f"Train one {hint} or pass drafter.adapter= a folder or hub id."
+    )
 
 
 def _saved_by_training(folder: Path) -> tuple[str, str, list[Path]]:
@@ -168,28 +194,18 @@ def _name_trained(shipped: Path) -> None:
 
 def _trained(missing: Path) -> Path:
     """The only adapter in `outputs/train/NAME` that can replace `adapters/NAME`."""
-    name, drafter, matching = _saved_by_training(missing)
-    if len(matching) == 1:
-        return matching[0]
-    if matching:
-        raise AdapterNotFound(
-            f"no adapter at '{missing}', and training left several: "
-            f"{', '.join(map(str, matching))}. Pass drafter.adapter= one of them."
-        )
-    target = model_options(name)
-    hint = f"({command_line('train', **target, adapter=drafter)})"
-    if drafter == "kangaroo":
-        convert = command_line("convert import", "source=CHECKPOINT", **target)
-        hint = f"({command_line('train', **target)}), import an official checkpoint ({convert}),"
+    first, *others = _saved_by_training(missing)[2]
+    if not others:
+        return first
     raise AdapterNotFound(
-        f"no adapter at '{missing}', and none in '{TRAINED / name}', where training saves them. "
-        f"Train one {hint} or pass drafter.adapter= a folder or hub id."
+        f"no adapter at '{missing}', and training left several: "
+        f"{', '.join(map(str, [first, *others]))}. Pass drafter.adapter= one of them."
     )
 
 
 def weights_hash(path: str) -> str:
-    """A hash of an adapter's weights."""
-    return hashlib.sha256((find(path) / WEIGHTS).read_bytes()).hexdigest()[:16]
+    """A hash of an adapter's weights. Errors: `AdapterNotFound`."""
+    return hashlib.sha256((_complete(find(path)) / WEIGHTS).read_bytes()).hexdigest()[:16]
 
 
 def made_by(path: str) -> dict[str, Any]:
@@ -309,10 +325,7 @@ def not_finite(state: Mapping[str, Tensor]) -> str | None:
 
 def read_config(path: str) -> AdapterConfig:
     """The config of an adapter. Errors: `AdapterNotFound`, `CorruptFile`."""
-    folder, kinds = find(path), classes("kangaroo.heads", HeadConfig)
-    for name in (WEIGHTS, CONFIG):
-        if not (folder / name).is_file():
-            raise AdapterNotFound(f"'{folder}' holds no {name}; it is not an adapter's folder.")
+    folder, kinds = _complete(find(path)), classes("kangaroo.heads", HeadConfig)
     try:
         fields = json.loads((folder / CONFIG).read_text())
         parts = fields.pop("architecture")
@@ -325,6 +338,16 @@ def read_config(path: str) -> AdapterConfig:
         return config
     except (ValueError, TypeError, AttributeError, KeyError, ConfigError) as error:  # no JSON, ...
         raise _unreadable(folder, error) from error
+
+
+def _complete(folder: Path) -> Path:
+    """A folder with the files of an adapter; of a training run's folder the error names those."""
+    for name in (WEIGHTS, CONFIG):
+        if not (folder / name).is_file():
+            trained = [str(file.parent) for file in sorted(folder.glob(f"*/{WEIGHTS}"))]
+            fix = f"; it holds {', '.join(trained)}: pass drafter.adapter= one" if trained else ""
+            raise AdapterNotFound(f"'{folder}' holds no {name}, so it is no adapter's folder{fix}.")
+    return folder
 
 
 def _unreadable(path: Path, error: Exception | str) -> CorruptFile:

@@ -1,8 +1,23 @@
 """Errors that a user can fix. Every message says what is wrong, where, and how to fix it."""
 
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
 class KangarooError(Exception):
     """An error that the user can fix; the command line shows its message without a traceback."""
+
+
+@contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Let errors of one of several drafters name its `option`, such as `more.rest`."""
+    try:
+        yield
+    except KangarooError as error:
+        message = str(error).replace("drafter.", f"{option}.")
+        named = message if message.startswith(f"{option}.") else f"{option}: {message}"
+        raise type(error)(named) from error
 
 
 class ModelNotFound(KangarooError):
