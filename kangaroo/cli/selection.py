@@ -1,9 +1,9 @@
 """What `model=` takes on every command line: whatever `kangaroo.load` takes.
 
-`model` is a group of Hydra, whose choices are the sections of `configs/groups/model.yaml`. Here, and
-only here, a folder or a hub id becomes a choice too, before Hydra reads the command line: a section
-of its own, called by its last part, and with the paper's recipe. So results, folders and adapters
-have that name, in sweeps (`-m model=a,b`) and in every process of torchrun alike.
+`model` is a group of Hydra, whose choices are the sections of `configs/groups/model.yaml`. Here
+alone a folder or a hub id becomes a choice too, before Hydra reads the command line: a section of
+its own, called by its last part, with the paper's recipe. So results, folders and adapters have
+that name, in sweeps (`-m model=a,b`) and in every process of torchrun alike.
 """
 
 import re

@@ -115,6 +115,7 @@ class FromSources(Drafter):
             recycle(sources.recycled.matrix, batch, row)
         return sources
 
+
 class TextHybrid(FromSources, TreesFromText):
     """The hybrid without an adapter."""
 

@@ -18,11 +18,11 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import CONFIG, VOCABULARY, WEIGHTS, AdapterConfig
 from kangaroo.models.embedded import EMBEDDED
-from kangaroo.models.loading import evaluate_command, known_model
+from kangaroo.models.loading import known_model
 from kangaroo.utils import tables
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
-from kangaroo.utils.folders import new_folder, project_folder
+from kangaroo.utils.folders import command_line, new_folder, project_folder
 
 CARD, SUMS = "README.md", "SHA256SUMS"
 FILES = (WEIGHTS, CONFIG, VOCABULARY)  # uploaded from an adapter's folder
@@ -206,8 +206,8 @@ def card(adapter: AdapterConfig, config: PushConfig, hashes: Mapping[str, str]) 
         target=target,
         model=model,
         drafter_class=classes("kangaroo.drafters", DrafterConfig)[drafter],
-        measure=evaluate_command(
-            model, drafter=drafter, drafter__adapter=config.repo, bench="demo"
+        measure=command_line(
+            "evaluate", model=model, drafter=drafter, drafter__adapter=config.repo, bench="demo"
         ),
         table=_table,
         metrics=_metrics,

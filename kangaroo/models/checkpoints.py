@@ -120,7 +120,9 @@ def check_tokenizer(
     elif ends and not ids.intersection(ends):
         fault = f"it has no token {ends[0]}, which ends the model's texts"
     if fault is not None:
-        raise errors.CorruptFile(f"the tokenizer of '{source}' is another model's: {fault}. {FETCH}")
+        raise errors.CorruptFile(
+            f"the tokenizer of '{source}' is another model's: {fault}. {FETCH}"
+        )
     doubts = [f"token {i} ends a text, and is an ordinary one" for i in ends if i in ids - special]
     if beyond:
         doubts.append(f"the model does not know {len(beyond)} of its tokens, such as {beyond[0]!r}")

@@ -65,9 +65,11 @@ def context(config: PretrainedConfig) -> int:
     longest = max(config.max_position_embeddings, getattr(config, "max_sequence_length", None) or 0)
     for rope in ropes(config):
         rope_type, factor = rope["rope_type"], rope.get("factor")
-        original = rope.get("original_max_position_embeddings") or 0
-        if rope_type != "default" and factor and (rope_type == "yarn" or longest <= original):
-            longest = max(longest, int(original * factor))
+        unscaled = rope.get("original_max_position_embeddings")
+        if rope_type == "yarn" and factor:
+            longest = max(longest, int(factor * (unscaled or longest)))
+        elif rope_type != "default" and factor and longest <= (unscaled or 0):
+            longest = int(factor * longest)
     return longest
 
 

@@ -1,6 +1,5 @@
 """Errors that a user can fix. Every message says what is wrong, where, and how to fix it."""
 
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import kangaroo
-from kangaroo.api import drafter_config, load_target, model_config
+from kangaroo.api import drafter_config, load_target, load_target_for, model_config
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.engine.engine import Engine
@@ -168,7 +168,7 @@ def test_the_models_adapter_is_the_default_and_looked_for_before_the_model(tmp_p
     monkeypatch.chdir(tmp_path)
     for name in ("tiny", "vicuna-7b"):
         with pytest.raises(AdapterNotFound, match=f"no adapter at 'adapters/{name}'"):
-            kangaroo.load(name)
+            kangaroo.load(name, drafter="kangaroo")
     lm, _ = load_target(model_config("tiny"))
     saved_adapter(lm, adapter_for(lm), tmp_path / "outputs/train/tiny/attention-exit2")
     drafter = kangaroo.load("tiny", steps=3, threshold=0.2).engine.drafter
@@ -195,13 +195,56 @@ def test_a_folder_without_an_adapter_is_told_which_drafters_need_none(tmp_path, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     with pytest.raises(AdapterNotFound) as missing:
-        kangaroo.load("mine")
-    drafters = re.findall(r"'(\w+)'", str(missing.value).partition("drafter=")[2])
-    assert len(drafters) == 3
+        kangaroo.load("mine", drafter="kangaroo")
+    drafters = re.findall(r"\w+", str(missing.value).rpartition("Without an adapter work ")[2])
+    assert {"hybrid", "prompt_lookup", "suffix", "token_recycling", "vanilla"} < set(drafters)
+    for drafter in set(DRAFTERS) - set(drafters):
+        with pytest.raises(errors.KangarooError, match="mine"):
+            drafter_config(drafter, "mine", {}).settings()
     for drafter in drafters:
         with pytest.raises(errors.UnsupportedModel, match="/mine' cannot be a target"):
             kangaroo.load(tmp_path / "mine", drafter=drafter)  # which is asked for
         assert kangaroo.load("tiny", drafter=drafter).generate("Why?", 8)
+
+
+def test_a_hybrid_without_an_adapter_drafts_from_the_text_and_says_so_once(
+    model, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.chdir(tmp_path)
+    config = drafter_config("hybrid", "nobodys", {"recycle": True})
+    texts = [kangaroo.load("tiny", drafter=config).generate(QUESTIONS, 40) for _ in range(2)]
+    assert texts == [model.generate(QUESTIONS, 40)] * 2
+    assert config.settings()["adapter"] == "adapters/nobodys-fused" and not config.made_by()
+    (said,) = (x for x in caplog.messages if "drafts from the text alone" in x)
+    assert "no adapter at 'adapters/nobodys'" in said and "train.py model=FOLDER" in said
+    engine = kangaroo.load("tiny", drafter=config).engine
+    (done,) = engine.generate([prompt_ids(model.tokenizer, talk("ab " * 60))], 40)
+    assert sum(step.drafted for step in done.steps) > 0
+    # what is missing though it was asked for is an error
+    with pytest.raises(AdapterNotFound, match="'outputs/mine'"):
+        kangaroo.load("tiny", adapter="outputs/mine")
+
+
+def test_a_missing_adapter_names_its_method_and_the_option(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    drafters = {
+        name: drafter_config(x, "mine", {})
+        for name, x in {"ours": "cascade", "theirs": "suffix"}.items()
+    }
+    said = r"more.ours.second: no adapter.* pass more.ours.second.adapter= .*Without an adapter"
+    with pytest.raises(AdapterNotFound, match=said):
+        load_target_for(model_config("tiny"), VanillaConfig(), more=drafters)
+    with pytest.raises(AdapterNotFound, match=r"^drafter.second: .* drafter.second.adapter="):
+        load_target_for(model_config("tiny"), drafters["ours"])
+
+
+@pytest.mark.parametrize("drafter", ["kangaroo", "hybrid", "medusa"])
+def test_a_training_runs_folder_is_told_what_it_holds(drafter, tmp_path):
+    lm, _ = load_target(model_config("tiny"))
+    saved_adapter(lm, adapter_for(lm), tmp_path / "attention-exit3")
+    message = f"it holds {tmp_path}/attention-exit3: pass drafter.adapter= one"
+    with pytest.raises(AdapterNotFound, match=re.escape(message)):
+        kangaroo.load("tiny", adapter=str(tmp_path), drafter=drafter)
 
 
 def test_a_chat_template_can_be_chosen():

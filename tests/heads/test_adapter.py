@@ -68,10 +68,10 @@ def test_a_missing_adapter_is_the_one_that_training_saved(lm, saved, tmp_path, m
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(
         AdapterNotFound,
-        match=r"train\.py model\.path=FOLDER model\.name=mine\).*convert\.py import",
+        match=r"train\.py model=FOLDER model\.name=mine\).*convert\.py import",
     ):
         load("adapters/mine", lm, Adapter)
-    with pytest.raises(AdapterNotFound, match=r"train\.py model\.path=FOLDER .* adapter=medusa"):
+    with pytest.raises(AdapterNotFound, match=r"train\.py model=FOLDER .* adapter=medusa"):
         load("adapters/mine-medusa", lm, MedusaHeads)
     left = Path("outputs/train/mine/attention-exit2")
     shutil.copytree(saved, left, ignore=shutil.ignore_patterns("elsewhere"))  # `saved` is above

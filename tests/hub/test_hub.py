@@ -251,4 +251,4 @@ def test_a_card_claims_nothing_that_the_config_does_not_say_and_tells_no_local_p
         assert "secret" not in local and "base_model" not in local and "`llama`" in local
     pushed = replace(PUSHED, base_model="org/model")
     named = card(replace(about, target="/home/me/llama"), pushed, SUMS)
-    assert 'kangaroo.load("org/model", ' in named and "model.path=org/model" in named
+    assert 'kangaroo.load("org/model", ' in named and "model=org/model" in named

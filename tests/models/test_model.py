@@ -8,10 +8,19 @@ import helpers
 import pytest
 import torch
 from cases import FAMILIES
-from helpers import LLAMA3_ROPE, adapter_for, forward_logits, random_prompts, tiny, vanilla_texts
+from helpers import (
+    LLAMA3_ROPE,
+    VOCABULARY,
+    adapter_for,
+    forward_logits,
+    random_prompts,
+    tiny,
+    tiny_model,
+    vanilla_texts,
+)
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma3Config, Gemma3TextConfig, GemmaConfig, LlamaConfig
+from transformers import AutoConfig, Gemma3Config, Gemma3TextConfig, GemmaConfig, LlamaConfig
 
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.cache import BUCKET, occupied
@@ -19,7 +28,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.tree import Tree
 from kangaroo.models import target as model
 from kangaroo.models.attention import attention
-from kangaroo.models.supported import check_supported
+from kangaroo.models.supported import FULL, SUPPORTED, WINDOWED, check_supported, context
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import UnsupportedModel
 
@@ -30,6 +39,7 @@ ROPES = {
     "yarn": {"rope_type": "yarn", "original_max_position_embeddings": 32} | FACTOR,
 }
 
+LONG = random_prompts(60)
 # float32, four layers: what regrouping sums leaves of logits of size 10
 TOLERANCE = 5e-5
 
@@ -120,7 +130,15 @@ def test_what_is_no_target_or_only_looks_like_a_family_is_refused_by_name(config
 
 @pytest.mark.parametrize(
     "by_generation_config, by_config, expected",
-    [(None, None, []), (None, 5, [5]), (7, 5, [7]), ([7, 8, 9], 5, [7, 8, 9]), (0, 5, [0])],
+    [
+        (None, None, []),
+        (None, 5, [5]),
+        (7, 5, [7]),
+        ([7, 8, 9], 5, [7, 8, 9]),
+        (0, 5, [0]),
+        (-1, 5, []),  # which says that no token ends a text
+        ([-1, 7, VOCABULARY], 5, [7]),
+    ],
 )
 def test_every_eos_id_is_known(by_generation_config, by_config, expected):
     lm = tiny()
@@ -128,6 +146,44 @@ def test_every_eos_id_is_known(by_generation_config, by_config, expected):
     lm.config.eos_token_id = by_config
     assert lm.eos_ids() == expected
     assert Engine(lm, Vanilla()).eos_ids == set(expected)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OF_128 = {"original_max_position_embeddings": 128}
+# RoPE's parameters, `max_position_embeddings`, and other fields of configs for 512 positions
+CONTEXTS = {
+    "unscaled": ({"rope_type": "default"}, 512, {}),
+    "yarn": (YARN | OF_128, 512, {}),
+    "yarn as Qwen2.5's cards switch it on": (YARN | OF_128, 128, {}),
+    "yarn as Qwen3's cards switch it on": (YARN | OF_128, 160, {}),
+    "yarn without the original length": (YARN, 128, {}),
+    "linear": (LINEAR, 512, {}),
+    "linear as in Vicuna's long versions": (LINEAR, 128, {"max_sequence_length": 512}),
+    "linear with the original length": (LINEAR | OF_128, 128, {}),
+    "llama3": (LLAMA3 | OF_128 | {"factor": 32.0}, 512, {}),
+    "llama3 switched on by hand": (LLAMA3 | OF_128, 128, {}),
+}
+
+
+@pytest.mark.parametrize("scaled", CONTEXTS)
+@pytest.mark.parametrize("family", [family for family in SUPPORTED if family != "phi3"])  # unscaled
+def test_the_context_is_the_length_that_rope_is_scaled_to(family, scaled):
+    rope, length, more = CONTEXTS[scaled]
+    rope = {"rope_theta": 10000.0} | rope
+    if family == "gemma3_text":  # whose layer types have a RoPE each
+        rope = {FULL: rope, WINDOWED: {"rope_theta": 10000.0, "rope_type": "default"}}
+    fields = {"rope_parameters": rope, "max_position_embeddings": length, "pad_token_id": 0}
+    assert context(AutoConfig.for_model(family, **fields, **more)) == 512
+
+
+def test_a_text_goes_on_as_in_transformers_where_only_ropes_scaling_says_the_context():
+    lm, (prompt,) = tiny("qwen2", max_position_embeddings=32, rope_parameters=ROPES["yarn"]), LONG
+    hf = tiny_model("qwen2", max_position_embeddings=32, rope_parameters=ROPES["yarn"])
+    expected = hf.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)
+    (done,) = Engine(lm, Vanilla()).generate([prompt], 20)
+    assert lm.context == 128 and prompt + done.tokens == expected[0].tolist()
 
 
 class Moves(TorchDispatchMode):

@@ -16,6 +16,7 @@ from kangaroo.api import load_target
 from kangaroo.heads import adapter_files
 from kangaroo.models import embedded, loading
 from kangaroo.models.loading import EMBEDDED, TINY, Dtype, ModelConfig, byte_tokenizer, load
+from kangaroo.models.supported import PLAIN
 from kangaroo.utils import errors
 from kangaroo.utils.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
 
@@ -147,6 +148,7 @@ def test_a_missing_weight_is_not_filled_with_random_numbers(folder):
 
 
 def test_a_turn_that_ends_no_text_is_warned_of_and_the_option_ends_it(folder, caplog):
+    loading.random_model(vocab_size=320).save_pretrained(folder)
     file = folder / "generation_config.json"
     file.write_text(json.dumps({"eos_token_id": 258}))  # <|pad|>; a turn ends with <|im_end|>
     assert load_target(config(folder))[0].eos_ids() == [258]
@@ -158,6 +160,54 @@ def test_a_turn_that_ends_no_text_is_warned_of_and_the_option_ends_it(folder, ca
     caplog.clear()
     lm, _ = load_target(config(folder, eos_token="<|im_end|>"))
     assert lm.eos_ids() == [258, 300, 257] and not caplog.messages
+
+
+def saved(folder, tokenizer, family="llama", **fields):
+    """A checkpoint of random weights, with a tokenizer or without one."""
+    loading.random_model(family, **fields).save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return config(folder)
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_a_folder_without_a_tokenizer_is_told_where_to_get_one(family, tmp_path):
+    # of some families transformers makes one of special tokens alone
+    fix = "no tokenizer that can be read: .*Put the tokenizer there that was saved with the model"
+    with pytest.raises(ModelNotFound, match=fix):
+        load(saved(tmp_path, None, family))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"vocab_size": 200, "eos_token_id": 5}, "ids up to 255, and the model knows 200"),
+        ({"vocab_size": 999, "eos_token_id": [900, 901]}, "it has no token 900, which ends"),
+    ],
+)
+def test_the_tokenizer_of_another_model_is_refused(fields, message, tmp_path):
+    model = saved(tmp_path, byte_tokenizer(), bos_token_id=None, pad_token_id=None, **fields)
+    with pytest.raises(CorruptFile, match=f"{tmp_path.name}' is another model's: .*{message}"):
+        load(model)
+
+
+@pytest.mark.parametrize(
+    "added, fields, message",
+    [
+        ("[PAD]", {}, "the model does not know 1 of its tokens, such as '[PAD]'"),
+        ("", {"eos_token_id": 35}, "token 35 ends a text, and is an ordinary one"),
+        ("", {"vocab_size": 1500}, "it has 259 tokens, and the model 1500"),
+        ("", {"vocab_size": 512, "eos_token_id": [257, 400]}, None),  # padded
+        ("", {"eos_token_id": -1}, None),
+        ("", {"eos_token_id": None}, None),
+    ],
+)
+def test_a_tokenizer_that_hardly_fits_is_warned_of(added, fields, message, tmp_path, caplog):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [added]} if added else {})
+    load(saved(tmp_path, tokenizer, **fields))
+    ours = [x.getMessage() for x in caplog.records if x.name.startswith("kangaroo")]
+    assert (not ours) if message is None else message in ours[0]
 
 
 @pytest.mark.parametrize("dtype", Dtype)

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -45,7 +46,7 @@ def composed(*overrides):
 def test_a_large_model_has_the_papers_training_at_an_exit_layer_by_its_rule(model):
     config = composed(f"model={model}")
     trainer, layers = config.trainer, SHAPES[config.model.path]["num_hidden_layers"]
-    (layer,) = config.adapter.exit_layers
+    (layer,) = config.adapter.named_exits(SimpleNamespace(n_layers=layers)).values()
     assert layers / 16 <= layer <= layers / 10
     assert layer == PAPER.get(model, layer)
     assert config.adapter.architecture == AdapterHeadConfig() and not config.more
@@ -89,7 +90,7 @@ def test_another_checkpoint_takes_the_recipe_of_the_model_that_is_named():
     mine = composed("model=vicuna-13b", "model.path=/my/folder", "model.name=mine")
     assert mine.data.path == "outputs/data/sharegpt/mine"
     for config in mine, composed("model=tiny", "recipe=vicuna-13b"):
-        assert config.adapter.exit_layers == [3] and config.trainer.learning_rate == 5e-5
+        assert config.adapter.exit_layers is None and config.trainer.learning_rate == 5e-5
 
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
@@ -109,7 +110,7 @@ def test_every_experiment_trains_a_few_steps_on_a_tiny_model(option, tmp_path):
     config.output = str(tmp_path / "out")
     recipes = [config.adapter, *config.more.values()]
     for recipe in recipes:  # tiny has six layers
-        recipe.exit_layers = sorted({min(layer, 5) for layer in recipe.exit_layers})
+        recipe.exit_layers = sorted({min(layer, 5) for layer in recipe.exit_layers or [2]})
     inspect.unwrap(cli.train)(config)
     *_, last = curve(tmp_path / "out")
     for recipe in recipes:
