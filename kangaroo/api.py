@@ -3,6 +3,7 @@
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from enum import EnumMeta
 from types import UnionType
@@ -84,17 +85,12 @@ def check_adapters(
         for drafter in drafters:
             drafter.settings()
     except AdapterNotFound as error:
-        ready = ", ".join(name for name in drafter_names() if _is_ready(name, model.name))
-        raise AdapterNotFound(f"{error} Without an adapter work {ready}.") from error
-
-
-def _is_ready(drafter: str, model: str) -> bool:
-    """Whether a drafter in `configs/drafter` has all that it needs for the target named `model`."""
-    try:
-        drafter_config(drafter, model, {}).settings()
-    except KangarooError:
-        return False
-    return True
+        ready = []
+        for name in drafter_names():
+            with suppress(KangarooError):
+                drafter_config(name, model.name, {}).settings()
+                ready.append(name)
+        raise AdapterNotFound(f"{error} Nothing is missing for {', '.join(ready)}.") from error
 
 
 def drafter_names() -> list[str]:

@@ -19,7 +19,6 @@ from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from kangaroo.api import load_target
 from kangaroo.cli import commands
-from kangaroo.cli.selection import select_models
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.utils.errors import KangarooError
@@ -59,7 +58,7 @@ def kangaroo_forward(
 def load_engine(options: list[str]) -> tuple[Engine, PreTrainedTokenizerBase]:
     """The engine for these options of `evaluate.py`, and the target's tokenizer."""
     with initialize_config_dir(commands.schema.CONFIGS, version_base="1.3"):
-        config: Any = compose("evaluate", select_models(options))
+        config: Any = compose("evaluate", commands.schema.select_models(options))
     lm, tokenizer = load_target(OmegaConf.to_object(config.model))
     return Engine(lm, OmegaConf.to_object(config.drafter).build(lm)), tokenizer
 

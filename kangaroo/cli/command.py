@@ -25,8 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kangaroo.cli.help import explanation
 from kangaroo.cli.help import text as help_text
-from kangaroo.cli.schema import CONFIGS
-from kangaroo.cli.selection import select_models
+from kangaroo.cli.schema import CONFIGS, select_models
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.utils import ranges, ranks
 from kangaroo.utils.errors import ConfigError, KangarooError

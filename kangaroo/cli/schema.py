@@ -2,6 +2,7 @@
 of a wrong type before anything is loaded."""
 
 import os
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -12,7 +13,6 @@ from omegaconf import MISSING, OmegaConf
 
 from kangaroo.api import hardware_here
 from kangaroo.chat import ChatConfig
-from kangaroo.cli.selection import add_model
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.making import MixConfig, SynthesisConfig
 from kangaroo.drafters.base import DrafterConfig
@@ -24,10 +24,11 @@ from kangaroo.evaluation.speed import SpeedConfig
 from kangaroo.evaluation.study.study import StudyConfig
 from kangaroo.evaluation.tune import TuneConfig
 from kangaroo.heads.base import HeadConfig
-from kangaroo.models.loading import ModelConfig
+from kangaroo.models.loading import ModelConfig, known_model, model_config
 from kangaroo.serving.serve import ServeConfig
 from kangaroo.training.recipe import AdapterRecipe, TrainerConfig
 from kangaroo.utils.discovery import classes
+from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import fitting_name, overrides_suffix, project_folder
 from kangaroo.utils.ranges import Count, Ranged, Seed
 from kangaroo.utils.tracking import NoTracker, Wandb
@@ -199,7 +200,7 @@ def register() -> None:
     for file in sorted(Path(CONFIGS, "groups").glob("*.yaml")):
         for name, config in sections(f"groups/{file.name}").items():
             if file.stem == "model":
-                add_model(name, config)
+                _add_model(name, config)
             else:
                 package = "_global_" if file.stem == "recipe" else None
                 store(group=file.stem, name=name, node=config, package=package)
@@ -218,6 +219,47 @@ def output_or(overrides: list[str], default: str) -> str:
 def sections(file: str) -> dict[str, dict[str, Any]]:
     """The sections of a file in `configs`, each a config, by name."""
     return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(Path(CONFIGS, file))))
+
+
+def select_models(words: list[str]) -> list[str]:
+    """The words of a command line with the models in them as choices of Hydra's group `model`, so
+    that `model=` takes what `kangaroo.load` takes. Here alone, and before Hydra reads the command
+    line, a folder or a hub id becomes a choice beside the sections of `groups/model.yaml`, called
+    by its last part: results, folders and adapters have that name, also in sweeps. `model.path=`
+    without `model=` is such a path, too. Errors: `ConfigError` for two models of one name."""
+    option = "model=" if any(x.startswith("model=") for x in words) else "model.path="
+    paths: dict[str, str] = {}  # by name
+    return [_selected(x, paths) if x.startswith(option) else x for x in words]
+
+
+def _add_model(name: str, section: dict[str, Any]) -> None:
+    """Add a choice of `model=`, and its recipe: its section's `train`, by default the paper's."""
+    store, train = ConfigStore.instance().store, section.pop("train", {"defaults": ["paper"]})
+    store(group="recipe", name=name, node=train, package="_global_")
+    store(group="model", name=name, node={"defaults": ["schema"], "name": name, **section})
+
+
+def _selected(word: str, paths: dict[str, str]) -> str:
+    option, _, value = word.partition("=")
+    choices, is_one = [], Path(value).expanduser().exists()
+    for model in [value] if is_one else value.split(","):
+        try:
+            config = model_config(model.strip("\"'"))
+        except ConfigError:
+            if option == "model":  # perhaps a choice of the user's own --config-dir
+                return word
+            raise
+        name, path = config.name, config.path
+        if paths.setdefault(name, path) != path:
+            raise ConfigError(
+                f"'{paths[name]}' and '{path}' are both called '{name}', and so would their "
+                "results be. Run them one by one, with model.name= for one."
+            )
+        if known_model(path) is None:
+            _add_model(name, {"path": path})
+        is_word = re.fullmatch(r"[A-Za-z_][\w.+-]*", name, re.ASCII)
+        choices.append(name if is_word else f'"{name}"')
+    return f"model={','.join(choices)}"
 
 
 register()

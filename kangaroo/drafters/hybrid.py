@@ -29,7 +29,7 @@ from kangaroo.utils.ranges import CountOrZero, DraftSize, Positive
 
 CHOICES = 3  # candidates for each token of the chain
 
-log = logging.getLogger(__name__)
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 
 @dataclass
@@ -58,18 +58,12 @@ class HybridConfig(EarlyExitConfig):
 
     def build(self, lm: TargetModel) -> Drafter:
         if (reason := adapter_files.absence(self.adapter)) is not None:
-            _say(f"drafter=hybrid drafts from the text alone: {reason}")
+            _warn_once(f"drafter=hybrid drafts from the text alone: {reason}")
             return TextHybrid(self)
         return super().build(lm)
 
     def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
         return Hybrid(lm, trained, self, heads[0])
-
-
-@cache
-def _say(warning: str) -> None:
-    """Log a warning once."""
-    log.warning("%s", warning)
 
 
 class FromSources(Drafter):

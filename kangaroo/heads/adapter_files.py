@@ -131,15 +131,14 @@ def find(
     for `adapters/NAME-medusa`. A missing `adapters/NAME-fused` is `adapters/NAME`. Errors:
     `AdapterNotFound`."""
     folder = resolve_path(path)
-    if folder.is_dir():
-        if folder.parent == SHIPPED:
-            _name_trained(folder)
-        return folder
     if folder.parent == SHIPPED:
         if (reason := absence(path)) is not None:
             raise AdapterNotFound(reason)
-        plain = folder.with_name(folder.name.removesuffix("-fused"))
-        return _trained(folder) if plain == folder else find(str(plain), files, fix, revision)
+        if folder.is_dir():
+            _name_trained(folder)
+        return _own(folder)[0]
+    if folder.is_dir():
+        return folder
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -149,27 +148,36 @@ def find(
 
 
 def absence(path: str) -> str | None:
-    """The reason and the remedy if a default `adapters/NAME` stands for no adapter: there is no
-    such folder, and training has saved none for the model NAME. None if it stands for any, and for
-    every other path."""
+    """The reason and the remedy if a default `adapters/NAME` stands for no adapter. Errors:
+    `AdapterNotFound` if it may stand for several."""
     folder = resolve_path(path)
-    plain = folder.with_name(folder.name.removesuffix("-fused"))
-    if folder.is_dir() or folder.parent != SHIPPED:
+    if folder.parent != SHIPPED or _own(folder):
         return None
-    if plain != folder:
-        return absence(str(plain))
-    name, drafter, saved = _saved_by_training(folder)
-    if saved:
-        return None
+    name, drafter, _ = _saved_by_training(folder)
     target = model_options(name)
     hint = f"({command_line('train', **target, adapter=drafter)})"
     if drafter == "kangaroo":
         convert = command_line("convert import", "source=CHECKPOINT", **target)
         hint = f"({command_line('train', **target)}), import an official checkpoint ({convert}),"
     return (
-        f"no adapter at '{folder}', and none in '{TRAINED / name}', where training saves them. "
-        f"Train one {hint} or pass drafter.adapter= a folder or hub id."
+        f"no adapter at 'adapters/{folder.name.removesuffix('-fused')}', and none in "
+        f"'{TRAINED / name}', where training saves them. Train one {hint} or pass drafter.adapter= "
+        "a folder or hub id."
     )
+
+
+def _own(folder: Path) -> list[Path]:
+    """The folder that a default `adapters/NAME` stands for; none where there is no adapter."""
+    plain = folder.with_name(folder.name.removesuffix("-fused"))
+    if folder.is_dir():
+        return [folder]
+    saved = _saved_by_training(folder)[2] if plain == folder else _own(resolve_path(str(plain)))
+    if len(saved) > 1:
+        raise AdapterNotFound(
+            f"no adapter at '{folder}', and training left several: {', '.join(map(str, saved))}. "
+            "Pass drafter.adapter= one of them."
+        )
+    return saved
 
 
 def _saved_by_training(folder: Path) -> tuple[str, str, list[Path]]:
@@ -190,17 +198,6 @@ def _name_trained(shipped: Path) -> None:
             log.info(
                 "'%s' drafts; what was trained here does by drafter.adapter=%s", shipped, paths
             )
-
-
-def _trained(missing: Path) -> Path:
-    """The only adapter in `outputs/train/NAME` that can replace `adapters/NAME`."""
-    first, *others = _saved_by_training(missing)[2]
-    if not others:
-        return first
-    raise AdapterNotFound(
-        f"no adapter at '{missing}', and training left several: "
-        f"{', '.join(map(str, [first, *others]))}. Pass drafter.adapter= one of them."
-    )
 
 
 def weights_hash(path: str) -> str:

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kangaroo.models.prompts import Tokenizer
 from kangaroo.models.quantizing import quantization_fields
@@ -51,15 +43,11 @@ def read_checkpoint(
             f"there is no folder '{source}'. Pass model.path= a checkpoint's folder or a hub id."
         )
     fields: dict[str, Any] = {}
-    eos: int | list[int] | None = None
     try:
         config = AutoConfig.from_pretrained(source, revision=revision)
         check_supported(config)
         fields = quantization_fields(config)
         tokenizer = read_tokenizer(source, revision)
-        with suppress(OSError):  # without one, the model takes its config's
-            eos = GenerationConfig.from_pretrained(source, revision=revision).eos_token_id
-        check_tokenizer(tokenizer, config, eos_ids(config, eos), source)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             revision=revision,
@@ -84,6 +72,7 @@ def read_checkpoint(
             f"its config.json it would be {list(expected)}; so it is with {len(mismatched)} "
             "weights. Fetch or save both again."
         )
+    check_tokenizer(tokenizer, model, source)
     if fields and not quantization_fields(model.config):  # FP8 where no GPU multiplies it
         _check_blocks(model, source, fields.get("weight_block_size"))
         for parameter in model.parameters():  # transformers leaves norms and head in the file's
@@ -105,33 +94,27 @@ def read_tokenizer(source: str, revision: str | None) -> Tokenizer:
     raise errors.ModelNotFound(f"'{source}' has no tokenizer that can be read: {reason}. {FETCH}")
 
 
-def check_tokenizer(
-    tokenizer: Tokenizer, config: PretrainedConfig, ends: list[int], source: str
-) -> None:
-    """Compare a tokenizer with the model beside it, whose texts end with `ends`. Warns of what
-    belongs together hardly ever. Errors: `CorruptFile` for the tokenizer of another model."""
-    vocabulary, special = tokenizer.get_vocab(), {*tokenizer.all_special_ids}
-    special |= {*tokenizer.added_tokens_decoder}
-    ids, size = set(vocabulary.values()), config.vocab_size
-    largest, beyond = max(ids - special), [x for x, i in vocabulary.items() if i >= size]
-    fault = None
-    if largest >= size:
+def check_tokenizer(tokenizer: Tokenizer, model: PreTrainedModel, source: str) -> None:
+    """Compare a tokenizer with the model beside it. Warns of what hardly ever belongs together.
+    Errors: `CorruptFile` for the tokenizer of another model."""
+    vocabulary, size = tokenizer.get_vocab(), model.config.vocab_size
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    ends = eos_ids(model.config, model.generation_config.eos_token_id)
+    ids, beyond = {*vocabulary.values()}, [x for x, i in vocabulary.items() if i >= size]
+    words, fault = ids - special, ""
+    doubts = [f"token {i}, an ordinary one, ends texts" for i in ends if i in words]
+    if (largest := max(words)) >= size:
         fault = f"its tokens have ids up to {largest}, and the model knows {size}"
     elif ends and not ids.intersection(ends):
         fault = f"it has no token {ends[0]}, which ends the model's texts"
-    if fault is not None:
-        raise errors.CorruptFile(
-            f"the tokenizer of '{source}' is another model's: {fault}. {FETCH}"
-        )
-    doubts = [f"token {i} ends a text, and is an ordinary one" for i in ends if i in ids - special]
-    if beyond:
+    elif beyond:
         doubts.append(f"the model does not know {len(beyond)} of its tokens, such as {beyond[0]!r}")
-    if size > 1.1 * len(ids) + MOST_PADDING:
+    elif size > 1.1 * len(ids) + MOST_PADDING:
         doubts.append(f"it has {len(ids)} tokens, and the model {size}")
+    if fault:
+        raise errors.CorruptFile(f"the tokenizer of '{source}' is not its own: {fault}. {FETCH}")
     if doubts:
-        log.warning(
-            "the tokenizer of '%s' may be another model's: %s. %s", source, "; ".join(doubts), FETCH
-        )
+        log.warning("the tokenizer of '%s' may not be its own: %s", source, "; ".join(doubts))
 
 
 def check_placed(model: PreTrainedModel) -> None:

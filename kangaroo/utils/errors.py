@@ -15,8 +15,7 @@ def naming(option: str) -> Iterator[None]:
         yield
     except KangarooError as error:
         message = str(error).replace("drafter.", f"{option}.")
-        named = message if message.startswith(f"{option}.") else f"{option}: {message}"
-        raise type(error)(named) from error
+        raise type(error)(f"{option}: {message}") from error
 
 
 class ModelNotFound(KangarooError):

@@ -6,7 +6,7 @@ from composing import composed, of_command
 from omegaconf import OmegaConf
 
 from kangaroo import __main__
-from kangaroo.cli.selection import select_models
+from kangaroo.cli.schema import select_models
 from kangaroo.models.loading import load, model_config
 from kangaroo.models.random_models import TINY, byte_tokenizer
 from kangaroo.models.target import TargetModel

@@ -187,7 +187,7 @@ def test_a_folder_without_a_tokenizer_is_told_where_to_get_one(family, tmp_path)
 )
 def test_the_tokenizer_of_another_model_is_refused(fields, message, tmp_path):
     model = saved(tmp_path, byte_tokenizer(), bos_token_id=None, pad_token_id=None, **fields)
-    with pytest.raises(CorruptFile, match=f"{tmp_path.name}' is another model's: .*{message}"):
+    with pytest.raises(CorruptFile, match=f"{tmp_path.name}' is not its own: .*{message}"):
         load(model)
 
 
@@ -195,7 +195,7 @@ def test_the_tokenizer_of_another_model_is_refused(fields, message, tmp_path):
     "added, fields, message",
     [
         ("[PAD]", {}, "the model does not know 1 of its tokens, such as '[PAD]'"),
-        ("", {"eos_token_id": 35}, "token 35 ends a text, and is an ordinary one"),
+        ("", {"eos_token_id": 35}, "token 35, an ordinary one, ends texts"),
         ("", {"vocab_size": 1500}, "it has 259 tokens, and the model 1500"),
         ("", {"vocab_size": 512, "eos_token_id": [257, 400]}, None),  # padded
         ("", {"eos_token_id": -1}, None),
