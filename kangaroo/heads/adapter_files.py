@@ -134,9 +134,9 @@ def find(
     if folder.parent == SHIPPED:
         if (reason := absence(path)) is not None:
             raise AdapterNotFound(reason)
-        if folder.is_dir():
+        folder = _own(folder)[0]
+        if folder.parent == SHIPPED:
             _name_trained(folder)
-        return _own(folder)[0]
     if folder.is_dir():
         return folder
     try:
