@@ -17,6 +17,16 @@ WIDEST_HEAD = 256
 LARGEST_GROUP = 16  # query heads for each key head, which are columns of a product
 
 
+def fix_precision() -> None:
+    """Multiply float32 without TF32, and sum half precision in float32, which is not torch's own
+    default: else bits depend on what other libraries have set in this process."""
+    torch.set_float32_matmul_precision("highest")  # under torch's old names and its new ones
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = False
+    products.allow_fp16_reduced_precision_reduction = False
+    products.allow_fp16_accumulation = False
+
+
 def usable_layers(
     dtype: torch.dtype, sizes: Sizes, is_plain: bool, device: torch.device
 ) -> ModuleType | None:

@@ -1,9 +1,8 @@
 """The time of a verification by its number of tokens, measured once on the machine that decodes;
 and on a GPU that of drafting a token.
 
-Where reading the weights takes the time, more tokens are nearly free. On a CPU that depends on
-neighbours in the same memory, so half of the hidden arithmetic is counted (docs/methods.md); a GPU
-is used alone, so there the measured times are taken as they are.
+Where reading the weights takes the time, more tokens are nearly free. On a virtual CPU that depends
+on its neighbours, so half of the hidden arithmetic is counted (docs/methods.md); on a GPU none is.
 
 Shapes: N tokens of a pass.
 """

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kangaroo.engine.cache import power_of_two
@@ -166,18 +165,16 @@ def warp(logits_BNV: Tensor, sampling: BatchSampling) -> Tensor:
         ordered, index = logits_BNV.sort(dim=-1, descending=True, stable=True)
         chances = whole_exp(ordered - ordered[..., :1])
         sums = chances.cumsum(-1)
-        reached = top_p_B11.double() * sums[..., -1:].double()
-        removed = (sums - chances).double() >= reached
-        removed = F.pad(removed[..., 1:], (1, 0))  # the likeliest stays, even where top_p is 0
+        removed = (sums - chances).double() >= top_p_B11.double() * sums[..., -1:].double()
+        removed[..., 0] = False  # the likeliest stays, even where top_p is 0
         removed = torch.zeros_like(removed).scatter(-1, index, removed)
         logits_BNV = logits_BNV.masked_fill(removed, -torch.inf)
     return logits_BNV
 
 
 def whole_exp(x: Tensor) -> Tensor:
-    """Whole numbers near 2^44 e^x for x <= 0, so that sums of them are the same in any order: which
-    tokens top-p keeps depends on nothing beside a row's logits. Computed in whole numbers, too,
-    since each library has its own exp; native code has the same in `cpp/sampling.h`."""
+    """Whole numbers near 2^44 e^x for x <= 0, whose sums are the same in any order and batch. Made
+    of whole numbers too, since each library has its own exp; the same is in `cpp/sampling.h`."""
     power = (x.clamp(min=-32) * 24204406.0).long()  # of two, times 2^24
     part, scaled = power & 0xFFFFFF, torch.zeros_like(power)
     for coefficient in POWERS_OF_TWO:

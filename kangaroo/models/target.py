@@ -43,6 +43,7 @@ class TargetModel(nn.Module):
 
     def __init__(self, hf: PreTrainedModel):
         super().__init__()
+        cuda.fix_precision()  # here, since every command and `kangaroo.load` makes a target
         check_supported(hf.config)
         check_head(hf)
         check_linears(hf)

@@ -1,7 +1,8 @@
 """Optimizer steps in torch or DeepSpeed, with gradients summed over micro-batches and processes.
 
-The sum is exact, so a run ends with the same weights for any number of processes, even if that
-number changes between checkpoints.
+The sum is exact, so on CPUs a run ends with the same weights for any number of processes, even if
+that number changes between checkpoints. On a GPU gradients themselves differ in their last bits
+from run to run, since attention's backward pass adds in any order.
 """
 
 import os

@@ -220,3 +220,16 @@ def test_the_extent_is_bucketed_and_never_beyond_the_allocation():
     assert occupied(1000, 1) == occupied(1000, BUCKET) == BUCKET
     assert occupied(1000, BUCKET + 1) == 2 * BUCKET
     assert occupied(100, BUCKET + 1) == 100
+
+
+def test_a_target_multiplies_alike_whatever_the_process_has_set():
+    products = torch.backends.cuda.matmul
+    torch.set_float32_matmul_precision("medium")
+    products.allow_bf16_reduced_precision_reduction = True
+    products.allow_fp16_reduced_precision_reduction = True
+    products.allow_fp16_accumulation = True
+    tiny()
+    assert torch.get_float32_matmul_precision() == "highest" and not products.allow_tf32
+    assert products.fp32_precision == "ieee" and not products.allow_fp16_accumulation
+    assert not products.allow_bf16_reduced_precision_reduction
+    assert not products.allow_fp16_reduced_precision_reduction
