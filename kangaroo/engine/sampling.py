@@ -166,7 +166,7 @@ def warp(logits_BNV: Tensor, sampling: BatchSampling) -> Tensor:
         chances = whole_exp(ordered - ordered[..., :1])
         sums = chances.cumsum(-1)
         removed = (sums - chances).double() >= top_p_B11.double() * sums[..., -1:].double()
-        removed[..., 0] = False  # the likeliest stays, even where top_p is 0
+        removed[..., 0].zero_()  # the likeliest stays, even where top_p is 0
         removed = torch.zeros_like(removed).scatter(-1, index, removed)
         logits_BNV = logits_BNV.masked_fill(removed, -torch.inf)
     return logits_BNV
