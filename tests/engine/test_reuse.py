@@ -15,6 +15,7 @@ from kangaroo.engine import prefill
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling
+from kangaroo.heads.adapter import AdapterHeadConfig
 
 LONGEST = 160
 CHUNK = 16
@@ -183,6 +184,21 @@ def test_a_layer_reads_what_was_written_without_drafts():
     for read, reused in zip(*keys, strict=True):
         length = len(text + more)
         torch.testing.assert_close(reused[:length], read[:length], rtol=1e-4, atol=1e-4)
+
+
+def test_a_fused_layers_keys_go_on_from_the_deep_states_of_another_row():
+    lm, (first, more), keys = lm_of("llama"), random_prompts(20, 7), []
+    for prefix_cache in (False, True):
+        drafter = chain_of(lm, adapter_for(lm, architecture=AdapterHeadConfig(fused=True)))
+        engine = Engine(lm, drafter, prefix_cache=prefix_cache)
+        batch = engine.open(2, LONGEST, Sampling())
+        engine.admit(batch, 0, Request(first, 30))
+        generation = engine.admit(batch, 1, Request(first + more, 10))
+        assert bool(generation.reused) == prefix_cache
+        drafter.read_prompts()
+        row = slice(drafter.cache.n_slots, drafter.cache.n_slots + len(first + more))
+        keys.append(drafter.cache.keys[0][row])
+    torch.testing.assert_close(keys[1], keys[0], rtol=1e-4, atol=1e-4)
 
 
 def test_prompts_that_nobody_drafts_from_do_not_pile_up():

@@ -63,6 +63,14 @@ def test_a_weight_beyond_float16_is_kept_in_bfloat16():
         assert files.saved_dtype(adapter, lm) == kept
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma"])
+def test_an_untrained_adapters_logits_are_three_tenths_of_its_targets(architecture):
+    """Of equal states; Gemma's norms multiply by one and their weight."""
+    lm, x_12D = tiny(architecture), torch.randn(1, 2, 32)
+    norm = Adapter(lm, EXIT).start_from(lm).norm
+    torch.testing.assert_close(lm.head(norm(x_12D)), 0.3 * lm.head(lm.norm(x_12D)))
+
+
 def test_a_missing_adapter_is_the_one_that_training_saved(lm, saved, tmp_path, monkeypatch, caplog):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
