@@ -125,6 +125,9 @@ def test_a_row_that_was_wrong_needs_surer_tokens_until_another_text_takes_it():
         budget.observe(0, 0, 0)  # without a draft
     again = budget.limits([0], 3, 0.05, auto=True)
     assert (again < wrong).all() and again[0, 0] < 1.1 * first[0, 0]
+    for accepted in [3] * 20 + [0] * 60:  # and the other way round, where all were right
+        budget.observe(1, accepted, accepted)
+    assert budget.limits([1], 3, 0.05, auto=True)[0, 0] > 0.7 * first[0, 0]
     budget.admit(0)
     assert (budget.limits([0], 3, 0.05, auto=True) == first).all()
     # a text of which nothing is known tries a token that is too dear by the prior
