@@ -33,7 +33,7 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.heads.base import Trainable
 from kangaroo.models.loading import ModelConfig
-from kangaroo.models.prompts import Sample
+from kangaroo.models.prompts import Message, Sample
 from kangaroo.models.target import TargetModel
 from kangaroo.training import batches, recipe, results
 from kangaroo.training.backend import TorchBackend
@@ -51,9 +51,9 @@ FIXES = {  # by the part that needs the most memory
     "a micro-batch": "Pass a smaller trainer.batch_tokens= or trainer.max_length=",
     "logits": "Pass a smaller trainer.loss_chunk=, or trainer.vocabulary=",
 }
-# Assumed: template tokens around a turn; for future data the conversations (ShareGPT's) and the
-# assistant's share. Their lengths are taken to be all up to the longest, equally often.
-TEMPLATE, CONVERSATIONS, LEARNT = 32, 68_000, 0.75
+# Assumed: template tokens of a question and its answer, characters of a token; for future data the
+# conversations (ShareGPT's) and the assistant's share, with all lengths equally often.
+TEMPLATE, CHARACTERS, CONVERSATIONS, LEARNT = 32, 4, 68_000, 0.75
 CACHES = 1 << 27  # bytes of weights, so many that a processor reads them anew for every pass
 WRITTEN = 8  # tokens of each text that are written to measure
 UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
@@ -106,7 +106,7 @@ class Text:
     source: str = "of assumed lengths"
 
     @staticmethod
-    def of(data: Data, max_length: int) -> Text:
+    def of(data: Data, max_length: int, vocab_size: int) -> Text:
         """The text of existing or future data, cut at `max_length` tokens a conversation. Errors:
         `DataError` where a part of a mix is missing, or a local source cannot be read."""
         is_complete = store.is_complete(Path(data.path))
@@ -118,17 +118,31 @@ class Text:
             stored = min((part.get("teacher") or {}).get("likeliest", 0) for part in parts)
             clipped = [min(n, max_length) for n in lengths]
             return Text(clipped, learnt, stored, source=f"as they lie in {', '.join(folders)}")
-        if isinstance(data, SynthesisConfig):
-            count, is_written = data.shards * data.shard_size, True
-        else:
-            count, is_written = min(CONVERSATIONS, data.limit or CONVERSATIONS), data.regenerate
-            if reading.is_local(data.source):
-                count = len(reading.read(data, data.limit, Counter() if data.skip_bad else None))
         longest = planned_lengths(data, max_length)
-        lengths = [longest[i % len(longest)] * (i + 1) // count or 1 for i in range(count)]
-        existing = len(list(Path(f"{data.path}.shards").glob("*.jsonl"))) * data.shard_size
-        unwritten = max(count - existing, 0) if is_written else 0
+        if isinstance(data, ConversationsConfig) and reading.is_local(data.source):
+            texts = reading.read(data, data.limit, Counter() if data.skip_bad else None)
+            lengths = [min(_length(turns, data, vocab_size), *longest) for turns in texts]
+        else:
+            if isinstance(data, SynthesisConfig):
+                count = data.shards * data.shard_size
+            else:
+                count = data.limit or CONVERSATIONS
+            lengths = [longest[i % len(longest)] * (i + 1) // count or 1 for i in range(count)]
+        unwritten = 0
+        if isinstance(data, SynthesisConfig) or data.regenerate:
+            existing = len(list(Path(f"{data.path}.shards").glob("*.jsonl"))) * data.shard_size
+            unwritten = max(len(lengths) - existing, 0)
         return Text(lengths, likeliest=data.teacher, unwritten=unwritten)
+
+
+def _length(turns: Sequence[Message], data: ConversationsConfig, vocab_size: int) -> int:
+    """About so many tokens has a conversation, by its letters, half of each limit for answers that
+    the target will write. In a small vocabulary a token is a byte."""
+    kept = [m for m in turns if m["role"] != "assistant" or not data.regenerate]
+    tokens = sum(len(m["content"]) for m in kept) // (CHARACTERS if vocab_size > 1024 else 1)
+    asked = sum(m["role"] == "user" for m in kept)
+    written = asked * data.max_answer_tokens // 2 if data.regenerate else 0
+    return asked * TEMPLATE + tokens + written
 
 
 def planned_lengths(data: Data, limit: int, template: int = 0) -> list[int]:
@@ -353,7 +367,10 @@ def forecast(
     # a sharded target is loaded and writes on the CPU, and then goes to the GPUs part by part
     writing_model = replace(training_model, device="cpu") if trainer.shard_target else model
     writer, devices = Devices.of(writing_model), Devices.of(training_model)
-    needed, text = check_writing(lm, data, writer), Text.of(data, trainer.max_length)
+    needed, text = (
+        check_writing(lm, data, writer),
+        Text.of(data, trainer.max_length, lm.config.vocab_size),
+    )
     chunk = trainer.loss_chunk or recipe.default_loss_chunk(devices.total, lm.config.vocab_size)
     plan = Plan(lm, recipes, replace(trainer, loss_chunk=chunk), text, processes)
     if trains:

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from training_cases import curve, sample
 
 from kangaroo.cli import commands as cli
+from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.engine.clock import running
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.adapter_files import read_config
@@ -274,6 +275,17 @@ def test_the_steps_of_text_that_exists_are_those_of_its_training(accumulate, tmp
     plan = Plan(trainer.lm, adapters, settings, Text(lengths))
     assert plan.steps == trainer.total
     assert len(plan.held_out) == len(batches.plan(lengths[-11:], 130, 0, 0))
+
+
+def test_text_that_lies_here_has_about_its_length():
+    talk = [{"role": "user", "content": "x" * 80}, {"role": "assistant", "content": "y" * 120}]
+    for vocab_size, regenerate, expected in (
+        (259, False, 200),
+        (50_000, False, 50),
+        (50_000, True, 30),
+    ):
+        data = ConversationsConfig(path="", regenerate=regenerate, max_answer_tokens=20)
+        assert estimate._length([*talk, *talk], data, vocab_size) == 2 * (32 + expected)
 
 
 def test_a_part_takes_what_its_work_takes_once_as_often_as_it_is_done(monkeypatch):
