@@ -3,7 +3,7 @@
 import io
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rich import box
@@ -113,7 +113,7 @@ def race(
     lm: TargetModel,
     tokenizer: Tokenizer,
     drafters: Mapping[str, Drafter],
-    messages: Sequence[Message],
+    messages: list[Message],
     max_new_tokens: int,
     sampling: Sampling,
     console: Console,

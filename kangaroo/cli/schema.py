@@ -207,13 +207,12 @@ def register() -> None:
 
 
 def output_or(overrides: list[str], default: str) -> str:
-    """The folder that `output=` names, where Hydra can write there, else `default`: so that the log
-    and the settings lie beside the results."""
-    given = [x.partition("=")[2] for x in overrides if x.startswith("output=")]
+    """The folder that `output=` names, for the log beside the results, if Hydra can write there."""
+    given = [x[7:] for x in overrides if x.startswith("output=") and "$" not in x]
     path = Path(given[-1].strip("'\"") if given else default)
     nearest = next(x for x in (path, *path.parents) if x.exists())
     can_write = path.name and nearest.is_dir() and os.access(nearest, os.W_OK)
-    return str(path) if can_write and "$" not in str(path) else default
+    return str(path) if can_write else default
 
 
 def sections(file: str) -> dict[str, dict[str, Any]]:

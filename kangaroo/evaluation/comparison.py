@@ -8,7 +8,7 @@ import itertools
 import json
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,9 @@ SECTIONS = {
 PARTS = "overall", "by_task", "drafter_cost", "by_length", "by_end", "provenance"  # of summaries
 # Columns that are left out in a terminal of 80 columns.
 WIDE = ["95% vs hf", "accepted", *(f"CTAR({w})" for w in POSITIONS), "params", "memory", "training"]
+SELDOM = 0.1  # of a method's rounds
 TOLERANCE = 1.05  # what noise alone may add to a speedup
 BUSY = 1.25  # of `machine_load`; this process makes up to 1 of it
-UNKNOWN = "dtype", "device"  # settings that only a loaded model tells
 SPEEDUPS = "speedup: of the whole time, prompts included; decoding: from the first token on."
 Comparison = dict[str, Any]
 Method = dict[str, Any]  # an entry of a comparison's `methods`
@@ -62,8 +62,14 @@ def compare(folder: Path) -> Comparison | None:
     summaries = summaries_in(folder)
     if not summaries:
         return None
-    settings = shared_settings(next(iter(summaries.values())))
-    check_alike(folder, settings)
+    first, *others = summaries
+    settings = shared_settings(summaries[first])
+    for name in others:
+        if difference := differences(settings, shared_settings(summaries[name])):
+            raise ConfigError(
+                f"'{name}' and '{first}' in '{folder}' cannot be compared, since '{first}' was run "
+                f"with other settings: {difference}. Move one of them elsewhere."
+            )
     methods = [_method(name, summary) for name, summary in summaries.items()]
     speeds = ("speedup", "tokens_per_second")
     methods.sort(key=lambda method: [-(method["overall"][name] or 0.0) for name in speeds])
@@ -76,19 +82,6 @@ def compare(folder: Path) -> Comparison | None:
         "methods": methods,
         "paired": [compare_pair(*pair) for pair in itertools.combinations(by_question.items(), 2)],
     }
-
-
-def check_alike(folder: Path, settings: dict[str, Any], but: Collection[Path] = ()) -> None:
-    """Check that all results below a folder, `but` for those in some folders, have these shared
-    settings, or what is known of them. Errors: `ConfigError`."""
-    for name, summary in summaries_in(folder).items():
-        path, theirs = folder / name, shared_settings(summary)
-        difference = differences(theirs, {key: theirs.get(key) for key in UNKNOWN} | settings)
-        if difference and (path if path.is_dir() else folder) not in but:
-            raise ConfigError(
-                f"'{name}' in '{folder}' cannot be compared with the others, since it was run with "
-                f"other settings: {difference}. Move it elsewhere, or pass another output=."
-            )
 
 
 def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
@@ -275,11 +268,13 @@ def notes(comparison: Comparison) -> Iterator[str]:
     for name, overall, settings in ((x["name"], x["overall"], x["settings"]) for x in methods):
         if name in (baseline.value for baseline in Baseline):
             continue
-        drafts, is_auto = overall["speculative_decoding"], settings.get("drafter.threshold") == AUTO
-        if not drafts["num_draft_tokens"] and settings.get("drafter.name") != "vanilla":
-            reason = ", since one token costs more than it could gain here" if is_auto else ""
-            yield f"{name} drafted nothing{reason}: its row is vanilla decoding and its overhead."
-        speedup, bound = overall["speedup"] or 0.0, overall["compression_rate"]
+        drafts, bound = overall["speculative_decoding"], overall["compression_rate"]
+        share = drafts["num_spec_steps"] * bound / overall["tokens"]  # of rounds
+        if share < SELDOM and settings.get("drafter.name") != "vanilla":
+            is_auto = settings.get("drafter.threshold") == AUTO
+            reason = ", since one token costs more than it gains here" if is_auto else ""
+            yield f"{name} drafted in {share:.0%} of its rounds{reason}: it is nearly vanilla."
+        speedup = overall["speedup"] or 0.0
         if speedup > TOLERANCE * bound:
             yield (
                 f"{name} cannot be {speedup:.2f} times as fast with {bound:.2f} tokens a round: no "

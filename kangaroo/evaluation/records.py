@@ -112,15 +112,13 @@ def read(folder: Path) -> list[Record]:
 
 
 def check_run(folder: Path, settings: dict[str, Any]) -> None:
-    """Check that the run in a folder, if there is one, had these settings. Errors: `ConfigError`;
-    `CorruptFile`."""
-    if (folder / RUN).is_file():
-        before, now = read_run(folder)["settings"], json.loads(json.dumps(settings))
-        if difference := differences({name: before.get(name) for name in now}, now):
-            raise ConfigError(
-                f"'{folder}' holds a run with other settings: {difference}. Pass another "
-                "output=, or resume=false to measure again from the start."
-            )
+    """Check that the run in a folder had these settings. Errors: `ConfigError`; `CorruptFile`."""
+    before, now = read_run(folder)["settings"], json.loads(json.dumps(settings))
+    if difference := differences({name: before.get(name) for name in now}, now):
+        raise ConfigError(
+            f"'{folder}' holds a run with other settings: {difference}. Pass another output=, or "
+            "resume=false, which measures again what this command had measured there."
+        )
 
 
 def start_run(folder: Path, settings: dict[str, Any], cost: dict[str, Any], resume: bool) -> None:

@@ -20,8 +20,8 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.clock import now
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule, Sampling
-from kangaroo.evaluation import comparison, summary
 from kangaroo.evaluation import records as store
+from kangaroo.evaluation import summary
 from kangaroo.evaluation.bench import BenchConfig, Question, fingerprint, load_questions, turn_seed
 from kangaroo.evaluation.lossless import fork
 from kangaroo.evaluation.methods import as_run, generate
@@ -144,10 +144,11 @@ def check(
     config: EvaluateConfig, model: ModelConfig, drafters: Mapping[str, DrafterConfig], below: Path
 ) -> None:
     """Check what can be known before the model is loaded: questions, adapters, room for texts, and
-    whether results in the methods' folders, and elsewhere `below` a folder, have the same settings.
-    Errors: `ConfigError`, and those of questions, adapters and results."""
+    that all runs `below` a folder had the same settings. Errors: `ConfigError`, and those of
+    questions, adapters and runs."""
     questions, limit = select_questions(config)
-    context, folders = math.inf, method_folders(config, list(drafters))
+    shared = settings_of(config, questions, limit) | flatten({"model": asdict(model)})
+    shared["model"], context = model.name, math.inf
     with suppress(Exception):  # loading says what is wrong with a model
         context = meta_model(model).context
     if (config.max_new_tokens or 0) >= context:
@@ -155,13 +156,11 @@ def check(
             f"max_new_tokens={limit} leaves no room for a prompt in the context of {model.name}, "
             f"{context} tokens. Pass fewer, or leave it out."
         )
-    shared = settings_of(config, questions, limit) | flatten({"model": asdict(model)})
-    shared |= {"model": model.name}
-    for (name, drafter), folder in zip(drafters.items(), folders, strict=True):
-        settings = {"drafter": name, **flatten({"drafter": drafter.settings()})}
-        if config.resume:
-            store.check_run(folder, shared | settings)
-    comparison.check_alike(below, shared, (*folders, *(below / x.value for x in Baseline)))
+    methods = [{"drafter": x, **flatten({"drafter": y.settings()})} for x, y in drafters.items()]
+    own = dict(zip(method_folders(config, list(drafters)), methods, strict=True))
+    for folder in sorted(file.parent for file in below.rglob(store.RUN)):
+        if config.resume or folder not in own:
+            store.check_run(folder, shared | own.get(folder, {}))
 
 
 class Evaluator:
@@ -278,8 +277,8 @@ class Evaluator:
         for i, engine in enumerate(self.engines):
             size = footprint(engine.drafter, [self.lm, engine.batch]).bytes
             ids = question.question_id, question.category, [turn[i] for turn in turns]
-            about = {"drafter_bytes": size, "task": question.task, "load": load}
-            records.append(Record(*ids, finished, **about))
+            record = Record(*ids, finished, drafter_bytes=size, task=question.task, load=load)
+            records.append(record)
         return records
 
     def _turn(

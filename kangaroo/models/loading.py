@@ -23,12 +23,15 @@ from kangaroo.models.layer_weights import is_plain, packed_linears
 from kangaroo.models.prompts import Tokenizer, chat_template, turn_end
 from kangaroo.models.quantizing import Quantization, check_package, quantize, weight_bits
 from kangaroo.models.random_models import RANDOM, TINY, byte_tokenizer, known_shape, random_model
-from kangaroo.models.supported import eos_ids, ignored_settings
+from kangaroo.models.supported import eos_ids
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, ModelNotFound, UnsupportedModel
 from kangaroo.utils.folders import command_line, project_folder
 from kangaroo.utils.ranks import default_device
 
+# Of a generation config: what decoding takes, and what changes no text.
+NO_REQUESTS = """bos_token_id eos_token_id pad_token_id use_cache cache_implementation
+_from_model_config transformers_version""".split()
 MODELS = project_folder("configs") / "groups/model.yaml"  # a section per known model
 
 log = logging.getLogger(__name__)
@@ -186,11 +189,13 @@ def load_target(config: ModelConfig) -> tuple[TargetModel, Tokenizer]:
             "there, pass \"model.eos_token='%s'\".",
             *(lm.name, token, ", ".join(ends) or "nothing", token),
         )
-    if ignored := ignored_settings(hf):
+    settings = sorted(hf.generation_config.to_diff_dict().items())
+    asked = {k: x for k, x in settings if k not in NO_REQUESTS and x and repr(x) != "1.0"}
+    if asked:
         log.warning(
             "the generation config of '%s' has %s, which decoding here leaves out: only "
             "the sampling options and the token limit say how a text is written.",
-            *(lm.name, ", ".join(f"{name}={value!r}" for name, value in ignored.items())),
+            *(lm.name, ", ".join(f"{name}={value!r}" for name, value in asked.items())),
         )
     if lm.device.type == "cpu" and config.dtype is Dtype.float16 and is_plain(hf):
         log.warning(

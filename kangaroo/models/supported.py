@@ -13,9 +13,6 @@ BY_MODULES = ("gemma2", "gemma3_text", "granite", "mixtral", "olmo2", "olmo3", "
 SUPPORTED = (*PLAIN, *BY_MODULES)
 FIXES = {"gemma3": "Pass a checkpoint of its text model alone (a gemma3_text model)."}
 UNIFORM = ("mistral", "mixtral", "phi3", "qwen3_moe")  # all layers have the window, or none has it
-# Settings of a generation config that decoding takes, or that change no text.
-NO_REQUESTS = {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "cache_implementation"}
-NO_REQUESTS |= {"_from_model_config", "transformers_version"}
 FULL, WINDOWED = "full_attention", "sliding_attention"  # layer types in configs
 
 
@@ -106,11 +103,3 @@ def eos_ids(config: PretrainedConfig, eos: int | list[int] | None) -> list[int]:
     eos = config.eos_token_id if eos is None else eos
     ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
     return [i for i in ids if 0 <= i < config.vocab_size]
-
-
-def ignored_settings(hf: PreTrainedModel) -> dict[str, Any]:
-    """What a model's generation config asks for and decoding here leaves out: all but its special
-    tokens. Values that ask for nothing, such as a penalty of 1.0, are not among them."""
-    settings = sorted(hf.generation_config.to_diff_dict().items())
-    asked = {name: value for name, value in settings if value and name not in NO_REQUESTS}
-    return {name: x for name, x in asked.items() if not (isinstance(x, float) and x == 1)}

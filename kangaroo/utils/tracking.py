@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,10 +90,9 @@ class Wandb(NoTracker):
         mode = self.mode or os.environ.get("WANDB_MODE", "online")
         if mode not in MODES:
             raise ConfigError(f"logger.mode={mode} is none of {', '.join(MODES)}.")
-        try:
-            has_key = mode in OFFLINE or wandb.login()
-        except Exception:  # of many kinds: no key and no terminal that asks, a wrong key
-            has_key = False
+        has_key = mode in OFFLINE
+        with suppress(Exception):  # of many kinds: no key and no terminal that asks, a wrong key
+            has_key = has_key or wandb.login()
         if not has_key:
             raise ConfigError(
                 "logger=wandb finds no key. Call `wandb login`, set WANDB_API_KEY, or pass "
