@@ -92,7 +92,7 @@ class Wandb(NoTracker):
             raise ConfigError(f"logger.mode={mode} is none of {', '.join(MODES)}.")
         has_key = mode in OFFLINE
         with suppress(Exception):  # of many kinds: no key and no terminal that asks, a wrong key
-            has_key = has_key or wandb.login()
+            has_key = has_key or wandb.login(verify=False)
         if not has_key:
             raise ConfigError(
                 "logger=wandb finds no key. Call `wandb login`, set WANDB_API_KEY, or pass "
@@ -115,7 +115,7 @@ class Wandb(NoTracker):
             self.run = wandb.init(resume="allow", **options)
         except Exception as error:  # no network, or a project that is not the user's
             log.warning("W&B refuses: %s. The run goes to %s, for `wandb sync`.", error, output)
-            self.run = wandb.init(**options | {"mode": "offline"})
+            self.run = wandb.init(**options | {"mode": "offline", "id": None})  # the id is taken
         return self
 
     @at_no_cost()
