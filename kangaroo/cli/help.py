@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import CompactHydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from kangaroo.cli.schema import CONFIGS, sections
+from kangaroo.cli.schema import CONFIGS
 from kangaroo.utils.ranges import MOST, requirement
 
 WIDTH = 80  # columns of a terminal
 ENTRY = r"^ {4}([\w, ]+): (.*(?:\n {8}.*)*)"  # of a docstring's list of options
+ROOTLESS = ("experiment", "recipe")  # groups that are no section of a config
 COMMENT = r"^ {4}(\w+): [^#\n]*  # (.*)$"  # beside a field
 
 
@@ -32,12 +32,11 @@ def text(name: str, purpose: str, overrides: list[str]) -> str:
     title = textwrap.fill(" ".join(purpose.split()), WIDTH)
     entries = [f"{title}\n\nParts, chosen by group=name:\n"]
     with initialize_config_dir(CONFIGS, version_base="1.3"):
-        config, loader = compose(name, overrides), GlobalHydra.instance().config_loader()
-        in_config = (
-            key for key in config if isinstance(ConfigStore.instance().repo.get(key), dict)
-        )
-        for group in dict.fromkeys((*groups(name), *in_config)):
-            entries.append(_entry(f"{group}=", ", ".join(_public(loader.get_group_options(group)))))
+        config = compose(name, overrides, return_hydra_config=True)
+        for group, choice in config.hydra.runtime.choices.items():
+            if "hydra" not in group and "@" not in group:
+                options = GlobalHydra.instance().config_loader().get_group_options(group)
+                entries.append(_entry(f"{group}={choice or 'null'}", ", ".join(_public(options))))
         entries += ["\nOptions, set by option=value:\n", *_options(config)]
     return "".join(entries)
 
@@ -54,16 +53,8 @@ def meanings(kind: type) -> dict[str, str]:
     return texts
 
 
-def groups(name: str) -> list[str]:
-    """The groups of which a command has a part, or may have one."""
-    node = ConfigStore.instance().repo.get(f"{name}.yaml")
-    config = node.node if node else OmegaConf.create(sections(f"{name}.yaml"))
-    parts = [default for default in config["defaults"] if not isinstance(default, str)]
-    return [str(group) for part in parts for group in part]
-
-
-def explanation(name: str, error: CompactHydraException) -> str:
-    """Hydra's error on a command's options, in a few lines, with the nearest names there are."""
+def explanation(error: CompactHydraException) -> str:
+    """Hydra's error on a command line, in a few lines, with the nearest names there are."""
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.rpartition("/")
@@ -75,7 +66,7 @@ def explanation(name: str, error: CompactHydraException) -> str:
         where = str(cause.full_key).removesuffix(str(cause.key))
         values: Any = OmegaConf.to_container(cause.parent_node)
         known = [where + option for option in _names(values)]
-        hint = _nearest(str(cause.key), known if where else [*groups(name), *known])
+        hint = _nearest(str(cause.key), known if where else [*ROOTLESS, *known])
         if OmegaConf.get_type(cause.parent_node) is dict:
             hint += f" +{cause.full_key}= adds it."
         return f"there is no option '{cause.full_key}'.{hint} --help lists them all."
@@ -108,10 +99,10 @@ def _options(config: DictConfig, prefix: str = "") -> Iterator[str]:
     """The entries of a config's options, and then of its sections'."""
     kind: Any = OmegaConf.get_type(config)
     about, hints = meanings(kind), get_type_hints(kind, include_extras=True)
-    values = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    values: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
     parts = {}
     for name, raw in values.items():
-        if raw != "???" and is_dataclass(OmegaConf.get_type(config, name)) and raw is not None:
+        if isinstance(raw, dict) and is_dataclass(OmegaConf.get_type(config, name)):
             parts[name] = config[name]
             continue
         takes = requirement(hints.get(name)).replace(f" and at most {MOST}", "")

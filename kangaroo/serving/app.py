@@ -140,11 +140,11 @@ class Server:
 
     async def completions(self, body: Completion, request: Request) -> Response:
         """Continue a prompt."""
-        prompts = []
+        prompts = list[list[int]]()
         for prompt in body.prompt:
-            is_text = isinstance(prompt, str)
-            ids = await asyncio.to_thread(text_ids, self.tokenizer, prompt) if is_text else prompt
-            prompts.append(ids)
+            if isinstance(prompt, str):
+                prompt = await asyncio.to_thread(text_ids, self.tokenizer, prompt)
+            prompts.append(prompt)
         return await self._answer(body, prompts, body.max_tokens, request)
 
     async def chat(self, body: Chat, request: Request) -> Response:
