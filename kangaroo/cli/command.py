@@ -102,7 +102,7 @@ def command(
             except ConfigError as error:
                 raise SystemExit(f"ConfigError: {error}") from error
             except CompactHydraException as error:
-                raise SystemExit(f"ConfigError: {explanation(error)}") from error
+                raise SystemExit(explanation(error)) from error
 
         return start
 

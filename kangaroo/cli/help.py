@@ -61,7 +61,7 @@ def explanation(error: CompactHydraException) -> str:
         files = Path(CONFIGS, group).glob("*.yaml")
         names = sorted(file.stem for file in files) or _public(error.options)
         hint = f"{_nearest(choice, names)} There are {', '.join(names)}."
-        return f"there is no '{choice}' of {group}=.{hint}"
+        return f"ConfigError: there is no '{choice}' of {group}=.{hint}"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.parent_node is not None:
         where = str(cause.full_key).removesuffix(str(cause.key))
         values: Any = OmegaConf.to_container(cause.parent_node)
@@ -69,7 +69,8 @@ def explanation(error: CompactHydraException) -> str:
         hint = _nearest(str(cause.key), known if where else [*ROOTLESS, *known])
         if OmegaConf.get_type(cause.parent_node) is dict:
             hint += f" +{cause.full_key}= adds it."
-        return f"there is no option '{cause.full_key}'.{hint} --help lists them all."
+        problem = f"there is no option '{cause.full_key}'."
+        return f"ConfigError: {problem}{hint} --help lists them all."
     reason = f": {str(cause).splitlines()[0]}." if isinstance(cause, OmegaConfBaseException) else ""
     return f"{error}{reason}"
 
@@ -100,6 +101,7 @@ def _options(config: DictConfig, prefix: str = "") -> Iterator[str]:
     kind: Any = OmegaConf.get_type(config)
     about, hints = meanings(kind), get_type_hints(kind, include_extras=True)
     values: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    values.pop("hydra", None)
     parts = {}
     for name, raw in values.items():
         if isinstance(raw, dict) and is_dataclass(OmegaConf.get_type(config, name)):
