@@ -29,7 +29,7 @@ class Letters:
     def __init__(self, raw: dict[int, bytes] | None = None):
         self.raw = raw or {}
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], **options: bool) -> str:
         parts = [self.raw.get(token, f"<{token}>".encode()) for token in tokens]
         return b"".join(parts).decode(errors="replace")
 

@@ -266,7 +266,7 @@ def test_a_text_ends_with_the_token_that_completes_a_stop_string(case, first, na
 class Stripping(Letters):
     """As SentencePiece tokenizers: a window of just the stop string's tokens would hide it."""
 
-    def decode(self, tokens):
+    def decode(self, tokens, **options):
         return super().decode(tokens).removeprefix(" ")
 
 
