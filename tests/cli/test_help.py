@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import fields, is_dataclass
+from itertools import pairwise
 from typing import get_type_hints
 
 import pytest
@@ -39,7 +40,7 @@ def test_help_fits_into_eighty_columns(command):
     shown = help.text(command, f"A purpose {'that is long ' * 9}.", [])
     assert max(map(len, shown.splitlines())) <= 80 and "hydra." not in shown
     entries = [line for line in shown.splitlines() if line.startswith("  ")]
-    for head, below in zip(entries, entries[1:], strict=False):
+    for head, below in pairwise(entries):
         if head[2:].strip() == head[2:]:  # an option, or its continued value, above its meaning
             assert below.startswith("    ") and below[6] != "(", head
 
