@@ -36,7 +36,7 @@ HASHED = """
 HASHED_IF_SET = """
     sliding_window query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
     embedding_multiplier residual_multiplier attention_multiplier logits_scaling
-    num_experts num_local_experts num_experts_per_tok moe_intermediate_size
+    num_experts num_local_experts num_experts_per_tok moe_intermediate_size no_rope_layers
 """.split()
 TRAINED = Path("outputs/train")
 

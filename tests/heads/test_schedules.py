@@ -7,6 +7,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from kangaroo.heads.adapter import AdapterHeadConfig
+from kangaroo.heads.adapter_files import target_hash
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.heads.export import draft_model
@@ -53,6 +54,10 @@ def test_a_layer_that_copies_the_targets_computes_what_the_target_does(name):
         for attention in (eagle.attention, lm.layers[last].self_attn)
     ]
     assert_close(*outputs, atol=1e-5, rtol=1e-5)
+
+
+def test_an_adapter_is_not_for_a_target_whose_other_layers_rotate():
+    assert len({target_hash(target(name)) for name in ("smollm3", "smollm3-listed")}) == 2
 
 
 @pytest.mark.parametrize("parts", [{}, {"attention_layers": 3, "feed_forward": True}], ids=str)
