@@ -17,7 +17,6 @@ from jinja2 import ChainableUndefined, Template
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import CONFIG, VOCABULARY, WEIGHTS, AdapterConfig
-from kangaroo.models.embedded import EMBEDDED
 from kangaroo.models.loading import known_model
 from kangaroo.utils import tables
 from kangaroo.utils.discovery import classes
@@ -199,7 +198,6 @@ def card(adapter: AdapterConfig, config: PushConfig, hashes: Mapping[str, str]) 
     return template.render(
         front_matter=front_matter.to_yaml(),
         config=asdict(adapter) | {"architecture": adapter.architecture.as_json()},
-        embedded=EMBEDDED,
         repo=config.repo,
         hashes=hashes,
         kind=DESCRIPTIONS[drafter],
