@@ -101,7 +101,7 @@ def _is_path(model: str) -> bool:
     """Whether `model` is a hub id, a local folder or a special path. A checkpoint in one file would
     be another case here, in `_default_name` and in `load`."""
     is_special = model == EMBEDDED or model.startswith(RANDOM)
-    return is_special or "/" in model or Path(model).expanduser().is_dir()
+    return is_special or "/" in model or (model != "" and Path(model).expanduser().is_dir())
 
 
 def model_config(model: str) -> ModelConfig:

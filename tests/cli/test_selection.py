@@ -57,6 +57,7 @@ def test_a_sweep_tries_several_models_of_different_names(here):
     assert composed("evaluate", "model=Some-7B").model.path == "someone/Some-7B"
     with pytest.raises(ConfigError, match=r"'a/x' and 'b/x' are both called 'x'.*model.name="):
         select_models(["-m", "model=a/x,b/x"])
+    assert select_models(["model="]) == ["model="]
     with pytest.raises(ConfigError, match=r"no model 'nothing'. Pass a hub id, a local folder"):
         select_models(["model.path=nothing"])
 

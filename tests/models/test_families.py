@@ -14,11 +14,22 @@ import torch
 import training_cases
 import transformers
 from cases import HOW, case_for, check_texts
-from helpers import BY_MODULES, EXIT, adapter_for, random_prompts, tiny, tiny_model, vanilla_texts
+from helpers import (
+    BY_MODULES,
+    EXIT,
+    VOCABULARY,
+    adapter_for,
+    random_prompts,
+    tiny,
+    tiny_model,
+    vanilla_texts,
+)
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
 from training_cases import config, recipe, samples, train
-from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
+from transformers import Gemma3TextConfig, MistralConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from kangaroo.engine.engine import Engine
 from kangaroo.heads import adapter_files
@@ -86,7 +97,7 @@ def compressed(scheme: str) -> TargetModel:
         compressor.compress_model(hf)
         hf.save_pretrained(folder)
         compressor.update_config(folder)
-        loading.byte_tokenizer().save_pretrained(folder)
+        save_tokenizer(folder)
         return load_target(ModelConfig("m", folder, dtype=Dtype.float32, device="cpu"))[0]
 
 
@@ -126,7 +137,13 @@ def save_checkpoint(hf, state: dict[str, torch.Tensor], how: dict[str, object], 
     hf.config.quantization_config = how
     hf.config.save_pretrained(folder)
     save_file(state, f"{folder}/model.safetensors", metadata={"format": "pt"})
-    loading.byte_tokenizer().save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+def save_tokenizer(folder) -> None:
+    """A tokenizer of `tiny_model`'s tokens."""
+    words = Tokenizer(WordLevel({str(i): i for i in range(VOCABULARY)}))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 
 
 def quantized(how: Quantization) -> TargetModel:
