@@ -63,7 +63,7 @@ def test_a_weight_beyond_float16_is_kept_in_bfloat16():
         assert files.saved_dtype(adapter, lm) == kept
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_an_untrained_adapters_logits_are_three_tenths_of_its_targets(architecture):
     """Of equal states; Gemma's norms multiply by one and their weight."""
     lm, x_12D = tiny(architecture), torch.randn(1, 2, 32)
