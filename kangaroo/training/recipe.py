@@ -138,7 +138,6 @@ class AdapterRecipe(Ranged):
             return {self.name: fixed}
         return {f"{self.name}-exit{layer}": layer for layer in self.exit_layers or [paper_exit(lm)]}
 
-
     def settings(self) -> dict[str, Any]:
         """The recipe as plain values."""
         loss, architecture = self.loss.value, self.architecture.as_json()
