@@ -16,6 +16,7 @@ import torch
 from helpers import EXIT, VOCABULARY, adapter_for, block_for, chain_of, eagle_for, tiny, tree_of
 from torch import Tensor
 
+from kangaroo.cuda.backend import CudaBackend
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.block import Block
 from kangaroo.drafters.cascade import Cascade
@@ -35,7 +36,6 @@ from kangaroo.drafters.suffix import Suffix
 from kangaroo.drafters.swift import SwiftConfig
 from kangaroo.drafters.token_recycling import TokenRecycling
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling, candidates, combine, pick
@@ -81,10 +81,10 @@ def first_layers(lm: TargetModel, count: int):
 def draft_lm(case: Case) -> TargetModel:
     has_norms_after = hasattr(case.lm.layers[0], "post_feedforward_layernorm")
     hf = first_layers(case.lm, EXIT) if has_norms_after else draft_model(case.lm, case.adapter)
-    draft, kernels = TargetModel(hf), case.lm.acceleration.kernels
-    if kernels is not None:
-        return draft.decode_by(Acceleration(sizes=draft.sizes(), kernels=kernels))
-    return draft.compile_for_decoding() if case.lm.acceleration.library else draft
+    draft, backend = TargetModel(hf), case.lm.backend
+    if isinstance(backend, CudaBackend):
+        return draft.decode_by(CudaBackend(kernel_sizes=backend.kernel_sizes and draft.sizes()))
+    return draft.compile_for_decoding() if backend.is_compiled else draft
 
 
 def medusa(

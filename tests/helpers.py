@@ -11,11 +11,11 @@ import torch
 from strict_graphs import StrictGraphs
 from torch import Tensor
 
+from kangaroo.cuda.backend import CudaBackend
 from kangaroo.drafters.base import Drafter, FromText
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
 from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
@@ -116,8 +116,7 @@ def saved_adapter(
 
 def graphed(lm: TargetModel) -> TargetModel:
     """Decoding by graphs, by a stand-in for CUDA's that is as strict."""
-    lm.acceleration = Acceleration(graphs=StrictGraphs())
-    return lm
+    return lm.decode_by(CudaBackend(graphs=StrictGraphs()))
 
 
 def adapter_for(

@@ -5,14 +5,15 @@ not read, D hidden size, S slots.
 """
 
 from collections.abc import Callable, Sequence
-from ctypes import Structure, byref
+from ctypes import byref
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from kangaroo.cpu import native
+from kangaroo.cpu import native, structs
+from kangaroo.cpu.backend import CpuBackend
 from kangaroo.drafters.block import Block
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.engine.cache import KVCache
@@ -43,14 +44,14 @@ class DraftBuffers:
         cache: KVCache,
         capacity: int,
         exit_layer: int,
-        drafting: Structure | None,
+        drafting: structs.Drafting | None,
         keep: int = 0,
     ):
         size, hidden = cache.batch_size, lm.config.hidden_size
         # room for committed tokens that the drafting layer has not read; unused memory is free
         most_unread = cache.n_slots if exit_layer else 0
         self.base, self.count, self.asking = np.zeros((3, size), np.int64)
-        self.draw = np.zeros(size, native.DRAW)
+        self.draw = np.zeros(size, structs.DRAW)
         self.end, self.unread, self.accepted = np.zeros((3, size), np.int64)
         by_node = np.zeros((6, size, capacity), np.int64)
         self.token, self.parent, self.place, self.has_state, self.written, self.path = by_node
@@ -62,7 +63,7 @@ class DraftBuffers:
         self.unread_BUD = torch.empty(size, most_unread, hidden, dtype=lm.dtype)
         fused = capacity if drafting and drafting.fusing.weight else 0
         self.adapted_BND = torch.empty(size, fused, hidden, dtype=lm.dtype)
-        rows = native.NativeRows(
+        rows = structs.Rows(
             batch=size,
             capacity=capacity,
             hidden=hidden,
@@ -75,11 +76,13 @@ class DraftBuffers:
             **{name: x.ctypes.data for name, x in vars(self).items() if isinstance(x, np.ndarray)},
         )
         self.rope = lm.rope_table(cache.n_slots)  # kept while native code uses it
-        target = native.NativeTarget(
-            sizes=lm.sizes().as_struct(),
-            stack=lm.fast_layers.as_struct(cache, range(lm.n_layers)),
-            head=lm.fast_head.as_struct(lm.hf.model.norm.weight),
-            rough=lm.fast_head.rough,
+        head = lm.fast_head
+        assert isinstance(lm.backend, CpuBackend) and isinstance(head, native.Head)
+        target = structs.Target(
+            sizes=native.sizes_struct(lm.sizes()),
+            stack=native.stack_of(lm).as_struct(cache, range(lm.n_layers)),
+            head=head.as_struct(lm.hf.model.norm.weight),
+            rough=head.rough,
             embedding=lm.hf.model.embed_tokens.weight.data_ptr(),
             cos=self.rope[0].data_ptr(),
             sin=self.rope[1].data_ptr(),
@@ -87,8 +90,7 @@ class DraftBuffers:
         )
         self.drafting = drafting
         self.pointers = byref(target), drafting and byref(drafting), byref(rows)
-        assert lm.acceleration.library is not None
-        call = partial(native.function, lm.acceleration.library, dtype=lm.dtype)
+        call = partial(native.function, lm.backend.library, dtype=lm.dtype)
         self._draft, self._draft_trees = call("draft"), call("draft_trees")
         self._draft_block, self._verify = call("draft_block"), call("verify")
 
@@ -128,7 +130,7 @@ class DraftBuffers:
         """Draft chains by one pass of a block, in rows that have none."""
         tensors = drafter.adapter.places, drafter.neighbours_VR, drafter.table_KR
         rank = drafter.adapter.architecture.rank
-        places = native.NativePlaces(*map(native.pointer, tensors), rank)
+        places = structs.Places(*map(native.pointer, tensors), rank)
         options = limits.shape[1], drafter.threshold, limits.ctypes.data
         self._call(self._draft_block, rows, byref(places), *options)
 

@@ -1,13 +1,13 @@
 """How drafters draft in native code, by their classes; the reference is a drafter's `propose`."""
 
 from collections.abc import Sequence
-from ctypes import Structure
 
 import numpy as np
 
-from kangaroo.cpu import native
+from kangaroo.cpu import native, structs
+from kangaroo.cpu.backend import CpuBackend
 from kangaroo.cpu.buffers import DraftBuffers
-from kangaroo.cpu.int8 import Int8Weights
+from kangaroo.cpu.int8 import Int8Weights, int8_weights
 from kangaroo.drafters.base import Drafter, TreesFromText
 from kangaroo.drafters.block import Block
 from kangaroo.drafters.cascade import Cascade
@@ -32,7 +32,7 @@ class Drafting:
     nodes = 0  # the most places that its nodes take in a round
     exit_layer = 0  # verification reuses the states of the layers below this one
 
-    def layer(self, cache: KVCache) -> Structure | None:
+    def layer(self, cache: KVCache) -> structs.Drafting | None:
         """The drafting layer beside the target's cache, if there is one; its own must exist."""
         return None
 
@@ -43,7 +43,7 @@ class Drafting:
 def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> Drafting | None:
     """The native drafting for a batch of a drafter; None if it has to decode on tensors."""
     by_match = sampling.greedy or sampling.rule is Rule.match
-    if not (lm.acceleration.library and by_match):
+    if not (isinstance(lm.backend, CpuBackend) and by_match):
         return None
     if isinstance(drafter, EarlyExit) and not drafter.adapter.mixes_natively:
         return None
@@ -58,7 +58,7 @@ def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> Dr
             return None
         case Kangaroo() | KangarooTree() | Block():
             return ChainDrafting(drafter)
-        case DraftModel() if drafter.lm.acceleration.library:
+        case DraftModel() if isinstance(drafter.lm.backend, CpuBackend):
             return DraftModelDrafting(drafter)
         case Cascade() if isinstance(drafter.first, TreesFromText):
             second = native_drafting(lm, drafter.second, sampling)
@@ -78,39 +78,45 @@ class TextDrafting(Drafting):
 
 
 class LayerDrafting(Drafting):
-    """Drafting with a layer on the target's shallow states."""
+    """Drafting with a layer on the target's shallow states, in eight bits where it may.
+
+    `cost_share` is what a draft token costs of one in the model's numbers: attention and barriers
+    take what they took."""
 
     def __init__(self, drafter: EarlyExit):
         self.drafter, self.nodes = drafter, drafter.max_nodes
         self.exit_layer = drafter.exit_layer
-        if drafter.int8 and drafter.int8_weights is None:
-            drafter.int8_weights = Int8Weights(drafter)
-        self.int8: Int8Weights | None = drafter.int8_weights
+        lm, adapter = drafter.lm, drafter.adapter
+        assert isinstance(lm.backend, CpuBackend)
+        in_int8 = adapter.int8 and lm.backend.multiplies_bytes(lm.dtype)
+        self.int8: Int8Weights | None = int8_weights(drafter) if in_int8 else None
+        self.cost_share = 0.75 if in_int8 else 1.0
 
-    def layer(self, cache: KVCache) -> Structure:
+    def layer(self, cache: KVCache) -> structs.Drafting:
         drafter, adapter, int8 = self.drafter, self.drafter.adapter, self.int8
-        layer, fusing = adapter.native_layer, getattr(adapter, "native_fusing", None)
-        assert layer is not None
-        struct = native.NativeDrafting(
-            stack=(int8.layer if int8 else layer).as_struct(drafter.cache, range(adapter.depth)),
+        stack = int8.layer if int8 else native.stack_of(adapter)
+        struct = structs.Drafting(
+            stack=stack.as_struct(drafter.cache, range(adapter.depth)),
             norm=native.pointer(getattr(adapter.norm, "weight", None)),
             head=self.head(),
             deep=native.pointer(drafter.deep_BSD),
             deep_tap=drafter.deep_tap or 0,
-            **({"fusing": fusing.as_struct()} if fusing else {}),
         )
+        if isinstance(adapter.fast_fusing, native.Fusing):
+            struct.fusing = adapter.fast_fusing.as_struct()
         if int8:
             struct.shallow = int8.shallow.as_struct(cache, range(self.exit_layer))
             if int8.fuse:
                 struct.fusing.weight, struct.fusing.scales = map(native.pointer, int8.fuse)
         return struct
 
-    def head(self) -> Structure:
+    def head(self) -> structs.Head:
         """The drafter's head with its draft vocabulary."""
         if self.int8:
             return self.int8.head.as_struct()
         head = self.drafter.head
-        return head.native.as_struct(ids_O=head.vocabulary_K)
+        assert isinstance(head.fast, native.Head)
+        return head.fast.as_struct(ids_O=head.vocabulary_K)
 
     def catch_up(self, buffers: DraftBuffers, batch: Batch) -> None:
         """Let the drafter catch up, and update the head that native code uses."""
@@ -124,7 +130,7 @@ class ChainDrafting(LayerDrafting):
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
-        limits = drafter.limits(batch, rows)
+        limits = drafter.limits(batch, rows, self.cost_share)
         if (limits[:, 0] >= 1).all():  # no row drafts: prompts need not be read yet
             return
         self.catch_up(buffers, batch)
@@ -150,7 +156,7 @@ class HybridDrafting(LayerDrafting):
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
         self.catch_up(buffers, batch)
-        drafter.update_costs(batch.budget, len(rows), shared_states=True)
+        drafter.update_costs(batch.budget, len(rows), shared_states=True, share=self.cost_share)
         sources = {row: drafter.update_sources(batch, row) for row in rows}
         growing = [row for row, source in sources.items() if drafter.pays(source)]
         for row in growing:  # one pass computes their states and the pending token's
@@ -175,7 +181,7 @@ class CascadeDrafting(Drafting):
         self.first, self.second = first, second
         self.nodes, self.exit_layer = max(first.nodes, second.nodes), second.exit_layer
 
-    def layer(self, cache: KVCache) -> Structure | None:
+    def layer(self, cache: KVCache) -> structs.Drafting | None:
         return self.second.layer(cache)
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
@@ -212,10 +218,11 @@ class DraftModelDrafting(Drafting):
     def _buffers(self) -> DraftBuffers:
         """Buffers for the draft model, which drafts from the states of its last layer."""
         drafter, lm = self.drafter, self.drafter.lm
+        assert isinstance(lm.fast_head, native.Head)
         head = lm.fast_head.as_struct(lm.hf.model.norm.weight)
         head.outputs = drafter.vocab_size + min(drafter.head.padding, 0)
-        stack = lm.fast_layers.as_struct(drafter.cache, range(0))
-        layer = native.NativeDrafting(stack=stack, head=head)
+        stack = native.stack_of(lm).as_struct(drafter.cache, range(0))
+        layer = structs.Drafting(stack=stack, head=head)
         return DraftBuffers(lm, drafter.cache, UNREAD + drafter.steps, lm.n_layers, layer)
 
     def _catch_up(self, chains: DraftBuffers, text: list[int], row: int) -> None:

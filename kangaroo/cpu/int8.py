@@ -6,15 +6,16 @@ Shapes: O outputs of a matrix, R room for a draft vocabulary, D hidden size.
 
 from collections.abc import Sequence
 from copy import copy
-from ctypes import Structure
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kangaroo.cpu import native
+from kangaroo.cpu import native, structs
 from kangaroo.cpu.huge_pages import move_to_huge_pages
 from kangaroo.drafters.early_exit import EarlyExit
+from kangaroo.engine.backend import LayerWeights
 from kangaroo.heads.draft_head import BLOCK, DraftHead, TextHead
 
 
@@ -26,7 +27,7 @@ def rounded(weight_OD: Tensor) -> tuple[Tensor, Tensor]:
     return steps_OD, F.pad(scale_O, (0, -len(scale_O) % BLOCK))
 
 
-def rounded_layers(layers: Sequence[native.LayerWeights]) -> list[native.LayerWeights]:
+def rounded_layers(layers: Sequence[LayerWeights]) -> list[LayerWeights]:
     """Layers whose matrices are bytes, with their scales behind them."""
 
     def matrix(weight: Tensor | None) -> Tensor | None:
@@ -35,10 +36,10 @@ def rounded_layers(layers: Sequence[native.LayerWeights]) -> list[native.LayerWe
         steps_OD, scale_O = rounded(weight)
         return torch.cat([steps_OD.flatten(), scale_O.view(torch.int8)])
 
-    return [native.LayerWeights(**{k: matrix(x) for k, x in vars(y).items()}) for y in layers]
+    return [LayerWeights(**{k: matrix(x) for k, x in vars(y).items()}) for y in layers]
 
 
-def with_layers(stack: native.Stack, layers: Sequence[native.LayerWeights]) -> native.Stack:
+def with_layers(stack: native.Stack, layers: Sequence[LayerWeights]) -> native.Stack:
     """A stack of rounded layers that are like its own."""
     stack = copy(stack)
     stack.layers, stack.table, stack.in_bytes = layers, native.layer_table(layers), True
@@ -54,16 +55,27 @@ class Int8Head:
             self.n_fixed, weight_RD = len(head.frequent), head.rows_RD
         self.steps_RD, self.scale_R = rounded(weight_RD)
 
-    def as_struct(self) -> Structure:
+    def as_struct(self) -> structs.Head:
         """The head for native code, with its draft vocabulary."""
         head, new = self.head, slice(self.n_fixed, self.head.size)
         if new.start < new.stop:
             steps_OD, scale_O = rounded(head.weight_KD[new])
             self.steps_RD[new], self.scale_R[new] = steps_OD, scale_O[: len(steps_OD)]
-        struct = head.native.as_struct(ids_O=head.vocabulary_K)
+        assert isinstance(head.fast, native.Head)
+        struct = head.fast.as_struct(ids_O=head.vocabulary_K)
         struct.weight, struct.scales = map(native.pointer, (self.steps_RD, self.scale_R))
         struct.passing = int(self.steps_RD.nbytes > native.staying_bytes())
         return struct
+
+
+_rounded: WeakKeyDictionary[EarlyExit, "Int8Weights"] = WeakKeyDictionary()
+
+
+def int8_weights(drafter: EarlyExit) -> "Int8Weights":
+    """A drafter's weights, rounded once."""
+    if drafter not in _rounded:
+        _rounded[drafter] = Int8Weights(drafter)
+    return _rounded[drafter]
 
 
 class Int8Weights:
@@ -72,13 +84,13 @@ class Int8Weights:
 
     def __init__(self, drafter: EarlyExit):
         lm, adapter = drafter.lm, drafter.adapter
-        assert adapter.native_layer is not None
-        shallow = rounded_layers(lm.fast_layers.layers[: drafter.exit_layer])
-        layer = rounded_layers(adapter.native_layer.layers[: adapter.depth])
+        target_stack, adapter_stack = native.stack_of(lm), native.stack_of(adapter)
+        shallow = rounded_layers(target_stack.layers[: drafter.exit_layer])
+        layer = rounded_layers(adapter_stack.layers[: adapter.depth])
         self.fuse = rounded(adapter.get_parameter("fuse.weight")) if drafter.reads_deep else ()
         self.head = Int8Head(drafter.head)
         matrices = [x for y in (*shallow, *layer) for x in vars(y).values() if x is not None]
         matrices = [x for x in matrices if x.dtype == torch.int8]
         move_to_huge_pages([*matrices, *self.fuse, self.head.steps_RD, self.head.scale_R])
-        self.shallow = with_layers(lm.fast_layers, shallow)
-        self.layer = with_layers(adapter.native_layer, layer)
+        self.shallow = with_layers(target_stack, shallow)
+        self.layer = with_layers(adapter_stack, layer)

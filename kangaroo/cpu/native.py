@@ -13,18 +13,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from ctypes import CDLL, Array, Structure, byref
-from dataclasses import dataclass, fields
+from ctypes import CDLL, Array, byref
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from kangaroo.cpu import structs
 from kangaroo.cpu.compiling import build, compiler, supported
 from kangaroo.cpu.huge_pages import move_to_huge_pages
+from kangaroo.engine.backend import Layers, LayerWeights, Sizes
 from kangaroo.engine.cache import ForwardMeta, KVCache
 
 log = logging.getLogger(__name__)
@@ -37,91 +39,31 @@ LONGEST_PROMPT = 2048  # with a matrix unit: for longer ones PyTorch's attention
 WIDEST_HEAD = 1024  # of `attention.h`
 CHOICES, MOST_CHOICES = 3, 16  # of `sampling.h`
 
-
-@dataclass
-class LayerWeights:
-    """The weights of one layer, in the order of `layers.h`'s `Layer`."""
-
-    attention_norm: Tensor | None = None
-    q: Tensor | None = None
-    k: Tensor | None = None
-    v: Tensor | None = None
-    o: Tensor | None = None
-    q_bias: Tensor | None = None
-    k_bias: Tensor | None = None
-    v_bias: Tensor | None = None
-    o_bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    feed_forward_norm: Tensor | None = None
-    gate: Tensor | None = None
-    up: Tensor | None = None
-    down: Tensor | None = None
-
-
 # The weights that a layer's keys and values need.
 KEY_WEIGHTS = "attention_norm", "k", "v", "k_bias", "v_bias", "k_norm"
 
 
-@dataclass
-class Sizes:
-    """Sizes of every layer of a stack; `eps` of the norms, `scaling` of attention's scores."""
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    feed_forward: int
-    eps: float
-    scaling: float
-
-    def as_struct(self) -> Structure:
-        """The sizes for native code, with torch's current number of threads."""
-        return NativeSizes(threads=torch.get_num_threads(), **vars(self))
-
-
-def struct(integers: str, doubles: str = "", **others: type) -> type[Structure]:
-    """A structure of native code: `integers` and pointers, then `doubles`, then others."""
-    members: list[tuple[str, Any]] = [(member, ctypes.c_int64) for member in integers.split()]
-    members += [(member, ctypes.c_double) for member in doubles.split()]
-    return type("Native", (Structure,), {"_fields_": members + list(others.items())})
-
-
-# The structures of `cpp/`, with pointers as integers.
-NativeSizes = struct("hidden heads kv_heads head_size feed_forward threads", "eps scaling")
-NativeStack = struct("layers count keys values n_slots window in_bytes")
-NativeHead = struct("norm weight outputs ids passing scales")
-NativeFusing = struct("shallow_norm deep_norm weight scales")
-NativeRough = struct("weight scales errors passing")
-NativeTarget = struct(
-    "embedding cos sin vocabulary",
-    sizes=NativeSizes,
-    stack=NativeStack,
-    head=NativeHead,
-    rough=NativeRough,
-)
-NativeDrafting = struct(
-    "norm deep deep_tap",
-    stack=NativeStack,
-    head=NativeHead,
-    fusing=NativeFusing,
-    shallow=NativeStack,
-)
-NativePlaces = struct("places neighbours table rank")
-NativeRows = struct(
-    "batch capacity hidden most_unread exit base count asking end draw token parent place has_state"
-    " choices chances states unread unread_states made accepted written path keep kept kept_chances"
-)
-# An element of the array `NativeRows.draw`.
-DRAW = np.dtype(
-    [("temperature", np.float64), ("top_p", np.float64), ("top_k", np.int64), ("seed", np.int64)]
-)
-NativeOutcomes = struct("rows logits tokens threads scores index inside log_q largest rest best")
+Addresses = tuple[Array[Any], Array[Any]]
+_addresses: WeakKeyDictionary[KVCache, Addresses] = WeakKeyDictionary()
 
 
 def pointer(tensor: Tensor | None) -> int:
     """A tensor's address; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def addresses(cache: KVCache) -> Addresses:
+    """The addresses of each layer's keys and values, which live as long as the cache."""
+    if cache not in _addresses:
+        pointers = ctypes.c_void_p * len(cache.keys)
+        keys, values = (map(Tensor.data_ptr, cached) for cached in (cache.keys, cache.values))
+        _addresses[cache] = pointers(*keys), pointers(*values)
+    return _addresses[cache]
+
+
+def sizes_struct(sizes: Sizes) -> structs.Sizes:
+    """The sizes for native code, with torch's current number of threads."""
+    return structs.Sizes(threads=torch.get_num_threads(), **vars(sizes))
 
 
 class Stack:
@@ -144,39 +86,47 @@ class Stack:
         self.chunk = WIDE_CHUNK if wide else PROMPT_CHUNK
 
     def prompt_chunk(self, length: int) -> int | None:
-        """How many tokens of a prompt of this length run in a pass; None leaves it to PyTorch."""
+        """See `backend.Layers`."""
         return self.chunk if length <= self.longest_prompt else None
 
-    def takes(self, x_RTD: Tensor, meta: ForwardMeta) -> bool:
-        """Whether these are a step of decoding, or a chunk of a prompt that native code reads. In
-        training texts have one mask for all rows, or a boolean one."""
+    def takes(self, x_RTD: Tensor, cache: KVCache | None, meta: ForwardMeta) -> bool:
+        """See `backend.Layers`. In training texts have one mask for all rows, or a boolean one."""
+        if cache is None:
+            return False
         few = x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS and not torch.is_grad_enabled()
         bias, rows = meta.bias_R1TE, len(meta.slots_RT)
         if bias is None:  # from the first position on
             return few and self.longest_prompt > 0 and len(x_RTD) == rows == 1
         return few and len(bias) == rows == len(x_RTD) and bias.dtype == x_RTD.dtype
 
-    def as_struct(self, cache: KVCache, layers: range, keys_alone: bool = False) -> Structure:
+    def as_struct(self, cache: KVCache, layers: range, keys_alone: bool = False) -> structs.Stack:
         """Some of the layers with their keys and values, valid while the cache exists; with
         `keys_alone` each layer writes these, and leaves the states as they are."""
         table = self.keys_table if keys_alone else self.table
         weights = ctypes.addressof(table) + layers.start * self.per_layer
         offset = layers.start * ctypes.sizeof(ctypes.c_void_p)
-        keys, values = (ctypes.addressof(addresses) + offset for addresses in cache.addresses)
-        sizes = cache.n_slots, self.window, self.in_bytes
-        return NativeStack(weights, len(layers), keys, values, *sizes)
+        keys, values = (ctypes.addressof(array) + offset for array in addresses(cache))
+        return structs.Stack(
+            layers=weights,
+            count=len(layers),
+            keys=keys,
+            values=values,
+            n_slots=cache.n_slots,
+            window=self.window,
+            in_bytes=self.in_bytes,
+        )
 
     def __call__(
         self,
         x_RTD: Tensor,
-        cache: KVCache,
+        cache: KVCache | None,
         meta: ForwardMeta,
         layers: range,
         final_norm: Tensor | None = None,
         keys_alone: bool = False,
     ) -> Tensor:
-        """The output of the last layer, after the norm if one is given; keys and values are written
-        at the block's slots."""
+        """See `backend.Layers`."""
+        assert cache is not None
         rows, tokens, _ = x_RTD.shape
         x_RTD = x_RTD.clone(memory_format=torch.contiguous_format)
         bias_R1TE = meta.bias_R1TE
@@ -184,7 +134,7 @@ class Stack:
             bias_R1TE = x_RTD.new_full((tokens, tokens), -torch.inf).triu_(1)
         held = [t.contiguous() for t in (bias_R1TE, *meta.rope, meta.slots_RT)]
         self.call(
-            byref(self.sizes.as_struct()),
+            byref(sizes_struct(self.sizes)),
             byref(self.as_struct(cache, layers, keys_alone)),
             *(rows, tokens, meta.extent, meta.rows.start),
             *map(pointer, (x_RTD, *held, final_norm)),
@@ -205,29 +155,46 @@ def layer_table(layers: Sequence[LayerWeights], names: Collection[str] | None = 
     return (ctypes.c_int64 * len(entries))(*entries)
 
 
+class HasLayers(Protocol):
+    """A target or a drafting layer."""
+
+    fast_layers: Layers | None
+
+
+def stack_of(model: HasLayers) -> Stack:
+    """The layers of a model that runs in native code."""
+    assert isinstance(model.fast_layers, Stack)
+    return model.fast_layers
+
+
 class Head:
     """A matrix from hidden states to logits."""
 
     def __init__(self, library: CDLL, weight_OD: Tensor, sizes: Sizes):
         self.weight_OD, self.sizes = weight_OD, sizes
         self.passing = weight_OD.nbytes > staying_bytes()
-        self.rough = NativeRough()
+        self.rough = structs.Rough()
         self.library, self.call = library, function(library, "read_out", weight_OD.dtype)
 
     def takes(self, x_MD: Tensor) -> bool:
-        """Whether these states are of a step of decoding."""
+        """See `backend.Head`."""
         return x_MD.shape[0] <= MOST_TOKENS and not torch.is_grad_enabled()
 
-    def as_struct(self, norm: Tensor | None = None, ids_O: Tensor | None = None) -> Structure:
+    def as_struct(self, norm: Tensor | None = None, ids_O: Tensor | None = None) -> structs.Head:
         """The head for native code, after a norm if one is given; by `ids` for some tokens only."""
-        weight, outputs = pointer(self.weight_OD), len(self.weight_OD)
-        return NativeHead(pointer(norm), weight, outputs, pointer(ids_O), self.passing)
+        return structs.Head(
+            norm=pointer(norm),
+            weight=pointer(self.weight_OD),
+            outputs=len(self.weight_OD),
+            ids=pointer(ids_O),
+            passing=self.passing,
+        )
 
     def __call__(self, x_MD: Tensor, norm: Tensor | None = None) -> Tensor:
-        """Logits `[M, O]` in float32, after a norm if one is given."""
+        """See `backend.Head`."""
         x_MD = x_MD.contiguous()
         logits_MO = x_MD.new_empty(len(x_MD), len(self.weight_OD), dtype=torch.float32)
-        head, sizes = self.as_struct(norm), self.sizes.as_struct()
+        head, sizes = self.as_struct(norm), sizes_struct(self.sizes)
         self.call(byref(sizes), byref(head), pointer(x_MD), len(x_MD), pointer(logits_MO))
         return logits_MO
 
@@ -238,39 +205,46 @@ class Head:
         self.bytes_OD = torch.empty(outputs, width, dtype=torch.int8)
         self.limits_2O = torch.empty(2, whole)  # what 1 is worth in a row, and how wrong it may be
         move_to_huge_pages([self.bytes_OD, self.limits_2O])
-        addresses, passing = map(pointer, self.limits_2O), self.bytes_OD.nbytes > staying_bytes()
-        self.rough = NativeRough(pointer(self.bytes_OD), *addresses, passing)
+        limits, passing = map(pointer, self.limits_2O), self.bytes_OD.nbytes > staying_bytes()
+        self.rough = structs.Rough(pointer(self.bytes_OD), *limits, passing)
         self._call("round_head")
 
-    def likeliest(self, x_MD: Tensor, norm: Tensor) -> Tensor:
-        """The tokens `[M]` with the largest logits, after a norm, by the `rough` head."""
+    def likeliest(self, x_MD: Tensor, norm: Tensor) -> Tensor | None:
+        """See `backend.Head`; by the `rough` head, if there is one."""
+        if not self.rough.weight:
+            return None
         x_MD, chosen_M = x_MD.contiguous(), torch.empty(len(x_MD), dtype=torch.long)
         self._call("choose_likeliest", pointer(x_MD), len(x_MD), pointer(chosen_M), norm=norm)
         return chosen_M
 
+    def choose(
+        self, x_RTD: Tensor, norm: Tensor | None = None, ids_O: Tensor | None = None
+    ) -> None:
+        """See `backend.Head`: chances need the logits."""
+        return None
+
     def _call(self, name: str, *arguments: int, norm: Tensor | None = None) -> None:
-        structs = self.sizes.as_struct(), self.as_struct(norm), self.rough
-        function(self.library, name, self.weight_OD.dtype)(*map(byref, structs), *arguments)
+        heads = sizes_struct(self.sizes), self.as_struct(norm), self.rough
+        function(self.library, name, self.weight_OD.dtype)(*map(byref, heads), *arguments)
 
 
 class Fusing:
-    """Joins shallow states and the deep ones before them for a fused adapter. The weights are those
-    of both norms, `[D]`, and of the projection, `[D, 2 D]`."""
+    """Joins shallow states and the deep ones before them for a fused adapter."""
 
-    def __init__(self, library: CDLL, weights: Sequence[Tensor], sizes: Sizes):
-        self.weights, self.sizes = weights, sizes
-        self.call = function(library, "fuse", weights[-1].dtype)
+    def __init__(self, library: CDLL, norms: Sequence[Tensor], weight: Tensor, sizes: Sizes):
+        self.norms, self.weight, self.sizes = norms, weight, sizes
+        self.call = function(library, "fuse", weight.dtype)
 
-    def as_struct(self) -> Structure:
+    def as_struct(self) -> structs.Fusing:
         """The weights for native code."""
-        return NativeFusing(*map(pointer, self.weights))
+        return structs.Fusing(*map(pointer, self.norms), weight=pointer(self.weight))
 
     def __call__(self, f_BND: Tensor, deep_BND: Tensor) -> Tensor:
-        """The input of the adapter's layer, `[B, N, D]`."""
+        """See `backend.Fusing`."""
         x_BND = f_BND.clone(memory_format=torch.contiguous_format)
         deep_BND = deep_BND.expand_as(f_BND).contiguous()
         tokens = x_BND.shape[0] * x_BND.shape[1]
-        sizes, fusing = self.sizes.as_struct(), self.as_struct()
+        sizes, fusing = sizes_struct(self.sizes), self.as_struct()
         self.call(byref(sizes), byref(fusing), pointer(x_BND), pointer(deep_BND), tokens)
         return x_BND
 

@@ -4,11 +4,10 @@ imported only where it can decode.
 
 import logging
 from importlib.util import find_spec
-from types import ModuleType
 
 import torch
 
-from kangaroo.cpu.native import Sizes
+from kangaroo.engine.backend import Sizes
 
 log = logging.getLogger(__name__)
 
@@ -27,23 +26,21 @@ def fix_precision() -> None:
     products.allow_fp16_accumulation = False
 
 
-def usable_layers(
-    dtype: torch.dtype, sizes: Sizes, is_plain: bool, device: torch.device
-) -> ModuleType | None:
-    """The module `kangaroo.cuda.layers`; None, with a warning, if it cannot run such layers here. A
-    plain model uses SiLU, and has no hooks and no other weights than usual."""
+def runs_layers(dtype: torch.dtype, sizes: Sizes, is_plain: bool, device: torch.device) -> bool:
+    """Whether the kernels can run such layers here; a warning says why not. A plain model uses
+    SiLU, and has no hooks and no other weights than usual."""
     reason = reason_against(sizes, is_plain, device)
     if reason is None:
         from kangaroo.cuda import layers
 
         try:
             layers.try_out(dtype, sizes, device)
-            return layers
+            return True
         except Exception as error:  # Triton's, its compilers' or the driver's
             lines = str(error).strip().splitlines() or [type(error).__name__]
             reason = f"Triton cannot run here: {lines[0]}"
     log.warning("decoding goes on in transformers' modules, which is slower: %s", reason)
-    return None
+    return False
 
 
 def reason_against(sizes: Sizes, is_plain: bool, device: torch.device) -> str | None:

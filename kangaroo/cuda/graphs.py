@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from kangaroo.engine.backend import Key
 from kangaroo.engine.cache import KVCache, Tensors, tensors_in, with_tensors
 
 WARM_UPS = 2  # libraries allocate and choose kernels in their first calls, outside of any graph
 MOST_TOKENS = 512  # a pass over more takes the GPU longer than the host needs for the launches
 MOST_GRAPHS = 1024  # of one model; the least recently used one is deleted
 
-Key = tuple[Any, ...]
 Record = Callable[[Callable[[], None]], Callable[[], Any]]  # returns a function that replays
 
 

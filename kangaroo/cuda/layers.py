@@ -1,4 +1,4 @@
-"""Decoder layers and heads in Triton kernels, with the classes of the CPU's `native.py`.
+"""Decoder layers and heads in Triton kernels, for `cuda/backend.py`.
 
 A token's bits do not depend on what is decoded beside it.
 
@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
-from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda import kernels, kernels_attention, kernels_products
 from kangaroo.cuda.launching import PARTS, cdiv, launch, tile
+from kangaroo.engine.backend import LayerWeights, Sizes
 from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two
 from kangaroo.models.attention import attention
 
@@ -151,8 +151,11 @@ class Stack:
     def __init__(self, layers: Sequence[LayerWeights], sizes: Sizes, window: int = 0):
         self.layers, self.sizes, self.window = layers, sizes, window
 
-    def takes(self, x_RTD: Tensor, meta: ForwardMeta) -> bool:
-        """Whether this is a step of decoding or a part of a prompt."""
+    def takes(self, x_RTD: Tensor, cache: KVCache | None, meta: ForwardMeta) -> bool:
+        """See `backend.Layers`; no gradient flows through whole texts."""
+        if cache is None:
+            causal = meta.bias_R1TE is None and meta.extent == x_RTD.shape[1]
+            return causal and not x_RTD.requires_grad
         is_boolean = meta.bias_R1TE is not None and meta.bias_R1TE.dtype == torch.bool
         return not (is_boolean or torch.is_grad_enabled())
 
@@ -164,14 +167,15 @@ class Stack:
     def __call__(
         self,
         x_RTD: Tensor,
-        cache: KVCache,
+        cache: KVCache | None,
         meta: ForwardMeta,
         layers: range,
         final_norm: Tensor | None = None,
         keys_alone: bool = False,
     ) -> Tensor:
-        """The output of the last layer, normed if a norm is given. Keys and values are written at
-        the block's slots; with `keys_alone`, for a single layer, nothing else is computed."""
+        """See `backend.Layers`."""
+        if cache is None:
+            return self.run_text(x_RTD, meta, layers)
         width = max(1, MOST_TOKENS // len(x_RTD))
         if x_RTD.shape[1] > width:  # a token sees none of those behind it in its row
             if isinstance(meta.bias_R1TE, CausalBias):
@@ -255,10 +259,6 @@ class Stack:
         launch(combine, (len(q_NO), heads), *tensors, blocks, self.window, **shape, num_warps=1)
         return out_NO
 
-    def takes_text(self, x_RTD: Tensor, meta: ForwardMeta) -> bool:
-        """Whether these are whole texts through which no gradient flows."""
-        return meta.bias_R1TE is None and meta.extent == x_RTD.shape[1] and not x_RTD.requires_grad
-
     @torch.no_grad()
     def run_text(self, x_RTD: Tensor, meta: ForwardMeta, layers: range) -> Tensor:
         """The output of the last layer for whole texts, as training needs it. Products and
@@ -309,19 +309,22 @@ class Head:
         self.weight_OD, self.sizes = weight_OD, sizes
 
     def takes(self, x_MD: Tensor) -> bool:
-        """Whether no gradient is asked for."""
+        """See `backend.Head`."""
         return not torch.is_grad_enabled()
 
     def __call__(self, x_MD: Tensor, norm: Tensor | None = None) -> Tensor:
-        """Logits `[M, O]` in float32 of the states, which are normed first if a norm is given."""
+        """See `backend.Head`."""
         _, x_MD = add_and_norm(x_MD.contiguous(), None, norm, self.sizes.eps)
         return product(x_MD, self.weight_OD)[0]
+
+    def likeliest(self, x_MD: Tensor, norm: Tensor) -> Tensor:
+        """See `backend.Head`."""
+        return self.choose(x_MD[None], norm)[0][0]
 
     def choose(
         self, x_RTD: Tensor, norm: Tensor | None = None, ids_O: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The likeliest next tokens, the first of equal ones, and their probabilities, both
-        `[R, T]`, without writing logits. `ids_O` are the outputs' tokens; None is all tokens."""
+        """See `backend.Head`."""
         _, x_ND = add_and_norm(flat(x_RTD), None, norm, self.sizes.eps)
         tokens, outputs = len(x_ND), len(self.weight_OD)
         shape = tile(self.weight_OD, outputs, tokens)
@@ -347,21 +350,19 @@ class Head:
 
 
 class Fusing:
-    """A fused adapter's projection of shallow states and the deep ones before them. The weights are
-    those of both norms, `[D]`, and of the projection, `[D, 2 D]`."""
+    """A fused adapter's projection of shallow states and the deep ones before them."""
 
-    def __init__(self, weights: Sequence[Tensor], sizes: Sizes):
-        self.weights, self.sizes = weights, sizes
+    def __init__(self, norms: Sequence[Tensor], weight: Tensor, sizes: Sizes):
+        self.norms, self.weight, self.sizes = norms, weight, sizes
 
     def __call__(self, f_BND: Tensor, deep_BND: Tensor) -> Tensor:
         """The input of the adapter's layer, `[B, N, D]`."""
-        *norms, weight = self.weights
         size, eps = f_BND.shape[-1], self.sizes.eps
         f_MD, deep_MD = flat(f_BND), flat(deep_BND.expand_as(f_BND))
         both_ME = f_MD.new_empty(len(f_MD), 2 * size)
-        for i, (x_MD, norm) in enumerate(zip((f_MD, deep_MD), norms, strict=True)):
+        for i, (x_MD, norm) in enumerate(zip((f_MD, deep_MD), self.norms, strict=True)):
             add_and_norm(x_MD, None, norm, eps, out=both_ME[:, i * size : (i + 1) * size])
-        fused_MD, _ = add_and_norm(f_MD, product(both_ME, weight, parts=PARTS), None, eps)
+        fused_MD, _ = add_and_norm(f_MD, product(both_ME, self.weight, parts=PARTS), None, eps)
         return fused_MD.view(f_BND.shape)
 
 
@@ -376,7 +377,7 @@ def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> None:
     slots_RT = torch.zeros(1, 1, dtype=torch.int64, device=device)
     rope = zeros(1, 1, size), zeros(1, 1, size)
     meta = ForwardMeta(slots_RT, slots_RT, zeros(1, 1, 1, 1), 1, slice(0, 1), rope, recordable=True)
-    cache = KVCache(1, 1, sizes.kv_heads, size, dtype, [device])
+    cache = KVCache.empty(1, 1, sizes.kv_heads, size, dtype, [device])
     with torch.no_grad():
         stack = Stack([layer], sizes)
         x_RTD = stack(zeros(1, 1, hidden), cache, meta, range(1), norm)

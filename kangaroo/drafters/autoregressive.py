@@ -16,6 +16,7 @@ from torch import Tensor
 from kangaroo.drafters.base import ChainConfig, RowStates
 from kangaroo.drafters.chain import Chain, DraftToken
 from kangaroo.drafters.layer_search import Subset
+from kangaroo.engine.backend import Chosen
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache, Tensors
 from kangaroo.engine.tree import Draft
@@ -36,7 +37,7 @@ class WholeHead(DraftHead):
         logits_MV = self.lm.logits(x_MD[:, None])[:, 0]
         return F.pad(logits_MV, (0, self.padding), value=-torch.inf) if self.padding else logits_MV
 
-    def choose(self, x_MD: Tensor) -> tuple[Tensor, Tensor] | None:
+    def choose(self, x_MD: Tensor) -> Chosen | None:
         return self.lm.choose(x_MD[:, None]) if self.padding >= 0 else None
 
 
@@ -82,7 +83,7 @@ class Autoregressive(Chain):
         for step in range(1, self.steps + 1):
             # a graph a step, so that none overwrites what the round still reads of another
             key, inputs = ("draft", step, batch.sampling.kind), (input_BN, meta, batch.draws)
-            token = self.lm.acceleration.replay(self.caches(batch), key, work, *inputs)
+            token = self.lm.backend.replay(self.caches(batch), key, work, *inputs)
             input_BN = token.id_B1
             yield token
 
@@ -135,11 +136,11 @@ class LayerChoice(Autoregressive):
 
     def choose_runs(self, skips: dict[int, Subset], batch: Batch) -> None:
         """Set `runs` by the layers that each of these rows skips, and the cost of a draft token."""
-        layers, graphs = range(self.layered.n_layers), self.lm.acceleration.graphs
+        layers, records = range(self.layered.n_layers), self.lm.backend.records
         skipping = [{row for row, skip in skips.items() if layer in skip} for layer in layers]
         self.draft_cost = self.cost_without([x for x in layers if len(skipping[x]) == len(skips)])
         self.runs = []
-        for (rows, _), group in groupby(layers, lambda x: (skipping[x], x if graphs else 0)):
+        for (rows, _), group in groupby(layers, lambda x: (skipping[x], x if records else 0)):
             run, runs_B11 = list(group), None
             if rows:
                 runs_B = torch.tensor([row not in rows for row in range(batch.size)])

@@ -66,7 +66,7 @@ class Block(EarlyExit, Chain):
         logits_BNK = self.replay(batch, ("block",), partial(self.run_block, batch), *pending)
         tokens = self.tokens_from(batch, logits_BNK, draws)
         # with graphs all tokens are chosen before the host reads the first
-        yield from list(tokens) if self.lm.acceleration.graphs else tokens
+        yield from list(tokens) if self.lm.backend.records else tokens
 
     def run_block(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor

@@ -51,10 +51,11 @@ class EarlyStopping(Drafter):
         self.proposed = self.draft(batch, limits) if (limits[:, 0] < 1).any() else None
         return self.proposed or Draft.nothing(batch.last(1))
 
-    def limits(self, batch: Batch, rows: Sequence[int]) -> np.ndarray:
-        """`Budget.limits` of these rows, `[B, steps]`; 1, which is never exceeded, for others."""
+    def limits(self, batch: Batch, rows: Sequence[int], share: float = 1.0) -> np.ndarray:
+        """`Budget.limits` of these rows, `[B, steps]`; 1, which is never exceeded, for others. A
+        token costs this `share` of `draft_cost`."""
         limits = np.ones((batch.size, self.steps), np.float32)
-        limits[rows] = batch.budget.limits(rows, self.steps, self.draft_cost, self.auto)
+        limits[rows] = batch.budget.limits(rows, self.steps, share * self.draft_cost, self.auto)
         return limits
 
     def chain_meta(
@@ -111,7 +112,7 @@ class Chain(EarlyStopping):
                 active &= chance > limits[:, len(ids) - 1]
                 if not active.any():
                     break
-        padding = self.lm.acceleration.width(len(ids), self.steps + 1) - len(ids)
+        padding = self.lm.backend.width(len(ids), self.steps + 1) - len(ids)
         ids += ids[-1:] * padding
         probs += probs[-1:] * padding
         lengths_B1 = torch.from_numpy(lengths[:, None]).to(batch.length_B.device)

@@ -58,7 +58,7 @@ class DraftModelConfig(ChainConfig):
         else:
             raise ConfigError("drafter=draft_model needs drafter.model= or drafter.adapter=.")
         draft_lm = TargetModel(hf)
-        draft_lm = draft_lm.compile_for_decoding() if lm.acceleration else draft_lm
+        draft_lm = draft_lm.compile_for_decoding() if lm.backend.is_compiled else draft_lm
         return DraftModel(lm, draft_lm, self.steps, self.threshold)
 
     @property

@@ -4,6 +4,7 @@ Shapes: B rows, N draft nodes, P nodes of a path, T tokens of a chunk, W window,
 """
 
 from collections.abc import Collection
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from kangaroo.drafters.base import ChainConfig
 from kangaroo.drafters.chain import EarlyStopping
+from kangaroo.engine import costs
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta, Taps, Tensors
+from kangaroo.engine.cache import BUCKET, ForwardMeta, Taps, Tensors
 from kangaroo.engine.tree import Draft, Verdict
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
@@ -40,12 +42,8 @@ class EarlyExit(EarlyStopping):
         self.exit_layer, self.deep_tap = adapter.exit_layer, adapter.deep_tap
         self.shallow, self.reads_deep = range(adapter.exit_layer), self.deep_tap is not None
         self.taps = tuple(tap for tap in (self.exit_layer, self.deep_tap) if tap is not None)
-        native_int8 = adapter.mixes_natively and lm.acceleration.multiplies_bytes(lm.dtype)
-        self.int8 = adapter.int8 and native_int8
-        self.int8_weights: Any = None  # made by native code at its first batch
         # unless measured, costs are shares of the target's weights, here those of a draft token
-        # (in eight bits three quarters of one: attention and barriers take what they took)
-        total = weight_bytes(*lm.layers, lm.head) / (0.75 if self.int8 else 1)
+        total = weight_bytes(*lm.layers, lm.head)
         self.shallow_cost = weight_bytes(*lm.layers[: self.exit_layer]) / total
         drafting = {*adapter.parameters(), *self.head.weights}
         self.draft_cost = self.shallow_cost + sum(weight.nbytes for weight in drafting) / total
@@ -60,8 +58,8 @@ class EarlyExit(EarlyStopping):
     def begin(self, batch: Batch) -> None:
         """Make the layer's cache, unless the last one fits, and empty windows."""
         self.prompts.clear()
-        if batch.budget.measure_draft_cost is not None and (self.needs_costs or batch.size > 1):
-            self.draft_cost = batch.budget.measure_draft_cost(self) / self.tokens_of_pass
+        if batch.budget.vanilla_seconds is not None and (self.needs_costs or batch.size > 1):
+            self.draft_cost = self.measured_cost(batch.budget.vanilla_seconds())
         size, device, hidden = batch.size, self.adapter.home(self.lm), self.lm.config.hidden_size
         if (self.cache.batch_size, self.cache.n_slots) != (size, batch.n_slots):
             self.cache = self.lm.new_cache(0, 0, [])  # the new one may need the old one's memory
@@ -69,6 +67,27 @@ class EarlyExit(EarlyStopping):
             if self.reads_deep:
                 self.deep_BSD = self.deep_BSD.new_zeros(size, batch.n_slots, hidden)
         self.shallow_BWD = self.deep_BSD.new_zeros(size, self.window, hidden)
+
+    def measured_cost(self, vanilla_seconds: float) -> float:
+        """The cost of a draft token, in vanilla steps of this time."""
+        return self.draft_seconds / self.tokens_of_pass / vanilla_seconds
+
+    @cached_property
+    def draft_seconds(self) -> float:
+        """The measured time of a token in a chain after a text of usual length."""
+        lm, length = self.lm, costs.context(self.lm)
+        cache = lm.new_cache(1, length + BUCKET)
+        draft_cache = lm.new_cache(1, cache.n_slots, [lm.device] * self.adapter.depth)
+
+        def draft(f_11D: Tensor, meta: ForwardMeta) -> Tensor:
+            deep_11D = f_11D if self.reads_deep else None
+            adapted_1D = self.adapter(f_11D, deep_11D, meta, draft_cache.at(meta))[:, 0]
+            chosen, head = self.head.choose(adapted_1D), self.head
+            token_11 = chosen[0] if chosen else head.token_of(head(adapted_1D).argmax(-1, True))
+            return lm.run(lm.embed(token_11), cache, meta, self.shallow)[0]
+
+        with torch.inference_mode():
+            return min(costs.timed(lm, [1], length, (cache, draft_cache), draft)[1])
 
     def copy_prefix(self, source: int, row: int, count: int) -> None:
         self.read_prompts()
@@ -130,8 +149,8 @@ class EarlyExit(EarlyStopping):
         return meta, draws, (batch.last(1), meta, self.shallow_BWD)
 
     def replay(self, batch: Batch, *args: Any, **options: Any) -> Any:
-        """`Acceleration.replay` of work on the target's and the layer's cache."""
-        return self.lm.acceleration.replay((batch.cache, self.cache), *args, **options)
+        """`Backend.replay` of work on the target's and the layer's cache."""
+        return self.lm.backend.replay((batch.cache, self.cache), *args, **options)
 
     def start(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor

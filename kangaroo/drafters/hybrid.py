@@ -83,12 +83,18 @@ class FromSources(Drafter):
         self.rows = RowStates(self._start_text)
         batch.likeliest = max(batch.likeliest, int(self.options.recycle))
 
-    def update_costs(self, budget: Budget, rows: int, shared_states: bool) -> None:
-        """Set the costs for a round of so many rows. With `shared_states` the states of a lookup's
-        tokens are computed together with the pending token's."""
-        draft = self.draft_cost, self.options.min_gain_per_step
-        states = self.shallow_cost if shared_states else 0.0
-        self.costs = Costs(budget.cost(rows, self.nodes), *draft, states)
+    def update_costs(
+        self, budget: Budget, rows: int, shared_states: bool, share: float = 1.0
+    ) -> None:
+        """Set the costs for a round of so many rows, in which drafting takes this `share` of what
+        it costs on tensors. With `shared_states` the states of a lookup's tokens are computed
+        together with the pending token's."""
+        self.costs = Costs(
+            budget.cost(rows, self.nodes),
+            share * self.draft_cost,
+            self.options.min_gain_per_step,
+            share * self.shallow_cost if shared_states else 0.0,
+        )
 
     def _start_text(self, row: int, text: list[int]) -> Sources:
         lookups = [Lookup() for _ in self.store.matches(row, text)]

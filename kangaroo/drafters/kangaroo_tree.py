@@ -205,7 +205,7 @@ class KangarooTree(EarlyExit):
         uploaded = torch.from_numpy(valid.repeat(sizes, 1)).to(device), costs_G.to(device)
         largest, *order = self.replay(batch, ("rank", count), rank, *uploaded, parents, score)
         # one sync a round
-        size = self.lm.acceleration.width(int(largest), min(self.nodes + 1, sum(sizes)))
+        size = self.lm.backend.width(int(largest), min(self.nodes + 1, sum(sizes)))
         draft = self.replay(batch, ("prune", count, size), prune, *order, *others)
         # copies, since the next replay returns the same objects, and a tree keeps its masks
         return replace(draft, tree=replace(draft.tree))

@@ -57,6 +57,6 @@ class FinalNorm(Layer):
         return f_BND.to(self.norm.get_parameter("weight").device)
 
     def accelerate(self, lm: TargetModel) -> Self:
-        """Let native code norm with the target's stack of layers, of which it runs none."""
-        self.native_layer = lm.fast_layers
+        """Norm with the target's layers, of which it runs none."""
+        self.fast_layers = lm.fast_layers
         return self

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kangaroo.drafters.autoregressive import Choice, LayerChoice
 from kangaroo.drafters.base import ChainConfig, Drafter
 from kangaroo.drafters.layer_search import Subset, expected_speedup, first_drafts, neighbour, runs
+from kangaroo.engine.backend import Layers, LayerWeights
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.sampling import pick
@@ -126,10 +127,11 @@ class HalfLayers(TargetModel):
         self.layers = nn.ModuleList(without(layer, name) for layer in lm.layers for name in removed)
         self.layer_devices = [device for device in lm.layer_devices for _ in range(2)]
         self.windowed = [windowed for windowed in lm.windowed for _ in range(2)]
-        self.acceleration = lm.acceleration
+        self.backend = lm.backend
         if lm.fast_layers:
             parts = [half for layer in lm.layers for half in halves(layer_weights(layer))]
-            self.fast_layers = HalfStack(lm.acceleration.part("Stack", parts))
+            stack = lm.backend.layers(parts)
+            self.fast_layers = stack and HalfStack(stack)
 
 
 class Nothing(nn.Module):
@@ -151,26 +153,33 @@ def without(layer: nn.Module, name: str) -> nn.Module:
     return half
 
 
-def halves(layer: Any) -> list[Any]:
-    """A layer's `LayerWeights` with the attention alone, and with the feed-forward part alone."""
+def halves(layer: LayerWeights) -> list[LayerWeights]:
+    """A layer's weights with the attention alone, and with the feed-forward part alone."""
     others = vars(layer).keys() - set(FEED_FORWARD)
     return [replace(layer, **dict.fromkeys(names)) for names in (FEED_FORWARD, others)]
 
 
 class HalfStack:
-    """A stack of half layers on a cache of whole layers."""
+    """Half layers on a cache of whole layers."""
 
-    def __init__(self, stack: Any):
-        self.stack, self.takes = stack, stack.takes
+    def __init__(self, stack: Layers):
+        self.stack, self.takes, self.prompt_chunk = stack, stack.takes, stack.prompt_chunk
 
-    def __call__(self, x_RTD: Tensor, cache: KVCache, meta: ForwardMeta, layers: range) -> Tensor:
-        return self.stack(x_RTD, HalfLayerCache(cache), meta, layers)
+    def __call__(
+        self,
+        x_RTD: Tensor,
+        cache: KVCache | None,
+        meta: ForwardMeta,
+        layers: range,
+        final_norm: Tensor | None = None,
+        keys_alone: bool = False,
+    ) -> Tensor:
+        halves_cache = cache and halved(cache)
+        return self.stack(x_RTD, halves_cache, meta, layers, final_norm, keys_alone)
 
 
-class HalfLayerCache(KVCache):
+def halved(cache: KVCache) -> KVCache:
     """The same memory with each layer's keys and values under two numbers."""
-
-    def __init__(self, cache: KVCache):
-        self.n_slots = cache.n_slots
-        self.keys = [keys for keys in cache.keys for _ in range(2)]
-        self.values = [values for values in cache.values for _ in range(2)]
+    keys = [keys for keys in cache.keys for _ in range(2)]
+    values = [values for values in cache.values for _ in range(2)]
+    return KVCache(cache.batch_size, cache.n_slots, keys, values)

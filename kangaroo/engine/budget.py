@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -24,12 +23,13 @@ class Budget:
     Args:
         curve: `VerifyCosts.curve`; the costs are measured at the first call.
         always: every row drafts as a text alone does.
-        measure_draft_cost: the cost of a chain's token, in vanilla steps; None trusts the drafter.
+        vanilla_seconds: the time of a vanilla step, where the time of drafts is measured, too; None
+            trusts the drafter.
     """
 
     curve: Callable[[int, int], list[float]]
     always: bool = False
-    measure_draft_cost: Callable[[Any], float] | None = None
+    vanilla_seconds: Callable[[], float] | None = None
 
     def __post_init__(self) -> None:
         self.curve = cache(self.curve)

@@ -6,7 +6,6 @@ heads, K key/value heads, C head size, R rows of a block (a contiguous range of 
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -149,31 +148,28 @@ class KVCache:
 
     serials = itertools.count()  # a cache's own is unique in this process
 
-    def __init__(
-        self,
+    def __init__(self, batch_size: int, n_slots: int, keys: list[Tensor], values: list[Tensor]):
+        self.serial = next(self.serials)
+        self.batch_size, self.n_slots = batch_size, n_slots
+        self.keys, self.values = keys, values
+
+    @staticmethod
+    def empty(
         batch_size: int,
         n_slots: int,
         n_heads: int,
         head_size: int,
         dtype: torch.dtype,
         devices: list[torch.device],
-    ):
-        self.serial = next(self.serials)
-        self.batch_size, self.n_slots = batch_size, n_slots
+    ) -> KVCache:
+        """A cache of zeros for a layer on each of these devices."""
         shape = (batch_size * n_slots, n_heads, head_size)
-        self.keys = [zeros(shape, dtype, device) for device in devices]
-        self.values = [zeros(shape, dtype, device) for device in devices]
+        keys, values = ([zeros(shape, dtype, device) for device in devices] for _ in range(2))
+        return KVCache(batch_size, n_slots, keys, values)
 
     def at(self, meta: ForwardMeta) -> BlockCache:
         """The cache that attention layers get while the block `meta` runs."""
         return BlockCache(self, meta)
-
-    @cached_property
-    def addresses(self) -> tuple[ctypes.Array, ctypes.Array]:
-        """The addresses of each layer's keys and values, for native code."""
-        pointers = ctypes.c_void_p * len(self.keys)
-        keys, values = (map(Tensor.data_ptr, cached) for cached in (self.keys, self.values))
-        return pointers(*keys), pointers(*values)
 
     def move(self, src_BT: Tensor, dst_BT: Tensor) -> None:
         """Copy slots `src` to slots `dst` of the same row in every layer, for an accepted path."""

@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -69,7 +67,6 @@ class VerifyCosts:
 
 
 _verify_costs: WeakKeyDictionary[TargetModel, VerifyCosts] = WeakKeyDictionary()
-_draft_costs: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 
 
 def verify_costs(lm: TargetModel) -> VerifyCosts:
@@ -77,7 +74,7 @@ def verify_costs(lm: TargetModel) -> VerifyCosts:
     the cache folder, where they stay for a day unless the machine was busy."""
     if lm in _verify_costs:
         return _verify_costs[lm]
-    identity = [lm.config.to_json_string(), str(lm.dtype), *machine(lm)]
+    identity = [lm.config.to_json_string(), str(lm.dtype), *lm.backend.machine(lm.device)]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     file = cache_folder() / "costs" / f"{key}.json"
     with suppress(OSError, ValueError, TypeError):  # it is missing or incomplete
@@ -92,16 +89,6 @@ def verify_costs(lm: TargetModel) -> VerifyCosts:
     except OSError as error:
         log.warning("verification is measured again in the next process: %s", error)
     return _verify_costs.setdefault(lm, costs)
-
-
-def machine(lm: TargetModel) -> list[str | int]:
-    """The hardware and software that run this target."""
-    if lm.device.type == "cuda":
-        by = "eager" if not lm.acceleration else "kernels" if lm.acceleration.kernels else "graphs"
-        return [torch.cuda.get_device_name(lm.device), by]
-    library = lm.acceleration.library
-    build = Path(library._name).stem if library else "torch " + torch.__version__
-    return [torch.get_num_threads(), build]
 
 
 def measure(lm: TargetModel) -> tuple[VerifyCosts, bool]:
@@ -127,25 +114,6 @@ def verifications(
     return timed(lm, widths, length, (cache,), verify)
 
 
-@torch.inference_mode()
-def draft_cost(lm: TargetModel, drafter: Any) -> float:
-    """The cost of a token in the chain of an `EarlyExit` drafter, in vanilla steps."""
-    if drafter not in _draft_costs:
-        cache = lm.new_cache(1, context(lm) + BUCKET)
-        draft_cache = lm.new_cache(1, cache.n_slots, [lm.device] * drafter.adapter.depth)
-
-        def draft(f_11D: Tensor, meta: ForwardMeta) -> Tensor:
-            deep_11D = f_11D if drafter.reads_deep else None
-            adapted_1D = drafter.adapter(f_11D, deep_11D, meta, draft_cache.at(meta))[:, 0]
-            chosen, head = drafter.head.choose(adapted_1D), drafter.head
-            token_11 = chosen[0] if chosen else head.token_of(head(adapted_1D).argmax(-1, True))
-            return lm.run(lm.embed(token_11), cache, meta, drafter.shallow)[0]
-
-        seconds = timed(lm, [1], context(lm), (cache, draft_cache), draft)[1]
-        _draft_costs[drafter] = min(seconds) / verify_costs(lm).seconds[0]
-    return _draft_costs[drafter]
-
-
 def is_steady(times: list[float]) -> bool:
     """Whether the fastest passes of both halves took about the same time."""
     half = len(times) // 2
@@ -169,6 +137,6 @@ def timed(
             tree, start_1 = Tree.chain(width, lm.device), tokens_1N[:, 0] + length
             meta = lm.forward_meta(tree, start_1, length + width, caches[0].n_slots)
             start = now(lm.device)
-            lm.acceleration.replay(caches, ("cost",), work, lm.embed(tokens_1N), meta)
+            lm.backend.replay(caches, ("cost",), work, lm.embed(tokens_1N), meta)
             seconds[width].append(now(lm.device) - start)
     return seconds

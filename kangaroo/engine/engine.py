@@ -5,7 +5,6 @@ Shapes: T tokens of a prefill chunk, V vocabulary.
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import BUCKET, KVCache
 from kangaroo.engine.clock import now, running
-from kangaroo.engine.costs import draft_cost, verify_costs
+from kangaroo.engine.costs import verify_costs
 from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
 from kangaroo.engine.sampling import Rule, Sampling, combine, pick, settings
 from kangaroo.engine.stepper import TensorStepper
@@ -164,10 +163,9 @@ class Engine:
         if self.cache is None or not same_size or n_slots > self.cache.n_slots:
             self.batch = self.cache = self.stepper = None  # the new ones may need their memory
             self.cache = lm.new_cache(batch_size, n_slots)
-        # native drafting costs something else than what would be measured
-        is_measured = lm.acceleration.graphs and lm.device.type == "cuda"
-        measure_draft_cost = partial(draft_cost, lm) if is_measured else None
-        budget = Budget(lambda *sizes: verify_costs(lm).curve(*sizes), always, measure_draft_cost)
+        budget = Budget(lambda *sizes: verify_costs(lm).curve(*sizes), always)
+        if lm.backend.records and lm.device.type == "cuda":  # else weights say what drafts cost
+            budget.vanilla_seconds = lambda: verify_costs(lm).seconds[0]
         batch = self.batch = Batch(self.cache, longest, sampling, self.eos_ids, lm.device, budget)
         drafter.begin(batch)
         if drafter.needs_costs or (batch_size > 1 and drafter.max_nodes and not always):

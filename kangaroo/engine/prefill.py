@@ -20,9 +20,9 @@ def read(
 ) -> tuple[Tensor, Chunk]:
     """Read tokens of one row at positions from `start` on. Returns the output of the last layer for
     the last token, `[1, 1, D]`, and the chunk with the tapped states."""
-    stop, graphs = start + tokens_1T.shape[1], lm.acceleration.graphs
-    meta, kernels = lm.chunk(start, stop, row, cache.n_slots), lm.acceleration.kernels
-    if graphs and kernels and lm.window is None and graphs.takes(tokens_1T.shape[1]):
+    stop = start + tokens_1T.shape[1]
+    meta = lm.chunk(start, stop, row, cache.n_slots)
+    if lm.window is None and lm.backend.records_prompts(tokens_1T.shape[1]):
         last_11D, tapped = replay(lm, tokens_1T, start, cache, row, taps)
     else:
         ending = lm.chunk(stop - 1, stop, row, cache.n_slots)
@@ -49,7 +49,7 @@ def replay(
 
     key = "prompt", lm.n_layers, width, extent, tuple(sorted(taps))
     inputs = F.pad(tokens_1T, (width - count, 0)), torch.tensor([start, stop, row]).to(lm.device)
-    last_11D, states = lm.acceleration.replay((cache,), key, work, *inputs, keep=True)
+    last_11D, states = lm.backend.replay((cache,), key, work, *inputs, keep=True)
     return last_11D, {tap: x[:, -count:] for tap, x in zip(sorted(taps), states, strict=True)}
 
 
@@ -64,7 +64,7 @@ def run(
     """The last layer's output for the last token, whose block is `ending`, and the tapped states.
     If that layer is not tapped, fast layers compute only keys and values there for other tokens."""
     x_1TD, layers, last = lm.embed(tokens_1T), lm.fast_layers, lm.n_layers - 1
-    if layers is None or lm.n_layers in taps or not layers.takes(x_1TD, meta):
+    if layers is None or lm.n_layers in taps or not layers.takes(x_1TD, cache, meta):
         x_1TD, tapped = lm.run(x_1TD, cache, meta, range(lm.n_layers), taps)
         return x_1TD[:, -1:], tapped
     x_1TD, tapped = lm.run(x_1TD, cache, meta, range(last), taps)

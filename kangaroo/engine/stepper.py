@@ -64,7 +64,7 @@ class TensorStepper:
 
     def _place(self, draft: Draft) -> ForwardMeta:
         """The block of a draft, which is padded to a recorded shape if it has only tokens."""
-        batch, width, tree = self.batch, self.lm.acceleration.width, draft.tree
+        batch, width, tree = self.batch, self.lm.backend.width, draft.tree
         size = width(tree.size, self.drafter.max_nodes + 1)
         depth = size - 1 if tree.is_chain else width(tree.max_depth, size - 1)
         only_tokens = draft.hidden_BND is None and draft.probs_BNV is None
@@ -97,7 +97,7 @@ class TensorStepper:
         shape = draft.entry, draft.tree.is_chain, draft.tree.max_depth, sampling.kind
         key = ("verify", *taps, keeps_logits, *shape)
         inputs = draft, batch.seeds_B, batch.settings_B3
-        *results, states = lm.acceleration.replay((batch.cache,), key, work, *inputs)
+        *results, states = lm.backend.replay((batch.cache,), key, work, *inputs)
         return *results, dict(zip(taps, states, strict=True))
 
     def _add_likeliest(self, draft: Draft, logits_BNV: Tensor) -> None:
@@ -113,4 +113,4 @@ class TensorStepper:
         batch, path_BP = self.batch, verdict.path_BP
         dst_BP = batch.base_B[:, None] + torch.arange(path_BP.shape[1], device=path_BP.device)
         args = (batch.cache,), ("move",), batch.cache.move, meta.slots_RT.gather(1, path_BP), dst_BP
-        self.lm.acceleration.replay(*args, rehearsal=(dst_BP, dst_BP))
+        self.lm.backend.replay(*args, rehearsal=(dst_BP, dst_BP))

@@ -174,7 +174,8 @@ class Reads:
     row of its table, unless the table is the head, too."""
 
     def __init__(self, lm: TargetModel, drafter: Kangaroo | None = None):
-        self.narrower = 2 if drafter and drafter.int8 else 1
+        in_bytes = drafter and drafter.adapter.int8 and lm.backend.multiplies_bytes(lm.dtype)
+        self.narrower = 2 if in_bytes else 1
         self.exit_layer = drafter.exit_layer if drafter else 0
         self.n_layers, self.kv = lm.n_layers, lm.new_cache(1, 1, [lm.device]).bytes()
         self.shallow = memory.weight_bytes(*lm.layers[: self.exit_layer])

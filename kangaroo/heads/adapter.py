@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from kangaroo.cpu import native
 from kangaroo.heads import base
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
@@ -103,7 +102,6 @@ class Adapter(Layer):
             self.feed_forward = type(lm.layers[exit_layer].mlp)(lm.config)
         self.norm = lm.new_norm()
         self.head = base.new_head(lm, vocabulary_K) if parts.own_head else None
-        self.native_fusing: native.Fusing | None = None
 
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
         """Copy the layers above the exit and, damped, the target's final norm. Undamped, the
@@ -148,14 +146,14 @@ class Adapter(Layer):
         super().accelerate(lm)
         if self.architecture.fused:
             norms = [norm.get_parameter("weight") for norm in (self.shallow_norm, self.deep_norm)]
-            self.native_fusing = lm.acceleration.part("Fusing", [*norms, self.fuse.weight])
+            self.fast_fusing = lm.backend.fusing(norms, self.fuse.weight)
         return self
 
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         if not self.architecture.fused:
             return f_BND
         assert deep_BND is not None
-        if self.native_fusing and not torch.is_grad_enabled():
-            return self.native_fusing(f_BND, deep_BND)
+        if self.fast_fusing and not torch.is_grad_enabled():
+            return self.fast_fusing(f_BND, deep_BND)
         both = torch.cat([self.shallow_norm(f_BND), self.deep_norm(deep_BND)], -1)
         return f_BND + self.fuse(both)

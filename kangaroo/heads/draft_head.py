@@ -6,13 +6,13 @@ rank of a table, or room for the largest draft vocabulary.
 
 from collections.abc import Sequence
 from itertools import chain, islice
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from kangaroo.engine.backend import Chosen, Head
 from kangaroo.engine.sampling import BatchSampling, candidates
 from kangaroo.models.target import TargetModel
 
@@ -36,7 +36,7 @@ class DraftHead:
             self.weight_KD = self.weight_KD[vocabulary_K.to(self.weight_KD.device)]
         self.table_KR: Tensor | None = None  # multiplies the last R numbers of each state
         self.finish = lm.finish_logits
-        self.native: Any = None  # a `Head` of native code or kernels
+        self.fast: Head | None = None  # a backend's
 
     @property
     def size(self) -> int:
@@ -49,8 +49,8 @@ class DraftHead:
         return [x for x in (self.weight_KD, self.table_KR) if x is not None]
 
     def accelerate(self, lm: TargetModel) -> Self:
-        """Draft in native code or kernels if the target decodes in them."""
-        self.native = lm.acceleration.part("Head", self.weight_KD)
+        """Draft by the target's backend."""
+        self.fast = lm.backend.head(self.weight_KD)
         return self
 
     def follow(self, texts: Sequence[list[int]]) -> bool:
@@ -58,9 +58,9 @@ class DraftHead:
         return False
 
     def __call__(self, adapted_MD: Tensor) -> Tensor:
-        """Logits `[M, K]` of adapted states; in float32 from native code."""
-        if self.native and self.native.takes(adapted_MD):
-            return self.native(adapted_MD)
+        """Logits `[M, K]` of adapted states; in float32 from a compiled backend."""
+        if self.fast and self.fast.takes(adapted_MD):
+            return self.fast(adapted_MD)
         size = self.weight_KD.shape[1]
         logits_MK = F.linear(adapted_MD[:, :size].to(self.weight_KD), self.weight_KD)
         if self.table_KR is not None:
@@ -68,11 +68,11 @@ class DraftHead:
             logits_MK = logits_MK + table_MK.to(logits_MK)
         return self.finish(logits_MK).to(self.device)
 
-    def choose(self, adapted_MD: Tensor) -> tuple[Tensor, Tensor] | None:
+    def choose(self, adapted_MD: Tensor) -> Chosen | None:
         """As `TargetModel.choose`, both `[M, 1]`."""
-        if not hasattr(self.native, "choose"):  # only kernels have it
+        if self.fast is None:
             return None
-        return self.native.choose(adapted_MD[:, None], None, self.vocabulary_K)
+        return self.fast.choose(adapted_MD[:, None], ids_O=self.vocabulary_K)
 
     def token_of(self, index: Tensor) -> Tensor:
         """Token ids of indices into the draft vocabulary."""
@@ -124,7 +124,7 @@ class TextHead(DraftHead):
         self._add_rare([])
 
     def accelerate(self, lm: TargetModel) -> Self:
-        self.fills_room = lm.acceleration.graphs is not None
+        self.fills_room = lm.backend.records
         self._add_rare([])
         return super().accelerate(lm)
 
@@ -150,5 +150,5 @@ class TextHead(DraftHead):
         self.ids_R[start:end] = torch.tensor(tokens, dtype=torch.long)
         self.rows_RD[start:end] = self.target_VD[tokens]
         self.vocabulary_K, self.weight_KD = self.ids_R[:end], self.rows_RD[:end]
-        if self.native is not None and not self.fills_room:
-            self.native.weight_OD = self.weight_KD
+        if self.fast is not None and not self.fills_room:
+            self.fast.weight_OD = self.weight_KD

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from typing_extensions import Self
 
-from kangaroo.cpu import native
+from kangaroo.engine.backend import Fusing, Layers, LayerWeights
 from kangaroo.engine.cache import BlockCache, ForwardMeta, Taps
 from kangaroo.heads.base import HeadConfig, Trainable
 from kangaroo.models import layer_weights as weights
@@ -44,7 +44,8 @@ class Layer(Trainable):
         self.middle_norm: nn.Module | None = None
         self.feed_forward: nn.Module | None = None
         self.norm: nn.Module | None = None
-        self.native_layer: native.Stack | None = None
+        self.fast_layers: Layers | None = None  # a backend's, in place of the modules
+        self.fast_fusing: Fusing | None = None
 
     def new_attention(self, lm: TargetModel, place: int = 0) -> nn.Module:
         """An attention part of the target's own kind, whose keys are those of layer `place`."""
@@ -79,12 +80,12 @@ class Layer(Trainable):
         """The states `[B, N, D]` for a head, from the exit states `f` and, with a `deep_tap`, deep
         states of the previous tokens, zeros at the start of a text. Keys and values go to `past`,
         in training (`DynamicCache`) step by step; None attends to the block alone."""
-        x_BND, native_layer = self.mix_inputs(f_BND, deep_BND), self.native_layer
+        x_BND, fast_layers = self.mix_inputs(f_BND, deep_BND), self.fast_layers
         if not isinstance(past, DynamicCache):
             meta = meta.for_layer(self.windowed)
-            if native_layer and past is not None and native_layer.takes(x_BND, meta):
+            if fast_layers and past is not None and fast_layers.takes(x_BND, past.cache, meta):
                 norm_D = getattr(self.norm, "weight", None)
-                return native_layer(x_BND, past.cache, meta, range(self.depth), norm_D)
+                return fast_layers(x_BND, past.cache, meta, range(self.depth), norm_D)
             meta = meta.within(self.attention_window)
         for norm, attention in self.attentions:
             attended_BND, _ = attention(
@@ -105,12 +106,12 @@ class Layer(Trainable):
         """Write keys and values without computing states for a head; see `forward`."""
         if self.attention is None:
             return
-        x_BND = self.mix_inputs(f_BND, deep_BND)
-        if self.native_layer and self.native_layer.takes(x_BND, meta):
+        x_BND, fast_layers = self.mix_inputs(f_BND, deep_BND), self.fast_layers
+        if fast_layers and fast_layers.takes(x_BND, past.cache, meta):
             *below, last = range(self.depth)
             if below:
-                x_BND = self.native_layer(x_BND, past.cache, meta, range(last))
-            self.native_layer(x_BND, past.cache, meta, range(last, last + 1), keys_alone=True)
+                x_BND = fast_layers(x_BND, past.cache, meta, range(last))
+            fast_layers(x_BND, past.cache, meta, range(last, last + 1), keys_alone=True)
         else:
             self(f_BND, deep_BND, meta, past)
 
@@ -138,9 +139,9 @@ class Layer(Trainable):
                 weights.copy_weights(source, target, lm.dtype)
 
     def accelerate(self, lm: TargetModel) -> Self:
-        """Draft in native code or kernels if the target decodes in them."""
-        self.native_layer = None
-        if not (lm.acceleration.library or lm.acceleration.kernels):
+        """Draft by the target's backend."""
+        self.fast_layers = None
+        if not lm.backend.runs_layers:
             return self
         layers: list[dict[str, Any]] = [
             weights.attention_weights(attention) | {"attention_norm": getattr(norm, "weight", None)}
@@ -149,9 +150,8 @@ class Layer(Trainable):
         if self.feed_forward is not None:
             layers[-1] |= weights.feed_forward_weights(self.feed_forward)
             layers[-1]["feed_forward_norm"] = getattr(self.middle_norm, "weight", None)
-        self.native_layer = lm.acceleration.part(
-            "Stack", [native.LayerWeights(**x) for x in layers], window=self.attention_window
-        )
+        stack = [LayerWeights(**x) for x in layers]
+        self.fast_layers = lm.backend.layers(stack, window=self.attention_window)
         return self
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kangaroo.cpu.native import LayerWeights
+from kangaroo.engine.backend import LayerWeights
 from kangaroo.models.supported import PLAIN, windows
 
 FINGERPRINTED = 256  # numbers per weight

@@ -18,9 +18,11 @@ from typing_extensions import Self
 
 from kangaroo import cuda
 from kangaroo.cpu import native
+from kangaroo.cpu.backend import CpuBackend
 from kangaroo.cpu.huge_pages import move_to_huge_pages
+from kangaroo.cuda.backend import CudaBackend
 from kangaroo.cuda.graphs import Graphs
-from kangaroo.engine.acceleration import Acceleration
+from kangaroo.engine.backend import Backend, Chosen, Head, Layers, Sizes
 from kangaroo.engine.cache import ForwardMeta, KVCache, Taps, occupied, power_of_two
 from kangaroo.engine.tree import Tree
 from kangaroo.models import layer_weights as weights
@@ -56,7 +58,7 @@ class TargetModel(nn.Module):
         self.device = hf.model.embed_tokens.weight.device
         self.weight_bits: int | None = None  # of a quantized `meta_model`
         self.layer_devices = [next(layer.parameters()).device for layer in self.layers]
-        self.decode_by(Acceleration())
+        self.decode_by(Backend())
         self.window, self.windowed = windows(self.config)
         self.has_two_ropes = len(ropes(self.config)) > 1
         self.rope_tables: dict[tuple[int, bool], Pair] = {}
@@ -65,30 +67,31 @@ class TargetModel(nn.Module):
         """Decode in native code on a CPU, if it knows the model and there is a compiler, or with
         Triton kernels and CUDA graphs on one GPU. `huge_pages` makes reading weights faster.
         Training stays in PyTorch, and so do prompts that it reads faster."""
-        library = graphs = kernels = None
         sizes, dtype = self.sizes(), self.dtype
         is_plain = weights.is_plain(self.hf) and self.config.hidden_act == "silu"
         device, *other_devices = {*self.layer_devices, self.head.weight.device}
         if device.type == "cuda" and not other_devices:
             graphs = Graphs(self.device) if weights.can_record(self.hf) else None
-            kernels = cuda.usable_layers(dtype, sizes, is_plain, self.device)
-        elif device.type == "cpu" and not other_devices and is_plain and dtype in native.DTYPES:
-            library = native.library() if sizes.head_size <= native.WIDEST_HEAD else None
-            if library is not None and huge_pages:
-                norms = self.hf.model.norm.parameters()
-                move_to_huge_pages((*self.layers.parameters(), *norms, self.head.weight))
-        return self.decode_by(Acceleration(library, sizes, graphs, kernels))
+            has_kernels = cuda.runs_layers(dtype, sizes, is_plain, self.device)
+            return self.decode_by(CudaBackend(graphs, sizes if has_kernels else None))
+        knows_it = is_plain and dtype in native.DTYPES and sizes.head_size <= native.WIDEST_HEAD
+        on_cpu = device.type == "cpu" and not other_devices
+        library = native.library() if on_cpu and knows_it else None
+        if library is None:
+            return self.decode_by(Backend())
+        if huge_pages:
+            norms = self.hf.model.norm.parameters()
+            move_to_huge_pages((*self.layers.parameters(), *norms, self.head.weight))
+        return self.decode_by(CpuBackend(library, sizes))
 
-    def decode_by(self, acceleration: Acceleration) -> Self:
-        """Decode with a `Stack` and a `Head` of this acceleration, if it has them."""
-        has_stack = acceleration.library or acceleration.kernels
-        stack_weights = [weights.layer_weights(layer) for layer in self.layers if has_stack]
-        self.fast_layers = acceleration.part("Stack", stack_weights)
-        self.fast_head = acceleration.part("Head", self.head.weight)
+    def decode_by(self, backend: Backend) -> Self:
+        """Decode with the layers and the head of this backend, if it has them."""
+        self.backend = backend
+        self.fast_layers: Layers | None = None
+        if backend.runs_layers:
+            self.fast_layers = backend.layers([weights.layer_weights(x) for x in self.layers])
         saves_much = 10 * self.head.weight.nbytes > weight_bytes(*self.layers)
-        if saves_much and acceleration.multiplies_bytes(self.dtype):
-            self.fast_head.round()
-        self.acceleration = acceleration
+        self.fast_head: Head | None = backend.head(self.head.weight, rounds=saves_much)
         return self
 
     def shard(self, device: torch.device) -> None:
@@ -105,7 +108,7 @@ class TargetModel(nn.Module):
                 "Leave one of them out: what is quantized takes a half or a quarter of the memory."
             )
         _ = self.fingerprint  # computed while layers are whole
-        self.decode_by(Acceleration())  # acceleration would keep whole layers in memory
+        self.decode_by(Backend())  # another one would keep whole layers in memory
         self.rope_tables.clear()
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         for layer in self.layers:
@@ -115,12 +118,18 @@ class TargetModel(nn.Module):
             module.to(device)
         self.device, self.layer_devices = device, [device] * self.n_layers
 
-    def sizes(self) -> native.Sizes:
-        """The sizes of this model's layers, and of an adapter's, for native code."""
+    def sizes(self) -> Sizes:
+        """The sizes of this model's layers, and of an adapter's."""
         config, attn = self.config, self.layers[0].self_attn
-        heads = config.num_attention_heads, config.num_key_value_heads, attn.head_dim
-        other = config.intermediate_size, config.rms_norm_eps, attn.scaling
-        return native.Sizes(config.hidden_size, *heads, *other)
+        return Sizes(
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_size=attn.head_dim,
+            feed_forward=config.intermediate_size,
+            eps=config.rms_norm_eps,
+            scaling=attn.scaling,
+        )
 
     @property
     def name(self) -> str:
@@ -159,7 +168,9 @@ class TargetModel(nn.Module):
     ) -> KVCache:
         """A KV cache for all layers, or for one layer of their shape on each of `devices`."""
         sizes, devices = self.sizes(), self.layer_devices if devices is None else devices
-        return KVCache(batch_size, n_slots, sizes.kv_heads, sizes.head_size, self.dtype, devices)
+        return KVCache.empty(
+            batch_size, n_slots, sizes.kv_heads, sizes.head_size, self.dtype, devices
+        )
 
     def forward_meta(
         self,
@@ -187,7 +198,7 @@ class TargetModel(nn.Module):
             return place(start_B, tree)
         (purpose, cache), tokens = recorded, len(start_B) * tree.size
         key = ("block", purpose, tree.is_chain, tree.size, tree.max_depth, extent, n_slots, below)
-        return self.acceleration.replay((cache,), key, place, start_B, tree, tokens=tokens)
+        return self.backend.replay((cache,), key, place, start_B, tree, tokens=tokens)
 
     def forward_meta_of(
         self,
@@ -209,7 +220,7 @@ class TargetModel(nn.Module):
         positions_1T = torch.arange(start, stop, device=self.device)[None]
         bias: Any = None
         extent = stop
-        if start > 0 and (self.acceleration.kernels or has_flash(self.device, self.dtype)):
+        if start > 0 and (self.backend.attends_last or has_flash(self.device, self.dtype)):
             bias = causal_lower_right(stop - start, stop)
         elif start > 0:
             extent = occupied(n_slots, stop)
@@ -220,7 +231,7 @@ class TargetModel(nn.Module):
 
     def extent(self, n_slots: int, used: int) -> int:
         """The number of slots that attention reads to cover `used` ones."""
-        return occupied(n_slots, used, recorded=self.acceleration.graphs is not None)
+        return occupied(n_slots, used, recorded=self.backend.records)
 
     def _with_window(
         self,
@@ -264,10 +275,9 @@ class TargetModel(nn.Module):
 
     def embed(self, tokens_BN: Tensor) -> Tensor:
         """The tokens' embeddings, `[B, N, D]`."""
-        kernels, table = self.acceleration.kernels, self.hf.model.embed_tokens
-        if kernels is None or torch.is_grad_enabled():
-            return table(tokens_BN) * getattr(self.config, "embedding_multiplier", 1)  # Granite's
-        return kernels.embed(tokens_BN, table.weight)
+        embedded_BND = self.backend.embed(tokens_BN, self.hf.model.embed_tokens)
+        multiplier = getattr(self.config, "embedding_multiplier", 1)  # Granite's
+        return embedded_BND if multiplier == 1 else embedded_BND * multiplier
 
     def run(
         self,
@@ -292,16 +302,14 @@ class TargetModel(nn.Module):
         self, x_BND: Tensor, cache: KVCache | None, meta: ForwardMeta, layers: range
     ) -> Tensor:
         def run(x_BND: Tensor, meta: ForwardMeta) -> Tensor:
-            if self.fast_layers and self.fast_layers.takes(x_BND, meta):
+            if self.fast_layers and self.fast_layers.takes(x_BND, cache, meta):
                 return self.fast_layers(x_BND, cache, meta, layers)
             return self._eager(x_BND, cache, meta, layers)
 
-        if cache is not None:
-            key = ("layers", self.n_layers, layers, meta.rows.start)
-            return self.acceleration.replay((cache,), key, run, x_BND, meta, keep=True)
-        if self.acceleration.kernels and self.fast_layers.takes_text(x_BND, meta):
-            return self.fast_layers.run_text(x_BND, meta, layers)
-        return self._eager(x_BND, None, meta, layers)
+        if cache is None:
+            return run(x_BND, meta)
+        key = ("layers", self.n_layers, layers, meta.rows.start)
+        return self.backend.replay((cache,), key, run, x_BND, meta, keep=True)
 
     def _eager(
         self, x_BND: Tensor, cache: KVCache | None, meta: ForwardMeta, layers: range
@@ -329,20 +337,19 @@ class TargetModel(nn.Module):
             return head(x_MD, self.hf.model.norm.weight).unflatten(0, x_BND.shape[:2])
         return self.read_out(self.norm(x_BND))
 
-    def choose(self, x_BND: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The likeliest next tokens and their chances, both `[B, N]`; None without kernels."""
-        if self.acceleration.kernels is None:
-            return None
-        return self.fast_head.choose(x_BND, self.hf.model.norm.weight)
+    def choose(self, x_BND: Tensor) -> Chosen | None:
+        """The likeliest next tokens and their chances, both `[B, N]`; None if it takes logits."""
+        head = self.fast_head
+        return None if head is None else head.choose(x_BND, self.hf.model.norm.weight)
 
     def likeliest(self, x_BND: Tensor) -> Tensor:
         """The likeliest next tokens, `[B, N]`, from the output of the last layer."""
-        if (chosen := self.choose(x_BND)) is not None:
-            return chosen[0]
-        x_MD, head = x_BND.flatten(0, 1), self.fast_head
-        if head and head.rough.weight and head.takes(x_MD):
-            return head.likeliest(x_MD, self.hf.model.norm.weight).unflatten(0, x_BND.shape[:2])
-        return self.logits(x_BND).argmax(-1)
+        x_MD, head, chosen_M = x_BND.flatten(0, 1), self.fast_head, None
+        if head and head.takes(x_MD):
+            chosen_M = head.likeliest(x_MD, self.hf.model.norm.weight)
+        if chosen_M is None:
+            return self.logits(x_BND).argmax(-1)
+        return chosen_M.unflatten(0, x_BND.shape[:2])
 
     def norm(self, x_BND: Tensor) -> Tensor:
         """The final norm, on its own device, of the last layer's output."""

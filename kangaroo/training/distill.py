@@ -10,15 +10,13 @@ vocabulary, J stored tokens, O outcomes, F results.
 
 import math
 from collections.abc import Sequence
-from ctypes import byref
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kangaroo.cpu import native
+from kangaroo.cpu import outcomes as native_outcomes
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 
@@ -176,9 +174,8 @@ def _grade(student: Student, part: slice, target: TargetDistributions, p_CO: Ten
 def outcomes(logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities `[C, O]` in float32 of some tokens, undefined where not inside, and of all
     others together; and the argmax `[C]`. A CPU's native code copies no logits to float32."""
-    on_cpu = logits_CK.device.type == "cpu" and logits_CK.dtype in native.DTYPES
-    if on_cpu and native.library() is not None:
-        return Outcomes.apply(logits_CK, index_CJ, inside_CJ)
+    if native_outcomes.takes(logits_CK):
+        return native_outcomes.Outcomes.apply(logits_CK, index_CJ, inside_CJ)
     logits_CK, best_C = logits_CK.float(), logits_CK.argmax(-1)
     total_C1 = logits_CK.logsumexp(-1, keepdim=True)
     rows_C1 = torch.arange(len(logits_CK), device=logits_CK.device)[:, None]
@@ -187,40 +184,3 @@ def outcomes(logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor) -> tuple[Te
     rest_C1 = others_CK.logsumexp(-1, keepdim=True) - total_C1
     log_q_CJ = logits_CK.gather(1, index_CJ) - total_C1
     return torch.cat([log_q_CJ, rest_C1.clamp(min=math.log(TINY))], -1), best_C
-
-
-class Outcomes(torch.autograd.Function):
-    """`outcomes` in native code, which computes the logits' gradient in one pass. With g the
-    outcomes' gradients, s their sum and q the probabilities, a token among the outcomes has the
-    gradient `g - s q`, any other `(g_rest / q_rest - s) q`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        count, tokens = index_CJ.shape
-        log_q_CO, largest_C, rest_C = (torch.empty(n) for n in ((count, tokens + 1), count, count))
-        best_C = torch.empty(count, dtype=torch.long)
-        fields = logits_CK, index_CJ, inside_CJ, log_q_CO, largest_C, rest_C
-        _call("find_outcomes", [*fields, best_C])
-        ctx.save_for_backward(*fields)
-        ctx.mark_non_differentiable(best_C)
-        return log_q_CO, best_C
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        fields = list(ctx.saved_tensors)
-        gradient_CK = torch.empty_like(fields[0])
-        _call("outcomes_back", fields, gradients[0], gradient_CK)
-        return gradient_CK, None, None
-
-
-def _call(name: str, fields: list[Tensor], *arguments: Tensor) -> None:
-    """Call native code with the `fields` of `native.NativeOutcomes`, in order, and arguments."""
-    library = native.library()
-    assert library is not None
-    sizes = *fields[0].shape, fields[1].shape[1], torch.get_num_threads()
-    tensors = [tensor.contiguous() for tensor in (*fields, *arguments)]  # alive during the call
-    pointers = [native.pointer(tensor) for tensor in tensors]
-    structure = native.NativeOutcomes(*sizes, *pointers[: len(fields)])
-    native.function(library, name, fields[0].dtype)(byref(structure), *pointers[len(fields) :])

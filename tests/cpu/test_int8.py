@@ -9,9 +9,8 @@ from cases import EVEN_K
 from helpers import tiny, tiny_model
 from test_native import FAMILIES, SLOTS, filled_cache, pairs, random_tokens
 
-from kangaroo.cpu import int8, native
+from kangaroo.cpu import int8, native, structs
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Tree
@@ -19,7 +18,7 @@ from kangaroo.heads.draft_head import TextHead
 from kangaroo.models.target import TargetModel
 
 pytestmark = pytest.mark.skipif(
-    not Acceleration(native.library()).multiplies_bytes(torch.bfloat16),
+    not (native.library() and native.library().multiplies_bytes()),
     reason="no native code here, or none that multiplies bytes",
 )
 
@@ -42,12 +41,12 @@ def test_sums_are_whole_numbers(tokens, width):
     lm = tiny(dtype=torch.bfloat16).compile_for_decoding()
     sizes = lm.sizes()
     sizes.hidden = width
-    head = native.Head(lm.acceleration.library, weight_OD, sizes)
+    head = native.Head(lm.backend.library, weight_OD, sizes)
     steps_OD, scale_O = int8.rounded(weight_OD)
     struct, logits_MO = head.as_struct(), torch.empty(tokens, 83)
     struct.weight, struct.scales = map(native.pointer, (steps_OD, scale_O))
-    call = native.function(lm.acceleration.library, "read_out", torch.bfloat16)
-    pointers = byref(sizes.as_struct()), byref(struct), native.pointer(x_MD)
+    call = native.function(lm.backend.library, "read_out", torch.bfloat16)
+    pointers = byref(native.sizes_struct(sizes)), byref(struct), native.pointer(x_MD)
     call(*pointers, tokens, native.pointer(logits_MO))
     most = min(32767, (2**31 - 1) // (127 * width))
     scale_M = x_MD.float().abs().amax(1) / most
@@ -102,5 +101,5 @@ def test_the_token_that_limits_choose_is_that_of_the_whole_head(factor, temperat
     engine, prompts = Engine(lm.compile_for_decoding(), Vanilla()), random_tokens(5, 9).tolist()
     how, rough = (prompts, 60, Sampling(temperature)), lm.fast_head.rough
     first, second = ([x.tokens for x in engine.generate(*how, size)] for size in (1, 5))
-    lm.fast_head.rough = native.NativeRough()  # the whole head
+    lm.fast_head.rough = structs.Rough()  # the whole head
     assert rough.weight and first == second == [x.tokens for x in engine.generate(*how, 1)]

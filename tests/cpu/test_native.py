@@ -3,6 +3,7 @@
 Shapes: B rows, N tokens a row.
 """
 
+import ctypes
 import logging
 import os
 import platform
@@ -24,7 +25,7 @@ from helpers import (
     vanilla_texts,
 )
 
-from kangaroo.cpu import compiling, native
+from kangaroo.cpu import compiling, native, structs
 from kangaroo.drafters.base import FromText
 from kangaroo.drafters.cascade import Cascade
 from kangaroo.engine.cache import KVCache
@@ -197,10 +198,18 @@ def test_prompts_and_training_stay_eager():
     cache, x_BND = lm.new_cache(1, SLOTS), torch.zeros(1, 4, lm.config.hidden_size)
     step = lm.forward_meta(Tree.chain(4, lm.device), torch.tensor([5]), 9, SLOTS)
     takes = lm.fast_layers.takes
-    assert not takes(x_BND, step)  # gradients may be wanted
+    assert not takes(x_BND, cache, step)  # gradients may be wanted
     with torch.no_grad():
-        assert takes(x_BND, step) and not takes(x_BND, lm.chunk(0, 4, 0, cache.n_slots))
-        assert not takes(x_BND.expand(native.MOST_TOKENS, -1, -1), step)
+        prompt = lm.chunk(0, 4, 0, cache.n_slots)
+        assert takes(x_BND, cache, step) and not takes(x_BND, cache, prompt)
+        assert not takes(x_BND.expand(native.MOST_TOKENS, -1, -1), cache, step)
+
+
+def test_structures_are_as_large_as_cpps():
+    struct_sizes = native.library().struct_sizes
+    struct_sizes.restype = ctypes.POINTER(ctypes.c_int64)
+    ours = [*map(ctypes.sizeof, structs.CHECKED), structs.DRAW.itemsize]
+    assert ours == struct_sizes()[: len(ours)]
 
 
 class Foreign(FromText):

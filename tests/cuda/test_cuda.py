@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from kangaroo import cuda
-from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda import launching
 from kangaroo.cuda.launching import SHARED, Card
+from kangaroo.engine.backend import LayerWeights, Sizes
 from kangaroo.engine.cache import ForwardMeta, KVCache
 
 pytest.importorskip("triton", reason="needs the package triton")
@@ -98,7 +98,7 @@ def launches(monkeypatch, capability: int, shape: str, dtype: torch.dtype, token
     if shape == "256":
         layer.q_norm = layer.k_norm = empty(size)
     sizes = Sizes(hidden, heads, kv_heads, size, wide, 1e-5, size**-0.5)
-    cache = KVCache(1, 512, kv_heads, size, dtype, [torch.device("meta")])
+    cache = KVCache.empty(1, 512, kv_heads, size, dtype, [torch.device("meta")])
     places = empty(1, tokens, dtype=torch.int64)
     rope = empty(1, tokens, size), empty(1, tokens, size)
     meta = ForwardMeta(places, places, empty(1, 1, tokens, 512), 512, slice(0, 1), rope, True)

@@ -15,6 +15,7 @@ from strict_graphs import CaptureError, DanglingGraph, StrictGraphs, StrictRecor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from kangaroo.cuda import graphs as graphs_module
+from kangaroo.cuda.backend import CudaBackend
 from kangaroo.cuda.graphs import Graphs
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.vanilla import Vanilla
@@ -34,7 +35,7 @@ PROMPTS = random_prompts(5, 30, 9)
 
 
 def cache() -> KVCache:
-    return KVCache(1, 8, 1, 4, torch.float32, [torch.device("cpu")])
+    return KVCache.empty(1, 8, 1, 4, torch.float32, [torch.device("cpu")])
 
 
 WAITS = {
@@ -99,10 +100,10 @@ def test_what_was_used_longest_ago_gives_way_and_few_graphs_are_enough():
         graphs((own,), (name,), lambda x: (x + 1,), torch.ones(1))
     assert [key[1] for key in graphs.recorded] == ["a", "c"]
     lm = tiny()
-    lm.acceleration.graphs = StrictGraphs(most=3)
+    lm.decode_by(CudaBackend(StrictGraphs(most=3)))
     engine = Engine(lm, helpers.chain_of(lm, adapter_for(lm), steps=4, threshold=0.3))
     assert texts_by(engine, PROMPTS[:1], 6) == vanilla_texts(tiny(), PROMPTS[:1], 6)
-    assert len(lm.acceleration.graphs.recorded) == 3
+    assert len(lm.backend.graphs.recorded) == 3
 
 
 def test_engines_made_and_dropped_in_turn_write_the_same_and_leave_nothing():
@@ -114,7 +115,7 @@ def test_engines_made_and_dropped_in_turn_write_the_same_and_leave_nothing():
         assert texts_by(Engine(lm, drafter), PROMPTS, 12, batch_size=1 + turn % 2) == expected
     del drafter
     gc.collect()
-    assert not lm.acceleration.graphs.recorded and not lm.acceleration.graphs.watched
+    assert not lm.backend.graphs.recorded and not lm.backend.graphs.watched
 
 
 def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(monkeypatch):
@@ -123,7 +124,7 @@ def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(monkeypatch)
     engine = Engine(lm, drafter)
     engine.generate(PROMPTS[:1], 10)
     old = [weakref.ref(engine.cache), weakref.ref(drafter.cache)]
-    small, alive, create = set(lm.acceleration.graphs.recorded), [], KVCache.__init__
+    small, alive, create = set(lm.backend.graphs.recorded), [], KVCache.__init__
 
     def watched(self, *args, **kwargs):
         alive.append(old[0]() is not None)
@@ -132,10 +133,10 @@ def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(monkeypatch)
     monkeypatch.setattr(KVCache, "__init__", watched)
     engine.generate(PROMPTS[1:2], 100)
     assert alive and not any(alive) and old[1]() is None
-    assert not small & set(lm.acceleration.graphs.recorded)
-    large = set(lm.acceleration.graphs.recorded)
+    assert not small & set(lm.backend.graphs.recorded)
+    large = set(lm.backend.graphs.recorded)
     engine.generate(PROMPTS[:1], 10)  # fits into the larger one
-    recorded = lm.acceleration.graphs.recorded
+    recorded = lm.backend.graphs.recorded
     assert large <= set(recorded) and len({key[0] for key in recorded}) <= 3
 
 
@@ -146,7 +147,7 @@ def test_a_prompt_in_chunks_is_not_recorded_without_kernels():
     expected = vanilla_texts(tiny(), prompts, 12)
     engine = Engine(lm, Vanilla(), prefill_chunk=12)
     assert texts_by(engine, prompts, 12) == expected
-    recorded = lm.acceleration.graphs.recorded
+    recorded = lm.backend.graphs.recorded
     passes = [key for key in recorded if "verify" in key and "block" not in key]
     assert len(passes) == 1 and recorded[passes[0]].inputs[0].shape == (2, 1)
 
@@ -161,7 +162,7 @@ def test_recording_takes_none_of_the_steps_time(monkeypatch):
     for module in (clock, graphs_module):
         monkeypatch.setattr(module.time, "perf_counter", lambda: seconds[0])
     lm = tiny()
-    lm.acceleration.graphs = Graphs(lm.device, record)
+    lm.decode_by(CudaBackend(Graphs(lm.device, record)))
     engine = Engine(lm, helpers.chain_of(lm, adapter_for(lm), 3, 0.0))
     (done,) = engine.generate(PROMPTS[:1], 20)
     assert seconds[0] >= 4000 and done.seconds == pytest.approx(0, abs=1e-6)
@@ -187,7 +188,7 @@ def test_a_growing_text_is_recorded_anew_at_powers_of_two_alone(name, most):
     lm = graphed(tiny(max_position_embeddings=4096))
     engine = Engine(lm, DRAFTERS[name](Case(lm, adapter_for(lm), [])))
     batch = engine.open(1, 2000, Sampling())
-    recorded = lm.acceleration.graphs.recorded
+    recorded = lm.backend.graphs.recorded
     growing(engine, batch, seed=0)
     shapes = [part for key in recorded for part in key if isinstance(part, torch.Size)]
     masks = {shape[-1] for shape in shapes if len(shape) == 4 and shape[1] == 1}
@@ -227,11 +228,11 @@ def test_a_round_is_few_launches(name, monkeypatch):
     engine.admit(batch, 0, Request(random_prompts(60)[0], 140))
     counts = []
     for _ in range(24):
-        before = len(lm.acceleration.graphs.recorded)
+        before = len(lm.backend.graphs.recorded)
         replays.clear(), others.clear()
         with Launches():
             engine.step(batch)
-        if len(lm.acceleration.graphs.recorded) == before:
+        if len(lm.backend.graphs.recorded) == before:
             counts.append((len(replays), len(others)))
     assert len(counts) > 6
     graphs, operators = LAUNCHES[name]
@@ -242,12 +243,12 @@ def test_what_was_warmed_up_is_not_recorded_again():
     lm, rows, longest = graphed(tiny()), 2, 300
     engine = Engine(lm, helpers.chain_of(lm, adapter_for(lm), 2, 0.0), prefix_cache=True)
     warm_up(engine, rows, longest)
-    recorded = set(lm.acceleration.graphs.recorded)
+    recorded = set(lm.backend.graphs.recorded)
     batch = engine.open(rows, longest, Sampling())
     for sampling, length in itertools.product((Sampling(), Sampling(1.4)), (5, 270)):
         prompts = random_prompts(*[length] * rows)
         written_out(engine, batch, prompts, max_new_tokens=9, sampling=sampling)
-    assert recorded and set(lm.acceleration.graphs.recorded) == recorded
+    assert recorded and set(lm.backend.graphs.recorded) == recorded
     native = Engine(tiny().compile_for_decoding(), Vanilla())
     warm_up(native, 2, 100)
     assert native.cache is None  # where nothing is recorded, nothing is done

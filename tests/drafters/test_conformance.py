@@ -146,7 +146,7 @@ def test_drafts_in_int8_are_exact_too(name, sampling, monkeypatch):
         rounds.append(sum(map(len, cases.rounds_of(done))))
     drafting = engine.stepper.drafting
     uses_int8 = getattr(drafting, "second", drafting).int8 is not None
-    assert uses_int8 == case.lm.acceleration.multiplies_bytes(torch.bfloat16)
+    assert uses_int8 == case.lm.backend.multiplies_bytes(torch.bfloat16)
     assert rounds[1] <= 1.1 * rounds[0] + 2
 
 

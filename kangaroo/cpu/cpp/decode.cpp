@@ -73,6 +73,15 @@ void run_block(const Sizes& s, const Stack<T>& stack, i64 rows, i64 tokens, i64 
     outcomes_back<T>(*outcomes, gradients, to);                                                          \
   }
 
+// The sizes of what Python fills in, in the order of `CHECKED` in structs.py.
+extern "C" const i64* struct_sizes() {
+  static const i64 sizes[] = {sizeof(Sizes),          sizeof(Stack<float>),    sizeof(Head<float>),
+                              sizeof(Rough),          sizeof(Fusing<float>),   sizeof(Target<float>),
+                              sizeof(Drafting<float>), sizeof(Places<float>),  sizeof(Rows<float>),
+                              sizeof(Outcomes<float>), sizeof(Draw)};
+  return sizes;
+}
+
 extern "C" int uses_tiles() {
   return has_tiles<bf16>();
 }

@@ -12,8 +12,8 @@ from helpers import adapter_for, chain_of, random_prompts, texts_by, tiny_model,
 from strict_graphs import DanglingGraph, StrictGraphs, StrictRecorder
 
 from kangaroo.cuda import layers as kernels
+from kangaroo.cuda.backend import CudaBackend
 from kangaroo.cuda.graphs import Graphs
-from kangaroo.engine.acceleration import Acceleration
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.prefill import read
 from kangaroo.engine.sampling import Sampling
@@ -40,7 +40,7 @@ def by_kernels(
     hf = tiny_model(architecture, dtype=dtype, num_hidden_layers=layers, **few)
     lm = TargetModel(hf.to(DEVICE))
     graphs = StrictGraphs() if graphed else None
-    return lm.decode_by(Acceleration(sizes=lm.sizes(), graphs=graphs, kernels=kernels))
+    return lm.decode_by(CudaBackend(graphs, lm.sizes()))
 
 
 def test_kangaroo_in_bfloat16_writes_vanillas_text_and_no_logits(monkeypatch):
@@ -137,7 +137,7 @@ def test_a_prompt_has_the_same_bits_in_chunks_of_any_size_and_decoded(name, dtyp
         (pieces, None),
         ([0, length // 2, length], graphs),
     ):
-        lm.decode_by(Acceleration(sizes=lm.sizes(), graphs=recorded, kernels=kernels))
+        lm.decode_by(CudaBackend(recorded, lm.sizes()))
         cache, row = lm.new_cache(2, 192), 0 if recorded is None else 1
         for start, stop in pairwise(borders):
             part_1T = tokens_1T[:, start:stop]

@@ -15,11 +15,11 @@ import triton.language as tl
 from helpers import VOCABULARY, tiny_model
 from torch import Tensor
 
-from kangaroo.cpu.native import LayerWeights, Sizes
 from kangaroo.cuda import kernels, layers
+from kangaroo.cuda.backend import CudaBackend
 from kangaroo.cuda.launching import launch
 from kangaroo.cuda.layers import Head, Stack
-from kangaroo.engine.acceleration import Acceleration
+from kangaroo.engine.backend import LayerWeights, Sizes
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.tree import Tree
 from kangaroo.models.layer_weights import layer_weights
@@ -170,7 +170,7 @@ def over_texts(lm: TargetModel, tokens_RT: Tensor, taps: tuple[int, ...] = ()) -
 
 
 def with_stack(lm: TargetModel) -> TargetModel:
-    return lm.decode_by(Acceleration(sizes=lm.sizes(), kernels=layers))
+    return lm.decode_by(CudaBackend(kernel_sizes=lm.sizes()))
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -196,9 +196,9 @@ def test_a_texts_bits_depend_on_no_other_row_and_no_padding_and_a_mask_is_for_mo
     changed[1, 4:] = 0
     assert torch.equal(over_texts(lm, changed)[0, 1, :4], together[1, :4])
     meta, x_RTD = lm.chunk(0, 6, 0, 6), lm.embed(tokens_RT)
-    assert lm.fast_layers.takes_text(x_RTD, meta)
+    assert lm.fast_layers.takes(x_RTD, None, meta)
     meta.bias_R1TE = torch.ones(1, 1, 6, 6, dtype=torch.bool, device=DEVICE).tril()
-    assert not lm.fast_layers.takes_text(x_RTD, meta)
+    assert not lm.fast_layers.takes(x_RTD, None, meta)
 
 
 def test_a_window_begins_at_a_block():
@@ -270,7 +270,7 @@ def test_a_choice_is_the_likeliest_token_and_of_equals_the_lowest(dtype):
 
 
 def test_what_is_no_token_writes_nothing():
-    layer, cache = LayerWeights(), KVCache(1, 8, 1, 16, torch.float32, [DEVICE])
+    layer, cache = LayerWeights(), KVCache.empty(1, 8, 1, 16, torch.float32, [DEVICE])
     layer.q, layer.k, layer.v = numbers(32, 48), numbers(16, 48), numbers(16, 48)
     layer.o = torch.eye(32, device=DEVICE)
     layer.attention_norm = torch.ones(48, device=DEVICE)

@@ -1,0 +1,88 @@
+"""CUDA as a backend: graphs of a step's work, and layers and heads in Triton kernels.
+
+The kernels need the package triton, so `kangaroo.cuda.layers` is imported where they run.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kangaroo.cuda.graphs import Graphs
+from kangaroo.engine.backend import Backend, Key, LayerWeights, Sizes
+from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two, tensors_in, with_tensors
+
+if TYPE_CHECKING:
+    from kangaroo.cuda.layers import Fusing, Head, Stack
+
+
+@dataclass(eq=False)
+class CudaBackend(Backend):
+    """Graphs, kernels of layers of these sizes, or both."""
+
+    graphs: Graphs | None = None
+    kernel_sizes: Sizes | None = None
+
+    is_compiled = True
+
+    def __post_init__(self) -> None:
+        self.records = self.graphs is not None
+        self.runs_layers = self.attends_last = self.kernel_sizes is not None
+        self.name = "kernels" if self.runs_layers else "graphs"
+
+    def layers(self, weights: Sequence[LayerWeights], window: int = 0) -> "Stack | None":
+        if self.kernel_sizes is None:
+            return None
+        from kangaroo.cuda.layers import Stack
+
+        return Stack(weights, self.kernel_sizes, window)
+
+    def head(self, weight_OD: Tensor, rounds: bool = False) -> "Head | None":
+        if self.kernel_sizes is None:
+            return None
+        from kangaroo.cuda.layers import Head
+
+        return Head(weight_OD, self.kernel_sizes)
+
+    def fusing(self, norms: Sequence[Tensor], weight: Tensor) -> "Fusing | None":
+        if self.kernel_sizes is None:
+            return None
+        from kangaroo.cuda.layers import Fusing
+
+        return Fusing(norms, weight, self.kernel_sizes)
+
+    def embed(self, tokens_BN: Tensor, table: nn.Module) -> Tensor:
+        if self.kernel_sizes is None or torch.is_grad_enabled():
+            return table(tokens_BN)
+        from kangaroo.cuda.layers import embed
+
+        return embed(tokens_BN, table.get_parameter("weight"))
+
+    def records_prompts(self, tokens: int) -> bool:
+        return self.runs_layers and self.graphs is not None and self.graphs.takes(tokens)
+
+    def width(self, tokens: int, most: int) -> int:
+        return tokens if self.graphs is None else max(tokens, min(power_of_two(tokens), most))
+
+    def replay(
+        self,
+        caches: Sequence[KVCache],
+        key: Key,
+        work: Callable[..., Any] | None,
+        *inputs: Any,
+        tokens: int | None = None,
+        keep: bool = False,
+        rehearsal: tuple[Tensor, ...] | None = None,
+    ) -> Any:
+        """Work is recorded where all blocks among the inputs are `recordable` and tokens are
+        few."""
+        count = tokens or tensors_in(inputs[0])[0].shape[:2].numel()
+        recordable = all(x.recordable for x in inputs if isinstance(x, ForwardMeta))
+        if self.graphs is None or not recordable or not self.graphs.takes(count):
+            return super().replay(caches, key, work, *inputs)
+        results = self.graphs(caches, key, work, *inputs, rehearsal=rehearsal)
+        if not keep:
+            return results
+        return with_tensors(results, (x.clone() for x in tensors_in(results)))

@@ -1,0 +1,175 @@
+"""The seam between models and what runs them: PyTorch alone, native code, Triton with CUDA graphs.
+
+Shapes: B rows of a batch, N tokens of a block, R rows of a block, T tokens of a row, M tokens of
+all rows, D hidden size, O outputs, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kangaroo.engine.cache import ForwardMeta, KVCache, Tensors
+
+Chosen = tuple[Tensor, Tensor]  # the likeliest tokens and their probabilities
+Key = tuple[Any, ...]  # names recorded work, and everything about it that is not in a tensor
+
+
+@dataclass
+class LayerWeights:
+    """The weights of one layer, in the order of `cpp/layers.h`'s `Layer`; None is without."""
+
+    attention_norm: Tensor | None = None
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    o: Tensor | None = None
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    feed_forward_norm: Tensor | None = None
+    gate: Tensor | None = None
+    up: Tensor | None = None
+    down: Tensor | None = None
+
+
+@dataclass
+class Sizes:
+    """Sizes of every layer of a model; `eps` of the norms, `scaling` of attention's scores."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    feed_forward: int
+    eps: float
+    scaling: float
+
+
+class Layers(Protocol):
+    """A stretch of layers, of a target or a drafter."""
+
+    def prompt_chunk(self, length: int) -> int | None:
+        """How many tokens of a prompt of this length run in a pass; None leaves it to PyTorch."""
+
+    def takes(self, x_RTD: Tensor, cache: KVCache | None, meta: ForwardMeta) -> bool:
+        """Whether the layers run such a block: a step of decoding or a chunk of a prompt; without
+        a cache whole texts, in training. Modules run all others."""
+
+    def __call__(
+        self,
+        x_RTD: Tensor,
+        cache: KVCache | None,
+        meta: ForwardMeta,
+        layers: range,
+        final_norm: Tensor | None = None,
+        keys_alone: bool = False,
+    ) -> Tensor:
+        """The output of the last layer, after the norm if one is given; keys and values are written
+        at the block's slots. With `keys_alone` a single layer writes these, and no more."""
+
+
+class Head(Protocol):
+    """A matrix from hidden states to logits; its rows may be replaced by others."""
+
+    weight_OD: Tensor
+
+    def takes(self, x_MD: Tensor) -> bool:
+        """Whether these states are of a step of decoding."""
+
+    def __call__(self, x_MD: Tensor, norm: Tensor | None = None) -> Tensor:
+        """Logits `[M, O]` in float32, after a norm if one is given."""
+
+    def likeliest(self, x_MD: Tensor, norm: Tensor) -> Tensor | None:
+        """The outputs `[M]` with the largest logits, without logits; None if it needs them."""
+
+    def choose(
+        self, x_RTD: Tensor, norm: Tensor | None = None, ids_O: Tensor | None = None
+    ) -> Chosen | None:
+        """The likeliest tokens, the first of equal ones, and their probabilities, both `[R, T]`,
+        without logits; None if it needs them. `ids_O` are the outputs' tokens; None is all."""
+
+
+class Fusing(Protocol):
+    """What joins shallow states and the deep ones before them for a fused adapter."""
+
+    def __call__(self, f_BND: Tensor, deep_BND: Tensor) -> Tensor:
+        """The input of the adapter's layer, `[B, N, D]`."""
+
+
+class Backend:
+    """What a target and its drafters run on. This one is the definition: transformers' modules and
+    tensors, on any device. `kangaroo/cpu` and `kangaroo/cuda` have the others.
+
+    Attributes:
+        name: in identities of what was measured.
+        is_compiled: whether it decodes in code made for this machine.
+        runs_layers: whether `layers`, `head` and `fusing` give anything.
+        records: whether a step's work is recorded, for which tensors need few shapes.
+        attends_last: whether it attends from the last tokens of a text without a mask.
+    """
+
+    name = "eager"
+    is_compiled = runs_layers = records = attends_last = False
+
+    def layers(self, weights: Sequence[LayerWeights], window: int = 0) -> Layers | None:
+        """Layers of these weights, which look back `window` positions; None leaves them to
+        modules."""
+        return None
+
+    def head(self, weight_OD: Tensor, rounds: bool = False) -> Head | None:
+        """A head of this weight; with `rounds` it may keep a copy in fewer bits for `likeliest`,
+        and the weight must not change."""
+        return None
+
+    def fusing(self, norms: Sequence[Tensor], weight: Tensor) -> Fusing | None:
+        """What joins states by two norms, `[D]`, and a projection `[D, 2 D]`."""
+        return None
+
+    def multiplies_bytes(self, dtype: torch.dtype) -> bool:
+        """Whether drafts can read weights in eight bits beside states of this format."""
+        return False
+
+    def embed(self, tokens_BN: Tensor, table: nn.Module) -> Tensor:
+        """The tokens' rows of the table, `[B, N, D]`."""
+        return table(tokens_BN)
+
+    def machine(self, device: torch.device) -> list[str | int]:
+        """The hardware and software that decide how long a pass takes."""
+        if device.type == "cuda":
+            return [torch.cuda.get_device_name(device), self.name]
+        return [torch.get_num_threads(), "torch " + torch.__version__]
+
+    def records_prompts(self, tokens: int) -> bool:
+        """Whether chunks of so many tokens of a prompt are recorded."""
+        return False
+
+    def width(self, tokens: int, most: int) -> int:
+        """The width of a pass over `tokens`: if it is recorded, a power of two or `most`."""
+        return tokens
+
+    def replay(
+        self,
+        caches: Sequence[KVCache],
+        key: Key,
+        work: Callable[..., Any] | None,
+        *inputs: Any,
+        tokens: int | None = None,
+        keep: bool = False,
+        rehearsal: Tensors | None = None,
+    ) -> Any:
+        """`work(*inputs)`, or the inputs if there is none; recorded and replayed where the backend
+        does so (`cuda/graphs.py`).
+
+        Args:
+            caches: all that the work reads or writes.
+            tokens: those of the work; by default of the first input, `[B, N, ...]`.
+            keep: the results outlive the next call with this key.
+            rehearsal: inputs for a trial, if a second run would leave another state than one.
+        """
+        return inputs if work is None else work(*inputs)
