@@ -65,7 +65,7 @@ def chat(
     """Answer each question as a turn of one conversation. An empty question begins a new one, and
     Ctrl-C stops an answer. A question that was stopped, is too long, or is no text is dropped."""
     system = [] if config.system is None else [Message(role="system", content=config.system)]
-    messages, batch = list(system), None
+    messages, session = list(system), None
     for question in questions:
         if not question.strip():
             messages = list(system)
@@ -76,10 +76,11 @@ def chat(
             prompt, limit = prompt_ids(tokenizer, messages), config.max_new_tokens
             engine.check(Request(prompt, limit))
             longest = len(prompt) + limit
-            if batch is None or batch.longest < longest:
-                # twice the room, since a new batch has to read the whole conversation again
-                batch = engine.open(1, max(longest, min(2 * longest, engine.lm.context)), sampling)
-            stream = engine.stream(prompt, limit, sampling, batch=batch)
+            if session is None or session.batch.longest < longest:
+                # twice the room, since a new session has to read the whole conversation again
+                room = max(longest, min(2 * longest, engine.lm.context))
+                session = engine.open(1, room, sampling)
+            stream = session.stream(Request(prompt, limit, sampling.seed))
             for text, drafted in pieces(iter(stream), tokenizer):
                 console.print(Text(text, style="green" if drafted else ""), end="", soft_wrap=True)
         except PromptError as error:

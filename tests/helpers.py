@@ -19,6 +19,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
+from kangaroo.engine.session import Session
 from kangaroo.engine.tree import Draft, Tree, Verdict
 from kangaroo.evaluation.methods import lent_to_transformers
 from kangaroo.heads import adapter_files
@@ -194,9 +195,10 @@ def texts_by(engine: Engine, prompts: Texts, *how: Any, **options: Any) -> Texts
 
 
 @torch.inference_mode()
-def admit_text(engine: Engine, batch: Batch, row: int, text: list[int], **options: Any) -> None:
+def admit_text(session: Session, row: int, text: list[int], **options: Any) -> None:
     """Let a row begin as if its prefill had given the last token of this text."""
-    engine.admit(batch, row, Request(text[:-1], max_new_tokens=10, **options))
+    session.admit(row, Request(text[:-1], max_new_tokens=10, **options))
+    batch = session.batch
     batch.texts[row][-1] = batch.tokens_BS[row, len(text) - 1] = text[-1]
     batch.done[row] = batch.done_B[row] = False
 

@@ -3,7 +3,7 @@
 Shapes: B rows, N draft nodes, P nodes of a path, V vocabulary.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,25 @@ from kangaroo.engine.verify import write
 from kangaroo.models.target import TargetModel
 
 
+class Stepper(Protocol):
+    """What steps a batch.
+
+    Attributes:
+        leaves_other_rows: whether a step leaves the state of a prompt that is being read.
+        rereads: cached prefix tokens that a drafter's `prefill` must see again.
+    """
+
+    leaves_other_rows: bool
+    rereads: int
+
+    def step(self, drafts: bool) -> list[StepRecord]:
+        """A step of all active rows, without drafts of one token each. Returns a record of each
+        row, without host time."""
+
+    def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
+        """Chunks that the drafter has to read of a prefix that a prompt shares with a row."""
+
+
 class TensorStepper:
     """Steps with any drafter on any device; for `keep` see `Engine.open`."""
 
@@ -30,11 +49,11 @@ class TensorStepper:
         self.rereads = drafter.rereads
 
     def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
-        """Chunks that the drafter has to read of a prefix that a prompt shares with a row."""
+        """See `Stepper`: the drafter reads `rereads` tokens again."""
         return []
 
     def step(self, drafts: bool) -> list[StepRecord]:
-        """Propose, verify, commit and observe. Returns a record of each row without host time."""
+        """Propose, verify, commit and observe."""
         drafter, batch, device = self.drafter, self.batch, self.lm.device
         started = mark(device)
         draft = drafter.propose(batch) if drafts else Draft.nothing(batch.last(1))

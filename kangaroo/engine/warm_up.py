@@ -33,15 +33,15 @@ def warm_up(engine: Engine, rows: int, longest: int) -> None:
     extents = [MIN_RECORDED << i for i in range(most.bit_length())]
     widths = [MIN_CHUNK, 2 * MIN_CHUNK, *extents]  # chunks of prompts are recorded, too
     lengths = [1, *(width + 1 for width in widths if width + 1 < most)]
-    batch = engine.open(rows, longest, Sampling())
+    session = engine.open(rows, longest, Sampling())
     for length, sampling, active in product(lengths, SAMPLINGS, sorted({1, rows})):
         for row, prompt in enumerate(text[:length] for text in texts[:active]):
             limit = min(longest - len(prompt), SHORT)
-            engine.admit(batch, row, Request(prompt, limit, sampling=sampling, ignore_eos=True))
+            session.admit(row, Request(prompt, limit, sampling=sampling, ignore_eos=True))
         for number in range(STEPS + 1):
-            if not all(batch.done):
-                engine.step(batch, drafts=number < STEPS)
+            if not all(session.batch.done):
+                session.step(drafts=number < STEPS)
         for row in range(active):
-            batch.stop(row)
+            session.batch.stop(row)
     seconds = time.perf_counter() - start
     log.info("graphs for %d rows recorded in %.0f s", rows, seconds)

@@ -83,12 +83,12 @@ def scores(logits_V: Tensor, sampling: Sampling, seed: int, position: int) -> Te
 def target_logits(lm: TargetModel, tokens: list[int]) -> Tensor:
     """float32 logits `[V]` of the token after `tokens`, computed as vanilla decoding does."""
     engine = Engine(lm, Vanilla())
-    batch = engine.open(1, len(tokens) + 1, Sampling())
-    engine.admit(batch, 0, Request(tokens, max_new_tokens=1))
+    session = engine.open(1, len(tokens) + 1, Sampling())
+    session.admit(0, Request(tokens, max_new_tokens=1))
     # the last token again, alone, since prefill and decoding round differently
     last_11 = torch.tensor([tokens[-1:]], device=lm.device)
     start_B = torch.tensor([len(tokens) - 1], device=lm.device)
-    meta = lm.forward_meta(Tree.chain(1, lm.device), start_B, len(tokens), batch.n_slots)
+    meta = lm.forward_meta(Tree.chain(1, lm.device), start_B, len(tokens), session.batch.n_slots)
     meta = replace(meta, recordable=False)  # a CUDA graph would be used once
-    x_BND, _ = lm.run(lm.embed(last_11), batch.cache, meta, range(lm.n_layers))
+    x_BND, _ = lm.run(lm.embed(last_11), session.batch.cache, meta, range(lm.n_layers))
     return lm.logits(x_BND)[0, 0].float()

@@ -237,12 +237,12 @@ def throughput(
 def tokens_per_second(engine: Engine, prompts: Prompts, new_tokens: int) -> float:
     """Decoding speed of a batch, past any EOS, until its first text is complete."""
     device, longest = engine.lm.device, max(map(len, prompts)) + new_tokens
-    batch = engine.open(len(prompts), longest, Sampling())
+    session = engine.open(len(prompts), longest, Sampling())
     for row, prompt in enumerate(prompts):
-        engine.admit(batch, row, Request(prompt, new_tokens, ignore_eos=True))
+        session.admit(row, Request(prompt, new_tokens, ignore_eos=True))
     written, start = 0, now(device)
-    while not any(batch.done):
-        written += sum(len(record.tokens) for record in engine.step(batch))
+    while not any(session.batch.done):
+        written += sum(len(record.tokens) for record in session.step())
     return written / (now(device) - start)
 
 

@@ -13,14 +13,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request, StepRecord
 from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.session import Prompt, Session
 from kangaroo.utils.errors import KangarooError, PromptError
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Job:
         self.arrived = 0.0  # the time of its submission, by the same clock
         self.due: float | None = None  # the time at which its first token is due, once computed
         self.row: int | None = None  # None while it waits
-        self.chunks: Generator[Generation | None, None, None] | None = None  # of its prefill
+        self.prompt: Prompt | None = None  # while it enters
         self.generation: Generation | None = None  # None until the prefill is complete
         self.written: list[int] = []
         self.resumed = replace(self.request, written=self.written)  # continues the written tokens
@@ -144,15 +144,15 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            batch = self._open()
+            session = self._open()
             while True:
                 with self.changed:
                     self.changed.wait_for(lambda: self.jobs or self.closing)
                 if not self.jobs:
                     return
-                if not self._round(batch):
+                if not self._round(session):
                     self._suspect_all()
-                    batch = self._open()
+                    session = self._open()
         except Exception as error:  # no job may wait for a dead thread
             log.exception("decoding has failed")
             with self.changed:
@@ -160,24 +160,24 @@ class Scheduler:
             for job in list(self.jobs):
                 self._end(job, STOPPED)
 
-    def _open(self) -> Batch:
+    def _open(self) -> Session:
         for _ in range(OPENINGS - 1):
             try:
                 return self.engine.open(self.max_batch_size, self.max_model_len, Sampling())
             except Exception:
-                log.exception("no batch could be opened; once more")
+                log.exception("no session could be opened; once more")
             time.sleep(PAUSE)
         return self.engine.open(self.max_batch_size, self.max_model_len, Sampling())
 
-    def _round(self, batch: Batch) -> bool:
+    def _round(self, session: Session) -> bool:
         """Prefill a chunk of one prompt, and step all texts. Returns whether that succeeded. (After
         the return, no traceback holds memory of the failed step.)"""
         try:
             for job in list(self.jobs):
                 if job.cancelled or time.monotonic() > job.deadline:
-                    self._end(job, CANCELLED if job.cancelled else TIMEOUT, batch)
-            self._prefill(batch)
-            self._step(batch)
+                    self._end(job, CANCELLED if job.cancelled else TIMEOUT, session)
+            self._prefill(session)
+            self._step(session)
         except Exception:
             log.exception("a step has failed; each text goes on alone")
             return False
@@ -193,29 +193,29 @@ class Scheduler:
                 job.suspect = True
 
     def _leave(self, job: Job) -> int | None:
-        """Take a job from its row, and return the row, which the batch has to stop."""
+        """Take a job from its row, and return the row, which the session has to stop."""
         row, job.row = job.row, None
-        job.chunks = job.generation = None
+        job.prompt = job.generation = None
         if row is not None:
             self.idle.append(row)
         return row
 
-    def _end(self, job: Job, failure: str, batch: Batch | None = None) -> None:
+    def _end(self, job: Job, failure: str, session: Session | None = None) -> None:
         """End a job whose text is unfinished."""
         row = self._leave(job)
         self.jobs.remove(job)
         self._notify(job, Event([], finish=failure))
-        if batch is not None and row is not None:
-            batch.stop(row)
+        if session is not None and row is not None:
+            session.batch.stop(row)
 
     @contextmanager
-    def _ending(self, batch: Batch, job: Job) -> Iterator[None]:
+    def _ending(self, session: Session, job: Job) -> Iterator[None]:
         """End only this job if an error occurs in the context."""
         try:
             yield
         except Exception:
             log.exception("a request has failed")
-            self._end(job, FAILED, batch)
+            self._end(job, FAILED, session)
 
     def _readable(self) -> list[Job]:
         """The jobs whose prompts can be read now; a suspect is alone in the batch."""
@@ -226,57 +226,59 @@ class Scheduler:
             return entering if len(waiting) < len(jobs) else suspects[:1]
         return entering + (waiting if self.idle else [])
 
-    def _prefill(self, batch: Batch) -> None:
+    def _prefill(self, session: Session) -> None:
         """Read the next chunk of the prompt that is due first."""
         due: dict[Job, float] = {}
         for job in self._readable():
-            with self._ending(batch, job):
+            with self._ending(session, job):
                 if job.due is None:
                     text = job.resumed.text
-                    unread = len(text) - self.engine.match_prefix(batch, 0, text)[1]
+                    unread = len(text) - session.match_prefix(0, text)[1]
                     seconds = self.read_seconds / max(self.read_tokens, 1)
                     job.due = job.arrived + unread * seconds
                 due[job] = job.due
         if not due:
             return
         job = min(due, key=due.__getitem__)
-        with self._ending(batch, job):
-            job.generation = generation = next(job.chunks or self._admit(batch, job))
+        with self._ending(session, job):
+            prompt = job.prompt or self._admit(session, job)
+            job.generation = generation = prompt.advance()
             if generation is not None:
                 self.read_tokens += len(job.resumed.text) - generation.reused
                 self.read_seconds += generation.prefill_seconds
                 self._record(job, generation, generation.steps[0])
 
-    def _admit(self, batch: Batch, job: Job) -> Generator[Generation | None, None, None]:
+    def _admit(self, session: Session, job: Job) -> Prompt:
         """Give a waiting job the free row whose text it continues, or the least recently used one.
-        Returns the chunks of its prefill."""
+        Returns its prompt there."""
+        batch = session.batch
         shared = {row: batch.common_prefix(row, job.resumed.text) for row in self.idle}
         row = max(shared, key=shared.__getitem__)
         if 2 * shared[row] <= len(batch.texts[row]):
             row = self.idle[0]
-        job.chunks = self.engine.prefill_chunks(batch, row, job.resumed)
+        job.prompt = Prompt(session, row, job.resumed)
         job.row = row
         self.idle.remove(row)
-        return job.chunks
+        return job.prompt
 
-    def _step(self, batch: Batch) -> None:
+    def _step(self, session: Session) -> None:
         """Step all texts. They draft nothing while a prompt can be read, since longer steps between
         its chunks would delay its first token. A suspect drafts, since that may be what failed."""
         running = [(job, job.generation) for job in self.jobs if job.state == "running"]
         if not running:
             return
         suspect = running[0][0] if running[0][0].suspect else None
-        records = self.engine.step(batch, drafts=suspect is not None or not self._readable())
+        records = session.step(drafts=suspect is not None or not self._readable())
         for job, generation in running:
             assert job.row is not None and generation is not None
-            with self._ending(batch, job):
-                self.engine.record(batch, job.row, records[job.row], job.request, generation)
+            with self._ending(session, job):
+                session.record(job.row, records[job.row], job.request, generation)
                 self._record(job, generation, records[job.row])
         if suspect is not None:
             suspect.suspect, row = False, suspect.row
             if row is not None and any(job.suspect for job in self.jobs):
                 self._leave(suspect)  # until the others have made their steps
-                batch.stop(row)
+                session.batch.stop(row)
 
     def _record(self, job: Job, generation: Generation, record: StepRecord) -> None:
         """Notify a job of its step; after the last one, free its row."""

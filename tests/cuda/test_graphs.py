@@ -20,11 +20,11 @@ from kangaroo.cuda.graphs import Graphs
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import clock
-from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import KVCache
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.session import Session
 from kangaroo.engine.warm_up import warm_up
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.export import draft_model
@@ -168,33 +168,34 @@ def test_recording_takes_none_of_the_steps_time(monkeypatch):
     assert seconds[0] >= 4000 and done.seconds == pytest.approx(0, abs=1e-6)
 
 
-def written_out(engine: Engine, batch: Batch, prompts: list[list[int]], **options) -> None:
+def written_out(session: Session, prompts: list[list[int]], **options) -> None:
     """Steps until the texts of these prompts, one a row, have ended."""
     for row, prompt in enumerate(prompts):
-        engine.admit(batch, row, Request(prompt, ignore_eos=True, **options))
-    while not all(batch.done):
-        engine.step(batch)
+        session.admit(row, Request(prompt, ignore_eos=True, **options))
+    while not all(session.batch.done):
+        session.step()
 
 
-def growing(engine: Engine, batch: Batch, seed: int) -> None:
+def growing(session: Session, seed: int) -> None:
     """Some steps at many lengths of a text, from 1 to 2000 slots."""
     (text,) = random_prompts(2000, seed=seed)
     for length in (1, 150, 300, 700, 1300, 1980):
-        written_out(engine, batch, [text[:length]], max_new_tokens=8)
+        written_out(session, [text[:length]], max_new_tokens=8)
 
 
 @pytest.mark.parametrize("name, most", [("kangaroo", 36), ("hybrid-tree", 100)])
 def test_a_growing_text_is_recorded_anew_at_powers_of_two_alone(name, most):
     lm = graphed(tiny(max_position_embeddings=4096))
     engine = Engine(lm, DRAFTERS[name](Case(lm, adapter_for(lm), [])))
-    batch = engine.open(1, 2000, Sampling())
+    session = engine.open(1, 2000, Sampling())
+    batch = session.batch
     recorded = lm.backend.graphs.recorded
-    growing(engine, batch, seed=0)
+    growing(session, seed=0)
     shapes = [part for key in recorded for part in key if isinstance(part, torch.Size)]
     masks = {shape[-1] for shape in shapes if len(shape) == 4 and shape[1] == 1}
     assert masks == {256, 512, 1024, batch.n_slots} and len(recorded) <= most
     before = set(recorded)
-    growing(engine, batch, seed=1)
+    growing(session, seed=1)
     further = len(set(recorded) - before)
     assert further <= (0 if name == "kangaroo" else most // 4)  # of other widths
 
@@ -224,14 +225,14 @@ def test_a_round_is_few_launches(name, monkeypatch):
     monkeypatch.setattr(Tape, "replay", replay)
     lm = graphed(tiny())
     engine = Engine(lm, DRAFTERS[name](Case(lm, adapter_for(lm), [])))
-    batch = engine.open(1, 200, Sampling(temperature=0.7))
-    engine.admit(batch, 0, Request(random_prompts(60)[0], 140))
+    session = engine.open(1, 200, Sampling(temperature=0.7))
+    session.admit(0, Request(random_prompts(60)[0], 140))
     counts = []
     for _ in range(24):
         before = len(lm.backend.graphs.recorded)
         replays.clear(), others.clear()
         with Launches():
-            engine.step(batch)
+            session.step()
         if len(lm.backend.graphs.recorded) == before:
             counts.append((len(replays), len(others)))
     assert len(counts) > 6
@@ -244,10 +245,10 @@ def test_what_was_warmed_up_is_not_recorded_again():
     engine = Engine(lm, helpers.chain_of(lm, adapter_for(lm), 2, 0.0), prefix_cache=True)
     warm_up(engine, rows, longest)
     recorded = set(lm.backend.graphs.recorded)
-    batch = engine.open(rows, longest, Sampling())
+    session = engine.open(rows, longest, Sampling())
     for sampling, length in itertools.product((Sampling(), Sampling(1.4)), (5, 270)):
         prompts = random_prompts(*[length] * rows)
-        written_out(engine, batch, prompts, max_new_tokens=9, sampling=sampling)
+        written_out(session, prompts, max_new_tokens=9, sampling=sampling)
     assert recorded and set(lm.backend.graphs.recorded) == recorded
     native = Engine(tiny().compile_for_decoding(), Vanilla())
     warm_up(native, 2, 100)

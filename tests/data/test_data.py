@@ -165,7 +165,7 @@ def test_every_token_keeps_the_distribution_that_it_was_chosen_from(kind, native
     requests = [Request(prompt, limit, seed) for seed, (prompt, limit) in enumerate(limits)]
     engine, sampling = Engine(lm, drafters[kind]()), Sampling(temperature=temperature)
     done = dict(engine.completions(requests, sampling, 2, keep=6))
-    assert isinstance(engine.stepper, CpuStepper) == (native and kind != "tree")
+    assert isinstance(engine.session.stepper, CpuStepper) == (native and kind != "tree")
     for index, generation in done.items():
         assert len(generation.teacher) == len(generation.tokens) > 0
         p_MV = forward_logits(lm, prompts[index] + generation.tokens).softmax(-1)

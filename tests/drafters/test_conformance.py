@@ -91,11 +91,12 @@ def test_steps_without_drafts_in_between_change_no_text(drafter, family):
     """A server asks for them while prompts enter."""
     case = cases.case_of(family, "sampled")
     engine = Engine(case.lm, DRAFTERS[drafter](case))
-    batch = engine.open(len(PROMPTS), max(map(len, case.texts)), SAMPLINGS["sampled"])
+    session = engine.open(len(PROMPTS), max(map(len, case.texts)), SAMPLINGS["sampled"])
+    batch = session.batch
     for row, (prompt, how) in enumerate(zip(PROMPTS, cases.samplings("sampled"), strict=True)):
-        engine.admit(batch, row, Request(prompt, NEW_TOKENS, how.seed))
+        session.admit(row, Request(prompt, NEW_TOKENS, how.seed))
     for number in itertools.count():
-        records = engine.step(batch, drafts=number % 4 > 1)
+        records = session.step(drafts=number % 4 > 1)
         assert number % 4 > 1 or not any(record.drafted for record in records)
         if all(batch.done):
             break
@@ -144,7 +145,7 @@ def test_drafts_in_int8_are_exact_too(name, sampling, monkeypatch):
         done = engine.generate(LONGER, NEW_TOKENS, how, batch_size=2)
         assert [p + x.tokens for p, x in zip(LONGER, done, strict=True)] == case.texts
         rounds.append(sum(map(len, cases.rounds_of(done))))
-    drafting = engine.stepper.drafting
+    drafting = engine.session.stepper.drafting
     uses_int8 = getattr(drafting, "second", drafting).int8 is not None
     assert uses_int8 == case.lm.backend.multiplies_bytes(torch.bfloat16)
     assert rounds[1] <= 1.1 * rounds[0] + 2
@@ -169,7 +170,7 @@ def rounds_of_both(name: str, sampling: str, hf, draft_cost: float | None = None
             drafter.draft_cost = draft_cost
         engine = Engine(lm, drafter)
         done = engine.generate(PROMPTS, NEW_TOKENS, SAMPLINGS[sampling], batch_size=2)
-        assert isinstance(engine.stepper, stepper)
+        assert isinstance(engine.session.stepper, stepper)
         rounds.append(cases.rounds_of(done))
     return rounds
 
@@ -195,7 +196,7 @@ def test_native_rounds_leave_rejection_to_the_tensors():
     lm = tiny().compile_for_decoding()
     engine = Engine(lm, cases.kangaroo(lm))
     engine.open(1, 20, Sampling(temperature=1.0, rule=Rule.rejection))
-    assert isinstance(engine.stepper, TensorStepper)
+    assert isinstance(engine.session.stepper, TensorStepper)
 
 
 HALF, HALF16, WHOLE = torch.bfloat16, torch.float16, torch.float32

@@ -31,10 +31,10 @@ def test_drafting_stops_exactly_where_confidence_falls_to_the_threshold(case, mo
     monkeypatch.setattr(Kangaroo, "reading", lambda *_: next(after_tokens))
     drafter = chain_of(case.lm, case.adapter, steps=6, threshold=0.5)  # 0.5 itself stops
     engine = Engine(case.lm, drafter)
-    batch = engine.open(rows, 60, SAMPLINGS["sampled"])
+    session = engine.open(rows, 60, SAMPLINGS["sampled"])
     for row in range(rows):
-        engine.admit(batch, row, Request(PROMPTS[row], 15, seed=row))
-    assert [record.drafted for record in engine.step(batch)] == [3, 6, 1][:rows]
+        session.admit(row, Request(PROMPTS[row], 15, seed=row))
+    assert [record.drafted for record in session.step()] == [3, 6, 1][:rows]
     assert len(list(after_tokens)) == (3 if rows == 1 else 0)  # ends with the last row
 
 
@@ -191,8 +191,9 @@ def test_a_draft_of_its_own_that_was_not_verified_changes_nothing():
     """Another drafter's was; the window's next levels are then unknown."""
     lm, drafter = tiny(), Lookahead(LookaheadConfig(window=3, ngram=3, guesses=2))
     engine = Engine(lm, drafter)
-    batch = engine.open(1, 60, Sampling())
-    engine.admit(batch, 0, Request(random_prompts(9)[0], 20))
+    session = engine.open(1, 60, Sampling())
+    batch = session.batch
+    session.admit(0, Request(random_prompts(9)[0], 20))
     first = drafter.propose(batch)
     window, pool = drafter.window_BJW.clone(), drafter.pool_BPN.clone()
     drafter.observe(batch, Draft.listed(batch.last(1), {0: ([1, 2], [0, 1])}), None, {})

@@ -64,8 +64,9 @@ def test_a_draft_ends_with_what_ends_the_text():
     drafter = Hybrid(lm, adapter_for(lm), HybridConfig(threshold=0, nodes=NODES))
     engine = Engine(lm, cases.with_costs(drafter, COSTS))
     for ignored, expected in (False, [3, 5]), (True, [3, 5, 4, 1, 2, 3]):
-        batch = engine.open(1, 60, Sampling())
-        admit_text(engine, batch, 0, [1, 2, 3, 5, 4, 1, 2], ignore_eos=ignored)
+        session = engine.open(1, 60, Sampling())
+        batch = session.batch
+        admit_text(session, 0, [1, 2, 3, 5, 4, 1, 2], ignore_eos=ignored)
         assert drafter.update_sources(batch, 0).lookups[0].tokens == expected
 
 
@@ -82,16 +83,17 @@ def test_what_a_text_has_taught_is_forgotten_with_it_but_for_the_store(compiled)
     options = HybridConfig(threshold=0, nodes=NODES, recycle=True, store_tokens=100)
     drafter = Hybrid(case.lm, case.adapter, options)
     engine = Engine(case.lm, cases.with_costs(drafter, COSTS))
-    batch, steps = engine.open(1, 80, Sampling()), []
+    session, steps = engine.open(1, 80, Sampling()), []
+    batch = session.batch
     for turn in range(3):
-        engine.admit(batch, 0, Request(PROMPTS[1], NEW_TOKENS))
+        session.admit(0, Request(PROMPTS[1], NEW_TOKENS))
         sources = drafter.update_sources(batch, 0)
         assert shifts(sources) == STARTS
         assert len(sources.recycled.matrix) == len(set(batch.texts[0][:-1]))
         assert len(drafter.store.tokens) == turn * (NEW_TOKENS + 1)
         steps.append(0)
         while not batch.done[0]:
-            engine.step(batch)
+            session.step()
             steps[-1] += 1
         assert shifts(drafter.update_sources(batch, 0)) != STARTS
     assert steps[1] == steps[2] == -(-NEW_TOKENS // (1 + NODES))  # the same answer is stored

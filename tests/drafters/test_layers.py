@@ -121,7 +121,7 @@ def test_swift_ends_its_search_at_its_goal_and_after_its_proposals():
         drafter = SwiftConfig(steps=2, threshold=0, **options).build(lm)
         engine = Engine(lm, drafter)
         engine.generate(random_prompts(5), 40)
-        of_row = drafter.rows.get(0, engine.batch.texts[0])
+        of_row = drafter.rows.get(0, engine.session.batch.texts[0])
         assert of_row.proposals_left == 0 and len(of_row.tried) <= options.get("proposals", 1)
 
 

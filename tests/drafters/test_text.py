@@ -159,14 +159,15 @@ def test_every_verified_node_says_the_targets_likeliest_tokens(compiled):
     lm = tiny()
     lm = lm.compile_for_decoding() if compiled else lm
     engine = Engine(lm, TokenRecycling(9), always_drafts=True)
-    batch = engine.open(2, 80, Sampling(temperature=1.0))
+    session = engine.open(2, 80, Sampling(temperature=1.0))
+    batch = session.batch
     for row, prompt in enumerate(random_prompts(5, 30)):
-        engine.admit(batch, row, Request(prompt * 2, 12))
+        session.admit(row, Request(prompt * 2, 12))
     nodes = 0
     for _ in range(6):
         trees = [engine.drafter.tree_of(batch, row) for row in range(2)]
         texts = [list(text) for text in batch.texts]
-        engine.step(batch)
+        session.step()
         for text, (tokens, parents), verified in zip(texts, trees, batch.verified, strict=True):
             paths = [text]
             for token, parent in zip(tokens, parents, strict=True):

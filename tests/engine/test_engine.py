@@ -12,10 +12,10 @@ from engine_cases import HOT, NEW_TOKENS, PROMPTS, Letters, continuations, fresh
 from helpers import Scripted, adapter_for, oracle, random_prompts, texts_by, tiny, vanilla_texts
 
 from kangaroo.drafters.vanilla import Vanilla
-from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.engine.session import Prompt, Session
 from kangaroo.utils.errors import ConfigError, PromptError
 
 
@@ -32,8 +32,8 @@ def requests_of(*limits: int) -> list[Request]:
     return [Request(prompt, limit, seed=HOT.seed + i) for i, (prompt, limit) in pairs]
 
 
-def step(engine: Engine, batch: Batch, written: list[list[int]]) -> None:
-    for tokens, record in zip(written, engine.step(batch), strict=True):
+def step(session: Session, written: list[list[int]]) -> None:
+    for tokens, record in zip(written, session.step(), strict=True):
         tokens += record.tokens
 
 
@@ -91,12 +91,12 @@ def test_settings_that_cannot_work_are_refused_by_name(case):
             Request([5], 1, seed)
     for drafter in (Vanilla(), DRAFTERS["kangaroo"](case)):
         engine = Engine(case.lm, drafter)
-        batch = engine.open(1, 20, Sampling(temperature=1, rule=Rule.rejection))
-        engine.admit(batch, 0, Request([1] * 15, 5))
+        session = engine.open(1, 20, Sampling(temperature=1, rule=Rule.rejection))
+        session.admit(0, Request([1] * 15, 5))
         with pytest.raises(PromptError, match=r"texts of 20 tokens.*has 15 and 6 new"):
-            engine.admit(batch, 0, Request([1] * 15, 6))
+            session.admit(0, Request([1] * 15, 6))
         with pytest.raises(ConfigError, match=r"under sampling\.rule=rejection cannot have sampl"):
-            engine.admit(batch, 0, Request([1, 2], 3, sampling=HOT))
+            session.admit(0, Request([1, 2], 3, sampling=HOT))
         assert engine.generate([], 5) == []
 
 
@@ -105,22 +105,23 @@ def test_a_prompt_may_enter_in_parts_while_others_are_decoding(request, which, n
     """The longest one, in a row that another text has used before, beside rows never taken."""
     case = request.getfixturevalue(which)
     engine = Engine(case.lm, DRAFTERS[name](case), prefill_chunk=2)
-    batch, requests = engine.open(2, 60, HOT), requests_of(*[NEW_TOKENS] * 3)
-    before = engine.admit(batch, 1, replace(requests[0], max_new_tokens=6)).tokens
+    session, requests = engine.open(2, 60, HOT), requests_of(*[NEW_TOKENS] * 3)
+    batch = session.batch
+    before = session.admit(1, replace(requests[0], max_new_tokens=6)).tokens
     while not batch.done[1]:
-        never_taken, record = engine.step(batch)
+        never_taken, record = session.step()
         before += record.tokens
         assert not (never_taken.tokens or never_taken.accepted or never_taken.drafted)
     assert before == continuations(case)[0][:6]
-    written = [engine.admit(batch, 0, replace(requests[1], max_new_tokens=40)).tokens, []]
-    parts = engine.prefill_chunks(batch, 1, requests[2])
+    written = [session.admit(0, replace(requests[1], max_new_tokens=40)).tokens, []]
+    parts = Prompt(session, 1, requests[2])
     while not written[1]:
-        if (entered := next(parts)) is None:
-            step(engine, batch, written)
+        if (entered := parts.advance()) is None:
+            step(session, written)
         else:
             written[1] = entered.tokens
     while not all(batch.done):
-        step(engine, batch, written)
+        step(session, written)
     assert written[0][:NEW_TOKENS] == continuations(case)[1]
     assert len(written[0]) == 40 and written[1] == continuations(case)[2]
 
@@ -141,14 +142,14 @@ def test_a_text_goes_on_in_another_batch_as_it_would_have(case, name, count):
 
 def test_a_prompt_that_is_given_up_halfway_leaves_its_row_free(case):
     engine = Engine(case.lm, DRAFTERS["kangaroo"](case), prefill_chunk=2)
-    batch = engine.open(1, 60, HOT)
-    parts = engine.prefill_chunks(batch, 0, Request(PROMPTS[-1], NEW_TOKENS))
-    next(parts)
-    parts.close()
-    assert batch.done == [True] and not engine.step(batch)[0].tokens
-    written = [engine.admit(batch, 0, requests_of(NEW_TOKENS)[0]).tokens]
+    session = engine.open(1, 60, HOT)
+    batch = session.batch
+    parts = Prompt(session, 0, Request(PROMPTS[-1], NEW_TOKENS))
+    parts.advance()
+    assert batch.done == [True] and not session.step()[0].tokens
+    written = [session.admit(0, requests_of(NEW_TOKENS)[0]).tokens]
     while not all(batch.done):
-        step(engine, batch, written)
+        step(session, written)
     assert written == continuations(case)[:1]
 
 
@@ -181,16 +182,14 @@ def test_streams_take_turns_and_one_whose_place_is_taken_is_refused_not_mixed_up
     assert len(list(other)) == 8
     with pytest.raises(ConfigError, match="one batch, or one stream, at a time"):
         list(left.tokens)
-    batch = engine.open(1, 40, Sampling())  # in one batch they take its row one after another
-    left, other = (engine.stream(prompt, 8, batch=batch) for prompt in (first, second))
+    session = engine.open(1, 40, Sampling())  # in one session they take its row one after another
+    left, other = (session.stream(Request(prompt, 8)) for prompt in (first, second))
     assert second + [token.id for token in other] == vanilla_texts(lm, [second], 8)[0]
     with pytest.raises(ConfigError, match="one batch, or one stream, at a time"):
         list(left.tokens)
-    with pytest.raises(ConfigError, match=r"opened with .*temperature=2.* 1 rows and"):
-        engine.stream(first, 8, HOT, batch=batch)
     engine.open(1, 40, Sampling())
     with pytest.raises(ConfigError, match="one batch, or one stream, at a time"):
-        engine.stream(first, 8, batch=batch)
+        session.stream(Request(first, 8))
 
 
 @pytest.fixture

@@ -60,11 +60,10 @@ class Syncs(TorchDispatchMode):
 
 
 def begun(lm, drafter, sampling: Sampling, prompts):
-    engine = Engine(lm, drafter)
-    batch = engine.open(len(prompts), 60, sampling)
+    session = Engine(lm, drafter).open(len(prompts), 60, sampling)
     for row, prompt in enumerate(prompts):
-        engine.admit(batch, row, Request(prompt, 30, seed=HOT.seed + row))
-    return engine, batch
+        session.admit(row, Request(prompt, 30, seed=HOT.seed + row))
+    return session
 
 
 def test_the_counter_of_syncs_sees_them():
@@ -85,10 +84,10 @@ def test_no_host_sync_in_a_step_beyond_those_the_design_names(
     """One copy of the new tokens; for a threshold one read for each drafted token but the last."""
     steps, lm = 4, graphed(tiny()) if recorded else eager_case.lm
     drafter = Vanilla() if name == "vanilla" else chain_of(lm, adapter_for(lm), steps, threshold)
-    engine, batch = begun(lm, drafter, sampling, random_prompts(3, 5, 1, 9)[:rows])
+    session = begun(lm, drafter, sampling, random_prompts(3, 5, 1, 9)[:rows])
     for _ in range(5):
         with Syncs() as syncs:
-            records = engine.step(batch)
+            records = session.step()
         reads = min(max(record.drafted for record in records), steps - 1) if threshold else 0
         assert syncs.counts["tolist"] == syncs.total == 1 + reads, syncs.counts
 
@@ -108,11 +107,11 @@ def test_a_drafted_tree_waits_once_for_its_size_and_for_each_level_that_may_be_t
         return replay(batch, key, *args, **how)
 
     monkeypatch.setattr(drafter, "replay", counted)
-    engine, batch = begun(lm, drafter, HOT, random_prompts(3, 5, 1, 9)[:rows])
+    session = begun(lm, drafter, HOT, random_prompts(3, 5, 1, 9)[:rows])
     for _ in range(5):
         levels.clear()
         with Syncs() as syncs:
-            engine.step(batch)
+            session.step()
         reads = min(len(levels), steps - 1) if threshold else 0
         assert syncs.counts["tolist"] == 1 + reads and syncs.total == 2 + reads, syncs.counts
 
@@ -122,11 +121,11 @@ def test_a_hybrids_round_waits_once_more_for_each_drafted_token(eager_case, monk
     chains, add = [], DraftedChain.add
     spy = lambda chain, ranked: chains.append(chain) or add(chain, ranked)  # noqa: E731
     monkeypatch.setattr(DraftedChain, "add", spy)
-    engine, batch = begun(eager_case.lm, DRAFTERS["hybrid-tree"](eager_case), HOT, PROMPTS[:rows])
+    session = begun(eager_case.lm, DRAFTERS["hybrid-tree"](eager_case), HOT, PROMPTS[:rows])
     for _ in range(4):
         chains.clear()
         with Syncs() as syncs:
-            engine.step(batch)
+            session.step()
         drafted = max(len(chain.tokens) for chain in chains)
         assert syncs.counts["tolist"] == syncs.total == 1 + drafted
 
@@ -135,9 +134,9 @@ def test_a_hybrids_round_waits_once_more_for_each_drafted_token(eager_case, monk
     "name", "prompt-lookup rest-tree suffix lookahead-tree token-recycling-tree".split()
 )
 def test_drafts_from_text_or_from_the_pool_wait_for_no_device(eager_case, name):
-    engine, batch = begun(eager_case.lm, DRAFTERS[name](eager_case), HOT, PROMPTS)
+    session = begun(eager_case.lm, DRAFTERS[name](eager_case), HOT, PROMPTS)
     for _ in range(4):
         with Syncs() as syncs:
-            engine.step(batch)
+            session.step()
         # Token Recycling reads what is likeliest
         assert syncs.total == 1 + (name == "token-recycling-tree"), syncs.counts

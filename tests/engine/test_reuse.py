@@ -72,7 +72,7 @@ def converse(engine: Engine, talks: list[list[Turn]], sampling: Sampling) -> lis
 
 
 def reused_by(engine: Engine, count: int) -> int:
-    return max(count - engine.stepper.rereads, 0) * engine.prefix_cache
+    return max(count - engine.session.stepper.rereads, 0) * engine.prefix_cache
 
 
 def engines(drafter: str, case: Case) -> list[Engine]:
@@ -103,20 +103,21 @@ def share(engine: Engine, sampling: Sampling) -> tuple[list[tuple[list[int], Gen
     read, and of one that was written to; of all that another row is writing. Each with its prompt,
     in rows that had other texts. And how long the longest text is that the last one begins like."""
     (prompt, other, more) = random_prompts(37, 20, 9, seed=11)
-    batch, admitted = engine.open(4, LONGEST, sampling), []
+    session, admitted = engine.open(4, LONGEST, sampling), []
+    batch = session.batch
     running: dict[int, tuple[Request, Generation]] = {}
 
     def admit(row: int, prompt: list[int], new_tokens: int) -> Generation:
         request = Request(prompt, new_tokens, sampling.seed)
-        running[row] = request, (generation := engine.admit(batch, row, request))
+        running[row] = request, (generation := session.admit(row, request))
         admitted.append((prompt, generation))
         return generation
 
     def step(count: int) -> None:
         for _ in range(count):
-            records = engine.step(batch)
+            records = session.step()
             for row, (request, generation) in running.items():
-                engine.record(batch, row, records[row], request, generation)
+                session.record(row, records[row], request, generation)
 
     for row in (1, 2, 3):
         admit(row, other[row:], 1)
@@ -170,15 +171,16 @@ def test_a_layer_reads_what_was_written_without_drafts():
     lm, (first, more), keys = lm_of("llama-compiled"), random_prompts(20, 7), []
     (text,) = vanilla_texts(lm, [first], 30)
     for engine in engines("kangaroo", Case(lm, adapter_for(lm), [])):
-        batch = engine.open(1, LONGEST, Sampling())
-        generation = engine.admit(batch, 0, Request(first, 30))
+        session = engine.open(1, LONGEST, Sampling())
+        batch = session.batch
+        generation = session.admit(0, Request(first, 30))
         while not generation.finish:
-            (record,) = engine.step(batch, drafts=False)
-            engine.record(batch, 0, record, Request(first, 30), generation)
-        assert engine.stepper.buffers.unread[0] == 29
-        generation = engine.admit(batch, 0, Request(text + more, 10))
+            (record,) = session.step(drafts=False)
+            session.record(0, record, Request(first, 30), generation)
+        assert engine.session.stepper.buffers.unread[0] == 29
+        generation = session.admit(0, Request(text + more, 10))
         assert generation.reused == (len(text) - 2) * engine.prefix_cache
-        engine.step(batch)
+        session.step()
         both = (batch.cache, engine.drafter.cache)
         keys.append([x for cache in both for x in (*cache.keys, *cache.values)])
     for read, reused in zip(*keys, strict=True):
@@ -204,10 +206,10 @@ def test_a_fused_layers_keys_go_on_from_the_deep_states_of_another_row():
 def test_prompts_that_nobody_drafts_from_do_not_pile_up():
     lm = lm_of("llama-compiled")
     engine = Engine(lm, chain_of(lm, adapter_for(lm)), prefill_chunk=CHUNK)
-    batch = engine.open(2, LONGEST, Sampling())
+    session = engine.open(2, LONGEST, Sampling())
     for seed in range(6):
         for row, prompt in enumerate(random_prompts(40, 9, seed=seed)):
-            engine.admit(batch, row, Request(prompt, 1))
+            session.admit(row, Request(prompt, 1))
     assert len(engine.drafter.prompts) == 2  # the last chunks of the last two
 
 

@@ -185,7 +185,7 @@ def test_native_code_draws_the_same_at_the_extremes_each_row_by_its_own():
     native.lm.compile_for_decoding()
     expected = dict(by_tensors.completions(requests, Sampling(), len(requests)))
     texts = dict(native.completions(requests, Sampling(), len(requests)))
-    assert isinstance(native.stepper, CpuStepper)
+    assert isinstance(native.session.stepper, CpuStepper)
     (greedy,) = native.generate([prompt], 12)
     for row, (sampling, likeliest) in enumerate(EXTREMES):
         assert texts[row].tokens == expected[row].tokens, sampling

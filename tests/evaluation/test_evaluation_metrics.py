@@ -120,7 +120,7 @@ def test_a_metric_that_is_added_in_one_place_is_in_every_result(tmp_path, monkey
 def footprint_of(lm, drafter):
     engine = Engine(lm, drafter)
     engine.generate(random_prompts(5), 8)
-    return footprint(drafter, [lm, engine.batch])
+    return footprint(drafter, [lm, engine.session.batch])
 
 
 def test_kangaroos_adapter_cache_and_states_count_and_the_shared_head_does_not():

@@ -129,8 +129,7 @@ def test_each_outside_library_has_its_place():
     assert users("hydra") | users("omegaconf") <= cli
     assert {name.rsplit("_", 1)[0] for name in users("triton")} == {"kangaroo.cuda.kernels"}
     beside_cpu = {name for name in users("ctypes") if not name.startswith("kangaroo.cpu.")}
-    handing_over = {"engine.acceleration", "engine.cache", "training.distill"}
-    assert beside_cpu - {"kangaroo.utils.memory"} == {f"kangaroo.{name}" for name in handing_over}
+    assert beside_cpu == {"kangaroo.utils.memory"}
 
 
 @pytest.mark.parametrize("library", ["deepspeed", "gguf", "pydivsufsort", "wandb", "xllamacpp"])

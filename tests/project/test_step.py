@@ -16,9 +16,9 @@ PACKAGE = ROOT / "kangaroo"
 
 def executed(engine, sampling):
     """The files with a function that runs in a text's steps after the first, by their paths."""
-    batch, files = engine.open(1, 64, sampling), set()
-    engine.admit(batch, 0, Request(random_prompts(20)[0], 40, ignore_eos=True))
-    engine.step(batch)
+    session, files = engine.open(1, 64, sampling), set()
+    session.admit(0, Request(random_prompts(20)[0], 40, ignore_eos=True))
+    session.step()
 
     def profile(frame, event, argument):
         files.add(frame.f_code.co_filename)
@@ -26,7 +26,7 @@ def executed(engine, sampling):
     sys.setprofile(profile)
     try:
         for _ in range(8):
-            engine.step(batch)
+            session.step()
     finally:
         sys.setprofile(None)
     return {file.removeprefix(f"{PACKAGE}/") for file in files if file.startswith(f"{PACKAGE}/")}
@@ -36,7 +36,7 @@ def executed(engine, sampling):
 def test_a_step_executes_the_files_that_the_page_lists(compiled, lines):
     lm = tiny()
     if compiled:
-        assert lm.compile_for_decoding().acceleration.library, "there is no C++ compiler"
+        assert lm.compile_for_decoding().backend.is_compiled, "there is no C++ compiler"
     engine = Engine(lm, chain_of(lm, adapter_for(lm), 4, 0.3))
     files = executed(engine, Sampling()) | executed(engine, Sampling(temperature=0.8, seed=1))
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")

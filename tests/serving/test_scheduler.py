@@ -4,7 +4,7 @@ import itertools
 import random
 import re
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from unittest.mock import Mock
 
@@ -12,10 +12,11 @@ import pytest
 import serving_cases
 from serving_cases import Heard, alone, answered, engine_of, job_of, scheduling, target, written
 
-import kangaroo.engine.engine
+import kangaroo.engine.session
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import Request, StepRecord
+from kangaroo.engine.requests import Generation, Request, StepRecord
+from kangaroo.engine.session import Prompt, Session
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text
 from kangaroo.serving.scheduler import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy, Closing, Scheduler
@@ -46,15 +47,15 @@ def test_of_several_choices_the_prompt_is_read_once():
 
 def watched(engine: Engine, monkeypatch) -> list[tuple[int, bool, int]]:
     """Of each step from now on: texts, whether they might draft, and how much they did."""
-    step, steps = engine.step, []
+    step, steps = Session.step, []
 
-    def watching(batch: Batch, drafts: bool = True) -> list[StepRecord]:
-        records = step(batch, drafts)
+    def watching(session: Session, drafts: bool = True) -> list[StepRecord]:
+        records = step(session, drafts)
         active = [record for record in records if record.tokens]
         steps.append((len(active), drafts, sum(record.drafted for record in active)))
         return records
 
-    monkeypatch.setattr(engine, "step", watching)
+    monkeypatch.setattr(Session, "step", watching)
     return steps
 
 
@@ -102,19 +103,16 @@ def test_who_cancels_leaves_all_others_as_they_were():
     ids=["a long one is not read yet when its short one is", "a long one has been due"],
 )
 def test_prompts_are_read_in_the_order_in_which_they_are_due(monkeypatch, seconds_a_token, order):
-    engine, parts = engine_of(target(), chunk=4), []
+    engine, parts, advance = engine_of(target(), chunk=4), [], Prompt.advance
     long, short = (job_of([length] * length, 7) for length in (100, 9))
-    prefill_chunks = engine.prefill_chunks
 
-    def watched_chunks(batch: Batch, row: int, request: Request) -> Generator:
-        chunks = prefill_chunks(batch, row, request)
-        while True:
-            parts.append(len(request.prompt))
-            if len(parts) == 3:
-                scheduler.submit(short)
-            yield next(chunks)
+    def watched(prompt: Prompt) -> Generation | None:
+        parts.append(len(prompt.request.prompt))
+        if len(parts) == 3:
+            scheduler.submit(short)
+        return advance(prompt)
 
-    monkeypatch.setattr(engine, "prefill_chunks", watched_chunks)
+    monkeypatch.setattr(Prompt, "advance", watched)
     with scheduling(engine) as scheduler:
         scheduler.read_tokens, scheduler.read_seconds = 1, seconds_a_token
         answered(scheduler, long)
@@ -212,7 +210,7 @@ def check_others(scheduler: Scheduler, jobs: list[Heard]) -> None:
     assert scheduler.alive
     written(scheduler, [9, 8, 7])
     assert scheduler.load == NOTHING_TO_DO and sorted(scheduler.idle) == [0, 1, 2]
-    assert scheduler.engine.batch.done == [True] * 3
+    assert scheduler.engine.session.batch.done == [True] * 3
 
 
 def check_crowd(scheduler: Scheduler, finish: str, jobs: list[Heard], guilty: Heard) -> None:
@@ -224,7 +222,7 @@ def check_crowd(scheduler: Scheduler, finish: str, jobs: list[Heard], guilty: He
 
 def steps_guilty(engine: Engine) -> bool:
     """Whether a step writes on at the guilty one's text, of which there is something already."""
-    texts = zip(engine.batch.texts, engine.batch.done, strict=True)
+    texts = zip(engine.session.batch.texts, engine.session.batch.done, strict=True)
     return any(text[:17] == GUILTY and len(text) > 20 and not done for text, done in texts)
 
 
@@ -232,7 +230,7 @@ CALLS: dict[str, Callable[[Engine, int, tuple], bool]] = {
     "match_prefix": lambda engine, number, args: args[2] == GUILTY,
     "common_prefix": lambda engine, number, args: args[1] == GUILTY,
     "write_first": lambda engine, number, args: (  # when the row takes part in steps already
-        args[0] is engine.batch and args[0].texts[args[1]] == GUILTY
+        args[0] is engine.session.batch and args[0].texts[args[1]] == GUILTY
     ),
     "step": lambda engine, number, args: steps_guilty(engine) and args[1],  # where it drafts
     "record": lambda engine, number, args: number > 6 and args[3].prompt == GUILTY,
@@ -244,7 +242,7 @@ def test_what_fails_for_one_request_ends_that_one_alone(monkeypatch, method):
     engine = engine_of(target())
     with scheduling(engine) as scheduler:
         written(scheduler, [3, 4])  # the batch is open
-        owners = engine.batch, engine, kangaroo.engine.engine
+        owners = engine.session.batch, Session, kangaroo.engine.session
         owner = next(owner for owner in owners if hasattr(owner, method))
         failed = failing(monkeypatch, owner, method, partial(CALLS[method], engine))
         check_crowd(scheduler, FAILED, *crowd())
@@ -257,7 +255,7 @@ def test_texts_go_on_as_they_were_where_a_step_fails(monkeypatch, number, faults
     monkeypatch.setattr("kangaroo.serving.scheduler.PAUSE", 0)
     engine, (jobs, _) = engine_of(target()), crowd()
     with scheduling(engine) as scheduler:
-        failed = failing(monkeypatch, engine, "step", lambda n, _: number <= n < number + faults)
+        failed = failing(monkeypatch, Session, "step", lambda n, _: number <= n < number + faults)
         opened = failing(monkeypatch, engine, "open", lambda n, _: n < 2)  # and is tried again
         scheduler.submit(*jobs)
         assert [job.ended.wait(60) and job.finish for job in jobs].count(FAILED) == faults - 1
@@ -269,7 +267,7 @@ def test_a_step_that_fails_for_all_together_lets_each_go_on(monkeypatch):
     """As where memory does not hold what two texts at a time take."""
     engine, (jobs, _) = engine_of(target()), crowd()
     with scheduling(engine) as scheduler:
-        failed = failing(monkeypatch, engine, "step", lambda _, args: sum(args[0].done) < 2)
+        failed = failing(monkeypatch, Session, "step", lambda _, args: sum(args[0].done) < 2)
         scheduler.submit(*jobs)
         check_others(scheduler, jobs)
     assert failed

@@ -111,7 +111,7 @@ def test_a_pass_over_too_many_tokens_has_the_bits_of_a_row_alone(rows, nodes, mo
     tokens_BN, starts = random_tokens(rows, nodes), list(range(60, 60 + rows))
 
     def read(rows: slice, graphs: Graphs | None) -> torch.Tensor:
-        lm.decode_by(Acceleration(sizes=lm.sizes(), graphs=graphs, kernels=kernels))
+        lm.decode_by(CudaBackend(graphs, lm.sizes()))
         meta, part_BN = meta_of(lm, tree, starts[rows]), tokens_BN[rows]
         cache = filled_cache(lm, len(part_BN))
         return lm.logits(lm.run(lm.embed(part_BN), cache, meta, range(lm.n_layers))[0])

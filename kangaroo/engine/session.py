@@ -1,0 +1,258 @@
+"""A batch that decodes: prompts enter its rows, steps write all of its texts.
+
+Shapes: T tokens of a prompt, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kangaroo.drafters.base import Drafter
+from kangaroo.engine import prefill, topk_logits
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.cache import Chunk
+from kangaroo.engine.clock import now, running
+from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
+from kangaroo.engine.sampling import Rule, combine, pick, settings
+from kangaroo.engine.stepper import Stepper
+from kangaroo.engine.streaming import UNFINISHED
+from kangaroo.models.prompts import Tokenizer, unknown_token
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import ConfigError, PromptError
+
+
+@dataclass(eq=False)
+class Session:
+    """The rows of a batch, each with a text, until the engine opens another session.
+
+    Args:
+        tokenizer: needed only for stop strings.
+        prefill_chunk: the most tokens of a prompt in a pass; None leaves it to the target.
+        prefix_cache: read a prompt that begins like a row's text from where they differ.
+        keep: how many likeliest tokens of each distribution are kept (`Generation.teacher`).
+    """
+
+    lm: TargetModel
+    drafter: Drafter
+    batch: Batch
+    stepper: Stepper
+    tokenizer: Tokenizer | None
+    prefill_chunk: int | None
+    prefix_cache: bool
+    keep: int
+    is_closed: bool = False  # another session has the drafter's state now
+
+    def admit(self, row: int, request: Request) -> Generation:
+        """Put a request into a free row and write its first token. Errors: `PromptError` if it
+        cannot be served, or not here; `ConfigError` in a closed session."""
+        prompt = Prompt(self, row, request)
+        while (generation := prompt.advance()) is None:
+            pass
+        return generation
+
+    @torch.inference_mode()
+    def step(self, drafts: bool = True) -> list[StepRecord]:
+        """Write at least a token in each active row, and return a record of each row; without
+        drafts exactly one. Errors: `ConfigError` in a closed session."""
+        self.check_open()
+        start = running()
+        records = self.stepper.step(drafts)
+        seconds = running() - start
+        for record in records:
+            record.host_seconds = seconds - record.draft_seconds - record.verify_seconds
+        return records
+
+    def record(
+        self, row: int, record: StepRecord, request: Request, generation: Generation
+    ) -> None:
+        """Append a step to a row's generation, and set its `finish` if that ends it."""
+        before = len(generation.tokens)
+        generation.steps.append(record)
+        generation.tokens += record.tokens
+        end = self._stop_end(generation.tokens, before, request.stop) if request.stop else None
+        if end is not None:
+            del generation.tokens[end:], record.tokens[end - before :]
+            record.accepted = min(record.accepted, len(record.tokens))
+            generation.finish = "stop"
+            self.batch.stop(row)
+        elif generation.tokens[-1] in self.batch.ends[row]:
+            generation.finish = "eos"
+        elif len(generation.tokens) >= request.max_new_tokens:
+            generation.finish = "length"
+
+    def _stop_end(self, tokens: list[int], before: int, stop: Sequence[str]) -> int | None:
+        """The end of the first token, from `before` on, that completes a stop string."""
+        assert self.tokenizer is not None
+        # a string of n bytes spans at most n tokens; SentencePiece strips the first one's space
+        reach = 1 + max(len(s.encode()) for s in stop)
+        for end in range(before + 1, len(tokens) + 1):
+            first = max(0, end - reach)
+            for start in range(first, max(-1, first - 4), -1):
+                tail = self.tokenizer.decode(tokens[start:end], clean_up_tokenization_spaces=False)
+                if any(s in tail for s in stop):
+                    return end
+                if UNFINISHED not in tail:
+                    break  # else it may begin inside a character, and hide those next to it
+        return None
+
+    def stream(self, request: Request) -> Stream:
+        """Decode a request in the only row, token by token as steps write them; a conversation's
+        next turn may follow. Errors: as `admit`."""
+        assert self.batch.size == 1
+        generation = self.admit(0, request)
+        return Stream(generation, self._tokens(self.batch.texts[0], request, generation))
+
+    def _tokens(self, text: list[int], request: Request, generation: Generation) -> Iterator[Token]:
+        yield Token(generation.tokens[0], drafted=False)
+        while not generation.finish:
+            self.check_open(self.batch.texts[0] is text)  # not another stream's
+            (record,) = self.step()
+            self.record(0, record, request, generation)
+            for i, token in enumerate(record.tokens):
+                yield Token(token, drafted=i < record.accepted)
+
+    def match_prefix(self, row: int, prompt: Sequence[int]) -> tuple[int, int]:
+        """The row that has the longest prefix of a prompt, preferably `row`, and how many of its
+        tokens need not be read."""
+        if not self.prefix_cache:
+            return row, 0
+        lengths = {x: self.batch.common_prefix(x, prompt) for x in (row, *range(self.batch.size))}
+        source = max(lengths, key=lengths.__getitem__)
+        return source, max(lengths[source] - self.stepper.rereads, 0)
+
+    def check_open(self, is_current: bool = True) -> None:
+        """Errors: `ConfigError` in a closed session, or for a text that another one replaced."""
+        if self.is_closed or not is_current:
+            raise ConfigError(
+                "an engine decodes one batch, or one stream, at a time: finish this one before the "
+                "next, or make an Engine with a drafter of its own for each."
+            )
+
+
+class Prompt:
+    """A prompt that enters a row in chunks, so that other rows may step in between. Who drops it
+    leaves its row free. Errors: as `Session.admit`."""
+
+    def __init__(self, session: Session, row: int, request: Request):
+        batch = session.batch
+        session.check_open()
+        check(request, session.lm, session.tokenizer)
+        if len(request.prompt) + request.max_new_tokens > batch.longest:
+            raise PromptError(
+                f"the batch was opened for texts of {batch.longest} tokens; the prompt has "
+                f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
+            )
+        self.session, self.row, self.request = session, row, request
+        self.tokens_T = torch.tensor(request.text, device=session.lm.device)
+        self.seconds = 0.0
+        self.reused = self.read = -1  # tokens that a row has read already; that are read now
+        self.unread: list[Chunk] = []  # by the drafter
+
+    @torch.inference_mode()
+    def advance(self) -> Generation | None:
+        """Read a chunk. Returns the generation, with its first token, after the last one."""
+        session, batch, row = self.session, self.session.batch, self.row
+        session.check_open()
+        lm, end = session.lm, len(self.tokens_T)
+        start = now(lm.device)
+        if self.read < 0:
+            self._share_prefix()
+        chunk = min(session.prefill_chunk or end, lm.prompt_chunk(end))
+        part_1T = self.tokens_T[None, self.read : self.read + chunk]
+        last_11D, chunk_read = prefill.read(
+            lm, part_1T, self.read, batch.cache, row, session.drafter.taps
+        )
+        self.unread.append(chunk_read)
+        self.read += part_1T.shape[1]
+        # else later, since a step in between would change a drafter's state for the row
+        if batch.size == 1 or session.stepper.leaves_other_rows or self.read == end:
+            for read in self.unread:
+                session.drafter.prefill(batch, *read)
+            self.unread.clear()
+        generation = None
+        if self.read == end:
+            generation = self._write_first(last_11D)
+        else:  # steps in between write only above the tokens that were read
+            batch.tokens_BS[row, : self.read] = self.tokens_T[: self.read]
+            batch.texts[row] = [*self.request.text[: self.read], 0]
+            batch.length_B[row] = self.read + 1
+        self.seconds += now(lm.device) - start
+        if generation is not None:
+            generation.prefill_seconds = self.seconds
+        return generation
+
+    def _share_prefix(self) -> None:
+        """Begin where the row, or another one, has read the same text."""
+        session, row = self.session, self.row
+        source, self.reused = session.match_prefix(row, self.request.text)
+        if self.reused and source != row:
+            session.batch.cache.copy(source, row, self.reused)
+            session.drafter.copy_prefix(source, row, self.reused)
+        if self.reused:
+            self.unread = session.stepper.unread(source, row, self.tokens_T[: self.reused])
+        session.batch.prompt_read[row] = False  # an interrupted prompt is no prefix of others
+        self.read = self.reused
+
+    def _write_first(self, last_11D: Tensor) -> Generation:
+        """Begin the row's text and write its first token, from the last layer's output."""
+        session, batch, row, request = self.session, self.session.batch, self.row, self.request
+        begin_text(batch, row, self.tokens_T, request)
+        rows = slice(row, row + 1)
+        at_11 = torch.full((1, 1), len(self.tokens_T), device=last_11D.device)
+        logits_11V = session.lm.logits(last_11D)
+        sampling = batch.sampling.reading(batch.settings_B3[rows])
+        token = int(pick(logits_11V, at_11, sampling, batch.seeds_B[rows]))
+        write_first(batch, row, token)
+        (topk,) = topk_logits.likeliest(logits_11V, torch.zeros_like(at_11), session.keep)
+        generation = Generation(list(request.written), reused=self.reused)
+        session.record(row, StepRecord([token], topk=topk), request, generation)
+        return generation
+
+
+def check(request: Request, lm: TargetModel, tokenizer: Tokenizer | None) -> None:
+    """Errors: `PromptError` for a request that cannot be served."""
+    if not request.prompt:
+        raise PromptError("the prompt is empty; give at least one token (the BOS, say).")
+    if fault := unknown_token(request.prompt, lm.config.vocab_size, tokenizer):
+        fix = "was it encoded by another model's tokenizer?"
+        raise PromptError(f"the prompt holds {fault}; {fix}")
+    if request.max_new_tokens < 1:
+        raise PromptError(f"max_new_tokens must be 1 or more, not {request.max_new_tokens}.")
+    request.check_fits("the model's context is", lm.context)
+    if request.stop and tokenizer is None:
+        raise PromptError("stop strings need the engine's tokenizer: Engine(..., tokenizer=).")
+
+
+def begin_text(batch: Batch, row: int, prompt_T: Tensor, request: Request) -> None:
+    """Let a row begin the text of a request, which was read. Errors: `ConfigError` for sampling of
+    its own where the batch's rule is not matched noise."""
+    sampling = request.sampling
+    if sampling and (batch.default.rule, sampling.rule) != (Rule.match, Rule.match):
+        raise ConfigError(
+            f"a text of a batch under sampling.rule={batch.default.rule.value} cannot have "
+            "sampling of its own; matched noise (sampling.rule=match) can."
+        )
+    batch.budget.admit(row)
+    batch.tokens_BS[row, : len(prompt_T)] = prompt_T
+    batch.length_B[row] = len(prompt_T)
+    batch.texts[row], batch.verified[row] = prompt_T.tolist(), []
+    batch.limits[row] = len(request.prompt) + request.max_new_tokens
+    batch.seeds_B[row] = batch.seeds[row] = request.seed
+    batch.ends[row] = frozenset() if request.ignore_eos else batch.eos_ids
+    batch.done_B[row] = batch.done[row] = False
+    batch.samplings[row] = sampling or batch.default
+    if sampling is None and batch.all_default:  # nothing to change, in a batch of thousands
+        return
+    batch.all_default = False
+    batch.settings_B3[row] = torch.tensor(settings(batch.samplings[row]))
+    batch.sampling = combine([batch.samplings[x] for x in batch.active], batch.settings_B3)
+
+
+def write_first(batch: Batch, row: int, token: int) -> None:
+    """Append a row's first new token, which is pending."""
+    batch.tokens_BS[row, len(batch.texts[row])] = token
+    batch.length_B[row] += 1
+    batch.append(row, [token])
+    batch.prompt_read[row] = True
