@@ -301,6 +301,7 @@ def test_a_command_for_one_process_refuses_more(tmp_path, monkeypatch):
 
 # For options that a message takes from elsewhere, where not any word is one.
 STAND_INS = {"drafter": "kangaroo", "adapter": "medusa", "experiment": "paper/table1"}
+STAND_INS |= {"model": "tiny"}
 CALLS = [
     pytest.param(node, id=f"{name}:{node.lineno}")
     for name, tree in TREES.items()
