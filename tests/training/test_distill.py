@@ -21,11 +21,20 @@ from kangaroo.heads.adapter_files import read_config
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 from kangaroo.training import distill
-from kangaroo.training.batches import Work, collate, forward_target, learnt_positions, train_step
+from kangaroo.training.backend import TorchBackend
+from kangaroo.training.batches import (
+    Work,
+    collate,
+    forward_target,
+    learnt_positions,
+    make_students,
+    train_step,
+)
 from kangaroo.training.distill import Loss, Student, divergence, overlap
 from kangaroo.training.loop import Trainer
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.ranks import ALONE
 
 nothing_is_drawn = pytest.fixture(autouse=True)(training_cases.nothing_is_drawn)
 
@@ -280,3 +289,31 @@ def test_logits_never_stand_whole_in_memory_and_the_teachers_are_computed_once(s
     else:
         assert sum(whole) == learnt
         assert max(read[size]) == 7 and sum(read[size]) == 2 * learnt
+
+
+def test_a_later_draft_step_counts_where_the_assistant_wrote_all_of_the_draft_and_counts_less():
+    lm = tiny()
+    (trainee,) = trainees(
+        lm, [recipe(name="a", exit_layers=[EXIT], fused=True, draft_steps=3)], None
+    )
+    (ids,) = random_prompts(8)
+    text = sample(ids, 2) | {"loss_mask": [0, 0, 1, 1, 1, 0, 1, 1]}
+    outputs = forward_target(lm, collate([text], 100, lm.device), [trainee])
+    students = make_students(lm, outputs, trainee, 3, weight=2.0)
+    valid = [student.valid_M.int().tolist() for student in students]
+    assert valid == [[1, 1, 1, 1, 1], [0, 1, 1, 0, 1], [0, 0, 1, 0, 0]]
+    assert [student.weight for student in students] == pytest.approx([2.0, 2 * 0.8, 2 * 0.64])
+
+
+def test_a_steps_gradient_is_the_sum_of_its_own_micro_batches(monkeypatch):
+    (trainee,) = trainees(tiny(), [recipe()], None)
+    backend = TorchBackend([trainee.adapter], config(accumulate=2, clip=1e6), ALONE)
+    gradients, weights = [], list(trainee.adapter.parameters())
+    monkeypatch.setattr(backend, "_update", lambda _: gradients.append(weights[0].grad.clone()))
+    for micro_batches in ((0.25, 0.5), (0.25, 0.125)):
+        for value in micro_batches:
+            for weight in weights:
+                weight.grad = torch.full_like(weight, value)
+            backend.collect()
+        backend.step([0.0])
+    assert (gradients[0] == 0.75).all() and (gradients[1] == 0.375).all()
