@@ -1,4 +1,4 @@
-"""Compares our vanilla decoding with llama.cpp on the same prompts, in turn, in a Markdown table.
+"""Compares our decoding with llama.cpp's on the same prompts, in turn, in a Markdown table.
 
 Greedy, at batch 1, with equal numbers of threads. llama.cpp has the same weights in the same number
 format; for the embedded model also the 4-bit file that the weights come from.
@@ -11,7 +11,7 @@ from functools import partial
 from gguf_file import FORMATS, gguf_file
 from server import ask, server
 
-from kangaroo.api import load_target, model_config
+from kangaroo.api import drafter_config, load_target, model_config
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig, question_prompts
@@ -33,28 +33,34 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12, help="spread over the questions")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--drafter", default="hybrid", help="a name of configs/drafter")
+    parser.add_argument("--llama-server", help="a program that was built here, not xllamacpp")
     options = parser.parse_args()
-    lm, tokenizer = load_target(model_config(options.model))
+    config = model_config(options.model)
+    lm, tokenizer = load_target(config)
+    drafter = drafter_config(options.drafter, config.name, {}).build(lm)
     bench, longest = BenchConfig(path=options.questions), lm.context - options.tokens
     prompts = question_prompts(tokenizer, options.prompts, bench, longest)
     files = {f"llama.cpp, {FORMATS.get(lm.dtype)}": gguf_file(lm)}
     if lm.name == EMBEDDED:
         files["llama.cpp, 4 bits"] = embedded_gguf()
-    methods = {"vanilla": partial(write_by_engine, Engine(lm, Vanilla()))}
+    engines = {"vanilla": Engine(lm, Vanilla()), options.drafter: Engine(lm, drafter)}
+    methods = {name: partial(write_by_engine, engine) for name, engine in engines.items()}
     with ExitStack() as processes:
         context = max(map(len, prompts)) + options.tokens
         for name, file in files.items():
-            methods[name] = partial(ask, processes.enter_context(server(file, context)))
+            address = processes.enter_context(server(file, context, options.llama_server))
+            methods[name] = partial(ask, address)
         take_turns(methods, prompts[:1], options.tokens, 1, "warm-up")
         trials = take_turns(methods, prompts, options.tokens, options.repeats, "answers")
     rows = []
     for name, texts in trials.items():
         every = [text for of_prompt in texts for text in of_prompt]
         rate = len(every) / sum(map(seconds_per_token, every))  # texts are equally long
-        result = against_vanilla(texts, trials["vanilla"])
+        result = against_vanilla(trials["vanilla"], texts)
         times = estimate(result["speedup"], result["speedup_ci95"], same=1.0)
         equal_texts = f"{result['equal_texts']} of {len(prompts)}"
-        row = {"": name, "tokens/s": f"{rate:.1f}", "vanilla, times as fast": times}
+        row = {"": name, "tokens/s": f"{rate:.1f}", "times vanilla": times}
         rows.append(row | {"vanilla's texts": equal_texts})
     print(tables.markdown(rows))
 

@@ -5,9 +5,11 @@ last, as for all methods. (llama.cpp's own timing agrees within a few parts in a
 """
 
 import json
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException
@@ -24,20 +26,30 @@ TIMEOUT = 600  # seconds to wait for the next token
 
 
 @contextmanager
-def server(gguf: Path, context: int) -> Iterator[str]:
-    """Host and port of a llama.cpp that has loaded the file, with our number of threads. It uses no
-    processor time while it is idle.
+def server(gguf: Path, context: int, binary: str | None = None) -> Iterator[str]:
+    """Host and port of a llama.cpp that has loaded the file, with our number of threads: of the
+    package xllamacpp, or the program `binary` (llama-server). It uses no processor time while it is
+    idle.
 
     Errors: `ProcessLost` where it does not start.
     """
-    command = [sys.executable, PROCESS, str(gguf), str(torch.get_num_threads()), str(context)]
-    pipe = subprocess.PIPE
+    threads, pipe = str(torch.get_num_threads()), subprocess.PIPE
+    command = [sys.executable, str(PROCESS), str(gguf), threads, str(context)]
+    if binary is not None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        command = [binary, "-m", str(gguf), "-t", threads, "-c", str(context), "--port", port]
+        command += ["-np", "1", "--cache-ram", "0"]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True) as process,
     ):
         assert process.stdout is not None
-        address = process.stdout.readline().strip()
+        if binary is None:
+            address = process.stdout.readline().strip()
+        else:
+            address = f"127.0.0.1:{port}" if is_loaded(process, port) else ""
         if not address:
             process.wait()
             errors.seek(0)
@@ -47,6 +59,22 @@ def server(gguf: Path, context: int) -> Iterator[str]:
             yield address.removeprefix("http://")
         finally:
             process.kill()  # it needs no cleanup
+
+
+def is_loaded(process: subprocess.Popen[str], port: str) -> bool:
+    """Whether llama-server has loaded its file, once it has, or has ended."""
+    while process.poll() is None:
+        connection = HTTPConnection("127.0.0.1", int(port), timeout=TIMEOUT)
+        try:
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return True
+        except OSError:  # it does not listen yet
+            pass
+        finally:
+            connection.close()
+        time.sleep(0.1)
+    return False
 
 
 def ask(address: str, prompt: list[int], new_tokens: int) -> Generation:

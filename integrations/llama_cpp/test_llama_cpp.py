@@ -106,6 +106,8 @@ def test_a_server_that_is_gone_or_refuses_or_cannot_load_is_an_error(tmp_path):
         server(tmp_path / "broken.gguf", 64),
     ):
         pass
+    with pytest.raises(ProcessLost, match="could not load"), server(tmp_path, 64, "false"):
+        pass
 
 
 def test_without_the_extra_it_is_said_how_to_install_it(monkeypatch):
