@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+__version__ = "1.0.0"
 _imports = ast.parse(Path(__file__).with_suffix(".pyi").read_text("utf-8")).body
 _homes = {x.names[0].name: x.module for x in _imports if isinstance(x, ast.ImportFrom) and x.module}
 __all__ = list(_homes)

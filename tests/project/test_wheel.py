@@ -84,7 +84,7 @@ def test_the_readmes_first_example_and_a_command_run_with_what_is_shipped(instal
     (summary,) = (home / "outputs/evaluate/tiny").glob("*/*/summary.json")
     provenance = json.loads(summary.read_text())["provenance"]
     assert provenance["command"] == f"kangaroo evaluate {options}"
-    assert provenance["versions"]["kangaroo"] and provenance["git_revision"] is None
+    assert provenance["versions"]["kangaroo-decoding"] and provenance["git_revision"] is None
 
 
 def test_what_is_shipped_is_found_from_any_folder(tmp_path, monkeypatch):
