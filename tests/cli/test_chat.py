@@ -10,6 +10,7 @@ from kangaroo.chat import ChatConfig, chat, questions, summary
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, StepRecord
 from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.session import Session
 from kangaroo.models.loading import byte_tokenizer
 
 
@@ -28,15 +29,15 @@ def talk(target, questions):
 
 
 def test_a_turn_is_read_from_where_the_last_one_ended(target, monkeypatch):
-    prompts, answers, stream = [], [], Engine.stream
+    prompts, answers, stream = [], [], Session.stream
 
-    def recorded(self, prompt, *args, **options):
-        tokens = stream(self, prompt, *args, **options)
-        prompts.append(prompt)
+    def recorded(self, request):
+        tokens = stream(self, request)
+        prompts.append(request.prompt)
         answers.append(tokens.generation)
         return tokens
 
-    monkeypatch.setattr(Engine, "stream", recorded)
+    monkeypatch.setattr(Session, "stream", recorded)
     talk(target, ["Why?", "And then?", "Say it again.", "", "What now?", "", "Why?"])
     reused = [answer.reused for answer in answers]
     header = next(i for i, (a, b) in enumerate(zip(*prompts[2:4], strict=False)) if a != b)

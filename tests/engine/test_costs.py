@@ -84,7 +84,7 @@ def test_what_a_draft_takes_is_measured_once(monkeypatch, fused):
     drafter = chain_of(lm, adapter_for(lm, architecture=AdapterHeadConfig(fused=fused)))
     share, measured = drafter.draft_cost, drafter.draft_seconds / 1e-6
     assert measured > share  # which a millionth of a second is not
-    batch = Engine(lm, drafter).open(2, 60, Sampling())
+    batch = Engine(lm, drafter).open(2, 60, Sampling()).batch
     assert drafter.draft_cost == share  # it is no GPU
     batch.budget.vanilla_seconds = lambda: 1e-6
     drafter.begin(batch)

@@ -25,9 +25,9 @@ from serving_cases import (
 )
 from tokenizers.processors import TemplateProcessing
 
-from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.session import Session
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text, prompt_ids, text_ids
 from kangaroo.serving.scheduler import Scheduler
@@ -284,7 +284,7 @@ def test_a_fault_of_the_server_is_an_error_of_openais_shape(address, monkeypatch
         in_route = ask(address, prompt="a")
         assert "(RuntimeError)" in error_of(in_route)["message"]
     with monkeypatch.context() as broken:
-        broken.setattr(Engine, "record", fault)
+        broken.setattr(Session, "record", fault)
         whole, streamed = ask(address, **body), ask(address, stream=True, **body)
     assert in_route.status_code == whole.status_code == 500
     for error in map(error_of, (in_route, whole, streamed)):
