@@ -14,7 +14,6 @@ COMMANDS = {
     "convert import": "turn a checkpoint of the authors' code into an adapter",
     "convert export": "write an adapter for other software",
     "convert push": "upload an adapter with its model card to the hub",
-    "convert pull": "download an adapter from the hub into a folder",
     "prepare datastore": "make documents searchable, for drafters that look things up",
     "prepare layers": "search the layers that a draft may skip",
     "prepare split": "split questions into some to learn from and some to measure on",

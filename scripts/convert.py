@@ -1,4 +1,4 @@
-"""Import, export, push or pull an adapter: python scripts/convert.py export to=vllm model=..."""
+"""Import, export or push an adapter: python scripts/convert.py export to=vllm model=..."""
 
 from kangaroo.__main__ import main
 

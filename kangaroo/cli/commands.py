@@ -31,7 +31,7 @@ from kangaroo.evaluation.study import report as study_report
 from kangaroo.evaluation.study.study import read_study
 from kangaroo.heads import adapter_files, export, official
 from kangaroo.hub import transfer
-from kangaroo.hub.transfer import PullConfig, PushConfig
+from kangaroo.hub.transfer import PushConfig
 from kangaroo.models.loading import ModelConfig, evaluate_command, meta_model
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.serve import serve as run_server
@@ -323,15 +323,6 @@ def convert_push(config: PushConfig) -> None:
     else:
         names = ", ".join(sorted(file.name for file in Path(config.output).iterdir()))
         log.info("%s holds what would be uploaded to %s: %s", config.output, config.repo, names)
-
-
-@command()
-def convert_pull(config: PullConfig) -> None:
-    """Download an adapter, check it, and log how to measure it."""
-    adapter, folder = transfer.pull(config), config.output
-    options = {"drafter": adapter.architecture.drafter, "drafter__adapter": folder}
-    use = evaluate_command(adapter.target, **options, bench="demo")
-    log.info("%s: exit layer %d of %s; %s", folder, adapter.exit_layer, adapter.target, use)
 
 
 @command()

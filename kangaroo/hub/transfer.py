@@ -1,15 +1,13 @@
-"""Uploads checked adapters to the hub, in one commit with a model card, and downloads them."""
+"""Uploads checked adapters to the hub, in one commit with a model card."""
 
-import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, ModelCardData, constants, snapshot_download
+from huggingface_hub import HfApi, ModelCardData, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 from jinja2 import ChainableUndefined, Template
@@ -20,10 +18,10 @@ from kangaroo.heads.adapter_files import CONFIG, VOCABULARY, WEIGHTS, AdapterCon
 from kangaroo.models.loading import known_model
 from kangaroo.utils import tables
 from kangaroo.utils.discovery import classes
-from kangaroo.utils.errors import AdapterNotFound, ConfigError, CorruptFile, HubError
-from kangaroo.utils.folders import command_line, new_folder, project_folder
+from kangaroo.utils.errors import ConfigError, CorruptFile, HubError
+from kangaroo.utils.folders import command_line, project_folder
 
-CARD, SUMS = "README.md", "SHA256SUMS"
+CARD = "README.md"
 FILES = (WEIGHTS, CONFIG, VOCABULARY)  # uploaded from an adapter's folder
 # for transformers' `generate(custom_generate=...)`, copied from integrations/transformers
 CODE, CODE_FILES = "custom_generate", ("generate.py", "requirements.txt")
@@ -64,15 +62,6 @@ class PushConfig:
     license: str | None = None
 
 
-@dataclass
-class PullConfig:
-    """A download of an adapter from the hub."""
-
-    repo: str  # on the hub, USER/NAME
-    output: str  # folder, which must not exist
-    revision: str | None = None  # branch, tag or commit; None is the main branch
-
-
 def check(folder: Path) -> AdapterConfig:
     """Read a complete adapter and return its config. Errors: `AdapterNotFound` if a file is
     missing, `CorruptFile` if one cannot be read or the files do not belong together."""
@@ -89,13 +78,12 @@ def check(folder: Path) -> AdapterConfig:
 
 
 def prepare(config: PushConfig) -> Path:
-    """Write the folder for the upload: the adapter's files, `README.md`, `SHA256SUMS` and `CODE`.
+    """Write the folder for the upload: the adapter's files, `README.md` and `CODE`.
     Errors: those of `check`; `ConfigError` for an invalid name, or a folder with other files."""
     _check_repos(repo=config.repo, base_model=config.base_model)
     source, output = adapter_files.find(config.source), Path(config.output)
     adapter = check(source)
-    names = [name for name in FILES if (source / name).is_file()]
-    unknown = {file.name for file in output.glob("*")} - {*FILES, CARD, SUMS, CODE}
+    unknown = {file.name for file in output.glob("*")} - {*FILES, CARD, CODE}
     if unknown or output.resolve() == source.resolve():
         problem = f"holds {min(unknown)}" if unknown else "is the adapter's own folder"
         raise ConfigError(f"output='{output}' {problem}; pass output= a folder of its own.")
@@ -103,11 +91,10 @@ def prepare(config: PushConfig) -> Path:
     (output / CODE).mkdir(parents=True)
     for name in CODE_FILES:
         shutil.copy(project_folder("integrations/transformers") / name, output / CODE)
-    for name in names:
-        shutil.copy(source / name, output)
-    hashes = {name: hashlib.sha256((output / name).read_bytes()).hexdigest() for name in names}
-    (output / SUMS).write_text("".join(f"{sha}  {name}\n" for name, sha in hashes.items()))
-    (output / CARD).write_text(card(adapter, config, hashes), encoding="utf-8")
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copy(source / name, output)
+    (output / CARD).write_text(card(adapter, config), encoding="utf-8")
     return output
 
 
@@ -118,7 +105,7 @@ def push(config: PushConfig) -> str | None:
     if config.dry_run:
         return None
     api = HfApi()
-    with _hub_errors(f"'{config.repo}' was not uploaded"):
+    try:
         api.create_repo(config.repo, private=config.private, exist_ok=True)
         if config.revision is not None:
             api.create_branch(config.repo, branch=config.revision, exist_ok=True)
@@ -128,45 +115,23 @@ def push(config: PushConfig) -> str | None:
             commit_message="Upload an adapter with Kangaroo",
             revision=config.revision,
         )
+    except (HTTPError, ValueError, OSError) as error:  # the hub's own errors are OSErrors
+        raise HubError(f"'{config.repo}' was not uploaded: {_hub_failure(error)}") from error
     return str(commit.commit_url)
 
 
-def pull(config: PullConfig) -> AdapterConfig:
-    """Download an adapter atomically and return its config. Errors: those of `check`; `HubError`;
-    `ConfigError` for an existing folder or an invalid repository name."""
-    _check_repos(repo=config.repo)
-    with new_folder(Path(config.output)) as folder:
-        with _hub_errors(f"'{config.repo}' was not fetched"):
-            # the hub's cache resumes interrupted downloads
-            names = [*FILES, CARD]
-            cached = snapshot_download(config.repo, revision=config.revision, allow_patterns=names)
-        for name in names:
-            if (file := Path(cached, name)).is_file():
-                shutil.copy(file, folder)
-        try:
-            return check(folder)
-        except (AdapterNotFound, CorruptFile) as error:
-            raise type(error)(f"'{config.repo}' holds no whole adapter: {error}") from error
-
-
-@contextmanager
-def _hub_errors(failure: str) -> Iterator[None]:
-    """Raise `HubError` with the reason of a failure if the hub cannot be reached or refuses."""
-    try:
-        yield
-    except (HTTPError, ValueError, OSError) as error:  # the hub's own errors are OSErrors
+def _hub_failure(error: Exception) -> str:
+    """The reason of a failure, and what to do, from an error of the hub's client."""
+    line = " ".join(str(error).split())
+    if isinstance(error, HfHubHTTPError):
+        reason = "the hub refused. Check the name. It needs a token that may write: hf auth login"
+    elif isinstance(error, ValueError):
+        reason = "the hub refused what was sent"
+    else:
         variables = [name for name in OFFLINE if constants.HF_HUB_OFFLINE and os.environ.get(name)]
         fix = f"Unset {' and '.join(variables)}" if variables else "Go online"
         reason = f"the hub cannot be reached. {fix}"
-        if isinstance(error, HfHubHTTPError):
-            reason = (
-                "the hub refused. Check the name. To write, and to read what is private, it needs "
-                "a token of yours that may: hf auth login"
-            )
-        elif isinstance(error, ValueError):
-            reason = "the hub refused what was sent"
-        line = " ".join(str(error).split())
-        raise HubError(f"{failure}: {reason}. ({line})") from error
+    return f"{reason}. ({line})"
 
 
 def _check_repos(**names: str | None) -> None:
@@ -176,8 +141,8 @@ def _check_repos(**names: str | None) -> None:
             raise ConfigError(f"{problem} Write USER/NAME.")
 
 
-def card(adapter: AdapterConfig, config: PushConfig, hashes: Mapping[str, str]) -> str:
-    """The model card: `README.md` with YAML for the hub. `hashes` are SHA-256 by file name."""
+def card(adapter: AdapterConfig, config: PushConfig) -> str:
+    """The model card: `README.md` with YAML for the hub."""
     drafter = adapter.architecture.drafter
     is_on_hub = repo_fault(adapter.target) is None and not Path(adapter.target).exists()
     base_model = config.base_model or (adapter.target if is_on_hub else None)
@@ -199,7 +164,6 @@ def card(adapter: AdapterConfig, config: PushConfig, hashes: Mapping[str, str]) 
         front_matter=front_matter.to_yaml(),
         config=asdict(adapter) | {"architecture": adapter.architecture.as_json()},
         repo=config.repo,
-        hashes=hashes,
         kind=DESCRIPTIONS[drafter],
         target=target,
         model=model,

@@ -128,7 +128,7 @@ def prepared(begun, tmp_path_factory):
 # test_load_test.py, test_paper.py, test_serving.py or test_sweeps.py (if Optuna is there) run.
 ELSEWHERE = re.compile(
     r"serve\.py|load_test|examples/|OUTPUT|\.\.\.|evaluate\.py results=|search=optuna|bigram|"
-    r"push (?!.*dry_run=true)|convert\.py pull"
+    r"push (?!.*dry_run=true)"
 )
 
 FAST = {
