@@ -104,7 +104,7 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
     # before the tracker starts a run, since this may refuse
     evaluator = Evaluator(lm, tokenizer, methods, config, model_name=config.model.name, ranks=ranks)
     if ranks.is_first and not config.resume:
-        tracking.forget(output)
+        (output / tracking.ID_FILE).unlink(missing_ok=True)
     settings = plain(config) | {"provenance": provenance()}
     if isinstance(first_drafter := methods[0].drafter, EarlyExit):
         settings["drafter.exit_layer"] = first_drafter.exit_layer  # an axis of a sweep's plots

@@ -5,7 +5,7 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import is_dataclass
 from difflib import get_close_matches
@@ -19,11 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from kangaroo.cli.schema import CONFIGS
+from kangaroo.utils.provenance import flatten
 from kangaroo.utils.ranges import MOST, requirement
 
 WIDTH = 80  # columns of a terminal
 ENTRY = r"^ {4}([\w, ]+): (.*(?:\n {8}.*)*)"  # of a docstring's list of options
 ROOTLESS = ("experiment", "recipe")  # groups that are no section of a config
+HIDDEN = ("hardware", "hydra")  # for no user
 COMMENT = r"^ {4}(\w+): [^#\n]*  # (.*)$"  # beside a field
 
 
@@ -65,7 +67,8 @@ def explanation(error: CompactHydraException) -> str:
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.parent_node is not None:
         where = str(cause.full_key).removesuffix(str(cause.key))
         values: Any = OmegaConf.to_container(cause.parent_node)
-        known = [where + option for option in _names(values)]
+        options = {name: value for name, value in values.items() if name not in HIDDEN}
+        known = [where + name for name in [*flatten(options), *options]]
         hint = _nearest(str(cause.key), known if where else [*ROOTLESS, *known])
         if OmegaConf.get_type(cause.parent_node) is dict:
             hint += f" +{cause.full_key}= adds it."
@@ -75,25 +78,16 @@ def explanation(error: CompactHydraException) -> str:
     return f"{error}{reason}"
 
 
-def _public(names: Iterable[str]) -> list[str]:
+def _public(names: list[str]) -> list[str]:
     return [name for name in names if not name.endswith("schema")]
 
 
-def _nearest(word: str, names: Iterable[str]) -> str:
-    """A question for the names whose last part is nearest to a word's."""
-    by_end: dict[str, list[str]] = {}
-    for name in names:
-        by_end.setdefault(name.rpartition(".")[2], []).append(name)
-    near = [name for end in get_close_matches(word, by_end, n=1) for name in by_end[end]]
-    return f" Did you mean {' or '.join(map(repr, dict.fromkeys(near)))}?" if near else ""
-
-
-def _names(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """The options of a config and its sections, without those that are for no user."""
-    for name, value in values.items():
-        yield f"{prefix}{name}"
-        if isinstance(value, dict) and name not in ("hardware", "hydra"):
-            yield from _names(value, f"{prefix}{name}.")
+def _nearest(word: str, names: list[str]) -> str:
+    """A question for the names whose last part is nearest to a word."""
+    ends = {name: name.rpartition(".")[2] for name in names}
+    nearest = get_close_matches(word, ends.values(), n=1)
+    near = [repr(name) for name, end in ends.items() if end in nearest]
+    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def _options(config: DictConfig, prefix: str = "") -> Iterator[str]:

@@ -16,7 +16,7 @@ from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import install
 from kangaroo.utils.provenance import flatten
 
-ID_FILE = "wandb_id"  # in a run's folder, its id in W&B
+ID_FILE = "wandb_id"  # in a run's folder, its id in W&B; without it the next run is a new one
 LONGEST_NAME = 128  # characters of a run's name, and of an artifact's
 OFFLINE = "offline", "dryrun", "disabled"  # modes that need no key
 MODES = "online", "run", "shared", *OFFLINE
@@ -63,11 +63,6 @@ def at_no_cost() -> Iterator[None]:
         yield
     except Exception as error:
         log.warning("W&B has failed, and the run goes on without it: %s", error)
-
-
-def forget(output: Path) -> None:
-    """Let the next run in `output` be a new run in W&B."""
-    (output / ID_FILE).unlink(missing_ok=True)
 
 
 @dataclass

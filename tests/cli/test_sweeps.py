@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from kangaroo.cli import commands as cli
 from kangaroo.evaluation.metrics import METRICS
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.tracking import Wandb, forget
+from kangaroo.utils.tracking import ID_FILE, Wandb
 
 FILES = sorted((ROOT / "configs/sweep").glob("*.yaml"))
 STUDIES = {file.stem: yaml.safe_load(file.read_text()) for file in FILES}
@@ -142,7 +142,7 @@ def test_steps_that_wandb_knows_are_not_logged_again(wandb, tmp_path):
     for step in (57, 58, 59):  # the checkpoint held step 56
         tracker.log({"loss": 1.0}, step)
     assert [x.kwargs["step"] for x in wandb.init.return_value.log.call_args_list] == [58, 59]
-    forget(tmp_path)
+    (tmp_path / ID_FILE).unlink()
     assert not list(tmp_path.glob("wandb_*"))
 
 
