@@ -26,7 +26,7 @@ SECONDS_OF=(300 175 100 240 80 80)
 # sizes of the work; DRY does less of each
 TESTS=(-n 8 --dist worksteal -m gpu tests)
 SHAPE=random:
-SPEED=(speed.repeats=1 speed.max_new_tokens=64 speed.context_tokens=48 speed.hf_lookup=false speed.bandwidth_megabytes=8192)
+SPEED=(speed.repeats=1 speed.max_new_tokens=64 speed.context_tokens=48 speed.bandwidth_megabytes=8192)
 SPEED_7B=("speed.contexts=[256,1024,1900]" "speed.batches=[1,4,16,32,64]" speed.prompts=3)
 SPEED_8B=("speed.contexts=[256,2048,8144]" "speed.batches=[1,16]" speed.prompts=2)
 EVALUATE=(bench=demo question_every=3 max_new_tokens=64)
@@ -46,8 +46,7 @@ fi
 
 shape() { # name, path, dtype, and what is measured
   COMMAND=(scripts/speed.py model=tiny "model.name=$1" "model.path='$SHAPE$2'" "model.dtype=$3"
-    "drafter.adapter='untrained:2'" drafter.threshold=0 "~drafter@more.cascade" "~drafter@more.prompt_lookup"
-    "~drafter@more.hybrid" "output=$RESULTS/$1" "${@:4}" "${SPEED[@]}")
+    "drafter.adapter='untrained:2'" drafter.threshold=0 "output=$RESULTS/$1" "${@:4}" "${SPEED[@]}")
 }
 
 # Random words, since only their number counts.

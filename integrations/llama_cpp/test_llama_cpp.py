@@ -10,10 +10,12 @@ import torch
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "tests")]
 import gguf_file as files
+from bench import against_vanilla
 from gguf_file import gguf_file
 from helpers import random_prompts, tiny, vanilla_texts
 from server import ask, server
 
+from kangaroo.engine.requests import Generation, StepRecord
 from kangaroo.utils.errors import MissingPackage, ProcessLost, UnsupportedModel
 
 NEW = 40
@@ -127,3 +129,20 @@ def test_without_the_extra_it_is_said_how_to_install_it(monkeypatch):
 def test_what_llama_cpp_would_compute_otherwise_is_refused(overrides, named):
     with pytest.raises(UnsupportedModel, match=named):
         files.check_convertible(tiny(**overrides))
+
+
+def test_the_speedup_is_the_ratio_of_total_seconds_for_as_many_tokens_of_each_prompt():
+    def text(seconds=1.0, rounds=4, tokens=()):
+        steps = [StepRecord([0], host_seconds=seconds / rounds) for _ in range(rounds)]
+        return Generation(list(tokens), [StepRecord([0]), *steps])
+
+    loads = 1.0, 10.0, 1.0  # the machine is slow for a while
+    seconds = (8.0, 4.0), (16.0, 4.0), (12.0, 12.0)
+    vanilla = [[text(load * theirs) for load in loads] for theirs, _ in seconds]
+    # half as many tokens
+    method = [[text(load * ours / 2, rounds=2) for load in loads] for _, ours in seconds]
+    result = against_vanilla(vanilla, method)
+    assert result["speedup"] == pytest.approx(36 / 20)
+    assert 1.0 <= result["speedup_ci95"][0] < 36 / 20 < result["speedup_ci95"][1] <= 4.0
+    texts = [[text(tokens=[5, 9])], [text(tokens=[7, 7])]]
+    assert against_vanilla(texts, [texts[0], [text(tokens=[7, 8])]])["equal_texts"] == 1

@@ -149,9 +149,8 @@ def _compare(config: schema.EvaluateCommand, folder: Path) -> None:
 @command()
 def speed(config: schema.SpeedCommand) -> None:
     """Measure the speed of decoding against the memory's limit."""
-    lm, tokenizer = load_target_for(config.model, config.drafter, more=config.more)
-    more = {name: drafter.build(lm) for name, drafter in config.more.items()}
-    result = benchmark.measure(lm, tokenizer, config.drafter.build(lm), config.speed, more)
+    lm, tokenizer = load_target_for(config.model, config.drafter)
+    result = benchmark.measure(lm, tokenizer, config.drafter.build(lm), config.speed)
     benchmark.write(result, Path(config.output), console())
 
 

@@ -78,7 +78,6 @@ class EvaluateCommand(DraftingCommand, EvaluateConfig):
 class SpeedCommand(DraftingCommand):
     """`scripts/speed.py`: decoding speed against the memory's limit."""
 
-    more: dict[str, Any] = field(default_factory=dict)  # drafters that answer the same questions
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     output: str = MISSING  # folder of the report
 

@@ -1,5 +1,5 @@
-"""The speed benchmark: vanilla, Kangaroo, other drafters and transformers in one run, with its
-JSON, tables for the terminal and in Markdown, and a plot.
+"""The speed benchmark: vanilla, Kangaroo and transformers against the memory's limit, over the
+context, the width of a verification and the batch; with its JSON and its tables.
 
 Decoding is greedy, past any EOS, and at batch 1 except in the table of batches. All methods take
 turns on every prompt, so that a machine that slows down slows all of them. The prefill, the first
@@ -14,7 +14,6 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -24,12 +23,11 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.clock import now
 from kangaroo.engine.costs import verifications
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import Generation, Request, compression_rate
+from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.evaluation import plots
 from kangaroo.evaluation.bench import BenchConfig, long_prompt, question_prompts
 from kangaroo.evaluation.methods import generate
-from kangaroo.evaluation.metrics import Results, estimate
+from kangaroo.evaluation.metrics import Results
 from kangaroo.models.prompts import Tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import memory, tables
@@ -42,25 +40,10 @@ from kangaroo.utils.terminal import progress_bar
 
 log = logging.getLogger(__name__)
 
-CORE = ("hf", "vanilla", "kangaroo")  # always measured, and at every context
+METHODS = ("hf", "vanilla", "kangaroo")  # hf is transformers' generate
 WIDTHS = [*range(1, 9), 12, 16, 32, 64]  # tokens of a verification
 WARM_UP, REPEATS = 2, 15
 CACHE_SHARE = 0.8  # largest share of the free memory for a cache; passes need the rest
-# Columns of tables: heading, key in the results, decimals.
-METHODS = {
-    "tokens/s": ("tokens_per_second", 1),
-    "ms/token": ("ms_per_token", 2),
-    "limit, ms": ("limit_ms_per_token", 2),
-    "first, ms": ("first_ms", 0),
-    "vanilla's texts": ("equal_texts", 0),
-    "CR": ("compression_rate", 2),
-    "draft tokens": ("drafted_per_round", 2),
-    "draft, ms": ("draft_ms", 2),
-    "verify, ms": ("verify_ms", 2),
-    "host, ms": ("host_ms", 2),
-}
-PASSES = {"ms": ("ms", 2), "of one": ("of_one", 2), "limit, ms": ("limit_ms", 2)}
-BATCHES = {"vanilla": ("vanilla", 1), "kangaroo": ("kangaroo", 1), "speedup": ("ratio", 2)}
 
 Method = Callable[[list[int], int], Generation]  # takes a prompt and a number of new tokens
 Prompts = Sequence[list[int]]
@@ -72,14 +55,13 @@ class SpeedConfig(Ranged):
     """What is measured.
 
     Args:
-        prompts: number of questions, spread over the bench.
-        max_new_tokens: new tokens of each answer.
-        repeats: how often every method answers every question.
-        hf_lookup: measure transformers' own prompt lookup, too.
         contexts: prompt lengths at which ms/token is measured; those too long for the model are
             left out. Verifications are measured at the first.
         context_tokens: new tokens at each of these lengths.
+        repeats: how often every method answers at each of these lengths.
         batches: batch sizes.
+        prompts: number of questions in a batch, spread over the bench.
+        max_new_tokens: new tokens of each answer in a batch.
         bandwidth_megabytes: size of the buffer that is read; it must exceed the processor's caches.
     """
 
@@ -87,7 +69,6 @@ class SpeedConfig(Ranged):
     prompts: Count = 12
     max_new_tokens: TextLength = 128
     repeats: Count = 2
-    hf_lookup: bool = True
     contexts: Filled[Count] = field(default_factory=lambda: [256, 512, 1024, 2048, 4096])
     context_tokens: TextLength = 24
     batches: Filled[Count] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
@@ -95,57 +76,46 @@ class SpeedConfig(Ranged):
 
 
 def measure(
-    lm: TargetModel,
-    tokenizer: Tokenizer,
-    drafter: Drafter,
-    config: SpeedConfig,
-    more: Mapping[str, Drafter],
+    lm: TargetModel, tokenizer: Tokenizer, drafter: Drafter, config: SpeedConfig
 ) -> Results:
-    """Run the benchmark and return its results, for `write`; `more` are further drafters, by name.
-    Errors: `ConfigError` if `drafter` is no Kangaroo, a name is taken, or no context fits."""
-    if not isinstance(drafter, Kangaroo) or set(CORE) & set(more):
+    """Run the benchmark and return its results, for `write`. Errors: `ConfigError` if `drafter` is
+    no Kangaroo or no context fits."""
+    if not isinstance(drafter, Kangaroo):
         raise ConfigError(
-            "the speed benchmark looks at Kangaroo's steps; pass drafter=kangaroo, and other "
-            f"drafters beside it by other names than {', '.join(CORE)}: +drafter@more.mine=mine."
+            "the speed benchmark looks at Kangaroo's steps; pass drafter=kangaroo. evaluate.py "
+            "measures others."
         )
     contexts = [n for n in config.contexts if n + config.context_tokens <= lm.context]
     if not contexts:
         raise ConfigError(f"no context of speed.contexts={config.contexts} fits the model.")
-    tokens, repeats = config.max_new_tokens, config.repeats
+    tokens = config.max_new_tokens
     prompts = question_prompts(tokenizer, config.prompts, config.bench, lm.context - tokens)
     long_prompts = [long_prompt(tokenizer, length) for length in contexts]
-    drafters: dict[str, Drafter] = {"vanilla": Vanilla(), "kangaroo": drafter, **more}
-    methods: dict[str, Method] = {"hf": partial(generate, lm)}
-    if config.hf_lookup:
-        methods["hf_lookup"] = partial(generate, lm, prompt_lookup_num_tokens=10)
-    methods |= {k: partial(write_by_engine, Engine(lm, x)) for k, x in drafters.items()}
+    engines = [Engine(lm, each) for each in (Vanilla(), drafter)]
+    decoders = [partial(generate, lm), *(partial(write_by_engine, x) for x in engines)]
+    methods: dict[str, Method] = dict(zip(METHODS, decoders, strict=True))
     before = memory_bandwidth(lm.device, config.bandwidth_megabytes)
-    take_turns(methods, prompts[:1], tokens, 1, "warm-up")
-    answers = take_turns(methods, prompts, tokens, repeats, "answers")
-    core = {name: methods[name] for name in CORE}
-    long_texts = take_turns(core, long_prompts, config.context_tokens, repeats, "contexts")
+    take_turns(methods, long_prompts[:1], config.context_tokens, 1, "warm-up")
+    texts = take_turns(methods, long_prompts, config.context_tokens, config.repeats, "contexts")
     passes = verifications(lm, WIDTHS, range(drafter.exit_layer, lm.n_layers), contexts[0])
     seconds = {width: median(times) for width, times in passes.items()}
-    batches = throughput(lm, drafter, prompts, tokens, config.batches)
+    batches = throughput(engines, prompts, tokens, config.batches)
     after = memory_bandwidth(lm.device, config.bandwidth_megabytes)
     bandwidth = max(before, after)
     plain, cut = Reads(lm), Reads(lm, drafter)
-    reads = {"hf": plain, "vanilla": plain, "kangaroo": cut}  # unknown for other drafters
     return {
         **describe(lm, drafter),
         "settings": asdict(config),
         "provenance": provenance(),
         "bandwidth": {"before": before, "after": after},
         "weights": plain.round(length=0, drafted=0),
-        "methods": {
-            name: summarise(prompts, texts, reads.get(name), bandwidth)
-            | against_vanilla(answers["vanilla"], texts)
-            for name, texts in answers.items()
-        },
         "contexts": [
-            {"context": len(prompt), "kv_bytes": plain.n_layers * plain.kv * len(prompt)}
-            | {x: summarise([prompt], [long_texts[x][i]], reads[x], bandwidth) for x in CORE}
-            for i, prompt in enumerate(long_prompts)
+            {"context": length, "kv_bytes": plain.n_layers * plain.kv * length}
+            | {
+                name: summarise(length, texts[name][i], reads, bandwidth)
+                for name, reads in zip(METHODS, (plain, plain, cut), strict=True)
+            }
+            for i, length in enumerate(contexts)
         ],
         "verifications": [
             {"tokens": width, "ms": 1e3 * time, "of_one": time / seconds[1]}
@@ -217,18 +187,18 @@ def memory_bandwidth(device: torch.device, megabytes: int) -> float:
 
 
 def throughput(
-    lm: TargetModel, drafter: Kangaroo, prompts: Prompts, new_tokens: int, sizes: Sequence[int]
+    engines: Sequence[Engine], prompts: Prompts, new_tokens: int, sizes: Sequence[int]
 ) -> list[Results]:
-    """Tokens/s of vanilla and Kangaroo at every batch size whose cache fits into memory."""
-    results = []
+    """Tokens/s of two engines, vanilla's and Kangaroo's, at every batch size whose cache fits into
+    memory."""
+    results, lm = [], engines[0].lm
     row = lm.new_cache(1, 1).bytes() * (max(map(len, prompts)) + new_tokens)
     for size in sizes:
         if size * row > CACHE_SHARE * memory.free(lm.device):
             log.warning("batch %d is left out: its cache would take %d bytes", size, size * row)
             continue
         batch = [prompts[i % len(prompts)] for i in range(size)]
-        vanilla = tokens_per_second(Engine(lm, Vanilla()), batch, new_tokens)
-        kangaroo = tokens_per_second(Engine(lm, drafter), batch, new_tokens)
+        vanilla, kangaroo = (tokens_per_second(engine, batch, new_tokens) for engine in engines)
         rates = {"vanilla": vanilla, "kangaroo": kangaroo, "ratio": kangaroo / vanilla}
         results.append({"batch": size} | rates)
     return results
@@ -246,30 +216,22 @@ def tokens_per_second(engine: Engine, prompts: Prompts, new_tokens: int) -> floa
     return written / (now(device) - start)
 
 
-def summarise(prompts: Prompts, texts: Texts, reads: Reads | None, bandwidth: float) -> Results:
-    """The results of one method; `bandwidth` is in bytes per second, unknown results are None."""
+def summarise(length: int, texts: Sequence[Generation], reads: Reads, bandwidth: float) -> Results:
+    """The results of one method after `length` tokens; `bandwidth` is in bytes per second."""
     rounds = []  # each with the number of tokens before it
-    for prompt, repeats in zip(prompts, texts, strict=True):
-        for text in repeats:
-            lengths = accumulate((len(step.tokens) for step in text.steps), initial=len(prompt))
-            rounds += list(zip(lengths, text.steps, strict=False))[1:]
-    steps = [step for _, step in rounds]
-    decoded, seconds = sum(len(step.tokens) for step in steps), sum(step.seconds for step in steps)
-    drafted, names = sum(step.drafted for step in steps), ("draft", "verify", "host")
-    parts = {x: sum(getattr(step, f"{x}_seconds") for step in steps) for x in names}
-    draft, has_parts = parts["draft"], parts["verify"] > 0  # transformers has none
-    limit = reads and sum(reads.round(n, step.drafted) for n, step in rounds) / bandwidth
-    draft_limit = reads and sum(reads.draft(n, step.drafted) for n, step in rounds) / bandwidth
+    for text in texts:
+        lengths = accumulate((len(step.tokens) for step in text.steps), initial=length)
+        rounds += list(zip(lengths, text.steps, strict=False))[1:]
+    decoded = sum(len(step.tokens) for _, step in rounds)
+    seconds = sum(step.seconds for _, step in rounds)
+    draft = sum(step.draft_seconds for _, step in rounds)
+    limit = sum(reads.round(n, step.drafted) for n, step in rounds) / bandwidth
+    draft_limit = sum(reads.draft(n, step.drafted) for n, step in rounds) / bandwidth
     return {
-        "tokens_per_second": decoded / seconds,
         "ms_per_token": 1e3 * seconds / decoded,
-        "limit_ms_per_token": limit and 1e3 * limit / decoded,
-        "share_of_limit": limit and limit / seconds,
-        "first_ms": 1e3 * median(text.prefill_seconds for repeats in texts for text in repeats),
-        "compression_rate": compression_rate(steps),  # without the prefill
-        "drafted_per_round": drafted / len(steps),
-        **{f"{x}_ms": 1e3 * t / len(steps) if has_parts else None for x, t in parts.items()},
-        "draft_over_limit": draft / draft_limit if draft and drafted and draft_limit else None,
+        "share_of_limit": limit / seconds,
+        "first_ms": 1e3 * median(text.prefill_seconds for text in texts),
+        "draft_over_limit": draft / draft_limit if any(x.drafted for _, x in rounds) else None,
     }
 
 
@@ -278,12 +240,6 @@ def write_by_engine(engine: Engine, prompt: list[int], new_tokens: int) -> Gener
     request = Request(prompt, new_tokens, ignore_eos=True)
     ((_, generation),) = engine.completions([request], Sampling(), batch_size=1)
     return generation
-
-
-def seconds_per_token(text: Generation) -> float:
-    """Decoding time per token, without the prefill."""
-    steps = text.steps[1:]
-    return sum(step.seconds for step in steps) / sum(len(step.tokens) for step in steps)
 
 
 def take_turns(
@@ -300,67 +256,52 @@ def take_turns(
     return texts
 
 
-def against_vanilla(vanilla: Texts, method: Texts) -> Results:
-    """Speedup over vanilla by each prompt's mean seconds per token, and a count of equal texts."""
-    pairs = list(zip(vanilla, method, strict=True))
-    seconds_P2 = [[np.mean(list(map(seconds_per_token, x))) for x in pair] for pair in pairs]
-    speedup, ends = estimate(np.array(seconds_P2))
-    equal = sum(a[0].tokens == b[0].tokens for a, b in pairs)
-    return {"speedup": speedup, "speedup_ci95": ends, "equal_texts": equal}
-
-
 def write(result: Results, output: Path, console: Console) -> None:
-    """Save the results of `measure` as `speed.json`, `speed.md` and `speed.png`, and print them."""
+    """Save the results of `measure` as `speed.json` and `speed.md`, and print them."""
     write_json(output / "speed.json", result)
     text = ""
     for title, rows in sheets(result).items():
         text += f"**{title}**\n\n{tables.markdown(rows)}\n\n"
         console.print(tables.terminal(rows, title))
     (output / "speed.md").write_text(f"{text}{notes(result)}\n", encoding="utf-8")
-    title = f"{result['model']}, {result['dtype']}, {describe_machine(result['provenance'])}"
-    figure = plots.speedup_bars(list(result["methods"].items()), title, accent="kangaroo")
-    figure.savefig(output / "speed.png", dpi=150)
     console.print(notes(result), f"Saved in {output}.", sep="\n", markup=False, highlight=False)
 
 
 def sheets(result: Results) -> dict[str, list[Row]]:
     """All tables, by title."""
-    methods, contexts = result["methods"].items(), result["contexts"]
-    speedups = {x: tables.estimate(m["speedup"], m["speedup_ci95"], 1.0) for x, m in methods}
+    contexts = result["contexts"]
     return {
-        "Decoding speed, and parts of a round": [
-            {"method": x, "times vanilla": speedups[x]} | _cells(m, METHODS) for x, m in methods
-        ],
         "ms/token over the context": [
             {"context": str(c["context"]), "KV, MB": number(c["kv_bytes"] / 1e6, 1)}
-            | {name: number(c[name]["ms_per_token"]) for name in CORE}
-            | {"vanilla of limit": share(c["vanilla"]["share_of_limit"])}
+            | {name: number(c[name]["ms_per_token"]) for name in METHODS}
+            | {f"{name} of limit": share(c[name]["share_of_limit"]) for name in METHODS[1:]}
             | {"draft over its limit": number(c["kangaroo"]["draft_over_limit"])}
             | {"first token, ms": number(c["vanilla"]["first_ms"], 0)}
             for c in contexts
         ],
         f"Verification at context {contexts[0]['context']}": [
-            {"tokens": str(v["tokens"])} | _cells(v, PASSES) for v in result["verifications"]
+            {"tokens": str(v["tokens"]), "ms": number(v["ms"]), "of one": number(v["of_one"])}
+            | {"limit, ms": number(v["limit_ms"])}
+            for v in result["verifications"]
         ],
         "Tokens/s over the batch": [
-            {"batch": str(b["batch"])} | _cells(b, BATCHES) for b in result["batches"]
+            {"batch": str(b["batch"])}
+            | {name: number(b[name], 1) for name in METHODS[1:]}
+            | {"speedup": number(b["ratio"])}
+            for b in result["batches"]
         ],
     }
-
-
-def _cells(values: Results, columns: dict[str, tuple[str, int]]) -> Row:
-    return {heading: number(values[key], digits) for heading, (key, digits) in columns.items()}
 
 
 def notes(result: Results) -> str:
     """The text below the tables: bandwidth, model, machine, settings and versions."""
     settings, run = result["settings"], result["provenance"]
+    versions, revision = run["versions"], run["git_revision"]
     before, after = (result["bandwidth"][when] / 1e9 for when in ("before", "after"))
     return (
         f"Memory: {before:.1f} GB/s before, {after:.1f} GB/s after; limits take the higher. A "
         f"vanilla token reads {result['weights'] / 1e6:.1f} MB of weights. {result['model']}, "
-        f"{result['dtype']}, {describe_machine(run)}; {settings['prompts']} prompts x "
-        f"{settings['max_new_tokens']} tokens x {settings['repeats']} repeats; "
-        f"{result['drafter']}. git {run['git_revision']}, torch {run['versions']['torch']}, "
-        f"transformers {run['versions']['transformers']}, {run['time']}."
+        f"{result['dtype']}, {describe_machine(run)}; {settings['context_tokens']} tokens x "
+        f"{settings['repeats']} repeats; {result['drafter']}. git {revision}, torch "
+        f"{versions['torch']}, transformers {versions['transformers']}, {run['time']}."
     )
