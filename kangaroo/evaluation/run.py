@@ -275,7 +275,8 @@ class Evaluator:
             answers.append(turns[-1][0].runs[METHOD].text)
         finished, records, load = time.time(), [], os.getloadavg()[0] / (os.cpu_count() or 1)
         for i, engine in enumerate(self.engines):
-            size = footprint(engine.drafter, [self.lm, engine.session]).bytes
+            assert engine.session is not None
+            size = footprint(engine.drafter, [self.lm, engine.session.batch]).bytes
             ids = question.question_id, question.category, [turn[i] for turn in turns]
             record = Record(*ids, finished, drafter_bytes=size, task=question.task, load=load)
             records.append(record)
