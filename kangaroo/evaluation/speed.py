@@ -35,12 +35,17 @@ from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import write_json
 from kangaroo.utils.provenance import describe_machine, provenance
 from kangaroo.utils.ranges import Count, Filled, Ranged, TextLength
-from kangaroo.utils.tables import Row, number, share
+from kangaroo.utils.tables import number
 from kangaroo.utils.terminal import progress_bar
 
 log = logging.getLogger(__name__)
 
-METHODS = ("hf", "vanilla", "kangaroo")  # hf is transformers' generate
+ENGINES = ("vanilla", "kangaroo")
+TITLES = {
+    "contexts": "Decoding over the context",
+    "verifications": "Verification, first context",
+    "batches": "Tokens/s over the batch",
+}
 WIDTHS = [*range(1, 9), 12, 16, 32, 64]  # tokens of a verification
 WARM_UP, REPEATS = 2, 15
 CACHE_SHARE = 0.8  # largest share of the free memory for a cache; passes need the rest
@@ -92,8 +97,8 @@ def measure(
     prompts = question_prompts(tokenizer, config.prompts, config.bench, lm.context - tokens)
     long_prompts = [long_prompt(tokenizer, length) for length in contexts]
     engines = [Engine(lm, each) for each in (Vanilla(), drafter)]
-    decoders = [partial(generate, lm), *(partial(write_by_engine, x) for x in engines)]
-    methods: dict[str, Method] = dict(zip(METHODS, decoders, strict=True))
+    methods: dict[str, Method] = {"hf": partial(generate, lm)}
+    methods |= {k: partial(write_by_engine, x) for k, x in zip(ENGINES, engines, strict=True)}
     before = memory_bandwidth(lm.device, config.bandwidth_megabytes)
     take_turns(methods, long_prompts[:1], config.context_tokens, 1, "warm-up")
     texts = take_turns(methods, long_prompts, config.context_tokens, config.repeats, "contexts")
@@ -103,31 +108,6 @@ def measure(
     after = memory_bandwidth(lm.device, config.bandwidth_megabytes)
     bandwidth = max(before, after)
     plain, cut = Reads(lm), Reads(lm, drafter)
-    return {
-        **describe(lm, drafter),
-        "settings": asdict(config),
-        "provenance": provenance(),
-        "bandwidth": {"before": before, "after": after},
-        "weights": plain.round(length=0, drafted=0),
-        "contexts": [
-            {"context": length, "kv_bytes": plain.n_layers * plain.kv * length}
-            | {
-                name: summarise(length, texts[name][i], reads, bandwidth)
-                for name, reads in zip(METHODS, (plain, plain, cut), strict=True)
-            }
-            for i, length in enumerate(contexts)
-        ],
-        "verifications": [
-            {"tokens": width, "ms": 1e3 * time, "of_one": time / seconds[1]}
-            | {"limit_ms": 1e3 * cut.verify(contexts[0], width - 1) / bandwidth}
-            for width, time in seconds.items()
-        ],
-        "batches": batches,
-    }
-
-
-def describe(lm: TargetModel, drafter: Kangaroo) -> Results:
-    """The target and the drafter by their names and settings."""
     threshold = "auto" if drafter.auto else drafter.threshold
     return {
         "model": lm.config.name_or_path,
@@ -135,6 +115,22 @@ def describe(lm: TargetModel, drafter: Kangaroo) -> Results:
         "device": lm.device.type,
         "drafter": f"exit layer {drafter.exit_layer}, at most {drafter.steps} draft tokens, "
         f"threshold {threshold}, draft vocabulary {drafter.head.size}",
+        "settings": asdict(config),
+        "provenance": provenance(),
+        "bandwidth": {"before": before, "after": after},
+        "weights": plain.round(length=0, drafted=0),
+        "contexts": [
+            {"context": length, "kv_mb": plain.n_layers * plain.kv * length / 1e6, "method": name}
+            | summarise(length, texts[name][i], cut if name == "kangaroo" else plain, bandwidth)
+            for i, length in enumerate(contexts)
+            for name in methods
+        ],
+        "verifications": [
+            {"tokens": width, "ms": 1e3 * time, "of_one": time / seconds[1]}
+            | {"limit_ms": 1e3 * cut.verify(contexts[0], width - 1) / bandwidth}
+            for width, time in seconds.items()
+        ],
+        "batches": batches,
     }
 
 
@@ -199,7 +195,7 @@ def throughput(
             continue
         batch = [prompts[i % len(prompts)] for i in range(size)]
         vanilla, kangaroo = (tokens_per_second(engine, batch, new_tokens) for engine in engines)
-        rates = {"vanilla": vanilla, "kangaroo": kangaroo, "ratio": kangaroo / vanilla}
+        rates = {"vanilla": vanilla, "kangaroo": kangaroo, "speedup": kangaroo / vanilla}
         results.append({"batch": size} | rates)
     return results
 
@@ -229,7 +225,7 @@ def summarise(length: int, texts: Sequence[Generation], reads: Reads, bandwidth:
     draft_limit = sum(reads.draft(n, step.drafted) for n, step in rounds) / bandwidth
     return {
         "ms_per_token": 1e3 * seconds / decoded,
-        "share_of_limit": limit / seconds,
+        "of_limit": limit / seconds,
         "first_ms": 1e3 * median(text.prefill_seconds for text in texts),
         "draft_over_limit": draft / draft_limit if any(x.drafted for _, x in rounds) else None,
     }
@@ -260,37 +256,20 @@ def write(result: Results, output: Path, console: Console) -> None:
     """Save the results of `measure` as `speed.json` and `speed.md`, and print them."""
     write_json(output / "speed.json", result)
     text = ""
-    for title, rows in sheets(result).items():
+    for name, title in TITLES.items():
+        rows = [
+            {heading.replace("_", " "): cell(value) for heading, value in row.items()}
+            for row in result[name]
+        ]
         text += f"**{title}**\n\n{tables.markdown(rows)}\n\n"
         console.print(tables.terminal(rows, title))
     (output / "speed.md").write_text(f"{text}{notes(result)}\n", encoding="utf-8")
     console.print(notes(result), f"Saved in {output}.", sep="\n", markup=False, highlight=False)
 
 
-def sheets(result: Results) -> dict[str, list[Row]]:
-    """All tables, by title."""
-    contexts = result["contexts"]
-    return {
-        "ms/token over the context": [
-            {"context": str(c["context"]), "KV, MB": number(c["kv_bytes"] / 1e6, 1)}
-            | {name: number(c[name]["ms_per_token"]) for name in METHODS}
-            | {f"{name} of limit": share(c[name]["share_of_limit"]) for name in METHODS[1:]}
-            | {"draft over its limit": number(c["kangaroo"]["draft_over_limit"])}
-            | {"first token, ms": number(c["vanilla"]["first_ms"], 0)}
-            for c in contexts
-        ],
-        f"Verification at context {contexts[0]['context']}": [
-            {"tokens": str(v["tokens"]), "ms": number(v["ms"]), "of one": number(v["of_one"])}
-            | {"limit, ms": number(v["limit_ms"])}
-            for v in result["verifications"]
-        ],
-        "Tokens/s over the batch": [
-            {"batch": str(b["batch"])}
-            | {name: number(b[name], 1) for name in METHODS[1:]}
-            | {"speedup": number(b["ratio"])}
-            for b in result["batches"]
-        ],
-    }
+def cell(value: str | float | None) -> str:
+    """The text of a value; a dash for None."""
+    return str(value) if isinstance(value, str | int) else number(value)
 
 
 def notes(result: Results) -> str:

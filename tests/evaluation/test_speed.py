@@ -103,7 +103,7 @@ def test_the_results_of_a_method_belong_together():
     texts = [text(2.0, [(3, 4), (1, 2)], draft=0.6, verify=1.0)]
     size = reads.round(11, 4) + reads.round(14, 2)
     drafted = (reads.draft(11, 4) + reads.draft(14, 2)) * 0.5 / size
-    figures = {"ms_per_token": 500, "first_ms": 500, "share_of_limit": 0.25}
+    figures = {"ms_per_token": 500, "first_ms": 500, "of_limit": 0.25}
     figures |= {"draft_over_limit": 0.6 / drafted}
     result = speed.summarise(10, texts, reads, bandwidth=size / 0.5)
     assert result == pytest.approx(figures)
@@ -130,7 +130,7 @@ def test_a_batch_whose_cache_has_no_room_is_left_out(monkeypatch, caplog):
     monkeypatch.setattr(memory, "free", lambda device: 3 * of_row)
     engines = [Engine(lm, each) for each in (Vanilla(), chain_of(lm, adapter_for(lm)))]
     rows = throughput(engines, random_prompts(12, 9), 8, [1, 2, 4])
-    assert [row["batch"] for row in rows] == [1, 2] and all(row["ratio"] > 0 for row in rows)
+    assert [row["batch"] for row in rows] == [1, 2] and all(row["speedup"] > 0 for row in rows)
     assert f"batch 4 is left out: its cache would take {4 * of_row} bytes" in caplog.text
 
 
@@ -150,16 +150,19 @@ def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
     speed.write(result, tmp_path, console)
 
     assert json.loads((tmp_path / "speed.json").read_text()) == json.loads(json.dumps(result))
-    assert [c["context"] for c in result["contexts"]] == [32, 96]
-    assert result["contexts"][1]["kv_bytes"] == lm.n_layers * KV * 96
+    methods = "hf", "vanilla", "kangaroo"
+    rows = [(row["context"], row["method"]) for row in result["contexts"]]
+    assert rows == [(context, name) for context in (32, 96) for name in methods]
+    assert result["contexts"][-1]["kv_mb"] == lm.n_layers * KV * 96 / 1e6
     assert [b["batch"] for b in result["batches"]] == [1, 3]
     assert [v["tokens"] for v in result["verifications"]] == speed.WIDTHS
     assert result["provenance"]["versions"]["torch"] == version("torch")
     shown, saved = console.export_text(), (tmp_path / "speed.md").read_text()
-    for title, rows in speed.sheets(result).items():
+    for name, title in speed.TITLES.items():
+        rows = result[name]
         assert all(list(row) == list(rows[0]) for row in rows)
-        for words in (title, *rows[0], *rows[-1].values()):
-            assert words in shown and words in saved
+        for words in (title, *rows[0], *map(speed.cell, rows[-1].values())):
+            assert words.replace("_", " ") in shown and words.replace("_", " ") in saved
 
 
 @pytest.mark.parametrize(
