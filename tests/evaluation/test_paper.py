@@ -124,7 +124,7 @@ def test_published_values_lie_where_the_study_has_places_for_them(name):
     points = published_points(study)
     assert points and all(point.values and point.source for point in points)
     assert {m for point in points for m in point.values} <= set(study.metrics)
-    by_label = {study.label(x) for x in names}
+    by_label = {study.place(x) for x in names}
     if study.curve == "method":
         assert {point.curve for point in points} <= by_label
     if study.x == "method":

@@ -71,30 +71,23 @@ class StudyConfig:
     note: str = ""
     claims: list[Claim] = field(default_factory=list)
 
-    def label(self, place: Place) -> Place:
-        """The reader's name of a place."""
-        return self.labels.get(place, place) if isinstance(place, str) else place
+    def place(self, value: Any) -> Place:
+        """A value of `x` or `curve` by its label; 6 and 6.0 are the same place."""
+        if isinstance(value, str):
+            return self.labels.get(value, value)
+        return float(value) if isinstance(value, int | float) else value
 
     def common_settings(self, summary: dict[str, Any]) -> dict[str, Any]:
         """The settings in a method's summary that all methods of the study must share."""
         return {k: v for k, v in shared_settings(summary).items() if k not in (self.x, self.curve)}
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """A method that has answered all questions; `name` is its folder's path in the results."""
 
     name: str
     summary: dict[str, Any]
     records: list[Record]
-
-    def place(self, name: str) -> Place:
-        """The method's value of what `StudyConfig.x` or `curve` names."""
-        if name == "method":
-            return self.name
-        if name == "parameters":
-            return float(self.summary["drafter_cost"]["parameters"])
-        return as_place(self.summary["settings"].get(name))
 
 
 class Point(NamedTuple):
@@ -158,39 +151,33 @@ def measured_methods(config: StudyConfig, folder: Path) -> list[Measured]:
     return sorted(methods, key=lambda method: order.get(method.name, len(order)))
 
 
-def as_place(value: Any) -> Place:
-    """Turns numbers into floats, so that 6 and 6.0 are the same place."""
-    return float(value) if isinstance(value, int | float) else value
-
-
 def measured_points(config: StudyConfig, method: Measured) -> list[Point]:
-    """A method's points, one for each value of `config.x`."""
-    curve = measured_curve(config, method)
+    """A method's points, one for each value of `config.x`. Its row is its value of `config.curve`,
+    with the drafter's name in a sweep of several; its name if it has no place in a row or column.
+    """
+    name, summary, records = method
+    places = {"method": name, "parameters": summary["drafter_cost"]["parameters"]}
+    places |= summary["settings"] | {"task": OVERALL, "position": 1}
+    x = config.place(places.get(config.x))
+    curve = "" if config.curve is None else config.place(places.get(config.curve))
+    job, _, drafter = name.rpartition("/")
+    if curve is None or (curve == "" and x is None):
+        curve = config.place(name)
+    elif job and config.curve != "method":
+        curve = f"{curve}, {config.place(drafter)}"
 
     def point(x: Place, records: Sequence[Record], metrics: Mapping[str, str]) -> Point:
         values = {name: value_of(metric, records) for name, metric in metrics.items()}
         return Point(HERE, method.name, curve, x, values)
 
-    records, metrics = method.records, {name: name for name in config.metrics}
+    metrics = {name: name for name in config.metrics}
     if config.x == "position":
-        longest = max(1, len(method.summary["overall"]["ctar"]))
+        longest = max(1, len(summary["overall"]["ctar"]))
         return [point(float(w), records, {CTAR: f"{CTAR}{w}"}) for w in range(1, longest + 1)]
     if config.x == "task":
         tasks = dict.fromkeys([*(record.task for record in records), OVERALL])
         return [point(task, select_task(records, task), metrics) for task in tasks]
-    return [point(config.label(method.place(config.x)), records, metrics)]
-
-
-def measured_curve(config: StudyConfig, method: Measured) -> Place:
-    """A method's row: its value of `config.curve`, with the drafter's name in a sweep of several;
-    the method's name if it has no place in a row or column."""
-    has_x = config.x in ("task", "position") or method.place(config.x) is not None
-    place = "" if config.curve is None else method.place(config.curve)
-    if place is None or (place == "" and not has_x):
-        return config.label(method.name)
-    job, _, drafter = method.name.rpartition("/")
-    curve = config.label(place)
-    return f"{curve}, {config.label(drafter)}" if job and config.curve != "method" else curve
+    return [point(x, records, metrics)]
 
 
 def select_task(records: Sequence[Record], task: str | None) -> list[Record]:
@@ -206,7 +193,7 @@ def published_points(config: StudyConfig) -> list[Point]:
             for x, numbers in row.items():
                 values = zip(table["metrics"], numbers, strict=True)
                 estimates = {metric: Estimate(n) for metric, n in values if n is not None}
-                places = config.label(as_place(curve)), config.label(as_place(x))
+                places = config.place(curve), config.place(x)
                 points.append(Point(table["model"], table["source"], *places, estimates))
     return points
 
@@ -215,9 +202,9 @@ def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
     """Check a claim; None if its methods were not both measured on its task. Errors: `ConfigError`
     if the two were not asked the same questions."""
     by_name = {method.name: select_task(method.records, claim.task) for method in methods}
-    both = [by_name[name] for name in (claim.more, claim.less) if name in by_name]
-    if len(both) < 2 or not any(both):
+    if not {claim.more, claim.less} <= by_name.keys():
         return None
+    both = by_name[claim.more], by_name[claim.less]
     more_ids, less_ids = ([record.question_id for record in records] for records in both)
     if more_ids != less_ids:
         raise ConfigError(
@@ -228,9 +215,8 @@ def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
     if more is None or less is None:
         return None
     # resampled together: what makes a question hard for both does not widen the interval
-    values_Q4 = np.hstack([pairs(records, claim.metric) for records in both])
-    margin = estimate(values_Q4)
-    return Checked(claim, more, less, margin, verdict(margin, len(values_Q4)))
+    margin = estimate(np.hstack([pairs(records, claim.metric) for records in both]))
+    return Checked(claim, more, less, margin, verdict(margin, len(more_ids)))
 
 
 def verdict(margin: Estimate, questions: int) -> str:
