@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
@@ -43,7 +42,7 @@ log = logging.getLogger(__name__)
 ENGINES = ("vanilla", "kangaroo")
 TITLES = {
     "contexts": "Decoding over the context",
-    "verifications": "Verification, first context",
+    "verifications": "Verification",
     "batches": "Tokens/s over the batch",
 }
 WIDTHS = [*range(1, 9), 12, 16, 32, 64]  # tokens of a verification
@@ -93,21 +92,20 @@ def measure(
     contexts = [n for n in config.contexts if n + config.context_tokens <= lm.context]
     if not contexts:
         raise ConfigError(f"no context of speed.contexts={config.contexts} fits the model.")
-    tokens = config.max_new_tokens
+    tokens, new_tokens = config.max_new_tokens, config.context_tokens
     prompts = question_prompts(tokenizer, config.prompts, config.bench, lm.context - tokens)
     long_prompts = [long_prompt(tokenizer, length) for length in contexts]
     engines = [Engine(lm, each) for each in (Vanilla(), drafter)]
     methods: dict[str, Method] = {"hf": partial(generate, lm)}
     methods |= {k: partial(write_by_engine, x) for k, x in zip(ENGINES, engines, strict=True)}
     before = memory_bandwidth(lm.device, config.bandwidth_megabytes)
-    take_turns(methods, long_prompts[:1], config.context_tokens, 1, "warm-up")
-    texts = take_turns(methods, long_prompts, config.context_tokens, config.repeats, "contexts")
+    take_turns(methods, long_prompts[:1], new_tokens, 1, "warm-up")
+    texts = take_turns(methods, long_prompts, new_tokens, config.repeats, "contexts")
     passes = verifications(lm, WIDTHS, range(drafter.exit_layer, lm.n_layers), contexts[0])
     seconds = {width: median(times) for width, times in passes.items()}
     batches = throughput(engines, prompts, tokens, config.batches)
     after = memory_bandwidth(lm.device, config.bandwidth_megabytes)
-    bandwidth = max(before, after)
-    plain, cut = Reads(lm), Reads(lm, drafter)
+    bandwidth, kv_bytes = max(before, after), lm.new_cache(1, 1).bytes()
     threshold = "auto" if drafter.auto else drafter.threshold
     return {
         "model": lm.config.name_or_path,
@@ -118,58 +116,27 @@ def measure(
         "settings": asdict(config),
         "provenance": provenance(),
         "bandwidth": {"before": before, "after": after},
-        "weights": plain.round(length=0, drafted=0),
+        "weights": bytes_read(lm, 0),
         "contexts": [
-            {"context": length, "kv_mb": plain.n_layers * plain.kv * length / 1e6, "method": name}
-            | summarise(length, texts[name][i], cut if name == "kangaroo" else plain, bandwidth)
+            {"context": length, "kv_mb": length * kv_bytes / 1e6, "method": name}
+            | summarise(texts[name][i], bytes_read(lm, length + new_tokens / 2) / bandwidth)
             for i, length in enumerate(contexts)
             for name in methods
         ],
         "verifications": [
             {"tokens": width, "ms": 1e3 * time, "of_one": time / seconds[1]}
-            | {"limit_ms": 1e3 * cut.verify(contexts[0], width - 1) / bandwidth}
             for width, time in seconds.items()
         ],
         "batches": batches,
     }
 
 
-class Reads:
-    """Bytes that a round reads from memory, if every forward reads all it needs once: of vanilla,
-    or of a drafter, whose drafts may read weights in half as many bytes. An embedding counts as one
-    row of its table, unless the table is the head, too."""
-
-    def __init__(self, lm: TargetModel, drafter: Kangaroo | None = None):
-        in_bytes = drafter and drafter.adapter.int8 and lm.backend.multiplies_bytes(lm.dtype)
-        self.narrower = 2 if in_bytes else 1
-        self.exit_layer = drafter.exit_layer if drafter else 0
-        self.n_layers, self.kv = lm.n_layers, lm.new_cache(1, 1, [lm.device]).bytes()
-        self.shallow = memory.weight_bytes(*lm.layers[: self.exit_layer])
-        self.deep = memory.weight_bytes(*lm.layers[self.exit_layer :])
-        table, head = lm.hf.model.embed_tokens.weight, memory.weight_bytes(lm.head)
-        self.head = memory.weight_bytes(lm.hf.model.norm) + head
-        self.draft_head = sum(x.nbytes for x in drafter.head.weights) if drafter else head
-        self.row = table[0].nbytes
-        parts = drafter.adapter.named_children() if drafter else []
-        # a head that belongs to the adapter is counted as the draft head
-        self.adapter = memory.weight_bytes(*(module for name, module in parts if name != "head"))
-        self.adapter_depth = drafter.adapter.depth if drafter else 0
-
-    def draft(self, length: int, drafted: int) -> int:
-        """Bytes for `drafted` tokens after `length`, and for the last shallow pass."""
-        weights = (self.shallow + self.adapter + self.draft_head) // self.narrower + self.row
-        kv = (self.exit_layer + self.adapter_depth) * self.kv
-        below = self.row + self.shallow + self.exit_layer * self.kv * (length + drafted)
-        return below + sum(weights + kv * (length + i) for i in range(drafted))
-
-    def verify(self, length: int, drafted: int) -> int:
-        """Bytes for the forward through the layers above the exit."""
-        deep_kv = (self.n_layers - self.exit_layer) * self.kv
-        return self.deep + self.head + deep_kv * (length + drafted)
-
-    def round(self, length: int, drafted: int) -> int:
-        """Bytes for a draft and its verification."""
-        return self.draft(length, drafted) + self.verify(length, drafted)
+def bytes_read(lm: TargetModel, length: float) -> float:
+    """Bytes that vanilla decoding reads from memory for a token after `length` others: all that it
+    needs once. The embedding is one row of its table, unless the table is the head, too."""
+    weights = memory.weight_bytes(*lm.layers, lm.hf.model.norm, lm.head)
+    row = lm.hf.model.embed_tokens.weight[0].nbytes
+    return row + weights + length * lm.new_cache(1, 1).bytes()
 
 
 def memory_bandwidth(device: torch.device, megabytes: int) -> float:
@@ -212,22 +179,14 @@ def tokens_per_second(engine: Engine, prompts: Prompts, new_tokens: int) -> floa
     return written / (now(device) - start)
 
 
-def summarise(length: int, texts: Sequence[Generation], reads: Reads, bandwidth: float) -> Results:
-    """The results of one method after `length` tokens; `bandwidth` is in bytes per second."""
-    rounds = []  # each with the number of tokens before it
-    for text in texts:
-        lengths = accumulate((len(step.tokens) for step in text.steps), initial=length)
-        rounds += list(zip(lengths, text.steps, strict=False))[1:]
-    decoded = sum(len(step.tokens) for _, step in rounds)
-    seconds = sum(step.seconds for _, step in rounds)
-    draft = sum(step.draft_seconds for _, step in rounds)
-    limit = sum(reads.round(n, step.drafted) for n, step in rounds) / bandwidth
-    draft_limit = sum(reads.draft(n, step.drafted) for n, step in rounds) / bandwidth
+def summarise(texts: Sequence[Generation], limit: float) -> Results:
+    """The results of one method; a vanilla token takes `limit` seconds at least."""
+    steps = [step for text in texts for step in text.steps[1:]]
+    decoded, seconds = sum(len(step.tokens) for step in steps), sum(step.seconds for step in steps)
     return {
         "ms_per_token": 1e3 * seconds / decoded,
-        "of_limit": limit / seconds,
+        "of_limit": limit * decoded / seconds,
         "first_ms": 1e3 * median(text.prefill_seconds for text in texts),
-        "draft_over_limit": draft / draft_limit if any(x.drafted for _, x in rounds) else None,
     }
 
 

@@ -7,9 +7,8 @@ import re
 from importlib.metadata import version
 
 import pytest
-import torch
 from evaluation_cases import tiny_lm
-from helpers import EXIT, VOCABULARY, adapter_for, chain_of, random_prompts, tiny, vanilla_texts
+from helpers import adapter_for, chain_of, random_prompts, tiny, vanilla_texts
 from rich.console import Console
 
 from kangaroo.chat import Runner, frame, race, timed_pieces
@@ -20,8 +19,7 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation import speed
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.methods import generate
-from kangaroo.evaluation.speed import Reads, throughput
-from kangaroo.heads.draft_head import DraftHead
+from kangaroo.evaluation.speed import bytes_read, throughput
 from kangaroo.models.attention import ATTENTION
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import Message, prompt_ids
@@ -32,19 +30,17 @@ from kangaroo.utils.errors import ConfigError
 # has q and o, k and v, gate, up and down, and two norms.
 LAYERS = 6
 LAYER = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32)
-ADAPTER = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 2 * 32)  # no feed-forward part
 NORM = 4 * 32
 HEAD = 4 * 64 * 32
 ROW = 4 * 32
 KV = 4 * 2 * 2 * 8  # of one token in one layer
 
 
-def text(seconds=1.0, rounds=((1, 0),) * 4, tokens=None, draft=0.0, verify=0.0):
+def text(seconds=1.0, rounds=((1, 0),) * 4, tokens=None):
     """Of a prefill of half a second, and rounds of (tokens, drafted) that take so long together."""
     steps = [StepRecord([0], 0, 0, 0.0, 0.0)]
     for count, drafted in rounds:
-        parts = (x / len(rounds) for x in (draft, verify, seconds - draft - verify))
-        steps.append(StepRecord([0] * count, 0, drafted, *parts))
+        steps.append(StepRecord([0] * count, 0, drafted, host_seconds=seconds / len(rounds)))
     return Generation(tokens or [0] * 9, steps, "length", prefill_seconds=0.5)
 
 
@@ -52,19 +48,7 @@ def text(seconds=1.0, rounds=((1, 0),) * 4, tokens=None, draft=0.0, verify=0.0):
 def test_a_vanilla_token_reads_every_layer_the_head_once_and_the_occupied_kv(tied):
     lm = tiny(num_hidden_layers=LAYERS, tie_word_embeddings=tied)
     assert (lm.head.weight is lm.hf.model.embed_tokens.weight) == tied
-    assert Reads(lm).round(length=10, drafted=0) == ROW + LAYERS * (LAYER + 10 * KV) + NORM + HEAD
-
-
-def test_a_kangaroo_round_reads_shallow_layers_adapter_and_head_for_each_draft_token():
-    lm = tiny(num_hidden_layers=LAYERS)
-    quarter = DraftHead(lm, None, torch.arange(VOCABULARY // 4))
-    reads, part = (Reads(lm, chain_of(lm, adapter_for(lm), head=x)) for x in (None, quarter))
-    assert reads.draft(10, 2) - part.draft(10, 2) == 2 * (HEAD - HEAD // 4)
-    assert reads.round(10, 0) == Reads(lm).round(10, 0)  # vanilla's, without draft tokens
-    shallow = sum(ROW + EXIT * (LAYER + length * KV) for length in (10, 11, 12))
-    adapted = sum(ADAPTER + HEAD + length * KV for length in (10, 11))
-    assert reads.draft(length=10, drafted=2) == shallow + adapted
-    assert reads.verify(length=10, drafted=2) == (LAYERS - EXIT) * (LAYER + 12 * KV) + NORM + HEAD
+    assert bytes_read(lm, length=10) == ROW + LAYERS * (LAYER + 10 * KV) + NORM + HEAD
 
 
 def test_all_methods_write_the_same_text_past_eos(monkeypatch):
@@ -99,15 +83,9 @@ def test_methods_take_turns_and_each_is_first_equally_often():
 
 
 def test_the_results_of_a_method_belong_together():
-    reads = Reads(lm := tiny(), chain_of(lm, adapter_for(lm)))
-    texts = [text(2.0, [(3, 4), (1, 2)], draft=0.6, verify=1.0)]
-    size = reads.round(11, 4) + reads.round(14, 2)
-    drafted = (reads.draft(11, 4) + reads.draft(14, 2)) * 0.5 / size
-    figures = {"ms_per_token": 500, "first_ms": 500, "of_limit": 0.25}
-    figures |= {"draft_over_limit": 0.6 / drafted}
-    result = speed.summarise(10, texts, reads, bandwidth=size / 0.5)
+    figures = {"ms_per_token": 500, "of_limit": 0.25, "first_ms": 500}
+    result = speed.summarise([text(2.0, [(3, 4), (1, 2)])], limit=0.125)
     assert result == pytest.approx(figures)
-    assert speed.summarise(10, [text()], Reads(lm), bandwidth=1e9)["draft_over_limit"] is None
 
 
 def test_prompts_are_spread_over_a_benchs_questions_that_fit_or_have_a_length():
