@@ -130,7 +130,7 @@ def write(comparison: Comparison, folder: Path) -> None:
     # a drafter's settings are on a second line
     bars = [(m["name"].replace(",", "\n", 1), m["overall"]) for m in comparison["methods"]]
     subtitle = "{model} on {bench}, {dtype}, {device}".format(**comparison)
-    plots.speedup_bars(bars, subtitle, bars[0][0]).savefig(folder / PLOT, dpi=150)
+    plots.speedup_bars(bars, subtitle).savefig(folder / PLOT, dpi=150)
 
 
 def publish(folder: Path, page: Path) -> None:

@@ -15,8 +15,9 @@ OTHER = "#e9b184"  # methods that are not emphasized
 INK, FAINT = "#222222", "#dddddd"
 
 
-def speedup_bars(rows: Sequence[tuple[str, dict[str, Any]]], subtitle: str, accent: str) -> Figure:
-    """Speedups with intervals, and compression rates, their upper bounds; the first row on top."""
+def speedup_bars(rows: Sequence[tuple[str, dict[str, Any]]], subtitle: str) -> Figure:
+    """Speedups with intervals, and compression rates, their upper bounds; the first row is on top,
+    emphasized."""
     figure = Figure(figsize=(7.6, 1.9 + 0.42 * len(rows)), layout="constrained")
     axes = figure.subplots()
     axes.set_title(f"Speedup over vanilla decoding, {subtitle}", fontsize=8, loc="left")
@@ -24,7 +25,7 @@ def speedup_bars(rows: Sequence[tuple[str, dict[str, Any]]], subtitle: str, acce
         if m["speedup"] is None:
             continue
         color = {"vanilla": VANILLA, AGAIN: VANILLA, "transformers": HF}.get(name, OTHER)
-        axes.barh(y, m["speedup"], height=0.62, color=METHOD if name == accent else color)
+        axes.barh(y, m["speedup"], height=0.62, color=METHOD if y == 0 else color)
         if m["speedup_ci95"] is not None:
             axes.plot(m["speedup_ci95"], [y, y], color=INK, linewidth=1.4)
         axes.plot(m["compression_rate"], y, "D", markersize=5, color=INK)

@@ -6,8 +6,16 @@ import json
 import numpy as np
 import pytest
 from commands import ROOT
-from datasets import Dataset
-from evaluation_cases import COST, finish, hf_run, record, run, shown, vanilla_run
+from evaluation_cases import (
+    COST,
+    finish,
+    hf_run,
+    record,
+    run,
+    shown,
+    vanilla_run,
+    write_questions,
+)
 from rich.console import Console
 
 from kangaroo.evaluation import comparison
@@ -243,12 +251,19 @@ def answered(question):
 
 
 def test_each_metric_is_shown_by_category_and_by_input_length(tmp_path):
-    for size in (1, 2):
-        names = {f"{category}-{size}-{i}": category for category in ACCEPTED for i in range(2)}
-        turns = [[f"Sum up {name}: " + "word " * 200 * size] for name in names]
-        table = {"question_id": list(names), "category": list(names.values()), "turns": turns}
-        Dataset.from_dict(table).to_parquet(tmp_path / f"speed/throughput_{size}k/test.parquet")
-    questions = load_questions(BenchConfig("speed_bench", path=str(tmp_path / "speed")))
+    lines = [
+        {
+            "question_id": f"{category}-{size}-{i}",
+            "category": category,
+            "turns": [f"Sum up {category}-{size}-{i}: " + "word " * 200 * size],
+        }
+        for size in (1, 2)
+        for category in ACCEPTED
+        for i in range(2)
+    ]
+    questions = load_questions(
+        BenchConfig(path=str(write_questions(tmp_path / "mine.jsonl", lines)))
+    )
     records = [answered(question) for question in questions]
     finish(tmp_path / "out/mine", records)
     text = comparison.markdown(comparison.compare(tmp_path / "out"))

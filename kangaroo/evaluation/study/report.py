@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from rich.table import Table
 
 from kangaroo.evaluation import comparison
@@ -121,7 +121,6 @@ def plot(study: Study) -> Figure:
     places = [x for x in sorted_places(point.x for point in points) if x is not None]
     names = [place_name(config.x, x) for x in places]
     curves = sorted_places(point.curve for point in points)
-    colors = {c: HF if c == AGAIN else COLORS[i % len(COLORS)] for i, c in enumerate(curves)}
     size = max(6.4, 4.1 * len(models)), 1.3 + 2.6 * len(metrics)
     figure = Figure(figsize=size, layout="constrained")
     subtitle = "{model} on {bench}, {dtype}, {device}".format(**study.methods[0].summary)
@@ -138,26 +137,25 @@ def plot(study: Study) -> Figure:
         axes.tick_params(labelsize=8)
         if metric == "speedup":
             axes.axhline(1, color=INK, linewidth=1, linestyle=":")
-        for i, (curve, color) in enumerate(colors.items()):
+        for i, curve in enumerate(curves):
             values = {point.x: value for point, value in shown if point.curve == curve}
-            _draw(axes, places, values, color, (i + 0.5) / len(colors) - 0.5)
+            color = HF if curve == AGAIN else COLORS[i % len(COLORS)]
+            name = place_name(config.curve, curve)
+            bars = _draw(axes, places, values, color, (i + 0.5) / len(curves) - 0.5)
+            bars.set_label(f"{config.curve_label} {name}" if isinstance(curve, float) else name)
         axes.set_xticks(range(len(names)), names)
         axes.tick_params("x", rotation=30 if len("".join(names)) > 30 else 0)
     for axes in panels[-1]:
         axes.set_xlabel(config.x.rpartition(".")[2].replace("_", " "), fontsize=8)
-    handles = []
-    for curve in (curve for curve in curves if curve != ""):
-        label = place_name(config.curve, curve)
-        label = f"{config.curve_label} {label}" if isinstance(curve, float) else label
-        handles.append(Line2D([], [], color=colors[curve], linewidth=2, label=label))
-    if handles:
-        figure.legend(handles=handles, fontsize=8, loc="outside lower center", ncols=5)
+    if curves != [""]:
+        legend = panels[0, 0].get_legend_handles_labels()  # ours has a value of each metric
+        figure.legend(*legend, fontsize=8, loc="outside lower center", ncols=5)
     return figure
 
 
 def _draw(
     axes: Axes, places: list[float | str], values: dict[Place, Estimate], color: str, shift: float
-) -> None:
+) -> ErrorbarContainer:
     """Draw a curve with its intervals. Words as places are not joined, and are shifted by curve."""
     if level := values.pop(None, None):
         axes.axhline(level.value, color=color)
@@ -167,7 +165,7 @@ def _draw(
     y = np.array([v.value for v in estimates])
     low, high = np.array([v.ends or [v.value, v.value] for v in estimates]).reshape(-1, 2).T
     errors = np.maximum([y - low, high - y], 0)  # a bootstrap's interval may lie beside its value
-    axes.errorbar(x, y, errors, marker="o", ms=4.5, ls="-" if joined else "", color=color)
+    return axes.errorbar(x, y, errors, marker="o", ms=4.5, ls="-" if joined else "", color=color)
 
 
 def terminal_table(study: Study) -> Table:
