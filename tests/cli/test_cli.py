@@ -287,7 +287,7 @@ def test_any_two_drafters_make_a_cascade():
 
 
 @pytest.mark.parametrize(
-    "command, there", [("evaluate", []), ("speed", ["cascade", "prompt_lookup", "hybrid"])]
+    "command, there", [("evaluate", []), ("tune", ["hybrid", "prompt_lookup"])]
 )
 def test_further_drafters_stand_beside_the_first(command, there):
     added = ["+drafter@more.mine=kangaroo", "more.mine.steps=3", "+drafter@more.both=cascade"]
