@@ -15,7 +15,15 @@ import torch
 
 from kangaroo.utils.folders import PACKAGE
 
-PACKAGES = ("kangaroo-decoding", "torch", "transformers", "datasets", "deepspeed", "hydra-core", "wandb")
+PACKAGES = (
+    "kangaroo-decoding",
+    "torch",
+    "transformers",
+    "datasets",
+    "deepspeed",
+    "hydra-core",
+    "wandb",
+)
 
 
 def provenance() -> dict[str, Any]:
