@@ -40,7 +40,7 @@ def steady_budget(request, monkeypatch):
 
     costs = VerifyCosts([1, 2, 4, 8, 16], [1.0, 1.03, 1.09, 1.2, 2.3], 0.5)
     monkeypatch.setattr(engine, "verify_costs", lambda lm: costs)
-    monkeypatch.setattr(EarlyExit, "measured_cost", lambda self, vanilla: self.draft_cost)
+    monkeypatch.setattr(EarlyExit, "_measured_cost", lambda self, vanilla: self.draft_cost)
 
     def no_limits(self, rows, nodes, drafting=0.0):
         """Whatever the batch."""  # tests/project/test_docs.py reads it, too

@@ -8,11 +8,11 @@ from ctypes import Structure, c_double, c_int64, c_void_p
 import numpy as np
 
 
-def integers(*names: str) -> list[tuple[str, type]]:
+def _integers(*names: str) -> list[tuple[str, type]]:
     return [(name, c_int64) for name in names]
 
 
-def addresses(*names: str) -> list[tuple[str, type]]:
+def _addresses(*names: str) -> list[tuple[str, type]]:
     return [(name, c_void_p) for name in names]
 
 
@@ -20,7 +20,7 @@ class Sizes(Structure):
     """What all layers of a model share (attention.h)."""
 
     _fields_ = [
-        *integers("hidden", "heads", "kv_heads", "head_size", "feed_forward", "threads"),
+        *_integers("hidden", "heads", "kv_heads", "head_size", "feed_forward", "threads"),
         ("eps", c_double),
         ("scaling", c_double),
     ]
@@ -30,10 +30,10 @@ class Stack(Structure):
     """Layers with their keys and values (layers.h)."""
 
     _fields_ = [
-        *addresses("layers"),
-        *integers("count"),
-        *addresses("keys", "values"),
-        *integers("n_slots", "window", "in_bytes"),
+        *_addresses("layers"),
+        *_integers("count"),
+        *_addresses("keys", "values"),
+        *_integers("n_slots", "window", "in_bytes"),
     ]
 
 
@@ -41,32 +41,32 @@ class Head(Structure):
     """A matrix from states to logits, and the norm before it (sampling.h)."""
 
     _fields_ = [
-        *addresses("norm", "weight"),
-        *integers("outputs"),
-        *addresses("ids"),
-        *integers("passing"),
-        *addresses("scales"),
+        *_addresses("norm", "weight"),
+        *_integers("outputs"),
+        *_addresses("ids"),
+        *_integers("passing"),
+        *_addresses("scales"),
     ]
 
 
 class Rough(Structure):
     """A head in bytes, with the limits of its errors (sampling.h)."""
 
-    _fields_ = [*addresses("weight", "scales", "errors"), *integers("passing")]
+    _fields_ = [*_addresses("weight", "scales", "errors"), *_integers("passing")]
 
 
 class Fusing(Structure):
     """What joins shallow and deep states (rows.h)."""
 
-    _fields_ = addresses("shallow_norm", "deep_norm", "weight", "scales")
+    _fields_ = _addresses("shallow_norm", "deep_norm", "weight", "scales")
 
 
 class Target(Structure):
     """A whole model on its cache (rows.h)."""
 
     _fields_ = [
-        *addresses("embedding", "cos", "sin"),
-        *integers("vocabulary"),
+        *_addresses("embedding", "cos", "sin"),
+        *_integers("vocabulary"),
         ("sizes", Sizes),
         ("stack", Stack),
         ("head", Head),
@@ -78,8 +78,8 @@ class Drafting(Structure):
     """A drafting layer on its cache, and the shallow layers as drafts read them (rows.h)."""
 
     _fields_ = [
-        *addresses("norm", "deep"),
-        *integers("deep_tap"),
+        *_addresses("norm", "deep"),
+        *_integers("deep_tap"),
         ("stack", Stack),
         ("head", Head),
         ("fusing", Fusing),
@@ -90,19 +90,19 @@ class Drafting(Structure):
 class Places(Structure):
     """What a block has beside an adapter (rows.h)."""
 
-    _fields_ = [*addresses("places", "neighbours", "table"), *integers("rank")]
+    _fields_ = [*_addresses("places", "neighbours", "table"), *_integers("rank")]
 
 
 class Rows(Structure):
     """The nodes of all rows (rows.h); `DraftBuffers` says what each field holds."""
 
     _fields_ = [
-        *integers("batch", "capacity", "hidden", "most_unread", "exit"),
-        *addresses("base", "count", "asking", "end", "draw", "token", "parent", "place"),
-        *addresses("has_state", "choices", "chances", "states", "unread", "unread_states"),
-        *addresses("made", "accepted", "written", "path"),
-        *integers("keep"),
-        *addresses("kept", "kept_chances"),
+        *_integers("batch", "capacity", "hidden", "most_unread", "exit"),
+        *_addresses("base", "count", "asking", "end", "draw", "token", "parent", "place"),
+        *_addresses("has_state", "choices", "chances", "states", "unread", "unread_states"),
+        *_addresses("made", "accepted", "written", "path"),
+        *_integers("keep"),
+        *_addresses("kept", "kept_chances"),
     ]
 
 
@@ -110,8 +110,8 @@ class Outcomes(Structure):
     """Logits in training, and what is found of them (outcomes.h)."""
 
     _fields_ = [
-        *integers("rows", "logits", "tokens", "threads"),
-        *addresses("scores", "index", "inside", "log_q", "largest", "rest", "best"),
+        *_integers("rows", "logits", "tokens", "threads"),
+        *_addresses("scores", "index", "inside", "log_q", "largest", "rest", "best"),
     ]
 
 

@@ -59,7 +59,7 @@ class EarlyExit(EarlyStopping):
         """Make the layer's cache, unless the last one fits, and empty windows."""
         self.prompts.clear()
         if batch.budget.vanilla_seconds is not None and (self.needs_costs or batch.size > 1):
-            self.draft_cost = self.measured_cost(batch.budget.vanilla_seconds())
+            self.draft_cost = self._measured_cost(batch.budget.vanilla_seconds())
         size, device, hidden = batch.size, self.adapter.home(self.lm), self.lm.config.hidden_size
         if (self.cache.batch_size, self.cache.n_slots) != (size, batch.n_slots):
             self.cache = self.lm.new_cache(0, 0, [])  # the new one may need the old one's memory
@@ -68,7 +68,7 @@ class EarlyExit(EarlyStopping):
                 self.deep_BSD = self.deep_BSD.new_zeros(size, batch.n_slots, hidden)
         self.shallow_BWD = self.deep_BSD.new_zeros(size, self.window, hidden)
 
-    def measured_cost(self, vanilla_seconds: float) -> float:
+    def _measured_cost(self, vanilla_seconds: float) -> float:
         """The cost of a draft token, in vanilla steps of this time."""
         return self.draft_seconds / self.tokens_of_pass / vanilla_seconds
 

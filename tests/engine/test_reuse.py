@@ -193,9 +193,9 @@ def test_a_fused_layers_keys_go_on_from_the_deep_states_of_another_row():
     for prefix_cache in (False, True):
         drafter = chain_of(lm, adapter_for(lm, architecture=AdapterHeadConfig(fused=True)))
         engine = Engine(lm, drafter, prefix_cache=prefix_cache)
-        batch = engine.open(2, LONGEST, Sampling())
-        engine.admit(batch, 0, Request(first, 30))
-        generation = engine.admit(batch, 1, Request(first + more, 10))
+        session = engine.open(2, LONGEST, Sampling())
+        session.admit(0, Request(first, 30))
+        generation = session.admit(1, Request(first + more, 10))
         assert bool(generation.reused) == prefix_cache
         drafter.read_prompts()
         row = slice(drafter.cache.n_slots, drafter.cache.n_slots + len(first + more))

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import Unigram, WordLevel, WordPiece
 from transformers import PreTrainedTokenizerFast
 
-from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Token
+from kangaroo.engine.session import Session
 from kangaroo.engine.streaming import UNFINISHED, pieces, whole_text
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text
@@ -85,6 +85,6 @@ def test_a_stop_string_is_seen_behind_a_character_of_several_tokens(before):
     for kind in ("byte fallback", "byte-level"):
         tokenizer = KINDS[kind]
         ids = tokenizer.encode(f"bc{before}\nbc", add_special_tokens=False)
-        engine = SimpleNamespace(tokenizer=tokenizer)
-        end = Engine._stop_end(engine, ids, 0, ["\n"])
+        session = SimpleNamespace(tokenizer=tokenizer)
+        end = Session._stop_end(session, ids, 0, ["\n"])
         assert streamed(tokenizer, ids[:end]).strip(" ") == f"bc{before}\n"
