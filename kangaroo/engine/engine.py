@@ -15,11 +15,11 @@ from kangaroo.engine.cache import BUCKET, KVCache
 from kangaroo.engine.costs import verify_costs
 from kangaroo.engine.requests import Generation, Request, Stream
 from kangaroo.engine.sampling import Sampling
-from kangaroo.engine.session import Session, check
+from kangaroo.engine.session import Session
 from kangaroo.engine.stepper import Stepper, TensorStepper
-from kangaroo.models.prompts import Tokenizer
+from kangaroo.models.prompts import Tokenizer, unknown_token
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.errors import ConfigError, PromptError
 
 
 @dataclass(eq=False)
@@ -150,18 +150,18 @@ class Engine:
             if native is None
             else CpuStepper(lm, native, batch, keep)
         )
-        self.session = Session(
-            lm=lm,
-            drafter=drafter,
-            batch=batch,
-            stepper=stepper,
-            tokenizer=self.tokenizer,
-            prefill_chunk=self.prefill_chunk,
-            prefix_cache=self.prefix_cache,
-            keep=keep,
-        )
+        self.session = Session(self, batch, stepper, keep)
         return self.session
 
     def check(self, request: Request) -> None:
         """Errors: `PromptError` for a request that cannot be served."""
-        check(request, self.lm, self.tokenizer)
+        if not request.prompt:
+            raise PromptError("the prompt is empty; give at least one token (the BOS, say).")
+        if fault := unknown_token(request.prompt, self.lm.config.vocab_size, self.tokenizer):
+            fix = "was it encoded by another model's tokenizer?"
+            raise PromptError(f"the prompt holds {fault}; {fix}")
+        if request.max_new_tokens < 1:
+            raise PromptError(f"max_new_tokens must be 1 or more, not {request.max_new_tokens}.")
+        request.check_fits("the model's context is", self.lm.context)
+        if request.stop and self.tokenizer is None:
+            raise PromptError("stop strings need the engine's tokenizer: Engine(..., tokenizer=).")

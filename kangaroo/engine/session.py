@@ -5,11 +5,11 @@ Shapes: T tokens of a prompt, V vocabulary.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kangaroo.drafters.base import Drafter
 from kangaroo.engine import prefill, topk_logits
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import Chunk
@@ -18,9 +18,10 @@ from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, To
 from kangaroo.engine.sampling import Rule, combine, pick, settings
 from kangaroo.engine.stepper import Stepper
 from kangaroo.engine.streaming import UNFINISHED
-from kangaroo.models.prompts import Tokenizer, unknown_token
-from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, PromptError
+
+if TYPE_CHECKING:
+    from kangaroo.engine.engine import Engine
 
 
 @dataclass(eq=False)
@@ -28,19 +29,12 @@ class Session:
     """The rows of a batch, each with a text, until the engine opens another session.
 
     Args:
-        tokenizer: needed only for stop strings.
-        prefill_chunk: the most tokens of a prompt in a pass; None leaves it to the target.
-        prefix_cache: read a prompt that begins like a row's text from where they differ.
         keep: how many likeliest tokens of each distribution are kept (`Generation.teacher`).
     """
 
-    lm: TargetModel
-    drafter: Drafter
+    engine: "Engine"
     batch: Batch
     stepper: Stepper
-    tokenizer: Tokenizer | None
-    prefill_chunk: int | None
-    prefix_cache: bool
     keep: int
     is_closed: bool = False  # another session has the drafter's state now
 
@@ -84,13 +78,14 @@ class Session:
 
     def _stop_end(self, tokens: list[int], before: int, stop: Sequence[str]) -> int | None:
         """The end of the first token, from `before` on, that completes a stop string."""
-        assert self.tokenizer is not None
+        tokenizer = self.engine.tokenizer
+        assert tokenizer is not None
         # a string of n bytes spans at most n tokens; SentencePiece strips the first one's space
         reach = 1 + max(len(s.encode()) for s in stop)
         for end in range(before + 1, len(tokens) + 1):
             first = max(0, end - reach)
             for start in range(first, max(-1, first - 4), -1):
-                tail = self.tokenizer.decode(tokens[start:end], clean_up_tokenization_spaces=False)
+                tail = tokenizer.decode(tokens[start:end], clean_up_tokenization_spaces=False)
                 if any(s in tail for s in stop):
                     return end
                 if UNFINISHED not in tail:
@@ -116,7 +111,7 @@ class Session:
     def match_prefix(self, row: int, prompt: Sequence[int]) -> tuple[int, int]:
         """The row that has the longest prefix of a prompt, preferably `row`, and how many of its
         tokens need not be read."""
-        if not self.prefix_cache:
+        if not self.engine.prefix_cache:
             return row, 0
         lengths = {x: self.batch.common_prefix(x, prompt) for x in (row, *range(self.batch.size))}
         source = max(lengths, key=lengths.__getitem__)
@@ -138,14 +133,14 @@ class Prompt:
     def __init__(self, session: Session, row: int, request: Request):
         batch = session.batch
         session.check_open()
-        check(request, session.lm, session.tokenizer)
+        session.engine.check(request)
         if len(request.prompt) + request.max_new_tokens > batch.longest:
             raise PromptError(
                 f"the batch was opened for texts of {batch.longest} tokens; the prompt has "
                 f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
             )
         self.session, self.row, self.request = session, row, request
-        self.tokens_T = torch.tensor(request.text, device=session.lm.device)
+        self.tokens_T = torch.tensor(request.text, device=batch.device)
         self.seconds = 0.0
         self.reused = self.read = -1  # tokens that a row has read already; that are read now
         self.unread: list[Chunk] = []  # by the drafter
@@ -155,21 +150,20 @@ class Prompt:
         """Read a chunk. Returns the generation, with its first token, after the last one."""
         session, batch, row = self.session, self.session.batch, self.row
         session.check_open()
-        lm, end = session.lm, len(self.tokens_T)
+        engine, end = session.engine, len(self.tokens_T)
+        lm, drafter = engine.lm, engine.drafter
         start = now(lm.device)
         if self.read < 0:
             self._share_prefix()
-        chunk = min(session.prefill_chunk or end, lm.prompt_chunk(end))
+        chunk = min(engine.prefill_chunk or end, lm.prompt_chunk(end))
         part_1T = self.tokens_T[None, self.read : self.read + chunk]
-        last_11D, chunk_read = prefill.read(
-            lm, part_1T, self.read, batch.cache, row, session.drafter.taps
-        )
+        last_11D, chunk_read = prefill.read(lm, part_1T, self.read, batch.cache, row, drafter.taps)
         self.unread.append(chunk_read)
         self.read += part_1T.shape[1]
         # else later, since a step in between would change a drafter's state for the row
         if batch.size == 1 or session.stepper.leaves_other_rows or self.read == end:
             for read in self.unread:
-                session.drafter.prefill(batch, *read)
+                drafter.prefill(batch, *read)
             self.unread.clear()
         generation = None
         if self.read == end:
@@ -189,7 +183,7 @@ class Prompt:
         source, self.reused = session.match_prefix(row, self.request.text)
         if self.reused and source != row:
             session.batch.cache.copy(source, row, self.reused)
-            session.drafter.copy_prefix(source, row, self.reused)
+            session.engine.drafter.copy_prefix(source, row, self.reused)
         if self.reused:
             self.unread = session.stepper.unread(source, row, self.tokens_T[: self.reused])
         session.batch.prompt_read[row] = False  # an interrupted prompt is no prefix of others
@@ -201,7 +195,7 @@ class Prompt:
         begin_text(batch, row, self.tokens_T, request)
         rows = slice(row, row + 1)
         at_11 = torch.full((1, 1), len(self.tokens_T), device=last_11D.device)
-        logits_11V = session.lm.logits(last_11D)
+        logits_11V = session.engine.lm.logits(last_11D)
         sampling = batch.sampling.reading(batch.settings_B3[rows])
         token = int(pick(logits_11V, at_11, sampling, batch.seeds_B[rows]))
         write_first(batch, row, token)
@@ -209,20 +203,6 @@ class Prompt:
         generation = Generation(list(request.written), reused=self.reused)
         session.record(row, StepRecord([token], topk=topk), request, generation)
         return generation
-
-
-def check(request: Request, lm: TargetModel, tokenizer: Tokenizer | None) -> None:
-    """Errors: `PromptError` for a request that cannot be served."""
-    if not request.prompt:
-        raise PromptError("the prompt is empty; give at least one token (the BOS, say).")
-    if fault := unknown_token(request.prompt, lm.config.vocab_size, tokenizer):
-        fix = "was it encoded by another model's tokenizer?"
-        raise PromptError(f"the prompt holds {fault}; {fix}")
-    if request.max_new_tokens < 1:
-        raise PromptError(f"max_new_tokens must be 1 or more, not {request.max_new_tokens}.")
-    request.check_fits("the model's context is", lm.context)
-    if request.stop and tokenizer is None:
-        raise PromptError("stop strings need the engine's tokenizer: Engine(..., tokenizer=).")
 
 
 def begin_text(batch: Batch, row: int, prompt_T: Tensor, request: Request) -> None:

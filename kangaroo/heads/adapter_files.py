@@ -169,12 +169,13 @@ def absence(path: str) -> str | None:
 def _own(folder: Path) -> list[Path]:
     """The folder that a default `adapters/NAME` stands for; none where there is no adapter."""
     plain = folder.with_name(folder.name.removesuffix("-fused"))
-    if folder.is_dir():
-        return [folder]
-    saved = _saved_by_training(folder)[2] if plain == folder else _own(resolve_path(str(plain)))
+    for place in (folder, plain):
+        if place.is_dir():
+            return [place]
+    saved = _saved_by_training(plain)[2]
     if len(saved) > 1:
         raise AdapterNotFound(
-            f"no adapter at '{folder}', and training left several: {', '.join(map(str, saved))}. "
+            f"no adapter at '{plain}', and training left several: {', '.join(map(str, saved))}. "
             "Pass drafter.adapter= one of them."
         )
     return saved

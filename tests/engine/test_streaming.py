@@ -85,6 +85,6 @@ def test_a_stop_string_is_seen_behind_a_character_of_several_tokens(before):
     for kind in ("byte fallback", "byte-level"):
         tokenizer = KINDS[kind]
         ids = tokenizer.encode(f"bc{before}\nbc", add_special_tokens=False)
-        session = SimpleNamespace(tokenizer=tokenizer)
+        session = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer))
         end = Session._stop_end(session, ids, 0, ["\n"])
         assert streamed(tokenizer, ids[:end]).strip(" ") == f"bc{before}\n"
