@@ -7,66 +7,50 @@ from ctypes import Structure, c_double, c_int64, c_void_p
 
 import numpy as np
 
-
-def _integers(*names: str) -> list[tuple[str, type]]:
-    return [(name, c_int64) for name in names]
+TYPES = {"p": c_void_p, "i": c_int64, "d": c_double}
 
 
-def _addresses(*names: str) -> list[tuple[str, type]]:
-    return [(name, c_void_p) for name in names]
+def _fields(text: str) -> list[tuple[str, type]]:
+    """Fields in the order of the structure, by type: p an address, i an integer, d a double."""
+    groups = (group.split() for group in text.split(","))
+    return [(name, TYPES[kind]) for kind, *names in groups for name in names]
 
 
 class Sizes(Structure):
     """What all layers of a model share (attention.h)."""
 
-    _fields_ = [
-        *_integers("hidden", "heads", "kv_heads", "head_size", "feed_forward", "threads"),
-        ("eps", c_double),
-        ("scaling", c_double),
-    ]
+    _fields_ = _fields("i hidden heads kv_heads head_size feed_forward threads, d eps scaling")
 
 
 class Stack(Structure):
     """Layers with their keys and values (layers.h)."""
 
-    _fields_ = [
-        *_addresses("layers"),
-        *_integers("count"),
-        *_addresses("keys", "values"),
-        *_integers("n_slots", "window", "in_bytes"),
-    ]
+    _fields_ = _fields("p layers, i count, p keys values, i n_slots window in_bytes")
 
 
 class Head(Structure):
     """A matrix from states to logits, and the norm before it (sampling.h)."""
 
-    _fields_ = [
-        *_addresses("norm", "weight"),
-        *_integers("outputs"),
-        *_addresses("ids"),
-        *_integers("passing"),
-        *_addresses("scales"),
-    ]
+    _fields_ = _fields("p norm weight, i outputs, p ids, i passing, p scales")
 
 
 class Rough(Structure):
     """A head in bytes, with the limits of its errors (sampling.h)."""
 
-    _fields_ = [*_addresses("weight", "scales", "errors"), *_integers("passing")]
+    _fields_ = _fields("p weight scales errors, i passing")
 
 
 class Fusing(Structure):
     """What joins shallow and deep states (rows.h)."""
 
-    _fields_ = _addresses("shallow_norm", "deep_norm", "weight", "scales")
+    _fields_ = _fields("p shallow_norm deep_norm weight scales")
 
 
 class Target(Structure):
     """A whole model on its cache (rows.h)."""
 
     _fields_ = [
-        *_addresses("embedding", "cos", "sin"),
-        *_integers("vocabulary"),
+        *_fields("p embedding cos sin, i vocabulary"),
         ("sizes", Sizes),
         ("stack", Stack),
         ("head", Head),
@@ -78,8 +62,7 @@ class Drafting(Structure):
     """A drafting layer on its cache, and the shallow layers as drafts read them (rows.h)."""
 
     _fields_ = [
-        *_addresses("norm", "deep"),
-        *_integers("deep_tap"),
+        *_fields("p norm deep, i deep_tap"),
         ("stack", Stack),
         ("head", Head),
         ("fusing", Fusing),
@@ -90,29 +73,25 @@ class Drafting(Structure):
 class Places(Structure):
     """What a block has beside an adapter (rows.h)."""
 
-    _fields_ = [*_addresses("places", "neighbours", "table"), *_integers("rank")]
+    _fields_ = _fields("p places neighbours table, i rank")
 
 
 class Rows(Structure):
     """The nodes of all rows (rows.h); `DraftBuffers` says what each field holds."""
 
-    _fields_ = [
-        *_integers("batch", "capacity", "hidden", "most_unread", "exit"),
-        *_addresses("base", "count", "asking", "end", "draw", "token", "parent", "place"),
-        *_addresses("has_state", "choices", "chances", "states", "unread", "unread_states"),
-        *_addresses("made", "accepted", "written", "path"),
-        *_integers("keep"),
-        *_addresses("kept", "kept_chances"),
-    ]
+    _fields_ = _fields(
+        "i batch capacity hidden most_unread exit,"
+        "p base count asking end draw token parent place has_state choices chances states unread,"
+        "p unread_states made accepted written path, i keep, p kept kept_chances"
+    )
 
 
 class Outcomes(Structure):
     """Logits in training, and what is found of them (outcomes.h)."""
 
-    _fields_ = [
-        *_integers("rows", "logits", "tokens", "threads"),
-        *_addresses("scores", "index", "inside", "log_q", "largest", "rest", "best"),
-    ]
+    _fields_ = _fields(
+        "i rows logits tokens threads, p scores index inside log_q largest rest best"
+    )
 
 
 # An element of the array `Rows.draw`: `Draw` of sampling.h.
