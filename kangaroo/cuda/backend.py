@@ -5,17 +5,18 @@ The kernels need the package triton, so `kangaroo.cuda.layers` is imported where
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from kangaroo.cuda.graphs import Graphs
-from kangaroo.engine.backend import Backend, Key, LayerWeights, Sizes
+from kangaroo.engine.backend import Backend, Fusing, Key, LayerWeights, Sizes
 from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two, tensors_in, with_tensors
 
 if TYPE_CHECKING:
-    from kangaroo.cuda.layers import Fusing, Head, Stack
+    from kangaroo.cuda.layers import Head, Stack
 
 
 @dataclass(eq=False)
@@ -46,12 +47,12 @@ class CudaBackend(Backend):
 
         return Head(weight_OD, self.kernel_sizes)
 
-    def fusing(self, norms: Sequence[Tensor], weight: Tensor) -> "Fusing | None":
+    def fusing(self, norms: Sequence[Tensor], weight: Tensor) -> Fusing | None:
         if self.kernel_sizes is None:
             return None
-        from kangaroo.cuda.layers import Fusing
+        from kangaroo.cuda.layers import fuse
 
-        return Fusing(norms, weight, self.kernel_sizes)
+        return partial(fuse, norms, weight, self.kernel_sizes.eps)
 
     def embed(self, tokens_BN: Tensor, table: nn.Module) -> Tensor:
         if self.kernel_sizes is None or torch.is_grad_enabled():

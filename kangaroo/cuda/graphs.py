@@ -66,18 +66,11 @@ class Graphs:
         *inputs: Any,
         rehearsal: Tensors | None = None,
     ) -> Any:
-        """The results of `work(*inputs)`, which must do the same in every call with this key. Only
-        tensors in inputs and results (`tensors_in`) change from call to call. The next call with
-        this key overwrites the results.
-
-        Args:
-            caches: all that the work reads or writes; the graph is deleted with any of them.
-            key: names the work and everything about it that is not in a tensor.
-            work: None returns the inputs as tensors that stay in place from call to call, so that
-                other work with these inputs need not copy them.
-            rehearsal: inputs to run with before recording, needed if a second run with the same
-                inputs would leave another state than one.
-        """
+        """`Backend.replay`, always recorded. The work must do the same in every call with this key:
+        only tensors in inputs and results (`tensors_in`) change from call to call. The next call
+        with this key overwrites the results; the graph is deleted with any of the caches. Without
+        work the inputs become tensors that stay in place from call to call, so that other work
+        with these inputs need not copy them."""
         while self.dead:
             self._forget(self.dead.pop())
         tensors, serials = tensors_in(inputs), tuple(cache.serial for cache in caches)

@@ -349,21 +349,16 @@ class Head:
         return ids_RT, chances_RT
 
 
-class Fusing:
-    """A fused adapter's projection of shallow states and the deep ones before them."""
-
-    def __init__(self, norms: Sequence[Tensor], weight: Tensor, sizes: Sizes):
-        self.norms, self.weight, self.sizes = norms, weight, sizes
-
-    def __call__(self, f_BND: Tensor, deep_BND: Tensor) -> Tensor:
-        """The input of the adapter's layer, `[B, N, D]`."""
-        size, eps = f_BND.shape[-1], self.sizes.eps
-        f_MD, deep_MD = flat(f_BND), flat(deep_BND.expand_as(f_BND))
-        both_ME = f_MD.new_empty(len(f_MD), 2 * size)
-        for i, (x_MD, norm) in enumerate(zip((f_MD, deep_MD), self.norms, strict=True)):
-            add_and_norm(x_MD, None, norm, eps, out=both_ME[:, i * size : (i + 1) * size])
-        fused_MD, _ = add_and_norm(f_MD, product(both_ME, self.weight, parts=PARTS), None, eps)
-        return fused_MD.view(f_BND.shape)
+def fuse(
+    norms: Sequence[Tensor], weight: Tensor, eps: float, f_BND: Tensor, deep_BND: Tensor
+) -> Tensor:
+    """See `backend.Fusing`."""
+    size, f_MD, deep_MD = f_BND.shape[-1], flat(f_BND), flat(deep_BND.expand_as(f_BND))
+    both_ME = f_MD.new_empty(len(f_MD), 2 * size)
+    for i, (x_MD, norm) in enumerate(zip((f_MD, deep_MD), norms, strict=True)):
+        add_and_norm(x_MD, None, norm, eps, out=both_ME[:, i * size : (i + 1) * size])
+    fused_MD, _ = add_and_norm(f_MD, product(both_ME, weight, parts=PARTS), None, eps)
+    return fused_MD.view(f_BND.shape)
 
 
 def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> None:

@@ -15,6 +15,8 @@ from kangaroo.engine.cache import ForwardMeta, KVCache, Tensors
 
 Chosen = tuple[Tensor, Tensor]  # the likeliest tokens and their probabilities
 Key = tuple[Any, ...]  # names recorded work, and everything about it that is not in a tensor
+# Joins shallow states and the deep ones before them to a fused adapter's input, all `[B, N, D]`.
+Fusing = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -93,13 +95,6 @@ class Head(Protocol):
     ) -> Chosen | None:
         """The likeliest tokens, the first of equal ones, and their probabilities, both `[R, T]`,
         without logits; None if it needs them. `ids_O` are the outputs' tokens; None is all."""
-
-
-class Fusing(Protocol):
-    """What joins shallow states and the deep ones before them for a fused adapter."""
-
-    def __call__(self, f_BND: Tensor, deep_BND: Tensor) -> Tensor:
-        """The input of the adapter's layer, `[B, N, D]`."""
 
 
 class Backend:
