@@ -80,7 +80,7 @@ class DraftBuffers:
         assert isinstance(lm.backend, CpuBackend) and isinstance(head, native.Head)
         target = structs.Target(
             sizes=native.sizes_struct(lm.sizes()),
-            stack=native.stack_of(lm).as_struct(cache, range(lm.n_layers)),
+            stack=native.stack_of(lm.fast_layers).as_struct(cache, range(lm.n_layers)),
             head=head.as_struct(lm.hf.model.norm.weight),
             rough=head.rough,
             embedding=lm.hf.model.embed_tokens.weight.data_ptr(),

@@ -94,7 +94,7 @@ class LayerDrafting(Drafting):
 
     def layer(self, cache: KVCache) -> structs.Drafting:
         drafter, adapter, int8 = self.drafter, self.drafter.adapter, self.int8
-        stack = int8.layer if int8 else native.stack_of(adapter)
+        stack = int8.layer if int8 else native.stack_of(adapter.fast_layers)
         struct = structs.Drafting(
             stack=stack.as_struct(drafter.cache, range(adapter.depth)),
             norm=native.pointer(getattr(adapter.norm, "weight", None)),
@@ -221,7 +221,7 @@ class DraftModelDrafting(Drafting):
         assert isinstance(lm.fast_head, native.Head)
         head = lm.fast_head.as_struct(lm.hf.model.norm.weight)
         head.outputs = drafter.vocab_size + min(drafter.head.padding, 0)
-        stack = native.stack_of(lm).as_struct(drafter.cache, range(0))
+        stack = native.stack_of(lm.fast_layers).as_struct(drafter.cache, range(0))
         layer = structs.Drafting(stack=stack, head=head)
         return DraftBuffers(lm, drafter.cache, UNREAD + drafter.steps, lm.n_layers, layer)
 

@@ -84,7 +84,8 @@ class Int8Weights:
 
     def __init__(self, drafter: EarlyExit):
         lm, adapter = drafter.lm, drafter.adapter
-        target_stack, adapter_stack = native.stack_of(lm), native.stack_of(adapter)
+        target_stack = native.stack_of(lm.fast_layers)
+        adapter_stack = native.stack_of(adapter.fast_layers)
         shallow = rounded_layers(target_stack.layers[: drafter.exit_layer])
         layer = rounded_layers(adapter_stack.layers[: adapter.depth])
         self.fuse = rounded(adapter.get_parameter("fuse.weight")) if drafter.reads_deep else ()

@@ -17,7 +17,7 @@ from ctypes import CDLL, Array, byref
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -155,16 +155,10 @@ def layer_table(layers: Sequence[LayerWeights], names: Collection[str] | None = 
     return (ctypes.c_int64 * len(entries))(*entries)
 
 
-class HasLayers(Protocol):
-    """A target or a drafting layer."""
-
-    fast_layers: Layers | None
-
-
-def stack_of(model: HasLayers) -> Stack:
-    """The layers of a model that runs in native code."""
-    assert isinstance(model.fast_layers, Stack)
-    return model.fast_layers
+def stack_of(layers: Layers | None) -> Stack:
+    """The layers of a target or a drafting layer that runs in native code."""
+    assert isinstance(layers, Stack)
+    return layers
 
 
 class Head:
