@@ -59,7 +59,7 @@ def read_provenance(path: Path) -> dict[str, Any]:
     return json.loads((path / PROVENANCE).read_text())
 
 
-def load(path: Path, vocab_size: int | None = None) -> tuple[list[Sample], dict[str, Any]]:
+def load(path: Path, vocab_size: int = 1 << 31) -> tuple[list[Sample], dict[str, Any]]:
     """The samples and their provenance. Errors: `DataError` if there is no finished dataset, not
     the one that its provenance describes, or one with tokens outside a vocabulary of this size;
     `CorruptFile` if its records cannot be read."""
@@ -74,7 +74,7 @@ def load(path: Path, vocab_size: int | None = None) -> tuple[list[Sample], dict[
         attach_records(path / RECORDS, samples, path)
     if fingerprint(samples) != described["fingerprint"]:
         raise DataError(f"dataset '{path}' is not what its {PROVENANCE} describes; delete it.")
-    for number, sample in enumerate(samples if vocab_size else ()):
+    for number, sample in enumerate(samples):
         largest = [int(sample["teacher"]["tokens"].max(initial=0))] if "teacher" in sample else []
         if fault := unknown_token(sample["input_ids"] + largest, vocab_size):
             raise DataError(
