@@ -106,9 +106,9 @@ class Text:
     source: str = "of assumed lengths"
 
     @staticmethod
-    def of(data: Data, max_length: int, vocab_size: int) -> Text:
-        """The text of existing or future data, cut at `max_length` tokens a conversation. Errors:
-        `DataError` where a part of a mix is missing, or a local source cannot be read."""
+    def of(data: Data, lm: TargetModel) -> Text:
+        """The text of existing or future data. Errors: `DataError` where a part of a mix is
+        missing, or a local source cannot be read."""
         is_complete = store.is_complete(Path(data.path))
         if is_complete or isinstance(data, MixConfig):
             folders = data.paths if isinstance(data, MixConfig) and not is_complete else [data.path]
@@ -116,23 +116,27 @@ class Text:
             lengths = [n for folder in folders for n in store.lengths(Path(folder))]
             learnt = sum(part["assistant_tokens"] for part in parts) / sum(lengths)
             stored = min((part.get("teacher") or {}).get("likeliest", 0) for part in parts)
-            clipped = [min(n, max_length) for n in lengths]
-            return Text(clipped, learnt, stored, source=f"as they lie in {', '.join(folders)}")
-        longest = planned_lengths(data, max_length)
+            return Text(lengths, learnt, stored, source=f"as they lie in {', '.join(folders)}")
+        longest, is_written = longest_text(data, lm), True
+        if isinstance(data, SynthesisConfig):
+            count = data.shards * data.shard_size
+        else:
+            count, is_written = data.limit or CONVERSATIONS, data.regenerate
+        lengths = [longest * (i + 1) // count or 1 for i in range(count)]
         if isinstance(data, ConversationsConfig) and reading.is_local(data.source):
             texts = reading.read(data, data.limit, Counter() if data.skip_bad else None)
-            lengths = [min(_length(turns, data, vocab_size), *longest) for turns in texts]
-        else:
-            if isinstance(data, SynthesisConfig):
-                count = data.shards * data.shard_size
-            else:
-                count = data.limit or CONVERSATIONS
-            lengths = [longest[i % len(longest)] * (i + 1) // count or 1 for i in range(count)]
-        unwritten = 0
-        if isinstance(data, SynthesisConfig) or data.regenerate:
-            existing = len(list(Path(f"{data.path}.shards").glob("*.jsonl"))) * data.shard_size
-            unwritten = max(len(lengths) - existing, 0)
+            lengths = [min(_length(x, data, lm.config.vocab_size), longest) for x in texts]
+        existing = len(list(Path(f"{data.path}.shards").glob("*.jsonl"))) * data.shard_size
+        unwritten = max(len(lengths) - existing, 0) if is_written else 0
         return Text(lengths, likeliest=data.teacher, unwritten=unwritten)
+
+
+def longest_text(data: SynthesisConfig | ConversationsConfig, lm: TargetModel) -> int:
+    """The most tokens of a conversation that is to be written."""
+    if isinstance(data, ConversationsConfig):
+        return min(data.max_length, lm.context)
+    turn = TEMPLATE + data.max_question_tokens + data.max_answer_tokens
+    return min(max(data.turns) * turn, lm.context)
 
 
 def _length(turns: Sequence[Message], data: ConversationsConfig, vocab_size: int) -> int:
@@ -141,85 +145,74 @@ def _length(turns: Sequence[Message], data: ConversationsConfig, vocab_size: int
     kept = [m for m in turns if m["role"] != "assistant" or not data.regenerate]
     tokens = sum(len(m["content"]) for m in kept) // (CHARACTERS if vocab_size > 1024 else 1)
     asked = sum(m["role"] == "user" for m in kept)
-    written = asked * data.max_answer_tokens // 2 if data.regenerate else 0
-    return asked * TEMPLATE + tokens + written
+    written = data.max_answer_tokens // 2 if data.regenerate else 0
+    return tokens + asked * (TEMPLATE + written)
 
 
-def planned_lengths(data: Data, limit: int, template: int = 0) -> list[int]:
-    """The most tokens of conversations, by kind of shard, with `template` more in each turn."""
-    if isinstance(data, SynthesisConfig):
-        turn = data.max_question_tokens + data.max_answer_tokens + template
-        return [min(turn * turns, limit) for turns in data.turns]
-    return [limit if isinstance(data, MixConfig) else min(data.max_length, limit)]
-
-
+@dataclass
 class Plan:
     """A training by its shapes: the micro-batches of an epoch, and of the held-out texts, as lists
     of lengths; its optimizer steps; its adapters, without data. `lm` needs no weights."""
 
-    def __init__(
-        self,
-        lm: TargetModel,
-        recipes: Sequence[AdapterRecipe],
-        config: TrainerConfig,
-        text: Text,
-        processes: int = 1,
-    ):
-        self.lm, self.config, self.text, self.processes = lm, config, text, processes
-        self.accumulate = config.accumulate or processes  # micro-batches of a step
-        count = max(len(text.lengths) - config.holdout, 1)
-        self.training = _micro_batches(text.lengths[:count], config)
-        self.held_out = _micro_batches(text.lengths[count:] or [1], config)
+    lm: TargetModel
+    recipes: Sequence[AdapterRecipe]
+    config: TrainerConfig
+    text: Text
+    processes: int = 1
+
+    def __post_init__(self) -> None:
+        config, lengths = self.config, self.text.lengths
+        count = max(len(lengths) - config.holdout, 1)
+        self.training = _micro_batches(lengths[:count], config)
+        self.held_out = _micro_batches(lengths[count:] or [1], config)
+        self.accumulate = config.accumulate or self.processes  # micro-batches of a step
         self.steps = -(-len(self.training) * config.epochs // self.accumulate)
-        self.vocabulary = config.vocabulary or lm.config.vocab_size
-        self.is_stored = config.use_stored_logits is not False and text.likeliest > 0
+        self.vocabulary = config.vocabulary or self.lm.config.vocab_size
+        self.is_stored = config.use_stored_logits is not False and self.text.likeliest > 0
         with FakeTensorMode():  # tensors without data
             tokens_K = None if config.vocabulary is None else torch.empty(self.vocabulary)
-            exits = recipe.named_exits(recipes, lm).values()
-            self.planned = [(r, r.architecture.build(lm, layer, tokens_K)) for r, layer in exits]
+            exits = recipe.named_exits(self.recipes, self.lm).values()
+            self.planned = [(r, r.architecture.build(self.lm, n, tokens_K)) for r, n in exits]
         self.adapters = [adapter for _, adapter in self.planned]
 
     def memory(self) -> dict[str, int]:
         """Bytes in each process by part, without what `cache_target_states` keeps."""
         lm, config, hidden = self.lm, self.config, self.lm.config.hidden_size
-        layers, itemsize, vocab_size = _count(lm.layers), lm.dtype.itemsize, lm.config.vocab_size
+        itemsize, layers = lm.dtype.itemsize, _count(lm.layers)
         batch = max(len(lengths) * max(lengths) for lengths in self.training)
         learnt = max(int(batch * self.text.learnt), 1)
-        # a sharded target holds its share of all layers, and the one that runs
-        spared = layers - layers // self.processes - layers // lm.n_layers
-        spared = spared if config.shard_target else 0
-        layer_states = batch * 3 * (hidden + lm.config.intermediate_size)
-        states = layer_states + (len(_taps(self.adapters)) * batch + learnt) * hidden
+        held = (config.vocabulary or 0) * hidden
+        if config.shard_target:  # its share of all layers, and the one that runs
+            held += layers // self.processes + layers // lm.n_layers - layers
         # beside weights and gradients: AdamW's moments, spread with a copy of the weights
         moments = 12 / self.processes if config.zero_stage else 8
-        # of a position the target's logits, then p, log q and gradients
-        logits = max(vocab_size * (itemsize + 8), self.vocabulary * (itemsize + 24))
+        # of a position the target's logits, then p, log q and gradients; if stored, only q's
+        logits = max(lm.config.vocab_size * (itemsize + 8), self.vocabulary * (itemsize + 24))
         if self.is_stored:  # q, its exponential and gradient
             logits = self.vocabulary * 3 * itemsize
-        parts = {
-            "target": target_bytes(lm) + ((config.vocabulary or 0) * hidden - spared) * itemsize,
-            "adapters": int(_count(*self.adapters) * (8 + moments + 8 * (self.accumulate > 1))),
-            "a micro-batch": states * itemsize,
-            "logits": min(config.loss_chunk or learnt, learnt) * logits,
-        }
+        states = 3 * (hidden + lm.config.intermediate_size) + len(_taps(self.adapters)) * hidden
+        step = (batch * states + learnt * hidden) * itemsize
         for adapter_recipe, adapter in self.planned:
             steps, heads = adapter_recipe.steps, adapter.own_heads()
             products = {m for m in adapter.modules() if isinstance(m, nn.Linear)}.difference(heads)
             features = sum(m.in_features + m.out_features for m in products)
-            features *= adapter_recipe.architecture.passes(steps)
             # what autograd keeps, then the learnt positions' states and their gradients
-            parts["a micro-batch"] += batch * features * (5 if itemsize == 4 else 4)
-            parts["a micro-batch"] += 12 * steps * learnt * hidden
-        return parts
+            kept = batch * features * adapter_recipe.architecture.passes(steps)
+            step += kept * (5 if itemsize == 4 else 4) + 12 * steps * learnt * hidden
+        return {
+            "target": target_bytes(lm) + held * itemsize,
+            "adapters": int(_count(*self.adapters) * (8 + moments + 8 * (self.accumulate > 1))),
+            "a micro-batch": step,
+            "logits": min(config.loss_chunk or learnt, learnt) * logits,
+        }
 
     def seconds(self, device: str) -> dict[str, float]:
-        """The time of each part of the training in each process."""
-        config, chunk, count = self.config, self.config.loss_chunk or 1, len(self.adapters)
-        lm = _some_layers(self.lm, device, count + 1)
-        recipes = [  # an adapter takes the same time at each exit
-            replace(r, name=f"{i}", exit_layers=[1 + i % (lm.n_layers - 1)], start=recipe.RANDOM)
-            for i, (r, _) in enumerate(self.planned)
-        ]
+        """The time of each part of the training in each process, without decoding."""
+        config, chunk = self.config, self.config.loss_chunk or 1
+        lm = _some_layers(self.lm, device)
+        # an adapter takes the same time at each exit
+        exits = [replace(r, exit_layers=[1], start=recipe.RANDOM) for r, _ in self.planned]
+        recipes = [replace(r, name=str(number)) for number, r in enumerate(exits)]
         tokens_K = None if config.vocabulary is None else torch.arange(self.vocabulary)
         trained = recipe.trainees(lm, recipes, tokens_K)
         adapters, tokens = [x.adapter for x in trained], self._typical(lm)
@@ -229,33 +222,25 @@ class Plan:
         def learn() -> None:
             batches.train_step(lm, outputs, trained, chunk, 1e-3)
             backend.collect()
+            backend.step([0.0] * len(adapters))
 
-        def step() -> None:
-            for parameter in backend.parameters.values():
-                parameter.grad = torch.zeros_like(parameter)
-            backend.step([0.0] * count)
-
-        depths = self.lm.n_layers, lm.n_layers
+        depth = self.lm.n_layers / lm.n_layers
         if self.is_stored:  # it stops at the last layer that an adapter reads
-            depths = max(_taps(self.adapters)), max(_taps(adapters))
-        target = _time(lambda: batches.forward_target(lm, tokens, trained)) * depths[0] / depths[1]
+            depth = max(_taps(self.adapters)) / max(_taps(adapters))
+        target = depth * _time(lambda: batches.forward_target(lm, tokens, trained))
         graded = _time(lambda: batches.grade(lm, outputs, trained, chunk, results.STEPS))
         runs = 1 if config.cache_target_states else config.epochs
         epoch, held_out = (len(x) / self.processes for x in (self.training, self.held_out))
-        evaluated = held_out * -(-self.steps // config.evaluate_every) * (target + graded)
-        prompts = 0 if config.shard_target else min(config.decode_prompts, config.holdout)
-        if prompts:  # as if drafts cost nothing, and no draft token were right
-            token, _ = _token_times(self.lm, lm, min(prompts, results.ROWS), self.text)
-            decoded = -(-self.steps // config.decode_every) * prompts * config.decode_tokens
-            evaluated += count * decoded * token
-        learning = epoch * config.epochs * _time(learn) + self.steps * _time(step)
-        names = "the target", "the adapters", "held-out text"
-        return dict(zip(names, (epoch * runs * target, learning, evaluated), strict=True))
+        evaluations = -(-self.steps // config.evaluate_every)
+        return {
+            "the target": epoch * runs * target,
+            "the adapters": epoch * config.epochs * _time(learn),
+            "held-out text": held_out * evaluations * (target + graded),
+        }
 
     def _typical(self, lm: TargetModel) -> batches.Tokens:
-        """A micro-batch of about mean size."""
-        size = mean(len(lengths) * max(lengths) for lengths in self.training)
-        lengths = min(self.training, key=lambda x: abs(len(x) * max(x) - size))
+        """A micro-batch of median size."""
+        lengths = sorted(self.training, key=lambda x: len(x) * max(x))[len(self.training) // 2]
         longest = max(max(lengths), 2)
         learnt = max(int(self.text.learnt * longest), 2)
         mask = [1] * learnt + [0] * (longest - learnt)
@@ -267,27 +252,21 @@ class Plan:
 
 
 def writing_seconds(lm: TargetModel, data: Data, text: Text, device: str, processes: int) -> float:
-    """The time in which each process writes its share of the data."""
+    """The time in which each process writes its share of the data, from that of `WRITTEN` tokens of
+    as many texts at a time by some layers, in the middle of the texts."""
     if isinstance(data, MixConfig) or not text.unwritten:
         return 0.0
-    rows = min(data.batch_size, data.shard_size, text.unwritten)
-    token, read = _token_times(lm, _some_layers(lm, device, 1), rows, text)
+    some, rows = _some_layers(lm, device), min(data.batch_size, data.shard_size, text.unwritten)
+    request = Request([1] * max(int(mean(text.lengths)) // 2, 1), WRITTEN, ignore_eos=True)
+    engine = Engine(some.compile_for_decoding(), Vanilla(), prefix_cache=True)
+    done = dict(engine.completions([request] * rows, Sampling(), rows))  # one is read, and copied
+    step = median(record.seconds for record in done[0].steps[1:])
     tokens, shards = text.unwritten * mean(text.lengths), -(-text.unwritten // data.shard_size)
     written = tokens * (1 if isinstance(data, SynthesisConfig) else text.learnt)
     # at the end of a shard fewer and fewer rows are left
     written += shards * rows * data.max_answer_tokens / 2
-    return (written * token + tokens * read) / processes
-
-
-def _token_times(lm: TargetModel, some: TargetModel, rows: int, text: Text) -> tuple[float, float]:
-    """The time of a token that is written, in so many rows in the middle of their texts, and of one
-    that is read; from that of `some` layers."""
-    request = Request([1] * max(int(mean(text.lengths)) // 2, 1), WRITTEN, ignore_eos=True)
-    engine = Engine(some.compile_for_decoding(), Vanilla(), prefix_cache=True)
-    done = dict(engine.completions([request] * rows, Sampling(), rows))  # one is read, and copied
-    scale = _count(lm.layers, lm.head) / _count(some.layers, some.head)
-    step = median(record.seconds for record in done[0].steps[1:])
-    return scale * step / rows, scale * done[0].prefill_seconds / len(request.prompt)
+    took = written * step / rows + tokens * done[0].prefill_seconds / len(request.prompt)
+    return took * _count(lm.layers, lm.head) / _count(some.layers, some.head) / processes
 
 
 def _taps(adapters: Sequence[Trainable]) -> set[int]:
@@ -296,11 +275,11 @@ def _taps(adapters: Sequence[Trainable]) -> set[int]:
     return {tap for adapter in adapters for tap in adapter.taps} | deep
 
 
-def _some_layers(lm: TargetModel, device: str, least: int) -> TargetModel:
-    """The first layers of a target, random: at least so many, and more than caches hold."""
+def _some_layers(lm: TargetModel, device: str) -> TargetModel:
+    """The first layers of a target, random: at least two, and more than caches hold."""
     config, total = copy.deepcopy(lm.config), lm.n_layers
     fitting = CACHES * total // (_count(lm.layers) * lm.dtype.itemsize)
-    count = min(total, max(2, least, fitting + 1))
+    count = min(total, max(2, fitting + 1))
     for name, value in vars(lm.config).items():  # what is listed by layer
         if isinstance(value, list) and len(value) == total:
             setattr(config, name, value[:count])
@@ -327,23 +306,20 @@ def target_bytes(lm: TargetModel) -> int:
     return (_count(lm) * bits - layers * (bits - (lm.weight_bits or bits))) // 8
 
 
-def check_writing(lm: TargetModel, data: Data, devices: Devices) -> int:
+def check_writing(lm: TargetModel, data: Data, text: Text, devices: Devices) -> int:
     """Bytes in each process while it writes the data. Errors: `ConfigError` if there is no room for
     the target, or for writing."""
-    target = target_bytes(lm)
-    devices.check("loading the target", {"target": target})
-    is_written = isinstance(data, ConversationsConfig) and not data.regenerate
-    if isinstance(data, MixConfig) or is_written or store.is_complete(Path(data.path)):
-        return target
-    longest = max(planned_lengths(data, lm.context, 2 * TEMPLATE))
-    rows = min(data.batch_size, data.shard_size)
-    row = longest * lm.new_cache(1, 1).bytes()
-    fitting = (devices.free - target) // row
-    what = f"writing the data, {rows} texts of up to {longest} tokens at a time,"
-    fix = f"Pass data.batch_size={fitting}" if fitting > 0 else "Ask for shorter texts"
-    fix = f"{fix}, or data=conversations data.regenerate=false"
-    devices.check(what, {"target": target, "keys and values": rows * row}, fix)
-    return target + rows * row
+    parts = {"target": target_bytes(lm)}
+    devices.check("loading the target", parts)
+    if text.unwritten and not isinstance(data, MixConfig):
+        longest, rows = longest_text(data, lm), min(data.batch_size, data.shard_size)
+        row = longest * lm.new_cache(1, 1).bytes()
+        fitting = (devices.free - parts["target"]) // row
+        parts["keys and values"] = rows * row
+        what = f"writing the data, {rows} texts of up to {longest} tokens at a time,"
+        fix = f"Pass data.batch_size={fitting}" if fitting > 0 else "Ask for shorter texts"
+        devices.check(what, parts, f"{fix}, or data=conversations data.regenerate=false")
+    return sum(parts.values())
 
 
 def duration(seconds: float) -> str:
@@ -367,10 +343,8 @@ def forecast(
     # a sharded target is loaded and writes on the CPU, and then goes to the GPUs part by part
     writing_model = replace(training_model, device="cpu") if trainer.shard_target else model
     writer, devices = Devices.of(writing_model), Devices.of(training_model)
-    needed, text = (
-        check_writing(lm, data, writer),
-        Text.of(data, trainer.max_length, lm.config.vocab_size),
-    )
+    text = Text.of(data, lm)
+    needed = check_writing(lm, data, text, writer)
     chunk = trainer.loss_chunk or recipe.default_loss_chunk(devices.total, lm.config.vocab_size)
     plan = Plan(lm, recipes, replace(trainer, loss_chunk=chunk), text, processes)
     if trains:
