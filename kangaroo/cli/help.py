@@ -5,7 +5,7 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import is_dataclass
 from difflib import get_close_matches
@@ -78,7 +78,7 @@ def explanation(error: CompactHydraException) -> str:
     return f"{error}{reason}"
 
 
-def _public(names: list[str]) -> list[str]:
+def _public(names: Iterable[str]) -> list[str]:
     return [name for name in names if not name.endswith("schema")]
 
 
