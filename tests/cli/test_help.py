@@ -32,7 +32,7 @@ def test_every_option_of_every_command_has_a_meaning():
             if name in {field.name for field in fields(kind)} - PARTS and not is_dataclass(hint):
                 assert help.meanings(kind).get(name), f"{kind}: {name}"
                 checked += 1
-    assert checked > 300
+    assert checked > 290
 
 
 @pytest.mark.parametrize("command", ["train", "convert_push"])
