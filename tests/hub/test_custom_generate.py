@@ -24,6 +24,7 @@ from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.session import Session
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.hub.transfer import PushConfig, prepare
@@ -179,7 +180,7 @@ def test_the_model_is_left_as_it_was(tmp_path, attention, fails, monkeypatch):
     folder, options = pushed(hf, tmp_path), padded() | {"max_new_tokens": 5}
     before = state_of(hf)
     if fails:
-        monkeypatch.setattr(Engine, "step", lambda engine, batch: 1 / 0)
+        monkeypatch.setattr(Session, "step", lambda session: 1 / 0)
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
         ours(hf, folder, **options)
     assert state_of(hf) == before
