@@ -167,7 +167,8 @@ class Plan:
         self.held_out = _micro_batches(lengths[count:] or [1], config)
         self.accumulate = config.accumulate or self.processes  # micro-batches of a step
         self.steps = -(-len(self.training) * config.epochs // self.accumulate)
-        self.vocabulary = config.vocabulary or self.lm.config.vocab_size
+        vocab_size = self.lm.config.vocab_size
+        self.vocabulary = min(config.vocabulary or vocab_size, vocab_size)
         self.is_stored = config.use_stored_logits is not False and self.text.likeliest > 0
         with FakeTensorMode():  # tensors without data
             tokens_K = None if config.vocabulary is None else torch.empty(self.vocabulary)
@@ -181,7 +182,7 @@ class Plan:
         itemsize, layers = lm.dtype.itemsize, _count(lm.layers)
         batch = max(len(lengths) * max(lengths) for lengths in self.training)
         learnt = max(int(batch * self.text.learnt), 1)
-        held = (config.vocabulary or 0) * hidden
+        held = 0 if config.vocabulary is None else self.vocabulary * hidden
         if config.shard_target:  # its share of all layers, and the one that runs
             held += layers // self.processes + layers // lm.n_layers - layers
         # beside weights and gradients: AdamW's moments, spread with a copy of the weights

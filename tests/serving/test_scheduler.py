@@ -184,7 +184,7 @@ def failing(
     method, calls, failed = getattr(owner, name), itertools.count(), []
 
     def call(*args: object, **options: object) -> object:
-        if engine is not None and args[0].drafter is not engine.drafter:
+        if engine is not None and args[0].engine is not engine:
             return method(*args, **options)
         if fails(number := next(calls), (*args, *options.values())):
             failed.append(number)
