@@ -53,7 +53,7 @@ def drafted(method: dict) -> float:
     return counts["num_draft_tokens"] / counts["num_spec_steps"]
 
 
-shipped, study = measured("spec_bench.json"), measured("adapters.json")
+shipped, study = measured("spec_bench_zen4.json"), measured("adapters.json")
 tokens, speedups = map(np.array, CHAIN)
 # The draft tokens of a chain's round, from what a round took on the paper's machine.
 steps = (tokens / speedups - VERIFICATION) / DRAFT_TOKEN
