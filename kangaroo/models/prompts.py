@@ -131,8 +131,9 @@ def unknown_token(ids: Sequence[int], vocab_size: int, tokenizer: Tokenizer | No
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return ""
     token = next(i for i in ids if not 0 <= i < vocab_size)
-    name = f" ({tokenizer.convert_ids_to_tokens(token)!r})" if tokenizer and token >= 0 else ""
-    return f"a token outside the model's vocabulary of {vocab_size}: {token}{name}"
+    name = tokenizer.convert_ids_to_tokens(token) if tokenizer and token >= 0 else None
+    shown = "" if name is None else f" ({name!r})"
+    return f"a token outside the model's vocabulary of {vocab_size}: {token}{shown}"
 
 
 def plain_text(tokenizer: Tokenizer, ids: list[int]) -> str:

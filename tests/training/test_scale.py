@@ -24,7 +24,7 @@ from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import Ranks
 
 needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="needs deepspeed: pip install kangaroo[deepspeed]"
+    find_spec("deepspeed") is None, reason="needs the extra deepspeed"
 )
 
 
