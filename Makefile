@@ -26,10 +26,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 # The fastest drafter, shown beside Kangaroo and vanilla.
 FASTEST = hybrid
-demo: setup  ## a race of the methods, then the demo questions by each and their speeds compared
+demo: setup  ## the demo questions by each method, and their speeds compared
 	$(BIN)/python evaluate.py model=smollm2-135m drafter=kangaroo \
 	  +drafter@more.$(FASTEST)=$(FASTEST) bench=demo question_every=2 max_new_tokens=128 hf_every=10 \
-	  warmup=1 race=true output=outputs/demo $(ARGS)
+	  warmup=1 output=outputs/demo $(ARGS)
 
 chat: setup  ## talk to the model in the terminal
 	$(BIN)/python scripts/chat.py $(ARGS)

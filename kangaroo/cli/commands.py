@@ -20,13 +20,12 @@ from kangaroo.data.reading import Source, split
 from kangaroo.drafters import datastore, layer_search
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.early_exit import EarlyExit
-from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation import speed as benchmark
 from kangaroo.evaluation import tune as tuning
 from kangaroo.evaluation.metrics import scalars
-from kangaroo.evaluation.run import Evaluator, MethodSpec, check, select_questions
+from kangaroo.evaluation.run import Evaluator, MethodSpec, check
 from kangaroo.evaluation.study import report as study_report
 from kangaroo.evaluation.study.study import read_study
 from kangaroo.heads import adapter_files, export, official
@@ -96,11 +95,6 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
     check(config, config.model, drafters, output if config.study else sweep or output)
     lm, tokenizer = load_target(config.model)
     methods = [MethodSpec.of(name, x, lm, asdict(config.model)) for name, x in drafters.items()]
-    if config.race and ranks.is_first:
-        (first, *_), limit = select_questions(config)
-        racers = {"vanilla": Vanilla()} | {method.name: method.drafter for method in methods}
-        sampling = replace(config.sampling, seed=config.seed)
-        talk.race(lm, tokenizer, racers, first.conversation(), limit, sampling, console())
     # before the tracker starts a run, since this may refuse
     evaluator = Evaluator(lm, tokenizer, methods, config, model_name=config.model.name, ranks=ranks)
     if ranks.is_first and not config.resume:

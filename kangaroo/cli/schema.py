@@ -69,7 +69,6 @@ class EvaluateCommand(DraftingCommand, EvaluateConfig):
     more: dict[str, Any] = field(default_factory=dict)  # drafters that answer the same questions
     logger: Any = MISSING
     study: StudyConfig | None = None  # summarizes the results in a table and a plot
-    race: bool = False  # first show each method answer the first question, side by side
     results: str | None = None  # a folder of finished results to report again
     page: str | None = None  # the Markdown page that reports them
 
