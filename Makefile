@@ -55,7 +55,7 @@ soak: setup  ## decode a million tokens by every drafter, and compare all with v
 
 # The experiments of the paper, for the embedded model; docs/results/paper.md names them. A run that was stopped goes on.
 PAPER = table1 adapter_ablation parameters exit_layer threshold steps position tree temperature
-PAPER_TRAINING = data.shards=2 trainer.epochs=1 trainer.vocabulary=8192 trainer.decode_prompts=0
+PAPER_TRAINING = data.shards=2 trainer.epochs=1 trainer.vocabulary=8192
 paper: setup  ## measure the paper's experiments, and write them into docs/results/paper.md
 	@# first what needs no training: questions that are not there are missed at once
 	$(BIN)/python evaluate.py experiment=paper/table1 $(ARGS)

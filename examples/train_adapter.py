@@ -36,7 +36,7 @@ samples, about = store.load(Path(data.path))
 
 # The adapter sits above the first two layers and learns to predict what the whole model predicts.
 recipe = AdapterRecipe("attention", AdapterHeadConfig(), exit_layers=[2])
-config = TrainerConfig(epochs=2, holdout=8, warmup_steps=4, decode_prompts=4, decode_tokens=24)
+config = TrainerConfig(epochs=2, holdout=8, warmup_steps=4)
 (folder,) = Trainer(lm, samples, [recipe], config, options.output, about).train(NoTracker())
 
 model = kangaroo.load(options.model, adapter=str(folder))

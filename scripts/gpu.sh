@@ -77,7 +77,7 @@ command_of() {
     train)
       conversations > "$RESULTS/conversations.json"
       COMMAND=(train.py model=vicuna-7b "model.path='${SHAPE}lmsys/vicuna-7b-v1.3'" trainer.epochs=1 trainer.holdout=8
-        trainer.accumulate=2 trainer.decode_prompts=0 "data.source='$RESULTS/conversations.json'"
+        trainer.accumulate=2 "data.source='$RESULTS/conversations.json'"
         "data.path='$RESULTS/data'" "output=$RESULTS/train")
       ;;
     soak)

@@ -30,10 +30,7 @@ IMPORTED = (
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 STREAMS = ("stdin", "stdout", "stderr")
 # What makes training brief, and data short: written by a model, or read from files.
-BRIEF = (
-    "trainer.epochs=1 trainer.holdout=4 trainer.decode_prompts=2 trainer.decode_tokens=8 "
-    "trainer.batch_tokens=256"
-)
+BRIEF = "trainer.epochs=1 trainer.holdout=4 trainer.batch_tokens=256"
 FILES = "data.max_answer_tokens=16 data.filters.max_repetition=1 data.filters.near_duplicate=1"
 SHORT = (
     "data.shards=1 data.shard_size=12 data.max_question_tokens=8 "

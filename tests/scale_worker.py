@@ -42,8 +42,7 @@ class KillsProcessAt(KillsAt):
 
 def train_tiny(output, settings, tracker=None, ranks=ALONE, lm=None, recipes=None):
     """Three adapters on a random four-layer model, in 18, 9 or 6 steps (accumulate=1, 2, 3)."""
-    shared = {"epochs": 3, "accumulate": 2, "holdout": 3, "clip": 0.05, "decode_every": 4}
-    shared |= {"decode_prompts": 2, "decode_tokens": 8}
+    shared = {"epochs": 3, "accumulate": 2, "holdout": 3, "clip": 0.05}
     recipes = recipes or [
         recipe_of(name="attention", exit_layers=[1, 2]),
         recipe_of(name="fused", fused=True, draft_steps=2, learning_rate=0.003),

@@ -4,7 +4,6 @@ import torch
 from helpers import EXIT, VOCABULARY, forward_logits, random_prompts, recipe_of
 
 from kangaroo.engine import topk_logits
-from kangaroo.training import results
 from kangaroo.training.loop import Trainer
 from kangaroo.training.recipe import TrainerConfig
 from kangaroo.training.results import read_metrics
@@ -12,11 +11,6 @@ from kangaroo.utils.ranks import ALONE
 from kangaroo.utils.tracking import NoTracker
 
 ABOUT = {"fingerprint": "test"}
-
-
-def nothing_is_drawn(monkeypatch):
-    """Half a second for each of many runs; see test_observability.py."""
-    monkeypatch.setattr(results, "write_curves", lambda folder: None)
 
 
 def sample(ids, prompt_length):
@@ -42,7 +36,6 @@ def stored_samples(lm, count=VOCABULARY, samples=12):
 def config(**changes):
     settings = {"epochs": 2, "batch_tokens": 64, "holdout": 2, "loss_chunk": 7, "warmup_steps": 2}
     settings |= {"evaluate_every": 3, "save_every": 2}
-    settings |= {"decode_prompts": 0}  # see test_observability.py
     return TrainerConfig(**(settings | changes))
 
 
@@ -56,9 +49,10 @@ def train(lm, data, settings, folder, tracker=None, about=ABOUT, recipes=None, r
 
 
 def run(lm, folder, adapter=None, data=None, **changes):
-    """The folder of an adapter that is trained, and decoded with."""
-    settings = config(**({"decode_prompts": 16, "decode_tokens": 12} | changes))
-    (saved,) = train(lm, data or samples(8), settings, folder, recipes=[adapter or recipe()])
+    """The folder of an adapter that is trained."""
+    (saved,) = train(
+        lm, data or samples(8), config(**changes), folder, recipes=[adapter or recipe()]
+    )
     return saved
 
 

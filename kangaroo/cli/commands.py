@@ -38,7 +38,6 @@ from kangaroo.training import backend, loop
 from kangaroo.training.estimate import Devices, forecast
 from kangaroo.training.loop import Trainer
 from kangaroo.training.recipe import paper_exit
-from kangaroo.training.results import CURVES, write_curves
 from kangaroo.utils import tracking
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line
@@ -64,14 +63,12 @@ def evaluate(config: schema.EvaluateCommand) -> float | None:
     results = Path(config.results)
     if not results.is_dir():
         raise ConfigError(f"results={results} is no folder; pass the output= of a run.")
-    if config.page is None:  # a training run, perhaps unfinished
-        write_curves(results)
-        log.info("%s is in %s", CURVES, results)
-    else:
-        has_comparison = (results / comparison.COMPARISON).is_file()
-        publish = comparison.publish if has_comparison else study_report.publish
-        publish(results, Path(config.page))
-        log.info("%s tells the results of %s", config.page, results)
+    if config.page is None:
+        raise ConfigError(f"results={results} needs page=, the Markdown page that tells them.")
+    has_comparison = (results / comparison.COMPARISON).is_file()
+    publish = comparison.publish if has_comparison else study_report.publish
+    publish(results, Path(config.page))
+    log.info("%s tells the results of %s", config.page, results)
     return None
 
 
@@ -212,7 +209,7 @@ def train(config: schema.TrainCommand) -> float | None:
                 return None
             numbers = [_report(folder, config.model, tracker) for folder in folders]
             best = max(numbers, key=lambda x: x["compression_rate"])
-            tracker.result(best, [folders[0].parent / CURVES])
+            tracker.result(best, [])
             return best["compression_rate"]
 
 
@@ -275,9 +272,8 @@ def _report(folder: Path, model: ModelConfig, tracker: NoTracker) -> dict[str, f
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     use = evaluate_command(model, drafter=saved.architecture.drafter, drafter__adapter=shown)
     log.info("saved %s; measure it: %s", shown, use)
-    decoded = {f"decoded/{name}": value for name, value in progress["decoded"].items()}
     facts = {"exit_layer": saved.exit_layer, "parameters": saved.parameters}
-    return facts | progress["held_out"] | decoded
+    return facts | progress["held_out"]
 
 
 @command()

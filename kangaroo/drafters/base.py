@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from torch import Tensor
-from typing_extensions import Self
 
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Taps
@@ -115,22 +114,6 @@ class TrainedConfig(DrafterConfig):
 
     adapter: str = "???"  # folder or hub id of the adapter
 
-    @abstractmethod
-    def load(self, lm: TargetModel) -> tuple[Any, list[DraftHead]]:
-        """The trained module, and the heads that draft. Errors: as `adapter_files.load`."""
-
-    @abstractmethod
-    def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
-        """The drafter with the module and heads that `load` returns. Errors: `ConfigError`."""
-
-    @classmethod
-    @abstractmethod
-    def chain(cls, steps: int) -> Self:
-        """Settings that draft `steps` tokens in every round, or as many as the module can."""
-
-    def build(self, lm: TargetModel) -> Drafter:
-        return self.build_from(lm, *self.load(lm))
-
     @property
     def trained(self) -> str | None:
         return self.adapter
@@ -163,11 +146,15 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
     layer_type: ClassVar[type[Layer]] = Adapter
     layer_config: ClassVar[type[HeadConfig]] = AdapterHeadConfig  # of an untrained layer
 
-    @classmethod
-    def chain(cls, steps: int) -> Self:
-        return cls(steps=steps, threshold=0)
+    @abstractmethod
+    def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
+        """The drafter with the layer and heads that `load` returns. Errors: `ConfigError`."""
+
+    def build(self, lm: TargetModel) -> Drafter:
+        return self.build_from(lm, *self.load(lm))
 
     def load(self, lm: TargetModel) -> tuple[Layer, list[DraftHead]]:
+        """The layer, and the heads that draft. Errors: as `adapter_files.load`."""
         if (exit_layer := self._untrained()) is None:
             config, vocabulary = adapter_files.read_config(self.adapter), self.vocabulary
             if self.exit_layer not in (None, config.exit_layer):

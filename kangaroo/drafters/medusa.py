@@ -7,11 +7,9 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from kangaroo.drafters.base import Drafter, TrainedConfig
 from kangaroo.drafters.early_exit import take
@@ -43,14 +41,9 @@ class MedusaConfig(TrainedConfig):
     nodes: DraftSize = 63
     top_k: Count = 10
 
-    @classmethod
-    def chain(cls, steps: int) -> Self:
-        return cls(nodes=steps, top_k=1)
-
-    def load(self, lm: TargetModel) -> tuple[MedusaHeads, list[DraftHead]]:
-        return adapter_files.load(self.adapter, lm, MedusaHeads)
-
-    def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
+    def build(self, lm: TargetModel) -> Drafter:
+        """Errors: as `adapter_files.load`; `ConfigError`."""
+        trained, heads = adapter_files.load(self.adapter, lm, MedusaHeads)
         if self.top_k == 1:  # a chain, however often guesses are right
             chances = [[1.0]] * trained.architecture.heads
         else:

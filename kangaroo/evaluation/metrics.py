@@ -83,12 +83,11 @@ def runs(records: Iterable[Record], name: str = METHOD) -> list[MethodRun]:
     return [turn.runs[name] for record in records for turn in record.turns if name in turn.runs]
 
 
-def ctar(accepted: Sequence[int], longest: int | None = None) -> list[float]:
+def ctar(accepted: Sequence[int]) -> list[float]:
     """CTAR(1), CTAR(2), ...: the share of rounds whose first w draft tokens (of a path) were all
-    accepted. The last position is `longest`, by default the most tokens accepted in a round."""
+    accepted, up to the most tokens that were accepted in a round."""
     accepted_R = np.asarray(accepted)
-    last = int(accepted_R.max(initial=0)) if longest is None else longest
-    return [float((accepted_R >= w).mean()) for w in range(1, last + 1)]
+    return [float((accepted_R >= w).mean()) for w in range(1, accepted_R.max(initial=0) + 1)]
 
 
 class Estimate(NamedTuple):

@@ -47,7 +47,6 @@ class Progress:
     seconds: float = 0.0  # spent on optimizer steps
     held_out: dict[str, float] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # by adapter (`Trainable.facts`)
-    decoded: dict[str, float] = field(default_factory=dict)
 
 
 class Trainer:
@@ -76,7 +75,6 @@ class Trainer:
         config = replace(config, accumulate=sizes[0], loss_chunk=sizes[1], use_stored_logits=stored)
         self.config, self.work = config, batches.Work(samples, config)
         self.total = math.ceil(len(self.work.batches) / self.accumulate)  # optimizer steps
-        self.prompts = results.decode_prompts(self.work.held_out, config, lm.context)
         self.frequent_K = batches.frequent_tokens(self.work.training)
         size, most = config.vocabulary, len(self.frequent_K)
         if size is not None and size > most:
@@ -110,7 +108,9 @@ class Trainer:
             metrics = self._step()
             if diverged := [name for name, value in metrics.items() if not math.isfinite(value)]:
                 raise self._diverged(diverged[0])
-            metrics |= self._measure()
+            if self._is_due(self.config.evaluate_every):
+                progress.held_out, progress.facts = self.evaluate()
+                metrics |= progress.held_out
             if is_first:
                 with (self.output / results.METRICS).open("a") as file:
                     file.write(json.dumps({"step": progress.step} | metrics) + "\n")
@@ -126,7 +126,6 @@ class Trainer:
         if is_first:
             for trainee in self.trainees:
                 self._save(trainee)
-            results.write_curves(self.output)
         return [self.output / trainee.name for trainee in self.trainees]
 
     def _step(self) -> dict[str, float]:
@@ -186,19 +185,6 @@ class Trainer:
         """Whether to do now what is done every `interval` steps and after the last step."""
         return self.progress.step == self.total or self.progress.step % interval == 0
 
-    def _measure(self) -> dict[str, float]:
-        config, progress = self.config, self.progress
-        metrics: dict[str, float] = {}
-        if self._is_due(config.evaluate_every):
-            progress.held_out, progress.facts = self.evaluate()
-            metrics |= progress.held_out
-        # one process decodes; the others do not need the results
-        if self.prompts and self.ranks.is_first and self._is_due(config.decode_every):
-            arguments = self.lm, self.trainees, self.prompts, config.decode_tokens
-            progress.decoded = results.decode(*arguments)
-            metrics |= progress.decoded
-        return metrics
-
     @torch.no_grad()
     def evaluate(self) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
         """Held-out metrics of every adapter, and the facts for its drafter (`Trainable.facts`)."""
@@ -237,9 +223,8 @@ class Trainer:
         facts = progress.pop("facts")[name]
         if isinstance(trainee.adapter, Adapter):  # EAGLE's head needs the first tokens
             facts |= {"attention_window": batches.attention_reach(self.work.tokens)}
-        for part, prefix in (("held_out", f"held_out/{name}/"), ("decoded", f"decode/{name}/")):
-            values = progress[part].items()
-            progress[part] = {k[len(prefix) :]: v for k, v in values if k.startswith(prefix)}
+        prefix, held_out = f"held_out/{name}/", progress["held_out"].items()
+        progress["held_out"] = {k[len(prefix) :]: v for k, v in held_out if k.startswith(prefix)}
         training = {
             "adapter": trainee.recipe.settings(),
             "trainer": asdict(self.config),
@@ -280,11 +265,6 @@ def check(
     for adapter in recipes:
         if adapter.start not in (None, recipe.RANDOM):
             adapter_files.load_as_saved(adapter.start, lm)
-    if config.decode_prompts and not config.shard_target and config.decode_tokens >= lm.context:
-        raise ConfigError(
-            f"trainer.decode_tokens={config.decode_tokens} has no room in the model's context of "
-            f"{lm.context}. Lower it, or pass trainer.decode_prompts=0."
-        )
     saved = load_checkpoint(output)
     known = identity(config, [adapter for adapter, _ in exits]).items()
     given = {k: v for k, v in known if v is not None or k not in FROM_RUN}

@@ -21,9 +21,8 @@ from kangaroo.utils.ranges import Count, CountOrZero, NotNegative, Positive, Ran
 
 RANDOM = "random"  # a value of `AdapterRecipe.start`
 LOGIT_BYTES = 26  # for each logit in half precision: itself, p, log q and gradients
-NOT_IN_IDENTITY = """
-    evaluate_every save_every decode_every decode_prompts decode_tokens zero_stage shard_target
-""".split()  # options that no weight depends on
+# options that no weight depends on
+NOT_IN_IDENTITY = ("evaluate_every", "save_every", "zero_stage", "shard_target")
 
 
 @dataclass
@@ -46,9 +45,7 @@ class TrainerConfig(Ranged):
         holdout: samples at the end of the data that are never trained on.
         loss_chunk: learnt positions whose logits are in memory at a time; None is
             `default_loss_chunk`, or the number that a resumed run began with.
-        evaluate_every, save_every, decode_every: in optimizer steps; also after the last step.
-        decode_prompts, decode_tokens: held-out prompts to decode from (none if the target is
-            sharded), and the new tokens of each.
+        evaluate_every, save_every: in optimizer steps; also after the last step.
         seed: seed of the samples' order and of random weights.
         vocabulary: draft from this many of the data's most frequent tokens; None is from all.
         zero_stage: 0 is plain torch, with all of AdamW's state in each process; 1 and 2 are
@@ -72,9 +69,6 @@ class TrainerConfig(Ranged):
     loss_chunk: Count | None = None
     evaluate_every: Count = 200
     save_every: Count = 50
-    decode_every: Count = 1000
-    decode_prompts: CountOrZero = 16
-    decode_tokens: Count = 128
     seed: ranges.Seed = 0
     vocabulary: Count | None = None
     zero_stage: Annotated[int, ranges.Range(0, 2)] = 0

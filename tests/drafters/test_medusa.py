@@ -182,7 +182,7 @@ def test_training_saves_a_head_that_decodes(tmp_path):
     assert folder.name == "eagle"
     rows = read_metrics(tmp_path)
     assert rows[-1]["train/eagle/loss"] < rows[0]["train/eagle/loss"] - 0.2
-    assert {"held_out/eagle/step6/loss", "decode/eagle/ctar1"} <= rows[-1].keys()
+    assert "held_out/eagle/step6/loss" in rows[-1]
     config = adapter_files.read_config(str(folder))
     assert (config.exit_layer, config.architecture) == (0, EagleHeadConfig(regression=1.0))
     assert config.attention_window == 0  # it needs the first tokens

@@ -56,7 +56,6 @@ def test_what_a_metric_divides_adds_up_to_it_and_others_are_refused():
     some = [record(i, (each, vanilla_run(4 + i))) for i, each in enumerate(methods)]
     assert [estimate(pairs(some, f"ctar{w}")).value for w in (1, 2, 3)] == metrics(some)["ctar"]
     assert pairs(some, "compression_rate").tolist() == [[4, 2], [5, 2], [6, 2], [7, 2]]
-    assert figures.ctar([0, 2], longest=3) == [0.5, 0.5, 0.0]
     for metric in ("speed", "ctar", "ctarx"):
         with pytest.raises(ConfigError, match=f"there is no '{metric}'; there are speedup"):
             pairs(some, metric)

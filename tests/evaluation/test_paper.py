@@ -185,7 +185,7 @@ def test_every_experiment_runs_unchanged_for_vicuna(tmp_path):
     write_inputs(here := tmp_path)
     weights = "random:small:lmsys/vicuna-7b-v1.3"
     vicuna = ["model=vicuna-7b", f"model.path={weights}", "model.dtype=float32"]
-    brief = "trainer.epochs=1 trainer.holdout=4 trainer.decode_prompts=0 trainer.batch_tokens=256"
+    brief = "trainer.epochs=1 trainer.holdout=4 trainer.batch_tokens=256"
     brief += " adapter.exit_layers=[1,2,3,4] data.source=ShareGPT.json"
     typed("train.py", "experiment=paper/adapters", *vicuna, *brief.split(), cwd=here)
     trained = here / "outputs/paper/vicuna-7b/adapters"

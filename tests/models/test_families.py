@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 import helpers
 import pytest
 import torch
-import training_cases
 import transformers
 from cases import HOW, case_for, check_texts
 from helpers import (
@@ -46,8 +45,6 @@ from kangaroo.training.estimate import target_bytes
 from kangaroo.training.results import read_metrics
 from kangaroo.utils.errors import ConfigError, MissingPackage, UnsupportedModel
 from kangaroo.utils.memory import footprint, weight_bytes
-
-nothing_is_drawn = pytest.fixture(autouse=True)(training_cases.nothing_is_drawn)
 
 
 class Packed(nn.Module):

@@ -171,7 +171,7 @@ def test_the_options_of_a_command_within_a_sentence_exist(line, tmp_path):
 TARGETS = {  # its options, and what it then prints
     "demo": (
         "question_end=1 warmup=1 max_new_tokens=8 output={here}",
-        r"\nvanilla: 8 tokens.*\nkangaroo: .*\nhybrid: .*methods compared.*decoding",
+        r"methods compared.*vanilla.*kangaroo.*decoding",
     ),
     "chat": ("chat.max_new_tokens=8", "an empty"),
 }

@@ -10,7 +10,6 @@ from collections import defaultdict
 import pytest
 import torch
 import torch.nn.functional as F
-import training_cases
 from helpers import EXIT, VOCABULARY, adapter_for, forward_logits, random_prompts, tiny, tiny_model
 from training_cases import ABOUT, config, recipe, sample, stored_samples, train
 
@@ -35,8 +34,6 @@ from kangaroo.training.loop import Trainer
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import ALONE
-
-nothing_is_drawn = pytest.fixture(autouse=True)(training_cases.nothing_is_drawn)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -34,7 +34,6 @@ from kangaroo.training.recipe import TrainerConfig, trainees
 from kangaroo.utils.errors import ConfigError, KangarooError
 from kangaroo.utils.ranks import Ranks
 
-nothing_is_drawn = pytest.fixture(training_cases.nothing_is_drawn)
 OWN = {"smollm2-135m", "tiny"}
 PAPER = {"vicuna-7b": 2, "vicuna-13b": 3, "llama-2-13b-chat": 3}  # exit layers that it names
 
@@ -99,7 +98,6 @@ EXPERIMENTS.remove("methods")  # which evaluate.py takes: tests/project/test_com
 SETTINGS = ["model=tiny", "trainer.zero_stage=0", "trainer.shard_target=false", *BRIEF.split()]
 
 
-@pytest.mark.usefixtures("nothing_is_drawn")
 @pytest.mark.parametrize("option", [f"experiment={x}" for x in EXPERIMENTS] + ["recipe=paper"])
 def test_every_experiment_trains_a_few_steps_on_a_tiny_model(option, tmp_path):
     """One process in plain torch: `test_scale.py` holds that others end with the same weights."""
@@ -315,7 +313,6 @@ def test_settings_that_no_data_makes_right_are_refused_before_there_is_any(tmp_p
     for options, refused in (
         ([f"output={tmp_path}"], "holds a run with other settings"),
         (["adapter.start=nowhere"], "nowhere"),
-        (["trainer.decode_tokens=9000"], "decode_tokens=9000 has no room in .* 8192"),
         (["+adapter@more.b=attention", "more.b.exit_layers=[2]"], "two adapters are called"),
     ):
         with pytest.raises(KangarooError, match=refused):
@@ -328,9 +325,7 @@ def test_a_training_of_smollm2_takes_as_long_as_is_said(smollm2, tmp_path):
     """Measured before and after, since other work on a machine comes and goes."""
     lm, adapters = TargetModel(smollm2[0]), [recipe_of(exit_layers=[2])]
     data = [sample(ids, 60) for ids in random_prompts(*range(100, 220, 4))]
-    settings = TrainerConfig(
-        epochs=2, holdout=6, decode_tokens=16, decode_prompts=4, loss_chunk=256
-    )
+    settings = TrainerConfig(epochs=2, holdout=6, loss_chunk=256)
     config = ModelConfig("smollm2-135m", EMBEDDED, dtype=Dtype.float32, device="cpu")
     text = Text([len(x["input_ids"]) for x in data], learnt=100 / 160)
     plan = Plan(meta_model(config), adapters, settings, text)

@@ -29,11 +29,11 @@ needs_deepspeed = pytest.mark.skipif(
 
 
 def plain(settings):
-    """The settings of one process in plain torch; a sharded target decodes nothing."""
+    """The settings of one process in plain torch."""
     same = {k: v for k, v in settings.items() if k not in ("zero_stage", "shard_target")}
     if "accumulate" in same:
         same["accumulate"] = same["accumulate"] or 2  # null is the number of processes
-    return same | {"decode_prompts": 0} if settings.get("shard_target") else same
+    return same
 
 
 def state(folder):
