@@ -39,13 +39,11 @@ def check(config: TrainerConfig, ranks: Ranks) -> None:
             "trainer.shard_target=true spreads the target over processes, and there is one. Leave "
             f"it out, or start more: {command}"
         )
-    for options, reason in (
-        (("muon", "zero_stage"), "DeepSpeed has AdamW alone here"),
-        (("cache_target_states", "shard_target"), "all processes run a sharded target at once"),
-    ):
-        if all(getattr(config, option) for option in options):
-            names = " and ".join(f"trainer.{option}" for option in options)
-            raise ConfigError(f"{names} exclude each other: {reason}. Leave one out.")
+    if config.muon and config.zero_stage:
+        raise ConfigError(
+            "trainer.muon and trainer.zero_stage exclude each other: DeepSpeed has AdamW alone "
+            "here. Leave one out."
+        )
 
 
 class TorchBackend:

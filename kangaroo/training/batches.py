@@ -37,11 +37,10 @@ class Work:
         self.tokens = clipped_lengths(self.training, config.max_length)
         options = config.max_length, bool(config.use_stored_logits)
         self.positions = [int(learnt_positions(x, *options).sum()) for x in self.training]
-        step_size = (config.accumulate or 1) if config.cache_target_states else 0
         self.batches = [
             batch
             for epoch in range(config.epochs)
-            for batch in plan(self.tokens, config.batch_tokens, config.seed, epoch, step_size)
+            for batch in plan(self.tokens, config.batch_tokens, config.seed, epoch)
         ]
 
 
@@ -86,24 +85,13 @@ def frequent_tokens(samples: Sequence[Sample]) -> Tensor:
     return torch.tensor(sorted(counts, key=lambda token: (-counts[token], token)))
 
 
-def plan(
-    lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, step_size: int = 0
-) -> list[list[int]]:
+def plan(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
     """Micro-batches of at most `batch_tokens` padded tokens (or one sample) of similar lengths, in
-    shuffled order. With `step_size` (micro-batches of a step) every epoch shuffles those of epoch
-    0, and nearly all keep their place in a step, so their process has cached their states."""
+    shuffled order."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    if step_size and epoch:
-        batches = plan(lengths, batch_tokens, seed, 0)
-        count = len(batches)
-        order = torch.randperm(count, generator=generator).tolist()
-        by_place = sorted(order, key=lambda i: i % step_size)
-        # an epoch may begin in the middle of a step
-        indices = sorted(range(count), key=lambda i: (epoch * count + i) % step_size)
-        return [batches[i] for _, i in sorted(zip(indices, by_place, strict=True))]
     # samples of one length are shuffled, so that a micro-batch differs from epoch to epoch
     shuffled = torch.randperm(len(lengths), generator=generator).tolist()
-    batches = [[]]
+    batches: list[list[int]] = [[]]
     for index in sorted(shuffled, key=lambda i: lengths[i]):  # so a batch's last is its longest
         if batches[-1] and (len(batches[-1]) + 1) * lengths[index] > batch_tokens:
             batches.append([])

@@ -177,7 +177,7 @@ class Plan:
         self.adapters = [adapter for _, adapter in self.planned]
 
     def memory(self) -> dict[str, int]:
-        """Bytes in each process by part, without what `cache_target_states` keeps."""
+        """Bytes in each process by part."""
         lm, config, hidden = self.lm, self.config, self.lm.config.hidden_size
         itemsize, layers = lm.dtype.itemsize, _count(lm.layers)
         batch = max(len(lengths) * max(lengths) for lengths in self.training)
@@ -230,11 +230,10 @@ class Plan:
             depth = max(_taps(self.adapters)) / max(_taps(adapters))
         target = depth * _time(lambda: batches.forward_target(lm, tokens, trained))
         graded = _time(lambda: batches.grade(lm, outputs, trained, chunk, results.STEPS))
-        runs = 1 if config.cache_target_states else config.epochs
         epoch, held_out = (len(x) / self.processes for x in (self.training, self.held_out))
         evaluations = -(-self.steps // config.evaluate_every)
         return {
-            "the target": epoch * runs * target,
+            "the target": epoch * config.epochs * target,
             "the adapters": epoch * config.epochs * _time(learn),
             "held-out text": held_out * evaluations * (target + graded),
         }

@@ -90,7 +90,6 @@ class Trainer:
         self.progress = Progress(**saved.get("progress", {}))
         if saved:
             self.backend.load_state(saved["backend"])
-        self.target_states: dict[tuple[int, ...], batches.TargetOutputs] = {}  # the cached ones
 
     def train(self, tracker: NoTracker) -> list[Path]:
         """Take all remaining steps and return the adapters' folders. Errors: `Diverged`."""
@@ -138,9 +137,7 @@ class Trainer:
         positions = max(sum(work.positions[i] for batch in group for i in batch), 1)
         sums = []
         for batch, counts in self.ranks.scatter(group):
-            outputs = self.target_states.get(tuple(batch)) or self._run_target(work.training, batch)
-            if config.cache_target_states:
-                self.target_states[tuple(batch)] = outputs
+            outputs = self._run_target(work.training, batch)
             weight = counts / positions
             students = batches.train_step(self.lm, outputs, trainees, self.chunk, weight)
             sums.append([torch.stack([x.sums_F for x in steps]) for steps in students])

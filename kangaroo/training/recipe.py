@@ -32,8 +32,6 @@ class TrainerConfig(Ranged):
     Args:
         learning_rate: the peak, reached after `warmup_steps` optimizer steps; then a cosine to 0.
         batch_tokens: padded tokens of a micro-batch (or one sample).
-        cache_target_states: run the target in the first epoch only; later epochs have the same
-            micro-batches in another order.
         use_stored_logits: learn from the distributions stored when the data was written
             (`data.teacher`), without the target's head and the layers that no adapter reads. None
             uses them if the data has them.
@@ -60,7 +58,6 @@ class TrainerConfig(Ranged):
     muon: bool = False
     warmup_steps: CountOrZero = 30  # optimizer steps
     batch_tokens: Count = 512
-    cache_target_states: bool = False
     use_stored_logits: bool | None = None
     accumulate: Count | None = None
     clip: Positive = 1.0

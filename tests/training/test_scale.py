@@ -134,14 +134,10 @@ def test_each_share_is_as_long_as_the_others_and_merging_restores_the_order(monk
     assert Ranks(0, 3).gather(results[0], len(items)) == items
 
 
-CACHED_AND_SHARDED = {"shard_target": True, "cache_target_states": True}
-
-
 @pytest.mark.parametrize(
     "settings, world, package, message",
     [
         ({"shard_target": True}, 1, None, "shard_target=true.*there is one"),
-        (CACHED_AND_SHARDED, 2, None, "cache_target_states and trainer.shard_target exclude"),
         ({"zero_stage": 1}, 1, None, r"pip install .*\[deepspeed\]"),
         ({"muon": True, "zero_stage": 1}, 1, "there", "muon and trainer.zero_stage exclude"),
     ],

@@ -54,21 +54,6 @@ def test_an_epoch_holds_every_sample_once_in_batches_that_fit_with_hardly_any_pa
     assert planned != batches.plan(lengths, 8192, seed=1, epoch=0)
 
 
-@pytest.mark.parametrize("step", [1, 4])
-def test_a_remembered_micro_batch_has_the_same_place_in_a_step(step):
-    """So it meets the process that has it: `Ranks.scatter` goes by places."""
-    lengths = list(range(10, 60))
-    first = batches.plan(lengths, batch_tokens=64, seed=0, epoch=0, step_size=step)
-    place = {tuple(batch): i % step for i, batch in enumerate(first)}
-    assert len(first) % 4 and first == batches.plan(lengths, 64, seed=0, epoch=0)
-    for epoch in (1, 2):
-        later = batches.plan(lengths, 64, seed=0, epoch=epoch, step_size=step)
-        assert later != first and sorted(later) == sorted(first)
-        at = [(epoch * len(first) + i) % step for i in range(len(later))]
-        moved = sum(place[tuple(batch)] != where for batch, where in zip(later, at, strict=True))
-        assert moved < step
-
-
 def test_rows_are_aligned_on_a_gpu_alone():
     widths = [batches.row_width([9, 17], torch.device(kind)) for kind in ("cuda", "cpu")]
     assert widths == [24, 17] and batches.row_width([16], torch.device("cuda")) == 16
@@ -89,19 +74,6 @@ def test_gradients_do_not_depend_on_how_a_step_is_split(changes):
         gradients.append([parameter.grad for parameter in trained[0].adapter.parameters()])
     for whole, split in zip(*gradients, strict=True):
         torch.testing.assert_close(whole, split, rtol=1e-4, atol=1e-6)  # float32, another order
-
-
-def test_remembering_runs_the_target_in_the_first_epoch_alone_and_changes_nothing(tmp_path):
-    lm, runs = tiny(), []
-    data = samples(6)
-    settings = config(holdout=1, batch_tokens=1000, evaluate_every=1000)  # one micro-batch an epoch
-    lm.layers[0].register_forward_hook(lambda *_: runs.append(1))
-    (plain,) = train(lm, data, settings, tmp_path / "plain")
-    looked = len(runs)
-    settings.cache_target_states = True
-    (kept,) = train(lm, data, settings, tmp_path / "kept")
-    assert (looked, len(runs) - looked) == (3, 2)  # two epochs, or one, and the held-out sample
-    assert (plain / WEIGHTS).read_bytes() == (kept / WEIGHTS).read_bytes()
 
 
 def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
@@ -172,7 +144,6 @@ def test_a_random_start_is_the_seeds_and_not_the_targets():
 
 
 RUNS = {
-    "cached": ({"cache_target_states": True}, {}),
     "stored": ({"use_stored_logits": True}, {}),
     "medusa": ({}, {"architecture": MedusaHeadsConfig(heads=2, own_head=False)}),
     "block": ({"muon": True, "vocabulary": 40}, {"architecture": BlockHeadConfig(places=3)}),
