@@ -31,7 +31,6 @@ from kangaroo.utils.errors import ConfigError as ConfigError
 from kangaroo.utils.errors import CorruptFile as CorruptFile
 from kangaroo.utils.errors import DataError as DataError
 from kangaroo.utils.errors import Diverged as Diverged
-from kangaroo.utils.errors import HubError as HubError
 from kangaroo.utils.errors import KangarooError as KangarooError
 from kangaroo.utils.errors import MissingPackage as MissingPackage
 from kangaroo.utils.errors import ModelNotFound as ModelNotFound

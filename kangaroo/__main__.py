@@ -13,7 +13,7 @@ COMMANDS = {
     "make_data": "the first part of train alone: write the data",
     "convert import": "turn a checkpoint of the authors' code into an adapter",
     "convert export": "write an adapter for other software",
-    "convert push": "upload an adapter with its model card to the hub",
+    "convert pack": "write an adapter with its model card as a repository for the hub",
     "prepare datastore": "make documents searchable, for drafters that look things up",
     "prepare layers": "search the layers that a draft may skip",
     "prepare split": "split questions into some to learn from and some to measure on",

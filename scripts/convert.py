@@ -1,4 +1,4 @@
-"""Import, export or push an adapter: python scripts/convert.py export to=vllm model=..."""
+"""Import, export or pack an adapter: python scripts/convert.py export to=vllm model=..."""
 
 from kangaroo.__main__ import main
 

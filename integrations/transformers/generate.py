@@ -1,6 +1,6 @@
 """Decode for transformers: `model.generate(..., custom_generate=FOLDER_OR_REPOSITORY)`.
 
-`convert push` puts this file into an adapter's repository as `custom_generate/generate.py`, which
+`convert pack` puts this file into an adapter's repository as `custom_generate/generate.py`, which
 transformers downloads and calls in place of its own generation. The caller's model is restored to
 its previous state afterwards.
 

@@ -30,7 +30,7 @@ from kangaroo.evaluation.study import report as study_report
 from kangaroo.evaluation.study.study import read_study
 from kangaroo.heads import adapter_files, export, official
 from kangaroo.hub import transfer
-from kangaroo.hub.transfer import PushConfig
+from kangaroo.hub.transfer import PackConfig
 from kangaroo.models.loading import ModelConfig, evaluate_command, meta_model
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.serve import serve as run_server
@@ -305,13 +305,11 @@ def convert_export(config: schema.ExportCommand) -> None:
 
 
 @command()
-def convert_push(config: PushConfig) -> None:
-    """Upload an adapter, or show what would be uploaded."""
-    if address := transfer.push(config):
-        log.info("uploaded: %s", address)
-    else:
-        names = ", ".join(sorted(file.name for file in Path(config.output).iterdir()))
-        log.info("%s holds what would be uploaded to %s: %s", config.output, config.repo, names)
+def convert_pack(config: PackConfig) -> None:
+    """Write an adapter with its model card as a repository for the hub."""
+    folder = transfer.pack(config)
+    names = ", ".join(sorted(file.name for file in folder.iterdir()))
+    log.info("%s holds %s; upload it: hf upload %s %s", folder, names, config.repo, folder)
 
 
 @command()

@@ -1,14 +1,13 @@
-"""Uploads checked adapters to the hub, in one commit with a model card."""
+"""Writes checked adapters, each with a model card, as repositories for the hub."""
 
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, ModelCardData, constants
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+from huggingface_hub import ModelCardData
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from jinja2 import ChainableUndefined, Template
 
@@ -18,11 +17,11 @@ from kangaroo.heads.adapter_files import CONFIG, VOCABULARY, WEIGHTS, AdapterCon
 from kangaroo.models.loading import known_model
 from kangaroo.utils import tables
 from kangaroo.utils.discovery import classes
-from kangaroo.utils.errors import ConfigError, CorruptFile, HubError
+from kangaroo.utils.errors import ConfigError, CorruptFile
 from kangaroo.utils.folders import command_line, project_folder
 
 CARD = "README.md"
-FILES = (WEIGHTS, CONFIG, VOCABULARY)  # uploaded from an adapter's folder
+FILES = (WEIGHTS, CONFIG, VOCABULARY)  # of an adapter's folder
 # for transformers' `generate(custom_generate=...)`, copied from integrations/transformers
 CODE, CODE_FILES = "custom_generate", ("generate.py", "requirements.txt")
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -33,21 +32,17 @@ DESCRIPTIONS = {
     "block": "A block head, which drafts in one pass ([P-EAGLE](https://arxiv.org/abs/2602.01469))",
     "eagle": "An EAGLE head ([arXiv 2401.15077](https://arxiv.org/abs/2401.15077))",
 }
-OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # either keeps huggingface_hub offline
 UNKNOWN_MODEL = "FOLDER-OR-HUB-ID-OF-THE-MODEL"
 
 
 @dataclass
-class PushConfig:
-    """An upload of an adapter to the hub.
+class PackConfig:
+    """A folder to upload to the hub.
 
     Args:
         source: the adapter's folder. (`adapter=` is the group of train.py.)
-        repo: repository on the hub, USER/NAME; created if it does not exist.
-        output: folder for exactly the files that are uploaded.
-        revision: branch to commit to; None is the main one.
-        private: whether a created repository is private.
-        dry_run: write the folder, and upload nothing.
+        repo: repository on the hub, USER/NAME.
+        output: folder for exactly the files of the repository.
         base_model: hub id of the target, if the adapter's config does not contain it.
         license: the adapter's, an identifier of the hub such as apache-2.0; None states none.
     """
@@ -55,9 +50,6 @@ class PushConfig:
     source: str
     repo: str
     output: str
-    revision: str | None = None
-    private: bool = False
-    dry_run: bool = False
     base_model: str | None = None
     license: str | None = None
 
@@ -77,8 +69,8 @@ def check(folder: Path) -> AdapterConfig:
     return config
 
 
-def prepare(config: PushConfig) -> Path:
-    """Write the folder for the upload: the adapter's files, `README.md` and `CODE`.
+def pack(config: PackConfig) -> Path:
+    """Write the folder of a repository: the adapter's files, `README.md` and `CODE`.
     Errors: those of `check`; `ConfigError` for an invalid name, or a folder with other files."""
     _check_repos(repo=config.repo, base_model=config.base_model)
     source, output = adapter_files.find(config.source), Path(config.output)
@@ -87,7 +79,7 @@ def prepare(config: PushConfig) -> Path:
     if unknown or output.resolve() == source.resolve():
         problem = f"holds {min(unknown)}" if unknown else "is the adapter's own folder"
         raise ConfigError(f"output='{output}' {problem}; pass output= a folder of its own.")
-    shutil.rmtree(output, ignore_errors=True)  # left by an earlier push
+    shutil.rmtree(output, ignore_errors=True)  # left by an earlier run
     (output / CODE).mkdir(parents=True)
     for name in CODE_FILES:
         shutil.copy(project_folder("integrations/transformers") / name, output / CODE)
@@ -98,42 +90,6 @@ def prepare(config: PushConfig) -> Path:
     return output
 
 
-def push(config: PushConfig) -> str | None:
-    """Upload an adapter with its card in one commit and return the commit's URL; None in a dry run.
-    Errors: those of `prepare`; `HubError`."""
-    folder = prepare(config)
-    if config.dry_run:
-        return None
-    api = HfApi()
-    try:
-        api.create_repo(config.repo, private=config.private, exist_ok=True)
-        if config.revision is not None:
-            api.create_branch(config.repo, branch=config.revision, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=config.repo,
-            folder_path=folder,
-            commit_message="Upload an adapter with Kangaroo",
-            revision=config.revision,
-        )
-    except (HTTPError, ValueError, OSError) as error:  # the hub's own errors are OSErrors
-        raise HubError(f"'{config.repo}' was not uploaded: {_hub_failure(error)}") from error
-    return str(commit.commit_url)
-
-
-def _hub_failure(error: Exception) -> str:
-    """The reason of a failure, and what to do, from an error of the hub's client."""
-    line = " ".join(str(error).split())
-    if isinstance(error, HfHubHTTPError):
-        reason = "the hub refused. Check the name. It needs a token that may write: hf auth login"
-    elif isinstance(error, ValueError):
-        reason = "the hub refused what was sent"
-    else:
-        variables = [name for name in OFFLINE if constants.HF_HUB_OFFLINE and os.environ.get(name)]
-        fix = f"Unset {' and '.join(variables)}" if variables else "Go online"
-        reason = f"the hub cannot be reached. {fix}"
-    return f"{reason}. ({line})"
-
-
 def _check_repos(**names: str | None) -> None:
     for option, name in names.items():
         if name is not None and (fault := repo_fault(name)):
@@ -141,7 +97,7 @@ def _check_repos(**names: str | None) -> None:
             raise ConfigError(f"{problem} Write USER/NAME.")
 
 
-def card(adapter: AdapterConfig, config: PushConfig) -> str:
+def card(adapter: AdapterConfig, config: PackConfig) -> str:
     """The model card: `README.md` with YAML for the hub."""
     drafter = adapter.architecture.drafter
     is_on_hub = repo_fault(adapter.target) is None and not Path(adapter.target).exists()

@@ -42,10 +42,6 @@ class AdapterNotFound(KangarooError):
     """The given folder holds no adapter."""
 
 
-class HubError(KangarooError):
-    """The model hub cannot be reached or refuses a request."""
-
-
 class PromptError(KangarooError):
     """A prompt is empty, too long for the context, or does not fit the chat template."""
 

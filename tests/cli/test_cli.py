@@ -73,7 +73,7 @@ def test_a_command_runs_under_its_name(monkeypatch, capsys, script, argv, expect
     monkeypatch.setattr(sys, "argv", argv[:1])
     __main__.main(script)  # a script with several commands lists its own
     shown = capsys.readouterr().out
-    assert "convert push " in shown and ("train " in shown) == (script == "")
+    assert "convert pack " in shown and ("train " in shown) == (script == "")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from kangaroo.models.target import TargetModel
 from kangaroo.training.recipe import paper_exit
 from kangaroo.utils.errors import ConfigError
 
-OTHERS = ("convert push", "prepare split")  # which load no model
+OTHERS = ("convert pack", "prepare split")  # which load no model
 COMMANDS = [name for name in __main__.COMMANDS if name not in OTHERS]
 FOLDERS = ["Some-7B", "odd (näme), 2=x", "500"]
 PATHS = ["someone/Some-7B", "./Some-7B", "Some-7B/", *(f"{{}}/{x}" for x in FOLDERS), *FOLDERS]

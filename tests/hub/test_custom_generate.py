@@ -27,7 +27,7 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.session import Session
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
-from kangaroo.hub.transfer import PushConfig, prepare
+from kangaroo.hub.transfer import PackConfig, pack
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import errors
@@ -36,7 +36,7 @@ from kangaroo.utils.errors import ConfigError, PromptError
 EOS, PAD = [7, 14, 25, 31, 38, 47], 0
 PROMPTS = [[token or 1 for token in p] for p in random_prompts(5, 9, 2, seed=3)]  # none is PAD
 NEW_TOKENS = 24
-NAMED = "outputs/push/USER/NAME"
+NAMED = "outputs/pack/USER/NAME"
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +54,8 @@ def target(family: str = "llama", attention: str = "sdpa", **overrides: object):
     return hf
 
 
-def pushed(hf, path, kind: str = "attention") -> str:
-    """The folder that would be uploaded."""
+def packed(hf, path, kind: str = "attention") -> str:
+    """The folder to upload."""
     lm = TargetModel(copy.deepcopy(hf))
     about = {"vocabulary": 40 if kind == "attention" else None}
     if kind == "medusa":
@@ -66,7 +66,7 @@ def pushed(hf, path, kind: str = "attention") -> str:
     else:
         adapter = adapter_for(lm, architecture=AdapterHeadConfig(fused=kind == "fused"))
     source = saved_adapter(lm, adapter, path / "made", range(63, 0, -1), **about)
-    return str(prepare(PushConfig(str(source), "someone/an-adapter", str(path / "pushed"))))
+    return str(pack(PackConfig(str(source), "someone/an-adapter", str(path / "packed"))))
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def hf():
 
 @pytest.fixture
 def folder(hf, tmp_path) -> str:
-    return pushed(hf, tmp_path)
+    return packed(hf, tmp_path)
 
 
 def padded(prompts=PROMPTS) -> dict[str, torch.Tensor]:
@@ -102,7 +102,7 @@ def test_the_tokens_are_generates_own_whatever_drafts(tmp_path, model):
     options = padded() | {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     expected = hf.generate(**options)
     assert (expected[:, -1] == PAD).any() and (expected[:, -1] != PAD).any()
-    assert torch.equal(ours(hf, pushed(hf, tmp_path, kind), **options), expected)
+    assert torch.equal(ours(hf, packed(hf, tmp_path, kind), **options), expected)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_the_model_is_left_as_it_was(tmp_path, attention, fails, monkeypatch):
     hf.model.layers[1].eval()
     hf.model.layers[2].requires_grad_(False)
     hf.model.layers[0].register_forward_hook(lambda module, inputs, output: None)
-    folder, options = pushed(hf, tmp_path), padded() | {"max_new_tokens": 5}
+    folder, options = packed(hf, tmp_path), padded() | {"max_new_tokens": 5}
     before = state_of(hf)
     if fails:
         monkeypatch.setattr(Session, "step", lambda session: 1 / 0)
@@ -235,7 +235,7 @@ def test_what_is_not_done_is_refused_by_name(hf, folder, changes, name):
 
 def test_a_prompt_or_a_model_that_does_not_fit_is_refused(tmp_path):
     hf = target(max_position_embeddings=32)
-    folder = pushed(hf, tmp_path)
+    folder = packed(hf, tmp_path)
     with pytest.raises(PromptError, match="the model's context is 32"):
         ours(hf, folder, **padded(), max_new_tokens=40)
     ids = torch.ones(1, 5, dtype=torch.long)
@@ -256,7 +256,7 @@ def test_a_prompt_or_a_model_that_does_not_fit_is_refused(tmp_path):
 
 def test_another_adapter_may_be_named(hf, folder, tmp_path):
     (tmp_path / "other").mkdir()
-    other = pushed(hf, tmp_path / "other", "fused")
+    other = packed(hf, tmp_path / "other", "fused")
     options = padded() | {"max_new_tokens": NEW_TOKENS}
     assert torch.equal(ours(hf, folder, adapter=other, **options), hf.generate(**options))
     with pytest.raises(errors.AdapterNotFound, match=r"no adapter at 'no/where'.*adapter= its"):
@@ -274,7 +274,7 @@ def test_the_pages_example_writes_what_the_model_would(tmp_path, monkeypatch):
     hf.save_pretrained(tmp_path / "TARGET")
     byte_tokenizer().save_pretrained(tmp_path / "TARGET")
     (tmp_path / NAMED).parent.mkdir(parents=True)
-    Path(pushed(hf, tmp_path)).rename(tmp_path / NAMED)  # it may lie anywhere
+    Path(packed(hf, tmp_path)).rename(tmp_path / NAMED)  # it may lie anywhere
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
     (code,) = (c for c in re.findall(r"```python\n(.*?)```", page, flags=re.S) if NAMED in c)
     monkeypatch.chdir(tmp_path)

@@ -127,8 +127,7 @@ def prepared(begun, tmp_path_factory):
 # Lines with gaps that a reader fills; and those that test_examples.py, test_docs.py, test_hub.py,
 # test_load_test.py, test_paper.py, test_serving.py or test_sweeps.py (if Optuna is there) run.
 ELSEWHERE = re.compile(
-    r"serve\.py|load_test|examples/|OUTPUT|\.\.\.|evaluate\.py results=|search=optuna|bigram|"
-    r"push (?!.*dry_run=true)"
+    r"serve\.py|load_test|examples/|OUTPUT|\.\.\.|evaluate\.py results=|search=optuna|bigram"
 )
 
 FAST = {
