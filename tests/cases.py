@@ -193,9 +193,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "hybrid-tree-text-vocabulary": lambda case: hybrid(case, 7, 0.001, head=of_text(case)),
     "hybrid-tree-stops": lambda case: hybrid(case, 15, 0.08),
     "hybrid-tree-fused": lambda case: hybrid(fused(case), 5, 0),
-    "hybrid-tree-of-all": lambda case: hybrid(case, 9, 0.01, recycle=True, store_tokens=60),
+    "hybrid-tree-of-all": lambda case: hybrid(case, 9, 0.01, recycle=True),
     "text-hybrid": lambda case: with_costs(
-        TextHybrid(HybridConfig(nodes=7, recycle=True, store_tokens=60)), costs_of(7, 0.01)
+        TextHybrid(HybridConfig(nodes=7, recycle=True)), costs_of(7, 0.01)
     ),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
     "medusa-chain": lambda case: medusa(case.lm, [(0,), (0, 0), (0, 0, 0)], own_head=False),
@@ -214,7 +214,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "lookahead-tree": lambda case: Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3)),
     "lookahead-tree-small": lambda case: Lookahead(LookaheadConfig(window=1, ngram=2, guesses=1)),
     "suffix": lambda case: Suffix(6),
-    "suffix-store": lambda case: Suffix(4, 0.5, store_tokens=40),
+    "suffix-short": lambda case: Suffix(4, 0.5),
     "token-recycling-tree": lambda case: TokenRecycling(9, vocab_size=case.lm.config.vocab_size),
     "cascade-token-recycling-tree": lambda case: Cascade(Suffix(4, 0.5), TokenRecycling(7)),
     "oracle": lambda case: helpers.oracle(case.texts),

@@ -69,7 +69,7 @@ class ChainSource(TokenSource):
 
 
 class Lookup(ChainSource):
-    """The tokens that followed the text's end at an earlier place, in the text or in a store."""
+    """The tokens that followed the text's end at an earlier place of the text."""
 
     shift = -0.74
 

@@ -15,7 +15,7 @@ from kangaroo.drafters import expected_gain
 from kangaroo.drafters.base import Drafter, EarlyExitConfig, RowStates, TreesFromText
 from kangaroo.drafters.expected_gain import Costs, DraftedChain, Lookup, Recycled, Sources
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.suffix import AnswerStore
+from kangaroo.drafters.suffix import SuffixAutomaton
 from kangaroo.drafters.token_recycling import recycle, successors_in
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
@@ -25,7 +25,7 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.ranges import CountOrZero, DraftSize, Positive
+from kangaroo.utils.ranges import DraftSize, Positive
 
 CHOICES = 3  # candidates for each token of the chain
 
@@ -43,14 +43,12 @@ class HybridConfig(EarlyExitConfig):
         min_gain_per_step: tokens that work in a round must gain per vanilla step that it takes.
         recycle: at nodes without candidates of other sources, take the likeliest token where the
             last token stood before, as in Token Recycling (arXiv 2408.08696).
-        store_tokens: the number of tokens of earlier answers to look up too, as in `suffix`.
     """
 
     name: str = "hybrid"
     nodes: DraftSize = 15
     min_gain_per_step: Positive = 1.25
     recycle: bool = False
-    store_tokens: CountOrZero = 0
 
     @property
     def trained(self) -> str | None:
@@ -75,11 +73,10 @@ class FromSources(Drafter):
     def use(self, options: HybridConfig) -> None:
         """Take the options, when the drafter is made."""
         self.options, self.nodes, self.needs_costs = options, options.nodes, True
-        self.store = AnswerStore(options.store_tokens)
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
-        self.store.begin()
+        self.automata = RowStates(lambda row, text: SuffixAutomaton())
         self.rows = RowStates(self._start_text)
         batch.likeliest = max(batch.likeliest, int(self.options.recycle))
 
@@ -97,9 +94,8 @@ class FromSources(Drafter):
         )
 
     def _start_text(self, row: int, text: list[int]) -> Sources:
-        lookups = [Lookup() for _ in self.store.matches(row, text)]
         recycled = Recycled(successors_in(text, 1)) if self.options.recycle else None
-        return Sources(lookups, DraftedChain(), recycled, len(text))
+        return Sources([Lookup()], DraftedChain(), recycled, len(text))
 
     def update_sources(self, batch: Batch, row: int) -> Sources:
         """A row's sources for a new round, with an empty chain; they learn from the last round."""
@@ -107,8 +103,10 @@ class FromSources(Drafter):
         sources = self.rows.get(row, text)
         sources.learn(text[sources.length :])
         sources.length = len(text)
-        for lookup, match in zip(sources.lookups, self.store.matches(row, text), strict=True):
-            lookup.set_match(match.length, match.continuation(self.nodes, batch.ends[row]))
+        automaton = self.automata.get(row, text)
+        automaton.follow(text)
+        (lookup,) = sources.lookups
+        lookup.set_match(automaton.length, automaton.continuation(self.nodes, batch.ends[row]))
         sources.chain.set_tokens([])
         if sources.recycled is not None:
             sources.recycled.start = text[-1]

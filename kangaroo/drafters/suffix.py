@@ -1,47 +1,23 @@
 """Drafts what followed the longest suffix of the text that occurred before, by an automaton."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from kangaroo.drafters.base import Drafter, DrafterConfig, FromText
+from kangaroo.drafters.base import Drafter, DrafterConfig, FromText, RowStates
 from kangaroo.engine.batch import Batch
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.ranges import CountOrZero, DraftSize, Positive
-
-SEPARATOR = -1  # follows each stored answer; no token
+from kangaroo.utils.ranges import DraftSize, Positive
 
 
-class Match(ABC):
-    """The longest suffix of a text that also occurs at another place of `tokens`: its length, and
-    the place after it there; 0 and 0 if there is none."""
-
-    tokens: list[int]
-    length, place = 0, 0
-
-    @abstractmethod
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text."""
-
-    def continuation(self, count: int, ends: Container[int] = ()) -> list[int]:
-        """What followed the match: `count` tokens, or up to one of `ends`; none without a match.
-        Where `tokens` end before that, the continuation repeats itself, so that a loop goes on."""
-        tokens = self.tokens[self.place : self.place + count] if self.length else []
-        if SEPARATOR in tokens:
-            tokens, count = tokens[: tokens.index(SEPARATOR)], 0
-        while 0 < len(tokens) < count:
-            tokens += tokens[: count - len(tokens)]
-        return tokens[: next((i for i, token in enumerate(tokens, 1) if token in ends), None)]
-
-
-class SuffixAutomaton(Match):
+class SuffixAutomaton:
     """The automaton of a text, to which a token is added in amortised constant time. The match is
     the longest suffix of the text that occurred before.
 
     A state stands for all strings that end at the same places. The state of the whole text ends
     only at its last token; its suffix link leads to the longest suffix that also ends elsewhere,
     without a search. Source: Blumer et al. 1985; for drafting, SAM-Decoding (arXiv 2411.10666)."""
+
+    length, place = 0, 0  # of the match, and after its earlier occurrence; 0 without one
 
     def __init__(self, tokens: Sequence[int] = ()):
         self.tokens: list[int] = []
@@ -51,7 +27,20 @@ class SuffixAutomaton(Match):
         self._whole = 0  # the state of the whole text
         self.extend(tokens)
 
+    def continuation(self, count: int, ends: Container[int] = ()) -> list[int]:
+        """What followed the match: `count` tokens, or up to one of `ends`; none without a match.
+        Where the text ends before that, the continuation repeats itself, so that a loop goes on."""
+        tokens = self.tokens[self.place : self.place + count] if self.length else []
+        while 0 < len(tokens) < count:
+            tokens += tokens[: count - len(tokens)]
+        return tokens[: next((i for i, token in enumerate(tokens, 1) if token in ends), None)]
+
+    def follow(self, text: Sequence[int]) -> None:
+        """Append what a text has more than this one."""
+        self.extend(text[len(self.tokens) :])
+
     def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens."""
         following, link, lengths, ends = self.following, self.link, self.lengths, self.ends
         for token in tokens:
             self.tokens.append(token)
@@ -86,68 +75,6 @@ class SuffixAutomaton(Match):
         return shorter
 
 
-class StoredMatch(Match):
-    """The match of a text in the automaton of stored answers, which does not grow."""
-
-    def __init__(self, automaton: SuffixAutomaton):
-        self.automaton, self.tokens = automaton, automaton.tokens
-        self._state = 0  # of the match
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        automaton, state, length = self.automaton, self._state, self.length
-        for token in tokens:
-            while state and token not in automaton.following[state]:
-                state = automaton.link[state]
-                length = automaton.lengths[state]
-            state = automaton.following[state].get(token, 0)
-            length = length + 1 if state else 0
-        self._state, self.length, self.place = state, length, automaton.ends[state]
-
-
-class TextMatches(NamedTuple):
-    """A row's text, where its answer starts, and its matches: in itself, as far as that match has
-    tokens, and perhaps in the stored answers."""
-
-    text: list[int]
-    answer_start: int
-    matches: list[Match]
-
-
-class AnswerStore:
-    """The newest `size` tokens of the answers that a drafter has seen, and the matches of each row.
-    An answer is stored when another text takes its row, or a new batch begins."""
-
-    def __init__(self, size: int):
-        self.size, self.tokens = size, list[int]()  # with a `SEPARATOR` after each answer
-        self._automaton: SuffixAutomaton | None = None
-        self._rows: dict[int, TextMatches] = {}
-
-    def begin(self) -> None:
-        """Start a new batch."""
-        for row in list(self._rows):
-            self._store(row)
-
-    def matches(self, row: int, text: list[int]) -> Sequence[Match]:
-        """The matches of a row's text: in itself, and, unless `size` is 0, in stored answers."""
-        if row not in self._rows or self._rows[row].text is not text:  # another prompt took the row
-            self._store(row)
-            if self.size and self._automaton is None:
-                self._automaton = SuffixAutomaton(self.tokens)
-            stored = [] if self._automaton is None else [StoredMatch(self._automaton)]
-            self._rows[row] = TextMatches(text, len(text) - 1, [SuffixAutomaton(), *stored])
-        matches = self._rows[row].matches
-        new_tokens = text[len(matches[0].tokens) :]
-        for match in matches:
-            match.extend(new_tokens)
-        return matches
-
-    def _store(self, row: int) -> None:
-        ended = self._rows.pop(row, None)
-        if ended is not None and self.size:
-            self.tokens += [*ended.text[ended.answer_start :], SEPARATOR]
-            self.tokens, self._automaton = self.tokens[-self.size :], None
-
-
 @dataclass
 class SuffixConfig(DrafterConfig):
     """A suffix automaton's chain, longer for a longer match (SAM-Decoding, arXiv 2411.10666, with
@@ -156,32 +83,28 @@ class SuffixConfig(DrafterConfig):
     Args:
         num_pred_tokens: the most draft tokens of a round.
         alpha: draft tokens for each token that matched.
-        store_tokens: the number of newest tokens of earlier answers to search too, for serving and
-            chat. With 0 a text's rounds do not depend on what was generated before.
     """
 
     name: str = "suffix"
     num_pred_tokens: DraftSize = 16
     alpha: Positive = 2.0
-    store_tokens: CountOrZero = 0
 
     def build(self, lm: TargetModel) -> Drafter:
-        return Suffix(self.num_pred_tokens, self.alpha, self.store_tokens)
+        return Suffix(self.num_pred_tokens, self.alpha)
 
 
 class Suffix(FromText):
-    """Drafts what followed the longest match in the text and the stored answers, up to an EOS."""
+    """Drafts what followed the longest match in the text, up to an EOS."""
 
-    def __init__(self, num_pred_tokens: int = 16, alpha: float = 2.0, store_tokens: int = 0):
+    def __init__(self, num_pred_tokens: int = 16, alpha: float = 2.0):
         self.max_nodes, self.alpha = num_pred_tokens, alpha
-        self.store = AnswerStore(store_tokens)
 
     def begin(self, batch: Batch) -> None:
         self.ends = batch.ends
-        self.store.begin()
+        self.automata = RowStates(lambda row, text: SuffixAutomaton())
 
     def continuation(self, row: int, text: list[int]) -> list[int]:
-        matches = self.store.matches(row, text)
-        longest = max(matches, key=lambda match: match.length)  # of equals the one in the text
-        count = min(self.max_nodes, int(self.alpha * longest.length))
-        return longest.continuation(count, self.ends[row])
+        automaton = self.automata.get(row, text)
+        automaton.follow(text)
+        count = min(self.max_nodes, int(self.alpha * automaton.length))
+        return automaton.continuation(count, self.ends[row])

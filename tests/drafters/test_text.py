@@ -16,7 +16,7 @@ from kangaroo.drafters import datastore
 from kangaroo.drafters.datastore import ABOUT, SUFFIXES, TOKENS, index, load, save
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.rest import Rest, RestConfig
-from kangaroo.drafters.suffix import SEPARATOR, Suffix, SuffixAutomaton
+from kangaroo.drafters.suffix import Suffix, SuffixAutomaton
 from kangaroo.drafters.token_recycling import CHANCES, TokenRecycling, static_tree
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.costs import VerifyCosts
@@ -92,32 +92,6 @@ def test_a_draft_is_as_long_as_the_match_allows_and_ends_with_an_eos():
         assert drafter.continuation(0, text) == [5, 6, 7, 9, 2, 3][:count]
     begun(drafter := Suffix(9, 2.0), text, eos=(6,))
     assert drafter.continuation(0, text) == [5, 6]
-
-
-def test_earlier_answers_are_searched_and_the_longer_match_wins():
-    drafter = Suffix(5, 1.0, store_tokens=100)
-    text = [8, 3]
-    batch = begun(drafter, text)
-    assert drafter.continuation(0, text) == []
-    text += [4, 5, 6, 7]
-    batch.texts[0] = other = [4, 9, 3, 4]  # the prompt has 4 9; the answer before has 3 4 5 6 7
-    assert drafter.continuation(0, other) == [5, 6]
-    other += [9]
-    assert drafter.continuation(0, other) == [3, 4]
-    begun(drafter, again := [5, 6])
-    assert drafter.continuation(0, again) == [7]  # no further, since the answer ends here
-    assert drafter.store.tokens == [3, 4, 5, 6, 7, SEPARATOR, 4, 9, SEPARATOR]
-
-
-@pytest.mark.parametrize("limit, kept", [(8, [10, 11, 12, SEPARATOR]), (0, [])])
-def test_a_store_keeps_the_newest_answers_and_one_of_no_tokens_none(limit, kept):
-    drafter = Suffix(5, 1.0, limit)
-    for first in (1, 5, 9):
-        batch = begun(drafter, [first])
-        drafter.continuation(0, batch.texts[0])
-        batch.texts[0] += range(first + 1, first + 4)
-    begun(drafter, [1])
-    assert drafter.store.tokens[-4:] == kept and len(drafter.store.tokens) <= limit
 
 
 def batch_of(drafter: TokenRecycling, *texts: list[int], costs: VerifyCosts | None = None):
