@@ -214,7 +214,6 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "lookahead-tree": lambda case: Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3)),
     "lookahead-tree-small": lambda case: Lookahead(LookaheadConfig(window=1, ngram=2, guesses=1)),
     "suffix": lambda case: Suffix(6),
-    "suffix-short": lambda case: Suffix(4, 0.5),
     "token-recycling-tree": lambda case: TokenRecycling(9, vocab_size=case.lm.config.vocab_size),
     "cascade-token-recycling-tree": lambda case: Cascade(Suffix(4, 0.5), TokenRecycling(7)),
     "oracle": lambda case: helpers.oracle(case.texts),
