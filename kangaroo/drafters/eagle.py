@@ -3,15 +3,12 @@
 Shapes: B rows, L nodes of a level, M candidates of a level.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, Level
+from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, Level, Nodes
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
 from kangaroo.models.target import TargetModel
@@ -45,10 +42,16 @@ class EagleTree(KangarooTree):
     """EAGLE-2's dynamic tree. As in Kangaroo's, the most confident nodes of a level get candidates.
     Then candidates of all levels are ranked, and the best are verified from their embeddings on."""
 
-    def candidates(self, levels: list[Level]) -> Sequence[Sequence[Tensor]]:
-        parents, first = [levels[0].parents_BL], 0
+    def candidates(self, levels: list[Level]) -> Nodes:
+        parents = [levels[0].parents_BL]
+        first = 0
         for level in levels[:-1]:
             parents.append((first + level.places_BL).repeat_interleave(self.top_k, 1))
             first += level.children_BM.shape[1]
-        chances = [level.chances_BM for level in levels]
-        return parents, chances, [level.children_BM for level in levels]
+        return Nodes(
+            parents=parents,
+            score=[level.chances_BM for level in levels],
+            tokens=[level.children_BM for level in levels],
+            states=[],
+            blocks=[],
+        )

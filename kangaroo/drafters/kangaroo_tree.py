@@ -5,7 +5,6 @@ each, M candidates of a level, E occupied slots, W window, D hidden size, K draf
 nodes to verify.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -73,6 +72,28 @@ class Level(NamedTuple):
     meta: ForwardMeta
 
 
+class Nodes(NamedTuple):
+    """The nodes that may be verified, level by level: `[B, L]` parents' places in the draft,
+    confidence and tokens; and their states `[B, L, D]` and blocks, or none if the shallow layers
+    have not run over them."""
+
+    parents: list[Tensor]
+    score: list[Tensor]
+    tokens: list[Tensor]
+    states: list[Tensor]
+    blocks: list[ForwardMeta]
+
+
+class Ranking(NamedTuple):
+    """How many nodes a row keeps at most, all nodes with the kept ones first, which are kept, and
+    their parents."""
+
+    largest: Tensor
+    order_BN: Tensor
+    keep_BN: Tensor
+    parents_BN: Tensor
+
+
 class KangarooTree(EarlyExit):
     """Drafts until all nodes are unlikely; `top_k=1` is a chain whose confidence is a product. With
     sampling a node's children are the tokens that the target is likeliest to choose under the noise
@@ -86,10 +107,12 @@ class KangarooTree(EarlyExit):
         head: DraftHead | None = None,
     ):
         super().__init__(lm, adapter, options, head)
-        self.top_k, self.nodes, size = options.top_k, options.nodes, self.head.size
-        if self.top_k > size:
+        self.top_k = options.top_k
+        self.nodes = options.nodes
+        if self.top_k > self.head.size:
             raise ConfigError(
-                f"drafter.top_k={self.top_k} is more than the {size} tokens to draft from."
+                f"drafter.top_k={self.top_k} is more than the {self.head.size} tokens to draft "
+                "from."
             )
         self.min_confidence = 0.0 if self.auto else options.min_confidence
         self.max_nodes = self.top_k * self.steps
@@ -105,10 +128,12 @@ class KangarooTree(EarlyExit):
         limits = np.maximum(limits, np.float32(self.threshold))
         meta, draws, pending = self.begin_round(batch, self.chain_meta(batch, 0, self.max_nodes))
         root, read = self.replay(batch, ("root",), partial(self.start_tree, batch), *pending)
-        levels, valid = [root], [np.ones_like(active)]
+        levels = [root]
+        valid = [np.ones_like(active)]
         for step in range(1, self.steps + 1):
             # a graph a level, so that none overwrites what the round still reads of another
-            key, work = ("level", step, batch.sampling.kind), partial(self.grow, batch, step)
+            key = ("level", step, batch.sampling.kind)
+            work = partial(self.grow, batch, step)
             level, best_B, deep_BND = self.replay(batch, key, work, read, meta, draws, levels[-1])
             levels.append(level)
             valid.append(active)
@@ -118,7 +143,8 @@ class KangarooTree(EarlyExit):
                 active = active & (np.array(best_B.tolist(), np.float32) > limits[:, step])
                 if not active.any():
                     break
-            read, meta = (level.f_BLD, deep_BND), level.meta
+            read = (level.f_BLD, deep_BND)
+            meta = level.meta
         return self._pruned(batch, levels, np.stack(valid, 1))
 
     def start_tree(
@@ -129,9 +155,20 @@ class KangarooTree(EarlyExit):
         f_B1D, f_BND, deep_BND = self.start(batch, pending_B1, meta, window_BWD)
         root = meta.narrow(self.window, 1)
         hidden_B1E = torch.arange(meta.extent, device=pending_B1.device) > root.slots_RT[..., None]
-        zero_B1, one_B1 = torch.zeros_like(pending_B1), torch.ones_like(pending_B1).float()
-        nodes = zero_B1, pending_B1, one_B1, f_B1D, hidden_B1E
-        return Level(*nodes, pending_B1, one_B1, zero_B1, root), (f_BND, deep_BND)
+        zero_B1 = torch.zeros_like(pending_B1)
+        certain_B1 = torch.ones_like(pending_B1).float()
+        level = Level(
+            parents_BL=zero_B1,
+            tokens_BL=pending_B1,
+            score_BL=certain_B1,
+            f_BLD=f_B1D,
+            hidden_BLE=hidden_B1E,
+            children_BM=pending_B1,
+            chances_BM=certain_B1,
+            places_BL=zero_B1,
+            meta=root,
+        )
+        return level, (f_BND, deep_BND)
 
     def grow(
         self, batch: Batch, step: int, read: Read, meta: ForwardMeta, draws: Tensors, last: Level
@@ -140,81 +177,108 @@ class KangarooTree(EarlyExit):
         layer's states of their parents if it reads such next. Now it reads `read`: the last level,
         and with the root the window."""
         length_B, seeds_B, settings_B3 = draws
-        meta, width = meta.to(read[0].device), last.score_BL.shape[1]
-        adapted_BLD = self.adapter(*read, meta, self.cache.at(meta))[:, -width:]  # no window
+        width = last.score_BL.shape[1]
+        meta = meta.to(read[0].device)
+        adapted_BND = self.adapter(*read, meta, self.cache.at(meta))
+        adapted_BLD = adapted_BND[:, -width:]  # without the window
         logits_BLK = self.head(adapted_BLD.flatten(0, 1)).unflatten(0, (batch.size, width))
-        positions_BL = (length_B[:, None] + step - 1).expand(-1, width)
-        noise = positions_BL, batch.sampling.reading(settings_B3), seeds_B
-        children_BM = self.head.candidates(logits_BLK, *noise, self.top_k).flatten(1)
+        children_BM = self.head.candidates(
+            logits_BLK,
+            (length_B[:, None] + step - 1).expand(-1, width),
+            batch.sampling.reading(settings_B3),
+            seeds_B,
+            count=self.top_k,
+        ).flatten(1)
         confidence_BLC = logits_BLK.float().softmax(-1).topk(self.top_k).values
         chances_BM = (last.score_BL[..., None] * confidence_BLC).flatten(1)
-        score_BL, index_BL = chances_BM.topk(self.top_k)
-        parent_BL = index_BL // self.top_k  # in the last level
+        score_BL, places_BL = chances_BM.topk(self.top_k)
+        above_BL = places_BL // self.top_k  # the parents' places in the last level
         first = 1 + (step - 1) * self.top_k  # the first node's place in the draft
         numbers_L = torch.arange(first, first + self.top_k, device=length_B.device)
         slots_BL = length_B[:, None] - 1 + numbers_L
-        hidden_BLE = take(last.hidden_BLE, parent_BL).scatter(2, slots_BL[..., None], False)
-        tokens_BL = children_BM.gather(1, index_BL)
-        positions_BL = (length_B[:, None] - 1 + step).expand(-1, self.top_k)
-        place = slots_BL, positions_BL, hidden_BLE, batch.n_slots
-        meta = self.lm.forward_meta_of(*place, self.positions(length_B, meta.extent))
-        f_BLD = self.run_shallow(tokens_BL, batch, meta)
-        parents_BL = parent_BL + max(first - self.top_k, 0)
-        nodes = parents_BL, tokens_BL, score_BL, f_BLD, hidden_BLE
-        level = Level(*nodes, children_BM, chances_BM, index_BL, meta)
-        return level, score_BL.amax(1), take(adapted_BLD, parent_BL) if self.reads_deep else None
+        hidden_BLE = take(last.hidden_BLE, above_BL).scatter(2, slots_BL[..., None], False)
+        tokens_BL = children_BM.gather(1, places_BL)
+        block = self.lm.forward_meta_of(
+            slots_BL,
+            (length_B[:, None] - 1 + step).expand(-1, self.top_k),
+            hidden_BLE,
+            n_slots=batch.n_slots,
+            positions_BE=self.positions(length_B, meta.extent),
+        )
+        level = Level(
+            parents_BL=above_BL + max(first - self.top_k, 0),
+            tokens_BL=tokens_BL,
+            score_BL=score_BL,
+            f_BLD=self.run_shallow(tokens_BL, batch, block),
+            hidden_BLE=hidden_BLE,
+            children_BM=children_BM,
+            chances_BM=chances_BM,
+            places_BL=places_BL,
+            meta=block,
+        )
+        deep_BLD = take(adapted_BLD, above_BL) if self.reads_deep else None
+        return level, score_BL.amax(1), deep_BLD
 
     def positions(self, length_B: Tensor, extent: int) -> Tensor | None:
         """The positions of the tokens in the slots, `[B, E]`; None without attention windows."""
         if self.lm.window is None:
             return None
-        slots_E, length_B1 = torch.arange(extent, device=length_B.device), length_B[:, None]
+        slots_E = torch.arange(extent, device=length_B.device)
+        length_B1 = length_B[:, None]
         depth_BE = (slots_E - length_B1 + self.top_k) // self.top_k  # of a draft node
         return torch.minimum(slots_E, length_B1 - 1 + depth_BE.clamp(min=0))
 
     def _pruned(self, batch: Batch, levels: list[Level], valid: np.ndarray) -> Draft:
-        count, device, halves = len(levels), batch.length_B.device, self.min_confidence is None
-        parents, score, *others = self.candidates(levels)
-        sizes = [score_BL.shape[1] for score_BL in score]
-
-        def rank(valid_BN: Tensor, costs_G: Tensor, parents: Tensors, score: Tensors) -> Tensors:
-            parents_BN, score_BN = torch.cat(parents, 1), torch.cat(score, 1)
-            keep_BN = kept_nodes(score_BN, parents_BN, valid_BN, costs_G, halves)
-            # kept nodes in their order, then others, which fill up rows with fewer
-            order_BN = (~keep_BN).int().argsort(dim=1, stable=True)
-            return keep_BN.sum(1).max(), order_BN, keep_BN, parents_BN
-
-        def prune(
-            order_BN: Tensor, keep_BN: Tensor, parents_BN: Tensor, tokens: Tensors, *states: Any
-        ) -> Draft:
-            index_BN = order_BN[:, :size]
-            number_BN = order_BN.argsort(1)  # of each node in the pruned tree
-            keep_BN = keep_BN.gather(1, index_BN)
-            parents_BN = number_BN.gather(1, parents_BN.gather(1, index_BN)) * keep_BN
-            tokens_BN = torch.cat(tokens, 1).gather(1, index_BN)
-            tree = Tree(parents_BN, min(count, size) - 1)
-            tree = Tree.chain(size, device) if self.top_k == 1 else tree
-            draft = Draft(tokens_BN, tree, keep_BN, entry=self.exit_layer)
-            if states:
-                hidden, metas = states
-                draft.hidden_BND = take(torch.cat(hidden, 1), index_BN)
-                draft.meta = ForwardMeta.join(metas).take(index_BN)
-            return draft
-
+        """The draft of the nodes worth verifying: ranked and pruned in two graphs, with one sync a
+        round between them for how many these are."""
+        nodes = self.candidates(levels)
+        sizes = [score_BL.shape[1] for score_BL in nodes.score]
         costs_G = torch.tensor(self.min_node_chances(batch.budget, len(batch.active)))
-        uploaded = torch.from_numpy(valid.repeat(sizes, 1)).to(device), costs_G.to(device)
-        largest, *order = self.replay(batch, ("rank", count), rank, *uploaded, parents, score)
-        # one sync a round
-        size = self.lm.backend.width(int(largest), min(self.nodes + 1, sum(sizes)))
-        draft = self.replay(batch, ("prune", count, size), prune, *order, *others)
+        device = batch.length_B.device
+        valid_BN = torch.from_numpy(valid.repeat(sizes, 1)).to(device)
+        rank_key = ("rank", len(levels))
+        ranking = self.replay(batch, rank_key, self.rank, valid_BN, costs_G.to(device), nodes)
+        size = self.lm.backend.width(int(ranking.largest), min(self.nodes + 1, sum(sizes)))
+        prune = partial(self.prune, size, min(len(levels), size) - 1)
+        draft = self.replay(batch, ("prune", len(levels), size), prune, ranking, nodes)
         # copies, since the next replay returns the same objects, and a tree keeps its masks
         return replace(draft, tree=replace(draft.tree))
 
-    def candidates(self, levels: list[Level]) -> Sequence[Sequence[Any]]:
-        """The parents, confidence and tokens, by level, of the nodes that may be verified; then
-        their states and blocks if these are known."""
-        parts = "parents_BL", "score_BL", "tokens_BL", "f_BLD", "meta"
-        return [[getattr(level, part) for level in levels] for part in parts]
+    def candidates(self, levels: list[Level]) -> Nodes:
+        """The nodes that may be verified."""
+        return Nodes(
+            parents=[level.parents_BL for level in levels],
+            score=[level.score_BL for level in levels],
+            tokens=[level.tokens_BL for level in levels],
+            states=[level.f_BLD for level in levels],
+            blocks=[level.meta for level in levels],
+        )
+
+    def rank(self, valid_BN: Tensor, costs_G: Tensor, nodes: Nodes) -> Ranking:
+        """Which nodes are kept; see `kept_nodes`."""
+        parents_BN = torch.cat(nodes.parents, 1)
+        score_BN = torch.cat(nodes.score, 1)
+        halves = self.min_confidence is None
+        keep_BN = kept_nodes(score_BN, parents_BN, valid_BN, costs_G, halves)
+        # kept nodes in their order, then others, which fill up rows with fewer
+        order_BN = (~keep_BN).int().argsort(dim=1, stable=True)
+        return Ranking(keep_BN.sum(1).max(), order_BN, keep_BN, parents_BN)
+
+    def prune(self, size: int, depth: int, ranking: Ranking, nodes: Nodes) -> Draft:
+        """The draft of the first `size` nodes of a ranking, whose tree is at most `depth` deep."""
+        index_BN = ranking.order_BN[:, :size]
+        number_BN = ranking.order_BN.argsort(1)  # of each node in the pruned tree
+        keep_BN = ranking.keep_BN.gather(1, index_BN)
+        parents_BN = ranking.parents_BN.gather(1, index_BN)
+        tree = Tree(number_BN.gather(1, parents_BN) * keep_BN, depth)
+        if self.top_k == 1:
+            tree = Tree.chain(size, index_BN.device)
+        tokens_BN = torch.cat(nodes.tokens, 1).gather(1, index_BN)
+        draft = Draft(tokens_BN, tree, keep_BN, entry=self.exit_layer)
+        if nodes.states:
+            draft.hidden_BND = take(torch.cat(nodes.states, 1), index_BN)
+            draft.meta = ForwardMeta.join(nodes.blocks).take(index_BN)
+        return draft
 
 
 def kept_nodes(

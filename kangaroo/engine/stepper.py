@@ -3,7 +3,7 @@
 Shapes: B rows, N draft nodes, P nodes of a path, V vocabulary.
 """
 
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from kangaroo.drafters.base import Drafter
 from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch, written
-from kangaroo.engine.cache import Chunk, ForwardMeta, Taps
+from kangaroo.engine.cache import Chunk, ForwardMeta
 from kangaroo.engine.clock import between, mark
 from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.sampling import Rule, pick
@@ -39,14 +39,28 @@ class Stepper(Protocol):
         """Chunks that the drafter has to read of a prefix that a prompt shares with a row."""
 
 
+class Verification(NamedTuple):
+    """What the target says of a draft: its verdict, what the rows write of it (`written`), the
+    states that the drafter reads, in the order of their taps, and the logits if they are kept."""
+
+    verdict: Verdict
+    written_BX: Tensor
+    tapped: list[Tensor]
+    logits_BNV: Tensor | None
+
+
 class TensorStepper:
     """Steps with any drafter on any device; for `keep` see `Engine.open`."""
 
     leaves_other_rows = False  # it shifts the windows of rows that are not active, too
 
     def __init__(self, lm: TargetModel, drafter: Drafter, batch: Batch, keep: int):
-        self.lm, self.drafter, self.batch, self.keep = lm, drafter, batch, keep
+        self.lm = lm
+        self.drafter = drafter
+        self.batch = batch
+        self.keep = keep
         self.rereads = drafter.rereads
+        self.taps = sorted(set(drafter.taps))
 
     def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
         """See `Stepper`: the drafter reads `rereads` tokens again."""
@@ -54,23 +68,26 @@ class TensorStepper:
 
     def step(self, drafts: bool) -> list[StepRecord]:
         """Propose, verify, commit and observe."""
-        drafter, batch, device = self.drafter, self.batch, self.lm.device
-        started = mark(device)
+        drafter, batch = self.drafter, self.batch
+        started = mark(self.lm.device)
         draft = drafter.propose(batch) if drafts else Draft.nothing(batch.last(1))
-        proposed = mark(device)
+        proposed = mark(self.lm.device)
         draft.meta = draft.meta or self._place(draft)
-        verdict, written_BX, logits_BNV, taps = self._verify(draft)
+        verification = self._verify(draft)
+        verdict = verification.verdict
         if not draft.tree.is_chain:
             self._keep_path(draft.meta, verdict)
-        verified = mark(device)
-        batch.commit(written_BX)
-        drafter.observe(batch, draft, verdict, taps)
-        rows = written_BX.tolist()  # the step's one device-to-host copy, unless logits are kept
+        verified = mark(self.lm.device)
+        batch.commit(verification.written_BX)
+        tapped = dict(zip(self.taps, verification.tapped, strict=True))
+        drafter.observe(batch, draft, verdict, tapped)
+        # the step's one device-to-host copy, unless logits are kept
+        rows = verification.written_BX.tolist()
         topk: topk_logits.Rows = [None] * batch.size
-        if logits_BNV is not None:
-            topk = topk_logits.likeliest(logits_BNV, verdict.path_BP, self.keep)
+        if verification.logits_BNV is not None:
+            topk = topk_logits.likeliest(verification.logits_BNV, verdict.path_BP, self.keep)
             if batch.likeliest:
-                self._add_likeliest(draft, logits_BNV)
+                self._add_likeliest(draft, verification.logits_BNV)
         seconds = between(started, proposed), between(proposed, verified), 0.0
         records = [StepRecord([], 0, 0, *seconds, row_topk) for row_topk in topk]
         for row in batch.active:
@@ -83,41 +100,51 @@ class TensorStepper:
 
     def _place(self, draft: Draft) -> ForwardMeta:
         """The block of a draft, which is padded to a recorded shape if it has only tokens."""
-        batch, width, tree = self.batch, self.lm.backend.width, draft.tree
-        size = width(tree.size, self.drafter.max_nodes + 1)
-        depth = size - 1 if tree.is_chain else width(tree.max_depth, size - 1)
+        width = self.lm.backend.width
+        size = width(draft.tree.size, self.drafter.max_nodes + 1)
+        depth = size - 1 if draft.tree.is_chain else width(draft.tree.max_depth, size - 1)
         only_tokens = draft.hidden_BND is None and draft.probs_BNV is None
-        if only_tokens and (size, depth) != (tree.size, tree.max_depth):
+        if only_tokens and (size, depth) != (draft.tree.size, draft.tree.max_depth):
             draft.widen(size, depth)
-        place = draft.tree, batch.base_B, batch.used + draft.tree.size, batch.n_slots
-        return self.lm.forward_meta(*place, recorded=("verify", batch.cache))
+        return self.lm.forward_meta(
+            draft.tree,
+            self.batch.base_B,
+            used=self.batch.used + draft.tree.size,
+            n_slots=self.batch.n_slots,
+            recorded=("verify", self.batch.cache),
+        )
 
-    def _verify(self, draft: Draft) -> tuple[Verdict, Tensor, Tensor | None, Taps]:
-        """The verdict, what is written, the logits `[B, N, V]` if kept, and the tapped states."""
+    def _verify(self, draft: Draft) -> Verification:
+        """Run the target over a draft, choose a token after each node, and walk by the choices."""
         lm, batch, sampling = self.lm, self.batch, self.batch.sampling
         keeps_logits = self.keep > 0 or batch.likeliest > 0
         by_match = sampling.rule is Rule.match or sampling.greedy or draft.tree.size == 1
-        taps, layers = sorted(set(self.drafter.taps)), range(draft.entry, lm.n_layers)
 
-        def work(draft: Draft, seeds_B: Tensor, settings_B3: Tensor) -> tuple[Any, ...]:
+        def work(draft: Draft, seeds_B: Tensor, settings_B3: Tensor) -> Verification:
             assert draft.meta is not None
             x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
-            x_BND, states = lm.run(x_BND, batch.cache, draft.meta, layers, taps)
-            logits_BNV: Tensor | None = None
+            layers = range(draft.entry, lm.n_layers)
+            x_BND, states = lm.run(x_BND, batch.cache, draft.meta, layers, self.taps)
+            logits_BNV = None
             if sampling.greedy and not keeps_logits:
                 choice_BN = lm.likeliest(x_BND)
             else:
-                logits_BNV, positions_BN = lm.logits(x_BND), draft.meta.positions_RT + 1
-                inputs = logits_BNV, positions_BN, sampling.reading(settings_B3), seeds_B
-                choice_BN = pick(*inputs) if by_match else write(draft, *inputs)
-            verdict, logits_BNV = accept(draft, choice_BN), logits_BNV if keeps_logits else None
-            return verdict, written(draft, verdict), logits_BNV, [states[tap] for tap in taps]
+                logits_BNV = lm.logits(x_BND)
+                positions_BN = draft.meta.positions_RT + 1
+                settings = sampling.reading(settings_B3)
+                if by_match:
+                    choice_BN = pick(logits_BNV, positions_BN, settings, seeds_B)
+                else:
+                    choice_BN = write(draft, logits_BNV, positions_BN, settings, seeds_B)
+            verdict = accept(draft, choice_BN)
+            tapped = [states[tap] for tap in self.taps]
+            kept_BNV = logits_BNV if keeps_logits else None
+            return Verification(verdict, written(draft, verdict), tapped, kept_BNV)
 
-        shape = draft.entry, draft.tree.is_chain, draft.tree.max_depth, sampling.kind
-        key = ("verify", *taps, keeps_logits, *shape)
-        inputs = draft, batch.seeds_B, batch.settings_B3
-        *results, states = lm.backend.replay((batch.cache,), key, work, *inputs)
-        return *results, dict(zip(taps, states, strict=True))
+        shape = (draft.entry, draft.tree.is_chain, draft.tree.max_depth, sampling.kind)
+        key = ("verify", *self.taps, keeps_logits, *shape)
+        settings_B3 = batch.settings_B3
+        return lm.backend.replay((batch.cache,), key, work, draft, batch.seeds_B, settings_B3)
 
     def _add_likeliest(self, draft: Draft, logits_BNV: Tensor) -> None:
         """Give the likeliest tokens after each node to a drafter that wants them: one sync."""
@@ -129,7 +156,10 @@ class TensorStepper:
 
     def _keep_path(self, meta: ForwardMeta, verdict: Verdict) -> None:
         """Move the keys and values of the accepted path to the slots of its positions."""
-        batch, path_BP = self.batch, verdict.path_BP
+        batch = self.batch
+        path_BP = verdict.path_BP
         dst_BP = batch.base_B[:, None] + torch.arange(path_BP.shape[1], device=path_BP.device)
-        args = (batch.cache,), ("move",), batch.cache.move, meta.slots_RT.gather(1, path_BP), dst_BP
-        self.lm.backend.replay(*args, rehearsal=(dst_BP, dst_BP))
+        src_BP = meta.slots_RT.gather(1, path_BP)
+        cache = batch.cache
+        rehearsal = (dst_BP, dst_BP)
+        self.lm.backend.replay((cache,), ("move",), cache.move, src_BP, dst_BP, rehearsal=rehearsal)
