@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 
 import numpy as np
 import torch
-import yaml
+from omegaconf import OmegaConf
 
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.engine.engine import Engine
@@ -113,16 +113,17 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
     if drafter not in drafter_names():
         names = ", ".join(drafter_names())
         raise ConfigError(f"there is no drafter {drafter!r}. Pass one of: {names}.")
-    values = _read_yaml(f"drafter/{drafter}.yaml")
+    config = OmegaConf.load(CONFIGS / "drafter" / f"{drafter}.yaml")
+    sizes = OmegaConf.load(CONFIGS / "groups" / "hardware.yaml")
+    # what `${...}` in the file may name
+    named = {
+        "drafter": config,
+        "hardware": OmegaConf.select(sizes, hardware_here()),
+        "model": {"name": model},
+    }
+    config = OmegaConf.create(named).drafter
+    values = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True)) | settings
     schema, *groups = values.pop("defaults")  # Hydra's
-    sizes = _read_yaml("groups/hardware.yaml")[hardware_here()]
-    for name, value in values.items():
-        if isinstance(value, str) and value.startswith("${hardware."):
-            _, section, option = value.strip("${}").split(".")
-            values[name] = sizes[section][option]
-        elif isinstance(value, str):
-            values[name] = value.replace("${model.name}", model)
-    values |= settings
     for group in groups:
         for key, default in group.items() if isinstance(group, dict) else ():  # of a cascade
             name = key.partition("@")[2]
@@ -156,10 +157,6 @@ def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
 def hardware_here() -> str:
     """The section of `configs/groups/hardware.yaml` that fits this machine."""
     return "gpu" if torch.cuda.is_available() else "cpu"
-
-
-def _read_yaml(file: str) -> dict[str, Any]:
-    return cast(dict[str, Any], yaml.safe_load((CONFIGS / file).read_text("utf-8")))
 
 
 @dataclass
