@@ -17,46 +17,58 @@ STAMP := $(VENV)/.installed
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
 
-setup: $(STAMP)  ## install the project and its tools into .venv
+setup: $(STAMP)  ## install what development needs into .venv; other targets install what they use
 
-$(STAMP): pyproject.toml constraints.txt
+install = $(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[$(1)]"
+# The stamp of an extra that `setup` installs, too: after `setup` nothing is left to do.
+needs = $(or $(wildcard $(STAMP)),$(STAMP)-$(1))
+
+MODEL := $(call needs,embedded)  # what reads the embedded model
+
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,dev)
+	@touch $@
+
+$(STAMP)-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,$*)
 	@touch $@
 
 # The fastest drafter, shown beside Kangaroo and vanilla.
 FASTEST = hybrid
-demo: setup  ## the demo questions by each method, and their speeds compared
+demo: $(MODEL)  ## the demo questions by each method, and their speeds compared
 	$(BIN)/python evaluate.py model=smollm2-135m drafter=kangaroo \
 	  +drafter@more.$(FASTEST)=$(FASTEST) bench=demo question_every=2 max_new_tokens=128 hf_every=10 \
 	  warmup=1 output=outputs/demo $(ARGS)
 
-chat: setup  ## talk to the model in the terminal
+chat: $(MODEL)  ## talk to the model in the terminal
 	$(BIN)/python scripts/chat.py $(ARGS)
 
-serve: setup  ## answer requests of OpenAI's API on port 8000
+serve: $(MODEL) $(call needs,serve)  ## answer requests of OpenAI's API on port 8000
 	$(BIN)/python scripts/serve.py $(ARGS)
 
-load: setup  ## measure servers of four drafters by how many ask at the same time
+load: $(MODEL) $(STAMP)-load  ## measure servers of four drafters by how many ask at the same time
 	$(BIN)/python integrations/load_test/load_test.py $(ARGS)
 
-train: setup  ## train an adapter for SmolLM2-135M
+train: $(MODEL)  ## train an adapter for SmolLM2-135M
 	$(BIN)/python train.py model=smollm2-135m $(ARGS)
 
-tune: setup  ## find the fastest drafter for SmolLM2-135M, and its settings
+tune: $(MODEL)  ## find the fastest drafter for SmolLM2-135M, and its settings
 	$(BIN)/python scripts/tune.py $(ARGS)
 
-speed: setup  ## time the engine's steps
+speed: $(MODEL)  ## time the engine's steps
 	$(BIN)/python scripts/speed.py $(ARGS)
 
 # make soak SOAK_TOKENS=100000 SOAK_SEED=1 SOAK_OUTPUT=outputs/soak-1
-soak: setup  ## decode a million tokens by every drafter, and compare all with vanilla's
+soak: $(call needs,test)  ## decode a million tokens by every drafter, and compare all with vanilla's
 	$(BIN)/python -m pytest -q -s -m soak tests/soak $(ARGS)
 
 # The experiments of the paper, for the embedded model; docs/results/paper.md names them. A run that was stopped goes on.
 PAPER = table1 adapter_ablation parameters exit_layer threshold steps position tree temperature
 PAPER_TRAINING = data.shards=2 trainer.epochs=1 trainer.vocabulary=8192
-paper: setup  ## measure the paper's experiments, and write them into docs/results/paper.md
+paper: $(MODEL)  ## measure the paper's experiments, and write them into docs/results/paper.md
 	@# first what needs no training: questions that are not there are missed at once
 	$(BIN)/python evaluate.py experiment=paper/table1 $(ARGS)
 	$(BIN)/python train.py experiment=paper/adapters $(PAPER_TRAINING)
@@ -66,18 +78,18 @@ paper: setup  ## measure the paper's experiments, and write them into docs/resul
 	$(BIN)/python evaluate.py results=outputs/paper/smollm2-135m page=docs/results/paper.md
 
 # Two workers with one thread each (tests/conftest.py).
-test: setup  ## run the CPU tests
+test: $(call needs,test)  ## run the CPU tests
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=10 -m "not slow and not gpu" $(ARGS)
 
-test-slow: setup  ## run the slow tests
+test-slow: $(STAMP)-slow  ## run the slow tests
 	$(BIN)/python -m pytest -q --durations=10 -m slow $(ARGS)
 
 # Where torchao is installed it warns whenever transformers is imported, so it lies beside the environment.
-test-quantized: setup  ## run the tests of quantized weights
+test-quantized: $(call needs,test)  ## run the tests of quantized weights
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target build/quantized -c constraints.txt torchao compressed-tensors
 	PYTHONPATH=build/quantized $(BIN)/python -m pytest -q tests/models/test_families.py -k "quantized or saved_and_drafts" $(ARGS)
 
-test-llama: setup  ## run the tests of integrations/llama_cpp
+test-llama: $(call needs,test) $(STAMP)-benchmark  ## run the tests of integrations/llama_cpp
 	$(BIN)/python -m pytest -q integrations/llama_cpp $(ARGS)
 
 # vLLM has a virtual environment of its own (3.8 GB): it needs other versions than we do.

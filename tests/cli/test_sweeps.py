@@ -35,7 +35,7 @@ def each_value(study: dict) -> Iterator[dict]:
 
 def typed_by_the_agent(study: dict, point: dict, monkeypatch) -> list[str]:
     """The command line that W&B's own agent makes of a study and one choice of its parameters."""
-    pytest.importorskip("wandb")
+    pytest.importorskip("wandb", reason="needs the extra wandb")
     from wandb.sdk.launch.sweeps import utils
 
     monkeypatch.setenv("WANDB_SWEEP_ID", SWEEP)

@@ -76,7 +76,9 @@ def packed(architecture: str = "qwen2") -> TargetModel:
 def compressed(scheme: str) -> TargetModel:
     """From a checkpoint of compressed-tensors, the form of today's GPTQ, AWQ and FP8 checkpoints,
     which transformers unpacks in its first forward."""
-    by = pytest.importorskip("compressed_tensors.quantization")
+    by = pytest.importorskip(
+        "compressed_tensors.quantization", reason="needs the extra quantized"
+    )
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization.utils import calculate_qparams
 
@@ -144,7 +146,7 @@ def save_tokenizer(folder) -> None:
 
 
 def quantized(how: Quantization) -> TargetModel:
-    pytest.importorskip(how.package)
+    pytest.importorskip(how.package, reason="needs the extra quantized")
     hf = tiny_model("qwen2")
     quantize(hf, how, "cpu")
     return TargetModel(hf)
@@ -305,7 +307,7 @@ def test_a_quantized_head_is_refused_by_name():
 
 @pytest.mark.parametrize("four_bits", [True, False])
 def test_a_checkpoint_by_bitsandbytes_gives_a_token_the_same_beside_any_other(tmp_path, four_bits):
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes", reason="needs the extra quantized")
     how = transformers.BitsAndBytesConfig(load_in_4bit=four_bits, load_in_8bit=not four_bits)
     random_model("llama", deep_scale=0.15).save_pretrained(tmp_path / "plain")
     options = {"quantization_config": how, "device_map": "cpu", "dtype": torch.float32}
@@ -365,7 +367,7 @@ def test_a_package_that_is_missing_is_named_with_the_extra(monkeypatch, how):
 
 @pytest.mark.parametrize("how", Quantization)
 def test_a_checkpoint_and_a_random_model_load_quantized(tmp_path, how):
-    pytest.importorskip(how.package)
+    pytest.importorskip(how.package, reason="needs the extra quantized")
     random_model("llama", deep_scale=0.15).save_pretrained(tmp_path)
     loading.byte_tokenizer().save_pretrained(tmp_path)
     options = {"dtype": Dtype.float32, "device": "cpu", "quantization": how}

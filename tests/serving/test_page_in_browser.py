@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, StreamingResponse
 from serving_cases import running, serving
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium, of the extra dev")
+webdriver = pytest.importorskip("selenium.webdriver", reason="needs the extra slow (selenium)")
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.remote.webelement import WebElement  # noqa: E402
