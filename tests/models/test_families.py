@@ -76,9 +76,7 @@ def packed(architecture: str = "qwen2") -> TargetModel:
 def compressed(scheme: str) -> TargetModel:
     """From a checkpoint of compressed-tensors, the form of today's GPTQ, AWQ and FP8 checkpoints,
     which transformers unpacks in its first forward."""
-    by = pytest.importorskip(
-        "compressed_tensors.quantization", reason="needs the extra quantized"
-    )
+    by = pytest.importorskip("compressed_tensors.quantization", reason="needs the extra quantized")
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization.utils import calculate_qparams
 
