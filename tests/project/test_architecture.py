@@ -19,7 +19,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 # modules. docs/architecture.md says what each holds.
 ORDER = [
     {"utils", "cpu.huge_pages", "cpu.compiling"},
-    {"engine.cache", "engine.sampling", "models.attention", "models.supported"},
+    {"engine.cache", "engine.sampling", "models.attention", "models.packed", "models.supported"},
     {"engine.tree", "engine.topk_logits", "engine.requests", "models.prompts"},
     {"engine.verify", "engine.budget", "engine.backend", "cpu.structs"},
     {"cpu.native", "cpu.backend", "cpu.outcomes", "cuda"},
@@ -132,7 +132,7 @@ def test_each_outside_library_has_its_place():
     assert beside_cpu == {"kangaroo.utils.memory"}
 
 
-@pytest.mark.parametrize("library", ["deepspeed", "gguf", "pydivsufsort", "wandb", "xllamacpp"])
+@pytest.mark.parametrize("library", ["deepspeed", "pydivsufsort", "wandb", "xllamacpp"])
 def test_optional_libraries_are_imported_where_they_are_used(library):
     """At the top of a module they would be needed by everybody who imports it."""
     for name in users(library):

@@ -1,0 +1,65 @@
+"""Matrices as they lie in a GGUF file: blocks of whole numbers with their scales, which are
+widened where they are used.
+
+Shapes: O rows of a matrix (outputs, or tokens), B bytes of a row, I numbers of a row, R some rows.
+"""
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class PackedMatrix(nn.Module):
+    """A matrix `[O, I]` in blocks.
+
+    Args:
+        blocks_OB: the bytes of each row; they may be a view of a mapped file.
+        kind: the format of the blocks.
+        dtype: number format of the states beside it, to which its numbers are rounded.
+    """
+
+    blocks_OB: Tensor
+
+    def __init__(self, blocks_OB: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype):
+        super().__init__()
+        self.register_buffer("blocks_OB", blocks_OB, persistent=False)
+        self.kind, self.dtype = kind, dtype
+        numbers, size = GGML_QUANT_SIZES[kind]  # of a block
+        self.shape = torch.Size((len(blocks_OB), blocks_OB.shape[1] // size * numbers))
+
+    def widened(self, rows_R: Tensor | None = None) -> Tensor:
+        """The matrix, or these rows of it, `[R, I]` in `dtype`."""
+        blocks_RB = self.blocks_OB if rows_R is None else self.blocks_OB[rows_R]
+        numbers_RI = dequantize(blocks_RB.cpu().numpy(), self.kind)
+        # a copy: numbers of float32 would be a view of the file
+        return torch.from_numpy(np.array(numbers_RI)).to(self.blocks_OB.device, self.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.shape[1]} -> {self.shape[0]}, {self.kind.name}"
+
+
+class PackedLinear(PackedMatrix):
+    """A linear layer whose weight is packed; its bias is not."""
+
+    def __init__(
+        self,
+        blocks_OB: Tensor,
+        kind: GGMLQuantizationType,
+        dtype: torch.dtype,
+        bias: nn.Parameter | None = None,
+    ):
+        super().__init__(blocks_OB, kind, dtype)
+        self.out_features, self.in_features = self.shape
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.widened(), self.bias)
+
+
+class PackedEmbedding(PackedMatrix):
+    """A table of tokens' rows, of which only those asked for are widened."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.widened(tokens.flatten()).unflatten(0, tokens.shape)
