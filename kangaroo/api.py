@@ -18,6 +18,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.streaming import pieces, whole_text
+from kangaroo.heads.adapter_files import adapters_of
 from kangaroo.models.loading import ModelConfig, load_target, model_config
 from kangaroo.models.prompts import Tokenizer, conversation, prompt_ids, valid_text
 from kangaroo.models.target import TargetModel
@@ -60,7 +61,7 @@ def load(
     if chat_template is not None:
         config = replace(config, chat_template=chat_template)
     settings = ({} if adapter is None else {"adapter": adapter}) | settings
-    drafter = drafter_config(drafter, config.name, settings)
+    drafter = drafter_config(drafter, adapters_of(config.path, config.name), settings)
     lm, tokenizer = load_target_for(config, drafter)
     return Model(Engine(lm, drafter.build(lm), tokenizer), tokenizer)
 
@@ -85,10 +86,10 @@ def check_adapters(
         for drafter in drafters:
             drafter.settings()
     except AdapterNotFound as error:
-        ready = []
+        ready, served_by = [], adapters_of(model.path, model.name)
         for name in drafter_names():
             with suppress(KangarooError):
-                drafter_config(name, model.name, {}).settings()
+                drafter_config(name, served_by, {}).settings()
                 ready.append(name)
         raise AdapterNotFound(f"{error} Nothing is missing for {', '.join(ready)}.") from error
 
@@ -99,8 +100,9 @@ def drafter_names() -> list[str]:
 
 
 def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> DrafterConfig:
-    """The config of a drafter in `configs/drafter` for the target named `model`; a config stays as
-    it is. In a cascade's settings drafters' names stand for configs. Errors: `ConfigError`."""
+    """The config of a drafter in `configs/drafter` for a target that `model`'s adapters serve; a
+    config stays as it is. In a cascade's settings drafters' names stand for configs. Errors:
+    `ConfigError`."""
     if isinstance(drafter, DrafterConfig):
         if settings:
             raise ConfigError(f"{', '.join(settings)} given beside drafter=; set it there.")
@@ -113,13 +115,13 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
     if drafter not in drafter_names():
         names = ", ".join(drafter_names())
         raise ConfigError(f"there is no drafter {drafter!r}. Pass one of: {names}.")
-    config = OmegaConf.load(CONFIGS / "drafter" / f"{drafter}.yaml")
+    file = CONFIGS / "drafter" / f"{drafter}.yaml"
+    text = file.read_text("utf-8").replace("${adapters_of:${model}}", model)
     sizes = OmegaConf.load(CONFIGS / "groups" / "hardware.yaml")
-    # what `${...}` in the file may name
+    # what else `${...}` in the file may name
     named = {
-        "drafter": config,
+        "drafter": OmegaConf.create(text),
         "hardware": OmegaConf.select(sizes, hardware_here()),
-        "model": {"name": model},
     }
     config = OmegaConf.create(named).drafter
     values = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True)) | settings

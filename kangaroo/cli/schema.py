@@ -23,6 +23,7 @@ from kangaroo.evaluation.run import EvaluateConfig
 from kangaroo.evaluation.speed import SpeedConfig
 from kangaroo.evaluation.study.study import StudyConfig
 from kangaroo.evaluation.tune import TuneConfig
+from kangaroo.heads.adapter_files import adapters_of
 from kangaroo.heads.base import HeadConfig
 from kangaroo.models.loading import ModelConfig, known_model, model_config
 from kangaroo.serving.serve import ServeConfig
@@ -186,6 +187,7 @@ def register() -> None:
             store(group=group, name=name, node=kind)
     resolvers: dict[str, Any] = {"bench_name": bench_name, "hardware_here": hardware_here}
     resolvers |= {"fitting": fitting_name, "overrides": overrides_suffix, "output_or": output_or}
+    resolvers["adapters_of"] = lambda model: adapters_of(model.path, model.name)
     resolvers["if"] = lambda x, a, b: b if x is None else a
     resolvers["draft_model_of"] = lambda model: next(
         (name for family, name in DRAFT_MODELS.items() if model.startswith(family)), None

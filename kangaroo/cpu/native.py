@@ -21,6 +21,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from kangaroo.cpu import structs
@@ -32,6 +33,7 @@ from kangaroo.engine.cache import ForwardMeta, KVCache
 log = logging.getLogger(__name__)
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+PACKED = frozenset[GGMLQuantizationType]()  # formats of GGUF files that native code multiplies
 MOST_TOKENS = 256  # in a pass
 PROMPT_CHUNK = 128  # tokens of a prompt in a pass, so that intermediate results stay in the cache
 WIDE_CHUNK = 256  # the same where many tokens share more work: turned rows, or a matrix unit

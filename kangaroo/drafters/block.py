@@ -21,6 +21,7 @@ from kangaroo.engine.cache import ForwardMeta, Tensors
 from kangaroo.engine.tree import Draft
 from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.heads.draft_head import DraftHead
+from kangaroo.models.packed import weight_rows
 from kangaroo.models.target import TargetModel
 
 
@@ -56,7 +57,8 @@ class Block(EarlyExit, Chain):
         super().__init__(lm, adapter, replace(options, steps=steps), head)
         self.window, self.rereads = steps, steps - 1
         self.draft_cost, self.tokens_of_pass = self.draft_cost / steps, steps
-        parts = lm.hf.model.embed_tokens.weight.to(adapter.home(lm)).split(4096)  # tokens at a time
+        table_VD = weight_rows(lm.hf.model.embed_tokens)
+        parts = table_VD.to(adapter.home(lm)).split(4096)  # tokens at a time
         neighbours_VR = torch.cat([adapter.neighbours(part_XD) for part_XD in parts])
         self.neighbours_VR = neighbours_VR.detach().to(lm.device)
         self.table_KR = adapter.table.weight.detach().to(lm.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.clock import running
-from kangaroo.heads.adapter_files import target_hash
+from kangaroo.heads.target_hash import target_hashes
 from kangaroo.models.loading import model_options
 from kangaroo.models.prompts import Sample
 from kangaroo.models.target import TargetModel
@@ -99,10 +99,10 @@ def read(path: str, lm: TargetModel | None = None) -> LayerSubset:
         raise CorruptFile(
             f"'{path}' is no subset of layers ({error}); search one again: {command}"
         ) from error
-    if lm is not None and subset.target_hash != target_hash(lm):
+    if lm is not None and subset.target_hash not in target_hashes(lm.config):
         raise AdapterMismatch(
             f"'{path}' was searched for {subset.target} (config {subset.target_hash}); this target "
-            f"is {lm.name} (config {target_hash(lm)}). Search one for it: "
+            f"is {lm.name} (config {target_hashes(lm.config)[0]}). Search one for it: "
             f"{command_line('prepare layers', **model_options(lm.name))}"
         )
     return subset
@@ -143,7 +143,7 @@ def search(
         "seconds": running() - started,
         "settings": asdict(config),
     } | provenance()
-    result = LayerSubset(list(best), lm.name, target_hash(lm), details)
+    result = LayerSubset(list(best), lm.name, target_hashes(lm.config)[0], details)
     write_json(file, asdict(result))
     return result
 

@@ -135,7 +135,7 @@ def bytes_read(lm: TargetModel, length: float) -> float:
     """Bytes that vanilla decoding reads from memory for a token after `length` others: all that it
     needs once. The embedding is one row of its table, unless the table is the head, too."""
     weights = memory.weight_bytes(*lm.layers, lm.hf.model.norm, lm.head)
-    row = lm.hf.model.embed_tokens.weight[0].nbytes
+    row = lm.config.hidden_size * lm.dtype.itemsize
     return row + weights + length * lm.new_cache(1, 1).bytes()
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,25 +20,22 @@ from torch import Tensor
 
 from kangaroo.heads.base import HeadConfig, Trainable
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.models.loading import model_options
+from kangaroo.heads.target_hash import target_hashes
+from kangaroo.models.loading import ModelConfig, known_model, model_options, shape_of
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.discovery import classes
-from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
+from kangaroo.utils.errors import (
+    AdapterMismatch,
+    AdapterNotFound,
+    ConfigError,
+    CorruptFile,
+    KangarooError,
+)
 from kangaroo.utils.folders import SHIPPED, command_line, resolve_path, write_json
 
 WEIGHTS, CONFIG, VOCABULARY = "adapter.safetensors", "config.json", "vocabulary.safetensors"
 Kind = TypeVar("Kind", bound=Trainable)
 
-# Fields of a target's config that determine what it computes, in all families and in some.
-HASHED = """
-    model_type hidden_size intermediate_size num_hidden_layers vocab_size num_attention_heads
-    num_key_value_heads head_dim rope_parameters rms_norm_eps tie_word_embeddings
-""".split()
-HASHED_IF_SET = """
-    sliding_window query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
-    embedding_multiplier residual_multiplier attention_multiplier logits_scaling
-    num_experts num_local_experts num_experts_per_tok moe_intermediate_size no_rope_layers
-""".split()
 TRAINED = Path("outputs/train")
 
 log = logging.getLogger(__name__)
@@ -70,12 +68,33 @@ class AdapterConfig:
         return self.facts.get("vocabulary_beside_texts", self.vocabulary)
 
 
-def target_hash(lm: TargetModel) -> str:
-    """A hash of the config fields that determine what the target computes."""
-    config = lm.config.to_dict()
-    fields = {name: config.get(name) for name in HASHED}
-    fields |= {name: config[name] for name in HASHED_IF_SET if config.get(name) is not None}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+def adapters_of(path: str, name: str) -> str:
+    """The model whose adapters serve the target of a `model.path`: itself, called `name`, if it is
+    a known one or has some; else one of the same shapes, such as another quantization of it; of
+    several the one whose name is most alike."""
+    places = [SHIPPED, resolve_path(str(SHIPPED)), TRAINED]
+    own = [place / f"{name}{kind}" for place in places for kind in ("", "-fused")]
+    if known_model(path) or any(folder.is_dir() for folder in own):
+        return name
+    configs = [file for place in places[:2] for file in place.glob(f"*/{CONFIG}")]
+    configs += TRAINED.glob(f"*/*/{CONFIG}")
+    if not configs:
+        return name
+    try:
+        hashes = target_hashes(shape_of(ModelConfig(name, path)))
+    except KangarooError:  # it says so where the model is loaded
+        return name
+    others = set[str]()
+    for file in configs:
+        with suppress(OSError, ValueError):
+            if json.loads(file.read_text("utf-8")).get("target_hash") in hashes:
+                is_trained = file.is_relative_to(TRAINED)
+                others.add(file.parts[-3] if is_trained else _saved_by_training(file.parent)[0])
+    likeness = {x: SequenceMatcher(None, x.lower(), name.lower()).ratio() for x in sorted(others)}
+    alike = max(likeness, key=likeness.__getitem__, default=name)
+    if alike != name:
+        log.info("the adapters of '%s' serve '%s', which has the same shapes", alike, name)
+    return alike
 
 
 def describe(
@@ -85,7 +104,7 @@ def describe(
     return AdapterConfig(
         target=lm.name,
         target_revision=getattr(lm.config, "_commit_hash", None),
-        target_hash=target_hash(lm),
+        target_hash=target_hashes(lm.config)[0],
         exit_layer=adapter.exit_layer,
         n_layers=lm.n_layers,
         parameters=sum(p.numel() for p in adapter.parameters()),
@@ -265,13 +284,13 @@ def load_as_saved(
     folder = find(path)
     if folder != Path(path):
         log.info("the adapter '%s' is that in %s", path, folder)
-    config, state, lm_hash = read_config(path), read_weights(folder), target_hash(lm)
-    if config.n_layers != lm.n_layers or config.target_hash != lm_hash:
+    config, state, hashes = read_config(path), read_weights(folder), target_hashes(lm.config)
+    if config.n_layers != lm.n_layers or config.target_hash not in hashes:
         raise AdapterMismatch(
             f"adapter '{path}' was trained for {config.target} (exit layer {config.exit_layer} of "
             f"{config.n_layers} layers, config {config.target_hash}); this target is {lm.name} "
-            f"({lm.n_layers} layers, config {lm_hash}). Pass drafter.adapter= one trained for it, "
-            f"or train one: {command_line('train', **model_options(lm.name))}"
+            f"({lm.n_layers} layers, config {hashes[0]}). Pass drafter.adapter= one trained for "
+            f"it, or train one: {command_line('train', **model_options(lm.name))}"
         )
     if config.target_weights and lm.fingerprint not in (None, config.target_weights):
         log.warning(

@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.heads.draft_head import DraftHead, TextHead
+from kangaroo.models.packed import weight_rows
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Ranged
@@ -128,5 +129,4 @@ def new_head(lm: TargetModel, vocabulary_K: Tensor | None, width: int | None = N
 @torch.no_grad()
 def copy_head(head: nn.Module, lm: TargetModel, vocabulary_K: Tensor | None) -> None:
     """Copy the target's rows of the draft vocabulary into `head`."""
-    rows = slice(None) if vocabulary_K is None else vocabulary_K
-    head.get_parameter("weight").copy_(lm.head.weight[rows])
+    head.get_parameter("weight").copy_(weight_rows(lm.head, vocabulary_K))

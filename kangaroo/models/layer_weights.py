@@ -1,7 +1,6 @@
 """The weights of a decoder layer, found by the names that transformers gives them."""
 
 import hashlib
-from itertools import chain
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kangaroo.engine.backend import LayerWeights
+from kangaroo.models.packed import PackedLinear, PackedMatrix, device_of
 from kangaroo.models.supported import PLAIN, windows
 
 FINGERPRINTED = 256  # numbers per weight
@@ -67,7 +67,11 @@ def copy_weights(source: nn.Module, target: nn.Module, dtype: torch.dtype) -> No
     prefixes = tuple(f"{name}." for name in packed)
     state = {k: x for k, x in source.state_dict().items() if not k.startswith(prefixes)}
     for name, linear in packed.items():
-        device = next(chain(linear.parameters(), linear.buffers())).device
+        if isinstance(linear, PackedLinear):
+            state |= {f"{name}.weight": linear.widened()}
+            state |= {} if linear.bias is None else {f"{name}.bias": linear.bias}
+            continue
+        device = device_of(linear)
         identity_1II = torch.eye(linear.in_features, dtype=dtype, device=device)[None]
         products_IO, bias_O = linear(identity_1II)[0], getattr(linear, "bias", None)
         if bias_O is not None:
@@ -111,13 +115,17 @@ def is_plain(hf: PreTrainedModel) -> bool:
 def fingerprint(model: nn.Module) -> str | None:
     """A hash of the first numbers of each weight in bfloat16, the same in any number format, except
     for float32 weights read in float16, which are rounded twice. None for a `meta_model`."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        if parameter.is_meta:
+    digest, weights = hashlib.sha256(), dict[int, Tensor]()  # a tied one once
+    for module in model.modules():
+        if isinstance(module, PackedMatrix):
+            weights.setdefault(module.blocks_OB.data_ptr(), module.beginning(FINGERPRINTED))
+        # others are packed in a format of their own
+        plain = (x for x in module.parameters(recurse=False) if type(x) is nn.Parameter)
+        weights |= {id(weight): weight for weight in plain}
+    for weight in weights.values():
+        if weight.is_meta:
             return None
-        if type(parameter) is not nn.Parameter:  # packed, in a format of its own
-            continue
-        numbers = parameter.detach().flatten()[:FINGERPRINTED].bfloat16().cpu()
+        numbers = weight.detach().flatten()[:FINGERPRINTED].bfloat16().cpu()
         numbers = numbers.masked_fill(numbers.abs() < 2**-16, 0)  # not exact in float16
         digest.update(numbers.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

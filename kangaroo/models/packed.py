@@ -4,6 +4,8 @@ widened where they are used.
 Shapes: O rows of a matrix (outputs, or tokens), B bytes of a row, I numbers of a row, R some rows.
 """
 
+from itertools import chain
+
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
@@ -36,8 +38,26 @@ class PackedMatrix(nn.Module):
         # a copy: numbers of float32 would be a view of the file
         return torch.from_numpy(np.array(numbers_RI)).to(self.blocks_OB.device, self.dtype)
 
+    def beginning(self, count: int) -> Tensor:
+        """The first rows with so many numbers."""
+        n_rows = min(self.shape[0], -(-count // self.shape[1]))
+        return self.widened(torch.arange(n_rows))
+
     def extra_repr(self) -> str:
         return f"{self.shape[1]} -> {self.shape[0]}, {self.kind.name}"
+
+
+def weight_rows(module: nn.Module, rows_R: Tensor | None = None) -> Tensor:
+    """The weight of a linear layer or an embedding, or these rows of it; packed ones widened."""
+    if isinstance(module, PackedMatrix):
+        return module.widened(rows_R)
+    weight = module.get_parameter("weight")
+    return weight if rows_R is None else weight[rows_R.to(weight.device)]
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of a module's weights."""
+    return next(chain(module.parameters(), module.buffers())).device
 
 
 class PackedLinear(PackedMatrix):

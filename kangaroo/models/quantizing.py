@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kangaroo.models.layer_weights import FORMATS, has_experts, packed_linears
+from kangaroo.models.packed import PackedLinear
 from kangaroo.utils.errors import ConfigError, MissingPackage, UnsupportedModel
 from kangaroo.utils.folders import install
 
@@ -96,6 +97,8 @@ def _to_nf4(layer: nn.Module) -> None:
 
 def check_head(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModel` for a checkpoint whose LM head is quantized."""
+    if isinstance(model.lm_head, PackedLinear):  # its rows are widened as they are read
+        return
     weight = getattr(model.lm_head, "weight", None)
     name = model.config.name_or_path or model.config.model_type
     if weight is None or weight.dtype not in FORMATS or type(weight) is not nn.Parameter:

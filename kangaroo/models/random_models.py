@@ -9,7 +9,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from kangaroo.models.embedded import byte_level_tokenizer
+from kangaroo.models.gguf_tokenizer import byte_level_tokenizer
 from kangaroo.models.prompts import chat_template
 from kangaroo.utils.errors import ConfigError
 

@@ -28,6 +28,7 @@ from kangaroo.engine.tree import Tree
 from kangaroo.models import layer_weights as weights
 from kangaroo.models import supported
 from kangaroo.models.attention import ATTENTION, attention, has_flash
+from kangaroo.models.packed import PackedLinear, device_of
 from kangaroo.models.quantizing import check_head, check_linears
 from kangaroo.models.supported import FULL, WINDOWED, check_supported, ropes, windows
 from kangaroo.utils.errors import ConfigError
@@ -54,8 +55,8 @@ class TargetModel(nn.Module):
         self.config = hf.config
         self.layers = hf.model.layers
         self.head = hf.lm_head
-        self.dtype = self.head.weight.dtype
-        self.device = hf.model.embed_tokens.weight.device
+        self.dtype = hf.model.norm.weight.dtype
+        self.device = device_of(hf.model.embed_tokens)
         self.weight_bits: int | None = None  # of a quantized `meta_model`
         self.layer_devices = [next(layer.parameters()).device for layer in self.layers]
         self.decode_by(Backend())
@@ -69,7 +70,7 @@ class TargetModel(nn.Module):
         Training stays in PyTorch, and so do prompts that it reads faster."""
         sizes, dtype = self.sizes(), self.dtype
         is_plain = weights.is_plain(self.hf) and self.config.hidden_act == "silu"
-        device, *other_devices = {*self.layer_devices, self.head.weight.device}
+        device, *other_devices = {*self.layer_devices, device_of(self.head)}
         if device.type == "cuda" and not other_devices:
             graphs = Graphs(self.device) if weights.can_record(self.hf) else None
             has_kernels = cuda.runs_layers(dtype, sizes, is_plain, self.device)
@@ -90,8 +91,10 @@ class TargetModel(nn.Module):
         self.fast_layers: Layers | None = None
         if backend.runs_layers:
             self.fast_layers = backend.layers([weights.layer_weights(x) for x in self.layers])
-        saves_much = 10 * self.head.weight.nbytes > weight_bytes(*self.layers)
-        self.fast_head: Head | None = backend.head(self.head.weight, rounds=saves_much)
+        self.fast_head: Head | None = None
+        if not isinstance(self.head, PackedLinear):
+            saves_much = 10 * self.head.weight.nbytes > weight_bytes(*self.layers)
+            self.fast_head = backend.head(self.head.weight, rounds=saves_much)
         return self
 
     def shard(self, device: torch.device) -> None:
@@ -358,7 +361,7 @@ class TargetModel(nn.Module):
     def read_out(self, normed_BND: Tensor) -> Tensor:
         """Logits `[B, N, V]` of normed states."""
         # as a matrix: torch's 3-d matmul would copy the head's whole weight for a strided slice
-        logits = self.head(normed_BND.flatten(0, 1).to(self.head.weight.device)).to(self.device)
+        logits = self.head(normed_BND.flatten(0, 1).to(device_of(self.head))).to(self.device)
         return self.finish_logits(logits).unflatten(0, normed_BND.shape[:2])
 
     def finish_logits(self, products: Tensor) -> Tensor:
