@@ -31,7 +31,7 @@ from kangaroo.utils.errors import (
     CorruptFile,
     KangarooError,
 )
-from kangaroo.utils.folders import SHIPPED, command_line, resolve_path, write_json
+from kangaroo.utils.folders import SHIPPED, command_line, project_folder, resolve_path, write_json
 
 WEIGHTS, CONFIG, VOCABULARY = "adapter.safetensors", "config.json", "vocabulary.safetensors"
 Kind = TypeVar("Kind", bound=Trainable)
@@ -72,7 +72,7 @@ def adapters_of(path: str, name: str) -> str:
     """The model whose adapters serve the target of a `model.path`: itself, called `name`, if it is
     a known one or has some; else one of the same shapes, such as another quantization of it; of
     several the one whose name is most alike."""
-    places = [SHIPPED, resolve_path(str(SHIPPED)), TRAINED]
+    places = [SHIPPED, project_folder("adapters"), TRAINED]
     own = [place / f"{name}{kind}" for place in places for kind in ("", "-fused")]
     if known_model(path) or any(folder.is_dir() for folder in own):
         return name

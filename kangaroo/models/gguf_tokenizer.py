@@ -53,7 +53,7 @@ def _read(file: GGUFFile) -> prompts.Tokenizer:
     if splitting is None:
         return _left_to_transformers(file, fields["model"], pre)
     tokens, kinds = fields["tokens"], fields["token_type"]
-    merges = [tuple(pair.split(" ")) for pair in fields["merges"]]
+    merges = [tuple(pair.split(" ")) for pair in fields.get("merges", [])]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = byte_level_tokenizer(
         BPE(vocabulary, merges, ignore_merges=pre in LLAMA_3),

@@ -242,10 +242,10 @@ def shape_of(config: ModelConfig) -> PretrainedConfig:
     try:
         if config.path == TINY:
             return random_model().config
-        if is_gguf(config.path):
-            return read_config(GGUFFile(gguf_path(config.path, config.revision)))
         if fields := known_shape(config.path.removeprefix(RANDOM)):
             return AutoConfig.for_model(**fields)
+        if is_gguf(config.path):
+            return read_config(GGUFFile(gguf_path(config.path, config.revision)))
         return AutoConfig.from_pretrained(os.path.expanduser(config.path), revision=config.revision)
     except (OSError, ValueError) as error:
         raise ModelNotFound(

@@ -166,7 +166,6 @@ OTHERS = [
     {"num_hidden_layers": 5},
     {"num_key_value_heads": 4},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-    {"tie_word_embeddings": True},
     {"architecture": "mistral"},
 ]
 

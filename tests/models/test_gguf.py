@@ -1,0 +1,277 @@
+"""Models in GGUF files, written here or those that people have."""
+
+import os
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from commands import python
+from gguf import GGMLQuantizationType as Kind
+from helpers import LLAMA3_ROPE
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+import kangaroo
+from kangaroo.heads.adapter_files import adapters_of
+from kangaroo.heads.target_hash import target_hashes
+from kangaroo.models import embedded, loading
+from kangaroo.models.gguf_file import GGUFFile, gguf_path
+from kangaroo.models.gguf_models import read_config, read_model
+from kangaroo.models.gguf_tokenizer import read_tokenizer
+from kangaroo.models.layer_weights import fingerprint
+from kangaroo.models.loading import Dtype, ModelConfig, Weights, load, model_config
+from kangaroo.models.packed import PackedMatrix
+from kangaroo.models.random_models import byte_tokenizer, random_model
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import CorruptFile, ModelNotFound, UnsupportedModel
+
+QWEN = os.environ.get("KANGAROO_QWEN_GGUF", "")  # Qwen2.5-Coder-0.5B-Instruct, Q4_K_M
+FAMILIES = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama3-rope": (
+        "llama",
+        {"rope_parameters": LLAMA3_ROPE | {"original_max_position_embeddings": 8192}},
+    ),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 128}),
+}
+STRINGS = [
+    "Hello world 12345 1.2e10",
+    "  two  spaces\n\n\ttab\r\n \n",
+    "naïve café — “quotes” … 你好世界 मानक हिन्दी 🙂👩‍👩‍👧",
+    "I'll we've DON'T 'S it's",
+    "def f(x):\n        return x**2 # c\n",
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|>",
+    "x" * 50 + " " * 20 + "\n" * 5 + "½²\u200b\u00a0\u3000",
+]
+
+
+def write(path, architecture="llama", kinds=(Kind.Q8_0,), metadata=None, **fields):
+    """A tiny random model in a file, its matrices in these formats by turns."""
+    hf = random_model(architecture, **fields)
+    config, tokenizer = hf.config, byte_tokenizer()
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_key_length(config.head_dim)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
+    special = {*tokenizer.all_special_tokens}
+    types = gguf.TokenType
+    writer.add_token_list(vocabulary)
+    writer.add_token_types([types.CONTROL if x in special else types.NORMAL for x in vocabulary])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
+    writer.add_pad_token_id(258)
+    writer.add_chat_template(tokenizer.chat_template)
+    for name, value in (metadata or {}).items():
+        writer.add_uint32(name, value)
+    kind_of = next(x for x, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind_of, config.num_hidden_layers)
+    written = 0
+    for name, weight in hf.named_parameters():
+        numbers = weight.detach().numpy()
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            numbers = numbers.reshape(heads, 2, -1, config.hidden_size).swapaxes(1, 2)
+            numbers = numbers.reshape(weight.shape)
+        kind = Kind.F32
+        if numbers.ndim == 2:
+            kind = kinds[written % len(kinds)]
+            written += 1
+        place = names.get_name(name, (".weight", ".bias"))
+        writer.add_tensor(place, gguf.quantize(numbers, kind), raw_dtype=kind)
+    if "factor" in config.rope_parameters:
+        factors = _plain_rope(config) / hf.model.rotary_emb.inv_freq
+        writer.add_tensor("rope_freqs.weight", factors.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return hf
+
+
+def _plain_rope(config):
+    places = torch.arange(0, config.head_dim, 2) / config.head_dim
+    return config.rope_parameters["rope_theta"] ** -places
+
+
+@pytest.mark.parametrize("kinds", [(Kind.F32,), (Kind.Q8_0,), (Kind.Q4_1, Kind.Q5_0, Kind.F16)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_is_the_model_it_was_written_from(tmp_path, family, kinds):
+    architecture, fields = FAMILIES[family]
+    source = write(tmp_path / "x.gguf", architecture, kinds, **fields)
+    file, ids = GGUFFile(tmp_path / "x.gguf"), torch.arange(40)[None] % 256
+    packed = read_model(file, torch.float32, packed=True).eval()
+    widened = read_model(file, torch.float32, packed=False).eval()
+    with torch.no_grad():
+        logits = widened(ids).logits
+        assert torch.equal(packed(ids).logits, logits)
+        if kinds == (Kind.F32,):
+            assert torch.equal(source(ids).logits, logits)
+    assert any(isinstance(x, PackedMatrix) for x in packed.modules()) == (kinds != (Kind.F32,))
+    assert fingerprint(packed) == fingerprint(widened)
+    if architecture == "qwen2":
+        source.config.head_dim = None  # as in the hub's
+    made, read = target_hashes(source.config), target_hashes(file_config := read_config(file))
+    assert made[0] == read[0] and file_config.vocab_size == 259
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="x.gguf", quantization_config=GgufConfig(dequantize=True)
+    )
+    if family != "llama3-rope":  # whose factors transformers leaves out
+        with torch.no_grad():
+            assert torch.equal(theirs.float()(ids).logits, logits)
+
+
+def test_every_format_that_stays_packed_is_what_gguf_widens(tmp_path):
+    """K types have no writer in Python: their blocks are random, with small scales."""
+    rng = np.random.default_rng(0)
+    for kind in (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS):
+        numbers, size = gguf.GGML_QUANT_SIZES[kind]
+        blocks_OB = rng.integers(0, 60, (6, size * (512 // numbers)), dtype=np.uint8)
+        matrix = PackedMatrix(torch.from_numpy(blocks_OB), kind, torch.float32)
+        expected = torch.from_numpy(gguf.dequantize(blocks_OB, kind))
+        assert matrix.shape == (6, 512) and torch.equal(matrix.widened(), expected)
+        assert torch.equal(matrix.widened(torch.tensor([4, 1])), expected[[4, 1]])
+
+
+def test_a_packed_target_drafts_and_writes_what_its_widened_one_does(tmp_path):
+    write(tmp_path / "x.gguf", kinds=(Kind.Q8_0, Kind.Q4_0))
+    texts = []
+    for weights in Weights:
+        config = ModelConfig("x", f"{tmp_path}/x.gguf", dtype=Dtype.float32, weights=weights)
+        for drafter in ("vanilla", "hybrid"):
+            model = kangaroo.load(config, drafter=drafter)
+            texts.append(model.generate(["abcabcabc", "x"], max_new_tokens=24))
+    assert texts[0] and all(text == texts[0] for text in texts)
+
+
+DAMAGED = [
+    (lambda x: x[: len(x) // 2], CorruptFile, "not whole: it has .* bytes"),
+    (lambda x: x[:200], CorruptFile, "its header ends too early"),
+    (lambda x: b"version https://git-lfs" + x, CorruptFile, "no GGUF file: it begins with"),
+    (lambda x: x[:4] + x[4:8][::-1] + x[8:], UnsupportedModel, "other byte order"),
+    (lambda x: x[:4] + b"\x01\0\0\0" + x[8:], UnsupportedModel, "GGUF version 1"),
+    (lambda x: b"", ModelNotFound, "cannot be read"),
+    (
+        lambda x: x.replace(b"attn_norm", b"attn_morn"),
+        CorruptFile,
+        "lacks the weight 'blk.0.attn_n",
+    ),
+    (lambda x: x.replace(b"llama", b"lamma"), UnsupportedModel, "is a lamma model"),
+    (lambda x: x.replace(b"block_count", b"block_const"), CorruptFile, "lacks 'llama.block_count'"),
+]
+
+
+@pytest.mark.parametrize("damage, error, message", DAMAGED)
+def test_a_file_that_cannot_be_a_model_says_why_in_one_line(tmp_path, damage, error, message):
+    write(tmp_path / "x.gguf")
+    whole = (tmp_path / "x.gguf").read_bytes()
+    (tmp_path / "x.gguf").write_bytes(damage(whole))
+    with pytest.raises(error, match=f"x.gguf.*{message}") as raised:
+        load(ModelConfig("x", f"{tmp_path}/x.gguf", device="cpu"))
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_part_of_a_model_and_unknown_types_are_refused(tmp_path, monkeypatch):
+    write(tmp_path / "x-00001-of-00002.gguf", metadata={"split.count": 2})
+    with pytest.raises(UnsupportedModel, match=r"one of 2 parts.*llama-gguf-split --merge"):
+        GGUFFile(tmp_path / "x-00001-of-00002.gguf")
+    write(tmp_path / "x.gguf")
+    content = (tmp_path / "x.gguf").read_bytes()
+    place = content.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4 + 2 * 8
+    changed = content[:place] + b"\xe7\x03\0\0" + content[place + 4 :]
+    (tmp_path / "x.gguf").write_bytes(changed)
+    with pytest.raises(UnsupportedModel, match=r"blk.0.attn_q.weight of type 999"):
+        GGUFFile(tmp_path / "x.gguf")
+
+
+def test_a_file_on_the_hub_is_named_by_its_owner_and_offline_one_line_says_so():
+    config = model_config("hf://Owner/Name/folder/some-Q4_K_M.gguf")
+    assert config.name == "some-Q4_K_M"
+    with pytest.raises(ModelNotFound, match=r"'hf://Owner/Name/folder/some-Q4_K_M.gguf' is not in"):
+        gguf_path(config.path)
+    with pytest.raises(ModelNotFound, match=r"write hf://OWNER/NAME/FILE.gguf"):
+        gguf_path("hf://Owner/file.gguf")
+
+
+def test_a_file_that_another_replaces_stays_as_it_was(tmp_path):
+    write(tmp_path / "x.gguf")
+    model = read_model(GGUFFile(tmp_path / "x.gguf"), torch.float32, packed=True).eval()
+    write(tmp_path / "y.gguf", seed=1)
+    ids = torch.arange(9)[None]
+    before = model(ids).logits
+    os.replace(tmp_path / "y.gguf", tmp_path / "x.gguf")
+    assert torch.equal(model(ids).logits, before)
+
+
+@pytest.fixture(scope="module")
+def smollm2_file():
+    """SmolLM2's own Q4_1 file, and the folder that it is widened to."""
+    try:
+        folder = embedded.embedded_checkpoint()
+        return embedded.embedded_gguf(), folder
+    except ModelNotFound as error:
+        pytest.skip(str(error))
+
+
+def same_ids(tokenizer, other):
+    for text in STRINGS:
+        assert tokenizer.encode(text) == other.encode(text), text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    turns = [{"role": "user", "content": "hi"}]
+    texts = [x.apply_chat_template(turns, tokenize=False) for x in (tokenizer, other)]
+    assert texts[0] == texts[1] and tokenizer.special_tokens_map == other.special_tokens_map
+
+
+def test_smollm2s_own_file_is_the_embedded_model_with_its_tokenizer(smollm2_file):
+    path, folder = smollm2_file
+    file = GGUFFile(path)
+    same_ids(read_tokenizer(file), AutoTokenizer.from_pretrained(folder))
+    theirs, ours = AutoConfig.from_pretrained(folder), read_config(file)
+    assert target_hashes(theirs) == target_hashes(ours)
+    model = read_model(file, torch.bfloat16, packed=True)
+    assert model.generation_config.eos_token_id == [2]
+    assert fingerprint(model) == "40a1738f2c80b692"  # what the shipped adapters were trained for
+
+
+def test_smollm2s_adapters_serve_its_file_and_its_folder(smollm2_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in map(str, smollm2_file):
+        assert adapters_of(path, Path(path).stem) == "smollm2-135m"
+    config = loading.shape_of(ModelConfig("x", str(smollm2_file[1])))
+    config.tie_word_embeddings = False
+    config.rms_norm_eps = 1e-5  # as in the hub's config
+    assert target_hashes(config)[0] == target_hashes(read_config(GGUFFile(smollm2_file[0])))[0]
+
+
+def test_commands_take_a_file_as_typed(smollm2_file, tmp_path):
+    run = f"evaluate.py model={smollm2_file[0]} bench=demo question_every=33 max_new_tokens=4"
+    shown = python(*run.split(), cwd=tmp_path)
+    assert "the adapters of 'smollm2-135m' serve 'SmolLM2-135M-Instruct.Q4_1'" in str(shown)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path(QWEN).is_file(), reason="KANGAROO_QWEN_GGUF names no file")
+def test_qwens_file_is_what_transformers_widens():
+    file = GGUFFile(Path(QWEN))
+    folder, name = os.path.split(QWEN)
+    same_ids(read_tokenizer(file), AutoTokenizer.from_pretrained(folder, gguf_file=name))
+    ids = torch.tensor([read_tokenizer(file).encode("def add(a, b):")])
+    with torch.no_grad():
+        logits = [read_model(file, torch.bfloat16, x).eval()(ids).logits for x in (True, False)]
+        assert torch.equal(*logits)
+        options = {"gguf_file": name, "dtype": torch.bfloat16}
+        options["quantization_config"] = GgufConfig(dequantize=True)
+        theirs = AutoModelForCausalLM.from_pretrained(folder, **options)
+        assert torch.equal(theirs(ids).logits, logits[0])
+    assert TargetModel(theirs).fingerprint == fingerprint(read_model(file, torch.bfloat16, True))
