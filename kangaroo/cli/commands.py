@@ -31,7 +31,7 @@ from kangaroo.evaluation.study.study import read_study
 from kangaroo.heads import adapter_files, export, official
 from kangaroo.hub import transfer
 from kangaroo.hub.transfer import PackConfig
-from kangaroo.models.loading import ModelConfig, evaluate_command, meta_model
+from kangaroo.models.loading import ModelConfig, Weights, evaluate_command, meta_model
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.serve import serve as run_server
 from kangaroo.training import backend, loop
@@ -249,7 +249,7 @@ def _log_estimate(config: schema.TrainCommand, ranks: Ranks, trains: bool = True
 
 def _target_with_data(config: schema.TrainCommand, ranks: Ranks) -> TargetModel:
     """The target, after it has written its data."""
-    model = config.model
+    model = replace(config.model, weights=config.model.weights or Weights.widened)
     if config.trainer.shard_target:  # it moves to the GPUs in parts, just before training
         model = replace(model, device="cpu", device_map=None)
     lm, tokenizer = load_target(model)

@@ -56,7 +56,9 @@ def save(path: str, model: models.ModelConfig, folder: Path) -> None:
     config = adapter_files.read_config(path)
     check(config.architecture, config.vocabulary)
     # on the CPU the checkpoint's files are mapped, and most of them is never read
-    hf, tokenizer = models.load(replace(model, device="cpu", device_map=None))
+    hf, tokenizer = models.load(
+        replace(model, device="cpu", device_map=None, weights=models.Weights.widened)
+    )
     lm = TargetModel(hf)
     adapter, _ = adapter_files.load(path, lm, Adapter, vocabulary=0)
     with new_folder(folder) as partial:
