@@ -56,7 +56,7 @@ class TargetModel(nn.Module):
         self.layers = hf.model.layers
         self.head = hf.lm_head
         self.dtype = hf.model.norm.weight.dtype
-        self.device = device_of(hf.model.embed_tokens)
+        self.device, self.head_device = device_of(hf.model.embed_tokens), device_of(self.head)
         self.weight_bits: int | None = None  # of a quantized `meta_model`
         self.layer_devices = [next(layer.parameters()).device for layer in self.layers]
         self.decode_by(Backend())
@@ -70,7 +70,7 @@ class TargetModel(nn.Module):
         Training stays in PyTorch, and so do prompts that it reads faster."""
         sizes, dtype = self.sizes(), self.dtype
         is_plain = weights.is_plain(self.hf) and self.config.hidden_act == "silu"
-        device, *other_devices = {*self.layer_devices, device_of(self.head)}
+        device, *other_devices = {*self.layer_devices, self.head_device}
         if device.type == "cuda" and not other_devices:
             graphs = Graphs(self.device) if weights.can_record(self.hf) else None
             has_kernels = cuda.runs_layers(dtype, sizes, is_plain, self.device)
@@ -119,7 +119,8 @@ class TargetModel(nn.Module):
         model = self.hf.model
         for module in (model.embed_tokens, model.rotary_emb, model.norm, self.head):
             module.to(device)
-        self.device, self.layer_devices = device, [device] * self.n_layers
+        self.device = self.head_device = device
+        self.layer_devices = [device] * self.n_layers
 
     def sizes(self) -> Sizes:
         """The sizes of this model's layers, and of an adapter's."""
@@ -361,7 +362,7 @@ class TargetModel(nn.Module):
     def read_out(self, normed_BND: Tensor) -> Tensor:
         """Logits `[B, N, V]` of normed states."""
         # as a matrix: torch's 3-d matmul would copy the head's whole weight for a strided slice
-        logits = self.head(normed_BND.flatten(0, 1).to(device_of(self.head))).to(self.device)
+        logits = self.head(normed_BND.flatten(0, 1).to(self.head_device)).to(self.device)
         return self.finish_logits(logits).unflatten(0, normed_BND.shape[:2])
 
     def finish_logits(self, products: Tensor) -> Tensor:
