@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kangaroo.cpu.blocks import PLAIN, Weight, kind_of, native_layers, native_weights
 from kangaroo.cpu.native import Fusing, Head, Stack
-from kangaroo.engine.backend import Backend, LayerWeights, Sizes
+from kangaroo.engine.backend import Backend, LayerWeights, Matrix, Sizes
+from kangaroo.models.packed import PackedMatrix
 
 
 @dataclass(eq=False)
@@ -23,11 +25,16 @@ class CpuBackend(Backend):
     is_compiled = runs_layers = True
 
     def layers(self, weights: Sequence[LayerWeights], window: int = 0) -> Stack:
-        return Stack(self.library, weights, self.sizes, window)
+        return Stack(self.library, native_layers(self.library, weights), self.sizes, window)
 
-    def head(self, weight_OD: Tensor, rounds: bool = False) -> Head:
-        head = Head(self.library, weight_OD, self.sizes)
-        if rounds and self.multiplies_bytes(weight_OD.dtype):
+    def head(self, weight_OD: Matrix, rounds: bool = False) -> Head:
+        weight: Weight
+        if isinstance(weight_OD, PackedMatrix):
+            (weight,) = native_weights(self.library, [weight_OD])
+        else:
+            weight = weight_OD
+        head = Head(self.library, weight, self.sizes)
+        if rounds and kind_of(weight) == PLAIN and self.multiplies_bytes(weight.dtype):
             head.round()
         return head
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from kangaroo.cpu import native, structs
 from kangaroo.cpu.backend import CpuBackend
+from kangaroo.cpu.blocks import IN_BYTES
 from kangaroo.cpu.buffers import DraftBuffers
 from kangaroo.cpu.int8 import Int8Weights, int8_weights
 from kangaroo.drafters.base import Drafter, TreesFromText
@@ -108,6 +109,7 @@ class LayerDrafting(Drafting):
             struct.shallow = int8.shallow.as_struct(cache, range(self.exit_layer))
             if int8.fuse:
                 struct.fusing.weight, struct.fusing.scales = map(native.pointer, int8.fuse)
+                struct.fusing.kind = IN_BYTES
         return struct
 
     def head(self) -> structs.Head:

@@ -3,7 +3,7 @@ page of 4 kB, which costs some processors a third of the memory's bandwidth."""
 
 import ctypes
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -18,15 +18,21 @@ def move_to_huge_pages(parameters: Iterable[Tensor]) -> None:
     tensors = list({id(parameter): parameter for parameter in parameters}.values())
     if not tensors or not hasattr(mmap, "MADV_HUGEPAGE"):
         return
-    *offsets, size = accumulate((-(-x.nbytes // LINE) * LINE for x in tensors), initial=0)
+    targets = huge_pages([tensor.nbytes for tensor in tensors])
+    for tensor, target in zip(tensors, targets, strict=True):
+        tensor.data = target.view(tensor.dtype).view(tensor.shape).copy_(tensor.data)
+
+
+def huge_pages(sizes: Sequence[int]) -> list[Tensor]:
+    """Memory of so many bytes each, one after another, on huge pages if the system has any."""
+    *offsets, total = accumulate((-(-size // LINE) * LINE for size in sizes), initial=0)
     # private, since most systems give shared memory no huge pages; allocated when first written
-    mapped = mmap.mmap(-1, size + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapped.madvise(mmap.MADV_HUGEPAGE)
+    mapped = mmap.mmap(-1, total + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps `mapped` alive
     memory = memory[-memory.data_ptr() % PAGE :]
-    for tensor, offset in zip(tensors, offsets, strict=True):
-        target = memory[offset : offset + tensor.nbytes]
-        tensor.data = target.view(tensor.dtype).view(tensor.shape).copy_(tensor.data)
+    return [memory[start : start + size] for start, size in zip(offsets, sizes, strict=True)]
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

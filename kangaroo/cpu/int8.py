@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kangaroo.cpu import native, structs
+from kangaroo.cpu.blocks import IN_BYTES
 from kangaroo.cpu.huge_pages import move_to_huge_pages
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.backend import LayerWeights
@@ -42,7 +43,7 @@ def rounded_layers(layers: Sequence[LayerWeights]) -> list[LayerWeights]:
 def with_layers(stack: native.Stack, layers: Sequence[LayerWeights]) -> native.Stack:
     """A stack of rounded layers that are like its own."""
     stack = copy(stack)
-    stack.layers, stack.table, stack.in_bytes = layers, native.layer_table(layers), True
+    stack.read(layers)
     return stack
 
 
@@ -64,6 +65,7 @@ class Int8Head:
         assert isinstance(head.fast, native.Head)
         struct = head.fast.as_struct(ids_O=head.vocabulary_K)
         struct.weight, struct.scales = map(native.pointer, (self.steps_RD, self.scale_R))
+        struct.kind = IN_BYTES
         struct.passing = int(self.steps_RD.nbytes > native.staying_bytes())
         return struct
 

@@ -25,6 +25,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from kangaroo.cpu import structs
+from kangaroo.cpu.blocks import Blocks, Weight, kind_of
 from kangaroo.cpu.compiling import build, compiler, supported
 from kangaroo.cpu.huge_pages import move_to_huge_pages
 from kangaroo.engine.backend import Layers, LayerWeights, Sizes
@@ -43,13 +44,14 @@ CHOICES, MOST_CHOICES = 3, 16  # of `sampling.h`
 
 # The weights that a layer's keys and values need.
 KEY_WEIGHTS = "attention_norm", "k", "v", "k_bias", "v_bias", "k_norm"
+MATRICES = "q", "k", "v", "o", "gate", "up", "down"
 
 
 Addresses = tuple[Array[Any], Array[Any]]
 _addresses: WeakKeyDictionary[KVCache, Addresses] = WeakKeyDictionary()
 
 
-def pointer(tensor: Tensor | None) -> int:
+def pointer(tensor: Weight | None) -> int:
     """A tensor's address; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -69,23 +71,31 @@ def sizes_struct(sizes: Sizes) -> structs.Sizes:
 
 
 class Stack:
-    """Layers that run in one call. Their weights have one dtype of `DTYPES` and are not copied;
-    attention looks back `window` positions (`ForwardMeta.within`). Native drafts alone read one
-    `in_bytes` (`int8.py`)."""
-
-    in_bytes = False
+    """Layers that run in one call. Their weights have one dtype of `DTYPES` and are not copied, or
+    they are `Blocks`; attention looks back `window` positions (`ForwardMeta.within`). Native drafts
+    alone read matrices in bytes (`int8.py`)."""
 
     def __init__(
         self, library: CDLL, layers: Sequence[LayerWeights], sizes: Sizes, window: int = 0
     ):
-        self.layers, self.sizes, self.window = layers, sizes, window
-        self.per_layer = (len(fields(LayerWeights)) + 1) * ctypes.sizeof(ctypes.c_int64)
-        self.table, self.keys_table = layer_table(layers), layer_table(layers, KEY_WEIGHTS)
+        self.sizes, self.window = sizes, window
+        words = len(fields(LayerWeights)) + len(MATRICES) + 1
+        self.per_layer = words * ctypes.sizeof(ctypes.c_int64)
+        self.read(layers)
+        self.keys_table = layer_table(layers, KEY_WEIGHTS)
         self.dtype = next(w.dtype for w in vars(layers[0]).values() if w is not None)
         self.call = function(library, "run_block", self.dtype)
-        self.longest_prompt = longest_prompt(library, self.dtype, sizes)
+        self.longest_prompt = sys.maxsize
+        if self.is_plain:
+            self.longest_prompt = longest_prompt(library, self.dtype, sizes)
         wide = self.dtype == torch.bfloat16 and (library.turns_rows() or library.uses_tiles())
         self.chunk = WIDE_CHUNK if wide else PROMPT_CHUNK
+
+    def read(self, layers: Sequence[LayerWeights]) -> None:
+        """Read these layers from now on."""
+        self.layers, self.table = layers, layer_table(layers)
+        matrices = [vars(layer)[name] for layer in layers for name in MATRICES]
+        self.is_plain = not any(map(kind_of, matrices))
 
     def prompt_chunk(self, length: int) -> int | None:
         """See `backend.Layers`."""
@@ -115,7 +125,7 @@ class Stack:
             values=values,
             n_slots=cache.n_slots,
             window=self.window,
-            in_bytes=self.in_bytes,
+            plain=self.is_plain,
         )
 
     def __call__(
@@ -152,7 +162,9 @@ def layer_table(layers: Sequence[LayerWeights], names: Collection[str] | None = 
         weights = vars(layer)
         assert all(w is None or w.is_contiguous() for w in weights.values())
         size += sum(w.nbytes for w in weights.values() if w is not None)
-        entries += [pointer(w if names is None or n in names else None) for n, w in weights.items()]
+        for name, weight in weights.items():
+            entries.append(pointer(weight if names is None or name in names else None))
+            entries += [kind_of(weight)] if name in MATRICES else []
         entries.append(int(size > staying_bytes()))
     return (ctypes.c_int64 * len(entries))(*entries)
 
@@ -166,7 +178,7 @@ def stack_of(layers: Layers | None) -> Stack:
 class Head:
     """A matrix from hidden states to logits."""
 
-    def __init__(self, library: CDLL, weight_OD: Tensor, sizes: Sizes):
+    def __init__(self, library: CDLL, weight_OD: Weight, sizes: Sizes):
         self.weight_OD, self.sizes = weight_OD, sizes
         self.passing = weight_OD.nbytes > staying_bytes()
         self.rough = structs.Rough()
@@ -181,6 +193,7 @@ class Head:
         return structs.Head(
             norm=pointer(norm),
             weight=pointer(self.weight_OD),
+            kind=kind_of(self.weight_OD),
             outputs=len(self.weight_OD),
             ids=pointer(ids_O),
             passing=self.passing,

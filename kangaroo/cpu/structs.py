@@ -25,13 +25,13 @@ class Sizes(Structure):
 class Stack(Structure):
     """Layers with their keys and values (layers.h)."""
 
-    _fields_ = _fields("p layers, i count, p keys values, i n_slots window in_bytes")
+    _fields_ = _fields("p layers, i count, p keys values, i n_slots window plain")
 
 
 class Head(Structure):
     """A matrix from states to logits, and the norm before it (sampling.h)."""
 
-    _fields_ = _fields("p norm weight, i outputs, p ids, i passing, p scales")
+    _fields_ = _fields("p norm weight, i kind outputs, p ids, i passing, p scales")
 
 
 class Rough(Structure):
@@ -43,14 +43,14 @@ class Rough(Structure):
 class Fusing(Structure):
     """What joins shallow and deep states (rows.h)."""
 
-    _fields_ = _fields("p shallow_norm deep_norm weight scales")
+    _fields_ = _fields("p shallow_norm deep_norm weight, i kind, p scales")
 
 
 class Target(Structure):
     """A whole model on its cache (rows.h)."""
 
     _fields_ = [
-        *_fields("p embedding cos sin, i vocabulary"),
+        *_fields("p embedding, i embedding_kind vocabulary, p cos sin"),
         ("sizes", Sizes),
         ("stack", Stack),
         ("head", Head),

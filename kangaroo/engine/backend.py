@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from kangaroo.engine.cache import ForwardMeta, KVCache, Tensors
+from kangaroo.models.packed import PackedMatrix
 
+Matrix = Tensor | PackedMatrix
 Chosen = tuple[Tensor, Tensor]  # the likeliest tokens and their probabilities
 Key = tuple[Any, ...]  # names recorded work, and everything about it that is not in a tensor
 # Joins shallow states and the deep ones before them to a fused adapter's input, all `[B, N, D]`.
@@ -24,10 +26,10 @@ class LayerWeights:
     """The weights of one layer, in the order of `cpp/layers.h`'s `Layer`; None is without."""
 
     attention_norm: Tensor | None = None
-    q: Tensor | None = None
-    k: Tensor | None = None
-    v: Tensor | None = None
-    o: Tensor | None = None
+    q: Matrix | None = None
+    k: Matrix | None = None
+    v: Matrix | None = None
+    o: Matrix | None = None
     q_bias: Tensor | None = None
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
@@ -35,9 +37,9 @@ class LayerWeights:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     feed_forward_norm: Tensor | None = None
-    gate: Tensor | None = None
-    up: Tensor | None = None
-    down: Tensor | None = None
+    gate: Matrix | None = None
+    up: Matrix | None = None
+    down: Matrix | None = None
 
 
 @dataclass
@@ -117,7 +119,7 @@ class Backend:
         modules."""
         return None
 
-    def head(self, weight_OD: Tensor, rounds: bool = False) -> Head | None:
+    def head(self, weight_OD: Matrix, rounds: bool = False) -> Head | None:
         """A head of this weight; with `rounds` it may keep a copy in fewer bits for `likeliest`,
         and the weight must not change."""
         return None

@@ -268,11 +268,12 @@ template <class T> class Attention {
   // Products of up to sixteen queries with the gathered keys, as with rows of weights.
   void score_by_rows(const T* const* asking, i64 count, i64 width) {
     for (i64 j = 0; j < count; j++) std::copy_n(asking[j], s.head_size, &asked[j * s.head_size]);
-    Input<T> in = input<T>(Matrix<T>{&asked[0], count, s.head_size}, room);
-    Matrix<T> keys{(const T*)&turned[0], width, s.head_size};
+    Input<T> in{count, s.head_size};
+    numbers_for(Matrix<T>{&asked[0], count, s.head_size}, in, room);
+    const Weights keys{&turned[0], PLAIN, width, s.head_size};
     float out[LANES * LANES];
     for (i64 n = 0; n < width; n += LANES) {
-      Block<T> block{&keys, n};
+      const Block block{&keys, n};
       for (i64 m = 0; m < count; m += GROUP)
         times_group<T, Prefetch::none>(in.x, m, std::min<i64>(GROUP, count - m), block, out + m * LANES);
       for (i64 j = 0; j < count; j++) std::copy_n(out + j * LANES, LANES, &scores[j][n]);

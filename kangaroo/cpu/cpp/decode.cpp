@@ -98,5 +98,17 @@ extern "C" int turns_rows() {  // of bfloat16, for many tokens
   return TURNS;
 }
 
+// Bytes of a matrix of GGUF's blocks as it lies here; 0 where this kind is not multiplied as it lies.
+extern "C" i64 packed_size(i64 kind, i64 rows, i64 width) { return blocks(rows) * packed_bytes(kind, width); }
+
+extern "C" void pack(i64 kind, const Octet* from, i64 row_bytes, i64 rows, i64 width, Octet* to, i64 threads) {
+  const i64 bytes = packed_bytes(kind, width);
+  PARALLEL_FOR(threads, i, blocks(rows)) {
+    with_form(kind, [&](auto form) {
+      repack(form, from + i * LANES * row_bytes, row_bytes, rows - i * LANES, width, to + i * bytes);
+    });
+  };
+}
+
 EXPORT(float32, float)
 EXPORT(bfloat16, bf16)

@@ -8,10 +8,18 @@
 
 namespace {
 
+struct LayerMatrix {
+  const void* data;
+  i64 kind;
+  explicit operator bool() const { return data; }
+};
+
 // As Python fills it in; null where a layer lacks the part. Without queries it writes keys and values, and no more.
 template <class T> struct Layer {
-  const T *attention_norm, *q, *k, *v, *o, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm;
-  const T *feed_forward_norm, *gate, *up, *down;
+  const T* attention_norm;
+  LayerMatrix q, k, v, o;
+  const T *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm, *feed_forward_norm;
+  LayerMatrix gate, up, down;
   i64 passing;  // of all of its matrices
 };
 
@@ -21,10 +29,10 @@ template <class T> struct Stack {
   i64 count;
   T *const *keys, *const *values;
   i64 n_slots, window;
-  i64 bytes;  // whether matrices are of bytes, the scales of their rows behind them
+  i64 plain;  // whether all matrices are
 
   Stack range(i64 first, i64 last) const {
-    return {layers + first, last - first, keys + first, values + first, n_slots, window, bytes};
+    return {layers + first, last - first, keys + first, values + first, n_slots, window, plain};
   }
 };
 
@@ -54,22 +62,23 @@ template <class T> struct Scratch {
   std::vector<float> partial;
 };
 
-// T: of states, keys and values; W: of the matrices.
-template <class T, class W> class Pass {
+// T: of states, keys and values.
+template <class T> class Pass {
  public:
-  Pass(const Sizes& sizes, const Tokens<T>& tokens, const Sight& sight, i64 n_slots, Scratch<T>& scratch,
+  Pass(const Sizes& sizes, const Stack<T>& stack, const Tokens<T>& tokens, const Sight& sight, Scratch<T>& scratch,
        Barrier& barrier, Shares& shares, T* x)
-      : s(sizes), tokens(tokens), sight(sight), n_slots(n_slots), scratch(scratch), barrier(barrier), shares(shares),
-        x(x), attention(sizes, sight, n_slots), wide(takes_wide(sizes, tokens.total)), groups(blocks(tokens.total)) {
+      : s(sizes), tokens(tokens), sight(sight), n_slots(stack.n_slots), scratch(scratch), barrier(barrier),
+        shares(shares), x(x), attention(sizes, sight, n_slots), plain(stack.plain),
+        wide(takes_wide(sizes, stack, tokens.total)), groups(blocks(tokens.total)) {
     if (!wide) normed.resize(tokens.total * s.hidden);
     for (i64 group = groups.first; wide && group < groups.last; group++)
       side_by_side(Matrix<T>{x, tokens.total, s.hidden}, group, &scratch.states[group * s.hidden / 2]);
   }
 
   // Whether all that lies between two products stays as a matrix unit reads it; the results are the same.
-  static bool takes_wide(const Sizes& s, i64 total) {
+  static bool takes_wide(const Sizes& s, const Stack<T>& stack, i64 total) {
     const bool fits = s.head_size % 32 == 0 && s.feed_forward % 32 == 0;
-    return std::is_same_v<T, W> && total >= MANY && takes_tiles<T>(s.hidden) && fits;
+    return stack.plain && total >= MANY && takes_tiles<T>(s.hidden) && fits;
   }
 
   // `next` has the layer after this one, or this one again.
@@ -126,60 +135,71 @@ template <class T, class W> class Pass {
   }
 
  private:
-  static Matrix<W> weights(const Layer<T>& layer, const T* from, i64 rows, i64 width) {
-    const W* data = (const W*)from;
-    return {data, rows, width, layer.passing, std::is_same_v<W, Byte> ? (const float*)(data + rows * width) : nullptr};
+  static Weights weights(const Layer<T>& layer, const LayerMatrix& of, i64 rows, i64 width) {
+    const auto* scales = of.kind == IN_BYTES ? (const float*)((const Byte*)of.data + rows * width) : nullptr;
+    return {of.data, of.kind, rows, width, layer.passing, scales};
   }
 
   // Where this thread begins to read a layer's matrices: blocks of queries, keys and values are divided as one matrix.
-  const W* first_of(const Layer<T>& layer) const {
+  const char* first_of(const Layer<T>& layer) const {
     if (!layer.k) return first_gate(layer);
     const Projections all(s, layer);
-    const Block<W> first = all.block(shares.own_first(all.count, shares.at_a_time(all.count)));
-    return first.w->row(first.n);
+    const Block first = all.block(shares.own_first(all.count, shares.at_a_time(all.count)));
+    return first.w->template block<T>(first.n);
   }
 
-  const W* first_gate(const Layer<T>& layer) const {
+  const char* first_gate(const Layer<T>& layer) const {
     const i64 first = shares.own_first(2 * blocks(s.feed_forward), 2) / 2;
-    return weights(layer, layer.gate, s.feed_forward, s.hidden).row(first * LANES);
+    return weights(layer, layer.gate, s.feed_forward, s.hidden).template block<T>(first * LANES);
   }
 
-  const W* first_row(const Matrix<W>& w) const {
-    return w.row(shares.own_first(blocks(w.rows), shares.at_a_time(blocks(w.rows))) * LANES);
+  const char* first_row(const Weights& w) const {
+    return w.block<T>(shares.own_first(blocks(w.rows), shares.at_a_time(blocks(w.rows))) * LANES);
   }
 
-  // Whether threads share the turning of tokens.
-  static bool turns(const Matrix<T>& in) { return std::is_same_v<T, W> && takes_turned(in); }
+  // Which tokens this thread norms and prepares for all threads, where these share the work; otherwise all tokens.
+  Part prepared_here(const Matrix<T>& in, const Kinds& kinds) const {
+    if (!shares_input(in, kinds)) return {0, in.rows};
+    if (!kinds.plain) return Part(in.rows);
+    const Part groups((in.rows + TURNED_GROUP - 1) / TURNED_GROUP);
+    return {groups.first * TURNED_GROUP, std::min(groups.last * TURNED_GROUP, in.rows)};
+  }
+
+  bool shares_input(const Matrix<T>& in, const Kinds& kinds) const {
+    return plain ? takes_turned(in) : in.rows >= MANY && !kinds.plain && !kinds.bytes;
+  }
 
   // Every thread norms a few tokens for itself: that is less than a barrier costs. Without a weight
   // there is no norm; the copy stands, since x itself changes before all threads have read it.
-  Input<W> norm(const T* weight) {
+  Input<T> norm(const T* weight, const Kinds& kinds) {
     if (wide) return norm_wide(weight);
     const Matrix<T> in{normed.data(), tokens.total, s.hidden};
-    const Part mine = turns(in) ? turned_here(in) : Part(0, tokens.total);
+    const Part mine = prepared_here(in, kinds);
     for (i64 m = mine.first; m < mine.last; m++) {
       const T* from = x + m * s.hidden;
       if (weight) rms_norm(from, weight, s.hidden, s.eps, normed.data() + m * s.hidden);
       else std::copy_n(from, s.hidden, normed.data() + m * s.hidden);
     }
-    return prepared(in);
+    return prepared(in, kinds);
   }
 
-  // Which tokens this thread turns for all.
-  Part turned_here(const Matrix<T>& in) const {
-    const Part groups((in.rows + TURNED_GROUP - 1) / TURNED_GROUP);
-    return {groups.first * TURNED_GROUP, std::min(groups.last * TURNED_GROUP, in.rows)};
-  }
-
-  Input<W> prepared(const Matrix<T>& in) {
-    if (!turns(in)) return input<W>(in, room);
-    turn(in, turned_here(in), scratch.turned.data());
+  Input<T> prepared(const Matrix<T>& in, const Kinds& kinds) {
+    if (!shares_input(in, kinds)) return input(in, kinds, rooms);
+    const Part mine = prepared_here(in, kinds);
+    Input<T> result{in.rows, in.width};
+    if (kinds.plain) {
+      turn(in, mine, scratch.turned.data());
+      result.turned = (const std::uint32_t*)scratch.turned.data();
+    } else {
+      round_tokens(in, mine, scratch.turned.data());
+      result.portions = (const Portion*)scratch.turned.data();
+    }
     barrier.wait();
-    return {{nullptr, in.rows, in.width}, nullptr, (const std::uint32_t*)scratch.turned.data()};
+    return result;
   }
 
   // Of many tokens each thread norms some.
-  Input<W> norm_wide(const T* weight) {
+  Input<T> norm_wide(const T* weight) {
     const i64 words = s.hidden / 2;
     for (i64 group = groups.first; group < groups.last; group++) {
       const Words* from = &scratch.states[group * words];
@@ -187,12 +207,12 @@ template <class T, class W> class Pass {
       else std::copy_n(from, words, &scratch.normed[group * words]);
     }
     barrier.wait();
-    return {{nullptr, tokens.total, s.hidden}, scratch.normed.data()};
+    return {tokens.total, s.hidden, {}, scratch.normed.data()};
   }
 
   // The blocks of queries, keys and values, one after another; of keys and values alone where there are no queries.
   struct Projections {
-    struct Projection { Matrix<W> w; const T* bias; i64 before, first; } parts[3];
+    struct Projection { Weights w; const T* bias; i64 before, first; } parts[3];
     i64 skipped, count;
     Projections(const Sizes& s, const Layer<T>& layer) {
       const i64 of_q = s.heads * s.head_size, of_k = s.kv_heads * s.head_size;
@@ -206,11 +226,11 @@ template <class T, class W> class Pass {
       return parts[i + skipped < parts[1].before ? 0 : i + skipped < parts[2].before ? 1 : 2];
     }
     i64 first_row(i64 i) const { return (i + skipped - part_of(i).before) * LANES; }
-    Block<W> block(i64 i) const { return {&part_of(i).w, first_row(i)}; }
+    Block block(i64 i) const { return {&part_of(i).w, first_row(i)}; }
   };
 
   void project(const Layer<T>& layer) {
-    Input<W> in = norm(layer.attention_norm);
+    const Input<T> in = norm(layer.attention_norm, {layer.q ? layer.q.kind : layer.k.kind, layer.k.kind, layer.v.kind});
     const i64 of_q = s.heads * s.head_size, all = of_q + 2 * s.kv_heads * s.head_size;
     const Projections projections(s, layer);
     // of `count` tokens from m on: sums_of(i), of the i-th
@@ -222,7 +242,7 @@ template <class T, class W> class Pass {
     };
     multiply(
         in, projections.count, shares.at_a_time(projections.count), [&](i64 i) { return projections.block(i); },
-        layer.q ? first_row({(const W*)layer.o, s.hidden, of_q}) : first_of(layer),
+        layer.q ? first_row(weights(layer, layer.o, s.hidden, of_q)) : first_of(layer),
         [&](i64 i, i64 m, Floats* sums, const Floats*) {
           transpose((Words*)sums);
           keep(i, m, std::min<i64>(LANES, tokens.total - m), [&](i64 j) { return sums[j]; });
@@ -265,13 +285,13 @@ template <class T, class W> class Pass {
   }
 
   void activate(const Layer<T>& layer) {
-    Input<W> in = norm(layer.feed_forward_norm);
-    const Matrix<W> gate = weights(layer, layer.gate, s.feed_forward, s.hidden);
-    const Matrix<W> up = weights(layer, layer.up, s.feed_forward, s.hidden);
+    const Input<T> in = norm(layer.feed_forward_norm, {layer.gate.kind, layer.up.kind});
+    const Weights gate = weights(layer, layer.gate, s.feed_forward, s.hidden);
+    const Weights up = weights(layer, layer.up, s.feed_forward, s.hidden);
     // a gate comes with its `up`, which follows
     multiply(
-        in, 2 * blocks(s.feed_forward), 2, [&](i64 i) { return Block<W>{i % 2 ? &up : &gate, i / 2 * LANES}; },
-        first_row({(const W*)layer.down, s.hidden, s.feed_forward}),
+        in, 2 * blocks(s.feed_forward), 2, [&](i64 i) { return Block{i % 2 ? &up : &gate, i / 2 * LANES}; },
+        first_row(weights(layer, layer.down, s.hidden, s.feed_forward)),
         [&](i64 i, i64 m, const Floats* ups, const Floats* gates) {
           Words* to = &scratch.read[(m * s.feed_forward + i / 2 * LANES * LANES) / (2 * LANES)];
           if (i % 2) activate_side_by_side<T>(gates, ups, to);
@@ -286,10 +306,10 @@ template <class T, class W> class Pass {
   }
 
   // x += in . w; of many tokens, what lies side by side
-  void add(const Matrix<T>& in, const Matrix<W>& w, const T* bias, const W* after) {
+  void add(const Matrix<T>& in, const Weights& w, const T* bias, const char* after) {
     multiply(
-        wide ? Input<W>{{nullptr, in.rows, in.width}, scratch.read.data()} : prepared(in), blocks(s.hidden),
-        shares.at_a_time(blocks(s.hidden)), [&](i64 i) { return Block<W>{&w, i * LANES}; }, after,
+        wide ? Input<T>{in.rows, in.width, {}, scratch.read.data()} : prepared(in, {w.kind}), blocks(s.hidden),
+        shares.at_a_time(blocks(s.hidden)), [&](i64 i) { return Block{&w, i * LANES}; }, after,
         [&](i64 i, i64 m, const Floats* sums, const Floats*) {
           Words* to = &scratch.states[(m * s.hidden + i * LANES * LANES) / (2 * LANES)];
           add_side_by_side(sums, bias ? bias + i * LANES : nullptr, to);
@@ -306,7 +326,7 @@ template <class T, class W> class Pass {
 
   // Products with the blocks that this thread takes, stored by the first where tokens lie side by side.
   template <class BlockOf, class StoreWide, class Store>
-  void multiply(const Input<W>& in, i64 count, i64 at_a_time, BlockOf block_of, const W* after, StoreWide store_wide,
+  void multiply(const Input<T>& in, i64 count, i64 at_a_time, BlockOf block_of, const char* after, StoreWide store_wide,
                 Store store) {
     shares.divide(count, at_a_time, [&](const Item& item) {
       if (wide) products_side_by_side(in, item, block_of, after, room_for_sums, store_wide);
@@ -323,20 +343,18 @@ template <class T, class W> class Pass {
   Shares& shares;
   T* x;
   Attention<T> attention;
-  const bool wide;
+  const bool plain, wide;
   const Part groups;  // of sixteen tokens
   Room room_for_sums;
   std::vector<T> normed;
-  std::vector<Words> room;
+  Rooms rooms;
   TileUse tiles;
 };
 
 // x [M, D] through some layers, normed at the end where a norm is given.
-template <class T, class W = T>
+template <class T>
 void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, const Sight& sight, T* x,
                 const T* final_norm = nullptr) {
-  if constexpr (BYTES && std::is_same_v<T, bf16> && std::is_same_v<T, W>)
-    if (stack.bytes) return run_layers<T, Byte>(s, stack, tokens, sight, x, final_norm);
   static thread_local Scratch<T> scratch;
   if (!tokens.total || (!stack.count && !final_norm)) return;
   auto grow = [](auto& v, i64 size) { if (i64(v.size()) < size) v.resize(size); };
@@ -347,7 +365,8 @@ void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, 
   grow(scratch.activated, tokens.total * s.feed_forward);
   const i64 widest = std::max({s.hidden, s.heads * s.head_size, s.feed_forward});
   if (TURNS && tokens.total >= TURNED_FROM) grow(scratch.turned, turned_words(tokens.total, (widest + 31) / 32 * 32));
-  if (Pass<T, W>::takes_wide(s, tokens.total)) {
+  if (!stack.plain && tokens.total >= MANY) grow(scratch.turned, portion_words(tokens.total, (widest + 31) / 32 * 32));
+  if (Pass<T>::takes_wide(s, stack, tokens.total)) {
     i64 groups = blocks(tokens.total);
     grow(scratch.states, groups * s.hidden / 2);
     grow(scratch.normed, groups * s.hidden / 2);
@@ -358,7 +377,7 @@ void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, 
   Barrier barrier;
   Shares shares(s.threads);
   PARALLEL(s.threads) {
-    Pass<T, W> pass(s, tokens, sight, stack.n_slots, shared, barrier, shares, x);
+    Pass<T> pass(s, stack, tokens, sight, shared, barrier, shares, x);
     for (i64 i = 0; i < stack.count; i++)
       pass.run(stack.layers[i], stack.layers[std::min(i + 1, stack.count - 1)], stack.keys[i],
                stack.values[i]);

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "numbers.h"
+#include "packed.h"
 #include "shares.h"
 #include "tiles.h"
 #include "transposed_gemm.h"
@@ -48,27 +49,46 @@ constexpr bool CAN_PASS = ZEN_5;
 constexpr i64 CLOSE_BY = 32768;
 constexpr i64 PART = 288;  // numbers of a row of which 32 rows and 32 tokens fit into the first-level cache
 
-// Rows one after another.
+// Tokens one after another.
 template <class T> struct Matrix {
   const T* data;
   i64 rows, width;
-  i64 passing = 0;  // of weights: they do not stay in the last-level cache
-  const float* scales = nullptr;  // of the rows, where numbers are of eight or sixteen bits
-  const T* row(i64 i) const { return data + std::min(i, rows - 1) * width; }  // the last one again
+  const float* scales = nullptr;  // of the rows, where numbers are of sixteen bits
+  const T* row(i64 i) const { return data + i * width; }
 };
 
 i64 blocks(i64 rows) { return (rows + LANES - 1) / LANES; }
 
+// What weights are: numbers as states are; bytes, with a scale for each row; or, by GGUF's number, packed (packed.h).
+constexpr i64 PLAIN = 0, IN_BYTES = 1;
+template <class T> constexpr bool TAKES_BYTES = BYTES && std::is_same_v<T, bf16>;
+
+// Weights, rows one after another unless they are packed.
+struct Weights {
+  const void* data;
+  i64 kind, rows, width;
+  i64 passing = 0;  // they do not stay in the last-level cache
+  const float* scales = nullptr;  // of the rows of bytes
+
+  template <class T> const T* row(i64 i) const { return (const T*)data + std::min(i, rows - 1) * width; }
+
+  // Where the block of row n begins, of states T.
+  template <class T> const char* block(i64 n) const {
+    if (kind == PLAIN) return (const char*)((const T*)data + n * width);
+    return (const char*)data + (kind == IN_BYTES ? n * width : n / LANES * packed_bytes(kind, width));
+  }
+};
+
 // One block of weights, and where this thread reads on after it, if anywhere.
-template <class T> struct Block {
-  const Matrix<T>* w;
+struct Block {
+  const Weights* w;
   i64 n;  // its first row
-  const T* next = nullptr;
+  const char* next = nullptr;
 
   // Numbers k to `last` of row i, counted on where there are no more rows: in the next numbers, or in the next block.
-  const char* ahead(i64 i, i64 k, i64 last) const {
-    const T* from = w->data + n * w->width;
-    if (i >= LANES) i -= LANES, from = last < w->width ? from : next, k = last < w->width ? last : 0;
+  template <class T> const char* ahead(i64 i, i64 k, i64 last) const {
+    const T *own = (const T*)w->data + n * w->width, *from = own;
+    if (i >= LANES) i -= LANES, from = last < w->width ? own : (const T*)next, k = last < w->width ? last : 0;
     return (const char*)(from + i * w->width + k);
   }
 };
@@ -114,7 +134,7 @@ inline i64 part_size(i64 width, i64 most, i64 of_register) {
 
 // out[i][j] = x[m + i] . w[n + j], for the first `wanted` tokens
 template <class T, int tokens, Prefetch fetch>
-void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out, int wanted = tokens) {
+void times(const Matrix<Number<T>>& x, i64 m, const Block& block, float* out, int wanted = tokens) {
   using V = Vector<T>;
   constexpr int beside = rows_beside(tokens);
   constexpr i64 most = CLOSE_BY / sizeof(Number<T>) / tokens;
@@ -129,10 +149,10 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out,
     const i64 last = std::min(first + part, width), whole = last / V::width * V::width;
     for (int j = 0; j < LANES; j += beside) {
       typename V::Sum so_far[tokens][beside];
-      const char* ahead = block.ahead(j + rows, first, last);
+      const char* ahead = block.ahead<T>(j + rows, first, last);
 #pragma GCC unroll 8
       for (int b = 0; b < beside; b++) {
-        from_w[b] = block.w->row(block.n + j + b);
+        from_w[b] = block.w->row<T>(block.n + j + b);
 #pragma GCC unroll 12
         for (int i = 0; i < tokens; i++) so_far[i][b] = first ? sum[i][j + b] : typename V::Sum{};
       }
@@ -163,7 +183,7 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block<T>& block, float* out,
 }
 
 template <class T, Prefetch fetch>
-void times_group(const Matrix<Number<T>>& x, i64 m, i64 count, const Block<T>& block, float* out) {
+void times_group(const Matrix<Number<T>>& x, i64 m, i64 count, const Block& block, float* out) {
   constexpr int most = fetch == Prefetch::none ? GROUP : ALONE;
   switch (count) {
     case 1: return times<T, 1, fetch>(x, m, block, out);
@@ -181,13 +201,17 @@ void times_group(const Matrix<Number<T>>& x, i64 m, i64 count, const Block<T>& b
   }
 }
 
-// Some tokens as products read them: in numbers for vectors, each padded to whole ones, for tiles with 16 tokens side
-// by side, or turned.
+// Some tokens as products read them; what is null is not read. For plain weights: in numbers for vectors, each padded
+// to whole ones, for tiles with 16 tokens side by side, or turned. For bytes in sixteen bits, for blocks in eight.
 template <class T> struct Input {
-  Matrix<Number<T>> x;
-  const Words* tiles;                     // [groups, width / 2, 16 tokens], a word being two numbers, or null
+  i64 rows, width;
+  Matrix<Number<T>> x{};
+  const Words* tiles = nullptr;           // [groups, width / 2, 16 tokens], a word being two numbers
   const std::uint32_t* turned = nullptr;  // [16, groups, width / 32, parts, 8 tokens], if many (transposed_gemm.h)
+  Matrix<Short> shorts{};
+  const Portion* portions = nullptr;  // [width / 32, tokens]
 };
+using Rooms = std::vector<Words>[3];  // of these forms
 
 // Each token with whole pairs of registers, zeros after its last number.
 Matrix<float> widened(const Matrix<bf16>& x, std::vector<Words>& room) {
@@ -243,7 +267,7 @@ template <class T> Matrix<Short> rounded(const Matrix<T>& x, std::vector<Words>&
       std::memcpy(to + k, &part, sizeof part);
     }
   }
-  return {(const Short*)room.data(), x.rows, lines * line, 0, scales};
+  return {(const Short*)room.data(), x.rows, lines * line, scales};
 }
 
 // Whether tokens are so many that it pays to turn them, and the rows.
@@ -273,28 +297,53 @@ template <class T> void side_by_side(const Matrix<T>& x, i64 group, Words* to) {
   }
 }
 
-// For weights of numbers W.
-template <class W, class T> Input<W> input(const Matrix<T>& x, std::vector<Words>& room) {
-  if constexpr (std::is_same_v<W, Byte>) {
-    return {rounded(x, room), nullptr};
-  } else if (takes_turned(x)) {
+// The kinds of some matrices that multiply the same tokens.
+struct Kinds {
+  bool plain = false, bytes = false, packed = false;
+  Kinds(std::initializer_list<i64> kinds) {
+    for (i64 kind : kinds) (kind == PLAIN ? plain : kind == IN_BYTES ? bytes : packed) = true;
+  }
+};
+
+// For plain weights.
+template <class T> void numbers_for(const Matrix<T>& x, Input<T>& in, std::vector<Words>& room) {
+  if (takes_turned(x)) {
     room.resize(turned_words(x.rows, x.width));
     turn(x, Part(0, x.rows), room.data());
-    return {{nullptr, x.rows, x.width}, nullptr, (const std::uint32_t*)room.data()};
+    in.turned = (const std::uint32_t*)room.data();
   } else if constexpr (!std::is_same_v<T, Number<T>>) {
-    return {widened(x, room), nullptr};
-  } else {
-    if (!takes_tiles<T>(x.width)) return {lined_up(x, room), nullptr};
-    i64 groups = blocks(x.rows), words = x.width / 2;
+    in.x = widened(x, room);
+  } else if (takes_tiles<T>(x.width)) {
+    const i64 groups = blocks(x.rows), words = x.width / 2;
     room.resize(groups * words);
     for (i64 group = 0; group < groups; group++) side_by_side(x, group, &room[group * words]);
-    return {x, room.data()};
+    in.x = x, in.tiles = room.data();
+  } else {
+    in.x = lined_up(x, room);
   }
+}
+
+inline i64 portion_words(i64 rows, i64 width) { return blocks(rows * width / 32 * sizeof(Portion) / 4); }
+
+template <class T> void round_tokens(const Matrix<T>& x, Part tokens, Words* to) {
+  for (i64 m = tokens.first; m < tokens.last; m++) round_token(x.row(m), x.width, m, x.rows, (Portion*)to);
+}
+
+template <class T> Input<T> input(const Matrix<T>& x, const Kinds& kinds, Rooms& rooms) {
+  Input<T> in{x.rows, x.width};
+  if (kinds.plain) numbers_for(x, in, rooms[0]);
+  if (TAKES_BYTES<T> && kinds.bytes) in.shorts = rounded(x, rooms[1]);
+  if (kinds.packed) {
+    rooms[2].resize(portion_words(x.rows, x.width));
+    round_tokens(x, Part(0, x.rows), rooms[2].data());
+    in.portions = (const Portion*)rooms[2].data();
+  }
+  return in;
 }
 
 // out[m][j] = x[m] . w[n + j] for all rows of x; the first group of tokens fetches ahead, the others find
 // the block in the cache.
-template <class T> void by_vectors(const Matrix<Number<T>>& x, const Block<T>& block, float* out) {
+template <class T> void by_vectors(const Matrix<Number<T>>& x, const Block& block, float* out) {
   const i64 rows = x.rows, groups = rows <= ALONE ? 1 : (rows + GROUP - 1) / GROUP;
   // of short registers, one token left alone takes two thirds of the time of four
   const i64 size = groups == 1 || WIDE == 16 ? (rows + groups - 1) / groups : GROUP;
@@ -312,15 +361,15 @@ bool stays_close(i64 width) { return 64 / std::gcd(width / 32, i64(64)) >= LANES
 // of a block stays in the first-level cache for all tokens; and what comes next is fetched evenly over all of them,
 // since memory gives a line at a time.
 //   sums: [pairs of groups, blocks, groups of the pair, 16 rows, 16 tokens]
-template <class T, int count> void sum_tiles(const Input<T>& in, const Block<T>* block, Floats* sums) {
-  const i64 width = in.x.width, rows = in.x.rows;
+template <class T, int count> void sum_tiles(const Input<T>& in, const Block* block, Floats* sums) {
+  const i64 width = in.width, rows = in.rows;
   const i64 parts = rows > 2 * LANES && stays_close(width) ? (width + PART - 1) / PART : 1;
   i64 part = ((width + parts - 1) / parts + 31) / 32 * 32, pairs = (rows + 2 * LANES - 1) / (2 * LANES);
   const T* weights[count];
   Ahead ahead[count];
   for (int b = 0; b < count; b++) {
-    weights[b] = block[b].w->row(block[b].n);
-    ahead[b] = {(const char*)block[b].next, block[b].next ? width / 2 : 0, (LANES + pairs - 1) / pairs};
+    weights[b] = block[b].w->row<T>(block[b].n);
+    ahead[b] = {block[b].next, block[b].next ? width / 2 : 0, (LANES + pairs - 1) / pairs};
   }
   auto tokens = [&](i64 m) { return in.tiles + m / LANES * (width / 2); };
   for (i64 k = 0; k < width; k += part) {
@@ -339,8 +388,8 @@ i64 sums_at(i64 count, i64 m, i64 rows, i64 block) {
 
 // The same turned, out[block][m][j].
 template <class T, int count>
-void by_tiles(const Input<T>& in, const Block<T>* block, Floats* sums, float* out) {
-  const i64 rows = in.x.rows;
+void by_tiles(const Input<T>& in, const Block* block, Floats* sums, float* out) {
+  const i64 rows = in.rows;
   sum_tiles<T, count>(in, block, sums);
   for (i64 m = 0; m < rows; m += LANES)
     for (int b = 0; b < count; b++) {
@@ -348,35 +397,6 @@ void by_tiles(const Input<T>& in, const Block<T>* block, Floats* sums, float* ou
       transpose((Words*)part);
       for (i64 i = 0; i < std::min<i64>(LANES, rows - m); i++) put(out + (b * rows + m + i) * LANES, part[i]);
     }
-}
-
-// The same for one or two blocks that are turned first, while those after them are fetched. Place by place, so that
-// the rows' numbers of a place stay close by for all tokens.
-//   rows: room for `count` turned blocks, and for the numbers of a place.
-template <int count>
-void by_turned(const Input<bf16>& in, const Block<bf16>* block, Words* rows, Floats* sums, float* out) {
-  const i64 width = in.x.width, steps = width / 32, groups = (in.x.rows + TURNED_GROUP - 1) / TURNED_GROUP;
-  auto* numbers = (Numbers*)(rows + count * LANES * steps);
-  auto* waiting = (Waiting<count>*)sums;
-  Ahead ahead[count];
-  for (int b = 0; b < count; b++) {
-    turn_rows([&](i64 i) { return block[b].w->row(block[b].n + i); }, width, rows + b * LANES * steps);
-    ahead[b] = {(const char*)block[b].next, block[b].next ? LANES * steps : 0, steps / groups + 1};
-  }
-  for (int n = 0; n < LANES; n++) {
-    const i64 place = PLACES[n];
-    for (int b = 0; b < count; b++)
-      for (i64 step = 0; step < steps; step++)
-        for (int part = 0; part < PARTS; part++)
-          numbers[(b * steps + step) * PARTS + part] = part_of(rows[(b * LANES + place) * steps + step], part);
-    for (i64 group = 0; group < groups; group++) {
-      const i64 m = group * TURNED_GROUP;
-      float* to[count];
-      for (int b = 0; b < count; b++) to[b] = out + (b * in.x.rows + m) * LANES, ahead[b].fetch();
-      times_turned<count>(n, in.turned + (place * groups + group) * steps * OF_GROUP, in.x.rows - m, numbers, steps,
-                          waiting[group], to);
-    }
-  }
 }
 
 struct Room {  // of the sums of two blocks, and of turned rows, kept from one to the next
@@ -392,39 +412,87 @@ struct Room {  // of the sums of two blocks, and of turned rows, kept from one t
   }
 };
 
+// The same for one or two blocks that are turned first, while those after them are fetched. Place by place, so that
+// the rows' numbers of a place stay close by for all tokens.
+template <int count, class T> void by_turned(const Input<T>& in, const Block* block, Room& room, float* out) {
+  const i64 width = in.width, steps = width / 32, groups = (in.rows + TURNED_GROUP - 1) / TURNED_GROUP;
+  Words* rows = room.rows.data();
+  auto* numbers = (Numbers*)(rows + count * LANES * steps);
+  auto* waiting = (Waiting<count>*)room.sums.data();
+  Ahead ahead[count];
+  for (int b = 0; b < count; b++) {
+    turn_rows([&](i64 i) { return block[b].w->row<bf16>(block[b].n + i); }, width, rows + b * LANES * steps);
+    ahead[b] = {block[b].next, block[b].next ? LANES * steps : 0, steps / groups + 1};
+  }
+  for (int n = 0; n < LANES; n++) {
+    const i64 place = PLACES[n];
+    for (int b = 0; b < count; b++)
+      for (i64 step = 0; step < steps; step++)
+        for (int part = 0; part < PARTS; part++)
+          numbers[(b * steps + step) * PARTS + part] = part_of(rows[(b * LANES + place) * steps + step], part);
+    for (i64 group = 0; group < groups; group++) {
+      const i64 m = group * TURNED_GROUP;
+      float* to[count];
+      for (int b = 0; b < count; b++) to[b] = out + (b * in.rows + m) * LANES, ahead[b].fetch();
+      times_turned<count>(n, in.turned + (place * groups + group) * steps * OF_GROUP, in.rows - m, numbers, steps,
+                          waiting[group], to);
+    }
+  }
+}
+
 // Where block i begins, or what this thread reads on at after the last one; null beyond.
-template <class T, class BlockOf> const T* start_of(i64 i, i64 last, BlockOf block_of, const T* after) {
+template <class T, class BlockOf> const char* start_of(i64 i, i64 last, BlockOf block_of, const char* after) {
   if (i >= last) return i == last ? after : nullptr;
-  Block<T> block = block_of(i);
-  return block.w->row(block.n);
+  const Block block = block_of(i);
+  return block.w->block<T>(block.n);
+}
+
+// Products of all tokens with one block that is not plain.
+template <class T> void by_kind(const Input<T>& in, const Block& block, float* out) {
+  if constexpr (TAKES_BYTES<T>)
+    if (block.w->kind == IN_BYTES) return by_vectors<Byte>(in.shorts, block, out);
+  with_form(block.w->kind, [&](auto form) {
+    const Octet* weights = (const Octet*)block.w->block<T>(block.n);
+    times_packed(form, weights, block.w->width, in.portions, in.rows, out);
+  });
 }
 
 // Products of all tokens with one or two blocks, of which `block_of(i)` tells the i-th, though not what follows it:
 // after its share, this thread reads on at `after`.
 //   store(i, sums): of block i, [M, 16]; those of the block before it lie before them, if there is one.
 template <class T, class BlockOf, class Store>
-void products(const Input<T>& in, const Item& item, BlockOf block_of, const T* after, Room& room, Store store) {
-  const i64 size = in.x.rows * LANES, i = item.first, count = item.last - i;
-  room.hold(2 * size, in.turned ? in.x.width : 0);
+void products(const Input<T>& in, const Item& item, BlockOf block_of, const char* after, Room& room, Store store) {
+  const i64 size = in.rows * LANES, i = item.first, count = item.last - i;
+  room.hold(2 * size, in.turned ? in.width : 0);
   float* out = room.out.data();
-  Block<T> block[2] = {block_of(i), block_of(i + count - 1)};
-  auto tiled = [&](int b) { return in.tiles && block[b].w->rows % LANES == 0; };
+  Block block[2] = {block_of(i), block_of(i + count - 1)};
+  auto plain = [&](i64 b) { return block[b].w->kind == PLAIN; };
+  auto tiled = [&](i64 b) { return in.tiles && plain(b) && block[b].w->rows % LANES == 0; };
+  auto turned = [&](i64 b) { return TURNS && std::is_same_v<T, bf16> && in.turned && plain(b); };
   auto read_on = [&](i64 ahead) {
-    for (i64 b = 0; b < count; b++) block[b].next = start_of(i + ahead + b, item.end, block_of, after);
+    for (i64 b = 0; b < count; b++) block[b].next = start_of<T>(i + ahead + b, item.end, block_of, after);
   };
-  if (in.turned) {
-    read_on(count);
-    if constexpr (TURNS && std::is_same_v<T, bf16>)
-      (count == 2 ? by_turned<2> : by_turned<1>)(in, block, room.rows.data(), room.sums.data(), out);
-    // what arithmetic takes is less for two blocks together, what memory takes is less for one by one
-  } else if (tiled(0) && tiled(1) && count == 2 && in.x.rows > LANES) {
+  // what arithmetic takes is less for two blocks together, what memory takes is less for one by one
+  if (count == 2 && turned(0) && turned(1)) {
+    read_on(2);
+    by_turned<2>(in, block, room, out);
+  } else if (count == 2 && tiled(0) && tiled(1) && in.rows > LANES) {
     read_on(2);
     by_tiles<T, 2>(in, block, room.sums.data(), out);
   } else {
     read_on(1);
-    for (i64 b = 0; b < count; b++)
-      if (tiled(b)) by_tiles<T, 1>(in, block + b, room.sums.data(), out + b * size);
-      else by_vectors<T>(in.x, block[b], out + b * size);
+    for (i64 b = 0; b < count; b++) {
+      float* to = out + b * size;
+      if (turned(b)) {
+        by_turned<1>(in, block + b, room, to);
+      } else if (tiled(b)) {
+        by_tiles<T, 1>(in, block + b, room.sums.data(), to);
+      } else if (plain(b)) {
+        by_vectors<T>(in.x, block[b], to);
+      } else {
+        by_kind<T>(in, block[b], to);
+      }
+    }
   }
   for (i64 b = 0; b < count; b++) store(i + b, out + b * size);
 }

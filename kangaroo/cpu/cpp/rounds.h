@@ -81,7 +81,7 @@ template <class T> class Round {
         float* scores = logits.data() + (i * steps + n) * width;
         if (n) {
           const T* neighbour = p.neighbours + t.row_of(drafted) * p.rank;
-          read_out(narrow, Head<T>{nullptr, p.table, width, nullptr}, neighbour, 1, near.data());
+          read_out(narrow, Head<T>{nullptr, p.table, PLAIN, width, nullptr}, neighbour, 1, near.data());
           for (i64 k = 0; k < width; k++) scores[k] += near[k];
         }
         Choice choice = choose(d->head, scores, r.draw[row], r.base[row] + n + 1, 1, Kept{});
@@ -129,8 +129,9 @@ template <class T> class Round {
     pass.x.resize(total * D);
     for (i64 m = 0; m < total; m++) {
       i64 row = pass.rows[m], node = pass.nodes[m];
-      const T* from = r.exit ? r.state(row, node) : embedded(row, node);
-      std::copy(from, from + D, pass.x.data() + m * D);
+      T* to = pass.x.data() + m * D;
+      if (r.exit) std::copy_n(r.state(row, node), D, to);
+      else t.embed(r.token[r.at(row, node)], to);
     }
     std::vector<T> deep;
     if (reads_deep()) {
@@ -145,8 +146,6 @@ template <class T> class Round {
 
  private:
   void clear() { pass.clear(r.batch * r.capacity, r.capacity); }
-
-  const T* embedded(i64 row, i64 node) const { return t.embedding + t.row_of(r.token[r.at(row, node)]) * D; }
 
   bool reads_deep() const { return d && d->fusing.weight; }
 
@@ -166,8 +165,8 @@ template <class T> class Round {
         if (r.has_state[r.at(row, node)]) continue;
         r.has_state[r.at(row, node)] = 1;
         pass.add_node(r, row, node);
-        const T* from = embedded(row, node);
-        pass.x.insert(pass.x.end(), from, from + D);
+        pass.x.resize(pass.x.size() + D);
+        t.embed(r.token[r.at(row, node)], pass.x.data() + pass.x.size() - D);
       }
     pass.run(t.sizes, drafting && drafts_in_bytes() ? d->shallow : t.stack.range(0, r.exit), t);
     for (i64 m = 0; m < i64(pass.rows.size()); m++)
@@ -278,10 +277,10 @@ template <class T> class Round {
       by_limits &= draw.temperature == 0 || !draw.filtered(t.head.outputs);
       noises.emplace_back(draw, pass.angles[m] + 1);
     }
-    if constexpr (HAS_ROUGH<T>)
+    if constexpr (TAKES_BYTES<T>)
       if (by_limits) {
         const std::vector<i64> ids = read_likeliest(t.sizes, t.head, t.rough, pass.x.data(), noises, logits);
-        return choices_of(Head<T>{nullptr, nullptr, i64(ids.size()), ids.data()}, total, 0, false);
+        return choices_of(Head<T>{nullptr, nullptr, PLAIN, i64(ids.size()), ids.data()}, total, 0, false);
       }
     return chosen(t.head, pass.x.data(), total, 0, r.keep > 0);
   }

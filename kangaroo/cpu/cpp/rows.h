@@ -11,8 +11,9 @@
 namespace {
 
 template <class T> struct Target {
-  const T *embedding, *cos, *sin;  // rows for tokens and for positions
-  i64 vocabulary;                  // rows of `embedding`
+  const void* embedding;  // rows for tokens: numbers, or blocks as a file has them
+  i64 embedding_kind, vocabulary;
+  const T *cos, *sin;  // rows for positions
   Sizes sizes;
   Stack<T> stack;
   Head<T> head;
@@ -20,11 +21,19 @@ template <class T> struct Target {
 
   // A row of a table over the tokens: a draft may hold any number, and what is no token is never accepted.
   i64 row_of(i64 token) const { return std::min<std::uint64_t>(token, vocabulary - 1); }
+
+  void embed(i64 token, T* to) const {
+    const i64 row = row_of(token);
+    if (embedding_kind == PLAIN) std::copy_n((const T*)embedding + row * sizes.hidden, sizes.hidden, to);
+    else widen_row(embedding_kind, (const Octet*)embedding, row, sizes.hidden, to);
+  }
 };
 
 // How a drafting layer reads the deep state of the token before: x + weight [norm(x), norm(before)].
 template <class T> struct Fusing {
-  const T *shallow_norm, *deep_norm, *weight;  // [D], [D], [D, 2 D]
+  const T *shallow_norm, *deep_norm;  // [D]
+  const void* weight;                 // [D, 2 D]
+  i64 kind;
   const float* scales;  // as of a head
 
   void operator()(const Sizes& s, T* x, const T* before, i64 total) const {
@@ -38,7 +47,7 @@ template <class T> struct Fusing {
       rms_norm(x + m * D, shallow_norm, D, s.eps, both.data() + m * 2 * D);
       rms_norm(before + m * D, deep_norm, D, s.eps, both.data() + m * 2 * D + D);
     }
-    read_out(wide, Head<T>{nullptr, weight, D, nullptr, 0, scales}, both.data(), total, fused.data());
+    read_out(wide, Head<T>{nullptr, weight, kind, D, nullptr, 0, scales}, both.data(), total, fused.data());
     for (i64 i = 0; i < total * D; i += LANES) {
       i64 left = total * D - i;
       put(x + i, get(x + i, left) + stored<T>(get(&fused[i], left)), left);

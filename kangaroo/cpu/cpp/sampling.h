@@ -10,11 +10,12 @@
 namespace {
 
 template <class T> struct Head {
-  const T *norm, *weight;  // without a norm where it is null
-  i64 outputs;
+  const T* norm;  // without one where it is null
+  const void* weight;
+  i64 kind, outputs;
   const i64* ids;   // the token of each output; null where they are all tokens, in order
   i64 passing = 0;  // as of a matrix
-  const float* scales = nullptr;  // of the rows, where the weights are of bytes
+  const float* scales = nullptr;  // of the rows of bytes
   i64 token(i64 output) const { return ids ? ids[output] : output; }
   // Of sixteen outputs; beyond the last one, any.
   Words tokens16(i64 first) const {
@@ -26,20 +27,20 @@ template <class T> struct Head {
 
 // Products of all tokens, whose states are normed, with `count` blocks of a head, the i-th from row row_of(i) on.
 //   store(i, sums): of the i-th block, [tokens, 16]
-template <class W, class T, class RowOf, class Store>
+template <class T, class RowOf, class Store>
 void multiply_head(const Sizes& s, const Head<T>& head, const T* normed, i64 tokens, i64 count, RowOf row_of,
                    Store store) {
-  const Matrix<W> w{(const W*)head.weight, head.outputs, s.hidden, head.passing, head.scales};
+  const Weights w{head.weight, head.kind, head.outputs, s.hidden, head.passing, head.scales};
   Shares shares(s.threads);
   PARALLEL(s.threads) {
     TileUse tiles;
-    std::vector<Words> room;
+    Rooms rooms;
     Room room_for_sums;
-    Input<W> in = input<W>(Matrix<T>{normed, tokens, s.hidden}, room);
+    const Input<T> in = input(Matrix<T>{normed, tokens, s.hidden}, {head.kind}, rooms);
     shares.divide(count, shares.at_a_time(count), [&](const Item& item) {
       products(
-          in, item, [&](i64 i) { return Block<W>{&w, row_of(i)}; },
-          item.end < count ? w.row(row_of(item.end)) : w.row(w.rows), room_for_sums, store);
+          in, item, [&](i64 i) { return Block{&w, row_of(i)}; },
+          item.end < count ? w.block<T>(row_of(item.end)) : nullptr, room_for_sums, store);
     });
   };
 }
@@ -51,13 +52,10 @@ template <class T> std::vector<T> normed(const Sizes& s, const T* norm, const T*
 }
 
 // logits[m][n] = norm(x[m]) . weight[n]
-template <class T, class W = T>
-void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float* logits) {
-  if constexpr (BYTES && std::is_same_v<T, bf16> && std::is_same_v<T, W>)
-    if (head.scales) return read_out<T, Byte>(s, head, x, tokens, logits);
+template <class T> void read_out(const Sizes& s, const Head<T>& head, const T* x, i64 tokens, float* logits) {
   if (!tokens) return;
   const std::vector<T> states = normed(s, head.norm, x, tokens);
-  multiply_head<W>(
+  multiply_head(
       s, head, states.data(), tokens, blocks(head.outputs), [](i64 i) { return i * LANES; },
       [&](i64 i, const float* sums) {
         i64 n = i * LANES;
@@ -120,15 +118,15 @@ struct Rough {
   float *scales, *errors;
   i64 passing;
 };
-template <class T> constexpr bool HAS_ROUGH = BYTES && std::is_same_v<T, bf16>;
 
 // Fills in the bytes, scales and errors of a head. A state is rounded, too, by half a step at most of each number
 // (`rounded`), and sums are in float32.
 template <class T> void round_head(const Sizes& s, const Head<T>& head, const Rough& rough) {
   const i64 width = s.hidden, whole = blocks(head.outputs) * LANES;
+  const T* weight = (const T*)head.weight;
   const float state = 0.51f * std::sqrt(float(width)) / most_steps(width), sums = (width / 8 + 16) * 0x1p-22f;
   PARALLEL_FOR(s.threads, n, whole) {
-    const T* row = head.weight + std::min(n, head.outputs - 1) * width;
+    const T* row = weight + std::min(n, head.outputs - 1) * width;
     Floats most = Floats{} + 1e-30f, sizes{}, errors{};
     for (i64 k = 0; k < width; k += LANES) {
       const Floats part = get(row + k, width - k);
@@ -166,7 +164,7 @@ std::vector<i64> read_likeliest(const Sizes& s, const Head<T>& head, const Rough
   const i64 tokens = noises.size();
   if (!tokens) return {};
   const i64 count = blocks(head.outputs);
-  const Head<T> in_bytes{nullptr, (const T*)rough.weight, head.outputs, nullptr, rough.passing, rough.scales};
+  const Head<T> in_bytes{nullptr, rough.weight, IN_BYTES, head.outputs, nullptr, rough.passing, rough.scales};
   const std::vector<T> states = normed(s, head.norm, x, tokens);
   std::vector<float> size(tokens), most(tokens * count), least(s.threads * tokens, NEVER);
   for (i64 m = 0; m < tokens; m++) {
@@ -177,7 +175,7 @@ std::vector<i64> read_likeliest(const Sizes& s, const Head<T>& head, const Rough
     }
     size[m] = std::sqrt(sum_of(squares)) * 1.0001f;  // rounded up
   }
-  multiply_head<Byte>(
+  multiply_head(
       s, in_bytes, states.data(), tokens, count, [](i64 i) { return i * LANES; },
       [&](i64 i, const float* sums) {
         float* own = &least[thread_number() * tokens];
@@ -210,7 +208,7 @@ std::vector<i64> read_likeliest(const Sizes& s, const Head<T>& head, const Rough
   for (i64 row : rows)
     for (i64 j = 0; j < LANES; j++) ids.push_back(std::min(row + j, head.outputs - 1));
   logits.resize(tokens * ids.size());
-  multiply_head<T>(
+  multiply_head(
       s, head, states.data(), tokens, rows.size(), [&](i64 i) { return rows[i]; },
       [&](i64 i, const float* sums) {
         for (i64 m = 0; m < tokens; m++) put(&logits[m * ids.size() + i * LANES], get(sums + m * LANES), LANES);
@@ -385,9 +383,9 @@ Choice choose(const Head<T>& head, const float* logits, const Draw& draw, i64 po
 template <class T>
 void choose_likeliest(const Sizes& s, const Head<T>& head, const Rough& rough, const T* x, i64 tokens, i64* chosen) {
   std::vector<float> logits;
-  if constexpr (HAS_ROUGH<T>) {
+  if constexpr (TAKES_BYTES<T>) {
     const std::vector<i64> ids = read_likeliest(s, head, rough, x, std::vector<Noise>(tokens), logits);
-    const Head<T> few{nullptr, nullptr, i64(ids.size()), ids.data()};
+    const Head<T> few{nullptr, nullptr, PLAIN, i64(ids.size()), ids.data()};
     for (i64 m = 0; m < tokens; m++) chosen[m] = choose(few, &logits[m * ids.size()], Draw{}, 0, 0, Kept{}).tokens[0];
   }
 }

@@ -65,12 +65,12 @@ template <class T> void activate_side_by_side(const Floats* gates, const Floats*
 //   store(i, m, sums, before): [16 rows, 16 tokens] of block i with the tokens from m on; and those of the block before
 //   it, if there is one.
 template <class T, class BlockOf, class Store>
-void products_side_by_side(const Input<T>& in, const Item& item, BlockOf block_of, const T* after, Room& room,
+void products_side_by_side(const Input<T>& in, const Item& item, BlockOf block_of, const char* after, Room& room,
                            Store store) {
-  const i64 rows = in.x.rows, i = item.first, count = item.last - i;
+  const i64 rows = in.rows, i = item.first, count = item.last - i;
   room.hold(2 * rows * LANES, 0);
-  Block<T> block[2] = {block_of(i), block_of(i + count - 1)};
-  for (i64 b = 0; b < count; b++) block[b].next = start_of(i + count + b, item.end, block_of, after);
+  Block block[2] = {block_of(i), block_of(i + count - 1)};
+  for (i64 b = 0; b < count; b++) block[b].next = start_of<T>(i + count + b, item.end, block_of, after);
   (count == 2 ? sum_tiles<T, 2> : sum_tiles<T, 1>)(in, block, room.sums.data());
   for (i64 m = 0; m < rows; m += LANES) {
     Floats* before = nullptr;

@@ -1,0 +1,371 @@
+// GGUF's blocks of weights, and tokens in eight bits that are multiplied with them.
+//
+// At load sixteen rows are put side by side: a word is four neighbouring numbers of one row, a lane is a row. So sums
+// never cross lanes, and none depends on the number of tokens. All kinds are of one form: a part of a row, 16 or 32
+// numbers, is worth s q + m, where q are whole numbers from 0 on; within a part sums are whole numbers.
+
+#pragma once
+
+#include "numbers.h"
+
+namespace {
+
+using Octet = std::uint8_t;
+using Half = std::uint16_t;  // float16
+
+// How sixteen rows of a kind lie: stretches of `parts` parts, which share a header.
+//   scaled: whether parts have scales of their own, in whole numbers, of what the stretch's d is worth.
+//   shifted: whether m is in the file; otherwise it is -offset s.
+template <int BITS, int COLUMNS, int PARTS_, bool SCALED, bool SHIFTED, int OFFSET> struct Form {
+  static constexpr int bits = BITS, columns = COLUMNS, parts = PARTS_, offset = OFFSET;
+  static constexpr bool scaled = SCALED, shifted = SHIFTED;
+  static constexpr int planes = columns / 4;                   // words of a part
+  static constexpr int per_block = parts * columns;            // numbers of a stretch, which is a block of each row
+  static constexpr i64 of_part = i64(bits) * columns * LANES / 8;
+  static constexpr i64 header = (2 + (scaled ? parts : 0)) * LANES * (shifted ? 2 : 1);
+  static constexpr i64 bytes = header + parts * of_part;
+  // In a header: d of each row; m of each; scales of each part; their minima.
+  static constexpr i64 scales_at = 2 * LANES * (shifted ? 2 : 1), minima_at = scales_at + parts * LANES;
+};
+
+struct FormQ4_0 : Form<4, 32, 1, false, false, 8> { static constexpr int block = 18; };
+struct FormQ4_1 : Form<4, 32, 1, false, true, 0> { static constexpr int block = 20; };
+struct FormQ5_0 : Form<5, 32, 1, false, false, 16> { static constexpr int block = 22; };
+struct FormQ5_1 : Form<5, 32, 1, false, true, 0> { static constexpr int block = 24; };
+struct FormQ8_0 : Form<8, 16, 2, false, false, 128> { static constexpr int block = 34; };
+struct FormQ4_K : Form<4, 32, 8, true, true, 0> { static constexpr int block = 144; };
+struct FormQ5_K : Form<5, 32, 8, true, true, 0> { static constexpr int block = 176; };
+struct FormQ6_K : Form<6, 16, 16, true, false, 32> { static constexpr int block = 210; };
+
+// f(form) of a kind, by GGUF's number; nothing for others.
+template <class F> void with_form(i64 kind, F f) {
+  switch (kind) {
+    case 2: return f(FormQ4_0{});
+    case 3: return f(FormQ4_1{});
+    case 6: return f(FormQ5_0{});
+    case 7: return f(FormQ5_1{});
+    case 8: return f(FormQ8_0{});
+    case 12: return f(FormQ4_K{});
+    case 13: return f(FormQ5_K{});
+    case 14: return f(FormQ6_K{});
+  }
+}
+
+// The bytes of sixteen rows, as they lie here.
+i64 packed_bytes(i64 kind, i64 width) {
+  i64 bytes = 0;
+  with_form(kind, [&](auto form) { bytes = width / form.per_block * form.bytes; });
+  return bytes;
+}
+
+// One block of a row, as a file has it, in whole numbers.
+struct Unpacked {
+  Octet q[256], scales[16], minima[16];
+  Half d, m;
+};
+
+Half half_at(const Octet* from) {
+  Half half;
+  std::memcpy(&half, from, sizeof half);
+  return half;
+}
+
+void nibbles(const Octet* from, int count, Octet* to) {
+  for (int i = 0; i < count; i++) to[i] = from[i] & 15, to[i + count] = from[i] >> 4;
+}
+
+template <class F> void unpack_32(const Octet* from, Unpacked& to) {
+  to.d = half_at(from);
+  if (F::shifted) to.m = half_at(from + 2);
+  const Octet* numbers = from + (F::shifted ? 4 : 2);
+  if (F::bits == 8) {
+    for (int i = 0; i < 32; i++) to.q[i] = numbers[i] ^ 128;
+    return;
+  }
+  nibbles(numbers + (F::bits == 5 ? 4 : 0), 16, to.q);
+  if (F::bits == 5)
+    for (int i = 0; i < 32; i++) to.q[i] |= (numbers[i / 8] >> i % 8 & 1) << 4;
+}
+
+void unpack_scales(const Octet* from, Unpacked& to) {
+  for (int i = 0; i < 4; i++) {
+    to.scales[i] = from[i] & 63;
+    to.minima[i] = from[i + 4] & 63;
+    to.scales[i + 4] = (from[i + 8] & 15) | from[i] >> 6 << 4;
+    to.minima[i + 4] = from[i + 8] >> 4 | from[i + 4] >> 6 << 4;
+  }
+}
+
+template <class F> void unpack_k(const Octet* from, Unpacked& to) {
+  to.d = half_at(from);
+  to.m = half_at(from + 2) ^ 0x8000;  // subtracted in the file
+  unpack_scales(from + 4, to);
+  const Octet *high = from + 16, *low = high + (F::bits == 5 ? 32 : 0);
+  for (int group = 0; group < 4; group++) nibbles(low + 32 * group, 32, to.q + 64 * group);
+  for (int i = 0; F::bits == 5 && i < 256; i++) to.q[i] |= (high[i % 32] >> i / 32 & 1) << 4;
+}
+
+void unpack_6_k(const Octet* from, Unpacked& to) {
+  const Octet *low = from, *high = from + 128;
+  std::memcpy(to.scales, from + 192, 16);
+  to.d = half_at(from + 208);
+  for (int half = 0; half < 2; half++, low += 64, high += 32)
+    for (int i = 0; i < 128; i++)
+      to.q[128 * half + i] = (i < 64 ? low[i] & 15 : low[i - 64] >> 4) | (high[i % 32] >> i / 32 * 2 & 3) << 4;
+}
+
+void unpack(FormQ4_K, const Octet* from, Unpacked& to) { unpack_k<FormQ4_K>(from, to); }
+void unpack(FormQ5_K, const Octet* from, Unpacked& to) { unpack_k<FormQ5_K>(from, to); }
+void unpack(FormQ6_K, const Octet* from, Unpacked& to) { unpack_6_k(from, to); }
+template <class F> void unpack(F, const Octet* from, Unpacked& to) { unpack_32<F>(from, to); }
+
+float widen_half(Half half) {
+  auto as_float = [](std::uint32_t bits) {
+    float number;
+    std::memcpy(&number, &bits, sizeof number);
+    return number;
+  };
+  const std::uint32_t bits = half & 0x7fff, sign = half & 0x8000;
+  if (bits >= 0x7c00) return as_float(bits << 13 | 0x7f800000 | sign << 16);  // infinite, or no number
+  return as_float(bits << 13) * (sign ? -0x1p112f : 0x1p112f);
+}
+
+// Row i of blocks as a file has them, in numbers.
+template <class T> void widen_row(i64 kind, const Octet* from, i64 i, i64 width, T* to) {
+  with_form(kind, [&](auto form) {
+    using F = decltype(form);
+    Unpacked block;
+    const Octet* blocks = from + i * (width / F::per_block) * F::block;
+    for (i64 k = 0; k < width; k += F::columns) {
+      const int part = k % F::per_block / F::columns;
+      if (!part) unpack(form, blocks + k / F::per_block * F::block, block);
+      float s = widen_half(block.d), m = F::shifted ? widen_half(block.m) : 0;
+      if (F::scaled) s *= F::shifted ? block.scales[part] : Byte(block.scales[part]);
+      if (F::scaled && F::shifted) m *= block.minima[part];
+      for (int j = 0; j < F::columns; j += LANES) {
+        Floats numbers;
+        for (int n = 0; n < LANES; n++) numbers[n] = s * (block.q[part * F::columns + j + n] - F::offset) + m;
+        put(to + k + j, numbers);
+      }
+    }
+  });
+}
+
+// Puts a block of a row among its sixteen.
+template <class F> void place(const Unpacked& from, int row, Octet* to) {
+  std::memcpy(to + 2 * row, &from.d, 2);
+  if (F::shifted) std::memcpy(to + 2 * LANES + 2 * row, &from.m, 2);
+  for (int part = 0; F::scaled && part < F::parts; part++) {
+    to[F::scales_at + part * LANES + row] = from.scales[part];
+    if (F::shifted) to[F::minima_at + part * LANES + row] = from.minima[part];
+  }
+  for (int part = 0; part < F::parts; part++) {
+    Octet* words = to + F::header + part * F::of_part;
+    std::uint32_t q[F::planes], high = 0;
+    std::memcpy(q, from.q + part * F::columns, sizeof q);
+    auto put_word = [&](int i, std::uint32_t word) { std::memcpy(words + (i * LANES + row) * 4, &word, 4); };
+    if (F::bits == 8) {
+      for (int i = 0; i < F::planes; i++) put_word(i, q[i]);
+      continue;
+    }
+    constexpr std::uint32_t nibble = 0x0f0f0f0f, more = F::bits == 6 ? 0x03030303 : 0x01010101;
+    for (int i = 0; i < F::planes; i++) high |= (q[i] >> 4 & more) << i * (F::bits - 4);
+    for (int i = 0; i < F::planes; i += 2) put_word(i / 2, (q[i] & nibble) | (q[i + 1] & nibble) << 4);
+    if (F::bits > 4) put_word(F::planes / 2, high);
+  }
+}
+
+// Sixteen rows of blocks; where there are fewer, the last one again.
+template <class F> void repack(F form, const Octet* from, i64 row_bytes, i64 rows, i64 width, Octet* to) {
+  Unpacked block;
+  for (i64 i = 0; i < width / F::per_block; i++, to += F::bytes)
+    for (int row = 0; row < LANES; row++) {
+      unpack(form, from + std::min<i64>(row, rows - 1) * row_bytes + i * F::block, block);
+      place<F>(block, row, to);
+    }
+}
+
+// 32 numbers of a token in eight bits, what 1 is worth in them, and their sum: all, and each half.
+struct alignas(16) Portion {
+  std::uint32_t words[8];  // of four numbers
+  float scale, sum, halves[2];
+};
+
+// Of many tokens, the m-th: [width / 32, tokens].
+template <class T> void round_token(const T* from, i64 width, i64 m, i64 tokens, Portion* to) {
+  for (i64 k = 0; k < width; k += 32) {
+    Portion& portion = to[k / 32 * tokens + m];
+    const Floats part[2] = {get(from + k), get(from + k + LANES)};
+    Floats most = part[0] > 0 ? part[0] : -part[0], more = part[1] > 0 ? part[1] : -part[1];
+    most = most > more ? most : more;
+    const float largest = fold(most, [](Floats a, Floats b) { return a > b ? a : b; });
+    const float per_step = largest > 0 ? 127 / largest : 0;
+    portion.scale = largest / 127;
+    for (int half = 0; half < 2; half++) {
+      Floats steps = part[half] * per_step + 12582912.0f - 12582912.0f;  // no fraction
+      typedef Byte Bytes __attribute__((vector_size(16)));
+      const Bytes bytes = __builtin_convertvector(__builtin_convertvector(steps, Ints), Bytes);
+      std::memcpy(portion.words + half * 4, &bytes, sizeof bytes);
+      portion.halves[half] = sum_of(steps) * portion.scale;
+    }
+    portion.sum = portion.halves[0] + portion.halves[1];
+  }
+}
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define DOTS_OF_FOUR 1
+#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define DOTS_OF_TWO 1
+#endif
+
+// Four bytes of each row, and how many registers hold a part's: eight bits are two times four where sums of two
+// products have sixteen.
+#ifdef DOTS_OF_TWO
+template <class F> constexpr int REGISTERS = F::bits == 8 ? 2 * F::planes : F::planes;
+#else
+template <class F> constexpr int REGISTERS = F::planes;
+#endif
+
+RegisterWords words_at(const Octet* from) {
+  RegisterWords words;
+  std::memcpy(&words, from, sizeof words);
+  return words;
+}
+
+// Whole numbers of a part of WIDE rows.
+template <class F> inline __attribute__((always_inline)) void numbers_of(const Octet* from, RegisterWords* q) {
+  constexpr std::uint32_t nibble = 0x0f0f0f0f;
+  if (F::bits == 8) {
+#pragma GCC unroll 4
+    for (int i = 0; i < F::planes; i++) {
+      q[i] = words_at(from + i * 4 * LANES);
+      if (REGISTERS<F> > F::planes) q[F::planes + i] = q[i] >> 4 & nibble, q[i] &= nibble;
+    }
+    return;
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < F::planes / 2; i++) {
+    const RegisterWords both = words_at(from + i * 4 * LANES);
+    q[2 * i] = both & nibble;
+    q[2 * i + 1] = both >> 4 & nibble;
+  }
+  if (F::bits == 4) return;
+  constexpr std::uint32_t more = F::bits == 6 ? 0x30303030 : 0x10101010;
+  const RegisterWords high = words_at(from + F::planes / 2 * 4 * LANES);
+#pragma GCC unroll 8
+  for (int i = 0; i < F::planes; i++) {
+    const int up = 4 - i * (F::bits - 4);
+    q[i] |= (up > 0 ? high << up : high >> -up) & more;
+  }
+}
+
+// Products of a part of WIDE rows with a token's.
+template <class F> inline __attribute__((always_inline)) RegisterInts dot_of(const RegisterWords* q, const std::uint32_t* x) {
+#if defined(DOTS_OF_FOUR)
+  __m512i sum[2] = {};
+#pragma GCC unroll 8
+  for (int i = 0; i < F::planes; i++)
+    sum[i % 2] = _mm512_dpbusd_epi32(sum[i % 2], (__m512i)q[i], _mm512_set1_epi32(x[i]));
+  return (RegisterInts)_mm512_add_epi32(sum[0], sum[1]);
+#elif defined(DOTS_OF_TWO)
+  constexpr int together = F::bits == 6 ? 2 : F::bits == 5 ? 4 : F::planes;  // that fit into sixteen bits
+  RegisterInts sum{};
+#pragma GCC unroll 8
+  for (int i = 0; i < REGISTERS<F>; i += together) {
+    RegisterShorts twos{};
+#pragma GCC unroll 8
+    for (int j = i; j < i + together; j++) {
+      const RegisterWords of_token = RegisterWords{} + x[j % F::planes];
+#ifdef __AVX512BW__
+      twos += (RegisterShorts)_mm512_maddubs_epi16((__m512i)q[j], (__m512i)of_token);
+#else
+      twos += (RegisterShorts)_mm256_maddubs_epi16((__m256i)q[j], (__m256i)of_token);
+#endif
+    }
+    const Short unit = i < F::planes ? 1 : 16;
+    const RegisterShorts worth = RegisterShorts{} + unit;
+#ifdef __AVX512BW__
+    sum += (RegisterInts)_mm512_madd_epi16((__m512i)twos, (__m512i)worth);
+#else
+    sum += (RegisterInts)_mm256_madd_epi16((__m256i)twos, (__m256i)worth);
+#endif
+  }
+  return sum;
+#else
+  RegisterInts sum{};
+  for (int i = 0; i < F::planes; i++)
+    for (int j = 0; j < 4; j++)
+      sum += (RegisterInts)(q[i] >> 8 * j & 255) * std::int32_t(Byte(x[i] >> 8 * j));
+  return sum;
+#endif
+}
+
+Register halves_at(const Octet* from) {
+#if defined(__AVX512F__)
+  return (Register)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__F16C__)
+  return (Register)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+  typedef Half Few __attribute__((vector_size(2 * WIDE)));
+  Few few;
+  std::memcpy(&few, from, sizeof few);
+  const RegisterWords bits = __builtin_convertvector(few, RegisterWords);
+  return (Register)(((RegisterWords)((Register)((bits & 0x7fff) << 13) * 0x1p112f)) | (bits & 0x8000) << 16);
+#endif
+}
+
+// A byte of each row, with a sign or without one.
+template <bool SIGNED> Register octets_at(const Octet* from) {
+#if defined(__AVX512F__)
+  const __m128i few = _mm_loadu_si128((const __m128i*)from);
+  return (Register)_mm512_cvtepi32_ps(SIGNED ? _mm512_cvtepi8_epi32(few) : _mm512_cvtepu8_epi32(few));
+#elif defined(__AVX2__)
+  const __m128i few = _mm_loadl_epi64((const __m128i*)from);
+  return (Register)_mm256_cvtepi32_ps(SIGNED ? _mm256_cvtepi8_epi32(few) : _mm256_cvtepu8_epi32(few));
+#else
+  Register numbers;
+  for (int i = 0; i < WIDE; i++) numbers[i] = SIGNED ? Byte(from[i]) : from[i];
+  return numbers;
+#endif
+}
+
+constexpr i64 FETCHED_AHEAD = 4096;  // bytes between the weights in use and those being fetched
+
+// out[m][j] = x[m] . w[j] of sixteen rows, whose weights begin at `w`.
+template <class F> void times_packed(F, const Octet* w, i64 width, const Portion* x, i64 tokens, float* out) {
+  std::fill_n(out, tokens * LANES, 0.0f);
+  for (i64 k = 0; k < width; k += F::per_block, w += F::bytes)
+    for (int part = 0; part < F::parts; part++) {
+      const Portion* portions = x + (k + part * F::columns) / 32 * tokens;
+      constexpr int per_portion = 32 / F::columns;
+      const int half = part % per_portion;
+      const Octet* numbers = w + F::header + part * F::of_part;
+      for (i64 line = 0; line < F::bytes / F::parts; line += 64) __builtin_prefetch(numbers + FETCHED_AHEAD + line);
+      for (int lane = 0; lane < LANES; lane += WIDE) {
+        RegisterWords q[REGISTERS<F>];
+        numbers_of<F>(numbers + 4 * lane, q);
+        Register s = halves_at(w + 2 * lane), m;
+        if (F::shifted) m = halves_at(w + 2 * (LANES + lane));
+        if constexpr (F::scaled && F::shifted) {
+          s *= octets_at<false>(w + F::scales_at + part * LANES + lane);
+          m *= octets_at<false>(w + F::minima_at + part * LANES + lane);
+        } else if constexpr (F::scaled) {
+          s *= octets_at<true>(w + F::scales_at + part * LANES + lane);
+        }
+        if (!F::shifted) m = s * float(-F::offset);
+        float* to = out + lane;
+        for (i64 i = 0; i < tokens; i++, to += LANES) {
+          const Portion& portion = portions[i];
+          const Register dots =
+              __builtin_convertvector(dot_of<F>(q, portion.words + half * F::planes), Register);
+          Register sum;
+          std::memcpy(&sum, to, sizeof sum);
+          sum += dots * (s * portion.scale);
+          sum += m * (per_portion == 1 ? portion.sum : portion.halves[half]);
+          std::memcpy(to, &sum, sizeof sum);
+        }
+      }
+    }
+}
+
+}  // namespace
