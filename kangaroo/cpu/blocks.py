@@ -58,12 +58,14 @@ def native_weights(library: CDLL, matrices: Iterable[PackedMatrix]) -> list[Weig
     of a kind that it does not multiply, and of plain numbers, are widened."""
     matrices = list(matrices)
     new = list({id(matrix): matrix for matrix in matrices if matrix not in _known}.values())
-    sizes = [size_of(library, matrix) for matrix in new]
+    packed = [size_of(library, matrix) for matrix in new]
+    widened = [matrix.shape.numel() * matrix.dtype.itemsize for matrix in new]
+    sizes = [size or wide for size, wide in zip(packed, widened, strict=True)]
     pack = library.pack
     pack.argtypes = [c_int64, c_void_p, *[c_int64] * 3, c_void_p, c_int64]
-    for matrix, size, memory in zip(new, sizes, huge_pages(sizes), strict=True):
+    for matrix, size, memory in zip(new, packed, huge_pages(sizes), strict=True):
         if not size:
-            _known[matrix] = matrix.widened()
+            _known[matrix] = memory.view(matrix.dtype).view(matrix.shape).copy_(matrix.widened())
             continue
         blocks_OB, kind = matrix.blocks_OB, int(matrix.kind)
         assert blocks_OB.is_contiguous()

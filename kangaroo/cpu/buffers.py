@@ -14,9 +14,12 @@ import torch
 
 from kangaroo.cpu import native, structs
 from kangaroo.cpu.backend import CpuBackend
+from kangaroo.cpu.blocks import PLAIN, size_of
 from kangaroo.drafters.block import Block
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.engine.cache import KVCache
+from kangaroo.models.layer_weights import matrix_of
+from kangaroo.models.packed import PackedMatrix
 from kangaroo.models.target import TargetModel
 
 
@@ -76,14 +79,18 @@ class DraftBuffers:
             **{name: x.ctypes.data for name, x in vars(self).items() if isinstance(x, np.ndarray)},
         )
         self.rope = lm.rope_table(cache.n_slots)  # kept while native code uses it
-        head = lm.fast_head
+        head, table = lm.fast_head, matrix_of(lm.hf.model.embed_tokens)
         assert isinstance(lm.backend, CpuBackend) and isinstance(head, native.Head)
+        if isinstance(table, PackedMatrix) and not size_of(lm.backend.library, table):
+            table = table.widened()
+        self.table = table.blocks_OB if isinstance(table, PackedMatrix) else table  # kept, too
         target = structs.Target(
             sizes=native.sizes_struct(lm.sizes()),
             stack=native.stack_of(lm.fast_layers).as_struct(cache, range(lm.n_layers)),
             head=head.as_struct(lm.hf.model.norm.weight),
             rough=head.rough,
-            embedding=lm.hf.model.embed_tokens.weight.data_ptr(),
+            embedding=self.table.data_ptr(),
+            embedding_kind=int(table.kind) if isinstance(table, PackedMatrix) else PLAIN,
             cos=self.rope[0].data_ptr(),
             sin=self.rope[1].data_ptr(),
             vocabulary=lm.config.vocab_size,

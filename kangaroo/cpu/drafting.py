@@ -106,7 +106,8 @@ class LayerDrafting(Drafting):
         if isinstance(adapter.fast_fusing, native.Fusing):
             struct.fusing = adapter.fast_fusing.as_struct()
         if int8:
-            struct.shallow = int8.shallow.as_struct(cache, range(self.exit_layer))
+            if int8.shallow:
+                struct.shallow = int8.shallow.as_struct(cache, range(self.exit_layer))
             if int8.fuse:
                 struct.fusing.weight, struct.fusing.scales = map(native.pointer, int8.fuse)
                 struct.fusing.kind = IN_BYTES

@@ -88,12 +88,14 @@ class Int8Weights:
         lm, adapter = drafter.lm, drafter.adapter
         target_stack = native.stack_of(lm.fast_layers)
         adapter_stack = native.stack_of(adapter.fast_layers)
-        shallow = rounded_layers(target_stack.layers[: drafter.exit_layer])
+        below = target_stack.layers[: drafter.exit_layer] if target_stack.is_plain else ()
+        shallow = rounded_layers(below)
         layer = rounded_layers(adapter_stack.layers[: adapter.depth])
         self.fuse = rounded(adapter.get_parameter("fuse.weight")) if drafter.reads_deep else ()
         self.head = Int8Head(drafter.head)
         matrices = [x for y in (*shallow, *layer) for x in vars(y).values() if x is not None]
         matrices = [x for x in matrices if x.dtype == torch.int8]
         move_to_huge_pages([*matrices, *self.fuse, self.head.steps_RD, self.head.scale_R])
-        self.shallow = with_layers(target_stack, shallow)
+        # packed layers are read by drafts as they lie
+        self.shallow = with_layers(target_stack, shallow) if shallow else None
         self.layer = with_layers(adapter_stack, layer)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kangaroo.cuda.graphs import Graphs
-from kangaroo.engine.backend import Backend, Fusing, Key, LayerWeights, Sizes
+from kangaroo.engine.backend import Backend, Fusing, Key, LayerWeights, Matrix, Sizes
 from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two, tensors_in, with_tensors
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class CudaBackend(Backend):
 
         return Stack(weights, self.kernel_sizes, window)
 
-    def head(self, weight_OD: Tensor, rounds: bool = False) -> "Head | None":
-        if self.kernel_sizes is None:
+    def head(self, weight_OD: Matrix, rounds: bool = False) -> "Head | None":
+        if self.kernel_sizes is None or not isinstance(weight_OD, Tensor):
             return None
         from kangaroo.cuda.layers import Head
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kangaroo.engine.backend import LayerWeights
+from kangaroo.engine.backend import LayerWeights, Matrix
 from kangaroo.models.packed import PackedLinear, PackedMatrix, device_of
 from kangaroo.models.supported import PLAIN, windows
 
@@ -80,36 +80,47 @@ def copy_weights(source: nn.Module, target: nn.Module, dtype: torch.dtype) -> No
     target.load_state_dict(state)
 
 
-def attention_weights(attention: nn.Module) -> dict[str, Tensor | None]:
+def matrix_of(linear: nn.Module) -> Matrix:
+    """The weight of a linear layer or an embedding; a packed one is itself."""
+    return linear if isinstance(linear, PackedMatrix) else linear.get_parameter("weight")
+
+
+def attention_weights(attention: nn.Module) -> dict[str, Matrix | None]:
     """The weights of an attention part, with its biases (Qwen2) and query and key norms (Qwen3)."""
-    weights: dict[str, Tensor | None] = {}
+    weights: dict[str, Matrix | None] = {}
     for name in "qkvo":
         linear = getattr(attention, f"{name}_proj")
-        weights |= {name: linear.weight, f"{name}_bias": linear.bias}
+        weights |= {name: matrix_of(linear), f"{name}_bias": linear.bias}
     norms = {name: getattr(attention, name, None) for name in ("q_norm", "k_norm")}
     return weights | {name: norm and norm.weight for name, norm in norms.items()}
 
 
-def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Tensor | None]:
+def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Matrix | None]:
     """The weights of a feed-forward part."""
-    return {name: getattr(feed_forward, f"{name}_proj").weight for name in ("gate", "up", "down")}
+    names = "gate", "up", "down"
+    return {name: matrix_of(getattr(feed_forward, f"{name}_proj")) for name in names}
 
 
-def is_plain(hf: PreTrainedModel) -> bool:
+def is_plain(hf: PreTrainedModel, or_blocks: bool = False) -> bool:
     """Whether native code can run a model: of a known family and one dtype, without hooks, windows,
-    layers without rotation (SmolLM3's) or additional weights (LoRA's)."""
-    if hf.config.model_type not in PLAIN or windows(hf.config)[0] or packed_linears(hf):
+    layers without rotation (SmolLM3's) or additional weights (LoRA's). Its matrices are not packed,
+    `or_blocks` of a GGUF file."""
+    packed = packed_linears(hf).values()
+    known = all(or_blocks and isinstance(linear, PackedMatrix) for linear in packed)
+    if hf.config.model_type not in PLAIN or windows(hf.config)[0] or not known:
         return False
     has_rope = all(getattr(layer.self_attn, "use_rope", True) for layer in hf.model.layers)
     hooks = (x._forward_hooks or x._forward_pre_hooks or "forward" in vars(x) for x in hf.modules())
     if not has_rope or any(hooks):
         return False
-    weights = [hf.model.embed_tokens.weight, hf.model.norm.weight, hf.lm_head.weight]
+    matrices = matrix_of(hf.model.embed_tokens), matrix_of(hf.lm_head)
+    dtype, weights = hf.model.norm.weight.dtype, [hf.model.norm.weight, *matrices]
     for layer in map(layer_weights, hf.model.layers):
         weights += [weight for weight in vars(layer).values() if weight is not None]
-    dtype = hf.lm_head.weight.dtype
-    is_uniform = all(weight.dtype == dtype and weight.is_contiguous() for weight in weights)
-    return is_uniform and set(map(id, weights)) == set(map(id, hf.parameters()))
+    tensors = [weight for weight in weights if isinstance(weight, Tensor)]
+    is_uniform = all(weight.dtype == dtype for weight in weights)
+    is_uniform &= all(tensor.is_contiguous() for tensor in tensors)
+    return is_uniform and set(map(id, tensors)) == set(map(id, hf.parameters()))
 
 
 def fingerprint(model: nn.Module) -> str | None:

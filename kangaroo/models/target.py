@@ -28,7 +28,7 @@ from kangaroo.engine.tree import Tree
 from kangaroo.models import layer_weights as weights
 from kangaroo.models import supported
 from kangaroo.models.attention import ATTENTION, attention, has_flash
-from kangaroo.models.packed import PackedLinear, device_of
+from kangaroo.models.packed import device_of
 from kangaroo.models.quantizing import check_head, check_linears
 from kangaroo.models.supported import FULL, WINDOWED, check_supported, ropes, windows
 from kangaroo.utils.errors import ConfigError
@@ -69,20 +69,22 @@ class TargetModel(nn.Module):
         Triton kernels and CUDA graphs on one GPU. `huge_pages` makes reading weights faster.
         Training stays in PyTorch, and so do prompts that it reads faster."""
         sizes, dtype = self.sizes(), self.dtype
-        is_plain = weights.is_plain(self.hf) and self.config.hidden_act == "silu"
+        is_silu = self.config.hidden_act == "silu"
         device, *other_devices = {*self.layer_devices, self.head_device}
         if device.type == "cuda" and not other_devices:
             graphs = Graphs(self.device) if weights.can_record(self.hf) else None
+            is_plain = weights.is_plain(self.hf) and is_silu
             has_kernels = cuda.runs_layers(dtype, sizes, is_plain, self.device)
             return self.decode_by(CudaBackend(graphs, sizes if has_kernels else None))
-        knows_it = is_plain and dtype in native.DTYPES and sizes.head_size <= native.WIDEST_HEAD
+        fits = dtype in native.DTYPES and sizes.head_size <= native.WIDEST_HEAD
+        knows_it = fits and is_silu and weights.is_plain(self.hf, or_blocks=True)
         on_cpu = device.type == "cpu" and not other_devices
         library = native.library() if on_cpu and knows_it else None
         if library is None:
             return self.decode_by(Backend())
         if huge_pages:
-            norms = self.hf.model.norm.parameters()
-            move_to_huge_pages((*self.layers.parameters(), *norms, self.head.weight))
+            modules = self.layers, self.hf.model.norm, self.head
+            move_to_huge_pages(x for module in modules for x in module.parameters())
         return self.decode_by(CpuBackend(library, sizes))
 
     def decode_by(self, backend: Backend) -> Self:
@@ -91,10 +93,9 @@ class TargetModel(nn.Module):
         self.fast_layers: Layers | None = None
         if backend.runs_layers:
             self.fast_layers = backend.layers([weights.layer_weights(x) for x in self.layers])
-        self.fast_head: Head | None = None
-        if not isinstance(self.head, PackedLinear):
-            saves_much = 10 * self.head.weight.nbytes > weight_bytes(*self.layers)
-            self.fast_head = backend.head(self.head.weight, rounds=saves_much)
+        saves_much = 10 * weight_bytes(self.head) > weight_bytes(*self.layers)
+        head = weights.matrix_of(self.head)
+        self.fast_head: Head | None = backend.head(head, rounds=saves_much)
         return self
 
     def shard(self, device: torch.device) -> None:

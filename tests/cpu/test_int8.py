@@ -10,6 +10,7 @@ from helpers import tiny, tiny_model
 from test_native import FAMILIES, SLOTS, filled_cache, pairs, random_tokens
 
 from kangaroo.cpu import int8, native, structs
+from kangaroo.cpu.blocks import IN_BYTES
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
@@ -47,6 +48,7 @@ def test_sums_are_whole_numbers(tokens, width):
     steps_OD, scale_O = int8.rounded(weight_OD)
     struct, logits_MO = head.as_struct(), torch.empty(tokens, 83)
     struct.weight, struct.scales = map(native.pointer, (steps_OD, scale_O))
+    struct.kind = IN_BYTES
     call = native.function(lm.backend.library, "read_out", torch.bfloat16)
     pointers = byref(native.sizes_struct(sizes)), byref(struct), native.pointer(x_MD)
     call(*pointers, tokens, native.pointer(logits_MO))

@@ -144,15 +144,13 @@ def test_every_format_that_stays_packed_is_what_gguf_widens(tmp_path):
         assert torch.equal(matrix.widened(torch.tensor([4, 1])), expected[[4, 1]])
 
 
-def test_a_packed_target_drafts_and_writes_what_its_widened_one_does(tmp_path):
+@pytest.mark.parametrize("weights", Weights)
+def test_a_target_from_a_file_writes_the_same_with_any_drafter(tmp_path, weights):
     write(tmp_path / "x.gguf", kinds=(Kind.Q8_0, Kind.Q4_0))
-    texts = []
-    for weights in Weights:
-        config = ModelConfig("x", f"{tmp_path}/x.gguf", dtype=Dtype.float32, weights=weights)
-        for drafter in ("vanilla", "hybrid"):
-            model = kangaroo.load(config, drafter=drafter)
-            texts.append(model.generate(["abcabcabc", "x"], max_new_tokens=24))
-    assert texts[0] and all(text == texts[0] for text in texts)
+    config = ModelConfig("x", f"{tmp_path}/x.gguf", dtype=Dtype.float32, weights=weights)
+    models = [kangaroo.load(config, drafter=drafter) for drafter in ("vanilla", "hybrid")]
+    texts = [model.generate(["abcabcabc", "x"], max_new_tokens=24) for model in models]
+    assert texts[0] and texts[0] == texts[1]
 
 
 DAMAGED = [
