@@ -24,7 +24,7 @@ class CpuBackend(Backend):
     name = "native"
     is_compiled = runs_layers = True
 
-    def layers(self, weights: Sequence[LayerWeights], window: int = 0) -> Stack:
+    def layers(self, weights: Sequence[LayerWeights[Matrix]], window: int = 0) -> Stack:
         return Stack(self.library, native_layers(self.library, weights), self.sizes, window)
 
     def head(self, weight_OD: Matrix, rounds: bool = False) -> Head:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kangaroo.cpu.huge_pages import huge_pages
-from kangaroo.engine.backend import LayerWeights
+from kangaroo.engine.backend import LayerWeights, Matrix
 from kangaroo.models.packed import PackedMatrix
 
 PLAIN, IN_BYTES = 0, 1  # kinds that are not GGUF's, as in `products.h`
@@ -75,7 +75,9 @@ def native_weights(library: CDLL, matrices: Iterable[PackedMatrix]) -> list[Weig
     return [_known[matrix] for matrix in matrices]
 
 
-def native_layers(library: CDLL, layers: Sequence[LayerWeights]) -> list[LayerWeights]:
+def native_layers(
+    library: CDLL, layers: Sequence[LayerWeights[Matrix]]
+) -> list[LayerWeights[Weight]]:
     """Layers without packed matrices: these are `native_weights`."""
     packed = [w for layer in layers for w in vars(layer).values() if isinstance(w, PackedMatrix)]
     found = dict(zip(packed, native_weights(library, packed), strict=True))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kangaroo.cpu import native, structs
-from kangaroo.cpu.blocks import IN_BYTES
+from kangaroo.cpu.blocks import IN_BYTES, Weight
 from kangaroo.cpu.huge_pages import move_to_huge_pages
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.backend import LayerWeights
@@ -28,7 +28,7 @@ def rounded(weight_OD: Tensor) -> tuple[Tensor, Tensor]:
     return steps_OD, F.pad(scale_O, (0, -len(scale_O) % BLOCK))
 
 
-def rounded_layers(layers: Sequence[LayerWeights]) -> list[LayerWeights]:
+def rounded_layers(layers: Sequence[LayerWeights[Weight]]) -> list[LayerWeights[Weight]]:
     """Layers whose matrices are bytes, with their scales behind them."""
 
     def matrix(weight: Tensor | None) -> Tensor | None:
@@ -40,7 +40,7 @@ def rounded_layers(layers: Sequence[LayerWeights]) -> list[LayerWeights]:
     return [LayerWeights(**{k: matrix(x) for k, x in vars(y).items()}) for y in layers]
 
 
-def with_layers(stack: native.Stack, layers: Sequence[LayerWeights]) -> native.Stack:
+def with_layers(stack: native.Stack, layers: Sequence[LayerWeights[Weight]]) -> native.Stack:
     """A stack of rounded layers that are like its own."""
     stack = copy(stack)
     stack.read(layers)

@@ -25,7 +25,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from kangaroo.cpu import structs
-from kangaroo.cpu.blocks import Blocks, Weight, kind_of
+from kangaroo.cpu.blocks import Weight, kind_of
 from kangaroo.cpu.compiling import build, compiler, supported
 from kangaroo.cpu.huge_pages import move_to_huge_pages
 from kangaroo.engine.backend import Layers, LayerWeights, Sizes
@@ -80,7 +80,7 @@ class Stack:
     alone read matrices in bytes (`int8.py`)."""
 
     def __init__(
-        self, library: CDLL, layers: Sequence[LayerWeights], sizes: Sizes, window: int = 0
+        self, library: CDLL, layers: Sequence[LayerWeights[Weight]], sizes: Sizes, window: int = 0
     ):
         self.sizes, self.window = sizes, window
         words = len(fields(LayerWeights)) + len(MATRICES) + 1
@@ -95,7 +95,7 @@ class Stack:
         wide = self.dtype == torch.bfloat16 and (library.turns_rows() or library.uses_tiles())
         self.chunk = WIDE_CHUNK if wide else PROMPT_CHUNK
 
-    def read(self, layers: Sequence[LayerWeights]) -> None:
+    def read(self, layers: Sequence[LayerWeights[Weight]]) -> None:
         """Read these layers from now on."""
         self.layers, self.table = layers, layer_table(layers)
         matrices = [vars(layer)[name] for layer in layers for name in MATRICES]
@@ -158,7 +158,9 @@ class Stack:
         return x_RTD
 
 
-def layer_table(layers: Sequence[LayerWeights], names: Collection[str] | None = None) -> Array[Any]:
+def layer_table(
+    layers: Sequence[LayerWeights[Weight]], names: Collection[str] | None = None
+) -> Array[Any]:
     """The layers as `layers.h` reads them, with all weights or those of these names. As many of the
     first layers as fit stay in the last-level cache, since a draft reads them for each token."""
     entries, size = [], 0
@@ -187,6 +189,10 @@ class Head:
         self.passing = weight_OD.nbytes > staying_bytes()
         self.rough = structs.Rough()
         self.library, self.call = library, function(library, "read_out", weight_OD.dtype)
+
+    def read(self, weight_OD: Tensor) -> None:
+        """See `backend.Head`."""
+        self.weight_OD = weight_OD
 
     def takes(self, x_MD: Tensor) -> bool:
         """See `backend.Head`."""

@@ -6,7 +6,7 @@ The kernels need the package triton, so `kangaroo.cuda.layers` is imported where
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +33,14 @@ class CudaBackend(Backend):
         self.runs_layers = self.attends_last = self.kernel_sizes is not None
         self.name = "kernels" if self.runs_layers else "graphs"
 
-    def layers(self, weights: Sequence[LayerWeights], window: int = 0) -> "Stack | None":
+    def layers(self, weights: Sequence[LayerWeights[Matrix]], window: int = 0) -> "Stack | None":
         if self.kernel_sizes is None:
             return None
         from kangaroo.cuda.layers import Stack
 
-        return Stack(weights, self.kernel_sizes, window)
+        # kernels run plain models alone
+        plain = cast(Sequence[LayerWeights], weights)
+        return Stack(plain, self.kernel_sizes, window)
 
     def head(self, weight_OD: Matrix, rounds: bool = False) -> "Head | None":
         if self.kernel_sizes is None or not isinstance(weight_OD, Tensor):

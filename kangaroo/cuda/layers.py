@@ -308,6 +308,10 @@ class Head:
     def __init__(self, weight_OD: Tensor, sizes: Sizes):
         self.weight_OD, self.sizes = weight_OD, sizes
 
+    def read(self, weight_OD: Tensor) -> None:
+        """See `backend.Head`."""
+        self.weight_OD = weight_OD
+
     def takes(self, x_MD: Tensor) -> bool:
         """See `backend.Head`."""
         return not torch.is_grad_enabled()

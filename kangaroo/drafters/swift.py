@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kangaroo.drafters.autoregressive import Choice, LayerChoice
 from kangaroo.drafters.base import ChainConfig, Drafter
 from kangaroo.drafters.layer_search import Subset, expected_speedup, first_drafts, neighbour, runs
-from kangaroo.engine.backend import Layers, LayerWeights
+from kangaroo.engine.backend import Layers, LayerWeights, Matrix
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.sampling import pick
@@ -153,7 +153,7 @@ def without(layer: nn.Module, name: str) -> nn.Module:
     return half
 
 
-def halves(layer: LayerWeights) -> list[LayerWeights]:
+def halves(layer: LayerWeights[Matrix]) -> list[LayerWeights[Matrix]]:
     """A layer's weights with the attention alone, and with the feed-forward part alone."""
     others = vars(layer).keys() - set(FEED_FORWARD)
     return [replace(layer, **dict.fromkeys(names)) for names in (FEED_FORWARD, others)]

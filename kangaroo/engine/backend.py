@@ -6,15 +6,17 @@ all rows, D hidden size, O outputs, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
 from kangaroo.engine.cache import ForwardMeta, KVCache, Tensors
 from kangaroo.models.packed import PackedMatrix
 
 Matrix = Tensor | PackedMatrix
+W = TypeVar("W", default=Tensor)  # what a backend's matrices are
 Chosen = tuple[Tensor, Tensor]  # the likeliest tokens and their probabilities
 Key = tuple[Any, ...]  # names recorded work, and everything about it that is not in a tensor
 # Joins shallow states and the deep ones before them to a fused adapter's input, all `[B, N, D]`.
@@ -22,14 +24,14 @@ Fusing = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
-class LayerWeights:
+class LayerWeights(Generic[W]):
     """The weights of one layer, in the order of `cpp/layers.h`'s `Layer`; None is without."""
 
     attention_norm: Tensor | None = None
-    q: Matrix | None = None
-    k: Matrix | None = None
-    v: Matrix | None = None
-    o: Matrix | None = None
+    q: W | None = None
+    k: W | None = None
+    v: W | None = None
+    o: W | None = None
     q_bias: Tensor | None = None
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
@@ -37,9 +39,9 @@ class LayerWeights:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     feed_forward_norm: Tensor | None = None
-    gate: Matrix | None = None
-    up: Matrix | None = None
-    down: Matrix | None = None
+    gate: W | None = None
+    up: W | None = None
+    down: W | None = None
 
 
 @dataclass
@@ -81,10 +83,11 @@ class Layers(Protocol):
 class Head(Protocol):
     """A matrix from hidden states to logits; its rows may be replaced by others."""
 
-    weight_OD: Tensor
-
     def takes(self, x_MD: Tensor) -> bool:
         """Whether these states are of a step of decoding."""
+
+    def read(self, weight_OD: Tensor) -> None:
+        """Read this weight from now on."""
 
     def __call__(self, x_MD: Tensor, norm: Tensor | None = None) -> Tensor:
         """Logits `[M, O]` in float32, after a norm if one is given."""
@@ -114,7 +117,7 @@ class Backend:
     name = "eager"
     is_compiled = runs_layers = records = attends_last = False
 
-    def layers(self, weights: Sequence[LayerWeights], window: int = 0) -> Layers | None:
+    def layers(self, weights: Sequence[LayerWeights[Matrix]], window: int = 0) -> Layers | None:
         """Layers of these weights, which look back `window` positions; None leaves them to
         modules."""
         return None

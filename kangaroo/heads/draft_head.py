@@ -151,4 +151,4 @@ class TextHead(DraftHead):
         self.rows_RD[start:end] = weight_rows(self.target_head, self.ids_R[start:end])
         self.vocabulary_K, self.weight_KD = self.ids_R[:end], self.rows_RD[:end]
         if self.fast is not None and not self.fills_room:
-            self.fast.weight_OD = self.weight_KD
+            self.fast.read(self.weight_KD)

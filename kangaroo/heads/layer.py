@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from typing_extensions import Self
 
-from kangaroo.engine.backend import Fusing, Layers, LayerWeights
+from kangaroo.engine.backend import Fusing, Layers, LayerWeights, Matrix
 from kangaroo.engine.cache import BlockCache, ForwardMeta, Taps
 from kangaroo.heads.base import HeadConfig, Trainable
 from kangaroo.models import layer_weights as weights
@@ -150,7 +150,7 @@ class Layer(Trainable):
         if self.feed_forward is not None:
             layers[-1] |= weights.feed_forward_weights(self.feed_forward)
             layers[-1]["feed_forward_norm"] = getattr(self.middle_norm, "weight", None)
-        stack = [LayerWeights(**x) for x in layers]
+        stack: list[LayerWeights[Matrix]] = [LayerWeights(**x) for x in layers]
         self.fast_layers = lm.backend.layers(stack, window=self.attention_window)
         return self
 

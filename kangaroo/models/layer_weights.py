@@ -15,7 +15,7 @@ FINGERPRINTED = 256  # numbers per weight
 FORMATS = torch.float32, torch.bfloat16, torch.float16  # of weights that are not packed
 
 
-def layer_weights(layer: Any) -> LayerWeights:
+def layer_weights(layer: Any) -> LayerWeights[Matrix]:
     """The weights of a transformers layer that native code reads."""
     return LayerWeights(
         attention_norm=layer.input_layernorm.weight,
@@ -85,9 +85,9 @@ def matrix_of(linear: nn.Module) -> Matrix:
     return linear if isinstance(linear, PackedMatrix) else linear.get_parameter("weight")
 
 
-def attention_weights(attention: nn.Module) -> dict[str, Matrix | None]:
+def attention_weights(attention: nn.Module) -> dict[str, Any]:
     """The weights of an attention part, with its biases (Qwen2) and query and key norms (Qwen3)."""
-    weights: dict[str, Matrix | None] = {}
+    weights: dict[str, Any] = {}
     for name in "qkvo":
         linear = getattr(attention, f"{name}_proj")
         weights |= {name: matrix_of(linear), f"{name}_bias": linear.bias}
@@ -95,7 +95,7 @@ def attention_weights(attention: nn.Module) -> dict[str, Matrix | None]:
     return weights | {name: norm and norm.weight for name, norm in norms.items()}
 
 
-def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Matrix | None]:
+def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Any]:
     """The weights of a feed-forward part."""
     names = "gate", "up", "down"
     return {name: matrix_of(getattr(feed_forward, f"{name}_proj")) for name in names}
