@@ -29,9 +29,11 @@ class Blocks:
         return self.shape[0]
 
     def data_ptr(self) -> int:
+        """The address of its memory."""
         return self.memory.data_ptr()
 
     def is_contiguous(self) -> bool:
+        """True: sixteen rows follow sixteen others."""
         return True
 
 

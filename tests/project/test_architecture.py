@@ -22,7 +22,7 @@ ORDER = [
     {"engine.cache", "engine.sampling", "models.attention", "models.packed", "models.supported"},
     {"engine.tree", "engine.topk_logits", "engine.requests", "models.prompts"},
     {"engine.verify", "engine.budget", "engine.backend", "cpu.structs"},
-    {"cpu.native", "cpu.backend", "cpu.outcomes", "cuda"},
+    {"cpu.blocks", "cpu.native", "cpu.backend", "cpu.outcomes", "cuda"},
     {"engine.clock", "models.layer_weights", "models.quantizing"},
     {"engine.batch", "models.target"},
     {"engine.costs", "engine.prefill"},
@@ -126,7 +126,7 @@ def test_each_outside_library_has_its_place():
     assert users("deepspeed") <= {"kangaroo.training.backend"}
     assert len(users("wandb")) <= 1
     cli = {f"kangaroo.cli.{name}" for name in ("command", "help", "schema")}
-    assert users("hydra") | users("omegaconf") <= cli
+    assert users("hydra") <= cli and users("omegaconf") <= {*cli, "kangaroo.api"}
     assert {name.rsplit("_", 1)[0] for name in users("triton")} == {"kangaroo.cuda.kernels"}
     beside_cpu = {name for name in users("ctypes") if not name.startswith("kangaroo.cpu.")}
     assert beside_cpu == {"kangaroo.utils.memory"}
