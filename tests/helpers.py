@@ -3,11 +3,14 @@
 Shapes: B rows, N draft nodes, V vocabulary.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
+from gguf import GGMLQuantizationType as Kind
 from strict_graphs import StrictGraphs
 from torch import Tensor
 
@@ -28,6 +31,7 @@ from kangaroo.heads.base import Trainable
 from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load, random_model
+from kangaroo.models.packed import PackedEmbedding, PackedLinear
 from kangaroo.models.target import TargetModel
 from kangaroo.training.recipe import AdapterRecipe
 
@@ -93,6 +97,22 @@ def tiny_model(architecture: str = "llama", deep_scale: float = 0.15, **override
 
 def tiny(architecture: str = "llama", **overrides: object) -> TargetModel:
     return TargetModel(tiny_model(architecture, **overrides))
+
+
+def packed_tiny(dtype: torch.dtype = torch.bfloat16) -> TargetModel:
+    """A tiny model whose matrices are blocks of a GGUF file, in three formats by turns."""
+    hf = tiny_model("llama", dtype=dtype)
+    kinds = itertools.cycle((Kind.Q4_1, Kind.Q8_0, Kind.Q5_0))
+
+    def blocks_of(weight: torch.Tensor) -> tuple[torch.Tensor, Kind, torch.dtype]:
+        kind = next(kinds)
+        return torch.from_numpy(gguf.quantize(weight.float().numpy(), kind)), kind, dtype
+
+    for name, part in list(hf.named_modules()):
+        if isinstance(part, torch.nn.Linear):
+            hf.set_submodule(name, PackedLinear(*blocks_of(part.weight.detach())))
+    hf.set_input_embeddings(PackedEmbedding(*blocks_of(hf.model.embed_tokens.weight.detach())))
+    return TargetModel(hf).compile_for_decoding()
 
 
 def tiny_target() -> TargetModel:

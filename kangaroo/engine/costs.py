@@ -26,6 +26,7 @@ from kangaroo.engine.clock import now
 from kangaroo.engine.tree import Tree
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.folders import cache_folder, write_json
+from kangaroo.utils.memory import weight_bytes
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ def verify_costs(lm: TargetModel) -> VerifyCosts:
     the cache folder, where they stay for a day unless the machine was busy."""
     if lm in _verify_costs:
         return _verify_costs[lm]
-    identity = [lm.config.to_json_string(), str(lm.dtype), *lm.backend.machine(lm.device)]
+    model = [lm.config.to_json_string(), str(lm.dtype), weight_bytes(lm.hf)]  # packed or widened
+    identity = [*model, *lm.backend.machine(lm.device)]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     file = cache_folder() / "costs" / f"{key}.json"
     with suppress(OSError, ValueError, TypeError):  # it is missing or incomplete

@@ -118,6 +118,25 @@ def test_compiled_drafters_are_exact_in_bfloat16_too(drafter, sampling):
     assert texts_by(engine, LONGER, NEW_TOKENS, how, batch_size=2) == case.texts
 
 
+@cache
+def packed_case(sampling: str) -> Case:
+    lm = helpers.packed_tiny()
+    assert lm.backend.name == "native"
+    return Case(lm, adapter_for(lm), vanilla_texts(lm, LONGER, NEW_TOKENS, SAMPLINGS[sampling]))
+
+
+# An adapter becomes a draft model beside plain weights alone.
+ON_BLOCKS = [name for name in METHODS if name != "draft-model"]
+
+
+@pytest.mark.parametrize("drafter, sampling", cases.in_turn(ON_BLOCKS, [("greedy",), ("sampled",)]))
+def test_drafters_are_exact_on_blocks_of_a_gguf_file(drafter, sampling):
+    """A token's products with blocks do not depend on what is computed together."""
+    case, how = packed_case(sampling), SAMPLINGS[sampling]
+    engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=cases.CHUNK)
+    assert texts_by(engine, LONGER, NEW_TOKENS, how, batch_size=2) == case.texts
+
+
 # These, and what is made of them, are drafted by tensors alone.
 TENSORS = "cascade clasp draft_verify eagle kangaroo-fused-two kangaroo-two lookahead medusa swift"
 BEGINNINGS = (*TENSORS.split(), *cases.SCRIPTED)

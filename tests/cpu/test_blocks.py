@@ -1,0 +1,87 @@
+"""Products of GGUF's blocks in native code.
+
+Shapes: M tokens, D numbers of a token, O outputs.
+"""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from kangaroo.cpu import native
+from kangaroo.cpu.backend import CpuBackend
+from kangaroo.cpu.blocks import Blocks
+from kangaroo.engine.backend import Sizes
+from kangaroo.models.packed import PackedLinear
+
+KINDS = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+WIDTH, OUTPUTS = 512, 37  # no multiple of the sixteen rows that lie side by side
+SIZES = Sizes(WIDTH, heads=8, kv_heads=2, head_size=64, feed_forward=64, eps=1e-5, scaling=0.125)
+HALVES = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}  # where a block's scales are
+
+
+def blocks_of(kind: Kind, seed: int = 0) -> np.ndarray:
+    """Random rows of a kind. K types have no writer in Python: only their scales are chosen."""
+    rng = np.random.default_rng(seed)
+    if kind not in HALVES:
+        return gguf.quantize(rng.standard_normal((OUTPUTS, WIDTH), np.float32), kind)
+    numbers, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks_XB = rng.integers(0, 256, (OUTPUTS * WIDTH // numbers, size), dtype=np.uint8)
+    for place in HALVES[kind]:
+        scales_X = rng.uniform(1e-4, 1e-2, len(blocks_XB)).astype(np.float16)
+        blocks_XB[:, place : place + 2] = scales_X.view(np.uint8).reshape(-1, 2)
+    return blocks_XB.reshape(OUTPUTS, -1)
+
+
+def head_of(blocks_OB: np.ndarray, kind: Kind, dtype: torch.dtype) -> native.Head:
+    library = native.library()
+    if library is None:
+        pytest.skip("needs a C++ compiler")
+    linear = PackedLinear(torch.from_numpy(blocks_OB), kind, dtype)
+    head = CpuBackend(library, SIZES).head(linear)
+    assert isinstance(head.weight_OD, Blocks)
+    return head
+
+
+def states(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_is_that_of_the_numbers_with_a_token_in_eight_bits(kind):
+    blocks_OB = blocks_of(kind)
+    x_MD = states(5)
+    parts = x_MD.double().unflatten(1, (-1, 32))
+    step = parts.abs().amax(-1, keepdim=True) / 127
+    rounded_MD = ((parts / step).round() * step).flatten(1)
+    weight_OD = torch.from_numpy(gguf.dequantize(blocks_OB, kind)).double()
+    expected_MO = rounded_MD @ weight_OD.T
+    logits_MO = head_of(blocks_OB, kind, torch.float32)(x_MD)
+    bound = 2e-5 * (rounded_MD.abs() @ weight_OD.abs().T).max()
+    # minima take the token's own sum, of which eight bits know nothing: the same within a step
+    assert (logits_MO - expected_MO).abs().max() < bound
+
+
+@pytest.mark.parametrize("dtype", native.DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_has_the_same_bits_whatever_is_beside_it(kind, dtype):
+    head = head_of(blocks_of(kind), kind, dtype)
+    x_MD = states(70, dtype)
+    whole_MO = head(x_MD)
+    for start, stop in ((0, 1), (3, 5), (7, 15), (20, 53)):
+        assert torch.equal(head(x_MD[start:stop]), whole_MO[start:stop])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_blocks_give_numbers_or_none_and_nothing_beyond_them(kind):
+    """Any bytes are blocks; scales may be infinite. A row's damage stays in its own output."""
+    whole_OB, rng = blocks_of(kind), np.random.default_rng(3)
+    damaged_OB = whole_OB.copy()
+    damaged_OB[20] = rng.integers(0, 256, whole_OB.shape[1], dtype=np.uint8)
+    damaged_OB[21] = 255
+    x_MD = states(3)
+    expected_MO = head_of(whole_OB, kind, torch.float32)(x_MD)
+    logits_MO = head_of(damaged_OB, kind, torch.float32)(x_MD)
+    others = [row for row in range(OUTPUTS) if row not in (20, 21)]
+    assert torch.equal(logits_MO[:, others], expected_MO[:, others])
