@@ -69,15 +69,13 @@ class TargetModel(nn.Module):
         Triton kernels and CUDA graphs on one GPU. `huge_pages` makes reading weights faster.
         Training stays in PyTorch, and so do prompts that it reads faster."""
         sizes, dtype = self.sizes(), self.dtype
-        is_silu = self.config.hidden_act == "silu"
         device, *other_devices = {*self.layer_devices, self.head_device}
         if device.type == "cuda" and not other_devices:
             graphs = Graphs(self.device) if weights.can_record(self.hf) else None
-            is_plain = weights.is_plain(self.hf) and is_silu
-            has_kernels = cuda.runs_layers(dtype, sizes, is_plain, self.device)
+            has_kernels = cuda.runs_layers(dtype, sizes, self._is_plain(), self.device)
             return self.decode_by(CudaBackend(graphs, sizes if has_kernels else None))
         fits = dtype in native.DTYPES and sizes.head_size <= native.WIDEST_HEAD
-        knows_it = fits and is_silu and weights.is_plain(self.hf, or_blocks=True)
+        knows_it = fits and self._is_plain(or_blocks=True)
         on_cpu = device.type == "cpu" and not other_devices
         library = native.library() if on_cpu and knows_it else None
         if library is None:
@@ -86,6 +84,9 @@ class TargetModel(nn.Module):
             modules = self.layers, self.hf.model.norm, self.head
             move_to_huge_pages(x for module in modules for x in module.parameters())
         return self.decode_by(CpuBackend(library, sizes))
+
+    def _is_plain(self, or_blocks: bool = False) -> bool:
+        return weights.is_plain(self.hf, or_blocks) and self.config.hidden_act == "silu"
 
     def decode_by(self, backend: Backend) -> Self:
         """Decode with the layers and the head of this backend, if it has them."""

@@ -35,6 +35,7 @@ from kangaroo.utils.errors import ConfigError, KangarooError
 from kangaroo.utils.ranks import Ranks
 
 OWN = {"smollm2-135m", "tiny"}
+GGUF = {"qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"}
 PAPER = {"vicuna-7b": 2, "vicuna-13b": 3, "llama-2-13b-chat": 3}  # exit layers that it names
 
 
@@ -42,7 +43,7 @@ def composed(*overrides):
     return OmegaConf.to_object(of_command("train", ["output=out", *overrides]))
 
 
-@pytest.mark.parametrize("model", sorted(set(MODELS) - OWN))
+@pytest.mark.parametrize("model", sorted(set(MODELS) - OWN - GGUF))
 def test_a_large_model_has_the_papers_training_at_an_exit_layer_by_its_rule(model):
     config = composed(f"model={model}")
     trainer, layers = config.trainer, SHAPES[config.model.path]["num_hidden_layers"]
@@ -69,6 +70,14 @@ def test_a_small_model_keeps_the_defaults_of_the_options(model):
     assert config.data.name == "self_synthesis"
     assert config.data.shards * config.data.shard_size == 1536
     assert config.data.path == f"outputs/data/self_synthesis/{model}"
+
+
+@pytest.mark.parametrize("model", sorted(GGUF))
+def test_a_model_in_a_gguf_file_learns_its_own_text_at_the_papers_exit_layer(model):
+    config = composed(f"model={model}")
+    layers = SHAPES[config.model.path]["num_hidden_layers"]
+    exits = config.adapter.named_exits(SimpleNamespace(n_layers=layers))
+    assert exits == {"attention-exit2": 2} and config.data.name == "self_synthesis"
 
 
 def test_the_command_line_and_an_experiment_win_over_the_recipe():
