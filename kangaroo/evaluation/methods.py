@@ -13,6 +13,7 @@ from kangaroo.engine.requests import Generation, StepRecord
 from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.records import MethodRun
 from kangaroo.models.attention import ATTENTION
+from kangaroo.models.packed import keep_widened
 from kangaroo.models.prompts import Tokenizer, plain_text
 from kangaroo.models.supported import usual_attention
 from kangaroo.models.target import TargetModel
@@ -21,8 +22,10 @@ from kangaroo.models.target import TargetModel
 @contextmanager
 def lent_to_transformers(lm: TargetModel) -> Iterator[None]:
     """Give the model its usual attention, since `generate` brings its own cache, and an empty
-    generation config, since `generate` fills in from there what the caller's leaves open."""
+    generation config, since `generate` fills in from there what the caller's leaves open. Packed
+    matrices are widened, and kept so: modules read them at every token."""
     own = lm.hf.generation_config
+    keep_widened(lm.hf)
     lm.hf.set_attn_implementation(usual_attention(lm.hf))
     lm.hf.generation_config = GenerationConfig()
     try:

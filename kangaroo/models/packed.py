@@ -28,11 +28,14 @@ class PackedMatrix(nn.Module):
         super().__init__()
         self.register_buffer("blocks_OB", blocks_OB, persistent=False)
         self.kind, self.dtype = kind, dtype
+        self.kept_OI: Tensor | None = None  # see `keep_widened`
         numbers, size = GGML_QUANT_SIZES[kind]  # of a block
         self.shape = torch.Size((len(blocks_OB), blocks_OB.shape[1] // size * numbers))
 
     def widened(self, rows_R: Tensor | None = None) -> Tensor:
         """The matrix, or these rows of it, `[R, I]` in `dtype`."""
+        if self.kept_OI is not None:
+            return self.kept_OI if rows_R is None else self.kept_OI[rows_R]
         blocks_RB = self.blocks_OB if rows_R is None else self.blocks_OB[rows_R]
         numbers_RI = dequantize(blocks_RB.cpu().numpy(), self.kind)
         # a copy: numbers of float32 would be a view of the file
@@ -45,6 +48,13 @@ class PackedMatrix(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.shape[1]} -> {self.shape[0]}, {self.kind.name}"
+
+
+def keep_widened(module: nn.Module) -> None:
+    """Widen the packed matrices inside a module once, for code that reads them at every token."""
+    for part in module.modules():
+        if isinstance(part, PackedMatrix):
+            part.kept_OI = part.widened()
 
 
 def weight_rows(module: nn.Module, rows_R: Tensor | None = None) -> Tensor:

@@ -164,6 +164,7 @@ def page_of(model, here):
     return page.read_text()
 
 
+@pytest.mark.slow
 def test_an_experiment_is_one_command(tmp_path):
     write_inputs(here := tmp_path)
     lm = tiny_target()

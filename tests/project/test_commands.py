@@ -244,7 +244,8 @@ def bytes_of(folder: Path, pattern: str) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("line", list(map(marked, TORCHRUN)))
+@pytest.mark.slow
+@pytest.mark.parametrize("line", TORCHRUN)
 def test_a_line_of_the_pages_runs_in_two_processes(line, here):
     launcher, script, options = re.fullmatch(r"(.* )(\S+\.py)(.*)", line).groups()
     run(launcher + " ".join(shrunk(script + options)), here)
