@@ -91,7 +91,7 @@ test-slow: $(STAMP)-slow  ## run the slow tests
 # Where torchao is installed it warns whenever transformers is imported, so it lies beside the environment.
 test-quantized: $(call needs,test)  ## run the tests of quantized weights
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target build/quantized -c constraints.txt torchao compressed-tensors
-	PYTHONPATH=build/quantized $(BIN)/python -m pytest -q tests/models/test_families.py -k "quantized or saved_and_drafts" $(ARGS)
+	PYTHONPATH=build/quantized $(BIN)/python -m pytest -q tests/models/test_families.py -m "slow or not slow" -k "quantized or saved_and_drafts" $(ARGS)
 
 test-llama: $(call needs,test) $(STAMP)-benchmark  ## run the tests of integrations/llama_cpp
 	$(BIN)/python -m pytest -q integrations/llama_cpp $(ARGS)

@@ -94,7 +94,9 @@ def test_a_chain_is_what_its_definition_gives_after_the_whole_text(sampling, nam
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "tensors"])
 @pytest.mark.parametrize("first_layers", [True, False], ids=["first layers", "another model"])
-@pytest.mark.parametrize("idle", [0, 3, 9], ids="{} rounds idle".format)
+@pytest.mark.parametrize(
+    "idle", [0, 3, pytest.param(9, marks=pytest.mark.slow)], ids="{} rounds idle".format
+)
 def test_so_it_does_after_rounds_without_drafts(case, first_layers, idle, native, monkeypatch):
     """Of each so many, after two in which it drafts."""
     model = draft_lm(case) if first_layers else another_model()

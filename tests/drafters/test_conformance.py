@@ -33,7 +33,7 @@ OTHERS, MOST = list(BY_MODULES), ("kangaroo", "kangaroo-tree")
 PLAIN = set(FAMILIES) - set(OTHERS)
 
 
-# A method runs on every family, a variant on a third of them. Over these the batches take turns,
+# A method runs on every family, a variant on a sixth of them. Over these the batches take turns,
 # the cheapest most often, and so do the samplings: as 7 and 5 have no common divisor, every
 # sampling meets every batch.
 VARIANTS = [name for name in DRAFTERS if name not in METHODS]
@@ -46,7 +46,7 @@ COVERING = [
 ] + [
     (drafter, family, HOW[(i + j) % len(HOW)], FEWER_TURNS[j % len(FEWER_TURNS)])
     for i, drafter in enumerate(VARIANTS)
-    for j, family in enumerate(list(FAMILIES)[i % 3 :: 3])
+    for j, family in enumerate(list(FAMILIES)[i % 6 :: 6])
 ]
 
 

@@ -152,9 +152,9 @@ def check_shared(drafter: str, family: str, sampling: str) -> None:
 
 @pytest.mark.parametrize("number", range(len(FAST)), ids=FAST)
 def test_a_prompt_goes_on_in_its_row_and_from_the_text_of_another(number):
-    first, second = ["greedy", "sampled"][:: 1 - number // 2 % 2 * 2]
-    check(FAST[number], TURNS[number % len(TURNS)], first)
-    check_shared(FAST[number], TURNS[number % len(TURNS)], second)
+    sampling = ["greedy", "sampled"][number // 2 % 2]
+    checked = check if number % 2 else check_shared
+    checked(FAST[number], TURNS[number % len(TURNS)], sampling)
 
 
 @pytest.mark.slow

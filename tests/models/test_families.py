@@ -204,7 +204,13 @@ def test_what_a_family_adds_is_part_of_the_target_that_an_adapter_is_for():
     assert len({target_hashes(lm.config)[0] for lm in targets}) == len(targets)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *QUANTIZED])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if i % 2 else pytest.mark.slow)
+        for i, name in enumerate([*FAMILIES, *QUANTIZED])
+    ],
+)
 def test_an_adapter_learns_is_saved_and_drafts(name, tmp_path):
     lm, wide = (FAMILIES | QUANTIZED)[name](), {"fused": True, "draft_steps": 2}
     some = [recipe(name="plain"), recipe(name="wide", feed_forward=True, **wide)]
@@ -258,6 +264,7 @@ QUANTIZED_BY = """kangaroo kangaroo-tree kangaroo-fused-layer eagle-tree block h
 draft_verify medusa kangaroo-vocabulary prompt-lookup-short""".split()
 
 
+@pytest.mark.slow
 @of_quantized
 def test_drafters_write_what_the_quantized_model_writes_itself(name):
     lm = QUANTIZED[name]().compile_for_decoding()

@@ -21,6 +21,7 @@ SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, seed=5)}
 # but block, for which nothing trained is shipped
 SHIPPED = [f"drafter={name}" for name in sorted(set(DRAFTERS) - {"vanilla", "block"})]
 SHIPPED.append(f"drafter=kangaroo drafter.adapter={ADAPTER}-fused")
+FAST = SHIPPED[-1], *(f"drafter={x}" for x in ("kangaroo", "kangaroo_tree", "hybrid", "cascade"))
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,13 @@ def by_vanilla(target):
     return prompts, texts
 
 
-@pytest.mark.parametrize("options, sampling", list(zip(SHIPPED, itertools.cycle(SAMPLINGS))))
+@pytest.mark.parametrize(
+    "options, sampling",
+    [
+        pytest.param(*case, marks=() if case[0] in FAST else pytest.mark.slow)
+        for case in zip(SHIPPED, itertools.cycle(SAMPLINGS))
+    ],
+)
 def test_every_method_writes_what_vanilla_writes_with_what_is_shipped(
     target, by_vanilla, monkeypatch, options, sampling
 ):
