@@ -1,12 +1,14 @@
 """Compares our decoding with llama.cpp's on the same prompts, in turn, in a Markdown table.
 
-Greedy, at batch 1, with equal numbers of threads. llama.cpp has the same weights in the same number
-format; for the embedded model also the 4-bit file that the weights come from.
+Greedy, at batch 1, with equal numbers of threads. Of a GGUF file both read the same one. Otherwise
+llama.cpp has the same weights in the same number format, and for the embedded model also the 4-bit
+file that the weights come from.
 """
 
 import argparse
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from gguf_file import FORMATS, gguf_file
@@ -20,46 +22,93 @@ from kangaroo.evaluation.bench import BenchConfig, question_prompts
 from kangaroo.evaluation.metrics import Results, estimate
 from kangaroo.evaluation.speed import Texts, take_turns, write_by_engine
 from kangaroo.models.embedded import EMBEDDED, embedded_gguf
+from kangaroo.models.gguf_file import gguf_path, is_gguf
+from kangaroo.models.loading import ModelConfig
+from kangaroo.models.target import TargetModel
 from kangaroo.utils import tables
 
 
 def main() -> None:
+    options = parsed_options()
+    config = model_config(options.model)
+    lm, tokenizer = load_target(config)
+    bench, longest = BenchConfig(path=options.questions), lm.context - options.tokens
+    prompts = question_prompts(tokenizer, options.prompts, bench, longest)
+    methods = {"vanilla": partial(write_by_engine, Engine(lm, Vanilla()))}
+    for name in options.drafter:
+        drafter = drafter_config(name, config.name, {}).build(lm)
+        methods[name] = partial(write_by_engine, Engine(lm, drafter))
+    context = max(map(len, prompts)) + options.tokens
+    with ExitStack() as processes:
+        for name, (file, flags) in llama_servers(config, lm, options).items():
+            running = server(file, context, options.llama_server, flags)
+            methods[name] = partial(ask, processes.enter_context(running))
+        take_turns(methods, prompts[:1], options.tokens, 1, "warm-up")
+        trials = take_turns(methods, prompts, options.tokens, options.repeats, "answers")
+    print(tables.markdown(table(trials, prompts)))
+
+
+def parsed_options() -> argparse.Namespace:
+    """The command line's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m", help="a name of configs/model")
+    parser.add_argument("--model", default="smollm2-135m", help="what model= takes: a name, a file")
     parser.add_argument("--questions", help="a file in Spec-Bench's format; else the demo bench")
     parser.add_argument("--prompts", type=int, default=12, help="spread over the questions")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--drafter", default="hybrid", help="a name of configs/drafter")
+    parser.add_argument("--drafter", nargs="+", default=["hybrid"], help="names of configs/drafter")
     parser.add_argument("--llama-server", help="a program that was built here, not xllamacpp")
+    parser.add_argument(
+        "--speculation",
+        nargs="+",
+        default=[],
+        help="types that llama-server speculates with, as ngram-simple, beside its plain decoding",
+    )
     options = parser.parse_args()
-    config = model_config(options.model)
-    lm, tokenizer = load_target(config)
-    drafter = drafter_config(options.drafter, config.name, {}).build(lm)
-    bench, longest = BenchConfig(path=options.questions), lm.context - options.tokens
-    prompts = question_prompts(tokenizer, options.prompts, bench, longest)
-    files = {f"llama.cpp, {FORMATS.get(lm.dtype)}": gguf_file(lm)}
+    if options.speculation and options.llama_server is None:
+        parser.error("--speculation needs --llama-server: xllamacpp's has no such option")
+    return options
+
+
+def llama_servers(
+    config: ModelConfig, lm: TargetModel, options: argparse.Namespace
+) -> dict[str, tuple[Path, list[str]]]:
+    """By name, the file and the further options of each llama.cpp to compare with."""
+    if is_gguf(config.path):
+        files = {"the same file": gguf_path(config.path)}
+    else:
+        files = {f"{FORMATS.get(lm.dtype)}": gguf_file(lm)}
     if lm.name == EMBEDDED:
-        files["llama.cpp, 4 bits"] = embedded_gguf()
-    engines = {"vanilla": Engine(lm, Vanilla()), options.drafter: Engine(lm, drafter)}
-    methods = {name: partial(write_by_engine, engine) for name, engine in engines.items()}
-    with ExitStack() as processes:
-        context = max(map(len, prompts)) + options.tokens
-        for name, file in files.items():
-            address = processes.enter_context(server(file, context, options.llama_server))
-            methods[name] = partial(ask, address)
-        take_turns(methods, prompts[:1], options.tokens, 1, "warm-up")
-        trials = take_turns(methods, prompts, options.tokens, options.repeats, "answers")
+        files["4 bits"] = embedded_gguf()
+    servers: dict[str, tuple[Path, list[str]]] = {}
+    for name, file in files.items():
+        servers[f"llama.cpp, {name}"] = (file, [])
+    for kind in options.speculation:  # of the last file, which its users have
+        servers[f"llama.cpp, {kind}"] = (file, ["--spec-type", kind])
+    return servers
+
+
+def table(trials: dict[str, Texts], prompts: list[list[int]]) -> list[dict[str, str]]:
+    """A row for each method: tokens/s of decoding, alone and over vanilla's, and of prompts."""
     rows = []
     for name, texts in trials.items():
         every = [text for of_prompt in texts for text in of_prompt]
         rate = len(every) / sum(map(seconds_per_token, every))  # texts are equally long
         result = against_vanilla(trials["vanilla"], texts)
-        times = tables.estimate(result["speedup"], result["speedup_ci95"], same=1.0)
-        equal_texts = f"{result['equal_texts']} of {len(prompts)}"
-        row = {"": name, "tokens/s": f"{rate:.1f}", "times vanilla": times}
-        rows.append(row | {"vanilla's texts": equal_texts})
-    print(tables.markdown(rows))
+        prefill = sum(text.prefill_seconds for text in every)
+        read = sum(len(p) * len(of_prompt) for p, of_prompt in zip(prompts, texts, strict=True))
+        rows.append(
+            {
+                "": name,
+                "tokens/s": f"{rate:.1f}",
+                "times vanilla": tables.estimate(
+                    result["speedup"], result["speedup_ci95"], same=1.0
+                ),
+                "prompts, tokens/s": f"{read / prefill:.0f}",
+                "vanilla's texts": f"{result['equal_texts']} of {len(prompts)}",
+            }
+        )
+    return rows
 
 
 def seconds_per_token(text: Generation) -> float:

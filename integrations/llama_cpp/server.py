@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -26,10 +26,12 @@ TIMEOUT = 600  # seconds to wait for the next token
 
 
 @contextmanager
-def server(gguf: Path, context: int, binary: str | None = None) -> Iterator[str]:
+def server(
+    gguf: Path, context: int, binary: str | None = None, flags: Sequence[str] = ()
+) -> Iterator[str]:
     """Host and port of a llama.cpp that has loaded the file, with our number of threads: of the
-    package xllamacpp, or the program `binary` (llama-server). It uses no processor time while it is
-    idle.
+    package xllamacpp, or the program `binary` (llama-server) with these further options. It uses no
+    processor time while it is idle.
 
     Errors: `ProcessLost` where it does not start.
     """
@@ -40,7 +42,7 @@ def server(gguf: Path, context: int, binary: str | None = None) -> Iterator[str]
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         command = [binary, "-m", str(gguf), "-t", threads, "-c", str(context), "--port", port]
-        command += ["-np", "1", "--cache-ram", "0"]
+        command += ["-np", "1", "--cache-ram", "0", *flags]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True) as process,
