@@ -79,8 +79,9 @@ def is_loaded(process: subprocess.Popen[str], port: str) -> bool:
     return False
 
 
-def ask(address: str, prompt: list[int], new_tokens: int) -> Generation:
-    """Decode greedily past any EOS. Lines are parsed after the last one, so as not to delay any.
+def ask(address: str, prompt: list[int], new_tokens: int, is_cached: bool = False) -> Generation:
+    """Decode greedily past any EOS; with `is_cached` it keeps what it has read of the same beginning.
+    Lines are parsed after the last one, so as not to delay any.
 
     Errors: `ProcessLost` where the server has ended, or refuses.
     """
@@ -90,7 +91,7 @@ def ask(address: str, prompt: list[int], new_tokens: int) -> Generation:
         "temperature": 0,
         "samplers": ["temperature"],  # others would only take time
         "ignore_eos": True,
-        "cache_prompt": False,
+        "cache_prompt": is_cached,
         "return_tokens": True,
         "stream": True,
     }
