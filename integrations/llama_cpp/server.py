@@ -80,7 +80,7 @@ def is_loaded(process: subprocess.Popen[str], port: str) -> bool:
 
 
 def ask(address: str, prompt: list[int], new_tokens: int, is_cached: bool = False) -> Generation:
-    """Decode greedily past any EOS; with `is_cached` it keeps what it has read of the same beginning.
+    """Decode greedily past any EOS; `is_cached` keeps what was read of an equal beginning.
     Lines are parsed after the last one, so as not to delay any.
 
     Errors: `ProcessLost` where the server has ended, or refuses.
