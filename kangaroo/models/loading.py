@@ -97,6 +97,20 @@ class ModelConfig:
     eos_token: str | None = None
     compiled: bool = True
 
+    def __post_init__(self) -> None:
+        if self.weights is None:
+            return
+        option = f"model.weights={self.weights.value}"
+        if not is_gguf(self.path):
+            raise ConfigError(
+                f"{option} is for GGUF files, and '{self.path}' is none: leave it out."
+            )
+        if self.weights is Weights.packed and self.quantization is not None:
+            raise ConfigError(
+                f"{option} keeps the file's own quantization; leave out "
+                f"model.quantization={self.quantization.value}, or pass model.weights=widened."
+            )
+
 
 def known_models() -> list[dict[str, Any]]:
     """The settings of every section of `MODELS`, without those for training."""
@@ -287,7 +301,8 @@ def _read_gguf(config: ModelConfig, device: str) -> tuple[PreTrainedModel, Token
     file = GGUFFile(gguf_path(config.path, config.revision))
     tokenizer = gguf_tokenizer.read_tokenizer(file)
     packed = config.weights is Weights.packed
-    if config.weights is None and config.compiled and device == "cpu":
+    chosen = config.weights is None and config.quantization is None
+    if chosen and config.compiled and device == "cpu":
         packed = file.kinds() <= native.PACKED and native.library() is not None
     model = read_model(file, config.dtype.torch, packed)
     check_tokenizer(tokenizer, model, config.path)

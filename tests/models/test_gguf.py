@@ -22,9 +22,10 @@ from kangaroo.models.gguf_tokenizer import read_tokenizer
 from kangaroo.models.layer_weights import fingerprint
 from kangaroo.models.loading import Dtype, ModelConfig, Weights, load, model_config
 from kangaroo.models.packed import PackedMatrix
+from kangaroo.models.quantizing import Quantization
 from kangaroo.models.random_models import byte_tokenizer, random_model
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import CorruptFile, ModelNotFound, UnsupportedModel
+from kangaroo.utils.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
 
 QWEN = os.environ.get("KANGAROO_QWEN_GGUF", "")  # Qwen2.5-Coder-0.5B-Instruct, Q4_K_M
 FAMILIES = {
@@ -200,6 +201,15 @@ def test_a_file_on_the_hub_is_named_by_its_owner_and_offline_one_line_says_so():
         gguf_path(config.path)
     with pytest.raises(ModelNotFound, match=r"write hf://OWNER/NAME/FILE.gguf"):
         gguf_path("hf://Owner/file.gguf")
+
+
+def test_weights_that_a_model_cannot_have_are_refused_before_it_is_loaded():
+    with pytest.raises(
+        ConfigError, match=r"model\.weights=packed is for GGUF files, and 'some/model'"
+    ):
+        ModelConfig("x", "some/model", weights=Weights.packed)
+    with pytest.raises(ConfigError, match=r"leave out model\.quantization=int8"):
+        ModelConfig("x", "x.gguf", weights=Weights.packed, quantization=Quantization.int8)
 
 
 def test_a_file_that_another_replaces_stays_as_it_was(tmp_path):
