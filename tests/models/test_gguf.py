@@ -13,6 +13,7 @@ from helpers import LLAMA3_ROPE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 import kangaroo
+from kangaroo.drafters.draft_model import DraftModelConfig
 from kangaroo.heads.adapter_files import adapters_of
 from kangaroo.heads.target_hash import target_hashes
 from kangaroo.models import embedded, loading
@@ -149,9 +150,11 @@ def test_every_format_that_stays_packed_is_what_gguf_widens(tmp_path):
 def test_a_target_from_a_file_writes_the_same_with_any_drafter(tmp_path, weights):
     write(tmp_path / "x.gguf", kinds=(Kind.Q8_0, Kind.Q4_0))
     config = ModelConfig("x", f"{tmp_path}/x.gguf", dtype=Dtype.float32, weights=weights)
-    models = [kangaroo.load(config, drafter=drafter) for drafter in ("vanilla", "hybrid")]
+    write(tmp_path / "draft.gguf", kinds=(Kind.Q4_0,))  # the same weights, rounded otherwise
+    draft_model = DraftModelConfig(model=f"{tmp_path}/draft.gguf")
+    models = [kangaroo.load(config, drafter=x) for x in ("vanilla", "hybrid", draft_model)]
     texts = [model.generate(["abcabcabc", "x"], max_new_tokens=24) for model in models]
-    assert texts[0] and texts[0] == texts[1]
+    assert texts[0] and texts[0] == texts[1] == texts[2]
 
 
 DAMAGED = [
