@@ -1,4 +1,5 @@
-"""Benches: questions in Spec-Bench's format (docs/evaluation.md), shipped, downloaded, or local."""
+"""Benches: questions in Spec-Bench's format or in columns of a table (docs/evaluation.md), shipped,
+downloaded, from the hub, or local."""
 
 import hashlib
 import http.client
@@ -8,8 +9,9 @@ import urllib.request
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from huggingface_hub import hf_hub_download
 from pyarrow import ArrowException, parquet
 
 from kangaroo.models.prompts import Message, Tokenizer, prompt_ids, valid_text
@@ -37,11 +39,19 @@ class BenchConfig(Ranged):
 
     Args:
         name: name in results, and of a shipped file. Empty: the name of `path`, else the demo.
-        path: a local file of JSON lines, a .parquet file, or a folder of .parquet files.
+        path: a local file of JSON lines, a .parquet file, or a folder of .parquet and .jsonl files;
+            in a folder, those whose names begin with `split` if there are some.
         url: downloaded once into the cache folder (`$KANGAROO_CACHE`, else the platform's).
         sha256: checksum that a download must have; a `path` with another one only gets a warning.
-        hub: a dataset on the hub, whose split "test" has the questions.
-        subset: subsets of that dataset, or names of folders below `path`, joined by +.
+        hub: a dataset on the hub.
+        subset: subsets of that dataset or its .jsonl files, or names of .jsonl files and folders
+            below `path`, joined by +.
+        split: that of a dataset on the hub.
+        question: the column with the question, or with a list of the user's turns; of several
+            columns, joined by +, the texts make one question. None: lines as Spec-Bench's.
+        category: beside `question`, the column by which results are reported. None: the name of
+            the file where `subset` names files, else that of the bench.
+        instruction: what is written before the text of `question`.
         max_new_tokens: the longest answer to a turn.
     """
 
@@ -51,6 +61,10 @@ class BenchConfig(Ranged):
     sha256: str | None = None
     hub: str | None = None
     subset: str | None = None
+    split: str = "test"
+    question: str | None = None
+    category: str | None = None
+    instruction: str = ""
     max_new_tokens: Count = 1024
 
     def __post_init__(self) -> None:
@@ -61,6 +75,14 @@ class BenchConfig(Ranged):
 def bench_name(path: str | None) -> str:
     """The default name of a bench that is read from `path`."""
     return DEMO if path is None else Path(path).stem
+
+
+class File(NamedTuple):
+    """The lines of a bench or of a part of it."""
+
+    source: str  # what errors call it
+    content: bytes
+    category: str  # of questions without one
 
 
 @dataclass
@@ -123,20 +145,20 @@ def fingerprint(questions: list[Question]) -> str:
 def load_questions(config: BenchConfig) -> list[Question]:
     """The bench's questions in file order. Errors: `DataError`, `CorruptFile`, `ConfigError`."""
     if config.path is not None:
-        content, source = _read_local(config, Path(config.path)), config.path
+        files = _read_local(config, Path(config.path))
     elif config.url is not None:
         file = cache_folder() / "benches" / f"{config.name}.jsonl"
-        content, source = _download(config, config.url, file), str(file)
+        files = [File(str(file), _download(config, config.url, file), config.name)]
     elif config.hub is not None:
-        content, source = _read_hub(config.hub, config.subset), config.hub
+        files = _read_hub(config, config.hub)
     else:
         shipped = Path(__file__).parent / "benches" / f"{config.name}.jsonl"
         if not shipped.is_file():
             raise ConfigError(
                 f"no bench '{config.name}' is shipped, only {DEMO}; pass bench.path= or bench.url=."
             )
-        content, source = shipped.read_bytes(), config.name
-    return parse(content, source, config.name)
+        files = [File(config.name, shipped.read_bytes(), config.name)]
+    return parse(files, config)
 
 
 def question_prompts(
@@ -162,30 +184,43 @@ def long_prompt(tokenizer: Tokenizer, length: int) -> list[int]:
     return (ids * (length // len(ids) + 1))[-length:]
 
 
-def _read_local(config: BenchConfig, path: Path) -> bytes:
+def _read_local(config: BenchConfig, path: Path) -> list[File]:
     try:
-        files = [path]
-        if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.suffix.lower() == ".parquet")
-            folders = {file: {*file.relative_to(path).parts[:-1]} for file in files}
-            known = set[str]().union(*folders.values())
-            names = {*config.subset.split("+")} if config.subset and known else set()
-            if unknown := names - known:
-                raise DataError(
-                    f"bench.path={path} has no folder '{min(unknown)}', only "
-                    f"{', '.join(sorted(known))}. Pass bench.subset= some, or null for all."
-                )
-            files = [file for file in files if not names or names & folders[file]]
-        content = b"\n".join(map(_read_lines, files))
+        paths = _files_below(config, path) if path.is_dir() else [path]
+        contents = [_read_lines(file) for file in paths]
     except (OSError, ArrowException) as error:
         reason = str(getattr(error, "strerror", None) or error).rstrip(".")
         raise DataError(
             f"bench.path={path} cannot be read: {reason}. Pass a .jsonl or .parquet file of "
-            "questions, or a folder of .parquet files."
+            "questions, or a folder of such files."
         ) from error
-    if config.sha256 and hashlib.sha256(content).hexdigest() != config.sha256:
+    if config.sha256 and hashlib.sha256(b"\n".join(contents)).hexdigest() != config.sha256:
         log.warning("%s does not hold the questions of %s (its sha256 differs)", path, config.name)
-    return content
+    names = [_category(config, file.name) for file in paths]
+    return [File(*x) for x in zip(map(str, paths), contents, names, strict=True)]
+
+
+def _files_below(config: BenchConfig, path: Path) -> list[Path]:
+    """The files of a folder that `config.subset` and `config.split` name, sorted."""
+    files = [file for file in path.rglob("*") if file.suffix.lower() in (".parquet", ".jsonl")]
+    names = {file: {*file.relative_to(path).parts[:-1]} for file in files}
+    for file in files:
+        if file.suffix.lower() == ".jsonl":  # as on the hub, where a subset has no lines
+            names[file].add(file.relative_to(path).as_posix())
+    known = set[str]().union(*names.values())
+    wanted = set(config.subset.split("+")) if config.subset and known else set()
+    if unknown := wanted - known:
+        raise DataError(
+            f"bench.path={path} has no folder or .jsonl file '{min(unknown)}', only "
+            f"{', '.join(sorted(known))}. Pass bench.subset= some, or null for all."
+        )
+    files = sorted(file for file in files if not wanted or names[file] & wanted)
+    return [file for file in files if file.name.startswith(config.split)] or files
+
+
+def _category(config: BenchConfig, file: str) -> str:
+    """That of questions in a file which does not say it."""
+    return Path(file).stem if ".jsonl" in (config.subset or "") else config.name
 
 
 def _read_lines(file: Path) -> bytes:
@@ -200,19 +235,26 @@ def _as_lines(rows: Iterable[dict[str, Any]]) -> bytes:
     return "\n".join(json.dumps(row, default=lambda _: None) for row in rows).encode()
 
 
-def _read_hub(name: str, subset: str | None) -> bytes:
+def _read_hub(config: BenchConfig, name: str) -> list[File]:
     from datasets import load_dataset  # slow to import, and other benches do not need it
     from datasets.exceptions import DatasetsError
 
-    try:
-        subsets = subset.split("+") if subset else [None]
-        return b"\n".join(_as_lines(load_dataset(name, x, split="test")) for x in subsets)
-    except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
-        raise DataError(
-            f"{name} ({subset}) cannot be read from the hub: {str(error).rstrip('.')}. Go online "
-            "once (and where its licence has to be accepted, do that at its page), or pass "
-            "bench.path=."
-        ) from error
+    files = []
+    for part in config.subset.split("+") if config.subset else [None]:
+        source = f"{name} ({part})" if part else name
+        try:
+            if part and part.endswith(".jsonl"):
+                content = Path(hf_hub_download(name, part, repo_type="dataset")).read_bytes()
+            else:
+                content = _as_lines(load_dataset(name, part, split=config.split))
+        except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
+            raise DataError(
+                f"{source} cannot be read from the hub: {str(error).rstrip('.')}. Go online "
+                "once (and where its licence has to be accepted, do that at its page), or pass "
+                "bench.path=."
+            ) from error
+        files.append(File(source, content, _category(config, part or name)))
+    return files
 
 
 def _download(config: BenchConfig, url: str, file: Path) -> bytes:
@@ -240,45 +282,76 @@ def _download(config: BenchConfig, url: str, file: Path) -> bytes:
     return content
 
 
-def parse(content: bytes, source: str, name: str) -> list[Question]:
-    """Questions from JSON lines; those without a category get the bench's `name` as theirs."""
+def parse(files: Sequence[File], config: BenchConfig) -> list[Question]:
+    """Questions from JSON lines. Errors: `DataError`."""
     questions: dict[int, Question] = {}
-    unfilled = 0
-    for number, line in enumerate(content.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            question = _question(json.loads(line), {"question_id": number, "category": name})
-            if question.question_id in questions:
-                raise ValueError(f"question_id {question.question_id} again")
-        except (ValueError, RecursionError) as error:  # too many digits, too many brackets
-            command = command_line("prepare split", source=source, output="outputs/questions")
-            raise DataError(
-                f"{source}, line {number}: {error}. A bench has one question a line, such as "
-                f'{{"turns": ["Why?"]}}; of conversations this makes one: {command}'
-            ) from error
-        if any(turn.startswith(UNFILLED) for turn in question.turns):
-            unfilled += 1
-            continue
-        if name in (DEMO, "spec_bench") and question.category in MTBENCH:
-            question.task = "mt_bench"
-        questions[question.question_id] = question
+    lines_before, unfilled = 0, 0
+    for file in files:
+        lines = file.content.splitlines()
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = _row(json.loads(line), config)
+                question = _question(row, file.category, default_id=lines_before + number)
+                if question.question_id in questions:
+                    raise ValueError(f"question_id {question.question_id} again")
+            except (ValueError, RecursionError) as error:  # too many digits, too many brackets
+                help = _form(config, file.source)
+                raise DataError(f"{file.source}, line {number}: {error}. {help}") from error
+            if any(turn.startswith(UNFILLED) for turn in question.turns):
+                unfilled += 1
+                continue
+            if config.name in (DEMO, "spec_bench") and question.category in MTBENCH:
+                question.task = "mt_bench"
+            questions[question.question_id] = question
+        lines_before += len(lines)
+    sources = ", ".join(file.source for file in files) or config.path
     if unfilled:
         log.warning(
             "%s of %s left out: their text has to be fetched from its sources, as NVIDIA's script "
             "for SPEED-Bench does; pass what that writes as bench.path=.",
-            *(tables.count(unfilled, "question"), source),
+            *(tables.count(unfilled, "question"), sources),
         )
     if not questions:
-        raise DataError(f"{source} holds no questions. Pass bench.path= a file with some.")
+        raise DataError(f"{sources} holds no questions. Pass bench.path= a file with some.")
     return list(questions.values())
 
 
-def _question(fields: Any, defaults: dict[str, Any]) -> Question:
+def _form(config: BenchConfig, source: str) -> str:
+    """What the lines of a bench must look like."""
+    if config.question is not None:
+        return "bench.question= and bench.category= name the columns to read"
+    command = command_line("prepare split", source=source, output="outputs/questions")
+    return (
+        'A bench has one question a line, such as {"turns": ["Why?"]}; of conversations this makes '
+        f"one: {command}"
+    )
+
+
+def _row(fields: Any, config: BenchConfig) -> dict[str, Any]:
+    """A line's fields; of a table, what `config.question` and `config.category` choose."""
     if not isinstance(fields, dict):
         raise ValueError("it is no JSON object")
-    valid_text(json.dumps(fields, ensure_ascii=False))
-    fields = defaults | {name: value for name, value in fields.items() if value is not None}
+    if config.question is None:
+        return fields
+    names = config.question.split("+")
+    for name in (*names, config.category):
+        if name is not None and name not in fields:
+            raise ValueError(f"there is no column '{name}', only {', '.join(fields)}")
+    turns = fields[names[0]]
+    if len(names) > 1 or not isinstance(turns, list):
+        texts = [fields[name] for name in names if fields[name]]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{config.question} is neither text nor a list of turns")
+        turns = [config.instruction + "\n\n".join(texts)] if texts else []
+    return {"turns": turns, "category": fields[config.category] if config.category else None}
+
+
+def _question(row: dict[str, Any], category: str, default_id: int) -> Question:
+    valid_text(json.dumps(row, ensure_ascii=False))
+    fields: dict[str, Any] = {"question_id": default_id, "category": category}
+    fields |= {name: value for name, value in row.items() if value is not None}
     if isinstance(question_id := fields["question_id"], str):
         fields["question_id"] = int(hashlib.sha256(question_id.encode()).hexdigest()[:15], 16)
     if type(fields["question_id"]) is not int or abs(fields["question_id"]) >= 2**63:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from datetime import date
 
 import pytest
@@ -60,8 +61,124 @@ def test_speed_benchs_questions_come_from_parquet_files_or_the_hub(tmp_path, mon
     for place in (parts, {"path": str(tmp_path)}):
         assert len(load_questions(BenchConfig("speed_bench", **place))) == 3
     assert len(load_questions(BenchConfig("speed_bench", path=str(tmp_path), subset="8k"))) == 1
-    with pytest.raises(DataError, match=r"has no folder '4k', only 8k\. Pass bench\.subset="):
+    with pytest.raises(DataError, match=r"has no folder or \.jsonl file '4k', only 8k\. Pass"):
         load_questions(BenchConfig("speed_bench", path=str(tmp_path), subset="4k+8k"))
+
+
+# Rows of each named bench's columns, written by us, with the category and the turns they make.
+NAMED = {
+    "gsm8k": ({"question": "1 + 1?", "answer": "#### 2"}, "gsm8k", ["1 + 1?"]),
+    "math500": (
+        {"problem": "$x^2 = 4$", "solution": "2", "answer": "2", "subject": "Algebra", "level": 1},
+        *("Algebra", ["$x^2 = 4$"]),
+    ),
+    "humaneval": (
+        {"task_id": "T/0", "prompt": "def one():\n", "canonical_solution": "1", "test": "pass"},
+        *("humaneval", ["def one():\n"]),
+    ),
+    "mbpp": (
+        {"task_id": 11, "text": "Write f.", "code": "", "test_list": []},
+        "mbpp",
+        ["Write f."],
+    ),
+    "livecodebench": (
+        {"question_content": "Sum.", "question_id": "a", "difficulty": "easy", "platform": "p"},
+        *("easy", ["Sum."]),
+    ),
+    "mt_bench": (
+        {"prompt": ["Write.", "Again."], "prompt_id": 9, "category": "writing", "reference": []},
+        *("writing", ["Write.", "Again."]),
+    ),
+    "alpaca": (
+        {"instruction": "Sort.", "input": "b, a", "output": "a, b", "text": "..."},
+        *("alpaca", ["Sort.\n\nb, a"]),
+    ),
+    "arena_hard": (
+        {"uid": "0", "category": "hard_prompt", "subcategory": "x", "prompt": "Prove it."},
+        *("hard_prompt", ["Prove it."]),
+    ),
+    "cnn_dailymail": (
+        {"article": "(CNN) A dog.", "highlights": "Dog.", "id": "0"},
+        *("cnn_dailymail", ["Summarize: (CNN) A dog."]),
+    ),
+    "speculator_benchmarks": ({"prompt": "Why?"}, "HumanEval", ["Why?"]),
+}
+
+
+def named(name, **changes):
+    settings = yaml.safe_load((ROOT / "configs/groups/bench.yaml").read_text())[name]
+    del settings["defaults"]
+    return BenchConfig(**settings | changes)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_benches_read_their_columns_from_the_hub_and_from_files(name, tmp_path, monkeypatch):
+    row, category, turns = NAMED[name]
+    config, asked = named(name), []
+    rows = [row, row | {name: "" for name in ("input",) if name in row}]
+    is_lines = ".jsonl" in (config.subset or "")
+    file = tmp_path / (config.subset.split("+")[0] if is_lines else "test-0.parquet")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if not is_lines:
+        Dataset.from_list(rows).to_parquet(file)
+
+    def load_dataset(*place, split):
+        asked.append((*place, split))
+        return Dataset.from_list(rows)
+
+    def download(*place, repo_type):
+        asked.append((*place, repo_type))
+        return str(file)
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr("kangaroo.evaluation.bench.hf_hub_download", download)
+    of_hub = load_questions(config)
+    one_file = named(name, subset=config.subset.split("+")[0] if is_lines else config.subset)
+    of_file, of_folder = (
+        load_questions(replace(one_file, path=str(path))) for path in (file, tmp_path)
+    )
+    assert of_file == of_folder == of_hub[:2]
+    assert [(question.category, question.turns) for question in of_file] == [
+        (category, turns),
+        (category, ["Sort."] if name == "alpaca" else turns),
+    ]
+    parts = config.subset.split("+") if config.subset else [None]
+    assert asked == [(config.hub, part, "dataset" if is_lines else config.split) for part in parts]
+    assert [question.question_id for question in of_hub] == [*range(1, 2 * len(parts) + 1)]
+
+
+def test_every_named_bench_has_its_stand_in():
+    benches = yaml.safe_load((ROOT / "configs/groups/bench.yaml").read_text())
+    assert {name for name, settings in benches.items() if "question" in settings} == {*NAMED}
+
+
+@pytest.mark.parametrize(
+    "name, row, reason",
+    [
+        ("math500", {"question": "x", "subject": "y"}, "no column 'problem', only question, sub"),
+        ("math500", {"problem": "x", "answer": "y"}, "no column 'subject', only problem, answer"),
+        ("alpaca", {"instruction": "x"}, "no column 'input', only instruction"),
+        ("gsm8k", {"question": 5}, "question is neither text nor a list of turns"),
+        ("gsm8k", {"question": ""}, "none of them blank"),
+        ("gsm8k", [], "it is no JSON object"),
+    ],
+)
+def test_a_column_that_is_not_there_is_named_with_its_file(name, row, reason, tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps(row))
+    ways_out = r"bench\.question= and bench\.category= name the columns"
+    with pytest.raises(DataError, match=rf"mine\.jsonl, line 1: .*{reason}.*\. {ways_out}"):
+        load_questions(named(name, path=str(file)))
+
+
+def test_of_a_folder_the_split_is_read_and_the_files_that_subset_names(tmp_path):
+    for file in ("qa.jsonl", "rag.jsonl", "train-0.jsonl", "test-0.jsonl"):
+        (tmp_path / file).write_text(json.dumps({"prompt": file}))
+    config = BenchConfig(path=str(tmp_path), question="prompt")
+    assert [question.turns for question in load_questions(config)] == [["test-0.jsonl"]]
+    config.subset = "rag.jsonl+qa.jsonl"
+    assert [question.category for question in load_questions(config)] == ["qa", "rag"]
 
 
 def test_a_system_turn_comes_first_and_counts_in_the_fingerprint(tmp_path):
