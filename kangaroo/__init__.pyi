@@ -12,6 +12,7 @@ from kangaroo.drafters.hybrid import HybridConfig as HybridConfig
 from kangaroo.drafters.kangaroo import KangarooConfig as KangarooConfig
 from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig as KangarooTreeConfig
 from kangaroo.drafters.layerskip import LayerSkipConfig as LayerSkipConfig
+from kangaroo.drafters.llma import LlmaConfig as LlmaConfig
 from kangaroo.drafters.lookahead import LookaheadConfig as LookaheadConfig
 from kangaroo.drafters.medusa import MedusaConfig as MedusaConfig
 from kangaroo.drafters.prompt_lookup import PromptLookupConfig as PromptLookupConfig

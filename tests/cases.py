@@ -28,6 +28,7 @@ from kangaroo.drafters.eagle import EagleTree
 from kangaroo.drafters.expected_gain import Costs
 from kangaroo.drafters.hybrid import Hybrid, HybridConfig, TextHybrid
 from kangaroo.drafters.layerskip import LayerSkipConfig
+from kangaroo.drafters.llma import Llma, LlmaConfig
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.medusa import Medusa
 from kangaroo.drafters.prompt_lookup import PromptLookup
@@ -209,6 +210,8 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "eagle-2-tree": lambda case: eagle_tree(case, 0.0, kind=EagleTree),
     "prompt-lookup": lambda case: PromptLookup(),
     "prompt-lookup-short": lambda case: PromptLookup(2, 4),
+    "llma": lambda case: Llma(LlmaConfig(copy_length=6), datastore_of(case)),
+    "llma-long-trigger": lambda case: Llma(LlmaConfig(trigger_length=3, copy_length=4)),
     "rest-tree": lambda case: Rest(datastore_of(case), RestConfig(steps=5, num_draft=9)),
     "rest-tree-sparse": lambda case: Rest(datastore_of(case), RestConfig(max_matches=3)),
     "lookahead-tree": lambda case: Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3)),

@@ -1,6 +1,7 @@
 """Prompt lookup: drafts what followed the text's last tokens where they occurred before."""
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 from kangaroo.drafters.base import Drafter, DrafterConfig, FromText, RowStates
 from kangaroo.engine.batch import Batch
@@ -30,20 +31,32 @@ class PromptLookup(FromText):
     """Drafts as transformers' `PromptLookupCandidateGenerator` does, token for token: the first
     occurrence of the longest n-gram counts, and a draft ends before an EOS."""
 
-    def __init__(self, max_matching_ngram_size: int = 3, num_pred_tokens: int = 10):
-        self.max_ngram, self.max_nodes = max_matching_ngram_size, num_pred_tokens
+    def __init__(
+        self, max_matching_ngram_size: int = 3, num_pred_tokens: int = 10, min_ngram: int = 1
+    ):
+        self.max_ngram, self.min_ngram = max_matching_ngram_size, min_ngram
+        self.max_nodes = num_pred_tokens
 
     def begin(self, batch: Batch) -> None:
         self.eos_ids = batch.ends
         self.ngrams = RowStates(lambda row, text: Ngrams(text, self.max_ngram))
 
     def continuation(self, row: int, text: list[int]) -> list[int]:
+        _, end = self.match(row, text)
+        return self.before_eos(row, text[end : end + self.max_nodes])
+
+    def match(self, row: int, text: list[int]) -> tuple[int, int]:
+        """The tokens of the longest n-gram at the text's end that stood before, and where it first
+        ended; 0 and the text's end if there is none."""
         ends = self.ngrams.get(row, text).find_ends()
-        for n in range(min(self.max_ngram, len(text) - 1), 0, -1):
+        for n in range(min(self.max_ngram, len(text) - 1), self.min_ngram - 1, -1):
             if (end := ends.get(tuple(text[-n:]))) is not None:
-                tokens, eos_ids = text[end : end + self.max_nodes], self.eos_ids[row]
-                return tokens[: next((i for i, x in enumerate(tokens) if x in eos_ids), None)]
-        return []
+                return n, end
+        return 0, len(text)
+
+    def before_eos(self, row: int, tokens: list[int]) -> list[int]:
+        """The tokens up to one that ends the row's text."""
+        return list(takewhile(lambda token: token not in self.eos_ids[row], tokens))
 
 
 class Ngrams:

@@ -14,6 +14,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from kangaroo.data.store import documents
 from kangaroo.drafters import datastore
 from kangaroo.drafters.datastore import ABOUT, SUFFIXES, TOKENS, index, load, save
+from kangaroo.drafters.llma import Llma, LlmaConfig
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.drafters.suffix import Suffix, SuffixAutomaton
@@ -61,6 +62,62 @@ def test_drafts_are_transformers_candidates(ngram, count, alphabet, eos):
             drafted += len(continuation)
             text.append(token)
     assert drafted > 10
+
+
+def by_the_pseudo_code(
+    documents: list[list[int]], text: list[int], options: LlmaConfig, eos: tuple[int, ...]
+) -> list[int]:
+    """LLMA on lists: the longest trigger first; the documents in their order, then the text."""
+    for n in range(options.longest_trigger, options.trigger_length - 1, -1):
+        for document in (*documents, text):
+            for start in range(len(document) - n):  # something follows
+                if document[start : start + n] == text[-n:]:
+                    copied = document[start + n : start + n + options.copy_length]
+                    return copied[: next((i for i, x in enumerate(copied) if x in eos), None)]
+    return []
+
+
+@pytest.mark.parametrize("eos", [(), (0, 3)])
+@pytest.mark.parametrize("alphabet", [4, 12, 60])
+@pytest.mark.parametrize("trigger, longest, count", [(1, 5, 20), (2, 5, 7), (3, 3, 4), (1, 1, 2)])
+def test_llma_copies_what_its_pseudo_code_does(trigger, longest, count, alphabet, eos):
+    documents = random_texts(alphabet, (9, 40, 1, 25), seed=alphabet)
+    options = LlmaConfig("llma", trigger, longest, count)
+    (coming,) = random_texts(alphabet, [80], seed=7)
+    for references in (documents, []):
+        drafter = Llma(options, index(references, alphabet) if references else None)
+        text, drafted, from_documents = coming[:1], 0, 0
+        batch = begun(drafter, text, eos=eos)
+        for token in coming[1:]:
+            copied = drafter.continuation(0, batch.texts[0])
+            assert copied == by_the_pseudo_code(references, text, options, eos)
+            drafted += len(copied)
+            from_documents += copied != by_the_pseudo_code([], text, options, eos)
+            text.append(token)
+        if alphabet == 4:
+            assert drafted > 10 and bool(from_documents) == bool(references)
+
+
+def test_without_references_llma_is_prompt_lookup():
+    llma, lookup = Llma(LlmaConfig(longest_trigger=3, copy_length=10)), PromptLookup(3, 10)
+    (text,) = random_texts(6, [60])
+    begun(llma, text), begun(lookup, text)
+    for end in range(1, 60):
+        assert llma.continuation(0, text[:end]) == lookup.continuation(0, text[:end])
+
+
+def test_llma_takes_references_of_its_vocabulary_and_names_them_in_results(tmp_path):
+    lm = tiny()
+    config = LlmaConfig(references=str(tmp_path / "references"))
+    with pytest.raises(DataError, match=r"no datastore at '.*references'"):
+        config.build(lm)
+    store = index([[1, 2, 3, 4]], lm.config.vocab_size)
+    save(store, lm, tmp_path / "references", {})
+    drafter = config.build(lm)
+    begun(drafter, [5, 2])
+    assert drafter.continuation(0, [5, 2]) == [3, 4]
+    assert config.settings()["fingerprint"] == store.about["fingerprint"]
+    assert LlmaConfig().settings()["fingerprint"] is None
 
 
 @pytest.mark.parametrize("alphabet", [1, 2, 3, 8, 40])
