@@ -113,6 +113,11 @@ def fused(case: Case) -> Case:
     return replace(case, adapter=adapter_for(case.lm, architecture=AdapterHeadConfig(fused=True)))
 
 
+def on_embeddings(case: Case) -> Case:
+    parts = AdapterHeadConfig(fused=True)
+    return replace(case, adapter=adapter_for(case.lm, 0, architecture=parts))
+
+
 def chain_from(case: Case, head: DraftHead) -> Drafter:
     return chain_of(case.lm, case.adapter, 4, 0, head)
 
@@ -172,6 +177,10 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "kangaroo-fused": lambda case: kangaroo(case.lm, fused=True),
     "kangaroo-fused-layer": lambda case: kangaroo(case.lm, fused=True, feed_forward=True),
     "kangaroo-fused-two-layers": lambda case: kangaroo(case.lm, fused=True, attention_layers=2),
+    "kangaroo-on-embeddings": lambda case: chain_of(case.lm, adapter_for(case.lm, 0), 4, 0.3),
+    "kangaroo-on-embeddings-fused": lambda case: chain_of(
+        case.lm, on_embeddings(case).adapter, 4, 0
+    ),
     "kangaroo-tree": lambda case: tree(case, 3, 0, None, 3, 8),
     "kangaroo-tree-text-vocabulary": lambda case: tree(case, 3, 0.05, of_text(case), 3, 9),
     "kangaroo-tree-stops": lambda case: tree(case, 4, 0.3, None, 4, 2),
@@ -179,6 +188,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "kangaroo-tree-auto": lambda case: cheap(tree(case, 4, AUTO, None, 3, 9)),
     "kangaroo-tree-of-one": lambda case: tree(case, 4, 0.3, None, 1),
     "kangaroo-tree-fused": lambda case: tree(fused(case), 3, 0, None, 3, 9),
+    "kangaroo-tree-on-embeddings": lambda case: tree(on_embeddings(case), 3, 0, None, 3, 9),
     "draft-model": lambda case: DraftModel(case.lm, draft_lm(case), steps=4),
     "draft-model-stops": lambda case: DraftModel(case.lm, draft_lm(case), 4, threshold=0.3),
     "draft-model-auto": lambda case: cheap(DraftModel(case.lm, draft_lm(case), 4, AUTO)),
@@ -195,6 +205,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "hybrid-tree-stops": lambda case: hybrid(case, 15, 0.08),
     "hybrid-tree-fused": lambda case: hybrid(fused(case), 5, 0),
     "hybrid-tree-of-all": lambda case: hybrid(case, 9, 0.01, recycle=True),
+    "hybrid-tree-on-embeddings": lambda case: hybrid(on_embeddings(case), 9, 0.01),
     "text-hybrid": lambda case: with_costs(
         TextHybrid(HybridConfig(nodes=7, recycle=True)), costs_of(7, 0.01)
     ),

@@ -37,7 +37,7 @@ class DraftBuffers:
 
     Args:
         capacity: nodes that a row may have.
-        exit_layer: the layers below it give the states that `drafting` reads; 0 for none.
+        exit_layer: the layers below it give the states that `drafting` reads; None for no states.
         keep: how many likeliest tokens after each node are kept.
     """
 
@@ -46,13 +46,13 @@ class DraftBuffers:
         lm: TargetModel,
         cache: KVCache,
         capacity: int,
-        exit_layer: int,
+        exit_layer: int | None,
         drafting: structs.Drafting | None,
         keep: int = 0,
     ):
         size, hidden = cache.batch_size, lm.config.hidden_size
         # room for committed tokens that the drafting layer has not read; unused memory is free
-        most_unread = cache.n_slots if exit_layer else 0
+        most_unread = 0 if exit_layer is None else cache.n_slots
         self.base, self.count, self.asking = np.zeros((3, size), np.int64)
         self.draw = np.zeros(size, structs.DRAW)
         self.end, self.unread, self.accepted = np.zeros((3, size), np.int64)
@@ -71,7 +71,7 @@ class DraftBuffers:
             capacity=capacity,
             hidden=hidden,
             most_unread=most_unread,
-            exit=exit_layer,
+            exit=exit_layer or 0,
             keep=keep,
             states=self.states_BND.data_ptr(),
             unread_states=self.unread_BUD.data_ptr(),

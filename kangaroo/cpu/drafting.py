@@ -31,7 +31,8 @@ class Drafting:
     """A drafter in native code for one batch; the base class is vanilla decoding."""
 
     nodes = 0  # the most places that its nodes take in a round
-    exit_layer = 0  # verification reuses the states of the layers below this one
+    # the layers below this one give the states that it reads and verification reuses; None for none
+    exit_layer: int | None = None
 
     def layer(self, cache: KVCache) -> structs.Drafting | None:
         """The drafting layer beside the target's cache, if there is one; its own must exist."""
@@ -107,7 +108,7 @@ class LayerDrafting(Drafting):
             struct.fusing = adapter.fast_fusing.as_struct()
         if int8:
             if int8.shallow:
-                struct.shallow = int8.shallow.as_struct(cache, range(self.exit_layer))
+                struct.shallow = int8.shallow.as_struct(cache, range(drafter.exit_layer))
             if int8.fuse:
                 struct.fusing.weight, struct.fusing.scales = map(native.pointer, int8.fuse)
                 struct.fusing.kind = IN_BYTES

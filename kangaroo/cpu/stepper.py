@@ -66,8 +66,9 @@ class CpuStepper:
 
     def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
         """Chunks of a shared prefix that the drafting layer has not read, with the kept states."""
-        buffers, end = self.buffers, len(prefix_T)
-        if self.texts[source] is not self.batch.texts[source]:  # no step since its prompt
+        buffers, end, exit_layer = self.buffers, len(prefix_T), self.drafting.exit_layer
+        no_step_yet = self.texts[source] is not self.batch.texts[source]
+        if exit_layer is None or no_step_yet:
             return []
         text_end = buffers.base[source] + buffers.accepted[source] + 1
         first = min(int(text_end - buffers.unread[source]), end)
@@ -75,4 +76,4 @@ class CpuStepper:
             return []
         states_1TD = buffers.unread_BUD[source, None, : end - first].clone()
         meta = self.lm.chunk(first, end, row, self.batch.n_slots)
-        return [(prefix_T[None, first:], meta, {self.drafting.exit_layer: states_1TD})]
+        return [(prefix_T[None, first:], meta, {exit_layer: states_1TD})]

@@ -20,7 +20,7 @@ from kangaroo.heads.draft_head import ROOM, DraftHead, TextHead
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch
-from kangaroo.utils.ranges import AUTO, AutoThreshold, Count, CountOrZero, DraftSize, Ranged
+from kangaroo.utils.ranges import AUTO, AutoThreshold, CountOrZero, DraftSize, Ranged
 
 State = TypeVar("State")
 # The chance that a token of a lookup is right after right ones; the first one's is in the budget.
@@ -137,7 +137,7 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
             verification reads the model's own.
     """
 
-    exit_layer: Count | None = None
+    exit_layer: CountOrZero | None = None
     vocabulary: CountOrZero | None = None
     text_vocabulary: CountOrZero = ROOM
     attention_window: CountOrZero | None = None

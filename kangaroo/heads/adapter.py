@@ -80,10 +80,10 @@ class Adapter(Layer):
         vocabulary_K: Tensor | None = None,
     ):
         parts = architecture or AdapterHeadConfig()
-        if not 0 < exit_layer < lm.n_layers:
+        if not 0 <= exit_layer < lm.n_layers:
             raise AdapterMismatch(
                 f"exit layer {exit_layer} does not lie inside the target's {lm.n_layers} layers; "
-                f"choose 1 to {lm.n_layers - 1}."
+                f"choose 0, the embeddings, to {lm.n_layers - 1}."
             )
         deep_tap = lm.n_layers - 1 if parts.fused else None
         super().__init__(lm, parts, exit_layer, deep_tap, like=exit_layer)

@@ -127,10 +127,11 @@ def write_for_vllm(path: str, lm: TargetModel, folder: Path, threshold: float) -
     adapter, vocabulary_K = adapter_files.load_as_saved(path, lm)
     parts: Any = adapter.architecture
     has_one_layer = isinstance(parts, AdapterHeadConfig) and parts.attention_layers == 1
-    if not has_one_layer or not parts.attention or parts.fused:
+    if not has_one_layer or not parts.attention or parts.fused or not adapter.exit_layer:
         raise ConfigError(
-            f"adapter '{path}' is {parts}, which the plugin kangaroo-vllm cannot run. Export one "
-            "of adapter=attention, layer or own_head, or decode with this one here "
+            f"adapter '{path}' is {parts} at exit layer {adapter.exit_layer}, which the plugin "
+            "kangaroo-vllm cannot run. Export one of adapter=attention, layer or own_head, above "
+            "one layer or more, or decode with this one here "
             f"(drafter={parts.drafter})."
         )
     weights = {name: weight.contiguous() for name, weight in adapter.state_dict().items()}

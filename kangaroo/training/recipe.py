@@ -99,8 +99,8 @@ class AdapterRecipe(Ranged):
     Args:
         name: with the exit layer, the name of the adapter's folder and results.
         architecture: the `HeadConfig` of a module in `kangaroo/heads`.
-        exit_layers: numbers of target layers below each adapter, if its kind leaves a choice; None
-            is `paper_exit`.
+        exit_layers: numbers of target layers below each adapter, if its kind leaves a choice; 0 is
+            on the embeddings; None is `paper_exit`.
         draft_steps: draft tokens in a row to train for, if its kind reads its own states.
         step_decay: weight of each further step's loss, as a share of the one before.
         learning_rate: peak; None takes the trainer's.
@@ -111,7 +111,7 @@ class AdapterRecipe(Ranged):
 
     name: str = "???"
     architecture: Any = "???"
-    exit_layers: ranges.Filled[Count] | None = field(default_factory=lambda: [3])
+    exit_layers: ranges.Filled[CountOrZero] | None = field(default_factory=lambda: [3])
     loss: Loss = Loss.cross_entropy  # how its distributions are compared with the target's
     draft_steps: ranges.DraftSize = 1
     step_decay: NotNegative = 0.8

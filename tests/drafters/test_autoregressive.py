@@ -54,7 +54,8 @@ CHAINS: dict[str, Callable[[Case], Any]] = {
     name: DRAFTERS[name]
     for name in """
         kangaroo kangaroo-stops kangaroo-two-layers kangaroo-fused kangaroo-fused-layer
-        kangaroo-fused-two-layers eagle draft-model draft_verify draft_verify-stops
+        kangaroo-fused-two-layers kangaroo-on-embeddings kangaroo-on-embeddings-fused
+        eagle draft-model draft_verify draft_verify-stops
     """.split()
 } | {
     "another model": lambda case: DraftModel(case.lm, another_model(), 3),

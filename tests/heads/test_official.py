@@ -213,5 +213,5 @@ def test_an_exit_layer_has_to_be_given_where_it_is_not_known(lm, tmp_path):
     with pytest.raises(ConfigError, match=r"tiny/llama.*2 for lmsys/vicuna-7b.*exit_layer="):
         official.exit_layer(None, lm)
     assert official.exit_layer(3, lm) == 3
-    with pytest.raises(AdapterMismatch, match=r"exit layer 4 .*choose 1 to 3"):
+    with pytest.raises(AdapterMismatch, match=r"exit layer 4 .*choose 0, the embeddings, to 3"):
         official.read(checkpoint(tmp_path, random_state(lm), config_of(lm)), lm, 4)

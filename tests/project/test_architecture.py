@@ -101,7 +101,7 @@ def test_drafters_import_neither_the_engine_nor_a_backend():
         assert not {part(imported) for imported in inside(name)} & {"engine", "cpu", "cuda"}, name
 
 
-def test_four_drafters_are_made_from_others_and_no_other_imports_one():
+def test_five_drafters_are_made_from_others_and_no_other_imports_one():
     """Modules of `drafters/` that are no method, such as `chain`, are there to be shared."""
     methods = {f"kangaroo.drafters.{path.stem}" for path in (ROOT / "configs/drafter").iterdir()}
     made = {name: (inside(name) & methods) - {name} for name in sorted(methods & TREES.keys())}
@@ -114,6 +114,7 @@ def test_four_drafters_are_made_from_others_and_no_other_imports_one():
         "eagle": {"kangaroo", "kangaroo_tree"},
         "hybrid": {"kangaroo", "suffix", "token_recycling"},
         "layerskip": {"kangaroo"},
+        "llma": {"prompt_lookup"},
         "token_recycling": {"medusa"},
     }
 

@@ -91,12 +91,12 @@ def test_only_the_adapter_is_trained_and_it_learns(tmp_path):
 def test_several_adapters_train_as_if_each_were_alone(tmp_path):
     layers = recipe(name="layer", feed_forward=True, exit_layers=[1])
     fused = recipe(name="fused", fused=True, draft_steps=2)
-    together = [recipe(exit_layers=[1, 2]), layers, fused]
+    together = [recipe(exit_layers=[0, 1, 2]), layers, fused]
     settings = config(vocabulary=40)
     folders = train(tiny(), samples(8), settings, tmp_path / "all", recipes=together)
-    names = ["attention-exit1", "attention-exit2", "layer-exit1", f"fused-exit{EXIT}"]
-    assert [f.name for f in folders] == names
-    apart = [recipe(exit_layers=[1]), recipe(exit_layers=[2]), layers, fused]
+    names = [f"attention-exit{layer}" for layer in (0, 1, 2)]
+    assert [f.name for f in folders] == [*names, "layer-exit1", f"fused-exit{EXIT}"]
+    apart = [*(recipe(exit_layers=[layer]) for layer in (0, 1, 2)), layers, fused]
     for folder, alone in zip(folders, apart, strict=True):
         (single,) = train(tiny(), samples(8), settings, tmp_path / folder.name, recipes=[alone])
         joint, separate = load_file(folder / WEIGHTS), load_file(single / WEIGHTS)

@@ -130,7 +130,7 @@ template <class T> class Round {
     for (i64 m = 0; m < total; m++) {
       i64 row = pass.rows[m], node = pass.nodes[m];
       T* to = pass.x.data() + m * D;
-      if (r.exit) std::copy_n(r.state(row, node), D, to);
+      if (r.keeps_states()) std::copy_n(r.state(row, node), D, to);
       else t.embed(r.token[r.at(row, node)], to);
     }
     std::vector<T> deep;
@@ -158,7 +158,7 @@ template <class T> class Round {
 
   // States of the nodes that have none yet, by the layers below the exit.
   void find_states(bool drafting = true) {
-    if (!r.exit) return;
+    if (!r.keeps_states()) return;
     clear();
     for (i64 row = 0; row < r.batch; row++)
       for (i64 node = 0; node < r.count[row]; node++) {
@@ -307,7 +307,7 @@ template <class T> class Round {
     i64 *written = r.written + row * r.capacity, depth = 0, node = 0;
     T* unread = r.unread_states + (row * r.most_unread + r.unread[row]) * D;
     while (true) {
-      if (r.exit) std::copy_n(r.state(row, node), D, unread + depth * D);
+      if (r.keeps_states()) std::copy_n(r.state(row, node), D, unread + depth * D);
       if (reads_deep())
         rms_norm(deep + node * D, t.head.norm, D, t.sizes.eps, d->deep_at(row, r.base[row] + depth, D));
       written[depth] = choices[node].tokens[0];
@@ -317,7 +317,7 @@ template <class T> class Round {
       move(row, r.base[row] + r.place[r.at(row, node)], r.base[row] + ++depth);
     }
     r.accepted[row] = depth;
-    if (r.exit) r.unread[row] += depth + 1;
+    if (r.keeps_states()) r.unread[row] += depth + 1;
   }
 
   void move(i64 row, i64 from, i64 to) {

@@ -78,7 +78,7 @@ template <class T> struct Places {
 
 template <class T> struct Rows {
   i64 batch, capacity, hidden, most_unread;
-  i64 exit;  // layers below this give the states; 0 where no drafter reads any
+  i64 exit;  // layers below this give the states that a drafter reads
   // of each row: the pending token's position; how many nodes there are; whether a draft is wanted; the node
   // where the chain ends; how its tokens are drawn
   i64 *base, *count, *asking, *end;
@@ -102,6 +102,7 @@ template <class T> struct Rows {
   std::int32_t* kept;
   float* kept_chances;
 
+  bool keeps_states() const { return most_unread > 0; }  // else no drafter reads them
   i64 at(i64 row, i64 node) const { return row * capacity + node; }
   Kept kept_at(i64 row, i64 node) const {
     i64 first = at(row, node) * keep;
