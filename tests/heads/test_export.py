@@ -151,7 +151,10 @@ def test_the_plugin_is_told_what_it_needs(tmp_path, parts, vocabulary):
     assert {name: config[name] for name in kept} == {n: getattr(lm.config, n) for n in kept}
 
 
-@pytest.mark.parametrize("build", (KINDS | LAYERS_OF_OUR_KIND).values())
+ON_EMBEDDINGS = {"on embeddings": lambda lm: adapter_for(lm, 0)}
+
+
+@pytest.mark.parametrize("build", (KINDS | LAYERS_OF_OUR_KIND | ON_EMBEDDINGS).values())
 def test_what_the_plugin_cannot_run_is_refused(tmp_path, build):
     lm = tiny()
     path = saved(lm, build(lm), tmp_path / "adapter")
