@@ -196,8 +196,10 @@ def _read_local(config: BenchConfig, path: Path) -> list[File]:
         ) from error
     if config.sha256 and hashlib.sha256(b"\n".join(contents)).hexdigest() != config.sha256:
         log.warning("%s does not hold the questions of %s (its sha256 differs)", path, config.name)
-    names = [_category(config, file.name) for file in paths]
-    return [File(*x) for x in zip(map(str, paths), contents, names, strict=True)]
+    return [
+        File(str(file), content, _category(config, file.name))
+        for file, content in zip(paths, contents, strict=True)
+    ]
 
 
 def _files_below(config: BenchConfig, path: Path) -> list[Path]:
@@ -205,7 +207,7 @@ def _files_below(config: BenchConfig, path: Path) -> list[Path]:
     files = [file for file in path.rglob("*") if file.suffix.lower() in (".parquet", ".jsonl")]
     names = {file: {*file.relative_to(path).parts[:-1]} for file in files}
     for file in files:
-        if file.suffix.lower() == ".jsonl":  # as on the hub, where a subset has no lines
+        if file.suffix.lower() == ".jsonl":  # JSON lines go by the name that they have on the hub
             names[file].add(file.relative_to(path).as_posix())
     known = set[str]().union(*names.values())
     wanted = set(config.subset.split("+")) if config.subset and known else set()
@@ -297,8 +299,8 @@ def parse(files: Sequence[File], config: BenchConfig) -> list[Question]:
                 if question.question_id in questions:
                     raise ValueError(f"question_id {question.question_id} again")
             except (ValueError, RecursionError) as error:  # too many digits, too many brackets
-                help = _form(config, file.source)
-                raise DataError(f"{file.source}, line {number}: {error}. {help}") from error
+                form = _form(config, file.source)
+                raise DataError(f"{file.source}, line {number}: {error}. {form}") from error
             if any(turn.startswith(UNFILLED) for turn in question.turns):
                 unfilled += 1
                 continue
