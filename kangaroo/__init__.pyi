@@ -8,6 +8,7 @@ from kangaroo.drafters.clasp import ClaspConfig as ClaspConfig
 from kangaroo.drafters.draft_model import DraftModelConfig as DraftModelConfig
 from kangaroo.drafters.draft_verify import DraftVerifyConfig as DraftVerifyConfig
 from kangaroo.drafters.eagle import EagleConfig as EagleConfig
+from kangaroo.drafters.eagle3 import Eagle3Config as Eagle3Config
 from kangaroo.drafters.hybrid import HybridConfig as HybridConfig
 from kangaroo.drafters.kangaroo import KangarooConfig as KangarooConfig
 from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig as KangarooTreeConfig

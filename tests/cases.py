@@ -13,7 +13,17 @@ from typing import Any
 import helpers
 import pytest
 import torch
-from helpers import EXIT, VOCABULARY, adapter_for, block_for, chain_of, eagle_for, tiny, tree_of
+from helpers import (
+    EXIT,
+    VOCABULARY,
+    adapter_for,
+    block_for,
+    chain_of,
+    eagle3_for,
+    eagle_for,
+    tiny,
+    tree_of,
+)
 from torch import Tensor
 
 from kangaroo.cuda.backend import CudaBackend
@@ -130,6 +140,12 @@ def eagle_tree(case: Case, *least: float, **kind: type) -> Drafter:
     return tree_of(case.lm, eagle_for(case.lm), 3, 0, None, 3, 9, *least, **kind)
 
 
+def eagle3_tree(case: Case, top_k: int, nodes: int, few: Any = None) -> Drafter:
+    trained = eagle3_for(case.lm, few)
+    (head,) = trained.draft_heads(case.lm, few)
+    return tree_of(case.lm, trained, 3, 0, head, top_k, nodes, 0.0, kind=EagleTree)
+
+
 def behind(case: Case, second: Drafter) -> Cascade:
     return Cascade(helpers.Sometimes(case.texts), second)
 
@@ -219,6 +235,9 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "eagle-stops": lambda case: chain_of(case.lm, eagle_for(case.lm), 4, threshold=0.2),
     "eagle-tree": lambda case: eagle_tree(case),
     "eagle-2-tree": lambda case: eagle_tree(case, 0.0, kind=EagleTree),
+    "eagle3": lambda case: eagle3_tree(case, 3, 9),
+    "eagle3-chain": lambda case: chain_of(case.lm, eagle3_for(case.lm), 4, threshold=0.2),
+    "eagle3-vocabulary": lambda case: eagle3_tree(case, 3, 9, EVEN_K),
     "prompt-lookup": lambda case: PromptLookup(),
     "prompt-lookup-short": lambda case: PromptLookup(2, 4),
     "llma": lambda case: Llma(LlmaConfig(copy_length=6), datastore_of(case)),
@@ -358,14 +377,20 @@ def written_by_some(
 
 
 @torch.no_grad()
+def deep_states(lm: TargetModel, adapter: Layer, ids: list[int]) -> Tensor:
+    """What the adapter reads of the target's deep states, `[1, T, D]`."""
+    return adapter.read_deep(lm, [helpers.states_after(lm, ids, tap) for tap in adapter.deep_taps])
+
+
+@torch.no_grad()
 def last_state(lm: TargetModel, adapter: Layer, ids: list[int], pending: int) -> Tensor:
     """The adapter's state at the last of `ids`, whose tokens after `pending` are only drafted; by
     the definition, in a whole pass a token: from `pending` on its own states are the deep ones."""
     before_1TD, length = None, len(ids)
-    if adapter.deep_tap is None:
+    if not adapter.deep_taps:
         f_1TD = helpers.states_after(lm, ids, adapter.exit_layer)
         return adapter(f_1TD, None, lm.chunk(0, length, 0, length), None)[0, -1]
-    deep_1TD = lm.norm(helpers.states_after(lm, ids[:pending], adapter.deep_tap))
+    deep_1TD = deep_states(lm, adapter, ids[:pending])
     for end in range(pending + 1, length + 1):
         f_1TD = helpers.states_after(lm, ids[:end], adapter.exit_layer)
         before_1TD = torch.cat([torch.zeros(1, 1, deep_1TD.shape[-1]), deep_1TD], 1)
@@ -379,7 +404,8 @@ def choices_without_cache(
 ) -> list[tuple[int, float]]:
     """The adapter's best choices after `text` and what was drafted, and the best chances."""
     ids = [*text, *drafted]
-    logits_11V = case.lm.read_out(last_state(case.lm, case.adapter, ids, len(text) - 1)[None, None])
+    (head,) = case.adapter.draft_heads(case.lm, None)
+    logits_11V = head(last_state(case.lm, case.adapter, ids, len(text) - 1)[None])[None]
     at, seeds = torch.tensor([[len(ids)]]), torch.tensor([seed])
     tokens = candidates(logits_11V, at, combine([sampling]), seeds, count).flatten().tolist()
     chances = logits_11V.softmax(-1).topk(count).values.flatten().tolist()

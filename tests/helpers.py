@@ -29,6 +29,7 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.block import BlockHead, BlockHeadConfig
+from kangaroo.heads.eagle3_head import Eagle3Head
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load, random_model
 from kangaroo.models.packed import PackedEmbedding, PackedLinear
@@ -177,6 +178,22 @@ def eagle_for(lm: TargetModel) -> EagleHead:
     for name, weight in head.named_parameters():
         if name.endswith(last):
             weight.data += 0.1 * torch.randn(weight.shape, generator=generator)
+    return head.to(lm.device, lm.dtype).requires_grad_(False)
+
+
+def eagle3_for(lm: TargetModel, vocabulary_K: Tensor | None = None) -> Eagle3Head:
+    """Untrained: it goes on with the highest state it was given, changed by all its parts."""
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        head, size = (
+            Eagle3Head(lm, None, vocabulary_K).start_from(lm, vocabulary_K),
+            lm.config.hidden_size,
+        )
+    with torch.no_grad():
+        head.fuse.weight *= 0.3
+        head.fuse.weight[:, -size:] += torch.eye(size)
+        for norm in (head.embedding_norm, head.state_norm, head.middle_norm):
+            norm.weight += 0.2 * torch.randn(size, generator=torch.Generator().manual_seed(size))
     return head.to(lm.device, lm.dtype).requires_grad_(False)
 
 

@@ -102,7 +102,7 @@ class LayerDrafting(Drafting):
             norm=native.pointer(getattr(adapter.norm, "weight", None)),
             head=self.head(),
             deep=native.pointer(drafter.deep_BSD),
-            deep_tap=drafter.deep_tap or 0,
+            deep_tap=adapter.deep_tap or 0,
         )
         if isinstance(adapter.fast_fusing, native.Fusing):
             struct.fusing = adapter.fast_fusing.as_struct()

@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, Level, Nodes
+from kangaroo.heads.base import HeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
+from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Count, Threshold
 
@@ -30,8 +32,8 @@ class EagleConfig(KangarooTreeConfig):
     top_k: Count = 1
     min_confidence: Threshold | None = 0.0
 
-    layer_type: ClassVar[type[EagleHead]] = EagleHead
-    layer_config: ClassVar[type[EagleHeadConfig]] = EagleHeadConfig
+    layer_type: ClassVar[type[Layer]] = EagleHead
+    layer_config: ClassVar[type[HeadConfig]] = EagleHeadConfig
 
     def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
         kind = Kangaroo if self.top_k == 1 else EagleTree

@@ -3,7 +3,7 @@
 Shapes: B rows, N draft nodes, P nodes of a path, T tokens of a chunk, W window, D hidden size.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -39,9 +39,9 @@ class EarlyExit(EarlyStopping):
         super().__init__(lm, options.steps, options.threshold)
         self.adapter = adapter.accelerate(lm)
         self.head = (head or adapter.draft_heads(lm, None)[0]).accelerate(lm)
-        self.exit_layer, self.deep_tap = adapter.exit_layer, adapter.deep_tap
-        self.shallow, self.reads_deep = range(adapter.exit_layer), self.deep_tap is not None
-        self.taps = tuple(tap for tap in (self.exit_layer, self.deep_tap) if tap is not None)
+        self.exit_layer, self.deep_taps = adapter.exit_layer, adapter.deep_taps
+        self.shallow, self.reads_deep = range(adapter.exit_layer), bool(self.deep_taps)
+        self.taps = (self.exit_layer, *self.deep_taps)
         # unless measured, costs are shares of the target's weights, here those of a draft token
         total = weight_bytes(*lm.layers, lm.head)
         self.shallow_cost = weight_bytes(*lm.layers[: self.exit_layer]) / total
@@ -50,7 +50,7 @@ class EarlyExit(EarlyStopping):
         self.window = self.steps if self.reads_deep else 1
         self.rereads = self.window - 1  # the window's shallow states; a prompt's last token is new
         self.cache = lm.new_cache(0, 0, [])
-        # the target's deep state, normed, at each slot of the text if the layer reads them
+        # what the layer reads of the target's deep states at each slot of the text, if it does
         self.deep_BSD = torch.zeros(0, 0, 0, dtype=lm.dtype, device=adapter.home(lm))
         # by row, states of a prompt that the layer has not read, and their first position
         self.prompts: dict[int, tuple[Tensor, int]] = {}
@@ -98,8 +98,9 @@ class EarlyExit(EarlyStopping):
     def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
         """Keep the chunk's states; the layer reads them when the next chunk comes, or a draft."""
         f_1TD, rows, window = taps[self.exit_layer], meta.rows, self.window
-        if self.deep_tap in taps:  # else they are kept already
-            self.keep_deep(meta.slots_RT, taps[self.deep_tap], rows)
+        deep = [taps[tap] for tap in self.deep_taps if tap in taps]
+        if deep:  # else they are kept already
+            self.keep_deep(meta.slots_RT, deep, rows)
         first, row = int(meta.slots_RT[0, 0]), rows.start
         if row in self.prompts and self.prompts[row][1] < first:  # a chunk of the same prompt
             self.read_prompts([row])
@@ -123,9 +124,9 @@ class EarlyExit(EarlyStopping):
         ) -> Tensor:
             path_BP = verdict.path_BP
             new_BPD, *deep = (x if is_chain else take(x, path_BP.to(x.device)) for x in states)
-            for deep_BPD in deep:
-                path_P = torch.arange(deep_BPD.shape[1], device=deep_BPD.device)
-                self.keep_deep(root_B1.to(deep_BPD.device) + path_P, deep_BPD)
+            if deep:
+                path_P = torch.arange(deep[0].shape[1], device=root_B1.device)
+                self.keep_deep(root_B1 + path_P, deep)
             f_BND = torch.cat([window_BWD, new_BPD], 1)
             if path is not None:
                 path = path.to(new_BPD.device)
@@ -180,14 +181,16 @@ class EarlyExit(EarlyStopping):
         """The states of tokens at the exit layer, `[B, N, D]`."""
         return self.lm.run(self.lm.embed(tokens_BN), batch.cache, meta, self.shallow)[0]
 
-    def keep_deep(self, slots_RN: Tensor, states_RND: Tensor, rows: slice = slice(None)) -> None:
-        """Norm and keep deep states of the target."""
+    def keep_deep(
+        self, slots_RN: Tensor, states: Sequence[Tensor], rows: slice = slice(None)
+    ) -> None:
+        """Keep what the layer reads of the target's states at `deep_taps`."""
         deep_RSD, slots_RN1 = self.deep_BSD[rows], slots_RN.to(self.deep_BSD.device)[..., None]
-        new_RND = self.lm.norm(states_RND).to(deep_RSD.device)
+        new_RND = self.adapter.read_deep(self.lm, states).to(deep_RSD.device)
         deep_RSD.scatter_(1, slots_RN1.expand_as(new_RND), new_RND)
 
     def deep_before(self, meta: ForwardMeta) -> Tensor | None:
-        """The target's normed deep states before these tokens, zeros at first; None if not read."""
+        """What is kept of the tokens before these, zeros at first; None if the layer reads none."""
         if not self.reads_deep:
             return None
         deep_RSD, positions_RT = self.deep_BSD[meta.rows], meta.positions_RT

@@ -4,6 +4,7 @@ Shapes: B rows, R rows of a block (1 or B), N tokens of a block, T tokens of a t
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from kangaroo.models.target import TargetModel
 
 class Layer(Trainable):
     """Attention layers, a feed-forward part, or both, with norms before them and at the end, made
-    by a subclass. With a `deep_tap` it also reads that state of the previous token, or its own
+    by a subclass. With `deep_taps` it also reads such states of the previous token, or its own
     state in a draft. It has no norms after attention, even if the target does (OLMo 2, Gemma), but
     scales residuals like the target (Granite). Its window and rotation are those of the target's
     layer `like`; in drafting it looks back `attention_window` tokens at most
@@ -36,6 +37,7 @@ class Layer(Trainable):
         self, lm: TargetModel, parts: HeadConfig, exit_layer: int, deep_tap: int | None, like: int
     ):
         super().__init__(parts, exit_layer, [exit_layer], deep_tap)
+        self.deep_taps: tuple[int, ...] = () if deep_tap is None else (deep_tap,)
         self.like, self.windowed = like, lm.windowed[like]
         self.residual_multiplier = getattr(lm.config, "residual_multiplier", 1)
         self.input_norm: nn.Module | None = None
@@ -65,6 +67,10 @@ class Layer(Trainable):
             return []
         further = [(x.get_submodule("norm"), x.get_submodule("attention")) for x in self.further]
         return [(self.input_norm, self.attention), *further]
+
+    def read_deep(self, lm: TargetModel, states: Sequence[Tensor]) -> Tensor:
+        """The deep state `[B, N, D]` that it reads, from the target's at `deep_taps`."""
+        return lm.norm(states[0])
 
     @abstractmethod
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:

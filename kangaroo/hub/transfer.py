@@ -31,6 +31,7 @@ DESCRIPTIONS = {
     "medusa": "Medusa heads ([arXiv 2401.10774](https://arxiv.org/abs/2401.10774))",
     "block": "A block head, which drafts in one pass ([P-EAGLE](https://arxiv.org/abs/2602.01469))",
     "eagle": "An EAGLE head ([arXiv 2401.15077](https://arxiv.org/abs/2401.15077))",
+    "eagle3": "An EAGLE-3 head ([arXiv 2503.01840](https://arxiv.org/abs/2503.01840))",
 }
 UNKNOWN_MODEL = "FOLDER-OR-HUB-ID-OF-THE-MODEL"
 

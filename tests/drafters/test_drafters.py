@@ -9,7 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, accepted, choices_without_cache
-from helpers import chain_of, check_drafts, eagle_for, paths_of, random_prompts, tiny, tree_of
+from helpers import (
+    adapter_for,
+    chain_of,
+    check_drafts,
+    eagle3_for,
+    eagle_for,
+    paths_of,
+    random_prompts,
+    tiny,
+    tree_of,
+)
 
 from kangaroo.drafters import lookahead
 from kangaroo.drafters.eagle import EagleTree
@@ -21,6 +31,8 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Draft
 from kangaroo.utils.errors import ConfigError
+
+HEADS = eagle_for, eagle3_for  # with EAGLE-2's tree
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -62,17 +74,17 @@ def tree_by_definition(
 
 
 @pytest.mark.parametrize(
-    "kind, threshold, nodes, rows",
+    "make, threshold, nodes, rows",
     [
-        *((KangarooTree, threshold, nodes, 2) for threshold, nodes in ((0, 30), (0.2, 30), (0, 5))),
-        *((EagleTree, 0, nodes, rows) for nodes, rows in ((5, 2), (14, 1))),
+        *((adapter_for, threshold, nodes, 2) for threshold, nodes in ((0, 30), (0.2, 30), (0, 5))),
+        *((make, 0, nodes, rows) for make in HEADS for nodes, rows in ((5, 2), (14, 1))),
     ],
 )
-def test_the_tree_is_the_one_of_the_definition(case, sampling, kind, threshold, nodes, rows):
+def test_the_tree_is_the_one_of_the_definition(case, sampling, make, threshold, nodes, rows):
     """Also after drafts that were accepted on a branch."""
-    sizes, beside, is_eagle = set(), [], kind is EagleTree
-    case = replace(case, adapter=eagle_for(case.lm)) if is_eagle else case
-    least = 0.0 if is_eagle else None
+    sizes, beside, is_eagle = set(), [], make in HEADS
+    case = replace(case, adapter=make(case.lm))
+    kind, least = (EagleTree, 0.0) if is_eagle else (KangarooTree, None)
     drafter = tree_of(case.lm, case.adapter, 3, threshold, None, 3, nodes, least, kind=kind)
 
     def check(batch, draft, row):

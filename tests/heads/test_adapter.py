@@ -7,10 +7,11 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
-from helpers import EXIT, adapter_for, eagle_for, recipe_of, saved_adapter, tiny
+from helpers import EXIT, adapter_for, eagle3_for, eagle_for, recipe_of, saved_adapter, tiny
 from safetensors.torch import load_file, save_file
 
 from kangaroo.drafters.eagle import EagleConfig
+from kangaroo.drafters.eagle3 import Eagle3Config
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.medusa import MedusaConfig
 from kangaroo.heads import adapter_files as files
@@ -108,6 +109,7 @@ def test_an_adapter_that_is_nowhere_names_what_was_tried(lm, saved, monkeypatch)
 TRAINED = {
     KangarooConfig: adapter_for,
     EagleConfig: eagle_for,
+    Eagle3Config: eagle3_for,
     MedusaConfig: lambda lm: MedusaHeads(lm, MedusaHeadsConfig()),
 }
 

@@ -7,7 +7,16 @@ from dataclasses import asdict
 import pytest
 import torch
 from commands import ROOT
-from helpers import EXIT, adapter_for, eagle_for, forward_logits, saved_adapter, states_after, tiny
+from helpers import (
+    EXIT,
+    adapter_for,
+    eagle3_for,
+    eagle_for,
+    forward_logits,
+    saved_adapter,
+    states_after,
+    tiny,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -87,6 +96,7 @@ KINDS = {
     "fused": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(fused=True)),
     "medusa_heads": lambda lm: MedusaHeads(lm, MedusaHeadsConfig(heads=2)),
     "eagle_head": eagle_for,
+    "eagle3_head": eagle3_for,
 }
 LAYERS_OF_OUR_KIND = {
     "2 attention layers": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(attention_layers=2)),

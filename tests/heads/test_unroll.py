@@ -7,8 +7,17 @@ Shapes: T tokens, P places, D hidden size, K draft vocabulary, R rank.
 import helpers
 import pytest
 import torch
-from cases import last_state, rounds_of
-from helpers import EXIT, adapter_for, block_for, eagle_for, random_prompts, states_after, tiny
+from cases import deep_states, last_state, rounds_of
+from helpers import (
+    EXIT,
+    adapter_for,
+    block_for,
+    eagle3_for,
+    eagle_for,
+    random_prompts,
+    states_after,
+    tiny,
+)
 from torch import Tensor
 
 from kangaroo.drafters.block import Block, BlockConfig
@@ -24,20 +33,20 @@ from kangaroo.training.recipe import AdapterRecipe, trainees
 from kangaroo.utils.errors import ConfigError
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order
+HEADS = {"eagle": eagle_for, "eagle3": eagle3_for}
 FUSED = [{}, {"feed_forward": True}, {"attention_layers": 2}]
 
 
-@pytest.mark.parametrize("kind", [*FUSED, "eagle", "window"], ids=str)
+@pytest.mark.parametrize("kind", [*FUSED, "eagle", "eagle3", "window"], ids=str)
 def test_every_draft_step_of_training_is_that_of_drafting(kind):
     lm = tiny("mistral", sliding_window=6) if kind == "window" else tiny()
     parts = AdapterHeadConfig(fused=True, **(kind if kind in FUSED else {}))
-    adapter = eagle_for(lm) if kind == "eagle" else adapter_for(lm, EXIT, parts)
+    adapter = HEADS[kind](lm) if kind in ("eagle", "eagle3") else adapter_for(lm, EXIT, parts)
     (ids,) = random_prompts(12)
     meta = lm.chunk(0, 12, 0, 12)
-    f_1TD = states_after(lm, ids, adapter.exit_layer)
-    deep_1TD = lm.norm(states_after(lm, ids, adapter.deep_tap))
+    taps = {tap: states_after(lm, ids, tap) for tap in adapter.taps}
     with torch.no_grad():
-        unrolled = adapter.states({adapter.exit_layer: f_1TD}, deep_1TD, meta, steps=3)
+        unrolled = adapter.states(taps, deep_states(lm, adapter, ids), meta, steps=3)
     for step, state_1TD in enumerate(unrolled):
         for position in range(step + 1, 12):
             expected = last_state(lm, adapter, ids[: position + 1], pending=position - step)

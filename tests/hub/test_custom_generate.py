@@ -13,7 +13,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 from commands import ROOT
-from helpers import adapter_for, eagle_for, random_prompts, saved_adapter, tiny_model
+from helpers import adapter_for, eagle3_for, eagle_for, random_prompts, saved_adapter, tiny_model
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LogitsProcessorList
@@ -63,6 +63,8 @@ def packed(hf, path, kind: str = "attention") -> str:
         about["facts"] = {"guesses": [[0.5, 0.2]] * 2}
     elif kind == "eagle":
         adapter = eagle_for(lm)
+    elif kind == "eagle3":
+        adapter = eagle3_for(lm)
     else:
         adapter = adapter_for(lm, architecture=AdapterHeadConfig(fused=kind == "fused"))
     source = saved_adapter(lm, adapter, path / "made", range(63, 0, -1), **about)
@@ -92,7 +94,7 @@ def ours(hf, folder: str, **options):
 
 
 MODELS = "llama:eager:attention mistral:sdpa:attention qwen2:eager:attention qwen3:sdpa:fused "
-MODELS += "llama:sdpa:medusa llama:sdpa:eagle"
+MODELS += "llama:sdpa:medusa llama:sdpa:eagle llama:sdpa:eagle3"
 
 
 @pytest.mark.parametrize("model", MODELS.split())

@@ -112,6 +112,7 @@ def test_five_drafters_are_made_from_others_and_no_other_imports_one():
     }
     assert others == {
         "eagle": {"kangaroo", "kangaroo_tree"},
+        "eagle3": {"eagle"},
         "hybrid": {"kangaroo", "suffix", "token_recycling"},
         "layerskip": {"kangaroo"},
         "llma": {"prompt_lookup"},

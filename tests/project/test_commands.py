@@ -26,6 +26,7 @@ from kangaroo.cli import commands as cli
 from kangaroo.heads import official
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.adapter_files import WEIGHTS
+from kangaroo.heads.eagle3_head import Eagle3Head
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.utils import folders
@@ -96,6 +97,7 @@ def begun(tmp_path_factory):
     facts = {"guesses": [[0.5, 0.2]] * 2}
     saved_adapter(lm, heads, here / "adapters/tiny-medusa", facts=facts)
     saved_adapter(lm, EagleHead(lm), here / "adapters/tiny-eagle")
+    saved_adapter(lm, Eagle3Head(lm), here / "adapters/tiny-eagle3")
     write_inputs(here)
     return here
 

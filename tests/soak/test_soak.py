@@ -41,7 +41,7 @@ def test_every_drafter_writes_vanillas_texts():
 def test_every_drafter_and_family_and_sampling_is_soaked():
     case, names = case_of("llama", "greedy"), classes("kangaroo.drafters", DrafterConfig)
     kinds = {type(build(case)).__name__.lower() for build in SOAKED.values()}
-    of_kangaroo = {"eagle", "layerskip"}  # whose class is Kangaroo's
+    of_kangaroo = {"eagle", "eagle3", "layerskip"}  # whose classes are Kangaroo's, or EAGLE's tree
     assert kinds == {name.replace("_", "") for name in names} - of_kangaroo | {
         "eagletree",
         "texthybrid",

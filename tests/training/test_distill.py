@@ -15,7 +15,7 @@ from training_cases import ABOUT, config, recipe, sample, stored_samples, train
 
 from kangaroo.cpu import native
 from kangaroo.engine import topk_logits
-from kangaroo.heads import eagle_head, medusa_heads
+from kangaroo.heads import eagle3_head, eagle_head, medusa_heads
 from kangaroo.heads.adapter_files import read_config
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
@@ -108,11 +108,14 @@ READING_DEEP = [  # beside adapters of exits, and how many of the four layers th
     ([], EXIT),
     ([recipe(name="mine", fused=True)], 3),
     ([recipe(name="mine", architecture=eagle_head.EagleHeadConfig())], 4),
+    ([recipe(name="mine", architecture=eagle3_head.Eagle3HeadConfig())], EXIT),
     ([recipe(name="mine", architecture=medusa_heads.MedusaHeadsConfig(heads=2))], 4),
 ]
 
 
-@pytest.mark.parametrize(("deep", "layers"), READING_DEEP, ids=["none", "fused", "eagle", "medusa"])
+@pytest.mark.parametrize(
+    ("deep", "layers"), READING_DEEP, ids=["none", "fused", "eagle", "eagle3", "medusa"]
+)
 def test_the_target_runs_no_more_than_adapters_read_and_teaches_the_same(deep, layers):
     lm = tiny()
     samples, ran = stored_samples(lm, samples=5), []

@@ -15,6 +15,7 @@ from kangaroo.cli.commands import check_format
 from kangaroo.cpu.native import torch_multiplies
 from kangaroo.heads.adapter_files import WEIGHTS, read_config
 from kangaroo.heads.block import BlockHeadConfig
+from kangaroo.heads.eagle3_head import Eagle3HeadConfig
 from kangaroo.heads.eagle_head import EagleHeadConfig
 from kangaroo.heads.medusa_heads import MedusaHeadsConfig
 from kangaroo.models.loading import Dtype, ModelConfig
@@ -28,6 +29,7 @@ from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import NoTracker
 
 EAGLE = {"architecture": EagleHeadConfig()}
+EAGLE3 = {"architecture": Eagle3HeadConfig()}
 
 
 def test_learning_rate_warms_up_peaks_once_and_ends_at_zero():
@@ -61,7 +63,13 @@ def test_rows_are_aligned_on_a_gpu_alone():
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"fused": True, "draft_steps": 3}, {"own_head": True}, EAGLE | {"draft_steps": 2}],
+    [
+        {},
+        {"fused": True, "draft_steps": 3},
+        {"own_head": True},
+        EAGLE | {"draft_steps": 2},
+        EAGLE3 | {"draft_steps": 3},
+    ],
     ids=str,
 )
 def test_gradients_do_not_depend_on_how_a_step_is_split(changes):

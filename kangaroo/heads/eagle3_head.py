@@ -1,0 +1,159 @@
+"""EAGLE-3's head: one decoder layer on embeddings and on a mix of three of the target's states.
+
+`fuse` makes one state of the target's at three depths. Queries, keys and values read a token's
+normed embedding beside the normed fused state of the token before it, or in a draft beside the
+layer's own state of that token; the residual connection carries that state alone. The logits are
+`Head(Norm(state))`, with a norm and an LM head of its own (EAGLE-3, arXiv 2503.01840, section 3,
+and its released code, whose layer is Llama's for every target).
+
+Shapes: B rows, N tokens of a block, T tokens of a text, M tokens, D hidden size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from typing_extensions import Self
+
+from kangaroo.engine.backend import Chosen
+from kangaroo.engine.cache import BlockCache, ForwardMeta, Taps
+from kangaroo.heads import base
+from kangaroo.heads.draft_head import DraftHead
+from kangaroo.heads.eagle_layer import as_released
+from kangaroo.heads.layer import Layer
+from kangaroo.models.attention import ATTENTION
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.ranges import Count, Positive
+
+
+@dataclass
+class Eagle3HeadConfig(base.HeadConfig):
+    """The sizes in which an imported head may differ from the target's; null is the target's."""
+
+    feed_forward_size: Count | None = None
+    rope_base: Positive | None = None  # of the layer's rotation
+
+    drafter: ClassVar[str] = "eagle3"
+
+    def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> "Eagle3Head":
+        return Eagle3Head(lm, self, vocabulary_K)
+
+    def fixed_exit(self, lm: TargetModel) -> int:
+        return 0  # it reads embeddings
+
+
+class NormedHead(DraftHead):
+    """A draft head that norms states first, since the layer goes on with states as they are."""
+
+    def __init__(self, lm: TargetModel, head: nn.Module, norm: nn.Module, few_K: Tensor | None):
+        super().__init__(lm, head, few_K)
+        self.norm = norm
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [*super().weights, self.norm.get_parameter("weight")]
+
+    def __call__(self, adapted_MD: Tensor) -> Tensor:
+        return super().__call__(self.norm(adapted_MD))
+
+    def choose(self, adapted_MD: Tensor) -> Chosen | None:
+        return super().choose(self.norm(adapted_MD))
+
+
+def fused_taps(n_layers: int) -> tuple[int, int, int]:
+    """The numbers of layers below the fused states; some coincide in small models."""
+    return min(2, n_layers), n_layers // 2, max(n_layers - 3, 0)
+
+
+class Eagle3Head(Layer):
+    """A layer that starts at random, with a head like the target's; see `HeadConfig.build`."""
+
+    architecture: Eagle3HeadConfig
+    mixes_natively = False
+
+    def __init__(
+        self,
+        lm: TargetModel,
+        architecture: Eagle3HeadConfig | None = None,
+        vocabulary_K: Tensor | None = None,
+    ):
+        parts = architecture or Eagle3HeadConfig()
+        super().__init__(lm, parts, 0, None, like=lm.n_layers - 1)
+        self.deep_taps = fused_taps(lm.n_layers)
+        self.taps = 0, *self.deep_taps
+        self.windowed = False
+        size, eps = lm.config.hidden_size, lm.config.rms_norm_eps
+        llama = LlamaConfig(
+            hidden_size=size,
+            intermediate_size=parts.feed_forward_size or lm.config.intermediate_size,
+            num_attention_heads=lm.config.num_attention_heads,
+            num_key_value_heads=lm.config.num_key_value_heads,
+            head_dim=lm.sizes().head_size,
+        )
+        llama._attn_implementation = ATTENTION
+        self.fuse = nn.Linear(3 * size, size, bias=False)
+        self.embedding_norm, self.state_norm = LlamaRMSNorm(size, eps), LlamaRMSNorm(size, eps)
+        self.attention = LlamaAttention(llama, layer_idx=0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            outputs = getattr(self.attention, name).out_features
+            setattr(self.attention, name, nn.Linear(2 * size, outputs, bias=False))
+        self.middle_norm = LlamaRMSNorm(size, eps)
+        self.feed_forward = LlamaMLP(llama)
+        self.head_norm = LlamaRMSNorm(size, eps)
+        self.head = base.new_head(lm, vocabulary_K)
+
+    def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
+        """Copy the target's head and final norm; with `adapter.start=random` they are random, too,
+        as in the released code."""
+        base.copy_head(self.head, lm, vocabulary_K)
+        offset = 1 - lm.new_norm().get_parameter("weight")  # Gemma multiplies by 1 + weight
+        with torch.no_grad():
+            self.head_norm.weight.copy_(lm.hf.model.norm.weight + offset)
+        return self
+
+    def own_heads(self) -> list[nn.Module]:
+        return [self.head]
+
+    def draft_heads(self, lm: TargetModel, vocabulary_K: Tensor | None) -> list[DraftHead]:
+        return [NormedHead(lm, self.head, self.head_norm, vocabulary_K)]
+
+    def accelerate(self, lm: TargetModel) -> Self:
+        """No backend has a layer like this one."""
+        return self
+
+    def read_deep(self, lm: TargetModel, states: Sequence[Tensor]) -> Tensor:
+        return self.fuse(torch.cat([state.to(self.fuse.weight.device) for state in states], -1))
+
+    def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
+        """What queries, keys and values read, `[B, N, 2 D]`."""
+        return torch.cat([self.embedding_norm(f_BND), self.state_norm(deep_BND)], -1)
+
+    def forward(
+        self,
+        f_BND: Tensor,
+        deep_BND: Tensor | None,
+        meta: ForwardMeta,
+        past: BlockCache | DynamicCache | None,
+    ) -> Tensor:
+        """The states for the head's norm, and for the next token; see `Layer.forward`."""
+        assert self.attention and self.feed_forward and self.middle_norm and deep_BND is not None
+        if not isinstance(past, DynamicCache):
+            meta = meta.within(self.attention_window)
+        meta = as_released(meta, sees_first=False, rope_base=self.architecture.rope_base)
+        attended_BND, _ = self.attention(
+            hidden_states=self.mix_inputs(f_BND, deep_BND),
+            position_embeddings=meta.rope,
+            attention_mask=meta.bias_R1TE,
+            past_key_values=past,
+        )
+        x_BND = deep_BND + attended_BND
+        return x_BND + self.feed_forward(self.middle_norm(x_BND))
+
+    def states(self, taps: Taps, deep_BTD: Tensor, meta: ForwardMeta, steps: int) -> list[Tensor]:
+        """See `Trainable.states`; what is fused are `taps`, since `fuse` is trained, too."""
+        fused_BTD = self.fuse(torch.cat([taps[tap] for tap in self.deep_taps], -1))
+        return super().states(taps, fused_BTD, meta, steps)
