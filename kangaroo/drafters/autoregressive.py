@@ -6,6 +6,7 @@ Shapes: B rows, N tokens of a pass, M tokens of all rows, D hidden size, V vocab
 from abc import abstractmethod
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -31,7 +32,8 @@ class WholeHead(DraftHead):
 
     def __init__(self, lm: TargetModel, size: int):
         super().__init__(lm)
-        self.lm, self.padding = lm, size - lm.config.vocab_size
+        self.lm = lm
+        self.padding = size - lm.config.vocab_size
 
     def __call__(self, x_MD: Tensor) -> Tensor:
         logits_MV = self.lm.logits(x_MD[:, None])[:, 0]
@@ -56,17 +58,21 @@ class Autoregressive(Chain):
 
     def __init__(self, lm: TargetModel, steps: int, threshold: float | str, window: int):
         super().__init__(lm, steps, threshold)
-        self.layered, self.window, self.head = lm, window, WholeHead(lm, lm.config.vocab_size)
+        self.layered = lm
+        self.window = window
+        self.head = WholeHead(lm, lm.config.vocab_size)
 
     def run(self, batch: Batch, tokens_BN: Tensor, meta: ForwardMeta) -> Tensor:
         """The output of the last layer, `[B, N, D]`."""
-        x_BND, meta = self.lm.embed(tokens_BN), replace(meta, recordable=True)
+        x_BND = self.lm.embed(tokens_BN)
+        meta = replace(meta, recordable=True)
         for layers, runs_B11 in self.runs:
             out_BND, _ = self.layered.run(x_BND, batch.cache, meta, layers)
-            if runs_B11 is not None:
-                runs_B11, x_BND = runs_B11.to(out_BND.device), x_BND.to(out_BND.device)
-                out_BND = torch.where(runs_B11, out_BND, x_BND)
-            x_BND = out_BND
+            if runs_B11 is None:
+                x_BND = out_BND
+            else:
+                device = out_BND.device
+                x_BND = torch.where(runs_B11.to(device), out_BND, x_BND.to(device))
         return x_BND
 
     def caches(self, batch: Batch) -> tuple[KVCache, ...]:
@@ -74,18 +80,23 @@ class Autoregressive(Chain):
         return (batch.cache,)
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        def work(input_BN: Tensor, meta: ForwardMeta, draws: Tensors) -> DraftToken:
-            first = 0 if step == 1 else self.window + step - 1
-            x_BND = self.run(batch, input_BN, meta.narrow(first, input_BN.shape[1]))
-            return self.draw(batch, step, x_BND[:, -1:], draws)
-
         input_BN = batch.last(self.window + 1)
         for step in range(1, self.steps + 1):
             # a graph a step, so that none overwrites what the round still reads of another
-            key, inputs = ("draft", step, batch.sampling.kind), (input_BN, meta, batch.draws)
-            token = self.lm.backend.replay(self.caches(batch), key, work, *inputs)
+            key = ("draft", step, batch.sampling.kind)
+            work = partial(self.draft_token, batch, step)
+            caches = self.caches(batch)
+            token = self.lm.backend.replay(caches, key, work, input_BN, meta, batch.draws)
             input_BN = token.id_B1
             yield token
+
+    def draft_token(
+        self, batch: Batch, step: int, input_BN: Tensor, meta: ForwardMeta, draws: Tensors
+    ) -> DraftToken:
+        """One token of the chain; `meta` is the block of window, pending token and draft."""
+        first = 0 if step == 1 else self.window + step - 1
+        x_BND = self.run(batch, input_BN, meta.narrow(first, input_BN.shape[1]))
+        return self.draw(batch, step, x_BND[:, -1:], draws)
 
 
 @dataclass
@@ -105,7 +116,8 @@ class LayerChoice(Autoregressive):
 
     def __init__(self, lm: TargetModel, layered: TargetModel, first: Subset, options: ChainConfig):
         super().__init__(lm, options.steps, options.threshold, window=0)
-        self.layered, self.first = layered, first
+        self.layered = layered
+        self.first = first
         total = weight_bytes(*layered.layers, lm.head)
         self.shares = [weight_bytes(layer) / total for layer in layered.layers]  # of a vanilla step
         self.draft_cost = self.cost_without(first)
@@ -136,12 +148,14 @@ class LayerChoice(Autoregressive):
 
     def choose_runs(self, skips: dict[int, Subset], batch: Batch) -> None:
         """Set `runs` by the layers that each of these rows skips, and the cost of a draft token."""
-        layers, records = range(self.layered.n_layers), self.lm.backend.records
+        layers = range(self.layered.n_layers)
         skipping = [{row for row, skip in skips.items() if layer in skip} for layer in layers]
         self.draft_cost = self.cost_without([x for x in layers if len(skipping[x]) == len(skips)])
         self.runs = []
-        for (rows, _), group in groupby(layers, lambda x: (skipping[x], x if records else 0)):
-            run, runs_B11 = list(group), None
+        alone = self.lm.backend.records
+        for (rows, _), group in groupby(layers, lambda x: (skipping[x], x if alone else 0)):
+            run = list(group)
+            runs_B11 = None
             if rows:
                 runs_B = torch.tensor([row not in rows for row in range(batch.size)])
                 runs_B11 = runs_B[:, None, None].to(self.lm.device)

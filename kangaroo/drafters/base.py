@@ -155,19 +155,21 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
 
     def load(self, lm: TargetModel) -> tuple[Layer, list[DraftHead]]:
         """The layer, and the heads that draft. Errors: as `adapter_files.load`."""
-        if (exit_layer := self._untrained()) is None:
-            config, vocabulary = adapter_files.read_config(self.adapter), self.vocabulary
+        exit_layer = self._untrained()
+        if exit_layer is None:
+            config = adapter_files.read_config(self.adapter)
             if self.exit_layer not in (None, config.exit_layer):
                 raise AdapterMismatch(
                     f"adapter '{self.adapter}' was trained for exit layer {config.exit_layer}, and "
                     f"drafter.exit_layer={self.exit_layer} was asked for. Leave it unset, or pass "
                     "drafter.adapter= one of that exit layer."
                 )
+            vocabulary = self.vocabulary
             if vocabulary is None and self.text_vocabulary:
                 vocabulary = config.vocabulary_beside_texts
             layer, heads = adapter_files.load(self.adapter, lm, self.layer_type, vocabulary)
-            if isinstance(head := heads[0], TextHead):
-                head.make_room(self.text_vocabulary)
+            if isinstance(heads[0], TextHead):
+                heads[0].make_room(self.text_vocabulary)
         else:
             untrained = self.layer_config().build(lm, exit_layer, None).start_from(lm)
             assert isinstance(untrained, self.layer_type)
@@ -192,7 +194,8 @@ class RowStates(Generic[State]):
     """A state for the text of each row."""
 
     def __init__(self, make: Callable[[int, list[int]], State]):
-        self._make, self._rows = make, dict[int, tuple[list[int], State]]()
+        self._make = make
+        self._rows = dict[int, tuple[list[int], State]]()
 
     def get(self, row: int, text: list[int]) -> State:
         """The row's state, made anew if another text has taken the row."""

@@ -55,8 +55,10 @@ class Block(EarlyExit, Chain):
     ):
         steps = min(options.steps, adapter.architecture.places)
         super().__init__(lm, adapter, replace(options, steps=steps), head)
-        self.window, self.rereads = steps, steps - 1
-        self.draft_cost, self.tokens_of_pass = self.draft_cost / steps, steps
+        self.window = steps
+        self.rereads = steps - 1
+        self.draft_cost /= steps
+        self.tokens_of_pass = steps
         table_VD = weight_rows(lm.hf.model.embed_tokens)
         parts = table_VD.to(adapter.home(lm)).split(4096)  # tokens at a time
         neighbours_VR = torch.cat([adapter.neighbours(part_XD) for part_XD in parts])
@@ -64,8 +66,9 @@ class Block(EarlyExit, Chain):
         self.table_KR = adapter.table.weight.detach().to(lm.device)
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        meta, draws, pending = self.begin_round(batch, meta)
-        logits_BNK = self.replay(batch, ("block",), partial(self.run_block, batch), *pending)
+        meta, draws = self.begin_round(batch, meta)
+        work = partial(self.run_block, batch)
+        logits_BNK = self.replay(batch, ("block",), work, batch.last(1), meta, self.shallow_BWD)
         tokens = self.tokens_from(batch, logits_BNK, draws)
         # with graphs all tokens are chosen before the host reads the first
         yield from list(tokens) if self.lm.backend.records else tokens
@@ -84,7 +87,8 @@ class Block(EarlyExit, Chain):
         """The draft's tokens, each by the one before it."""
         previous_B1 = batch.last(1)
         for step in range(1, self.steps + 1):
-            key, work = ("place", step, batch.sampling.kind), partial(self.draft_token, batch, step)
+            key = ("place", step, batch.sampling.kind)
+            work = partial(self.draft_token, batch, step)
             token = self.replay(batch, key, work, logits_BNK, draws, previous_B1)
             previous_B1 = token.id_B1
             yield token

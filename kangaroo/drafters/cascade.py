@@ -49,7 +49,9 @@ class Cascade(Drafter):
     """Both drafters see every round, whichever drafted in it."""
 
     def __init__(self, first: Drafter, second: Drafter):
-        self.first, self.second = self.parts = first, second
+        self.first = first
+        self.second = second
+        self.parts = (first, second)
         self.taps = tuple(sorted({*first.taps, *second.taps}))
         self.max_nodes = first.max_nodes + second.max_nodes
         self.rereads = max(first.rereads, second.rereads)
@@ -85,8 +87,8 @@ def either(first_B: Tensor, first: Draft, second: Draft) -> Draft:
     embeddings, since either drafter's states of its nodes may lie where the other's nodes are."""
     size = max(first.tree.size, second.tree.size)
 
-    def merged(first_BN: Tensor, second_BN: Tensor) -> Tensor:
-        first_BN, second_BN = (F.pad(x, (0, size - x.shape[1])) for x in (first_BN, second_BN))
+    def merged(*both: Tensor) -> Tensor:
+        first_BN, second_BN = (F.pad(x_BN, (0, size - x_BN.shape[1])) for x_BN in both)
         return torch.where(first_B[:, None], first_BN, second_BN)
 
     tree = Tree.chain(size, first_B.device)

@@ -37,7 +37,9 @@ class EarlyStopping(Drafter):
     window: int
 
     def __init__(self, lm: TargetModel, steps: int, threshold: float | str):
-        self.lm, self.steps, self.max_nodes = lm, steps, steps
+        self.lm = lm
+        self.steps = steps
+        self.max_nodes = steps
         self.auto = self.needs_costs = isinstance(threshold, str)
         self.threshold = 0.0 if isinstance(threshold, str) else threshold
         self.proposed: Draft | None = None
@@ -64,17 +66,22 @@ class EarlyStopping(Drafter):
         """The block of a chain: the window, the pending token and `steps` draft tokens. `room` is
         the number of slots needed after the pending token; an accepted path begins at `path_B`."""
         tree = Tree.chain(self.window + 1 + steps, batch.length_B.device)
-        start_B, use = (batch.base_B, "draft") if path_B is None else (path_B, "path")
-        below = 0 if min(batch.lengths) > self.window else self.window
-        place = start_B - self.window, batch.used + room, batch.n_slots, below
-        return self.lm.forward_meta(tree, *place, (use, batch.cache))
+        start_B = batch.base_B if path_B is None else path_B
+        return self.lm.forward_meta(
+            tree,
+            start_B - self.window,
+            used=batch.used + room,
+            n_slots=batch.n_slots,
+            below=0 if min(batch.lengths) > self.window else self.window,
+            recorded=("draft" if path_B is None else "path", batch.cache),
+        )
 
     def path_meta(self, batch: Batch, draft: Draft) -> ForwardMeta:
         """The block of a committed draft's accepted path, with the window before it, for a cache
         without the tokens that another drafter proposed."""
         assert draft.meta is not None
-        depth, root_B = draft.tree.max_depth, draft.meta.slots_RT[:, 0]
-        return self.chain_meta(batch, depth, depth + 1, root_B)
+        depth = draft.tree.max_depth
+        return self.chain_meta(batch, depth, depth + 1, path_B=draft.meta.slots_RT[:, 0])
 
 
 class DraftToken(NamedTuple):
@@ -94,12 +101,15 @@ class Chain(EarlyStopping):
 
     def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
         active = limits[:, 0] < 1
-        may_stop, sampling = self.threshold > 0 or limits[active].any(), batch.sampling
+        sampling = batch.sampling
         keeps_probs = sampling.rule is not Rule.match and not sampling.greedy
         meta = self.chain_meta(batch, self.steps, self.steps)
         # on the host, which reads one number of each row and token if chains may stop
-        lengths, chance = np.zeros(batch.size, np.int64), np.ones(batch.size, np.float32)
-        ids, probs = [batch.last(1)], []
+        may_stop = self.threshold > 0 or limits[active].any()
+        lengths = np.zeros(batch.size, np.int64)
+        chance = np.ones(batch.size, np.float32)
+        ids = [batch.last(1)]
+        probs = []
         for token in self.tokens(batch, meta):
             ids.append(token.id_B1)
             lengths += active
@@ -131,9 +141,11 @@ class Chain(EarlyStopping):
 
     def draw(self, batch: Batch, step: int, x_B1D: Tensor, draws: Tensors) -> DraftToken:
         """The chain's token number `step`, from the head's input and `Batch.draws`."""
-        x_BD, needs_best = x_B1D[:, 0], batch.sampling.greedy and not self.reads_logits
-        if needs_best and (choice := self.head.choose(x_BD)) is not None:
-            return DraftToken(choice[0], x_BD.new_empty(0), choice[1][:, 0])
+        x_BD = x_B1D[:, 0]
+        if batch.sampling.greedy and not self.reads_logits:
+            choice = self.head.choose(x_BD)
+            if choice is not None:
+                return DraftToken(choice[0], x_BD.new_empty(0), choice[1][:, 0])
         return self.draw_from(batch, step, self.head(x_BD), draws)
 
     def draw_from(self, batch: Batch, step: int, logits_BK: Tensor, draws: Tensors) -> DraftToken:
@@ -141,7 +153,8 @@ class Chain(EarlyStopping):
         length_B, seeds_B, settings_B3 = draws
         if batch.sampling.rule is Rule.block:  # acceptance depends on tokens drafted later
             seeds_B = draft_seeds(seeds_B, length_B)
-        sampling, positions_B1 = batch.sampling.reading(settings_B3), length_B[:, None] + step - 1
+        sampling = batch.sampling.reading(settings_B3)
+        positions_B1 = length_B[:, None] + step - 1
         if sampling.greedy:  # without spreading the logits
             id_B1 = self.head.token_of(logits_BK.argmax(-1, keepdim=True))
         else:

@@ -45,7 +45,8 @@ class Clasp(LayerChoice):
     tokens of one pass; each sees the text before it, and itself."""
 
     def __init__(self, lm: TargetModel, options: ClaspConfig):
-        self.interval, self.count = options.interval, round(options.skip_share * lm.n_layers)
+        self.interval = options.interval
+        self.count = round(options.skip_share * lm.n_layers)
         if not 0 < self.count < lm.n_layers:
             raise ConfigError(
                 f"drafter.skip_share={options.skip_share} is {self.count} of the target's "
@@ -60,22 +61,23 @@ class Clasp(LayerChoice):
         due = [row for row, x in choices.items() if lengths[row] >= x.length + self.interval]
         keeps = self.programme(batch).tolist() if due else []  # a sync
         for row in due:
-            choices[row].skip, choices[row].length = skipped(keeps[row], self.count), lengths[row]
+            choices[row].skip = skipped(keeps[row], self.count)
+            choices[row].length = lengths[row]
 
     def programme(self, batch: Batch) -> Tensor:
         """Whether the state for a layer and a count went through the layer, `[B, layers, J]`."""
-        lm, size = self.lm, self.count + 1
+        lm = self.lm
+        size = self.count + 1  # states of a layer
         positions_BJ = (batch.length_B[:, None] - 2).clamp(min=0).expand(-1, size)
         meta = first_drafts(lm, positions_BJ, batch.base_B, batch.used + size, batch.n_slots)
-        x_BJD, keeps = lm.embed(batch.last(2)[:, :1]).expand(-1, size, -1), []
+        x_BJD = lm.embed(batch.last(2)[:, :1]).expand(-1, size, -1)
+        keeps = []
         for layer in range(lm.n_layers):
             through_BJD, _ = lm.run(x_BJD, batch.cache, meta, range(layer, layer + 1))
             skip_BJD = x_BJD.to(through_BJD.device).roll(1, 1)
-            kept_BJ, skipped_BJ = (
-                torch.cosine_similarity(x_BJD.float(), through_BJD[:, :1].float(), -1)
-                for x_BJD in (through_BJD, skip_BJD)
-            )
-            keep_BJ = kept_BJ >= skipped_BJ
+            whole_B1D = through_BJD[:, :1].float()
+            kept_BJ = torch.cosine_similarity(through_BJD.float(), whole_B1D, -1)
+            keep_BJ = kept_BJ >= torch.cosine_similarity(skip_BJD.float(), whole_B1D, -1)
             keep_BJ[:, layer + 1 :] = False  # all layers so far are skipped
             keep_BJ[:, 0] = True  # no layer is skipped
             x_BJD = torch.where(keep_BJ[..., None], through_BJD, skip_BJD)

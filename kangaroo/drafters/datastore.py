@@ -21,7 +21,9 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import CorruptFile, DataError, MissingPackage
 from kangaroo.utils.folders import command_line, install, new_folder, resolve_path, write_json
 
-TOKENS, SUFFIXES, ABOUT = "tokens.npy", "suffixes.npy", "datastore.json"
+TOKENS = "tokens.npy"
+SUFFIXES = "suffixes.npy"
+ABOUT = "datastore.json"
 
 
 @dataclass
@@ -36,7 +38,8 @@ class Datastore:
 
     def find(self, gram: Sequence[int]) -> range:
         """The places in `suffixes_L` of an n-gram after which its document goes on."""
-        low, high = 0, len(self.suffixes_L)
+        low = 0
+        high = len(self.suffixes_L)
         places = range(high)
         for depth, token in enumerate(gram):
             key = partial(self._token, depth)
@@ -105,7 +108,9 @@ def save(store: Datastore, lm: TargetModel, folder: Path, facts: dict[str, Any])
 def load(path: str, lm: TargetModel) -> Datastore:
     """A datastore of `lm`'s vocabulary; its arrays stay on the disk until they are read. Errors:
     `DataError` if there is none, or of another vocabulary; `CorruptFile`."""
-    about, folder, expected = read_about(path), resolve_path(path), identity(lm)
+    about = read_about(path)
+    folder = resolve_path(path)
+    expected = identity(lm)
     stored = {name: about.get(name) for name in expected}
     if stored != expected:
         words = "{vocab_size} tokens, BOS {bos_token_id}".format_map

@@ -70,9 +70,12 @@ def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
     """Raise `ConfigError` unless each token id stands for the same token in both models; their
     vocabularies may be padded to different sizes. Without a tokenizer of each, as with random
     weights, only the sizes are compared."""
-    expected, drafted, difference = _tokens(target), _tokens(draft), None
+    expected = _tokens(target)
+    drafted = _tokens(draft)
+    difference = None
     if expected is not None and drafted is not None:
-        for i in sorted({i for i, _ in expected.items() ^ drafted.items()})[:1]:
+        if expected != drafted:
+            i = min(i for i, _ in expected.items() ^ drafted.items())
             difference = f"its token {i} is {drafted.get(i)!r}, the target's {expected.get(i)!r}"
     elif draft.vocab_size != target.vocab_size:
         difference = f"it has {draft.vocab_size} of them, the target {target.vocab_size}"
@@ -86,8 +89,10 @@ def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
 
 def _tokens(config: PretrainedConfig) -> dict[int, str] | None:
     """A model's tokens by their ids, special ones included; None if it has no tokenizer."""
-    path, revision = config.name_or_path, getattr(config, "_commit_hash", None)
-    tokenizer = load_tokenizer(path, revision) if path else None  # a model in memory has no path
+    if not config.name_or_path:  # a model in memory
+        return None
+    revision = getattr(config, "_commit_hash", None)
+    tokenizer = load_tokenizer(config.name_or_path, revision)
     if tokenizer is None:
         return None
     return {i: token for token, i in tokenizer.get_vocab().items() if i < config.vocab_size}
@@ -111,7 +116,8 @@ class DraftModel(Autoregressive):
     def begin(self, batch: Batch) -> None:
         # how many tokens each row's cache has read, the last draft's included; native rounds list
         # those of the draft apart
-        self.texts, self.n_read = batch.texts, [0] * batch.size
+        self.texts = batch.texts
+        self.n_read = [0] * batch.size
         self.drafted: list[list[int]] = [[]] * batch.size
         if (self.cache.batch_size, self.cache.n_slots) != (batch.size, batch.n_slots):
             self.cache = self.lm.new_cache(0, 0)  # the new one may need the old one's memory
@@ -130,12 +136,13 @@ class DraftModel(Autoregressive):
 
     def read_text(self, row: int, end: int) -> None:
         """Write the keys that a row's cache lacks for the tokens of its text before `end`."""
-        chunk, device = self.lm.prompt_chunk(end), self.lm.device
+        chunk = self.lm.prompt_chunk(end)
         while (start := self.n_read[row]) < end:
             tokens = self.texts[row][start:end][:chunk]
-            tokens_1T = self._clamp(torch.tensor([tokens], device=device))
+            tokens_1T = self._clamp(torch.tensor([tokens], device=self.lm.device))
             prefill.read(self.lm, tokens_1T, start, self.cache, row, ())
-            self.n_read[row], self.drafted[row] = start + len(tokens), []
+            self.n_read[row] = start + len(tokens)
+            self.drafted[row] = []
 
     def catch_up(self, batch: Batch, drafted: int) -> None:
         """Read what the caches lack before the window; a pass then reads `drafted` draft tokens."""

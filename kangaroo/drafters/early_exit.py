@@ -3,8 +3,8 @@
 Shapes: B rows, N draft nodes, P nodes of a path, T tokens of a chunk, W window, D hidden size.
 """
 
-from collections.abc import Collection, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from kangaroo.drafters.base import ChainConfig
 from kangaroo.drafters.chain import EarlyStopping
 from kangaroo.engine import costs
+from kangaroo.engine.backend import Key
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import BUCKET, ForwardMeta, Taps, Tensors
 from kangaroo.engine.tree import Draft, Verdict
@@ -39,8 +40,10 @@ class EarlyExit(EarlyStopping):
         super().__init__(lm, options.steps, options.threshold)
         self.adapter = adapter.accelerate(lm)
         self.head = (head or adapter.draft_heads(lm, None)[0]).accelerate(lm)
-        self.exit_layer, self.deep_taps = adapter.exit_layer, adapter.deep_taps
-        self.shallow, self.reads_deep = range(adapter.exit_layer), bool(self.deep_taps)
+        self.exit_layer = adapter.exit_layer
+        self.deep_taps = adapter.deep_taps
+        self.shallow = range(adapter.exit_layer)
+        self.reads_deep = bool(self.deep_taps)
         self.taps = (self.exit_layer, *self.deep_taps)
         # unless measured, costs are shares of the target's weights, here those of a draft token
         total = weight_bytes(*lm.layers, lm.head)
@@ -60,10 +63,12 @@ class EarlyExit(EarlyStopping):
         self.prompts.clear()
         if batch.budget.vanilla_seconds is not None and (self.needs_costs or batch.size > 1):
             self.draft_cost = self._measured_cost(batch.budget.vanilla_seconds())
-        size, device, hidden = batch.size, self.adapter.home(self.lm), self.lm.config.hidden_size
+        size = batch.size
+        hidden = self.lm.config.hidden_size
         if (self.cache.batch_size, self.cache.n_slots) != (size, batch.n_slots):
             self.cache = self.lm.new_cache(0, 0, [])  # the new one may need the old one's memory
-            self.cache = self.lm.new_cache(size, batch.n_slots, [device] * self.adapter.depth)
+            devices = [self.adapter.home(self.lm)] * self.adapter.depth
+            self.cache = self.lm.new_cache(size, batch.n_slots, devices)
             if self.reads_deep:
                 self.deep_BSD = self.deep_BSD.new_zeros(size, batch.n_slots, hidden)
         self.shallow_BWD = self.deep_BSD.new_zeros(size, self.window, hidden)
@@ -75,14 +80,16 @@ class EarlyExit(EarlyStopping):
     @cached_property
     def draft_seconds(self) -> float:
         """The measured time of a token in a chain after a text of usual length."""
-        lm, length = self.lm, costs.context(self.lm)
+        lm = self.lm
+        head = self.head
+        length = costs.context(lm)
         cache = lm.new_cache(1, length + BUCKET)
         draft_cache = lm.new_cache(1, cache.n_slots, [lm.device] * self.adapter.depth)
 
         def draft(f_11D: Tensor, meta: ForwardMeta) -> Tensor:
             deep_11D = f_11D if self.reads_deep else None
             adapted_1D = self.adapter(f_11D, deep_11D, meta, draft_cache.at(meta))[:, 0]
-            chosen, head = self.head.choose(adapted_1D), self.head
+            chosen = head.choose(adapted_1D)
             token_11 = chosen[0] if chosen else head.token_of(head(adapted_1D).argmax(-1, True))
             return lm.run(lm.embed(token_11), cache, meta, self.shallow)[0]
 
@@ -97,15 +104,17 @@ class EarlyExit(EarlyStopping):
 
     def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
         """Keep the chunk's states; the layer reads them when the next chunk comes, or a draft."""
-        f_1TD, rows, window = taps[self.exit_layer], meta.rows, self.window
+        f_1TD = taps[self.exit_layer]
         deep = [taps[tap] for tap in self.deep_taps if tap in taps]
         if deep:  # else they are kept already
-            self.keep_deep(meta.slots_RT, deep, rows)
-        first, row = int(meta.slots_RT[0, 0]), rows.start
+            self.keep_deep(meta.slots_RT, deep, meta.rows)
+        first = int(meta.slots_RT[0, 0])
+        row = meta.rows.start
         if row in self.prompts and self.prompts[row][1] < first:  # a chunk of the same prompt
             self.read_prompts([row])
         self.prompts[row] = f_1TD, first
-        self.shallow_BWD[rows] = torch.cat([self.shallow_BWD[rows], f_1TD], 1)[:, -window:]
+        shallow_1XD = torch.cat([self.shallow_BWD[meta.rows], f_1TD], 1)
+        self.shallow_BWD[meta.rows] = shallow_1XD[:, -self.window :]
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         """Update the windows, and after a tree or another drafter's draft the layer's cache."""
@@ -113,45 +122,54 @@ class EarlyExit(EarlyStopping):
         if draft is not self.proposed or not draft.tree.is_chain:
             self.read_prompts()
             path = self.path_meta(batch, draft)
-        self.proposed, is_chain = None, draft.tree.is_chain
-
-        def work(
-            window_BWD: Tensor,
-            verdict: Verdict,
-            root_B1: Tensor,
-            states: list[Tensor],
-            path: ForwardMeta | None,
-        ) -> Tensor:
-            path_BP = verdict.path_BP
-            new_BPD, *deep = (x if is_chain else take(x, path_BP.to(x.device)) for x in states)
-            if deep:
-                path_P = torch.arange(deep[0].shape[1], device=root_B1.device)
-                self.keep_deep(root_B1 + path_P, deep)
-            f_BND = torch.cat([window_BWD, new_BPD], 1)
-            if path is not None:
-                path = path.to(new_BPD.device)
-                self.adapter.write_kv(f_BND, self.deep_before(path), path, self.cache.at(path))
-            first_B1 = verdict.count_B.to(f_BND.device)[:, None] + 1  # of the new window
-            return take(f_BND, first_B1 + torch.arange(window_BWD.shape[1], device=f_BND.device))
-
+        self.proposed = None
         assert draft.meta is not None
-        states, root_B1 = [taps[tap] for tap in self.taps], draft.meta.slots_RT[:, :1]
-        inputs = self.shallow_BWD, verdict, root_B1, states, path
-        count, key = draft.tokens_BN.numel(), ("observe", is_chain)
-        self.shallow_BWD = self.replay(batch, key, work, *inputs, tokens=count)
+        self.shallow_BWD = self.replay(
+            batch,
+            ("observe", draft.tree.is_chain),
+            partial(self.keep_accepted, draft.tree.is_chain),
+            self.shallow_BWD,
+            verdict,
+            draft.meta.slots_RT[:, :1],
+            [taps[tap] for tap in self.taps],
+            path,
+            tokens=draft.tokens_BN.numel(),
+        )
 
-    def begin_round(
-        self, batch: Batch, meta: ForwardMeta
-    ) -> tuple[ForwardMeta, Tensors, tuple[Tensor, ForwardMeta, Tensor]]:
-        """The inputs of all steps of a round, its block and `Batch.draws`, and those of `start`."""
+    def keep_accepted(
+        self,
+        is_chain: bool,
+        window_BWD: Tensor,
+        verdict: Verdict,
+        root_B1: Tensor,
+        states: list[Tensor],
+        path: ForwardMeta | None,
+    ) -> Tensor:
+        """The new window; deep states of accepted tokens and, for a `path`, keys are kept."""
+        path_BP = verdict.path_BP
+        new_BPD, *deep = (x if is_chain else take(x, path_BP.to(x.device)) for x in states)
+        if deep:
+            path_P = torch.arange(deep[0].shape[1], device=root_B1.device)
+            self.keep_deep(root_B1 + path_P, deep)
+        f_BND = torch.cat([window_BWD, new_BPD], 1)
+        if path is not None:
+            path = path.to(new_BPD.device)
+            self.adapter.write_kv(f_BND, self.deep_before(path), path, self.cache.at(path))
+        first_B1 = verdict.count_B.to(f_BND.device)[:, None] + 1  # of the new window
+        return take(f_BND, first_B1 + torch.arange(window_BWD.shape[1], device=f_BND.device))
+
+    def begin_round(self, batch: Batch, meta: ForwardMeta) -> tuple[ForwardMeta, Tensors]:
+        """The inputs of all steps of a round: its block and `Batch.draws`."""
         self.catch_up(batch)
         tokens = batch.size * self.window
-        meta, draws = self.replay(batch, ("round",), None, meta, batch.draws, tokens=tokens)
-        return meta, draws, (batch.last(1), meta, self.shallow_BWD)
+        return self.replay(batch, ("round",), None, meta, batch.draws, tokens=tokens)
 
-    def replay(self, batch: Batch, *args: Any, **options: Any) -> Any:
+    def replay(
+        self, batch: Batch, key: Key, work: Callable[..., Any] | None, *inputs: Any, **options: Any
+    ) -> Any:
         """`Backend.replay` of work on the target's and the layer's cache."""
-        return self.lm.backend.replay((batch.cache, self.cache), *args, **options)
+        caches = (batch.cache, self.cache)
+        return self.lm.backend.replay(caches, key, work, *inputs, **options)
 
     def start(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
@@ -185,7 +203,8 @@ class EarlyExit(EarlyStopping):
         self, slots_RN: Tensor, states: Sequence[Tensor], rows: slice = slice(None)
     ) -> None:
         """Keep what the layer reads of the target's states at `deep_taps`."""
-        deep_RSD, slots_RN1 = self.deep_BSD[rows], slots_RN.to(self.deep_BSD.device)[..., None]
+        deep_RSD = self.deep_BSD[rows]
+        slots_RN1 = slots_RN.to(self.deep_BSD.device)[..., None]
         new_RND = self.adapter.read_deep(self.lm, states).to(deep_RSD.device)
         deep_RSD.scatter_(1, slots_RN1.expand_as(new_RND), new_RND)
 
@@ -193,9 +212,9 @@ class EarlyExit(EarlyStopping):
         """What is kept of the tokens before these, zeros at first; None if the layer reads none."""
         if not self.reads_deep:
             return None
-        deep_RSD, positions_RT = self.deep_BSD[meta.rows], meta.positions_RT
-        before_RT = (positions_RT - 1).clamp(min=0).expand(len(deep_RSD), -1)
-        return take(deep_RSD, before_RT) * (positions_RT > 0)[..., None]
+        deep_RSD = self.deep_BSD[meta.rows]
+        before_RT = (meta.positions_RT - 1).clamp(min=0).expand(len(deep_RSD), -1)
+        return take(deep_RSD, before_RT) * (meta.positions_RT > 0)[..., None]
 
 
 def take(x_BNX: Tensor, index_BL: Tensor) -> Tensor:

@@ -56,7 +56,8 @@ class ChainSource(TokenSource):
 
     def set_tokens(self, tokens: Sequence[int], log_odds: Sequence[float] = ()) -> None:
         """Replace the chain for a new round."""
-        self.tokens, self.log_odds = list(tokens), list(log_odds)
+        self.tokens = list(tokens)
+        self.log_odds = list(log_odds)
         self.alternatives: list[Choices] = [[] for _ in tokens]
 
     def choices(self, place: int) -> Choices:
@@ -91,7 +92,8 @@ class DraftedChain(ChainSource):
         """Append the next token, the first of the likeliest ones with their probabilities."""
         (best, self.confidence), *others = ranked
         clipped = min(max(self.confidence, 1 - MAX_CONFIDENCE), MAX_CONFIDENCE)
-        rest, alternatives = 1 - self.confidence, []
+        rest = 1 - self.confidence
+        alternatives = []
         for token, probability in others:
             alternatives.append((token, min(probability / max(rest, 1e-6), 1.0)))
             rest -= probability
@@ -204,11 +206,13 @@ class Node(NamedTuple):
 def best_nodes(costs: Costs, sources: Sources, max_nodes: int) -> list[Node]:
     """The root and the nodes with the highest gain, the best first, while any may pay. A child's
     gain is no higher than its parent's, so the first n are the best tree of n."""
-    nodes, candidates = [Node(1.0, -1, 0, sources.places)], list[tuple[float, int, int, int]]()
+    nodes = [Node(1.0, -1, 0, sources.places)]
+    candidates = list[tuple[float, int, int, int]]()
     for number in range(max_nodes):
         node = nodes[number]
         for token, chance in next_tokens(predictions_at(node.places)):
-            if (gain := node.gain * chance) > costs.min_node_gain:
+            gain = node.gain * chance
+            if gain > costs.min_node_gain:
                 # of equal gains the earlier candidate is first
                 heappush(candidates, (-gain, len(nodes) + len(candidates), token, number))
         if not candidates:
@@ -240,10 +244,14 @@ def next_tokens(predictions: Sequence[tuple[TokenSource, Choices]]) -> Choices:
 
 def drafting_pays(costs: Costs, sources: Sources, max_nodes: int) -> bool:
     """Whether another token of the chain is expected to add more to the best tree than it costs."""
-    nodes, place = best_nodes(costs, sources, max_nodes), (sources.chain, len(sources.chain.tokens))
-    if (end := next((node for node in nodes if place in node.places), None)) is None:
+    nodes = best_nodes(costs, sources, max_nodes)
+    place = (sources.chain, len(sources.chain.tokens))
+    end = next((node for node in nodes if place in node.places), None)
+    if end is None:
         return False
-    predictions, chance, cost = predictions_at(end.places), NEXT_CHANCE, costs.draft
+    predictions = predictions_at(end.places)
+    chance = NEXT_CHANCE
+    cost = costs.draft
     predicted = max((choices[0][1] for _, choices in predictions), default=0.0)
     if any(source in sources.lookups for source, _ in predictions):
         chance = NEXT_CHANCE_WITH_LOOKUP

@@ -11,9 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kangaroo.drafters import expected_gain
 from kangaroo.drafters.base import Drafter, EarlyExitConfig, RowStates, TreesFromText
-from kangaroo.drafters.expected_gain import Costs, DraftedChain, Lookup, Recycled, Sources
+from kangaroo.drafters.expected_gain import (
+    Costs,
+    DraftedChain,
+    Lookup,
+    Recycled,
+    Sources,
+    best_tree,
+    drafting_pays,
+)
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.suffix import SuffixAutomaton
 from kangaroo.drafters.token_recycling import recycle, successors_in
@@ -72,7 +79,9 @@ class FromSources(Drafter):
 
     def use(self, options: HybridConfig) -> None:
         """Take the options, when the drafter is made."""
-        self.options, self.nodes, self.needs_costs = options, options.nodes, True
+        self.options = options
+        self.nodes = options.nodes
+        self.needs_costs = True
 
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
@@ -87,10 +96,10 @@ class FromSources(Drafter):
         it costs on tensors. With `shared_states` the states of a lookup's tokens are computed
         together with the pending token's."""
         self.costs = Costs(
-            budget.cost(rows, self.nodes),
-            share * self.draft_cost,
-            self.options.min_gain_per_step,
-            share * self.shallow_cost if shared_states else 0.0,
+            verify=budget.cost(rows, self.nodes),
+            draft=share * self.draft_cost,
+            min_gain_per_step=self.options.min_gain_per_step,
+            states=share * self.shallow_cost if shared_states else 0.0,
         )
 
     def _start_text(self, row: int, text: list[int]) -> Sources:
@@ -123,7 +132,7 @@ class TextHybrid(FromSources, TreesFromText):
 
     def tree_of(self, batch: Batch, row: int) -> Nodes:
         self.update_costs(batch.budget, len(batch.active), shared_states=False)
-        return expected_gain.best_tree(self.costs, self.update_sources(batch, row), self.nodes)
+        return best_tree(self.costs, self.update_sources(batch, row), self.nodes)
 
 
 class Hybrid(FromSources, Kangaroo):
@@ -142,8 +151,7 @@ class Hybrid(FromSources, Kangaroo):
         self.update_costs(batch.budget, len(batch.active), shared_states=False)
         sources = {row: self.update_sources(batch, row) for row in batch.active}
         self._draft_chains(batch, sources)
-        costs, nodes = self.costs, self.nodes
-        trees = {row: expected_gain.best_tree(costs, x, nodes) for row, x in sources.items()}
+        trees = {row: best_tree(self.costs, x, self.nodes) for row, x in sources.items()}
         return Draft.listed(batch.last(1), trees)
 
     def _draft_chains(self, batch: Batch, sources: dict[int, Sources]) -> None:
@@ -163,7 +171,7 @@ class Hybrid(FromSources, Kangaroo):
     def pays(self, sources: Sources) -> bool:
         """Whether another token of the chain is expected to pay."""
         confident = sources.chain.confidence > self.threshold
-        return confident and expected_gain.drafting_pays(self.costs, sources, self.nodes)
+        return confident and drafting_pays(self.costs, sources, self.nodes)
 
     def reading(
         self, logits_BK: Tensor, sampling: BatchSampling, positions_B1: Tensor, seeds_B: Tensor

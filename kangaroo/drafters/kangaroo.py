@@ -39,12 +39,15 @@ class Kangaroo(EarlyExit, Chain):
     hidden: list[Tensor]  # shallow states of the round's nodes
 
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
-        meta, draws, pending = self.begin_round(batch, meta)
-        f_B1D, f_BND, deep_BND = self.replay(batch, ("root",), partial(self.start, batch), *pending)
+        meta, draws = self.begin_round(batch, meta)
+        start = partial(self.start, batch)
+        root = self.replay(batch, ("root",), start, batch.last(1), meta, self.shallow_BWD)
+        f_B1D, f_BND, deep_BND = root
         self.hidden = [f_B1D]
         for step in range(1, self.steps + 1):
             # a graph a step, so that none overwrites what the round still reads of another
-            key, work = ("draft", step, batch.sampling.kind), partial(self.draft_token, batch, step)
+            key = ("draft", step, batch.sampling.kind)
+            work = partial(self.draft_token, batch, step)
             token, f_BND, deep_BND = self.replay(batch, key, work, f_BND, meta, draws, deep_BND)
             self.hidden.append(f_BND)
             yield token
@@ -73,5 +76,6 @@ class Kangaroo(EarlyExit, Chain):
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         """Let verification begin at the exit layer, whose states are known."""
         padding = self.hidden[-1:] * (draft.tree.size - len(self.hidden))
-        hidden_BND, self.hidden = torch.cat([*self.hidden, *padding], 1), []
+        hidden_BND = torch.cat([*self.hidden, *padding], 1)
+        self.hidden = []  # frees them
         return replace(draft, hidden_BND=hidden_BND, entry=self.exit_layer, meta=meta)

@@ -126,8 +126,10 @@ class KangarooTree(EarlyExit):
         # on the host, which reads one number of each row and level if there is a threshold
         active = limits[:, 0] < 1
         limits = np.maximum(limits, np.float32(self.threshold))
-        meta, draws, pending = self.begin_round(batch, self.chain_meta(batch, 0, self.max_nodes))
-        root, read = self.replay(batch, ("root",), partial(self.start_tree, batch), *pending)
+        meta, draws = self.begin_round(batch, self.chain_meta(batch, 0, self.max_nodes))
+        start = partial(self.start_tree, batch)
+        pending_B1 = batch.last(1)
+        root, read = self.replay(batch, ("root",), start, pending_B1, meta, self.shallow_BWD)
         levels = [root]
         valid = [np.ones_like(active)]
         for step in range(1, self.steps + 1):
@@ -178,8 +180,9 @@ class KangarooTree(EarlyExit):
         and with the root the window."""
         length_B, seeds_B, settings_B3 = draws
         width = last.score_BL.shape[1]
-        meta = meta.to(read[0].device)
-        adapted_BND = self.adapter(*read, meta, self.cache.at(meta))
+        f_BND, deep_BND = read
+        meta = meta.to(f_BND.device)
+        adapted_BND = self.adapter(f_BND, deep_BND, meta, self.cache.at(meta))
         adapted_BLD = adapted_BND[:, -width:]  # without the window
         logits_BLK = self.head(adapted_BLD.flatten(0, 1)).unflatten(0, (batch.size, width))
         children_BM = self.head.candidates(

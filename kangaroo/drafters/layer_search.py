@@ -130,7 +130,9 @@ def search(
             new_agreement = agreement_of(lm, texts, subset)
             expected = expected_speedup(new_agreement, draft_cost(lm, subset), config.steps)
             if expected >= speedup:
-                best, agreement, speedup = subset, new_agreement, expected
+                best = subset
+                agreement = new_agreement
+                speedup = expected
             bar.update()
             shown = {"speedup": f"{speedup:.3f}", "agreement": f"{agreement:.3f}"}
             bar.set_postfix(shown, refresh=False)
@@ -172,7 +174,8 @@ def judge(lm: TargetModel, sample: Sample, max_length: int) -> JudgedText:
     length = tokens_1T.shape[1]
     positions_M = torch.tensor(sample["loss_mask"][1:length], device=lm.device).nonzero()[:, 0]
     n_slots = length + len(positions_M)
-    cache, meta = lm.new_cache(1, n_slots), lm.chunk(0, length, row=0, n_slots=n_slots)
+    cache = lm.new_cache(1, n_slots)
+    meta = lm.chunk(0, length, row=0, n_slots=n_slots)
     x_1TD, _ = lm.run(lm.embed(tokens_1T), cache, meta, range(lm.n_layers))
     top_M = lm.logits(x_1TD[:, positions_M]).argmax(-1)[0]
     start_1 = torch.tensor([length], device=lm.device)

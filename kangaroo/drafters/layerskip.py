@@ -50,7 +50,8 @@ class FinalNorm(Layer):
 
     def __init__(self, lm: TargetModel, exit_layer: int, int8: bool):
         super().__init__(lm, AdapterHeadConfig(), exit_layer, None, exit_layer)
-        self.norm, self.int8 = lm.hf.model.norm, int8
+        self.norm = lm.hf.model.norm
+        self.int8 = int8
 
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         assert self.norm is not None

@@ -57,12 +57,14 @@ class Lookahead(Drafter):
     level; the first is dropped. A row's window and pool depend only on its text."""
 
     def __init__(self, options: LookaheadConfig):
-        self.options, self.levels = options, options.ngram - 1
+        self.options = options
+        self.levels = options.ngram - 1
         self.max_nodes = options.nodes
 
     def begin(self, batch: Batch) -> None:
-        size, options, device = batch.size, self.options, batch.length_B.device
-        self.tree = topology(options.window, self.levels, options.guesses, device)
+        size = batch.size
+        options = self.options
+        self.tree = topology(options.window, self.levels, options.guesses, batch.length_B.device)
         self.window_BJW = batch.length_B.new_zeros(size, self.levels, options.window)
         # the newest first; -1 in free places
         self.pool_BPN = batch.length_B.new_full((size, POOL_SIZE, options.ngram), -1)
@@ -72,7 +74,8 @@ class Lookahead(Drafter):
     def propose(self, batch: Batch) -> Draft:
         for row, text in enumerate(batch.texts):
             self.rows.get(row, text)
-        pending_B1, guesses = batch.last(1), self.options.guesses
+        pending_B1 = batch.last(1)
+        guesses = self.options.guesses
         index_P = torch.arange(POOL_SIZE, device=pending_B1.device)
         index_BP = torch.where(self.pool_BPN[..., 0] == pending_B1, index_P, POOL_SIZE)
         index_BG = index_BP.topk(guesses, largest=False, sorted=True).values
@@ -87,8 +90,7 @@ class Lookahead(Drafter):
         return self.proposed
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
-        proposed, self.proposed = self.proposed, None
-        if draft is not proposed:  # another drafter's nodes, which are not the window
+        if draft is not self.proposed:  # another drafter's nodes, which are not the window
             return
         last = 1 + (self.levels - 1) * self.options.window
         new_BW = verdict.choice_BN[:, last : last + self.options.window]
@@ -98,7 +100,8 @@ class Lookahead(Drafter):
 
     def _start(self, row: int, text: list[int]) -> None:
         """Fill the window and the pool of a row from its text."""
-        options, device = self.options, self.window_BJW.device
+        options = self.options
+        device = self.window_BJW.device
         width = options.window + self.levels - 1
         tail = (text * (1 + width // len(text)))[-width:]
         self.window_BJW[row] = torch.tensor(tail, device=device).unfold(0, options.window, 1)
@@ -111,7 +114,8 @@ class Lookahead(Drafter):
 
 def add_ngrams(pool_BPN: Tensor, ngrams_BWN: Tensor) -> Tensor:
     """The pool, as long as before, with new n-grams in front, the last first, and no duplicates."""
-    size, n_new = pool_BPN.shape[1], ngrams_BWN.shape[1]
+    size = pool_BPN.shape[1]
+    n_new = ngrams_BWN.shape[1]
     pool_BPN = torch.cat([ngrams_BWN.flip(1), pool_BPN], 1)
     equal_BPW = (pool_BPN[:, :, None] == pool_BPN[:, None, :n_new]).all(-1)
     keep_BP = (pool_BPN[..., 0] >= 0) & ~equal_BPW.tril(-1).any(-1)  # equals no newer one

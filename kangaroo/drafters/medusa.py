@@ -84,19 +84,25 @@ class Medusa(Drafter):
     def __init__(
         self, lm: TargetModel, heads: MedusaHeads, lm_heads: Sequence[DraftHead], paths: Paths
     ):
-        self.lm, self.heads, self.taps = lm, heads, (lm.n_layers,)
+        self.lm = lm
+        self.heads = heads
+        self.taps = (lm.n_layers,)
         self.draft_heads = [head.accelerate(lm) for head in lm_heads]
-        self.max_nodes, self.depth = len(paths), max(map(len, paths))
+        self.max_nodes = len(paths)
+        self.depth = max(map(len, paths))
         self.top_k = 1 + max(path[-1] for path in paths)
-        index, device = {path: i for i, path in enumerate([(), *paths])}, lm.device
-        self.head_N = torch.tensor([len(path) - 1 for path in paths], device=device)
-        self.rank_N = torch.tensor([path[-1] for path in paths], device=device)
-        parents_1N = torch.tensor([[0, *(index[path[:-1]] for path in paths)]], device=device)
-        chain = Tree.chain(1 + len(paths), device)
-        self.tree = chain if self.top_k == 1 else Tree(parents_1N, max_depth=self.depth)
+        self.head_N = torch.tensor([len(path) - 1 for path in paths], device=lm.device)
+        self.rank_N = torch.tensor([path[-1] for path in paths], device=lm.device)
+        if self.top_k == 1:
+            self.tree = Tree.chain(1 + len(paths), lm.device)
+        else:
+            number = {path: i for i, path in enumerate([(), *paths])}
+            parents = [0, *(number[path[:-1]] for path in paths)]
+            self.tree = Tree(torch.tensor([parents], device=lm.device), max_depth=self.depth)
 
     def begin(self, batch: Batch) -> None:
-        shape, device = (batch.size, self.lm.config.hidden_size), self.lm.layer_devices[-1]
+        shape = (batch.size, self.lm.config.hidden_size)
+        device = self.lm.layer_devices[-1]
         self.final_BD = torch.zeros(shape, dtype=self.lm.dtype, device=device)
 
     def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
@@ -108,8 +114,10 @@ class Medusa(Drafter):
         for index in range(self.depth):
             head = self.draft_heads[min(index, len(self.draft_heads) - 1)]
             logits_B1K = head(self.heads(h_B1D, index)[:, 0])[:, None]
-            noise = batch.length_B[:, None] + index, batch.sampling, batch.seeds_B
-            guesses.append(head.candidates(logits_B1K, *noise, self.top_k))
+            at_B1 = batch.length_B[:, None] + index
+            guesses.append(
+                head.candidates(logits_B1K, at_B1, batch.sampling, batch.seeds_B, count=self.top_k)
+            )
         drafted_BN = torch.cat(guesses, 1)[:, self.head_N, self.rank_N]
         tokens_BN = torch.cat([batch.last(1), drafted_BN], 1)
         return Draft(tokens_BN, self.tree, torch.ones_like(tokens_BN, dtype=torch.bool))

@@ -1,6 +1,6 @@
 """Prompt lookup: drafts what followed the text's last tokens where they occurred before."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from kangaroo.drafters.base import Drafter, DrafterConfig, FromText, RowStates
@@ -34,7 +34,8 @@ class PromptLookup(FromText):
     def __init__(
         self, max_matching_ngram_size: int = 3, num_pred_tokens: int = 10, min_ngram: int = 1
     ):
-        self.max_ngram, self.min_ngram = max_matching_ngram_size, min_ngram
+        self.max_ngram = max_matching_ngram_size
+        self.min_ngram = min_ngram
         self.max_nodes = num_pred_tokens
 
     def begin(self, batch: Batch) -> None:
@@ -50,7 +51,8 @@ class PromptLookup(FromText):
         ended; 0 and the text's end if there is none."""
         ends = self.ngrams.get(row, text).find_ends()
         for n in range(min(self.max_ngram, len(text) - 1), self.min_ngram - 1, -1):
-            if (end := ends.get(tuple(text[-n:]))) is not None:
+            end = ends.get(tuple(text[-n:]))
+            if end is not None:
                 return n, end
         return 0, len(text)
 
@@ -59,12 +61,14 @@ class PromptLookup(FromText):
         return list(takewhile(lambda token: token not in self.eos_ids[row], tokens))
 
 
+@dataclass
 class Ngrams:
     """The n-grams of a growing text, for all n up to `max_ngram`."""
 
-    def __init__(self, text: list[int], max_ngram: int):
-        self.text, self.max_ngram, self.n_read = text, max_ngram, 0
-        self.ends: dict[tuple[int, ...], int] = {}
+    text: list[int]
+    max_ngram: int
+    n_read: int = 0
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def find_ends(self) -> dict[tuple[int, ...], int]:
         """Where each n-gram first ends, except at the text's end, where nothing follows yet."""

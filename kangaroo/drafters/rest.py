@@ -52,7 +52,8 @@ class Rest(TreesFromText):
     """Drafts what follows the longest suffix of the text that the datastore has."""
 
     def __init__(self, store: datastore.Datastore, options: RestConfig):
-        self.store, self.options = store, options
+        self.store = store
+        self.options = options
         self.max_nodes = options.num_draft
 
     def tree_of(self, batch: Batch, row: int) -> Nodes:
@@ -65,7 +66,11 @@ class Rest(TreesFromText):
         differs_MS = np.ones_like(valid_MS)
         differs_MS[1:] = tokens_MS[1:] != tokens_MS[:-1]
         is_first_MS = np.logical_or.accumulate(differs_MS, axis=1)  # of those with its prefix
-        tokens, parents, ranks, starts, nodes = [], [], [], [], 0
+        tokens = []
+        parents = []
+        ranks = []
+        starts = []
+        nodes = 0
         parent_M = np.full(len(starts_M), -1)  # the node that each occurrence has reached
         for depth in range(self.options.steps):
             first_K = np.flatnonzero(is_first_MS[:, depth])
@@ -90,7 +95,8 @@ class Rest(TreesFromText):
 
     def _occurrences(self, text: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The start of what follows each occurrence, its tokens, and which are of the document."""
-        store, options = self.store, self.options
+        store = self.store
+        options = self.options
         min_tokens = min(MIN_TOKENS, options.max_token_span)
         span, places = store.longest(text, options.max_token_span, min_tokens)
         count = min(len(places), options.max_matches)

@@ -17,13 +17,17 @@ class SuffixAutomaton:
     only at its last token; its suffix link leads to the longest suffix that also ends elsewhere,
     without a search. Source: Blumer et al. 1985; for drafting, SAM-Decoding (arXiv 2411.10666)."""
 
-    length, place = 0, 0  # of the match, and after its earlier occurrence; 0 without one
+    # of the match, and after its earlier occurrence; 0 without one
+    length = 0
+    place = 0
 
     def __init__(self, tokens: Sequence[int] = ()):
         self.tokens: list[int] = []
         # by state: the next states by token, the suffix link, the longest string's length and end
         self.following: list[dict[int, int]] = [{}]
-        self.link, self.lengths, self.ends = [-1], [0], [0]
+        self.link = [-1]
+        self.lengths = [0]
+        self.ends = [0]
         self._whole = 0  # the state of the whole text
         self.extend(tokens)
 
@@ -41,11 +45,15 @@ class SuffixAutomaton:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
-        following, link, lengths, ends = self.following, self.link, self.lengths, self.ends
+        following = self.following
+        link = self.link
+        lengths = self.lengths
+        ends = self.ends
         for token in tokens:
             self.tokens.append(token)
-            end, state = len(self.tokens), self._whole
-            self._whole = new = self._add_state({}, 0, end, end)
+            end = len(self.tokens)
+            state = self._whole
+            self._whole = new = self._add_state({}, link=0, length=end, end=end)
             while state >= 0 and token not in following[state]:
                 following[state][token] = new
                 state = link[state]
@@ -54,7 +62,8 @@ class SuffixAutomaton:
                 if lengths[longer] != lengths[state] + 1:
                     link[new] = self._split(state, token, longer)
             longest = link[new]
-            self.length, self.place = lengths[longest], ends[longest] if longest else 0
+            self.length = lengths[longest]
+            self.place = ends[longest] if longest else 0
             ends[longest] = end
 
     def _add_state(self, following: dict[int, int], link: int, length: int, end: int) -> int:
@@ -66,9 +75,15 @@ class SuffixAutomaton:
 
     def _split(self, state: int, token: int, longer: int) -> int:
         """A state for those strings of `longer` that end at more places: `state`'s with `token`."""
-        following, link = self.following, self.link
-        parts = following[longer].copy(), link[longer], self.lengths[state] + 1, self.ends[longer]
-        link[longer] = shorter = self._add_state(*parts)
+        following = self.following
+        link = self.link
+        shorter = self._add_state(
+            following[longer].copy(),
+            link=link[longer],
+            length=self.lengths[state] + 1,
+            end=self.ends[longer],
+        )
+        link[longer] = shorter
         while state >= 0 and following[state].get(token) == longer:
             following[state][token] = shorter
             state = link[state]
@@ -97,7 +112,8 @@ class Suffix(FromText):
     """Drafts what followed the longest match in the text, up to an EOS."""
 
     def __init__(self, num_pred_tokens: int = 16, alpha: float = 2.0):
-        self.max_nodes, self.alpha = num_pred_tokens, alpha
+        self.max_nodes = num_pred_tokens
+        self.alpha = alpha
 
     def begin(self, batch: Batch) -> None:
         self.ends = batch.ends

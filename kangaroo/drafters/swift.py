@@ -69,21 +69,27 @@ class Search(Choice):
 
 class Swift(LayerChoice):
     def __init__(self, lm: TargetModel, options: SwiftConfig):
-        halves, self.options = HalfLayers(lm), options
+        halves = HalfLayers(lm)
+        self.options = options
         first = evenly(range(2, halves.n_layers - 2), options.skip_share, halves.n_layers)
         super().__init__(lm, halves, first, options)
         self.max_nodes = max(self.steps, options.window)
 
     def start(self, row: int, text: list[int]) -> Search:
-        rng, proposals = random.Random(self.options.seed), self.options.proposals
-        return Search(self.first, prompt_tokens=len(text) - 1, proposals_left=proposals, rng=rng)
+        return Search(
+            self.first,
+            prompt_tokens=len(text) - 1,
+            proposals_left=self.options.proposals,
+            rng=random.Random(self.options.seed),
+        )
 
     def improve(self, batch: Batch, choices: dict[int, Any]) -> None:
         for row, search in choices.items():
             count = min(len(batch.texts[row]) - search.prompt_tokens, self.options.window)
             if not search.proposals_left or count < MIN_TOKENS:
                 continue
-            subset, search.proposals_left = search.skip, search.proposals_left - 1
+            subset = search.skip
+            search.proposals_left -= 1
             if search.tried:
                 subset = neighbour(subset, self.layered.n_layers, search.rng)
             if subset in search.tried:
@@ -92,16 +98,20 @@ class Swift(LayerChoice):
             matchness = self.matchness(batch, row, subset, count)
             speedup = expected_speedup(matchness, self.cost_without(subset), self.steps)
             if speedup >= search.speedup:
-                search.skip, search.speedup = subset, speedup
+                search.skip = subset
+                search.speedup = speedup
                 search.proposals_left *= matchness < self.options.goal
 
     def matchness(self, batch: Batch, row: int, skip: Subset, count: int) -> float:
         """The share of a row's last `count` tokens that would have been right as first drafts."""
-        lm, text, rows = self.lm, batch.texts[row], slice(row, row + 1)
-        base_1, offsets_M = batch.base_B[rows], torch.arange(-count, 0, device=lm.device)
-        positions_1M = base_1[:, None] + offsets_M
-        place = positions_1M, base_1, len(text) - 1 + count, batch.n_slots
-        meta = replace(first_drafts(lm, *place), rows=rows, recordable=False)
+        lm = self.lm
+        text = batch.texts[row]
+        rows = slice(row, row + 1)
+        base_1 = batch.base_B[rows]
+        positions_1M = base_1[:, None] + torch.arange(-count, 0, device=lm.device)
+        used = len(text) - 1 + count
+        meta = first_drafts(lm, positions_1M, base_1, used=used, n_slots=batch.n_slots)
+        meta = replace(meta, rows=rows, recordable=False)
         x_1MD = lm.embed(torch.tensor([text[-count - 1 : -1]], device=lm.device))
         for layers in runs(skip, self.layered.n_layers):
             x_1MD, _ = self.layered.run(x_1MD, batch.cache, meta, layers)
@@ -163,7 +173,9 @@ class HalfStack:
     """Half layers on a cache of whole layers."""
 
     def __init__(self, stack: Layers):
-        self.stack, self.takes, self.prompt_chunk = stack, stack.takes, stack.prompt_chunk
+        self.stack = stack
+        self.takes = stack.takes
+        self.prompt_chunk = stack.prompt_chunk
 
     def __call__(
         self,

@@ -34,29 +34,32 @@ class TokenRecycling(TreesFromText):
     rows of tokens that occurred; the paper's has the whole vocabulary."""
 
     def __init__(self, nodes: int = 80, vocab_size: int = 1 << 31):
-        self.max_nodes, self.top_k = nodes, min(len(CHANCES), vocab_size)
+        self.max_nodes = nodes
+        self.top_k = min(len(CHANCES), vocab_size)
 
     def begin(self, batch: Batch) -> None:
         batch.likeliest = max(batch.likeliest, self.top_k)
         self.matrices = RowStates(lambda _, text: successors_in(text, self.top_k))
 
     def tree_of(self, batch: Batch, row: int) -> Nodes:
-        text, successors = batch.texts[row], self.matrices.get(row, batch.texts[row])
+        text = batch.texts[row]
+        successors = self.matrices.get(row, text)
         min_chances = batch.budget.min_node_chances(len(batch.active), self.max_nodes)
         recycle(successors, batch, row)
-        tokens, parents = [text[-1]], []
+        tokens = [text[-1]]
+        parents = []
         numbers: dict[tuple[int, ...], int] = {(): 0}
         nodes = zip(static_tree(self.max_nodes), min_chances, strict=True)
         for (path, chance), min_chance in nodes:
             if chance < min_chance:
                 break
-            parent, rank = numbers.get(path[:-1]), path[-1]
+            parent = numbers.get(path[:-1])
             if parent is None:
                 continue
             following = successors.get(tokens[parent], ())
-            if rank < len(following):
+            if path[-1] < len(following):
                 numbers[path] = len(tokens)
-                tokens.append(following[rank])
+                tokens.append(following[path[-1]])
                 parents.append(parent)
         return tokens[1:], parents
 
