@@ -89,7 +89,8 @@ class Adapter(Layer):
         super().__init__(lm, parts, exit_layer, deep_tap, like=exit_layer)
         if parts.fused:
             size = lm.config.hidden_size
-            self.shallow_norm, self.deep_norm = lm.new_norm(), lm.new_norm()
+            self.shallow_norm = lm.new_norm()
+            self.deep_norm = lm.new_norm()
             self.fuse = nn.Linear(2 * size, size, bias=False)
         if parts.attention:
             self.input_norm = lm.new_norm()

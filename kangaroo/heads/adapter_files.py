@@ -33,7 +33,9 @@ from kangaroo.utils.errors import (
 )
 from kangaroo.utils.folders import SHIPPED, command_line, project_folder, resolve_path, write_json
 
-WEIGHTS, CONFIG, VOCABULARY = "adapter.safetensors", "config.json", "vocabulary.safetensors"
+WEIGHTS = "adapter.safetensors"
+CONFIG = "config.json"
+VOCABULARY = "vocabulary.safetensors"
 Kind = TypeVar("Kind", bound=Trainable)
 
 TRAINED = Path("outputs/train")
@@ -284,7 +286,9 @@ def load_as_saved(
     folder = find(path)
     if folder != Path(path):
         log.info("the adapter '%s' is that in %s", path, folder)
-    config, state, hashes = read_config(path), read_weights(folder), target_hashes(lm.config)
+    config = read_config(path)
+    state = read_weights(folder)
+    hashes = target_hashes(lm.config)
     if config.n_layers != lm.n_layers or config.target_hash not in hashes:
         raise AdapterMismatch(
             f"adapter '{path}' was trained for {config.target} (exit layer {config.exit_layer} of "
@@ -297,7 +301,11 @@ def load_as_saved(
             "adapter '%s' was trained for %s (weights %s); this target is %s (weights %s). Texts "
             "stay the same, but it may draft worse: drafter.adapter= one trained for it, or train "
             "one (python train.py model=...).",
-            *(path, config.target, config.target_weights, lm.name, lm.fingerprint),
+            path,
+            config.target,
+            config.target_weights,
+            lm.name,
+            lm.fingerprint,
         )
     trained_size = config.vocabulary or 0
     size = trained_size if vocabulary is None else vocabulary
@@ -342,15 +350,18 @@ def not_finite(state: Mapping[str, Tensor]) -> str | None:
 
 def read_config(path: str) -> AdapterConfig:
     """The config of an adapter. Errors: `AdapterNotFound`, `CorruptFile`."""
-    folder, kinds = _complete(find(path)), classes("kangaroo.heads", HeadConfig)
+    folder = _complete(find(path))
+    kinds = classes("kangaroo.heads", HeadConfig)
     try:
         fields = json.loads((folder / CONFIG).read_text())
         parts = fields.pop("architecture")
-        if (kind := parts.pop("kind", None)) not in kinds:
+        kind = parts.pop("kind", None)
+        if kind not in kinds:
             raise ValueError(f"its kind is {kind}, not one of {', '.join(kinds)}")
         config = AdapterConfig(**fields, architecture=kinds[kind](**parts))
         for name in ("attention_window", "vocabulary_beside_texts"):
-            if type(count := config.facts.get(name, 0)) is not int or count < 0:
+            count = config.facts.get(name, 0)
+            if type(count) is not int or count < 0:
                 raise ValueError(f"its {name} is {count!r}, no count")
         return config
     except (ValueError, TypeError, AttributeError, KeyError, ConfigError) as error:  # no JSON, ...

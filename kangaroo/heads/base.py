@@ -76,8 +76,10 @@ class Trainable(nn.Module, ABC):
         self, architecture: HeadConfig, exit_layer: int, taps: Sequence[int], deep_tap: int | None
     ):
         super().__init__()
-        self.architecture, self.exit_layer = architecture, exit_layer
-        self.taps, self.deep_tap = tuple(taps), deep_tap
+        self.architecture = architecture
+        self.exit_layer = exit_layer
+        self.taps = tuple(taps)
+        self.deep_tap = deep_tap
         self.attention_window = 0  # tokens that attention looks back; 0 is unlimited
 
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:

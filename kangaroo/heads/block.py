@@ -95,13 +95,16 @@ class BlockHead(Adapter):
 
     def states(self, taps: Taps, deep_BTD: Tensor, meta: ForwardMeta, steps: int) -> list[Tensor]:
         """See `Trainable.states`; draft step k is place k."""
-        past, f_BTD, positions_RT = DynamicCache(), taps[self.exit_layer], meta.positions_RT
+        past = DynamicCache()
+        f_BTD = taps[self.exit_layer]
+        positions_RT = meta.positions_RT
         meta = meta.for_layer(self.windowed)
         deep_BTD = shift_right(deep_BTD, positions_RT)
         states = [self(f_BTD, deep_BTD, meta, past)]
         neighbours_BTR = self.neighbours(taps[0])
         for step in range(2, steps + 1):
-            f_BTD, deep_BTD = shift_right(f_BTD, positions_RT), shift_right(deep_BTD, positions_RT)
+            f_BTD = shift_right(f_BTD, positions_RT)
+            deep_BTD = shift_right(deep_BTD, positions_RT)
             step_meta = at_step(meta, step, f_BTD)
             state_BTD = self(f_BTD + self.places[step - 2], deep_BTD, step_meta, past)
             states.append(torch.cat([state_BTD, neighbours_BTR], -1))

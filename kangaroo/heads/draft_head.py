@@ -28,7 +28,8 @@ class DraftHead:
     def __init__(
         self, lm: TargetModel, own_head: nn.Module | None = None, vocabulary_K: Tensor | None = None
     ):
-        self.device, self.vocab_size = lm.device, lm.config.vocab_size
+        self.device = lm.device
+        self.vocab_size = lm.config.vocab_size
         self.vocabulary_K = None if vocabulary_K is None else vocabulary_K.to(lm.device)
         if own_head is not None:
             self.weight_KD: Tensor = own_head.get_parameter("weight")
@@ -106,26 +107,29 @@ class TextHead(DraftHead):
 
     def __init__(self, lm: TargetModel, frequent_K: Tensor, room: int = ROOM):
         super().__init__(lm, None, frequent_K)
-        self.target_head, self.frequent = lm.head, frozenset(frequent_K.tolist())
+        self.target_head = lm.head
+        self.frequent = frozenset(frequent_K.tolist())
         self.fills_room = False
         self.make_room(room)
 
     def make_room(self, room: int) -> None:
         """Allow up to `room` rare tokens, and start without any."""
         assert self.vocabulary_K is not None
-        self.room, size, free = room, len(self.frequent), -(-room // BLOCK) * BLOCK
-        ids_K, rows_KD = self.vocabulary_K[:size], self.weight_KD[:size]
-        self.ids_R = torch.cat([ids_K, ids_K.new_empty(free)])
-        self.rows_RD = torch.cat([rows_KD, rows_KD.new_empty(free, rows_KD.shape[1])])
+        self.room = room
+        free = -(-room // BLOCK) * BLOCK
+        ids_K = self.vocabulary_K[: len(self.frequent)]
+        rows_KD = self.weight_KD[: len(self.frequent)]
+        self.ids_R = F.pad(ids_K, (0, free))
+        self.rows_RD = F.pad(rows_KD, (0, 0, 0, free))
         rare = (token for token in range(self.vocab_size) if token not in self.frequent)
         self.fillers = list(islice(rare, 2 * free))  # at most half of them are in the texts, too
         # each text, how many of its tokens were read, and its rare tokens in order
         self.texts = list[tuple[list[int], int, dict[int, None]]]()
-        self._add_rare([])
+        self._add_rare({})
 
     def accelerate(self, lm: TargetModel) -> Self:
         self.fills_room = lm.backend.records
-        self._add_rare([])
+        self._add_rare({})
         return super().accelerate(lm)
 
     def follow(self, texts: Sequence[list[int]]) -> bool:
@@ -138,17 +142,19 @@ class TextHead(DraftHead):
             new = {token: None for token in text[n_read:] if token not in self.frequent}
             self.texts.append((text, len(text), rare | new))
         tokens = dict.fromkeys(chain.from_iterable(rare for *_, rare in self.texts))
-        self._add_rare(list(tokens)[: self.room])
+        self._add_rare(dict.fromkeys(islice(tokens, self.room)))
         return True
 
-    def _add_rare(self, tokens: list[int]) -> None:
+    def _add_rare(self, tokens: dict[int, None]) -> None:
         """Draft from the frequent and these rare tokens, with fillers up to a whole block."""
-        start, rare = len(self.frequent), {*tokens}
+        start = len(self.frequent)
         free = len(self.ids_R) - start - len(tokens) if self.fills_room else -len(tokens) % BLOCK
-        tokens = [*tokens, *islice((token for token in self.fillers if token not in rare), free)]
-        end = start + len(tokens)
-        self.ids_R[start:end] = torch.tensor(tokens, dtype=torch.long)
+        fillers = islice((token for token in self.fillers if token not in tokens), free)
+        ids = [*tokens, *fillers]
+        end = start + len(ids)
+        self.ids_R[start:end] = torch.tensor(ids, dtype=torch.long)
         self.rows_RD[start:end] = weight_rows(self.target_head, self.ids_R[start:end])
-        self.vocabulary_K, self.weight_KD = self.ids_R[:end], self.rows_RD[:end]
+        self.vocabulary_K = self.ids_R[:end]
+        self.weight_KD = self.rows_RD[:end]
         if self.fast is not None and not self.fills_room:
             self.fast.read(self.weight_KD)

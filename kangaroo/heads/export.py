@@ -80,7 +80,8 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
             f"an adapter of {lm.name} cannot become a draft model: {reason}. Decode with it here "
             "(drafter=kangaroo)."
         )
-    first, last = adapter.exit_layer, adapter.exit_layer + adapter.depth - 1
+    first = adapter.exit_layer
+    last = adapter.exit_layer + adapter.depth - 1
     shallow = ("model.embed_tokens.", "lm_head.", *(f"model.layers.{i}." for i in range(first)))
     state = {name: w for name, w in lm.hf.state_dict().items() if name.startswith(shallow)}
     state |= {  # parts that the adapter does not have add zeros

@@ -38,7 +38,8 @@ class Layer(Trainable):
     ):
         super().__init__(parts, exit_layer, [exit_layer], deep_tap)
         self.deep_taps: tuple[int, ...] = () if deep_tap is None else (deep_tap,)
-        self.like, self.windowed = like, lm.windowed[like]
+        self.like = like
+        self.windowed = lm.windowed[like]
         self.residual_multiplier = getattr(lm.config, "residual_multiplier", 1)
         self.input_norm: nn.Module | None = None
         self.attention: nn.Module | None = None
@@ -86,7 +87,8 @@ class Layer(Trainable):
         """The states `[B, N, D]` for a head, from the exit states `f` and, with a `deep_tap`, deep
         states of the previous tokens, zeros at the start of a text. Keys and values go to `past`,
         in training (`DynamicCache`) step by step; None attends to the block alone."""
-        x_BND, fast_layers = self.mix_inputs(f_BND, deep_BND), self.fast_layers
+        x_BND = self.mix_inputs(f_BND, deep_BND)
+        fast_layers = self.fast_layers
         if not isinstance(past, DynamicCache):
             meta = meta.for_layer(self.windowed)
             if fast_layers and past is not None and fast_layers.takes(x_BND, past.cache, meta):
@@ -112,7 +114,8 @@ class Layer(Trainable):
         """Write keys and values without computing states for a head; see `forward`."""
         if self.attention is None:
             return
-        x_BND, fast_layers = self.mix_inputs(f_BND, deep_BND), self.fast_layers
+        x_BND = self.mix_inputs(f_BND, deep_BND)
+        fast_layers = self.fast_layers
         if fast_layers and fast_layers.takes(x_BND, past.cache, meta):
             *below, last = range(self.depth)
             if below:
@@ -125,7 +128,9 @@ class Layer(Trainable):
         """Drafts read the target's deep states up to their start, then the layer's own. As in
         decoding, keys before a draft are those of step 1, and in it those of each token's step
         (training-time test, EAGLE-3, arXiv 2503.01840)."""
-        f_BTD, past, meta = taps[self.exit_layer], DynamicCache(), meta.for_layer(self.windowed)
+        f_BTD = taps[self.exit_layer]
+        past = DynamicCache()
+        meta = meta.for_layer(self.windowed)
         states: list[Tensor] = []
         for step in range(1, steps + 1):
             deep_BTD = shift_right(deep_BTD, meta.positions_RT)
@@ -166,8 +171,8 @@ def at_step(meta: ForwardMeta, step: int, like: Tensor) -> ForwardMeta:
     if step == 1:
         return meta
     if meta.bias_R1TE is None:
-        width, device = meta.positions_RT.shape[1], meta.positions_RT.device
-        visible_RTT = torch.ones(1, width, width, dtype=torch.bool, device=device).tril()
+        width = meta.positions_RT.shape[1]
+        visible_RTT = meta.positions_RT.new_ones(1, width, width, dtype=torch.bool).tril()
     else:
         bias_RTT = meta.bias_R1TE[:, 0]
         visible_RTT = bias_RTT if bias_RTT.dtype == torch.bool else bias_RTT == 0

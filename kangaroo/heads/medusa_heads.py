@@ -60,7 +60,8 @@ class MedusaHeads(base.Trainable):
         self, lm: TargetModel, architecture: MedusaHeadsConfig, vocabulary_K: Tensor | None = None
     ):
         super().__init__(architecture, lm.n_layers, taps=[], deep_tap=lm.n_layers)
-        size, count = lm.config.hidden_size, architecture.heads
+        size = lm.config.hidden_size
+        count = architecture.heads
         n_heads = count if architecture.own_head else 0
         self.blocks = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(count))
         self.heads = nn.ModuleList(base.new_head(lm, vocabulary_K) for _ in range(n_heads))
@@ -94,7 +95,8 @@ class MedusaHeads(base.Trainable):
         """`[H, GUESSES + 1]`: per head, how often each guess is right, and of how many."""
         rows = []
         for step, (state_MD, valid_M) in enumerate(zip(states, valid, strict=True)):
-            head, right_G = heads[min(step, len(heads) - 1)], torch.zeros(GUESSES)
+            head = heads[min(step, len(heads) - 1)]
+            right_G = torch.zeros(GUESSES)
             chunks = (x[valid_M].split(CHUNK) for x in (state_MD, top_M))
             for state_CD, top_C in zip(*chunks, strict=True):
                 guessed_CG = head.token_of(head(state_CD).topk(GUESSES).indices)

@@ -23,8 +23,10 @@ def target_hashes(config: PretrainedConfig) -> list[str]:
     """Hashes of the config fields that determine what a target computes. Its adapters may be known
     under each of them, and new ones are under the first: the hub's checkpoint and the GGUF files of
     a model differ in whether the head is tied, and in how they write two of the numbers."""
-    values, hashes = config.to_dict(), []
-    rope, eps = values["rope_parameters"], np.float32(values["rms_norm_eps"])
+    values = config.to_dict()
+    hashes = []
+    rope = values["rope_parameters"]
+    eps = np.float32(values["rms_norm_eps"])
     kinds = (float, int) if "rope_theta" in rope else ()
     thetas = [{"rope_theta": kind(rope["rope_theta"])} for kind in kinds] or [{}]
     for tied, epsilon, theta in product((True, False), (float(eps), float(str(eps))), thetas):
