@@ -35,8 +35,9 @@ class Batch:
     budget: Budget
 
     def __post_init__(self) -> None:
-        size, device = self.cache.batch_size, self.device
-        self.size, self.n_slots = size, self.cache.n_slots
+        self.size = size = self.cache.batch_size
+        device = self.device
+        self.n_slots = self.cache.n_slots
         self.tokens_BS = torch.zeros(size, self.n_slots, dtype=torch.long, device=device)
         self.length_B = torch.ones(size, dtype=torch.long, device=device)
         self.seeds_B = self.length_B.clone()
@@ -44,14 +45,17 @@ class Batch:
         # copies on the host, so that extents and drafters that read the text need no sync
         self.ends = [self.eos_ids] * size  # the tokens that end each row's text
         self.texts: list[list[int]] = [[0] for _ in range(size)]
-        self.limits, self.seeds, self.done = [1] * size, [0] * size, [True] * size
+        self.limits = [1] * size
+        self.seeds = [0] * size
+        self.done = [True] * size
         self.prompt_read = [False] * size  # whether the row's prompt was read to its end
         # how many of the likeliest tokens after each verified node a drafter wants, as it says in
         # `begin`; and by row the nodes' tokens with these, until the drafter clears them
         self.likeliest = 0
         self.verified: list[list[tuple[int, list[int]]]] = [[] for _ in range(size)]
         self.default = replace(self.default, seed=0)
-        self.samplings, self.all_default = [self.default] * size, True
+        self.samplings = [self.default] * size
+        self.all_default = True
         self.settings_B3 = torch.tensor([settings(self.default)] * size, device=device)
         self.sampling = combine([self.default], self.settings_B3)
 
@@ -87,17 +91,18 @@ class Batch:
 
     def commit(self, written_BX: Tensor) -> None:
         """Append what a step wrote, on the device, where texts do not end."""
-        count_B, new_BP = written_BX[:, 0], written_BX[:, 2:]
+        new_BP = written_BX[:, 2:]
         index_BP = self.length_B[:, None] + torch.arange(new_BP.shape[1], device=new_BP.device)
         self.tokens_BS.scatter_(1, index_BP, new_BP)  # what lies beyond the count is scratch
-        self.length_B = torch.where(self.done_B, self.length_B, self.length_B + count_B)
+        self.length_B = torch.where(self.done_B, self.length_B, self.length_B + written_BX[:, 0])
 
     def append(self, row: int, tokens: list[int]) -> list[int]:
         """Append a row's tokens on the host. Returns those that belong to its text: none after an
         EOS or beyond the limit, which both end the text."""
-        text, ends = self.texts[row], self.ends[row]
+        text = self.texts[row]
         room = self.limits[row] - len(text)
-        eos_end = next((n for n, token in enumerate(tokens[:room], 1) if token in ends), None)
+        ends = (n for n, token in enumerate(tokens[:room], 1) if token in self.ends[row])
+        eos_end = next(ends, None)
         tokens = tokens[: eos_end or room]
         text += tokens
         if eos_end or len(text) >= self.limits[row]:
@@ -115,7 +120,8 @@ class Batch:
         which some drafters have not read, nor does the prompt's last, which predicts a token."""
         if not self.prompt_read[row]:
             return 0
-        text, most = self.texts[row], min(len(self.texts[row]) - 2, len(prompt) - 1)
+        text = self.texts[row]
+        most = min(len(text) - 2, len(prompt) - 1)
         return next((i for i in range(most) if text[i] != prompt[i]), max(most, 0))
 
 

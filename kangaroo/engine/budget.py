@@ -9,11 +9,14 @@ import numpy as np
 
 MIN_GAIN = 2.0  # tokens that drafting has to gain in the time of a vanilla step, in a batch
 MIN_GAIN_ALONE = 1.5  # and where a text is decoded alone
-PRIOR, PRIOR_RIGHT = 20, 9  # prior counts: drafts, and drafts whose first token was right
-ROW_PRIOR, ROW_PRIOR_RIGHT = 10, 5  # of a row's text: draft tokens tried, and right ones
+PRIOR = 20  # drafts, before any was tried
+PRIOR_RIGHT = 9  # those whose first token was right
+ROW_PRIOR = 10  # draft tokens of a row's text, before any was tried
+ROW_PRIOR_RIGHT = 5  # right ones
 FORGETTING = 0.95  # of a row's counts in a round without a draft, so that drafting is tried again
 # A text alone with fewer tried tokens drafts one at any cost: else nothing would be learnt.
-UNTRIED, TRY = 0.1, 0.99
+UNTRIED = 0.1
+TRY = 0.99  # the limit of this token
 
 
 @dataclass(eq=False)
@@ -33,9 +36,12 @@ class Budget:
 
     def __post_init__(self) -> None:
         self.curve = cache(self.curve)
-        self.first_tried, self.first_right = 0, 0  # drafts, and those whose first token was right
+        # drafts, and those whose first token was right
+        self.first_tried = 0
+        self.first_right = 0
         # by row: draft tokens in its text after right ones only, and how many of these were right
-        self.tried, self.right = defaultdict[int, float](float), defaultdict[int, float](float)
+        self.tried = defaultdict[int, float](float)
+        self.right = defaultdict[int, float](float)
 
     def cost(self, rows: int, nodes: int) -> list[float]:
         """The cost of verifying 0 to `nodes` nodes in each of `rows` rows, in vanilla steps."""

@@ -94,7 +94,8 @@ class ForwardMeta:
         drafted tokens, which are nearer, are positions."""
         if not window or self.extent <= window + BUCKET:
             return self
-        at_RT1, bias = self.positions_RT[..., None], self.bias_R1TE
+        at_RT1 = self.positions_RT[..., None]
+        bias = self.bias_R1TE
         slots_E = torch.arange(self.extent, device=at_RT1.device)
         far_R1TE = (slots_E < (at_RT1 - window) // BUCKET * BUCKET)[:, None]
         if bias is None or isinstance(bias, CausalBias):
@@ -150,8 +151,10 @@ class KVCache:
 
     def __init__(self, batch_size: int, n_slots: int, keys: list[Tensor], values: list[Tensor]):
         self.serial = next(self.serials)
-        self.batch_size, self.n_slots = batch_size, n_slots
-        self.keys, self.values = keys, values
+        self.batch_size = batch_size
+        self.n_slots = n_slots
+        self.keys = keys
+        self.values = values
 
     @staticmethod
     def empty(
@@ -174,16 +177,17 @@ class KVCache:
     def move(self, src_BT: Tensor, dst_BT: Tensor) -> None:
         """Copy slots `src` to slots `dst` of the same row in every layer, for an accepted path."""
         base_B1 = torch.arange(self.batch_size, device=src_BT.device)[:, None] * self.n_slots
-        src, dst = (src_BT + base_B1).flatten(), (dst_BT + base_B1).flatten()
+        src = (src_BT + base_B1).flatten()
+        dst = (dst_BT + base_B1).flatten()
         for cached in (*self.keys, *self.values):
             moved = cached.index_select(0, src.to(cached.device))
             cached.index_copy_(0, dst.to(cached.device), moved)
 
     def copy(self, source: int, row: int, count: int) -> None:
         """Copy the first `count` slots of a row to another one, in every layer."""
-        src, dst = source * self.n_slots, row * self.n_slots
         for cached in (*self.keys, *self.values):
-            cached[dst : dst + count] = cached[src : src + count]
+            by_row = cached.unflatten(0, (self.batch_size, self.n_slots))
+            by_row[row, :count] = by_row[source, :count]
 
     def bytes(self) -> int:
         """Size of the allocation in bytes."""
@@ -194,7 +198,8 @@ class BlockCache:
     """A `KVCache` for one block, as a transformers attention layer takes it."""
 
     def __init__(self, cache: KVCache, meta: ForwardMeta):
-        self.cache, self.meta = cache, meta
+        self.cache = cache
+        self.meta = meta
 
     @cached_property
     def index(self) -> Tensor:
@@ -207,8 +212,8 @@ class BlockCache:
         self, k_RKTC: Tensor, v_RKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write the block's keys and values; return the occupied slots, each `[R, K, E, C]`."""
-        keys, values = self.cache.keys[layer_idx], self.cache.values[layer_idx]
-        return self._write(keys, k_RKTC), self._write(values, v_RKTC)
+        keys_RKEC = self._write(self.cache.keys[layer_idx], k_RKTC)
+        return keys_RKEC, self._write(self.cache.values[layer_idx], v_RKTC)
 
     def _write(self, cached: Tensor, new_RKTC: Tensor) -> Tensor:
         cached.index_copy_(0, self.index, new_RKTC.transpose(1, 2).flatten(0, 1))

@@ -33,6 +33,7 @@ def mark(device: torch.device) -> Mark:
 
 def between(start: Mark, stop: Mark) -> float:
     """Seconds between two marks, after the device has been waited for."""
-    (first, recording_before), (last, recording_after) = start, stop
+    first, recording_before = start
+    last, recording_after = stop
     passed: float = last - first if isinstance(first, float) else first.elapsed_time(last) / 1000
     return passed - (recording_after - recording_before)

@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 WIDTHS = [1, 2, 4, 8, 12, 16, 32, 64, 128]
 CONTEXT = 256
-REPEATS, MOST_SECONDS = 30, 0.5  # passes of a width, fewer if they take longer
+REPEATS = 30  # passes of a width
+MOST_SECONDS = 0.5  # after this no more passes of a width
 KEPT_SECONDS = 86400.0  # a stored measurement is repeated after this: neighbours come and go
 STEADY = 1.1  # if times differ by a larger factor, the machine is busy, and they are not stored
 
@@ -51,7 +52,8 @@ class VerifyCosts:
     def at(self, tokens: int) -> float:
         """Linear interpolation between measured widths, extrapolated beyond the last."""
         i = min(bisect_left(self.widths, tokens, 1), len(self.widths) - 1)
-        (low, high), (below, above) = self.widths[i - 1 : i + 1], self.seconds[i - 1 : i + 1]
+        low, high = self.widths[i - 1 : i + 1]
+        below, above = self.seconds[i - 1 : i + 1]
         return below + (above - below) * (tokens - low) / (high - low)
 
     def expected(self, tokens: int) -> float:
@@ -136,8 +138,12 @@ def timed(
     for _ in range(REPEATS):
         for width in [width for width in widths if sum(seconds[width]) <= MOST_SECONDS]:
             tokens_1N = torch.zeros(1, width, dtype=torch.long, device=lm.device)
-            tree, start_1 = Tree.chain(width, lm.device), tokens_1N[:, 0] + length
-            meta = lm.forward_meta(tree, start_1, length + width, caches[0].n_slots)
+            meta = lm.forward_meta(
+                Tree.chain(width, lm.device),
+                tokens_1N[:, 0] + length,
+                used=length + width,
+                n_slots=caches[0].n_slots,
+            )
             start = now(lm.device)
             lm.backend.replay(caches, ("cost",), work, lm.embed(tokens_1N), meta)
             seconds[width].append(now(lm.device) - start)

@@ -105,7 +105,8 @@ class Engine:
         active: dict[int, tuple[int, Request, Generation]] = {}
         while True:
             for row in range(session.batch.size):
-                if row not in active and (entry := following.pop(row, None) or next(waiting, None)):
+                entry = None if row in active else following.pop(row, None) or next(waiting, None)
+                if entry is not None:
                     active[row] = (*entry, session.admit(row, entry[1]))
             if not active:
                 return
@@ -116,7 +117,8 @@ class Engine:
             for row, (index, _, generation) in list(active.items()):
                 if generation.finish:
                     del active[row]
-                    if (follower := after(index, generation)) is not None:
+                    follower = after(index, generation)
+                    if follower is not None:
                         following[row] = index, follower
                     yield index, generation
 
@@ -125,9 +127,11 @@ class Engine:
         """A session of free rows for texts of at most `longest` tokens, prompts included; it closes
         the last one. The `keep` likeliest tokens of each token's distribution are kept
         (`Generation.teacher`)."""
-        lm, drafter, always = self.lm, self.drafter, self.always_drafts
+        lm = self.lm
+        drafter = self.drafter
         if self.session is not None:
-            self.session.is_closed, self.session = True, None
+            self.session.is_closed = True
+            self.session = None
         native = native_drafting(lm, drafter, sampling)
         # beside the longest text: a draft's nodes, as many slots before a text, and the bonus token
         spare = max(2 * drafter.max_nodes, native.nodes if native else 0) + 2
@@ -137,19 +141,27 @@ class Engine:
         if self.cache is None or not same_size or n_slots > self.cache.n_slots:
             self.cache = None  # the new one may need its memory
             self.cache = lm.new_cache(batch_size, n_slots)
-        budget = Budget(lambda *sizes: verify_costs(lm).curve(*sizes), always)
+        budget = Budget(lambda rows, nodes: verify_costs(lm).curve(rows, nodes), self.always_drafts)
         if lm.backend.records and lm.device.type == "cuda":  # else weights say what drafts cost
             budget.vanilla_seconds = lambda: verify_costs(lm).seconds[0]
-        batch = Batch(self.cache, longest, sampling, self.eos_ids, lm.device, budget)
+        batch = Batch(
+            self.cache,
+            longest,
+            default=sampling,
+            eos_ids=self.eos_ids,
+            device=lm.device,
+            budget=budget,
+        )
         drafter.begin(batch)
-        if drafter.needs_costs or (batch_size > 1 and drafter.max_nodes and not always):
+        in_batch = batch_size > 1 and drafter.max_nodes and not self.always_drafts
+        if drafter.needs_costs or in_batch:
             budget.cost(batch_size, 1)  # measured now, since it may take a second
         keep = min(keep, topk_logits.MOST, lm.config.vocab_size)
-        stepper: Stepper = (
-            TensorStepper(lm, drafter, batch, keep)
-            if native is None
-            else CpuStepper(lm, native, batch, keep)
-        )
+        stepper: Stepper
+        if native is None:
+            stepper = TensorStepper(lm, drafter, batch, keep)
+        else:
+            stepper = CpuStepper(lm, native, batch, keep)
         self.session = Session(self, batch, stepper, keep)
         return self.session
 

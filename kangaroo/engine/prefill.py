@@ -34,8 +34,10 @@ def replay(
     lm: TargetModel, tokens_1T: Tensor, start: int, cache: KVCache, row: int, taps: Collection[int]
 ) -> tuple[Tensor, Taps]:
     """`run` by one graph for all rows and positions; chunks are padded in front, at position -1."""
-    count, stop = tokens_1T.shape[1], start + tokens_1T.shape[1]
-    width, extent = max(MIN_CHUNK, power_of_two(count)), lm.extent(cache.n_slots, stop)
+    count = tokens_1T.shape[1]
+    stop = start + count
+    width = max(MIN_CHUNK, power_of_two(count))
+    extent = lm.extent(cache.n_slots, stop)
     cos_SC, sin_SC = lm.rope_table(cache.n_slots)
 
     def work(tokens_1W: Tensor, place_3: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -48,8 +50,9 @@ def replay(
         return last_11D, [tapped[tap] for tap in sorted(taps)]
 
     key = "prompt", lm.n_layers, width, extent, tuple(sorted(taps))
-    inputs = F.pad(tokens_1T, (width - count, 0)), torch.tensor([start, stop, row]).to(lm.device)
-    last_11D, states = lm.backend.replay((cache,), key, work, *inputs, keep=True)
+    tokens_1W = F.pad(tokens_1T, (width - count, 0))
+    place_3 = torch.tensor([start, stop, row]).to(lm.device)
+    last_11D, states = lm.backend.replay((cache,), key, work, tokens_1W, place_3, keep=True)
     return last_11D, {tap: x[:, -count:] for tap, x in zip(sorted(taps), states, strict=True)}
 
 
@@ -63,7 +66,9 @@ def run(
 ) -> tuple[Tensor, Taps]:
     """The last layer's output for the last token, whose block is `ending`, and the tapped states.
     If that layer is not tapped, fast layers compute only keys and values there for other tokens."""
-    x_1TD, layers, last = lm.embed(tokens_1T), lm.fast_layers, lm.n_layers - 1
+    x_1TD = lm.embed(tokens_1T)
+    layers = lm.fast_layers
+    last = lm.n_layers - 1
     if layers is None or lm.n_layers in taps or not layers.takes(x_1TD, cache, meta):
         x_1TD, tapped = lm.run(x_1TD, cache, meta, range(lm.n_layers), taps)
         return x_1TD[:, -1:], tapped

@@ -40,15 +40,16 @@ class Request(Ranged):
 
     def check_fits(self, limit: str, tokens: int) -> None:
         """Errors: `PromptError` where prompt and new tokens exceed `tokens`, named by `limit`."""
-        prompt, new = len(self.prompt), self.max_new_tokens
-        room = tokens - prompt
-        if new <= room:
+        room = tokens - len(self.prompt)
+        if self.max_new_tokens <= room:
             return
         fix = f"Shorten the prompt or ask for at most {room} new tokens."
         if room < 1:
             fix = f"Shorten the prompt by {1 - room} or more: one new token needs room."
-        sizes = f"the prompt has {prompt} tokens and {new} new ones were asked for"
-        raise PromptError(f"{sizes}, but {limit} {tokens}. {fix}")
+        raise PromptError(
+            f"the prompt has {len(self.prompt)} tokens and {self.max_new_tokens} new ones were "
+            f"asked for, but {limit} {tokens}. {fix}"
+        )
 
 
 @dataclass

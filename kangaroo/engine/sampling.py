@@ -19,7 +19,8 @@ from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import CountOrZero, NoiseSeed, NotNegative, Ranged, Share
 
 # Temperatures: logits divided by far less are infinite in float32, by far more they are all equal.
-GREEDY_BELOW, HOTTEST = 1e-6, 1e30
+GREEDY_BELOW = 1e-6
+HOTTEST = 1e30
 # 2^30 times a polynomial for 2^g, 0 <= g < 1, from its highest power on; 1e-7 of the value away.
 POWERS_OF_TWO = 2004817, 9681959, 59914703, 257874614, 744265554, 1 << 30
 
@@ -115,7 +116,9 @@ def combine(rows: Sequence[Sampling], settings_B3: Tensor | None = None) -> Batc
     sampled = [row for row in rows if not row.greedy]
     most_k = max((power_of_two(row.top_k) for row in sampled if row.top_k), default=0)
     filters_p = any(row.top_p < 1 for row in sampled)
-    return BatchSampling(settings_B3, not sampled, most_k, filters_p, rows[0].rule)
+    return BatchSampling(
+        settings_B3, greedy=not sampled, most_k=most_k, filters_p=filters_p, rule=rows[0].rule
+    )
 
 
 def pick(logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor) -> Tensor:
@@ -176,7 +179,8 @@ def whole_exp(x: Tensor) -> Tensor:
     """Whole numbers near 2^44 e^x for x <= 0, whose sums are the same in any order and batch. Made
     of whole numbers too, since each library has its own exp; the same is in `cpp/sampling.h`."""
     power = (x.clamp(min=-32) * 24204406.0).long()  # of two, times 2^24
-    part, scaled = power & 0xFFFFFF, torch.zeros_like(power)
+    part = power & 0xFFFFFF
+    scaled = torch.zeros_like(power)
     for coefficient in POWERS_OF_TWO:
         scaled = (scaled * part >> 24) + coefficient
     return (scaled << 14) >> -(power >> 24)

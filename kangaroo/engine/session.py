@@ -139,7 +139,9 @@ class Prompt:
                 f"the batch was opened for texts of {batch.longest} tokens; the prompt has "
                 f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
             )
-        self.session, self.row, self.request = session, row, request
+        self.session = session
+        self.row = row
+        self.request = request
         self.tokens_T = torch.tensor(request.text, device=batch.device)
         self.seconds = 0.0
         self.reused = self.read = -1  # tokens that a row has read already; that are read now
@@ -148,22 +150,25 @@ class Prompt:
     @torch.inference_mode()
     def advance(self) -> Generation | None:
         """Read a chunk. Returns the generation, with its first token, after the last one."""
-        session, batch, row = self.session, self.session.batch, self.row
-        session.check_open()
-        engine, end = session.engine, len(self.tokens_T)
-        lm, drafter = engine.lm, engine.drafter
-        start = now(lm.device)
+        self.session.check_open()
+        engine = self.session.engine
+        batch = self.session.batch
+        row = self.row
+        end = len(self.tokens_T)
+        start = now(batch.device)
         if self.read < 0:
             self._share_prefix()
-        chunk = min(engine.prefill_chunk or end, lm.prompt_chunk(end))
+        chunk = min(engine.prefill_chunk or end, engine.lm.prompt_chunk(end))
         part_1T = self.tokens_T[None, self.read : self.read + chunk]
-        last_11D, chunk_read = prefill.read(lm, part_1T, self.read, batch.cache, row, drafter.taps)
+        last_11D, chunk_read = prefill.read(
+            engine.lm, part_1T, self.read, cache=batch.cache, row=row, taps=engine.drafter.taps
+        )
         self.unread.append(chunk_read)
         self.read += part_1T.shape[1]
         # else later, since a step in between would change a drafter's state for the row
-        if batch.size == 1 or session.stepper.leaves_other_rows or self.read == end:
-            for read in self.unread:
-                drafter.prefill(batch, *read)
+        if batch.size == 1 or self.session.stepper.leaves_other_rows or self.read == end:
+            for tokens_1T, meta, taps in self.unread:
+                engine.drafter.prefill(batch, tokens_1T, meta, taps)
             self.unread.clear()
         generation = None
         if self.read == end:
@@ -172,14 +177,15 @@ class Prompt:
             batch.tokens_BS[row, : self.read] = self.tokens_T[: self.read]
             batch.texts[row] = [*self.request.text[: self.read], 0]
             batch.length_B[row] = self.read + 1
-        self.seconds += now(lm.device) - start
+        self.seconds += now(batch.device) - start
         if generation is not None:
             generation.prefill_seconds = self.seconds
         return generation
 
     def _share_prefix(self) -> None:
         """Begin where the row, or another one, has read the same text."""
-        session, row = self.session, self.row
+        session = self.session
+        row = self.row
         source, self.reused = session.match_prefix(row, self.request.text)
         if self.reused and source != row:
             session.batch.cache.copy(source, row, self.reused)
@@ -191,17 +197,18 @@ class Prompt:
 
     def _write_first(self, last_11D: Tensor) -> Generation:
         """Begin the row's text and write its first token, from the last layer's output."""
-        session, batch, row, request = self.session, self.session.batch, self.row, self.request
-        begin_text(batch, row, self.tokens_T, request)
-        rows = slice(row, row + 1)
+        session = self.session
+        batch = session.batch
+        begin_text(batch, self.row, self.tokens_T, self.request)
+        rows = slice(self.row, self.row + 1)
         at_11 = torch.full((1, 1), len(self.tokens_T), device=last_11D.device)
         logits_11V = session.engine.lm.logits(last_11D)
         sampling = batch.sampling.reading(batch.settings_B3[rows])
         token = int(pick(logits_11V, at_11, sampling, batch.seeds_B[rows]))
-        write_first(batch, row, token)
+        write_first(batch, self.row, token)
         (topk,) = topk_logits.likeliest(logits_11V, torch.zeros_like(at_11), session.keep)
-        generation = Generation(list(request.written), reused=self.reused)
-        session.record(row, StepRecord([token], topk=topk), request, generation)
+        generation = Generation(list(self.request.written), reused=self.reused)
+        session.record(self.row, StepRecord([token], topk=topk), self.request, generation)
         return generation
 
 
@@ -217,7 +224,8 @@ def begin_text(batch: Batch, row: int, prompt_T: Tensor, request: Request) -> No
     batch.budget.admit(row)
     batch.tokens_BS[row, : len(prompt_T)] = prompt_T
     batch.length_B[row] = len(prompt_T)
-    batch.texts[row], batch.verified[row] = prompt_T.tolist(), []
+    batch.texts[row] = prompt_T.tolist()
+    batch.verified[row] = []
     batch.limits[row] = len(request.prompt) + request.max_new_tokens
     batch.seeds_B[row] = batch.seeds[row] = request.seed
     batch.ends[row] = frozenset() if request.ignore_eos else batch.eos_ids

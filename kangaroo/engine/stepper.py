@@ -68,7 +68,8 @@ class TensorStepper:
 
     def step(self, drafts: bool) -> list[StepRecord]:
         """Propose, verify, commit and observe."""
-        drafter, batch = self.drafter, self.batch
+        drafter = self.drafter
+        batch = self.batch
         started = mark(self.lm.device)
         draft = drafter.propose(batch) if drafts else Draft.nothing(batch.last(1))
         proposed = mark(self.lm.device)
@@ -88,14 +89,17 @@ class TensorStepper:
             topk = topk_logits.likeliest(verification.logits_BNV, verdict.path_BP, self.keep)
             if batch.likeliest:
                 self._add_likeliest(draft, verification.logits_BNV)
-        seconds = between(started, proposed), between(proposed, verified), 0.0
-        records = [StepRecord([], 0, 0, *seconds, row_topk) for row_topk in topk]
-        for row in batch.active:
-            count, drafted, *tokens = rows[row]
-            tokens = batch.append(row, tokens[:count])
-            accepted = min(count - 1, len(tokens))
-            batch.budget.observe(row, drafted, accepted)
-            records[row] = StepRecord(tokens, accepted, drafted, *seconds, topk[row])
+        draft_seconds = between(started, proposed)
+        verify_seconds = between(proposed, verified)
+        records = []
+        for row in range(batch.size):
+            record = StepRecord([], 0, 0, draft_seconds, verify_seconds, topk=topk[row])
+            records.append(record)
+            if not batch.done[row]:
+                count, record.drafted, *tokens = rows[row]
+                record.tokens = batch.append(row, tokens[:count])
+                record.accepted = min(count - 1, len(record.tokens))
+                batch.budget.observe(row, record.drafted, record.accepted)
         return records
 
     def _place(self, draft: Draft) -> ForwardMeta:
@@ -116,7 +120,9 @@ class TensorStepper:
 
     def _verify(self, draft: Draft) -> Verification:
         """Run the target over a draft, choose a token after each node, and walk by the choices."""
-        lm, batch, sampling = self.lm, self.batch, self.batch.sampling
+        lm = self.lm
+        batch = self.batch
+        sampling = batch.sampling
         keeps_logits = self.keep > 0 or batch.likeliest > 0
         by_match = sampling.rule is Rule.match or sampling.greedy or draft.tree.size == 1
 
@@ -141,14 +147,15 @@ class TensorStepper:
             kept_BNV = logits_BNV if keeps_logits else None
             return Verification(verdict, written(draft, verdict), tapped, kept_BNV)
 
-        shape = (draft.entry, draft.tree.is_chain, draft.tree.max_depth, sampling.kind)
-        key = ("verify", *self.taps, keeps_logits, *shape)
-        settings_B3 = batch.settings_B3
-        return lm.backend.replay((batch.cache,), key, work, draft, batch.seeds_B, settings_B3)
+        topology = (draft.tree.is_chain, draft.tree.max_depth)
+        key = ("verify", *self.taps, keeps_logits, draft.entry, topology, sampling.kind)
+        caches = (batch.cache,)
+        return lm.backend.replay(caches, key, work, draft, batch.seeds_B, batch.settings_B3)
 
     def _add_likeliest(self, draft: Draft, logits_BNV: Tensor) -> None:
         """Give the likeliest tokens after each node to a drafter that wants them: one sync."""
-        batch, likeliest_BNK = self.batch, logits_BNV.topk(self.batch.likeliest).indices
+        batch = self.batch
+        likeliest_BNK = logits_BNV.topk(batch.likeliest).indices
         nodes_BN2 = torch.stack([draft.valid_BN.long(), draft.tokens_BN], -1)
         for row, nodes in enumerate(torch.cat([nodes_BN2, likeliest_BNK], -1).tolist()):
             if not batch.done[row]:
@@ -156,10 +163,10 @@ class TensorStepper:
 
     def _keep_path(self, meta: ForwardMeta, verdict: Verdict) -> None:
         """Move the keys and values of the accepted path to the slots of its positions."""
-        batch = self.batch
+        cache = self.batch.cache
         path_BP = verdict.path_BP
-        dst_BP = batch.base_B[:, None] + torch.arange(path_BP.shape[1], device=path_BP.device)
+        path_P = torch.arange(path_BP.shape[1], device=path_BP.device)
+        dst_BP = self.batch.base_B[:, None] + path_P
         src_BP = meta.slots_RT.gather(1, path_BP)
-        cache = batch.cache
         rehearsal = (dst_BP, dst_BP)
         self.lm.backend.replay((cache,), ("move",), cache.move, src_BP, dst_BP, rehearsal=rehearsal)

@@ -23,7 +23,8 @@ class Pieces:
         text = self.end()
         if not text or text.endswith(UNFINISHED):
             return ""
-        self.before, self.pending = self.pending, []
+        self.before = self.pending
+        self.pending = []
         return text
 
     def end(self) -> str:
@@ -36,7 +37,9 @@ class UntilStop:
     """Passes text on up to the first stop string, which is left out."""
 
     def __init__(self, stop: Sequence[str]):
-        self.stop, self.held, self.stopped = stop, "", False
+        self.stop = stop
+        self.held = ""
+        self.stopped = False
 
     def push(self, text: str) -> str:
         """The text that can be shown now; what may become a stop string is held back."""
@@ -44,7 +47,8 @@ class UntilStop:
             return ""
         held = self.held + text
         if places := [at for at in map(held.find, self.stop) if at >= 0]:
-            self.held, self.stopped = "", True
+            self.held = ""
+            self.stopped = True
             return held[: min(places)]
         prefixes = (n for stop in self.stop for n in range(len(stop)) if held.endswith(stop[:n]))
         end = len(held) - max(prefixes, default=0)
@@ -60,13 +64,16 @@ def pieces(
     tokens: Iterable[Token], tokenizer: Tokenizer, stop: Sequence[str] = ()
 ) -> Iterator[tuple[str, bool]]:
     """Pairs (text, drafted) of whole characters as tokens arrive, up to the first stop string."""
-    decoding, until_stop, drafted = Pieces(tokenizer), UntilStop(stop), False
+    decoding = Pieces(tokenizer)
+    until_stop = UntilStop(stop)
+    drafted = False
     for token in tokens:
         drafted = token.drafted
         if text := until_stop.push(decoding.push(token.id)):
             yield text, drafted
-    if text := until_stop.push(decoding.end()) + until_stop.end():
-        yield text, drafted
+    rest = until_stop.push(decoding.end()) + until_stop.end()
+    if rest:
+        yield rest, drafted
 
 
 def whole_text(tokens: list[int], tokenizer: Tokenizer, stop: Sequence[str] = ()) -> str:

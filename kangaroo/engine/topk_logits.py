@@ -21,10 +21,12 @@ Rows = Sequence[np.ndarray | None]  # records of each row; None where nothing is
 def records(tokens: np.ndarray, chances: np.ndarray, vocab_size: int) -> np.ndarray:
     """Records `[...]` of `tokens` and `chances`, `[..., K]`, the likeliest first. Chances are in
     half precision: exact to 1/2048, and 0 below 3e-8."""
-    token, shape = np.uint16 if vocab_size <= 1 << 16 else np.int32, tokens.shape[-1:]
+    token = np.uint16 if vocab_size <= 1 << 16 else np.int32
+    shape = tokens.shape[-1:]
     layout = np.dtype([("tokens", token, shape), ("chances", np.float16, shape)])
     topk = np.empty(tokens.shape[:-1], layout)
-    topk["tokens"], topk["chances"] = tokens, chances
+    topk["tokens"] = tokens
+    topk["chances"] = chances
     return topk
 
 

@@ -58,7 +58,8 @@ class Tree:
     def place(self, start_B: Tensor, extent: int, below: int) -> tuple[Tensor, Tensor, Tensor]:
         """The nodes' slots and positions, `[B, N]`, and a mask of the slots that each does not see,
         `[B, N, extent]`; for the arguments see `TargetModel.forward_meta`."""
-        start_B1, device = start_B[:, None], start_B.device
+        start_B1 = start_B[:, None]
+        device = start_B.device
         slots_E = torch.arange(extent, device=device)
         offsets_BN = start_B1 + torch.arange(self.size, device=device)
         if self.is_chain and not below:
@@ -120,7 +121,8 @@ class Draft:
         """A draft from lists on the host, by row; the other rows have none."""
         by_row = [nodes.get(row, ((), ())) for row in range(len(pending_B1))]
         tokens, parents = zip(*by_row, strict=True)
-        size, device = 1 + max(map(len, tokens)), pending_B1.device
+        size = 1 + max(map(len, tokens))
+        device = pending_B1.device
 
         def padded(rows: Sequence[Sequence[int]]) -> Tensor:
             return torch.tensor([[0, *row, *[0] * (size - 1 - len(row))] for row in rows])

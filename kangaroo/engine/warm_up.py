@@ -26,16 +26,21 @@ def warm_up(engine: Engine, rows: int, longest: int) -> None:
     recorded at its first use. The cache is kept for the next batch."""
     if not engine.lm.backend.records or longest < 2:
         return
-    start, most = time.perf_counter(), min(longest, LONGEST) - 1
+    start = time.perf_counter()
+    most = min(longest, LONGEST) - 1
     generator = torch.Generator().manual_seed(0)
-    sizes, vocabulary = [most, *[min(most, SHORT)] * (rows - 1)], engine.lm.config.vocab_size
-    texts = [torch.randint(vocabulary, (size,), generator=generator).tolist() for size in sizes]
+    vocabulary = engine.lm.config.vocab_size
+    texts = [
+        torch.randint(vocabulary, (size,), generator=generator).tolist()
+        for size in (most, *[min(most, SHORT)] * (rows - 1))
+    ]
     extents = [MIN_RECORDED << i for i in range(most.bit_length())]
     widths = [MIN_CHUNK, 2 * MIN_CHUNK, *extents]  # chunks of prompts are recorded, too
     lengths = [1, *(width + 1 for width in widths if width + 1 < most)]
     session = engine.open(rows, longest, Sampling())
     for length, sampling, active in product(lengths, SAMPLINGS, sorted({1, rows})):
-        for row, prompt in enumerate(text[:length] for text in texts[:active]):
+        for row, text in enumerate(texts[:active]):
+            prompt = text[:length]
             limit = min(longest - len(prompt), SHORT)
             session.admit(row, Request(prompt, limit, sampling=sampling, ignore_eos=True))
         for number in range(STEPS + 1):
@@ -43,5 +48,4 @@ def warm_up(engine: Engine, rows: int, longest: int) -> None:
                 session.step(drafts=number < STEPS)
         for row in range(active):
             session.batch.stop(row)
-    seconds = time.perf_counter() - start
-    log.info("graphs for %d rows recorded in %.0f s", rows, seconds)
+    log.info("graphs for %d rows recorded in %.0f s", rows, time.perf_counter() - start)
