@@ -54,11 +54,13 @@ def attention(
     return out.reshape(rows, heads, width, size).transpose(1, 2), None
 
 
-def fused_attention(q_RHTC: Tensor, *args: Any, **options: Any) -> Tensor:
+def fused_attention(
+    q_RHTC: Tensor, k_RKEC: Tensor, v_RKEC: Tensor, bias: Tensor | None, **options: Any
+) -> Tensor:
     """PyTorch's attention without cuDNN, which plans anew for every shape: in training, a masked
     step of a new shape took half a second on an H100."""
     with sdpa_kernel(BACKENDS) if q_RHTC.is_cuda else nullcontext():
-        return F.scaled_dot_product_attention(q_RHTC, *args, **options)
+        return F.scaled_dot_product_attention(q_RHTC, k_RKEC, v_RKEC, bias, **options)
 
 
 def capped_attention(

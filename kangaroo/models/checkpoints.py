@@ -60,12 +60,14 @@ def read_checkpoint(
     except Exception as error:  # a malformed file can make transformers raise anything
         raise _failure(source, revision, error, fields.get("quant_method")) from error
     model, report = loaded
-    if missing := sorted(report["missing_keys"]):  # transformers would use random numbers
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would use random numbers
         raise errors.CorruptFile(
             f"the checkpoint '{source}' lacks {len(missing)} weights, the first '{missing[0]}'. "
             "Fetch or save it again."
         )
-    if mismatched := sorted(report["mismatched_keys"]):
+    mismatched = sorted(report["mismatched_keys"])
+    if mismatched:
         name, size, expected = mismatched[0]
         raise errors.CorruptFile(
             f"the weight '{name}' of the checkpoint '{source}' has the shape {list(size)}, but by "
@@ -97,14 +99,17 @@ def read_tokenizer(source: str, revision: str | None) -> Tokenizer:
 def check_tokenizer(tokenizer: Tokenizer, model: PreTrainedModel, source: str) -> None:
     """Compare a tokenizer with the model beside it. Warns of what hardly ever belongs together.
     Errors: `CorruptFile` for the tokenizer of another model."""
-    vocabulary, size = tokenizer.get_vocab(), model.config.vocab_size
+    vocabulary = tokenizer.get_vocab()
+    size = model.config.vocab_size
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     ends = eos_ids(model.config, model.generation_config.eos_token_id)
-    ids, beyond = {*vocabulary.values()}, [x for x, i in vocabulary.items() if i >= size]
-    words, fault = ids - special, ""
+    ids = {*vocabulary.values()}
+    beyond = [x for x, i in vocabulary.items() if i >= size]
+    words = ids - special
+    fault = ""
     doubts = [f"token {i}, an ordinary one, ends texts" for i in ends if i in words]
-    if (largest := max(words)) >= size:
-        fault = f"its tokens have ids up to {largest}, and the model knows {size}"
+    if max(words) >= size:
+        fault = f"its tokens have ids up to {max(words)}, and the model knows {size}"
     elif ends and not ids.intersection(ends):
         fault = f"it has no token {ends[0]}, which ends the model's texts"
     elif beyond:
@@ -159,7 +164,8 @@ def _failure(
 ) -> errors.KangarooError:
     if damage := _find_damage(source, revision):
         return damage
-    reason, is_missing = first_line(error), isinstance(error, OSError)
+    reason = first_line(error)
+    is_missing = isinstance(error, OSError)
     if method and not is_missing:
         kind = errors.MissingPackage if isinstance(error, ImportError) else errors.UnsupportedModel
         is_of_gptqmodel = method in ("gptq", "awq") and find_spec("gptqmodel") is None

@@ -89,15 +89,17 @@ class GGUFFile:
 
     def blocks(self, name: str) -> Tensor:
         """The bytes of a tensor's rows, `[O, B]`, as they are mapped. Errors: `CorruptFile`."""
-        if (stored := self.tensors.get(name)) is None:
+        if name not in self.tensors:
             raise self.damage(f"it lacks the weight '{name}'")
+        stored = self.tensors[name]
         flat = torch.frombuffer(
             self.data, dtype=torch.uint8, count=stored.size, offset=stored.start
         )
         return flat.view(stored.shape[0] if len(stored.shape) > 1 else 1, -1)
 
     def _read(self) -> None:
-        n_tensors, n_fields = self._number("Q"), self._number("Q")
+        n_tensors = self._number("Q")
+        n_fields = self._number("Q")
         for _ in range(n_fields):
             name = self._text()
             self.fields[name] = self._value(GGUFValueType(self._number("I")))
@@ -123,7 +125,8 @@ class GGUFFile:
 
     def _check(self) -> None:
         """Raise for a file that is not whole: a part of several, or the beginning of one."""
-        if (parts := self.fields.get("split.count", 0)) > 1:
+        parts = self.fields.get("split.count", 0)
+        if parts > 1:
             raise UnsupportedModel(
                 f"'{self.path}' is one of {parts} parts of a model. Join them (llama-gguf-split "
                 "--merge FIRST_PART WHOLE), and pass model= the whole."
@@ -152,7 +155,8 @@ class GGUFFile:
             return self._text()
         if kind is not GGUFValueType.ARRAY:
             return self._number(NUMBERS[kind])
-        part, count = GGUFValueType(self._number("I")), self._number("Q")
+        part = GGUFValueType(self._number("I"))
+        count = self._number("Q")
         if part in (GGUFValueType.STRING, GGUFValueType.ARRAY):
             return [self._value(part) for _ in range(count)]
         form = f"<{count}{NUMBERS[part]}"

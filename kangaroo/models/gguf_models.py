@@ -24,7 +24,8 @@ PACKABLE = {
     *(Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0),
     *(Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS),
 }
-TABLE, HEAD = "token_embd.weight", "output.weight"
+TABLE = "token_embd.weight"
+HEAD = "output.weight"
 ROPE_FACTORS = "rope_freqs.weight"
 # What Llama 3 scales RoPE by, besides the factor, which is all that a file says of it.
 LLAMA_3 = {
@@ -41,7 +42,8 @@ def read_config(file: GGUFFile) -> Config:
     """The config of the model in a file. Errors: `UnsupportedModel`, `CorruptFile`."""
     if file.architecture not in READ:
         return _left_to_transformers(file, AutoConfig)
-    heads, key_heads = file.field("attention.head_count"), file.field("attention.head_count_kv", 0)
+    heads = file.field("attention.head_count")
+    key_heads = file.field("attention.head_count_kv", 0)
     hidden = file.field("embedding_length")
     head_size = file.field("attention.key_length", 0)
     if not all(isinstance(x, int) for x in (heads, key_heads, hidden, head_size)):
@@ -98,7 +100,13 @@ def read_model(file: GGUFFile, dtype: torch.dtype, packed: bool) -> PreTrainedMo
     """
     if file.architecture not in READ:
         if packed:
-            log.warning("%s models are widened to %s: packed ones are %s", *_reason(file, dtype))
+            packed_ones = ", ".join(READ)
+            log.warning(
+                "%s models are widened to %s: packed ones are %s",
+                file.architecture,
+                dtype,
+                packed_ones,
+            )
         return _left_to_transformers(
             file,
             AutoModelForCausalLM,
@@ -124,7 +132,8 @@ def _fill(file: GGUFFile, model: Any, dtype: torch.dtype, packed: bool) -> None:
     Errors: `UnsupportedModel` for weights that the model has no place for, `CorruptFile`."""
     architecture = next(x for x, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture)
     names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
-    unused, widened = {*file.tensors} - {ROPE_FACTORS}, 0
+    unused = {*file.tensors} - {ROPE_FACTORS}
+    widened = 0
     for name, module in [*model.named_modules()]:
         if "weight" not in module._parameters:
             continue
@@ -133,7 +142,8 @@ def _fill(file: GGUFFile, model: Any, dtype: torch.dtype, packed: bool) -> None:
         if stored_name == HEAD and HEAD not in file.tensors:
             stored_name = TABLE
         blocks_OB = file.blocks(stored_name)
-        stored, shape = file.tensors[stored_name], tuple(module.weight.shape)
+        stored = file.tensors[stored_name]
+        shape = tuple(module.weight.shape)
         if stored.shape != shape:
             raise file.damage(
                 f"the weight '{stored_name}' has the shape {[*stored.shape]}, but by its metadata "
@@ -167,7 +177,9 @@ def _fill(file: GGUFFile, model: Any, dtype: torch.dtype, packed: bool) -> None:
     if packed and widened:
         log.warning(
             "%d matrices of '%s' are of types that do not stay packed, and are widened to %s",
-            *(widened, file.path, dtype),
+            widened,
+            file.path,
+            dtype,
         )
 
 
@@ -222,7 +234,3 @@ def _left_to_transformers(file: GGUFFile, kind: Any, **options: Any) -> Any:
             f"({error}). Read are {', '.join(READ)}, and what transformers reads and runs here."
         ) from error
     return read
-
-
-def _reason(file: GGUFFile, dtype: torch.dtype) -> tuple[object, ...]:
-    return file.architecture, dtype, ", ".join(READ)

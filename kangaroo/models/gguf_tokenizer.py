@@ -52,7 +52,8 @@ def _read(file: GGUFFile) -> prompts.Tokenizer:
     splitting = splits(pre) if fields["model"] == "gpt2" else None
     if splitting is None:
         return _left_to_transformers(file, fields["model"], pre)
-    tokens, kinds = fields["tokens"], fields["token_type"]
+    tokens = fields["tokens"]
+    kinds = fields["token_type"]
     merges = [tuple(pair.split(" ")) for pair in fields.get("merges", [])]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = byte_level_tokenizer(
@@ -85,7 +86,8 @@ def _left_to_transformers(file: GGUFFile, kind: str, pre: str) -> prompts.Tokeni
         log.warning(
             "the tokenizer of '%s' splits texts by '%s', which is not known here: transformers "
             "reads it, and some texts may become other tokens than in llama.cpp",
-            *(file.path, pre),
+            file.path,
+            pre,
         )
     try:
         return AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)

@@ -71,11 +71,12 @@ def copy_weights(source: nn.Module, target: nn.Module, dtype: torch.dtype) -> No
             state |= {f"{name}.weight": linear.widened()}
             state |= {} if linear.bias is None else {f"{name}.bias": linear.bias}
             continue
-        device = device_of(linear)
-        identity_1II = torch.eye(linear.in_features, dtype=dtype, device=device)[None]
-        products_IO, bias_O = linear(identity_1II)[0], getattr(linear, "bias", None)
+        identity_II = torch.eye(linear.in_features, dtype=dtype, device=device_of(linear))
+        products_IO = linear(identity_II[None])[0]
+        bias_O = getattr(linear, "bias", None)
         if bias_O is not None:
-            state[f"{name}.bias"], products_IO = bias_O, products_IO - bias_O
+            state[f"{name}.bias"] = bias_O
+            products_IO = products_IO - bias_O
         state[f"{name}.weight"] = products_IO.T
     target.load_state_dict(state)
 
@@ -113,8 +114,8 @@ def is_plain(hf: PreTrainedModel, or_blocks: bool = False) -> bool:
     hooks = (x._forward_hooks or x._forward_pre_hooks or "forward" in vars(x) for x in hf.modules())
     if not has_rope or any(hooks):
         return False
-    matrices = matrix_of(hf.model.embed_tokens), matrix_of(hf.lm_head)
-    dtype, weights = hf.model.norm.weight.dtype, [hf.model.norm.weight, *matrices]
+    dtype = hf.model.norm.weight.dtype
+    weights = [hf.model.norm.weight, matrix_of(hf.model.embed_tokens), matrix_of(hf.lm_head)]
     for layer in map(layer_weights, hf.model.layers):
         weights += [weight for weight in vars(layer).values() if weight is not None]
     tensors = [weight for weight in weights if isinstance(weight, Tensor)]
@@ -126,7 +127,8 @@ def is_plain(hf: PreTrainedModel, or_blocks: bool = False) -> bool:
 def fingerprint(model: nn.Module) -> str | None:
     """A hash of the first numbers of each weight in bfloat16, the same in any number format, except
     for float32 weights read in float16, which are rounded twice. None for a `meta_model`."""
-    digest, weights = hashlib.sha256(), dict[int, Tensor]()  # a tied one once
+    digest = hashlib.sha256()
+    weights = dict[int, Tensor]()  # a tied one once
     for module in model.modules():
         if isinstance(module, PackedMatrix):
             weights.setdefault(module.blocks_OB.data_ptr(), module.beginning(FINGERPRINTED))

@@ -158,15 +158,17 @@ def model_options(model: str, name: str | None = None) -> dict[str, str]:
         return {"model": settings["name"]}
     if name is not None and known_model(name):
         return {"model": name, "model__path": model}
-    is_path, default = _is_path(model), _default_name(model)
+    is_path = _is_path(model)
+    default = _default_name(model)
     renamed = {} if is_path and name in (None, default) else {"model__name": name or default}
     return {"model": model if is_path else "FOLDER", **renamed}
 
 
 def evaluate_command(model: str | ModelConfig, *words: str, **options: Any) -> str:
     """The command line that evaluates a target with these options."""
-    names = (model,) if isinstance(model, str) else (model.path, model.name)
-    return command_line("evaluate", *words, **model_options(*names), **options)
+    if isinstance(model, str):
+        return command_line("evaluate", *words, **model_options(model), **options)
+    return command_line("evaluate", *words, **model_options(model.path, model.name), **options)
 
 
 def load(config: ModelConfig) -> tuple[PreTrainedModel, Tokenizer]:
@@ -185,12 +187,14 @@ def load(config: ModelConfig) -> tuple[PreTrainedModel, Tokenizer]:
         model, tokenizer = _read_gguf(config, device)
     else:
         placed = config.device_map or ("cpu" if config.quantization else device)
-        source = _source(config.path), config.revision
-        model, tokenizer = read_checkpoint(*source, dtype=dtype, device_map=placed)
+        model, tokenizer = read_checkpoint(
+            _source(config.path), config.revision, dtype=dtype, device_map=placed
+        )
     if template is not None:
         tokenizer.chat_template = template
     if config.eos_token is not None:
-        if (eos_id := tokenizer.get_vocab().get(config.eos_token)) is None:
+        eos_id = tokenizer.get_vocab().get(config.eos_token)
+        if eos_id is None:
             raise ConfigError(
                 f"model.eos_token={config.eos_token} is no token of '{config.path}'; its special "
                 f"tokens are {', '.join(map(str, tokenizer.added_tokens_decoder.values()))}."
@@ -202,10 +206,8 @@ def load(config: ModelConfig) -> tuple[PreTrainedModel, Tokenizer]:
         check_placed(model)
     if config.quantization:
         quantize(model, config.quantization, None if config.device_map else device)
-    elif packed_linears(model) and not is_gguf(
-        config.path
-    ):  # some formats unpack weights in the first forward
-        with torch.no_grad():
+    elif packed_linears(model) and not is_gguf(config.path):
+        with torch.no_grad():  # some formats unpack weights in the first forward
             model(torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return model.eval().requires_grad_(False), tokenizer
 
@@ -224,7 +226,10 @@ def load_target(config: ModelConfig) -> tuple[TargetModel, Tokenizer]:
             "the chat template of '%s' ends a turn with %s, but its generation config ends a text "
             "at %s alone: answers may run on into a user turn of the model's own. To end them "
             "there, pass \"model.eos_token='%s'\".",
-            *(lm.name, token, ", ".join(ends) or "nothing", token),
+            lm.name,
+            token,
+            ", ".join(ends) or "nothing",
+            token,
         )
     settings = sorted(hf.generation_config.to_diff_dict().items())
     asked = {k: x for k, x in settings if k not in NO_REQUESTS and x and repr(x) != "1.0"}
@@ -232,7 +237,8 @@ def load_target(config: ModelConfig) -> tuple[TargetModel, Tokenizer]:
         log.warning(
             "the generation config of '%s' has %s, which decoding here leaves out: only "
             "the sampling options and the token limit say how a text is written.",
-            *(lm.name, ", ".join(f"{name}={value!r}" for name, value in asked.items())),
+            lm.name,
+            ", ".join(f"{name}={value!r}" for name, value in asked.items()),
         )
     if lm.device.type == "cpu" and config.dtype is Dtype.float16 and is_plain(hf):
         log.warning(

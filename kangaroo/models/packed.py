@@ -27,7 +27,8 @@ class PackedMatrix(nn.Module):
     def __init__(self, blocks_OB: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype):
         super().__init__()
         self.register_buffer("blocks_OB", blocks_OB, persistent=False)
-        self.kind, self.dtype = kind, dtype
+        self.kind = kind
+        self.dtype = dtype
         self.kept_OI: Tensor | None = None  # see `keep_widened`
         numbers, size = GGML_QUANT_SIZES[kind]  # of a block
         self.shape = torch.Size((len(blocks_OB), blocks_OB.shape[1] // size * numbers))

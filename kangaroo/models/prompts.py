@@ -221,10 +221,10 @@ def _masked_text(
                 "with {% generation %} in it, pass model.chat_template= another one, or use "
                 "conversations of one turn."
             )
-        start, stop = len(before if after.startswith(before) else before.rstrip()), len(after)
+        start = len(before if after.startswith(before) else before.rstrip())
         for i, (first, last) in enumerate(encoded["offset_mapping"]):
             # `last > start`: the header's trimmed blank has no width in byte-level tokenizers
-            if start <= first < stop and last > start:
+            if start <= first < len(after) and last > start:
                 mask[i] = 1
     return encoded["input_ids"], mask
 

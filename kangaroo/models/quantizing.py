@@ -14,7 +14,8 @@ from kangaroo.models.packed import PackedLinear
 from kangaroo.utils.errors import ConfigError, MissingPackage, UnsupportedModel
 from kangaroo.utils.folders import install
 
-GROUP, NF4_GROUP = 32, 64  # numbers that share a scale
+GROUP = 32  # numbers that share a scale
+NF4_GROUP = 64  # the same of nf4
 
 
 class Quantization(Enum):
@@ -86,8 +87,14 @@ def _to_nf4(layer: nn.Module) -> None:
 
     linears = [(name, part) for name, part in layer.named_modules() if isinstance(part, nn.Linear)]
     for name, linear in linears:
-        weight, sizes = linear.weight, (linear.in_features, linear.out_features)
-        packed = bnb.Linear4bit(*sizes, bias=False, compute_dtype=weight.dtype, device="meta")
+        weight = linear.weight
+        packed = bnb.Linear4bit(
+            linear.in_features,
+            linear.out_features,
+            bias=False,
+            compute_dtype=weight.dtype,
+            device="meta",
+        )
         packed.weight = bnb.Params4bit(weight.data, requires_grad=False, quant_type="nf4")
         packed.bias = linear.bias
         if linear.in_features % NF4_GROUP:  # its CPU kernels need whole groups

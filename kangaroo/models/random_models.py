@@ -87,7 +87,9 @@ def random_target(path: str, device: str, dtype: torch.dtype) -> PreTrainedModel
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A ChatML tokenizer with one token per byte, then bos, eos and pad."""
-    bos, eos, pad = "<|im_start|>", "<|im_end|>", "<|pad|>"
+    bos = "<|im_start|>"
+    eos = "<|im_end|>"
+    pad = "<|pad|>"
     return byte_level_tokenizer(
         BPE({char: i for i, char in enumerate(sorted(ByteLevel.alphabet()))}, []),
         [ByteLevel(add_prefix_space=False, use_regex=False)],

@@ -13,7 +13,8 @@ BY_MODULES = ("gemma2", "gemma3_text", "granite", "mixtral", "olmo2", "olmo3", "
 SUPPORTED = (*PLAIN, *BY_MODULES)
 FIXES = {"gemma3": "Pass a checkpoint of its text model alone (a gemma3_text model)."}
 UNIFORM = ("mistral", "mixtral", "phi3", "qwen3_moe")  # all layers have the window, or none has it
-FULL, WINDOWED = "full_attention", "sliding_attention"  # layer types in configs
+FULL = "full_attention"  # a layer's type in configs
+WINDOWED = "sliding_attention"
 
 
 def check_supported(config: PretrainedConfig) -> None:
@@ -30,7 +31,8 @@ def check_supported(config: PretrainedConfig) -> None:
             "embed texts, not to write them. Pass a model that writes."
         )
     for rope in ropes(config):
-        rope_type, part = rope["rope_type"], rope.get("partial_rotary_factor", 1.0)
+        rope_type = rope["rope_type"]
+        part = rope.get("partial_rotary_factor", 1.0)
         if rope_type in ("dynamic", "longrope"):
             raise UnsupportedModel(
                 f"'{name}' uses '{rope_type}' RoPE, whose frequencies change with the length of "
@@ -47,7 +49,8 @@ def check_supported(config: PretrainedConfig) -> None:
 def windows(config: PretrainedConfig) -> tuple[int | None, list[bool]]:
     """The window's size in tokens, the current one included, and for each layer whether it has the
     window. The size is None where no text outgrows it."""
-    window, longest = getattr(config, "sliding_window", None), context(config)
+    window = getattr(config, "sliding_window", None)
+    longest = context(config)
     kinds = None if config.model_type in UNIFORM else getattr(config, "layer_types", None)
     windowed = [kind == WINDOWED for kind in kinds or [WINDOWED if window else FULL]]
     if not any(windowed) or ((window or longest) >= longest and len(ropes(config)) == 1):
@@ -61,7 +64,8 @@ def context(config: PretrainedConfig) -> int:
     switch it on, and in Vicuna's long versions, whose own field then has the length."""
     longest = max(config.max_position_embeddings, getattr(config, "max_sequence_length", None) or 0)
     for rope in ropes(config):
-        rope_type, factor = rope["rope_type"], rope.get("factor")
+        rope_type = rope["rope_type"]
+        factor = rope.get("factor")
         unscaled = rope.get("original_max_position_embeddings")
         if rope_type == "yarn" and factor:
             longest = max(longest, int(factor * (unscaled or longest)))
@@ -85,9 +89,11 @@ def with_layers(config: PretrainedConfig, layers: Sequence[int]) -> Any:
         if by_layer := getattr(config, name, None):
             setattr(changed, name, [by_layer[layer] for layer in layers])
     if hasattr(config, "mlp_only_layers"):
-        step, dense = config.decoder_sparse_step, config.mlp_only_layers
-        is_dense = [layer in dense or (layer + 1) % step > 0 for layer in layers]
-        changed.mlp_only_layers = [place for place, is_so in enumerate(is_dense) if is_so]
+        changed.mlp_only_layers = [
+            place
+            for place, layer in enumerate(layers)
+            if layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step > 0
+        ]
         changed.decoder_sparse_step = 1
     return changed
 

@@ -56,7 +56,8 @@ class TargetModel(nn.Module):
         self.layers = hf.model.layers
         self.head = hf.lm_head
         self.dtype = hf.model.norm.weight.dtype
-        self.device, self.head_device = device_of(hf.model.embed_tokens), device_of(self.head)
+        self.device = device_of(hf.model.embed_tokens)
+        self.head_device = device_of(self.head)
         self.weight_bits: int | None = None  # of a quantized `meta_model`
         self.layer_devices = [next(layer.parameters()).device for layer in self.layers]
         self.decode_by(Backend())
@@ -68,20 +69,20 @@ class TargetModel(nn.Module):
         """Decode in native code on a CPU, if it knows the model and there is a compiler, or with
         Triton kernels and CUDA graphs on one GPU. `huge_pages` makes reading weights faster.
         Training stays in PyTorch, and so do prompts that it reads faster."""
-        sizes, dtype = self.sizes(), self.dtype
+        sizes = self.sizes()
         device, *other_devices = {*self.layer_devices, self.head_device}
         if device.type == "cuda" and not other_devices:
             graphs = Graphs(self.device) if weights.can_record(self.hf) else None
-            has_kernels = cuda.runs_layers(dtype, sizes, self._is_plain(), self.device)
+            has_kernels = cuda.runs_layers(self.dtype, sizes, self._is_plain(), self.device)
             return self.decode_by(CudaBackend(graphs, sizes if has_kernels else None))
-        fits = dtype in native.DTYPES and sizes.head_size <= native.WIDEST_HEAD
+        fits = self.dtype in native.DTYPES and sizes.head_size <= native.WIDEST_HEAD
         knows_it = fits and self._is_plain(or_blocks=True)
         on_cpu = device.type == "cpu" and not other_devices
         library = native.library() if on_cpu and knows_it else None
         if library is None:
             return self.decode_by(Backend())
         if huge_pages:
-            modules = self.layers, self.hf.model.norm, self.head
+            modules = (self.layers, self.hf.model.norm, self.head)
             move_to_huge_pages(x for module in modules for x in module.parameters())
         return self.decode_by(CpuBackend(library, sizes))
 
@@ -126,7 +127,8 @@ class TargetModel(nn.Module):
 
     def sizes(self) -> Sizes:
         """The sizes of this model's layers, and of an adapter's."""
-        config, attn = self.config, self.layers[0].self_attn
+        config = self.config
+        attn = self.layers[0].self_attn
         return Sizes(
             hidden=config.hidden_size,
             heads=config.num_attention_heads,
@@ -173,9 +175,14 @@ class TargetModel(nn.Module):
         self, batch_size: int, n_slots: int, devices: list[torch.device] | None = None
     ) -> KVCache:
         """A KV cache for all layers, or for one layer of their shape on each of `devices`."""
-        sizes, devices = self.sizes(), self.layer_devices if devices is None else devices
+        sizes = self.sizes()
         return KVCache.empty(
-            batch_size, n_slots, sizes.kv_heads, sizes.head_size, self.dtype, devices
+            batch_size,
+            n_slots,
+            n_heads=sizes.kv_heads,
+            head_size=sizes.head_size,
+            dtype=self.dtype,
+            devices=self.layer_devices if devices is None else devices,
         )
 
     def forward_meta(
@@ -202,7 +209,8 @@ class TargetModel(nn.Module):
 
         if recorded is None:
             return place(start_B, tree)
-        (purpose, cache), tokens = recorded, len(start_B) * tree.size
+        purpose, cache = recorded
+        tokens = len(start_B) * tree.size
         key = ("block", purpose, tree.is_chain, tree.size, tree.max_depth, extent, n_slots, below)
         return self.backend.replay((cache,), key, place, start_B, tree, tokens=tokens)
 
@@ -216,9 +224,15 @@ class TargetModel(nn.Module):
     ) -> ForwardMeta:
         """A block of all rows. `hidden_BNE` is true for slots that a token does not see;
         `positions_BE` are the slots' positions, needed if drafted tokens lie outside the block."""
-        bias, rope = self._bias(hidden_BNE), self._rope(n_slots, positions_BN)
-        extent, rows = hidden_BNE.shape[-1], slice(0, len(slots_BN))
-        meta = ForwardMeta(slots_BN, positions_BN, bias, extent, rows, rope, recordable=True)
+        meta = ForwardMeta(
+            slots_BN,
+            positions_BN,
+            bias_R1TE=self._bias(hidden_BNE),
+            extent=hidden_BNE.shape[-1],
+            rows=slice(0, len(slots_BN)),
+            rope=self._rope(n_slots, positions_BN),
+            recordable=True,
+        )
         return self._with_window(meta, n_slots, hidden_BNE, positions_BE)
 
     def chunk(self, start: int, stop: int, row: int, n_slots: int) -> ForwardMeta:
@@ -231,8 +245,14 @@ class TargetModel(nn.Module):
         elif start > 0:
             extent = occupied(n_slots, stop)
             bias = self._bias(torch.arange(extent, device=self.device) > positions_1T[..., None])
-        rows, rope = slice(row, row + 1), self._rope(n_slots, positions_1T)
-        meta = ForwardMeta(positions_1T, positions_1T, bias, extent, rows, rope)
+        meta = ForwardMeta(
+            positions_1T,
+            positions_1T,
+            bias_R1TE=bias,
+            extent=extent,
+            rows=slice(row, row + 1),
+            rope=self._rope(n_slots, positions_1T),
+        )
         return self._with_window(meta, n_slots, None, None)
 
     def extent(self, n_slots: int, used: int) -> int:
@@ -324,7 +344,8 @@ class TargetModel(nn.Module):
         for index in layers:
             device = self.layer_devices[index]
             if view is None or device != x_BND.device:
-                x_BND, meta = x_BND.to(device), meta.to(device)
+                x_BND = x_BND.to(device)
+                meta = meta.to(device)
                 view = cache.at(meta) if cache is not None else None
             layer_meta = meta.for_layer(self.windowed[index])
             x_BND = self.layers[index](
@@ -338,7 +359,8 @@ class TargetModel(nn.Module):
 
     def logits(self, x_BND: Tensor) -> Tensor:
         """`[B, N, V]` from the output of the last layer; in float32 from native code or kernels."""
-        x_MD, head = x_BND.flatten(0, 1), self.fast_head
+        x_MD = x_BND.flatten(0, 1)
+        head = self.fast_head
         if head and head.takes(x_MD):
             return head(x_MD, self.hf.model.norm.weight).unflatten(0, x_BND.shape[:2])
         return self.read_out(self.norm(x_BND))
@@ -350,7 +372,9 @@ class TargetModel(nn.Module):
 
     def likeliest(self, x_BND: Tensor) -> Tensor:
         """The likeliest next tokens, `[B, N]`, from the output of the last layer."""
-        x_MD, head, chosen_M = x_BND.flatten(0, 1), self.fast_head, None
+        x_MD = x_BND.flatten(0, 1)
+        head = self.fast_head
+        chosen_M = None
         if head and head.takes(x_MD):
             chosen_M = head.likeliest(x_MD, self.hf.model.norm.weight)
         if chosen_M is None:
