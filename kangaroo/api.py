@@ -86,7 +86,8 @@ def check_adapters(
         for drafter in drafters:
             drafter.settings()
     except AdapterNotFound as error:
-        ready, served_by = [], adapters_of(model.path, model.name)
+        ready = []
+        served_by = adapters_of(model.path, model.name)
         for name in drafter_names():
             with suppress(KangarooError):
                 drafter_config(name, served_by, {}).settings()
@@ -118,12 +119,8 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
     file = CONFIGS / "drafter" / f"{drafter}.yaml"
     text = file.read_text("utf-8").replace("${adapters_of:${model}}", model)
     sizes = OmegaConf.load(CONFIGS / "groups" / "hardware.yaml")
-    # what else `${...}` in the file may name
-    named = {
-        "drafter": OmegaConf.create(text),
-        "hardware": OmegaConf.select(sizes, hardware_here()),
-    }
-    config = OmegaConf.create(named).drafter
+    hardware = OmegaConf.select(sizes, hardware_here())  # which `${...}` in the file may name
+    config = OmegaConf.create({"drafter": OmegaConf.create(text), "hardware": hardware}).drafter
     values = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True)) | settings
     schema, *groups = values.pop("defaults")  # Hydra's
     for group in groups:
@@ -137,13 +134,13 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
 
 def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
     """The dataclass with these fields; numpy's numbers become Python's. Errors: `ConfigError`."""
-    hints, values = get_type_hints(kind), {}
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    values = {}
     for name, value in settings.items():
         if name not in names:
             fix = f"{kind.__name__} has {', '.join(names)}"
             raise ConfigError(f"there is no setting '{name}'; {fix}.")
-        hint = hints[name]
+        hint = get_type_hints(kind)[name]
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kinds = [get_origin(part) or part for part in parts]
         if isinstance(hint, EnumMeta):  # names are accepted, as on the command line
@@ -198,7 +195,8 @@ class Model:
         `ConfigError` for an unknown or invalid setting.
         """
         prompt_list, is_single = _as_list(prompts)
-        settings, stops = _sampling(sampling), _stops(stop)
+        settings = _sampling(sampling)
+        stops = _stops(stop)
         limits = build(Limits, {"max_new_tokens": max_new_tokens, "batch_size": batch_size})
         seeded = enumerate(prompt_list, start=settings.seed)
         requests = [self._request(prompt, limits, stops, seed) for seed, prompt in seeded]
@@ -216,7 +214,8 @@ class Model:
         **sampling: Any,
     ) -> Iterator[str]:
         """The answer of `generate`, piece by piece as it is written, in whole characters."""
-        settings, limits = _sampling(sampling), build(Limits, {"max_new_tokens": max_new_tokens})
+        settings = _sampling(sampling)
+        limits = build(Limits, {"max_new_tokens": max_new_tokens})
         request = self._request(prompt, limits, _stops(stop), settings.seed)
         tokens = self.engine.stream(request.prompt, request.max_new_tokens, settings, request.stop)
         return (text for text, _ in pieces(tokens, self.tokenizer, request.stop))

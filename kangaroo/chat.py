@@ -38,8 +38,10 @@ def questions(console: Console) -> Iterator[str]:
 
 def summary(generation: Generation) -> str:
     """One line on an answer's length, speed, and tokens per forward of the target."""
-    count, steps = len(generation.tokens), generation.steps
-    drafted, accepted = sum(x.drafted for x in steps), sum(x.accepted for x in steps)
+    count = len(generation.tokens)
+    steps = generation.steps
+    drafted = sum(step.drafted for step in steps)
+    accepted = sum(step.accepted for step in steps)
     share = f", {accepted} of {drafted} draft tokens accepted" if drafted else ""
     speed = f"{count} tokens, {count / generation.seconds:.1f} tokens/s"
     return f"{speed}, compression rate {compression_rate(steps):.2f}{share}"
@@ -56,7 +58,8 @@ def chat(
     """Answer each question as a turn of one conversation. An empty question begins a new one, and
     Ctrl-C stops an answer. A question that was stopped, is too long, or is no text is dropped."""
     system = [] if config.system is None else [Message(role="system", content=config.system)]
-    messages, session = list(system), None
+    messages = list(system)
+    session = None
     for question in questions:
         if not question.strip():
             messages = list(system)
@@ -64,14 +67,15 @@ def chat(
             continue
         messages.append(Message(role="user", content=question))
         try:
-            prompt, limit = prompt_ids(tokenizer, messages), config.max_new_tokens
-            engine.check(Request(prompt, limit))
-            longest = len(prompt) + limit
+            prompt = prompt_ids(tokenizer, messages)
+            request = Request(prompt, config.max_new_tokens, sampling.seed)
+            engine.check(request)
+            longest = len(prompt) + config.max_new_tokens
             if session is None or session.batch.longest < longest:
                 # twice the room, since a new session has to read the whole conversation again
                 room = max(longest, min(2 * longest, engine.lm.context))
                 session = engine.open(1, room, sampling)
-            stream = session.stream(Request(prompt, limit, sampling.seed))
+            stream = session.stream(request)
             for text, drafted in pieces(iter(stream), tokenizer):
                 console.print(Text(text, style="green" if drafted else ""), end="", soft_wrap=True)
         except PromptError as error:

@@ -67,8 +67,12 @@ class ConversationsConfig(WrittenConfig, Source):
         records = read(self, self.limit, unreadable, check if is_longer else None)
         count = len(records) + dropped.total()
         conversations = self._usable(records, dropped)
-        usable = len(conversations), self.source, list_reasons(dropped)
-        log.info("%d conversations in %s are usable; not usable or cut: %s", *usable)
+        log.info(
+            "%d conversations in %s are usable; not usable or cut: %s",
+            len(conversations),
+            self.source,
+            list_reasons(dropped),
+        )
         settings = self.settings(lm) | {"conversations": _hash(conversations)}
         if ranks.broadcast(store.has_settings(Path(self.path), settings)):
             return
@@ -77,12 +81,12 @@ class ConversationsConfig(WrittenConfig, Source):
             for number, first in enumerate(range(0, len(conversations), self.shard_size)):
                 shard = conversations[first : first + self.shard_size]
                 writers[f"{number:05d}-{_hash(shard)}"] = partial(self._write, number, shard)
-            raw = self.write_shards(lm, tokenizer, writers, self.max_length, ranks)
+            raw = self.write_shards(lm, tokenizer, writers, longest=self.max_length, ranks=ranks)
             dropped["too long"] = len(conversations) - len(raw)  # without room for an answer
         elif ranks.is_first:
             raw = self._tokenize(tokenizer, conversations, dropped)
         if ranks.is_first:
-            finish(self, settings, raw, count, dropped, lm.name)
+            finish(self, settings, raw, count=count, dropped=dropped, model=lm.name)
 
     def _check_tokens(
         self, tokenizer: Tokenizer, vocab_size: int, messages: Sequence[Message]
@@ -99,7 +103,8 @@ class ConversationsConfig(WrittenConfig, Source):
         self, conversations: Sequence[list[Message]], dropped: Counter[str]
     ) -> list[list[Message]]:
         """The used turns of each conversation; dropped and cut ones are counted."""
-        usable, last = [], "user" if self.regenerate else "assistant"
+        usable = []
+        last = "user" if self.regenerate else "assistant"
         roles = {"user", last} | ({"system"} if self.keep_system else set())
         for messages in conversations:
             turns, reason = alternating_turns(messages)

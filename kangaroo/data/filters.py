@@ -13,7 +13,8 @@ from kangaroo.utils.ranges import Chance, CountOrZero, Ranged
 
 NGRAM = 4  # tokens or words of a phrase; any text repeats shorter ones
 SHINGLE = 5  # characters, not words: some languages have no spaces between words
-BANDS, ROWS = 16, 4  # of the MinHash; two texts of similarity 0.7 share a band with 98.8 %
+BANDS = 16  # of the MinHash
+ROWS = 4  # of a band; two texts of similarity 0.7 share a band with 98.8 %
 LATER_TURNS = "later turns: "  # before the reason for which a conversation was cut
 _PRIME = (1 << 31) - 1
 
@@ -63,7 +64,8 @@ def list_reasons(dropped: Counter[str]) -> str:
 
 def healthy_turns(sample: Sample, config: FilterConfig) -> tuple[int, str]:
     """The number of answers before the first degenerate turn, and what is wrong with that turn."""
-    messages, places = sample["messages"], learnt_answers(sample["messages"])
+    messages = sample["messages"]
+    places = learnt_answers(messages)
     for turn, (start, stop) in enumerate(answer_spans(sample["loss_mask"])):
         if repetition(messages[places[turn] - 1]["content"].split()) > config.max_repetition:
             return turn, "repetitive question"
@@ -85,8 +87,8 @@ def learnt_answers(messages: Sequence[Message]) -> list[int]:
 def answer_spans(mask: Sequence[int]) -> list[tuple[int, int]]:
     """Start and end of each learnt answer, which is a run of ones in a loss mask."""
     steps = np.diff([0, *mask, 0])
-    starts, stops = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
-    return list(zip(starts.tolist(), stops.tolist(), strict=True))
+    starts, stops = (np.flatnonzero(steps == step).tolist() for step in (1, -1))
+    return list(zip(starts, stops, strict=True))
 
 
 def cut(sample: Sample, turns: int) -> Sample:

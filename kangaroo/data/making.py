@@ -80,11 +80,20 @@ class WrittenConfig(Ranged):
         settings = {k: v for k, v in self.settings(lm).items() if k not in self.not_in_shards}
         shards = store.Shards(Path(self.path + ".shards"), settings)
         existing = ranks.broadcast({name for name in writers if shards.path(name).exists()})
-        if missing := [name for name in writers if name not in existing]:
+        missing = [name for name in writers if name not in existing]
+        if missing:
             log.info("%d of %d shards to write", len(missing), len(writers))
-            start, assigned = time.perf_counter(), missing[ranks.rank :: ranks.world]
+            start = time.perf_counter()
+            assigned = missing[ranks.rank :: ranks.world]
             with progress_bar(unit="token", disable=not ranks.is_first) as bar:
-                writer = DialogueWriter(lm, tokenizer, self.batch_size, longest, self.teacher, bar)
+                writer = DialogueWriter(
+                    lm,
+                    tokenizer,
+                    batch_size=self.batch_size,
+                    longest=longest,
+                    keep=self.teacher,
+                    bar=bar,
+                )
                 for number, name in enumerate(assigned, start=1):
                     bar.set_description(f"writing shard {number} of {len(assigned)}")
                     shards.write(name, [d.sample() for d in writers[name](writer) if d.input_ids])
@@ -156,11 +165,11 @@ class SynthesisConfig(WrittenConfig):
         if ranks.broadcast(store.has_settings(Path(self.path), settings)):
             return
         writers = {f"{number:05d}": partial(self._write, number) for number in range(self.shards)}
-        raw = self.write_shards(lm, tokenizer, writers, lm.context, ranks)
+        raw = self.write_shards(lm, tokenizer, writers, longest=lm.context, ranks=ranks)
         if ranks.is_first:
             count = self.shards * self.shard_size
             dropped = Counter({"no finished question": count - len(raw)})
-            finish(self, settings, raw, count, dropped, lm.name)
+            finish(self, settings, raw, count=count, dropped=dropped, model=lm.name)
 
     def _write(self, number: int, writer: DialogueWriter) -> list[Dialogue]:
         """Write a shard turn by turn: all questions, then all answers."""
@@ -168,8 +177,12 @@ class SynthesisConfig(WrittenConfig):
         for dialogue in dialogues:
             dialogue.opening = self.openings[dialogue.seed % len(self.openings)]
         for _ in range(self.turns[number % len(self.turns)]):
-            limits = self.max_question_tokens, self.question_temperature
-            writer.ask(dialogues, *limits, self.keep_unfinished_questions)
+            writer.ask(
+                dialogues,
+                self.max_question_tokens,
+                temperature=self.question_temperature,
+                keeps_cut=self.keep_unfinished_questions,
+            )
             writer.answer(dialogues, self.max_answer_tokens, temperature)
         return dialogues
 
@@ -210,4 +223,5 @@ class MixConfig(Ranged):
             for sample in samples:
                 sample.pop("teacher", None)
         random.Random(self.seed).shuffle(samples)
-        finish(self, settings, samples, len(samples), Counter(), teacher and teacher["model"])
+        model = teacher and teacher["model"]
+        finish(self, settings, samples, count=len(samples), dropped=Counter(), model=model)

@@ -26,9 +26,11 @@ FORMS = (
     '{"messages": [{"role": "user", "content": "..."}, ...]} or '
     '{"conversations": [{"from": "human", "value": "..."}, ...]}'
 )
-JSON, TABLES = (".json", ".jsonl"), (".parquet", ".csv", ".arrow")
+JSON = (".json", ".jsonl")
+TABLES = (".parquet", ".csv", ".arrow")
 HUB_FILE = "hf://datasets/"  # followed by owner/name/file
-TRAINING, HELD_OUT = "training.jsonl", "held_out.jsonl"  # files of a split
+TRAINING = "training.jsonl"  # a file of a split
+HELD_OUT = "held_out.jsonl"
 SHARED = 20  # words of a passage; questions often have fewer words in common
 SOURCES = (
     "a .json, .jsonl, .parquet, .csv or .arrow file, a folder of such files, a hub id, or "

@@ -19,7 +19,9 @@ from kangaroo.utils.errors import CorruptFile, DataError
 from kangaroo.utils.folders import write_json, write_whole
 from kangaroo.utils.provenance import differences, provenance
 
-PROVENANCE, RECORDS, SETTINGS = "provenance.json", "teacher.npy", "settings.json"
+PROVENANCE = "provenance.json"
+RECORDS = "teacher.npy"
+SETTINGS = "settings.json"
 
 
 def save(
@@ -106,7 +108,8 @@ class Shards:
     setting `teacher`, samples have records. Errors: `DataError` if the folder has others."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
-        self.folder, self.has_records = folder, bool(settings.get("teacher"))
+        self.folder = folder
+        self.has_records = bool(settings.get("teacher"))
         path = folder / SETTINGS
         if not path.exists():
             write_json(path, settings)

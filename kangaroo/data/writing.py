@@ -75,15 +75,19 @@ class DialogueWriter:
 
     def __post_init__(self) -> None:
         self.engine = Engine(self.lm, Vanilla(), self.tokenizer, prefix_cache=True)
-        self.longest, self.written = min(self.longest, self.lm.context), 0
+        self.longest = min(self.longest, self.lm.context)
+        self.written = 0
 
     def ask(
         self, dialogues: Iterable[Dialogue], max_tokens: int, temperature: float, keeps_cut: bool
     ) -> None:
         """Let the target write the next user turn of every open dialogue. An empty turn closes its
         dialogue, and so does one that reaches `max_tokens`, unless `keeps_cut`."""
-        openings, requests = [], []
-        for dialogue in (dialogue for dialogue in dialogues if dialogue.open):
+        openings = []
+        requests = []
+        for dialogue in dialogues:
+            if not dialogue.open:
+                continue
             header, end = user_header(self.tokenizer, dialogue.messages)
             opening = "" if dialogue.messages else dialogue.opening
             header += self.tokenizer(opening, add_special_tokens=False).input_ids
@@ -109,7 +113,8 @@ class DialogueWriter:
         """Let the target answer the user turn that ends every open dialogue. An answer that reaches
         `max_tokens` is kept and closes its dialogue; after any other `proceed` is called. A user
         turn that it adds is answered at once, without a new prefill of the earlier turns."""
-        turns = [(d, prompt) for d in dialogues if (prompt := self._prompt(d, max_tokens))]
+        pairs = [(dialogue, self._prompt(dialogue, max_tokens)) for dialogue in dialogues]
+        turns = [(dialogue, prompt) for dialogue, prompt in pairs if prompt is not None]
 
         def after(index: int, answer: Generation) -> Request | None:
             dialogue, (request, mask) = turns[index]
@@ -119,13 +124,15 @@ class DialogueWriter:
             dialogue.open = answer.finish != "length"
             if dialogue.open and proceed:
                 proceed(dialogue)
-            if (prompt := self._prompt(dialogue, max_tokens)) is None:
+            prompt = self._prompt(dialogue, max_tokens)
+            if prompt is None:
                 return None
             turns[index] = dialogue, prompt
             return prompt[0]
 
         requests = [request for _, (request, _) in turns]
-        self._decode(requests, temperature, self.keep, after, self.longest if proceed else None)
+        longest = self.longest if proceed else None
+        self._decode(requests, temperature, keep=self.keep, after=after, longest=longest)
 
     def _prompt(self, dialogue: Dialogue, max_tokens: int) -> tuple[Request, list[int]] | None:
         """The request for the next answer and its loss mask; None if none is due or has room."""
@@ -150,6 +157,13 @@ class DialogueWriter:
             self.bar.update(len(generation.tokens))
             return after(index, generation)
 
-        options = Sampling(temperature=temperature), self.batch_size, keep
-        texts = dict(self.engine.completions(requests, *options, count_and_go_on, longest))
+        completions = self.engine.completions(
+            requests,
+            Sampling(temperature=temperature),
+            self.batch_size,
+            keep=keep,
+            after=count_and_go_on,
+            longest=longest,
+        )
+        texts = dict(completions)
         return [texts[index] for index in range(len(requests))]

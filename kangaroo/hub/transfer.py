@@ -23,7 +23,8 @@ from kangaroo.utils.folders import command_line, project_folder
 CARD = "README.md"
 FILES = (WEIGHTS, CONFIG, VOCABULARY)  # of an adapter's folder
 # for transformers' `generate(custom_generate=...)`, copied from integrations/transformers
-CODE, CODE_FILES = "custom_generate", ("generate.py", "requirements.txt")
+CODE = "custom_generate"
+CODE_FILES = ("generate.py", "requirements.txt")
 TEMPLATE = Path(__file__).with_name("card.md")
 # Descriptions of trained parts by drafter
 DESCRIPTIONS = {
@@ -74,7 +75,8 @@ def pack(config: PackConfig) -> Path:
     """Write the folder of a repository: the adapter's files, `README.md` and `CODE`.
     Errors: those of `check`; `ConfigError` for an invalid name, or a folder with other files."""
     _check_repos(repo=config.repo, base_model=config.base_model)
-    source, output = adapter_files.find(config.source), Path(config.output)
+    source = adapter_files.find(config.source)
+    output = Path(config.output)
     adapter = check(source)
     unknown = {file.name for file in output.glob("*")} - {*FILES, CARD, CODE}
     if unknown or output.resolve() == source.resolve():

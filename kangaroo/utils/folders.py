@@ -40,7 +40,8 @@ def command_line(
         program = "kangaroo" if launcher == "python" else f"{launcher} -m kangaroo"
     else:
         folder = "" if name in ("train", "evaluate") else "scripts/"
-        program, name = launcher, f"{folder}{name}.py"
+        program = launcher
+        name = f"{folder}{name}.py"
     assigned = [f"{k.replace('__', '.')}={_quoted(v)}" for k, v in options.items()]
     return " ".join([program, name, *action, *map(shlex.quote, [*words, *assigned])])
 

@@ -87,7 +87,8 @@ _type_hints = functools.cache(functools.partial(get_type_hints, include_extras=T
 
 def requirement(hint: Any) -> str:
     """What a type hint requires of a value, in words; empty where any value will do."""
-    origin, parts = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    parts = get_args(hint)
     if origin in (Union, UnionType) and NoneType in parts:
         (inner,) = (part for part in parts if part is not NoneType)
         return f"{requirement(inner)}, or null" if requirement(inner) else "or null"
@@ -107,7 +108,8 @@ def requirement(hint: Any) -> str:
 
 def _fits(hint: Any, value: Any) -> bool:
     """Whether a value is in the range of a type hint; other types are checked by Hydra."""
-    origin, parts = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    parts = get_args(hint)
     if origin in (Union, UnionType) and NoneType in parts:
         return value is None or any(_fits(part, value) for part in parts if part is not NoneType)
     if origin in (list, tuple):

@@ -74,5 +74,6 @@ def short(value: float) -> str:
     for larger in "kMG":
         if value < 999.5:
             break
-        value, prefix = value / 1000, larger
+        value /= 1000
+        prefix = larger
     return f"{value:.3g}{prefix}"

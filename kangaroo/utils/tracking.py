@@ -98,7 +98,8 @@ class Wandb(NoTracker):
         import wandb
 
         output.mkdir(parents=True, exist_ok=True)
-        self.wandb, file = wandb, output / ID_FILE
+        self.wandb = wandb
+        file = output / ID_FILE
         name = os.environ.get("WANDB_NAME", "/".join(output.resolve().parts[-2:])[-LONGEST_NAME:])
         options: dict[str, Any] = {"dir": output, "mode": self.mode, "config": flatten(settings)}
         options |= {"name": name[:LONGEST_NAME], "group": self.group and self.group[:LONGEST_NAME]}
