@@ -17,9 +17,8 @@ class SuffixAutomaton:
     only at its last token; its suffix link leads to the longest suffix that also ends elsewhere,
     without a search. Source: Blumer et al. 1985; for drafting, SAM-Decoding (arXiv 2411.10666)."""
 
-    # of the match, and after its earlier occurrence; 0 without one
-    length = 0
-    place = 0
+    length = 0  # of the match; 0 without one
+    place = 0  # after its earlier occurrence
 
     def __init__(self, tokens: Sequence[int] = ()):
         self.tokens: list[int] = []

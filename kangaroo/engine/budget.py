@@ -36,9 +36,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         self.curve = cache(self.curve)
-        # drafts, and those whose first token was right
-        self.first_tried = 0
-        self.first_right = 0
+        self.first_tried = 0  # drafts
+        self.first_right = 0  # those whose first token was right
         # by row: draft tokens in its text after right ones only, and how many of these were right
         self.tried = defaultdict[int, float](float)
         self.right = defaultdict[int, float](float)
