@@ -8,6 +8,7 @@ from run to run, since attention's backward pass adds in any order.
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from kangaroo.utils.ranks import Ranks
 # Gradients are rounded to multiples of 2^-44, five digits below AdamW's eps of 1e-8. In float64
 # these add up without rounding as long as sums stay below 2^9, far above any gradient of a mean.
 GRID = 2.0**44
-MOMENTS, MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"  # AdamW's and Muon's state keys
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state keys
+MOMENTUM = "momentum_buffer"  # Muon's
 
 
 def check(config: TrainerConfig, ranks: Ranks) -> None:
@@ -52,7 +54,9 @@ class TorchBackend:
 
     def __init__(self, adapters: Sequence[Trainable], options: TrainerConfig, ranks: Ranks):
         assert options.accumulate is not None
-        self.adapters, self.options, self.ranks = adapters, options, ranks
+        self.adapters = adapters
+        self.options = options
+        self.ranks = ranks
         self.parameters = dict(nn.ModuleList(adapters).named_parameters())
         for parameter in self.parameters.values():
             ranks.overwrite(parameter.data)
@@ -105,12 +109,16 @@ class TorchBackend:
         if self.options.muon:
             # at AdamW's learning rates (arXiv 2502.16982, section 2.2)
             options: Any = {"adjust_lr_fn": "match_rms_adamw"}
-            groups, decay = [{"params": x} for x in muon_groups], self.options.weight_decay
-            self.optimizers.append(torch.optim.Muon(groups, weight_decay=decay, **options))
+            options["weight_decay"] = self.options.weight_decay
+            groups = [{"params": group} for group in muon_groups]
+            self.optimizers.append(torch.optim.Muon(groups, **options))
 
     def _adamw(self, groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.AdamW:
-        options, params = self.options, [{"params": group} for group in groups]
-        return torch.optim.AdamW(params, betas=options.betas, weight_decay=options.weight_decay)
+        return torch.optim.AdamW(
+            [{"params": group} for group in groups],
+            betas=self.options.betas,
+            weight_decay=self.options.weight_decay,
+        )
 
     def _update(self, rates: Sequence[float]) -> None:
         for optimizer in self.optimizers:
@@ -132,9 +140,10 @@ class TorchBackend:
     def _load_moments(self, state: dict[str, Any]) -> None:
         names = {parameter: name for name, parameter in self.parameters.items()}
         for optimizer in self.optimizers:
-            for p in (p for group in optimizer.param_groups for p in group["params"]):
+            for p in chain.from_iterable(group["params"] for group in optimizer.param_groups):
                 for key in (*MOMENTS, MOMENTUM):
-                    if (moment := state.get(key, {}).get(names[p])) is not None:
+                    moment = state.get(key, {}).get(names[p])
+                    if moment is not None:
                         optimizer.state[p][key] = moment.to(p.device)
                 optimizer.state[p]["step"] = torch.tensor(float(self.steps))  # Muon reads none
 

@@ -33,10 +33,12 @@ class Work:
     def __init__(self, samples: Sequence[Sample], config: TrainerConfig):
         check_trainable(samples, config.max_length)
         check_holdout(config.holdout, len(samples))
-        self.training, self.held_out = samples[: -config.holdout], samples[-config.holdout :]
+        self.training = samples[: -config.holdout]
+        self.held_out = samples[-config.holdout :]
         self.tokens = clipped_lengths(self.training, config.max_length)
-        options = config.max_length, bool(config.use_stored_logits)
-        self.positions = [int(learnt_positions(x, *options).sum()) for x in self.training]
+        stored = bool(config.use_stored_logits)
+        learnt = (learnt_positions(x, config.max_length, stored) for x in self.training)
+        self.positions = [int(learnt_T.sum()) for learnt_T in learnt]
         self.batches = [
             batch
             for epoch in range(config.epochs)
@@ -171,13 +173,18 @@ def forward_target(lm: TargetModel, tokens: Tokens, trainees: Sequence[Trainee])
     learnt_BT = tokens.learnt_BT.to(x_BTD.device)
     final_MD = lm.norm(x_BTD[learnt_BT]) if stop == lm.n_layers else x_BTD[..., :0][learnt_BT]
     head = trainees[0].heads[0]
-    normed = {tap: lm.norm(states[tap]) for tap in deep}
-    shallow = {tap: states[tap] for tap in taps}
+    distributions: WholeDistributions | StoredDistributions
     if tokens.stored is None:
-        whole = WholeDistributions(lm, final_MD, head.vocabulary_K)
-        return TargetOutputs(tokens.learnt_BT, meta, shallow, normed, whole)
-    stored = StoredDistributions(final_MD, *tokens.stored, head)
-    return TargetOutputs(tokens.learnt_BT, meta, shallow, normed, stored)
+        distributions = WholeDistributions(lm, final_MD, head.vocabulary_K)
+    else:
+        distributions = StoredDistributions(final_MD, *tokens.stored, head)
+    return TargetOutputs(
+        tokens.learnt_BT,
+        meta,
+        taps={tap: states[tap] for tap in taps},
+        deep={tap: lm.norm(states[tap]) for tap in deep},
+        distributions=distributions,
+    )
 
 
 def train_step(
@@ -188,7 +195,10 @@ def train_step(
     weight: float,
 ) -> list[list[Student]]:
     """Add `weight` x the gradient of each adapter's summed loss; return its graded steps."""
-    students = [make_students(lm, outputs, x, x.recipe.steps, weight) for x in trainees]
+    students = [
+        make_students(lm, outputs, trainee, steps=trainee.recipe.steps, weight=weight)
+        for trainee in trainees
+    ]
     distill(outputs.distributions, list(chain(*students)), loss_chunk)
     for trainee, steps in zip(trainees, students, strict=True):
         # one backward pass through the adapter, for all its steps and chunks
@@ -205,8 +215,10 @@ def grade(
     lm: TargetModel, outputs: TargetOutputs, trainees: Sequence[Trainee], loss_chunk: int, most: int
 ) -> list[list[Student]]:
     """The draft steps of each adapter that differ, at most `most`, graded."""
-    counts = [trainee.recipe.architecture.graded_steps(most) for trainee in trainees]
-    students = [make_students(lm, outputs, *x) for x in zip(trainees, counts, strict=True)]
+    students = [
+        make_students(lm, outputs, trainee, trainee.recipe.architecture.graded_steps(most))
+        for trainee in trainees
+    ]
     distill(outputs.distributions, list(chain(*students)), loss_chunk)
     return students
 
@@ -215,7 +227,8 @@ def make_students(
     lm: TargetModel, outputs: TargetOutputs, trainee: Trainee, steps: int, weight: float = 1.0
 ) -> list[Student]:
     """The adapter's states at its first `steps` draft steps, to be graded."""
-    adapter, learnt_BT, valid_BT = trainee.adapter, outputs.learnt_BT, outputs.learnt_BT
+    adapter = trainee.adapter
+    learnt_BT = outputs.learnt_BT
     parameter = next(adapter.parameters())
     taps = {tap: outputs.taps[tap].to(parameter) for tap in adapter.taps}
     deep_BTD = parameter.new_empty(*learnt_BT.shape, 0)
@@ -225,11 +238,16 @@ def make_students(
     with torch.autocast(lm.device.type, torch.bfloat16, enabled=lm.dtype != torch.float32):
         states = adapter.states(taps, deep_BTD, outputs.meta.to(parameter.device), steps)
     students = []
+    valid_BT = learnt_BT
     for step, state_BTD in enumerate(states):
-        head = trainee.heads[min(step, len(trainee.heads) - 1)]
-        discounted = weight * trainee.recipe.step_decay**step
-        state_MD, valid_M = state_BTD[learnt_BT.to(state_BTD.device)], valid_BT[learnt_BT]
-        students.append(Student(state_MD, valid_M, head, trainee.recipe.loss, discounted))
+        student = Student(
+            state_MD=state_BTD[learnt_BT.to(state_BTD.device)],
+            valid_M=valid_BT[learnt_BT],
+            head=trainee.heads[min(step, len(trainee.heads) - 1)],
+            loss=trainee.recipe.loss,
+            weight=weight * trainee.recipe.step_decay**step,
+        )
+        students.append(student)
         # at the next step the draft began a token earlier, which the assistant must have written
         valid_BT = valid_BT & F.pad(valid_BT[:, :-1], (1, 0))
     return students

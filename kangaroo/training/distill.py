@@ -71,7 +71,9 @@ class WholeDistributions:
     single_tokens = slice(None)  # the outcomes that are one token
 
     def __init__(self, lm: TargetModel, state_MD: Tensor, vocabulary_K: Tensor | None):
-        self.lm, self.state_MD, self.vocabulary_K = lm, state_MD, vocabulary_K
+        self.lm = lm
+        self.state_MD = state_MD
+        self.vocabulary_K = vocabulary_K
         self.top_M = torch.empty(len(state_MD), dtype=torch.long, device=lm.device)
 
     @torch.no_grad()
@@ -97,7 +99,8 @@ class StoredDistributions:
 
     def __init__(self, state_MD: Tensor, tokens_MJ: Tensor, chances_MJ: Tensor, head: DraftHead):
         # the tokens' indices in the draft vocabulary, valid where they are inside of it
-        self.index_MJ, self.inside_MJ = tokens_MJ, torch.ones_like(tokens_MJ, dtype=torch.bool)
+        self.index_MJ = tokens_MJ
+        self.inside_MJ = torch.ones_like(tokens_MJ, dtype=torch.bool)
         if head.vocabulary_K is not None:
             places_MJ = torch.searchsorted(head.vocabulary_K, tokens_MJ)
             self.index_MJ = places_MJ.clamp(max=head.size - 1)
@@ -151,7 +154,8 @@ def distill(target: TargetDistributions, students: Sequence[Student], chunk_size
 
 
 def _grade(student: Student, part: slice, target: TargetDistributions, p_CO: Tensor) -> None:
-    head, valid_C = student.head, student.valid_M[part]
+    head = student.head
+    valid_C = student.valid_M[part]
     # a separate leaf: the backward pass through the adapter runs once, after the last chunk
     state_CD = student.state_MD[part].detach().requires_grad_(bool(student.gradients))
     log_q_CO, drafted_C = target.compare(part, head(state_CD))
@@ -167,7 +171,7 @@ def _grade(student: Student, part: slice, target: TargetDistributions, p_CO: Ten
     p_CJ, log_q_CJ = (x[:, target.single_tokens] for x in (p_CO, log_q_CO.detach()))
     agrees_C = (head.token_of(drafted_C) == target.top_M[part]) & valid_C
     student.agrees_M[part] = agrees_C
-    results = loss_C.detach(), agrees_C, overlap(p_CJ, log_q_CJ) * valid_C, valid_C
+    results = (loss_C.detach(), agrees_C, overlap(p_CJ, log_q_CJ) * valid_C, valid_C)
     student.sums_F += torch.stack([result_C.sum() for result_C in results])
 
 
@@ -176,7 +180,8 @@ def outcomes(logits_CK: Tensor, index_CJ: Tensor, inside_CJ: Tensor) -> tuple[Te
     others together; and the argmax `[C]`. A CPU's native code copies no logits to float32."""
     if native_outcomes.takes(logits_CK):
         return native_outcomes.Outcomes.apply(logits_CK, index_CJ, inside_CJ)
-    logits_CK, best_C = logits_CK.float(), logits_CK.argmax(-1)
+    best_C = logits_CK.argmax(-1)
+    logits_CK = logits_CK.float()
     total_C1 = logits_CK.logsumexp(-1, keepdim=True)
     rows_C1 = torch.arange(len(logits_CK), device=logits_CK.device)[:, None]
     places = rows_C1.expand_as(index_CJ)[inside_CJ], index_CJ[inside_CJ]

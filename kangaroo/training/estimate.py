@@ -18,7 +18,7 @@ from statistics import mean, median
 import numpy as np
 import psutil
 import torch
-from torch import nn
+from torch import cuda, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.benchmark import Timer
 from transformers import AutoModelForCausalLM
@@ -51,9 +51,11 @@ FIXES = {  # by the part that needs the most memory
     "a micro-batch": "Pass a smaller trainer.batch_tokens= or trainer.max_length=",
     "logits": "Pass a smaller trainer.loss_chunk=, or trainer.vocabulary=",
 }
-# Assumed: template tokens of a question and its answer, characters of a token; for future data the
-# conversations (ShareGPT's) and the assistant's share, with all lengths equally often.
-TEMPLATE, CHARACTERS, CONVERSATIONS, LEARNT = 32, 4, 68_000, 0.75
+# Assumed, the last two for future data, with all lengths equally often.
+TEMPLATE = 32  # tokens around a question and its answer
+CHARACTERS = 4  # of a token
+CONVERSATIONS = 68_000  # ShareGPT's
+LEARNT = 0.75  # the assistant's share
 CACHES = 1 << 27  # bytes of weights, so many that a processor reads them anew for every pass
 WRITTEN = 8  # tokens of each text that are written to measure
 UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
@@ -72,7 +74,7 @@ class Devices:
     def of(model: ModelConfig) -> Devices:
         """The devices for this process's target. The processes of a machine have a GPU each; they
         share the CPU's memory and the GPUs of a device map."""
-        processes, cuda = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if not cuda.is_available() or (model.device == "cpu" and model.device_map is None):
             return Devices("CPU", psutil.virtual_memory().available // processes)
         if model.device_map is not None:
@@ -85,7 +87,8 @@ class Devices:
 
     def check(self, what: str, memory: dict[str, int], fix: str = "") -> None:
         """Errors: `ConfigError` if a process has no room for these parts, given in bytes."""
-        if (needed := sum(memory.values())) > self.free:
+        needed = sum(memory.values())
+        if needed > self.free:
             parts = sorted(memory, key=lambda part: -memory[part])
             most = ", ".join(f"{part} {memory[part] / 1e9:.1f} GB" for part in parts[:3])
             raise ConfigError(
@@ -117,11 +120,12 @@ class Text:
             learnt = sum(part["assistant_tokens"] for part in parts) / sum(lengths)
             stored = min((part.get("teacher") or {}).get("likeliest", 0) for part in parts)
             return Text(lengths, learnt, stored, source=f"as they lie in {', '.join(folders)}")
-        longest, is_written = longest_text(data, lm), True
+        longest = longest_text(data, lm)
+        is_written = isinstance(data, SynthesisConfig) or data.regenerate
         if isinstance(data, SynthesisConfig):
             count = data.shards * data.shard_size
         else:
-            count, is_written = data.limit or CONVERSATIONS, data.regenerate
+            count = data.limit or CONVERSATIONS
         lengths = [longest * (i + 1) // count or 1 for i in range(count)]
         if isinstance(data, ConversationsConfig) and reading.is_local(data.source):
             texts = reading.read(data, data.limit, Counter() if data.skip_bad else None)
@@ -161,7 +165,8 @@ class Plan:
     processes: int = 1
 
     def __post_init__(self) -> None:
-        config, lengths = self.config, self.text.lengths
+        config = self.config
+        lengths = self.text.lengths
         count = max(len(lengths) - config.holdout, 1)
         self.training = _micro_batches(lengths[:count], config)
         self.held_out = _micro_batches(lengths[count:] or [1], config)
@@ -178,8 +183,11 @@ class Plan:
 
     def memory(self) -> dict[str, int]:
         """Bytes in each process by part."""
-        lm, config, hidden = self.lm, self.config, self.lm.config.hidden_size
-        itemsize, layers = lm.dtype.itemsize, _count(lm.layers)
+        lm = self.lm
+        config = self.config
+        hidden = lm.config.hidden_size
+        itemsize = lm.dtype.itemsize
+        layers = _count(lm.layers)
         batch = max(len(lengths) * max(lengths) for lengths in self.training)
         learnt = max(int(batch * self.text.learnt), 1)
         held = 0 if config.vocabulary is None else self.vocabulary * hidden
@@ -194,8 +202,9 @@ class Plan:
         states = 3 * (hidden + lm.config.intermediate_size) + len(_taps(self.adapters)) * hidden
         step = (batch * states + learnt * hidden) * itemsize
         for adapter_recipe, adapter in self.planned:
-            steps, heads = adapter_recipe.steps, adapter.own_heads()
-            products = {m for m in adapter.modules() if isinstance(m, nn.Linear)}.difference(heads)
+            steps = adapter_recipe.steps
+            linears = {m for m in adapter.modules() if isinstance(m, nn.Linear)}
+            products = linears.difference(adapter.own_heads())
             features = sum(m.in_features + m.out_features for m in products)
             # what autograd keeps, then the learnt positions' states and their gradients
             kept = batch * features * adapter_recipe.architecture.passes(steps)
@@ -209,14 +218,16 @@ class Plan:
 
     def seconds(self, device: str) -> dict[str, float]:
         """The time of each part of the training in each process, without decoding."""
-        config, chunk = self.config, self.config.loss_chunk or 1
+        config = self.config
+        chunk = config.loss_chunk or 1
         lm = _some_layers(self.lm, device)
         # an adapter takes the same time at each exit
         exits = [replace(r, exit_layers=[1], start=recipe.RANDOM) for r, _ in self.planned]
         recipes = [replace(r, name=str(number)) for number, r in enumerate(exits)]
         tokens_K = None if config.vocabulary is None else torch.arange(self.vocabulary)
         trained = recipe.trainees(lm, recipes, tokens_K)
-        adapters, tokens = [x.adapter for x in trained], self._typical(lm)
+        tokens = self._typical(lm)
+        adapters = [x.adapter for x in trained]
         backend = TorchBackend(adapters, replace(config, accumulate=self.accumulate), ALONE)
         outputs = batches.forward_target(lm, tokens, trained)
 
@@ -256,15 +267,16 @@ def writing_seconds(lm: TargetModel, data: Data, text: Text, device: str, proces
     as many texts at a time by some layers, in the middle of the texts."""
     if isinstance(data, MixConfig) or not text.unwritten:
         return 0.0
-    some, rows = _some_layers(lm, device), min(data.batch_size, data.shard_size, text.unwritten)
+    some = _some_layers(lm, device)
+    rows = min(data.batch_size, data.shard_size, text.unwritten)
     request = Request([1] * max(int(mean(text.lengths)) // 2, 1), WRITTEN, ignore_eos=True)
     engine = Engine(some.compile_for_decoding(), Vanilla(), prefix_cache=True)
     done = dict(engine.completions([request] * rows, Sampling(), rows))  # one is read, and copied
     step = median(record.seconds for record in done[0].steps[1:])
-    tokens, shards = text.unwritten * mean(text.lengths), -(-text.unwritten // data.shard_size)
+    tokens = text.unwritten * mean(text.lengths)
     written = tokens * (1 if isinstance(data, SynthesisConfig) else text.learnt)
     # at the end of a shard fewer and fewer rows are left
-    written += shards * rows * data.max_answer_tokens / 2
+    written += -(-text.unwritten // data.shard_size) * rows * data.max_answer_tokens / 2
     took = written * step / rows + tokens * done[0].prefill_seconds / len(request.prompt)
     return took * _count(lm.layers, lm.head) / _count(some.layers, some.head) / processes
 
@@ -277,11 +289,11 @@ def _taps(adapters: Sequence[Trainable]) -> set[int]:
 
 def _some_layers(lm: TargetModel, device: str) -> TargetModel:
     """The first layers of a target, random: at least two, and more than caches hold."""
-    config, total = copy.deepcopy(lm.config), lm.n_layers
-    fitting = CACHES * total // (_count(lm.layers) * lm.dtype.itemsize)
-    count = min(total, max(2, fitting + 1))
+    config = copy.deepcopy(lm.config)
+    fitting = CACHES * lm.n_layers // (_count(lm.layers) * lm.dtype.itemsize)
+    count = min(lm.n_layers, max(2, fitting + 1))
     for name, value in vars(lm.config).items():  # what is listed by layer
-        if isinstance(value, list) and len(value) == total:
+        if isinstance(value, list) and len(value) == lm.n_layers:
             setattr(config, name, value[:count])
     config.num_hidden_layers = count
     with torch.device(device), torch.random.fork_rng(devices=[]):
@@ -302,7 +314,8 @@ def _time(work: Callable[[], object]) -> float:
 
 def target_bytes(lm: TargetModel) -> int:
     """Bytes of the target's weights, with its layers as they are quantized."""
-    layers, bits = _count(lm.layers), 8 * lm.dtype.itemsize
+    layers = _count(lm.layers)
+    bits = 8 * lm.dtype.itemsize
     return (_count(lm) * bits - layers * (bits - (lm.weight_bits or bits))) // 8
 
 
@@ -312,10 +325,11 @@ def check_writing(lm: TargetModel, data: Data, text: Text, devices: Devices) -> 
     parts = {"target": target_bytes(lm)}
     devices.check("loading the target", parts)
     if text.unwritten and not isinstance(data, MixConfig):
-        longest, rows = longest_text(data, lm), min(data.batch_size, data.shard_size)
-        row = longest * lm.new_cache(1, 1).bytes()
-        fitting = (devices.free - parts["target"]) // row
-        parts["keys and values"] = rows * row
+        longest = longest_text(data, lm)
+        rows = min(data.batch_size, data.shard_size)
+        row_bytes = longest * lm.new_cache(1, 1).bytes()
+        fitting = (devices.free - parts["target"]) // row_bytes
+        parts["keys and values"] = rows * row_bytes
         what = f"writing the data, {rows} texts of up to {longest} tokens at a time,"
         fix = f"Pass data.batch_size={fitting}" if fitting > 0 else "Ask for shorter texts"
         devices.check(what, parts, f"{fix}, or data=conversations data.regenerate=false")
@@ -342,7 +356,8 @@ def forecast(
     training_model = replace(model, device_map=None) if trainer.shard_target else model
     # a sharded target is loaded and writes on the CPU, and then goes to the GPUs part by part
     writing_model = replace(training_model, device="cpu") if trainer.shard_target else model
-    writer, devices = Devices.of(writing_model), Devices.of(training_model)
+    writer = Devices.of(writing_model)
+    devices = Devices.of(training_model)
     text = Text.of(data, lm)
     needed = check_writing(lm, data, text, writer)
     chunk = trainer.loss_chunk or recipe.default_loss_chunk(devices.total, lm.config.vocab_size)

@@ -67,18 +67,30 @@ class Trainer:
         data: dict[str, Any],
         ranks: Ranks = ALONE,
     ):
-        self.lm, self.output, self.data, self.ranks = lm, output, data, ranks
+        self.lm = lm
+        self.output = output
+        self.data = data
+        self.ranks = ranks
         saved = ranks.broadcast(load_checkpoint(output) if ranks.is_first else {})
         stored = uses_stored_logits(lm, samples, config, data)
-        sizes = resolve_sizes(config, lm, saved.get("identity", {}), ranks)
-        self.accumulate, self.chunk = sizes
-        config = replace(config, accumulate=sizes[0], loss_chunk=sizes[1], use_stored_logits=stored)
-        self.config, self.work = config, batches.Work(samples, config)
+        self.accumulate, self.chunk = resolve_sizes(config, lm, saved.get("identity", {}), ranks)
+        config = replace(
+            config,
+            accumulate=self.accumulate,
+            loss_chunk=self.chunk,
+            use_stored_logits=stored,
+        )
+        self.config = config
+        self.work = batches.Work(samples, config)
         self.total = math.ceil(len(self.work.batches) / self.accumulate)  # optimizer steps
         self.frequent_K = batches.frequent_tokens(self.work.training)
-        size, most = config.vocabulary, len(self.frequent_K)
-        if size is not None and size > most:
-            log.info("trainer.vocabulary=%d: the assistant wrote only %d other tokens", size, most)
+        size = config.vocabulary
+        if size is not None and size > len(self.frequent_K):
+            log.info(
+                "trainer.vocabulary=%d: the assistant wrote only %d other tokens",
+                size,
+                len(self.frequent_K),
+            )
         vocabulary_K = None if size is None else self.frequent_K[:size].sort()[0]
         shard_on = default_device() if config.shard_target else None
         self.trainees = recipe.trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
@@ -93,7 +105,8 @@ class Trainer:
 
     def train(self, tracker: NoTracker) -> list[Path]:
         """Take all remaining steps and return the adapters' folders. Errors: `Diverged`."""
-        progress, is_first = self.progress, self.ranks.is_first
+        progress = self.progress
+        is_first = self.ranks.is_first
         if progress.step:
             log.info("going on after step %d of %d", progress.step, self.total)
         if is_first:
@@ -103,9 +116,11 @@ class Trainer:
             (self.output / results.METRICS).write_text("".join(lines))
         steps = range(progress.step, self.total)
         shown = {"initial": progress.step, "total": self.total, "unit": "step", "desc": "training"}
-        for _ in (bar := progress_bar(steps, **shown, disable=not is_first)):
+        bar = progress_bar(steps, **shown, disable=not is_first)
+        for _ in bar:
             metrics = self._step()
-            if diverged := [name for name, value in metrics.items() if not math.isfinite(value)]:
+            diverged = [name for name, value in metrics.items() if not math.isfinite(value)]
+            if diverged:
                 raise self._diverged(diverged[0])
             if self._is_due(self.config.evaluate_every):
                 progress.held_out, progress.facts = self.evaluate()
@@ -129,7 +144,8 @@ class Trainer:
 
     def _step(self) -> dict[str, float]:
         """Take an optimizer step and return its metrics."""
-        config, work, progress, trainees = self.config, self.work, self.progress, self.trainees
+        work = self.work
+        progress = self.progress
         start = running()
         first = progress.step * self.accumulate
         group = work.batches[first : first + self.accumulate]
@@ -138,18 +154,21 @@ class Trainer:
         sums = []
         for batch, counts in self.ranks.scatter(group):
             outputs = self._run_target(work.training, batch)
-            weight = counts / positions
-            students = batches.train_step(self.lm, outputs, trainees, self.chunk, weight)
+            students = batches.train_step(
+                self.lm, outputs, self.trainees, loss_chunk=self.chunk, weight=counts / positions
+            )
             sums.append([torch.stack([x.sums_F for x in steps]) for steps in students])
             self.backend.collect()
         # only now, since each copy waits for the device
         sums = [[sums_SF.cpu() for sums_SF in batch_sums] for batch_sums in sums]
         sums = self.ranks.gather(sums, len(group))
-        share = recipe.schedule(config, progress.step, self.total)
-        rates = [share * (x.recipe.learning_rate or config.learning_rate) for x in trainees]
+        share = recipe.schedule(self.config, progress.step, self.total)
+        usual = self.config.learning_rate
+        rates = [share * (x.recipe.learning_rate or usual) for x in self.trainees]
         self.backend.step(rates)
 
-        tokens, seconds = sum(work.tokens[i] for b in group for i in b), running() - start
+        tokens = sum(work.tokens[i] for b in group for i in b)
+        seconds = running() - start
         progress.seconds += seconds
         progress.step += 1
         progress.tokens += tokens
@@ -158,15 +177,20 @@ class Trainer:
             memory.give_back()
         metrics = {"tokens": progress.tokens, "tokens_per_second": tokens / seconds}
         metrics["peak_memory_gib"] = memory.peak(self.lm.device) / 2**30
-        for trainee, rate, step_sums in zip(trainees, rates, zip(*sums, strict=True), strict=True):
+        by_trainee = zip(*sums, strict=True)
+        for trainee, rate, step_sums in zip(self.trainees, rates, by_trainee, strict=True):
             prefix = f"train/{trainee.name}"
             metrics |= results.mean_metrics(prefix, torch.stack(step_sums).sum(0))
             metrics[f"{prefix}/learning_rate"] = rate
         return metrics
 
     def _run_target(self, samples: Sequence[Sample], batch: Sequence[int]) -> batches.TargetOutputs:
-        texts, stored = [samples[i] for i in batch], bool(self.config.use_stored_logits)
-        tokens = batches.collate(texts, self.config.max_length, self.lm.device, stored)
+        tokens = batches.collate(
+            [samples[i] for i in batch],
+            self.config.max_length,
+            self.lm.device,
+            stored=bool(self.config.use_stored_logits),
+        )
         return batches.forward_target(self.lm, tokens, self.trainees)
 
     def _diverged(self, quantity: str) -> Diverged:
@@ -185,13 +209,16 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
         """Held-out metrics of every adapter, and the facts for its drafter (`Trainable.facts`)."""
-        config, samples = self.config, self.work.held_out
+        config = self.config
+        samples = self.work.held_out
         lengths = batches.clipped_lengths(samples, config.max_length)
         plan = batches.plan(lengths, config.batch_tokens, seed=0, epoch=0)
         counted: list[list[tuple[Tensor, Tensor, Tensor]]] = []
         for batch, _ in self.ranks.scatter(plan):
             outputs = self._run_target(samples, batch)
-            students = batches.grade(self.lm, outputs, self.trainees, self.chunk, results.STEPS)
+            students = batches.grade(
+                self.lm, outputs, self.trainees, loss_chunk=self.chunk, most=results.STEPS
+            )
             counted.append([])
             for trainee, steps in zip(self.trainees, students, strict=True):
                 most = trainee.recipe.architecture.fixed_steps or results.STEPS
@@ -210,17 +237,20 @@ class Trainer:
         return metrics, facts
 
     def _save_checkpoint(self, state: dict[str, Any]) -> None:
-        path, progress = self.output / CHECKPOINT, asdict(self.progress)
+        path = self.output / CHECKPOINT
         part = path.with_suffix(".part")
+        progress = asdict(self.progress)
         torch.save({"identity": self.identity, "backend": state, "progress": progress}, part)
         os.replace(part, path)
 
     def _save(self, trainee: Trainee) -> None:
-        progress, name = asdict(self.progress), trainee.name
+        progress = asdict(self.progress)
+        name = trainee.name
         facts = progress.pop("facts")[name]
         if isinstance(trainee.adapter, Adapter):  # EAGLE's head needs the first tokens
             facts |= {"attention_window": batches.attention_reach(self.work.tokens)}
-        prefix, held_out = f"held_out/{name}/", progress["held_out"].items()
+        prefix = f"held_out/{name}/"
+        held_out = progress["held_out"].items()
         progress["held_out"] = {k[len(prefix) :]: v for k, v in held_out if k.startswith(prefix)}
         training = {
             "adapter": trainee.recipe.settings(),
@@ -234,8 +264,13 @@ class Trainer:
         adapter_config = adapter_files.describe(
             self.lm, trainee.adapter, training, vocabulary=size, facts=facts
         )
-        dtype, folder = adapter_files.saved_dtype(trainee.adapter, self.lm), self.output / name
-        adapter_files.save(trainee.adapter, adapter_config, self.frequent_K, folder, dtype)
+        adapter_files.save(
+            trainee.adapter,
+            adapter_config,
+            self.frequent_K,
+            folder=self.output / name,
+            dtype=adapter_files.saved_dtype(trainee.adapter, self.lm),
+        )
 
 
 def identity(config: TrainerConfig, recipes: Sequence[AdapterRecipe]) -> dict[str, Any]:

@@ -131,8 +131,8 @@ class AdapterRecipe(Ranged):
 
     def settings(self) -> dict[str, Any]:
         """The recipe as plain values."""
-        loss, architecture = self.loss.value, self.architecture.as_json()
-        return asdict(self) | {"loss": loss, "architecture": architecture}
+        values = {"loss": self.loss.value, "architecture": self.architecture.as_json()}
+        return asdict(self) | values
 
 
 def paper_exit(lm: TargetModel) -> int:
@@ -191,7 +191,8 @@ def trainees(
         adapters[name] = recipe, adapter.float()
     if shard_on is not None:
         lm.shard(shard_on)  # only now: adapters start from whole layers
-    built, shared_head = [], [DraftHead(lm, None, vocabulary_K)]
+    built = []
+    shared_head = [DraftHead(lm, None, vocabulary_K)]
     for name, (recipe, adapter) in adapters.items():
         adapter = adapter.to(adapter.home(lm)).train().requires_grad_()
         heads = adapter.draft_heads(lm, vocabulary_K) if adapter.own_heads() else shared_head

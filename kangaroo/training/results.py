@@ -40,7 +40,8 @@ def held_out_metrics(prefix: str, sums_SF: Tensor, accepted_W: Tensor) -> dict[s
 def count_accepted(steps: Sequence[Student], learnt_BT: Tensor, most: int = STEPS) -> Tensor:
     """`[W]`: the number of positions from which the first 1, 2, ... draft tokens, `most` at most,
     would all be accepted in greedy decoding, if the text is the target's own."""
-    counts, accepted_BT = [], learnt_BT
+    counts = []
+    accepted_BT = learnt_BT
     for step in range(STEPS):
         agrees_BT = torch.zeros_like(learnt_BT)
         if step < most:
