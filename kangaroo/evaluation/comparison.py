@@ -26,7 +26,8 @@ from kangaroo.utils.provenance import describe_machine, differences
 from kangaroo.utils.ranges import AUTO
 from kangaroo.utils.tables import Row, short
 
-COMPARISON, PLOT = "comparison.json", "speedup.png"
+COMPARISON = "comparison.json"
+PLOT = "speedup.png"
 TITLE = "{model} on {bench}: methods compared"
 # Metrics that have a table by task and by input length, and their headings.
 BY_GROUP = {
@@ -80,7 +81,10 @@ def compare(folder: Path) -> Comparison | None:
         "turns": largest["lossless"]["turns"],
         "settings": settings,
         "methods": methods,
-        "paired": [compare_pair(*pair) for pair in itertools.combinations(by_question.items(), 2)],
+        "paired": [
+            compare_pair(row, column)
+            for row, column in itertools.combinations(by_question.items(), 2)
+        ],
     }
 
 
@@ -116,10 +120,10 @@ def compare_pair(row: tuple[str, Questions], column: tuple[str, Questions]) -> d
     both = [(q, by_id[q["question_id"]]) for q in row[1] if q["question_id"] in by_id]
     names = ("vanilla_paired_seconds", "paired_seconds")
     seconds = [[question[name] for question in pair for name in names] for pair in both]
-    value, ends = None, None
-    if seconds and not any(None in four for four in seconds):
-        value, ends = estimate(np.array(seconds), np.divide)
     result = {"row": row[0], "column": column[0], "questions": len(both)}
+    if not seconds or any(None in four for four in seconds):
+        return result | {"speed_ratio": None, "speed_ratio_ci95": None}
+    value, ends = estimate(np.array(seconds), np.divide)
     return result | {"speed_ratio": value, "speed_ratio_ci95": ends}
 
 
@@ -145,7 +149,8 @@ def publish(folder: Path, page: Path) -> None:
 
 def markdown(comparison: Comparison, image: str = PLOT) -> str:
     """The report; `image` is the plot's path relative to it."""
-    methods, pairs = comparison["methods"], pair_table(comparison["paired"])
+    methods = comparison["methods"]
+    pairs = pair_table(comparison["paired"])
     parts = [
         f"# {TITLE.format(**comparison)}",
         size(comparison),
@@ -180,7 +185,8 @@ def rows_of(methods: Sequence[Method]) -> list[Row]:
     """The main table, with a row for each method."""
     rows = []
     for method in methods:
-        row, cost = {"method": method["name"]} | cells(method["overall"]), method["drafter_cost"]
+        row = {"method": method["name"]} | cells(method["overall"])
+        cost = method["drafter_cost"]
         row |= {"params": short(cost["parameters"]), "memory": f"{short(cost['bytes'])}B"}
         training = [
             f"{name.replace('_', ' ')}: {value if isinstance(value, str) else short(value)}"
@@ -198,13 +204,15 @@ def rows_of(methods: Sequence[Method]) -> list[Row]:
 def by_group(methods: Sequence[Method], group: str, metric: str) -> list[Row]:
     """One metric of every method by task, length or end; no rows if no method has a value."""
     names = max((list(method.get(group, {})) for method in methods), key=len)
-    rows, has_values = [], False
+    rows = []
+    has_values = False
     for method in methods:
         row = {"method": method["name"]}
         groups = method.get(group, {}) | {"overall": method["overall"]}
         for name in [*names, "overall"]:
             results = groups.get(name, {})
-            value, ends = results.get(metric), results.get(f"{metric}_ci95")
+            value = results.get(metric)
+            ends = results.get(f"{metric}_ci95")
             row[name] = tables.estimate(value, ends, 1.0 if "speedup" in metric else None)
             has_values |= value is not None
         rows.append(row)
@@ -233,7 +241,8 @@ def size(comparison: Comparison) -> str:
         f"{comparison['dtype']} on {comparison['device']}."
     ]
     for method in comparison["methods"]:
-        if (count := method["overall"]["questions"]) < comparison["questions"]:
+        count = method["overall"]["questions"]
+        if count < comparison["questions"]:
             parts.append(f"{method['name']} answered {count} of them and is compared on these.")
     return " ".join(parts)
 
@@ -244,9 +253,12 @@ def conclusion(comparison: Comparison) -> str:
     fastest = next((x for x in comparison["methods"] if x["name"] not in baselines), None)
     if fastest is None or fastest["overall"]["speedup"] is None:
         return ""
-    name, intervals = fastest["name"], {"vanilla": fastest["overall"]["speedup_ci95"]}
+    name = fastest["name"]
+    intervals = {"vanilla": fastest["overall"]["speedup_ci95"]}
     for pair in comparison["paired"]:
-        row, column, ends = pair["row"], pair["column"], pair["speed_ratio_ci95"]
+        row = pair["row"]
+        column = pair["column"]
+        ends = pair["speed_ratio_ci95"]
         if name in (row, column) and AGAIN not in (row, column):
             rival = column if row == name else row
             intervals[rival] = ends if row == name or ends is None else [1 / ends[1], 1 / ends[0]]
@@ -265,11 +277,15 @@ def conclusion(comparison: Comparison) -> str:
 def notes(comparison: Comparison) -> Iterator[str]:
     """What a reader has to know before the figures are believed, each in a sentence."""
     methods = comparison["methods"]
-    for name, overall, settings in ((x["name"], x["overall"], x["settings"]) for x in methods):
+    for method in methods:
+        name = method["name"]
         if name in (baseline.value for baseline in Baseline):
             continue
-        drafts, bound = overall["speculative_decoding"], overall["compression_rate"]
-        share = drafts["num_spec_steps"] * bound / overall["tokens"]  # of rounds
+        overall = method["overall"]
+        settings = method["settings"]
+        bound = overall["compression_rate"]
+        drafted = overall["speculative_decoding"]["num_spec_steps"]
+        share = drafted * bound / overall["tokens"]  # of rounds
         if share < SELDOM and settings.get("drafter.name") != "vanilla":
             is_auto = settings.get("drafter.threshold") == AUTO
             reason = ", since one token costs more than it gains here" if is_auto else ""
@@ -293,8 +309,8 @@ def provenance_lines(comparison: Comparison) -> Iterator[str]:
     yield from dict.fromkeys(line for x in provenances for line in environment_lines(x))
     yield settings_line(comparison["settings"])
     for method, provenance in zip(methods, provenances, strict=True):
-        revision, time = provenance["git_revision"], provenance["time"]
-        yield f"`{method['name']}`: git {revision}, {time}; {settings_line(method['settings'])}"
+        run = f"git {provenance['git_revision']}, {provenance['time']}"
+        yield f"`{method['name']}`: {run}; {settings_line(method['settings'])}"
 
 
 def environment_lines(provenance: dict[str, Any]) -> Iterator[str]:

@@ -36,8 +36,16 @@ def fork(
     if position == shorter:  # one goes on, although limit and EOS are the same
         return Fork(position, None, "bug")
     logits_V = target_logits(lm, prompt + vanilla[:position])
-    tokens, place = (method[position], vanilla[position]), len(prompt) + position
-    return Fork(position, *judge(logits_V, *tokens, lm.dtype, sampling, seed, place))
+    gap, label = judge(
+        logits_V,
+        method[position],
+        vanilla[position],
+        dtype=lm.dtype,
+        sampling=sampling,
+        seed=seed,
+        position=len(prompt) + position,
+    )
+    return Fork(position, gap, label)
 
 
 def judge(

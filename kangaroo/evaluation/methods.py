@@ -46,7 +46,8 @@ def generate(
 ) -> Generation:
     """transformers' `generate` with its own cache and attention; `speculation` are its options for
     speculative decoding. A round's whole time is its `host_seconds`, and no drafts are counted."""
-    sampling, marks = sampling or Sampling(), list[tuple[float, int]]()
+    sampling = sampling or Sampling()
+    marks = list[tuple[float, int]]()
     # a streamer, which is called with the prompt and then with each round's tokens
     streamer = SimpleNamespace(put=lambda x: marks.append((running(), x.numel())), end=lambda: None)
     settings: dict[str, Any] = {
@@ -67,8 +68,10 @@ def generate(
         written_1T = lm.hf.generate(
             tokens_1T, config, attention_mask=mask_1T, streamer=streamer, **others
         )
-    tokens, rounds = written_1T[0, len(prompt) :].tolist(), marks[1:]
-    steps, position = [], 0
+    tokens = written_1T[0, len(prompt) :].tolist()
+    rounds = marks[1:]
+    steps = []
+    position = 0
     for (before, _), (time, count) in zip([rounds[0], *rounds], rounds, strict=False):
         steps.append(StepRecord(tokens[position : position + count], host_seconds=time - before))
         position += count
@@ -78,7 +81,8 @@ def generate(
 
 def as_run(tokenizer: Tokenizer, generation: Generation, seconds: float) -> MethodRun:
     """An answer for the records, with times in whole microseconds, which keeps them small."""
-    text, steps = plain_text(tokenizer, generation.tokens).strip(), generation.steps
+    text = plain_text(tokenizer, generation.tokens).strip()
+    steps = generation.steps
     return MethodRun(
         tokens=generation.tokens,
         text=text,  # stripped as Spec-Bench does

@@ -178,7 +178,8 @@ def _speed(run: MethodRun) -> Pair:
 def pairs(records: Sequence[Record], metric: str) -> np.ndarray:
     """Numerator and denominator of a metric of `RATIOS`, or of CTAR(w) as `ctarW`, for each
     question: `[Q, 2]`. Errors: `ConfigError` for other metrics."""
-    pair, position = RATIOS.get(metric), metric.removeprefix(CTAR)
+    pair = RATIOS.get(metric)
+    position = metric.removeprefix(CTAR)
     if metric.startswith(CTAR) and position.isdecimal():
         pair = per_question(partial(_reach, int(position)))
     if pair is None:

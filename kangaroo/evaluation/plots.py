@@ -10,9 +10,12 @@ from kangaroo.evaluation.records import AGAIN
 
 rcParams["text.parse_math"] = False  # a name may hold dollars
 
-METHOD, VANILLA, HF = "#d9772b", "#3b6fb6", "#8a8f98"
+METHOD = "#d9772b"
+VANILLA = "#3b6fb6"
+HF = "#8a8f98"
 OTHER = "#e9b184"  # methods that are not emphasized
-INK, FAINT = "#222222", "#dddddd"
+INK = "#222222"
+FAINT = "#dddddd"
 
 
 def speedup_bars(rows: Sequence[tuple[str, dict[str, Any]]], subtitle: str) -> Figure:

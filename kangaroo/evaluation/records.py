@@ -13,7 +13,9 @@ from kangaroo.utils.provenance import differences, provenance
 
 METHOD = "method"  # the drafter under test, beside the baselines "vanilla" and "hf"
 AGAIN = "vanilla_again"  # a method: vanilla decoding a second time, which shows the noise
-RUN, RECORDS, SUMMARY = "run.json", "records-*.jsonl", "summary.json"
+RUN = "run.json"
+RECORDS = "records-*.jsonl"
+SUMMARY = "summary.json"
 
 
 class Baseline(Enum):
@@ -113,7 +115,8 @@ def read(folder: Path) -> list[Record]:
 
 def check_run(folder: Path, settings: dict[str, Any]) -> None:
     """Check that the run in a folder had these settings. Errors: `ConfigError`; `CorruptFile`."""
-    before, now = read_run(folder)["settings"], json.loads(json.dumps(settings))
+    before = read_run(folder)["settings"]
+    now = json.loads(json.dumps(settings))
     if difference := differences({name: before.get(name) for name in now}, now):
         raise ConfigError(
             f"'{folder}' holds a run with other settings: {difference}. Pass another output=, or "

@@ -148,7 +148,8 @@ def check(
     questions, adapters and runs."""
     questions, limit = select_questions(config)
     shared = settings_of(config, questions, limit) | flatten({"model": asdict(model)})
-    shared["model"], context = model.name, math.inf
+    shared["model"] = model.name
+    context = math.inf
     with suppress(Exception):  # loading says what is wrong with a model
         context = meta_model(model).context
     if (config.max_new_tokens or 0) >= context:
@@ -178,15 +179,21 @@ class Evaluator:
         model_name: str,
         ranks: Ranks = ALONE,
     ):
-        self.lm, self.tokenizer, self.config, self.ranks = lm, tokenizer, config, ranks
+        self.lm = lm
+        self.tokenizer = tokenizer
+        self.config = config
+        self.ranks = ranks
         self.methods = methods
         self.folders = method_folders(config, [method.name for method in methods])
         self.questions, self.limit = select_questions(config)
         for question in self.questions:  # first turns must fit; later ones depend on answers
             question.prompt(lm, tokenizer)
-        cuda, dtype = lm.device.type == "cuda", str(lm.dtype).removeprefix("torch.")
-        device = torch.cuda.get_device_name(lm.device) if cuda else lm.device.type
-        shared = {"model": model_name, "dtype": dtype, "device": device}
+        cuda = lm.device.type == "cuda"
+        shared = {
+            "model": model_name,
+            "dtype": str(lm.dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name(lm.device) if cuda else lm.device.type,
+        }
         shared |= settings_of(config, self.questions, self.limit)
         for method, folder in zip(methods, self.folders, strict=True):
             settings = shared | {"drafter": method.name} | flatten(method.settings)
@@ -240,13 +247,19 @@ class Evaluator:
 
     def _answer(self, log: Log | None) -> None:
         """Ask the questions of this rank that are not answered already."""
-        ranks, complete = self.ranks, {record.question_id for record in self.records[0]}
+        ranks = self.ranks
+        complete = {record.question_id for record in self.records[0]}
         share = list(enumerate(self.questions))[ranks.rank :: ranks.world]
         missing = [(i, question) for i, question in share if question.question_id not in complete]
         for _ in range(self.config.warmup if missing else 0):
             self.ask(self.questions[0], list(self.decoders))
-        n_done, hidden = len(share) - len(missing), not ranks.is_first
-        bar = progress_bar(missing, "", len(share), initial=n_done, unit="question", disable=hidden)
+        bar = progress_bar(
+            missing,
+            total=len(share),
+            initial=len(share) - len(missing),
+            unit="question",
+            disable=not ranks.is_first,
+        )
         for i, question in bar:
             answers = self.ask(question, self.order(i))
             for folder, records, record in zip(self.folders, self.records, answers, strict=True):
@@ -273,12 +286,21 @@ class Evaluator:
         for _ in question.turns:
             turns.append(self._turn(question, answers, names))
             answers.append(turns[-1][0].runs[METHOD].text)
-        finished, records, load = time.time(), [], os.getloadavg()[0] / (os.cpu_count() or 1)
+        finished = time.time()
+        records = []
+        load = os.getloadavg()[0] / (os.cpu_count() or 1)
         for i, engine in enumerate(self.engines):
             assert engine.session is not None
             size = footprint(engine.drafter, [self.lm, engine.session.batch]).bytes
-            ids = question.question_id, question.category, [turn[i] for turn in turns]
-            record = Record(*ids, finished, drafter_bytes=size, task=question.task, load=load)
+            record = Record(
+                question.question_id,
+                question.category,
+                [turn[i] for turn in turns],
+                finished=finished,
+                drafter_bytes=size,
+                task=question.task,
+                load=load,
+            )
             records.append(record)
         return records
 
@@ -292,18 +314,28 @@ class Evaluator:
         baselines = {x.name: runs[x.name] for x in Baseline if x.name in runs}
         turns = []
         for i in range(len(self.methods)):
-            turns.append(Turn(len(prompt), limit, {METHOD: runs[i]} | baselines, None))
+            turn = Turn(len(prompt), limit, {METHOD: runs[i]} | baselines, fork=None)
             if self.compares:
-                texts = runs[i].tokens, runs["vanilla"].tokens
-                turns[i].fork = fork(self.lm, prompt, *texts, self.config.sampling, seed)
+                turn.fork = fork(
+                    self.lm,
+                    prompt,
+                    runs[i].tokens,
+                    runs["vanilla"].tokens,
+                    sampling=self.config.sampling,
+                    seed=seed,
+                )
+            turns.append(turn)
         return turns
 
     def _decode(self, name: int | str, prompt: list[int], limit: int, seed: int) -> MethodRun:
         """A decoder's answer and its time. transformers samples with its own noise."""
-        engine, sampling, start = self.decoders[name], self.config.sampling, now(self.lm.device)
+        engine = self.decoders[name]
+        sampling = self.config.sampling
         if engine is None:
-            text = generate(self.lm, prompt, limit, sampling, seed, self.lm.eos_ids())
+            eos_ids = self.lm.eos_ids()
+            text = generate(self.lm, prompt, limit, sampling, seed=seed, eos_ids=eos_ids)
             return as_run(self.tokenizer, text, text.seconds)
+        start = now(self.lm.device)
         (text,) = engine.generate([prompt], limit, sampling, seeds=[seed])
         return as_run(self.tokenizer, text, now(self.lm.device) - start)
 
@@ -322,7 +354,8 @@ def check_lossless(result: dict[str, Any], output: Path) -> None:
 
 def check_revision(folder: Path, answered: int, questions: int) -> None:
     """Log what a folder holds. Errors: `ConfigError` to resume a run of another git revision."""
-    then, now = store.read_run(folder)["provenance"]["git_revision"], git_revision()
+    then = store.read_run(folder)["provenance"]["git_revision"]
+    now = git_revision()
     message = f"{answered} of {questions} questions are in '{folder}' already"
     if then == now:
         logger.info(message)

@@ -46,7 +46,8 @@ TITLES = {
     "batches": "Tokens/s over the batch",
 }
 WIDTHS = [*range(1, 9), 12, 16, 32, 64]  # tokens of a verification
-WARM_UP, REPEATS = 2, 15
+WARM_UP = 2  # reads of memory that are not timed
+REPEATS = 15
 CACHE_SHARE = 0.8  # largest share of the free memory for a cache; passes need the rest
 
 Method = Callable[[list[int], int], Generation]  # takes a prompt and a number of new tokens
@@ -92,20 +93,22 @@ def measure(
     contexts = [n for n in config.contexts if n + config.context_tokens <= lm.context]
     if not contexts:
         raise ConfigError(f"no context of speed.contexts={config.contexts} fits the model.")
-    tokens, new_tokens = config.max_new_tokens, config.context_tokens
+    tokens = config.max_new_tokens
+    new_tokens = config.context_tokens
     prompts = question_prompts(tokenizer, config.prompts, config.bench, lm.context - tokens)
     long_prompts = [long_prompt(tokenizer, length) for length in contexts]
     engines = [Engine(lm, each) for each in (Vanilla(), drafter)]
     methods: dict[str, Method] = {"hf": partial(generate, lm)}
     methods |= {k: partial(write_by_engine, x) for k, x in zip(ENGINES, engines, strict=True)}
     before = memory_bandwidth(lm.device, config.bandwidth_megabytes)
-    take_turns(methods, long_prompts[:1], new_tokens, 1, "warm-up")
-    texts = take_turns(methods, long_prompts, new_tokens, config.repeats, "contexts")
+    take_turns(methods, long_prompts[:1], new_tokens, repeats=1, title="warm-up")
+    texts = take_turns(methods, long_prompts, new_tokens, repeats=config.repeats, title="contexts")
     passes = verifications(lm, WIDTHS, range(drafter.exit_layer, lm.n_layers), contexts[0])
     seconds = {width: median(times) for width, times in passes.items()}
     batches = throughput(engines, prompts, tokens, config.batches)
     after = memory_bandwidth(lm.device, config.bandwidth_megabytes)
-    bandwidth, kv_bytes = max(before, after), lm.new_cache(1, 1).bytes()
+    bandwidth = max(before, after)
+    kv_bytes = lm.new_cache(1, 1).bytes()
     threshold = "auto" if drafter.auto else drafter.threshold
     return {
         "model": lm.config.name_or_path,
@@ -141,7 +144,8 @@ def bytes_read(lm: TargetModel, length: float) -> float:
 
 def memory_bandwidth(device: torch.device, megabytes: int) -> float:
     """Bytes per second of reading a buffer of `megabytes` * 2**20 bytes in order."""
-    source, seconds = torch.ones(megabytes * 2**17, dtype=torch.int64, device=device), []
+    source = torch.ones(megabytes * 2**17, dtype=torch.int64, device=device)
+    seconds = []
     for _ in range(WARM_UP + REPEATS):
         start = now(device)
         source.sum()
@@ -154,7 +158,8 @@ def throughput(
 ) -> list[Results]:
     """Tokens/s of two engines, vanilla's and Kangaroo's, at every batch size whose cache fits into
     memory."""
-    results, lm = [], engines[0].lm
+    results = []
+    lm = engines[0].lm
     row = lm.new_cache(1, 1).bytes() * (max(map(len, prompts)) + new_tokens)
     for size in sizes:
         if size * row > CACHE_SHARE * memory.free(lm.device):
@@ -169,11 +174,12 @@ def throughput(
 
 def tokens_per_second(engine: Engine, prompts: Prompts, new_tokens: int) -> float:
     """Decoding speed of a batch, past any EOS, until its first text is complete."""
-    device, longest = engine.lm.device, max(map(len, prompts)) + new_tokens
-    session = engine.open(len(prompts), longest, Sampling())
+    device = engine.lm.device
+    session = engine.open(len(prompts), max(map(len, prompts)) + new_tokens, Sampling())
     for row, prompt in enumerate(prompts):
         session.admit(row, Request(prompt, new_tokens, ignore_eos=True))
-    written, start = 0, now(device)
+    written = 0
+    start = now(device)
     while not any(session.batch.done):
         written += sum(len(record.tokens) for record in session.step())
     return written / (now(device) - start)
@@ -182,7 +188,8 @@ def tokens_per_second(engine: Engine, prompts: Prompts, new_tokens: int) -> floa
 def summarise(texts: Sequence[Generation], limit: float) -> Results:
     """The results of one method; a vanilla token takes `limit` seconds at least."""
     steps = [step for text in texts for step in text.steps[1:]]
-    decoded, seconds = sum(len(step.tokens) for step in steps), sum(step.seconds for step in steps)
+    decoded = sum(len(step.tokens) for step in steps)
+    seconds = sum(step.seconds for step in steps)
     return {
         "ms_per_token": 1e3 * seconds / decoded,
         "of_limit": limit * decoded / seconds,
@@ -233,13 +240,14 @@ def cell(value: str | float | None) -> str:
 
 def notes(result: Results) -> str:
     """The text below the tables: bandwidth, model, machine, settings and versions."""
-    settings, run = result["settings"], result["provenance"]
-    versions, revision = run["versions"], run["git_revision"]
+    settings = result["settings"]
+    run = result["provenance"]
+    versions = run["versions"]
     before, after = (result["bandwidth"][when] / 1e9 for when in ("before", "after"))
     return (
         f"Memory: {before:.1f} GB/s before, {after:.1f} GB/s after; limits take the higher. A "
         f"vanilla token reads {result['weights'] / 1e6:.1f} MB of weights. {result['model']}, "
         f"{result['dtype']}, {describe_machine(run)}; {settings['context_tokens']} tokens x "
-        f"{settings['repeats']} repeats; {result['drafter']}. git {revision}, torch "
+        f"{settings['repeats']} repeats; {result['drafter']}. git {run['git_revision']}, torch "
         f"{versions['torch']}, transformers {versions['transformers']}, {run['time']}."
     )

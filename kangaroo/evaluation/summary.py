@@ -95,7 +95,8 @@ def write_baseline(baseline: Baseline, method: Path, output: Path) -> None:
     for record in records:
         record.drafter_bytes = 0
         for turn in record.turns:
-            turn.runs[METHOD], turn.fork = turn.runs[baseline.name], None
+            turn.runs[METHOD] = turn.runs[baseline.name]
+            turn.fork = None
     run = read_run(method)
     run["settings"] = shared_settings(run) | {"drafter": baseline.value}
     run["drafter_cost"] = {"parameters": 0, "training": {}}

@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 TODAY = "today"  # the name of the drafter in use
 GROUP = 8  # how many drafters are in memory at a time
-NUMBERS, SETTINGS = "tune.json", Path("drafter", "tuned.yaml")
+NUMBERS = "tune.json"
+SETTINGS = Path("drafter", "tuned.yaml")
 
 
 @dataclass
@@ -62,7 +63,8 @@ def tune(
     has the target's settings, which must match when a run is resumed; `use` is the command that
     measures `drafter/tuned.yaml`. Errors: those of evaluations, and of `split`."""
     tuning, reporting = split(load_questions(config.bench), config)
-    output, settings = Path(config.output), {TODAY: today, **drafters}
+    output = Path(config.output)
+    settings = {TODAY: today, **drafters}
 
     def evaluate(part: str, names: Sequence[str], questions: Sequence[Question]) -> list[Any]:
         """Summaries of some drafters, which take turns with vanilla decoding."""
@@ -79,7 +81,8 @@ def tune(
         methods = [MethodSpec.of(name, settings[name], lm, model) for name in names]
         return Evaluator(lm, tokenizer, methods, evaluation, model_name=model["name"]).finish()
 
-    names, tried = list(settings), []
+    names = list(settings)
+    tried = []
     for start in range(0, len(names), GROUP):
         group = names[start : start + GROUP]
         log.info("settings %d to %d of %d", start + 1, start + len(group), len(names))
@@ -109,14 +112,15 @@ def split(
     questions: Sequence[Question], config: TuneConfig
 ) -> tuple[list[Question], list[Question]]:
     """Disjoint questions for tuning and for reporting. Errors: `ConfigError` for too few."""
-    n_tuning, n_reporting = config.tuning_questions, config.reporting_questions
-    if n_tuning + n_reporting > len(questions):
+    if config.tuning_questions + config.reporting_questions > len(questions):
         raise ConfigError(
-            f"tuning_questions={n_tuning} and reporting_questions={n_reporting} must together be "
+            f"tuning_questions={config.tuning_questions} and "
+            f"reporting_questions={config.reporting_questions} must together be "
             f"no more than the {len(questions)} questions of the bench, since none may be in both."
         )
-    tuning = spread(questions, n_tuning)
-    return tuning, spread([x for x in questions if x not in tuning], n_reporting)
+    tuning = spread(questions, config.tuning_questions)
+    rest = [question for question in questions if question not in tuning]
+    return tuning, spread(rest, config.reporting_questions)
 
 
 def write_settings(drafter: DrafterConfig, output: Path, use: str) -> None:

@@ -61,10 +61,13 @@ def metric_heading(metric: str) -> str:
 
 def table(study: Study, intervals: bool = True) -> list[Row]:
     """A row for each curve and, below ours, for the paper's; a column for each place."""
-    points, config = [*study.points, *study.published], study.config
-    metrics, places = list(study.points[0].values), sorted_places(point.x for point in points)
+    points = [*study.points, *study.published]
+    config = study.config
+    metrics = list(study.points[0].values)
+    places = sorted_places(point.x for point in points)
     values = {(point.curve, point.model, point.x): point.values for point in points}
-    curves, rows = sorted_places(point.curve for point in points), []
+    rows = []
+    curves = sorted_places(point.curve for point in points)
     for curve, model in product(curves, dict.fromkeys(point.model for point in points)):
         cells = {x: values.get((curve, model, x), {}) for x in places}
         if any(cells.values()):
@@ -99,7 +102,8 @@ def estimate_text(estimate: Estimate | None, interval: bool = True) -> str:
 
 def write(study: Study, folder: Path) -> None:
     """Write the study's files."""
-    name, first = study.config.name, study.methods[0].summary
+    name = study.config.name
+    first = study.methods[0].summary
     result = {
         "study": asdict(study.config),
         **{key: first[key] for key in ("model", "bench", "dtype", "device", "questions")},
@@ -116,8 +120,10 @@ def write(study: Study, folder: Path) -> None:
 
 def plot(study: Study) -> Figure:
     """All points, ours with intervals; a value without a place is a horizontal line."""
-    points, config = [*study.points, *study.published], study.config
-    metrics, models = list(study.points[0].values), list(dict.fromkeys(p.model for p in points))
+    points = [*study.points, *study.published]
+    config = study.config
+    metrics = list(study.points[0].values)
+    models = list(dict.fromkeys(p.model for p in points))
     places = [x for x in sorted_places(point.x for point in points) if x is not None]
     names = [place_name(config.x, x) for x in places]
     curves = sorted_places(point.curve for point in points)
@@ -141,15 +147,16 @@ def plot(study: Study) -> Figure:
             values = {point.x: value for point, value in shown if point.curve == curve}
             color = HF if curve == AGAIN else COLORS[i % len(COLORS)]
             name = place_name(config.curve, curve)
-            bars = _draw(axes, places, values, color, (i + 0.5) / len(curves) - 0.5)
+            shift = (i + 0.5) / len(curves) - 0.5
+            bars = _draw(axes, places, values, color=color, shift=shift)
             bars.set_label(f"{config.curve_label} {name}" if isinstance(curve, float) else name)
         axes.set_xticks(range(len(names)), names)
         axes.tick_params("x", rotation=30 if len("".join(names)) > 30 else 0)
     for axes in panels[-1]:
         axes.set_xlabel(config.x.rpartition(".")[2].replace("_", " "), fontsize=8)
     if curves != [""]:
-        legend = panels[0, 0].get_legend_handles_labels()  # ours has a value of each metric
-        figure.legend(*legend, fontsize=8, loc="outside lower center", ncols=5)
+        handles, labels = panels[0, 0].get_legend_handles_labels()  # ours has all metrics
+        figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=5)
     return figure
 
 
@@ -198,7 +205,8 @@ def body(study: Study) -> str:
 def size(study: Study) -> str:
     """How much was asked under which settings, and how many texts are equal to vanilla's."""
     summaries = [method.summary for method in study.methods]
-    first, lossless = summaries[0], [summary["lossless"] for summary in summaries]
+    first = summaries[0]
+    lossless = [summary["lossless"] for summary in summaries]
     compared = [x for x in lossless if x["identical"] is not None]
     equal, turns = (sum(x[key] for x in compared) for key in ("identical", "turns"))
     temperatures = list(dict.fromkeys(x["settings"]["sampling.temperature"] for x in summaries))

@@ -19,7 +19,9 @@ from kangaroo.utils.provenance import differences
 PUBLISHED = Path(__file__).with_name("published.yaml")
 OVERALL = "overall"  # all tasks together
 HERE = "here"  # what the model of our own points is called
-AGREES, DISAGREES, OPEN = "agrees", "disagrees", "open"
+AGREES = "agrees"
+DISAGREES = "disagrees"
+OPEN = "open"
 MIN_QUESTIONS = 8  # with fewer, a bootstrap's intervals are too narrow
 
 # A value of `StudyConfig.x` or `curve`; None for a method that has no such setting.
@@ -127,7 +129,13 @@ def read_study(config: StudyConfig, folder: Path) -> Study | None:
         return None
     points = [point for method in methods for point in measured_points(config, method)]
     checked = [check(claim, methods) for claim in config.claims]
-    return Study(config, methods, points, published_points(config), [x for x in checked if x])
+    return Study(
+        config,
+        methods,
+        points=points,
+        published=published_points(config),
+        checked=[claim for claim in checked if claim],
+    )
 
 
 def measured_methods(config: StudyConfig, folder: Path) -> list[Measured]:
@@ -138,8 +146,9 @@ def measured_methods(config: StudyConfig, folder: Path) -> list[Measured]:
         if Path(name).name not in [baseline.value for baseline in Baseline]
     ]
     for method in methods[1:]:
-        settings = (config.common_settings(x.summary) for x in (methods[0], method))
-        if changed := differences(*settings):
+        first = config.common_settings(methods[0].summary)
+        changed = differences(first, config.common_settings(method.summary))
+        if changed:
             raise ConfigError(
                 f"'{method.name}' and '{methods[0].name}' in '{folder}' cannot be in one study: "
                 f"{changed}. Move one of them elsewhere."
@@ -193,8 +202,14 @@ def published_points(config: StudyConfig) -> list[Point]:
             for x, numbers in row.items():
                 values = zip(table["metrics"], numbers, strict=True)
                 estimates = {metric: Estimate(n) for metric, n in values if n is not None}
-                places = config.place(curve), config.place(x)
-                points.append(Point(table["model"], table["source"], *places, estimates))
+                point = Point(
+                    table["model"],
+                    table["source"],
+                    curve=config.place(curve),
+                    x=config.place(x),
+                    values=estimates,
+                )
+                points.append(point)
     return points
 
 
