@@ -31,7 +31,8 @@ class AnswerChoice:
 
     def push(self, event: Event) -> tuple[str, int]:
         """The text that a step adds, and how many of its first characters were drafted."""
-        new_text, drafted = "", 0
+        new_text = ""
+        drafted = 0
         for i, token in enumerate(event.tokens):
             new_text += self.until_stop.push(self.pieces.push(token))
             if i < event.accepted:
@@ -60,13 +61,16 @@ class Answer:
     def __post_init__(self) -> None:
         self.usage = Usage(sum(len(request.prompt) for request in self.requests[:: self.n]))
         kind = "chatcmpl" if self.is_chat else "cmpl"
-        self.id, self.created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
-        loop, self.events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
+        self.id = f"{kind}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+        loop = asyncio.get_running_loop()
+        self.events = asyncio.Queue[tuple[int, Event]]()
 
         def notify(index: int, event: Event) -> None:
             loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
 
-        self.choices, self.jobs = list[AnswerChoice](), list[Job]()
+        self.choices = list[AnswerChoice]()
+        self.jobs = list[Job]()
         for i, request in enumerate(self.requests):
             self.choices.append(AnswerChoice(i, Pieces(self.tokenizer), UntilStop(request.stop)))
             self.jobs.append(Job(request, partial(notify, i), self.deadline))
@@ -74,13 +78,16 @@ class Answer:
 
     async def steps(self) -> AsyncGenerator[tuple[AnswerChoice, str, int], None]:
         """After each step, the choice, its new text, and how much of that was drafted."""
-        histogram, last = self.metrics.first, time.perf_counter()
+        histogram = self.metrics.first
+        last = time.perf_counter()
         while any(not choice.finish for choice in self.choices):
             index, event = await self.events.get()
             self.usage.add(index % self.n, event)
-            (text, drafted), now = self.choices[index].push(event), time.perf_counter()
+            text, drafted = self.choices[index].push(event)
+            now = time.perf_counter()
             histogram.observe(now - last)
-            histogram, last = self.metrics.step, now
+            histogram = self.metrics.step
+            last = now
             yield self.choices[index], text, drafted
 
     def cancel(self) -> None:

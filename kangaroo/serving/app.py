@@ -74,7 +74,8 @@ def field_errors(error: RequestValidationError, content_type: str | None) -> str
         field = ".".join(name for name in names if "[" not in name)
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "json_invalid":
-            field, message = "", f"the body is not JSON: {fault['ctx']['error']} (at {field})"
+            message = f"the body is not JSON: {fault['ctx']['error']} (at {field})"
+            field = ""
         elif not field and fault["type"] != "value_error":
             field = "the body"
         messages.append(f"{field}: {message}" if field else message)
@@ -92,7 +93,8 @@ class Server:
     limits: ServeConfig
 
     def __post_init__(self) -> None:
-        self.metrics, self.created = Metrics(), int(time.time())
+        self.metrics = Metrics()
+        self.created = int(time.time())
 
     def app(self) -> FastAPI:
         """The ASGI application; when it shuts down, running texts are finished."""
@@ -165,16 +167,28 @@ class Server:
         requests = list[TextRequest]()
         for number, prompt in enumerate(prompts):
             room = max(1, min(DEFAULT_TOKENS, self.scheduler.max_model_len - len(prompt)))
-            first = TextRequest(prompt, limit or room, seed, body.stop, body.ignore_eos, sampling)
+            first = TextRequest(
+                prompt,
+                limit or room,
+                seed=seed,
+                stop=body.stop,
+                ignore_eos=body.ignore_eos,
+                sampling=sampling,
+            )
             try:
                 self.scheduler.check(first)
             except PromptError as error:
                 raise PromptError(f"prompt.{number}: " * (len(prompts) > 1) + str(error)) from error
             requests += [replace(first, seed=seed + i) for i in range(body.n)]
-        deadline = time.monotonic() + (self.limits.timeout or math.inf)
-        kind = self.model, isinstance(body, Chat)
         answer = Answer(
-            self.scheduler, self.tokenizer, requests, body.n, deadline, self.metrics, *kind
+            self.scheduler,
+            self.tokenizer,
+            requests,
+            n=body.n,
+            deadline=time.monotonic() + (self.limits.timeout or math.inf),
+            metrics=self.metrics,
+            model=self.model,
+            is_chat=isinstance(body, Chat),
         )
         if body.stream:
             return EventStream(answer, body.stream_options or StreamOptions())
@@ -238,10 +252,13 @@ class Guard:
     ASGI, to count the bytes of a body as they arrive."""
 
     def __init__(self, app: ASGIApp, limits: ServeConfig, metrics: Metrics):
-        self.app, self.limits, self.metrics = app, limits, metrics
+        self.app = app
+        self.limits = limits
+        self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        size, started = 0, False
+        size = 0
+        started = False
 
         async def counted_receive() -> MutableMapping[str, Any]:
             nonlocal size

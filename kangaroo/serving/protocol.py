@@ -71,7 +71,8 @@ class StreamOptions(Strict):
 class TextRequest(Strict):
     """The fields of both kinds of requests."""
 
-    unsupported, ignored = UNSUPPORTED, IGNORED
+    unsupported = UNSUPPORTED
+    ignored = IGNORED
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=MOST)
     temperature: float = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)

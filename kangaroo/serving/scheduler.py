@@ -27,8 +27,11 @@ log = logging.getLogger(__name__)
 
 OPENINGS = 3  # attempts to open a batch: memory may become free meanwhile
 PAUSE = 0.2  # seconds between two attempts
-# How a job can fail; STOPPED is because the thread has ended.
-CANCELLED, TIMEOUT, FAILED, STOPPED = "cancelled", "timeout", "failed", "stopped"
+# How a job can fail.
+CANCELLED = "cancelled"
+TIMEOUT = "timeout"
+FAILED = "failed"
+STOPPED = "stopped"  # the thread has ended
 
 
 class Busy(KangarooError):
@@ -92,7 +95,8 @@ class Scheduler:
         self.jobs = list[Job]()  # unfinished, by arrival; other threads only append
         self.changed = threading.Condition()  # to be held while appending
         self.idle = list(range(self.max_batch_size))  # free rows, the least recently used first
-        self.read_tokens, self.read_seconds = 0, 0.0  # totals of all prefills
+        self.read_tokens = 0  # by all prefills
+        self.read_seconds = 0.0
         self.closing = False
         self.failure = ""  # the error that ended the decoding thread
         self.thread = threading.Thread(target=self._run, name="decoding", daemon=True)
@@ -122,7 +126,8 @@ class Scheduler:
                 raise Closing(self.failure or "the server is shutting down.")
             if len(jobs) > self.max_queue:
                 raise PromptError(f"{len(jobs)} texts are more than max_queue={self.max_queue}.")
-            if (waiting := self.load["waiting"]) + len(jobs) > self.max_queue:
+            waiting = self.load["waiting"]
+            if waiting + len(jobs) > self.max_queue:
                 raise Busy(
                     f"{waiting} requests wait already, and no more than {self.max_queue} can. Try "
                     "again later."
@@ -194,7 +199,8 @@ class Scheduler:
 
     def _leave(self, job: Job) -> int | None:
         """Take a job from its row, and return the row, which the session has to stop."""
-        row, job.row = job.row, None
+        row = job.row
+        job.row = None
         job.prompt = job.generation = None
         if row is not None:
             self.idle.append(row)
@@ -275,7 +281,8 @@ class Scheduler:
                 session.record(job.row, records[job.row], job.request, generation)
                 self._record(job, generation, records[job.row])
         if suspect is not None:
-            suspect.suspect, row = False, suspect.row
+            suspect.suspect = False
+            row = suspect.row
             if row is not None and any(job.suspect for job in self.jobs):
                 self._leave(suspect)  # until the others have made their steps
                 session.batch.stop(row)
@@ -287,8 +294,14 @@ class Scheduler:
         if generation.finish:
             self._leave(job)
             self.jobs.remove(job)
-        step = record.tokens, record.accepted, record.drafted
-        self._notify(job, Event(*step, generation.finish, reused))
+        event = Event(
+            record.tokens,
+            accepted=record.accepted,
+            drafted=record.drafted,
+            finish=generation.finish,
+            reused=reused,
+        )
+        self._notify(job, event)
 
     def _notify(self, job: Job, event: Event) -> None:
         try:

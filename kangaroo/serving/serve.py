@@ -91,7 +91,13 @@ def serve(model: ModelConfig, drafter: DrafterConfig, config: ServeConfig) -> No
         lm, tokenizer = load_target_for(model, drafter)
         max_model_len = min(config.max_model_len or lm.context, lm.context)
         check_memory(lm, config.max_batch_size, max_model_len)
-        engine = Engine(lm, drafter.build(lm), tokenizer, config.prefill_chunk, config.prefix_cache)
+        engine = Engine(
+            lm,
+            drafter.build(lm),
+            tokenizer,
+            prefill_chunk=config.prefill_chunk,
+            prefix_cache=config.prefix_cache,
+        )
         warm_up(engine, config.max_batch_size, max_model_len)
         return engine, tokenizer, max_model_len
 
