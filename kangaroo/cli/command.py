@@ -55,7 +55,8 @@ def command(
     """
 
     def decorate(run: Callable[[Any], float | None]) -> Callable[[], None]:
-        name, typed = run.__name__, list[str]()
+        name = run.__name__
+        typed = list[str]()
         ConfigStore.instance().store(name=f"{name}_schema", node=get_type_hints(run)["config"])
 
         @hydra.main(version_base="1.3", config_path=CONFIGS, config_name=name)
@@ -63,7 +64,8 @@ def command(
             sys.argv = typed  # what results say they came from
             logging.captureWarnings(True)
             transformers.utils.logging.disable_progress_bar()
-            rank, in_sweep = int(os.environ.get("RANK", 0)), sweep_folder() is not None
+            rank = int(os.environ.get("RANK", 0))
+            in_sweep = sweep_folder() is not None
             end: BaseException
             try:
                 if not shared:

@@ -74,7 +74,8 @@ def evaluate(config: schema.EvaluateCommand) -> float | None:
 
 def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
     """Measure the drafters; only the first process prints, tracks and compares."""
-    sweep, output = sweep_folder(), Path(config.output)
+    sweep = sweep_folder()
+    output = Path(config.output)
     if sweep is not None and sweep.resolve() not in output.resolve().parents:
         raise ConfigError(
             f"output={output} lies outside the sweep's folder '{sweep}', where its methods are "
@@ -97,7 +98,8 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
     if ranks.is_first and not config.resume:
         (output / tracking.ID_FILE).unlink(missing_ok=True)
     settings = plain(config) | {"provenance": provenance()}
-    if isinstance(first_drafter := methods[0].drafter, EarlyExit):
+    first_drafter = methods[0].drafter
+    if isinstance(first_drafter, EarlyExit):
         settings["drafter.exit_layer"] = first_drafter.exit_layer  # an axis of a sweep's plots
     with logger.start(settings, output) as tracker:
         try:
@@ -115,19 +117,21 @@ def _track(
     results: list[dict[str, Any]], config: schema.EvaluateCommand, tracker: NoTracker
 ) -> None:
     """Give a finished run's results to the tracker."""
-    overall, folder = {r["drafter"]: r["overall"] for r in results}, Path(config.output)
+    overall = {r["drafter"]: r["overall"] for r in results}
+    folder = Path(config.output)
     numbers = scalars(results[0]["overall"] if len(results) == 1 else flatten(overall))
     tracker.result(numbers, sorted(folder.glob("*.png")))
     results_files = (file for file in sorted(folder.rglob("*")) if file.suffix in RESULTS)
     files = [file for file in results_files if "wandb" not in file.relative_to(folder).parts]
     name = "-".join((config.model.name, *overall, config.bench.name))
-    tracker.save(folder, files, name, "evaluation", numbers)
+    tracker.save(folder, files, name=name, kind="evaluation", metadata=numbers)
 
 
 def _compare(config: schema.EvaluateCommand, folder: Path) -> None:
     """Print and write the study, or the comparison, of all results in a folder."""
     if config.study is not None:
-        if study := read_study(config.study, folder):
+        study = read_study(config.study, folder)
+        if study is not None:
             study_report.write(study, folder)
             console().print(study_report.terminal_table(study))
             log.info("%s.md, .json and .png are in %s", config.study.name, folder)
@@ -193,7 +197,8 @@ def train(config: schema.TrainCommand) -> float | None:
         logger = select_tracker(config.logger, config.model.name, ranks)
         backend.check(config.trainer, ranks)
         check_format(config.model, config.trainer.muon)
-        recipes, output = [config.adapter, *config.more.values()], Path(config.output)
+        recipes = [config.adapter, *config.more.values()]
+        output = Path(config.output)
         loop.check(meta_model(config.model), recipes, config.trainer, output)
         _log_estimate(config, ranks)
         if config.estimate:
@@ -202,7 +207,9 @@ def train(config: schema.TrainCommand) -> float | None:
         samples, about = store.load(Path(config.data.path), lm.config.vocab_size)
         origin = {"dataset": about, "provenance": provenance()}
         # before the tracker starts a run, since this may refuse
-        trainer = Trainer(lm, samples, recipes, config.trainer, output, about, ranks)
+        trainer = Trainer(
+            lm, samples, recipes, config.trainer, output=output, data=about, ranks=ranks
+        )
         with logger.start(plain(config) | origin, output) as tracker:
             folders = trainer.train(tracker)
             if not ranks.is_first:
@@ -237,12 +244,21 @@ def check_format(model: ModelConfig, muon: bool = False) -> None:
 def _log_estimate(config: schema.TrainCommand, ranks: Ranks, trains: bool = True) -> None:
     """Log the time and memory that a run needs on its devices; `trains` is false where it only
     writes data. Errors: `ConfigError` where it cannot fit, or would hold out all data."""
-    lm, recipes = meta_model(config.model), [config.adapter, *config.more.values()]
+    lm = meta_model(config.model)
+    recipes = [config.adapter, *config.more.values()]
     if any(x.exit_layers is None and x.architecture.fixed_exit(lm) is None for x in recipes):
         rule = "by the paper's rule (1/16 to 1/10 of the layers)"
         log.info("exit layer %d of %d, %s", paper_exit(lm), lm.n_layers, rule)
-    parts = config.model, config.data, config.trainer, ranks.world
-    for line in forecast(lm, recipes, *parts, trains):
+    lines = forecast(
+        lm,
+        recipes,
+        model=config.model,
+        data=config.data,
+        trainer=config.trainer,
+        processes=ranks.world,
+        trains=trains,
+    )
+    for line in lines:
         log.info("%s", line)
     ranks.wait()  # a target that is loaded earlier would take memory that other processes count
 
@@ -256,8 +272,13 @@ def _target_with_data(config: schema.TrainCommand, ranks: Ranks) -> TargetModel:
     config.data.make(lm, tokenizer, ranks)
     ranks.wait()
     about = store.read_provenance(Path(config.data.path))
-    counts = (about[name] for name in ("conversations", "tokens", "assistant_tokens"))
-    log.info("%d conversations, %d tokens, %d of the assistant, from %s", *counts, config.data.path)
+    log.info(
+        "%d conversations, %d tokens, %d of the assistant, from %s",
+        about["conversations"],
+        about["tokens"],
+        about["assistant_tokens"],
+        config.data.path,
+    )
     return lm
 
 
@@ -267,8 +288,13 @@ def _report(folder: Path, model: ModelConfig, tracker: NoTracker) -> dict[str, f
     metadata = asdict(saved)
     # W&B takes a hundred keys; a file of the artifact has the full provenance
     progress = metadata.pop("training")["progress"]
-    files, name = sorted(folder.iterdir()), f"{model.name}-{folder.name}"
-    tracker.save(folder, files, name, "adapter", metadata | progress)
+    tracker.save(
+        folder,
+        sorted(folder.iterdir()),
+        name=f"{model.name}-{folder.name}",
+        kind="adapter",
+        metadata=metadata | progress,
+    )
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     use = evaluate_command(model, drafter=saved.architecture.drafter, drafter__adapter=shown)
     log.info("saved %s; measure it: %s", shown, use)
@@ -279,7 +305,8 @@ def _report(folder: Path, model: ModelConfig, tracker: NoTracker) -> dict[str, f
 @command()
 def convert_import(config: schema.ImportCommand) -> None:
     """Convert a checkpoint of the authors' code to an adapter, without the target's weights."""
-    lm, folder = meta_model(config.model), Path(config.output)
+    lm = meta_model(config.model)
+    folder = Path(config.output)
     if (folder / adapter_files.WEIGHTS).exists():
         raise ConfigError(f"'{folder}' already holds an adapter; pass output= another folder.")
     exit_layer = official.exit_layer(config.exit_layer, lm)
@@ -293,14 +320,14 @@ def convert_import(config: schema.ImportCommand) -> None:
 @command()
 def convert_export(config: schema.ExportCommand) -> None:
     """Write an adapter for other software; only a draft model needs the target's weights."""
-    source, output = config.source, Path(config.output)
+    output = Path(config.output)
     if config.to is schema.Layout.draft_model:
-        export.save(source, config.model, output)
+        export.save(config.source, config.model, output)
         log.info("%s is a checkpoint: a draft model for vLLM, SGLang and transformers", output)
         use = evaluate_command(config.model, drafter="draft_model", drafter__model=output)
         log.info("here: %s", use)
     else:
-        export.write_for_vllm(source, meta_model(config.model), output, VLLM_THRESHOLD)
+        export.write_for_vllm(config.source, meta_model(config.model), output, VLLM_THRESHOLD)
         log.info("%s is for the plugin kangaroo-vllm", output)
 
 
@@ -319,12 +346,12 @@ def prepare_datastore(config: schema.DatastoreCommand) -> None:
     lm, tokenizer = load_target(config.model)
     if config.data is not None:
         config.data.make(lm, tokenizer)
-    sources, vocab_size = (config.data and config.data.path, config.texts), lm.config.vocab_size
-    texts, origin = store.documents(*sources, tokenizer, vocab_size)
+    dataset = config.data and config.data.path
+    vocab_size = lm.config.vocab_size
+    texts, origin = store.documents(dataset, config.texts, tokenizer, vocab_size)
     built = datastore.index(texts, vocab_size)
     folder = datastore.save(built, lm, Path(config.output), origin | provenance())
-    counts = (built.about[name] for name in ("tokens", "documents", "build_seconds"))
-    log.info("%d tokens of %d documents in %.1f s", *counts)
+    log.info("%(tokens)d tokens of %(documents)d documents in %(build_seconds).1f s", built.about)
     use = evaluate_command(config.model, drafter="rest", drafter__datastore=folder)
     log.info("use them: %s", use)
 

@@ -93,7 +93,8 @@ def _nearest(word: str, names: list[str]) -> str:
 def _options(config: DictConfig, prefix: str = "") -> Iterator[str]:
     """The entries of a config's options, and then of its sections'."""
     kind: Any = OmegaConf.get_type(config)
-    about, hints = meanings(kind), get_type_hints(kind, include_extras=True)
+    about = meanings(kind)
+    hints = get_type_hints(kind, include_extras=True)
     values: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
     values.pop("hydra", None)
     parts = {}

@@ -233,22 +233,24 @@ def select_models(words: list[str]) -> list[str]:
 
 def _add_model(name: str, section: dict[str, Any]) -> None:
     """Add a choice of `model=`, and its recipe: its section's `train`, by default the paper's."""
-    store, train = ConfigStore.instance().store, section.pop("train", {"defaults": ["paper"]})
+    store = ConfigStore.instance().store
+    train = section.pop("train", {"defaults": ["paper"]})
     store(group="recipe", name=name, node=train, package="_global_")
     store(group="model", name=name, node={"defaults": ["schema"], "name": name, **section})
 
 
 def _selected(word: str, paths: dict[str, str]) -> str:
     option, _, value = word.partition("=")
-    choices, is_one = [], Path(value).expanduser().exists()
-    for model in [value] if is_one else value.split(","):
+    choices = []
+    for model in [value] if Path(value).expanduser().exists() else value.split(","):
         try:
             config = model_config(model.strip("\"'"))
         except ConfigError:
             if option == "model":  # perhaps a choice of the user's own --config-dir
                 return word
             raise
-        name, path = config.name, config.path
+        name = config.name
+        path = config.path
         if paths.setdefault(name, path) != path:
             raise ConfigError(
                 f"'{paths[name]}' and '{path}' are both called '{name}', and so would their "
