@@ -4,10 +4,9 @@ Shapes: B rows of the batch, N nodes of a row, C choices for a token, U states t
 not read, D hidden size, S slots.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import byref
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +49,8 @@ class DraftBuffers:
         drafting: structs.Drafting | None,
         keep: int = 0,
     ):
-        size, hidden = cache.batch_size, lm.config.hidden_size
+        size = cache.batch_size
+        hidden = lm.config.hidden_size
         # room for committed tokens that the drafting layer has not read; unused memory is free
         most_unread = 0 if exit_layer is None else cache.n_slots
         self.base, self.count, self.asking = np.zeros((3, size), np.int64)
@@ -79,7 +79,8 @@ class DraftBuffers:
             **{name: x.ctypes.data for name, x in vars(self).items() if isinstance(x, np.ndarray)},
         )
         self.rope = lm.rope_table(cache.n_slots)  # kept while native code uses it
-        head, table = lm.fast_head, matrix_of(lm.hf.model.embed_tokens)
+        head = lm.fast_head
+        table = matrix_of(lm.hf.model.embed_tokens)
         assert isinstance(lm.backend, CpuBackend) and isinstance(head, native.Head)
         if isinstance(table, PackedMatrix) and not size_of(lm.backend.library, table):
             table = table.widened()
@@ -98,8 +99,10 @@ class DraftBuffers:
         self.drafting = drafting
         self.pointers = byref(target), drafting and byref(drafting), byref(rows)
         call = partial(native.function, lm.backend.library, dtype=lm.dtype)
-        self._draft, self._draft_trees = call("draft"), call("draft_trees")
-        self._draft_block, self._verify = call("draft_block"), call("verify")
+        self._draft = call("draft")
+        self._draft_trees = call("draft_trees")
+        self._draft_block = call("draft_block")
+        self._verify = call("verify")
 
     def verify(self) -> None:
         """Let the target choose after all nodes, and walk: sets `accepted`, `written`, `path`."""
@@ -119,27 +122,38 @@ class DraftBuffers:
         nodes = slice(1, int(self.count[row]))
         keys = zip(self.parent[row, nodes].tolist(), self.token[row, nodes].tolist(), strict=True)
         old_nodes = {key: node for node, key in enumerate(keys, start=1)}
-        places, states = self.place[row].tolist(), self.has_state[row].tolist()
-        same, free = [0], nodes.stop  # each new node's old number, or -1; the next free place
+        places = self.place[row].tolist()
+        states = self.has_state[row].tolist()
+        same = [0]  # each new node's old number, or -1
+        free = nodes.stop  # the next place that no node has
         self.add(row, tokens, parents)
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
             same.append(old := old_nodes.get((same[parent], token), -1))
             if old < 0:
-                self.place[row, node], free = free, free + 1
+                self.place[row, node] = free
+                free += 1
             else:
-                self.place[row, node], self.has_state[row, node] = places[old], states[old]
+                self.place[row, node] = places[old]
+                self.has_state[row, node] = states[old]
 
     def draft(self, rows: Sequence[int], threshold: float, limits: np.ndarray) -> None:
         """Grow the chains of these rows within `Budget.limits`, `[B, steps]`; see `rounds.h`."""
-        self._call(self._draft, rows, limits.shape[1], threshold, limits.ctypes.data)
+        self._ask(rows)
+        self._draft(*self.pointers, limits.shape[1], threshold, limits.ctypes.data)
 
     def draft_block(self, rows: Sequence[int], drafter: Block, limits: np.ndarray) -> None:
         """Draft chains by one pass of a block, in rows that have none."""
-        tensors = drafter.adapter.places, drafter.neighbours_VR, drafter.table_KR
-        rank = drafter.adapter.architecture.rank
-        places = structs.Places(*map(native.pointer, tensors), rank)
-        options = limits.shape[1], drafter.threshold, limits.ctypes.data
-        self._call(self._draft_block, rows, byref(places), *options)
+        places = structs.Places(
+            places=native.pointer(drafter.adapter.places),
+            neighbours=native.pointer(drafter.neighbours_VR),
+            table=native.pointer(drafter.table_KR),
+            rank=drafter.adapter.architecture.rank,
+        )
+        self._ask(rows)
+        steps = limits.shape[1]
+        self._draft_block(
+            *self.pointers, byref(places), steps, drafter.threshold, limits.ctypes.data
+        )
 
     def draft_trees(
         self, rows: Sequence[int], drafter: KangarooTree, limits: np.ndarray, worth: Sequence[float]
@@ -147,13 +161,20 @@ class DraftBuffers:
         """Grow trees in rows that have only node 0. After n levels a row's tree grows if the
         likeliest node of the last level is likelier than its n-th limit (`Budget.limits`); `worth`
         prunes it as in `kangaroo_tree.kept`."""
-        worths, halves_leaves = np.array(worth, np.float32), drafter.min_confidence is None
-        growing = limits.shape[1], drafter.top_k, drafter.threshold, limits.ctypes.data
-        pruning = len(worth), worths.ctypes.data, halves_leaves
-        self._call(self._draft_trees, rows, *growing, *pruning)
+        worths = np.array(worth, np.float32)  # alive during the call
+        self._ask(rows)
+        self._draft_trees(
+            *self.pointers,
+            limits.shape[1],
+            drafter.top_k,
+            drafter.threshold,
+            limits.ctypes.data,
+            len(worth),
+            worths.ctypes.data,
+            drafter.min_confidence is None,  # whether half of the leaves are pruned
+        )
 
-    def _call(self, draft: Callable[..., None], rows: Sequence[int], *options: Any) -> None:
-        """Draft in these rows."""
+    def _ask(self, rows: Sequence[int]) -> None:
+        """Let the next call draft in these rows."""
         self.asking[:] = 0
         self.asking[list(rows)] = 1
-        draft(*self.pointers, *options)

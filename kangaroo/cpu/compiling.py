@@ -11,7 +11,8 @@ from kangaroo.utils.folders import cache_folder
 SOURCES = sorted((Path(__file__).parent / "cpp").iterdir())
 MAIN = next(source for source in SOURCES if source.suffix == ".cpp")
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
-OPENMP, STANDARD = ["-fopenmp", "-include", "omp.h"], ["-pthread"]  # threads: see `threads.h`
+OPENMP = ["-fopenmp", "-include", "omp.h"]  # threads: see `threads.h`
+STANDARD = ["-pthread"]
 
 
 def compiler() -> str:

@@ -72,7 +72,8 @@ class TextDrafting(Drafting):
     """Chains and trees from the text."""
 
     def __init__(self, drafter: TreesFromText):
-        self.drafter, self.nodes = drafter, drafter.max_nodes
+        self.drafter = drafter
+        self.nodes = drafter.max_nodes
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         for row in rows:
@@ -86,16 +87,19 @@ class LayerDrafting(Drafting):
     take what they took."""
 
     def __init__(self, drafter: EarlyExit):
-        self.drafter, self.nodes = drafter, drafter.max_nodes
+        self.drafter = drafter
+        self.nodes = drafter.max_nodes
         self.exit_layer = drafter.exit_layer
-        lm, adapter = drafter.lm, drafter.adapter
+        lm = drafter.lm
         assert isinstance(lm.backend, CpuBackend)
-        in_int8 = adapter.int8 and lm.backend.multiplies_bytes(lm.dtype)
+        in_int8 = drafter.adapter.int8 and lm.backend.multiplies_bytes(lm.dtype)
         self.int8: Int8Weights | None = int8_weights(drafter) if in_int8 else None
         self.cost_share = 0.75 if in_int8 else 1.0
 
     def layer(self, cache: KVCache) -> structs.Drafting:
-        drafter, adapter, int8 = self.drafter, self.drafter.adapter, self.int8
+        drafter = self.drafter
+        adapter = drafter.adapter
+        int8 = self.int8
         stack = int8.layer if int8 else native.stack_of(adapter.fast_layers)
         struct = structs.Drafting(
             stack=stack.as_struct(drafter.cache, range(adapter.depth)),
@@ -171,8 +175,9 @@ class HybridDrafting(LayerDrafting):
                 break
             buffers.draft(growing, drafter.threshold, one_token)
             for row in growing:
-                choices = buffers.choices[row].tolist(), buffers.chances[row].tolist()
-                sources[row].chain.add(list(zip(*choices, strict=True))[: drafter.head.size])
+                chances = buffers.chances[row].tolist()
+                ranked = list(zip(buffers.choices[row].tolist(), chances, strict=True))
+                sources[row].chain.add(ranked[: drafter.head.size])
             growing = [row for row in growing if drafter.pays(sources[row])]
         for row, source in sources.items():
             buffers.replace_with_tree(row, *best_tree(drafter.costs, source, drafter.nodes))
@@ -182,8 +187,10 @@ class CascadeDrafting(Drafting):
     """The second drafter drafts in rows where the first, from the text, has no draft."""
 
     def __init__(self, first: Drafting, second: Drafting):
-        self.first, self.second = first, second
-        self.nodes, self.exit_layer = max(first.nodes, second.nodes), second.exit_layer
+        self.first = first
+        self.second = second
+        self.nodes = max(first.nodes, second.nodes)
+        self.exit_layer = second.exit_layer
 
     def layer(self, cache: KVCache) -> structs.Drafting | None:
         return self.second.layer(cache)
@@ -197,7 +204,8 @@ class DraftModelDrafting(Drafting):
     """Chains of a model with a cache of its own; a round's first pass reads unread tokens."""
 
     def __init__(self, drafter: DraftModel):
-        self.drafter, self.nodes = drafter, drafter.max_nodes
+        self.drafter = drafter
+        self.nodes = drafter.max_nodes
         self.buffers: DraftBuffers | None = None
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
@@ -221,17 +229,25 @@ class DraftModelDrafting(Drafting):
 
     def _buffers(self) -> DraftBuffers:
         """Buffers for the draft model, which drafts from the states of its last layer."""
-        drafter, lm = self.drafter, self.drafter.lm
+        drafter = self.drafter
+        lm = drafter.lm
         assert isinstance(lm.fast_head, native.Head)
         head = lm.fast_head.as_struct(lm.hf.model.norm.weight)
         head.outputs = drafter.vocab_size + min(drafter.head.padding, 0)
         stack = native.stack_of(lm.fast_layers).as_struct(drafter.cache, range(0))
         layer = structs.Drafting(stack=stack, head=head)
-        return DraftBuffers(lm, drafter.cache, UNREAD + drafter.steps, lm.n_layers, layer)
+        return DraftBuffers(
+            lm,
+            drafter.cache,
+            capacity=UNREAD + drafter.steps,
+            exit_layer=lm.n_layers,
+            drafting=layer,
+        )
 
     def _catch_up(self, chains: DraftBuffers, text: list[int], row: int) -> None:
         """A row's nodes are the tokens that are not read yet, the pending one the last of them."""
-        drafter, last = self.drafter, len(text) - 1
+        drafter = self.drafter
+        last = len(text) - 1
         for token in drafter.drafted[row]:
             if drafter.n_read[row] >= last or text[drafter.n_read[row]] != token:
                 break
@@ -241,6 +257,8 @@ class DraftModelDrafting(Drafting):
         first = drafter.n_read[row]
         last_id = drafter.vocab_size - 1  # the target's further ids are padding
         pending = [min(token, last_id) for token in text[first:]]
-        chains.base[row], chains.token[row, 0], chains.has_state[row, 0] = first, pending[0], 0
+        chains.base[row] = first
+        chains.token[row, 0] = pending[0]
+        chains.has_state[row, 0] = 0
         chains.add(row, pending[1:])
         chains.end[row] = len(pending) - 1

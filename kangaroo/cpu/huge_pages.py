@@ -42,6 +42,6 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         start = -(-empty.data_ptr() // PAGE) * PAGE
         end = (empty.data_ptr() + empty.nbytes) // PAGE * PAGE
         if start < end:  # if the system refuses, nothing changes
-            size, libc = ctypes.c_size_t(end - start), ctypes.CDLL(None, use_errno=True)
-            libc.madvise(ctypes.c_void_p(start), size, mmap.MADV_HUGEPAGE)
+            madvise = ctypes.CDLL(None, use_errno=True).madvise
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
     return empty.zero_()

@@ -51,17 +51,22 @@ class Int8Head:
     """A drafter's head in bytes; rows of rare tokens are rounded again when the texts change."""
 
     def __init__(self, head: DraftHead):
-        self.head, self.n_fixed, weight_RD = head, head.size, head.weight_KD
+        self.head = head
+        self.n_fixed = head.size
+        weight_RD = head.weight_KD
         if isinstance(head, TextHead):
-            self.n_fixed, weight_RD = len(head.frequent), head.rows_RD
+            self.n_fixed = len(head.frequent)
+            weight_RD = head.rows_RD
         self.steps_RD, self.scale_R = rounded(weight_RD)
 
     def as_struct(self) -> structs.Head:
         """The head for native code, with its draft vocabulary."""
-        head, new = self.head, slice(self.n_fixed, self.head.size)
+        head = self.head
+        new = slice(self.n_fixed, head.size)
         if new.start < new.stop:
             steps_OD, scale_O = rounded(head.weight_KD[new])
-            self.steps_RD[new], self.scale_R[new] = steps_OD, scale_O[: len(steps_OD)]
+            self.steps_RD[new] = steps_OD
+            self.scale_R[new] = scale_O[: len(steps_OD)]
         assert isinstance(head.fast, native.Head)
         struct = head.fast.as_struct(ids_O=head.vocabulary_K)
         struct.weight, struct.scales = map(native.pointer, (self.steps_RD, self.scale_R))
@@ -85,8 +90,8 @@ class Int8Weights:
     its own layer and its head."""
 
     def __init__(self, drafter: EarlyExit):
-        lm, adapter = drafter.lm, drafter.adapter
-        target_stack = native.stack_of(lm.fast_layers)
+        adapter = drafter.adapter
+        target_stack = native.stack_of(drafter.lm.fast_layers)
         adapter_stack = native.stack_of(adapter.fast_layers)
         below = target_stack.layers[: drafter.exit_layer] if target_stack.is_plain else ()
         shallow = rounded_layers(below)

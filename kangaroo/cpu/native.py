@@ -44,7 +44,8 @@ PROMPT_CHUNK = 128  # tokens of a prompt in a pass, so that intermediate results
 WIDE_CHUNK = 256  # the same where many tokens share more work: turned rows, or a matrix unit
 LONGEST_PROMPT = 2048  # with a matrix unit: for longer ones PyTorch's attention is faster
 WIDEST_HEAD = 1024  # of `attention.h`
-CHOICES, MOST_CHOICES = 3, 16  # of `sampling.h`
+CHOICES = 3  # of `sampling.h`
+MOST_CHOICES = 16  # of `sampling.h`, too
 
 # The weights that a layer's keys and values need.
 KEY_WEIGHTS = "attention_norm", "k", "v", "k_bias", "v_bias", "k_norm"
@@ -64,8 +65,8 @@ def addresses(cache: KVCache) -> Addresses:
     """The addresses of each layer's keys and values, which live as long as the cache."""
     if cache not in _addresses:
         pointers = ctypes.c_void_p * len(cache.keys)
-        keys, values = (map(Tensor.data_ptr, cached) for cached in (cache.keys, cache.values))
-        _addresses[cache] = pointers(*keys), pointers(*values)
+        keys = pointers(*map(Tensor.data_ptr, cache.keys))
+        _addresses[cache] = keys, pointers(*map(Tensor.data_ptr, cache.values))
     return _addresses[cache]
 
 
@@ -82,7 +83,8 @@ class Stack:
     def __init__(
         self, library: CDLL, layers: Sequence[LayerWeights[Weight]], sizes: Sizes, window: int = 0
     ):
-        self.sizes, self.window = sizes, window
+        self.sizes = sizes
+        self.window = window
         words = len(fields(LayerWeights)) + len(MATRICES) + 1
         self.per_layer = words * ctypes.sizeof(ctypes.c_int64)
         self.read(layers)
@@ -97,7 +99,8 @@ class Stack:
 
     def read(self, layers: Sequence[LayerWeights[Weight]]) -> None:
         """Read these layers from now on."""
-        self.layers, self.table = layers, layer_table(layers)
+        self.layers = layers
+        self.table = layer_table(layers)
         matrices = [vars(layer)[name] for layer in layers for name in MATRICES]
         self.is_plain = not any(map(kind_of, matrices))
 
@@ -110,7 +113,8 @@ class Stack:
         if cache is None:
             return False
         few = x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS and not torch.is_grad_enabled()
-        bias, rows = meta.bias_R1TE, len(meta.slots_RT)
+        bias = meta.bias_R1TE
+        rows = len(meta.slots_RT)
         if bias is None:  # from the first position on
             return few and self.longest_prompt > 0 and len(x_RTD) == rows == 1
         return few and len(bias) == rows == len(x_RTD) and bias.dtype == x_RTD.dtype
@@ -163,7 +167,8 @@ def layer_table(
 ) -> Array[Any]:
     """The layers as `layers.h` reads them, with all weights or those of these names. As many of the
     first layers as fit stay in the last-level cache, since a draft reads them for each token."""
-    entries, size = [], 0
+    entries = []
+    size = 0
     for layer in layers:
         weights = vars(layer)
         assert all(w is None or w.is_contiguous() for w in weights.values())
@@ -185,10 +190,12 @@ class Head:
     """A matrix from hidden states to logits."""
 
     def __init__(self, library: CDLL, weight_OD: Weight, sizes: Sizes):
-        self.weight_OD, self.sizes = weight_OD, sizes
+        self.weight_OD = weight_OD
+        self.sizes = sizes
         self.passing = weight_OD.nbytes > staying_bytes()
         self.rough = structs.Rough()
-        self.library, self.call = library, function(library, "read_out", weight_OD.dtype)
+        self.library = library
+        self.call = function(library, "read_out", weight_OD.dtype)
 
     def read(self, weight_OD: Tensor) -> None:
         """See `backend.Head`."""
@@ -213,26 +220,35 @@ class Head:
         """See `backend.Head`."""
         x_MD = x_MD.contiguous()
         logits_MO = x_MD.new_empty(len(x_MD), len(self.weight_OD), dtype=torch.float32)
-        head, sizes = self.as_struct(norm), sizes_struct(self.sizes)
-        self.call(byref(sizes), byref(head), pointer(x_MD), len(x_MD), pointer(logits_MO))
+        self.call(
+            byref(sizes_struct(self.sizes)),
+            byref(self.as_struct(norm)),
+            *(pointer(x_MD), len(x_MD), pointer(logits_MO)),
+        )
         return logits_MO
 
     def round(self) -> None:
         """Let greedy decoding read rows in bytes, and in full only those of tokens that may be the
         likeliest (`Rough` in `cpp/sampling.h`). The weights must not change after this."""
-        (outputs, width), whole = self.weight_OD.shape, -(-len(self.weight_OD) // 16) * 16
+        outputs, width = self.weight_OD.shape
         self.bytes_OD = torch.empty(outputs, width, dtype=torch.int8)
-        self.limits_2O = torch.empty(2, whole)  # what 1 is worth in a row, and how wrong it may be
+        # what 1 is worth in a row, and how wrong it may be
+        self.limits_2O = torch.empty(2, -(-outputs // 16) * 16)
         move_to_huge_pages([self.bytes_OD, self.limits_2O])
-        limits, passing = map(pointer, self.limits_2O), self.bytes_OD.nbytes > staying_bytes()
-        self.rough = structs.Rough(pointer(self.bytes_OD), *limits, passing)
+        self.rough = structs.Rough(
+            weight=pointer(self.bytes_OD),
+            scales=pointer(self.limits_2O[0]),
+            errors=pointer(self.limits_2O[1]),
+            passing=self.bytes_OD.nbytes > staying_bytes(),
+        )
         self._call("round_head")
 
     def likeliest(self, x_MD: Tensor, norm: Tensor) -> Tensor | None:
         """See `backend.Head`; by the `rough` head, if there is one."""
         if not self.rough.weight:
             return None
-        x_MD, chosen_M = x_MD.contiguous(), torch.empty(len(x_MD), dtype=torch.long)
+        x_MD = x_MD.contiguous()
+        chosen_M = torch.empty(len(x_MD), dtype=torch.long)
         self._call("choose_likeliest", pointer(x_MD), len(x_MD), pointer(chosen_M), norm=norm)
         return chosen_M
 
@@ -243,15 +259,18 @@ class Head:
         return None
 
     def _call(self, name: str, *arguments: int, norm: Tensor | None = None) -> None:
-        heads = sizes_struct(self.sizes), self.as_struct(norm), self.rough
-        function(self.library, name, self.weight_OD.dtype)(*map(byref, heads), *arguments)
+        call = function(self.library, name, self.weight_OD.dtype)
+        sizes = sizes_struct(self.sizes)
+        call(byref(sizes), byref(self.as_struct(norm)), byref(self.rough), *arguments)
 
 
 class Fusing:
     """Joins shallow states and the deep ones before them for a fused adapter."""
 
     def __init__(self, library: CDLL, norms: Sequence[Tensor], weight: Tensor, sizes: Sizes):
-        self.norms, self.weight, self.sizes = norms, weight, sizes
+        self.norms = norms
+        self.weight = weight
+        self.sizes = sizes
         self.call = function(library, "fuse", weight.dtype)
 
     def as_struct(self) -> structs.Fusing:
@@ -263,8 +282,11 @@ class Fusing:
         x_BND = f_BND.clone(memory_format=torch.contiguous_format)
         deep_BND = deep_BND.expand_as(f_BND).contiguous()
         tokens = x_BND.shape[0] * x_BND.shape[1]
-        sizes, fusing = sizes_struct(self.sizes), self.as_struct()
-        self.call(byref(sizes), byref(fusing), pointer(x_BND), pointer(deep_BND), tokens)
+        self.call(
+            byref(sizes_struct(self.sizes)),
+            byref(self.as_struct()),
+            *(pointer(x_BND), pointer(deep_BND), tokens),
+        )
         return x_BND
 
 
@@ -288,7 +310,8 @@ ARGUMENTS = {
 def function(library: CDLL, name: str, dtype: torch.dtype) -> Callable[..., None]:
     """A function of the library for numbers of this format."""
     call: Any = library[f"{name}_{DTYPES[dtype]}"]  # a new object: `getattr` would share it
-    call.argtypes, call.restype = [TYPES[letter] for letter in ARGUMENTS[name]], None
+    call.argtypes = [TYPES[letter] for letter in ARGUMENTS[name]]
+    call.restype = None
     return call
 
 

@@ -48,8 +48,9 @@ def _call(name: str, fields: list[Tensor], *arguments: Tensor) -> None:
     """Call native code with the `fields` of `structs.Outcomes`, in order, and arguments."""
     library = native.library()
     assert library is not None
-    sizes = *fields[0].shape, fields[1].shape[1], torch.get_num_threads()
+    rows, logits = fields[0].shape
     tensors = [tensor.contiguous() for tensor in (*fields, *arguments)]  # alive during the call
     pointers = [native.pointer(tensor) for tensor in tensors]
+    sizes = (rows, logits, fields[1].shape[1], torch.get_num_threads())
     structure = structs.Outcomes(*sizes, *pointers[: len(fields)])
     native.function(library, name, fields[0].dtype)(byref(structure), *pointers[len(fields) :])
