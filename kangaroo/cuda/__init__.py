@@ -45,7 +45,8 @@ def runs_layers(dtype: torch.dtype, sizes: Sizes, is_plain: bool, device: torch.
 
 def reason_against(sizes: Sizes, is_plain: bool, device: torch.device) -> str | None:
     """The reason why the kernels cannot run such a model; None if they can."""
-    size, group = sizes.head_size, sizes.heads // sizes.kv_heads
+    size = sizes.head_size
+    group = sizes.heads // sizes.kv_heads
     if find_spec("triton") is None:
         return "the package triton is not installed"
     if size % 2 or size > WIDEST_HEAD:

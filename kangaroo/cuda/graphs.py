@@ -43,7 +43,8 @@ class Graphs:
     seconds = 0.0  # all models' time for recording, which does not count as decoding
 
     def __init__(self, device: torch.device, record: Record | None = None, most: int = MOST_GRAPHS):
-        self.device, self.most = device, most
+        self.device = device
+        self.most = most
         self.record = record or GraphRecorder(device)
         self.recorded: OrderedDict[Key, Recorded] = OrderedDict()
         self.watched: set[int] = set()  # serials of live caches
@@ -73,7 +74,8 @@ class Graphs:
         with these inputs need not copy them."""
         while self.dead:
             self._forget(self.dead.pop())
-        tensors, serials = tensors_in(inputs), tuple(cache.serial for cache in caches)
+        tensors = tensors_in(inputs)
+        serials = tuple(cache.serial for cache in caches)
         full_key = (serials, *key, *(x.shape for x in tensors))
         with torch.inference_mode():  # all tensors are inference tensors, whoever calls
             if full_key not in self.recorded:

@@ -56,7 +56,8 @@ def tile(
         most: most outputs of a program: 128, 64, 32 or 16.
         whole: a program must have `most` outputs.
     """
-    rows, card = most, card_of(weight_OK.device)
+    rows = most
+    card = card_of(weight_OK.device)
     while not whole and rows > 16 and cdiv(outputs, rows) * parts < SHARE * card.processors:
         rows //= 2
     inputs, warps, stages = SHAPES[rows]

@@ -42,9 +42,11 @@ def flat(x_RTD: Tensor) -> Tensor:
 
 def embed(tokens_RT: Tensor, table_VD: Tensor) -> Tensor:
     """The tokens' rows of the table, `[R, T, D]`."""
-    size, tokens_RT = table_VD.shape[1], tokens_RT.contiguous()
+    size = table_VD.shape[1]
+    tokens_RT = tokens_RT.contiguous()
     x_RTD = table_VD.new_empty(*tokens_RT.shape, size)
-    grid, width = (tokens_RT.numel(),), tile_size(size)
+    grid = (tokens_RT.numel(),)
+    width = tile_size(size)
     launch(kernels.embed_kernel, grid, tokens_RT, table_VD, x_RTD, K=size, BK=width)
     return x_RTD
 
@@ -79,7 +81,8 @@ def product(
     x_NK: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None, parts: int = 1
 ) -> Tensor:
     """The product in float32, `[P, N, O]`, to be summed over its parts."""
-    tokens, outputs = len(x_NK), len(weight_OK)
+    tokens = len(x_NK)
+    outputs = len(weight_OK)
     y_PNO = x_NK.new_empty(parts, tokens, outputs, dtype=torch.float32)
     shape = tile(weight_OK, outputs, tokens, parts=parts)
     launch(
@@ -95,7 +98,8 @@ def product(
 
 def gate_and_up(x_ND: Tensor, gate_OD: Tensor, up_OD: Tensor) -> Tensor:
     """The gated activations, `[N, O]`."""
-    tokens, outputs = len(x_ND), len(gate_OD)
+    tokens = len(x_ND)
+    outputs = len(gate_OD)
     y_NO = x_ND.new_empty(tokens, outputs)
     shape = tile(gate_OD, outputs, tokens, matrices=2, most=128)
     launch(
@@ -149,7 +153,9 @@ class Stack:
     """A sequence of layers of one dtype that look back `window` tokens (`ForwardMeta.within`)."""
 
     def __init__(self, layers: Sequence[LayerWeights], sizes: Sizes, window: int = 0):
-        self.layers, self.sizes, self.window = layers, sizes, window
+        self.layers = layers
+        self.sizes = sizes
+        self.window = window
 
     def takes(self, x_RTD: Tensor, cache: KVCache | None, meta: ForwardMeta) -> bool:
         """See `backend.Layers`; no gradient flows through whole texts."""
@@ -185,8 +191,11 @@ class Stack:
                 for i, x in enumerate(x_RTD.split(width, 1))
             ]
             return torch.cat(slices, 1)
-        path, parts_PND = paths(meta, cache.n_slots), None
-        x_ND, eps, first = flat(x_RTD), self.sizes.eps, meta.rows.start * cache.n_slots
+        path = paths(meta, cache.n_slots)
+        parts_PND = None
+        x_ND = flat(x_RTD)
+        eps = self.sizes.eps
+        first = meta.rows.start * cache.n_slots
         for index in layers:
             layer = self.layers[index]
             if layer.o is not None:
@@ -209,20 +218,23 @@ class Stack:
         self, x_ND: Tensor, past: Past, path: Paths, layer: LayerWeights, keys_alone: bool
     ) -> Tensor:
         """The queries `[N, H * C]`; writes keys and values to the cache."""
-        sizes, tokens, q = self.sizes, len(x_ND), layer.q
-        heads, kv_heads, half = sizes.heads, sizes.kv_heads, sizes.head_size // 2
-        assert q is not None
+        assert layer.q is not None
+        sizes = self.sizes
+        tokens = len(x_ND)
+        heads = sizes.heads
+        kv_heads = sizes.kv_heads
+        half = sizes.head_size // 2
         has_norms = layer.q_norm is not None
         q_NO = x_ND.new_empty(tokens, heads * sizes.head_size)
-        outputs, most = (heads + 2 * kv_heads) * half, 128 if has_norms else 64
-        most = min(tile_size(half), most)
-        shape = tile(q, outputs, tokens, matrices=2, most=most, whole=has_norms)
+        outputs = (heads + 2 * kv_heads) * half
+        most = min(tile_size(half), 128 if has_norms else 64)
+        shape = tile(layer.q, outputs, tokens, matrices=2, most=most, whole=has_norms)
         first = heads if keys_alone else 0
         tiles = cdiv(half, shape["BO"]) * (heads + 2 * kv_heads - first)
         launch(
             kernels_products.qkv_kernel,
             (tiles, cdiv(tokens, shape["TOKENS"])),
-            *(x_ND, q, layer.k, layer.v, layer.q_bias, layer.k_bias, layer.v_bias),
+            *(x_ND, layer.q, layer.k, layer.v, layer.q_bias, layer.k_bias, layer.v_bias),
             *(layer.q_norm, layer.k_norm, *path.rope, path.slots_N, path.count_N, q_NO, *past),
             *(tokens, path.meta.slots_RT.shape[1], sizes.eps),
             H=heads,
@@ -237,34 +249,46 @@ class Stack:
 
     def _attend(self, q_NO: Tensor, past: Past, path: Paths) -> Tensor:
         """Attention `[N, H * C]` over the cache, with the tokens' own keys and values in it."""
-        sizes, meta, places = self.sizes, path.meta, path.path_NP.shape[1]
-        (rows, tokens), blocks = meta.slots_RT.shape, cdiv(meta.extent, 64)
-        heads, size = sizes.heads, sizes.head_size
-        columns = cdiv(tokens * heads // sizes.kv_heads, 16)
+        meta = path.meta
+        places = path.path_NP.shape[1]
+        rows, tokens = meta.slots_RT.shape
+        blocks = cdiv(meta.extent, 64)
+        heads = self.sizes.heads
+        kv_heads = self.sizes.kv_heads
+        size = self.sizes.head_size
+        columns = cdiv(tokens * heads // kv_heads, 16)
         sums = q_NO.new_empty(len(q_NO), heads, blocks, size, dtype=torch.float32)
         weights = q_NO.new_empty(len(q_NO), heads, blocks, 2, dtype=torch.float32)
         shape = {"H": heads, "D": size, "DP": tile_size(size)}
         launch(
             kernels_attention.attend_kernel,
-            (rows, sizes.kv_heads, columns * blocks + tokens * places // 64),
+            (rows, kv_heads, columns * blocks + tokens * places // 64),
             *(q_NO, *past, meta.row_1, path.count_N, path.lead_N, path.path_NP, sums, weights),
-            *(tokens, places, blocks, columns, self.window, sizes.scaling),
-            G=sizes.kv_heads,
+            *(tokens, places, blocks, columns, self.window, self.sizes.scaling),
+            G=kv_heads,
             **shape,
             ANY_ROW=meta.row_1 is not None,
             num_warps=4,
         )
-        out_NO, combine = torch.empty_like(q_NO), kernels_attention.combine_kernel
-        tensors = sums, weights, path.count_N, out_NO
-        launch(combine, (len(q_NO), heads), *tensors, blocks, self.window, **shape, num_warps=1)
+        out_NO = torch.empty_like(q_NO)
+        launch(
+            kernels_attention.combine_kernel,
+            (len(q_NO), heads),
+            *(sums, weights, path.count_N, out_NO, blocks, self.window),
+            **shape,
+            num_warps=1,
+        )
         return out_NO
 
     @torch.no_grad()
     def run_text(self, x_RTD: Tensor, meta: ForwardMeta, layers: range) -> Tensor:
         """The output of the last layer for whole texts, as training needs it. Products and
         attention are torch's, with five kernels a layer between them instead of modules' thirty."""
-        x_ND, eps, added_1ND = flat(x_RTD), self.sizes.eps, None
-        for layer in (self.layers[index] for index in layers):
+        x_ND = flat(x_RTD)
+        eps = self.sizes.eps
+        added_1ND = None
+        for index in layers:
+            layer = self.layers[index]
             assert layer.o is not None and layer.gate is not None
             assert layer.up is not None and layer.down is not None
             x_ND, normed_ND = add_and_norm(x_ND, added_1ND, layer.attention_norm, eps)
@@ -272,16 +296,20 @@ class Stack:
             attended, _ = attention(torch.nn.Identity(), q, k, v, None, self.sizes.scaling)
             added_1ND = F.linear(attended.reshape(1, len(x_ND), -1), layer.o, layer.o_bias)
             x_ND, normed_ND = add_and_norm(x_ND, added_1ND, layer.feed_forward_norm, eps)
-            gate_NO, up_NO = F.linear(normed_ND, layer.gate), F.linear(normed_ND, layer.up)
-            both, grid = (gate_NO, up_NO, gate_NO.numel()), (cdiv(gate_NO.numel(), GATE_BLOCK),)
-            launch(kernels.gate_kernel, grid, *both, BLOCK=GATE_BLOCK)
+            gate_NO = F.linear(normed_ND, layer.gate)
+            up_NO = F.linear(normed_ND, layer.up)
+            count = gate_NO.numel()
+            grid = (cdiv(count, GATE_BLOCK),)
+            launch(kernels.gate_kernel, grid, gate_NO, up_NO, count, BLOCK=GATE_BLOCK)
             added_1ND = F.linear(gate_NO, layer.down)[None]
         return add_and_norm(x_ND, added_1ND, None, eps)[0].view(x_RTD.shape)
 
     def _heads(self, x_RTD: Tensor, meta: ForwardMeta, layer: LayerWeights) -> list[Tensor]:
         """Queries, keys and values of whole texts, each `[R, H, T, C]`."""
-        sizes, projected = self.sizes, []
-        (rows, tokens, _), (cos_RTC, sin_RTC) = x_RTD.shape, (x.contiguous() for x in meta.rope)
+        sizes = self.sizes
+        projected = []
+        rows, tokens, _ = x_RTD.shape
+        cos_RTC, sin_RTC = (x.contiguous() for x in meta.rope)
         stride = 0 if len(cos_RTC) == 1 else cos_RTC.stride(0)
         for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads), ("v", sizes.kv_heads)):
             part_RTO = F.linear(x_RTD, getattr(layer, name), getattr(layer, f"{name}_bias"))
@@ -306,7 +334,8 @@ class Head:
     """An LM head."""
 
     def __init__(self, weight_OD: Tensor, sizes: Sizes):
-        self.weight_OD, self.sizes = weight_OD, sizes
+        self.weight_OD = weight_OD
+        self.sizes = sizes
 
     def read(self, weight_OD: Tensor) -> None:
         """See `backend.Head`."""
@@ -330,7 +359,8 @@ class Head:
     ) -> tuple[Tensor, Tensor]:
         """See `backend.Head`."""
         _, x_ND = add_and_norm(flat(x_RTD), None, norm, self.sizes.eps)
-        tokens, outputs = len(x_ND), len(self.weight_OD)
+        tokens = len(x_ND)
+        outputs = len(self.weight_OD)
         shape = tile(self.weight_OD, outputs, tokens)
         tiles = cdiv(outputs, shape["BO"])
         best = x_ND.new_empty(tokens, 2, tiles, dtype=torch.float32)
@@ -357,7 +387,9 @@ def fuse(
     norms: Sequence[Tensor], weight: Tensor, eps: float, f_BND: Tensor, deep_BND: Tensor
 ) -> Tensor:
     """See `backend.Fusing`."""
-    size, f_MD, deep_MD = f_BND.shape[-1], flat(f_BND), flat(deep_BND.expand_as(f_BND))
+    size = f_BND.shape[-1]
+    f_MD = flat(f_BND)
+    deep_MD = flat(deep_BND.expand_as(f_BND))
     both_ME = f_MD.new_empty(len(f_MD), 2 * size)
     for i, (x_MD, norm) in enumerate(zip((f_MD, deep_MD), norms, strict=True)):
         add_and_norm(x_MD, None, norm, eps, out=both_ME[:, i * size : (i + 1) * size])
@@ -367,11 +399,16 @@ def fuse(
 
 def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> None:
     """Run a layer and a small head, since compiling may fail. Errors: Triton's."""
-    size, hidden, intermediate = sizes.head_size, sizes.hidden, sizes.feed_forward
+    size = sizes.head_size
+    hidden = sizes.hidden
+    intermediate = sizes.feed_forward
     zeros = partial(torch.zeros, dtype=dtype, device=device)
-    q, k = zeros(sizes.heads * size, hidden), zeros(sizes.kv_heads * size, hidden)
-    o, norm = zeros(hidden, sizes.heads * size), zeros(hidden)
-    gate, down = zeros(intermediate, hidden), zeros(hidden, intermediate)
+    q = zeros(sizes.heads * size, hidden)
+    k = zeros(sizes.kv_heads * size, hidden)
+    o = zeros(hidden, sizes.heads * size)
+    norm = zeros(hidden)
+    gate = zeros(intermediate, hidden)
+    down = zeros(hidden, intermediate)
     layer = LayerWeights(norm, q, k, k, o, feed_forward_norm=norm, gate=gate, up=gate, down=down)
     slots_RT = torch.zeros(1, 1, dtype=torch.int64, device=device)
     rope = zeros(1, 1, size), zeros(1, 1, size)
