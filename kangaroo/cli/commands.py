@@ -273,11 +273,8 @@ def _target_with_data(config: schema.TrainCommand, ranks: Ranks) -> TargetModel:
     ranks.wait()
     about = store.read_provenance(Path(config.data.path))
     log.info(
-        "%d conversations, %d tokens, %d of the assistant, from %s",
-        about["conversations"],
-        about["tokens"],
-        about["assistant_tokens"],
-        config.data.path,
+        f"{about['conversations']} conversations, {about['tokens']} tokens, "
+        f"{about['assistant_tokens']} of the assistant, from {config.data.path}"
     )
     return lm
 
@@ -347,9 +344,8 @@ def prepare_datastore(config: schema.DatastoreCommand) -> None:
     if config.data is not None:
         config.data.make(lm, tokenizer)
     dataset = config.data and config.data.path
-    vocab_size = lm.config.vocab_size
-    texts, origin = store.documents(dataset, config.texts, tokenizer, vocab_size)
-    built = datastore.index(texts, vocab_size)
+    texts, origin = store.documents(dataset, config.texts, tokenizer, lm.config.vocab_size)
+    built = datastore.index(texts, lm.config.vocab_size)
     folder = datastore.save(built, lm, Path(config.output), origin | provenance())
     log.info("%(tokens)d tokens of %(documents)d documents in %(build_seconds).1f s", built.about)
     use = evaluate_command(config.model, drafter="rest", drafter__datastore=folder)

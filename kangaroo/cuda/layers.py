@@ -401,14 +401,13 @@ def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> None:
     """Run a layer and a small head, since compiling may fail. Errors: Triton's."""
     size = sizes.head_size
     hidden = sizes.hidden
-    intermediate = sizes.feed_forward
     zeros = partial(torch.zeros, dtype=dtype, device=device)
     q = zeros(sizes.heads * size, hidden)
     k = zeros(sizes.kv_heads * size, hidden)
     o = zeros(hidden, sizes.heads * size)
     norm = zeros(hidden)
-    gate = zeros(intermediate, hidden)
-    down = zeros(hidden, intermediate)
+    gate = zeros(sizes.feed_forward, hidden)
+    down = zeros(hidden, sizes.feed_forward)
     layer = LayerWeights(norm, q, k, k, o, feed_forward_norm=norm, gate=gate, up=gate, down=down)
     slots_RT = torch.zeros(1, 1, dtype=torch.int64, device=device)
     rope = zeros(1, 1, size), zeros(1, 1, size)

@@ -67,12 +67,8 @@ class ConversationsConfig(WrittenConfig, Source):
         records = read(self, self.limit, unreadable, check if is_longer else None)
         count = len(records) + dropped.total()
         conversations = self._usable(records, dropped)
-        log.info(
-            "%d conversations in %s are usable; not usable or cut: %s",
-            len(conversations),
-            self.source,
-            list_reasons(dropped),
-        )
+        usable = f"{len(conversations)} conversations in {self.source} are usable"
+        log.info(f"{usable}; not usable or cut: {list_reasons(dropped)}")
         settings = self.settings(lm) | {"conversations": _hash(conversations)}
         if ranks.broadcast(store.has_settings(Path(self.path), settings)):
             return

@@ -71,8 +71,7 @@ class Autoregressive(Chain):
             if runs_B11 is None:
                 x_BND = out_BND
             else:
-                device = out_BND.device
-                x_BND = torch.where(runs_B11.to(device), out_BND, x_BND.to(device))
+                x_BND = torch.where(runs_B11.to(out_BND.device), out_BND, x_BND.to(out_BND.device))
         return x_BND
 
     def caches(self, batch: Batch) -> tuple[KVCache, ...]:

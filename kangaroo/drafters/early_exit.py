@@ -146,8 +146,7 @@ class EarlyExit(EarlyStopping):
         path: ForwardMeta | None,
     ) -> Tensor:
         """The new window; deep states of accepted tokens and, for a `path`, keys are kept."""
-        path_BP = verdict.path_BP
-        new_BPD, *deep = (x if is_chain else take(x, path_BP.to(x.device)) for x in states)
+        new_BPD, *deep = (x if is_chain else take(x, verdict.path_BP.to(x.device)) for x in states)
         if deep:
             path_P = torch.arange(deep[0].shape[1], device=root_B1.device)
             self.keep_deep(root_B1 + path_P, deep)

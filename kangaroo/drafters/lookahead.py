@@ -62,12 +62,11 @@ class Lookahead(Drafter):
         self.max_nodes = options.nodes
 
     def begin(self, batch: Batch) -> None:
-        size = batch.size
         options = self.options
         self.tree = topology(options.window, self.levels, options.guesses, batch.length_B.device)
-        self.window_BJW = batch.length_B.new_zeros(size, self.levels, options.window)
+        self.window_BJW = batch.length_B.new_zeros(batch.size, self.levels, options.window)
         # the newest first; -1 in free places
-        self.pool_BPN = batch.length_B.new_full((size, POOL_SIZE, options.ngram), -1)
+        self.pool_BPN = batch.length_B.new_full((batch.size, POOL_SIZE, options.ngram), -1)
         self.rows = RowStates(self._start)
         self.proposed: Draft | None = None
 

@@ -47,7 +47,6 @@ class SuffixAutomaton:
         following = self.following
         link = self.link
         lengths = self.lengths
-        ends = self.ends
         for token in tokens:
             self.tokens.append(token)
             end = len(self.tokens)
@@ -62,8 +61,8 @@ class SuffixAutomaton:
                     link[new] = self._split(state, token, longer)
             longest = link[new]
             self.length = lengths[longest]
-            self.place = ends[longest] if longest else 0
-            ends[longest] = end
+            self.place = self.ends[longest] if longest else 0
+            self.ends[longest] = end
 
     def _add_state(self, following: dict[int, int], link: int, length: int, end: int) -> int:
         self.following.append(following)

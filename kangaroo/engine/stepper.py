@@ -68,10 +68,9 @@ class TensorStepper:
 
     def step(self, drafts: bool) -> list[StepRecord]:
         """Propose, verify, commit and observe."""
-        drafter = self.drafter
         batch = self.batch
         started = mark(self.lm.device)
-        draft = drafter.propose(batch) if drafts else Draft.nothing(batch.last(1))
+        draft = self.drafter.propose(batch) if drafts else Draft.nothing(batch.last(1))
         proposed = mark(self.lm.device)
         draft.meta = draft.meta or self._place(draft)
         verification = self._verify(draft)
@@ -81,7 +80,7 @@ class TensorStepper:
         verified = mark(self.lm.device)
         batch.commit(verification.written_BX)
         tapped = dict(zip(self.taps, verification.tapped, strict=True))
-        drafter.observe(batch, draft, verdict, tapped)
+        self.drafter.observe(batch, draft, verdict, tapped)
         # the step's one device-to-host copy, unless logits are kept
         rows = verification.written_BX.tolist()
         topk: topk_logits.Rows = [None] * batch.size

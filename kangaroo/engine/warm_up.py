@@ -29,9 +29,8 @@ def warm_up(engine: Engine, rows: int, longest: int) -> None:
     start = time.perf_counter()
     most = min(longest, LONGEST) - 1
     generator = torch.Generator().manual_seed(0)
-    vocabulary = engine.lm.config.vocab_size
     texts = [
-        torch.randint(vocabulary, (size,), generator=generator).tolist()
+        torch.randint(engine.lm.config.vocab_size, (size,), generator=generator).tolist()
         for size in (most, *[min(most, SHORT)] * (rows - 1))
     ]
     extents = [MIN_RECORDED << i for i in range(most.bit_length())]

@@ -174,15 +174,14 @@ def throughput(
 
 def tokens_per_second(engine: Engine, prompts: Prompts, new_tokens: int) -> float:
     """Decoding speed of a batch, past any EOS, until its first text is complete."""
-    device = engine.lm.device
     session = engine.open(len(prompts), max(map(len, prompts)) + new_tokens, Sampling())
     for row, prompt in enumerate(prompts):
         session.admit(row, Request(prompt, new_tokens, ignore_eos=True))
     written = 0
-    start = now(device)
+    start = now(engine.lm.device)
     while not any(session.batch.done):
         written += sum(len(record.tokens) for record in session.step())
-    return written / (now(device) - start)
+    return written / (now(engine.lm.device) - start)
 
 
 def summarise(texts: Sequence[Generation], limit: float) -> Results:

@@ -88,10 +88,9 @@ class Adapter(Layer):
         deep_tap = lm.n_layers - 1 if parts.fused else None
         super().__init__(lm, parts, exit_layer, deep_tap, like=exit_layer)
         if parts.fused:
-            size = lm.config.hidden_size
             self.shallow_norm = lm.new_norm()
             self.deep_norm = lm.new_norm()
-            self.fuse = nn.Linear(2 * size, size, bias=False)
+            self.fuse = nn.Linear(2 * lm.config.hidden_size, lm.config.hidden_size, bias=False)
         if parts.attention:
             self.input_norm = lm.new_norm()
             self.attention = self.new_attention(lm)

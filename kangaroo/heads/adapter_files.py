@@ -217,9 +217,7 @@ def _name_trained(shipped: Path) -> None:
     with suppress(CorruptFile):  # of an adapter that nobody asked for
         if saved := _saved_by_training(shipped)[2]:
             paths = ", ".join(map(str, saved))
-            log.info(
-                "'%s' drafts; what was trained here does by drafter.adapter=%s", shipped, paths
-            )
+            log.info(f"'{shipped}' drafts; what was trained here does by drafter.adapter={paths}")
 
 
 def weights_hash(path: str) -> str:
@@ -298,14 +296,10 @@ def load_as_saved(
         )
     if config.target_weights and lm.fingerprint not in (None, config.target_weights):
         log.warning(
-            "adapter '%s' was trained for %s (weights %s); this target is %s (weights %s). Texts "
-            "stay the same, but it may draft worse: drafter.adapter= one trained for it, or train "
-            "one (python train.py model=...).",
-            path,
-            config.target,
-            config.target_weights,
-            lm.name,
-            lm.fingerprint,
+            f"adapter '{path}' was trained for {config.target} (weights {config.target_weights}); "
+            f"this target is {lm.name} (weights {lm.fingerprint}). Texts stay the same, but it may "
+            "draft worse: drafter.adapter= one trained for it, or train one (python train.py "
+            "model=...)."
         )
     trained_size = config.vocabulary or 0
     size = trained_size if vocabulary is None else vocabulary
@@ -318,8 +312,8 @@ def load_as_saved(
             f"drafter.vocabulary={size} cannot be; leave it unset."
         )
     adapter.attention_window = config.attention_window
-    fault = f"adapter '{path}' does not fit this target"
-    return assign_weights(adapter, state, fault), vocabulary_K
+    adapter = assign_weights(adapter, state, f"adapter '{path}' does not fit this target")
+    return adapter, vocabulary_K
 
 
 def assign_weights(adapter: Kind, state: Mapping[str, Tensor], fault: str) -> Kind:

@@ -59,9 +59,8 @@ class BlockHead(Adapter):
     ):
         super().__init__(lm, exit_layer, architecture, vocabulary_K)
         self.taps = 0, exit_layer  # the embeddings, too
-        size = lm.config.hidden_size
-        self.places = nn.Parameter(torch.zeros(architecture.places - 1, size))
-        self.before = nn.Linear(size, architecture.rank, bias=False)
+        self.places = nn.Parameter(torch.zeros(architecture.places - 1, lm.config.hidden_size))
+        self.before = nn.Linear(lm.config.hidden_size, architecture.rank, bias=False)
         self.table = new_head(lm, vocabulary_K, architecture.rank)
 
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:

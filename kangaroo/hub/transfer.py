@@ -74,7 +74,10 @@ def check(folder: Path) -> AdapterConfig:
 def pack(config: PackConfig) -> Path:
     """Write the folder of a repository: the adapter's files, `README.md` and `CODE`.
     Errors: those of `check`; `ConfigError` for an invalid name, or a folder with other files."""
-    _check_repos(repo=config.repo, base_model=config.base_model)
+    for option, name in {"repo": config.repo, "base_model": config.base_model}.items():
+        if name is not None and (fault := repo_fault(name)):
+            problem = f"{option}='{name}' is no name of a repository: {fault}"
+            raise ConfigError(f"{problem} Write USER/NAME.")
     source = adapter_files.find(config.source)
     output = Path(config.output)
     adapter = check(source)
@@ -91,13 +94,6 @@ def pack(config: PackConfig) -> Path:
             shutil.copy(source / name, output)
     (output / CARD).write_text(card(adapter, config), encoding="utf-8")
     return output
-
-
-def _check_repos(**names: str | None) -> None:
-    for option, name in names.items():
-        if name is not None and (fault := repo_fault(name)):
-            problem = f"{option}='{name}' is no name of a repository: {fault}"
-            raise ConfigError(f"{problem} Write USER/NAME.")
 
 
 def card(adapter: AdapterConfig, config: PackConfig) -> str:

@@ -100,13 +100,8 @@ def read_model(file: GGUFFile, dtype: torch.dtype, packed: bool) -> PreTrainedMo
     """
     if file.architecture not in READ:
         if packed:
-            packed_ones = ", ".join(READ)
-            log.warning(
-                "%s models are widened to %s: packed ones are %s",
-                file.architecture,
-                dtype,
-                packed_ones,
-            )
+            reason = f"packed ones are {', '.join(READ)}"
+            log.warning(f"{file.architecture} models are widened to {dtype}: {reason}")
         return _left_to_transformers(
             file,
             AutoModelForCausalLM,
@@ -176,10 +171,8 @@ def _fill(file: GGUFFile, model: Any, dtype: torch.dtype, packed: bool) -> None:
         )
     if packed and widened:
         log.warning(
-            "%d matrices of '%s' are of types that do not stay packed, and are widened to %s",
-            widened,
-            file.path,
-            dtype,
+            f"{widened} matrices of '{file.path}' are of types that do not stay packed, and are "
+            f"widened to {dtype}"
         )
 
 

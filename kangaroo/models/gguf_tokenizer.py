@@ -84,10 +84,8 @@ def _read(file: GGUFFile) -> prompts.Tokenizer:
 def _left_to_transformers(file: GGUFFile, kind: str, pre: str) -> prompts.Tokenizer:
     if kind == "gpt2":
         log.warning(
-            "the tokenizer of '%s' splits texts by '%s', which is not known here: transformers "
-            "reads it, and some texts may become other tokens than in llama.cpp",
-            file.path,
-            pre,
+            f"the tokenizer of '{file.path}' splits texts by '{pre}', which is not known here: "
+            "transformers reads it, and some texts may become other tokens than in llama.cpp"
         )
     try:
         return AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)

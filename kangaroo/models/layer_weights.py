@@ -114,12 +114,11 @@ def is_plain(hf: PreTrainedModel, or_blocks: bool = False) -> bool:
     hooks = (x._forward_hooks or x._forward_pre_hooks or "forward" in vars(x) for x in hf.modules())
     if not has_rope or any(hooks):
         return False
-    dtype = hf.model.norm.weight.dtype
     weights = [hf.model.norm.weight, matrix_of(hf.model.embed_tokens), matrix_of(hf.lm_head)]
     for layer in map(layer_weights, hf.model.layers):
         weights += [weight for weight in vars(layer).values() if weight is not None]
     tensors = [weight for weight in weights if isinstance(weight, Tensor)]
-    is_uniform = all(weight.dtype == dtype for weight in weights)
+    is_uniform = all(weight.dtype == hf.model.norm.weight.dtype for weight in weights)
     is_uniform &= all(tensor.is_contiguous() for tensor in tensors)
     return is_uniform and set(map(id, tensors)) == set(map(id, hf.parameters()))
 

@@ -179,16 +179,15 @@ def load(config: ModelConfig) -> tuple[PreTrainedModel, Tokenizer]:
         check_package(config.quantization)
     template = None if config.chat_template is None else chat_template(config.chat_template)
     device = str(default_device()) if config.device == "auto" else config.device
-    dtype = config.dtype.torch
     if config.path.startswith(RANDOM):
-        model: Any = random_models.random_target(config.path, device, dtype)
+        model: Any = random_models.random_target(config.path, device, config.dtype.torch)
         tokenizer: Tokenizer = byte_tokenizer()
     elif is_gguf(config.path):
         model, tokenizer = _read_gguf(config, device)
     else:
         placed = config.device_map or ("cpu" if config.quantization else device)
         model, tokenizer = read_checkpoint(
-            _source(config.path), config.revision, dtype=dtype, device_map=placed
+            _source(config.path), config.revision, dtype=config.dtype.torch, device_map=placed
         )
     if template is not None:
         tokenizer.chat_template = template
@@ -223,22 +222,18 @@ def load_target(config: ModelConfig) -> tuple[TargetModel, Tokenizer]:
         ends = [f"{tokenizer.convert_ids_to_tokens(i) or i}" for i in lm.eos_ids()]
         token = tokenizer.convert_ids_to_tokens(end)
         log.warning(
-            "the chat template of '%s' ends a turn with %s, but its generation config ends a text "
-            "at %s alone: answers may run on into a user turn of the model's own. To end them "
-            "there, pass \"model.eos_token='%s'\".",
-            lm.name,
-            token,
-            ", ".join(ends) or "nothing",
-            token,
+            f"the chat template of '{lm.name}' ends a turn with {token}, but its generation config "
+            f"ends a text at {', '.join(ends) or 'nothing'} alone: answers may run on into a user "
+            "turn of the model's own. To end them there, pass "
+            f"\"model.eos_token='{token}'\"."
         )
     settings = sorted(hf.generation_config.to_diff_dict().items())
     asked = {k: x for k, x in settings if k not in NO_REQUESTS and x and repr(x) != "1.0"}
     if asked:
+        options = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         log.warning(
-            "the generation config of '%s' has %s, which decoding here leaves out: only "
-            "the sampling options and the token limit say how a text is written.",
-            lm.name,
-            ", ".join(f"{name}={value!r}" for name, value in asked.items()),
+            f"the generation config of '{lm.name}' has {options}, which decoding here leaves out: "
+            "only the sampling options and the token limit say how a text is written."
         )
     if lm.device.type == "cpu" and config.dtype is Dtype.float16 and is_plain(hf):
         log.warning(

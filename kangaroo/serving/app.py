@@ -300,10 +300,9 @@ class Guard:
             return error_response(
                 400, f"the body is compressed (Content-Encoding: {encoding}); send it as it is."
             )
-        key = self.limits.api_key
         sent = headers.get("authorization", "").removeprefix("Bearer ").encode()
-        needs_key = key is not None and path.startswith("/v1/")
-        if needs_key and not hmac.compare_digest(sent, str(key).encode()):
+        needs_key = self.limits.api_key is not None and path.startswith("/v1/")
+        if needs_key and not hmac.compare_digest(sent, str(self.limits.api_key).encode()):
             return error_response(401, "send the server's key: 'Authorization: Bearer KEY'.")
         return None
 

@@ -257,10 +257,9 @@ class Scheduler:
     def _admit(self, session: Session, job: Job) -> Prompt:
         """Give a waiting job the free row whose text it continues, or the least recently used one.
         Returns its prompt there."""
-        batch = session.batch
-        shared = {row: batch.common_prefix(row, job.resumed.text) for row in self.idle}
+        shared = {row: session.batch.common_prefix(row, job.resumed.text) for row in self.idle}
         row = max(shared, key=shared.__getitem__)
-        if 2 * shared[row] <= len(batch.texts[row]):
+        if 2 * shared[row] <= len(session.batch.texts[row]):
             row = self.idle[0]
         job.prompt = Prompt(session, row, job.resumed)
         job.row = row

@@ -154,11 +154,10 @@ def distill(target: TargetDistributions, students: Sequence[Student], chunk_size
 
 
 def _grade(student: Student, part: slice, target: TargetDistributions, p_CO: Tensor) -> None:
-    head = student.head
     valid_C = student.valid_M[part]
     # a separate leaf: the backward pass through the adapter runs once, after the last chunk
     state_CD = student.state_MD[part].detach().requires_grad_(bool(student.gradients))
-    log_q_CO, drafted_C = target.compare(part, head(state_CD))
+    log_q_CO, drafted_C = target.compare(part, student.head(state_CD))
     loss_C = divergence(student.loss, p_CO, log_q_CO) * valid_C
     if student.gradients:
         (_, states_gradient_MD), *weights = student.gradients
@@ -169,7 +168,7 @@ def _grade(student: Student, part: slice, target: TargetDistributions, p_CO: Ten
         for (_, total), gradient in zip(weights, new[1:], strict=True):
             total.add_(gradient, alpha=student.weight)
     p_CJ, log_q_CJ = (x[:, target.single_tokens] for x in (p_CO, log_q_CO.detach()))
-    agrees_C = (head.token_of(drafted_C) == target.top_M[part]) & valid_C
+    agrees_C = (student.head.token_of(drafted_C) == target.top_M[part]) & valid_C
     student.agrees_M[part] = agrees_C
     results = (loss_C.detach(), agrees_C, overlap(p_CJ, log_q_CJ) * valid_C, valid_C)
     student.sums_F += torch.stack([result_C.sum() for result_C in results])

@@ -202,13 +202,12 @@ class Plan:
         states = 3 * (hidden + lm.config.intermediate_size) + len(_taps(self.adapters)) * hidden
         step = (batch * states + learnt * hidden) * itemsize
         for adapter_recipe, adapter in self.planned:
-            steps = adapter_recipe.steps
             linears = {m for m in adapter.modules() if isinstance(m, nn.Linear)}
             products = linears.difference(adapter.own_heads())
             features = sum(m.in_features + m.out_features for m in products)
             # what autograd keeps, then the learnt positions' states and their gradients
-            kept = batch * features * adapter_recipe.architecture.passes(steps)
-            step += kept * (5 if itemsize == 4 else 4) + 12 * steps * learnt * hidden
+            kept = batch * features * adapter_recipe.architecture.passes(adapter_recipe.steps)
+            step += kept * (5 if itemsize == 4 else 4) + 12 * adapter_recipe.steps * learnt * hidden
         return {
             "target": target_bytes(lm) + held * itemsize,
             "adapters": int(_count(*self.adapters) * (8 + moments + 8 * (self.accumulate > 1))),

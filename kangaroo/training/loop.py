@@ -86,11 +86,8 @@ class Trainer:
         self.frequent_K = batches.frequent_tokens(self.work.training)
         size = config.vocabulary
         if size is not None and size > len(self.frequent_K):
-            log.info(
-                "trainer.vocabulary=%d: the assistant wrote only %d other tokens",
-                size,
-                len(self.frequent_K),
-            )
+            most = f"the assistant wrote only {len(self.frequent_K)} other tokens"
+            log.info(f"trainer.vocabulary={size}: {most}")
         vocabulary_K = None if size is None else self.frequent_K[:size].sort()[0]
         shard_on = default_device() if config.shard_target else None
         self.trainees = recipe.trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
@@ -209,13 +206,11 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
         """Held-out metrics of every adapter, and the facts for its drafter (`Trainable.facts`)."""
-        config = self.config
-        samples = self.work.held_out
-        lengths = batches.clipped_lengths(samples, config.max_length)
-        plan = batches.plan(lengths, config.batch_tokens, seed=0, epoch=0)
+        lengths = batches.clipped_lengths(self.work.held_out, self.config.max_length)
+        plan = batches.plan(lengths, self.config.batch_tokens, seed=0, epoch=0)
         counted: list[list[tuple[Tensor, Tensor, Tensor]]] = []
         for batch, _ in self.ranks.scatter(plan):
-            outputs = self._run_target(samples, batch)
+            outputs = self._run_target(self.work.held_out, batch)
             students = batches.grade(
                 self.lm, outputs, self.trainees, loss_chunk=self.chunk, most=results.STEPS
             )

@@ -59,10 +59,9 @@ def processor() -> str:
 
 def git_revision() -> str | None:
     """The checkout's commit, with "-dirty" for uncommitted changes; None outside a checkout."""
-    checkout = PACKAGE.parent
-    if not (checkout / ".git").exists():  # an installed package may lie in another repository
+    if not (PACKAGE.parent / ".git").exists():  # an installed package may lie in another repository
         return None
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
+    command = ["git", "-C", str(PACKAGE.parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
