@@ -103,10 +103,7 @@ def read_model(file: GGUFFile, dtype: torch.dtype, packed: bool) -> PreTrainedMo
             reason = f"packed ones are {', '.join(READ)}"
             log.warning(f"{file.architecture} models are widened to {dtype}: {reason}")
         return _left_to_transformers(
-            file,
-            AutoModelForCausalLM,
-            dtype=dtype,
-            quantization_config=GgufConfig(dequantize=True),
+            file, AutoModelForCausalLM, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
         )
     config = read_config(file)
     with torch.device("meta"):

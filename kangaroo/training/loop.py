@@ -75,10 +75,7 @@ class Trainer:
         stored = uses_stored_logits(lm, samples, config, data)
         self.accumulate, self.chunk = resolve_sizes(config, lm, saved.get("identity", {}), ranks)
         config = replace(
-            config,
-            accumulate=self.accumulate,
-            loss_chunk=self.chunk,
-            use_stored_logits=stored,
+            config, accumulate=self.accumulate, loss_chunk=self.chunk, use_stored_logits=stored
         )
         self.config = config
         self.work = batches.Work(samples, config)
