@@ -44,9 +44,11 @@ class CpuStepper:
             self.drafting.draft(buffers, batch, active)
         drafted = running()
         buffers.verify()
-        draft_seconds = drafted - started
-        verify_seconds = running() - drafted
-        records = [StepRecord([], 0, 0, draft_seconds, verify_seconds) for _ in batch.texts]
+        verified = running()
+        records = [
+            StepRecord([], draft_seconds=drafted - started, verify_seconds=verified - drafted)
+            for _ in batch.texts
+        ]
         for row in active:
             accepted = int(buffers.accepted[row])
             count = int(buffers.count[row])

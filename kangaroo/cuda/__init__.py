@@ -3,11 +3,14 @@ imported only where it can decode.
 """
 
 import logging
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 import torch
 
-from kangaroo.engine.backend import Sizes
+from kangaroo.engine.backend import LayerWeights, Sizes
+from kangaroo.engine.cache import ForwardMeta, KVCache
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +34,52 @@ def runs_layers(dtype: torch.dtype, sizes: Sizes, is_plain: bool, device: torch.
     SiLU, and has no hooks and no other weights than usual."""
     reason = reason_against(sizes, is_plain, device)
     if reason is None:
-        from kangaroo.cuda import layers
-
         try:
-            layers.try_out(dtype, sizes, device)
+            try_out(dtype, sizes, device)
             return True
         except Exception as error:  # Triton's, its compilers' or the driver's
             lines = str(error).strip().splitlines() or [type(error).__name__]
             reason = f"Triton cannot run here: {lines[0]}"
     log.warning("decoding goes on in transformers' modules, which is slower: %s", reason)
     return False
+
+
+def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> None:
+    """Run a layer and a small head, since compiling may fail. Errors: Triton's."""
+    from kangaroo.cuda.layers import Head, Stack
+
+    size = sizes.head_size
+    hidden = sizes.hidden
+    zeros = partial(torch.zeros, dtype=dtype, device=device)
+    q = zeros(sizes.heads * size, hidden)
+    key = zeros(sizes.kv_heads * size, hidden)
+    norm = zeros(hidden)
+    gate = zeros(sizes.feed_forward, hidden)
+    layer = LayerWeights(
+        attention_norm=norm,
+        q=q,
+        k=key,
+        v=key,
+        o=zeros(hidden, sizes.heads * size),
+        feed_forward_norm=norm,
+        gate=gate,
+        up=gate,
+        down=zeros(hidden, sizes.feed_forward),
+    )
+    slots_RT = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    rope = (zeros(1, 1, size), zeros(1, 1, size))
+    bias = zeros(1, 1, 1, 1)
+    meta = ForwardMeta(
+        slots_RT, slots_RT, bias, extent=1, rows=slice(0, 1), rope=rope, recordable=True
+    )
+    cache = KVCache.empty(
+        1, 1, n_heads=sizes.kv_heads, head_size=size, dtype=dtype, devices=[device]
+    )
+    with torch.no_grad():
+        stack = Stack([layer], sizes)
+        x_RTD = stack(zeros(1, 1, hidden), cache, meta, range(1), final_norm=norm)
+        stack.run_text(x_RTD, replace(meta, bias_R1TE=None), range(1))
+        Head(q, sizes).choose(x_RTD)
 
 
 def reason_against(sizes: Sizes, is_plain: bool, device: torch.device) -> str | None:

@@ -8,7 +8,6 @@ of a path, H heads, C head size, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -46,8 +45,7 @@ def embed(tokens_RT: Tensor, table_VD: Tensor) -> Tensor:
     tokens_RT = tokens_RT.contiguous()
     x_RTD = table_VD.new_empty(*tokens_RT.shape, size)
     grid = (tokens_RT.numel(),)
-    width = tile_size(size)
-    launch(kernels.embed_kernel, grid, tokens_RT, table_VD, x_RTD, K=size, BK=width)
+    launch(kernels.embed_kernel, grid, tokens_RT, table_VD, x_RTD, K=size, BK=tile_size(size))
     return x_RTD
 
 
@@ -395,26 +393,3 @@ def fuse(
         add_and_norm(x_MD, None, norm, eps, out=both_ME[:, i * size : (i + 1) * size])
     fused_MD, _ = add_and_norm(f_MD, product(both_ME, weight, parts=PARTS), None, eps)
     return fused_MD.view(f_BND.shape)
-
-
-def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> None:
-    """Run a layer and a small head, since compiling may fail. Errors: Triton's."""
-    size = sizes.head_size
-    hidden = sizes.hidden
-    zeros = partial(torch.zeros, dtype=dtype, device=device)
-    q = zeros(sizes.heads * size, hidden)
-    k = zeros(sizes.kv_heads * size, hidden)
-    o = zeros(hidden, sizes.heads * size)
-    norm = zeros(hidden)
-    gate = zeros(sizes.feed_forward, hidden)
-    down = zeros(hidden, sizes.feed_forward)
-    layer = LayerWeights(norm, q, k, k, o, feed_forward_norm=norm, gate=gate, up=gate, down=down)
-    slots_RT = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    rope = zeros(1, 1, size), zeros(1, 1, size)
-    meta = ForwardMeta(slots_RT, slots_RT, zeros(1, 1, 1, 1), 1, slice(0, 1), rope, recordable=True)
-    cache = KVCache.empty(1, 1, sizes.kv_heads, size, dtype, [device])
-    with torch.no_grad():
-        stack = Stack([layer], sizes)
-        x_RTD = stack(zeros(1, 1, hidden), cache, meta, range(1), norm)
-        stack.run_text(x_RTD, replace(meta, bias_R1TE=None), range(1))
-        Head(q, sizes).choose(x_RTD)

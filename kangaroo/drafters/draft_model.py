@@ -140,7 +140,7 @@ class DraftModel(Autoregressive):
         while (start := self.n_read[row]) < end:
             tokens = self.texts[row][start:end][:chunk]
             tokens_1T = self._clamp(torch.tensor([tokens], device=self.lm.device))
-            prefill.read(self.lm, tokens_1T, start, self.cache, row, ())
+            prefill.read(self.lm, tokens_1T, start, cache=self.cache, row=row, taps=())
             self.n_read[row] = start + len(tokens)
             self.drafted[row] = []
 

@@ -262,7 +262,7 @@ class KangarooTree(EarlyExit):
         parents_BN = torch.cat(nodes.parents, 1)
         score_BN = torch.cat(nodes.score, 1)
         halves = self.min_confidence is None
-        keep_BN = kept_nodes(score_BN, parents_BN, valid_BN, costs_G, halves)
+        keep_BN = kept_nodes(score_BN, parents_BN, valid_BN, costs_G, halves=halves)
         # kept nodes in their order, then others, which fill up rows with fewer
         order_BN = (~keep_BN).int().argsort(dim=1, stable=True)
         return Ranking(keep_BN.sum(1).max(), order_BN, keep_BN, parents_BN)

@@ -179,7 +179,7 @@ def judge(lm: TargetModel, sample: Sample, max_length: int) -> JudgedText:
     x_1TD, _ = lm.run(lm.embed(tokens_1T), cache, meta, range(lm.n_layers))
     top_M = lm.logits(x_1TD[:, positions_M]).argmax(-1)[0]
     start_1 = torch.tensor([length], device=lm.device)
-    drafts = first_drafts(lm, positions_M[None], start_1, n_slots, n_slots)
+    drafts = first_drafts(lm, positions_M[None], start_1, used=n_slots, n_slots=n_slots)
     return JudgedText(tokens_1T[:, positions_M], top_M, cache, drafts)
 
 

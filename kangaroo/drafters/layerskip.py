@@ -49,7 +49,7 @@ class FinalNorm(Layer):
     depth = 0
 
     def __init__(self, lm: TargetModel, exit_layer: int, int8: bool):
-        super().__init__(lm, AdapterHeadConfig(), exit_layer, None, exit_layer)
+        super().__init__(lm, AdapterHeadConfig(), exit_layer, deep_tap=None, like=exit_layer)
         self.norm = lm.hf.model.norm
         self.int8 = int8
 

@@ -23,10 +23,10 @@ def read(
     stop = start + tokens_1T.shape[1]
     meta = lm.chunk(start, stop, row, cache.n_slots)
     if lm.window is None and lm.backend.records_prompts(tokens_1T.shape[1]):
-        last_11D, tapped = replay(lm, tokens_1T, start, cache, row, taps)
+        last_11D, tapped = replay(lm, tokens_1T, start, cache=cache, row=row, taps=taps)
     else:
         ending = lm.chunk(stop - 1, stop, row, cache.n_slots)
-        last_11D, tapped = run(lm, tokens_1T, cache, meta, ending, taps)
+        last_11D, tapped = run(lm, tokens_1T, cache, meta, ending=ending, taps=taps)
     return last_11D, (tokens_1T, meta, tapped)
 
 

@@ -123,7 +123,7 @@ def combine(rows: Sequence[Sampling], settings_B3: Tensor | None = None) -> Batc
 
 def pick(logits_BNV: Tensor, at_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor) -> Tensor:
     """The first of the `candidates` after each node, `[B, N]`."""
-    return candidates(logits_BNV, at_BN, sampling, seeds_B, 1)[..., 0]
+    return candidates(logits_BNV, at_BN, sampling, seeds_B, count=1)[..., 0]
 
 
 def candidates(

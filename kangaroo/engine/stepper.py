@@ -88,17 +88,18 @@ class TensorStepper:
             topk = topk_logits.likeliest(verification.logits_BNV, verdict.path_BP, self.keep)
             if batch.likeliest:
                 self._add_likeliest(draft, verification.logits_BNV)
-        draft_seconds = between(started, proposed)
-        verify_seconds = between(proposed, verified)
-        records = []
-        for row in range(batch.size):
-            record = StepRecord([], 0, 0, draft_seconds, verify_seconds, topk=topk[row])
-            records.append(record)
-            if not batch.done[row]:
-                count, record.drafted, *tokens = rows[row]
-                record.tokens = batch.append(row, tokens[:count])
-                record.accepted = min(count - 1, len(record.tokens))
-                batch.budget.observe(row, record.drafted, record.accepted)
+        drafting = between(started, proposed)
+        verifying = between(proposed, verified)
+        records = [
+            StepRecord([], draft_seconds=drafting, verify_seconds=verifying, topk=row_topk)
+            for row_topk in topk
+        ]
+        for row in batch.active:
+            record = records[row]
+            count, record.drafted, *tokens = rows[row]
+            record.tokens = batch.append(row, tokens[:count])
+            record.accepted = min(count - 1, len(record.tokens))
+            batch.budget.observe(row, record.drafted, record.accepted)
         return records
 
     def _place(self, draft: Draft) -> ForwardMeta:

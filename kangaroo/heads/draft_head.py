@@ -98,7 +98,7 @@ class DraftHead:
         if sampling.greedy:
             return self.token_of(logits_BNK.topk(count).indices)
         logits_BNV = self.spread(logits_BNK.flatten(0, 1)).unflatten(0, logits_BNK.shape[:2])
-        return candidates(logits_BNV, at_BN, sampling, seeds_B, count)
+        return candidates(logits_BNV, at_BN, sampling, seeds_B, count=count)
 
 
 class TextHead(DraftHead):

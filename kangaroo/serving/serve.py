@@ -109,7 +109,7 @@ def serve(model: ModelConfig, drafter: DrafterConfig, config: ServeConfig) -> No
     scheduler = Scheduler(engine, config.max_batch_size, max_model_len, config.max_queue)
     host, port, *_ = listener.getsockname()
     options = uvicorn.Config(
-        Server(scheduler, tokenizer, model.name, drafter.name, config).app(),
+        Server(scheduler, tokenizer, model=model.name, drafter=drafter.name, limits=config).app(),
         limit_concurrency=config.most_connections,
         timeout_graceful_shutdown=int(config.grace) + 1,
         log_level="warning",

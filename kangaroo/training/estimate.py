@@ -231,7 +231,7 @@ class Plan:
         outputs = batches.forward_target(lm, tokens, trained)
 
         def learn() -> None:
-            batches.train_step(lm, outputs, trained, chunk, 1e-3)
+            batches.train_step(lm, outputs, trained, loss_chunk=chunk, weight=1e-3)
             backend.collect()
             backend.step([0.0] * len(adapters))
 
@@ -239,7 +239,7 @@ class Plan:
         if self.is_stored:  # it stops at the last layer that an adapter reads
             depth = max(_taps(self.adapters)) / max(_taps(adapters))
         target = depth * _time(lambda: batches.forward_target(lm, tokens, trained))
-        graded = _time(lambda: batches.grade(lm, outputs, trained, chunk, results.STEPS))
+        graded = _time(lambda: batches.grade(lm, outputs, trained, chunk, most=results.STEPS))
         epoch, held_out = (len(x) / self.processes for x in (self.training, self.held_out))
         evaluations = -(-self.steps // config.evaluate_every)
         return {
@@ -360,7 +360,7 @@ def forecast(
     text = Text.of(data, lm)
     needed = check_writing(lm, data, text, writer)
     chunk = trainer.loss_chunk or recipe.default_loss_chunk(devices.total, lm.config.vocab_size)
-    plan = Plan(lm, recipes, replace(trainer, loss_chunk=chunk), text, processes)
+    plan = Plan(lm, recipes, replace(trainer, loss_chunk=chunk), text=text, processes=processes)
     if trains:
         if not store.is_complete(Path(data.path)):  # old data may still be replaced
             batches.check_holdout(trainer.holdout, len(text.lengths))

@@ -177,7 +177,7 @@ def measured_points(config: StudyConfig, method: Measured) -> list[Point]:
 
     def point(x: Place, records: Sequence[Record], metrics: Mapping[str, str]) -> Point:
         values = {name: value_of(metric, records) for name, metric in metrics.items()}
-        return Point(HERE, method.name, curve, x, values)
+        return Point(HERE, method.name, curve=curve, x=x, values=values)
 
     metrics = {name: name for name in config.metrics}
     if config.x == "position":
@@ -231,7 +231,7 @@ def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
         return None
     # resampled together: what makes a question hard for both does not widen the interval
     margin = estimate(np.hstack([pairs(records, claim.metric) for records in both]))
-    return Checked(claim, more, less, margin, verdict(margin, len(more_ids)))
+    return Checked(claim, more, less, difference=margin, verdict=verdict(margin, len(more_ids)))
 
 
 def verdict(margin: Estimate, questions: int) -> str:
