@@ -150,9 +150,8 @@ class DraftBuffers:
             rank=drafter.adapter.architecture.rank,
         )
         self._ask(rows)
-        steps = limits.shape[1]
         self._draft_block(
-            *self.pointers, byref(places), steps, drafter.threshold, limits.ctypes.data
+            *self.pointers, byref(places), limits.shape[1], drafter.threshold, limits.ctypes.data
         )
 
     def draft_trees(

@@ -75,8 +75,7 @@ class Graphs:
         while self.dead:
             self._forget(self.dead.pop())
         tensors = tensors_in(inputs)
-        serials = tuple(cache.serial for cache in caches)
-        full_key = (serials, *key, *(x.shape for x in tensors))
+        full_key = (tuple(cache.serial for cache in caches), *key, *(x.shape for x in tensors))
         with torch.inference_mode():  # all tensors are inference tensors, whoever calls
             if full_key not in self.recorded:
                 self._watch(caches)

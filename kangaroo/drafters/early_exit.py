@@ -167,8 +167,7 @@ class EarlyExit(EarlyStopping):
         self, batch: Batch, key: Key, work: Callable[..., Any] | None, *inputs: Any, **options: Any
     ) -> Any:
         """`Backend.replay` of work on the target's and the layer's cache."""
-        caches = (batch.cache, self.cache)
-        return self.lm.backend.replay(caches, key, work, *inputs, **options)
+        return self.lm.backend.replay((batch.cache, self.cache), key, work, *inputs, **options)
 
     def start(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor

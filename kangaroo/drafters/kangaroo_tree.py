@@ -128,8 +128,7 @@ class KangarooTree(EarlyExit):
         limits = np.maximum(limits, np.float32(self.threshold))
         meta, draws = self.begin_round(batch, self.chain_meta(batch, 0, self.max_nodes))
         start = partial(self.start_tree, batch)
-        pending_B1 = batch.last(1)
-        root, read = self.replay(batch, ("root",), start, pending_B1, meta, self.shallow_BWD)
+        root, read = self.replay(batch, ("root",), start, batch.last(1), meta, self.shallow_BWD)
         levels = [root]
         valid = [np.ones_like(active)]
         for step in range(1, self.steps + 1):

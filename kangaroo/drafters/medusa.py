@@ -102,8 +102,7 @@ class Medusa(Drafter):
 
     def begin(self, batch: Batch) -> None:
         shape = (batch.size, self.lm.config.hidden_size)
-        device = self.lm.layer_devices[-1]
-        self.final_BD = torch.zeros(shape, dtype=self.lm.dtype, device=device)
+        self.final_BD = torch.zeros(shape, dtype=self.lm.dtype, device=self.lm.layer_devices[-1])
 
     def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
         self.final_BD[meta.rows] = taps[self.lm.n_layers][:, -1]

@@ -149,8 +149,7 @@ class TensorStepper:
 
         topology = (draft.tree.is_chain, draft.tree.max_depth)
         key = ("verify", *self.taps, keeps_logits, draft.entry, topology, sampling.kind)
-        caches = (batch.cache,)
-        return lm.backend.replay(caches, key, work, draft, batch.seeds_B, batch.settings_B3)
+        return lm.backend.replay((batch.cache,), key, work, draft, batch.seeds_B, batch.settings_B3)
 
     def _add_likeliest(self, draft: Draft, logits_BNV: Tensor) -> None:
         """Give the likeliest tokens after each node to a drafter that wants them: one sync."""
@@ -165,8 +164,7 @@ class TensorStepper:
         """Move the keys and values of the accepted path to the slots of its positions."""
         cache = self.batch.cache
         path_BP = verdict.path_BP
-        path_P = torch.arange(path_BP.shape[1], device=path_BP.device)
-        dst_BP = self.batch.base_B[:, None] + path_P
+        dst_BP = self.batch.base_B[:, None] + torch.arange(path_BP.shape[1], device=path_BP.device)
         src_BP = meta.slots_RT.gather(1, path_BP)
         rehearsal = (dst_BP, dst_BP)
         self.lm.backend.replay((cache,), ("move",), cache.move, src_BP, dst_BP, rehearsal=rehearsal)

@@ -332,8 +332,7 @@ class Evaluator:
         engine = self.decoders[name]
         sampling = self.config.sampling
         if engine is None:
-            eos_ids = self.lm.eos_ids()
-            text = generate(self.lm, prompt, limit, sampling, seed=seed, eos_ids=eos_ids)
+            text = generate(self.lm, prompt, limit, sampling, seed=seed, eos_ids=self.lm.eos_ids())
             return as_run(self.tokenizer, text, text.seconds)
         start = now(self.lm.device)
         (text,) = engine.generate([prompt], limit, sampling, seeds=[seed])

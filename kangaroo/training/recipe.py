@@ -131,8 +131,7 @@ class AdapterRecipe(Ranged):
 
     def settings(self) -> dict[str, Any]:
         """The recipe as plain values."""
-        values = {"loss": self.loss.value, "architecture": self.architecture.as_json()}
-        return asdict(self) | values
+        return asdict(self) | {"loss": self.loss.value, "architecture": self.architecture.as_json()}
 
 
 def paper_exit(lm: TargetModel) -> int:

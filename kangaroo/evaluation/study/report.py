@@ -147,8 +147,7 @@ def plot(study: Study) -> Figure:
             values = {point.x: value for point, value in shown if point.curve == curve}
             color = HF if curve == AGAIN else COLORS[i % len(COLORS)]
             name = place_name(config.curve, curve)
-            shift = (i + 0.5) / len(curves) - 0.5
-            bars = _draw(axes, places, values, color=color, shift=shift)
+            bars = _draw(axes, places, values, color=color, shift=(i + 0.5) / len(curves) - 0.5)
             bars.set_label(f"{config.curve_label} {name}" if isinstance(curve, float) else name)
         axes.set_xticks(range(len(names)), names)
         axes.tick_params("x", rotation=30 if len("".join(names)) > 30 else 0)
