@@ -78,6 +78,17 @@ class DraftBuffers:
             made=self.adapted_BND.data_ptr(),
             **{name: x.ctypes.data for name, x in vars(self).items() if isinstance(x, np.ndarray)},
         )
+        self.drafting = drafting
+        self.pointers = byref(self._target(lm, cache)), drafting and byref(drafting), byref(rows)
+        assert isinstance(lm.backend, CpuBackend)
+        call = partial(native.function, lm.backend.library, dtype=lm.dtype)
+        self._draft = call("draft")
+        self._draft_trees = call("draft_trees")
+        self._draft_block = call("draft_block")
+        self._verify = call("verify")
+
+    def _target(self, lm: TargetModel, cache: KVCache) -> structs.Target:
+        """The target on its cache."""
         self.rope = lm.rope_table(cache.n_slots)  # kept while native code uses it
         head = lm.fast_head
         table = matrix_of(lm.hf.model.embed_tokens)
@@ -85,7 +96,7 @@ class DraftBuffers:
         if isinstance(table, PackedMatrix) and not size_of(lm.backend.library, table):
             table = table.widened()
         self.table = table.blocks_OB if isinstance(table, PackedMatrix) else table  # kept, too
-        target = structs.Target(
+        return structs.Target(
             sizes=native.sizes_struct(lm.sizes()),
             stack=native.stack_of(lm.fast_layers).as_struct(cache, range(lm.n_layers)),
             head=head.as_struct(lm.hf.model.norm.weight),
@@ -96,13 +107,6 @@ class DraftBuffers:
             sin=self.rope[1].data_ptr(),
             vocabulary=lm.config.vocab_size,
         )
-        self.drafting = drafting
-        self.pointers = byref(target), drafting and byref(drafting), byref(rows)
-        call = partial(native.function, lm.backend.library, dtype=lm.dtype)
-        self._draft = call("draft")
-        self._draft_trees = call("draft_trees")
-        self._draft_block = call("draft_block")
-        self._verify = call("verify")
 
     def verify(self) -> None:
         """Let the target choose after all nodes, and walk: sets `accepted`, `written`, `path`."""
