@@ -217,7 +217,7 @@ def test_a_chunk_is_handed_on_before_the_next_one_is_read(monkeypatch):
     lm, events = lm_of("llama-compiled"), []
     drafter = chain_of(lm, adapter_for(lm))
     read, take = prefill.read, drafter.prefill
-    monkeypatch.setattr(prefill, "read", lambda *x: events.append("read") or read(*x))
+    monkeypatch.setattr(prefill, "read", lambda *x, **at: events.append("read") or read(*x, **at))
     monkeypatch.setattr(drafter, "prefill", lambda *x: events.append("prefill") or take(*x))
     Engine(lm, drafter, prefill_chunk=CHUNK).generate(random_prompts(40), 4)
     assert events == ["read", "prefill"] * 3
