@@ -11,16 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kangaroo.drafters import expected_gain
 from kangaroo.drafters.base import Drafter, EarlyExitConfig, RowStates, TreesFromText
-from kangaroo.drafters.expected_gain import (
-    Costs,
-    DraftedChain,
-    Lookup,
-    Recycled,
-    Sources,
-    best_tree,
-    drafting_pays,
-)
+from kangaroo.drafters.expected_gain import Costs, DraftedChain, Lookup, Recycled, Sources
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.suffix import SuffixAutomaton
 from kangaroo.drafters.token_recycling import recycle, successors_in
@@ -132,7 +125,7 @@ class TextHybrid(FromSources, TreesFromText):
 
     def tree_of(self, batch: Batch, row: int) -> Nodes:
         self.update_costs(batch.budget, len(batch.active), shared_states=False)
-        return best_tree(self.costs, self.update_sources(batch, row), self.nodes)
+        return expected_gain.best_tree(self.costs, self.update_sources(batch, row), self.nodes)
 
 
 class Hybrid(FromSources, Kangaroo):
@@ -151,7 +144,9 @@ class Hybrid(FromSources, Kangaroo):
         self.update_costs(batch.budget, len(batch.active), shared_states=False)
         sources = {row: self.update_sources(batch, row) for row in batch.active}
         self._draft_chains(batch, sources)
-        trees = {row: best_tree(self.costs, x, self.nodes) for row, x in sources.items()}
+        trees = {}
+        for row, source in sources.items():
+            trees[row] = expected_gain.best_tree(self.costs, source, self.nodes)
         return Draft.listed(batch.last(1), trees)
 
     def _draft_chains(self, batch: Batch, sources: dict[int, Sources]) -> None:
@@ -171,7 +166,7 @@ class Hybrid(FromSources, Kangaroo):
     def pays(self, sources: Sources) -> bool:
         """Whether another token of the chain is expected to pay."""
         confident = sources.chain.confidence > self.threshold
-        return confident and drafting_pays(self.costs, sources, self.nodes)
+        return confident and expected_gain.drafting_pays(self.costs, sources, self.nodes)
 
     def reading(
         self, logits_BK: Tensor, sampling: BatchSampling, positions_B1: Tensor, seeds_B: Tensor
