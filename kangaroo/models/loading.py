@@ -98,16 +98,15 @@ class ModelConfig:
     compiled: bool = True
 
     def __post_init__(self) -> None:
-        if self.weights is None:
+        if self.weights is not Weights.packed:
             return
-        option = f"model.weights={self.weights.value}"
         if not is_gguf(self.path):
             raise ConfigError(
-                f"{option} is for GGUF files, and '{self.path}' is none: leave it out."
+                f"model.weights=packed is for GGUF files, and '{self.path}' is none: leave it out."
             )
-        if self.weights is Weights.packed and self.quantization is not None:
+        if self.quantization is not None:
             raise ConfigError(
-                f"{option} keeps the file's own quantization; leave out "
+                "model.weights=packed keeps the file's own quantization; leave out "
                 f"model.quantization={self.quantization.value}, or pass model.weights=widened."
             )
 
