@@ -155,7 +155,7 @@ def plot(study: Study) -> Figure:
         axes.set_xlabel(config.x.rpartition(".")[2].replace("_", " "), fontsize=8)
     if curves != [""]:
         handles, labels = panels[0, 0].get_legend_handles_labels()  # ours has all metrics
-        figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=5)
+        figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=4)
     return figure
 
 
