@@ -28,7 +28,7 @@ from kangaroo.evaluation.metrics import scalars
 from kangaroo.evaluation.run import Evaluator, MethodSpec, check
 from kangaroo.evaluation.study import report as study_report
 from kangaroo.evaluation.study.study import read_study
-from kangaroo.heads import adapter_files, export, official
+from kangaroo.heads import adapter_files, export, published
 from kangaroo.hub import transfer
 from kangaroo.hub.transfer import PackConfig
 from kangaroo.models.loading import ModelConfig, Weights, evaluate_command, meta_model
@@ -301,17 +301,27 @@ def _report(folder: Path, model: ModelConfig, tracker: NoTracker) -> dict[str, f
 
 @command()
 def convert_import(config: schema.ImportCommand) -> None:
-    """Convert a checkpoint of the authors' code to an adapter, without the target's weights."""
+    """Convert a published checkpoint to an adapter, without the target's weights."""
     lm = meta_model(config.model)
-    folder = Path(config.output)
+    imported = published.read(config.source, lm, config.exit_layer)
+    adapter = imported.adapter
+    vocabulary_K = imported.vocabulary_K
+    kind = adapter.architecture.kind()
+    drafter = adapter.architecture.drafter
+    ending = "" if drafter == "kangaroo" else f"-{drafter}"
+    folder = Path(config.output or f"adapters/{config.model.name}{ending}")
     if (folder / adapter_files.WEIGHTS).exists():
         raise ConfigError(f"'{folder}' already holds an adapter; pass output= another folder.")
-    exit_layer = official.exit_layer(config.exit_layer, lm)
-    adapter, origin = official.read(config.source, lm, exit_layer)
-    training = {"imported": origin} | provenance()
-    adapter_files.save(adapter, adapter_files.describe(lm, adapter, training), None, folder)
-    use = evaluate_command(config.model, drafter__adapter=folder)
-    log.info("%s: exit layer %d of %s; measure it: %s", folder, exit_layer, lm.name, use)
+    fields = {
+        "facts": imported.facts,
+        "vocabulary": None if vocabulary_K is None else len(vocabulary_K),
+    }
+    training = {"imported": imported.origin} | provenance()
+    about = adapter_files.describe(lm, adapter, training, **fields)
+    adapter_files.save(adapter, about, vocabulary_K, folder)
+    use = evaluate_command(config.model, drafter=drafter, drafter__adapter=folder)
+    where = f"exit layer {adapter.exit_layer} of {lm.name}"
+    log.info("%s: %s, %s; measure it: %s", folder, kind, where, use)
 
 
 @command()

@@ -136,12 +136,12 @@ class SplitCommand(Ranged):
 
 @dataclass
 class ImportCommand(Ranged):
-    """`scripts/convert.py import`: an adapter from a checkpoint of the authors' code."""
+    """`scripts/convert.py import`: a published adapter or head, recognised by its tensors."""
 
     model: ModelConfig = MISSING
     source: str = MISSING  # folder or hub id
-    exit_layer: Count | None = None  # layers below the adapter; None for the authors' releases
-    output: str = MISSING  # folder of the adapter
+    exit_layer: Count | None = None  # of a Kangaroo adapter; None for the authors' releases
+    output: str | None = None  # folder; None is where its drafter looks
 
 
 class Layout(Enum):

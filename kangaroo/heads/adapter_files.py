@@ -39,6 +39,7 @@ VOCABULARY = "vocabulary.safetensors"
 Kind = TypeVar("Kind", bound=Trainable)
 
 TRAINED = Path("outputs/train")
+PUBLISHED = ("kangaroo", "medusa", "eagle", "eagle3")  # drafters whose checkpoints can be imported
 
 log = logging.getLogger(__name__)
 
@@ -176,10 +177,11 @@ def absence(path: str) -> str | None:
         return None
     name, drafter, _ = _saved_by_training(folder)
     target = model_options(name)
-    hint = f"({command_line('train', **target, adapter=drafter)})"
-    if drafter == "kangaroo":
+    chosen = {} if drafter == "kangaroo" else {"adapter": drafter}
+    hint = f"({command_line('train', **target, **chosen)})"
+    if drafter in PUBLISHED:
         convert = command_line("convert import", "source=CHECKPOINT", **target)
-        hint = f"({command_line('train', **target)}), import an official checkpoint ({convert}),"
+        hint += f", import a published checkpoint ({convert}),"
     return (
         f"no adapter at 'adapters/{folder.name.removesuffix('-fused')}', and none in "
         f"'{TRAINED / name}', where training saves them. Train one {hint} or pass drafter.adapter= "

@@ -14,19 +14,31 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import DynamicCache
+from typing_extensions import Self
 
+from kangaroo.engine.cache import BlockCache, ForwardMeta
 from kangaroo.heads import base
+from kangaroo.heads.eagle_layer import as_released
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.ranges import NotNegative
+from kangaroo.utils.ranges import NotNegative, Positive
 
 
 @dataclass
 class EagleHeadConfig(base.HeadConfig):
-    """`regression` weighs the mean smooth L1 distance to the target's final states in training; the
-    loss on tokens has weight 1. The paper has weights of 1 and 0.1."""
+    """How a head is trained, and how an imported one differs from those that are trained here.
 
-    regression: NotNegative = 10.0  # weight of final states' distance; tokens have 1
+    Args:
+        regression: weight of the mean smooth L1 distance to the target's final states in training;
+            the loss on tokens has weight 1. The paper has weights of 1 and 0.1.
+        sees_first: whether tokens see the text's first one, before which there is no state.
+        rope_base: base of the layer's rotation; null rotates like the target.
+    """
+
+    regression: NotNegative = 10.0
+    sees_first: bool = True
+    rope_base: Positive | None = None
 
     drafter: ClassVar[str] = "eagle"
 
@@ -52,6 +64,23 @@ class EagleHead(Layer):
         self.attention = self.new_attention(lm)
         self.middle_norm = lm.new_norm()
         self.feed_forward = type(lm.layers[-1].mlp)(lm.config)
+
+    def accelerate(self, lm: TargetModel) -> Self:
+        parts = self.architecture
+        return super().accelerate(lm) if parts.sees_first and parts.rope_base is None else self
+
+    def forward(
+        self,
+        f_BND: Tensor,
+        deep_BND: Tensor | None,
+        meta: ForwardMeta,
+        past: BlockCache | DynamicCache | None,
+    ) -> Tensor:
+        """See `Layer.forward`."""
+        parts = self.architecture
+        if not parts.sees_first or parts.rope_base is not None:
+            meta = as_released(meta.for_layer(self.windowed), parts.sees_first, parts.rope_base)
+        return super().forward(f_BND, deep_BND, meta, past)
 
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         assert deep_BND is not None

@@ -30,10 +30,11 @@ CHUNK = 256  # positions whose logits are in memory at a time
 
 @dataclass
 class MedusaHeadsConfig(base.HeadConfig):
-    """The number of heads, and whether each has an LM head, initialized from the target's."""
+    """The number of heads, and their parts."""
 
     heads: Layers = 4  # each drafts one token further
     own_head: bool = True  # whether each has an LM head, initialized from the target's
+    bias: bool = False  # whether the blocks have one, as the released heads do
 
     drafter: ClassVar[str] = "medusa"
 
@@ -63,13 +64,14 @@ class MedusaHeads(base.Trainable):
         size = lm.config.hidden_size
         count = architecture.heads
         n_heads = count if architecture.own_head else 0
-        self.blocks = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(count))
+        bias = architecture.bias
+        self.blocks = nn.ModuleList(nn.Linear(size, size, bias=bias) for _ in range(count))
         self.heads = nn.ModuleList(base.new_head(lm, vocabulary_K) for _ in range(n_heads))
 
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
         """Initialize every head as the target's."""
-        for block in self.blocks:
-            nn.init.zeros_(block.get_parameter("weight"))
+        for parameter in self.blocks.parameters():
+            nn.init.zeros_(parameter)
         for head in self.own_heads():
             base.copy_head(head, lm, vocabulary_K)
         return self

@@ -65,6 +65,22 @@ def test_every_part_learns_also_the_norm_before_the_head():
         torch.testing.assert_close(got[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_states_are_normed_before_the_head_whoever_multiplies():
+    lm = tiny()
+    trained = eagle3_for(lm)
+    (head,) = trained.draft_heads(lm, None)
+    x_MD = 3 * torch.randn(5, 32)
+    expected_MK = torch.nn.functional.linear(trained.head_norm(x_MD), trained.head.weight)
+    assert torch.equal(head(x_MD), expected_MK) and head.choose(x_MD) is None
+
+    class Kernels:
+        def choose(self, x_RTD: torch.Tensor, ids_O: object) -> tuple[torch.Tensor, object]:
+            return x_RTD, ids_O
+
+    head.fast = Kernels()
+    assert torch.equal(head.choose(x_MD)[0][:, 0], trained.head_norm(x_MD))
+
+
 @pytest.mark.parametrize("vocabulary", [None, 40])
 def test_training_saves_a_head_that_decodes(tmp_path, vocabulary):
     lm = tiny("llama", deep_scale=0.5)
@@ -82,7 +98,7 @@ def test_training_saves_a_head_that_decodes(tmp_path, vocabulary):
     chain = Eagle3Config(adapter=str(folder), steps=4, threshold=0, top_k=1).build(lm)
     tree = Eagle3Config(adapter=str(folder), steps=3, threshold=0, top_k=3, nodes=8).build(lm)
     assert isinstance(chain, Kangaroo) and isinstance(tree, EagleTree)
-    assert tree.head.size == vocabulary or VOCABULARY
+    assert tree.head.size == (vocabulary or VOCABULARY)
     for drafter in (chain, tree):
         engine = Engine(lm, drafter)
         assert helpers.texts_by(engine, [text[:6] for text in texts], 40) == texts

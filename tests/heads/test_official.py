@@ -17,14 +17,20 @@ from transformers import LlamaConfig, LlamaModel
 
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.engine.engine import Engine
-from kangaroo.heads import adapter_files, official
+from kangaroo.heads import adapter_files, official, published
 from kangaroo.heads.adapter import Adapter
+from kangaroo.heads.base import Trainable
 from kangaroo.models.loading import Dtype, ModelConfig, meta_model
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 
-FILES = (official.WEIGHTS, official.SAFETENSORS)
+FILES = (published.WEIGHTS, published.SAFETENSORS)
 THRESHOLD, STEPS = 0.6, 6
+
+
+def read(source: str, lm: TargetModel, exit_layer: int) -> tuple[Trainable, dict[str, str]]:
+    imported = published.read(source, lm, exit_layer)
+    return imported.adapter, imported.origin
 
 
 def random_state(lm: TargetModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -47,10 +53,10 @@ def config_of(lm: TargetModel, **changes: object) -> dict[str, object]:
     return fields | {"torch_dtype": "float16"} | changes
 
 
-def checkpoint(folder: Path, state: object, config: object, file: str = official.WEIGHTS) -> str:
+def checkpoint(folder: Path, state: object, config: object, file: str = published.WEIGHTS) -> str:
     folder.mkdir(exist_ok=True)
-    (torch.save if file == official.WEIGHTS else save_file)(state, folder / file)
-    (folder / official.CONFIG).write_text(json.dumps(config))
+    (torch.save if file == published.WEIGHTS else save_file)(state, folder / file)
+    (folder / published.CONFIG).write_text(json.dumps(config))
     return str(folder)
 
 
@@ -78,13 +84,13 @@ def plain_draft(lm: TargetModel, model: LlamaModel, text: list[int]) -> list[int
 
 
 @pytest.mark.parametrize(
-    "file, dtype", [(official.WEIGHTS, torch.float16), (official.SAFETENSORS, torch.float32)]
+    "file, dtype", [(published.WEIGHTS, torch.float16), (published.SAFETENSORS, torch.float32)]
 )
 def test_an_imported_checkpoint_drafts_what_its_formulas_give(lm, tmp_path, file, dtype):
     """And keeps every bit, and says where it came from."""
     state = random_state(lm, dtype)
     source = checkpoint(tmp_path / "official", state, config_of(lm), file)
-    adapter, origin = official.read(source, lm, EXIT)
+    adapter, origin = read(source, lm, EXIT)
     path = str(saved_adapter(lm, adapter, tmp_path / "ours", None, {"imported": origin}))
     weights = adapter_files.read_weights(tmp_path / "ours")
     assert all(torch.equal(weights[official.NAMES[n]], x) for n, x in state.items())
@@ -109,7 +115,7 @@ def test_what_training_by_the_official_code_adds_to_names_is_dropped(lm, tmp_pat
     saved = state | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     wrapped = {f"module.{name}": tensor for name, tensor in saved.items()}
     for i, kind in enumerate((saved, wrapped)):
-        adapter, _ = official.read(checkpoint(tmp_path / str(i), kind, config_of(lm)), lm, EXIT)
+        adapter, _ = read(checkpoint(tmp_path / str(i), kind, config_of(lm)), lm, EXIT)
         assert all(torch.equal(adapter.get_parameter(official.NAMES[n]), state[n]) for n in state)
 
 
@@ -118,7 +124,7 @@ def test_the_released_checkpoints_fit_vicuna_by_shape_alone(tmp_path):
     for name, size, layer in (("7b", 4096, 2), ("13b", 5120, 3)):
         vicuna = meta_model(ModelConfig(name, f"lmsys/vicuna-{name}-v1.3", dtype=Dtype.float16))
         heads = {"num_attention_heads": size // 128, "hidden_size": size}
-        config = official.LlamaConfig(vocab_size=32000, num_hidden_layers=1, **heads)
+        config = LlamaConfig(vocab_size=32000, num_hidden_layers=1, **heads)
         shapes = {name: (size, size) if "proj" in name else (size,) for name in official.NAMES}
         state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         assert official.exit_layer(None, vicuna) == layer
@@ -142,13 +148,13 @@ def test_the_command_writes_where_evaluate_looks_and_over_nothing(tmp_path):
 
 def test_what_is_no_official_checkpoint_is_refused_by_what_it_lacks(lm, tmp_path):
     with pytest.raises(AdapterNotFound, match=r"no adapter at 'nobody/nothing'.*source="):
-        official.read("nobody/nothing", lm, EXIT)
-    with pytest.raises(AdapterNotFound, match=r"neither pytorch_model\.bin nor model\.safetensors"):
-        official.read(str(tmp_path), lm, EXIT)
+        read("nobody/nothing", lm, EXIT)
+    with pytest.raises(AdapterNotFound, match=r"none of pytorch_model\.bin, model\.safetensors"):
+        read(str(tmp_path), lm, EXIT)
     source = checkpoint(tmp_path, random_state(lm), config_of(lm))
-    (tmp_path / official.CONFIG).unlink()
+    (tmp_path / published.CONFIG).unlink()
     with pytest.raises(AdapterNotFound, match=r"no config\.json.*vicuna_7B_config\.json"):
-        official.read(source, lm, EXIT)
+        read(source, lm, EXIT)
 
 
 @pytest.mark.parametrize("kind, length", [("bin", 0), ("old bin", -1), ("safetensors", -1)])
@@ -157,17 +163,17 @@ def test_truncated_weights_are_reported_as_such(lm, tmp_path, kind, length):
     source = checkpoint(tmp_path, state, config_of(lm), file)
     if kind == "old bin":  # as torch saved it before version 1.6
         torch.save(state, tmp_path / file, _use_new_zipfile_serialization=False)
-        official.read(source, lm, EXIT)
+        read(source, lm, EXIT)
     (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:length])
     with pytest.raises(CorruptFile, match=rf"{file}' cannot be read .* Fetch it again"):
-        official.read(source, lm, EXIT)
+        read(source, lm, EXIT)
 
 
 @pytest.mark.parametrize("held", [[1, 2], {"a": {"b": torch.ones(1)}}, {"a": print}], ids=str)
 def test_a_file_of_something_else_is_refused(lm, tmp_path, held):
     """A function would be code to run: it is not even loaded."""
-    with pytest.raises(CorruptFile, match=official.WEIGHTS):
-        official.read(checkpoint(tmp_path, held, config_of(lm)), lm, EXIT)
+    with pytest.raises(CorruptFile, match=published.WEIGHTS):
+        read(checkpoint(tmp_path, held, config_of(lm)), lm, EXIT)
 
 
 NORM = "layers.0.input_layernorm.weight"
@@ -190,7 +196,7 @@ def test_anything_but_the_papers_adapter_for_this_target_is_refused_by_name(lm, 
     tensors, fields, message = REFUSED[what]
     state = {name: x for name, x in (random_state(lm) | tensors).items() if x is not None}
     with pytest.raises(CorruptFile if what == "not finite" else AdapterMismatch, match=message):
-        official.read(checkpoint(tmp_path, state, config_of(lm, **fields)), lm, EXIT)
+        read(checkpoint(tmp_path, state, config_of(lm, **fields)), lm, EXIT)
 
 
 OTHER_TARGETS = [
@@ -206,7 +212,7 @@ def test_a_target_that_the_official_code_does_not_know_is_refused(lm, tmp_path, 
     other.config.name_or_path = "some/other"
     source = checkpoint(tmp_path / "official", random_state(lm), config_of(lm))
     with pytest.raises(AdapterMismatch, match=r"some/other is a .*base 10000.*model="):
-        official.read(source, other, EXIT)
+        read(source, other, EXIT)
 
 
 def test_an_exit_layer_has_to_be_given_where_it_is_not_known(lm, tmp_path):
@@ -214,4 +220,4 @@ def test_an_exit_layer_has_to_be_given_where_it_is_not_known(lm, tmp_path):
         official.exit_layer(None, lm)
     assert official.exit_layer(3, lm) == 3
     with pytest.raises(AdapterMismatch, match=r"exit layer 4 .*choose 0, the embeddings, to 3"):
-        official.read(checkpoint(tmp_path, random_state(lm), config_of(lm)), lm, 4)
+        read(checkpoint(tmp_path, random_state(lm), config_of(lm)), lm, 4)

@@ -23,7 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from test_architecture import TREES
 
 from kangaroo.cli import commands as cli
-from kangaroo.heads import official
+from kangaroo.heads import official, published
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.adapter_files import WEIGHTS
 from kangaroo.heads.eagle3_head import Eagle3Head
@@ -122,8 +122,8 @@ def prepared(begun, tmp_path_factory):
     checkpoint.mkdir()
     state = adapter_for(lm).state_dict()
     named = {name: state[ours] for name, ours in official.NAMES.items()}
-    torch.save(named, checkpoint / official.WEIGHTS)
-    lm.config.to_json_file(checkpoint / official.CONFIG)
+    torch.save(named, checkpoint / published.WEIGHTS)
+    lm.config.to_json_file(checkpoint / published.CONFIG)
     return here
 
 

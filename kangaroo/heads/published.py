@@ -1,0 +1,259 @@
+"""Published heads, recognised by their tensors: those of Medusa-1 (FasterDecoding/Medusa on GitHub)
+and of EAGLE-1, -2 and -3 (SafeAILab/EAGLE), and the adapters of Kangaroo's authors.
+
+Shapes: K draft vocabulary, V vocabulary.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from kangaroo.heads import adapter_files, official
+from kangaroo.heads.base import Trainable
+from kangaroo.heads.eagle3_head import Eagle3Head, Eagle3HeadConfig, fused_taps
+from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
+from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
+from kangaroo.models.target import TargetModel
+from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
+
+WEIGHTS, CONFIG = "pytorch_model.bin", adapter_files.CONFIG
+SAFETENSORS = "model.safetensors"  # saved by newer versions of accelerate instead
+FILES = (WEIGHTS, SAFETENSORS, "medusa_lm_head.pt", "medusa_lm_head.safetensors")
+WRAPPED = "module."  # prefix of all names if training in several processes saved the checkpoint
+FREQUENCIES = "rotary_emb.inv_freq"  # saved by older versions of transformers
+LAYER = {  # the parts of a decoder layer, and their names here
+    **{f"self_attn.{x}_proj": f"attention.{x}_proj" for x in "qkvo"},
+    **{f"mlp.{x}_proj": f"feed_forward.{x}_proj" for x in ("gate", "up", "down")},
+    "post_attention_layernorm": "middle_norm",
+}
+EAGLE = {"fc": "join"} | {f"layers.0.{name}": ours for name, ours in LAYER.items()}
+EAGLE3 = {"fc": "fuse", "norm": "head_norm", "lm_head": "head"} | {
+    f"midlayer.{name}": ours
+    for name, ours in LAYER.items()
+    | {"input_layernorm": "embedding_norm", "hidden_norm": "state_norm"}.items()
+}
+# How often the guesses of Medusa's heads for Vicuna-7B are right, by rank; from the accuracies that
+# their authors measured (assets/medusa_acc.csv of their repository, "7b").
+GUESSES = [
+    [0.560, 0.111, 0.055, 0.033, 0.020],
+    [0.316, 0.107, 0.062, 0.043, 0.034],
+    [0.201, 0.087, 0.060, 0.036, 0.033],
+    [0.147, 0.078, 0.049, 0.037, 0.029],
+    [0.118, 0.069, 0.048, 0.038, 0.028],
+]
+Kind = TypeVar("Kind", bound=Trainable)
+State = dict[str, Tensor]
+
+
+@dataclass
+class Imported:
+    """A published head in its own dtype, the tokens that it drafts from, ascending (None is all),
+    facts for its config, and its provenance."""
+
+    adapter: Trainable
+    vocabulary_K: Tensor | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+
+
+def read(source: str, lm: TargetModel, exit_layer: int | None = None) -> Imported:
+    """The head in a folder or of a hub id, for a target that may be a `meta_model`; `exit_layer` is
+    for adapters of Kangaroo. Errors: `AdapterNotFound`, `CorruptFile`, `AdapterMismatch`, and
+    `ConfigError` for the exit layer."""
+    fix = "Pass source= a folder or hub id."
+    folder = adapter_files.find(source, (*FILES, CONFIG), fix)
+    path = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    if path is None:
+        raise AdapterNotFound(f"'{folder}' holds none of {', '.join(FILES)}: it is no checkpoint.")
+    state = {name.removeprefix(WRAPPED): tensor for name, tensor in _read_state(path).items()}
+    state = {name: tensor for name, tensor in state.items() if not name.endswith(FREQUENCIES)}
+    is_layer = any(name.startswith("layers.0.self_attn.") for name in state)
+    if is_layer and "fc.weight" not in state:
+        layer = official.exit_layer(exit_layer, lm)
+        adapter = official.fitted(path, state, _read_config(path), lm, layer)
+        imported = Imported(adapter)
+    elif exit_layer is not None:
+        raise ConfigError(
+            f"exit_layer={exit_layer} is for adapters of Kangaroo, and '{path}' holds another "
+            "method's head. Leave it out."
+        )
+    elif is_layer:
+        imported = _eagle(path, state, lm)
+    elif any(name.startswith("midlayer.") for name in state):
+        imported = _eagle3(path, state, lm)
+    elif all(re.match(r"\d+\.\d+\.", name) for name in state):
+        imported = _medusa(path, state, lm)
+    else:
+        raise AdapterMismatch(
+            f"'{path}' has the layout of no head that is known (Kangaroo, Medusa-1, EAGLE-1, -2 "
+            f"and -3): its tensors are {_few(list(state))}. Pass source= one of these."
+        )
+    if (name := adapter_files.not_finite(imported.adapter.state_dict())) is not None:
+        raise _unreadable(path, f"{name} holds numbers that are not finite")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    imported.origin = {"source": source, "file": path.name, "sha256": digest}
+    return imported
+
+
+def _medusa(path: Path, state: State, lm: TargetModel) -> Imported:
+    """`Head_k(x + SiLU(W_k x + b_k))`, saved as a list of sequences of a block and a head."""
+    count = 1 + max(int(name.split(".")[0]) for name in state)
+    names = {f"{k}.0.linear": f"blocks.{k}" for k in range(count)}
+    names |= {f"{k}.1": f"heads.{k}" for k in range(count)}
+    with torch.device("meta"):
+        heads = MedusaHeads(lm, MedusaHeadsConfig(heads=count, bias=True))
+    heads = _fitted(heads, path, state, names, lm)
+    guesses = [GUESSES[min(k, len(GUESSES) - 1)] for k in range(count)]
+    return Imported(heads, facts={"guesses": guesses})
+
+
+def _eagle(path: Path, state: State, lm: TargetModel) -> Imported:
+    config = _fitting_config(path, lm)
+    parts = EagleHeadConfig(sees_first=False, rope_base=_rope_base(path, config, lm))
+    with torch.device("meta"):
+        head = EagleHead(lm, parts)
+    return Imported(_fitted(head, path, state, EAGLE, lm))
+
+
+def _eagle3(path: Path, state: State, lm: TargetModel) -> Imported:
+    config = _fitting_config(path, lm)
+    outputs = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
+    taps = fused_taps(lm.n_layers)
+    if outputs and tuple(layer + 1 for layer in outputs) != taps:
+        raise AdapterMismatch(
+            f"the {CONFIG} beside '{path}' fuses the outputs of layers {outputs}; here they are "
+            f"{[tap - 1 for tap in taps]}, as in the released code. Pass source= another head."
+        )
+    vocabulary_K = _draft_vocabulary(path, state, lm)
+    parts = Eagle3HeadConfig(rope_base=_rope_base(path, config, lm))
+    if config.intermediate_size != lm.config.intermediate_size:
+        parts.feed_forward_size = config.intermediate_size
+    with torch.device("meta"):
+        head = Eagle3Head(lm, parts, vocabulary_K)
+    return Imported(_fitted(head, path, state, EAGLE3, lm), vocabulary_K)
+
+
+def _draft_vocabulary(path: Path, state: State, lm: TargetModel) -> Tensor | None:
+    """The tokens of the head's rows, which are put in ascending order; None if it has all. `d2t`
+    holds what each row's number lacks to its token, and `t2d` which tokens are among them."""
+    inside_V, size = state.pop("t2d", None), lm.config.vocab_size
+    if "d2t" not in state:
+        return None
+    offsets_K, head_KD = state.pop("d2t"), state.get("lm_head.weight")
+    tokens_K, order_K = (torch.arange(len(offsets_K)) + offsets_K.long()).sort()
+    faults = []
+    if inside_V is not None and len(inside_V) != size:
+        faults.append(f"t2d is of {len(inside_V)} tokens, and the target has {size}")
+    elif inside_V is not None and not torch.equal(inside_V.bool().nonzero()[:, 0], tokens_K):
+        faults.append("t2d and d2t name different tokens")
+    if len(tokens_K) and not (tokens_K[0] >= 0 and tokens_K[-1] < size):
+        faults.append(f"d2t names token {int(tokens_K[-1])}, and the target has {size}")
+    if len(tokens_K.unique()) < len(tokens_K):
+        faults.append("d2t names a token twice")
+    if head_KD is not None and len(head_KD) != len(tokens_K):
+        faults.append(f"lm_head has {len(head_KD)} rows, and d2t {len(tokens_K)}")
+    if faults:
+        raise _misfit(path, lm, faults)
+    if head_KD is not None:
+        state["lm_head.weight"] = head_KD[order_K]
+    return tokens_K
+
+
+def _fitted(
+    adapter: Kind, path: Path, state: State, names: Mapping[str, str], lm: TargetModel
+) -> Kind:
+    """The adapter with a checkpoint's weights, whose parts have other `names` there. Biases that it
+    lacks are zero; embeddings are the target's. Errors: `AdapterMismatch`."""
+    theirs = {ours: name for name, ours in names.items()}
+    shapes = {"embed_tokens.weight": (lm.config.vocab_size, lm.config.hidden_size)}
+    weights, faults = dict[str, Tensor](), list[str]()
+    for ours, empty in adapter.state_dict().items():
+        part, _, kind = ours.rpartition(".")
+        name = f"{theirs.get(part, part)}.{kind}"
+        shapes[name] = (*empty.shape,)
+        if name in state:
+            weights[ours] = state[name]
+        elif kind == "bias":
+            weights[ours] = torch.zeros(empty.shape, dtype=next(iter(state.values())).dtype)
+        else:
+            faults.append(f"it lacks {name}")
+    for name, tensor in state.items():
+        if name not in shapes:
+            faults.append(f"{name} has no place")
+        elif tuple(tensor.shape) != shapes[name]:
+            faults.append(f"{name} is {list(tensor.shape)}, not {list(shapes[name])}")
+    if faults:
+        raise _misfit(path, lm, faults)
+    return adapter_files.assign_weights(adapter, weights, f"'{path}' cannot be used")
+
+
+def _fitting_config(path: Path, lm: TargetModel) -> LlamaConfig:
+    config = _read_config(path)
+    official.check_config(path, config, lm)
+    return config
+
+
+def _rope_base(path: Path, config: LlamaConfig, lm: TargetModel) -> float | None:
+    """The base of the head's rotation; None if it rotates like the target. The released code has
+    10,000 where its config gives none, for any target."""
+    ropes = (x.rope_parameters.items() for x in (config, lm.config))
+    rope, own = ({k: v for k, v in fields if k != "type"} for fields in ropes)
+    if rope == own:
+        return None
+    if rope["rope_type"] != "default":
+        raise AdapterMismatch(
+            f"the {CONFIG} beside '{path}' rotates by {rope}, and {lm.name} by {own}. Scaled RoPE "
+            "has to be the target's: pass model= the target that it was trained for."
+        )
+    return float(rope["rope_theta"])
+
+
+def _read_config(path: Path) -> LlamaConfig:
+    """The config beside a checkpoint."""
+    file = path.with_name(CONFIG)
+    if not file.is_file():
+        raise AdapterNotFound(
+            f"'{path.parent}' holds no {CONFIG}. Training by the authors' code leaves it out: copy "
+            "the one that was trained with (for Kangaroo its data/vicuna_7B_config.json) there."
+        )
+    try:
+        return LlamaConfig(**json.loads(file.read_text()))
+    except (ValueError, TypeError, StrictDataclassError) as error:  # no JSON, or no such Llama
+        raise _unreadable(file, str(error)) from error
+
+
+def _read_state(path: Path) -> State:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises anything on a truncated pickle
+        raise _unreadable(path, f"{type(error).__name__}: {error}".splitlines()[0]) from error
+    is_state = isinstance(state, dict) and all(isinstance(name, str) for name in state)
+    if not (is_state and state) or not all(isinstance(x, Tensor) for x in state.values()):
+        raise _unreadable(path, "it holds something other than a state dict of tensors")
+    return state
+
+
+def _unreadable(path: Path, reason: str) -> CorruptFile:
+    return CorruptFile(f"'{path}' cannot be read ({reason}). Fetch it again.")
+
+
+def _misfit(path: Path, lm: TargetModel, faults: list[str]) -> AdapterMismatch:
+    fix = f"Pass model= the target that it was trained for, not {lm.name}."
+    return AdapterMismatch(f"'{path}' does not fit this target: {_few(faults)}. {fix}")
+
+
+def _few(words: list[str]) -> str:
+    """The first of them."""
+    return ", ".join(words[:4]) + (f" and {len(words) - 4} more" if len(words) > 4 else "")
