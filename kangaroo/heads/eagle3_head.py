@@ -34,7 +34,7 @@ from kangaroo.utils.ranges import Count, Positive
 class Eagle3HeadConfig(base.HeadConfig):
     """The sizes in which an imported head may differ from the target's; null is the target's."""
 
-    feed_forward_size: Count | None = None
+    feed_forward_size: Count | None = None  # of the layer's feed-forward part
     rope_base: Positive | None = None  # of the layer's rotation
 
     drafter: ClassVar[str] = "eagle3"
