@@ -77,7 +77,8 @@ def tree_by_definition(
     "make, threshold, nodes, rows",
     [
         *((adapter_for, threshold, nodes, 2) for threshold, nodes in ((0, 30), (0.2, 30), (0, 5))),
-        *((make, 0, nodes, rows) for make in HEADS for nodes, rows in ((5, 2), (14, 1))),
+        *((make, 0, 5, 2) for make in HEADS),
+        *(pytest.param(make, 0, 14, 1, marks=pytest.mark.slow) for make in HEADS),
     ],
 )
 def test_the_tree_is_the_one_of_the_definition(case, sampling, make, threshold, nodes, rows):

@@ -81,7 +81,7 @@ def test_states_are_normed_before_the_head_whoever_multiplies():
     assert torch.equal(head.choose(x_MD)[0][:, 0], trained.head_norm(x_MD))
 
 
-@pytest.mark.parametrize("vocabulary", [None, 40])
+@pytest.mark.parametrize("vocabulary", [pytest.param(None, marks=pytest.mark.slow), 40])
 def test_training_saves_a_head_that_decodes(tmp_path, vocabulary):
     lm = tiny("llama", deep_scale=0.5)
     texts = helpers.vanilla_texts(lm, random_prompts(*[6] * 14), 40)
