@@ -128,6 +128,9 @@ class Eagle3Head(Layer):
     def read_deep(self, lm: TargetModel, states: Sequence[Tensor]) -> Tensor:
         return self.fuse(torch.cat([state.to(self.fuse.weight.device) for state in states], -1))
 
+    def placed(self, meta: ForwardMeta) -> ForwardMeta:
+        return as_released(meta, sees_first=False, rope_base=self.architecture.rope_base)
+
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         """What queries, keys and values read, `[B, N, 2 D]`."""
         return torch.cat([self.embedding_norm(f_BND), self.state_norm(deep_BND)], -1)
@@ -143,7 +146,7 @@ class Eagle3Head(Layer):
         assert self.attention and self.feed_forward and self.middle_norm and deep_BND is not None
         if not isinstance(past, DynamicCache):
             meta = meta.within(self.attention_window)
-        meta = as_released(meta, sees_first=False, rope_base=self.architecture.rope_base)
+        meta = self.placed(meta)
         attended_BND, _ = self.attention(
             hidden_states=self.mix_inputs(f_BND, deep_BND),
             position_embeddings=meta.rope,

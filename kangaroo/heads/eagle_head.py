@@ -14,10 +14,9 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache
 from typing_extensions import Self
 
-from kangaroo.engine.cache import BlockCache, ForwardMeta
+from kangaroo.engine.cache import ForwardMeta
 from kangaroo.heads import base
 from kangaroo.heads.eagle_layer import as_released
 from kangaroo.heads.layer import Layer
@@ -69,18 +68,11 @@ class EagleHead(Layer):
         parts = self.architecture
         return super().accelerate(lm) if parts.sees_first and parts.rope_base is None else self
 
-    def forward(
-        self,
-        f_BND: Tensor,
-        deep_BND: Tensor | None,
-        meta: ForwardMeta,
-        past: BlockCache | DynamicCache | None,
-    ) -> Tensor:
-        """See `Layer.forward`."""
+    def placed(self, meta: ForwardMeta) -> ForwardMeta:
         parts = self.architecture
-        if not parts.sees_first or parts.rope_base is not None:
-            meta = as_released(meta.for_layer(self.windowed), parts.sees_first, parts.rope_base)
-        return super().forward(f_BND, deep_BND, meta, past)
+        if parts.sees_first and parts.rope_base is None:
+            return meta
+        return as_released(meta.for_layer(self.windowed), parts.sees_first, parts.rope_base)
 
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         assert deep_BND is not None

@@ -73,6 +73,10 @@ class Layer(Trainable):
         """The deep state `[B, N, D]` that it reads, from the target's at `deep_taps`."""
         return lm.norm(states[0])
 
+    def placed(self, meta: ForwardMeta) -> ForwardMeta:
+        """The block as this layer reads it."""
+        return meta
+
     @abstractmethod
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         """The layer's input `[B, N, D]`; see `forward`."""
@@ -88,6 +92,7 @@ class Layer(Trainable):
         states of the previous tokens, zeros at the start of a text. Keys and values go to `past`,
         in training (`DynamicCache`) step by step; None attends to the block alone."""
         x_BND = self.mix_inputs(f_BND, deep_BND)
+        meta = self.placed(meta)
         fast_layers = self.fast_layers
         if not isinstance(past, DynamicCache):
             meta = meta.for_layer(self.windowed)
