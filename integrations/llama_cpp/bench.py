@@ -35,8 +35,11 @@ def main() -> None:
     bench, longest = BenchConfig(path=options.questions), lm.context - options.tokens
     prompts = question_prompts(tokenizer, options.prompts, bench, longest)
     methods = {"vanilla": partial(write_by_engine, Engine(lm, Vanilla()))}
-    for name in options.drafter:
-        drafter = drafter_config(name, config.name, {}).build(lm)
+    drafters: dict[str, dict[str, str]] = {name: {} for name in options.drafter}
+    if options.draft_model:
+        drafters["draft_model"] = {"model": options.draft_model}
+    for name, settings in drafters.items():
+        drafter = drafter_config(name, config.name, settings).build(lm)
         methods[name] = partial(write_by_engine, Engine(lm, drafter))
     context = max(map(len, prompts)) + options.tokens
     with ExitStack() as processes:
@@ -57,6 +60,7 @@ def parsed_options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--drafter", nargs="+", default=["hybrid"], help="names of configs/drafter")
+    parser.add_argument("--draft-model", help="a smaller model's GGUF file, which drafts for both")
     parser.add_argument("--llama-server", help="a program that was built here, not xllamacpp")
     parser.add_argument(
         "--speculation",
@@ -65,8 +69,10 @@ def parsed_options() -> argparse.Namespace:
         help="types that llama-server speculates with, as ngram-simple, beside its plain decoding",
     )
     options = parser.parse_args()
-    if options.speculation and options.llama_server is None:
-        parser.error("--speculation needs --llama-server: xllamacpp's has no such option")
+    if (options.speculation or options.draft_model) and options.llama_server is None:
+        parser.error(
+            "--speculation and --draft-model need --llama-server: xllamacpp's has no such options"
+        )
     return options
 
 
@@ -85,6 +91,9 @@ def llama_servers(
         servers[f"llama.cpp, {name}"] = (file, [])
     for kind in options.speculation:  # of the last file, which its users have
         servers[f"llama.cpp, {kind}"] = (file, ["--spec-type", kind])
+    if options.draft_model:
+        flags = ["--spec-type", "draft-simple", "--model-draft", options.draft_model]
+        servers["llama.cpp, draft_model"] = (file, flags)
     return servers
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from kangaroo.cpu.blocks import PLAIN, Weight, kind_of, native_layers, native_weights
@@ -36,6 +37,8 @@ class CpuBackend(Backend):
         head = Head(self.library, weight, self.sizes)
         if rounds and kind_of(weight) == PLAIN and self.multiplies_bytes(weight.dtype):
             head.round()
+        if rounds and isinstance(weight_OD, PackedMatrix) and kind_of(weight) == Kind.Q8_0:
+            head.round(weight_OD)
         return head
 
     def fusing(self, norms: Sequence[Tensor], weight: Tensor) -> Fusing:

@@ -48,11 +48,11 @@ def kind_of(weight: Weight | None) -> int:
     return IN_BYTES if weight is not None and weight.dtype == torch.int8 else PLAIN
 
 
-def size_of(library: CDLL, matrix: PackedMatrix) -> int:
+def size_of(library: CDLL, kind: int, shape: torch.Size) -> int:
     """The bytes that a matrix takes in native code; 0 for a kind that it does not multiply."""
     call = library.packed_size
     call.argtypes, call.restype = [c_int64] * 3, c_int64
-    return call(int(matrix.kind), *matrix.shape)
+    return call(kind, *shape)
 
 
 def native_weights(library: CDLL, matrices: Iterable[PackedMatrix]) -> list[Weight]:
@@ -60,7 +60,7 @@ def native_weights(library: CDLL, matrices: Iterable[PackedMatrix]) -> list[Weig
     of a kind that it does not multiply, and of plain numbers, are widened."""
     matrices = list(matrices)
     new = list({id(matrix): matrix for matrix in matrices if matrix not in _known}.values())
-    packed = [size_of(library, matrix) for matrix in new]
+    packed = [size_of(library, int(matrix.kind), matrix.shape) for matrix in new]
     widened = [matrix.shape.numel() * matrix.dtype.itemsize for matrix in new]
     sizes = [size or wide for size, wide in zip(packed, widened, strict=True)]
     pack = library.pack

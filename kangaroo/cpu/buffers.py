@@ -93,7 +93,9 @@ class DraftBuffers:
         head = lm.fast_head
         table = matrix_of(lm.hf.model.embed_tokens)
         assert isinstance(lm.backend, CpuBackend) and isinstance(head, native.Head)
-        if isinstance(table, PackedMatrix) and not size_of(lm.backend.library, table):
+        if isinstance(table, PackedMatrix) and not size_of(
+            lm.backend.library, int(table.kind), table.shape
+        ):
             table = table.widened()
         self.table = table.blocks_OB if isinstance(table, PackedMatrix) else table  # kept, too
         return structs.Target(

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from ctypes import CDLL, Array, byref
+from ctypes import CDLL, Array, byref, c_int64, c_void_p
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -25,11 +25,12 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from kangaroo.cpu import structs
-from kangaroo.cpu.blocks import Weight, kind_of
+from kangaroo.cpu.blocks import IN_BYTES, Weight, kind_of, size_of
 from kangaroo.cpu.compiling import build, compiler, supported
 from kangaroo.cpu.huge_pages import move_to_huge_pages
 from kangaroo.engine.backend import Layers, LayerWeights, Sizes
 from kangaroo.engine.cache import ForwardMeta, KVCache
+from kangaroo.models.packed import PackedMatrix
 
 log = logging.getLogger(__name__)
 
@@ -227,21 +228,32 @@ class Head:
         )
         return logits_MO
 
-    def round(self) -> None:
-        """Let greedy decoding read rows in bytes, and in full only those of tokens that may be the
-        likeliest (`Rough` in `cpp/sampling.h`). The weights must not change after this."""
+    def round(self, matrix: PackedMatrix | None = None) -> None:
+        """Let greedy decoding read rows in fewer bits, and in full only those of tokens that may be
+        the likeliest (`Rough` in `cpp/sampling.h`): in bytes, or of a `matrix` of Q8_0's blocks in
+        five bits. The weights must not change after this."""
         outputs, width = self.weight_OD.shape
-        self.bytes_OD = torch.empty(outputs, width, dtype=torch.int8)
-        # what 1 is worth in a row, and how wrong it may be
+        kind = IN_BYTES if matrix is None else int(Kind.Q5_1)
+        size = outputs * width if matrix is None else size_of(self.library, kind, matrix.shape)
+        self.few_bits = torch.empty(size, dtype=torch.int8)
+        # what 1 is worth in a row of bytes, and how wrong a row may be
         self.limits_2O = torch.empty(2, -(-outputs // 16) * 16)
-        move_to_huge_pages([self.bytes_OD, self.limits_2O])
+        move_to_huge_pages([self.few_bits, self.limits_2O])
         self.rough = structs.Rough(
-            weight=pointer(self.bytes_OD),
+            weight=pointer(self.few_bits),
+            kind=kind,
             scales=pointer(self.limits_2O[0]),
             errors=pointer(self.limits_2O[1]),
-            passing=self.bytes_OD.nbytes > staying_bytes(),
+            passing=size > staying_bytes(),
         )
-        self._call("round_head")
+        if matrix is None:
+            self._call("round_head")
+        else:
+            blocks_OB = matrix.blocks_OB
+            call = self.library.round_blocks
+            call.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_void_p]
+            sizes = byref(sizes_struct(self.sizes))
+            call(sizes, blocks_OB.data_ptr(), blocks_OB.shape[1], outputs, byref(self.rough))
 
     def likeliest(self, x_MD: Tensor, norm: Tensor) -> Tensor | None:
         """See `backend.Head`; by the `rough` head, if there is one."""

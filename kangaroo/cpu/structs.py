@@ -35,9 +35,9 @@ class Head(Structure):
 
 
 class Rough(Structure):
-    """A head in bytes, with the limits of its errors (sampling.h)."""
+    """A head in fewer bits, with the limits of its errors (sampling.h)."""
 
-    _fields_ = _fields("p weight scales errors, i passing")
+    _fields_ = _fields("p weight, i kind, p scales errors, i passing")
 
 
 class Fusing(Structure):

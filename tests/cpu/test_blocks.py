@@ -85,3 +85,32 @@ def test_damaged_blocks_give_numbers_or_none_and_nothing_beyond_them(kind):
     logits_MO = head_of(damaged_OB, kind, torch.float32)(x_MD)
     others = [row for row in range(OUTPUTS) if row not in (20, 21)]
     assert torch.equal(logits_MO[:, others], expected_MO[:, others])
+
+
+@pytest.mark.parametrize("dtype", native.DTYPES)
+def test_the_likeliest_token_by_five_bits_is_that_of_all_eight(dtype):
+    """For states along what five bits leave out of a row, too: it may be the likeliest by this
+    alone. Of equal rows the first wins; scales of some are large, or infinite."""
+    library = native.library()
+    if library is None:
+        pytest.skip("needs a C++ compiler")
+    rng = np.random.default_rng(5)
+    blocks_OB = gguf.quantize(rng.standard_normal((1003, WIDTH), np.float32), Kind.Q8_0)
+    blocks_OB[503:] = blocks_OB[:500]
+    weight_OD = torch.from_numpy(gguf.dequantize(blocks_OB, Kind.Q8_0))
+    step_OP1 = weight_OD.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
+    lost_OD = (weight_OD.unflatten(1, (-1, 32)) / step_OP1).round().remainder(8).sub(3.5)
+    x_MD = torch.cat([states(70), (lost_OD * step_OP1).flatten(1)]).to(dtype)
+    heads = [blocks_OB, blocks_OB.copy(), blocks_OB.copy()]
+    heads[1][::7, 1] ^= 0x10  # another exponent
+    heads[2][300, :2] = np.array([np.inf], np.float16).view(np.uint8)
+    norm_D = torch.ones(WIDTH, dtype=dtype)
+    for blocks in heads:
+        linear = PackedLinear(torch.from_numpy(blocks), Kind.Q8_0, dtype)
+        head = CpuBackend(library, SIZES).head(linear, rounds=True)
+        assert head.rough.weight
+        whole_M = head.likeliest(x_MD, norm_D)  # so many tokens take the whole head
+        if blocks is not heads[2]:
+            assert torch.equal(whole_M, head(x_MD, norm_D).argmax(-1))
+        parts = x_MD[:1], x_MD[1:6], *x_MD[6:].split(64)
+        assert torch.equal(torch.cat([head.likeliest(x, norm_D) for x in parts]), whole_M)

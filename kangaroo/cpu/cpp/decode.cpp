@@ -110,5 +110,9 @@ extern "C" void pack(i64 kind, const Octet* from, i64 row_bytes, i64 rows, i64 w
   };
 }
 
+extern "C" void round_blocks(const Sizes* s, const Octet* head, i64 row_bytes, i64 outputs, const Rough* rough) {
+  round_blocks(*s, head, row_bytes, outputs, *rough);
+}
+
 EXPORT(float32, float)
 EXPORT(bfloat16, bf16)

@@ -31,7 +31,7 @@ template <int BITS, int COLUMNS, int PARTS_, bool SCALED, bool SHIFTED, int OFFS
 struct FormQ4_0 : Form<4, 32, 1, false, false, 8> { static constexpr int block = 18; };
 struct FormQ4_1 : Form<4, 32, 1, false, true, 0> { static constexpr int block = 20; };
 struct FormQ5_0 : Form<5, 32, 1, false, false, 16> { static constexpr int block = 22; };
-struct FormQ5_1 : Form<5, 32, 1, false, true, 0> { static constexpr int block = 24; };
+struct FormQ5_1 : Form<5, 32, 1, false, true, 0> { static constexpr int block = 24, kind = 7; };
 struct FormQ8_0 : Form<8, 16, 2, false, false, 128> { static constexpr int block = 34; };
 struct FormQ4_K : Form<4, 32, 8, true, true, 0> { static constexpr int block = 144; };
 struct FormQ5_K : Form<5, 32, 8, true, true, 0> { static constexpr int block = 176; };
@@ -43,7 +43,7 @@ template <class F> void with_form(i64 kind, F f) {
     case 2: return f(FormQ4_0{});
     case 3: return f(FormQ4_1{});
     case 6: return f(FormQ5_0{});
-    case 7: return f(FormQ5_1{});
+    case FormQ5_1::kind: return f(FormQ5_1{});
     case 8: return f(FormQ8_0{});
     case 12: return f(FormQ4_K{});
     case 13: return f(FormQ5_K{});
@@ -128,6 +128,14 @@ float widen_half(Half half) {
   const std::uint32_t bits = half & 0x7fff, sign = half & 0x8000;
   if (bits >= 0x7c00) return as_float(bits << 13 | 0x7f800000 | sign << 16);  // infinite, or no number
   return as_float(bits << 13) * (sign ? -0x1p112f : 0x1p112f);
+}
+
+// The nearest float16 towards zero; infinite where there is none.
+Half narrow_half(float number) {
+  std::uint32_t bits;
+  const float small = std::abs(number) * 0x1p-112f;
+  std::memcpy(&bits, &small, sizeof bits);
+  return std::min<std::uint32_t>(bits >> 13, 0x7c00) | (number < 0 ? 0x8000 : 0);
 }
 
 // Row i of blocks as a file has them, in numbers.

@@ -267,21 +267,19 @@ template <class T> class Round {
 
   void append(std::vector<T>& to, const T* states, i64 count) { to.insert(to.end(), states, states + count * D); }
 
-  // What the target writes after each token of the pass. Where an instruction multiplies bfloat16, many tokens take
-  // the time of arithmetic, which bytes do not save.
+  // What the target writes after each token of the pass.
   std::vector<Choice> target_choices(i64 total) {
-    bool by_limits = t.rough.weight && !r.keep && (PARTS > 1 || total <= ALONE);
+    bool by_limits = t.rough.pays(total) && !r.keep;
     std::vector<Noise> noises;
     for (i64 m = 0; m < total; m++) {
       const Draw& draw = r.draw[pass.rows[m]];
       by_limits &= draw.temperature == 0 || !draw.filtered(t.head.outputs);
       noises.emplace_back(draw, pass.angles[m] + 1);
     }
-    if constexpr (TAKES_BYTES<T>)
-      if (by_limits) {
-        const std::vector<i64> ids = read_likeliest(t.sizes, t.head, t.rough, pass.x.data(), noises, logits);
-        return choices_of(Head<T>{nullptr, nullptr, PLAIN, i64(ids.size()), ids.data()}, total, 0, false);
-      }
+    if (by_limits) {
+      const std::vector<i64> ids = read_likeliest(t.sizes, t.head, t.rough, pass.x.data(), noises, logits);
+      return choices_of(Head<T>{nullptr, nullptr, PLAIN, i64(ids.size()), ids.data()}, total, 0, false);
+    }
     return chosen(t.head, pass.x.data(), total, 0, r.keep > 0);
   }
 

@@ -111,12 +111,17 @@ struct Draw {
   bool filtered(i64 outputs) const { return (top_k > 0 && top_k < outputs) || top_p < 1; }
 };
 
-// A head in bytes, without norm, and how wrong the logits of its rows may be, as a share of the state's length; the
-// last row's again up to a whole block.
+// A head in fewer bits, bytes or blocks, without norm, and how wrong the logits of its rows may be, as a share of the
+// state's length; the last row's again up to a whole block.
 struct Rough {
-  Byte* weight;
+  void* weight;
+  i64 kind;
   float *scales, *errors;
   i64 passing;
+
+  // Whether it saves time for so many tokens. Where an instruction multiplies bfloat16, many take the time of
+  // arithmetic, which bytes do not save; and many tokens need many rows of blocks in full.
+  bool pays(i64 tokens) const { return weight && (kind == IN_BYTES ? PARTS > 1 || tokens <= ALONE : tokens <= 64); }
 };
 
 // Fills in the bytes, scales and errors of a head. A state is rounded, too, by half a step at most of each number
@@ -138,13 +143,45 @@ template <class T> void round_head(const Sizes& s, const Head<T>& head, const Ro
       const Floats rest = part - steps * scale;
       sizes += steps * steps, errors += rest * rest;
       for (i64 j = 0; n < head.outputs && j < std::min<i64>(LANES, width - k); j++)
-        rough.weight[n * width + k + j] = std::isfinite(steps[j]) ? steps[j] : 0;
+        ((Byte*)rough.weight)[n * width + k + j] = std::isfinite(steps[j]) ? steps[j] : 0;
     }
     const float size = std::sqrt(sum_of(sizes)) * scale, error = std::sqrt(sum_of(errors));
     const float all = 1.001f * (error + (size + error) * (state + sums));
     const bool limited = std::isfinite(all);  // not where weights are infinite or no numbers
     rough.scales[n] = limited ? scale : 0;
     rough.errors[n] = limited ? all : INFINITY;
+  };
+}
+
+// The same for a head of Q8_0's blocks, of which the upper five bits are kept (Q5_1's form). Both have the same tokens in
+// eight bits, which are longer than the states by a 43rd at most; sums of whole numbers from 0 on are in float32.
+void round_blocks(const Sizes& s, const Octet* head, i64 row_bytes, i64 outputs, const Rough& rough) {
+  constexpr float longer = 1.024f;
+  const i64 width = s.hidden, bytes = packed_bytes(FormQ5_1::kind, width);
+  PARALLEL_FOR(s.threads, block, blocks(outputs)) {
+    Octet* to = (Octet*)rough.weight + block * bytes;
+    float errors[LANES] = {}, sizes[LANES] = {};
+    for (i64 k = 0; k < width / 32; k++, to += FormQ5_1::bytes)
+      for (int i = 0; i < LANES; i++) {
+        Unpacked full, few;
+        unpack(FormQ8_0{}, head + std::min(block * LANES + i, outputs - 1) * row_bytes + k * FormQ8_0::block, full);
+        const float step = widen_half(full.d);
+        few.d = narrow_half(8 * step), few.m = narrow_half(-124.5f * step);
+        for (int j = 0; j < 32; j++) {
+          few.q[j] = full.q[j] / 8;
+          const float rest = step * (full.q[j] - 128) - (widen_half(few.d) * few.q[j] + widen_half(few.m));
+          errors[i] += rest * rest;
+        }
+        sizes[i] += 32 * 384 * 384 * step * step;  // of 255 and of 128 steps, whatever their signs
+        place<FormQ5_1>(few, i, to);
+      }
+    for (int i = 0; i < LANES; i++) {
+      const float sums = 2 * (width / 8 + 16) * 0x1p-22f;
+      const float all = 1.001f * longer * (std::sqrt(errors[i]) + std::sqrt(sizes[i]) * sums);
+      const bool limited = std::isfinite(all);
+      rough.errors[block * LANES + i] = limited ? all : INFINITY;
+      for (Octet* from = to - bytes; !limited && from < to; from += FormQ5_1::bytes) place<FormQ5_1>({}, i, from);
+    }
   };
 }
 
@@ -157,14 +194,14 @@ struct Noise {
 };
 
 // The tokens that may have the largest score after some states, in ascending order, and their logits, [tokens, count].
-// All rows are read in bytes, and then those rows themselves whose score may still be the largest.
+// All rows are read in fewer bits, and then those rows themselves whose score may still be the largest.
 template <class T>
 std::vector<i64> read_likeliest(const Sizes& s, const Head<T>& head, const Rough& rough, const T* x,
                                 const std::vector<Noise>& noises, std::vector<float>& logits) {
   const i64 tokens = noises.size();
   if (!tokens) return {};
   const i64 count = blocks(head.outputs);
-  const Head<T> in_bytes{nullptr, rough.weight, IN_BYTES, head.outputs, nullptr, rough.passing, rough.scales};
+  const Head<T> in_few_bits{nullptr, rough.weight, rough.kind, head.outputs, nullptr, rough.passing, rough.scales};
   const std::vector<T> states = normed(s, head.norm, x, tokens);
   std::vector<float> size(tokens), most(tokens * count), least(s.threads * tokens, NEVER);
   for (i64 m = 0; m < tokens; m++) {
@@ -176,7 +213,7 @@ std::vector<i64> read_likeliest(const Sizes& s, const Head<T>& head, const Rough
     size[m] = std::sqrt(sum_of(squares)) * 1.0001f;  // rounded up
   }
   multiply_head(
-      s, in_bytes, states.data(), tokens, count, [](i64 i) { return i * LANES; },
+      s, in_few_bits, states.data(), tokens, count, [](i64 i) { return i * LANES; },
       [&](i64 i, const float* sums) {
         float* own = &least[thread_number() * tokens];
         for (i64 m = 0; m < tokens; m++) {
@@ -383,11 +420,17 @@ Choice choose(const Head<T>& head, const float* logits, const Draw& draw, i64 po
 template <class T>
 void choose_likeliest(const Sizes& s, const Head<T>& head, const Rough& rough, const T* x, i64 tokens, i64* chosen) {
   std::vector<float> logits;
-  if constexpr (TAKES_BYTES<T>) {
-    const std::vector<i64> ids = read_likeliest(s, head, rough, x, std::vector<Noise>(tokens), logits);
-    const Head<T> few{nullptr, nullptr, PLAIN, i64(ids.size()), ids.data()};
-    for (i64 m = 0; m < tokens; m++) chosen[m] = choose(few, &logits[m * ids.size()], Draw{}, 0, 0, Kept{}).tokens[0];
+  std::vector<i64> ids;
+  Head<T> all{nullptr, nullptr, PLAIN, head.outputs};
+  if (rough.pays(tokens)) {
+    ids = read_likeliest(s, head, rough, x, std::vector<Noise>(tokens), logits);
+    all = {nullptr, nullptr, PLAIN, i64(ids.size()), ids.data()};
+  } else {
+    logits.resize(tokens * head.outputs);
+    read_out(s, head, x, tokens, logits.data());
   }
+  for (i64 m = 0; m < tokens; m++)
+    chosen[m] = choose(all, &logits[m * all.outputs], Draw{}, 0, 0, Kept{}).tokens[0];
 }
 
 }  // namespace
