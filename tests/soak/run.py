@@ -16,6 +16,7 @@ from cases import DRAFTERS, SCRIPTED, Case
 from helpers import ARCHITECTURES, BY_MODULES, VOCABULARY, adapter_for, tiny_model
 from tqdm import tqdm
 
+from kangaroo.api import load_target, model_config
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.clock import running
@@ -83,21 +84,35 @@ def target(family: str, device: str, dtype: torch.dtype = torch.float32) -> Targ
     return lm.compile_for_decoding() if family.endswith(COMPILED) else lm
 
 
+@cache
+def loaded(model: str) -> TargetModel:
+    return load_target(model_config(model))[0]
+
+
 @lru_cache(1)  # its drafters come one after the other
 def setting_of(
-    number: int, seed: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+    number: int,
+    seed: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    model: str | None = None,
 ) -> Setting:
     """Every family with every sampling, in turn: prompts of random tokens. Usually one token of
     vanilla's texts is made the EOS, which ends them, and drafts, in the middle. In half precision
-    only native code and kernels keep the promise, for prompts that enter in the same chunks."""
+    only native code and kernels keep the promise, for prompts that enter in the same chunks. A
+    `model` takes the families' place, as it is loaded."""
     exact, rng = dtype == torch.float32, Random(f"{seed}/tiny/{number}")
     families = [name for name in FAMILIES if exact or name.endswith(COMPILED)]
     family, sampling = families[number % len(families)], list(SAMPLINGS)[number % len(SAMPLINGS)]
-    lm, requests = target(family, device, dtype), []
+    lm = loaded(model) if model else target(family, device, dtype)
+    exact, family = lm.dtype == torch.float32, model or family
+    requests = []
     for _ in range(REQUESTS):
         prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(*PROMPT))]
         requests.append(Request(prompt, rng.randint(*LIMIT), rng.randrange(1 << 31)))
-    done = dict(Engine(lm, Vanilla()).completions(requests, SAMPLINGS[sampling], 1))
+    vanilla = Engine(lm, Vanilla())
+    vanilla.eos_ids = frozenset()
+    done = dict(vanilla.completions(requests, SAMPLINGS[sampling], 1))
     texts, eos_ids = [done[index].tokens for index in range(REQUESTS)], frozenset[int]()
     if rng.random() < EOS_SHARE:
         longest = max(texts, key=len)
@@ -114,6 +129,7 @@ def soak(
     seed: int = 0,
     device: str = "cpu",
     dtype: Dtype = Dtype.float32,
+    model: str | None = None,
 ) -> dict[str, Any]:
     """Decode by each drafter in turn until so many tokens are compared. Write `certificate.json`
     and `certificate.md`, and return the former. Errors: `NotLossless`, after all is written."""
@@ -122,10 +138,12 @@ def soak(
     with tqdm(total=tokens, unit_scale=True) as bar:
         while bar.n < tokens:
             number, name = next(cases)
-            setting = setting_of(number, seed, device, dtype.torch)
+            setting = setting_of(number, seed, device, dtype.torch, model)
             cells.append(decode(number, name, setting, builds[name], seed))
             bar.update(cells[-1]["tokens"])
     settings = {"seed": seed, "device": device, "dtype": dtype.value}
+    if model:
+        settings["model"] = model
     certificate = certify(cells) | {"settings": settings, "provenance": began}
     certificate["finished"] = provenance()["time"]
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """A million tokens by every drafter, compared with vanilla's: `make soak` (docs/evaluation.md).
 
-SOAK_TOKENS, SOAK_SEED, SOAK_DEVICE and SOAK_DTYPE in the environment change how much is decoded,
-and by which targets; SOAK_OUTPUT is the folder of the certificate.
+SOAK_TOKENS, SOAK_SEED, SOAK_DEVICE, SOAK_DTYPE and SOAK_MODEL in the environment change how much
+is decoded, and by which targets; SOAK_OUTPUT is the folder of the certificate.
 """
 
 import json
@@ -25,7 +25,7 @@ from kangaroo.utils.errors import NotLossless
 from soak import run
 from soak.run import FAMILIES, SAMPLINGS, SOAKED, setting_of
 
-OPTIONS = {"tokens": int, "seed": int, "device": str, "dtype": Dtype}
+OPTIONS = {"tokens": int, "seed": int, "device": str, "dtype": Dtype, "model": str}
 
 
 @pytest.mark.soak
