@@ -15,14 +15,13 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache
 from typing_extensions import Self
 
 from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import new_head
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.heads.layer import at_step, shift_right
+from kangaroo.heads.layer import shift_right
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Count, DraftSize
 
@@ -94,7 +93,7 @@ class BlockHead(Adapter):
 
     def states(self, taps: Taps, deep_BTD: Tensor, meta: ForwardMeta, steps: int) -> list[Tensor]:
         """See `Trainable.states`; draft step k is place k."""
-        past = DynamicCache()
+        past = self.draft_steps(meta)
         f_BTD = taps[self.exit_layer]
         positions_RT = meta.positions_RT
         meta = meta.for_layer(self.windowed)
@@ -104,7 +103,6 @@ class BlockHead(Adapter):
         for step in range(2, steps + 1):
             f_BTD = shift_right(f_BTD, positions_RT)
             deep_BTD = shift_right(deep_BTD, positions_RT)
-            step_meta = at_step(meta, step, f_BTD)
-            state_BTD = self(f_BTD + self.places[step - 2], deep_BTD, step_meta, past)
+            state_BTD = self(f_BTD + self.places[step - 2], deep_BTD, meta, past)
             states.append(torch.cat([state_BTD, neighbours_BTR], -1))
         return states

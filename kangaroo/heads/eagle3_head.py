@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from typing_extensions import Self
 
@@ -26,6 +26,7 @@ from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.eagle_layer import as_released
 from kangaroo.heads.layer import Layer
 from kangaroo.models.attention import ATTENTION
+from kangaroo.models.draft_steps import DraftSteps
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Count, Positive
 
@@ -86,6 +87,7 @@ class Eagle3Head(Layer):
         self.deep_taps = fused_taps(lm.n_layers)
         self.taps = 0, *self.deep_taps
         self.windowed = False
+        self.first_seen = 1
         size, eps = lm.config.hidden_size, lm.config.rms_norm_eps
         llama = LlamaConfig(
             hidden_size=size,
@@ -140,17 +142,17 @@ class Eagle3Head(Layer):
         f_BND: Tensor,
         deep_BND: Tensor | None,
         meta: ForwardMeta,
-        past: BlockCache | DynamicCache | None,
+        past: BlockCache | DraftSteps | None,
     ) -> Tensor:
         """The states for the head's norm, and for the next token; see `Layer.forward`."""
         assert self.attention and self.feed_forward and self.middle_norm and deep_BND is not None
-        if not isinstance(past, DynamicCache):
+        if not isinstance(past, DraftSteps):
             meta = meta.within(self.attention_window)
         meta = self.placed(meta)
         attended_BND, _ = self.attention(
             hidden_states=self.mix_inputs(f_BND, deep_BND),
             position_embeddings=meta.rope,
-            attention_mask=meta.bias_R1TE,
+            attention_mask=past if isinstance(past, DraftSteps) else meta.bias_R1TE,
             past_key_values=past,
         )
         x_BND = deep_BND + attended_BND

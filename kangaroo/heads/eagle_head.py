@@ -58,6 +58,7 @@ class EagleHead(Layer):
     def __init__(self, lm: TargetModel, architecture: EagleHeadConfig | None = None):
         parts, deepest = architecture or EagleHeadConfig(), lm.n_layers
         super().__init__(lm, parts, 0, deepest, like=deepest - 1)
+        self.first_seen = 0 if parts.sees_first else 1
         size = lm.config.hidden_size
         self.join = nn.Linear(2 * size, size)
         self.attention = self.new_attention(lm)

@@ -5,19 +5,17 @@ Shapes: B rows, R rows of a block (1 or B), N tokens of a block, T tokens of a t
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache
 from typing_extensions import Self
 
 from kangaroo.engine.backend import Fusing, Layers, LayerWeights, Matrix
 from kangaroo.engine.cache import BlockCache, ForwardMeta, Taps
 from kangaroo.heads.base import HeadConfig, Trainable
 from kangaroo.models import layer_weights as weights
+from kangaroo.models.draft_steps import DraftSteps
 from kangaroo.models.target import TargetModel
 
 
@@ -32,6 +30,7 @@ class Layer(Trainable):
 
     int8 = False
     mixes_natively = True
+    first_seen = 0  # the first token of a text that others see
 
     def __init__(
         self, lm: TargetModel, parts: HeadConfig, exit_layer: int, deep_tap: int | None, like: int
@@ -86,15 +85,15 @@ class Layer(Trainable):
         f_BND: Tensor,
         deep_BND: Tensor | None,
         meta: ForwardMeta,
-        past: BlockCache | DynamicCache | None,
+        past: BlockCache | DraftSteps | None,
     ) -> Tensor:
         """The states `[B, N, D]` for a head, from the exit states `f` and, with a `deep_tap`, deep
         states of the previous tokens, zeros at the start of a text. Keys and values go to `past`,
-        in training (`DynamicCache`) step by step; None attends to the block alone."""
+        in training (`DraftSteps`) step by step; None attends to the block alone."""
         x_BND = self.mix_inputs(f_BND, deep_BND)
         meta = self.placed(meta)
         fast_layers = self.fast_layers
-        if not isinstance(past, DynamicCache):
+        if not isinstance(past, DraftSteps):
             meta = meta.for_layer(self.windowed)
             if fast_layers and past is not None and fast_layers.takes(x_BND, past.cache, meta):
                 norm_D = getattr(self.norm, "weight", None)
@@ -104,7 +103,7 @@ class Layer(Trainable):
             attended_BND, _ = attention(
                 hidden_states=x_BND if norm is None else norm(x_BND),
                 position_embeddings=meta.rope,
-                attention_mask=meta.bias_R1TE,
+                attention_mask=past if isinstance(past, DraftSteps) else meta.bias_R1TE,
                 past_key_values=past,
             )
             x_BND = x_BND + self.residual_multiplier * attended_BND
@@ -129,17 +128,23 @@ class Layer(Trainable):
         else:
             self(f_BND, deep_BND, meta, past)
 
+    def draft_steps(self, meta: ForwardMeta) -> DraftSteps:
+        """What its attention reads of the draft steps of whole texts, before the first."""
+        meta = meta.for_layer(self.windowed)
+        causal_from = self.first_seen if meta.bias_R1TE is None else None
+        return DraftSteps(self.placed(meta).bias_R1TE, causal_from)
+
     def states(self, taps: Taps, deep_BTD: Tensor, meta: ForwardMeta, steps: int) -> list[Tensor]:
         """Drafts read the target's deep states up to their start, then the layer's own. As in
         decoding, keys before a draft are those of step 1, and in it those of each token's step
         (training-time test, EAGLE-3, arXiv 2503.01840)."""
         f_BTD = taps[self.exit_layer]
-        past = DynamicCache()
+        past = self.draft_steps(meta)
         meta = meta.for_layer(self.windowed)
         states: list[Tensor] = []
-        for step in range(1, steps + 1):
+        for _ in range(steps):
             deep_BTD = shift_right(deep_BTD, meta.positions_RT)
-            deep_BTD = self(f_BTD, deep_BTD, at_step(meta, step, f_BTD), past)
+            deep_BTD = self(f_BTD, deep_BTD, meta, past)
             states.append(deep_BTD)
         return states
 
@@ -169,24 +174,6 @@ class Layer(Trainable):
         stack: list[LayerWeights[Matrix]] = [LayerWeights(**x) for x in layers]
         self.fast_layers = lm.backend.layers(stack, window=self.attention_window)
         return self
-
-
-def at_step(meta: ForwardMeta, step: int, like: Tensor) -> ForwardMeta:
-    """The block of a text at a draft step, whose keys follow those of all earlier steps."""
-    if step == 1:
-        return meta
-    if meta.bias_R1TE is None:
-        width = meta.positions_RT.shape[1]
-        visible_RTT = meta.positions_RT.new_ones(1, width, width, dtype=torch.bool).tril()
-    else:
-        bias_RTT = meta.bias_R1TE[:, 0]
-        visible_RTT = bias_RTT if bias_RTT.dtype == torch.bool else bias_RTT == 0
-    # keys of step 1 lie before the draft; of each later step there is one, the draft's token
-    by_step = [visible_RTT.tril(1 - step)]
-    by_step += [visible_RTT.tril(offset).triu(offset) for offset in range(2 - step, 1)]
-    hidden_RTE = ~torch.cat(by_step, -1)
-    bias_RTE = like.new_zeros(hidden_RTE.shape).masked_fill_(hidden_RTE, -torch.inf)
-    return replace(meta, bias_R1TE=bias_RTE[:, None])
 
 
 def shift_right(x_BTD: Tensor, positions_RT: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias
 
+from kangaroo.models.draft_steps import DraftSteps
+
 ATTENTION = "kangaroo"  # the name under which `attention` is registered with transformers
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -22,15 +24,23 @@ def attention(
     q_RHTC: Tensor,
     k_RKEC: Tensor,
     v_RKEC: Tensor,
-    bias_R1TE: Tensor | None,
+    bias_R1TE: Tensor | DraftSteps | None,
     scaling: float,
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention that never expands grouped keys and values: a group's query
-    heads become further query positions of its key head. `bias_R1TE` is that of `ForwardMeta`, and
-    `softcap` bounds the scores before masking (Gemma 2, arXiv 2408.00118). Returns the output
+    heads become further query positions of its key head. `bias_R1TE` is that of `ForwardMeta`, or
+    in training all draft steps, which then have the keys and values of this one, too. `softcap`
+    bounds the scores before masking (Gemma 2, arXiv 2408.00118). Returns the output
     `[R, T, H, C]` and, as transformers expects, no weights."""
+    if isinstance(bias_R1TE, DraftSteps):
+        steps = bias_R1TE
+        layer: Any = module.layer_idx
+        out_RHTC = None if softcap else steps.attend(layer, q_RHTC, scaling)
+        if out_RHTC is not None:
+            return out_RHTC.transpose(1, 2), None
+        k_RKEC, v_RKEC, bias_R1TE = steps.joined(layer)
     rows, heads, width, size = q_RHTC.shape
     kv_heads, extent = k_RKEC.shape[1:3]
     group = heads // kv_heads

@@ -18,7 +18,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 # A module may import those of its own row and of the rows above it; a folder stands for all of its
 # modules. docs/architecture.md says what each holds.
 ORDER = [
-    {"utils", "cpu.huge_pages", "cpu.compiling"},
+    {"utils", "cpu.huge_pages", "cpu.compiling", "models.draft_steps"},
     {"engine.cache", "engine.sampling", "models.attention", "models.packed", "models.supported"},
     {"engine.tree", "engine.topk_logits", "engine.requests", "models.prompts"},
     {"engine.verify", "engine.budget", "engine.backend", "cpu.structs"},
