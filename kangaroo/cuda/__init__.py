@@ -3,12 +3,16 @@ imported only where it can decode.
 """
 
 import logging
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
 import torch
 
+from kangaroo.cuda.graphs import Graphs
+from kangaroo.cuda.launching import NO_PDL
 from kangaroo.engine.backend import LayerWeights, Sizes
 from kangaroo.engine.cache import ForwardMeta, KVCache
 
@@ -29,13 +33,19 @@ def fix_precision() -> None:
     products.allow_fp16_accumulation = False
 
 
-def runs_layers(dtype: torch.dtype, sizes: Sizes, is_plain: bool, device: torch.device) -> bool:
-    """Whether the kernels can run such layers here; a warning says why not. A plain model uses
-    SiLU, and has no hooks and no other weights than usual."""
+def runs_layers(
+    dtype: torch.dtype,
+    sizes: Sizes,
+    is_plain: bool,
+    device: torch.device,
+    graphs: Graphs | None = None,
+) -> bool:
+    """Whether the kernels can run such layers here, and `graphs` record them; a warning says why
+    not. A plain model uses SiLU, and has no hooks and no other weights than usual."""
     reason = reason_against(sizes, is_plain, device)
     if reason is None:
         try:
-            try_out(dtype, sizes, device)
+            try_out(dtype, sizes, device, graphs)
             return True
         except Exception as error:  # Triton's, its compilers' or the driver's
             lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -44,8 +54,9 @@ def runs_layers(dtype: torch.dtype, sizes: Sizes, is_plain: bool, device: torch.
     return False
 
 
-def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> None:
-    """Run a layer and a small head, since compiling may fail. Errors: Triton's."""
+def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device, graphs: Graphs | None) -> None:
+    """Run a layer and a small head, since compiling may fail, and record the layer. Errors:
+    Triton's, and the driver's."""
     from kangaroo.cuda.layers import Head, Stack
 
     size = sizes.head_size
@@ -77,9 +88,26 @@ def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device) -> None:
     )
     with torch.no_grad():
         stack = Stack([layer], sizes)
-        x_RTD = stack(zeros(1, 1, hidden), cache, meta, range(1), final_norm=norm)
+        run = partial(stack, zeros(1, 1, hidden), cache, meta, range(1), final_norm=norm)
+        x_RTD = run()
+        if graphs is not None:
+            record(graphs, run)
         stack.run_text(x_RTD, replace(meta, bias_R1TE=None), range(1))
         Head(q, sizes).choose(x_RTD)
+
+
+def record(graphs: Graphs, work: Callable[[], object]) -> None:
+    """Record work of kernels once. Where that fails, as old drivers may where one kernel begins
+    before another has ended (programmatic edges), all kernels do without that from now on."""
+    try:
+        graphs.record(work)
+    except RuntimeError as error:
+        if os.environ.get(NO_PDL):
+            raise
+        os.environ[NO_PDL] = "1"
+        graphs.record(work)
+        reason = str(error).strip().splitlines()[0]
+        log.warning("a kernel waits for the end of the one before, which is slower: %s", reason)
 
 
 def reason_against(sizes: Sizes, is_plain: bool, device: torch.device) -> str | None:

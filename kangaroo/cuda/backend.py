@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kangaroo.cuda.graphs import Graphs
 from kangaroo.engine.backend import Backend, Fusing, Key, LayerWeights, Matrix, Sizes
 from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two, tensors_in, with_tensors
+from kangaroo.engine.tree import Draft
 
 if TYPE_CHECKING:
     from kangaroo.cuda.layers import Head, Stack
@@ -30,7 +31,8 @@ class CudaBackend(Backend):
 
     def __post_init__(self) -> None:
         self.records = self.graphs is not None
-        self.runs_layers = self.attends_last = self.kernel_sizes is not None
+        self.runs_layers = self.kernel_sizes is not None
+        self.attends_last = self.attends_by_position = self.runs_layers
         self.name = "kernels" if self.runs_layers else "graphs"
 
     def layers(self, weights: Sequence[LayerWeights[Matrix]], window: int = 0) -> "Stack | None":
@@ -82,9 +84,12 @@ class CudaBackend(Backend):
         """Work is recorded where all blocks among the inputs are `recordable` and tokens are
         few."""
         count = tokens or tensors_in(inputs[0])[0].shape[:2].numel()
-        recordable = all(x.recordable for x in inputs if isinstance(x, ForwardMeta))
+        parts = (x.meta if isinstance(x, Draft) else x for x in inputs)
+        blocks = [x for x in parts if isinstance(x, ForwardMeta)]
+        recordable = all(block.recordable for block in blocks)
         if self.graphs is None or not recordable or not self.graphs.takes(count):
             return super().replay(caches, key, work, *inputs)
+        key = (*key, *(block.extent for block in blocks))  # which not all of them have as a mask
         results = self.graphs(caches, key, work, *inputs, rehearsal=rehearsal)
         if not keep:
             return results

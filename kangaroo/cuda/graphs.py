@@ -24,7 +24,7 @@ WARM_UPS = 2  # libraries allocate and choose kernels in their first calls, outs
 MOST_TOKENS = 512  # a pass over more takes the GPU longer than the host needs for the launches
 MOST_GRAPHS = 1024  # of one model; the least recently used one is deleted
 
-Record = Callable[[Callable[[], None]], Callable[[], Any]]  # returns a function that replays
+Record = Callable[[Callable[[], object]], Callable[[], Any]]  # returns a function that replays
 
 
 @dataclass
@@ -128,7 +128,10 @@ class Graphs:
 
     def _forget(self, serial: int) -> None:
         self.watched.discard(serial)
-        for key in [key for key in self.recorded if serial in key[0]]:
+        keys = [key for key in self.recorded if serial in key[0]]
+        if keys:
+            self._wait()  # a step that nobody reads may still run
+        for key in keys:
             del self.recorded[key]
 
 
@@ -154,8 +157,9 @@ class GraphRecorder:
         with torch.cuda.device(device):
             self.pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, work: Callable[[], None]) -> Callable[[], Any]:
-        with torch.cuda.device(self.device):
+    def __call__(self, work: Callable[[], object]) -> Callable[[], Any]:
+        # the outer stream is the current one again even where a recording fails
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream()):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -165,6 +169,7 @@ class GraphRecorder:
             graph = torch.cuda.CUDAGraph()
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-                with torch.cuda.graph(graph, pool=self.pool):
+                # else another thread's allocation, a server's say, ends the recording
+                with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                     work()
         return graph.replay

@@ -156,6 +156,9 @@ class KangarooTree(EarlyExit):
         f_B1D, f_BND, deep_BND = self.start(batch, pending_B1, meta, window_BWD)
         root = meta.narrow(self.window, 1)
         hidden_B1E = torch.arange(meta.extent, device=pending_B1.device) > root.slots_RT[..., None]
+        # anew, since it may have no mask, and those of later levels do
+        place = self.lm.forward_meta_of
+        root = place(root.slots_RT, root.positions_RT, hidden_B1E, batch.n_slots)
         zero_B1 = torch.zeros_like(pending_B1)
         certain_B1 = torch.ones_like(pending_B1).float()
         level = Level(

@@ -112,10 +112,11 @@ class Backend:
         runs_layers: whether `layers`, `head` and `fusing` give anything.
         records: whether a step's work is recorded, for which tensors need few shapes.
         attends_last: whether it attends from the last tokens of a text without a mask.
+        attends_by_position: whether it needs no mask where tokens see all positions up to theirs.
     """
 
     name = "eager"
-    is_compiled = runs_layers = records = attends_last = False
+    is_compiled = runs_layers = records = attends_last = attends_by_position = False
 
     def layers(self, weights: Sequence[LayerWeights[Matrix]], window: int = 0) -> Layers | None:
         """Layers of these weights, which look back `window` positions; None leaves them to

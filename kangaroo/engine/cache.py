@@ -63,8 +63,9 @@ class ForwardMeta:
         slots_RT: slot of each token within its row.
         positions_RT: for RoPE, with the cosine and sine in `rope`, and for the sampling noise.
         bias_R1TE: added to attention's scores (0 or -inf); or a boolean mask, true where a token is
-            seen; or a `CausalBias`, for the last T tokens of a prompt; None is causal, for a block
-            that fills slots 0..T-1 of its rows.
+            seen; or a `CausalBias`, for the last T tokens of a prompt; None where a token sees all
+            positions up to its own: with modules in a block that fills slots 0..T-1 of its rows
+            (`Backend.attends_by_position`; `within`).
         extent: how many slots attention reads.
         recordable: whether the block is a step of decoding, which may be recorded as a graph.
         windowed: mask, cosine and sine for layers with a window, if the model has any.
@@ -89,17 +90,20 @@ class ForwardMeta:
         return replace(self, bias_R1TE=bias_R1TE, rope=(cos, sin), windowed=())
 
     def within(self, window: int) -> ForwardMeta:
-        """The block for a layer that looks back `window` positions; 0 is no limit. A token sees
-        whole blocks of 64 positions, from the one that lies `window` before it. Slots below the
-        drafted tokens, which are nearer, are positions."""
-        if not window or self.extent <= window + BUCKET:
+        """The block for a layer of modules that looks back `window` positions; 0 is no limit. A
+        token sees whole blocks of 64 positions, from the one that lies `window` before it. Slots
+        below the drafted tokens, which are nearer, are positions."""
+        is_far = 0 < window < self.extent - BUCKET
+        bias = self.bias_R1TE
+        if not is_far and (bias is not None or self.extent == self.slots_RT.shape[1]):
             return self
         at_RT1 = self.positions_RT[..., None]
-        bias = self.bias_R1TE
         slots_E = torch.arange(self.extent, device=at_RT1.device)
-        far_R1TE = (slots_E < (at_RT1 - window) // BUCKET * BUCKET)[:, None]
         if bias is None or isinstance(bias, CausalBias):
             bias = (slots_E <= at_RT1)[:, None]
+        if not is_far:
+            return replace(self, bias_R1TE=bias)
+        far_R1TE = (slots_E < (at_RT1 - window) // BUCKET * BUCKET)[:, None]
         hidden = False if bias.dtype == torch.bool else -torch.inf
         return replace(self, bias_R1TE=bias.masked_fill(far_R1TE, hidden))
 

@@ -8,11 +8,13 @@ import torch
 from kangaroo.cpu.drafting import native_drafting
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import BUCKET, KVCache
 from kangaroo.engine.costs import verify_costs
+from kangaroo.engine.late_stepper import LateStepper
 from kangaroo.engine.requests import Generation, Request, Stream
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.session import Session
@@ -158,10 +160,12 @@ class Engine:
             budget.cost(batch_size, 1)  # measured now, since it may take a second
         keep = min(keep, topk_logits.MOST, lm.config.vocab_size)
         stepper: Stepper
-        if native is None:
-            stepper = TensorStepper(lm, drafter, batch, keep)
-        else:
+        if native is not None:
             stepper = CpuStepper(lm, native, batch, keep)
+        elif isinstance(drafter, Vanilla) and lm.backend.records and not keep:
+            stepper = LateStepper(lm, batch)
+        else:
+            stepper = TensorStepper(lm, drafter, batch, keep)
         self.session = Session(self, batch, stepper, keep)
         return self.session
 

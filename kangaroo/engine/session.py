@@ -55,7 +55,8 @@ class Session:
         records = self.stepper.step(drafts)
         seconds = running() - start
         for record in records:
-            record.host_seconds = seconds - record.draft_seconds - record.verify_seconds
+            on_device = record.draft_seconds + record.verify_seconds
+            record.host_seconds = max(seconds - on_device, 0.0)  # it may have begun before
         return records
 
     def record(

@@ -73,7 +73,8 @@ class TargetModel(nn.Module):
         device, *other_devices = {*self.layer_devices, self.head_device}
         if device.type == "cuda" and not other_devices:
             graphs = Graphs(self.device) if weights.can_record(self.hf) else None
-            has_kernels = cuda.runs_layers(self.dtype, sizes, self._is_plain(), self.device)
+            is_plain = self._is_plain()
+            has_kernels = cuda.runs_layers(self.dtype, sizes, is_plain, self.device, graphs)
             return self.decode_by(CudaBackend(graphs, sizes if has_kernels else None))
         fits = self.dtype in native.DTYPES and sizes.head_size <= native.WIDEST_HEAD
         knows_it = fits and self._is_plain(or_blocks=True)
@@ -203,9 +204,16 @@ class TargetModel(nn.Module):
             recorded: purpose and cache of a recorded step; the next block of both overwrites it.
         """
         extent = self.extent(n_slots, used + below)
+        by_position = self.backend.attends_by_position and self.window is None
+        by_position = by_position and tree.is_chain and not below
 
         def place(start_B: Tensor, tree: Tree) -> ForwardMeta:
-            return self.forward_meta_of(*tree.place(start_B, extent, below), n_slots)
+            if not by_position:
+                return self.forward_meta_of(*tree.place(start_B, extent, below), n_slots)
+            at_BN = start_B[:, None] + torch.arange(tree.size, device=start_B.device)
+            rows = slice(0, len(at_BN))
+            rope = self._rope(n_slots, at_BN)
+            return ForwardMeta(at_BN, at_BN, None, extent, rows, rope, recordable=True)
 
         if recorded is None:
             return place(start_B, tree)

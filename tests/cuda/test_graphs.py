@@ -3,7 +3,9 @@ round is a few launches, and few are ever recorded."""
 
 import gc
 import itertools
+import os
 import weakref
+from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -14,7 +16,9 @@ from scale_worker import train_tiny
 from strict_graphs import CaptureError, DanglingGraph, StrictGraphs, StrictRecorder, Tape
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from kangaroo import cuda
 from kangaroo.cuda import graphs as graphs_module
+from kangaroo.cuda import launching
 from kangaroo.cuda.backend import CudaBackend
 from kangaroo.cuda.graphs import Graphs
 from kangaroo.drafters.draft_model import DraftModel
@@ -22,9 +26,11 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import clock
 from kangaroo.engine.cache import KVCache
 from kangaroo.engine.engine import Engine
+from kangaroo.engine.late_stepper import Launched
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.engine.session import Session
+from kangaroo.engine.session import Prompt, Session
+from kangaroo.engine.tree import Tree
 from kangaroo.engine.warm_up import warm_up
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.export import draft_model
@@ -148,8 +154,8 @@ def test_a_prompt_in_chunks_is_not_recorded_without_kernels():
     engine = Engine(lm, Vanilla(), prefill_chunk=12)
     assert texts_by(engine, prompts, 12) == expected
     recorded = lm.backend.graphs.recorded
-    passes = [key for key in recorded if "verify" in key and "block" not in key]
-    assert len(passes) == 1 and recorded[passes[0]].inputs[0].shape == (2, 1)
+    (key,) = recorded
+    assert key[1] == "step" and recorded[key].inputs[0].shape == (2, 4)
 
 
 def test_recording_takes_none_of_the_steps_time(monkeypatch):
@@ -200,7 +206,7 @@ def test_a_growing_text_is_recorded_anew_at_powers_of_two_alone(name, most):
     assert further <= (0 if name == "kangaroo" else most // 4)  # of other widths
 
 
-LAUNCHES = {"vanilla": (2, 15), "kangaroo": (8, 29)}
+LAUNCHES = {"vanilla": (1, 4), "kangaroo": (8, 29)}
 LAUNCHES |= {"hybrid-tree": (11, 47), "eagle-tree": (11, 34)}
 
 
@@ -237,7 +243,56 @@ def test_a_round_is_few_launches(name, monkeypatch):
             counts.append((len(replays), len(others)))
     assert len(counts) > 6
     graphs, operators = LAUNCHES[name]
-    assert all(x <= graphs and y <= operators for x, y in counts), counts
+    steady = counts[1:]  # vanilla decoding then begins to launch a step ahead
+    assert all(x <= graphs and y <= operators for x, y in steady), counts
+
+
+def test_a_vanilla_steps_tokens_are_read_while_the_next_one_runs(monkeypatch):
+    """But for a text's first step and its last."""
+    events = []
+    replay, read = Tape.replay, Launched.read
+    monkeypatch.setattr(Tape, "replay", lambda tape: events.append("launch") or replay(tape))
+    monkeypatch.setattr(Launched, "read", lambda step: events.append("read") or read(step))
+    session = Engine(graphed(tiny()), Vanilla()).open(1, 60, Sampling())
+    written_out(session, PROMPTS[:1], max_new_tokens=6)
+    launch_and_read = ["launch", "read"]
+    assert events == [*launch_and_read, "launch", *launch_and_read * 3, "read"]
+    written_out(session, PROMPTS[1:2], max_new_tokens=2)
+    assert events[-2:] == launch_and_read
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.3, seed=5)], ids=str)
+def test_texts_that_end_and_prompts_that_enter_meet_steps_in_flight(sampling):
+    """By EOS, by their limits, by hand; a prompt in chunks, with steps between these."""
+    lm, eager = graphed(tiny()), tiny()
+    prompts = random_prompts(40, 3, 21, 3)
+    engine = Engine(lm, Vanilla(), prefill_chunk=8)
+    texts = texts_by(engine, prompts * 2, 17, sampling=sampling, batch_size=3)
+    assert texts == texts_by(Engine(eager, Vanilla()), prompts * 2, 17, sampling=sampling)
+    session = engine.open(2, 200, sampling)
+    requests = [Request(x, 100, seed=number, ignore_eos=True) for number, x in enumerate(prompts)]
+    wanted = [Engine(eager, Vanilla()).open(1, 200, sampling) for _ in requests]
+    for alone, request in zip(wanted, requests, strict=True):
+        alone.admit(0, request)
+        for _ in range(60):
+            alone.step()
+    for row in (0, 1):
+        session.admit(row, requests[1 + row])
+    for _ in range(9):
+        session.step()
+    session.batch.stop(1)
+    for _ in range(5):
+        session.step()
+    prompt = Prompt(session, 1, requests[0])
+    while prompt.advance() is None:
+        for _ in range(2):
+            session.step()
+    for _ in range(20):
+        session.step()
+    for row, number in ((0, 1), (1, 0)):
+        text = session.batch.texts[row]
+        assert len(text) > len(prompts[number]) + 20
+        assert text == wanted[number].batch.texts[0][: len(text)]
 
 
 def test_what_was_warmed_up_is_not_recorded_again():
@@ -281,3 +336,33 @@ def test_a_gpu_learns_what_a_cpu_learns(tmp_path):
         values = (pair for row in read_metrics(tmp_path / device) for pair in row.items())
         losses.append([value for name, value in values if name.endswith("/loss")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_where_programmatic_edges_cannot_be_recorded_kernels_do_without(monkeypatch, caplog):
+    monkeypatch.setenv(launching.NO_PDL, "")
+    calls = []
+
+    def refuse_edges(work):
+        calls.append(work)
+        if not os.environ[launching.NO_PDL]:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    graphs = SimpleNamespace(record=refuse_edges)
+    cuda.record(graphs, print)
+    assert calls == [print] * 2 and os.environ[launching.NO_PDL] == "1"
+    assert "operation not permitted when stream is capturing" in caplog.text
+    cuda.record(graphs, print)
+    assert len(calls) == 3
+
+
+def test_kernels_read_a_chain_without_a_mask_and_modules_get_one():
+    lm = tiny()
+    tree = Tree.chain(3, lm.device)
+    start_B = torch.tensor([5, 90])
+    masked = lm.forward_meta(tree, start_B, used=93, n_slots=192)
+    lm.backend.attends_by_position = True
+    bare = lm.forward_meta(tree, start_B, used=93, n_slots=192)
+    assert bare.bias_R1TE is None and masked.bias_R1TE is not None
+    assert torch.equal(bare.within(0).bias_R1TE, masked.bias_R1TE == 0)
+    assert torch.equal(bare.within(64).bias_R1TE, masked.within(64).bias_R1TE == 0)
+    assert lm.chunk(0, 9, row=0, n_slots=9).within(0).bias_R1TE is None  # a whole text

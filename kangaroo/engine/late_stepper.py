@@ -1,0 +1,117 @@
+"""Vanilla steps on a GPU: each is one graph, and its tokens are read while the next one runs.
+
+Shapes: B rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kangaroo.engine.batch import Batch
+from kangaroo.engine.clock import Mark, between, mark
+from kangaroo.engine.requests import StepRecord
+from kangaroo.engine.sampling import pick
+from kangaroo.engine.tree import Tree
+from kangaroo.models.target import TargetModel
+
+
+@dataclass
+class Launched:
+    """A step that the device was given: its tokens, on the way to the host, and its bounds."""
+
+    tokens_B: Tensor
+    start: Mark
+    stop: Mark
+
+    def read(self) -> list[int]:
+        """Wait for the step alone, and not for what was launched after it."""
+        event = self.stop[0]
+        if isinstance(event, torch.cuda.Event):
+            event.synchronize()
+        return self.tokens_B.tolist()
+
+
+class LateStepper:
+    """Steps without drafts. The device has each row's pending token and length for itself, so that
+    a step can be launched before the tokens of the last one are known. A text that has ended meets
+    its limit there, and what it writes beyond its end is scratch. Where another text has entered a
+    row, the device gets all anew, and what was launched for the rows before is dropped."""
+
+    leaves_other_rows = True
+    rereads = 0
+
+    def __init__(self, lm: TargetModel, batch: Batch):
+        self.lm = lm
+        self.batch = batch
+        self.texts: list[list[int]] = []  # those that the device has
+        self.lengths: list[int] = []  # theirs when the next tokens are read
+        self.state_B4 = torch.empty(0)  # pending tokens, lengths, limits and seeds
+        self.ahead: Launched | None = None
+
+    def unread(self, source: int, row: int, prefix_T: Tensor) -> list[tuple]:
+        """See `Stepper`: nothing reads prefixes."""
+        return []
+
+    def step(self, drafts: bool) -> list[StepRecord]:
+        """See `Stepper`. The step after a change is read at once, since prompts that are read in
+        chunks would change the batch again."""
+        batch = self.batch
+        is_known = self._is_known()
+        if not is_known:
+            self._upload()
+        launched = self.ahead or self._launch(batch.used)
+        active = batch.active
+        goes_on = any(len(batch.texts[row]) + 1 < batch.limits[row] for row in active)
+        self.ahead = self._launch(batch.used + 1) if is_known and goes_on else None
+        tokens = launched.read()
+        seconds = between(launched.start, launched.stop)
+        records = [StepRecord([], verify_seconds=seconds) for _ in tokens]
+        for row in active:
+            records[row].tokens = batch.append(row, [tokens[row]])
+        self.lengths = batch.lengths
+        return records
+
+    def _is_known(self) -> bool:
+        """Whether the device has the rows as they are; of rows that have ended, only the text."""
+        batch = self.batch
+        are_same = [x is y for x, y in zip(batch.texts, self.texts, strict=False)]
+        return all([len(are_same) == batch.size, *are_same]) and self.lengths == batch.lengths
+
+    def _upload(self) -> None:
+        batch = self.batch
+        self.ahead = None
+        self.texts = list(batch.texts)
+        rows = []
+        for row, text in enumerate(batch.texts):
+            limit = len(text) if batch.done[row] else batch.limits[row]
+            rows.append([text[-1], len(text), limit, batch.seeds[row]])
+        self.state_B4 = torch.tensor(rows).to(self.lm.device)
+
+    def _launch(self, used: int) -> Launched:
+        """Let the device write a token in each row; all committed tokens lie below `used`."""
+        lm = self.lm
+        batch = self.batch
+        start = mark(lm.device)
+        extent = lm.extent(batch.n_slots, used)
+
+        def work(state_B4: Tensor, settings_B3: Tensor) -> Tensor:
+            token_B, length_B, limit_B, seed_B = state_B4.unbind(1)
+            tree = Tree.chain(1, lm.device)
+            meta = lm.forward_meta(tree, length_B - 1, extent, batch.n_slots)
+            x_B1D = lm.embed(token_B[:, None])
+            x_B1D, _ = lm.run(x_B1D, batch.cache, meta, range(lm.n_layers))
+            if batch.sampling.greedy:
+                choice_B1 = lm.likeliest(x_B1D)
+            else:
+                sampling = batch.sampling.reading(settings_B3)
+                choice_B1 = pick(lm.logits(x_B1D), length_B[:, None], sampling, seed_B)
+            length_B = torch.minimum(length_B + 1, limit_B)
+            return torch.stack([choice_B1[:, 0], length_B, limit_B, seed_B], 1)
+
+        key = ("step", extent, batch.sampling.kind)
+        inputs = (self.state_B4, batch.settings_B3)
+        self.state_B4 = lm.backend.replay((batch.cache,), key, work, *inputs, tokens=batch.size)
+        tokens_B = torch.empty(batch.size, dtype=torch.long, pin_memory=lm.device.type == "cuda")
+        tokens_B.copy_(self.state_B4[:, 0], non_blocking=True)
+        return Launched(tokens_B, start, mark(lm.device))
