@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from enum import EnumMeta
+from functools import cached_property
 from types import UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -14,6 +15,7 @@ import torch
 from omegaconf import OmegaConf
 
 from kangaroo.drafters.base import DrafterConfig
+from kangaroo.engine.constraint import Restrictions
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
@@ -179,6 +181,8 @@ class Model:
         max_new_tokens: int | None = 512,
         batch_size: int | None = None,
         stop: str | Iterable[str] | None = None,
+        json_schema: Mapping[str, Any] | None = None,
+        logit_bias: Mapping[int, float] | None = None,
         **sampling: Any,
     ) -> str | list[str]:
         """The answer, or a list of answers for a list of prompts.
@@ -188,6 +192,8 @@ class Model:
             max_new_tokens: of an answer; None is, and takes memory for, the rest of the context.
             batch_size: prompts decoded at a time; None is all.
             stop: one or more strings; an answer ends before the first, as in OpenAI's API.
+            json_schema: an answer is JSON that follows this schema.
+            logit_bias: what is added to the logits of tokens, by id.
             sampling: fields of `Sampling`. The prompts of a list get `seed`, `seed + 1`, ...; None
                 is a random seed.
 
@@ -198,8 +204,11 @@ class Model:
         settings = _sampling(sampling)
         stops = _stops(stop)
         limits = build(Limits, {"max_new_tokens": max_new_tokens, "batch_size": batch_size})
-        seeded = enumerate(prompt_list, start=settings.seed)
-        requests = [self._request(prompt, limits, stops, seed) for seed, prompt in seeded]
+        constraint = self.restrictions.of(logit_bias, json_schema)
+        requests = []
+        for seed, prompt in enumerate(prompt_list, start=settings.seed):
+            request = self._request(prompt, limits, stops, seed)
+            requests.append(replace(request, constraint=constraint))
         rows = limits.batch_size or max(len(requests), 1)
         generations = dict(self.engine.completions(requests, settings, rows))
         answers = (generations[i].tokens for i in range(len(requests)))
@@ -219,6 +228,12 @@ class Model:
         request = self._request(prompt, limits, _stops(stop), settings.seed)
         tokens = self.engine.stream(request.prompt, request.max_new_tokens, settings, request.stop)
         return (text for text, _ in pieces(tokens, self.tokenizer, request.stop))
+
+    @cached_property
+    def restrictions(self) -> Restrictions:
+        """Makes what restricts an answer."""
+        vocab_size = self.engine.lm.config.vocab_size
+        return Restrictions(self.tokenizer, vocab_size, self.engine.eos_ids)
 
     def _request(self, prompt: Prompt, limits: Limits, stop: list[str], seed: int) -> Request:
         ids = prompt_ids(self.tokenizer, conversation(prompt))

@@ -30,6 +30,7 @@ class DraftBuffers:
         count: nodes of each row, `[B]`; 0 for a row that takes no part.
         token, parent, place, has_state: of each node, `[B, N]`; node 0 is the pending token.
         end: the node at the end of a row's chain, `[B]`.
+        biases: addresses of what is added to the logits after each node, `[B, N]`, 0 for nothing.
         choices: the best choices for the last draft token, `[B, C]`, the drafted one first.
         chances: the probabilities of the C likeliest tokens, before temperature and noise.
         written, path: the `accepted` + 1 tokens that a step writes, and the nodes before, `[B, N]`.
@@ -58,6 +59,7 @@ class DraftBuffers:
         self.end, self.unread, self.accepted = np.zeros((3, size), np.int64)
         by_node = np.zeros((6, size, capacity), np.int64)
         self.token, self.parent, self.place, self.has_state, self.written, self.path = by_node
+        self.biases = np.zeros((size, capacity), np.uint64)
         self.choices = np.zeros((size, native.CHOICES), np.int64)
         self.chances = np.zeros((size, native.CHOICES), np.float32)
         self.kept = np.zeros((size, capacity, keep), np.int32)

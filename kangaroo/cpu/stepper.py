@@ -1,5 +1,7 @@
 """A step in native code (`cpp/rounds.h`): one call drafts, one verifies."""
 
+from collections.abc import Iterator
+
 import numpy as np
 from torch import Tensor
 
@@ -40,10 +42,13 @@ class CpuStepper:
         active = batch.active
         started = running()
         self._begin(active)
-        if drafts:
-            self.drafting.draft(buffers, batch, active)
+        drafting = [row for row in active if batch.drafts[row]]
+        if drafts and drafting:
+            self.drafting.draft(buffers, batch, drafting)
         drafted = running()
+        biases = list(self._biases())  # alive while native code reads them
         buffers.verify()
+        del biases
         verified = running()
         records = [
             StepRecord([], draft_seconds=drafted - started, verify_seconds=verified - drafted)
@@ -69,6 +74,18 @@ class CpuStepper:
             for record, row_topk in zip(records, topk, strict=True):
                 record.topk = row_topk
         return records
+
+    def _biases(self) -> Iterator[np.ndarray]:
+        """Tell native code what restricted texts add to the logits after their nodes."""
+        buffers = self.buffers
+        buffers.biases[:] = 0
+        for row, constraint in self.batch.constrained:
+            nodes = slice(int(buffers.count[row]))
+            tokens = buffers.token[row, nodes].tolist()
+            biases_NV = constraint.after(tokens, buffers.parent[row, nodes].tolist())
+            steps_N = np.arange(len(tokens)) * biases_NV.strides[0]
+            buffers.biases[row, nodes] = biases_NV.ctypes.data + steps_N
+            yield biases_NV
 
     def _begin(self, active: list[int]) -> None:
         """Make each active row's pending token its only node."""

@@ -82,7 +82,7 @@ class Rows(Structure):
     _fields_ = _fields(
         "i batch capacity hidden most_unread exit,"
         "p base count asking end draw token parent place has_state choices chances states unread,"
-        "p unread_states made accepted written path, i keep, p kept kept_chances"
+        "p unread_states made biases accepted written path, i keep, p kept kept_chances"
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import KVCache, Tensors
+from kangaroo.engine.constraint import Constraint
 from kangaroo.engine.sampling import Sampling, combine, settings
 from kangaroo.engine.tree import Draft, Verdict
 
@@ -49,6 +50,8 @@ class Batch:
         self.seeds = [0] * size
         self.done = [True] * size
         self.prompt_read = [False] * size  # whether the row's prompt was read to its end
+        self.constraints: list[Constraint | None] = [None] * size
+        self.drafts = [True] * size  # whether drafters may help
         # how many of the likeliest tokens after each verified node a drafter wants, as it says in
         # `begin`; and by row the nodes' tokens with these, until the drafter clears them
         self.likeliest = 0
@@ -68,6 +71,12 @@ class Batch:
     def active(self) -> list[int]:
         """The rows whose text is still being written."""
         return [row for row, done in enumerate(self.done) if not done]
+
+    @property
+    def constrained(self) -> list[tuple[int, Constraint]]:
+        """The active rows whose text is restricted, with what restricts it."""
+        every = ((row, self.constraints[row]) for row in self.active)
+        return [(row, constraint) for row, constraint in every if constraint is not None]
 
     @property
     def lengths(self) -> list[int]:
@@ -105,6 +114,8 @@ class Batch:
         eos_end = next(ends, None)
         tokens = tokens[: eos_end or room]
         text += tokens
+        if (constraint := self.constraints[row]) is not None:
+            constraint.advance(tokens)
         if eos_end or len(text) >= self.limits[row]:
             self.stop(row)
         return tokens

@@ -163,7 +163,7 @@ class Engine:
         if native is not None:
             stepper = CpuStepper(lm, native, batch, keep)
         elif isinstance(drafter, Vanilla) and lm.backend.records and not keep:
-            stepper = LateStepper(lm, batch)
+            stepper = LateStepper(lm, drafter, batch)
         else:
             stepper = TensorStepper(lm, drafter, batch, keep)
         self.session = Session(self, batch, stepper, keep)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kangaroo.drafters.base import Drafter
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.clock import Mark, between, mark
 from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.sampling import pick
+from kangaroo.engine.stepper import TensorStepper
 from kangaroo.engine.tree import Tree
 from kangaroo.models.target import TargetModel
 
@@ -41,9 +43,10 @@ class LateStepper:
     leaves_other_rows = True
     rereads = 0
 
-    def __init__(self, lm: TargetModel, batch: Batch):
+    def __init__(self, lm: TargetModel, drafter: Drafter, batch: Batch):
         self.lm = lm
         self.batch = batch
+        self.tensors = TensorStepper(lm, drafter, batch, keep=0)
         self.texts: list[list[int]] = []  # those that the device has
         self.lengths: list[int] = []  # theirs when the next tokens are read
         self.state_B4 = torch.empty(0)  # pending tokens, lengths, limits and seeds
@@ -57,6 +60,8 @@ class LateStepper:
         """See `Stepper`. The step after a change is read at once, since prompts that are read in
         chunks would change the batch again."""
         batch = self.batch
+        if batch.constrained:  # what they may write next depends on what they have written
+            return self._step_now()
         is_known = self._is_known()
         if not is_known:
             self._upload()
@@ -71,6 +76,16 @@ class LateStepper:
             records[row].tokens = batch.append(row, [tokens[row]])
         self.lengths = batch.lengths
         return records
+
+    def _step_now(self) -> list[StepRecord]:
+        """A step whose tokens are read at once."""
+        batch = self.batch
+        self.texts = []  # the device's are old after this
+        self.ahead = None
+        for row in batch.active:
+            batch.tokens_BS[row, len(batch.texts[row]) - 1] = batch.texts[row][-1]
+            batch.length_B[row] = len(batch.texts[row])
+        return self.tensors.step(drafts=False)
 
     def _is_known(self) -> bool:
         """Whether the device has the rows as they are; of rows that have ended, only the text."""

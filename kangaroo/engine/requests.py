@@ -1,12 +1,13 @@
 """Requests to an engine, and its answers, step by step."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from kangaroo.engine.constraint import Constraint
 from kangaroo.engine.sampling import Sampling
 from kangaroo.utils.errors import PromptError
 from kangaroo.utils.ranges import Ranged, TextSeed
@@ -23,6 +24,8 @@ class Request(Ranged):
         ignore_eos: an EOS is a token like any other, so that texts to be timed are equally long.
         sampling: None uses the batch's, whose rule of acceptance always holds.
         written: the first new tokens, where another batch has written them already.
+        constraint: makes what restricts the text, anew each time that it is written.
+        drafts: whether a drafter may help.
     """
 
     prompt: Sequence[int]
@@ -32,6 +35,8 @@ class Request(Ranged):
     ignore_eos: bool = False
     sampling: Sampling | None = None
     written: Sequence[int] = ()
+    constraint: Callable[[], Constraint] | None = None
+    drafts: bool = True
 
     @property
     def text(self) -> Sequence[int]:

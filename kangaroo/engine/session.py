@@ -204,6 +204,8 @@ class Prompt:
         rows = slice(self.row, self.row + 1)
         at_11 = torch.full((1, 1), len(self.tokens_T), device=last_11D.device)
         logits_11V = session.engine.lm.logits(last_11D)
+        if (constraint := batch.constraints[self.row]) is not None:
+            logits_11V = logits_11V + torch.from_numpy(constraint.after([0], [0])).to(logits_11V)
         sampling = batch.sampling.reading(batch.settings_B3[rows])
         token = int(pick(logits_11V, at_11, sampling, batch.seeds_B[rows]))
         write_first(batch, self.row, token)
@@ -230,6 +232,11 @@ def begin_text(batch: Batch, row: int, prompt_T: Tensor, request: Request) -> No
     batch.limits[row] = len(request.prompt) + request.max_new_tokens
     batch.seeds_B[row] = batch.seeds[row] = request.seed
     batch.ends[row] = frozenset() if request.ignore_eos else batch.eos_ids
+    batch.drafts[row] = request.drafts
+    constraint = request.constraint() if request.constraint else None
+    if constraint is not None:
+        constraint.advance(request.written)
+    batch.constraints[row] = constraint
     batch.done_B[row] = batch.done[row] = False
     batch.samplings[row] = sampling or batch.default
     if sampling is None and batch.all_default:  # nothing to change, in a batch of thousands

@@ -70,7 +70,10 @@ class TensorStepper:
         """Propose, verify, commit and observe."""
         batch = self.batch
         started = mark(self.lm.device)
+        drafts = drafts and any(batch.drafts[row] for row in batch.active)
         draft = self.drafter.propose(batch) if drafts else Draft.nothing(batch.last(1))
+        if drafts and not all(batch.drafts):
+            draft.valid_BN[:, 1:] &= torch.tensor(batch.drafts).to(draft.valid_BN)[:, None]
         proposed = mark(self.lm.device)
         draft.meta = draft.meta or self._place(draft)
         verification = self._verify(draft)
@@ -124,18 +127,23 @@ class TensorStepper:
         batch = self.batch
         sampling = batch.sampling
         keeps_logits = self.keep > 0 or batch.likeliest > 0
+        biases_BNV = self._biases(draft)
         by_match = sampling.rule is Rule.match or sampling.greedy or draft.tree.size == 1
 
-        def work(draft: Draft, seeds_B: Tensor, settings_B3: Tensor) -> Verification:
+        def work(
+            draft: Draft, seeds_B: Tensor, settings_B3: Tensor, biases_BNV: Tensor | None
+        ) -> Verification:
             assert draft.meta is not None
             x_BND = lm.embed(draft.tokens_BN) if draft.hidden_BND is None else draft.hidden_BND
             layers = range(draft.entry, lm.n_layers)
             x_BND, states = lm.run(x_BND, batch.cache, draft.meta, layers, self.taps)
             logits_BNV = None
-            if sampling.greedy and not keeps_logits:
+            if sampling.greedy and not keeps_logits and biases_BNV is None:
                 choice_BN = lm.likeliest(x_BND)
             else:
                 logits_BNV = lm.logits(x_BND)
+                if biases_BNV is not None:
+                    logits_BNV = logits_BNV.float() + biases_BNV
                 positions_BN = draft.meta.positions_RT + 1
                 settings = sampling.reading(settings_B3)
                 if by_match:
@@ -148,8 +156,30 @@ class TensorStepper:
             return Verification(verdict, written(draft, verdict), tapped, kept_BNV)
 
         topology = (draft.tree.is_chain, draft.tree.max_depth)
-        key = ("verify", *self.taps, keeps_logits, draft.entry, topology, sampling.kind)
-        return lm.backend.replay((batch.cache,), key, work, draft, batch.seeds_B, batch.settings_B3)
+        key = (
+            "verify",
+            *self.taps,
+            keeps_logits,
+            biases_BNV is None,
+            draft.entry,
+            topology,
+            sampling.kind,
+        )
+        inputs = (draft, batch.seeds_B, batch.settings_B3, biases_BNV)
+        return lm.backend.replay((batch.cache,), key, work, *inputs)
+
+    def _biases(self, draft: Draft) -> Tensor | None:
+        """What restricted texts add to the logits after each node, `[B, N, V]`; None without any.
+        The nodes are read by the host."""
+        constrained = self.batch.constrained
+        if not constrained:
+            return None
+        tokens = draft.tokens_BN.tolist()
+        parents = draft.tree.parents_BN.expand_as(draft.tokens_BN).tolist()
+        biases_BNV = torch.zeros(*draft.tokens_BN.shape, self.lm.config.vocab_size)
+        for row, constraint in constrained:
+            biases_BNV[row] = torch.from_numpy(constraint.after(tokens[row], parents[row]))
+        return biases_BNV.to(self.lm.device)
 
     def _add_likeliest(self, draft: Draft, logits_BNV: Tensor) -> None:
         """Give the likeliest tokens after each node to a drafter that wants them: one sync."""

@@ -23,6 +23,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kangaroo.engine.constraint import Restrictions
 from kangaroo.engine.requests import Request as TextRequest
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models.prompts import Message, Tokenizer, prompt_ids, text_ids
@@ -94,6 +95,9 @@ class Server:
 
     def __post_init__(self) -> None:
         self.metrics = Metrics()
+        engine = self.scheduler.engine
+        vocab_size = engine.lm.config.vocab_size
+        self.restrictions = Restrictions(self.tokenizer, vocab_size, engine.eos_ids)
         self.created = int(time.time())
 
     def app(self) -> FastAPI:
@@ -164,6 +168,8 @@ class Server:
             return self._no_model(body.model)
         seed = secrets.randbits(31) if body.seed is None else body.seed
         sampling = Sampling(body.temperature, body.top_p, body.top_k)
+        schema = body.response_format.schema_of_answer
+        constraint = await asyncio.to_thread(self.restrictions.of, body.logit_bias, schema)
         requests = list[TextRequest]()
         for number, prompt in enumerate(prompts):
             room = max(1, min(DEFAULT_TOKENS, self.scheduler.max_model_len - len(prompt)))
@@ -174,6 +180,8 @@ class Server:
                 stop=body.stop,
                 ignore_eos=body.ignore_eos,
                 sampling=sampling,
+                constraint=constraint,
+                drafts=body.drafts,
             )
             try:
                 self.scheduler.check(first)

@@ -28,10 +28,8 @@ UNSUPPORTED = by_field(
     ("tool_choice function_call", ["none", "auto"]),
     ("audio prediction reasoning_effort web_search_options", []),
     ("suffix", [""]),
-    ("logit_bias", [{}]),
     ("parallel_tool_calls", [True, False]),
     ("skip_special_tokens spaces_between_special_tokens", [True]),
-    ("response_format", [{"type": "text"}]),
     ("modalities", [["text"]]),
 )
 # Fields that never change an answer.
@@ -68,6 +66,34 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False  # those so far in every part, as in vLLM's servers
 
 
+class Schema(Strict):
+    """A JSON schema, of which the name and the description change nothing."""
+
+    ignored = {"name", "description", "strict"}
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Strict):
+    """What the answer is: any text, a JSON object, or JSON that follows a schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: Schema | None = None
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The schema that the answer follows; None for any text."""
+        if self.json_schema is not None:
+            return self.json_schema.json_schema
+        return {"type": "object"} if self.type == "json_object" else None
+
+    @model_validator(mode="after")
+    def with_schema(self) -> Self:
+        """Check that there is a schema where the type asks for one, and only there."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError(f"type='{self.type}' and 'json_schema' do not go together")
+        return self
+
+
 class TextRequest(Strict):
     """The fields of both kinds of requests."""
 
@@ -89,6 +115,12 @@ class TextRequest(Strict):
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0)
+    logit_bias: dict[
+        Annotated[int, Field(strict=False)],  # a string, as all keys in JSON
+        Annotated[float, Field(ge=-100, le=100)],
+    ] = Field(default_factory=dict)
+    response_format: ResponseFormat = Field(default_factory=ResponseFormat)
+    drafts: bool = True  # whether a drafter may help; the text is the same
 
     @model_validator(mode="after")
     def with_consistent_fields(self) -> Self:

@@ -273,19 +273,29 @@ template <class T> class Round {
     std::vector<Noise> noises;
     for (i64 m = 0; m < total; m++) {
       const Draw& draw = r.draw[pass.rows[m]];
-      by_limits &= draw.temperature == 0 || !draw.filtered(t.head.outputs);
+      by_limits &= (draw.temperature == 0 || !draw.filtered(t.head.outputs)) && !biases_of(m);
       noises.emplace_back(draw, pass.angles[m] + 1);
     }
     if (by_limits) {
       const std::vector<i64> ids = read_likeliest(t.sizes, t.head, t.rough, pass.x.data(), noises, logits);
       return choices_of(Head<T>{nullptr, nullptr, PLAIN, i64(ids.size()), ids.data()}, total, 0, false);
     }
-    return chosen(t.head, pass.x.data(), total, 0, r.keep > 0);
+    find_logits(t.head, pass.x.data(), total);
+    for (i64 m = 0; m < total; m++)
+      if (const float* biases = biases_of(m))
+        for (i64 n = 0; n < t.head.outputs; n++) logits[m * t.head.outputs + n] += biases[n];
+    return choices_of(t.head, total, 0, r.keep > 0);
+  }
+
+  const float* biases_of(i64 m) const { return r.biases[r.at(pass.rows[m], pass.nodes[m])]; }
+
+  void find_logits(const Head<T>& head, const T* x, i64 total) {
+    if (i64(logits.size()) < total * head.outputs) logits.resize(total * head.outputs);
+    read_out(t.sizes, head, x, total, logits.data());
   }
 
   std::vector<Choice> chosen(const Head<T>& head, const T* x, i64 total, i64 graded, bool keeps) {
-    if (i64(logits.size()) < total * head.outputs) logits.resize(total * head.outputs);
-    read_out(t.sizes, head, x, total, logits.data());
+    find_logits(head, x, total);
     return choices_of(head, total, graded, keeps);
   }
 

@@ -93,6 +93,7 @@ template <class T> struct Rows {
   i64* unread;
   T* unread_states;
   T* made;  // what the drafting layer made at each node, as `states`, where it reads deep states
+  const float** biases;  // of restricted texts after each node, [outputs], or null
   // what a verification gives: how many nodes were accepted, with the bonus what was written, and after which
   // nodes
   i64 *accepted, *written, *path;

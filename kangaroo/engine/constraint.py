@@ -1,0 +1,122 @@
+"""What restricts a text beside its distribution: biases of tokens, and a grammar that it follows.
+
+Biases are added to the target's logits wherever it chooses, so a draft is accepted where the target
+would have written it under the same restriction. Drafters know nothing of it.
+
+Shapes: N nodes of a draft, V vocabulary.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from kangaroo.utils.errors import ConfigError, MissingPackage
+from kangaroo.utils.folders import install
+
+
+class Constraint:
+    """The restriction of one text that is being written.
+
+    Args:
+        vocab_size: the number of logits.
+        biases: what is added to tokens' logits, by id.
+        matcher: llguidance's `LLMatcher`, whose mask forbids all other tokens.
+
+    Errors: `ConfigError` for an id that is no token.
+    """
+
+    def __init__(
+        self, vocab_size: int, biases: Mapping[int, float] | None = None, matcher: Any = None
+    ):
+        self.matcher = matcher
+        self.biases_V = np.zeros(vocab_size, np.float32)
+        for token, bias in (biases or {}).items():
+            if not 0 <= token < vocab_size:
+                raise ConfigError(
+                    f"logit_bias: {token} is no token; they are 0 to {vocab_size - 1}."
+                )
+            self.biases_V[token] = bias
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Let the text go on with these tokens."""
+        if self.matcher is not None:
+            self.matcher.try_consume_tokens(list(tokens))
+
+    def after(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray:
+        """The biases after each node of a draft, `[N, V]`. Node 0 is the text's last token; a
+        node's parent is an earlier one."""
+        biases_NV = np.tile(self.biases_V, (len(tokens), 1))
+        if self.matcher is None:
+            return biases_NV
+        paths: list[list[int]] = [[]]
+        for node in range(len(tokens)):
+            if node:
+                paths.append([*paths[parents[node]], tokens[node]])
+            read = self.matcher.try_consume_tokens(paths[node])
+            if read == len(paths[node]):  # else the node is not accepted, and nothing follows it
+                words = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+                allowed_V = np.unpackbits(words, bitorder="little")[: len(self.biases_V)]
+                biases_NV[node, allowed_V == 0] = -np.inf
+            self.matcher.rollback(read)
+        return biases_NV
+
+
+@dataclass
+class Restrictions:
+    """Makes the constraints of a model's texts, from any thread.
+
+    Args:
+        tokenizer: None serves biases alone.
+        vocab_size: the number of logits.
+        eos_ids: tokens that end a text.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    vocab_size: int
+    eos_ids: Collection[int]
+
+    def __post_init__(self) -> None:
+        self.lock = threading.Lock()  # around what makes grammars
+
+    def of(
+        self, biases: Mapping[int, float] | None = None, schema: Mapping[str, Any] | None = None
+    ) -> Callable[[], Constraint] | None:
+        """What makes the constraint of a text with these biases, or JSON that follows a schema;
+        None where nothing restricts it. Errors: `ConfigError` for a token or a schema that is
+        none; `MissingPackage` without llguidance."""
+        if schema is None and not biases:
+            return None
+        matcher: Any = None
+        if schema is not None:
+            with self.lock:
+                matcher = self._json(schema)
+
+        def constraint() -> Constraint:
+            return Constraint(self.vocab_size, biases, matcher and matcher.deep_copy())
+
+        constraint()  # now, for its errors
+        return constraint
+
+    @cached_property
+    def _tokens(self) -> Any:
+        """The vocabulary of grammars, which takes a second to make."""
+        from llguidance import hf
+
+        if not isinstance(self.tokenizer, PreTrainedTokenizerFast):
+            raise ConfigError("JSON by a schema needs the model's tokenizer.json.")
+        return hf.from_tokenizer(self.tokenizer, self.vocab_size, sorted(self.eos_ids))
+
+    def _json(self, schema: Mapping[str, Any]) -> Any:
+        try:
+            from llguidance import LLMatcher
+        except ImportError as error:
+            raise MissingPackage(f"JSON needs llguidance: {install('serve')}.") from error
+        matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_json_schema(dict(schema)))
+        if matcher.is_error():
+            raise ConfigError(f"the JSON schema: {matcher.get_error().splitlines()[0]}")
+        return matcher

@@ -1,0 +1,125 @@
+"""Restricted texts: with every drafter they are what the restricted target writes alone.
+
+Shapes: V vocabulary.
+"""
+
+from functools import cache, partial
+
+import numpy as np
+import pytest
+import torch
+from cases import DRAFTERS, METHODS, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of, lm_of
+from helpers import VOCABULARY, forward_logits, graphed, tiny
+
+from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine.constraint import Constraint
+from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Sampling
+from kangaroo.utils.errors import ConfigError
+
+BIASES = {3: 4.0, 17: -torch.inf, 40: 1.5}
+
+
+class Matcher:
+    """A grammar in llguidance's interface: what may follow depends on the last two tokens."""
+
+    def __init__(self) -> None:
+        self.tokens = [0, 1]
+
+    def allowed_V(self) -> np.ndarray:
+        last, before = self.tokens[-1], self.tokens[-2]
+        return (np.arange(VOCABULARY) * 7 + 3 * last + before) % 3 == 0
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        for count, token in enumerate(tokens):
+            if not self.allowed_V()[token]:
+                return count
+            self.tokens.append(token)
+        return len(tokens)
+
+    def rollback(self, count: int) -> None:
+        del self.tokens[len(self.tokens) - count :]
+
+    def compute_bitmask(self) -> bytes:
+        return np.packbits(self.allowed_V(), bitorder="little").tobytes()
+
+
+def constraint(biases: dict[int, float], follows: bool) -> Constraint:
+    return Constraint(VOCABULARY, biases, Matcher() if follows else None)
+
+
+HOW = [None, (BIASES, False), ({}, True), (BIASES, True)]
+
+
+def requests(sampling: Sampling, drafts: bool = True) -> list[Request]:
+    return [
+        Request(
+            prompt,
+            NEW_TOKENS,
+            sampling.seed + i,
+            constraint=HOW[i % 4] and partial(constraint, *HOW[i % 4]),
+            drafts=drafts or i % 2 == 0,
+        )
+        for i, prompt in enumerate([*PROMPTS, *PROMPTS][:4])
+    ]
+
+
+def texts(lm, drafter, sampling: Sampling, rows: int, **options) -> list[list[int]]:
+    done = dict(Engine(lm, drafter).completions(requests(sampling, **options), sampling, rows))
+    return [done[i].tokens for i in range(len(done))]
+
+
+@cache
+def vanilla_texts(family: str, sampling: str) -> list[list[int]]:
+    """Each written alone."""
+    return texts(lm_of(family), Vanilla(), SAMPLINGS[sampling], 1)
+
+
+def test_the_restricted_target_writes_its_likeliest_allowed_token():
+    lm = tiny()
+    for request, text in zip(
+        requests(Sampling()), texts(lm, Vanilla(), Sampling(), 1), strict=True
+    ):
+        restriction = request.constraint() if request.constraint else Constraint(VOCABULARY)
+        for n, token in enumerate(text):
+            logits_V = forward_logits(lm, [*request.prompt, *text[:n]])[-1]
+            biased_V = logits_V + torch.from_numpy(restriction.after([0], [0])[0])
+            assert token == int(biased_V.argmax())
+            restriction.advance([token])
+    assert 17 not in text
+
+
+def tier(drafter: str) -> tuple[pytest.MarkDecorator, ...]:
+    return () if drafter in METHODS else (pytest.mark.slow,)
+
+
+@pytest.mark.parametrize("drafter", [pytest.param(x, marks=tier(x)) for x in DRAFTERS])
+def test_restricted_texts_are_the_same_with_every_drafter(drafter):
+    turn = list(DRAFTERS).index(drafter)
+    family = ("llama", "llama-compiled", "llama-graphs")[turn % 3]
+    sampling = ("greedy", "top-k")[turn % 2]
+    case = case_of(family, sampling)
+    written = texts(case.lm, DRAFTERS[drafter](case), SAMPLINGS[sampling], 3)
+    assert written == vanilla_texts(family, sampling)
+
+
+def test_vanilla_steps_of_a_gpu_take_restricted_texts_between_others():
+    lm = graphed(tiny())
+    alone, together = (texts(lm, Vanilla(), Sampling(), rows) for rows in (1, 4))
+    assert alone == together == vanilla_texts("llama", "greedy")
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-compiled"])
+def test_a_request_may_ask_for_no_drafts(family):
+    case, sampling = case_of(family, "greedy"), Sampling()
+    engine = Engine(case.lm, DRAFTERS["kangaroo"](case), always_drafts=True)
+    done = dict(engine.completions(requests(sampling, drafts=False), sampling, 4))
+    drafted = [sum(step.drafted for step in done[i].steps) for i in range(4)]
+    assert drafted[1] == drafted[3] == 0 and drafted[0] > 0 and drafted[2] > 0
+    assert [done[i].tokens for i in range(4)] == vanilla_texts(family, "greedy")
+
+
+def test_a_bias_of_no_token_is_an_error():
+    with pytest.raises(ConfigError, match="logit_bias: 64 is no token; they are 0 to 63"):
+        Constraint(VOCABULARY, {64: 1.0})
