@@ -3,7 +3,7 @@
 
 import logging
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,14 @@ from kangaroo.evaluation.study.study import read_study
 from kangaroo.heads import adapter_files, export, published
 from kangaroo.hub import transfer
 from kangaroo.hub.transfer import PackConfig
-from kangaroo.models.loading import ModelConfig, Weights, evaluate_command, meta_model
+from kangaroo.models.loading import ModelConfig, evaluate_command, meta_model
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.serve import serve as run_server
 from kangaroo.training import backend, loop
 from kangaroo.training.estimate import Devices, forecast
 from kangaroo.training.loop import Trainer
 from kangaroo.training.recipe import paper_exit
+from kangaroo.training.targets import target_with_data
 from kangaroo.utils import tracking
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line
@@ -264,19 +265,8 @@ def _log_estimate(config: schema.TrainCommand, ranks: Ranks, trains: bool = True
 
 
 def _target_with_data(config: schema.TrainCommand, ranks: Ranks) -> TargetModel:
-    """The target, after it has written its data."""
-    model = replace(config.model, weights=config.model.weights or Weights.widened)
-    if config.trainer.shard_target:  # it moves to the GPUs in parts, just before training
-        model = replace(model, device="cpu", device_map=None)
-    lm, tokenizer = load_target(model)
-    config.data.make(lm, tokenizer, ranks)
-    ranks.wait()
-    about = store.read_provenance(Path(config.data.path))
-    log.info(
-        f"{about['conversations']} conversations, {about['tokens']} tokens, "
-        f"{about['assistant_tokens']} of the assistant, from {config.data.path}"
-    )
-    return lm
+    recipes = [config.adapter, *config.more.values()]
+    return target_with_data(config.model, config.data, recipes, config.trainer, ranks)
 
 
 def _report(folder: Path, model: ModelConfig, tracker: NoTracker) -> dict[str, float]:

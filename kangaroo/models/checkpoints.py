@@ -14,6 +14,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from kangaroo.models.prompts import Tokenizer
 from kangaroo.models.quantizing import quantization_fields
@@ -35,7 +36,8 @@ log = logging.getLogger(__name__)
 def read_checkpoint(
     source: str, revision: str | None, **options: Any
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    """The model and tokenizer of a folder or hub id; `options` are those of `from_pretrained`.
+    """The model and tokenizer of a folder or hub id; `options` are those of `from_pretrained`, with
+    a `config` for less than the checkpoint has.
     Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `MissingPackage`."""
     is_hub_id = re.fullmatch(r"[^/.][^/]*(/[^/]+)?", source)
     if not is_hub_id and not os.path.isdir(source):
@@ -43,11 +45,14 @@ def read_checkpoint(
             f"there is no folder '{source}'. Pass model.path= a checkpoint's folder or a hub id."
         )
     fields: dict[str, Any] = {}
+    verbosity = transformers_logging.get_verbosity()
     try:
         config = AutoConfig.from_pretrained(source, revision=revision)
         check_supported(config)
         fields = quantization_fields(config)
         tokenizer = read_tokenizer(source, revision)
+        if "config" in options:  # it would list what is left out
+            transformers_logging.set_verbosity_error()
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             revision=revision,
@@ -59,6 +64,8 @@ def read_checkpoint(
         raise
     except Exception as error:  # a malformed file can make transformers raise anything
         raise _failure(source, revision, error, fields.get("quant_method")) from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would use random numbers

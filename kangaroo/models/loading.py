@@ -5,6 +5,7 @@ with a tokenizer over bytes, for commands that take seconds. `random:PATH` has r
 shape of a path in `shapes.yaml`, and `random:small:PATH` few and small layers of that family.
 """
 
+import copy
 import logging
 import os
 from dataclasses import dataclass
@@ -30,7 +31,13 @@ from kangaroo.models.gguf_file import GGUFFile, gguf_path, is_gguf
 from kangaroo.models.gguf_models import read_config, read_model
 from kangaroo.models.layer_weights import is_plain, packed_linears
 from kangaroo.models.prompts import Tokenizer, chat_template, turn_end
-from kangaroo.models.quantizing import Quantization, check_package, quantize, weight_bits
+from kangaroo.models.quantizing import (
+    Quantization,
+    check_package,
+    quantization_fields,
+    quantize,
+    weight_bits,
+)
 from kangaroo.models.random_models import RANDOM, TINY, byte_tokenizer, known_shape, random_model
 from kangaroo.models.supported import eos_ids
 from kangaroo.models.target import TargetModel
@@ -170,8 +177,9 @@ def evaluate_command(model: str | ModelConfig, *words: str, **options: Any) -> s
     return command_line("evaluate", *words, **model_options(model.path, model.name), **options)
 
 
-def load(config: ModelConfig) -> tuple[PreTrainedModel, Tokenizer]:
-    """The frozen target, in eval mode, and its tokenizer. Errors: `ModelNotFound`, `CorruptFile`,
+def load(config: ModelConfig, layers: int | None = None) -> tuple[PreTrainedModel, Tokenizer]:
+    """The frozen target, in eval mode, and its tokenizer. Of a checkpoint with plain weights may be
+    read only the first `layers`, so that others have none. Errors: `ModelNotFound`, `CorruptFile`,
     `UnsupportedModel`, `ModelTooLarge`, `MissingPackage`; `ConfigError` for an unknown template or
     `eos_token`."""
     if config.quantization is not None:
@@ -184,10 +192,18 @@ def load(config: ModelConfig) -> tuple[PreTrainedModel, Tokenizer]:
     elif is_gguf(config.path):
         model, tokenizer = _read_gguf(config, device)
     else:
-        placed = config.device_map or ("cpu" if config.quantization else device)
-        model, tokenizer = read_checkpoint(
-            _source(config.path), config.revision, dtype=config.dtype.torch, device_map=placed
-        )
+        options: dict[str, Any] = {"dtype": config.dtype.torch}
+        options["device_map"] = config.device_map or ("cpu" if config.quantization else device)
+        source = _source(config.path)
+        if layers is None or config.quantization or quantization_fields(shape_of(config)):
+            model, tokenizer = read_checkpoint(source, config.revision, **options)
+        else:
+            options["config"] = first_layers(shape_of(config), layers)
+            model, tokenizer = read_checkpoint(source, config.revision, **options)
+            with torch.device("meta"):
+                whole: Any = AutoModelForCausalLM.from_config(shape_of(config))
+            model.model.layers.extend(whole.model.layers[layers:])
+            model.config = whole.config
     if template is not None:
         tokenizer.chat_template = template
     if config.eos_token is not None:
@@ -210,11 +226,11 @@ def load(config: ModelConfig) -> tuple[PreTrainedModel, Tokenizer]:
     return model.eval().requires_grad_(False), tokenizer
 
 
-def load_target(config: ModelConfig) -> tuple[TargetModel, Tokenizer]:
-    """The target for the engine, and its tokenizer. Warns if the token that ends a turn in the chat
-    template does not end a text, of what is ignored of its generation config, and of float16 on a
-    CPU. Errors: those of `load`."""
-    hf, tokenizer = load(config)
+def load_target(config: ModelConfig, layers: int | None = None) -> tuple[TargetModel, Tokenizer]:
+    """The target for the engine, and its tokenizer; for `layers` see `load`. Warns if a turn of the
+    chat template ends with a token that does not end a text, of what is ignored of its generation
+    config, and of float16 on a CPU. Errors: those of `load`."""
+    hf, tokenizer = load(config, layers)
     lm = TargetModel(hf)
     end = None if config.path.startswith(RANDOM) else turn_end(tokenizer)
     if end is not None and end not in lm.eos_ids():
@@ -267,6 +283,16 @@ def shape_of(config: ModelConfig) -> PretrainedConfig:
             f"gave its config: {first_line(error)}. Go online, pass model.path= a local folder, or "
             f"choose one of {', '.join(random_models.SHAPES)}."
         ) from error
+
+
+def first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
+    """The config of a model's first layers."""
+    first = copy.deepcopy(config)
+    for name, value in vars(config).items():  # what is listed by layer
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(first, name, value[:count])
+    first.num_hidden_layers = count
+    return first
 
 
 def meta_model(config: ModelConfig) -> TargetModel:

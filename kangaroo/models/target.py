@@ -4,6 +4,7 @@ Shapes: B rows, N nodes or tokens of a block, E occupied slots, D hidden size, V
 R rows of a block, T tokens of a row, S slots, C head size.
 """
 
+import logging
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
@@ -31,11 +32,12 @@ from kangaroo.models.attention import ATTENTION, attention, has_flash
 from kangaroo.models.packed import device_of
 from kangaroo.models.quantizing import check_head, check_linears
 from kangaroo.models.supported import FULL, WINDOWED, check_supported, ropes, windows
-from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.memory import weight_bytes
 
 Pair = tuple[Tensor, Tensor]
 PROMPT_CHUNK = 1024  # tokens of a prompt at a time without native code, to bound memory
+
+log = logging.getLogger(__name__)
 
 AttentionInterface.register(ATTENTION, attention)
 
@@ -70,7 +72,8 @@ class TargetModel(nn.Module):
         Triton kernels and CUDA graphs on one GPU. `huge_pages` makes reading weights faster.
         Training stays in PyTorch, and so do prompts that it reads faster."""
         sizes = self.sizes()
-        device, *other_devices = {*self.layer_devices, self.head_device}
+        devices = {*self.layer_devices, self.head_device}
+        device, *other_devices = devices - {torch.device("meta")}  # training may need few layers
         if device.type == "cuda" and not other_devices:
             graphs = Graphs(self.device) if weights.can_record(self.hf) else None
             is_plain = self._is_plain()
@@ -78,7 +81,13 @@ class TargetModel(nn.Module):
             return self.decode_by(CudaBackend(graphs, sizes if has_kernels else None))
         fits = self.dtype in native.DTYPES and sizes.head_size <= native.WIDEST_HEAD
         knows_it = fits and self._is_plain(or_blocks=True)
-        on_cpu = device.type == "cpu" and not other_devices
+        on_cpu = devices == {torch.device("cpu")}
+        if other_devices:
+            log.warning(
+                f"'{self.name}' lies on {len(other_devices) + 1} devices: it decodes by "
+                "transformers' modules, without kernels and graphs. For tensor parallelism serve "
+                "it with vLLM and the plugin (integrations/vllm)."
+            )
         library = native.library() if on_cpu and knows_it else None
         if library is None:
             return self.decode_by(Backend())
@@ -100,31 +109,6 @@ class TargetModel(nn.Module):
         head = weights.matrix_of(self.head)
         self.fast_head: Head | None = backend.head(head, rounds=saves_much)
         return self
-
-    def shard(self, device: torch.device) -> None:
-        """Shard the layers' weights over all processes for training; this one computes on `device`.
-        All have to run the same layers in the same order. The rest stays whole: the loss reads the
-        head more than once a batch. Errors: `ConfigError` for a quantized target."""
-        # this import takes most of a second, and only training at scale needs it
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        if weights.packed_linears(self.layers):
-            raise ConfigError(
-                "trainer.shard_target=true spreads plain weights, and this target is quantized. "
-                "Leave one of them out: what is quantized takes a half or a quarter of the memory."
-            )
-        _ = self.fingerprint  # computed while layers are whole
-        self.decode_by(Backend())  # another one would keep whole layers in memory
-        self.rope_tables.clear()
-        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-        for layer in self.layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-        model = self.hf.model
-        for module in (model.embed_tokens, model.rotary_emb, model.norm, self.head):
-            module.to(device)
-        self.device = self.head_device = device
-        self.layer_devices = [device] * self.n_layers
 
     def sizes(self) -> Sizes:
         """The sizes of this model's layers, and of an adapter's."""

@@ -7,7 +7,6 @@ adapters do each kind of work once.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,17 +31,16 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.heads.base import Trainable
-from kangaroo.models.loading import ModelConfig
+from kangaroo.models.loading import ModelConfig, first_layers
 from kangaroo.models.prompts import Message, Sample
 from kangaroo.models.target import TargetModel
 from kangaroo.training import batches, recipe, results
 from kangaroo.training.backend import TorchBackend
 from kangaroo.training.recipe import AdapterRecipe, TrainerConfig
+from kangaroo.training.targets import Data, layers_read, writes_nothing
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import ALONE
-
-Data = SynthesisConfig | ConversationsConfig | MixConfig
 
 FIXES = {  # by the part that needs the most memory
     "target": "Choose a smaller model, or spread it: trainer.shard_target=true in several "
@@ -156,13 +154,15 @@ def _length(turns: Sequence[Message], data: ConversationsConfig, vocab_size: int
 @dataclass
 class Plan:
     """A training by its shapes: the micro-batches of an epoch, and of the held-out texts, as lists
-    of lengths; its optimizer steps; its adapters, without data. `lm` needs no weights."""
+    of lengths; its optimizer steps; its adapters, without data. `lm` needs no weights; `kept` of
+    its layers are loaded, if not all."""
 
     lm: TargetModel
     recipes: Sequence[AdapterRecipe]
     config: TrainerConfig
     text: Text
     processes: int = 1
+    kept: int | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -209,7 +209,7 @@ class Plan:
             kept = batch * features * adapter_recipe.architecture.passes(adapter_recipe.steps)
             step += kept * (5 if itemsize == 4 else 4) + 12 * adapter_recipe.steps * learnt * hidden
         return {
-            "target": target_bytes(lm) + held * itemsize,
+            "target": target_bytes(lm, self.kept) + held * itemsize,
             "adapters": int(_count(*self.adapters) * (8 + moments + 8 * (self.accumulate > 1))),
             "a micro-batch": step,
             "logits": min(config.loss_chunk or learnt, learnt) * logits,
@@ -288,13 +288,9 @@ def _taps(adapters: Sequence[Trainable]) -> set[int]:
 
 def _some_layers(lm: TargetModel, device: str) -> TargetModel:
     """The first layers of a target, random: at least two, and more than caches hold."""
-    config = copy.deepcopy(lm.config)
     fitting = CACHES * lm.n_layers // (_count(lm.layers) * lm.dtype.itemsize)
     count = min(lm.n_layers, max(2, fitting + 1))
-    for name, value in vars(lm.config).items():  # what is listed by layer
-        if isinstance(value, list) and len(value) == lm.n_layers:
-            setattr(config, name, value[:count])
-    config.num_hidden_layers = count
+    config = first_layers(lm.config, count)
     with torch.device(device), torch.random.fork_rng(devices=[]):
         return TargetModel(AutoModelForCausalLM.from_config(config, dtype=lm.dtype))
 
@@ -311,17 +307,21 @@ def _time(work: Callable[[], object]) -> float:
     return timer.blocked_autorange(min_run_time=0.1).median
 
 
-def target_bytes(lm: TargetModel) -> int:
-    """Bytes of the target's weights, with its layers as they are quantized."""
+def target_bytes(lm: TargetModel, kept: int | None = None) -> int:
+    """Bytes of the target's weights, with its layers as they are quantized, or `kept` of them."""
+    if kept is not None:
+        return (_count(lm) - _count(*lm.layers[kept:])) * lm.dtype.itemsize
     layers = _count(lm.layers)
     bits = 8 * lm.dtype.itemsize
     return (_count(lm) * bits - layers * (bits - (lm.weight_bits or bits))) // 8
 
 
-def check_writing(lm: TargetModel, data: Data, text: Text, devices: Devices) -> int:
+def check_writing(
+    lm: TargetModel, data: Data, text: Text, devices: Devices, kept: int | None = None
+) -> int:
     """Bytes in each process while it writes the data. Errors: `ConfigError` if there is no room for
-    the target, or for writing."""
-    parts = {"target": target_bytes(lm)}
+    the target, or for the layers of it that are `kept`, or for writing."""
+    parts = {"target": target_bytes(lm, kept)}
     devices.check("loading the target", parts)
     if text.unwritten and not isinstance(data, MixConfig):
         longest = longest_text(data, lm)
@@ -358,9 +358,14 @@ def forecast(
     writer = Devices.of(writing_model)
     devices = Devices.of(training_model)
     text = Text.of(data, lm)
-    needed = check_writing(lm, data, text, writer)
+    if trainer.shard_target and writes_nothing(data, lm):  # the first process alone reads it
+        writer = replace(writer, free=writer.free * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    kept = layers_read(lm, recipes, trainer, data)
+    needed = check_writing(lm, data, text, writer, kept)
     chunk = trainer.loss_chunk or recipe.default_loss_chunk(devices.total, lm.config.vocab_size)
-    plan = Plan(lm, recipes, replace(trainer, loss_chunk=chunk), text=text, processes=processes)
+    plan = Plan(
+        lm, recipes, replace(trainer, loss_chunk=chunk), text=text, processes=processes, kept=kept
+    )
     if trains:
         if not store.is_complete(Path(data.path)):  # old data may still be replaced
             batches.check_holdout(trainer.holdout, len(text.lengths))

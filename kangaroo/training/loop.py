@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kangaroo.models.target import TargetModel
 from kangaroo.training import batches, recipe, results
 from kangaroo.training.backend import DeepSpeedBackend, TorchBackend
 from kangaroo.training.recipe import AdapterRecipe, Trainee, TrainerConfig
+from kangaroo.training.targets import shard
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError, CorruptFile, Diverged
 from kangaroo.utils.provenance import differences, provenance
@@ -86,8 +88,8 @@ class Trainer:
             most = f"the assistant wrote only {len(self.frequent_K)} other tokens"
             log.info(f"trainer.vocabulary={size}: {most}")
         vocabulary_K = None if size is None else self.frequent_K[:size].sort()[0]
-        shard_on = default_device() if config.shard_target else None
-        self.trainees = recipe.trainees(lm, recipes, vocabulary_K, shard_on, config.seed)
+        spread = partial(shard, lm, default_device(), ranks) if config.shard_target else None
+        self.trainees = recipe.trainees(lm, recipes, vocabulary_K, spread, config.seed)
         backend = DeepSpeedBackend if config.zero_stage else TorchBackend
         self.backend = backend([trainee.adapter for trainee in self.trainees], config, ranks)
         self.identity = identity(config, [x.recipe for x in self.trainees])

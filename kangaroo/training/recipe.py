@@ -1,7 +1,7 @@
 """Options of a training run, recipes of adapters, and the adapters that are built from them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -172,24 +172,26 @@ def trainees(
     lm: TargetModel,
     recipes: Sequence[AdapterRecipe],
     vocabulary_K: Tensor | None,
-    shard_on: torch.device | None = None,
+    spread: Callable[[], None] | None = None,
     seed: int = 0,
 ) -> list[Trainee]:
     """Adapters in float32, before training, one for each recipe and exit layer; `seed` is that of
-    random weights. With `shard_on`, each process's device, the target is then spread over the
-    processes. Errors: those of `named_exits` and `load_start`."""
+    random weights. `spread` is called once they have started from the target's weights. Where it
+    has none (`targets.shard`) they stay random. Errors: those of `named_exits` and `load_start`."""
     adapters: dict[str, tuple[AdapterRecipe, Trainable]] = {}
     for name, (recipe, layer) in named_exits(recipes, lm).items():
         with torch.random.fork_rng(devices=[]):  # the same weights in every process
             torch.manual_seed(seed)
             adapter = recipe.architecture.build(lm, layer, vocabulary_K)
-        if recipe.start is None:
+        if lm.device.type == "meta":
+            pass
+        elif recipe.start is None:
             adapter.start_from(lm, vocabulary_K)
         elif recipe.start != RANDOM:
             load_start(recipe.start, adapter, lm, vocabulary_K)
         adapters[name] = recipe, adapter.float()
-    if shard_on is not None:
-        lm.shard(shard_on)  # only now: adapters start from whole layers
+    if spread is not None:
+        spread()
     built = []
     shared_head = [DraftHead(lm, None, vocabulary_K)]
     for name, (recipe, adapter) in adapters.items():

@@ -310,6 +310,13 @@ def test_what_was_warmed_up_is_not_recorded_again():
     assert native.cache is None  # where nothing is recorded, nothing is done
 
 
+def test_a_target_on_several_devices_is_told_what_serves_it_better(caplog):
+    lm = tiny()
+    lm.layer_devices[2:] = [torch.device("cuda:1")] * 2
+    assert not lm.compile_for_decoding().backend.is_compiled
+    assert "lies on 2 devices" in caplog.text and "vLLM" in caplog.text
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", range(max(1, torch.cuda.device_count())))
 def test_cuda_graphs_write_what_eager_decoding_writes(device):
