@@ -1,19 +1,30 @@
 #!/usr/bin/env bash
-# What wants a GPU, in 16 minutes on one: stages of at most five, the most valuable first. All of them, or
-# those that are named; then docs/results/gpu.md says what they found. A stage that is done is not done again; one
-# that fails or runs out of its time stops no other, and the same command tries it again. No network is needed.
+# What wants a GPU, in two parts, for a card that is lent for minutes: each stage has its limit, the longest and least
+# sure are last. After every stage the page docs/results/gpu.md says what is known. A stage that is done is not done
+# again; one that fails or runs out of its time stops no other, and the same command tries it again.
 #
-#   scripts/gpu.sh                                # all, into outputs/gpu
-#   scripts/gpu.sh check shapes                   # `shapes` is 7b and 8b
-#   QUESTIONS=question.jsonl scripts/gpu.sh       # methods on Spec-Bench's questions, not on the demo's
-#   DRY=1 scripts/gpu.sh                          # the same commands in small, on a CPU; the page is outputs/gpu/gpu.md
+#   scripts/gpu.sh part1                # at most 300 s, into outputs/gpu
+#   scripts/gpu.sh part2                # at most 480 s
+#   scripts/gpu.sh kernels 8b           # some stages
+#   DRY=1 scripts/gpu.sh part1 part2    # the same commands in small, on a CPU; the page is outputs/gpu/gpu.md
+#   scripts/gpu.sh carry FOLDER [REVISION]   # here: what a machine without a network needs, with its sizes (MANIFEST)
+#   CARRIED=FOLDER scripts/gpu.sh part1      # there: with what was carried
 #
-#   check    the tests that need a GPU
-#   7b       random weights of Vicuna-7B's shape against the memory's read rate, and transformers
-#   8b       the same of Llama-3.1-8B's, at longer contexts
-#   methods  SmolLM2-135M by all methods in turn, at the papers' sizes
-#   train    how fast an adapter for 7B trains
-#   soak     every drafter in bfloat16 against vanilla, 10^5 tokens
+# part1
+#   bits      a token's bits are the same at every width, in Triton as compiled here
+#   kernels   products, attention and decoding of the 7B shape
+#   before    the same by the package of REVISION, where it was carried
+#   tests     the tests that need a GPU, but for what `soak` does
+#   soak      every drafter in bfloat16 against vanilla
+# part2
+#   plain     how fast a plain adapter for 7B trains
+#   fused     and a fused one, by several draft steps
+#   7b        random weights of Vicuna-7B's shape: contexts and batches
+#   8b        Llama-3.1-8B's at long contexts
+#   adapter   SmolLM2-135M writes text for a minute, and trains an adapter on it
+#   drafters  three drafters with that adapter, on the demo's questions
+# and in no part
+#   methods   SmolLM2-135M by all methods in turn, at the papers' sizes
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export HF_HUB_OFFLINE=1
@@ -21,32 +32,52 @@ export HF_HUB_OFFLINE=1
 RESULTS=${RESULTS:-outputs/gpu}
 PYTHON=${PYTHON:-python}
 PAGE=${PAGE:-docs/results/gpu.md}
-STAGES=(check 7b 8b methods train soak)
-SECONDS_OF=(300 175 100 240 80 80)
+CARRIED=${CARRIED:-}
+PART1=(bits kernels before tests soak)
+PART2=(plain fused 7b 8b adapter drafters)
+STAGES=("${PART1[@]}" "${PART2[@]}" methods)
+declare -A LIMIT=([bits]=20 [kernels]=60 [before]=40 [tests]=120 [soak]=60)
+LIMIT+=([plain]=50 [fused]=50 [7b]=90 [8b]=70 [adapter]=120 [drafters]=100 [methods]=240)
 # sizes of the work; DRY does less of each
-TESTS=(-n 8 --dist worksteal -m gpu tests)
+TESTS=(-m gpu tests --ignore=tests/drafters/test_conformance.py)
+BITS=(tests/cuda/interpreted -k "bits or width" -m "not slow")
 SHAPE=random:
-SPEED=(speed.repeats=1 speed.max_new_tokens=64 speed.context_tokens=48 speed.bandwidth_megabytes=8192)
-SPEED_7B=("speed.contexts=[256,1024,1900]" "speed.batches=[1,4,16,32,64]" speed.prompts=3)
-SPEED_8B=("speed.contexts=[256,2048,8144]" "speed.batches=[1,16]" speed.prompts=2)
+SPEED=(speed.repeats=1 speed.max_new_tokens=64 speed.context_tokens=48 speed.bandwidth_megabytes=8192 speed.prompts=1)
+KERNELS=("speed.contexts=[256]" "speed.batches=[1,16]")
+SPEED_7B=("speed.contexts=[256,1900]" "speed.batches=[1,16,64,256]")
+SPEED_8B=("speed.contexts=[8144,32000]" "speed.batches=[1]")
+CONVERSATIONS=136 # of nearly 2,048 tokens, 4 in a micro-batch: 16 steps
+WRITTEN=(data.shards=1 data.shard_size=256 data.batch_size=256 data.max_answer_tokens=256)
 EVALUATE=(bench=demo question_every=3 max_new_tokens=64)
-[ -z "${QUESTIONS:-}" ] || EVALUATE=(bench=spec_bench "bench.path='$QUESTIONS'" question_every=20 max_new_tokens=64)
-CONVERSATIONS=264 # of nearly 2,048 tokens, 4 in a micro-batch: 32 steps
-TOKENS=100000
+TOKENS=60000
 if [ -n "${DRY:-}" ]; then
   [ "$PAGE" != docs/results/gpu.md ] || PAGE=$RESULTS/gpu.md
   TESTS=(tests/cli/test_terminal.py)
+  BITS=(tests/cli/test_terminal.py)
   SHAPE=random:small:
-  SECONDS_OF=(600 600 600 600 600 600)
-  SPEED+=(speed.prompts=1 speed.max_new_tokens=8 speed.context_tokens=8 speed.bandwidth_megabytes=64 "speed.batches=[1,4]" "speed.contexts=[64,256]")
-  EVALUATE=("${EVALUATE[@]/question_every=*/question_every=40}" max_new_tokens=4)
+  for stage in "${STAGES[@]}"; do LIMIT[$stage]=600; done
+  SPEED+=(speed.max_new_tokens=8 speed.context_tokens=8 speed.bandwidth_megabytes=64)
+  KERNELS=("speed.batches=[1]" "speed.contexts=[64]")
+  SPEED_7B=("speed.batches=[1,4]" "speed.contexts=[64,256]")
+  SPEED_8B=("speed.batches=[1,4]" "speed.contexts=[64,256]")
   CONVERSATIONS=10
+  WRITTEN=(data.shards=1 data.shard_size=12 data.max_question_tokens=8 data.max_answer_tokens=16
+    data.keep_unfinished_questions=true data.filters.max_repetition=1 data.filters.near_duplicate=1
+    trainer.epochs=1 trainer.holdout=4)
+  EVALUATE=(bench=demo question_every=40 max_new_tokens=4)
   TOKENS=2000
 fi
 
-shape() { # name, path, dtype, and what is measured
+shape() { # stage, path, dtype, and what is measured
   COMMAND=(scripts/speed.py model=tiny "model.name=$1" "model.path='$SHAPE$2'" "model.dtype=$3"
-    "drafter.adapter='untrained:2'" drafter.threshold=0 "output=$RESULTS/$1" "${@:4}" "${SPEED[@]}")
+    "drafter.adapter='untrained:2'" drafter.threshold=0 "output=$RESULTS/$1" "${SPEED[@]}" "${@:4}")
+}
+
+training() { # stage, and the adapter
+  conversations > "$RESULTS/conversations.json"
+  COMMAND=(train.py model=vicuna-7b "model.path='${SHAPE}lmsys/vicuna-7b-v1.3'" trainer.epochs=1 trainer.holdout=8
+    trainer.accumulate=2 "data.source='$RESULTS/conversations.json'" "data.path='$RESULTS/data'"
+    "output=$RESULTS/$1" "${@:2}")
 }
 
 # Random words, since only their number counts.
@@ -66,36 +97,59 @@ json.dump([{"id": str(i), "conversations": talk} for i, talk in enumerate(talks)
 PY
 }
 
-command_of() {
+command_of() { # sets COMMAND, and FOLDER, in which it runs
+  FOLDER=.
   case $1 in
-    check) COMMAND=(-m pytest -q "${TESTS[@]}") ;;
-    7b) shape 7b lmsys/vicuna-7b-v1.3 float16 "${SPEED_7B[@]}" ;;
-    8b) shape 8b meta-llama/Llama-3.1-8B-Instruct bfloat16 "${SPEED_8B[@]}" ;;
-    methods)
-      COMMAND=(evaluate.py model=smollm2-135m experiment=methods hardware=gpu "output=$RESULTS/methods" "${EVALUATE[@]}")
-      ;;
-    train)
-      conversations > "$RESULTS/conversations.json"
-      COMMAND=(train.py model=vicuna-7b "model.path='${SHAPE}lmsys/vicuna-7b-v1.3'" trainer.epochs=1 trainer.holdout=8
-        trainer.accumulate=2 "data.source='$RESULTS/conversations.json'"
-        "data.path='$RESULTS/data'" "output=$RESULTS/train")
-      ;;
+    bits) COMMAND=(-m pytest -q -p no:xdist "${BITS[@]}") ;;
+    kernels) shape kernels lmsys/vicuna-7b-v1.3 float16 "${KERNELS[@]}" ;;
+    before) FOLDER=$CARRIED/before && shape before lmsys/vicuna-7b-v1.3 float16 "${KERNELS[@]}" ;;
+    tests) COMMAND=(-m pytest -q "${TESTS[@]}") ;;
     soak)
       export SOAK_TOKENS=$TOKENS SOAK_DTYPE=bfloat16 SOAK_OUTPUT=$RESULTS/soak
       [ -n "${DRY:-}" ] || export SOAK_DEVICE=cuda
       COMMAND=(-m pytest -q -s -m soak tests/soak)
       ;;
+    plain) training plain adapter=attention ;;
+    fused) training fused adapter=fused ;;
+    7b) shape 7b lmsys/vicuna-7b-v1.3 float16 "${SPEED_7B[@]}" ;;
+    8b) shape 8b meta-llama/Llama-3.1-8B-Instruct bfloat16 "${SPEED_8B[@]}" ;;
+    adapter)
+      COMMAND=(train.py model=smollm2-135m adapter=attention adapter.name=brief "data.path='$RESULTS/written'"
+        "output=$RESULTS/adapter" "${WRITTEN[@]}")
+      ;;
+    drafters)
+      trained=$(echo "$RESULTS"/adapter/brief-exit*)
+      COMMAND=(evaluate.py model=smollm2-135m drafter=kangaroo "drafter.adapter='$trained'" +drafter@more.hybrid=hybrid
+        "more.hybrid.adapter='$trained'" +drafter@more.tree=kangaroo_tree "more.tree.adapter='$trained'"
+        "output=$RESULTS/drafters" "${EVALUATE[@]}")
+      ;;
+    methods)
+      COMMAND=(evaluate.py model=smollm2-135m experiment=methods hardware=gpu "output=$RESULTS/methods" "${EVALUATE[@]}")
+      ;;
   esac
 }
 
+if [ "${1:-}" = carry ]; then
+  [ $# -ge 2 ] || { echo "carry where? scripts/gpu.sh carry FOLDER [REVISION]" >&2; exit 1; }
+  exec "$PYTHON" scripts/gpu/carry.py "${@:2}"
+fi
+if [ -n "$CARRIED" ]; then
+  CARRIED=$(cd "$CARRIED" && pwd) || exit
+  "$PYTHON" scripts/gpu/carry.py --join "$CARRIED" || exit
+  export PIP_NO_INDEX=1 PIP_FIND_LINKS=$CARRIED
+  compgen -G "$CARRIED/wheels/*.whl" > /dev/null && "$PYTHON" -m pip install --quiet --no-deps "$CARRIED"/wheels/*.whl
+fi
+
 asked=("$@")
-[ $# -gt 0 ] || asked=("${STAGES[@]}")
+[ $# -gt 0 ] || asked=(part1 part2)
 asked=" ${asked[*]} "
-asked=${asked/ shapes / 7b 8b }
+asked=${asked/ part1 / ${PART1[*]} }
+asked=${asked/ part2 / ${PART2[*]} }
 for stage in $asked; do
-  [[ " ${STAGES[*]} " == *" $stage "* ]] || { echo "no stage '$stage'; there are ${STAGES[*]} and shapes" >&2; exit 1; }
+  [[ " ${STAGES[*]} " == *" $stage "* ]] || { echo "no stage '$stage'; there are part1, part2, carry and ${STAGES[*]}" >&2; exit 1; }
 done
 mkdir -p "$RESULTS"
+RESULTS=$(cd "$RESULTS" && pwd)
 about=$("$PYTHON" -c 'import json; from kangaroo.utils.provenance import provenance; print(json.dumps(provenance()))') || exit
 if [ -z "${DRY:-}" ] && [[ $about == *'"cuda": null'* ]]; then
   echo "there is no GPU here; DRY=1 $0 runs the same commands in small on a CPU" >&2
@@ -103,22 +157,25 @@ if [ -z "${DRY:-}" ] && [[ $about == *'"cuda": null'* ]]; then
 fi
 
 failed=0
-for i in "${!STAGES[@]}"; do
-  stage=${STAGES[$i]} limit=${SECONDS_OF[$i]} record="$RESULTS/${STAGES[$i]}.json"
-  [[ $asked == *" $stage "* ]] || continue
+for stage in $asked; do
+  limit=${LIMIT[$stage]} record="$RESULTS/$stage.json"
   if grep -q '"status": 0,' "$record" 2> /dev/null; then
     echo "== $stage is done already (delete $record to do it again)"
+    continue
+  fi
+  if [ "$stage" = before ] && [ ! -d "$CARRIED/before" ]; then
+    echo "== before: no earlier package was carried (carry FOLDER REVISION)"
     continue
   fi
   command_of "$stage"
   echo "== $stage, $limit s at most: ${COMMAND[*]}"
   begun=$SECONDS
   # interrupted, a command still says how far it came
-  timeout --signal=INT --kill-after=5 "$limit" "$PYTHON" "${COMMAND[@]}" 2>&1 | tee "$RESULTS/$stage.log"
+  (cd "$FOLDER" && PYTHONPATH=. exec timeout --signal=INT --kill-after=5 "$limit" "$PYTHON" "${COMMAND[@]}") 2>&1 | tee "$RESULTS/$stage.log"
   status=$?
   echo "{\"status\": $status, \"seconds\": $((SECONDS - begun)), \"limit\": $limit, \"about\": $about}" > "$record"
   echo "== $stage ended with status $status after $((SECONDS - begun)) s"
   [ "$status" -eq 0 ] || failed=1
+  "$PYTHON" scripts/gpu/page.py "$RESULTS" "$PAGE" || failed=1
 done
-"$PYTHON" scripts/gpu/page.py "$RESULTS" "$PAGE" || failed=1
 exit $failed

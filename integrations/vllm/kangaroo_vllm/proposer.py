@@ -5,6 +5,7 @@ Shapes: R rows that draft, K draft vocabulary.
 
 from typing import Any
 
+import torch
 from numpy.typing import NDArray
 from torch import nn
 from vllm.config import VllmConfig
@@ -79,11 +80,13 @@ class Kangaroo:
         if not rows:
             return []
         logits_RK = self.target.draft(rows)
-        tokens = self.adapter.tokens(logits_RK.argmax(-1)).tolist()
-        for row, token in zip(rows, tokens, strict=True):
+        tokens_R = self.adapter.tokens(logits_RK.argmax(-1))
+        sure_R = torch.ones_like(tokens_R)
+        if self.threshold:
+            sure_R = logits_RK.float().softmax(-1).amax(-1) > self.threshold
+        # one copy from the device
+        chosen = torch.stack([tokens_R, sure_R.to(tokens_R.dtype)], 1).tolist()
+        for row, (token, _) in zip(rows, chosen, strict=True):
             row.ids.append(token)
-        if not self.threshold:
-            return rows
         # a token with a low confidence is still verified
-        sure_R = logits_RK.float().softmax(-1).amax(-1) > self.threshold
-        return [row for row, sure in zip(rows, sure_R.tolist(), strict=True) if sure]
+        return [row for row, (_, sure) in zip(rows, chosen, strict=True) if sure]

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
@@ -96,6 +98,8 @@ class SplitTarget:
         shallow = [layer.self_attn.attn for layer in stack.layers[: adapter.facts.exit_layer]]
         self.attention_names = [attention.layer_name, *(x.layer_name for x in shallow)]
         self.step: CommonAttentionMetadata | None = None
+        # of the step's rows, on the host once they are needed: the length, then the blocks
+        self.pages_RX: NDArray[np.int64] | None = None
         # by the slot of each pending token; valid only in the next step, after which a row may have
         # lost its pages
         self.drafted: dict[int, DraftRow] = {}
@@ -116,6 +120,7 @@ class SplitTarget:
             ) -> Any:
                 if not fast_build:
                     split.step, split.builder = common_attn_metadata, self
+                    split.pages_RX = None
                 return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
         attention.attn_backend = subclass_attention_backend("Kangaroo", backend, Builder)
@@ -144,29 +149,37 @@ class SplitTarget:
         assert self.step is not None and self.step.is_prefilling is not None
         return bool(self.step.is_prefilling.any())
 
+    def pages(self) -> NDArray[np.int64]:
+        """Each row's length and its blocks, `[R, 1 + W]`: one copy from the device a step."""
+        assert self.step is not None
+        if self.pages_RX is None:
+            lengths_R1 = self.step.seq_lens[:, None].long()
+            pages_RX = torch.cat([lengths_R1, self.step.block_table_tensor.long()], 1)
+            self.pages_RX = pages_RX.cpu().numpy()
+        return self.pages_RX
+
     def row(self, index: int, position: int, token: int) -> DraftRow:
         """A draft that starts with the pending token at this position."""
-        assert self.step is not None
+        length, *blocks = self.pages()[index].tolist()
         size = self.builder.kv_cache_spec.block_size
-        count = -(-int(self.step.seq_lens[index]) // size)
-        blocks = self.step.block_table_tensor[index, :count].tolist()
-        return DraftRow(index, position, count * size, blocks, [token])
+        count = -(-length // size)
+        return DraftRow(index, position, count * size, blocks[:count], [token])
 
     def draft(self, rows: list[DraftRow]) -> Tensor:
         """Logits after the last token of each row, `[R, K]`."""
         assert self.step is not None
         size, device = self.builder.kv_cache_spec.block_size, self.step.seq_lens.device
-        positions = [row.position for row in rows]
-        slots = [
-            row.blocks[p // size] * size + p % size for row, p in zip(rows, positions, strict=True)
-        ]
-        slots_R = torch.tensor(slots, device=device)
-        positions_R = torch.tensor(positions, device=device)
-        ids_R = torch.tensor([row.ids[-1] for row in rows], dtype=torch.int32, device=device)
-        table_RW = self.step.block_table_tensor[[row.index for row in rows]]
-        ends = list(range(len(rows) + 1))
-        with self._batch(ends, [position + 1 for position in positions], table_RW, slots_R):
-            f_RD = self.below(ids_R, positions_R)
+        places = []
+        for row in rows:
+            p = row.position
+            places.append([row.index, p, row.blocks[p // size] * size + p % size, row.ids[-1]])
+        # one copy to the device for all
+        index_R, positions_R, slots_R, ids_R = torch.tensor(places).T.contiguous().to(device)
+        ends = torch.arange(len(rows) + 1, dtype=torch.int32)
+        lengths = torch.tensor([row.position + 1 for row in rows], dtype=torch.int32)
+        table_RW = self.step.block_table_tensor[index_R]
+        with self._batch(ends, lengths, table_RW, slots_R):
+            f_RD = self.below(ids_R.int(), positions_R)
             hidden_RD = self.adapter(f_RD, positions_R)
         for row, f_D in zip(rows, f_RD, strict=True):
             row.states_D.append(f_D)
@@ -183,25 +196,25 @@ class SplitTarget:
 
     @contextmanager
     def _batch(
-        self, ends: list[int], lengths: list[int], table_RW: Tensor, slots_N: Tensor
+        self, ends: Tensor, lengths: Tensor, table_RW: Tensor, slots_N: Tensor
     ) -> Iterator[None]:
         """Run attention on the last tokens of rows.
 
         Args:
-            ends: each row's start in the batch, and the end of the last one.
-            lengths: the rows' lengths, including these tokens.
+            ends: each row's start in the batch, and the end of the last one, on the host.
+            lengths: the rows' lengths, including these tokens, on the host.
         """
-        ends_cpu = torch.tensor(ends, dtype=torch.int32)
-        lengths_cpu = torch.tensor(lengths, dtype=torch.int32)
+        both = torch.cat([ends, lengths]).to(slots_N.device)  # one copy to the device
+        count = len(slots_N)
         batch = CommonAttentionMetadata(
-            query_start_loc=ends_cpu.to(slots_N.device),
-            query_start_loc_cpu=ends_cpu,
-            seq_lens=lengths_cpu.to(slots_N.device),
-            seq_lens_cpu_upper_bound=lengths_cpu,
+            query_start_loc=both[: len(ends)],
+            query_start_loc_cpu=ends,
+            seq_lens=both[len(ends) :],
+            seq_lens_cpu_upper_bound=lengths,
             num_reqs=len(lengths),
-            num_actual_tokens=ends[-1],
-            max_query_len=int(ends_cpu.diff().max()),
-            max_seq_len=max(lengths),
+            num_actual_tokens=count,
+            max_query_len=int(ends.diff().max()),
+            max_seq_len=int(lengths.max()),
             block_table_tensor=table_RW,
             slot_mapping=slots_N,
         )
@@ -209,42 +222,51 @@ class SplitTarget:
         with set_forward_context(
             dict.fromkeys(self.attention_names, metadata),
             self.vllm_config,
-            num_tokens=ends[-1],
+            num_tokens=count,
             slot_mapping=dict.fromkeys(self.attention_names, slots_N),
         ):
             yield
 
     def _join(self, drafted: dict[int, DraftRow], input_ids: Tensor, positions: Tensor) -> Tensor:
         """The states at the exit `[N, D]`; the lower part computes those that drafting has not."""
-        assert self.step is not None
-        starts = self.step.query_start_loc_cpu.tolist()
+        step = self.step
+        assert step is not None
+        if not drafted:
+            return self.below(input_ids, positions)
+        # one copy from the device for all that the host has to know, and one of the pages
+        count = len(input_ids)
+        both = torch.cat([input_ids.long(), positions.long(), step.slot_mapping[:count].long()])
+        ids, places, slots = both.cpu().numpy().reshape(3, -1).tolist()
+        starts = step.query_start_loc_cpu.tolist()
         new: list[int] = []
         drafted_indices: list[int] = []
         drafted_states: list[Tensor] = []
         counts: list[int] = []
         for i, (first, end) in enumerate(pairwise(starts)):
-            # a single token has no draft
-            slot = int(self.step.slot_mapping[first]) if drafted and end - first > 1 else -1
-            states_D = self._computed(drafted.get(slot), i, input_ids[first:end], positions[first])
+            row = drafted.get(slots[first]) if end - first > 1 else None  # one token has no draft
+            states_D = self._computed(row, i, ids[first:end], places[first])
             counts.append(len(states_D))
             drafted_indices += range(first, first + len(states_D))
             drafted_states += states_D
             new += range(first + len(states_D), end)
         if not drafted_states:
             return self.below(input_ids, positions)
-        new_M = torch.tensor(new, device=input_ids.device)
+        indices = torch.tensor([*new, *drafted_indices]).to(input_ids.device)
+        new_M, drafted_M = indices.split([len(new), len(drafted_indices)])
         skipped = accumulate(counts, initial=0)
         ends = [end - count for end, count in zip(starts, skipped, strict=True)]
-        lengths, slots_M = self.step.seq_lens.tolist(), self.step.slot_mapping[new_M]
-        with self._batch(ends, lengths, self.step.block_table_tensor, slots_M):
+        lengths = torch.from_numpy(self.pages()[:, 0]).int()
+        slots_M = step.slot_mapping[new_M]
+        ends_cpu = torch.tensor(ends, dtype=torch.int32)
+        with self._batch(ends_cpu, lengths, step.block_table_tensor, slots_M):
             f_MD = self.below(input_ids[new_M], positions[new_M])
         f_ND = f_MD.new_empty(len(input_ids), f_MD.shape[-1])
         f_ND[new_M] = f_MD
-        f_ND[drafted_indices] = torch.stack(drafted_states)
+        f_ND[drafted_M] = torch.stack(drafted_states)
         return f_ND
 
     def _computed(
-        self, row: DraftRow | None, index: int, ids_N: Tensor, position: Tensor
+        self, row: DraftRow | None, index: int, ids: list[int], position: int
     ) -> list[Tensor]:
         """The states of this row's first tokens that drafting has computed.
 
@@ -252,9 +274,9 @@ class SplitTarget:
         which then has other blocks.
         """
         assert self.step is not None and self.step.is_prefilling is not None
-        if row is None or row.start != int(position) or self.step.is_prefilling[index]:
+        if row is None or row.start != position or self.step.is_prefilling[index]:
             return []
-        count = min(len(row.states_D), len(ids_N) - 1)
-        blocks = self.step.block_table_tensor[index, : len(row.blocks)].tolist()
-        is_same = blocks == row.blocks and ids_N[:count].tolist() == row.ids[:count]
+        count = min(len(row.states_D), len(ids) - 1)
+        blocks = self.pages()[index, 1 : 1 + len(row.blocks)].tolist()
+        is_same = blocks == row.blocks and ids[:count] == row.ids[:count]
         return row.states_D[:count] if is_same else []
