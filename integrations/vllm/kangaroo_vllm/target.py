@@ -154,7 +154,8 @@ class SplitTarget:
         assert self.step is not None
         if self.pages_RX is None:
             lengths_R1 = self.step.seq_lens[:, None].long()
-            pages_RX = torch.cat([lengths_R1, self.step.block_table_tensor.long()], 1)
+            table_RW = self.step.block_table_tensor[: len(lengths_R1)].long()
+            pages_RX = torch.cat([lengths_R1, table_RW], 1)
             self.pages_RX = pages_RX.cpu().numpy()
         return self.pages_RX
 
@@ -230,20 +231,23 @@ class SplitTarget:
     def _join(self, drafted: dict[int, DraftRow], input_ids: Tensor, positions: Tensor) -> Tensor:
         """The states at the exit `[N, D]`; the lower part computes those that drafting has not."""
         step = self.step
-        assert step is not None
+        assert step is not None and step.is_prefilling is not None
         if not drafted:
             return self.below(input_ids, positions)
         # one copy from the device for all that the host has to know, and one of the pages
-        count = len(input_ids)
-        both = torch.cat([input_ids.long(), positions.long(), step.slot_mapping[:count].long()])
-        ids, places, slots = both.cpu().numpy().reshape(3, -1).tolist()
+        count = step.num_actual_tokens
+        parts = (input_ids, positions, step.slot_mapping)
+        ids, places, slots = torch.stack([x[:count].long() for x in parts]).tolist()
         starts = step.query_start_loc_cpu.tolist()
+        enters = step.is_prefilling.tolist()  # on the host, too
         new: list[int] = []
         drafted_indices: list[int] = []
         drafted_states: list[Tensor] = []
         counts: list[int] = []
         for i, (first, end) in enumerate(pairwise(starts)):
-            row = drafted.get(slots[first]) if end - first > 1 else None  # one token has no draft
+            row = None  # one token has no draft
+            if end - first > 1 and not enters[i]:
+                row = drafted.get(slots[first])
             states_D = self._computed(row, i, ids[first:end], places[first])
             counts.append(len(states_D))
             drafted_indices += range(first, first + len(states_D))
@@ -273,8 +277,7 @@ class SplitTarget:
         A draft may have been cut, for example by a grammar, and its slot given to another text,
         which then has other blocks.
         """
-        assert self.step is not None and self.step.is_prefilling is not None
-        if row is None or row.start != position or self.step.is_prefilling[index]:
+        if row is None or row.start != position:
             return []
         count = min(len(row.states_D), len(ids) - 1)
         blocks = self.pages()[index, 1 : 1 + len(row.blocks)].tolist()
