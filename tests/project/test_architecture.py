@@ -20,7 +20,8 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 ORDER = [
     {"utils", "cpu.huge_pages", "cpu.compiling", "models.draft_steps"},
     {"engine.cache", "engine.sampling", "models.attention", "models.packed", "models.supported"},
-    {"engine.tree", "engine.topk_logits", "engine.requests", "models.prompts"},
+    {"engine.tree", "engine.topk_logits", "engine.constraint", "models.prompts"},
+    {"engine.requests"},
     {"engine.verify", "engine.budget", "engine.backend", "cpu.structs"},
     {"cpu.blocks", "cpu.native", "cpu.backend", "cpu.outcomes", "cuda"},
     {"engine.clock", "models.layer_weights", "models.quantizing"},
