@@ -38,7 +38,6 @@ class DraftBuffers:
     Args:
         capacity: nodes that a row may have.
         exit_layer: the layers below it give the states that `drafting` reads; None for no states.
-        keep: how many likeliest tokens after each node are kept.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class DraftBuffers:
         capacity: int,
         exit_layer: int | None,
         drafting: structs.Drafting | None,
-        keep: int = 0,
     ):
         size = cache.batch_size
         hidden = lm.config.hidden_size
@@ -62,8 +60,6 @@ class DraftBuffers:
         self.biases = np.zeros((size, capacity), np.uint64)
         self.choices = np.zeros((size, native.CHOICES), np.int64)
         self.chances = np.zeros((size, native.CHOICES), np.float32)
-        self.kept = np.zeros((size, capacity, keep), np.int32)
-        self.kept_chances = np.zeros((size, capacity, keep), np.float32)
         self.states_BND = torch.zeros(size, capacity, hidden, dtype=lm.dtype)
         self.unread_BUD = torch.empty(size, most_unread, hidden, dtype=lm.dtype)
         fused = capacity if drafting and drafting.fusing.weight else 0
@@ -74,12 +70,13 @@ class DraftBuffers:
             hidden=hidden,
             most_unread=most_unread,
             exit=exit_layer or 0,
-            keep=keep,
             states=self.states_BND.data_ptr(),
             unread_states=self.unread_BUD.data_ptr(),
             made=self.adapted_BND.data_ptr(),
             **{name: x.ctypes.data for name, x in vars(self).items() if isinstance(x, np.ndarray)},
         )
+        self.rows = rows
+        self.keep(0)
         self.drafting = drafting
         self.pointers = byref(self._target(lm, cache)), drafting and byref(drafting), byref(rows)
         assert isinstance(lm.backend, CpuBackend)
@@ -111,6 +108,16 @@ class DraftBuffers:
             sin=self.rope[1].data_ptr(),
             vocabulary=lm.config.vocab_size,
         )
+
+    def keep(self, count: int) -> None:
+        """Let verification keep so many likeliest tokens after each node, and their chances."""
+        if count == self.rows.keep and self.rows.kept:
+            return
+        self.kept = np.zeros((*self.token.shape, count), np.int32)
+        self.kept_chances = np.zeros(self.kept.shape, np.float32)
+        self.rows.keep = count
+        self.rows.kept = self.kept.ctypes.data
+        self.rows.kept_chances = self.kept_chances.ctypes.data
 
     def verify(self) -> None:
         """Let the target choose after all nodes, and walk: sets `accepted`, `written`, `path`."""

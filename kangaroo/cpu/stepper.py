@@ -32,7 +32,6 @@ class CpuStepper:
             capacity=1 + drafting.nodes,
             exit_layer=drafting.exit_layer,
             drafting=drafting.layer(batch.cache),
-            keep=max(keep, batch.likeliest),
         )
         self.texts: list[list[int] | None] = [None] * batch.size
 
@@ -41,6 +40,8 @@ class CpuStepper:
         buffers = self.buffers
         active = batch.active
         started = running()
+        keep, kind = topk_logits.kept(self.keep, batch.keep)
+        buffers.keep(max(keep, batch.likeliest))
         self._begin(active)
         drafting = [row for row in active if batch.drafts[row]]
         if drafts and drafting:
@@ -66,10 +67,10 @@ class CpuStepper:
                 likeliest = buffers.kept[row, :count, : batch.likeliest].tolist()
                 nodes = buffers.token[row, :count].tolist()
                 batch.verified[row] += zip(nodes, likeliest, strict=True)
-        if self.keep:
-            path = (np.arange(batch.size)[:, None], buffers.path, slice(self.keep))
+        if keep:
+            path = (np.arange(batch.size)[:, None], buffers.path, slice(keep))
             topk = topk_logits.records(
-                buffers.kept[path], buffers.kept_chances[path], self.lm.config.vocab_size
+                buffers.kept[path], buffers.kept_chances[path], self.lm.config.vocab_size, kind
             )
             for record, row_topk in zip(records, topk, strict=True):
                 record.topk = row_topk

@@ -52,6 +52,7 @@ class Batch:
         self.prompt_read = [False] * size  # whether the row's prompt was read to its end
         self.constraints: list[Constraint | None] = [None] * size
         self.drafts = [True] * size  # whether drafters may help
+        self.keeps = [0] * size  # `Request.keep`
         # how many of the likeliest tokens after each verified node a drafter wants, as it says in
         # `begin`; and by row the nodes' tokens with these, until the drafter clears them
         self.likeliest = 0
@@ -77,6 +78,11 @@ class Batch:
         """The active rows whose text is restricted, with what restricts it."""
         every = ((row, self.constraints[row]) for row in self.active)
         return [(row, constraint) for row, constraint in every if constraint is not None]
+
+    @property
+    def keep(self) -> int:
+        """How many likeliest tokens the texts being written want."""
+        return max((self.keeps[row] for row in self.active), default=0)
 
     @property
     def lengths(self) -> list[int]:

@@ -60,7 +60,7 @@ class LateStepper:
         """See `Stepper`. The step after a change is read at once, since prompts that are read in
         chunks would change the batch again."""
         batch = self.batch
-        if batch.constrained:  # what they may write next depends on what they have written
+        if batch.constrained or batch.keep:  # texts that tensors know, or that need logits
             return self._step_now()
         is_known = self._is_known()
         if not is_known:

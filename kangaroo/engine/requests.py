@@ -26,6 +26,7 @@ class Request(Ranged):
         written: the first new tokens, where another batch has written them already.
         constraint: makes what restricts the text, anew each time that it is written.
         drafts: whether a drafter may help.
+        keep: how many likeliest tokens of each distribution are kept, with exact probabilities.
     """
 
     prompt: Sequence[int]
@@ -37,6 +38,7 @@ class Request(Ranged):
     written: Sequence[int] = ()
     constraint: Callable[[], Constraint] | None = None
     drafts: bool = True
+    keep: int = 0
 
     @property
     def text(self) -> Sequence[int]:

@@ -209,7 +209,8 @@ class Prompt:
         sampling = batch.sampling.reading(batch.settings_B3[rows])
         token = int(pick(logits_11V, at_11, sampling, batch.seeds_B[rows]))
         write_first(batch, self.row, token)
-        (topk,) = topk_logits.likeliest(logits_11V, torch.zeros_like(at_11), session.keep)
+        keep, kind = topk_logits.kept(session.keep, self.request.keep)
+        (topk,) = topk_logits.likeliest(logits_11V, torch.zeros_like(at_11), keep, kind)
         generation = Generation(list(self.request.written), reused=self.reused)
         session.record(self.row, StepRecord([token], topk=topk), self.request, generation)
         return generation
@@ -233,6 +234,7 @@ def begin_text(batch: Batch, row: int, prompt_T: Tensor, request: Request) -> No
     batch.seeds_B[row] = batch.seeds[row] = request.seed
     batch.ends[row] = frozenset() if request.ignore_eos else batch.eos_ids
     batch.drafts[row] = request.drafts
+    batch.keeps[row] = request.keep
     constraint = request.constraint() if request.constraint else None
     if constraint is not None:
         constraint.advance(request.written)

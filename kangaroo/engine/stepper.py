@@ -88,7 +88,8 @@ class TensorStepper:
         rows = verification.written_BX.tolist()
         topk: topk_logits.Rows = [None] * batch.size
         if verification.logits_BNV is not None:
-            topk = topk_logits.likeliest(verification.logits_BNV, verdict.path_BP, self.keep)
+            keep = topk_logits.kept(self.keep, batch.keep)
+            topk = topk_logits.likeliest(verification.logits_BNV, verdict.path_BP, *keep)
             if batch.likeliest:
                 self._add_likeliest(draft, verification.logits_BNV)
         drafting = between(started, proposed)
@@ -126,7 +127,7 @@ class TensorStepper:
         lm = self.lm
         batch = self.batch
         sampling = batch.sampling
-        keeps_logits = self.keep > 0 or batch.likeliest > 0
+        keeps_logits = max(self.keep, batch.likeliest, batch.keep) > 0
         biases_BNV = self._biases(draft)
         by_match = sampling.rule is Rule.match or sampling.greedy or draft.tree.size == 1
 

@@ -18,19 +18,27 @@ Likeliest = Annotated[int, Range(0, MOST)]
 Rows = Sequence[np.ndarray | None]  # records of each row; None where nothing is kept
 
 
-def records(tokens: np.ndarray, chances: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Records `[...]` of `tokens` and `chances`, `[..., K]`, the likeliest first. Chances are in
-    half precision: exact to 1/2048, and 0 below 3e-8."""
+def kept(by_session: int, by_texts: int) -> tuple[int, type]:
+    """How many tokens a step keeps, and how their chances are stored: exactly, unless a session
+    keeps those of all texts."""
+    return (by_session, np.float16) if by_session else (by_texts, np.float32)
+
+
+def records(
+    tokens: np.ndarray, chances: np.ndarray, vocab_size: int, kind: type = np.float16
+) -> np.ndarray:
+    """Records `[...]` of `tokens` and `chances`, `[..., K]`, the likeliest first. Chances in half
+    precision are exact to 1/2048, and 0 below 3e-8."""
     token = np.uint16 if vocab_size <= 1 << 16 else np.int32
     shape = tokens.shape[-1:]
-    layout = np.dtype([("tokens", token, shape), ("chances", np.float16, shape)])
+    layout = np.dtype([("tokens", token, shape), ("chances", kind, shape)])
     topk = np.empty(tokens.shape[:-1], layout)
     topk["tokens"] = tokens
     topk["chances"] = chances
     return topk
 
 
-def likeliest(logits_BNV: Tensor, path_BP: Tensor, count: int) -> Rows:
+def likeliest(logits_BNV: Tensor, path_BP: Tensor, count: int, kind: type = np.float16) -> Rows:
     """Each row's records `[P]` of the `count` likeliest tokens after the nodes of its path."""
     if not count:
         return [None] * len(logits_BNV)
@@ -39,7 +47,7 @@ def likeliest(logits_BNV: Tensor, path_BP: Tensor, count: int) -> Rows:
     chances_BNK = (top.values - logits_BNV.logsumexp(-1, keepdim=True)).exp()
     path_BPK = path_BP[..., None].expand(-1, -1, count)
     tokens, chances = (x.gather(1, path_BPK).cpu().numpy() for x in (top.indices, chances_BNK))
-    return list(records(tokens, chances, logits_BNV.shape[-1]))
+    return list(records(tokens, chances, logits_BNV.shape[-1], kind))
 
 
 def nonempty(teacher_M: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 Shapes: V vocabulary.
 """
 
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -123,3 +124,25 @@ def test_a_request_may_ask_for_no_drafts(family):
 def test_a_bias_of_no_token_is_an_error():
     with pytest.raises(ConfigError, match="logit_bias: 64 is no token; they are 0 to 63"):
         Constraint(VOCABULARY, {64: 1.0})
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-compiled", "llama-graphs"])
+@pytest.mark.parametrize("drafter", ["vanilla", "kangaroo", "hybrid-tree"])
+def test_a_request_keeps_the_likeliest_tokens_of_its_own_text(family, drafter):
+    case = case_of(family, "greedy")
+    wanted = [replace(x, keep=3 * (i % 2)) for i, x in enumerate(requests(Sampling()))]
+    engine = Engine(case.lm, Vanilla() if drafter == "vanilla" else DRAFTERS[drafter](case))
+    done = dict(engine.completions(wanted, Sampling(), 2))
+    assert [done[i].tokens for i in range(4)] == vanilla_texts(family, "greedy")
+    for i in 1, 3:
+        request, generation = wanted[i], done[i]
+        restriction = request.constraint()
+        assert len(generation.teacher) == len(generation.tokens)
+        for n, token in enumerate(generation.tokens):
+            text = [*request.prompt, *generation.tokens[:n]]
+            biases_V = torch.from_numpy(restriction.after([0], [0])[0])
+            expected = (forward_logits(case.lm, text)[-1] + biases_V).softmax(-1).topk(3)
+            record = generation.teacher[n]
+            assert record["tokens"].tolist() == expected.indices.tolist()
+            assert record["chances"] == pytest.approx(expected.values.numpy(), rel=1e-4)
+            restriction.advance([token])
