@@ -8,31 +8,6 @@ from kangaroo.models.prompts import Tokenizer, plain_text
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence decodes to
 
 
-class Pieces:
-    """Decodes tokens to text; a character of several tokens waits for the last one. A piece is
-    decoded together with the one before it, since SentencePiece strips a text's first space."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer = tokenizer
-        self.before: list[int] = []  # tokens of the last piece
-        self.pending: list[int] = []
-
-    def push(self, token: int) -> str:
-        """The text that is complete with this token; it may be empty."""
-        self.pending.append(token)
-        text = self.end()
-        if not text or text.endswith(UNFINISHED):
-            return ""
-        self.before = self.pending
-        self.pending = []
-        return text
-
-    def end(self) -> str:
-        """The text of the pending tokens, complete or not."""
-        before = plain_text(self.tokenizer, self.before)
-        return plain_text(self.tokenizer, self.before + self.pending)[len(before) :]
-
-
 class UntilStop:
     """Passes text on up to the first stop string, which is left out."""
 
@@ -60,19 +35,47 @@ class UntilStop:
         return self.held
 
 
+class Pieces:
+    """Decodes tokens to text up to the first stop string; a character of several tokens waits for
+    the last one. A piece is decoded together with the one before it, since SentencePiece strips a
+    text's first space."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
+        self.tokenizer = tokenizer
+        self.until_stop = UntilStop(stop)
+        self.before: list[int] = []  # tokens of the last piece
+        self.pending: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that can be shown with this token; it may be empty."""
+        self.pending.append(token)
+        text = self._pending_text()
+        if not text or text.endswith(UNFINISHED):
+            return ""
+        self.before = self.pending
+        self.pending = []
+        return self.until_stop.push(text)
+
+    def end(self) -> str:
+        """The rest of the text, when no more tokens follow."""
+        return self.until_stop.push(self._pending_text()) + self.until_stop.end()
+
+    def _pending_text(self) -> str:
+        before = plain_text(self.tokenizer, self.before)
+        return plain_text(self.tokenizer, self.before + self.pending)[len(before) :]
+
+
 def pieces(
     tokens: Iterable[Token], tokenizer: Tokenizer, stop: Sequence[str] = ()
 ) -> Iterator[tuple[str, bool]]:
     """Pairs (text, drafted) of whole characters as tokens arrive, up to the first stop string."""
-    decoding = Pieces(tokenizer)
-    until_stop = UntilStop(stop)
+    decoding = Pieces(tokenizer, stop)
     drafted = False
     for token in tokens:
         drafted = token.drafted
-        if text := until_stop.push(decoding.push(token.id)):
+        if text := decoding.push(token.id):
             yield text, drafted
-    rest = until_stop.push(decoding.end()) + until_stop.end()
-    if rest:
+    if rest := decoding.end():
         yield rest, drafted
 
 

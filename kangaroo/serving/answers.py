@@ -12,7 +12,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from kangaroo.engine.requests import Request
-from kangaroo.engine.streaming import Pieces, UntilStop
+from kangaroo.engine.streaming import Pieces
 from kangaroo.models.prompts import Tokenizer, sanitized
 from kangaroo.serving.metrics import Metrics, Usage
 from kangaroo.serving.scheduler import Event, Job, Scheduler
@@ -24,7 +24,6 @@ class AnswerChoice:
 
     index: int
     pieces: Pieces
-    until_stop: UntilStop
     text: str = ""
     finish: str = ""
     streamed: bool = False
@@ -33,13 +32,13 @@ class AnswerChoice:
         """The text that a step adds, and how many of its first characters were drafted."""
         new_text = ""
         drafted = 0
-        for i, token in enumerate(event.tokens):
-            new_text += self.until_stop.push(self.pieces.push(token))
-            if i < event.accepted:
+        for i, token in enumerate(event.step.tokens):
+            new_text += self.pieces.push(token)
+            if i < event.step.accepted:
                 drafted = len(new_text)
         if event.finish:
             self.finish = "stop" if event.finish == "eos" else event.finish
-            new_text += self.until_stop.push(self.pieces.end()) + self.until_stop.end()
+            new_text += self.pieces.end()
         self.text += new_text
         return new_text, drafted
 
@@ -72,7 +71,7 @@ class Answer:
         self.choices = list[AnswerChoice]()
         self.jobs = list[Job]()
         for i, request in enumerate(self.requests):
-            self.choices.append(AnswerChoice(i, Pieces(self.tokenizer), UntilStop(request.stop)))
+            self.choices.append(AnswerChoice(i, Pieces(self.tokenizer, request.stop)))
             self.jobs.append(Job(request, partial(notify, i), self.deadline))
         self.scheduler.submit(*self.jobs)
 

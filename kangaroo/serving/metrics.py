@@ -23,9 +23,9 @@ class Usage:
 
     def add(self, index: int, event: Event) -> None:
         """Count a step of a prompt's choice `index`."""
-        self.completion += len(event.tokens)
-        self.drafts.add(event.accepted, event.drafted)
-        self.rounds += bool(event.tokens)
+        self.completion += len(event.step.tokens)
+        self.drafts.add(event.step.accepted, event.step.drafted)
+        self.rounds += bool(event.step.tokens)
         self.cached += 0 if index else event.reused
 
     def as_json(self) -> dict[str, Any]:

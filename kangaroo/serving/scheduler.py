@@ -48,11 +48,9 @@ class Closing(KangarooError):
 
 @dataclass
 class Event:
-    """A step of a job."""
+    """A step of a job; one that wrote nothing tells of a failure."""
 
-    tokens: list[int]
-    accepted: int = 0  # how many of the first tokens were drafted
-    drafted: int = 0
+    step: StepRecord
     finish: str = ""  # "eos", "length", "stop" or a failure as above, once the job has ended
     reused: int = 0  # tokens of the prompt that were in the KV cache, in the first step
 
@@ -210,7 +208,7 @@ class Scheduler:
         """End a job whose text is unfinished."""
         row = self._leave(job)
         self.jobs.remove(job)
-        self._notify(job, Event([], finish=failure))
+        self._notify(job, Event(StepRecord([]), finish=failure))
         if session is not None and row is not None:
             session.batch.stop(row)
 
@@ -293,14 +291,7 @@ class Scheduler:
         if generation.finish:
             self._leave(job)
             self.jobs.remove(job)
-        event = Event(
-            record.tokens,
-            accepted=record.accepted,
-            drafted=record.drafted,
-            finish=generation.finish,
-            reused=reused,
-        )
-        self._notify(job, event)
+        self._notify(job, Event(record, generation.finish, reused))
 
     def _notify(self, job: Job, event: Event) -> None:
         try:

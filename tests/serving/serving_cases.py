@@ -70,7 +70,7 @@ class Heard(Job):
 
     def hear(self, event: Event) -> None:
         assert not self.finish, "nothing comes after the end"
-        self.tokens += event.tokens
+        self.tokens += event.step.tokens
         self.reused += event.reused
         self.finish = event.finish
         self.begun.set()
