@@ -152,18 +152,17 @@ class DialogueWriter:
     ) -> list[Generation]:
         """The last generation in place of each request (`after` as in `Engine.completions`)."""
 
-        def count_and_go_on(index: int, generation: Generation) -> Request | None:
-            self.written += len(generation.tokens)
-            self.bar.update(len(generation.tokens))
-            return after(index, generation)
-
+        last: dict[int, Generation] = {}
         completions = self.engine.completions(
             requests,
             Sampling(temperature=temperature),
             self.batch_size,
             keep=keep,
-            after=count_and_go_on,
+            after=after,
             longest=longest,
         )
-        texts = dict(completions)
-        return [texts[index] for index in range(len(requests))]
+        for index, generation in completions:
+            self.written += len(generation.tokens)
+            self.bar.update(len(generation.tokens))
+            last[index] = generation
+        return [last[index] for index in range(len(requests))]

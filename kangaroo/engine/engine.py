@@ -102,12 +102,11 @@ class Engine:
             return
         longest = longest or max(len(r.prompt) + r.max_new_tokens for r in requests)
         session = self.open(min(batch_size, len(requests)), longest, sampling, keep)
-        waiting = iter(enumerate(requests))
-        following: dict[int, tuple[int, Request]] = {}  # by row
-        active: dict[int, tuple[int, Request, Generation]] = {}
+        waiting = enumerate(requests)
+        active: dict[int, tuple[int, Request, Generation]] = {}  # by row
         while True:
             for row in range(session.batch.size):
-                entry = None if row in active else following.pop(row, None) or next(waiting, None)
+                entry = None if row in active else next(waiting, None)
                 if entry is not None:
                     active[row] = (*entry, session.admit(row, entry[1]))
             if not active:
@@ -121,7 +120,7 @@ class Engine:
                     del active[row]
                     follower = after(index, generation)
                     if follower is not None:
-                        following[row] = index, follower
+                        active[row] = index, follower, session.admit(row, follower)
                     yield index, generation
 
     @torch.no_grad()

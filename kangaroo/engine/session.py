@@ -18,7 +18,7 @@ from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, To
 from kangaroo.engine.sampling import Rule, combine, pick, settings
 from kangaroo.engine.stepper import Stepper
 from kangaroo.engine.streaming import UNFINISHED
-from kangaroo.utils.errors import ConfigError, PromptError
+from kangaroo.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from kangaroo.engine.engine import Engine
@@ -135,11 +135,7 @@ class Prompt:
         batch = session.batch
         session.check_open()
         session.engine.check(request)
-        if len(request.prompt) + request.max_new_tokens > batch.longest:
-            raise PromptError(
-                f"the batch was opened for texts of {batch.longest} tokens; the prompt has "
-                f"{len(request.prompt)} and {request.max_new_tokens} new ones were asked for."
-            )
+        request.check_fits("this batch was opened for texts of", batch.longest)
         self.session = session
         self.row = row
         self.request = request

@@ -93,7 +93,7 @@ def test_settings_that_cannot_work_are_refused_by_name(case):
         engine = Engine(case.lm, drafter)
         session = engine.open(1, 20, Sampling(temperature=1, rule=Rule.rejection))
         session.admit(0, Request([1] * 15, 5))
-        with pytest.raises(PromptError, match=r"texts of 20 tokens.*has 15 and 6 new"):
+        with pytest.raises(PromptError, match=r"15 tokens and 6 new.*texts of 20\."):
             session.admit(0, Request([1] * 15, 6))
         with pytest.raises(ConfigError, match=r"under sampling\.rule=rejection cannot have sampl"):
             session.admit(0, Request([1, 2], 3, sampling=HOT))
