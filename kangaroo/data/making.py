@@ -160,7 +160,7 @@ class SynthesisConfig(WrittenConfig):
     def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks = ALONE) -> None:
         """Write what is missing of the dataset to `path`. The processes share the shards; the first
         makes the dataset, and the others do not wait for it. Errors: `DataError` if no sample is
-        usable, or the folder was begun with other settings."""
+        usable, `ConfigError` if the folder was begun with other settings."""
         settings = self.settings(lm)
         if ranks.broadcast(store.has_settings(Path(self.path), settings)):
             return

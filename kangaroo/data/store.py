@@ -17,7 +17,7 @@ from pyarrow import compute
 from kangaroo.models.prompts import Sample, Tokenizer, unknown_token
 from kangaroo.utils.errors import CorruptFile, DataError
 from kangaroo.utils.folders import write_json, write_whole
-from kangaroo.utils.provenance import differences, provenance
+from kangaroo.utils.provenance import check_same, provenance
 
 PROVENANCE = "provenance.json"
 RECORDS = "teacher.npy"
@@ -105,7 +105,7 @@ def fingerprint(samples: list[Sample]) -> str:
 
 class Shards:
     """A folder of shards, each a pure function of the folder's settings and its own name. With the
-    setting `teacher`, samples have records. Errors: `DataError` if the folder has others."""
+    setting `teacher`, samples have records. Errors: `ConfigError` if the folder has others."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
         self.folder = folder
@@ -113,11 +113,7 @@ class Shards:
         path = folder / SETTINGS
         if not path.exists():
             write_json(path, settings)
-        if changed := differences(_json(path, path.read_text()), settings):
-            raise DataError(
-                f"{folder} was begun with other settings ({changed}). Go on with the same ones, "
-                "pass data.path= another folder, or delete it."
-            )
+        check_same(folder, _json(path, path.read_text()), settings, "data.path=")
 
     def path(self, name: str) -> Path:
         """The shard's file, whether or not it is written."""

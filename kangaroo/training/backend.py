@@ -107,11 +107,12 @@ class TorchBackend:
         adamw_groups = [[p for p in a.parameters() if id(p) not in muon_ids] for a in self.adapters]
         self.optimizers: list[torch.optim.Optimizer] = [self._adamw(adamw_groups)]
         if self.options.muon:
-            # at AdamW's learning rates (arXiv 2502.16982, section 2.2)
-            options: Any = {"adjust_lr_fn": "match_rms_adamw"}
-            options["weight_decay"] = self.options.weight_decay
-            groups = [{"params": group} for group in muon_groups]
-            self.optimizers.append(torch.optim.Muon(groups, **options))
+            muon = torch.optim.Muon(
+                [{"params": group} for group in muon_groups],
+                weight_decay=self.options.weight_decay,
+                adjust_lr_fn="match_rms_adamw",  # AdamW's rates (arXiv 2502.16982, section 2.2)
+            )
+            self.optimizers.append(muon)
 
     def _adamw(self, groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.AdamW:
         return torch.optim.AdamW(

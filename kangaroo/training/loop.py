@@ -27,7 +27,7 @@ from kangaroo.training.recipe import AdapterRecipe, Trainee, TrainerConfig
 from kangaroo.training.targets import shard
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError, CorruptFile, Diverged
-from kangaroo.utils.provenance import differences, provenance
+from kangaroo.utils.provenance import check_same, provenance
 from kangaroo.utils.ranks import ALONE, Ranks, default_device
 from kangaroo.utils.terminal import progress_bar
 from kangaroo.utils.tracking import NoTracker
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 CHECKPOINT = "checkpoint.pt"  # appears whole, so that kill -9 loses little
 FROM_RUN = "accumulate", "loss_chunk", "use_stored_logits"  # a run decides on what is not given
+# no weight depends on these
+NOT_IN_IDENTITY = "evaluate_every", "save_every", "zero_stage", "shard_target"
 GIVE_BACK_EVERY = 10  # steps of some seconds; giving memory back takes a third of a second
 
 
@@ -94,9 +96,9 @@ class Trainer:
         self.backend = backend([trainee.adapter for trainee in self.trainees], config, ranks)
         self.identity = identity(config, [x.recipe for x in self.trainees])
         self.identity["data"] = data["fingerprint"]
-        check_same(output, saved, self.identity)
         self.progress = Progress(**saved.get("progress", {}))
         if saved:
+            check_same(output, saved["identity"], self.identity, "output=")
             self.backend.load_state(saved["backend"])
 
     def train(self, tracker: NoTracker) -> list[Path]:
@@ -242,7 +244,7 @@ class Trainer:
         name = trainee.name
         facts = progress.pop("facts")[name]
         if isinstance(trainee.adapter, Adapter):  # EAGLE's head needs the first tokens
-            facts |= {"attention_window": batches.attention_reach(self.work.tokens)}
+            facts["attention_window"] = batches.attention_reach(self.work.tokens)
         prefix = f"held_out/{name}/"
         held_out = progress["held_out"].items()
         progress["held_out"] = {k[len(prefix) :]: v for k, v in held_out if k.startswith(prefix)}
@@ -253,8 +255,9 @@ class Trainer:
             "data": self.data,
             "processes": self.ranks.world,
         } | provenance()
+        vocabulary_K = trainee.heads[0].vocabulary_K
         # smaller than asked for if the data has fewer tokens
-        size = None if trainee.vocabulary_K is None else len(trainee.vocabulary_K)
+        size = None if vocabulary_K is None else len(vocabulary_K)
         adapter_config = adapter_files.describe(
             self.lm, trainee.adapter, training, vocabulary=size, facts=facts
         )
@@ -269,17 +272,8 @@ class Trainer:
 
 def identity(config: TrainerConfig, recipes: Sequence[AdapterRecipe]) -> dict[str, Any]:
     """What a run's weights depend on, but for its data, with a recipe for each adapter."""
-    adapters = {"adapters": [recipe.settings() for recipe in recipes]}
-    return json.loads(json.dumps(config.identity() | adapters))
-
-
-def check_same(output: Path, saved: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Errors: `ConfigError` where the `saved` checkpoint in `output` is of other settings."""
-    if saved and (changed := differences(saved["identity"], settings)):
-        raise ConfigError(
-            f"'{output}' holds a run with other settings ({changed}). Go on with the same "
-            "ones, pass output= another folder, or delete it."
-        )
+    settings = {k: v for k, v in asdict(config).items() if k not in NOT_IN_IDENTITY}
+    return json.loads(json.dumps(settings | {"adapters": [x.settings() for x in recipes]}))
 
 
 def check(
@@ -291,10 +285,10 @@ def check(
     for adapter in recipes:
         if adapter.start not in (None, recipe.RANDOM):
             adapter_files.load_as_saved(adapter.start, lm)
-    saved = load_checkpoint(output)
-    known = identity(config, [adapter for adapter, _ in exits]).items()
-    given = {k: v for k, v in known if v is not None or k not in FROM_RUN}
-    check_same(output, saved, saved.get("identity", {}) | given)
+    if saved := load_checkpoint(output):
+        known = identity(config, [adapter for adapter, _ in exits]).items()
+        given = {k: v for k, v in known if v is not None or k not in FROM_RUN}
+        check_same(output, saved["identity"], saved["identity"] | given, "output=")
 
 
 def uses_stored_logits(

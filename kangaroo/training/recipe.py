@@ -21,8 +21,6 @@ from kangaroo.utils.ranges import Count, CountOrZero, NotNegative, Positive, Ran
 
 RANDOM = "random"  # a value of `AdapterRecipe.start`
 LOGIT_BYTES = 26  # for each logit in half precision: itself, p, log q and gradients
-# options that no weight depends on
-NOT_IN_IDENTITY = ("evaluate_every", "save_every", "zero_stage", "shard_target")
 
 
 @dataclass
@@ -70,10 +68,6 @@ class TrainerConfig(Ranged):
     vocabulary: Count | None = None
     zero_stage: Annotated[int, ranges.Range(0, 2)] = 0
     shard_target: bool = False
-
-    def identity(self) -> dict[str, Any]:
-        """The options that weights depend on; a resumed run must have the same ones."""
-        return {k: v for k, v in asdict(self).items() if k not in NOT_IN_IDENTITY}
 
 
 def default_loss_chunk(memory: int, vocabulary: int) -> int:
@@ -161,11 +155,6 @@ class Trainee:
     adapter: Trainable
     heads: list[DraftHead]
     recipe: AdapterRecipe
-
-    @property
-    def vocabulary_K(self) -> Tensor | None:
-        """The draft vocabulary, ascending; None is the whole vocabulary."""
-        return self.heads[0].vocabulary_K
 
 
 def trainees(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import PACKAGE
 
 PACKAGES = (
@@ -75,6 +76,15 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
         for name in sorted(before.keys() | now.keys())
         if before.get(name) != now.get(name)
     )
+
+
+def check_same(folder: Path, before: dict[str, Any], now: dict[str, Any], option: str) -> None:
+    """Errors: `ConfigError` where a folder, which is passed as `option`, has other settings."""
+    if changed := differences(before, now):
+        raise ConfigError(
+            f"'{folder}' was begun with other settings ({changed}). Go on with the same ones, "
+            f"pass {option} another folder, or delete it."
+        )
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -31,7 +31,7 @@ from kangaroo.engine.requests import Generation, Request, StepRecord
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models.loading import TINY
 from kangaroo.models.prompts import prompt_ids, user_header
-from kangaroo.utils.errors import CorruptFile, DataError
+from kangaroo.utils.errors import ConfigError, CorruptFile, DataError
 from kangaroo.utils.ranks import Ranks
 
 target = pytest.fixture(scope="module")(data_cases.target)
@@ -75,9 +75,9 @@ def test_shards_stay_for_more_and_other_filters_and_other_settings_are_refused(t
     before = times(tmp_path)
     assert first.items() < before.items()
     assert more[: len(few)] == few and len(more) > len(few)
-    with pytest.raises(DataError, match="seed=0 there, 7 now"):
+    with pytest.raises(ConfigError, match="seed=0 there, 7 now"):
         settings(tmp_path / "data", seed=7).make(*target)
-    with pytest.raises(DataError, match="teacher=0 there, 4 now"):
+    with pytest.raises(ConfigError, match="teacher=0 there, 4 now"):
         settings(tmp_path / "data", teacher=4).make(*target)
     settings(tmp_path / "data", filters=FilterConfig(min_answer_tokens=12)).make(*target)
     samples, about = store.load(tmp_path / "data")

@@ -319,7 +319,7 @@ def test_settings_that_no_data_makes_right_are_refused_before_there_is_any(tmp_p
     training_cases.run(tiny(), tmp_path, holdout=2, batch_tokens=256)
     command = ["experiment=debug", f"data.path={tmp_path / 'data'}"]
     for options, refused in (
-        ([f"output={tmp_path}"], "holds a run with other settings"),
+        ([f"output={tmp_path}"], "was begun with other settings"),
         (["adapter.start=nowhere"], "nowhere"),
         (["+adapter@more.b=attention", "more.b.exit_layers=[2]"], "two adapters are called"),
     ):

@@ -17,7 +17,7 @@ from training_cases import KillsAt, curve
 
 from kangaroo.training import backend
 from kangaroo.training.backend import TorchBackend
-from kangaroo.training.loop import CHECKPOINT, resolve_sizes
+from kangaroo.training.loop import CHECKPOINT, identity, resolve_sizes
 from kangaroo.training.recipe import TrainerConfig, default_loss_chunk
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
@@ -158,7 +158,7 @@ def test_what_is_not_given_is_what_a_run_began_with_else_what_suits(monkeypatch)
     monkeypatch.setattr(memory, "total", lambda device: 80 << 30)
     assert resolved() == (1, 4096)
     assert resolved(accumulate=3) == (3, 4096) and resolved(loss_chunk=7) == (1, 7)
-    begun |= TrainerConfig(accumulate=8, loss_chunk=512).identity()
+    begun |= identity(TrainerConfig(accumulate=8, loss_chunk=512), [])
     assert resolved() == (8, 512)
     assert resolved(accumulate=3) == (3, 512)  # and is refused later
     of_gib = {(80, 32_000): 2048, (24, 32_000): 512, (80, 128_256): 512, (16, 128_256): 256}
