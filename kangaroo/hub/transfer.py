@@ -11,12 +11,10 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from jinja2 import ChainableUndefined, Template
 
-from kangaroo.drafters.base import DrafterConfig
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter_files import CONFIG, VOCABULARY, WEIGHTS, AdapterConfig
 from kangaroo.models.loading import known_model
 from kangaroo.utils import tables
-from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import ConfigError, CorruptFile
 from kangaroo.utils.folders import command_line, project_folder
 
@@ -122,7 +120,7 @@ def card(adapter: AdapterConfig, config: PackConfig) -> str:
         kind=DESCRIPTIONS[drafter],
         target=target,
         model=model,
-        drafter_class=classes("kangaroo.drafters", DrafterConfig)[drafter],
+        drafter=drafter,
         measure=command_line(
             "evaluate", model=model, drafter=drafter, drafter__adapter=config.repo, bench="demo"
         ),
