@@ -5,7 +5,6 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from enum import EnumMeta
 from functools import cached_property
 from types import UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -18,7 +17,7 @@ from kangaroo.drafters.base import DrafterConfig
 from kangaroo.engine.constraint import Restrictions
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.engine.streaming import pieces, whole_text
 from kangaroo.heads.adapter_files import adapters_of
 from kangaroo.models.loading import ModelConfig, load_target, model_config
@@ -145,11 +144,8 @@ def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
         hint = get_type_hints(kind)[name]
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kinds = [get_origin(part) or part for part in parts]
-        if isinstance(hint, EnumMeta):  # names are accepted, as on the command line
-            value = hint.__members__.get(value, value) if isinstance(value, str) else value
-            hint = f"one of: {', '.join(hint.__members__)}"
-        # a `Ranged` dataclass checks its numbers itself
-        if not any(part in (int, float, Any) or isinstance(value, part) for part in kinds):
+        # a `Ranged` dataclass checks its numbers itself, and `Sampling` its rule
+        if not any(part in (int, float, Any, Rule) or isinstance(value, part) for part in kinds):
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; it takes {hint}.")
         values[name] = value.item() if isinstance(value, np.generic) else value
     return kind(**values)

@@ -21,14 +21,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from kangaroo.api import build
 from kangaroo.cli.help import explanation
 from kangaroo.cli.help import text as help_text
 from kangaroo.cli.schema import CONFIGS, select_models
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.utils import ranges, ranks
-from kangaroo.utils.errors import ConfigError, KangarooError
+from kangaroo.utils.errors import ConfigError, KangarooError, naming
 from kangaroo.utils.folders import sole_writer
 from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import NoTracker, Wandb
@@ -144,20 +144,17 @@ def plain(config: Any) -> dict[str, Any]:
     return cast(dict[str, Any], values)
 
 
-def combinations(drafter: DrafterConfig, options: dict[str, list[Any]]) -> dict[str, DrafterConfig]:
+def combinations(
+    drafter: DrafterConfig, options: dict[str, list[Any]], where: str
+) -> dict[str, DrafterConfig]:
     """The drafter with every combination of these options' values, by its name and the values.
-    Errors: `ConfigError` for an option or a value that the drafter does not take."""
+    Errors: `ConfigError` names `where` an option or a value is that the drafter does not take."""
     drafters = {}
-    if missing := [option for option, values in options.items() if not values]:
-        raise ConfigError(f"variants={options} for drafter={drafter.name}: no {missing[0]} to try.")
-    for values in itertools.product(*options.values()):
-        settings = dict(zip(options, values, strict=True))
-        name = ",".join([drafter.name, *(f"{k}={v}" for k, v in settings.items())])
-        try:
-            merged = OmegaConf.merge(OmegaConf.structured(drafter), settings)
-            drafters[name] = cast(DrafterConfig, OmegaConf.to_object(merged))
-        except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            message = f"variants={options} for drafter={drafter.name}: {reason}."
-            raise ConfigError(message) from error
+    with naming(where):
+        if missing := [option for option, values in options.items() if not values]:
+            raise ConfigError(f"no {missing[0]} to try for drafter={drafter.name}.")
+        for values in itertools.product(*options.values()):
+            settings = dict(zip(options, values, strict=True))
+            name = ",".join([drafter.name, *(f"{k}={v}" for k, v in settings.items())])
+            drafters[name] = build(type(drafter), vars(drafter) | settings)
     return drafters

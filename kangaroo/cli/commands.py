@@ -83,7 +83,7 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
             "compared. Leave it out, or pass hydra.sweep.dir= instead."
         )
     logger = select_tracker(config.logger, config.model.name, ranks)
-    variants = combinations(config.drafter, config.variants)
+    variants = combinations(config.drafter, config.variants, "variants")
     for name in variants.keys() & config.more.keys():
         raise ConfigError(f"more.{name} is drafter={name} again.")
     # ~drafter@more.NAME removes a drafter, but leaves its settings in an experiment as a dict
@@ -159,7 +159,8 @@ def tune(config: schema.TuneCommand) -> None:
     for name in config.search.keys() - names:
         raise ConfigError(f"search.{name} is of no drafter; there are {', '.join(sorted(names))}.")
     for name, drafter in tried.items():
-        for variant, settings in combinations(drafter, config.search.get(name, {})).items():
+        variants = combinations(drafter, config.search.get(name, {}), f"search.{name}")
+        for variant, settings in variants.items():
             drafters[name + variant.removeprefix(drafter.name)] = settings
     lm, tokenizer = load_target_for(config.model, *drafters.values(), more=config.more)
     use = evaluate_command(config.model, f"--config-dir={config.output}", drafter="tuned")
@@ -296,22 +297,18 @@ def convert_import(config: schema.ImportCommand) -> None:
     imported = published.read(config.source, lm, config.exit_layer)
     adapter = imported.adapter
     vocabulary_K = imported.vocabulary_K
-    kind = adapter.architecture.kind()
     drafter = adapter.architecture.drafter
     ending = "" if drafter == "kangaroo" else f"-{drafter}"
     folder = Path(config.output or f"adapters/{config.model.name}{ending}")
     if (folder / adapter_files.WEIGHTS).exists():
         raise ConfigError(f"'{folder}' already holds an adapter; pass output= another folder.")
-    fields = {
-        "facts": imported.facts,
-        "vocabulary": None if vocabulary_K is None else len(vocabulary_K),
-    }
     training = {"imported": imported.origin} | provenance()
-    about = adapter_files.describe(lm, adapter, training, **fields)
+    size = None if vocabulary_K is None else len(vocabulary_K)
+    about = adapter_files.describe(lm, adapter, training, vocabulary=size, facts=imported.facts)
     adapter_files.save(adapter, about, vocabulary_K, folder)
     use = evaluate_command(config.model, drafter=drafter, drafter__adapter=folder)
-    where = f"exit layer {adapter.exit_layer} of {lm.name}"
-    log.info("%s: %s, %s; measure it: %s", folder, kind, where, use)
+    what = f"{adapter.architecture.kind()}, exit layer {adapter.exit_layer} of {lm.name}"
+    log.info("%s: %s; measure it: %s", folder, what, use)
 
 
 @command()

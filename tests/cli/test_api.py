@@ -286,7 +286,7 @@ def test_loading_refuses(name, settings, message):
         ("Why?", {"stop": ""}, "stop='': '' is no text"),
         ("Why?", {"stop": ["\ud83e"]}, "stop=.*half of a surrogate pair"),
         ("Why?", {"temperature": True}, "temperature=True must be a number"),
-        ("Why?", {"rule": "Match"}, "rule='Match' is a str; it takes one of: match, rejection"),
+        ("Why?", {"rule": "Match"}, "sampling.rule=Match must be one of match, rejection"),
         ([], {"batch_size": 0}, "batch_size=0 must be a whole number, 1 or more"),
     ],
 )

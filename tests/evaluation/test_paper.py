@@ -44,7 +44,7 @@ def jobs(name, *overrides):
 def methods_of(name):
     """The names of the folders that an experiment's results lie in, but for the noise floor's."""
     config = composed(name)
-    names = [*combinations(config.drafter, config.variants), *config.more]
+    names = [*combinations(config.drafter, config.variants, "variants"), *config.more]
     names.remove(AGAIN)
     if name != "temperature":
         return names
@@ -135,14 +135,17 @@ def test_published_values_lie_where_the_study_has_places_for_them(name):
 
 
 def test_variants_are_all_combinations_named_by_their_options():
-    variants = combinations(KangarooConfig(adapter="a"), {"steps": [2, 4], "threshold": [0, 0.5]})
+    options = {"steps": [2, 4], "threshold": [0, 0.5]}
+    variants = combinations(KangarooConfig(adapter="a"), options, "variants")
     assert list(variants) == [f"kangaroo,steps={s},threshold={t}" for s in (2, 4) for t in (0, 0.5)]
     last = KangarooConfig(adapter="a", steps=4, threshold=0.5)
     assert list(variants.values())[-1] == last
-    assert combinations(last, {}) == {"kangaroo": last}
-    for options in ({"step": [1]}, {"steps": ["many"]}, {"threshold": [0], "steps": []}):
-        with pytest.raises(ConfigError, match=r"^variants=.* for drafter=kangaroo: "):
-            combinations(last, options)
+    assert combinations(last, {}, "variants") == {"kangaroo": last}
+    wrong = {"step": [1]}, {"steps": ["many"]}, {"threshold": [0], "steps": []}
+    said = "no setting 'step'; Kangaroo", "KangarooConfig.steps='many'", "no steps .*=kangaroo"
+    for options, message in zip(wrong, said, strict=True):
+        with pytest.raises(ConfigError, match=f"^search.mine: .*{message}"):
+            combinations(last, options, "search.mine")
 
 
 def test_the_questions_of_one_task_are_counted_among_themselves():

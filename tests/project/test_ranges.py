@@ -83,7 +83,7 @@ def test_a_number_out_of_its_range_is_refused_by_its_place(command, option):
 
 def test_variants_and_what_is_no_number_are_refused():
     with pytest.raises(ConfigError, match=r"steps=60000 must be .* at most 1024"):
-        combinations(KangarooConfig(adapter="x"), {"steps": [4, 60000]})
+        combinations(KangarooConfig(adapter="x"), {"steps": [4, 60000]}, "variants")
     for value in ("0.5", True):
         with pytest.raises(ConfigError, match=r"KangarooConfig\.threshold=.* must be a number"):
             KangarooConfig(threshold=value)
