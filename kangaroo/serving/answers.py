@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from kangaroo.engine.requests import Request
 from kangaroo.engine.streaming import Pieces
 from kangaroo.models.prompts import Tokenizer, sanitized
+from kangaroo.serving.logprobs import Logprobs
 from kangaroo.serving.metrics import Metrics, Usage
 from kangaroo.serving.scheduler import Event, Job, Scheduler
 
@@ -24,6 +25,7 @@ class AnswerChoice:
 
     index: int
     pieces: Pieces
+    logprobs: Logprobs | None
     text: str = ""
     finish: str = ""
     streamed: bool = False
@@ -36,6 +38,8 @@ class AnswerChoice:
             new_text += self.pieces.push(token)
             if i < event.step.accepted:
                 drafted = len(new_text)
+        if self.logprobs is not None and event.step.tokens:
+            self.logprobs.add(event.step, ends_with_eos=event.finish == "eos")
         if event.finish:
             self.finish = "stop" if event.finish == "eos" else event.finish
             new_text += self.pieces.end()
@@ -56,6 +60,7 @@ class Answer:
     metrics: Metrics
     model: str
     is_chat: bool
+    logprobs: int | None  # for how many likeliest tokens, if any are asked for
 
     def __post_init__(self) -> None:
         self.usage = Usage(sum(len(request.prompt) for request in self.requests[:: self.n]))
@@ -71,7 +76,10 @@ class Answer:
         self.choices = list[AnswerChoice]()
         self.jobs = list[Job]()
         for i, request in enumerate(self.requests):
-            self.choices.append(AnswerChoice(i, Pieces(self.tokenizer, request.stop)))
+            logprobs = None
+            if self.logprobs is not None:
+                logprobs = Logprobs(self.tokenizer, self.logprobs, self.is_chat)
+            self.choices.append(AnswerChoice(i, Pieces(self.tokenizer, request.stop), logprobs))
             self.jobs.append(Job(request, partial(notify, i), self.deadline))
         self.scheduler.submit(*self.jobs)
 
@@ -105,7 +113,8 @@ class Answer:
         for choice in self.choices:
             message = {"role": "assistant", "content": choice.text, "refusal": None}
             text = {"message": message} if self.is_chat else {"text": choice.text}
-            head = {"index": choice.index, "logprobs": None, "finish_reason": choice.finish}
+            logprobs = choice.logprobs and choice.logprobs.taken()
+            head = {"index": choice.index, "logprobs": logprobs, "finish_reason": choice.finish}
             choices.append(head | text)
         answer = self.as_json(choices, with_usage=True)
         return answer | {"object": "chat.completion"} if self.is_chat else answer
@@ -115,7 +124,8 @@ class Answer:
         delta = ({} if choice.streamed else {"role": "assistant"}) | {"content": text}
         choice.streamed = True
         part: dict[str, Any] = {"delta": delta} if self.is_chat else {"text": text}
-        part |= {"index": choice.index, "logprobs": None, "drafted": drafted}
+        logprobs = choice.logprobs and choice.logprobs.taken()
+        part |= {"index": choice.index, "logprobs": logprobs, "drafted": drafted}
         return part | {"finish_reason": choice.finish or None}
 
     def as_json(self, choices: list[dict[str, Any]], with_usage: bool) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.models.prompts import Message, Tokenizer, prompt_ids, text_ids
 from kangaroo.serving.answers import Answer, error_response, server_sent_event
 from kangaroo.serving.metrics import Metrics
-from kangaroo.serving.protocol import Chat, Completion, StreamOptions
+from kangaroo.serving.protocol import MOST_LOGPROBS, Chat, Completion, StreamOptions
 from kangaroo.serving.scheduler import CANCELLED, FAILED, STOPPED, TIMEOUT, Scheduler
 from kangaroo.serving.serve import ServeConfig
 from kangaroo.utils.errors import KangarooError, PromptError
@@ -182,6 +182,7 @@ class Server:
                 sampling=sampling,
                 constraint=constraint,
                 drafts=body.drafts,
+                keep=0 if body.shown_logprobs is None else MOST_LOGPROBS,
             )
             try:
                 self.scheduler.check(first)
@@ -197,6 +198,7 @@ class Server:
             metrics=self.metrics,
             model=self.model,
             is_chat=isinstance(body, Chat),
+            logprobs=body.shown_logprobs,
         )
         if body.stream:
             return EventStream(answer, body.stream_options or StreamOptions())

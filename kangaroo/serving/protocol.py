@@ -11,6 +11,7 @@ from kangaroo.utils.ranges import MOST, SEEDS
 
 Text = Annotated[str, AfterValidator(valid_text)]
 Ids = Annotated[list[int], Field(min_length=1)]
+MOST_LOGPROBS = 20  # of a token
 Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(valid_text)]
 
 
@@ -21,8 +22,8 @@ def by_field(*groups: tuple[str, list[Any]]) -> dict[str, list[Any]]:
 
 # Fields that OpenAI's clients may send with these values alone.
 UNSUPPORTED = by_field(
-    ("logprobs echo", [False]),
-    ("top_logprobs presence_penalty frequency_penalty min_p", [0]),
+    ("echo", [False]),
+    ("presence_penalty frequency_penalty min_p", [0]),
     ("best_of repetition_penalty", [1]),
     ("tools functions", [[]]),
     ("tool_choice function_call", ["none", "auto"]),
@@ -142,6 +143,16 @@ class Completion(TextRequest):
     """A request to continue a prompt, a string or token ids, or each of a list of prompts."""
 
     prompt: Annotated[list[Text | Ids], Field(max_length=2048), BeforeValidator(as_list)]
+    logprobs: Annotated[
+        int | None,
+        Field(ge=0, le=MOST_LOGPROBS),
+        BeforeValidator(lambda x: None if x is False else x),
+    ] = None
+
+    @property
+    def shown_logprobs(self) -> int | None:
+        """For how many likeliest tokens the answer has logprobs; None asks for none."""
+        return self.logprobs
 
 
 class TextPart(Strict):
@@ -171,3 +182,17 @@ class Chat(TextRequest):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MOST)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MOST_LOGPROBS)
+
+    @model_validator(mode="after")
+    def with_logprobs(self) -> Self:
+        """Check that `top_logprobs` comes with `logprobs`, as in OpenAI's API."""
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        return self
+
+    @property
+    def shown_logprobs(self) -> int | None:
+        """As a completion's."""
+        return self.top_logprobs if self.logprobs else None

@@ -80,8 +80,8 @@ def test_openais_client_is_answered_whole_and_streamed(client):
     text = client.completions.create(prompt="Once", **options)
     streamed = client.completions.create(prompt="Once", stream=True, **options)
     assert "".join(p.choices[0].text for p in streamed) == text.choices[0].text
-    with pytest.raises(BadRequestError, match="'logprobs' is not served here"):
-        client.completions.create(prompt="Once", logprobs=2, **options)
+    with pytest.raises(BadRequestError, match="'echo' is not served here"):
+        client.completions.create(prompt="Once", echo=True, **options)
 
 
 def test_openais_client_may_send_its_own_answer_back(client):
