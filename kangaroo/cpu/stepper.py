@@ -40,7 +40,7 @@ class CpuStepper:
         buffers = self.buffers
         active = batch.active
         started = running()
-        keep, kind = topk_logits.kept(self.keep, batch.keep)
+        keep = self.keep or batch.keep
         buffers.keep(max(keep, batch.likeliest))
         self._begin(active)
         drafting = [row for row in active if batch.drafts[row]]
@@ -70,7 +70,10 @@ class CpuStepper:
         if keep:
             path = (np.arange(batch.size)[:, None], buffers.path, slice(keep))
             topk = topk_logits.records(
-                buffers.kept[path], buffers.kept_chances[path], self.lm.config.vocab_size, kind
+                buffers.kept[path],
+                buffers.kept_chances[path],
+                self.lm.config.vocab_size,
+                exact=not self.keep,
             )
             for record, row_topk in zip(records, topk, strict=True):
                 record.topk = row_topk

@@ -205,8 +205,9 @@ class Prompt:
         sampling = batch.sampling.reading(batch.settings_B3[rows])
         token = int(pick(logits_11V, at_11, sampling, batch.seeds_B[rows]))
         write_first(batch, self.row, token)
-        keep, kind = topk_logits.kept(session.keep, self.request.keep)
-        (topk,) = topk_logits.likeliest(logits_11V, torch.zeros_like(at_11), keep, kind)
+        keep = session.keep or self.request.keep
+        path_11 = torch.zeros_like(at_11)
+        (topk,) = topk_logits.likeliest(logits_11V, path_11, keep, exact=not session.keep)
         generation = Generation(list(self.request.written), reused=self.reused)
         session.record(self.row, StepRecord([token], topk=topk), self.request, generation)
         return generation

@@ -88,8 +88,10 @@ class TensorStepper:
         rows = verification.written_BX.tolist()
         topk: topk_logits.Rows = [None] * batch.size
         if verification.logits_BNV is not None:
-            keep = topk_logits.kept(self.keep, batch.keep)
-            topk = topk_logits.likeliest(verification.logits_BNV, verdict.path_BP, *keep)
+            keep = self.keep or batch.keep
+            topk = topk_logits.likeliest(
+                verification.logits_BNV, verdict.path_BP, keep, exact=not self.keep
+            )
             if batch.likeliest:
                 self._add_likeliest(draft, verification.logits_BNV)
         drafting = between(started, proposed)

@@ -18,27 +18,23 @@ Likeliest = Annotated[int, Range(0, MOST)]
 Rows = Sequence[np.ndarray | None]  # records of each row; None where nothing is kept
 
 
-def kept(by_session: int, by_texts: int) -> tuple[int, type]:
-    """How many tokens a step keeps, and how their chances are stored: exactly, unless a session
-    keeps those of all texts."""
-    return (by_session, np.float16) if by_session else (by_texts, np.float32)
-
-
 def records(
-    tokens: np.ndarray, chances: np.ndarray, vocab_size: int, kind: type = np.float16
+    tokens: np.ndarray, chances: np.ndarray, vocab_size: int, exact: bool = False
 ) -> np.ndarray:
-    """Records `[...]` of `tokens` and `chances`, `[..., K]`, the likeliest first. Chances in half
-    precision are exact to 1/2048, and 0 below 3e-8."""
+    """Records `[...]` of `tokens` and `chances`, `[..., K]`, the likeliest first. Unless they
+    are `exact`, chances are in half precision: within 1/2048, and 0 below 3e-8."""
     token = np.uint16 if vocab_size <= 1 << 16 else np.int32
     shape = tokens.shape[-1:]
-    layout = np.dtype([("tokens", token, shape), ("chances", kind, shape)])
+    layout = np.dtype(
+        [("tokens", token, shape), ("chances", np.float32 if exact else np.float16, shape)]
+    )
     topk = np.empty(tokens.shape[:-1], layout)
     topk["tokens"] = tokens
     topk["chances"] = chances
     return topk
 
 
-def likeliest(logits_BNV: Tensor, path_BP: Tensor, count: int, kind: type = np.float16) -> Rows:
+def likeliest(logits_BNV: Tensor, path_BP: Tensor, count: int, exact: bool = False) -> Rows:
     """Each row's records `[P]` of the `count` likeliest tokens after the nodes of its path."""
     if not count:
         return [None] * len(logits_BNV)
@@ -47,7 +43,7 @@ def likeliest(logits_BNV: Tensor, path_BP: Tensor, count: int, kind: type = np.f
     chances_BNK = (top.values - logits_BNV.logsumexp(-1, keepdim=True)).exp()
     path_BPK = path_BP[..., None].expand(-1, -1, count)
     tokens, chances = (x.gather(1, path_BPK).cpu().numpy() for x in (top.indices, chances_BNK))
-    return list(records(tokens, chances, logits_BNV.shape[-1], kind))
+    return list(records(tokens, chances, logits_BNV.shape[-1], exact))
 
 
 def nonempty(teacher_M: np.ndarray) -> np.ndarray:
