@@ -83,57 +83,58 @@ class StepAttention(torch.autograd.Function):
         steps = len(kept) // 2
         keys = kept[:steps]
         values = kept[steps:]
-        q_RKGTC = q_RHTC.unflatten(1, (keys[0].shape[1], -1))
-        here = slice(first + steps - 1, None)  # these tokens see, before their draft, these:
-        there = slice(first, q_RHTC.shape[2] - steps + 1)
+        by_head = (keys[0].shape[1], -1)
+        width = q_RHTC.shape[2]
+        late = slice(first + steps - 1, None)  # the tokens that see, before their draft, these:
+        true = slice(first, width - steps + 1)
         block_RHNC, sum_RHN, rest = causal(
-            q_RHTC[:, :, here], keys[0][:, :, there], values[0][:, :, there], scaling
+            q_RHTC[:, :, late], keys[0][:, :, true], values[0][:, :, true], scaling
         )
-        ctx.rest = scaling, here, there, rest
-        shape = (*q_RKGTC.shape[:4], steps)
-        scores_RKGTS = q_RHTC.new_full(shape, -torch.inf, dtype=torch.float32)
-        scores_RKGTS[..., here, 0] = sum_RHN.view_as(scores_RKGTS[..., here, 0])
+        q_RKGTC = q_RHTC.unflatten(1, by_head)
+        scores_RKGTS = q_RHTC.new_full((*q_RKGTC.shape[:4], steps), -torch.inf, dtype=torch.float32)
+        scores_RKGTS[..., late, 0] = sum_RHN.unflatten(1, by_head)
         for step, here, there in diagonals(steps):
             products = q_RKGTC[..., here, :].float() * keys[step][:, :, None, there]
             scores_RKGTS[..., here, step] = products.sum(-1) * scaling
         weights_RKGTS = scores_RKGTS.softmax(-1)
         out_RKGTC = torch.zeros_like(q_RKGTC, dtype=torch.float32)
-        out_RKGTC[..., ctx.rest[1], :] = block_RHNC.view_as(out_RKGTC[..., ctx.rest[1], :])
+        out_RKGTC[..., late, :] = block_RHNC.unflatten(1, by_head)
         out_RKGTC *= weights_RKGTS[..., :1]
         for step, here, there in diagonals(steps):
-            weight = weights_RKGTS[..., here, step, None]
-            out_RKGTC[..., here, :] += weight * values[step][:, :, None, there]
+            weight_RKGN1 = weights_RKGTS[..., here, step, None]
+            out_RKGTC[..., here, :] += weight_RKGN1 * values[step][:, :, None, there]
         out_RHTC = out_RKGTC.flatten(1, 2).to(q_RHTC.dtype)
         sum_RHT = scores_RKGTS.logsumexp(-1).flatten(1, 2)
         ctx.save_for_backward(q_RHTC, out_RHTC, sum_RHT, weights_RKGTS, *kept)
+        ctx.rest = scaling, late, true, rest
         return out_RHTC
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of `forward`'s tensors."""
         q_RHTC, out_RHTC, sum_RHT, weights_RKGTS, *kept = ctx.saved_tensors
-        scaling, here, there, rest = ctx.rest
+        scaling, late, true, rest = ctx.rest
         steps = len(kept) // 2
         keys = kept[:steps]
         values = kept[steps:]
         (grad_RHTC,) = gradients
         dkept = [torch.zeros_like(x, dtype=torch.float32) for x in kept]
         dq_RHTC = torch.zeros_like(q_RHTC, dtype=torch.float32)
-        dq_RHTC[:, :, here], dkept[0][:, :, there], dkept[steps][:, :, there] = causal_backward(
-            grad_RHTC[:, :, here],
-            q_RHTC[:, :, here],
-            keys[0][:, :, there],
-            values[0][:, :, there],
-            out_RHTC[:, :, here],
-            sum_RHT[:, :, here],
-            rest,
-            scaling,
+        dq_RHTC[:, :, late], dkept[0][:, :, true], dkept[steps][:, :, true] = causal_backward(
+            grad_RHTC[:, :, late],
+            q_RHTC[:, :, late],
+            keys[0][:, :, true],
+            values[0][:, :, true],
+            out_RHTC[:, :, late],
+            sum_RHT[:, :, late],
+            rest=rest,
+            scaling=scaling,
         )
-        groups = (keys[0].shape[1], -1)
-        q_RKGTC = q_RHTC.unflatten(1, groups)
-        dq_RKGTC = dq_RHTC.unflatten(1, groups)
-        grad_RKGTC = grad_RHTC.unflatten(1, groups).float()
-        mean_RKGT = (grad_RHTC.float() * out_RHTC).sum(-1).unflatten(1, groups)
+        by_head = (keys[0].shape[1], -1)
+        q_RKGTC = q_RHTC.unflatten(1, by_head)
+        dq_RKGTC = dq_RHTC.unflatten(1, by_head)
+        grad_RKGTC = grad_RHTC.unflatten(1, by_head).float()
+        mean_RKGT = (grad_RHTC.float() * out_RHTC).sum(-1).unflatten(1, by_head)
         for step, here, there in diagonals(steps):
             weight_RKGN = weights_RKGTS[..., here, step]
             gain_RKGN = (grad_RKGTC[..., here, :] * values[step][:, :, None, there]).sum(-1)
