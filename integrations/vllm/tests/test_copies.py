@@ -13,8 +13,8 @@ READS = "tolist cpu item __int__ __bool__ __index__ __float__".split()
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_a_step_reads_the_device_thrice_and_once_for_each_drafted_token(rows, serve, monkeypatch):
-    """Of its tokens and of its pages; and two numbers of vLLM's that lie on the host."""
+def test_a_step_reads_the_device_twice_and_once_for_each_drafted_token(rows, serve, monkeypatch):
+    """Its tokens and its pages; the other reads are of tensors on the host."""
     reads, counts = Counter(), {"verify": [], "draft": []}
 
     def counted(name):
