@@ -25,11 +25,23 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Called first in every kernel: wait until the kernel before has ended and its writes are
-    visible, then let the next kernel start, which waits here in turn."""
+    """Called in every kernel before it reads what others write: wait until the kernel before has
+    ended and its writes are visible, then let the next kernel start, which waits here in turn."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def tree_sum(x):
+    """The sums of the rows of `[M, W]`, with W a power of two. Halves are added to each other, so
+    that the order does not depend on which thread has which number."""
+    M: tl.constexpr = x.shape[0]
+    W: tl.constexpr = x.shape[1]
+    for level in tl.static_range(10):
+        if W >> level > 1:
+            x = tl.sum(tl.reshape(x, [M, 2, W >> (level + 1)]), 1)
+    return tl.reshape(x, [M])
 
 
 @triton.jit

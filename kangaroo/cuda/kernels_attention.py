@@ -1,21 +1,24 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Attention over the slots of a cache, with one kernel for chains, trees and batches.
+"""Attention over the slots of a cache, with one kernel for prompts, chains, trees and batches.
 
 The slots that a token sees are its positions 0, 1, ... in the order of its text. They are read in
-blocks of 64 positions, and a block is one product of 16 columns with 64 keys. While positions are
-equal to slots, blocks are shared, and a column is a query head of any token in the row. From the
+blocks of 64 positions: a block is one product of queries with 64 keys. While positions are equal to
+slots, blocks are shared, and a row of the product is a query head of any token in the row. From the
 first block where they differ, each token reads its own blocks through an index of slots (its path),
-and the columns are its query heads of a group. No column depends on the others, so both kinds of
-blocks give the same bits.
+and the rows are its query heads of a group. No row depends on the others, so both kinds of blocks
+give the same bits.
+
+A token's blocks are merged in order. Either one program goes through them, or each block is a
+piece of its own, and another kernel merges the pieces: the sums are the same.
 
 Shapes: N tokens, T of a row, E slots that may be seen, S slots of a row, P places of a path, B
-blocks, H query heads, G key heads, D head size.
+pieces, H query heads, G key heads, D head size.
 """
 
 import triton
 import triton.language as tl
 
-from kangaroo.cuda.kernels import read, rounded, wait, write
+from kangaroo.cuda.kernels import read, rounded, tree_sum, wait, write
 
 
 @triton.jit(do_not_specialize=["T", "E", "P", "ROW_STRIDE", "TOKEN_STRIDE"])
@@ -60,7 +63,34 @@ def path_kernel(
     tl.store(lead_ptr + n, lead)
 
 
-@triton.jit(do_not_specialize=["T", "S", "P", "B", "COLUMNS", "WINDOW"])
+@triton.jit
+def merge(top, total, out, new_top, new_total, new_out):
+    """Sums `out` `[M, D]` relative to the largest scores `top` `[M]`, with the `total` of their
+    exponentials `[M]`, and those of one more piece. A piece of scores -inf changes nothing."""
+    both = tl.maximum(top, new_top)
+    shift = tl.where(both == float("-inf"), 0.0, both)
+    old_scale = tl.exp(top - shift)
+    new_scale = tl.exp(new_top - shift)
+    out = out * old_scale[:, None] + new_out * new_scale[:, None]
+    return both, total * old_scale + new_total * new_scale, out
+
+
+@triton.jit
+def first_block(count, WINDOW):
+    """The first block that the last of `count` tokens sees."""
+    return tl.where(WINDOW > 0, tl.maximum(count - 1 - WINDOW, 0) // 64, 0)
+
+
+@triton.jit
+def store_piece(sum_ptr, weight_ptr, piece, top, total, out, inside, D: tl.constexpr):
+    """Write a piece of each row: `sum` `[N, H, B, D]` and `weight` `[N, H, B, 2]`."""
+    d = tl.arange(0, out.shape[1])
+    tl.store(sum_ptr + piece[:, None] * D + d[None, :], out, inside[:, None] & (d < D)[None, :])
+    tl.store(weight_ptr + piece * 2, top, inside)
+    tl.store(weight_ptr + piece * 2 + 1, total, inside)
+
+
+@triton.jit(do_not_specialize=["T", "S", "P", "B", "TILES", "RUNS", "WINDOW"])
 def attend_kernel(
     q_ptr,
     keys_ptr,
@@ -70,26 +100,33 @@ def attend_kernel(
     count_ptr,
     lead_ptr,
     path_ptr,
+    out_ptr,
     sum_ptr,
     weight_ptr,
     T,
     P,
     B,
-    COLUMNS,
+    TILES,
+    RUNS,
     WINDOW,
     scale,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
+    FOLDS: tl.constexpr,
+    PATHS: tl.constexpr,
     ANY_ROW: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """For a block and each column, the weighted sum of values, `sum` `[N, H, B, D]`; and the
-    largest score with the sum of exponentials relative to it, `weight` `[N, H, B, 2]`.
+    """Pieces of attention, or with FOLDS and without PATHS all of it, `out` `[N, H, D]`.
 
-    Programs: rows, key heads, units. The first COLUMNS * B units are shared blocks of 16 columns,
-    the others T * P / 64 blocks of one token. Blocks before every column's window do nothing.
+    Programs: units, key heads, rows. The first TILES * RUNS units are runs of shared blocks of ROWS
+    query heads, the others T * P / 64 blocks of one token. A run has RUN blocks, and each is a
+    piece, at its number; with FOLDS it has all blocks, and its sums are the first piece.
 
     Args:
         row_ptr: the cache's row of the first row, with ANY_ROW; otherwise it is 0.
@@ -99,53 +136,82 @@ def attend_kernel(
     wait(PDL)
     GROUP: tl.constexpr = H // G
     FORMAT: tl.constexpr = q_ptr.dtype.element_ty
-    row, h, unit = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    m, e, d = tl.arange(0, 16), tl.arange(0, 64), tl.arange(0, DP)
-    is_path = unit >= COLUMNS * B
-    unit = tl.where(is_path, unit - COLUMNS * B, unit)
-    per_part = tl.where(is_path, P // 64, B)
-    part, nth = unit // per_part, unit % per_part
-    t = tl.where(is_path, part, (part * 16 + m) // GROUP)
-    j = tl.where(is_path, m, (part * 16 + m) % GROUP)
+    unit, h, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    m, e, d = tl.arange(0, ROWS), tl.arange(0, 64), tl.arange(0, DP)
+    t = ((TILES - 1 - unit // RUNS) * ROWS + m) // GROUP  # the longest ones begin first
+    j = m % GROUP
+    is_path = unit >= TILES * RUNS
+    nth = 0
+    path_token = row * T
+    if PATHS:
+        of_path = tl.where(is_path, unit - TILES * RUNS, 0)
+        nth = of_path % (P // 64)
+        path_token += of_path // (P // 64)
+        t = tl.where(is_path, of_path // (P // 64), t)
+        j = tl.where(is_path, m, j)
+    is_row = (t < T) & (j < GROUP)
     token = row * T + tl.minimum(t, T - 1)
-    path_token = row * T + tl.minimum(part, T - 1)  # a path is that of one token
-    block = tl.where(is_path, tl.load(lead_ptr + path_token) // 64 + nth, nth)
     count = tl.load(count_ptr + token)
-    end = tl.where(is_path, count, tl.load(lead_ptr + token))
-    is_live = (t < T) & (j < GROUP) & (block * 64 < end) & (block >= first_block(count, WINDOW))
-    if tl.max(is_live.to(tl.int32)) > 0:
+    end = tl.load(lead_ptr + token)
+    start = first_block(count, WINDOW) * 64
+    last = (tl.max(tl.where(is_row, end, 0)) + 63) // 64
+    if FOLDS:
+        first = tl.min(tl.where(is_row, start // 64, last))
+    else:
+        first = unit % RUNS * RUN
+        last = tl.minimum(last, first + RUN)
+    if PATHS:
+        first = tl.where(is_path, tl.load(lead_ptr + path_token) // 64 + nth, first)
+        end = tl.where(is_path, count, end)
+        path_last = tl.minimum(first + 1, (tl.load(count_ptr + path_token) + 63) // 64)
+        last = tl.where(is_path, path_last, last)
+    if (not FOLDS or PATHS) and first >= last:
+        return
+    stop = tl.where(is_row, tl.minimum(count, end), 0)
+    seen = tl.max(stop)
+    head = token.to(tl.int64) * H + h * GROUP + j
+    q_offset = head[:, None] * D + d[None, :]
+    in_head = (d < D)[None, :]
+    q = read(q_ptr + q_offset, is_row[:, None] & in_head)
+    first_row = row.to(tl.int64)
+    if ANY_ROW:
+        first_row += tl.load(row_ptr)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, DP], tl.float32)
+    for block in tl.range(first, last, num_stages=STAGES):
         place = block * 64 + e
-        path_end = tl.load(count_ptr + path_token)
-        on_path = place < tl.where(is_path, path_end, 0)
-        slot = tl.load(path_ptr + path_token.to(tl.int64) * P + nth * 64 + e, mask=on_path, other=0)
-        slot = tl.where(is_path, slot, place)
-        is_key = place < tl.max(tl.where(is_live, count, 0))
-        head = token.to(tl.int64) * H + h * GROUP + j
-        inside = is_live[:, None] & (d < D)[None, :]
-        q = read(q_ptr + head[:, None] * D + d[None, :], inside)
-        first = row.to(tl.int64)
-        if ANY_ROW:
-            first += tl.load(row_ptr)
-        offset = ((first * S + slot) * G + h)[:, None] * D + d[None, :]
-        key_inside = is_key[:, None] & (d < D)[None, :]
-        keys = read(keys_ptr + offset, key_inside)
+        inside = (place < seen)[:, None] & in_head
+        base = ((first_row * S + block * 64) * G + h) * D
+        at = e
+        if PATHS:
+            on_path = place < tl.where(is_path, seen, 0)
+            pointers = path_ptr + path_token.to(tl.int64) * P + nth * 64 + e
+            slot = tl.where(is_path, tl.load(pointers, mask=on_path, other=0), place)
+            at = (slot - block * 64).to(tl.int64)
+        offset = (at * (G * D))[:, None] + d[None, :]
+        keys = read(keys_ptr + base + offset, inside)
+        values = read(values_ptr + base + offset, inside)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
-        is_visible = is_live[:, None] & (place[None, :] < count[:, None])
+        is_visible = (start[:, None] <= place[None, :]) & (place[None, :] < stop[:, None])
         scores = tl.where(is_visible, scores, float("-inf"))
-        top = tl.max(scores, 1)
-        weights = tl.exp(scores - tl.where(is_live, top, 0.0)[:, None])
-        values = read(values_ptr + offset, key_inside)
-        sums = tl.dot(rounded(weights, FORMAT), values, input_precision="ieee")
-        head_block = head * B + block
-        tl.store(sum_ptr + head_block[:, None] * D + d[None, :], sums, mask=inside)
-        tl.store(weight_ptr + head_block * 2, top, mask=is_live)
-        tl.store(weight_ptr + head_block * 2 + 1, tl.sum(weights, 1), mask=is_live)
-
-
-@triton.jit
-def first_block(count, WINDOW):
-    """The first block that the last of `count` tokens sees."""
-    return tl.where(WINDOW > 0, tl.maximum(count - 1 - WINDOW, 0) // 64, 0)
+        new_top = tl.max(scores, 1)
+        is_live = new_top > float("-inf")
+        weights = tl.exp(scores - tl.where(is_live, new_top, 0.0)[:, None])
+        new_out = tl.dot(rounded(weights, FORMAT), values, input_precision="ieee")
+        new_total = tree_sum(weights)
+        if FOLDS:
+            top, total, out = merge(top, total, out, new_top, new_total, new_out)
+        else:
+            piece = head * B + block
+            store_piece(sum_ptr, weight_ptr, piece, new_top, new_total, new_out, is_live, D)
+    if FOLDS:
+        if PATHS:
+            piece = head * B + tl.where(is_path, 1 + nth, 0)
+            store_piece(sum_ptr, weight_ptr, piece, top, total, out, is_row, D)
+        else:
+            out = tl.where(total[:, None] > 0, out / total[:, None], 0.0)
+            write(out_ptr + q_offset, out, is_row[:, None] & in_head)
 
 
 @triton.jit(do_not_specialize=["B", "WINDOW"])
@@ -153,32 +219,40 @@ def combine_kernel(
     sum_ptr,
     weight_ptr,
     count_ptr,
+    lead_ptr,
     out_ptr,
     B,
     WINDOW,
     H: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    FOLDED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Combine a token's blocks, in order, to `[N, H, D]`; 0 without blocks. Programs: N, H."""
+    """Merge a token's pieces, in order, to `[N, H, D]`; 0 without any. AT_ONCE pieces are read at a
+    time. With FOLDED the first one is of all shared blocks. Programs: N, H."""
     wait(PDL)
     n = tl.program_id(0)
     head = n.to(tl.int64) * H + tl.program_id(1)
-    d = tl.arange(0, DP)
-    top, total, out = float("-inf"), 0.0, tl.zeros([DP], tl.float32)
+    d = tl.arange(0, DP)[None, :]
     count = tl.load(count_ptr + n)
-    block = first_block(count, WINDOW)
-    while block * 64 < count:
-        offset = head * B + block
-        block_top = tl.load(weight_ptr + offset * 2)
-        block_total = tl.load(weight_ptr + offset * 2 + 1)
-        block_out = tl.load(sum_ptr + offset * D + d, mask=d < D, other=0.0)
-        new = tl.maximum(top, block_top)
-        old_scale, new_scale = tl.exp(top - new), tl.exp(block_top - new)
-        out = out * old_scale + block_out * new_scale
-        total = total * old_scale + block_total * new_scale
-        top = new
-        block += 1
-    out = tl.where(total > 0, out / total, 0.0)
+    first = first_block(count, WINDOW)
+    piece, last = first, (count + 63) // 64
+    if FOLDED:
+        lead = tl.load(lead_ptr + n)
+        piece, last = tl.where(first * 64 < lead, 0, 1), 1 + (count - lead + 63) // 64
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    out = tl.zeros([1, DP], tl.float32)
+    while piece < last:
+        for i in tl.static_range(AT_ONCE):
+            at = head * B + piece + i + tl.arange(0, 1)
+            inside = piece + i + tl.arange(0, 1) < last
+            new_top = tl.load(weight_ptr + at * 2, inside, other=float("-inf"))
+            new_total = tl.load(weight_ptr + at * 2 + 1, inside, other=0.0)
+            new_out = tl.load(sum_ptr + at[:, None] * D + d, inside[:, None] & (d < D), other=0.0)
+            top, total, out = merge(top, total, out, new_top, new_total, new_out)
+        piece += AT_ONCE
+    out = tl.where(total[:, None] > 0, out / total[:, None], 0.0)
     write(out_ptr + head * D + d, out, d < D)

@@ -1,59 +1,87 @@
 # mypy: disable-error-code="no-untyped-def,assignment"
-# ruff: noqa: E741, RUF005, SIM102 (Triton takes no starred tuple, nor a constant beside an `and`)
-"""Products of weights and a few tokens; every weight is read once for up to 64 tokens.
+# ruff: noqa: E741, SIM102 (Triton takes no constant beside an `and`)
+"""Products of tokens and weights: one loop, whose instructions have tokens as rows.
 
-The first operand is always weights, and the second 16 tokens, since instructions with more columns
-sum in another order. More tokens have further accumulators of 16, or other programs.
+A program has BO outputs of TOKENS tokens. TOKENS is a number of whole instructions, and a row of an
+instruction depends on no other row. The inputs are taken in one order, BK at a time. So a token's
+bits are the same at every width.
 
 Shapes: N tokens, K inputs, O outputs, P parts over the inputs, H query heads, G key heads, D head
-size, B tiles of the outputs. A program has BO outputs of TOKENS tokens, and reads BK inputs at a
-time.
+size, B tiles of the outputs.
 """
 
 import triton
 import triton.language as tl
 
-from kangaroo.cuda.kernels import numbers, read, rounded, wait, write
+from kangaroo.cuda.kernels import numbers, read, rounded, tree_sum, wait, write
+
+PREFETCHED = tl.constexpr(4)  # steps of a product whose weights are asked for before the wait
 
 
 @triton.jit
-def zeros(BO: tl.constexpr, COUNT: tl.constexpr):
-    """`COUNT` accumulators of 16 tokens."""
-    sums = ()
-    for _ in tl.static_range(COUNT):
-        sums = sums + (tl.zeros([BO, 16], tl.float32),)
+def prefetch(pointers):
+    """Ask for lines of 128 bytes in the second-level cache. The weights do not depend on the kernel
+    before, so this comes ahead of the wait for it."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def begin(row_ptrs, first, BK: tl.constexpr, PDL: tl.constexpr):
+    """Prefetch the weights of the first steps from input `first` on, then wait."""
+    if PDL:
+        for step in tl.static_range(PREFETCHED):
+            prefetch(row_ptrs + first + step * BK)
+    wait(PDL)
+
+
+@triton.jit
+def sums_of(
+    x_ptr,
+    N,
+    row_ptrs,
+    first,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STEPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Products `[TOKENS, BO]` of the program's tokens and rows of weights, over STEPS * BK inputs
+    from `first` on. EVEN says that there are so many inputs."""
+    cols = first + tl.arange(0, BK)
+    x_ptr += tl.program_id(0).to(tl.int64) * TOKENS * K
+    tokens = tl.arange(0, TOKENS)  # 32 bits, since pointers to all of them would not fit registers
+    x_ptrs = x_ptr + (tokens[:, None] * K + cols[None, :])
+    w_ptrs = row_ptrs[:, None] + cols[None, :]
+    is_token = (tl.program_id(0) * TOKENS + tokens < N)[:, None]
+    sums = tl.zeros([TOKENS, row_ptrs.shape[0]], tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        k = step * BK
+        if EVEN:
+            x = tl.load(x_ptrs + k, mask=is_token, other=0.0)
+            w = tl.load(w_ptrs + k)
+        else:
+            inside = (cols + k < K)[None, :]
+            x = tl.load(x_ptrs + k, mask=is_token & inside, other=0.0)
+            w = tl.load(w_ptrs + k, mask=inside, other=0.0)
+        sums = tl.dot(numbers(x), tl.trans(numbers(w)), sums, input_precision="ieee")
     return sums
 
 
 @triton.jit
-def weights(w_ptr, rows, O, k, K: tl.constexpr, BK: tl.constexpr):
-    """Inputs k to k + BK of these rows of a matrix `[O, K]`."""
-    cols = k + tl.arange(0, BK)
-    inside = (rows < O)[:, None] & (cols < K)[None, :]
-    pointers = w_ptr + rows[:, None].to(tl.int64) * K + cols[None, :]
-    return numbers(tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first"))
-
-
-@triton.jit
-def inputs(x_ptr, first, N, k, K: tl.constexpr, BK: tl.constexpr):
-    """Inputs k to k + BK of 16 tokens from `first` on, `[BK, 16]`."""
-    cols = k + tl.arange(0, BK)
-    tokens = first + tl.arange(0, 16)
-    inside = (cols < K)[:, None] & (tokens < N)[None, :]
-    return read(x_ptr + tokens[None, :].to(tl.int64) * K + cols[:, None], inside)
-
-
-@triton.jit
-def add(sums, matrices, x_ptr, first, N, k, K: tl.constexpr, BK: tl.constexpr):
-    """Add products of weights and tokens to accumulators: one for 16 tokens and a matrix."""
-    MATRICES: tl.constexpr = len(matrices)
-    added = ()
-    for i in tl.static_range(len(sums) // MATRICES):
-        x = inputs(x_ptr, first + 16 * i, N, k, K, BK)
-        for j in tl.static_range(MATRICES):
-            total = tl.dot(matrices[j], x, sums[i * MATRICES + j], input_precision="ieee")
-            added = added + (total,)
-    return added
+def halves(sums):
+    """The even and the odd columns, which the same thread has."""
+    M: tl.constexpr = sums.shape[0]
+    W: tl.constexpr = sums.shape[1]
+    return tl.split(tl.reshape(sums, [M, W // 2, 2]))
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -66,6 +94,7 @@ def linear_kernel(
     O,
     K: tl.constexpr,
     PARTS: tl.constexpr,
+    FOLDS: tl.constexpr,
     BIASED: tl.constexpr,
     BO: tl.constexpr,
     BK: tl.constexpr,
@@ -73,23 +102,28 @@ def linear_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Products `[P, N, O]`, each part over its share of the inputs. Programs: tiles, P, tokens."""
-    wait(PDL)
-    rows = tl.program_id(0) * BO + tl.arange(0, BO)
-    part, first = tl.program_id(1), tl.program_id(2) * TOKENS
+    """Products `[P, N, O]`, each part over its share of the inputs; with FOLDS their sum, in order,
+    `[1, N, O]`. Programs: tokens, tiles, P."""
     STEPS: tl.constexpr = (K + BK * PARTS - 1) // (BK * PARTS)
-    sums = zeros(BO, TOKENS // 16)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        k = (part * STEPS + step) * BK
-        sums = add(sums, (weights(w_ptr, rows, O, k, K, BK),), x_ptr, first, N, k, K, BK)
-    for i in tl.static_range(TOKENS // 16):
-        y = sums[i]
-        if BIASED:
-            bias = read(bias_ptr + rows, rows < O).to(tl.float32)
-            y += tl.where(part == 0, bias, 0.0)[:, None]
-        tokens = first + 16 * i + tl.arange(0, 16)
-        offset = (part * N + tokens[None, :]).to(tl.int64) * O + rows[:, None]
-        write(y_ptr + offset, y, (rows < O)[:, None] & (tokens < N)[None, :])
+    EVEN: tl.constexpr = K % (BK * PARTS) == 0
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    rows = tl.program_id(1) * BO + tl.arange(0, BO)
+    part = tl.program_id(2)
+    row_ptrs = w_ptr + tl.minimum(rows, O - 1).to(tl.int64) * K
+    first = part * STEPS * BK
+    begin(row_ptrs, first, BK, PDL)
+    y = tl.zeros([TOKENS, BO], tl.float32)
+    if BIASED:
+        bias = read(bias_ptr + rows, rows < O).to(tl.float32)
+        y += tl.where(part == 0, bias, 0.0)[None, :]
+    if FOLDS:
+        for other in tl.range(0, PARTS):
+            first = other * STEPS * BK
+            y += sums_of(x_ptr, N, row_ptrs, first, K, BK, TOKENS, STEPS, EVEN, STAGES)
+    else:
+        y += sums_of(x_ptr, N, row_ptrs, first, K, BK, TOKENS, STEPS, EVEN, STAGES)
+    offset = (part * N + tokens[:, None]).to(tl.int64) * O + rows[None, :]
+    write(y_ptr + offset, y, (tokens < N)[:, None] & (rows < O)[None, :])
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -101,26 +135,30 @@ def gate_up_kernel(
     N,
     O,
     K: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BO: tl.constexpr,
     BK: tl.constexpr,
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`silu(gate x) * up x`, `[N, O]`. Programs: tiles, tokens."""
-    wait(PDL)
-    rows = tl.program_id(0) * BO + tl.arange(0, BO)
-    first = tl.program_id(1) * TOKENS
-    sums = zeros(BO, 2 * TOKENS // 16)
-    for k in tl.range(0, K, BK, num_stages=STAGES):
-        both = weights(gate_ptr, rows, O, k, K, BK), weights(up_ptr, rows, O, k, K, BK)
-        sums = add(sums, both, x_ptr, first, N, k, K, BK)
-    for i in tl.static_range(TOKENS // 16):
-        gate = rounded(sums[2 * i], y_ptr.dtype.element_ty).to(tl.float32)
-        tokens = first + 16 * i + tl.arange(0, 16)
-        inside = (rows < O)[:, None] & (tokens < N)[None, :]
-        offset = tokens[None, :].to(tl.int64) * O + rows[:, None]
-        write(y_ptr + offset, gate * tl.sigmoid(gate) * sums[2 * i + 1], inside)
+    """`silu(gate x) * up x`, `[N, O]`. Programs: tokens, tiles. A tile has rows of both matrices in
+    turn; ALIGNED says that each begins at a multiple of 16 bytes."""
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    place = tl.arange(0, BO)
+    row = tl.minimum(tl.program_id(1) * (BO // 2) + place // 2, O - 1)
+    row_ptrs = tl.where(place % 2 == 0, gate_ptr, up_ptr) + row.to(tl.int64) * K
+    if ALIGNED:
+        row_ptrs = tl.multiple_of(row_ptrs, 16)
+    begin(row_ptrs, 0, BK, PDL)
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    sums = sums_of(x_ptr, N, row_ptrs, 0, K, BK, TOKENS, STEPS, K % BK == 0, STAGES)
+    gate, up = halves(sums)
+    gate = rounded(gate, y_ptr.dtype.element_ty).to(tl.float32)
+    columns = tl.program_id(1) * (BO // 2) + tl.arange(0, BO // 2)
+    offset = tokens[:, None].to(tl.int64) * O + columns[None, :]
+    inside = (tokens < N)[:, None] & (columns < O)[None, :]
+    write(y_ptr + offset, gate * tl.sigmoid(gate) * up, inside)
 
 
 @triton.jit(do_not_specialize=["N", "T", "S"])
@@ -158,21 +196,19 @@ def qkv_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Queries `[N, H, D]`, and keys and values at the tokens' slots of the cache. Programs: tiles
-    of heads, tokens. A tile has BO numbers of a head's first half and the same of its second half,
-    which rotate together; with norms it has the whole head.
+    """Queries `[N, H, D]`, and keys and values at the tokens' slots of the cache. Programs: tokens,
+    tiles of heads. A tile has BO / 2 numbers of a head's first half and those of its second half,
+    in turn, since they rotate together; with norms it has the whole head.
 
     Args:
         slot_ptr: each token's slot within its row; rows have T tokens and S slots.
         count_ptr: 0 for padding, which writes nothing to the cache.
         FIRST: the first head; H leaves queries out.
     """
-    wait(PDL)
     HALF: tl.constexpr = D // 2
-    TILES: tl.constexpr = (HALF + BO - 1) // BO
-    head = tl.program_id(0) // TILES + FIRST
-    d = tl.program_id(0) % TILES * BO + tl.arange(0, BO)
-    first = tl.program_id(1) * TOKENS
+    TILES: tl.constexpr = (HALF + BO // 2 - 1) // (BO // 2)
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1) // TILES + FIRST
     w_ptr, bias_ptr, norm_ptr, out_ptr, h = q_weight_ptr, q_bias_ptr, q_norm_ptr, q_ptr, head
     if head >= H:
         w_ptr, bias_ptr, norm_ptr, out_ptr = k_weight_ptr, k_bias_ptr, k_norm_ptr, keys_ptr
@@ -180,45 +216,48 @@ def qkv_kernel(
     if head >= H + G:
         w_ptr, bias_ptr, out_ptr = v_weight_ptr, v_bias_ptr, values_ptr
         h = head - H - G
-    heads = tl.where(head < H, H, G)
+    place = tl.arange(0, BO)
+    tile = tl.program_id(1) % TILES * (BO // 2)
+    row = h * D + tl.minimum(tile + place // 2, HALF - 1) + place % 2 * HALF
+    row_ptrs = w_ptr + row.to(tl.int64) * K
+    begin(row_ptrs, 0, BK, PDL)
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    sums = sums_of(x_ptr, N, row_ptrs, 0, K, BK, TOKENS, STEPS, K % BK == 0, STAGES)
+    a, b = halves(sums)
+    d = tile + tl.arange(0, BO // 2)
     inside_head = d < HALF
-    rows = tl.where(inside_head, h * D + d, heads * D)  # the matrix ends there
-    sums = zeros(BO, 2 * TOKENS // 16)
-    for k in tl.range(0, K, BK, num_stages=STAGES):
-        w1 = weights(w_ptr, rows, heads * D, k, K, BK)
-        w2 = weights(w_ptr, rows + HALF, heads * D, k, K, BK)
-        sums = add(sums, (w1, w2), x_ptr, first, N, k, K, BK)
     FORMAT: tl.constexpr = q_ptr.dtype.element_ty
-    for i in tl.static_range(TOKENS // 16):
-        a, b = sums[2 * i], sums[2 * i + 1]
-        if BIASED:
-            a += read(bias_ptr + rows, inside_head).to(tl.float32)[:, None]
-            b += read(bias_ptr + rows + HALF, inside_head).to(tl.float32)[:, None]
-        a, b = rounded(a, FORMAT).to(tl.float32), rounded(b, FORMAT).to(tl.float32)
-        tokens = first + 16 * i + tl.arange(0, 16)
-        inside = inside_head[:, None] & (tokens < N)[None, :]
-        if NORMS:
-            if head < H + G:
-                factor = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / D + eps)[None, :]
-                norm1 = read(norm_ptr + d, inside_head).to(tl.float32)[:, None]
-                norm2 = read(norm_ptr + d + HALF, inside_head).to(tl.float32)[:, None]
-                a = rounded(rounded(a * factor, FORMAT).to(tl.float32) * norm1, FORMAT)
-                b = rounded(rounded(b * factor, FORMAT).to(tl.float32) * norm2, FORMAT)
-                a, b = a.to(tl.float32), b.to(tl.float32)
+    if BIASED:
+        a += read(bias_ptr + h * D + d, inside_head).to(tl.float32)[None, :]
+        b += read(bias_ptr + h * D + d + HALF, inside_head).to(tl.float32)[None, :]
+    a, b = rounded(a, FORMAT).to(tl.float32), rounded(b, FORMAT).to(tl.float32)
+    inside = (tokens < N)[:, None] & inside_head[None, :]
+    if NORMS:
         if head < H + G:
-            offset = tokens[None, :].to(tl.int64) * D + d[:, None]
-            cos = read(cos_ptr + offset, inside).to(tl.float32)
-            sin = read(sin_ptr + offset, inside).to(tl.float32)
-            a, b = a * cos - b * sin, b * cos + a * sin
-        place = tokens.to(tl.int64)
-        if head >= H:
-            is_token = tl.load(count_ptr + tokens, mask=tokens < N, other=0) > 0
-            slot = tl.load(slot_ptr + tokens, mask=tokens < N, other=0).to(tl.int64)
-            place = (tokens // T).to(tl.int64) * S + slot
-            inside = inside & is_token[None, :]
-        offset = (place * heads + h)[None, :] * D + d[:, None]
-        write(out_ptr + offset, a, inside)
-        write(out_ptr + offset + HALF, b, inside)
+            squares = tl.where(inside_head[None, :], a * a, 0.0)
+            squares += tl.where(inside_head[None, :], b * b, 0.0)
+            factor = tl.rsqrt(tree_sum(squares) / D + eps)[:, None]
+            norm1 = read(norm_ptr + d, inside_head).to(tl.float32)[None, :]
+            norm2 = read(norm_ptr + d + HALF, inside_head).to(tl.float32)[None, :]
+            a = rounded(rounded(a * factor, FORMAT).to(tl.float32) * norm1, FORMAT)
+            b = rounded(rounded(b * factor, FORMAT).to(tl.float32) * norm2, FORMAT)
+            a, b = a.to(tl.float32), b.to(tl.float32)
+    if head < H + G:
+        offset = tokens[:, None].to(tl.int64) * D + d[None, :]
+        cos = read(cos_ptr + offset, inside).to(tl.float32)
+        sin = read(sin_ptr + offset, inside).to(tl.float32)
+        a, b = a * cos - b * sin, b * cos + a * sin
+    at = tokens.to(tl.int64)
+    heads = H
+    if head >= H:
+        is_token = tl.load(count_ptr + tokens, mask=tokens < N, other=0) > 0
+        slot = tl.load(slot_ptr + tokens, mask=tokens < N, other=0).to(tl.int64)
+        at = (tokens // T).to(tl.int64) * S + slot
+        inside = inside & is_token[:, None]
+        heads = G
+    offset = (at * heads + h)[:, None] * D + d[None, :]
+    write(out_ptr + offset, a, inside)
+    write(out_ptr + offset + HALF, b, inside)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -238,22 +277,21 @@ def choose_kernel(
     PDL: tl.constexpr,
 ):
     """For each tile of an LM head the largest logit and the sum of exponentials relative to it,
-    `best` `[N, 2, B]`, and that logit's output, `id` `[N, B]`. Programs: B, tokens."""
-    wait(PDL)
-    tile, first = tl.program_id(0), tl.program_id(1) * TOKENS
+    `best` `[N, 2, B]`, and that logit's output, `id` `[N, B]`. Programs: tokens, B."""
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    tile = tl.program_id(1)
     rows = tile * BO + tl.arange(0, BO)
-    sums = zeros(BO, TOKENS // 16)
-    for k in tl.range(0, K, BK, num_stages=STAGES):
-        sums = add(sums, (weights(w_ptr, rows, O, k, K, BK),), x_ptr, first, N, k, K, BK)
-    for i in tl.static_range(TOKENS // 16):
-        logits = tl.where((rows < O)[:, None], sums[i], float("-inf"))
-        top = tl.max(logits, 0)
-        top_id = tl.min(tl.where(logits == top[None, :], rows[:, None], O), 0)
-        tokens = (first + 16 * i + tl.arange(0, 16)).to(tl.int64)
-        pointers = best_ptr + tokens * 2 * B + tile
-        tl.store(pointers, top, mask=tokens < N)
-        tl.store(pointers + B, tl.sum(tl.exp(logits - top[None, :]), 0), mask=tokens < N)
-        tl.store(id_ptr + tokens * B + tile, top_id, mask=tokens < N)
+    row_ptrs = w_ptr + tl.minimum(rows, O - 1).to(tl.int64) * K
+    begin(row_ptrs, 0, BK, PDL)
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    sums = sums_of(x_ptr, N, row_ptrs, 0, K, BK, TOKENS, STEPS, K % BK == 0, STAGES)
+    logits = tl.where((rows < O)[None, :], sums, float("-inf"))
+    top = tl.max(logits, 1)
+    top_id = tl.min(tl.where(logits == top[:, None], rows[None, :], O), 1)
+    pointers = best_ptr + tokens.to(tl.int64) * 2 * B + tile
+    tl.store(pointers, top, mask=tokens < N)
+    tl.store(pointers + B, tree_sum(tl.exp(logits - top[:, None])), mask=tokens < N)
+    tl.store(id_ptr + tokens.to(tl.int64) * B + tile, top_id, mask=tokens < N)
 
 
 @triton.jit

@@ -12,67 +12,131 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WIDTHS = 16, 32, 64  # possible tokens of a program, which reads its weights once
+from kangaroo.engine.backend import Sizes
+from kangaroo.engine.cache import power_of_two
+
 PARTS = 4  # of a sum over the inputs, if the outputs alone make few programs
-SHARE = 0.6  # of the processors that must have a program of a product
+SHARE = 0.6  # of the processors that must have a program
+WIDEST = 256  # tokens of a program
+FOLDED = 128  # tokens of a program that sums the parts of a product; of all with mma.sync
+MOST_SUMS = 1 << 26  # numbers of attention that may go through memory
+LONG = 64  # blocks of attention; of longer texts a program has RUN
+RUN = 4
+STAGES = 4  # loads in flight, of which one is being multiplied
 NO_PDL = "KANGAROO_NO_PDL"  # an environment variable: kernels wait for the end of the one before
-
-# Inputs at a time, warps and stages, by the outputs of a program: the best on an H100 for 7B (128
-# for the two matrices gate and up, 64 for others) and for SmolLM2-135M (16).
-SHAPES = {128: (128, 8, 3), 64: (128, 4, 4), 32: (128, 4, 4), 16: (64, 2, 4)}
-
-# Bytes of shared memory that a program may have, by compute capability.
-SHARED = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
-MIN_SHARED = 99 << 10
 
 
 @dataclass(frozen=True)
 class Card:
-    """The properties of a GPU that tiles depend on."""
+    """The properties of a GPU that tiles depend on.
+
+    Attributes:
+        shared: bytes of shared memory that a program may have.
+        rows: rows of an instruction that multiplies 16-bit numbers, in a program of four warps:
+            `mma.sync` has 16, Hopper's `wgmma` 64, and the `tcgen05` of sm_100 has 128.
+        overlaps: a kernel may start while the one before it ends (PDL).
+    """
 
     processors: int
-    shared: int  # bytes of shared memory that a program may have
-    # or later: products read operands from shared memory, and a kernel may start while the one
-    # before it ends (PDL)
-    is_hopper: bool = True
+    shared: int
+    rows: int = 64
+    overlaps: bool = True
+
+    def is_filled(self, programs: int) -> bool:
+        """Whether so many programs occupy enough of the processors."""
+        return programs >= SHARE * self.processors
+
+
+NO_CARD = Card(132, 227 << 10, rows=16)  # in Triton's interpreter
 
 
 def tile(
     weight_OK: Tensor,
     outputs: int,
     tokens: int,
-    matrices: int = 1,
     parts: int = 1,
-    most: int = 64,
+    most: int = 128,
     whole: bool = False,
+    folds: bool = False,
 ) -> dict[str, int]:
-    """Options of a product's kernel and launch. A program has BO outputs of up to TOKENS tokens and
-    reads BK of K inputs at a time, with STAGES loads in flight. Results depend on the matrix and
-    the card, but not on TOKENS and STAGES.
+    """Options of a product's kernel and launch. A program has BO outputs of TOKENS tokens and reads
+    BK of K inputs at a time, with STAGES loads in flight. Results depend on the matrix and the
+    card, but not on TOKENS and STAGES.
 
     Args:
-        outputs: outputs of each of the `matrices` that are read together.
-        parts: parts of the sum over the inputs.
+        outputs: outputs of all matrices that are read together.
+        parts: programs that share the inputs, or with `folds` parts that one program sums.
         most: most outputs of a program: 128, 64, 32 or 16.
         whole: a program must have `most` outputs.
     """
-    rows = most
     card = card_of(weight_OK.device)
-    while not whole and rows > 16 and cdiv(outputs, rows) * parts < SHARE * card.processors:
-        rows //= 2
-    inputs, warps, stages = SHAPES[rows]
-
-    def buffers(width: int) -> int:
-        """The loads that the card has room for."""
-        return card.shared // (weight_OK.itemsize * inputs * (matrices * rows + width))
-
-    while buffers(WIDTHS[-1]) < 2:
-        inputs //= 2
-    width = next((width for width in WIDTHS if tokens <= width), WIDTHS[-1])
-    in_registers = 0 if card.is_hopper else 1
-    stages = min(stages, buffers(width) + in_registers)
-    options = {"K": weight_OK.shape[1], "BO": rows, "BK": inputs, "TOKENS": width}
+    is_narrow = weight_OK.itemsize < 4
+    columns = most if whole or is_narrow else min(most, 64)
+    while not whole and columns > 16 and not card.is_filled(cdiv(outputs, columns) * parts):
+        columns //= 2
+    rows = card.rows if is_narrow else 16
+    widest = (
+        64
+        if not is_narrow
+        else FOLDED
+        if folds or rows == 16
+        else WIDEST * 128 // max(128, columns)
+    )
+    programs = cdiv(outputs, columns) * parts
+    while rows < min(widest, tokens) and card.is_filled(programs * cdiv(tokens, 2 * rows)):
+        rows *= 2
+    inputs = 64 if is_narrow else 32
+    loads = card.shared // (weight_OK.itemsize * inputs * (columns + rows))
+    # mma.sync has the numbers of a step in registers
+    stages = max(1, min(STAGES, loads + (card.rows == 16)))
+    options = {"K": weight_OK.shape[1], "BO": columns, "BK": inputs, "TOKENS": rows}
+    warps = 8 if rows > 64 else 4
     return options | {"STAGES": stages, "num_warps": warps, "num_stages": stages}
+
+
+def folds_parts(weight_OK: Tensor, outputs: int, tokens: int) -> bool:
+    """Whether tokens and outputs make programs enough, so that one can have all parts of a sum."""
+    programs = cdiv(outputs, 128) * cdiv(tokens, FOLDED)
+    return card_of(weight_OK.device).is_filled(programs)
+
+
+@dataclass
+class Attention:
+    """How attention is divided: ROWS query heads in a program, which goes through all blocks
+    (FOLDS), or through RUN of them, each a piece that goes through memory."""
+
+    tiles: int
+    runs: int
+    pieces: int
+    options: dict[str, int]
+
+    @staticmethod
+    def of(q_NO: Tensor, sizes: Sizes, rows: int, extent: int, places: int) -> "Attention":
+        """For `rows` of so many tokens, which see slots below `extent`, and paths of `places`."""
+        card = card_of(q_NO.device)
+        is_narrow = q_NO.itemsize < 4
+        blocks = cdiv(extent, 64)
+        queries = len(q_NO) // rows * sizes.heads // sizes.kv_heads
+        height = card.rows if is_narrow else 16
+        folds = card.is_filled(rows * sizes.kv_heads * cdiv(queries, height))
+        folds = folds or q_NO.numel() * blocks > MOST_SUMS
+        if folds and is_narrow and queries > height:
+            height = max(height, 64 if card.rows == 16 or sizes.head_size > 128 else 128)
+        run = RUN if blocks >= LONG else 1
+        stages = 1
+        if not places and (folds or run > 1):
+            size = power_of_two(sizes.head_size) * q_NO.itemsize
+            stages = max(1, min(3, (card.shared - height * size) // (2 * 64 * size)))
+        options = {"ROWS": height, "RUN": run, "FOLDS": folds, "PATHS": places > 0}
+        options |= {
+            "STAGES": stages,
+            "num_stages": stages,
+            "num_warps": 8 if height > 64 or sizes.head_size > 128 else 4,
+        }
+        tiles = cdiv(queries, height)
+        if not folds:
+            return Attention(tiles, cdiv(blocks, run), blocks, options)
+        return Attention(tiles, 1, 1 + places // 64 if places else 0, options)
 
 
 def cdiv(whole: int, part: int) -> int:
@@ -82,12 +146,15 @@ def cdiv(whole: int, part: int) -> int:
 
 @cache
 def card_of(device: torch.device) -> Card:
-    """The device's `Card`; an H100's for a CPU, in Triton's interpreter."""
+    """The device's `Card`."""
     if device.type != "cuda":
-        return Card(132, SHARED[9, 0])
+        return NO_CARD
     gpu = torch.cuda.get_device_properties(device)
-    shared = SHARED.get((gpu.major, gpu.minor), MIN_SHARED)
-    return Card(gpu.multi_processor_count, shared, gpu.major >= 9)
+    if torch.version.hip:
+        return Card(gpu.multi_processor_count, gpu.shared_memory_per_block, 16, False)
+    rows = {9: 64, 10: 128}.get(gpu.major, 16)
+    shared = gpu.shared_memory_per_block_optin
+    return Card(gpu.multi_processor_count, shared, rows, gpu.major >= 9)
 
 
 def launch(
@@ -97,7 +164,7 @@ def launch(
     read. No multiply-adds are fused, as a compiler might do in some variants of a kernel only."""
     any_tensor = next(x for x in args if isinstance(x, Tensor))
     device = any_tensor.device
-    overlaps = device.type != "cpu" and card_of(device).is_hopper and not os.environ.get(NO_PDL)
+    overlaps = device.type != "cpu" and card_of(device).overlaps and not os.environ.get(NO_PDL)
     if overlaps:
         options["launch_pdl"] = True
     filled = tuple(any_tensor if x is None else x for x in args)

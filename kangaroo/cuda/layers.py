@@ -7,7 +7,7 @@ of a path, H heads, C head size, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +15,12 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
 from kangaroo.cuda import kernels, kernels_attention, kernels_products
-from kangaroo.cuda.launching import PARTS, cdiv, launch, tile
+from kangaroo.cuda.launching import PARTS, Attention, cdiv, folds_parts, launch, tile
 from kangaroo.engine.backend import LayerWeights, Sizes
 from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two
 from kangaroo.models.attention import attention
 
-MOST_TOKENS = 512  # of a pass; more are run in slices, since attention keeps sums for each token
-PROMPT_CHUNK = 128  # tokens of a prompt in a pass, which reads the weights once for each 64
-SUMS = 1 << 28  # numbers that attention may keep in a prompt's pass of more than 16 tokens
+PROMPT_CHUNK = 1024  # tokens of a prompt in a pass
 LONGEST_PATH = 128  # nodes on a path from a draft's root
 GATE_BLOCK = 1024  # numbers of a program
 
@@ -78,16 +76,19 @@ def add_and_norm(
 def product(
     x_NK: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None, parts: int = 1
 ) -> Tensor:
-    """The product in float32, `[P, N, O]`, to be summed over its parts."""
+    """The product in float32, `[P, N, O]`, to be summed over its parts; or `[1, N, O]`, their
+    sum, with the same bits."""
     tokens = len(x_NK)
     outputs = len(weight_OK)
-    y_PNO = x_NK.new_empty(parts, tokens, outputs, dtype=torch.float32)
-    shape = tile(weight_OK, outputs, tokens, parts=parts)
+    folds = parts > 1 and folds_parts(weight_OK, outputs, tokens)
+    shape = tile(weight_OK, outputs, tokens, parts, folds=folds)
+    y_PNO = x_NK.new_empty(1 if folds else parts, tokens, outputs, dtype=torch.float32)
     launch(
         kernels_products.linear_kernel,
-        (cdiv(outputs, shape["BO"]), parts, cdiv(tokens, shape["TOKENS"])),
+        (cdiv(tokens, shape["TOKENS"]), cdiv(outputs, shape["BO"]), len(y_PNO)),
         *(x_NK, weight_OK, bias_O, y_PNO, tokens, outputs),
         PARTS=parts,
+        FOLDS=folds,
         BIASED=bias_O is not None,
         **shape,
     )
@@ -99,11 +100,14 @@ def gate_and_up(x_ND: Tensor, gate_OD: Tensor, up_OD: Tensor) -> Tensor:
     tokens = len(x_ND)
     outputs = len(gate_OD)
     y_NO = x_ND.new_empty(tokens, outputs)
-    shape = tile(gate_OD, outputs, tokens, matrices=2, most=128)
+    shape = tile(gate_OD, 2 * outputs, tokens)
+    row_bytes = gate_OD.shape[1] * gate_OD.itemsize
+    aligned = not any(x % 16 for x in (gate_OD.data_ptr(), up_OD.data_ptr(), row_bytes))
     launch(
         kernels_products.gate_up_kernel,
-        (cdiv(outputs, shape["BO"]), cdiv(tokens, shape["TOKENS"])),
+        (cdiv(tokens, shape["TOKENS"]), cdiv(2 * outputs, shape["BO"])),
         *(x_ND, gate_OD, up_OD, y_NO, tokens, outputs),
+        ALIGNED=aligned,
         **shape,
     )
     return y_NO
@@ -165,8 +169,8 @@ class Stack:
 
     def prompt_chunk(self, length: int) -> int:
         """The tokens in each pass over a prompt of this length; no bits depend on it."""
-        numbers = self.sizes.heads * self.sizes.head_size * cdiv(length, 64)  # for each token
-        return min(PROMPT_CHUNK, max(16, SUMS // numbers // 16 * 16))
+        passes = cdiv(length, PROMPT_CHUNK)
+        return PROMPT_CHUNK if passes == 1 else cdiv(length, 128 * passes) * 128
 
     def __call__(
         self,
@@ -180,15 +184,6 @@ class Stack:
         """See `backend.Layers`."""
         if cache is None:
             return self.run_text(x_RTD, meta, layers)
-        width = max(1, MOST_TOKENS // len(x_RTD))
-        if x_RTD.shape[1] > width:  # a token sees none of those behind it in its row
-            if isinstance(meta.bias_R1TE, CausalBias):
-                meta = replace(meta, bias_R1TE=None)  # the same here, and it can be narrowed
-            slices = [
-                self(x, cache, meta.narrow(i * width, width), layers, final_norm, keys_alone)
-                for i, x in enumerate(x_RTD.split(width, 1))
-            ]
-            return torch.cat(slices, 1)
         path = paths(meta, cache.n_slots)
         parts_PND = None
         x_ND = flat(x_RTD)
@@ -224,14 +219,14 @@ class Stack:
         half = sizes.head_size // 2
         has_norms = layer.q_norm is not None
         q_NO = x_ND.new_empty(tokens, heads * sizes.head_size)
-        outputs = (heads + 2 * kv_heads) * half
-        most = min(tile_size(half), 128 if has_norms else 64)
-        shape = tile(layer.q, outputs, tokens, matrices=2, most=most, whole=has_norms)
+        outputs = (heads + 2 * kv_heads) * 2 * half
+        most = 2 * tile_size(half) if has_norms else min(2 * tile_size(half), 128)
+        shape = tile(layer.q, outputs, tokens, most=most, whole=has_norms)
         first = heads if keys_alone else 0
-        tiles = cdiv(half, shape["BO"]) * (heads + 2 * kv_heads - first)
+        tiles = cdiv(2 * half, shape["BO"]) * (heads + 2 * kv_heads - first)
         launch(
             kernels_products.qkv_kernel,
-            (tiles, cdiv(tokens, shape["TOKENS"])),
+            (cdiv(tokens, shape["TOKENS"]), tiles),
             *(x_ND, layer.q, layer.k, layer.v, layer.q_bias, layer.k_bias, layer.v_bias),
             *(layer.q_norm, layer.k_norm, *path.rope, path.slots_N, path.count_N, q_NO, *past),
             *(tokens, path.meta.slots_RT.shape[1], sizes.eps),
@@ -250,32 +245,35 @@ class Stack:
         meta = path.meta
         places = path.path_NP.shape[1]
         rows, tokens = meta.slots_RT.shape
-        blocks = cdiv(meta.extent, 64)
         heads = self.sizes.heads
         kv_heads = self.sizes.kv_heads
         size = self.sizes.head_size
-        columns = cdiv(tokens * heads // kv_heads, 16)
-        sums = q_NO.new_empty(len(q_NO), heads, blocks, size, dtype=torch.float32)
-        weights = q_NO.new_empty(len(q_NO), heads, blocks, 2, dtype=torch.float32)
         shape = {"H": heads, "D": size, "DP": tile_size(size)}
-        launch(
-            kernels_attention.attend_kernel,
-            (rows, kv_heads, columns * blocks + tokens * places // 64),
-            *(q_NO, *past, meta.row_1, path.count_N, path.lead_N, path.path_NP, sums, weights),
-            *(tokens, places, blocks, columns, self.window, self.sizes.scaling),
-            G=kv_heads,
-            **shape,
-            ANY_ROW=meta.row_1 is not None,
-            num_warps=4,
-        )
+        plan = Attention.of(q_NO, self.sizes, rows, meta.extent, places)
+        sums = q_NO.new_empty(len(q_NO), heads, plan.pieces, size, dtype=torch.float32)
+        weights = q_NO.new_empty(len(q_NO), heads, plan.pieces, 2, dtype=torch.float32)
         out_NO = torch.empty_like(q_NO)
         launch(
-            kernels_attention.combine_kernel,
-            (len(q_NO), heads),
-            *(sums, weights, path.count_N, out_NO, blocks, self.window),
+            kernels_attention.attend_kernel,
+            (plan.tiles * plan.runs + tokens * places // 64, kv_heads, rows),
+            *(q_NO, *past, meta.row_1, path.count_N, path.lead_N, path.path_NP),
+            *(out_NO, sums, weights, tokens, places, plan.pieces, plan.tiles, plan.runs),
+            *(self.window, self.sizes.scaling),
+            G=kv_heads,
+            ANY_ROW=meta.row_1 is not None,
             **shape,
-            num_warps=1,
+            **plan.options,
         )
+        if plan.pieces:
+            launch(
+                kernels_attention.combine_kernel,
+                (len(q_NO), heads),
+                *(sums, weights, path.count_N, path.lead_N, out_NO, plan.pieces, self.window),
+                **shape,
+                FOLDED=plan.options["FOLDS"],
+                AT_ONCE=min(16, power_of_two(plan.pieces)),
+                num_warps=1,
+            )
         return out_NO
 
     @torch.no_grad()
@@ -365,7 +363,7 @@ class Head:
         ids = x_ND.new_empty(tokens, tiles, dtype=torch.int32)
         launch(
             kernels_products.choose_kernel,
-            (tiles, cdiv(tokens, shape["TOKENS"])),
+            (cdiv(tokens, shape["TOKENS"]), tiles),
             *(x_ND, self.weight_OD, best, ids, tokens, outputs, tiles),
             **shape,
         )

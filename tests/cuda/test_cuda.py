@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,12 +16,13 @@ import torch
 
 from kangaroo import cuda
 from kangaroo.cuda import launching
-from kangaroo.cuda.launching import SHARED, Card
+from kangaroo.cuda.launching import Card
 from kangaroo.engine.backend import LayerWeights, Sizes
 from kangaroo.engine.cache import ForwardMeta, KVCache
 
 pytest.importorskip("triton", reason="needs the package triton")
 
+slow = pytest.mark.slow
 CHECKS = Path(__file__).parent / "interpreted"
 
 
@@ -59,9 +61,12 @@ def test_a_warning_names_why_kernels_cannot_run(caplog, monkeypatch, size, is_pl
 
 
 CARDS = {
-    80: Card(108, SHARED[8, 0], False),
-    89: Card(128, launching.MIN_SHARED, False),
-    90: Card(132, SHARED[9, 0]),
+    80: Card(108, 163 << 10, rows=16, overlaps=False),
+    86: Card(84, 99 << 10, rows=16, overlaps=False),
+    89: Card(128, 99 << 10, rows=16, overlaps=False),
+    90: Card(132, 227 << 10, rows=64),
+    100: Card(148, 227 << 10, rows=128),
+    120: Card(170, 99 << 10, rows=16),
 }
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 TYPES |= {torch.int32: "i32", torch.int64: "i64"}
@@ -98,12 +103,14 @@ def launches(monkeypatch, capability: int, shape: str, dtype: torch.dtype, token
     if shape == "256":
         layer.q_norm = layer.k_norm = empty(size)
     sizes = Sizes(hidden, heads, kv_heads, size, wide, 1e-5, size**-0.5)
-    cache = KVCache.empty(1, 512, kv_heads, size, dtype, [torch.device("meta")])
+    cache = KVCache.empty(1, 8192, kv_heads, size, dtype, [torch.device("meta")])
     places = empty(1, tokens, dtype=torch.int64)
     rope = empty(1, tokens, size), empty(1, tokens, size)
-    meta = ForwardMeta(places, places, empty(1, 1, tokens, 512), 512, slice(0, 1), rope, True)
+    meta = ForwardMeta(places, places, empty(1, 1, tokens, 8192), 8192, slice(0, 1), rope, True)
     with torch.no_grad():
         stack = layers.Stack([layer], sizes)
+        if tokens > 64:  # a prompt
+            meta = replace(meta, bias_R1TE=None)
         stack(empty(1, tokens, hidden), cache, meta, range(1))
         text = replace(meta, bias_R1TE=None, extent=tokens)
         stack.run_text(empty(1, tokens, hidden), text, range(1))
@@ -150,31 +157,83 @@ def all_cases():
     ]
 
 
-PRODUCTS = {f"{name}_kernel" for name in ("qkv", "linear", "gate_up", "choose", "attend")}
-BETWEEN = "embed", "norm", "path", "combine", "choice", "rotate", "gate"
+PRODUCTS = {f"{name}_kernel" for name in ("qkv", "linear", "gate_up", "choose")}
+BETWEEN = "attend", "embed", "norm", "path", "combine", "choice", "rotate", "gate"
 OTHERS = {f"{name}_kernel" for name in BETWEEN}
+INSTRUCTION = r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*"
+WIDTHS = 1, 17, 64, 128, 520  # the last two are prompts
+
+
+def kind_of(made) -> frozenset[str]:
+    """The instructions that multiply, with the rows of those that do not name them."""
+    rows = re.findall(r"blockM = \d+", made.asm["ttgir"])
+    return frozenset(re.findall(INSTRUCTION, made.asm["ptx"])) | frozenset(rows)
 
 
 @pytest.mark.parametrize("capability, shape, dtype, all_widths", all_cases())
 def test_kernels_become_one_kind_of_instruction(monkeypatch, capability, shape, dtype, all_widths):
     """Of one kernel and matrix, whatever the number of tokens; no more shared memory than the card
     has."""
-    kinds: dict[tuple, set[str]] = {}
+    card = CARDS[capability]
+    kinds: dict[tuple, set[frozenset[str]]] = {}
     compiled_calls = set()
-    for tokens in (1, 17, 64) if all_widths else (1, 64):
+    for tokens in WIDTHS if all_widths else (1, 520):
         for kernel, _, args, options in launches(monkeypatch, capability, shape, dtype, tokens):
-            matrix = (kernel.fn.__name__, options.get("K"), options.get("PARTS"))
-            call = (*matrix, options.get("TOKENS"))
-            is_wanted = all_widths or tokens == 1 or kernel.fn.__name__ == "linear_kernel"
+            name = kernel.fn.__name__
+            matrix = (name, options.get("K"), options.get("PARTS"))
+            call = (*matrix, *(options.get(x) for x in ("TOKENS", "FOLDS", "ROWS", "PATHS")))
+            is_wanted = all_widths or tokens == 1 or name in ("linear_kernel", "attend_kernel")
             if call in compiled_calls or not is_wanted:
                 continue
             compiled_calls.add(call)
             made = compiled(capability, kernel, args, options)
-            assert made.metadata.shared <= CARDS[capability].shared, call
-            assert ("griddepcontrol.wait" in made.asm["ptx"]) == (capability >= 90)
-            instructions = re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S*", made.asm["ptx"])
-            kinds.setdefault(matrix, set()).update(instructions)
+            assert made.metadata.shared <= card.shared, call
+            assert ("griddepcontrol.wait" in made.asm["ptx"]) == card.overlaps
+            kinds.setdefault(matrix, set()).add(kind_of(made))
     for matrix, instructions in kinds.items():
-        multiplies = matrix[0] in PRODUCTS and dtype != torch.float32  # which has no such unit
-        assert len(instructions) == multiplies, (matrix, instructions)
+        multiplies = matrix[0] in PRODUCTS | {"attend_kernel"} and dtype != torch.float32
+        assert len(instructions) == 1 and any(instructions) == multiplies, (matrix, instructions)
     assert {matrix[0] for matrix in kinds} == PRODUCTS | OTHERS
+
+
+def spilled(made) -> int:
+    """Bytes that a thread keeps in memory since it has no registers for them."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(made.asm["cubin"])
+        tool = triton.knobs.nvidia.cuobjdump.path
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
+    return int(re.search(r"STACK:(\d+)", usage.stdout)[1])
+
+
+@pytest.mark.parametrize(
+    "capability, tokens",
+    [(90, 1), pytest.param(90, 520, marks=slow)]
+    + [pytest.param(x, y, marks=slow) for x in CARDS if x != 90 for y in (1, 520)],
+)
+def test_weights_come_before_the_wait_and_products_overlap_with_loads(
+    monkeypatch, capability, tokens
+):
+    """The lines of the first steps are asked for while the kernel before still runs; nothing that
+    it writes is read yet. While a step is multiplied, the loads of two more are under way. And
+    nothing is spilled."""
+    card = CARDS[capability]
+    names = set()
+    for kernel, _, args, options in launches(monkeypatch, capability, "7b", torch.bfloat16, tokens):
+        name = kernel.fn.__name__
+        if name not in PRODUCTS or name in names:
+            continue
+        names.add(name)
+        made = compiled(capability, kernel, args, options)
+        ptx = made.asm["ptx"]
+        before, wait, _ = ptx.partition("griddepcontrol.wait")
+        assert bool(wait) == card.overlaps
+        assert before.count("prefetch.global.L2") == 4 * card.overlaps and "cp.async" in ptx
+        assert not wait or not re.search(r"ld\.global|cp\.async", before)
+        waits = [int(x) for x in re.findall(r"async_wait.*num = (\d+)", made.asm["ttgir"])]
+        assert max(waits) == 2 * (options["STAGES"] - 2) > 0, name
+        if "wgmma" in ptx:  # the product of a step ends after that of the next one has begun
+            assert re.search(r"pendings = 1\b", made.asm["ttgir"]), name
+        assert spilled(made) == 0, name
+    assert names == PRODUCTS

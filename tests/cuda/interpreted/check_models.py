@@ -53,11 +53,11 @@ def model(name: str, dtype: torch.dtype = torch.float32, **options: object) -> T
     return TargetModel(tiny_model(name.split("-")[0], dtype=dtype, **fields).to(DEVICE))
 
 
-def filled_cache(lm: TargetModel, rows: int) -> KVCache:
-    cache = lm.new_cache(rows, SLOTS)
+def filled_cache(lm: TargetModel, rows: int, slots: int = SLOTS) -> KVCache:
+    cache = lm.new_cache(rows, slots)
     for i, cached in enumerate((*cache.keys, *cache.values)):
         generator = torch.Generator().manual_seed(i)
-        one_row = torch.randn((SLOTS, *cached.shape[1:]), generator=generator)
+        one_row = torch.randn((slots, *cached.shape[1:]), generator=generator)
         cached.copy_(one_row.repeat(rows, 1, 1))
     return cache
 
