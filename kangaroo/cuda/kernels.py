@@ -92,20 +92,9 @@ def embed_kernel(token_ptr, table_ptr, x_ptr, K: tl.constexpr, BK: tl.constexpr,
 
 @triton.jit(do_not_specialize=["N"])
 def norm_kernel(
-    x_ptr,
-    part_ptr,
-    weight_ptr,
-    sum_ptr,
-    normed_ptr,
-    N,
-    STRIDE,
-    eps,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    PARTS: tl.constexpr,
-    NORMS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, part_ptr, weight_ptr, sum_ptr, normed_ptr, N, STRIDE, eps,
+    K: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """`sum = x + parts`, with parts `[P, N, K]` added in order, then its norm if NORMS. Without
     PARTS there is only the norm of x. STRIDE is that of `normed` between tokens. Programs: N."""
     wait(PDL)
@@ -127,20 +116,10 @@ def norm_kernel(
 
 @triton.jit(do_not_specialize=["T", "ROW"])
 def rotate_kernel(
-    x_ptr,
-    norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    T,
-    ROW,
-    eps,
-    H: tl.constexpr,
-    HP: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    NORMS: tl.constexpr,
+    x_ptr, norm_ptr, cos_ptr, sin_ptr, T, ROW, eps,
+    H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Norm queries or keys `[N, H, D]` if NORMS, and rotate them, in place. ROW is the stride
     between the cosines `[T, D]` of rows. Programs: N."""
     wait(PDL)

@@ -23,18 +23,9 @@ from kangaroo.cuda.kernels import read, rounded, tree_sum, wait, write
 
 @triton.jit(do_not_specialize=["T", "E", "P", "ROW_STRIDE", "TOKEN_STRIDE"])
 def path_kernel(
-    bias_ptr,
-    count_ptr,
-    lead_ptr,
-    path_ptr,
-    T,
-    E,
-    P,
-    ROW_STRIDE,
-    TOKEN_STRIDE,
-    BE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    bias_ptr, count_ptr, lead_ptr, path_ptr, T, E, P, ROW_STRIDE, TOKEN_STRIDE,
+    BE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Read a mask `bias`, contiguous for a token and 0 for slots that it sees: how many they are,
     how many of them are in shared blocks, and the others, `path` `[N, P]`. Programs: N."""
     wait(PDL)
@@ -92,36 +83,12 @@ def store_piece(sum_ptr, weight_ptr, piece, top, total, out, inside, D: tl.const
 
 @triton.jit(do_not_specialize=["T", "S", "P", "B", "TILES", "RUNS", "WINDOW"])
 def attend_kernel(
-    q_ptr,
-    keys_ptr,
-    values_ptr,
-    S,
-    row_ptr,
-    count_ptr,
-    lead_ptr,
-    path_ptr,
-    out_ptr,
-    sum_ptr,
-    weight_ptr,
-    T,
-    P,
-    B,
-    TILES,
-    RUNS,
-    WINDOW,
-    scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    ROWS: tl.constexpr,
-    RUN: tl.constexpr,
-    FOLDS: tl.constexpr,
-    PATHS: tl.constexpr,
-    ANY_ROW: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q_ptr, keys_ptr, values_ptr, S, row_ptr, count_ptr, lead_ptr, path_ptr, out_ptr, sum_ptr,
+    weight_ptr, T, P, B, TILES, RUNS, WINDOW, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+    RUN: tl.constexpr, FOLDS: tl.constexpr, PATHS: tl.constexpr, ANY_ROW: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Pieces of attention, or with FOLDS and without PATHS all of it, `out` `[N, H, D]`.
 
     Programs: units, key heads, rows. The first TILES * RUNS units are runs of shared blocks of ROWS
@@ -216,20 +183,10 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["B", "WINDOW"])
 def combine_kernel(
-    sum_ptr,
-    weight_ptr,
-    count_ptr,
-    lead_ptr,
-    out_ptr,
-    B,
-    WINDOW,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    FOLDED: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    sum_ptr, weight_ptr, count_ptr, lead_ptr, out_ptr, B, WINDOW,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, FOLDED: tl.constexpr, AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Merge a token's pieces, in order, to `[N, H, D]`; 0 without any. AT_ONCE pieces are read at a
     time. With FOLDED the first one is of all shared blocks. Programs: N, H."""
     wait(PDL)

@@ -33,39 +33,33 @@ def prefetch(pointers):
 
 
 @triton.jit
-def begin(row_ptrs, first, BK: tl.constexpr, PDL: tl.constexpr):
+def begin(row_ptrs, first, K: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
     """Prefetch the weights of the first steps from input `first` on, then wait."""
     if PDL:
         for step in tl.static_range(PREFETCHED):
-            prefetch(row_ptrs + first + step * BK)
+            prefetch(row_ptrs + tl.minimum(first + step * BK, K - 1))
     wait(PDL)
 
 
 @triton.jit
 def sums_of(
-    x_ptr,
-    N,
-    row_ptrs,
-    first,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STEPS: tl.constexpr,
-    EVEN: tl.constexpr,
+    x_ptr, N, row_ptrs, part,
+    K: tl.constexpr, PARTS: tl.constexpr, BK: tl.constexpr, TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
-):
-    """Products `[TOKENS, BO]` of the program's tokens and rows of weights, over STEPS * BK inputs
-    from `first` on. EVEN says that there are so many inputs."""
-    cols = first + tl.arange(0, BK)
-    x_ptr += tl.program_id(0).to(tl.int64) * TOKENS * K
+):  # fmt: skip
+    """Products `[TOKENS, BO]` of the program's tokens and rows of weights, over a part of the
+    inputs."""
+    STEPS: tl.constexpr = (K + BK * PARTS - 1) // (BK * PARTS)
+    cols = part * STEPS * BK + tl.arange(0, BK)
     tokens = tl.arange(0, TOKENS)  # 32 bits, since pointers to all of them would not fit registers
+    x_ptr += tl.program_id(0).to(tl.int64) * TOKENS * K
     x_ptrs = x_ptr + (tokens[:, None] * K + cols[None, :])
     w_ptrs = row_ptrs[:, None] + cols[None, :]
     is_token = (tl.program_id(0) * TOKENS + tokens < N)[:, None]
     sums = tl.zeros([TOKENS, row_ptrs.shape[0]], tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         k = step * BK
-        if EVEN:
+        if K % (BK * PARTS) == 0:
             x = tl.load(x_ptrs + k, mask=is_token, other=0.0)
             w = tl.load(w_ptrs + k)
         else:
@@ -86,62 +80,37 @@ def halves(sums):
 
 @triton.jit(do_not_specialize=["N"])
 def linear_kernel(
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    y_ptr,
-    N,
-    O,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    FOLDS: tl.constexpr,
-    BIASED: tl.constexpr,
-    BO: tl.constexpr,
-    BK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, y_ptr, N, O,
+    K: tl.constexpr, PARTS: tl.constexpr, FOLDS: tl.constexpr, BIASED: tl.constexpr,
+    BO: tl.constexpr, BK: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Products `[P, N, O]`, each part over its share of the inputs; with FOLDS their sum, in order,
     `[1, N, O]`. Programs: tokens, tiles, P."""
-    STEPS: tl.constexpr = (K + BK * PARTS - 1) // (BK * PARTS)
-    EVEN: tl.constexpr = K % (BK * PARTS) == 0
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     rows = tl.program_id(1) * BO + tl.arange(0, BO)
     part = tl.program_id(2)
     row_ptrs = w_ptr + tl.minimum(rows, O - 1).to(tl.int64) * K
-    first = part * STEPS * BK
-    begin(row_ptrs, first, BK, PDL)
+    begin(row_ptrs, part * tl.cdiv(K, BK * PARTS) * BK, K, BK, PDL)
     y = tl.zeros([TOKENS, BO], tl.float32)
     if BIASED:
         bias = read(bias_ptr + rows, rows < O).to(tl.float32)
         y += tl.where(part == 0, bias, 0.0)[None, :]
     if FOLDS:
-        for other in tl.range(0, PARTS):
-            first = other * STEPS * BK
-            y += sums_of(x_ptr, N, row_ptrs, first, K, BK, TOKENS, STEPS, EVEN, STAGES)
+        for each in tl.range(0, PARTS):
+            y += sums_of(x_ptr, N, row_ptrs, each, K, PARTS, BK, TOKENS, STAGES)
     else:
-        y += sums_of(x_ptr, N, row_ptrs, first, K, BK, TOKENS, STEPS, EVEN, STAGES)
+        y += sums_of(x_ptr, N, row_ptrs, part, K, PARTS, BK, TOKENS, STAGES)
     offset = (part * N + tokens[:, None]).to(tl.int64) * O + rows[None, :]
     write(y_ptr + offset, y, (tokens < N)[:, None] & (rows < O)[None, :])
 
 
 @triton.jit(do_not_specialize=["N"])
 def gate_up_kernel(
-    x_ptr,
-    gate_ptr,
-    up_ptr,
-    y_ptr,
-    N,
-    O,
-    K: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BO: tl.constexpr,
-    BK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, gate_ptr, up_ptr, y_ptr, N, O,
+    K: tl.constexpr, ALIGNED: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """`silu(gate x) * up x`, `[N, O]`. Programs: tokens, tiles. A tile has rows of both matrices in
     turn; ALIGNED says that each begins at a multiple of 16 bytes."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -150,9 +119,8 @@ def gate_up_kernel(
     row_ptrs = tl.where(place % 2 == 0, gate_ptr, up_ptr) + row.to(tl.int64) * K
     if ALIGNED:
         row_ptrs = tl.multiple_of(row_ptrs, 16)
-    begin(row_ptrs, 0, BK, PDL)
-    STEPS: tl.constexpr = (K + BK - 1) // BK
-    sums = sums_of(x_ptr, N, row_ptrs, 0, K, BK, TOKENS, STEPS, K % BK == 0, STAGES)
+    begin(row_ptrs, 0, K, BK, PDL)
+    sums = sums_of(x_ptr, N, row_ptrs, 0, K, 1, BK, TOKENS, STAGES)
     gate, up = halves(sums)
     gate = rounded(gate, y_ptr.dtype.element_ty).to(tl.float32)
     columns = tl.program_id(1) * (BO // 2) + tl.arange(0, BO // 2)
@@ -163,39 +131,12 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["N", "T", "S"])
 def qkv_kernel(
-    x_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    v_weight_ptr,
-    q_bias_ptr,
-    k_bias_ptr,
-    v_bias_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    slot_ptr,
-    count_ptr,
-    q_ptr,
-    keys_ptr,
-    values_ptr,
-    S,
-    N,
-    T,
-    eps,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    FIRST: tl.constexpr,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    BIASED: tl.constexpr,
-    NORMS: tl.constexpr,
-    BO: tl.constexpr,
-    BK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, q_weight_ptr, k_weight_ptr, v_weight_ptr, q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr,
+    k_norm_ptr, cos_ptr, sin_ptr, slot_ptr, count_ptr, q_ptr, keys_ptr, values_ptr, S, N, T, eps,
+    H: tl.constexpr, G: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    BIASED: tl.constexpr, NORMS: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Queries `[N, H, D]`, and keys and values at the tokens' slots of the cache. Programs: tokens,
     tiles of heads. A tile has BO / 2 numbers of a head's first half and those of its second half,
     in turn, since they rotate together; with norms it has the whole head.
@@ -220,9 +161,8 @@ def qkv_kernel(
     tile = tl.program_id(1) % TILES * (BO // 2)
     row = h * D + tl.minimum(tile + place // 2, HALF - 1) + place % 2 * HALF
     row_ptrs = w_ptr + row.to(tl.int64) * K
-    begin(row_ptrs, 0, BK, PDL)
-    STEPS: tl.constexpr = (K + BK - 1) // BK
-    sums = sums_of(x_ptr, N, row_ptrs, 0, K, BK, TOKENS, STEPS, K % BK == 0, STAGES)
+    begin(row_ptrs, 0, K, BK, PDL)
+    sums = sums_of(x_ptr, N, row_ptrs, 0, K, 1, BK, TOKENS, STAGES)
     a, b = halves(sums)
     d = tile + tl.arange(0, BO // 2)
     inside_head = d < HALF
@@ -262,29 +202,18 @@ def qkv_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def choose_kernel(
-    x_ptr,
-    w_ptr,
-    best_ptr,
-    id_ptr,
-    N,
-    O,
-    B,
-    K: tl.constexpr,
-    BO: tl.constexpr,
-    BK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
+    x_ptr, w_ptr, best_ptr, id_ptr, N, O, B,
+    K: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """For each tile of an LM head the largest logit and the sum of exponentials relative to it,
     `best` `[N, 2, B]`, and that logit's output, `id` `[N, B]`. Programs: tokens, B."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     tile = tl.program_id(1)
     rows = tile * BO + tl.arange(0, BO)
     row_ptrs = w_ptr + tl.minimum(rows, O - 1).to(tl.int64) * K
-    begin(row_ptrs, 0, BK, PDL)
-    STEPS: tl.constexpr = (K + BK - 1) // BK
-    sums = sums_of(x_ptr, N, row_ptrs, 0, K, BK, TOKENS, STEPS, K % BK == 0, STAGES)
+    begin(row_ptrs, 0, K, BK, PDL)
+    sums = sums_of(x_ptr, N, row_ptrs, 0, K, 1, BK, TOKENS, STAGES)
     logits = tl.where((rows < O)[None, :], sums, float("-inf"))
     top = tl.max(logits, 1)
     top_id = tl.min(tl.where(logits == top[:, None], rows[None, :], O), 1)
@@ -296,17 +225,9 @@ def choose_kernel(
 
 @triton.jit
 def choice_kernel(
-    best_ptr,
-    id_ptr,
-    token_ptr,
-    chosen_ptr,
-    chance_ptr,
-    B,
-    O,
-    BB: tl.constexpr,
-    LISTED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    best_ptr, id_ptr, token_ptr, chosen_ptr, chance_ptr, B, O,
+    BB: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """The likeliest token over all tiles, `chosen` `[N]`, the first of equal ones, and its
     probability, `chance` `[N]`. With LISTED, `token` are the outputs' tokens, ascending. BB is B
     rounded up to a power of two. Programs: N."""

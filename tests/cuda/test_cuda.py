@@ -4,6 +4,7 @@ here. On a GPU the same checks run there."""
 import itertools
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT
 
 from kangaroo import cuda
 from kangaroo.cuda import launching
@@ -237,3 +239,11 @@ def test_weights_come_before_the_wait_and_products_overlap_with_loads(
             assert re.search(r"pendings = 1\b", made.asm["ttgir"]), name
         assert spilled(made) == 0, name
     assert names == PRODUCTS
+
+
+@pytest.mark.parametrize("what", ["verifying 1 token", "verifying 64 tokens", "prompt of 1,024"])
+def test_arithmetic_gives_what_was_measured_at_7b(what):
+    """Within 15%, of the kernels of then: only so does it say anything of others."""
+    page = runpy.run_path(str(ROOT / "scripts/gpu/arithmetic.py"))
+    seconds = page["ROWS"][what]("7B", "H100", False).seconds
+    assert 1e3 * seconds == pytest.approx(page["MEASURED"]["7B", what], rel=0.15)
