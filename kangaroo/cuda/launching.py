@@ -75,13 +75,8 @@ def tile(
     while not whole and columns > 16 and not card.is_filled(cdiv(outputs, columns) * parts):
         columns //= 2
     rows = card.rows if is_narrow else 16
-    widest = (
-        64
-        if not is_narrow
-        else FOLDED
-        if folds or rows == 16
-        else WIDEST * 128 // max(128, columns)
-    )
+    widest = FOLDED if folds or rows == 16 else WIDEST * 128 // max(128, columns)
+    widest = widest if is_narrow else 64
     programs = cdiv(outputs, columns) * parts
     while rows < min(widest, tokens) and card.is_filled(programs * cdiv(tokens, 2 * rows)):
         rows *= 2
@@ -127,12 +122,9 @@ class Attention:
         if not places and (folds or run > 1):
             size = power_of_two(sizes.head_size) * q_NO.itemsize
             stages = max(1, min(3, (card.shared - height * size) // (2 * 64 * size)))
+        warps = 8 if height > 64 or sizes.head_size > 128 else 4
         options = {"ROWS": height, "RUN": run, "FOLDS": folds, "PATHS": places > 0}
-        options |= {
-            "STAGES": stages,
-            "num_stages": stages,
-            "num_warps": 8 if height > 64 or sizes.head_size > 128 else 4,
-        }
+        options |= {"STAGES": stages, "num_stages": stages, "num_warps": warps}
         tiles = cdiv(queries, height)
         if not folds:
             return Attention(tiles, cdiv(blocks, run), blocks, options)
@@ -153,7 +145,7 @@ def card_of(device: torch.device) -> Card:
     if torch.version.hip:
         return Card(gpu.multi_processor_count, gpu.shared_memory_per_block, 16, False)
     rows = {9: 64, 10: 128}.get(gpu.major, 16)
-    shared = gpu.shared_memory_per_block_optin
+    shared = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]  # NVIDIA's alone
     return Card(gpu.multi_processor_count, shared, rows, gpu.major >= 9)
 
 

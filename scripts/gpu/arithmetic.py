@@ -1,6 +1,6 @@
-"""What the kernels of `kangaroo/cuda` should take, by arithmetic: `python scripts/gpu/arithmetic.py`.
+"""What the kernels of `kangaroo/cuda` should take: `python scripts/gpu/arithmetic.py`.
 
-Nothing here is measured but what the tables say was. A product takes the longest of: its weights
+This is arithmetic, but for the column that says so. A product takes the longest of: its weights
 from memory, its operands from the second-level cache, its instructions. The kernels of 2026-11-26
 had 16 tokens an instruction, and a program waited for its loads in each step, so there the times
 add up. Two numbers are fitted: the time between two kernels, so that a token's verification at 7B
@@ -10,7 +10,8 @@ positions at 8B. Not counted: the host, and what runs beside layers and head.
 Shapes: K inputs and O outputs of a product.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -30,29 +31,25 @@ CARD = Card(132, 227 << 10)
 READS = {"H100": 3.05e12, "H200": 4.37e12}  # bytes/s: measured; and the same share of what is said
 
 
-@dataclass(frozen=True)
-class Model:
-    """A Llama model in 16 bits."""
+@dataclass
+class Model(Sizes):
+    """A Llama model of 32 layers in 16 bits."""
 
-    layers: int
-    sizes: Sizes
     vocabulary: int
 
     def matrices(self) -> list[tuple[int, int, int]]:
         """Inputs, outputs, and parts of the sum, of a layer's four products."""
-        sizes = self.sizes
-        of_keys = sizes.kv_heads * sizes.head_size
         return [
-            (sizes.hidden, sizes.hidden + 2 * of_keys, 1),
-            (sizes.hidden, sizes.hidden, PARTS),
-            (sizes.hidden, 2 * sizes.feed_forward, 1),
-            (sizes.feed_forward, sizes.hidden, PARTS),
+            (self.hidden, self.hidden + 2 * self.kv_heads * self.head_size, 1),
+            (self.hidden, self.hidden, PARTS),
+            (self.hidden, 2 * self.feed_forward, 1),
+            (self.feed_forward, self.hidden, PARTS),
         ]
 
 
 MODELS = {
-    "7B": Model(32, Sizes(4096, 32, 32, 128, 11008, 1e-5, 1.0), 32000),
-    "8B": Model(32, Sizes(4096, 32, 8, 128, 14336, 1e-5, 1.0), 128256),
+    "7B": Model(4096, 32, 32, 128, 11008, 1e-5, 1.0, 32000),
+    "8B": Model(4096, 32, 8, 128, 14336, 1e-5, 1.0, 128256),
 }
 
 
@@ -65,7 +62,7 @@ class Cost:
     operations: float = 0.0
     launches: int = 0
 
-    def __add__(self, other: "Cost") -> "Cost":
+    def __add__(self, other: Cost) -> Cost:
         return Cost(
             self.seconds + other.seconds,
             self.bytes + other.bytes,
@@ -73,13 +70,14 @@ class Cost:
             self.launches + other.launches,
         )
 
-    def times(self, count: int) -> "Cost":
+    def times(self, count: int) -> Cost:
         """The same kernels so many times."""
-        numbers = self.seconds, self.bytes, self.operations
-        return Cost(*(count * number for number in numbers), count * self.launches)
-
-
-Product = Callable[[int, int, int, int, float], Cost]  # tokens, K, O, parts, bytes/s
+        return Cost(
+            count * self.seconds,
+            count * self.bytes,
+            count * self.operations,
+            count * self.launches,
+        )
 
 
 def old_product(tokens: int, inputs: int, outputs: int, parts: int, reads: float) -> Cost:
@@ -110,20 +108,20 @@ def new_product(tokens: int, inputs: int, outputs: int, parts: int, reads: float
     return Cost(seconds + sums / CACHE, weight_bytes, 2 * tokens * inputs * outputs, 1)
 
 
-def attention(model: Model, rows: int, tokens: int, context: int, reads: float, new: bool) -> Cost:
-    """Of `tokens` in each row that see `context` positions, of which the last are their own."""
-    sizes = model.sizes
-    seen = context - (tokens - 1) / 2
-    keys = 4 * rows * context * sizes.kv_heads * sizes.head_size
-    operations = 4 * rows * tokens * seen * sizes.heads * sizes.head_size
-    q_NO = torch.empty(rows * tokens, sizes.hidden, dtype=torch.bfloat16, device="meta")
-    pieces = cdiv(context, 64)
+def attention(model: Model, work: Work, reads: float, new: bool) -> Cost:
+    """Of a layer; the last positions of the context are the tokens' own."""
+    total = work.rows * work.tokens
+    seen = work.context - (work.tokens - 1) / 2
+    keys = 4 * work.rows * work.context * model.kv_heads * model.head_size
+    operations = 4 * total * seen * model.heads * model.head_size
+    q_NO = torch.empty(total, model.hidden, dtype=torch.bfloat16, device="meta")
+    pieces = cdiv(work.context, 64)
     if new:
-        pieces = Attention.of(q_NO, sizes, rows, context, 0).pieces
-    sums = 2 * 4 * rows * tokens * sizes.heads * (sizes.head_size + 2) * pieces
-    queries = tokens * sizes.heads // sizes.kv_heads
+        pieces = Attention.of(q_NO, model, work.rows, work.context, 0).pieces
+    sums = 2 * 4 * total * model.heads * (model.head_size + 2) * pieces
+    queries = work.tokens * model.heads // model.kv_heads
     tiles = cdiv(queries, 16 if not new else 64 if queries <= 64 else 128)
-    from_cache = tiles * 4 * rows * seen * sizes.kv_heads * sizes.head_size
+    from_cache = tiles * 4 * work.rows * seen * model.kv_heads * model.head_size
     multiplies = operations / (CARD.processors * MULTIPLIES * ATTENDS)
     launches = 1 + (pieces > 0)
     combining = 0.0 if new else pieces * PIECE
@@ -131,39 +129,40 @@ def attention(model: Model, rows: int, tokens: int, context: int, reads: float, 
     return Cost(longest + combining + launches * BETWEEN, keys, operations, launches)
 
 
-def forward(
-    name: str,
-    gpu: str,
-    new: bool,
-    tokens: int,
-    context: int,
-    rows: int = 1,
-    layers: int = 0,
-    head: bool = True,
-) -> Cost:
-    """A pass over `tokens` of each row; `layers` are all of the model's if 0."""
+@dataclass(frozen=True)
+class Work:
+    """A pass over `tokens` of each row, which see `context` positions, through so many layers and
+    the head; or through the layers alone; or all passes of a prompt."""
+
+    tokens: int
+    context: int
+    rows: int = 1
+    layers: int = 32
+    head: bool = True
+    is_prompt: bool = False
+
+
+def cost_of(work: Work, name: str, gpu: str, new: bool) -> Cost:
+    """Of this work for a model on a GPU, today or then."""
+    if work.is_prompt:
+        passes = cdiv(work.tokens, 1024)
+        chunk = min(work.tokens, cdiv(work.tokens, 128 * passes) * 128) if new else 128
+        cost = cost_of(Work(1, work.tokens, layers=1), name, gpu, new)
+        for start in range(0, work.tokens, chunk):
+            width = min(chunk, work.tokens - start)
+            cost += cost_of(Work(width, start + width, head=False), name, gpu, new)
+        return cost
     model = MODELS[name]
-    product: Product = new_product if new else old_product
-    total = rows * tokens
-    norm = Cost(BETWEEN + 4 * total * model.sizes.hidden * 2 / CACHE, 0, 0, 1)
-    layer = norm.times(2) + attention(model, rows, tokens, context, READS[gpu], new)
+    product = new_product if new else old_product
+    total = work.rows * work.tokens
+    norm = Cost(BETWEEN + 4 * total * model.hidden * 2 / CACHE, 0, 0, 1)
+    layer = norm.times(2) + attention(model, work, READS[gpu], new)
     for inputs, outputs, parts in model.matrices():
         layer += product(total, inputs, outputs, parts, READS[gpu])
-    cost = layer.times(layers or model.layers)
-    if head:
-        cost += norm + product(total, model.sizes.hidden, model.vocabulary, 1, READS[gpu])
+    cost = layer.times(work.layers)
+    if work.head:
+        cost += norm + product(total, model.hidden, model.vocabulary, 1, READS[gpu])
     return cost
-
-
-def prompt(name: str, gpu: str, new: bool, tokens: int) -> Cost:
-    """A whole prompt, in the passes of then or of today."""
-    passes = cdiv(tokens, 1024)
-    chunk = min(tokens, cdiv(tokens, 128 * passes) * 128) if new else 128
-    cost = Cost()
-    for start in range(0, tokens, chunk):
-        width = min(chunk, tokens - start)
-        cost += forward(name, gpu, new, width, start + width, head=False)
-    return cost + forward(name, gpu, new, 1, tokens, layers=1)
 
 
 # Done on an H100 on 2026-11-26 (docs/results/gpu.md), in ms. Verification begins at layer 2. To a
@@ -183,18 +182,18 @@ MEASURED = {
     ("8B", "prompt of 8,144"): 1681 - FIRST,
     ("8B", "a token at context 8,144"): 7.00,
 }
-ROWS: dict[str, Callable[[str, str, bool], Cost]] = {  # of a model, on a GPU, today or then
-    "a token at context 256": lambda *of: forward(*of, 1, 257),
-    "draft token: 2 layers and head": lambda *of: forward(*of, 1, 257, layers=2),
-    "verifying 1 token": lambda *of: forward(*of, 1, 257, layers=30),
-    "verifying 8 tokens": lambda *of: forward(*of, 8, 264, layers=30),
-    "verifying 64 tokens": lambda *of: forward(*of, 64, 320, layers=30),
-    "prompt of 1,024": lambda *of: prompt(*of, 1024),
-    "prompt of 8,144": lambda *of: prompt(*of, 8144),
-    "64 rows, a token of each": lambda *of: forward(*of, 1, 257, rows=64),
-    "256 rows, a token of each": lambda *of: forward(*of, 1, 257, rows=256),
-    "a token at context 8,144": lambda *of: forward(*of, 1, 8145),
-    "a token at context 32,000": lambda *of: forward(*of, 1, 32001),
+WORK = {
+    "a token at context 256": Work(1, 257),
+    "draft token: 2 layers and head": Work(1, 257, layers=2),
+    "verifying 1 token": Work(1, 257, layers=30),
+    "verifying 8 tokens": Work(8, 264, layers=30),
+    "verifying 64 tokens": Work(64, 320, layers=30),
+    "prompt of 1,024": Work(1024, 1024, is_prompt=True),
+    "prompt of 8,144": Work(8144, 8144, is_prompt=True),
+    "64 rows, a token of each": Work(1, 257, rows=64),
+    "256 rows, a token of each": Work(1, 257, rows=256),
+    "a token at context 8,144": Work(1, 8145),
+    "a token at context 32,000": Work(1, 32001),
 }
 
 
@@ -203,13 +202,14 @@ def page() -> str:
     head = "", "GB", "TFLOP", "launches", "measured then", "H100 then", "H100", "H200"
     lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
     for name in MODELS:
-        for what, work in ROWS.items():
-            cost = work(name, "H100", True)
+        for what, work in WORK.items():
+            cost = cost_of(work, name, "H100", new=True)
             of_work = f"{cost.bytes / 1e9:.1f} | {cost.operations / 1e12:.2f} | {cost.launches}"
             measured = MEASURED.get((name, what))
-            then = "" if measured is None else f"{measured:.4g}"
-            cases = ("H100", False), ("H100", True), ("H200", True)
-            in_ms = " | ".join(f"{1e3 * work(name, *case).seconds:.3g}" for case in cases)
+            then = "" if measured is None else f"{measured:.2f}"
+            cases = [cost_of(work, name, "H100", new=False), cost]
+            cases.append(cost_of(work, name, "H200", new=True))
+            in_ms = " | ".join(f"{1e3 * case.seconds:.2f}" for case in cases)
             lines.append(f"| {name}, {what} | {of_work} | {then} | {in_ms} |")
     return "\n".join(lines)
 
