@@ -66,17 +66,9 @@ def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device, graphs: Grap
     key = zeros(sizes.kv_heads * size, hidden)
     norm = zeros(hidden)
     gate = zeros(sizes.feed_forward, hidden)
-    layer = LayerWeights(
-        attention_norm=norm,
-        q=q,
-        k=key,
-        v=key,
-        o=zeros(hidden, sizes.heads * size),
-        feed_forward_norm=norm,
-        gate=gate,
-        up=gate,
-        down=zeros(hidden, sizes.feed_forward),
-    )
+    layer = LayerWeights(norm, q, key, key, q.T.contiguous(), feed_forward_norm=norm)
+    layer.gate = layer.up = gate
+    layer.down = gate.T.contiguous()
     slots_RT = torch.zeros(1, 1, dtype=torch.int64, device=device)
     rope = (zeros(1, 1, size), zeros(1, 1, size))
     bias = zeros(1, 1, 1, 1)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kangaroo.cuda.graphs import Graphs
 from kangaroo.engine.backend import Backend, Fusing, Key, LayerWeights, Matrix, Sizes
@@ -57,13 +56,6 @@ class CudaBackend(Backend):
         from kangaroo.cuda.layers import fuse
 
         return partial(fuse, norms, weight, self.kernel_sizes.eps)
-
-    def embed(self, tokens_BN: Tensor, table: nn.Module) -> Tensor:
-        if self.kernel_sizes is None or torch.is_grad_enabled():
-            return table(tokens_BN)
-        from kangaroo.cuda.layers import embed
-
-        return embed(tokens_BN, table.get_parameter("weight"))
 
     def records_prompts(self, tokens: int) -> bool:
         return self.runs_layers and self.graphs is not None and self.graphs.takes(tokens)

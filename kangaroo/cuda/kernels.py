@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Functions for all kernels, and kernels beside products and attention: embeddings, norms, and for
-whole texts rotation and gates.
+"""Functions for all kernels, and kernels beside products and attention: norms, and for whole texts
+rotation and gates.
 
 Every kernel computes the same bits for a token, whatever else is in the batch. Sums are in fixed
 blocks in a fixed order, and programs are not specialised for counts of tokens, rows and slots
@@ -9,8 +9,7 @@ blocks in a fixed order, and programs are not specialised for counts of tokens, 
 Triton's interpreter silently has no bfloat16 arithmetic. So `numbers` are float32 there, and
 `rounded` and `write` round as a GPU does.
 
-Shapes: N tokens, T of a row, K inputs, V vocabulary, P parts of a sum, H heads, D head size, O
-outputs.
+Shapes: N tokens, T of a row, K inputs, P parts of a sum, H heads, D head size, O outputs.
 """
 
 import os
@@ -79,15 +78,6 @@ def write(pointers, x, mask):
         bits = (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
         x = bits.to(tl.bfloat16, bitcast=True)
     tl.store(pointers, x, mask=mask)
-
-
-@triton.jit
-def embed_kernel(token_ptr, table_ptr, x_ptr, K: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
-    """Rows of the table `[V, K]`. Programs: N."""
-    wait(PDL)
-    n, k = tl.program_id(0).to(tl.int64), tl.arange(0, BK)
-    token = tl.load(token_ptr + n).to(tl.int64)
-    tl.store(x_ptr + n * K + k, tl.load(table_ptr + token * K + k, mask=k < K), mask=k < K)
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -15,29 +15,18 @@ import triton.language as tl
 
 from kangaroo.cuda.kernels import numbers, read, rounded, tree_sum, wait, write
 
+PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 PREFETCHED = tl.constexpr(4)  # steps of a product whose weights are asked for before the wait
 
 
 @triton.jit
-def prefetch(pointers):
-    """Ask for lines of 128 bytes in the second-level cache. The weights do not depend on the kernel
-    before, so this comes ahead of the wait for it."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def begin(row_ptrs, first, K: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
-    """Prefetch the weights of the first steps from input `first` on, then wait."""
+    """Ask for the weights of the first steps from input `first` on, in the second-level cache. They
+    do not depend on the kernel before, so this comes ahead of the wait for it."""
     if PDL:
         for step in tl.static_range(PREFETCHED):
-            prefetch(row_ptrs + tl.minimum(first + step * BK, K - 1))
+            pointers = row_ptrs + tl.minimum(first + step * BK, K - 1)
+            tl.inline_asm_elementwise(PREFETCH, "=r,l", [pointers.to(tl.int64)], tl.int32, False, 1)
     wait(PDL)
 
 

@@ -3,7 +3,7 @@
 A token's bits do not depend on what is decoded beside it.
 
 Shapes: R rows, T tokens a row, N tokens of all rows, M tokens, D hidden size, O outputs, P places
-of a path, H heads, C head size, V vocabulary.
+of a path, H heads, C head size.
 """
 
 from collections.abc import Sequence
@@ -35,16 +35,6 @@ def tile_size(size: int) -> int:
 def flat(x_RTD: Tensor) -> Tensor:
     """All tokens as a contiguous `[N, D]`."""
     return x_RTD.reshape(-1, x_RTD.shape[-1]).contiguous()
-
-
-def embed(tokens_RT: Tensor, table_VD: Tensor) -> Tensor:
-    """The tokens' rows of the table, `[R, T, D]`."""
-    size = table_VD.shape[1]
-    tokens_RT = tokens_RT.contiguous()
-    x_RTD = table_VD.new_empty(*tokens_RT.shape, size)
-    grid = (tokens_RT.numel(),)
-    launch(kernels.embed_kernel, grid, tokens_RT, table_VD, x_RTD, K=size, BK=tile_size(size))
-    return x_RTD
 
 
 def add_and_norm(

@@ -86,7 +86,7 @@ SHAPES = {
 def launches(
     monkeypatch, capability: int, shape: str, dtype: torch.dtype, tokens: int, slots: int = 8192
 ):
-    """What a layer, a head and an embedding would launch on a card: kernels with their arguments.
+    """What a layer and a head would launch on a card: kernels with their arguments.
     Tensors have no memory."""
     from kangaroo.cuda import layers
 
@@ -123,7 +123,6 @@ def launches(
         head = layers.Head(empty(vocabulary, hidden), sizes)
         head(empty(tokens, hidden))
         head.choose(empty(1, tokens, hidden))
-        layers.embed(places, empty(vocabulary, hidden))
     return launched
 
 
@@ -157,15 +156,16 @@ def compiled(capability: int, kernel, args, options):
 def all_cases():
     """A card, a shape, a format, and whether products are compiled for all numbers of tokens."""
     quick = [(80, "smollm2", torch.bfloat16), (89, "8b", torch.float16), (90, "7b", torch.bfloat16)]
-    shapes = [shape for shape in SHAPES if shape != "70b"]  # 8b's heads and tiles
-    cases = itertools.product(CARDS, shapes, (torch.float16, torch.bfloat16, torch.float32))
+    formats = [("7b", torch.bfloat16), ("8b", torch.float16), ("256", torch.bfloat16)]
+    formats += [("smollm2", torch.bfloat16), ("smollm2", torch.float32)]
+    cases = [(card, *case) for card, case in itertools.product(CARDS, formats)]
     return [pytest.param(*case, False, id=f"{case[0]}-quick") for case in quick] + [
         pytest.param(*case, True, marks=pytest.mark.slow) for case in cases
     ]
 
 
 PRODUCTS = {f"{name}_kernel" for name in ("qkv", "linear", "gate_up", "choose")}
-BETWEEN = "attend", "embed", "norm", "path", "combine", "choice", "rotate", "gate"
+BETWEEN = "attend", "norm", "path", "combine", "choice", "rotate", "gate"
 OTHERS = {f"{name}_kernel" for name in BETWEEN}
 INSTRUCTION = r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*"
 WIDTHS = 1, 17, 64, 128, 520  # the last two are prompts
