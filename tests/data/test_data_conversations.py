@@ -20,7 +20,7 @@ from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import masked_ids, prompt_ids
 from kangaroo.training.batches import check_trainable
-from kangaroo.utils.errors import DataError, PromptError
+from kangaroo.utils.errors import DataError, KangarooError, PromptError
 
 target = pytest.fixture(scope="module")(data_cases.brief)
 QUESTIONS = ["Why is the sky blue?", "How are bridges built?", "Who was Ada Lovelace?"]
@@ -311,7 +311,7 @@ def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
         (TALKS, {"max_length": 10}, r"none of 5 conversations is usable \(5 too long\)"),
         (TALKS, {}, "max_length=10 there, 2048 now"),
     ):
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(KangarooError, match=message):
             config(tmp_path, written(tmp_path, talks), **options).make(*target)
 
 
