@@ -24,14 +24,6 @@ FILES = (WEIGHTS, CONFIG, VOCABULARY)  # of an adapter's folder
 CODE = "custom_generate"
 CODE_FILES = ("generate.py", "requirements.txt")
 TEMPLATE = Path(__file__).with_name("card.md")
-# Descriptions of trained parts by drafter
-DESCRIPTIONS = {
-    "kangaroo": "A Kangaroo adapter ([arXiv 2404.18911](https://arxiv.org/abs/2404.18911))",
-    "medusa": "Medusa heads ([arXiv 2401.10774](https://arxiv.org/abs/2401.10774))",
-    "block": "A block head, which drafts in one pass ([P-EAGLE](https://arxiv.org/abs/2602.01469))",
-    "eagle": "An EAGLE head ([arXiv 2401.15077](https://arxiv.org/abs/2401.15077))",
-    "eagle3": "An EAGLE-3 head ([arXiv 2503.01840](https://arxiv.org/abs/2503.01840))",
-}
 UNKNOWN_MODEL = "FOLDER-OR-HUB-ID-OF-THE-MODEL"
 
 
@@ -117,7 +109,6 @@ def card(adapter: AdapterConfig, config: PackConfig) -> str:
         front_matter=front_matter.to_yaml(),
         config=asdict(adapter) | {"architecture": adapter.architecture.as_json()},
         repo=config.repo,
-        kind=DESCRIPTIONS[drafter],
         target=target,
         model=model,
         drafter=drafter,
