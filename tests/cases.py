@@ -261,19 +261,18 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
 METHODS = [n for n in DRAFTERS if not any(n.startswith(f"{method}-") for method in DRAFTERS)]
 
 
-def in_turn(names: Iterable[str], values: Sequence[tuple], always: Sequence[str] = ()) -> list[Any]:
-    """Every name with all values; in the fast tests with one in turn, but for those in `always`."""
+def in_turn(names: Iterable[str], values: Sequence[tuple]) -> list[Any]:
+    """Every name with all values; in the fast tests with one in turn."""
     return [
-        pytest.param(name, *value, marks=() if is_fast else pytest.mark.slow)
+        pytest.param(name, *value, marks=() if i % len(values) == j else pytest.mark.slow)
         for i, name in enumerate(names)
         for j, value in enumerate(values)
-        for is_fast in [name in always or i % len(values) == j]
     ]
 
 
 def with_each(*values: object) -> list[Any]:
-    """Every drafter with every value: in the fast tests methods have all, variants one in turn."""
-    return in_turn(DRAFTERS, [(value,) for value in values], METHODS)
+    """Every drafter with every value; in the fast tests with one in turn."""
+    return in_turn(DRAFTERS, [(value,) for value in values])
 
 
 SCRIPTED = {"oracle", "adversary", "sometimes", "tree", "tree-shared", "tree-from-exit"}
@@ -285,6 +284,7 @@ SAMPLINGS = {
     "top-k": Sampling(temperature=1.5, top_k=5, top_p=0.95, seed=5),
 }
 
+GREEDY_OR_NOT = [("greedy",), ("sampled",)]
 MIXED = "mixed"  # each text by another of these
 
 HOW = [*SAMPLINGS, MIXED]

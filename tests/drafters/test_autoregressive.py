@@ -79,10 +79,15 @@ def definition(case: Case, drafter: Any, how: Sampling) -> Callable:
 
 FURTHER = [("kangaroo", "qwen2-biased"), ("kangaroo", "qwen3-tied")]
 FURTHER += [("kangaroo-fused", "mistral-window")]
+LLAMA = [("llama", sampling) for (sampling,) in cases.GREEDY_OR_NOT]
 
 
-@pytest.mark.parametrize("name, family", [*((name, "llama") for name in CHAINS), *FURTHER])
-def test_a_chain_is_what_its_definition_gives_after_the_whole_text(sampling, name, family):
+@pytest.mark.parametrize(
+    "name, family, sampling",
+    [*cases.in_turn(CHAINS, LLAMA), *((*chain, "sampled") for chain in FURTHER)],
+    indirect=["sampling"],
+)
+def test_a_chain_is_what_its_definition_gives_after_the_whole_text(name, family, sampling):
     """Alone, or after rounds in which another drafter had its way."""
     case = case_of(family, "sampled")
     drafter = CHAINS[name](case)
@@ -93,13 +98,14 @@ def test_a_chain_is_what_its_definition_gives_after_the_whole_text(sampling, nam
     assert len(counts) > 2 or name in ("another model", "last layer alone")
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "tensors"])
-@pytest.mark.parametrize("first_layers", [True, False], ids=["first layers", "another model"])
-@pytest.mark.parametrize(
-    "idle", [0, 3, pytest.param(9, marks=pytest.mark.slow)], ids="{} rounds idle".format
-)
-def test_so_it_does_after_rounds_without_drafts(case, first_layers, idle, native, monkeypatch):
+# By native code, and of the target's first layers or of another model.
+KINDS = itertools.product([True, False], repeat=2)
+
+
+@pytest.mark.parametrize("kind, idle", cases.in_turn(KINDS, [(3,), (0,), (9,)]), ids=str)
+def test_so_it_does_after_rounds_without_drafts(case, kind, idle, monkeypatch):
     """Of each so many, after two in which it drafts."""
+    native, first_layers = kind
     model = draft_lm(case) if first_layers else another_model()
     lm, model = TargetModel(case.lm.hf), TargetModel(model.hf)
     if native:
@@ -184,8 +190,10 @@ def test_a_draft_model_of_other_tokens_is_refused_with_the_first_that_differs(tm
         DraftModelConfig(model=other).build(lm)
 
 
-@pytest.mark.parametrize("sizes", [(272, 259), (264, 272)], ids=str)  # the target's, the draft's
-@pytest.mark.parametrize("rule", [*Rule, "native"])
+SIZES = [((272, 259),), ((264, 272),)]  # the target's, the draft's
+
+
+@pytest.mark.parametrize("rule, sizes", cases.in_turn([*Rule, "native"], SIZES), ids=str)
 def test_vocabularies_of_the_same_tokens_may_be_padded_to_other_sizes(tmp_path, sizes, rule):
     """As those of one family are, such as Qwen2.5's; also where padding is written."""
     lm, rows = loaded(folder_of(tmp_path / "target", vocab_size=sizes[0])), 2

@@ -4,6 +4,7 @@ The fast tests have every pair of these for every method, the slow ones all toge
 """
 
 import itertools
+from collections.abc import Iterator
 from functools import cache
 
 import cases
@@ -27,48 +28,58 @@ from kangaroo.evaluation.methods import generate
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 
-# Of these, which transformers' modules run, the fast tests have two with each drafter, and the slow
-# ones the full product with those of `MOST` alone.
-OTHERS, MOST = list(BY_MODULES), ("kangaroo", "kangaroo-tree")
-PLAIN = set(FAMILIES) - set(OTHERS)
-
-
-# A method runs on every family, a variant on a sixth of them. Over these the batches take turns,
-# the cheapest most often, and so do the samplings: as 7 and 5 have no common divisor, every
-# sampling meets every batch.
+# Every method runs on these in the fast tests, and on a quarter of the other families; in the slow
+# ones on all, and on all but transformers' modules with every sampling and batch.
+ALWAYS = ["llama", "llama-compiled", "qwen2-compiled", "qwen3-compiled", "llama-graphs"]
+IN_TURN = [family for family in FAMILIES if family not in ALWAYS]
+EVERYWHERE = ("kangaroo", "kangaroo-tree")
+PLAIN = set(FAMILIES) - set(BY_MODULES)
 VARIANTS = [name for name in DRAFTERS if name not in METHODS]
+# As 7 and 5 have no common divisor, every sampling meets every batch; the cheapest is the most
+# frequent.
 TURNS = ["alone", "ragged", "admitted", "ragged", "ragged", "admitted", "ragged"]
 FEWER_TURNS = ["alone", "ragged", "admitted", "ragged"]
+
+
+def turns_of(number: int, drafter: str) -> Iterator[tuple[tuple[str, str, str, str], bool]]:
+    """A drafter on its families, a variant on a sixth of them: which sampling and batch each of
+    them has, and whether the fast tests have it too."""
+    is_method = drafter in METHODS
+    some = [family for i, family in enumerate(IN_TURN) if (number + i) % 4 == 0]
+    families = [*ALWAYS, *some] if is_method else list(FAMILIES)[number % 6 :: 6]
+    fast = [f for f in families if is_method or f in PLAIN or IN_TURN.index(f) % 4 == number % 4]
+    rest = [f for f in (FAMILIES if is_method else families) if f not in fast]
+    batches = TURNS if is_method else FEWER_TURNS
+    first = number + number // 4 if is_method else 0
+    for turn, family in enumerate([*fast, *rest]):
+        sampling, rows = HOW[(number + turn) % len(HOW)], batches[(first + turn) % len(batches)]
+        yield (drafter, family, sampling, rows), family in fast or drafter in EVERYWHERE
+
+
 COVERING = [
-    (drafter, family, HOW[(i + j) % len(HOW)], TURNS[(i + j) % len(TURNS)])
-    for i, drafter in enumerate(METHODS)
-    for j, family in enumerate(FAMILIES)
-] + [
-    (drafter, family, HOW[(i + j) % len(HOW)], FEWER_TURNS[j % len(FEWER_TURNS)])
-    for i, drafter in enumerate(VARIANTS)
-    for j, family in enumerate(list(FAMILIES)[i % 6 :: 6])
+    case
+    for names in (METHODS, VARIANTS)
+    for number, drafter in enumerate(names)
+    for case in turns_of(number, drafter)
 ]
 
 
-def test_the_covering_has_every_pair():
+def test_the_covering_has_every_pair_and_the_fast_tests_most_of_them():
     everything = (METHODS, FAMILIES, HOW, cases.BATCHES)
+    of_fast_tests = [case for case, is_fast in COVERING if is_fast]
     for a, b in itertools.combinations(range(len(everything)), 2):
         pairs = set(itertools.product(everything[a], everything[b]))
-        assert pairs <= {(case[a], case[b]) for case in COVERING}
-    in_batches = {(case[0], case[3]) for case in COVERING}
+        assert pairs <= {(case[a], case[b]) for case, _ in COVERING}
+        if (a, b) != (0, 1):
+            assert pairs <= {(case[a], case[b]) for case in of_fast_tests}
+    in_batches = {(case[0], case[3]) for case, _ in COVERING}
     assert in_batches == set(itertools.product(DRAFTERS, cases.BATCHES))
-
-
-def tier(drafter: str, family: str) -> tuple[pytest.MarkDecorator, ...]:
-    if family not in OTHERS or drafter in MOST:
-        return ()
-    turn = list(DRAFTERS).index(drafter) + OTHERS.index(family)
-    return () if turn % (len(OTHERS) // 2) == 0 else (pytest.mark.slow,)
+    assert {case[0] for case in of_fast_tests} == set(DRAFTERS)
 
 
 @pytest.mark.parametrize(
     "drafter, family, sampling, batch",
-    [pytest.param(*case, marks=tier(*case[:2])) for case in COVERING],
+    [pytest.param(*case, marks=() if fast else pytest.mark.slow) for case, fast in COVERING],
 )
 def test_drafter_writes_what_vanilla_decoding_writes(drafter, family, sampling, batch):
     cases.check_texts(cases.case_of(family, sampling), drafter, sampling, cases.BATCHES[batch])
@@ -77,7 +88,7 @@ def test_drafter_writes_what_vanilla_decoding_writes(drafter, family, sampling, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter, family",
-    [pair for pair in itertools.product(DRAFTERS, FAMILIES) if {*pair} & {*PLAIN, *MOST}],
+    [pair for pair in itertools.product(DRAFTERS, FAMILIES) if {*pair} & {*PLAIN, *EVERYWHERE}],
 )
 def test_so_it_does_in_every_sampling_and_batch(drafter, family):
     for sampling, rows in itertools.product(HOW, cases.BATCHES.values()):
@@ -109,7 +120,7 @@ def bfloat16_case(sampling: str) -> Case:
     return Case(lm, adapter_for(lm), vanilla_texts(lm, LONGER, NEW_TOKENS, SAMPLINGS[sampling]))
 
 
-@pytest.mark.parametrize("drafter, sampling", cases.in_turn(DRAFTERS, [("greedy",), ("sampled",)]))
+@pytest.mark.parametrize("drafter, sampling", cases.in_turn(DRAFTERS, cases.GREEDY_OR_NOT))
 def test_compiled_drafters_are_exact_in_bfloat16_too(drafter, sampling):
     """No rounding depends on what is computed together, nor on where a tree's nodes lie. The texts
     are longer than a chunk of attention, whose border their trees cross."""
@@ -129,7 +140,7 @@ def packed_case(sampling: str) -> Case:
 ON_BLOCKS = [name for name in METHODS if name != "draft-model"]
 
 
-@pytest.mark.parametrize("drafter, sampling", cases.in_turn(ON_BLOCKS, [("greedy",), ("sampled",)]))
+@pytest.mark.parametrize("drafter, sampling", cases.in_turn(ON_BLOCKS, cases.GREEDY_OR_NOT))
 def test_drafters_are_exact_on_blocks_of_a_gguf_file(drafter, sampling):
     """A token's products with blocks do not depend on what is computed together."""
     case, how = packed_case(sampling), SAMPLINGS[sampling]

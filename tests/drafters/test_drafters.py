@@ -8,7 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import CHUNK, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, accepted, choices_without_cache
+from cases import (
+    CHUNK,
+    GREEDY_OR_NOT,
+    NEW_TOKENS,
+    PROMPTS,
+    SAMPLINGS,
+    Case,
+    accepted,
+    choices_without_cache,
+    in_turn,
+)
 from helpers import (
     adapter_for,
     chain_of,
@@ -32,7 +42,7 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Draft
 from kangaroo.utils.errors import ConfigError
 
-HEADS = eagle_for, eagle3_for  # with EAGLE-2's tree
+HEADS = {"eagle": eagle_for, "eagle3": eagle3_for}  # with EAGLE-2's tree
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -74,17 +84,23 @@ def tree_by_definition(
 
 
 @pytest.mark.parametrize(
-    "make, threshold, nodes, rows",
+    "head, threshold, nodes, sampling",
     [
-        *((adapter_for, threshold, nodes, 2) for threshold, nodes in ((0, 30), (0.2, 30), (0, 5))),
-        *((make, 0, 5, 2) for make in HEADS),
-        *(pytest.param(make, 0, 14, 1, marks=pytest.mark.slow) for make in HEADS),
+        ("adapter", 0, 30, "greedy"),
+        ("adapter", 0.2, 30, "sampled"),
+        ("adapter", 0, 5, "sampled"),
+        ("eagle", 0, 5, "sampled"),
+        ("eagle3", 0, 5, "greedy"),
+        pytest.param("eagle", 0, 14, "greedy", marks=pytest.mark.slow),
+        pytest.param("eagle3", 0, 14, "sampled", marks=pytest.mark.slow),
     ],
+    indirect=["sampling"],
 )
-def test_the_tree_is_the_one_of_the_definition(case, sampling, make, threshold, nodes, rows):
+def test_the_tree_is_the_one_of_the_definition(case, head, threshold, nodes, sampling):
     """Also after drafts that were accepted on a branch."""
-    sizes, beside, is_eagle = set(), [], make in HEADS
-    case = replace(case, adapter=make(case.lm))
+    sizes, beside, is_eagle = set(), [], head in HEADS
+    rows = 1 if nodes == 14 else 2
+    case = replace(case, adapter=HEADS.get(head, adapter_for)(case.lm))
     kind, least = (EagleTree, 0.0) if is_eagle else (KangarooTree, None)
     drafter = tree_of(case.lm, case.adapter, 3, threshold, None, 3, nodes, least, kind=kind)
 
@@ -173,7 +189,9 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
+@pytest.mark.parametrize(
+    "options, sampling", in_turn(OPTIONS, GREEDY_OR_NOT), indirect=["sampling"]
+)
 def test_drafts_are_those_of_the_algorithm_in_lists(case, monkeypatch, options, sampling):
     monkeypatch.setattr(lookahead, "POOL_SIZE", 7 if options.window == 3 else 64)
     drafter = Lookahead(options)

@@ -100,7 +100,7 @@ def test_settings_that_cannot_work_are_refused_by_name(case):
         assert engine.generate([], 5) == []
 
 
-@pytest.mark.parametrize("name, which", list(zip(DRAFTERS, cycle(["case", "eager_case"]))))
+@pytest.mark.parametrize("name, which", list(zip(DRAFTERS, cycle(["case", "case", "eager_case"]))))
 def test_a_prompt_may_enter_in_parts_while_others_are_decoding(request, which, name):
     """The longest one, in a row that another text has used before, beside rows never taken."""
     case = request.getfixturevalue(which)

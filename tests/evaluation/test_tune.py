@@ -48,7 +48,7 @@ def test_evaluate_takes_the_settings_of_the_best(drafter, tmp_path):
 
 COMMAND = """
     scripts/tune.py model=tiny bench.path=questions.jsonl tuning_questions=3 reporting_questions=2
-    max_new_tokens=8 search.kangaroo.threshold=[0.0,0.6] search.kangaroo.steps=[1,2]
+    max_new_tokens=8 search.kangaroo.threshold=[0.0,0.6] search.kangaroo.steps=[2]
     search.hybrid.min_gain_per_step=[1.5] search.hybrid.nodes=[5] ~drafter@more.prompt_lookup
     +drafter@more.deep=kangaroo more.deep.adapter=adapters/tiny-deep
 """
@@ -68,7 +68,7 @@ def test_the_command_tunes_and_evaluate_takes_what_it_wrote(tmp_path):
     numbers = json.loads((output / "tune.json").read_text())
     assert not set(numbers["tuning"]) & set(numbers["reporting"])
     tried, best = [each["name"] for each in numbers["tried"]], numbers["best"]
-    chains = {f"kangaroo,threshold={x},steps={n}" for x in (0.0, 0.6) for n in (1, 2)}
+    chains = {f"kangaroo,threshold={x},steps=2" for x in (0.0, 0.6)}
     others = {"today", "hybrid,min_gain_per_step=1.5,nodes=5", "deep"}
     assert set(tried) == chains | others and best == tried[0]
     report = json.loads((output / "report" / best / "comparison.json").read_text())
