@@ -83,7 +83,7 @@ def test_states_are_normed_before_the_head_whoever_multiplies():
 
 @pytest.mark.parametrize("vocabulary", [pytest.param(None, marks=pytest.mark.slow), 40])
 def test_training_saves_a_head_that_decodes(tmp_path, vocabulary):
-    lm = tiny("llama", deep_scale=0.5)
+    lm = tiny("llama", deep_scale=0.5).compile_for_decoding()
     texts = helpers.vanilla_texts(lm, random_prompts(*[6] * 14), 40)
     recipe = AdapterRecipe("eagle3", Eagle3HeadConfig(), draft_steps=3, learning_rate=1e-2)
     data, options = [sample(x, 6) for x in texts], {"vocabulary": vocabulary}

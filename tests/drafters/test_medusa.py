@@ -101,7 +101,7 @@ def test_settings_that_cannot_work_are_refused_by_name(tmp_path):
 
 
 def test_training_saves_heads_that_decode_as_told(tmp_path):
-    lm = tiny("llama", deep_scale=0.5)
+    lm = tiny("llama", deep_scale=0.5).compile_for_decoding()
     texts = helpers.vanilla_texts(lm, random_prompts(*[6] * 14), 40)
     data = [sample(text, 6) for text in texts]
     recipe = AdapterRecipe("medusa", MedusaHeadsConfig(heads=2), learning_rate=1e-2)
@@ -175,7 +175,7 @@ def test_the_loss_on_states_is_added_with_its_weight():
 
 
 def test_training_saves_a_head_that_decodes(tmp_path):
-    lm = tiny("llama", deep_scale=0.5)
+    lm = tiny("llama", deep_scale=0.5).compile_for_decoding()
     texts = helpers.vanilla_texts(lm, random_prompts(*[6] * 14), 40)
     recipe = AdapterRecipe("eagle", EagleHeadConfig(regression=1.0), learning_rate=1e-2)
     folder = run(lm, tmp_path, recipe, [sample(x, 6) for x in texts], epochs=6, holdout=3)

@@ -7,6 +7,7 @@ import subprocess
 from functools import cache
 
 import pytest
+from cases import in_turn
 from commands import ROOT, typed, write_inputs
 from composing import of_command
 from evaluation_cases import record, run, vanilla_run
@@ -70,10 +71,10 @@ def test_every_experiment_of_the_paper_has_a_file_and_a_place_on_the_page():
     assert not any(str(adapter).startswith("outputs/paper") for adapter in trained)
 
 
-@pytest.mark.parametrize(
-    ("model", "hardware", "longest"), [("smollm2-135m", "cpu", 64), ("vicuna-7b", "gpu", 1024)]
-)
-@pytest.mark.parametrize("name", NAMES)
+MODELS = [("smollm2-135m", "cpu", 64), ("vicuna-7b", "gpu", 1024)]
+
+
+@pytest.mark.parametrize(("name", "model", "hardware", "longest"), in_turn(NAMES, MODELS))
 def test_every_experiment_composes_for_every_model(name, model, hardware, longest):
     config = composed(name, f"model={model}", f"hardware={hardware}")
     assert config.study.name == name and config.bench.name == "spec_bench"

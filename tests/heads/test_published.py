@@ -193,9 +193,8 @@ def imported(lm: TargetModel, source: str, folder: Path) -> str:
 SAME = {"rope_theta": None}  # the config has none: then the base is 10,000, as the target's
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("fields", [{}, SAME], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fields, compiled", [({}, False), (SAME, True)], ids=str)
 def test_an_imported_head_drafts_what_its_formulas_give(tmp_path, kind, fields, compiled):
     lm = tiny().compile_for_decoding() if compiled else tiny()
     make, *_, config = KINDS[kind]

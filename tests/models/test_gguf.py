@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from cases import in_turn
 from commands import python
 from gguf import GGMLQuantizationType as Kind
 from helpers import LLAMA3_ROPE
@@ -107,8 +108,10 @@ def _plain_rope(config):
     return config.rope_parameters["rope_theta"] ** -places
 
 
-@pytest.mark.parametrize("kinds", [(Kind.F32,), (Kind.Q8_0,), (Kind.Q4_1, Kind.Q5_0, Kind.F16)])
-@pytest.mark.parametrize("family", FAMILIES)
+KINDS = [((Kind.F32,),), ((Kind.Q4_1, Kind.Q5_0, Kind.F16),), ((Kind.Q8_0,),)]
+
+
+@pytest.mark.parametrize("family, kinds", in_turn(FAMILIES, KINDS), ids=str)
 def test_a_file_is_the_model_it_was_written_from(tmp_path, family, kinds):
     architecture, fields = FAMILIES[family]
     source = write(tmp_path / "x.gguf", architecture, kinds, **fields)
