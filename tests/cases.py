@@ -321,7 +321,10 @@ def case_for(lm: TargetModel, sampling: str) -> Case:
 
 @cache
 def case_of(family: str, sampling: str) -> Case:
-    return case_for(lm_of(family), sampling)
+    if sampling != MIXED:
+        return case_for(lm_of(family), sampling)
+    kinds = [case_of(family, name) for name in SAMPLINGS]
+    return replace(kinds[0], texts=[kinds[i % len(kinds)].texts[i] for i in range(len(PROMPTS))])
 
 
 def check_texts(case: Case, drafter: str, sampling: str, rows: int) -> None:

@@ -93,5 +93,6 @@ def test_results_and_advice_have_the_models_name_and_the_command_as_typed(here):
     (record,) = (here / "outputs/evaluate/Some-7B").rglob("run.json")
     assert f"evaluate.py model={here}/Some-7B bench=demo" in record.read_text()
     assert done.stdout.count("drafter=hybrid drafts from the text alone: no adapter at") == 1
-    told = run("train.py", "model=Some-7B", "estimate=true", "trainer.epochs=1", cwd=here).stdout
+    few = "estimate=true trainer.epochs=1 trainer.batch_tokens=256".split()
+    told = run("train.py", "model=Some-7B", *few, cwd=here).stdout
     assert "exit layer 1 of 6, by the paper's rule (1/16 to 1/10 of the layers)" in told
