@@ -1,12 +1,14 @@
 """The commands of docs/your-own-model.md in their order, on a small random model of one's own."""
 
 import json
+from pathlib import Path
 
 import pytest
 from commands import BRIEF, FILES, ROOT, shown, typed
 from helpers import random_model
 from test_commands import TUNED
 
+from kangaroo.__main__ import COMMANDS
 from kangaroo.models.random_models import byte_tokenizer
 
 PAGE = ROOT / "docs/your-own-model.md"
@@ -33,4 +35,10 @@ def test_the_commands_of_your_own_model_follow_from_each_other(tmp_path):
     for _, script, *options in lines:
         typed(script, *options, *SMALLER.get(script, "").split(), cwd=tmp_path)
     assert (tmp_path / "outputs/tune/mine/drafter/tuned.yaml").is_file()
-    assert (tmp_path / "outputs/push/USER/NAME/config.json").is_file()
+    assert (tmp_path / "outputs/pack/USER/NAME/config.json").is_file()
+
+
+def test_the_commands_of_your_own_model_are_known():
+    for _, script, *options in shown(PAGE, "python"):
+        action = [x for x in options[:1] if "=" not in x and not x.startswith("-")]
+        assert " ".join([Path(script).stem, *action]) in COMMANDS
