@@ -9,9 +9,6 @@ from commands import ROOT
 from composing import DRAFTERS, MODELS, composed
 from helpers import adapter_for, saved_adapter
 from omegaconf import OmegaConf
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
 import kangaroo
 from kangaroo.api import drafter_config, load_target, load_target_for, model_config
@@ -122,19 +119,6 @@ def test_a_character_waits_for_its_last_token_and_is_shown_if_none_comes(model, 
     ids = model.tokenizer.encode(text, add_special_tokens=False)  # a token for each byte
     shown = [text for text, _ in pieces((Token(i, True) for i in ids[:end]), model.tokenizer)]
     assert len(shown) == count and (end or shown == list(text))
-
-
-def test_a_piece_keeps_the_space_that_a_tokenizer_strips_at_the_start_of_a_text():
-    """As SentencePiece tokenizers do, Vicuna's and Llama 2's; special tokens leave no trace."""
-    words = {"<s>": 0, "▁Why": 1, "▁is": 2, "▁it": 3, "?": 4, "▁": 5}
-    inner = Tokenizer(WordLevel(words, unk_token="<s>"))
-    decoding = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    inner.decoder = decoders.Sequence(decoding)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
-    ids = [5, 1, 0, 2, 5, 3, 4, 0]
-    shown = [text for text, _ in pieces((Token(i, False) for i in ids), tokenizer)]
-    assert "".join(shown) == tokenizer.decode(ids, skip_special_tokens=True) == " Why is  it?"
-    assert len(shown) == 5
 
 
 @pytest.mark.parametrize("stop", [[], ["ab"], ["aab", "ba"], ["aa", "aaa"], ["abab"]])

@@ -107,10 +107,6 @@ def test_a_folder_is_called_by_the_benchs_file():
 @pytest.mark.parametrize(
     "command, message",
     [
-        (
-            "train.py trainer.learningrate=1",
-            "ConfigError: there is no option 'trainer.learningrate'",
-        ),
         ("evaluate.py model=tiny question_every=0", "ConfigError: question_every=0 must be"),
         ("evaluate.py -m model=tiny output=x", "ConfigError: output=x lies outside the sweep's"),
         (f"train.py model=tiny output={__file__}", "test_cli.py cannot be a folder: File exists."),

@@ -32,14 +32,13 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_path_is_a_choice_of_every_command_called_by_its_last_part(command, here):
     """Of one command in every form, of the others in the oddest."""
-    paths = PATHS if command == "serve" else [ODDEST]
-    for option in "model", "model.path":
-        for path in (x.format(here) for x in paths):
-            words = select_models([f"{option}={path}", "model.dtype=float32"])
-            config = of_command(command, words).model
-            expected = model_config(path)
-            assert (config.name, config.path) == (expected.name, path)
-            assert config.name == path.rstrip("/").rpartition("/")[2]
+    forms = [(option, ODDEST) for option in ("model", "model.path")]
+    forms += [("model", path) for path in PATHS] if command == "serve" else []
+    for option, form in forms:
+        path = form.format(here)
+        config = of_command(command, select_models([f"{option}={path}"])).model
+        assert (config.name, config.path) == (model_config(path).name, path)
+        assert config.name == path.rstrip("/").rpartition("/")[2]
 
 
 def test_known_models_are_known_by_their_ids_too():

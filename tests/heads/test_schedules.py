@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import in_turn
 from helpers import ARCHITECTURES, EXIT, adapter_for, states_after, tiny
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
@@ -61,8 +62,10 @@ def test_an_adapter_is_not_for_a_target_whose_other_layers_rotate():
     assert made[0] != made[1]
 
 
-@pytest.mark.parametrize("parts", [{}, {"attention_layers": 3, "feed_forward": True}], ids=str)
-@pytest.mark.parametrize("name", SCHEDULES)
+PARTS = [({},), ({"attention_layers": 3, "feed_forward": True},)]
+
+
+@pytest.mark.parametrize("name, parts", in_turn(SCHEDULES, PARTS))
 def test_an_exported_model_says_what_the_adapter_says_whatever_the_schedule(tmp_path, name, parts):
     lm = target(name)
     meta = lm.chunk(0, len(TOKENS), 0, len(TOKENS))
