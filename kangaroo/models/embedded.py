@@ -5,7 +5,6 @@ checkpoint in the cache, so its 4-bit copy is the model itself."""
 import hashlib
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -21,7 +20,7 @@ from kangaroo.models.gguf_file import GGUFFile
 from kangaroo.models.gguf_models import read_model
 from kangaroo.models.gguf_tokenizer import read_tokenizer
 from kangaroo.utils.errors import CorruptFile, ModelNotFound
-from kangaroo.utils.folders import cache_folder, models_folder
+from kangaroo.utils.folders import cache_folder, models_folder, new_folder
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +41,9 @@ def embedded_checkpoint() -> Path:
     gguf = embedded_gguf()
     with FileLock(f"{folder}.lock"):
         if not weights.exists():
-            partial = folder.with_name(f"{folder.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-            convert(gguf, partial)
-            shutil.rmtree(folder, ignore_errors=True)  # exists if a user deleted corrupt weights
-            os.replace(partial, folder)
+            # the folder exists if a user deleted corrupt weights
+            with new_folder(folder, replace=True) as partial:
+                convert(gguf, partial)
     return folder
 
 

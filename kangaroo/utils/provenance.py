@@ -16,15 +16,7 @@ import torch
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import PACKAGE
 
-PACKAGES = (
-    "kangaroo-decoding",
-    "torch",
-    "transformers",
-    "datasets",
-    "deepspeed",
-    "hydra-core",
-    "wandb",
-)
+PACKAGES = "kangaroo-decoding torch transformers datasets deepspeed hydra-core wandb".split()
 
 
 def provenance() -> dict[str, Any]:

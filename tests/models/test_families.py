@@ -244,22 +244,6 @@ def test_an_adapter_begins_as_the_targets_layer_with_all_that_its_family_adds(na
     torch.testing.assert_close(adapter(f_1TD, None, meta, None), expected, rtol=1e-4, atol=1e-4)
 
 
-@torch.no_grad()
-@of_families
-def test_a_draft_model_says_what_the_adapter_says_or_is_refused(name):
-    lm, tokens_1T = FAMILIES[name](), torch.tensor(random_prompts(40))
-    adapter = adapter_for(lm)
-    if hasattr(lm.layers[0], "post_feedforward_layernorm"):
-        with pytest.raises(ConfigError, match=f"{lm.config.model_type} layers have norms after"):
-            draft_model(lm, adapter)
-        return
-    meta = lm.chunk(0, 40, 0, 40)
-    f_1TD, _ = lm.run(lm.embed(tokens_1T), None, meta, range(EXIT))
-    expected = adapter.draft_heads(lm, None)[0](adapter(f_1TD, None, meta, None)[0])
-    logits_TV = draft_model(lm, adapter)(tokens_1T).logits[0]
-    torch.testing.assert_close(logits_TV, expected, rtol=1e-4, atol=1e-4)
-
-
 QUANTIZED_BY = """kangaroo kangaroo-tree kangaroo-fused-layer eagle-tree block hybrid-tree
 draft_verify medusa kangaroo-vocabulary prompt-lookup-short""".split()
 
