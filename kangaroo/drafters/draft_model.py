@@ -3,7 +3,7 @@
 Shapes: B rows, N draft nodes, T tokens of a prefill chunk, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.export import draft_model
 from kangaroo.models.loading import Dtype, ModelConfig, load, load_tokenizer
+from kangaroo.models.quantizing import Quantization
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.memory import weight_bytes
@@ -34,17 +35,24 @@ class DraftModelConfig(ChainConfig):
     Args:
         model: hub id, folder, or any other `model.path` of a model with the target's tokens.
         adapter: an adapter of the target, which is such a model together with the layers below it.
+        quantization: of `model`'s layers; None keeps the checkpoint's format.
     """
 
     name: str = "draft_model"
     model: str | None = None
     adapter: str | None = None
+    quantization: Quantization | None = None
     steps: DraftSize = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model is not None:
             self.adapter = None
+        elif self.quantization is not None:
+            raise ConfigError(
+                f"drafter.quantization={self.quantization.value} is for a drafter.model; an "
+                "adapter drafts with the target's own layers."
+            )
 
     def build(self, lm: TargetModel) -> Drafter:
         """Errors: `ConfigError`; what loading a model or adapter raises."""
@@ -53,7 +61,8 @@ class DraftModelConfig(ChainConfig):
             hf = draft_model(lm, adapter)
         elif self.model is not None:
             dtype = Dtype(str(lm.dtype).removeprefix("torch."))
-            hf, _ = load(ModelConfig("draft", self.model, dtype=dtype, device=str(lm.device)))
+            config = ModelConfig("draft", self.model, dtype=dtype, device=str(lm.device))
+            hf, _ = load(replace(config, quantization=self.quantization))
             check_tokens(lm.config, hf.config)
         else:
             raise ConfigError("drafter=draft_model needs drafter.model= or drafter.adapter=.")

@@ -33,7 +33,9 @@ from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.evaluation.methods import generate
 from kangaroo.heads.export import draft_model
 from kangaroo.models import loading as models
+from kangaroo.models.layer_weights import packed_linears
 from kangaroo.models.loading import Dtype, ModelConfig
+from kangaroo.models.quantizing import Quantization
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 
@@ -188,6 +190,20 @@ def test_a_draft_model_of_other_tokens_is_refused_with_the_first_that_differs(tm
     other = folder_of(tmp_path / "other", tokens)
     with pytest.raises(ConfigError, match=rf"other'.*target': {difference}.*drafter\.model="):
         DraftModelConfig(model=other).build(lm)
+
+
+def test_a_draft_model_may_be_quantized(tmp_path):
+    pytest.importorskip("bitsandbytes", reason="needs the extra quantized")
+    lm = loaded(folder_of(tmp_path / "target"))
+    draft = folder_of(tmp_path / "draft")
+    drafter = DraftModelConfig(model=draft, quantization=Quantization.nf4, threshold=0).build(lm)
+    assert len(packed_linears(drafter.lm.hf)) > 0
+    prompts = [[1, 5, 9], [7, 3]]
+    done = Engine(lm, drafter).generate(prompts, 20, batch_size=2)
+    texts = [prompt + generation.tokens for prompt, generation in zip(prompts, done, strict=True)]
+    assert texts == vanilla_texts(lm, prompts, 20)
+    with pytest.raises(ConfigError, match=r"drafter\.quantization=nf4 is for a drafter\.model"):
+        DraftModelConfig(adapter="a", quantization=Quantization.nf4)
 
 
 SIZES = [((272, 259),), ((264, 272),)]  # the target's, the draft's
