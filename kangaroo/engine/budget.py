@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 MIN_GAIN = 2.0  # tokens that drafting has to gain in the time of a vanilla step, in a batch
-MIN_GAIN_ALONE = 1.5  # and where a text is decoded alone
+MIN_GAIN_ALONE = 1.0  # and where a text is decoded alone: what it costs
 PRIOR = 20  # drafts, before any was tried
 PRIOR_RIGHT = 9  # those whose first token was right
 ROW_PRIOR = 10  # draft tokens of a row's text, before any was tried

@@ -131,7 +131,7 @@ def test_a_row_that_was_wrong_needs_surer_tokens_until_another_text_takes_it():
     # a text of which nothing is known tries a token that is too dear by the prior
     dear = [budget.limits(rows, 3, 0.5, auto=True)[0] for rows in ([0], [0, 1])]
     assert dear[0][0] < 1 and (dear[0][1:] > 1).all() and (dear[1] > 1).all()
-    assert (budget.limits([0], 3, 0.7, auto=True) > 1).all()  # even if each were right
+    assert (budget.limits([0], 3, 1.0, auto=True) > 1).all()  # even if each were right
     budget.observe(0, 1, 0)
     assert budget.limits([0], 3, 0.5, auto=True)[0, 0] > 1
     # a number leaves it to the drafter alone, and to all rows' first tokens in a batch
