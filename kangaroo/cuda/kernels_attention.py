@@ -143,6 +143,9 @@ def attend_kernel(
     first_row = row.to(tl.int64)
     if ANY_ROW:
         first_row += tl.load(row_ptr)
+    if PATHS:  # which is one block
+        pointers = path_ptr + path_token.to(tl.int64) * P + nth * 64 + e
+        slot = tl.load(pointers, mask=first * 64 + e < tl.where(is_path, seen, 0), other=0)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, DP], tl.float32)
@@ -152,10 +155,7 @@ def attend_kernel(
         base = ((first_row * S + block * 64) * G + h) * D
         at = e
         if PATHS:
-            on_path = place < tl.where(is_path, seen, 0)
-            pointers = path_ptr + path_token.to(tl.int64) * P + nth * 64 + e
-            slot = tl.where(is_path, tl.load(pointers, mask=on_path, other=0), place)
-            at = (slot - block * 64).to(tl.int64)
+            at = tl.where(is_path, slot - block * 64, e).to(tl.int64)
         offset = (at * (G * D))[:, None] + d[None, :]
         keys = read(keys_ptr + base + offset, inside)
         values = read(values_ptr + base + offset, inside)

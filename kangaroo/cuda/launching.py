@@ -113,13 +113,14 @@ class Attention:
         blocks = cdiv(extent, 64)
         queries = len(q_NO) // rows * sizes.heads // sizes.kv_heads
         height = card.rows if is_narrow else 16
-        folds = card.is_filled(rows * sizes.kv_heads * cdiv(queries, height))
+        programs = rows * sizes.kv_heads * cdiv(queries, height)
+        folds = card.is_filled(programs // 2)  # they are uneven, and go through all blocks
         folds = folds or q_NO.numel() * blocks > MOST_SUMS
         if folds and is_narrow and queries > height:
             height = max(height, 64 if card.rows == 16 or sizes.head_size > 128 else 128)
         run = RUN if blocks >= LONG else 1
         stages = 1
-        if not places and (folds or run > 1):
+        if folds or run > 1:
             size = power_of_two(sizes.head_size) * q_NO.itemsize
             stages = max(1, min(3, (card.shared - height * size) // (2 * 64 * size)))
         warps = 8 if height > 64 or sizes.head_size > 128 else 4
