@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.engine.batch import Batch
+from kangaroo.engine.cache import Chunk
 from kangaroo.engine.clock import Mark, between, mark
 from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.sampling import pick
@@ -36,8 +37,8 @@ class Launched:
 
 class LateStepper:
     """Steps without drafts. The device has each row's pending token and length for itself, so that
-    a step can be launched before the tokens of the last one are known. A text that has ended meets
-    its limit there, and what it writes beyond its end is scratch. Where another text has entered a
+    a step can be launched before the tokens of the last one are known. What that writes beyond a
+    text's end is scratch, and then the row is held at its end. Where another text has entered a
     row, the device gets all anew, and what was launched for the rows before is dropped."""
 
     leaves_other_rows = True
@@ -49,10 +50,11 @@ class LateStepper:
         self.tensors = TensorStepper(lm, drafter, batch, keep=0)
         self.texts: list[list[int]] = []  # those that the device has
         self.lengths: list[int] = []  # theirs when the next tokens are read
+        self.running = set[int]()  # rows whose texts had not ended
         self.state_B4 = torch.empty(0)  # pending tokens, lengths, limits and seeds
         self.ahead: Launched | None = None
 
-    def unread(self, source: int, row: int, prefix_T: Tensor) -> list[tuple]:
+    def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
         """See `Stepper`: nothing reads prefixes."""
         return []
 
@@ -65,6 +67,9 @@ class LateStepper:
         is_known = self._is_known()
         if not is_known:
             self._upload()
+        for row in self.running.difference(batch.active):
+            self.state_B4[row, 2] = len(batch.texts[row])  # else it outgrows what attention reads
+            self.running.remove(row)
         launched = self.ahead or self._launch(batch.used)
         active = batch.active
         goes_on = any(len(batch.texts[row]) + 1 < batch.limits[row] for row in active)
@@ -88,15 +93,17 @@ class LateStepper:
         return self.tensors.step(drafts=False)
 
     def _is_known(self) -> bool:
-        """Whether the device has the rows as they are; of rows that have ended, only the text."""
+        """Whether the device has the texts that are in the rows now, as far as they are written."""
         batch = self.batch
-        are_same = [x is y for x, y in zip(batch.texts, self.texts, strict=False)]
-        return all([len(are_same) == batch.size, *are_same]) and self.lengths == batch.lengths
+        if not self.texts or self.lengths != batch.lengths:
+            return False
+        return all(x is y for x, y in zip(batch.texts, self.texts, strict=True))
 
     def _upload(self) -> None:
         batch = self.batch
         self.ahead = None
         self.texts = list(batch.texts)
+        self.running = set(batch.active)
         rows = []
         for row, text in enumerate(batch.texts):
             limit = len(text) if batch.done[row] else batch.limits[row]

@@ -283,6 +283,7 @@ def test_texts_that_end_and_prompts_that_enter_meet_steps_in_flight(sampling):
     session.batch.stop(1)
     for _ in range(5):
         session.step()
+    assert session.stepper.state_B4[1, 1] == len(session.batch.texts[1])
     prompt = Prompt(session, 1, requests[0])
     while prompt.advance() is None:
         for _ in range(2):

@@ -105,13 +105,13 @@ def test_an_unknown_stage_is_refused_by_name_and_so_is_a_machine_without_a_gpu(t
     ("stage", "words"),
     [
         ("bits", "pytest: 2 passed in "),
-        ("kernels", "| vanilla of limit | draft over its limit |"),
+        ("kernels", "**Verification**"),
         ("tests", "pytest: 2 passed in "),
         ("soak", "texts that differ: 0."),
         ("plain", " tokens/s** (the median step)"),
         ("fused", " tokens/s** (the median step)"),
-        ("7b", "**Verification at context 64**"),
-        ("8b", "**Verification at context 64**"),
+        ("7b", "**Decoding over the context**"),
+        ("8b", "**Verification**"),
         ("methods", "| kangaroo_tree | "),
     ],
 )
