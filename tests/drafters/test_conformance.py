@@ -39,7 +39,7 @@ VARIANTS = [name for name in DRAFTERS if name not in METHODS]
 # As 7 and 5 have no common divisor, every sampling meets every batch; the cheapest is the most
 # frequent.
 TURNS = ["alone", "ragged", "admitted", "ragged", "ragged", "admitted", "ragged"]
-FEWER_TURNS = ["alone", "ragged", "admitted", "ragged"]
+FEWER_TURNS = ["ragged", "admitted", "alone", "ragged"]
 
 
 def turns_of(number: int, drafter: str) -> Iterator[tuple[tuple[str, str, str, str], bool]]:
@@ -74,8 +74,10 @@ def test_the_covering_has_every_pair_and_the_fast_tests_most_of_them():
     for a, b in itertools.combinations(range(len(everything)), 2):
         pairs = set(itertools.product(everything[a], everything[b]))
         assert pairs <= {(case[a], case[b]) for case, _ in COVERING}
+        # as vanilla's texts are decoded alone in all families
+        alone = {(family, "alone") for family in FAMILIES}
         if (a, b) != (0, 1):
-            assert pairs <= {(case[a], case[b]) for case in of_fast_tests}
+            assert pairs - alone <= {(case[a], case[b]) for case in of_fast_tests}
     in_batches = {(case[0], case[3]) for case, _ in COVERING}
     assert in_batches == set(itertools.product(DRAFTERS, cases.BATCHES))
     assert {case[0] for case in of_fast_tests} == set(DRAFTERS)
