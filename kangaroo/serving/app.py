@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, MutableMapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from ipaddress import ip_address
@@ -32,7 +32,7 @@ from kangaroo.serving.metrics import Metrics
 from kangaroo.serving.protocol import MOST_LOGPROBS, Chat, Completion, StreamOptions
 from kangaroo.serving.scheduler import CANCELLED, FAILED, STOPPED, TIMEOUT, Scheduler
 from kangaroo.serving.serve import ServeConfig
-from kangaroo.utils.errors import KangarooError, PromptError
+from kangaroo.utils.errors import KangarooError, naming
 
 PAGE = Path(__file__).with_name("page.html")  # a chat page
 DEFAULT_TOKENS = 512  # where a request sets no limit
@@ -184,10 +184,8 @@ class Server:
                 drafts=body.drafts,
                 keep=0 if body.shown_logprobs is None else MOST_LOGPROBS,
             )
-            try:
+            with naming(f"prompt.{number}") if len(prompts) > 1 else nullcontext():
                 self.scheduler.check(first)
-            except PromptError as error:
-                raise PromptError(f"prompt.{number}: " * (len(prompts) > 1) + str(error)) from error
             requests += [replace(first, seed=seed + i) for i in range(body.n)]
         answer = Answer(
             self.scheduler,

@@ -10,7 +10,7 @@ class KangarooError(Exception):
 
 @contextmanager
 def naming(option: str) -> Iterator[None]:
-    """Let errors of one of several drafters name its `option`, such as `more.rest`."""
+    """Let errors of one of several drafters, or prompts, name its `option`, such as `more.rest`."""
     try:
         yield
     except KangarooError as error:
