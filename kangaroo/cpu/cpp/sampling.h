@@ -120,8 +120,8 @@ struct Rough {
   i64 passing;
 
   // Whether it saves time for so many tokens. Where an instruction multiplies bfloat16, many take the time of
-  // arithmetic, which bytes do not save; and many tokens need many rows of blocks in full.
-  bool pays(i64 tokens) const { return weight && (kind == IN_BYTES ? PARTS > 1 || tokens <= ALONE : tokens <= 64); }
+  // arithmetic, which bytes do not save.
+  bool pays(i64 tokens) const { return weight && (kind != IN_BYTES || PARTS > 1 || tokens <= ALONE); }
 };
 
 // Fills in the bytes, scales and errors of a head. A state is rounded, too, by half a step at most of each number
