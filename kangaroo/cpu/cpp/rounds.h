@@ -276,15 +276,27 @@ template <class T> class Round {
       by_limits &= (draw.temperature == 0 || !draw.filtered(t.head.outputs)) && !biases_of(m);
       noises.emplace_back(draw, pass.angles[m] + 1);
     }
-    if (by_limits) {
-      const std::vector<i64> ids = read_likeliest(t.sizes, t.head, t.rough, pass.x.data(), noises, logits);
-      return choices_of(Head<T>{nullptr, nullptr, PLAIN, i64(ids.size()), ids.data()}, total, 0, false);
-    }
+    if (by_limits) return choices_on_path({t.sizes, t.head, t.rough, pass.x.data(), noises});
     find_logits(t.head, pass.x.data(), total);
     for (i64 m = 0; m < total; m++)
       if (const float* biases = biases_of(m))
         for (i64 n = 0; n < t.head.outputs; n++) logits[m * t.head.outputs + n] += biases[n];
     return choices_of(t.head, total, 0, r.keep > 0);
+  }
+
+  // Those that decide what is accepted. Nobody asks what follows a wrong token, and there many tokens are likely.
+  std::vector<Choice> choices_on_path(const Candidates<T>& candidates) {
+    std::vector<Choice> choices(candidates.tokens);
+    std::vector<bool> is_right(candidates.tokens);
+    for (i64 m = 0; m < candidates.tokens; m++) {
+      const i64 row = pass.rows[m], node = pass.nodes[m], i = r.at(row, node), parent = m - node + r.parent[i];
+      is_right[m] = !node || (is_right[parent] && choices[parent].tokens[0] == r.token[i]);
+      if (!is_right[m]) continue;
+      const std::vector<i64> ids = candidates.read(m, 1, logits);
+      const Head<T> few{nullptr, nullptr, PLAIN, i64(ids.size()), ids.data()};
+      choices[m] = choose(few, logits.data(), r.draw[row], pass.angles[m] + 1, 0, Kept{});
+    }
+    return choices;
   }
 
   const float* biases_of(i64 m) const { return r.biases[r.at(pass.rows[m], pass.nodes[m])]; }

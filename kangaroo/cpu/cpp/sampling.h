@@ -193,65 +193,72 @@ struct Noise {
   Noise(const Draw& draw, i64 position) : temperature(draw.temperature), key(noise_key(draw.seed, position)) {}
 };
 
-// The tokens that may have the largest score after some states, in ascending order, and their logits, [tokens, count].
-// All rows are read in fewer bits, and then those rows themselves whose score may still be the largest.
-template <class T>
-std::vector<i64> read_likeliest(const Sizes& s, const Head<T>& head, const Rough& rough, const T* x,
-                                const std::vector<Noise>& noises, std::vector<float>& logits) {
-  const i64 tokens = noises.size();
-  if (!tokens) return {};
-  const i64 count = blocks(head.outputs);
-  const Head<T> in_few_bits{nullptr, rough.weight, rough.kind, head.outputs, nullptr, rough.passing, rough.scales};
-  const std::vector<T> states = normed(s, head.norm, x, tokens);
-  std::vector<float> size(tokens), most(tokens * count), least(s.threads * tokens, NEVER);
-  for (i64 m = 0; m < tokens; m++) {
-    Floats squares{};
-    for (i64 k = 0; k < s.hidden; k += LANES) {
-      Floats part = get(&states[m * s.hidden + k], s.hidden - k);
-      squares += part * part;
+// Which tokens may have the largest score after some states, by all rows in fewer bits.
+template <class T> struct Candidates {
+  const Sizes& s;
+  const Head<T>& head;
+  const i64 tokens, count;  // states; blocks of rows
+  std::vector<T> states;
+  std::vector<float> most, least;  // the most that a block's score may be, [tokens, count]; the least of the largest
+
+  Candidates(const Sizes& s, const Head<T>& head, const Rough& rough, const T* x, const std::vector<Noise>& noises)
+      : s(s), head(head), tokens(noises.size()), count(blocks(head.outputs)), states(normed(s, head.norm, x, tokens)),
+        most(tokens * count), least(s.threads * tokens, NEVER) {
+    const Head<T> in_few_bits{nullptr, rough.weight, rough.kind, head.outputs, nullptr, rough.passing, rough.scales};
+    std::vector<float> size(tokens);
+    for (i64 m = 0; m < tokens; m++) {
+      Floats squares{};
+      for (i64 k = 0; k < s.hidden; k += LANES) {
+        Floats part = get(&states[m * s.hidden + k], s.hidden - k);
+        squares += part * part;
+      }
+      size[m] = std::sqrt(sum_of(squares)) * 1.0001f;  // rounded up
     }
-    size[m] = std::sqrt(sum_of(squares)) * 1.0001f;  // rounded up
-  }
-  multiply_head(
-      s, in_few_bits, states.data(), tokens, count, [](i64 i) { return i * LANES; },
-      [&](i64 i, const float* sums) {
-        float* own = &least[thread_number() * tokens];
-        for (i64 m = 0; m < tokens; m++) {
-          const Floats about = get_or_never(sums + m * LANES, head.outputs - i * LANES);
-          const Floats error = get(rough.errors + i * LANES) * size[m];
-          Floats high = about + error, low = about - error;
-          if (const Noise& noise = noises[m]; noise.temperature > 0) {
-            const Floats u = uniform16(head.tokens16(i * LANES), noise.key);
-            high = high / noise.temperature, low = low / noise.temperature;
-            if (!may_exceed(own[m], high, u)) {
-              most[m * count + i] = NEVER;
-              continue;
+    multiply_head(
+        s, in_few_bits, states.data(), tokens, count, [](i64 i) { return i * LANES; },
+        [&](i64 i, const float* sums) {
+          float* own = &least[thread_number() * tokens];
+          for (i64 m = 0; m < tokens; m++) {
+            const Floats about = get_or_never(sums + m * LANES, head.outputs - i * LANES);
+            const Floats error = get(rough.errors + i * LANES) * size[m];
+            Floats high = about + error, low = about - error;
+            if (const Noise& noise = noises[m]; noise.temperature > 0) {
+              const Floats u = uniform16(head.tokens16(i * LANES), noise.key);
+              high = high / noise.temperature, low = low / noise.temperature;
+              if (!may_exceed(own[m], high, u)) {
+                most[m * count + i] = NEVER;
+                continue;
+              }
+              const Floats race = race16(u);
+              high -= race, low -= race;
             }
-            const Floats race = race16(u);
-            high -= race, low -= race;
+            most[m * count + i] = fold(high, larger);
+            own[m] = std::max(own[m], fold(low, larger));
           }
-          most[m * count + i] = fold(high, larger);
-          own[m] = std::max(own[m], fold(low, larger));
-        }
-      });
-  std::vector<i64> rows, ids;
-  for (i64 m = 0; m < tokens; m++)
-    for (i64 thread = 1; thread < s.threads; thread++) least[m] = std::max(least[m], least[thread * tokens + m]);
-  for (i64 i = 0; i < count; i++) {
-    bool may = false;
-    for (i64 m = 0; m < tokens; m++) may |= !(most[m * count + i] < least[m]);  // nor where one is no number
-    if (may) rows.push_back(i * LANES);
+        });
+    for (i64 m = 0; m < tokens; m++)
+      for (i64 thread = 1; thread < s.threads; thread++) least[m] = std::max(least[m], least[thread * tokens + m]);
   }
-  for (i64 row : rows)
-    for (i64 j = 0; j < LANES; j++) ids.push_back(std::min(row + j, head.outputs - 1));
-  logits.resize(tokens * ids.size());
-  multiply_head(
-      s, head, states.data(), tokens, rows.size(), [&](i64 i) { return rows[i]; },
-      [&](i64 i, const float* sums) {
-        for (i64 m = 0; m < tokens; m++) put(&logits[m * ids.size() + i * LANES], get(sums + m * LANES), LANES);
-      });
-  return ids;
-}
+
+  // Those after `few` states from the first on, in ascending order, and their logits, [few, ids]; by the rows in full.
+  std::vector<i64> read(i64 first, i64 few, std::vector<float>& logits) const {
+    std::vector<i64> rows, ids;
+    for (i64 i = 0; i < count; i++) {
+      bool may = false;
+      for (i64 m = first; m < first + few; m++) may |= !(most[m * count + i] < least[m]);  // nor where one is no number
+      if (may) rows.push_back(i * LANES);
+    }
+    for (i64 row : rows)
+      for (i64 j = 0; j < LANES; j++) ids.push_back(std::min(row + j, head.outputs - 1));
+    logits.resize(few * ids.size());
+    multiply_head(
+        s, head, states.data() + first * s.hidden, few, rows.size(), [&](i64 i) { return rows[i]; },
+        [&](i64 i, const float* sums) {
+          for (i64 m = 0; m < few; m++) put(&logits[m * ids.size() + i * LANES], get(sums + m * LANES), LANES);
+        });
+    return ids;
+  }
+};
 
 constexpr i64 CHOICES = 3, MOST_CHOICES = 16, MOST = 64;  // of a chain's last token; of a tree's node; kept
 
@@ -423,7 +430,7 @@ void choose_likeliest(const Sizes& s, const Head<T>& head, const Rough& rough, c
   std::vector<i64> ids;
   Head<T> all{nullptr, nullptr, PLAIN, head.outputs};
   if (rough.pays(tokens)) {
-    ids = read_likeliest(s, head, rough, x, std::vector<Noise>(tokens), logits);
+    ids = Candidates<T>(s, head, rough, x, std::vector<Noise>(tokens)).read(0, tokens, logits);
     all = {nullptr, nullptr, PLAIN, i64(ids.size()), ids.data()};
   } else {
     logits.resize(tokens * head.outputs);
