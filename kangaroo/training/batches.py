@@ -121,7 +121,7 @@ def learnt_positions(sample: Sample, length: int, stored: bool = False) -> np.nd
 
 def row_width(lengths: Sequence[int], device: torch.device) -> int:
     """Tokens of a row, on a GPU a multiple of 8. Torch's fused attention needs an aligned mask,
-    which layers with a window have; without it, a draft step took eight times as long on an H100."""
+    as layers with a window have; without it, draft steps took eight times as long on an H100."""
     return -(-max(lengths) // 8) * 8 if device.type == "cuda" else max(lengths)
 
 
