@@ -135,24 +135,14 @@ def share(engine: Engine, sampling: Sampling) -> tuple[list[tuple[list[int], Gen
     return admitted[3:], furthest
 
 
-@cache
-def shared_case(family: str, sampling: str) -> Case:
-    lm = lm_of(family)
-    read_whole, _ = share(Engine(lm, Vanilla()), SAMPLINGS[sampling])
-    return Case(lm, adapter_for(lm), [prompt + x.tokens for prompt, x in read_whole])
-
-
-@cache
-def written_alone(family: str, sampling: str, count: int, *prompt: int) -> list[int]:
-    return vanilla_texts(lm_of(family), [list(prompt)], count, SAMPLINGS[sampling])[0]
-
-
 def check_shared(drafter: str, family: str, sampling: str) -> None:
-    case, how, rounds = shared_case(family, sampling), SAMPLINGS[sampling], []
+    lm, how, rounds = lm_of(family), SAMPLINGS[sampling], []
+    read_whole, _ = share(Engine(lm, Vanilla()), how)
+    case = Case(lm, adapter_for(lm), [prompt + x.tokens for prompt, x in read_whole])
     for engine in engines(drafter, case):
         done, furthest = share(engine, how)
         for prompt, generation in done:
-            text = written_alone(family, sampling, len(generation.tokens), *prompt)
+            (text,) = vanilla_texts(lm, [prompt], len(generation.tokens), how)
             assert prompt + generation.tokens == text
         reused = [18 + 1 - 2, 0, 36, 36, min(len(done[-1][0]) - 9, furthest - 2)]
         assert [x.reused for _, x in done] == [reused_by(engine, n) for n in reused]
