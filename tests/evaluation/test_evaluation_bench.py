@@ -15,6 +15,7 @@ from kangaroo.utils.errors import ConfigError, CorruptFile, DataError
 
 USER, SYSTEM = ({"role": role, "content": "Why?"} for role in ("user", "system"))
 GOOD = {"question_id": 1, "category": "qa", "turns": ["Why?"]}
+SPEC_BENCH = ROOT.parent / "shared" / "spec_bench" / "question.jsonl"
 
 
 def test_the_demo_is_shipped_and_the_fingerprint_follows_what_is_asked():
@@ -282,3 +283,13 @@ def test_the_seed_of_a_turn_has_64_bits_and_small_ones_are_as_ever():
     assert turn_seed(81, 1, 7) == 81008 and turn_seed(-1, 0, 0) == -1000
     seeds = {turn_seed(2**63 - 1, turn, 2**63 - 1) for turn in range(3)}
     assert len(seeds) == 3 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.skipif(not SPEC_BENCH.is_file(), reason="needs Spec-Bench's questions")
+def test_spec_bench_has_480_questions_and_560_turns(caplog):
+    settings = yaml.safe_load((ROOT / "configs/groups/bench.yaml").read_text())["spec_bench"]
+    del settings["defaults"]
+    questions = load_questions(BenchConfig(**settings, path=str(SPEC_BENCH)))
+    assert not caplog.records  # its checksum is the right one
+    assert len(questions) == 480
+    assert sum(len(question.turns) for question in questions) == 560

@@ -29,7 +29,7 @@ from kangaroo.evaluation.lossless import fork
 from kangaroo.models.loading import Dtype
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import tables
-from kangaroo.utils.errors import NotLossless
+from kangaroo.utils.errors import ConfigError, NotLossless
 from kangaroo.utils.provenance import provenance
 from kangaroo.utils.tables import share
 
@@ -134,12 +134,20 @@ def soak(
     """Decode by each drafter in turn until so many tokens are compared. Write `certificate.json`
     and `certificate.md`, and return the former. Errors: `NotLossless`, after all is written."""
     began, cells = provenance(), list[Cell]()
-    cases = ((number, name) for number in itertools.count() for name in builds)
+    builds = dict(builds)
+    cases = ((number, name) for number in itertools.count() for name in list(builds))
     with tqdm(total=tokens, unit_scale=True) as bar:
         while bar.n < tokens:
             number, name = next(cases)
             setting = setting_of(number, seed, device, dtype.torch, model)
-            cells.append(decode(number, name, setting, builds[name], seed))
+            try:
+                cells.append(decode(number, name, setting, builds[name], seed))
+            except ConfigError as error:
+                if model is None:
+                    raise
+                del builds[name]  # one that this model cannot have
+                tqdm.write(f"{name} is left out: {error}")
+                continue
             bar.update(cells[-1]["tokens"])
     settings = {"seed": seed, "device": device, "dtype": dtype.value}
     if model:
