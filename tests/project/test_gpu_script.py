@@ -128,4 +128,4 @@ def test_an_adapter_is_trained_and_three_drafters_measured(tmp_path):
     done = gpu_script(tmp_path, "adapter", "drafters")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     text = (tmp_path / "gpu.md").read_text()
-    assert all(f"| {name} | " in text for name in ("kangaroo", "hybrid", "kangaroo_tree"))
+    assert all(f"| {name} | " in text for name in ("kangaroo", "hybrid", "tree"))
