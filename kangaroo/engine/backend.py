@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import TypeVar
 
 from kangaroo.engine.cache import ForwardMeta, KVCache, Tensors
@@ -135,10 +135,6 @@ class Backend:
     def multiplies_bytes(self, dtype: torch.dtype) -> bool:
         """Whether drafts can read weights in eight bits beside states of this format."""
         return False
-
-    def embed(self, tokens_BN: Tensor, table: nn.Module) -> Tensor:
-        """The tokens' rows of the table, `[B, N, D]`."""
-        return table(tokens_BN)
 
     def machine(self, device: torch.device) -> list[str | int]:
         """The hardware and software that decide how long a pass takes."""

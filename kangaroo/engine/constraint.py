@@ -6,6 +6,7 @@ would have written it under the same restriction. Drafters know nothing of it.
 Shapes: N nodes of a draft, V vocabulary.
 """
 
+import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Constraint:
         biases: what is added to tokens' logits, by id.
         matcher: llguidance's `LLMatcher`, whose mask forbids all other tokens.
 
-    Errors: `ConfigError` for an id that is no token.
+    Errors: `ConfigError` for an id that is no token, or a bias that is no number; -inf bans.
     """
 
     def __init__(
@@ -36,10 +37,12 @@ class Constraint:
         self.matcher = matcher
         self.biases_V = np.zeros(vocab_size, np.float32)
         for token, bias in (biases or {}).items():
-            if not 0 <= token < vocab_size:
+            if not (isinstance(token, int) and 0 <= token < vocab_size):
                 raise ConfigError(
-                    f"logit_bias: {token} is no token; they are 0 to {vocab_size - 1}."
+                    f"logit_bias: {token!r} is no token; they are 0 to {vocab_size - 1}."
                 )
+            if not (isinstance(bias, int | float) and bias < math.inf):  # nor where it is NaN
+                raise ConfigError(f"logit_bias: {bias!r} of token {token} is no finite number.")
             self.biases_V[token] = bias
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -116,6 +119,8 @@ class Restrictions:
             from llguidance import LLMatcher
         except ImportError as error:
             raise MissingPackage(f"JSON needs llguidance: {install('serve')}.") from error
+        if not isinstance(schema, Mapping):
+            raise ConfigError(f"the JSON schema is a {type(schema).__name__}; pass an object.")
         matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_json_schema(dict(schema)))
         if matcher.is_error():
             raise ConfigError(f"the JSON schema: {matcher.get_error().splitlines()[0]}")

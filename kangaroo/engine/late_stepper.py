@@ -132,8 +132,9 @@ class LateStepper:
             return torch.stack([choice_B1[:, 0], length_B, limit_B, seed_B], 1)
 
         key = ("step", extent, batch.sampling.kind)
-        inputs = (self.state_B4, batch.settings_B3)
-        self.state_B4 = lm.backend.replay((batch.cache,), key, work, *inputs, tokens=batch.size)
+        self.state_B4 = lm.backend.replay(
+            (batch.cache,), key, work, self.state_B4, batch.settings_B3, tokens=batch.size
+        )
         tokens_B = torch.empty(batch.size, dtype=torch.long, pin_memory=lm.device.type == "cuda")
         tokens_B.copy_(self.state_B4[:, 0], non_blocking=True)
         return Launched(tokens_B, start, mark(lm.device))

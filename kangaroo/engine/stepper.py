@@ -168,8 +168,9 @@ class TensorStepper:
             topology,
             sampling.kind,
         )
-        inputs = (draft, batch.seeds_B, batch.settings_B3, biases_BNV)
-        return lm.backend.replay((batch.cache,), key, work, *inputs)
+        return lm.backend.replay(
+            (batch.cache,), key, work, draft, batch.seeds_B, batch.settings_B3, biases_BNV
+        )
 
     def _biases(self, draft: Draft) -> Tensor | None:
         """What restricted texts add to the logits after each node, `[B, N, V]`; None without any.

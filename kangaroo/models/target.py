@@ -293,7 +293,7 @@ class TargetModel(nn.Module):
 
     def embed(self, tokens_BN: Tensor) -> Tensor:
         """The tokens' embeddings, `[B, N, D]`."""
-        embedded_BND = self.backend.embed(tokens_BN, self.hf.model.embed_tokens)
+        embedded_BND = self.hf.model.embed_tokens(tokens_BN)
         multiplier = getattr(self.config, "embedding_multiplier", 1)  # Granite's
         return embedded_BND if multiplier == 1 else embedded_BND * multiplier
 

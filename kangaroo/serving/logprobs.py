@@ -39,8 +39,8 @@ class Logprobs:
             pairs = zip(record["tokens"].tolist(), record["chances"].tolist(), strict=True)
             logprobs = {other: log_of(chance) for other, chance in pairs}
             entry = self._entry(token, logprobs.get(token, UNLIKELY))
-            likeliest = list(logprobs.items())[: self.top]
-            self.tokens.append(entry | {"top_logprobs": [self._entry(*x) for x in likeliest]})
+            entries = [self._entry(other, logprob) for other, logprob in logprobs.items()]
+            self.tokens.append(entry | {"top_logprobs": entries[: self.top]})
         if ends_with_eos:
             self.tokens.pop()
 

@@ -124,6 +124,11 @@ def test_a_request_may_ask_for_no_drafts(family):
 def test_a_bias_of_no_token_is_an_error():
     with pytest.raises(ConfigError, match="logit_bias: 64 is no token; they are 0 to 63"):
         Constraint(VOCABULARY, {64: 1.0})
+    with pytest.raises(ConfigError, match="logit_bias: '5' is no token"):
+        Constraint(VOCABULARY, {"5": 1.0})
+    for bias in (torch.nan, torch.inf, "1"):
+        with pytest.raises(ConfigError, match=f"logit_bias: {bias!r} of token 5 is no finite"):
+            Constraint(VOCABULARY, {5: bias})
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-compiled", "llama-graphs"])

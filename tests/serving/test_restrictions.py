@@ -82,5 +82,7 @@ def test_the_library_answers_in_json_too():
     model = kangaroo.Model(Engine(lm, Vanilla(), byte_tokenizer()), byte_tokenizer())
     answers = model.generate(["Which pet?", "And now?"], json_schema=SCHEMA, temperature=0.9)
     assert all(json.loads(answer).keys() == {"name", "kind"} for answer in answers)
+    with pytest.raises(ConfigError, match="the JSON schema is a str; pass an object"):
+        model.generate("Which pet?", json_schema='{"type": "object"}')
     with pytest.raises(ConfigError, match="logit_bias: -1 is no token"):
         model.generate("Which pet?", logit_bias={-1: 3.0})

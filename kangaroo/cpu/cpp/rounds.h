@@ -269,7 +269,7 @@ template <class T> class Round {
 
   // What the target writes after each token of the pass.
   std::vector<Choice> target_choices(i64 total) {
-    bool by_limits = t.rough.pays(total) && !r.keep;
+    bool by_limits = total > 0 && t.rough.pays(total) && !r.keep;
     std::vector<Noise> noises;
     for (i64 m = 0; m < total; m++) {
       const Draw& draw = r.draw[pass.rows[m]];
