@@ -4,12 +4,13 @@
     python integrations/load_test/load_test.py vanilla mine="drafter=hybrid drafter.nodes=5"
     python integrations/load_test/load_test.py vanilla vllm=http://127.0.0.1:9000
 
-All servers answer the same questions, greedily. At each number of users the methods take turns, and
+All servers answer the same questions. At each number of users the methods take turns, and
 ratios to vanilla are taken within a round, so a machine that slows down favours no method. Each
 finished cell (a method, a number of users, a round) is a file, so a stopped run can be resumed.
 """
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -29,8 +30,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from kangaroo.evaluation import records
 from kangaroo.evaluation.bench import BenchConfig, fingerprint, load_questions
+from kangaroo.evaluation.plots import FAINT, HF, METHOD, OTHER, VANILLA
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError, DataError, KangarooError, MissingPackage, ProcessLost
 from kangaroo.utils.folders import install
@@ -53,11 +57,12 @@ METRICS = {
     "between_tokens": ("between tokens, ms", 1000),
     "total": ("total, s", 1),
 }
+COLORS = (VANILLA, METHOD, OTHER, "#5a9367", HF)  # of methods
 NOTES = (
     "Means over the requests of a cell, as guidellm measures them, and of these the median of the "
-    "rounds; *x* is the median ratio to vanilla in the same round. *Tokens a part* is how many a "
-    "part of the stream brings, which is a step's tokens. *As vanilla's* counts questions whose "
-    "answer is vanilla's, letter by letter."
+    "rounds; *x* is the median ratio to vanilla in the same round, and for tokens/s the lowest and "
+    "the highest one, too. *Tokens a part* is how many a part of the stream brings, which is a "
+    "step's tokens. *As vanilla's* counts questions whose answer is vanilla's, letter by letter."
 )
 
 
@@ -141,8 +146,17 @@ def serving(options: str, log: Path) -> Iterator[Server]:
         process.wait()
 
 
-def ask(server: Server, prompts: Path, requests: int, users: int, output: Path) -> None:
-    """Let guidellm send every request once, as a greedy, streamed chat, and write its results to
+def ask(
+    server: Server,
+    prompts: Path,
+    requests: int,
+    users: int,
+    output: Path,
+    *,
+    temperature: float,
+    stream: bool,
+) -> None:
+    """Let guidellm send every request once, as a chat with a fixed seed, and write its results to
     `output` atomically.
 
     Errors: `ProcessLost` with the end of a log where guidellm or the server has failed.
@@ -150,24 +164,26 @@ def ask(server: Server, prompts: Path, requests: int, users: int, output: Path) 
     output.parent.mkdir(parents=True, exist_ok=True)
     log, plan = output.with_suffix(".log"), output.with_suffix(".scenario.json")
     partial = output.with_suffix(".partial.json")
-    backend = {
+    backend: dict[str, Any] = {
         "kind": "openai_http",
         "target": server.address,
         "request_format": "/v1/chat/completions",
     }
+    body = {"temperature": temperature, "seed": 0}
+    backend |= {"http2": False, "stream": stream, "extras": {"body": body}}
     spec = {
-        "backend": backend | {"http2": False, "extras": {"body": {"temperature": 0}}},
+        "backend": backend,
         "profile": {"kind": "concurrent", "streams": [users]},
         "constraints": [{"kind": "max_requests", "count": requests}],
         "data": [{"kind": "json_file", "path": str(prompts)}],
         "outputs": [{"kind": "json", "path": str(partial)}],
     }
     plan.write_text(json.dumps({"spec": spec}), encoding="utf-8")
-    with log.open("wb") as stream:
+    with log.open("wb") as lines:
         process = subprocess.Popen(
             [sys.executable, "-m", CLIENT, "run", "-c", str(plan), "--disable-console"],
             stdin=subprocess.DEVNULL,
-            stdout=stream,
+            stdout=lines,
             stderr=subprocess.STDOUT,
             # one process suffices for so few users, and leaves the processor to the server
             env=os.environ | {"GUIDELLM__MAX_WORKER_PROCESSES": "1"},
@@ -242,6 +258,8 @@ def measure(options: argparse.Namespace, methods: dict[str, str]) -> dict[Cell, 
     settings = {"git_revision": git_revision(), CLIENT: version(CLIENT), "requests": requests}
     settings |= {"bench": options.bench or "demo", "bench.fingerprint": fingerprint(chosen)}
     settings |= {"max_new_tokens": options.max_new_tokens, "methods": methods}
+    how = {"temperature": options.temperature, "stream": options.stream}
+    settings |= how
     records.start_run(folder, settings, {}, True)
     prompts = folder / "prompts.jsonl"
     rows = [{"prompt": question.turns[0]} for question in chosen]
@@ -262,11 +280,11 @@ def measure(options: argparse.Namespace, methods: dict[str, str]) -> dict[Cell, 
             server = running[cell.method]
             if is_new:
                 most, warmup = max(options.users), folder / f"warmup-{cell.method}.json"
-                ask(server, prompts, min(2 * most, requests), most, warmup)
+                ask(server, prompts, min(2 * most, requests), most, warmup, **how)
                 warmup.unlink()
             unchecked = cell.file(folder).with_suffix(".unread")
             for attempts_left in reversed(range(ATTEMPTS)):
-                ask(server, prompts, requests, cell.users, unchecked)
+                ask(server, prompts, requests, cell.users, unchecked, **how)
                 try:  # an invalid result ends the run now, not after hours
                     read(unchecked, requests, options.max_new_tokens)
                     break
@@ -287,8 +305,8 @@ def summarise(measured: dict[Cell, dict[str, Any]], begun: dict[str, Any]) -> di
     users = list(dict.fromkeys(cell.users for cell in measured))
     rows = [summarise_row(measured, n, name) for n in users for name in names]
     others = [name for name in names if name != BASELINE and BASELINE in names]
-    pays = {name: pays_up_to(rows, name) for name in others}
-    return {"rows": rows, "pays_up_to": pays, "users": users, **begun}
+    verdicts = [verdict(rows, name) for name in others]
+    return {"rows": rows, "verdicts": verdicts, "users": users, **begun}
 
 
 def summarise_row(measured: dict[Cell, dict[str, Any]], users: int, method: str) -> dict[str, Any]:
@@ -300,11 +318,16 @@ def summarise_row(measured: dict[Cell, dict[str, Any]], users: int, method: str)
     rounds, base = by_round(method), by_round(BASELINE)
     row: dict[str, Any] = {"users": users, "method": method}
     for name in (*METRICS, "tokens_per_part"):
-        row[name] = median(numbers[name] for numbers in rounds.values())
-    row["of_vanilla"] = row["as_vanilla"] = None
+        values = [numbers[name] for numbers in rounds.values()]
+        row[name], row[f"{name}_range"] = median(values), [min(values), max(values)]
+    row["of_vanilla"] = row["of_vanilla_range"] = row["as_vanilla"] = None
     if base:
-        ratios = {name: [rounds[i][name] / base[i][name] for i in rounds] for name in METRICS}
+        ratios = {
+            name: [rounds[i][name] / base[i][name] for i in rounds] for name in METRICS if row[name]
+        }
         row["of_vanilla"] = {name: median(values) for name, values in ratios.items()}
+        faster = ratios["tokens_per_second"]
+        row["of_vanilla_range"] = [min(faster), max(faster)]
         texts = [
             (text, base[i]["texts"][question])
             for i, numbers in rounds.items()
@@ -314,15 +337,14 @@ def summarise_row(measured: dict[Cell, dict[str, Any]], users: int, method: str)
     return row
 
 
-def pays_up_to(rows: list[dict[str, Any]], method: str) -> int:
-    """The number of users up to which a method writes more tokens/s than vanilla, or 0."""
-    most = 0
-    for row in rows:
-        if row["method"] == method:
-            if row["of_vanilla"]["tokens_per_second"] <= 1:
-                break
-            most = row["users"]
-    return most
+def verdict(rows: list[dict[str, Any]], method: str) -> str:
+    """Where a method writes more tokens/s than vanilla in every round, and where fewer."""
+    own = {row["users"]: row["of_vanilla_range"] for row in rows if row["method"] == method}
+    more = [str(users) for users, (lowest, _) in own.items() if lowest > 1]
+    fewer = [str(users) for users, (_, highest) in own.items() if highest < 1]
+    faster = f"with {', '.join(more)} users" if more else "with no number of users"
+    slower = f"with {', '.join(fewer)}" if fewer else "with none"
+    return f"{method} writes more tokens/s than vanilla in every round {faster}, fewer {slower}."
 
 
 def markdown(summary: dict[str, Any]) -> str:
@@ -331,27 +353,65 @@ def markdown(summary: dict[str, Any]) -> str:
         cell = {"users": str(row["users"]), "method": row["method"]}
         for name, (heading, scale) in METRICS.items():
             value = row[name] * scale
-            cell[heading] = number(value, 1 if value < 1000 else 0)
-            if row["of_vanilla"] is not None:
+            cell[heading] = number(value, 1 if value < 1000 else 0) if value else "-"
+            if value and row["of_vanilla"] is not None:
                 cell[heading] += f" ({row['of_vanilla'][name]:.2f}x)"
+        if row["of_vanilla_range"] is not None:
+            lowest, highest = row["of_vanilla_range"]
+            cell["lowest-highest x"] = f"{lowest:.2f}-{highest:.2f}"
         cell["tokens a part"] = number(row["tokens_per_part"])
         equal = row["as_vanilla"]
         table.append(cell | {"as vanilla's": "-" if equal is None else f"{equal[0]}/{equal[1]}"})
-    pays = [
-        f"{name} writes more tokens/s than vanilla up to {users} of {summary['users'][-1]} users."
-        for name, users in summary["pays_up_to"].items()
-    ]
     provenance = summary["provenance"]
+    how = f"temperature {settings['temperature']:g}, {'' if settings['stream'] else 'not '}streamed"
     parts = [
         f"{settings['requests']} requests of {settings['bench']}, {settings['max_new_tokens']} new "
-        "tokens each, greedy",
+        f"tokens each, {how}",
         tables.markdown(table),
-        "\n".join(f"- {sentence}" for sentence in pays),
+        "\n".join(f"- {sentence}" for sentence in summary["verdicts"]),
         NOTES,
         f"`{provenance['command']}`, revision {provenance['git_revision']}, {provenance['time']}, "
         f"{describe_machine(provenance)}",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def curves(summary: dict[str, Any]) -> Figure:
+    """Tokens/s, the first token and the whole answer against the users; bars are the lowest and the
+    highest round."""
+    shown = [
+        name for name in ("tokens_per_second", "first_token", "total") if summary["rows"][0][name]
+    ]
+    methods = list(dict.fromkeys(row["method"] for row in summary["rows"]))
+    figure = Figure(figsize=(3.6 * len(shown), 3.2), layout="constrained")
+    for axes, metric in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        heading, scale = METRICS[metric]
+        for method, color in zip(methods, itertools.cycle(COLORS)):
+            rows = [row for row in summary["rows"] if row["method"] == method]
+            values = [row[metric] * scale for row in rows]
+            below = [(row[metric] - row[f"{metric}_range"][0]) * scale for row in rows]
+            above = [(row[f"{metric}_range"][1] - row[metric]) * scale for row in rows]
+            users = [row["users"] for row in rows]
+            axes.errorbar(
+                users,
+                values,
+                [below, above],
+                marker="o",
+                markersize=4,
+                capsize=2,
+                color=color,
+                label=method,
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(summary["users"], summary["users"])
+        axes.set_xlabel("users", fontsize=9)
+        axes.set_title(heading, fontsize=9, loc="left")
+        axes.set_ylim(bottom=0)
+        axes.grid(color=FAINT, linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        handles = axes.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=5, frameon=False)
+    return figure
 
 
 def parsed(words: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
@@ -364,6 +424,8 @@ def parsed(words: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     parser.add_argument("--max-new-tokens", type=int, default=64, help="an EOS does not end them")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of all measurements")
     parser.add_argument("--bench", help="a file of questions (without it the demo bench)")
+    parser.add_argument("--temperature", type=float, default=0, help="every request has seed 0")
+    parser.add_argument("--no-stream", dest="stream", action="store_false", help="whole answers")
     parser.add_argument("--alone", action="store_true", help="one server at a time")
     parser.add_argument("--output", type=Path, default=Path("outputs/load"))
     options = parser.parse_args(words)
@@ -389,6 +451,7 @@ def main() -> None:
         raise SystemExit(f"{type(error).__name__}: {error}") from None
     records.write_json(options.output / "load.json", summary)
     (options.output / "load.md").write_text(markdown(summary), encoding="utf-8")
+    curves(summary).savefig(options.output / "load.png", dpi=150)
     sys.stdout.write(markdown(summary))
 
 

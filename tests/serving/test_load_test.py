@@ -51,23 +51,49 @@ def test_methods_take_turns_and_ratios_are_taken_within_rounds(tmp_path):
         (tmp_path / "cell.json").write_text(written(texts, speed))
         measured[cell] = load_test.read(tmp_path / "cell.json", 2, 5)
     settings = {"requests": 2, "bench": "demo", "max_new_tokens": 5}
+    settings |= {"temperature": 0.0, "stream": True}
     begun = {"command": "it", "git_revision": "abc", "time": "now"}
     begun["hardware"] = {"cpu": "x", "threads": 2, "cuda": None}
     summary = load_test.summarise(measured, {"settings": settings, "provenance": begun})
     page = load_test.markdown(summary)
     assert "| 4 | ours | 16.5 (1.10x) | 60.6 (0.91x) | 30.3 (0.91x) | 0.5 (0.91x) |" in page
     assert "| 6/6 |" in page and "| 3/6 |" in page
-    assert "ours writes more tokens/s than vanilla up to 4 of 16 users." in page
+    assert (
+        "ours writes more tokens/s than vanilla in every round with 1, 4 users, fewer with 16."
+        in page
+    )
+    assert "| 0.95-0.95 |" in page and "temperature 0, streamed" in page
+    load_test.curves(summary).savefig(tmp_path / "load.png")
     alone = {cell: numbers for cell, numbers in measured.items() if cell.method == "ours"}
     summary = load_test.summarise(alone, {"settings": settings, "provenance": begun})
-    assert summary["pays_up_to"] == {} and "x)" not in load_test.markdown(summary)
+    assert summary["verdicts"] == [] and "x)" not in load_test.markdown(summary)
+    load_test.curves(summary).savefig(tmp_path / "load.png")
+
+
+def test_answers_that_are_not_streamed_have_no_first_token(tmp_path):
+    measured = {}
+    for cell in load_test.cells(1, [1], list(SPEED)):
+        file = json.loads(written({"why": "so"}, SPEED[cell.method][1]))
+        for name in ("time_to_first_token_ms", "inter_token_latency_ms"):
+            file["benchmarks"][0]["metrics"][name]["successful"]["mean"] = 0
+        (tmp_path / "cell.json").write_text(json.dumps(file))
+        measured[cell] = load_test.read(tmp_path / "cell.json", 1, 5)
+    settings = {"requests": 1, "bench": "demo", "max_new_tokens": 5}
+    settings |= {"temperature": 1.0, "stream": False}
+    begun = {"command": "it", "git_revision": "abc", "time": "now"}
+    begun["hardware"] = {"cpu": "x", "threads": 2, "cuda": None}
+    summary = load_test.summarise(measured, {"settings": settings, "provenance": begun})
+    page = load_test.markdown(summary)
+    assert "temperature 1, not streamed" in page
+    assert "| 1 | ours | 15.0 (1.50x) | - | - | 0.5 (0.67x) |" in page
+    assert len(load_test.curves(summary).axes) == 2
 
 
 def run(folder, *words, ask):
     """All cells, with `ask` in place of guidellm."""
     cells = []
 
-    def client(server, prompts, requests, users, output):
+    def client(server, prompts, requests, users, output, **how):
         output.parent.mkdir(parents=True, exist_ok=True)
         rows = [json.loads(line) for line in prompts.read_text().splitlines()]
         if "warmup" not in output.name:
