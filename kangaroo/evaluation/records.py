@@ -85,13 +85,17 @@ class Record:
 
 
 def append(record: Record, folder: Path, rank: int = 0) -> None:
-    """Append a record to a rank's file, where it survives a kill -9 and a power cut."""
-    file = folder / RECORDS.replace("*", str(rank))
+    """Append a record to a rank's file."""
+    append_line(folder / RECORDS.replace("*", str(rank)), asdict(record))
+
+
+def append_line(file: Path, fields: dict[str, Any]) -> None:
+    """Append a line of JSON, which survives a kill -9 and a power cut."""
     with file.open("ab+") as stream:
         stream.seek(max(stream.tell() - 1, 0))
         if stream.read() not in (b"", b"\n"):  # a killed run has cut the last line short
-            stream.truncate(len(_whole_lines(file)))
-        stream.write(json.dumps(asdict(record)).encode() + b"\n")
+            stream.truncate(len(whole_lines(file)))
+        stream.write(json.dumps(fields).encode() + b"\n")
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -101,7 +105,7 @@ def read(folder: Path) -> list[Record]:
     `CorruptFile` for a line that is no record."""
     records = {}
     for file in sorted(folder.glob(RECORDS)):
-        for number, line in enumerate(_whole_lines(file).splitlines(), start=1):
+        for number, line in enumerate(whole_lines(file).splitlines(), start=1):
             try:
                 record = _record(json.loads(line))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -144,7 +148,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         raise CorruptFile(f"'{folder / RUN}': {error}. Pass resume=false to begin anew.") from error
 
 
-def _whole_lines(file: Path) -> bytes:
+def whole_lines(file: Path) -> bytes:
+    """A file's content, without a line cut short at its end."""
     content = file.read_bytes()
     return content[: content.rfind(b"\n") + 1]
 

@@ -4,6 +4,7 @@ A *cell* is one drafter in one setting, all of it from a seed.
 """
 
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
@@ -30,7 +31,7 @@ from kangaroo.models.loading import Dtype
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError, NotLossless
-from kangaroo.utils.provenance import provenance
+from kangaroo.utils.provenance import git_revision, provenance
 from kangaroo.utils.tables import share
 
 SOAKED = {name: build for name, build in DRAFTERS.items() if name not in SCRIPTED}
@@ -53,7 +54,7 @@ PROMPT, LIMIT = (1, 100), (1, 160)  # tokens of a prompt, and the most of its te
 EOS_SHARE = 0.75  # of the settings; in the others every text ends at its limit
 BATCHES = (1, 4, 20, 20)  # rows at a time; the largest twice, since it is the cheapest
 FEWEST = 8  # requests of a cell, and at least twice as many as rows, so that rows are refilled
-CERTIFICATE = "certificate.json"
+CERTIFICATE, CELLS = "certificate.json", "cells.jsonl"
 BY = ("drafter", "sampling", "target", "rows at a time")  # what the certificate has tables of
 COUNTS = ("texts", "tokens", "drafted", "accepted", "ended_by_eos")  # of every cell
 
@@ -131,14 +132,24 @@ def soak(
     dtype: Dtype = Dtype.float32,
     model: str | None = None,
 ) -> dict[str, Any]:
-    """Decode by each drafter in turn until so many tokens are compared. Write `certificate.json`
-    and `certificate.md`, and return the former. Errors: `NotLossless`, after all is written."""
-    began, cells = provenance(), list[Cell]()
+    """Decode by each drafter in turn until so many tokens are compared, and go on with the cells
+    that are in `folder`. Write `certificate.json` and `certificate.md`, and return the former.
+    Errors: `ConfigError` where the folder holds another soak; `NotLossless`, after all is
+    written."""
+    settings = {"seed": seed, "device": device, "dtype": dtype.value}
+    if model:
+        settings["model"] = model
+    folder.mkdir(parents=True, exist_ok=True)
+    records.start_run(folder, settings | {"git_revision": git_revision()}, {}, True)
+    began, cells = records.read_run(folder)["provenance"], kept(folder)
     builds = dict(builds)
+    done = {(cell["number"], cell["drafter"]) for cell in cells}
     cases = ((number, name) for number in itertools.count() for name in list(builds))
-    with tqdm(total=tokens, unit_scale=True) as bar:
+    with tqdm(total=tokens, initial=sum(c["tokens"] for c in cells), unit_scale=True) as bar:
         while bar.n < tokens:
             number, name = next(cases)
+            if (number, name) in done:
+                continue
             setting = setting_of(number, seed, device, dtype.torch, model)
             try:
                 cells.append(decode(number, name, setting, builds[name], seed))
@@ -148,13 +159,10 @@ def soak(
                 del builds[name]  # one that this model cannot have
                 tqdm.write(f"{name} is left out: {error}")
                 continue
+            records.append_line(folder / CELLS, cells[-1])
             bar.update(cells[-1]["tokens"])
-    settings = {"seed": seed, "device": device, "dtype": dtype.value}
-    if model:
-        settings["model"] = model
     certificate = certify(cells) | {"settings": settings, "provenance": began}
     certificate["finished"] = provenance()["time"]
-    folder.mkdir(parents=True, exist_ok=True)
     records.write_json(folder / CERTIFICATE, certificate)
     (folder / "certificate.md").write_text(markdown(certificate), encoding="utf-8")
     if certificate["differences"]:
@@ -163,6 +171,13 @@ def soak(
             f"drafter, prompt, seed and position of each are in '{folder / CERTIFICATE}'."
         )
     return certificate
+
+
+def kept(folder: Path) -> list[Cell]:
+    """The cells that a stopped soak has finished."""
+    file = folder / CELLS
+    lines = records.whole_lines(file).splitlines() if file.is_file() else []
+    return [json.loads(line) for line in lines]
 
 
 def decode(number: int, name: str, setting: Setting, build: Build, seed: int) -> Cell:
@@ -186,7 +201,12 @@ def decode(number: int, name: str, setting: Setting, build: Build, seed: int) ->
             done[wave[index]] = generation
     steps = [step for generation in done.values() for step in generation.steps]
     options: Cell = dict(zip(BY, (name, setting.sampling, setting.family, rows), strict=True))
-    options |= {"exit_layer": exit_layer, "prefill_chunk": chunk, "always_drafts": always}
+    options |= {
+        "number": number,
+        "exit_layer": exit_layer,
+        "prefill_chunk": chunk,
+        "always_drafts": always,
+    }
     return options | {
         "texts": len(done),
         "tokens": sum(len(setting.texts[index]) for index in done),

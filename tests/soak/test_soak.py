@@ -19,9 +19,10 @@ from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule
 from kangaroo.engine.tree import accept
+from kangaroo.evaluation import records
 from kangaroo.models.loading import Dtype
 from kangaroo.utils.discovery import classes
-from kangaroo.utils.errors import NotLossless
+from kangaroo.utils.errors import ConfigError, NotLossless
 from soak import run
 from soak.run import FAMILIES, SAMPLINGS, SOAKED, setting_of
 
@@ -79,7 +80,15 @@ def test_the_certificate_adds_up_and_is_that_of_its_seed(tmp_path):
         assert sum(group["tokens"] for group in groups.values()) == certificate["tokens"]
     text = (tmp_path / "certificate.md").read_text()
     assert f"{certificate['tokens']:,} tokens in" in text and "texts that differ: 0." in text
+    lines = (tmp_path / run.CELLS).read_bytes().splitlines(keepends=True)
+    (tmp_path / "again").mkdir()  # a soak that was killed while it wrote its second cell
+    (tmp_path / "again" / records.RUN).write_bytes((tmp_path / records.RUN).read_bytes())
+    (tmp_path / "again" / run.CELLS).write_bytes(lines[0] + lines[1][:9])
     assert run.soak(SOAKED, tmp_path / "again", 300, seed=1)["by"] == certificate["by"]
+    again = (tmp_path / "again" / run.CELLS).read_bytes().splitlines(keepends=True)
+    assert again[0] == lines[0] and len(again) == len(lines) > 1
+    with pytest.raises(ConfigError, match="seed"):
+        run.soak(SOAKED, tmp_path, 300, seed=2)
 
 
 class AltersATokenThatWasWritten(Kangaroo):
