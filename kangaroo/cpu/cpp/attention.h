@@ -387,7 +387,7 @@ template <class T> class Attention {
         part[i] = place + i * LANES < int(width) ? part[i] : Floats{} + NEVER;
     }
     for (int i = 0; i < CHUNK / LANES; i++) largest = larger(largest, part[i]);
-    out[0] = fold(largest, larger);
+    out[0] = fold(largest, larger_few);
     for (int i = 0; i < CHUNK / LANES; i++) {
       part[i] = exp16(part[i] - out[0]);
       sum += part[i];

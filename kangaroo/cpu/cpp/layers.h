@@ -44,14 +44,16 @@ template <class T> struct Tokens {
 };
 
 template <class T> void rms_norm(const T* x, const T* weight, i64 size, double eps, T* out) {
-  Floats squares{};
-  for (i64 i = 0; i < size; i += LANES) {
-    Floats part = get(x + i, size - i);
-    squares += part * part;
-  }
-  float scale = 1.0f / std::sqrt(sum_of(squares) / float(size) + float(eps));
+  constexpr int count = LANES / WIDE;
+  Register squares[count]{};
   for (i64 i = 0; i < size; i += LANES)
-    put(out + i, get(weight + i, size - i) * stored<T>(get(x + i, size - i) * scale), size - i);
+    for (int j = 0; j < count; j++) {
+      const Register part = few(x + i + j * WIDE, size - i - j * WIDE);
+      squares[j] += part * part;
+    }
+  const float scale = 1.0f / std::sqrt(sum_of(squares) / float(size) + float(eps));
+  for (i64 i = 0; i < size; i += WIDE)
+    put_few(out + i, few(weight + i, size - i) * stored_few<T>(few(x + i, size - i) * scale), size - i);
 }
 
 // Memory that all threads share, kept for the next pass.

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 namespace {
 
@@ -76,30 +77,79 @@ template <class T> Floats get(const T* from, i64 count) {
   return get(padded);
 }
 
-// f of sixteen numbers, a register at a time.
-template <class F> inline __attribute__((always_inline)) Floats by_registers(Floats v, F f) {
-  Register part[LANES / WIDE];
-  std::memcpy(part, &v, sizeof v);
-  for (int i = 0; i < LANES / WIDE; i++) part[i] = f(part[i]);
-  std::memcpy(&v, part, sizeof v);
+// WIDE numbers.
+inline Register few(const float* from) {
+  Register v;
+  std::memcpy(&v, from, sizeof v);
   return v;
 }
+inline Register few(const bf16* from) {
+#if defined(__AVX512F__)
+  return get(from);
+#elif defined(__AVX2__)
+  return (Register)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
+#else
+  RegisterWords words;
+  for (int i = 0; i < WIDE; i++) words[i] = from[i];
+  return (Register)(words << 16);
+#endif
+}
 
-Halves narrowed(Floats all) {  // to nearest, ties to even
+template <class T> inline Register few(const T* from, i64 count) {
+  if (count >= WIDE) return few(from);
+  T padded[WIDE] = {};
+  std::memcpy(padded, from, std::max<i64>(count, 0) * sizeof(T));
+  return few(padded);
+}
+
+// f of sixteen numbers, a register at a time: gcc keeps longer vectors in memory between two operations.
+template <class F, class... More> inline __attribute__((always_inline)) Floats by_registers(F f, Floats v, More... more) {
+  auto part = [](const Floats& all, int i) { return few((const float*)&all + i * WIDE); };
+  Floats out;
+#pragma GCC unroll 4
+  for (int i = 0; i < LANES / WIDE; i++) {
+    const Register result = f(part(v, i), part(more, i)...);
+    std::memcpy((float*)&out + i * WIDE, &result, sizeof result);
+  }
+  return out;
+}
+
+// The bits of numbers in bfloat16, to nearest, ties to even.
+inline RegisterWords narrow_bits(Register v) {
+  RegisterWords bits = (RegisterWords)v;
+  bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return v == v ? bits : RegisterWords{} + 0x7fc0;
+}
+
+Halves narrowed(Floats all) {
 #ifdef __AVX512BF16__
   return (Halves)_mm512_cvtneps_pbh((__m512)all);
 #else
-  return __builtin_convertvector((Words)by_registers(all, [](Register v) {
-    RegisterWords bits = (RegisterWords)v;
-    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return (Register)(v == v ? bits : RegisterWords{} + 0x7fc0);
-  }), Halves);
+  return __builtin_convertvector((Words)by_registers([](Register v) { return (Register)narrow_bits(v); }, all), Halves);
 #endif
 }
 void put(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
-void put(bf16* to, Floats v) {
-  Halves half = narrowed(v);
+inline void put_few(float* to, Register v) { std::memcpy(to, &v, sizeof v); }
+inline void put_few(bf16* to, Register v) {
+#if defined(__AVX512F__)
+  const Halves half = narrowed(v);
   std::memcpy(to, &half, sizeof half);
+#elif defined(__AVX2__)
+  const __m256i bits = (__m256i)narrow_bits(v), pairs = _mm256_packus_epi32(bits, bits);
+  _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0x88)));
+#else
+  const RegisterWords bits = narrow_bits(v);
+  for (int i = 0; i < WIDE; i++) to[i] = bits[i];
+#endif
+}
+void put(bf16* to, Floats v) {
+  for (int i = 0; i < LANES; i += WIDE) put_few(to + i, few((const float*)&v + i));
+}
+template <class T> inline void put_few(T* to, Register v, i64 count) {
+  if (count >= WIDE) return put_few(to, v);
+  T padded[WIDE];
+  put_few(padded, v);
+  std::memcpy(to, padded, std::max<i64>(count, 0) * sizeof(T));
 }
 template <class T> void put(T* to, Floats v, i64 count) {
   if (count >= LANES) return put(to, v);
@@ -109,9 +159,15 @@ template <class T> void put(T* to, Floats v, i64 count) {
 }
 
 // What numbers become when they are stored in between, as the model's own modules store them.
-template <class T> Floats stored(Floats v);
-template <> Floats stored<float>(Floats v) { return v; }
-template <> Floats stored<bf16>(Floats v) { return (Floats)(words_of(narrowed(v)) << 16); }
+template <class T> inline __attribute__((always_inline)) Register stored_few(Register v) {
+  if constexpr (std::is_same_v<T, float>) return v;
+#ifdef __AVX512BF16__
+  return (Floats)(words_of(narrowed(v)) << 16);
+#else
+  return (Register)(narrow_bits(v) << 16);
+#endif
+}
+template <class T> Floats stored(Floats v) { return by_registers(stored_few<T>, v); }
 
 // Two numbers of bfloat16 in a word, of sixteen words.
 Floats first_of(Words pairs) { return (Floats)(pairs << 16); }
@@ -122,17 +178,39 @@ Words pair_of(Floats first, Floats second) {
 
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 
-template <class Merge> float fold(Floats v, Merge merge) {
+template <class Merge> inline __attribute__((always_inline)) float fold_few(Register v, Merge merge) {
+#if defined(__AVX512F__)
   v = merge(v, PICK(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
   v = merge(v, PICK(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
   v = merge(v, PICK(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
   v = merge(v, PICK(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+#elif defined(__AVX__)
+  v = merge(v, PICK(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
+  v = merge(v, PICK(v, v, 2, 3, 0, 1, 6, 7, 4, 5));
+  v = merge(v, PICK(v, v, 1, 0, 3, 2, 5, 4, 7, 6));
+#else
+  v = merge(v, PICK(v, v, 2, 3, 0, 1));
+  v = merge(v, PICK(v, v, 1, 0, 3, 2));
+#endif
   return v[0];
 }
-float sum_of(Floats v) {
-  return fold(v, [](Floats a, Floats b) { return a + b; });
+
+// Number i is merged with number i + 8, the results with those four places on, and so on.
+template <class Merge> inline __attribute__((always_inline)) float fold(Register* sixteen, Merge merge) {
+  for (int half = LANES / WIDE / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) sixteen[i] = merge(sixteen[i], sixteen[i + half]);
+  return fold_few(sixteen[0], merge);
 }
-Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+template <class Merge> inline __attribute__((always_inline)) float fold(Floats v, Merge merge) {
+  Register sixteen[LANES / WIDE];
+  std::memcpy(sixteen, &v, sizeof v);
+  return fold(sixteen, merge);
+}
+template <class V> float sum_of(V v) {
+  return fold(v, [](Register a, Register b) { return a + b; });
+}
+inline Register larger_few(Register a, Register b) { return a > b ? a : b; }
+Floats larger(Floats a, Floats b) { return by_registers(larger_few, a, b); }
 
 // The numbers of two registers, in whichever order is quick to read, and put in order again.
 struct Pair { Register a, b; };
@@ -219,7 +297,7 @@ Register logarithm(Register x) {  // of positive normal numbers, relative error 
   return m + (m * z * p - 2.12194440e-4f * e - 0.5f * z) + 0.693359375f * e;
 }
 
-Floats exp16(Floats x) { return by_registers(x, exponential); }
-Floats log16(Floats x) { return by_registers(x, logarithm); }
+Floats exp16(Floats x) { return by_registers(exponential, x); }
+Floats log16(Floats x) { return by_registers(logarithm, x); }
 
 }  // namespace

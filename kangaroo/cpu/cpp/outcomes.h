@@ -32,7 +32,7 @@ template <class T> struct Outcomes {
       put(room + k, part);
       most = larger(most, part);
     }
-    largest[row] = fold(most, larger);
+    largest[row] = fold(most, larger_few);
     i64 place = std::find(room, room + logits, largest[row]) - room;
     best[row] = std::min(place, logits - 1);  // a place, where nothing is a number
     float *own = log_q + row * (tokens + 1), ours = 0;

@@ -199,23 +199,42 @@ struct alignas(16) Portion {
   float scale, sum, halves[2];
 };
 
+// 32 whole numbers in bytes.
+inline void put_bytes(const Register* from, std::uint32_t* to) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  auto whole = [&](int i) { return (__m256i)__builtin_convertvector(from[i], RegisterInts); };
+  const __m256i low = _mm256_packs_epi32(whole(0), whole(1)), high = _mm256_packs_epi32(whole(2), whole(3));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
+#else
+  typedef Byte Bytes __attribute__((vector_size(WIDE)));
+  for (int i = 0; i < 32 / WIDE; i++) {
+    const Bytes bytes = __builtin_convertvector(__builtin_convertvector(from[i], RegisterInts), Bytes);
+    std::memcpy((Byte*)to + i * WIDE, &bytes, sizeof bytes);
+  }
+#endif
+}
+
 // Of many tokens, the m-th: [width / 32, tokens].
 template <class T> void round_token(const T* from, i64 width, i64 m, i64 tokens, Portion* to) {
+  constexpr int count = 32 / WIDE;
   for (i64 k = 0; k < width; k += 32) {
     Portion& portion = to[k / 32 * tokens + m];
-    const Floats part[2] = {get(from + k), get(from + k + LANES)};
-    Floats most = part[0] > 0 ? part[0] : -part[0], more = part[1] > 0 ? part[1] : -part[1];
-    most = most > more ? most : more;
-    const float largest = fold(most, [](Floats a, Floats b) { return a > b ? a : b; });
-    const float per_step = largest > 0 ? 127 / largest : 0;
-    portion.scale = largest / 127;
-    for (int half = 0; half < 2; half++) {
-      Floats steps = part[half] * per_step + 12582912.0f - 12582912.0f;  // no fraction
-      typedef Byte Bytes __attribute__((vector_size(16)));
-      const Bytes bytes = __builtin_convertvector(__builtin_convertvector(steps, Ints), Bytes);
-      std::memcpy(portion.words + half * 4, &bytes, sizeof bytes);
-      portion.halves[half] = sum_of(steps) * portion.scale;
+    Register part[count], most{};
+    for (int i = 0; i < count; i++) {
+      part[i] = few(from + k + i * WIDE);
+      most = larger_few(most, larger_few(part[i], -part[i]));
     }
+    const float largest = fold_few(most, larger_few), per_step = largest > 0 ? 127 / largest : 0;
+    portion.scale = largest / 127;
+    Register sums[2]{};
+    for (int i = 0; i < count; i++) {
+      part[i] = part[i] * per_step + 12582912.0f - 12582912.0f;  // no fraction
+      sums[2 * i / count] += part[i];
+    }
+    put_bytes(part, portion.words);
+    for (int half = 0; half < 2; half++)
+      portion.halves[half] = fold_few(sums[half], [](Register a, Register b) { return a + b; }) * portion.scale;
     portion.sum = portion.halves[0] + portion.halves[1];
   }
 }

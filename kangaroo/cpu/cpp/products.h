@@ -259,7 +259,7 @@ template <class T> Matrix<Short> rounded(const Matrix<T>& x, std::vector<Words>&
       Floats part = get(x.row(m) + k, x.width - k);
       most = larger(most, larger(part, -part));
     }
-    scales[m] = fold(most, larger) / steps;
+    scales[m] = fold(most, larger_few) / steps;
     const float per_step = scales[m] > 0 ? 1 / scales[m] : 0;
     for (i64 k = 0; k < x.width; k += LANES) {
       Ints bits = (Ints)(get(x.row(m) + k, x.width - k) * per_step + NO_FRACTION) - 0x4b400000;

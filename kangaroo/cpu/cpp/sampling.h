@@ -64,7 +64,7 @@ template <class T> void read_out(const Sizes& s, const Head<T>& head, const T* x
       });
 }
 
-Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+Register smaller(Register a, Register b) { return a < b ? a : b; }
 
 Words mix(Words x) {  // the 32-bit finaliser of MurmurHash3
   x = (x ^ (x >> 16)) * 0x85ebca6bu;
@@ -137,7 +137,7 @@ template <class T> void round_head(const Sizes& s, const Head<T>& head, const Ro
       const Floats part = get(row + k, width - k);
       most = larger(most, larger(part, -part));
     }
-    const float scale = fold(most, larger) / 127, per_step = 1 / scale;
+    const float scale = fold(most, larger_few) / 127, per_step = 1 / scale;
     for (i64 k = 0; k < width; k += LANES) {
       const Floats part = get(row + k, width - k), steps = (part * per_step + NO_FRACTION) - NO_FRACTION;
       const Floats rest = part - steps * scale;
@@ -232,8 +232,8 @@ template <class T> struct Candidates {
               const Floats race = race16(u);
               high -= race, low -= race;
             }
-            most[m * count + i] = fold(high, larger);
-            own[m] = std::max(own[m], fold(low, larger));
+            most[m * count + i] = fold(high, larger_few);
+            own[m] = std::max(own[m], fold(low, larger_few));
           }
         });
     for (i64 m = 0; m < tokens; m++)
@@ -299,7 +299,7 @@ struct Best {
 
   // Sixteen numbers, the first of which lies at `place`.
   void see(Floats part, i64 place) {
-    if (fold(part, larger) > least())
+    if (fold(part, larger_few) > least())
       for (i64 j = 0; j < LANES; j++) see(part[j], place + j);
   }
 };
@@ -361,7 +361,7 @@ void draw_from_all(const Head<T>& head, const float* logits, const Draw& draw, W
   const i64 n = head.outputs;
   for (i64 i = 0; i < n; i += LANES) {
     Floats warped = get_or_never(logits + i, n - i) / float(draw.temperature);
-    if (fold(warped, larger) + MOST_NOISE < best.least()) continue;
+    if (fold(warped, larger_few) + MOST_NOISE < best.least()) continue;
     Floats u = uniform16(head.tokens16(i), key);
     if (may_exceed(best.least(), warped, u)) best.see(warped - race16(u), i);
   }

@@ -52,8 +52,10 @@ template <class T> void add_side_by_side(const Floats* sums, const T* bias, Word
 
 // The gated activation, SwiGLU.
 template <class T> Floats gated(Floats gate, Floats up) {
-  Floats g = stored<T>(gate), silu = stored<T>(g / (1.0f + exp16(-g)));
-  return silu * stored<T>(up);
+  return by_registers([](Register gate, Register up) {
+    const Register g = stored_few<T>(gate), silu = stored_few<T>(g / (1.0f + exponential(-g)));
+    return silu * stored_few<T>(up);
+  }, gate, up);
 }
 
 template <class T> void activate_side_by_side(const Floats* gates, const Floats* ups, Words* to) {
