@@ -6,8 +6,13 @@ The kernels need the package triton, so `kangaroo.cuda.layers` is imported where
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 
 from kangaroo.cuda.graphs import Graphs
@@ -56,6 +61,11 @@ class CudaBackend(Backend):
         from kangaroo.cuda.layers import fuse
 
         return partial(fuse, norms, weight, self.kernel_sizes.eps)
+
+    def machine(self, device: torch.device) -> list[str | int]:
+        code = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+        triton = import_module("triton").__version__ if find_spec("triton") else "none"
+        return [*super().machine(device), f"triton {triton}", sha256(code).hexdigest()]
 
     def records_prompts(self, tokens: int) -> bool:
         return self.runs_layers and self.graphs is not None and self.graphs.takes(tokens)

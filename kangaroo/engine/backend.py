@@ -138,9 +138,9 @@ class Backend:
 
     def machine(self, device: torch.device) -> list[str | int]:
         """The hardware and software that decide how long a pass takes."""
-        if device.type == "cuda":
-            return [torch.cuda.get_device_name(device), self.name]
-        return [torch.get_num_threads(), "torch " + torch.__version__]
+        is_gpu = device.type == "cuda"
+        processor = torch.cuda.get_device_name(device) if is_gpu else torch.get_num_threads()
+        return [processor, self.name, "torch " + torch.__version__]
 
     def records_prompts(self, tokens: int) -> bool:
         """Whether chunks of so many tokens of a prompt are recorded."""

@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import helpers
@@ -374,3 +375,16 @@ def test_kernels_read_a_chain_without_a_mask_and_modules_get_one():
     assert torch.equal(bare.within(0).bias_R1TE, masked.bias_R1TE == 0)
     assert torch.equal(bare.within(64).bias_R1TE, masked.within(64).bias_R1TE == 0)
     assert lm.chunk(0, 9, row=0, n_slots=9).within(0).bias_R1TE is None  # a whole text
+
+
+def test_stored_costs_are_those_of_these_kernels_and_their_compiler(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
+    machine = CudaBackend(graphs=None).machine(torch.device("cuda"))
+    triton = pytest.importorskip("triton")
+    assert machine[0] == "card" and f"torch {torch.__version__}" in machine
+    assert f"triton {triton.__version__}" in machine
+    file = Path(cuda.__file__).with_name("kernels.py")
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"\n" * (self == file))
+    assert CudaBackend(graphs=None).machine(torch.device("cuda"))[:-1] == machine[:-1]
+    assert CudaBackend(graphs=None).machine(torch.device("cuda"))[-1] != machine[-1]

@@ -89,7 +89,7 @@ inline Register few(const bf16* from) {
 #elif defined(__AVX2__)
   return (Register)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
 #else
-  RegisterWords words;
+  RegisterWords words{};
   for (int i = 0; i < WIDE; i++) words[i] = from[i];
   return (Register)(words << 16);
 #endif
