@@ -3,6 +3,7 @@
 Shapes: B rows, N draft nodes, T tokens of a prefill chunk, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -175,6 +176,15 @@ class DraftModel(Autoregressive):
             self.n_read[row] = min(self.n_read[row], len(batch.texts[row]) - 1 - self.window)
         self.proposed = super().propose(batch)
         return self.proposed
+
+    def limits(self, batch: Batch, rows: Sequence[int], share: float = 1.0) -> np.ndarray:
+        limits = super().limits(batch, rows, share)
+        for row in rows if self.auto else ():
+            length = len(batch.texts[row])
+            unread, left = length - self.n_read[row], batch.limits[row] - length
+            if not batch.budget.repays(unread, left, self.steps, share * self.draft_cost):
+                limits[row] = 1
+        return limits
 
     def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
         self.catch_up(batch, self.steps - 1)

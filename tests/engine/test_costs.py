@@ -140,6 +140,26 @@ def test_a_row_that_was_wrong_needs_surer_tokens_until_another_text_takes_it():
     assert in_batch == pytest.approx(budget.min_chain_chances(2, 3, 0.05))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_draft_model_reads_no_prompt_that_its_drafts_cannot_repay(monkeypatch, compiled):
+    dear = VerifyCosts([1, 2, 64], [1.0, 1.0, 20.0], 0.5)  # a token of a prompt costs a third
+    budget = Budget(dear.curve)
+    assert not budget.repays(300, 20, nodes=4, drafting=0.4)
+    assert budget.repays(300, 2000, nodes=4, drafting=0.4)
+    assert budget.repays(3, 1, nodes=4, drafting=0.4)  # its own last tokens
+    assert not Budget(STEEP.curve).repays(300, 1_000_000, nodes=4, drafting=0.4)
+    assert Budget(STEEP.curve, always=True).repays(300, 20, nodes=4, drafting=0.4)
+
+    lm = tiny().compile_for_decoding() if compiled else tiny()
+    drafter = DRAFTERS["draft-model-auto"](Case(lm, adapter_for(lm), []))
+    drafter.draft_cost = 0.3
+    monkeypatch.setitem(costs._verify_costs, lm, dear)
+    engine = Engine(lm, drafter)
+    for limit, drafts in [(8, False), (60, True)]:
+        (done,) = engine.generate(random_prompts(50), limit)
+        assert any(step.drafted for step in done.steps) == drafts
+
+
 def test_a_batch_verifies_no_node_of_a_tree_that_is_not_worth_it(monkeypatch):
     monkeypatch.setattr(Budget, "min_chain_chances", lambda self, rows, nodes, *_: [0.0] * nodes)
     lm = tiny().compile_for_decoding()
