@@ -52,7 +52,7 @@ def meanings(kind: type) -> dict[str, str]:
         for options, meaning in re.findall(ENTRY, docstring, re.M):
             texts |= dict.fromkeys(options.split(", "), " ".join(meaning.split()))
         texts |= dict(re.findall(COMMENT, inspect.getsource(part), re.M))
-    return texts
+    return {option: re.sub(r"\bNone\b", "null", meaning) for option, meaning in texts.items()}
 
 
 def explanation(error: CompactHydraException) -> str:

@@ -77,9 +77,9 @@ class ModelConfig:
     """A target model.
 
     Attributes:
-        name: short name, also of its section in `MODELS`.
+        name: a short name, after which results, data and adapters are called.
         path: hub id, local folder, GGUF file (`hf://OWNER/NAME/FILE.gguf` on the hub), or one of
-            the special paths above.
+            `embedded:smollm2-135m` and `random:tiny`.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
         dtype: number format in memory, whatever the checkpoint's own.
         device: `cpu`, a GPU such as `cuda:1`, or `auto`: torchrun's or the first GPU, else the CPU.

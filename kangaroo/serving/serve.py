@@ -36,11 +36,11 @@ class ServeConfig(Ranged):
     """
 
     host: str = "127.0.0.1"  # by default only this machine can reach the server
-    port: Annotated[int, Range(0, (1 << 16) - 1)] = 8000  # of clients; 0 takes a free one
+    port: Annotated[int, Range(0, (1 << 16) - 1)] = 8000  # for clients; 0 takes a free one
     allowed_hosts: list[str] = field(default_factory=list)
     max_batch_size: Count = 16  # texts that are decoded at the same time
     max_model_len: Count | None = None  # tokens of prompt and answer; None is the model's context
-    prefill_chunk: Count | None = None  # tokens read between two steps; None takes a quick number
+    prefill_chunk: Count | None = None  # tokens read between two steps; None takes what is fast
     prefix_cache: bool = True
     max_queue: Count = 256  # requests that wait for a row; further ones get status 429
     timeout: Positive | None = 600.0  # seconds until a request is ended; None is never

@@ -39,8 +39,8 @@ class TrainerConfig(Ranged):
         clip: largest gradient norm of each adapter.
         max_length: tokens after which samples are cut.
         holdout: samples at the end of the data that are never trained on.
-        loss_chunk: learnt positions whose logits are in memory at a time; None is
-            `default_loss_chunk`, or the number that a resumed run began with.
+        loss_chunk: learnt positions whose logits are in memory at a time; None
+            follows the device's memory, or the number that a resumed run began with.
         evaluate_every, save_every: in optimizer steps; also after the last step.
         seed: seed of the samples' order and of random weights.
         vocabulary: draft from this many of the data's most frequent tokens; None is from all.
@@ -94,7 +94,7 @@ class AdapterRecipe(Ranged):
         name: with the exit layer, the name of the adapter's folder and results.
         architecture: the `HeadConfig` of a module in `kangaroo/heads`.
         exit_layers: numbers of target layers below each adapter, if its kind leaves a choice; 0 is
-            on the embeddings; None is `paper_exit`.
+            on the embeddings; None follows the paper's rule.
         draft_steps: draft tokens in a row to train for, if its kind reads its own states.
         step_decay: weight of each further step's loss, as a share of the one before.
         learning_rate: peak; None takes the trainer's.

@@ -94,7 +94,7 @@ def requirement(hint: Any) -> str:
         return f"{requirement(inner)}, or null" if requirement(inner) else "or null"
     if origin in (list, tuple):
         part = requirement(parts[0])
-        return f"a list of which each is {part}" if part else "a list"
+        return f"a list, each {part}" if part else "a list"
     if isinstance(hint, EnumMeta):
         return f"one of: {', '.join(hint.__members__)}"
     if origin is not Annotated:

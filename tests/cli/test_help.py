@@ -50,7 +50,7 @@ def test_help_tells_ranges_choices_and_the_chosen_part(monkeypatch, capsys):
     commands.serve()
     shown = " ".join(capsys.readouterr().out.split())
     for words in (
-        "port=8000 of clients; 0 takes a free one (a whole number, 0 or more and at",
+        "port=8000 for clients; 0 takes a free one (a whole number, 0 or more and at",
         "max_batch_size=16 texts that are decoded at the same time (a whole number, 1 or more)",
         "(one of: bfloat16, float16, float32)",
         "(a number, 0 or more and below 1, or auto)",
