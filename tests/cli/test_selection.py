@@ -32,8 +32,9 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_path_is_a_choice_of_every_command_called_by_its_last_part(command, here):
     """Of one command in every form, of the others in the oddest."""
-    forms = [(option, ODDEST) for option in ("model", "model.path")]
-    forms += [("model", path) for path in PATHS] if command == "serve" else []
+    forms = [("model", ODDEST)]
+    if command == "serve":
+        forms += [("model.path", ODDEST), *(("model", path) for path in PATHS)]
     for option, form in forms:
         path = form.format(here)
         config = of_command(command, select_models([f"{option}={path}"])).model
