@@ -59,7 +59,7 @@ from kangaroo.heads.medusa_heads import MedusaHeads
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import AUTO
 
-NEW_TOKENS, CHUNK = 14, 16
+NEW_TOKENS, CHUNK = 12, 16
 # 40: several chunks; 1: one token, in a row used before; 17: a last chunk of one token
 PROMPTS = helpers.random_prompts(5, 40, 1, 17)
 LONGER = helpers.random_prompts(5, 55, 1, 120)

@@ -193,15 +193,21 @@ ROUNDS = list(itertools.product(["llama", "qwen3"], SAMPLINGS))
 
 @pytest.mark.parametrize("name, family, sampling", cases.in_turn(NATIVE, ROUNDS))
 def test_native_rounds_draft_and_accept_what_the_tensors_do(name, sampling, family):
-    of_family = {"llama": {}, "qwen3": {"head_dim": 40}}[family]
-    native, tensors = rounds_of_both(name, sampling, tiny_model(family, **of_family))
+    native, tensors = rounds_of_both(name, sampling, family)
     assert native == tensors
 
 
-def rounds_of_both(name: str, sampling: str, hf, draft_cost: float | None = None) -> list:
-    rounds = []
+@cache
+def steppers(family: str) -> list[tuple[TargetModel, type]]:
+    """A model by native code and by tensors."""
+    hf = tiny_model(family, **{"llama": {}, "qwen3": {"head_dim": 40}}[family])
     native = TargetModel(hf).compile_for_decoding()
-    for lm, stepper in ((native, CpuStepper), (TargetModel(hf), TensorStepper)):
+    return [(native, CpuStepper), (TargetModel(hf), TensorStepper)]
+
+
+def rounds_of_both(name: str, sampling: str, family: str, draft_cost: float | None = None) -> list:
+    rounds = []
+    for lm, stepper in steppers(family):
         drafter = NATIVE[name](Case(lm, adapter_for(lm), cases.case_of("llama", sampling).texts))
         if draft_cost is not None:
             drafter.draft_cost = draft_cost
@@ -218,11 +224,11 @@ def rounds_of_both(name: str, sampling: str, hf, draft_cost: float | None = None
 )
 def test_both_keep_to_the_budget_of_a_batch_alike(name, measured_budget, monkeypatch):
     """From one in which drafting costs nothing to one in which each token costs like the first."""
-    hf, drafted = tiny_model("llama"), []
+    drafted = []
     for step in (0.0, 0.1 if name == "prompt-lookup-short" else 0.02, 1.0):
         costs = VerifyCosts([1, 2, 16], [1.0, 1.0 + step, 1.0 + 15 * step], 0.5)
         monkeypatch.setattr("kangaroo.engine.engine.verify_costs", lambda lm, costs=costs: costs)
-        native, tensors = rounds_of_both(name, "greedy", hf, draft_cost=0.0)
+        native, tensors = rounds_of_both(name, "greedy", "llama", draft_cost=0.0)
         assert native == tensors
         drafted.append(sum(count for text in native for _, _, count in text))
     assert drafted[0] > drafted[1] > drafted[2] == 0
