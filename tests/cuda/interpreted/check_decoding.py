@@ -101,8 +101,7 @@ def test_every_drafter_writes_vanillas_text(name, sampling):
 @slow
 @pytest.mark.parametrize("rows, nodes", [(2, 3), (8, 65)])
 def test_a_pass_over_too_many_tokens_has_the_bits_of_a_row_alone(rows, nodes, monkeypatch):
-    """520 tokens are more than a pass takes; 6 are where it takes 4, and these are recorded."""
-
+    """520 tokens are more than a graph takes; 6 are recorded."""
     monkeypatch.setattr(TargetModel, "_eager", None)  # no module may run
     monkeypatch.setattr(TargetModel, "read_out", None)
     lm = model("llama", torch.bfloat16, **SMALLEST)
