@@ -168,8 +168,9 @@ def test_earlier_answers_keep_their_records_as_far_as_their_tokens_are_the_same(
         assert topk_logits.nonempty(dialogue.topk_logits).tolist() == [*has_record, True, True]
 
 
-def test_the_records_of_a_dataset_are_those_of_a_forward_over_its_text(brief, tmp_path):
-    lm, _ = brief
+@pytest.mark.parametrize("native", [True, False])
+def test_the_records_of_a_dataset_are_those_of_a_forward_over_its_text(native, tmp_path):
+    lm, _ = brief = data_cases.brief(native)
     fields = {"shards": 2, "shard_size": 6, "turns": [1, 3], "teacher": 4, "max_answer_tokens": 30}
     settings(tmp_path / "data", filters=NO_FILTERS, **fields).make(*brief)
     samples, about = store.load(tmp_path / "data")

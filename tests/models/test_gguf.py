@@ -24,7 +24,7 @@ from kangaroo.models.gguf_models import read_config, read_model
 from kangaroo.models.gguf_tokenizer import read_tokenizer
 from kangaroo.models.layer_weights import fingerprint
 from kangaroo.models.loading import Dtype, ModelConfig, Weights, load, model_config
-from kangaroo.models.packed import PackedMatrix
+from kangaroo.models.packed import PackedLinear, PackedMatrix
 from kangaroo.models.quantizing import Quantization
 from kangaroo.models.random_models import byte_tokenizer, random_model
 from kangaroo.models.target import TargetModel
@@ -149,6 +149,9 @@ def test_every_format_that_stays_packed_is_what_gguf_widens(tmp_path):
         expected = torch.from_numpy(gguf.dequantize(blocks_OB, kind))
         assert matrix.shape == (6, 512) and torch.equal(matrix.widened(), expected)
         assert torch.equal(matrix.widened(torch.tensor([4, 1])), expected[[4, 1]])
+        bias, x = torch.nn.Parameter(torch.randn(6)), torch.randn(3, 512)
+        linear = PackedLinear(torch.from_numpy(blocks_OB), kind, torch.float32, bias)
+        assert torch.equal(linear(x), torch.nn.functional.linear(x, expected, bias))
 
 
 @pytest.mark.parametrize("weights", Weights)
