@@ -15,9 +15,8 @@ from kangaroo.api import drafter_config, load_target, load_target_for, model_con
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import Token
 from kangaroo.engine.sampling import Rule, Sampling
-from kangaroo.engine.streaming import UntilStop, pieces
+from kangaroo.engine.streaming import UntilStop
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.prompts import prompt_ids
 from kangaroo.utils import errors
@@ -112,13 +111,6 @@ def test_numbers_of_numpy_are_numbers_and_a_rule_goes_by_its_name(rule):
     expected = chain.generate("Why?", 24, temperature=1.5, top_k=50, seed=3, rule=rule)
     numbers = {"temperature": np.float64(1.5), "top_k": np.int64(50), "seed": np.int32(3)}
     assert chain.generate("Why?", np.int64(24), **numbers, rule=rule.name) == expected
-
-
-@pytest.mark.parametrize("text, end, count", [("aé€", None, 3), ("a€", -1, 2)])
-def test_a_character_waits_for_its_last_token_and_is_shown_if_none_comes(model, text, end, count):
-    ids = model.tokenizer.encode(text, add_special_tokens=False)  # a token for each byte
-    shown = [text for text, _ in pieces((Token(i, True) for i in ids[:end]), model.tokenizer)]
-    assert len(shown) == count and (end or shown == list(text))
 
 
 @pytest.mark.parametrize("stop", [[], ["ab"], ["aab", "ba"], ["aa", "aaa"], ["abab"]])

@@ -3,7 +3,6 @@
 import pytest
 from commands import python as run
 from composing import composed, of_command
-from omegaconf import OmegaConf
 
 from kangaroo import __main__
 from kangaroo.cli.schema import select_models
@@ -32,8 +31,9 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_path_is_a_choice_of_every_command_called_by_its_last_part(command, here):
     """Of one command in every form, of the others in the oddest."""
-    forms = [(option, ODDEST) for option in ("model", "model.path")]
-    forms += [("model", path) for path in PATHS] if command == "serve" else []
+    forms = [("model", ODDEST)]
+    if command == "serve":
+        forms += [("model.path", ODDEST), *(("model", path) for path in PATHS)]
     for option, form in forms:
         path = form.format(here)
         config = of_command(command, select_models([f"{option}={path}"])).model
@@ -63,13 +63,6 @@ def test_a_sweep_tries_several_models_of_different_names(here):
     assert select_models(["model="]) == ["model="]
     with pytest.raises(ConfigError, match=r"no model 'nothing'. Pass a hub id, a local folder"):
         select_models(["model.path=nothing"])
-
-
-def test_another_model_trains_by_the_papers_recipe_at_an_exit_layer_by_its_rule():
-    words = select_models(["model=someone/Some-7B", "output=out"])
-    config = OmegaConf.to_object(of_command("train", words))
-    assert config.trainer.learning_rate == 5e-5 and config.adapter.exit_layers is None
-    assert config.data.path == "outputs/data/sharegpt/Some-7B"
 
 
 def test_the_papers_rule_gives_the_papers_exits_and_keeps_to_its_bounds(monkeypatch):

@@ -149,7 +149,9 @@ def test_steps_that_wandb_knows_are_not_logged_again(wandb, tmp_path):
 
 
 def test_in_a_sweep_the_agent_says_which_run_it_is(wandb, tmp_path, monkeypatch):
-    Wandb(entity="me").start({}, tmp_path / "alone")
+    for _ in range(2):  # the second goes on
+        Wandb(entity="me").start({}, tmp_path / "alone")
+    assert len({start.kwargs["id"] for start in wandb.init.call_args_list}) == 1
     place = {"project": "kangaroo", "entity": "me", "id": (tmp_path / "alone/wandb_id").read_text()}
     assert place.items() <= wandb.init.call_args.kwargs.items()
     monkeypatch.setenv("WANDB_SWEEP_ID", SWEEP)

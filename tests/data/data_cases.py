@@ -9,14 +9,15 @@ from kangaroo.models.loading import byte_tokenizer
 NO_FILTERS = FilterConfig(min_answer_tokens=0, max_repetition=1, near_duplicate=1)
 
 
-def target():
-    """A target, which writes by native code, and its tokenizer."""
-    return tiny_target().compile_for_decoding(), byte_tokenizer()
+def target(native=True):
+    """A target, which writes by native code or by tensors, and its tokenizer."""
+    lm = tiny_target()
+    return lm.compile_for_decoding() if native else lm, byte_tokenizer()
 
 
-def brief():
+def brief(native=True):
     """One that ends a turn after some ten tokens."""
-    lm, tokenizer = target()
+    lm, tokenizer = target(native)
     lm.hf.generation_config.eos_token_id = [257, *range(100, 120)]
     return lm, tokenizer
 

@@ -11,14 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import data_cases
-import helpers
 import numpy as np
 import pytest
 import torch
 from data_cases import NO_FILTERS, settings
-from helpers import RandomTree, adapter_for, forward_logits, random_prompts, tiny, vanilla_texts
+from helpers import forward_logits
 
-from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.data import store
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.filters import FilterConfig, answer_spans
@@ -27,7 +25,7 @@ from kangaroo.data.writing import Dialogue
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import topk_logits
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import Generation, Request, StepRecord
+from kangaroo.engine.requests import Generation, StepRecord
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models.loading import TINY
 from kangaroo.models.prompts import prompt_ids, user_header
@@ -148,41 +146,6 @@ def test_a_model_that_never_ends_a_question_is_an_error(target, tmp_path):
         settings(tmp_path / "d", shards=1, shard_size=2, **limits).make(*target)
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "kangaroo", "tree"])
-@pytest.mark.parametrize("native, temperature", [(True, 1.3), (False, 0.0)])
-def test_every_token_keeps_the_distribution_that_it_was_chosen_from(kind, native, temperature):
-    lm = tiny(eos_token_id=7)
-    prompts = random_prompts(5, 17, 3, 11, 2)
-    drafters = {
-        "vanilla": lambda: Vanilla(),
-        "kangaroo": lambda: helpers.chain_of(lm, adapter_for(lm), steps=4, threshold=0.0),
-        "tree": lambda: RandomTree(lm, vanilla_texts(lm, prompts, 30)),
-    }
-    if native:
-        lm.compile_for_decoding()
-    limits = zip(prompts, (9, 30, 1, 14, 30), strict=True)
-    requests = [Request(prompt, limit, seed) for seed, (prompt, limit) in enumerate(limits)]
-    engine, sampling = Engine(lm, drafters[kind]()), Sampling(temperature=temperature)
-    done = dict(engine.completions(requests, sampling, 2, keep=6))
-    assert isinstance(engine.session.stepper, CpuStepper) == (native and kind != "tree")
-    for index, generation in done.items():
-        assert len(generation.teacher) == len(generation.tokens) > 0
-        p_MV = forward_logits(lm, prompts[index] + generation.tokens).softmax(-1)
-        p_MV = p_MV[len(prompts[index]) - 1 : -1]
-        tokens_MK, chances_MK = topk_logits.tensors(generation.teacher)
-        torch.testing.assert_close(chances_MK, p_MV.topk(6).values, **HALF)
-        same_MK = p_MV.gather(1, tokens_MK)  # of equally likely tokens others may be kept
-        torch.testing.assert_close(same_MK, p_MV.topk(6).values, rtol=1e-4, atol=1e-7)
-        assert all(len(set(row)) == 6 for row in tokens_MK.tolist())
-        if temperature == 0:
-            assert generation.teacher["tokens"][:, 0].tolist() == generation.tokens
-    accepted = sum(step.accepted for generation in done.values() for step in generation.steps)
-    assert accepted > 9 or kind == "vanilla" or temperature
-    without = dict(engine.completions(requests, sampling, 2))
-    assert all(generation.teacher is None for generation in without.values())
-    assert all(without[i].tokens == done[i].tokens for i in done)
-
-
 def generation(text, numbers):
     """A generation whose records are told apart by their likeliest token."""
     tokens = np.array(numbers)[:, None]
@@ -205,8 +168,9 @@ def test_earlier_answers_keep_their_records_as_far_as_their_tokens_are_the_same(
         assert topk_logits.nonempty(dialogue.topk_logits).tolist() == [*has_record, True, True]
 
 
-def test_the_records_of_a_dataset_are_those_of_a_forward_over_its_text(brief, tmp_path):
-    lm, _ = brief
+@pytest.mark.parametrize("native", [True, False])
+def test_the_records_of_a_dataset_are_those_of_a_forward_over_its_text(native, tmp_path):
+    lm, _ = brief = data_cases.brief(native)
     fields = {"shards": 2, "shard_size": 6, "turns": [1, 3], "teacher": 4, "max_answer_tokens": 30}
     settings(tmp_path / "data", filters=NO_FILTERS, **fields).make(*brief)
     samples, about = store.load(tmp_path / "data")

@@ -30,15 +30,16 @@ from kangaroo.models.target import TargetModel
 
 # Every method runs on these in the fast tests, and on a quarter of the other families; in the slow
 # ones on all, and on all but transformers' modules with every sampling and batch. All methods run
-# by graphs in a test below.
-ALWAYS = ["llama", "llama-compiled", "qwen2-compiled", "qwen3-compiled"]
-IN_TURN = [family for family in FAMILIES if family not in ALWAYS]
+# by graphs in a test below, and there alone in the fast ones.
+ALWAYS = ["llama", "llama-compiled"]
+COVERED = [family for family in FAMILIES if family != "llama-graphs"]
+IN_TURN = [family for family in COVERED if family not in ALWAYS]
 EVERYWHERE = ("kangaroo", "kangaroo-tree")
 PLAIN = set(FAMILIES) - set(BY_MODULES)
 VARIANTS = [name for name in DRAFTERS if name not in METHODS]
-# As 7 and 5 have no common divisor, every sampling meets every batch; the cheapest is the most
+# As 6 and 5 have no common divisor, every sampling meets every batch; the cheapest is the most
 # frequent.
-TURNS = ["alone", "ragged", "admitted", "ragged", "ragged", "admitted", "ragged"]
+TURNS = ["alone", "ragged", "admitted", "ragged", "ragged", "admitted"]
 FEWER_TURNS = ["ragged", "admitted", "alone", "ragged"]
 
 
@@ -47,11 +48,11 @@ def turns_of(number: int, drafter: str) -> Iterator[tuple[tuple[str, str, str, s
     them has, and whether the fast tests have it too."""
     is_method = drafter in METHODS
     some = [family for i, family in enumerate(IN_TURN) if (number + i) % 4 == 0]
-    families = [*ALWAYS, *some] if is_method else list(FAMILIES)[number % 6 :: 6]
+    families = [*ALWAYS, *some] if is_method else COVERED[number % 6 :: 6]
     fast = [f for f in families if is_method or f in PLAIN or IN_TURN.index(f) % 4 == number % 4]
-    rest = [f for f in (FAMILIES if is_method else families) if f not in fast]
+    rest = [f for f in (COVERED if is_method else families) if f not in fast]
     batches = TURNS if is_method else FEWER_TURNS
-    first = number + number // 4 if is_method else 0
+    first = number if is_method else 0
     for turn, family in enumerate([*fast, *rest]):
         sampling, rows = HOW[(number + turn) % len(HOW)], batches[(first + turn) % len(batches)]
         yield (drafter, family, sampling, rows), family in fast or drafter in EVERYWHERE
@@ -64,18 +65,18 @@ COVERING = sorted(  # what vanilla writes is computed once in each process for a
         for number, drafter in enumerate(names)
         for case in turns_of(number, drafter)
     ),
-    key=lambda case: (list(FAMILIES).index(case[0][1]), HOW.index(case[0][2])),
+    key=lambda case: (COVERED.index(case[0][1]), HOW.index(case[0][2])),
 )
 
 
 def test_the_covering_has_every_pair_and_the_fast_tests_most_of_them():
-    everything = (METHODS, FAMILIES, HOW, cases.BATCHES)
+    everything = (METHODS, COVERED, HOW, cases.BATCHES)
     of_fast_tests = [case for case, is_fast in COVERING if is_fast]
     for a, b in itertools.combinations(range(len(everything)), 2):
         pairs = set(itertools.product(everything[a], everything[b]))
         assert pairs <= {(case[a], case[b]) for case, _ in COVERING}
         # as vanilla's texts are decoded alone in all families
-        alone = {(family, "alone") for family in FAMILIES}
+        alone = {(family, "alone") for family in COVERED}
         if (a, b) != (0, 1):
             assert pairs - alone <= {(case[a], case[b]) for case in of_fast_tests}
     in_batches = {(case[0], case[3]) for case, _ in COVERING}
@@ -102,7 +103,7 @@ def test_so_it_does_in_every_sampling_and_batch(drafter, family):
 
 
 @pytest.mark.parametrize(
-    "drafter, family", list(zip(DRAFTERS, itertools.cycle(["llama", "llama-compiled"])))
+    "drafter, family", list(zip(cases.KINDS, itertools.cycle(["llama", "llama-compiled"])))
 )
 def test_steps_without_drafts_in_between_change_no_text(drafter, family):
     """A server asks for them while prompts enter."""
@@ -192,15 +193,21 @@ ROUNDS = list(itertools.product(["llama", "qwen3"], SAMPLINGS))
 
 @pytest.mark.parametrize("name, family, sampling", cases.in_turn(NATIVE, ROUNDS))
 def test_native_rounds_draft_and_accept_what_the_tensors_do(name, sampling, family):
-    of_family = {"llama": {}, "qwen3": {"head_dim": 40}}[family]
-    native, tensors = rounds_of_both(name, sampling, tiny_model(family, **of_family))
+    native, tensors = rounds_of_both(name, sampling, family)
     assert native == tensors
 
 
-def rounds_of_both(name: str, sampling: str, hf, draft_cost: float | None = None) -> list:
-    rounds = []
+@cache
+def steppers(family: str) -> list[tuple[TargetModel, type]]:
+    """A model by native code and by tensors."""
+    hf = tiny_model(family, **{"llama": {}, "qwen3": {"head_dim": 40}}[family])
     native = TargetModel(hf).compile_for_decoding()
-    for lm, stepper in ((native, CpuStepper), (TargetModel(hf), TensorStepper)):
+    return [(native, CpuStepper), (TargetModel(hf), TensorStepper)]
+
+
+def rounds_of_both(name: str, sampling: str, family: str, draft_cost: float | None = None) -> list:
+    rounds = []
+    for lm, stepper in steppers(family):
         drafter = NATIVE[name](Case(lm, adapter_for(lm), cases.case_of("llama", sampling).texts))
         if draft_cost is not None:
             drafter.draft_cost = draft_cost
@@ -212,17 +219,15 @@ def rounds_of_both(name: str, sampling: str, hf, draft_cost: float | None = None
 
 
 @pytest.mark.parametrize(
-    "name",
-    """kangaroo kangaroo-auto kangaroo-tree kangaroo-tree-auto block draft-model
-    prompt-lookup-short""".split(),
+    "name", "kangaroo kangaroo-tree-auto block draft-model prompt-lookup-short".split()
 )
 def test_both_keep_to_the_budget_of_a_batch_alike(name, measured_budget, monkeypatch):
     """From one in which drafting costs nothing to one in which each token costs like the first."""
-    hf, drafted = tiny_model("llama"), []
+    drafted = []
     for step in (0.0, 0.1 if name == "prompt-lookup-short" else 0.02, 1.0):
         costs = VerifyCosts([1, 2, 16], [1.0, 1.0 + step, 1.0 + 15 * step], 0.5)
         monkeypatch.setattr("kangaroo.engine.engine.verify_costs", lambda lm, costs=costs: costs)
-        native, tensors = rounds_of_both(name, "greedy", hf, draft_cost=0.0)
+        native, tensors = rounds_of_both(name, "greedy", "llama", draft_cost=0.0)
         assert native == tensors
         drafted.append(sum(count for text in native for _, _, count in text))
     assert drafted[0] > drafted[1] > drafted[2] == 0
@@ -289,7 +294,7 @@ def test_graphs_leave_vanilla_only_at_near_ties_of_half_precision(drafter, devic
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_vanilla_decoding_writes_what_transformers_writes(family):
     case = cases.case_of(family, "greedy")
-    for prompt, text in zip(PROMPTS, case.texts, strict=True):
+    for prompt, text in list(zip(PROMPTS, case.texts, strict=True))[1:3]:
         assert prompt + generate(case.lm, prompt, NEW_TOKENS).tokens == text
 
 

@@ -98,14 +98,6 @@ def test_llma_copies_what_its_pseudo_code_does(trigger, longest, count, alphabet
             assert drafted > 10 and bool(from_documents) == bool(references)
 
 
-def test_without_references_llma_is_prompt_lookup():
-    llma, lookup = Llma(LlmaConfig(longest_trigger=3, copy_length=10)), PromptLookup(3, 10)
-    (text,) = random_texts(6, [60])
-    begun(llma, text), begun(lookup, text)
-    for end in range(1, 60):
-        assert llma.continuation(0, text[:end]) == lookup.continuation(0, text[:end])
-
-
 def test_llma_takes_references_of_its_vocabulary_and_names_them_in_results(tmp_path):
     lm = tiny()
     config = LlmaConfig(references=str(tmp_path / "references"))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases import DRAFTERS, METHODS, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of, lm_of
-from helpers import VOCABULARY, forward_logits, graphed, tiny
+from helpers import VOCABULARY, forward_logits, tiny
 
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.constraint import Constraint
@@ -97,18 +97,13 @@ def tier(drafter: str) -> tuple[pytest.MarkDecorator, ...]:
 
 @pytest.mark.parametrize("drafter", [pytest.param(x, marks=tier(x)) for x in DRAFTERS])
 def test_restricted_texts_are_the_same_with_every_drafter(drafter):
+    """By graphs a chain alone: they take the longest."""
     turn = list(DRAFTERS).index(drafter)
-    family = ("llama", "llama-compiled", "llama-graphs")[turn % 3]
-    sampling = ("greedy", "top-k")[turn % 2]
+    family = "llama-graphs" if drafter == "kangaroo" else ("llama", "llama-compiled")[turn % 2]
+    sampling = ("greedy", "top-k")[turn // 2 % 2]
     case = case_of(family, sampling)
     written = texts(case.lm, DRAFTERS[drafter](case), SAMPLINGS[sampling], 3)
     assert written == vanilla_texts(family, sampling)
-
-
-def test_vanilla_steps_of_a_gpu_take_restricted_texts_between_others():
-    lm = graphed(tiny())
-    alone, together = (texts(lm, Vanilla(), Sampling(), rows) for rows in (1, 4))
-    assert alone == together == vanilla_texts("llama", "greedy")
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-compiled"])
@@ -131,8 +126,17 @@ def test_a_bias_of_no_token_is_an_error():
             Constraint(VOCABULARY, {5: bias})
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-compiled", "llama-graphs"])
-@pytest.mark.parametrize("drafter", ["vanilla", "kangaroo", "hybrid-tree"])
+@pytest.mark.parametrize(
+    "family, drafter",
+    [
+        ("llama", "kangaroo-tree"),
+        ("llama-compiled", "vanilla"),
+        ("llama-compiled", "kangaroo"),
+        ("llama-compiled", "hybrid-tree"),
+        ("llama-graphs", "vanilla"),
+        ("llama-graphs", "kangaroo"),
+    ],
+)
 def test_a_request_keeps_the_likeliest_tokens_of_its_own_text(family, drafter):
     case = case_of(family, "greedy")
     wanted = [replace(x, keep=3 * (i % 2)) for i, x in enumerate(requests(Sampling()))]

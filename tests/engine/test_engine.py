@@ -7,7 +7,7 @@ from itertools import cycle
 
 import helpers
 import pytest
-from cases import DRAFTERS, Case, with_each
+from cases import DRAFTERS, KINDS, Case, with_each
 from engine_cases import HOT, NEW_TOKENS, PROMPTS, Letters, continuations, fresh_place
 from helpers import Scripted, adapter_for, oracle, random_prompts, texts_by, tiny, vanilla_texts
 
@@ -37,7 +37,7 @@ def step(session: Session, written: list[list[int]]) -> None:
         tokens += record.tokens
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_each_row_writes_its_own_number_of_tokens_which_are_those_of_its_steps(case, name):
     for limits in ([3, NEW_TOKENS, 1], [2, 5, NEW_TOKENS]):
         engine = Engine(case.lm, DRAFTERS[name](case))
@@ -100,7 +100,7 @@ def test_settings_that_cannot_work_are_refused_by_name(case):
         assert engine.generate([], 5) == []
 
 
-@pytest.mark.parametrize("name, which", list(zip(DRAFTERS, cycle(["case", "case", "eager_case"]))))
+@pytest.mark.parametrize("name, which", list(zip(KINDS, cycle(["case", "case", "eager_case"]))))
 def test_a_prompt_may_enter_in_parts_while_others_are_decoding(request, which, name):
     """The longest one, in a row that another text has used before, beside rows never taken."""
     case = request.getfixturevalue(which)

@@ -74,12 +74,20 @@ def test_the_counter_of_syncs_sees_them():
         assert syncs.total >= 1
 
 
+FILTERED = replace(HOT, top_k=5, top_p=0.9)
+
+
 @pytest.mark.parametrize(
-    "rows, sampling",
-    [(4, Sampling()), (1, HOT), (4, replace(HOT, top_k=5, top_p=0.9))],
-    ids=["greedy", "sampled", "filtered"],
+    "name, threshold, rows, sampling",
+    [
+        ("vanilla", 0, 1, HOT),
+        ("vanilla", 0, 4, FILTERED),
+        ("kangaroo", 0, 4, FILTERED),
+        ("kangaroo", 0.6, 4, Sampling()),
+        ("kangaroo", 0.6, 1, HOT),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("name, threshold", [("vanilla", 0), ("kangaroo", 0), ("kangaroo", 0.6)])
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
 def test_no_host_sync_in_a_step_beyond_those_the_design_names(
     eager_case, recorded, name, threshold, rows, sampling
@@ -95,8 +103,9 @@ def test_no_host_sync_in_a_step_beyond_those_the_design_names(
         assert syncs.counts["tolist"] == syncs.total == 1 + reads, syncs.counts
 
 
-@pytest.mark.parametrize("rows, threshold", [(1, 0), (4, 0.3)])
-@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize(
+    "recorded, rows, threshold", [(False, 1, 0), (False, 4, 0.3), (True, 4, 0.3)]
+)
 def test_a_drafted_tree_waits_once_for_its_size_and_for_each_level_that_may_be_the_last(
     monkeypatch, recorded, threshold, rows
 ):

@@ -152,9 +152,11 @@ def check_shared(drafter: str, family: str, sampling: str) -> None:
 
 @pytest.mark.parametrize("number", range(len(FAST)), ids=FAST)
 def test_a_prompt_goes_on_in_its_row_and_from_the_text_of_another(number):
+    """By graphs, which take the longest, for a chain alone; by tensors for some."""
     sampling = ["greedy", "sampled"][number // 2 % 2]
     checked = check if number % 2 else check_shared
-    checked(FAST[number], TURNS[number % len(TURNS)], sampling)
+    family = "llama" if number % 5 == 1 else TURNS[number % 2 * 2]
+    checked(FAST[number], TURNS[-1] if FAST[number] == "kangaroo" else family, sampling)
 
 
 @pytest.mark.slow

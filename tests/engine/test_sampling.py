@@ -22,8 +22,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import sampling as sampler
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import NoiseStream, Rule, Sampling, candidates, combine, pick
-from kangaroo.utils.errors import ConfigError
+from kangaroo.engine.sampling import NoiseStream, Sampling, candidates, combine, pick
 
 DRAWS = 20_000
 
@@ -55,12 +54,6 @@ def test_tokens_follow_the_warped_softmax_over_positions_and_over_seeds(sampling
         positions_B1, seeds_B = torch.full((DRAWS, 1), position), torch.arange(DRAWS)
         logits_B1V = LOGITS_V.expand(DRAWS, 1, -1)
         assert_distributed(pick(logits_B1V, positions_B1, how, seeds_B)[:, 0], probs_V)
-
-
-def test_a_rule_goes_by_its_name_too():
-    assert Sampling(rule="block").rule is Rule.block
-    with pytest.raises(ConfigError, match=r"rule=blok must be one of match, rejection, block"):
-        Sampling(rule="blok")
 
 
 def test_uniform_numbers_are_uniform_and_strictly_inside_0_and_1():

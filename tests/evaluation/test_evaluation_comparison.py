@@ -6,16 +6,7 @@ import json
 import numpy as np
 import pytest
 from commands import ROOT
-from evaluation_cases import (
-    COST,
-    finish,
-    hf_run,
-    record,
-    run,
-    shown,
-    vanilla_run,
-    write_questions,
-)
+from evaluation_cases import COST, finish, hf_run, record, run, shown, vanilla_run, write_questions
 from rich.console import Console
 
 from kangaroo.evaluation import comparison

@@ -11,7 +11,6 @@ from cases import in_turn
 from commands import ROOT, typed, write_inputs
 from composing import of_command
 from evaluation_cases import record, run, vanilla_run
-from helpers import adapter_for, saved_adapter, tiny_target
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
@@ -166,22 +165,6 @@ def page_of(model, here):
     page = shutil.copy(ROOT / "docs/results/paper.md", here / "paper.md")
     typed("evaluate.py", f"results=outputs/paper/{model}", "page=paper.md", cwd=here)
     return page.read_text()
-
-
-@pytest.mark.slow
-def test_an_experiment_is_one_command(tmp_path):
-    write_inputs(here := tmp_path)
-    lm = tiny_target()
-    saved_adapter(lm, adapter_for(lm), here / "adapters/tiny")
-    line = ["evaluate.py", "experiment=paper/steps", "model=tiny", *FEW]
-    assert "Length of a draft" in typed(*line, cwd=here)
-    folder = here / "outputs/paper/tiny/steps"
-    assert (folder / "steps.png").is_file()
-    results = json.loads((folder / "steps.json").read_text())
-    methods = [point["source"] for point in results["points"]]
-    assert len(methods) == 11 and AGAIN in methods and len(results["checked"]) == 3
-    assert results["questions"] == 5
-    assert "tiny on spec_bench: 5 questions" in page_of("tiny", here)
 
 
 @pytest.mark.slow

@@ -156,7 +156,12 @@ def test_an_interval_that_lies_beside_its_value_ends_there():
     assert bars.get_segments()[0][:, 1].tolist() == [2.0, 2.5]
 
 
-@pytest.mark.parametrize("name", NAMES)
+DRAWN = {"position", "table1", "temperature", "threshold"}  # the others are like one of these
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in DRAWN)) for x in NAMES]
+)
 def test_every_study_has_a_table_and_a_plot_of_all_that_it_measures(name, tmp_path):
     config = composed(name)
     for i, method in enumerate(methods_of(name)):

@@ -74,8 +74,7 @@ def test_a_missing_adapter_is_the_one_that_training_saved(lm, saved, tmp_path, m
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(
-        AdapterNotFound,
-        match=r"train\.py model=FOLDER model\.name=mine\).*convert\.py import",
+        AdapterNotFound, match=r"train\.py model=FOLDER model\.name=mine\).*convert\.py import"
     ):
         load("adapters/mine", lm, Adapter)
     with pytest.raises(AdapterNotFound, match=r"train\.py model=FOLDER .* adapter=medusa"):

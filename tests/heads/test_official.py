@@ -9,7 +9,6 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
-from commands import python as run
 from helpers import EXIT, adapter_for, hidden_states, random_prompts, saved_adapter, tiny
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,7 +17,6 @@ from transformers import LlamaConfig, LlamaModel
 from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.heads import adapter_files, official, published
-from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.base import Trainable
 from kangaroo.models.loading import Dtype, ModelConfig, meta_model
 from kangaroo.models.target import TargetModel
@@ -131,19 +129,6 @@ def test_the_released_checkpoints_fit_vicuna_by_shape_alone(tmp_path):
         adapter = official.fitted(tmp_path, state, config, vicuna, layer)
         assert sum(p.numel() for p in adapter.parameters()) == 4 * size**2 + 2 * size
         assert official.exit_layer(5, vicuna) == 5
-
-
-@pytest.mark.slow
-def test_the_command_writes_where_evaluate_looks_and_over_nothing(tmp_path):
-    lm = helpers.tiny_target()
-    checkpoint(tmp_path / "official", random_state(lm, torch.float16), config_of(lm))
-    command = ("scripts/convert.py import", "model=tiny", "source=official", "exit_layer=2")
-    done, again = (run(*command, cwd=tmp_path) for _ in range(2))
-    assert done.returncode == 0, done.stderr
-    assert "exit layer 2 of random:tiny" in done.stdout and "evaluate.py model=tiny" in done.stdout
-    adapter, _ = adapter_files.load(str(tmp_path / "adapters/tiny"), lm, Adapter)
-    assert adapter.exit_layer == 2
-    assert again.returncode == 1 and "already holds an adapter" in again.stderr
 
 
 def test_what_is_no_official_checkpoint_is_refused_by_what_it_lacks(lm, tmp_path):

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from cases import in_turn
-from commands import python
+from composing import of_command
 from gguf import GGMLQuantizationType as Kind
 from helpers import LLAMA3_ROPE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 import kangaroo
+from kangaroo.cli.schema import select_models
 from kangaroo.drafters.draft_model import DraftModelConfig
 from kangaroo.heads.adapter_files import adapters_of
 from kangaroo.heads.target_hash import target_hashes
@@ -23,7 +24,7 @@ from kangaroo.models.gguf_models import read_config, read_model
 from kangaroo.models.gguf_tokenizer import read_tokenizer
 from kangaroo.models.layer_weights import fingerprint
 from kangaroo.models.loading import Dtype, ModelConfig, Weights, load, model_config
-from kangaroo.models.packed import PackedMatrix
+from kangaroo.models.packed import PackedLinear, PackedMatrix
 from kangaroo.models.quantizing import Quantization
 from kangaroo.models.random_models import byte_tokenizer, random_model
 from kangaroo.models.target import TargetModel
@@ -140,13 +141,17 @@ def test_a_file_is_the_model_it_was_written_from(tmp_path, family, kinds):
 def test_every_format_that_stays_packed_is_what_gguf_widens(tmp_path):
     """K types have no writer in Python: their blocks are random, with small scales."""
     rng = np.random.default_rng(0)
-    for kind in (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS):
+    for name in "F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split():
+        kind = Kind[name]
         numbers, size = gguf.GGML_QUANT_SIZES[kind]
         blocks_OB = rng.integers(0, 60, (6, size * (512 // numbers)), dtype=np.uint8)
         matrix = PackedMatrix(torch.from_numpy(blocks_OB), kind, torch.float32)
         expected = torch.from_numpy(gguf.dequantize(blocks_OB, kind))
         assert matrix.shape == (6, 512) and torch.equal(matrix.widened(), expected)
         assert torch.equal(matrix.widened(torch.tensor([4, 1])), expected[[4, 1]])
+        bias, x = torch.nn.Parameter(torch.randn(6)), torch.randn(3, 512)
+        linear = PackedLinear(torch.from_numpy(blocks_OB), kind, torch.float32, bias)
+        assert torch.equal(linear(x), torch.nn.functional.linear(x, expected, bias))
 
 
 @pytest.mark.parametrize("weights", Weights)
@@ -262,18 +267,12 @@ def test_smollm2s_adapters_serve_its_file_and_its_folder(smollm2_file, tmp_path,
     monkeypatch.chdir(tmp_path)
     for path in map(str, smollm2_file):
         assert adapters_of(path, Path(path).stem) == "smollm2-135m"
+        typed = select_models([f"model={path}", "drafter=kangaroo"])
+        assert of_command("evaluate", typed).drafter.adapter == "adapters/smollm2-135m"
     config = loading.shape_of(ModelConfig("x", str(smollm2_file[1])))
     config.tie_word_embeddings = False
     config.rms_norm_eps = 1e-5  # as in the hub's config
     assert target_hashes(config)[0] == target_hashes(read_config(GGUFFile(smollm2_file[0])))[0]
-
-
-def test_commands_take_a_file_as_typed(smollm2_file, tmp_path):
-    few = "bench=demo question_every=99 max_new_tokens=4 warmup=0 baselines=[]"
-    few += " drafter=kangaroo drafter.threshold=0"  # for which no costs are measured
-    run = f"evaluate.py model={smollm2_file[0]} {few}"
-    shown = python(*run.split(), cwd=tmp_path)
-    assert "the adapters of 'smollm2-135m' serve 'SmolLM2-135M-Instruct.Q4_1'" in str(shown)
 
 
 @pytest.mark.slow

@@ -230,16 +230,6 @@ def test_vicunas_template_of_a_conversation():
     assert text == tokenizer.bos_token + "Be brief. USER: Hi! ASSISTANT: Hello.</s>"
 
 
-def test_byte_tokenizer_round_trips_any_text(tmp_path):
-    tokenizer = byte_tokenizer()
-    text = "Zwölf  Boxkämpfer\n\t\r\n日本 🦘 12.5"
-    tokens = tokenizer(text).input_ids
-    assert len(tokens) == len(text.encode())
-    assert tokenizer.decode(tokens) == text
-    tokenizer.save_pretrained(tmp_path)
-    assert type(tokenizer).from_pretrained(tmp_path)(text).input_ids == tokens
-
-
 def test_tiny_model_fits_its_tokenizer_and_is_the_same_in_every_dtype():
     wide, tokenizer = load(config(TINY, dtype=Dtype.float32))
     narrow, _ = load(config(TINY, dtype=Dtype.bfloat16))

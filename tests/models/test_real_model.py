@@ -21,7 +21,7 @@ SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, seed=5)}
 # but block, for which nothing trained is shipped
 SHIPPED = [f"drafter={name}" for name in sorted(set(DRAFTERS) - {"vanilla", "block"})]
 SHIPPED.append(f"drafter=kangaroo drafter.adapter={ADAPTER}-fused")
-FAST = SHIPPED[-1], *(f"drafter={x}" for x in ("kangaroo", "kangaroo_tree", "hybrid", "cascade"))
+FAST = SHIPPED[-1], *(f"drafter={x}" for x in ("kangaroo_tree", "hybrid", "cascade"))
 
 
 @pytest.fixture(scope="module")

@@ -66,14 +66,6 @@ def test_a_stage_that_fails_or_takes_too_long_stops_no_other_and_is_tried_again(
     assert "bits" not in again.stdout and "Failed" not in page(results)
 
 
-def test_the_stages_of_a_part_fit_into_its_time():
-    text = SCRIPT.read_text()
-    limits = {name: int(x) for name, x in re.findall(r"\[(\w+)\]=(\d+)", text)}
-    for part, most in (("PART1", 300), ("PART2", 480)):
-        (stages,) = re.findall(rf"{part}=\((.*)\)", text)
-        assert sum(limits[stage] for stage in stages.split()) <= most
-
-
 def test_what_is_carried_is_listed_and_joined_where_all_has_come(tmp_path):
     """With wheels of a few bytes in pip's place."""
     carry = runpy.run_path(str(ROOT / "scripts/gpu/carry.py"))

@@ -13,16 +13,7 @@ import httpx
 import pytest
 from commands import ROOT
 from openai import BadRequestError, NotFoundError, OpenAI
-from serving_cases import (
-    LONGEST,
-    alone,
-    as_body,
-    error_of,
-    served,
-    server_app,
-    serving,
-    target,
-)
+from serving_cases import LONGEST, alone, as_body, error_of, served, server_app, serving, target
 from tokenizers.processors import TemplateProcessing
 
 from kangaroo.engine.requests import Request

@@ -34,7 +34,7 @@ GOOD: dict[str, list[Any]] = {  # the extremes of what is answered
     "ignore_eos": [True, False],
     "tools": [[], None],
 }
-DRAWN = {"max_examples": 150, "deadline": None, "derandomize": True, "database": None}
+DRAWN = {"max_examples": 100, "deadline": None, "derandomize": True, "database": None}
 FIELDS = [*protocol.UNSUPPORTED, *protocol.IGNORED]
 FIELDS += [*protocol.Completion.model_fields, *protocol.Chat.model_fields]
 

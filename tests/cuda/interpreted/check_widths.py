@@ -119,11 +119,7 @@ def test_attention_has_the_same_bits_however_it_is_divided(name, dtype, options,
 
 
 @slow
-@pytest.mark.parametrize(
-    "dtype",
-    DTYPES,
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_prompt_in_one_pass_has_the_bits_of_its_last_tokens_in_passes_of_fewer(dtype, on_card):
     """Products of 64 to 256 tokens, attention of 64 and 128 queries; and where the least are 16."""
     lm = model("llama", dtype, **SMALLEST)
