@@ -5,12 +5,13 @@ import itertools
 import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import hf_hub_download
+from pyarrow import parquet
 
 from kangaroo.data.filters import list_reasons
 from kangaroo.models.prompts import Message, content_text, sanitized
@@ -84,7 +85,7 @@ def read_records(
     origin: Source, unreadable: Counter[str] | None, check: Check | None = None
 ) -> Iterator[tuple[dict[str, Any], list[Message]]]:
     """Every record of a source, unchanged, and its conversation, otherwise like `read`."""
-    for number, record in enumerate(_records(origin), start=1):
+    for number, record in enumerate(records(origin), start=1):
         try:
             messages = _conversation(record, origin.column)
             if check is not None:
@@ -125,11 +126,9 @@ def is_local(source: str) -> bool:
     return not source.startswith(HUB_FILE) and (is_file_name or path.exists())
 
 
-def _records(origin: Source) -> Iterator[Any]:
-    # here, since the import takes seconds
-    from datasets import load_dataset, load_from_disk
-    from datasets.exceptions import DatasetsError
-
+def records(origin: Source, option: str = "data.source") -> Iterator[Any]:
+    """Every record of a source as it is, with a `BadRecord` in place of a line that is not JSON.
+    Errors: `DataError`, which names the `option` that gave the source."""
     revision = origin.revision
     try:
         if origin.source.startswith(HUB_FILE):
@@ -137,24 +136,38 @@ def _records(origin: Source) -> Iterator[Any]:
             file = hf_hub_download(f"{owner}/{name}", file, repo_type="dataset", revision=revision)
             origin = replace(origin, source=file)
         path = Path(origin.source).expanduser()
-        if path.suffix in JSON and path.is_file():
-            return _from_json(path)
         if is_local(origin.source) and not path.exists():
             raise DataError(f"there is no source '{path}'. Pass {SOURCES}.")
-        if path.is_file():
-            if path.suffix not in TABLES:
-                raise ValueError(f"nothing reads files that end in '{path.suffix}'.")
-            return iter(load_dataset(path.suffix[1:], data_files=str(path), split="train"))
-        if (path / "state.json").is_file():
-            return iter(load_from_disk(path))
-        name = str(path) if path.is_dir() else origin.source
-        return iter(load_dataset(name, origin.subset, split=origin.split, revision=revision))
-    except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
+        if path.suffix in JSON and path.is_file():
+            return _from_json(path)
+        return iter(_table(origin, path))
+    except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
         raise DataError(
-            f"data.source={origin.source} (subset {origin.subset}, split {origin.split}, revision "
+            f"{option}={origin.source} (subset {origin.subset}, split {origin.split}, revision "
             f"{revision}) cannot be read: {error} Pass {SOURCES}; the hub needs a network, "
             "and a gated dataset needs `hf auth login`."
         ) from error
+
+
+def _table(origin: Source, path: Path) -> Iterable[Any]:
+    """The rows of a file, a folder or a dataset on the hub. Errors: `OSError`, `ValueError`."""
+    if path.suffix == ".parquet" and path.is_file():  # `datasets` would copy it
+        return parquet.read_table(path, partitioning=None).to_pylist()
+    # here, since the import takes seconds
+    from datasets import load_dataset, load_from_disk
+    from datasets.exceptions import DatasetsError
+
+    try:
+        if path.is_file():
+            if path.suffix not in TABLES:
+                raise ValueError(f"nothing reads files that end in '{path.suffix}'.")
+            return load_dataset(path.suffix[1:], data_files=str(path), split="train")
+        if (path / "state.json").is_file():
+            return load_from_disk(path)
+        name = str(path) if path.is_dir() else origin.source
+        return load_dataset(name, origin.subset, split=origin.split, revision=origin.revision)
+    except DatasetsError as error:
+        raise ValueError(error) from error
 
 
 def _from_json(path: Path) -> Iterator[Any]:
