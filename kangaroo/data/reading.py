@@ -87,7 +87,7 @@ def read_records(
     """Every record of a source, unchanged, and its conversation, otherwise like `read`."""
     for number, record in enumerate(records(origin), start=1):
         try:
-            messages = _conversation(record, origin.column)
+            messages = conversation(record, origin.column)
             if check is not None:
                 check(messages)
             yield record, messages
@@ -191,7 +191,7 @@ def _from_json(path: Path) -> Iterator[Any]:
         raise DataError(f"{path} is not JSON: {error}.") from error
 
 
-def _conversation(record: Any, column: str | None) -> list[Message]:
+def conversation(record: Any, column: str | None = None) -> list[Message]:
     """The conversation in a record, where it may be JSON text. Errors: `BadRecord`."""
     if isinstance(record, BadRecord):
         raise record

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kangaroo.data.reading import HUB_FILE, BadRecord, Source, records
-from kangaroo.models.prompts import Message, Tokenizer, prompt_ids, valid_text
+from kangaroo.data.reading import FORMS, HUB_FILE, BadRecord, Source, conversation, records
+from kangaroo.models.prompts import Message, Tokenizer, prompt_ids, sanitized
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, PromptError
-from kangaroo.utils.folders import cache_folder, command_line, write_whole
+from kangaroo.utils.folders import cache_folder, write_whole
 from kangaroo.utils.ranges import Count, Ranged
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 DEMO = "demo"
 # The placeholder in SPEED-Bench's files for questions whose licence forbids copies.
 UNFILLED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+FORM = (
+    f'A question looks like {{"turns": ["Why?"]}} or {FORMS}; of other tables bench.question= and '
+    "bench.category= name the columns to read."
+)
 # Columns of the report, beside which no task may have that name.
 COLUMNS = "method", "overall"
 # MT-bench's eight categories, which are one task of Spec-Bench.
@@ -150,8 +154,7 @@ def load_questions(config: BenchConfig) -> list[Question]:
                 if question.question_id in questions:
                     raise ValueError(f"question_id {question.question_id} again")
             except ValueError as error:
-                form = _form(config, source.source)
-                raise DataError(f"{source.source}, record {number}: {error}. {form}") from error
+                raise DataError(f"{source.source}, record {number}: {error}. {FORM}") from error
             if any(turn.startswith(UNFILLED) for turn in question.turns):
                 unfilled += 1
                 continue
@@ -272,17 +275,6 @@ def _download(config: BenchConfig, url: str) -> Path:
     return file
 
 
-def _form(config: BenchConfig, source: str) -> str:
-    """What the lines of a bench must look like."""
-    if config.question is not None:
-        return "bench.question= and bench.category= name the columns to read"
-    command = command_line("prepare split", source=source, output="outputs/questions")
-    return (
-        'A bench has one question a line, such as {"turns": ["Why?"]}; of conversations this makes '
-        f"one: {command}"
-    )
-
-
 def _fields(record: Any, config: BenchConfig) -> dict[str, Any]:
     """A record's fields that have a value; of a table, those that the config chooses."""
     if isinstance(record, BadRecord):
@@ -306,7 +298,6 @@ def _fields(record: Any, config: BenchConfig) -> dict[str, Any]:
 
 def _question(fields: dict[str, Any], category: str, default_id: int) -> Question:
     """The question in a record's fields. Errors: `ValueError`."""
-    valid_text(json.dumps(fields, ensure_ascii=False, default=str))
     category = fields.get("category", category)
     question_id = fields.get("question_id", default_id)
     if isinstance(question_id, str):
@@ -317,19 +308,14 @@ def _question(fields: dict[str, Any], category: str, default_id: int) -> Questio
         raise ValueError("category must be a string")
     if category in COLUMNS:
         raise ValueError(f"a category may not be called {' or '.join(COLUMNS)}, as columns are")
-    turns = fields.get("turns")
+    messages = conversation(fields)
     system = fields.get("system", "")
-    if turns is None and isinstance(fields.get("messages"), list):
-        # the form in which NVIDIA's tools write SPEED-Bench
-        messages = [message for message in fields["messages"] if isinstance(message, dict)]
-        if messages and messages[0].get("role") == "system":
-            system = messages.pop(0).get("content")
-        if others := {str(x.get("role")) for x in messages} - {"user", "assistant"}:
-            raise ValueError(f"a turn with the role {min(others)} cannot stand where it does")
-        turns = [message.get("content") for message in messages if message.get("role") == "user"]
-    are_strings = isinstance(turns, list) and all(isinstance(x, str) and x.strip() for x in turns)
-    if not turns or not are_strings:
-        raise ValueError("turns must be a list of at least one string, none of them blank")
-    if not isinstance(system, str):
-        raise ValueError("a system turn must be a string")
+    if messages and messages[0]["role"] == "system":
+        system = messages.pop(0)["content"]
+    if not isinstance(system, str) or any(turn["role"] == "system" for turn in messages):
+        raise ValueError("a system turn must be a string, before all others")
+    turns = [turn["content"] for turn in messages if turn["role"] == "user"]
+    if not turns or not all(map(str.strip, turns)):
+        raise ValueError("there must be at least one user's turn, and none that is blank")
+    category = sanitized(category)
     return Question(question_id, category, turns, fields.get("reference"), system=system)

@@ -162,14 +162,14 @@ def test_every_named_bench_has_its_stand_in():
         ("math500", {"problem": "x", "answer": "y"}, "no column 'subject', only problem, answer"),
         ("alpaca", {"instruction": "x"}, "no column 'input', only instruction"),
         ("gsm8k", {"question": 5}, "question is neither text nor a list of turns"),
-        ("gsm8k", {"question": ""}, "none of them blank"),
+        ("gsm8k", {"question": ""}, "at least one user's turn"),
         ("gsm8k", [[]], "it is no JSON object"),
     ],
 )
 def test_a_column_that_is_not_there_is_named_with_its_file(name, row, reason, tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text(json.dumps(row))
-    ways_out = r"bench\.question= and bench\.category= name the columns"
+    ways_out = r"A question looks like .* bench\.question= and bench\.category= name the columns"
     with pytest.raises(DataError, match=rf"mine\.jsonl, record 1: .*{reason}.*\. {ways_out}"):
         load_questions(named(name, path=str(file)))
 
@@ -251,29 +251,34 @@ def test_questions_that_are_nowhere_are_named_with_the_way_out(config, error, me
         (json.dumps(GOOD | {"category": 5}), "category must be a string"),
         (json.dumps(GOOD | {"category": "overall"}), "may not be called method or overall"),
         (json.dumps(GOOD | {"category": "method"}), "may not be called method or overall"),
-        (json.dumps({"messages": [USER, SYSTEM]}), "a turn with the role system cannot stand"),
-        (json.dumps({"messages": [USER, SYSTEM | {"role": "tool"}]}), "with the role tool cannot"),
-        (json.dumps({"messages": [SYSTEM | {"content": 5}, USER]}), "a system turn must be a str"),
+        (json.dumps({"messages": [USER, SYSTEM]}), "a system turn must be a string, before all"),
+        (json.dumps({"messages": [USER, SYSTEM | {"role": "tool"}]}), "a turn of role 'tool'"),
+        (
+            json.dumps({"messages": [SYSTEM | {"content": 5}, USER]}),
+            "a turn whose 'content' or",
+        ),
         ("[" * 100_000, "a line that is not JSON"),
-        (json.dumps(GOOD | {"turns": []}), "at least one string"),
-        (json.dumps({"messages": ["Why?", {"role": "user"}]}), "at least one string"),
-        (json.dumps(GOOD | {"turns": ["Why?", " "]}), "none of them blank"),
-        (json.dumps(GOOD | {"turns": ["half \ud83d pair"]}), "half of a surrogate pair"),
+        (json.dumps(GOOD | {"turns": []}), "at least one user's turn"),
+        (
+            json.dumps({"messages": ["Why?", {"role": "user"}]}),
+            "a turn that is a str, not an object",
+        ),
+        (json.dumps(GOOD | {"turns": ["Why?", " "]}), "none that is blank"),
         (json.dumps(GOOD), "question_id 1 again"),
     ],
 )
 def test_a_malformed_line_is_named(line, reason, tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text(f"{json.dumps(GOOD)}\n\n{line}\n")
-    makes_it = r"scripts/prepare\.py split .*mine\.jsonl"  # a bench, of conversations
-    with pytest.raises(DataError, match=rf"mine\.jsonl, record 2: .*{reason}.* {makes_it}"):
+    with pytest.raises(DataError, match=rf"mine\.jsonl, record 2: .*{reason}.* A question looks"):
         load_questions(BenchConfig(path=str(file)))
 
 
 def test_turns_alone_make_a_bench_that_is_called_as_its_file(tmp_path):
     file = tmp_path / "mine.jsonl"
     null = {"turns": ["Why?"], "category": None, "question_id": None}
-    lines = [{"turns": ["Why?"]}, null, {"turns": ["How?"], "category": "writing"}]
+    talk = [{"from": "human", "value": "How?"}, {"from": "gpt", "value": "So."}]
+    lines = [{"turns": ["Why?"]}, null, {"conversations": talk, "category": "writing"}]
     file.write_text("\n".join(map(json.dumps, lines)))
     config = BenchConfig(path=str(file))
     assert config.name == "mine" and BenchConfig().name == "demo"
