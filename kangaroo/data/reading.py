@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from kangaroo.data.filters import list_reasons
 from kangaroo.models.prompts import Message, content_text, sanitized
-from kangaroo.utils.errors import DataError
+from kangaroo.utils.errors import DataError, explained
 from kangaroo.utils.folders import write_whole
 
 QUESTION = "turns"  # the user's turns of a bench's question, as texts
@@ -130,7 +130,10 @@ def records(origin: Source, option: str = "data.source") -> Iterator[Any]:
     """Every record of a source as it is, with a `BadRecord` in place of a line that is not JSON.
     Errors: `DataError`, which names the `option` that gave the source."""
     revision = origin.revision
-    try:
+    part = f"(subset {origin.subset}, split {origin.split}, revision {revision})"
+    problem = f"{option}={origin.source} {part} cannot be read"
+    fix = f"Pass {SOURCES}; the hub needs a network, and a gated dataset needs `hf auth login`."
+    with explained(DataError, problem, fix):  # the hub's own are OSErrors
         if origin.source.startswith(HUB_FILE):
             owner, name, file = [*origin.source.removeprefix(HUB_FILE).split("/", 2), "", ""][:3]
             file = hf_hub_download(f"{owner}/{name}", file, repo_type="dataset", revision=revision)
@@ -141,12 +144,6 @@ def records(origin: Source, option: str = "data.source") -> Iterator[Any]:
         if path.suffix in JSON and path.is_file():
             return _from_json(path)
         return iter(_table(origin, path))
-    except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
-        raise DataError(
-            f"{option}={origin.source} (subset {origin.subset}, split {origin.split}, revision "
-            f"{revision}) cannot be read: {error} Pass {SOURCES}; the hub needs a network, "
-            "and a gated dataset needs `hf auth login`."
-        ) from error
 
 
 def _table(origin: Source, path: Path) -> Iterable[Any]:
@@ -173,22 +170,20 @@ def _table(origin: Source, path: Path) -> Iterable[Any]:
 def _from_json(path: Path) -> Iterator[Any]:
     """Records of a file that is one JSON list or has one JSON object per line; a `BadRecord` for a
     line that is not JSON. `datasets` would need all records to have the same fields."""
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            start = next((line for line in file if line.strip()), "")
-            file.seek(0)
-            if start.lstrip().startswith("["):
-                yield from json.load(file)
-                return
-            for line in filter(str.strip, file):
-                try:
-                    yield json.loads(line)
-                except (ValueError, RecursionError):
-                    yield BadRecord("a line that is not JSON")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error}); convert it.") from error
-    except (ValueError, RecursionError) as error:  # too many digits, too many brackets
-        raise DataError(f"{path} is not JSON: {error}.") from error
+    with (
+        explained(DataError, f"{path} is not JSON in UTF-8", "Convert it."),
+        path.open(encoding="utf-8-sig") as file,
+    ):
+        start = next((line for line in file if line.strip()), "")
+        file.seek(0)
+        if start.lstrip().startswith("["):
+            yield from json.load(file)
+            return
+        for line in filter(str.strip, file):
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError):
+                yield BadRecord("a line that is not JSON")
 
 
 def conversation(record: Any, column: str | None = None) -> list[Message]:

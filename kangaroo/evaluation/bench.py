@@ -2,12 +2,12 @@
 downloaded, from the hub, or local."""
 
 import hashlib
-import http.client
 import json
 import logging
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from kangaroo.data.reading import FORMS, HUB_FILE, BadRecord, Source, conversati
 from kangaroo.models.prompts import Message, Tokenizer, prompt_ids, sanitized
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import tables
-from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, PromptError
+from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, PromptError, explained
 from kangaroo.utils.folders import cache_folder, write_whole
 from kangaroo.utils.ranges import Count, Ranged
 
@@ -149,12 +149,10 @@ def load_questions(config: BenchConfig) -> list[Question]:
         option = "bench.path" if config.hub is None else "bench.hub"
         for number, record in enumerate(records(source, option), start=1):
             count += 1
-            try:
+            with explained(DataError, f"{source.source}, record {number}", FORM, (ValueError,)):
                 question = _question(_fields(record, config), category, default_id=count)
                 if question.question_id in questions:
                     raise ValueError(f"question_id {question.question_id} again")
-            except ValueError as error:
-                raise DataError(f"{source.source}, record {number}: {error}. {FORM}") from error
             if any(turn.startswith(UNFILLED) for turn in question.turns):
                 unfilled += 1
                 continue
@@ -254,14 +252,12 @@ def _download(config: BenchConfig, url: str) -> Path:
     """The file in the cache folder that keeps what lies at an address."""
     file = cache_folder() / "benches" / f"{config.name}.jsonl"
     is_cached = file.is_file()
-    try:
-        with file.open("rb") if is_cached else urllib.request.urlopen(url, timeout=30) as stream:
-            content: bytes = stream.read()
-    except (OSError, http.client.HTTPException) as error:
-        raise DataError(
-            f"{url} cannot be downloaded ({error}). Go online once, or fetch the file "
-            "elsewhere and pass bench.path=."
-        ) from error
+    fix = "Go online once, or fetch the file elsewhere and pass bench.path=."
+    with (
+        explained(DataError, f"{url} cannot be downloaded", fix, (OSError, HTTPException)),
+        file.open("rb") if is_cached else urllib.request.urlopen(url, timeout=30) as stream,
+    ):
+        content: bytes = stream.read()
     digest = hashlib.sha256(content).hexdigest()
     if config.sha256 and digest != config.sha256:
         source = f"'{file}'" if is_cached else url
