@@ -4,19 +4,20 @@ downloaded, from the hub, or local."""
 import hashlib
 import json
 import logging
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch.hub import download_url_to_file
+
 from kangaroo.data.reading import FORMS, HUB_FILE, BadRecord, Source, conversation, records
 from kangaroo.models.prompts import Message, Tokenizer, prompt_ids, sanitized
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, PromptError, explained
-from kangaroo.utils.folders import cache_folder, write_whole
+from kangaroo.utils.folders import cache_folder
 from kangaroo.utils.ranges import Count, Ranged
 
 log = logging.getLogger(__name__)
@@ -199,10 +200,9 @@ def _sources(config: BenchConfig) -> list[Source]:
     """The files and datasets that hold the questions."""
     if config.path is not None:
         path = Path(config.path).absolute()
-        digest = sha256(path) if config.sha256 and path.is_file() else config.sha256
-        if digest != config.sha256:
-            what = f"{config.path} does not hold the questions of {config.name}"
-            log.warning("%s (its sha256 differs)", what)
+        if config.sha256 and path.is_file() and sha256(path) != config.sha256:
+            about = f"does not hold the questions of {config.name} (its sha256 differs)"
+            log.warning("%s %s", config.path, about)
         files = _files_below(config, path) if path.is_dir() else [path]
         return [Source(str(file)) for file in files]
     if config.url is not None:
@@ -251,23 +251,17 @@ def sha256(file: Path) -> str:
 def _download(config: BenchConfig, url: str) -> Path:
     """The file in the cache folder that keeps what lies at an address."""
     file = cache_folder() / "benches" / f"{config.name}.jsonl"
-    is_cached = file.is_file()
-    fix = "Go online once, or fetch the file elsewhere and pass bench.path=."
-    with (
-        explained(DataError, f"{url} cannot be downloaded", fix, (OSError, HTTPException)),
-        file.open("rb") if is_cached else urllib.request.urlopen(url, timeout=30) as stream,
-    ):
-        content: bytes = stream.read()
-    digest = hashlib.sha256(content).hexdigest()
-    if config.sha256 and digest != config.sha256:
-        source = f"'{file}'" if is_cached else url
-        fix = "Delete it, so that it is downloaded again" if is_cached else "Try again"
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fix = "Go online and try again, or fetch the file elsewhere and pass bench.path=."
+        causes = (OSError, HTTPException, RuntimeError)  # the last for another checksum
+        with explained(DataError, f"{url} cannot be downloaded", fix, causes):
+            download_url_to_file(url, str(file), config.sha256, progress=False)
+    elif config.sha256 and sha256(file) != config.sha256:
         raise CorruptFile(
-            f"the questions of {config.name} from {source} have sha256 {digest}, not "
-            f"{config.sha256}. {fix}, or pass bench.path=."
+            f"'{file}' does not hold the questions of {config.name} (its sha256 differs). Delete "
+            "it, so that it is downloaded again, or pass bench.path=."
         )
-    if not is_cached:
-        write_whole(file, content)
     return file
 
 

@@ -204,16 +204,16 @@ def test_a_download_is_kept_and_wrong_checksums_refused_but_of_local_files(tmp_p
     others = content.replace(b"Why", b"How")
     config = BenchConfig("far", url=home.as_uri(), sha256=hashlib.sha256(content).hexdigest())
     home.write_bytes(others)
-    with pytest.raises(CorruptFile, match=r"far from file:.* sha256 \w+, not \w+\. Try again"):
+    with pytest.raises(DataError, match=r"file:.*question\.jsonl cannot be downloaded: .* hash"):
         load_questions(config)
-    assert not (cache / "benches").exists()  # nothing is kept
+    assert not list((cache / "benches").iterdir())  # nothing is kept
     home.write_bytes(content)
     assert load_questions(config)[0].turns == ["Why?"]
     home.unlink()
     assert load_questions(config)[0].turns == ["Why?"]
     assert [file.name for file in (cache / "benches").iterdir()] == ["far.jsonl"]
     (cache / "benches/far.jsonl").write_text("{}")
-    with pytest.raises(CorruptFile, match=r"far\.jsonl' have sha256 .* Delete it"):
+    with pytest.raises(CorruptFile, match=r"far\.jsonl' .*sha256 differs.*Delete it"):
         load_questions(config)
     # a local file needs no network, and one of other questions is used with a warning
     config.path, config.url = str(home), "http://127.0.0.1:9/"
