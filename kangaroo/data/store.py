@@ -164,9 +164,8 @@ def attach_records(path: Path, samples: Sequence[Sample], source: Path) -> None:
         records = np.load(path, mmap_mode="r").view(np.ndarray)
         if len(records) != sum(counts):
             raise ValueError(f"{len(records)} records for {sum(counts)} tokens of the assistant")
-    stops = np.cumsum(counts)
-    for sample, start, stop in zip(samples, stops - counts, stops, strict=True):
-        sample["teacher"] = records[start:stop]
+    for sample, part in zip(samples, np.split(records, np.cumsum(counts)[:-1]), strict=True):
+        sample["teacher"] = part
 
 
 def _without_records(sample: Sample) -> dict[str, Any]:
