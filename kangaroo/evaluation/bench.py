@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 from torch.hub import download_url_to_file
 
 from kangaroo.data.reading import FORMS, HUB_FILE, BadRecord, Source, conversation, records
+from kangaroo.engine.requests import Request
 from kangaroo.models.prompts import Message, Tokenizer, prompt_ids, sanitized
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import tables
-from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, PromptError, explained
+from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, explained, naming
 from kangaroo.utils.folders import cache_folder
 from kangaroo.utils.ranges import Count, Ranged
 
@@ -106,13 +107,9 @@ class Question:
         self, lm: TargetModel, tokenizer: Tokenizer, answers: Sequence[str] = ()
     ) -> list[int]:
         """The token ids of `conversation`. Errors: `PromptError`."""
-        prompt = prompt_ids(tokenizer, self.conversation(answers))
-        if len(prompt) >= lm.context:
-            raise PromptError(
-                f"question {self.question_id}, turn {len(answers) + 1} has {len(prompt)} tokens, "
-                f"and the model's context is {lm.context}. Leave it out of the bench, or lower "
-                "max_new_tokens if the answer before it is what is long."
-            )
+        with naming(f"question {self.question_id}, turn {len(answers) + 1}"):
+            prompt = prompt_ids(tokenizer, self.conversation(answers))
+            Request(prompt, max_new_tokens=1).check_fits("the model's context is", lm.context)
         return prompt
 
 
