@@ -7,9 +7,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from kangaroo.utils.errors import ConfigError, CorruptFile, explained
+from kangaroo.utils.errors import CorruptFile, explained
 from kangaroo.utils.folders import write_json
-from kangaroo.utils.provenance import differences, provenance
+from kangaroo.utils.provenance import check_same, provenance
 
 METHOD = "method"  # the drafter under test, beside the baselines "vanilla" and "hf"
 AGAIN = "vanilla_again"  # a method: vanilla decoding a second time, which shows the noise
@@ -114,11 +114,7 @@ def check_run(folder: Path, settings: dict[str, Any]) -> None:
     """Check that the run in a folder had these settings. Errors: `ConfigError`; `CorruptFile`."""
     before = read_run(folder)["settings"]
     now = json.loads(json.dumps(settings))
-    if difference := differences({name: before.get(name) for name in now}, now):
-        raise ConfigError(
-            f"'{folder}' holds a run with other settings: {difference}. Pass another output=, or "
-            "resume=false, which measures again what this command had measured there."
-        )
+    check_same(folder, {name: before.get(name) for name in now}, now, "resume=false, or output=")
 
 
 def start_run(folder: Path, settings: dict[str, Any], cost: dict[str, Any], resume: bool) -> None:

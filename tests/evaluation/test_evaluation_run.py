@@ -112,7 +112,7 @@ def test_what_is_finished_is_not_run_again_and_other_settings_refused(finished, 
     monkeypatch.setattr(Engine, "generate", None)
     assert evaluate_tiny(output, bench) == summary
     assert (output / "summary.json").exists()
-    fix = r"max_new_tokens=16 there, 17 now\. Pass another output=, or resume=false"
+    fix = r"max_new_tokens=16 there, 17 now\)\. Go on with the same ones, pass resume=false"
     with pytest.raises(ConfigError, match=fix):
         evaluate_tiny(output, bench, max_new_tokens=17)
     with pytest.raises(ConfigError, match=r"sampling\.temperature=0\.0 there, 0\.5 now"):
