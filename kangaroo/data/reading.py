@@ -141,14 +141,14 @@ def records(origin: Source, option: str = "data.source") -> Iterator[Any]:
         path = Path(origin.source).expanduser()
         if is_local(origin.source) and not path.exists():
             raise DataError(f"there is no source '{path}'. Pass {SOURCES}.")
-        if path.suffix in JSON and path.is_file():
+        if path.suffix.lower() in JSON and path.is_file():
             return _from_json(path)
         return iter(_table(origin, path))
 
 
 def _table(origin: Source, path: Path) -> Iterable[Any]:
     """The rows of a file, a folder or a dataset on the hub. Errors: `OSError`, `ValueError`."""
-    if path.suffix == ".parquet" and path.is_file():  # `datasets` would copy it
+    if path.suffix.lower() == ".parquet" and path.is_file():  # `datasets` would copy it
         return parquet.read_table(path, partitioning=None).to_pylist()
     # here, since the import takes seconds
     from datasets import load_dataset, load_from_disk
