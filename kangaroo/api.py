@@ -24,7 +24,7 @@ from kangaroo.models.loading import ModelConfig, load_target, model_config
 from kangaroo.models.prompts import Tokenizer, conversation, prompt_ids, valid_text
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.discovery import classes
-from kangaroo.utils.errors import AdapterNotFound, ConfigError, KangarooError, naming
+from kangaroo.utils.errors import AdapterNotFound, ConfigError, KangarooError, explained, naming
 from kangaroo.utils.folders import project_folder
 from kangaroo.utils.ranges import Count, Ranged
 
@@ -253,10 +253,8 @@ def _stops(stop: Any) -> list[str]:
     for string in strings:
         if not isinstance(string, str) or not string:
             raise ConfigError(f"stop={stop!r}: {string!r} is no text that can end an answer.")
-        try:
+        with explained(ConfigError, f"stop={stop!r}", "Pass other text.", (ValueError,)):
             valid_text(string)
-        except ValueError as error:
-            raise ConfigError(f"stop={stop!r}: {error}.") from error
     return strings
 
 

@@ -5,16 +5,17 @@ import itertools
 import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import hf_hub_download
+from pyarrow import parquet
 
 from kangaroo.data.filters import list_reasons
 from kangaroo.models.prompts import Message, content_text, sanitized
-from kangaroo.utils.errors import DataError
+from kangaroo.utils.errors import DataError, explained
 from kangaroo.utils.folders import write_whole
 
 QUESTION = "turns"  # the user's turns of a bench's question, as texts
@@ -84,9 +85,9 @@ def read_records(
     origin: Source, unreadable: Counter[str] | None, check: Check | None = None
 ) -> Iterator[tuple[dict[str, Any], list[Message]]]:
     """Every record of a source, unchanged, and its conversation, otherwise like `read`."""
-    for number, record in enumerate(_records(origin), start=1):
+    for number, record in enumerate(records(origin), start=1):
         try:
-            messages = _conversation(record, origin.column)
+            messages = conversation(record, origin.column)
             if check is not None:
                 check(messages)
             yield record, messages
@@ -125,60 +126,67 @@ def is_local(source: str) -> bool:
     return not source.startswith(HUB_FILE) and (is_file_name or path.exists())
 
 
-def _records(origin: Source) -> Iterator[Any]:
-    # here, since the import takes seconds
-    from datasets import load_dataset, load_from_disk
-    from datasets.exceptions import DatasetsError
-
+def records(origin: Source, option: str = "data.source") -> Iterator[Any]:
+    """Every record of a source as it is, with a `BadRecord` in place of a line that is not JSON.
+    Errors: `DataError`, which names the `option` that gave the source."""
     revision = origin.revision
-    try:
+    part = f"(subset {origin.subset}, split {origin.split}, revision {revision})"
+    problem = f"{option}={origin.source} {part} cannot be read"
+    fix = f"Pass {SOURCES}; the hub needs a network, and a gated dataset needs `hf auth login`."
+    with explained(DataError, problem, fix):  # the hub's own are OSErrors
         if origin.source.startswith(HUB_FILE):
             owner, name, file = [*origin.source.removeprefix(HUB_FILE).split("/", 2), "", ""][:3]
             file = hf_hub_download(f"{owner}/{name}", file, repo_type="dataset", revision=revision)
             origin = replace(origin, source=file)
         path = Path(origin.source).expanduser()
-        if path.suffix in JSON and path.is_file():
-            return _from_json(path)
         if is_local(origin.source) and not path.exists():
             raise DataError(f"there is no source '{path}'. Pass {SOURCES}.")
+        if path.suffix.lower() in JSON and path.is_file():
+            return _from_json(path)
+        return iter(_table(origin, path))
+
+
+def _table(origin: Source, path: Path) -> Iterable[Any]:
+    """The rows of a file, a folder or a dataset on the hub. Errors: `OSError`, `ValueError`."""
+    if path.suffix.lower() == ".parquet" and path.is_file():  # `datasets` would copy it
+        return parquet.read_table(path, partitioning=None).to_pylist()
+    # here, since the import takes seconds
+    from datasets import load_dataset, load_from_disk
+    from datasets.exceptions import DatasetsError
+
+    try:
         if path.is_file():
             if path.suffix not in TABLES:
                 raise ValueError(f"nothing reads files that end in '{path.suffix}'.")
-            return iter(load_dataset(path.suffix[1:], data_files=str(path), split="train"))
+            return load_dataset(path.suffix[1:], data_files=str(path), split="train")
         if (path / "state.json").is_file():
-            return iter(load_from_disk(path))
+            return load_from_disk(path)
         name = str(path) if path.is_dir() else origin.source
-        return iter(load_dataset(name, origin.subset, split=origin.split, revision=revision))
-    except (OSError, ValueError, DatasetsError) as error:  # the hub's own errors are OSErrors
-        raise DataError(
-            f"data.source={origin.source} (subset {origin.subset}, split {origin.split}, revision "
-            f"{revision}) cannot be read: {error} Pass {SOURCES}; the hub needs a network, "
-            "and a gated dataset needs `hf auth login`."
-        ) from error
+        return load_dataset(name, origin.subset, split=origin.split, revision=origin.revision)
+    except DatasetsError as error:
+        raise ValueError(error) from error
 
 
 def _from_json(path: Path) -> Iterator[Any]:
     """Records of a file that is one JSON list or has one JSON object per line; a `BadRecord` for a
     line that is not JSON. `datasets` would need all records to have the same fields."""
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            start = next((line for line in file if line.strip()), "")
-            file.seek(0)
-            if start.lstrip().startswith("["):
-                yield from json.load(file)
-                return
-            for line in filter(str.strip, file):
-                try:
-                    yield json.loads(line)
-                except (ValueError, RecursionError):
-                    yield BadRecord("a line that is not JSON")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error}); convert it.") from error
-    except (ValueError, RecursionError) as error:  # too many digits, too many brackets
-        raise DataError(f"{path} is not JSON: {error}.") from error
+    with (
+        explained(DataError, f"{path} is not JSON in UTF-8", "Convert it."),
+        path.open(encoding="utf-8-sig") as file,
+    ):
+        start = next((line for line in file if line.strip()), "")
+        file.seek(0)
+        if start.lstrip().startswith("["):
+            yield from json.load(file)
+            return
+        for line in filter(str.strip, file):
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError):
+                yield BadRecord("a line that is not JSON")
 
 
-def _conversation(record: Any, column: str | None) -> list[Message]:
+def conversation(record: Any, column: str | None = None) -> list[Message]:
     """The conversation in a record, where it may be JSON text. Errors: `BadRecord`."""
     if isinstance(record, BadRecord):
         raise record

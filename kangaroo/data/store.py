@@ -15,7 +15,7 @@ import numpy as np
 from pyarrow import compute
 
 from kangaroo.models.prompts import Sample, Tokenizer, unknown_token
-from kangaroo.utils.errors import CorruptFile, DataError
+from kangaroo.utils.errors import CorruptFile, DataError, explained
 from kangaroo.utils.folders import write_json, write_whole
 from kangaroo.utils.provenance import check_same, provenance
 
@@ -68,10 +68,8 @@ def load(path: Path, vocab_size: int = 1 << 31) -> tuple[list[Sample], dict[str,
     from datasets import load_from_disk
 
     described = read_provenance(path)
-    try:
+    with explained(DataError, f"dataset '{path}' cannot be read", "Delete it."):
         samples = load_from_disk(path).to_list()
-    except (OSError, ValueError) as error:
-        raise DataError(f"dataset '{path}' cannot be read ({error}); delete it.") from error
     if described.get("teacher"):
         attach_records(path / RECORDS, samples, path)
     if fingerprint(samples) != described["fingerprint"]:
@@ -137,12 +135,9 @@ class Shards:
 
 
 def _json(path: Path, text: str) -> Any:
-    try:
+    fix = "Delete it, so that it is written anew."
+    with explained(CorruptFile, f"{path} cannot be read", fix):
         return json.loads(text)
-    except ValueError as error:
-        raise CorruptFile(
-            f"{path} cannot be read ({error}); delete it, so that it is written anew."
-        ) from error
 
 
 def save_records(path: Path, samples: Sequence[Sample]) -> None:
@@ -164,17 +159,13 @@ def attach_records(path: Path, samples: Sequence[Sample], source: Path) -> None:
     if not samples:
         return
     counts = [sum(sample["loss_mask"]) for sample in samples]
-    try:
+    fix = f"Delete {source}, so that it is written anew."
+    with explained(CorruptFile, f"{path} cannot be read", fix):
         records = np.load(path, mmap_mode="r").view(np.ndarray)
         if len(records) != sum(counts):
             raise ValueError(f"{len(records)} records for {sum(counts)} tokens of the assistant")
-    except (OSError, ValueError) as error:
-        raise CorruptFile(
-            f"{path} cannot be read ({error}); delete {source}, so that it is written anew."
-        ) from error
-    stops = np.cumsum(counts)
-    for sample, start, stop in zip(samples, stops - counts, stops, strict=True):
-        sample["teacher"] = records[start:stop]
+    for sample, part in zip(samples, np.split(records, np.cumsum(counts)[:-1]), strict=True):
+        sample["teacher"] = part
 
 
 def _without_records(sample: Sample) -> dict[str, Any]:
@@ -195,10 +186,9 @@ def documents(
         samples, origin["dataset"] = load(Path(dataset), vocab_size)
         token_ids += [sample["input_ids"] for sample in samples]
     for path in texts:
-        try:
+        problem = f"text '{path}' cannot be read"
+        with explained(DataError, problem, "Pass UTF-8 files."):
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"text '{path}' cannot be read ({error}); pass UTF-8 files.") from error
         token_ids.append(tokenizer.encode(text, add_special_tokens=False))
         if fault := unknown_token(token_ids[-1], vocab_size, tokenizer):
             raise DataError(f"text '{path}' holds {fault}; take it out of the text.")

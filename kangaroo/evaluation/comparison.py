@@ -8,7 +8,7 @@ import itertools
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +59,10 @@ Questions = Sequence[dict[str, Any]]  # `by_question` of a summary
 
 def compare(folder: Path) -> Comparison | None:
     """All finished evaluations below `folder`, the fastest first; None if there are none. Errors:
-    `ConfigError` if their shared settings differ."""
+    those of `summaries_in`."""
     summaries = summaries_in(folder)
     if not summaries:
         return None
-    first, *others = summaries
-    settings = shared_settings(summaries[first])
-    for name in others:
-        if difference := differences(settings, shared_settings(summaries[name])):
-            raise ConfigError(
-                f"'{name}' and '{first}' in '{folder}' cannot be compared, since '{first}' was run "
-                f"with other settings: {difference}. Move one of them elsewhere."
-            )
     methods = [_method(name, summary) for name, summary in summaries.items()]
     speeds = ("speedup", "tokens_per_second")
     methods.sort(key=lambda method: [-(method["overall"][name] or 0.0) for name in speeds])
@@ -79,7 +71,7 @@ def compare(folder: Path) -> Comparison | None:
     return {
         **{key: largest[key] for key in ("model", "bench", "dtype", "device", "questions")},
         "turns": largest["lossless"]["turns"],
-        "settings": settings,
+        "settings": shared_settings(largest),
         "methods": methods,
         "paired": [
             compare_pair(row, column)
@@ -88,8 +80,9 @@ def compare(folder: Path) -> Comparison | None:
     }
 
 
-def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """Summaries below a folder by their paths within it, without baselines of a sweep's jobs."""
+def summaries_in(folder: Path, free: Collection[str | None] = ()) -> dict[str, dict[str, Any]]:
+    """Summaries below a folder by their paths within it, without baselines of a sweep's jobs.
+    Errors: `ConfigError` if their shared settings differ, but for the `free` ones."""
     summaries: dict[str, dict[str, Any]] = {}
     baselines = [baseline.value for baseline in Baseline]
     for file in sorted(folder.rglob(SUMMARY)):
@@ -99,6 +92,14 @@ def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
         summary = json.loads(file.read_text(encoding="utf-8"))
         name = path.relative_to(folder).as_posix() if path != folder else summary["drafter"]
         summaries.setdefault(name, summary)
+    first = next(iter(summaries), "")
+    for name, summary in summaries.items():
+        expected = shared_settings(summaries[first], free)
+        if difference := differences(expected, shared_settings(summary, free)):
+            raise ConfigError(
+                f"'{name}' and '{first}' in '{folder}' cannot be compared, since '{first}' was run "
+                f"with other settings: {difference}. Move one of them elsewhere."
+            )
     return summaries
 
 

@@ -7,9 +7,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from kangaroo.utils.errors import ConfigError, CorruptFile
+from kangaroo.utils.errors import CorruptFile, explained
 from kangaroo.utils.folders import write_json
-from kangaroo.utils.provenance import differences, provenance
+from kangaroo.utils.provenance import check_same, provenance
 
 METHOD = "method"  # the drafter under test, beside the baselines "vanilla" and "hf"
 AGAIN = "vanilla_again"  # a method: vanilla decoding a second time, which shows the noise
@@ -106,13 +106,10 @@ def read(folder: Path) -> list[Record]:
     records = {}
     for file in sorted(folder.glob(RECORDS)):
         for number, line in enumerate(whole_lines(file).splitlines(), start=1):
-            try:
+            problem = f"'{file}', line {number} is no record"
+            fix = "Delete that line, and what it held is measured again."
+            with explained(CorruptFile, problem, fix):
                 record = _record(json.loads(line))
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise CorruptFile(
-                    f"'{file}', line {number} is no record ({error}). Delete that line, and what "
-                    "it held is measured again."
-                ) from error
             records[record.question_id] = record
     return [records[question_id] for question_id in sorted(records)]
 
@@ -121,11 +118,7 @@ def check_run(folder: Path, settings: dict[str, Any]) -> None:
     """Check that the run in a folder had these settings. Errors: `ConfigError`; `CorruptFile`."""
     before = read_run(folder)["settings"]
     now = json.loads(json.dumps(settings))
-    if difference := differences({name: before.get(name) for name in now}, now):
-        raise ConfigError(
-            f"'{folder}' holds a run with other settings: {difference}. Pass another output=, or "
-            "resume=false, which measures again what this command had measured there."
-        )
+    check_same(folder, {name: before.get(name) for name in now}, now, "resume=false, or output=")
 
 
 def start_run(folder: Path, settings: dict[str, Any], cost: dict[str, Any], resume: bool) -> None:
@@ -141,11 +134,10 @@ def start_run(folder: Path, settings: dict[str, Any], cost: dict[str, Any], resu
 
 def read_run(folder: Path) -> dict[str, Any]:
     """Settings, drafter's cost and provenance of a run, as `start_run` wrote them."""
-    try:
+    fix = "Pass resume=false to begin anew."
+    with explained(CorruptFile, f"'{folder / RUN}'", fix):
         run = json.loads((folder / RUN).read_text())
         return {name: run[name] for name in ("settings", "drafter_cost", "provenance")}
-    except (ValueError, TypeError, KeyError) as error:
-        raise CorruptFile(f"'{folder / RUN}': {error}. Pass resume=false to begin anew.") from error
 
 
 def whole_lines(file: Path) -> bytes:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from kangaroo.utils.terminal import progress_bar
 logger = logging.getLogger(__name__)
 
 Log = Callable[[dict[str, float], int], None]  # takes metrics and the number of questions
+Decoder = Callable[[list[int], int, int], MethodRun]  # takes a prompt, a limit and a seed
 
 
 @dataclass
@@ -164,38 +166,35 @@ def check(
             store.check_run(folder, shared | own.get(folder, {}))
 
 
+@dataclass
 class Evaluator:
     """An evaluation; creating one checks everything and starts or resumes the runs in its folders.
     Questions are shared among `ranks`, and the first rank writes all files that are no records.
     Errors: `ConfigError`, `DataError`, `CorruptFile`, `PromptError`."""
 
-    def __init__(
-        self,
-        lm: TargetModel,
-        tokenizer: Tokenizer,
-        methods: Sequence[MethodSpec],
-        config: EvaluateConfig,
-        *,
-        model_name: str,
-        ranks: Ranks = ALONE,
-    ):
-        self.lm = lm
-        self.tokenizer = tokenizer
-        self.config = config
-        self.ranks = ranks
-        self.methods = methods
-        self.folders = method_folders(config, [method.name for method in methods])
+    lm: TargetModel
+    tokenizer: Tokenizer
+    methods: Sequence[MethodSpec]
+    config: EvaluateConfig
+    model_name: str
+    ranks: Ranks = ALONE
+
+    def __post_init__(self) -> None:
+        lm = self.lm
+        config = self.config
+        ranks = self.ranks
+        self.folders = method_folders(config, [method.name for method in self.methods])
         self.questions, self.limit = select_questions(config)
         for question in self.questions:  # first turns must fit; later ones depend on answers
-            question.prompt(lm, tokenizer)
+            question.prompt(lm, self.tokenizer)
         cuda = lm.device.type == "cuda"
         shared = {
-            "model": model_name,
+            "model": self.model_name,
             "dtype": str(lm.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(lm.device) if cuda else lm.device.type,
         }
         shared |= settings_of(config, self.questions, self.limit)
-        for method, folder in zip(methods, self.folders, strict=True):
+        for method, folder in zip(self.methods, self.folders, strict=True):
             settings = shared | {"drafter": method.name} | flatten(method.settings)
             parameters = footprint(method.drafter, [lm]).parameters
             cost = {"parameters": parameters, "training": method.made_by}
@@ -208,15 +207,16 @@ class Evaluator:
             check_revision(self.folders[0], len(complete), len(self.questions))
         # each method's records of the questions that all methods have answered
         self.records = [[x for x in answers if x.question_id in complete] for answers in records]
-        self.engines = [Engine(lm, method.drafter) for method in methods]
-        # methods by index, baselines by name, transformers is None; vanilla is first, so that it is
-        # not beside a last method that is vanilla again
-        self.decoders: dict[int | str, Engine | None] = {}
+        self.engines = [Engine(lm, method.drafter) for method in self.methods]
+        # methods by index, baselines by name; vanilla is first, so that it is not beside a last
+        # method that is vanilla again
+        self.decoders: dict[int | str, Decoder] = {}
         if Baseline.vanilla in config.baselines:
-            self.decoders["vanilla"] = Engine(lm, Vanilla())
-        self.decoders |= enumerate(self.engines)
+            self.decoders["vanilla"] = partial(self._by_engine, Engine(lm, Vanilla()))
+        for i, engine in enumerate(self.engines):
+            self.decoders[i] = partial(self._by_engine, engine)
         if Baseline.hf in config.baselines:
-            self.decoders["hf"] = None
+            self.decoders["hf"] = self._by_transformers
         comparable = config.sampling.greedy or config.sampling.rule is Rule.match
         self.compares = comparable and "vanilla" in self.decoders
 
@@ -288,18 +288,16 @@ class Evaluator:
             answers.append(turns[-1][0].runs[METHOD].text)
         finished = time.time()
         records = []
-        load = os.getloadavg()[0] / (os.cpu_count() or 1)
         for i, engine in enumerate(self.engines):
             assert engine.session is not None
-            size = footprint(engine.drafter, [self.lm, engine.session.batch]).bytes
             record = Record(
                 question.question_id,
                 question.category,
                 [turn[i] for turn in turns],
                 finished=finished,
-                drafter_bytes=size,
+                drafter_bytes=footprint(engine.drafter, [self.lm, engine.session.batch]).bytes,
                 task=question.task,
-                load=load,
+                load=os.getloadavg()[0] / (os.cpu_count() or 1),
             )
             records.append(record)
         return records
@@ -310,7 +308,7 @@ class Evaluator:
         prompt = question.prompt(self.lm, self.tokenizer, answers)
         limit = min(self.limit, self.lm.context - len(prompt))
         seed = turn_seed(question.question_id, len(answers), self.config.seed)
-        runs = {name: self._decode(name, prompt, limit, seed) for name in names}
+        runs = {name: self.decoders[name](prompt, limit, seed) for name in names}
         baselines = {x.name: runs[x.name] for x in Baseline if x.name in runs}
         turns = []
         for i in range(len(self.methods)):
@@ -327,16 +325,16 @@ class Evaluator:
             turns.append(turn)
         return turns
 
-    def _decode(self, name: int | str, prompt: list[int], limit: int, seed: int) -> MethodRun:
-        """A decoder's answer and its time. transformers samples with its own noise."""
-        engine = self.decoders[name]
-        sampling = self.config.sampling
-        if engine is None:
-            text = generate(self.lm, prompt, limit, sampling, seed=seed, eos_ids=self.lm.eos_ids())
-            return as_run(self.tokenizer, text, text.seconds)
+    def _by_engine(self, engine: Engine, prompt: list[int], limit: int, seed: int) -> MethodRun:
         start = now(self.lm.device)
-        (text,) = engine.generate([prompt], limit, sampling, seeds=[seed])
+        (text,) = engine.generate([prompt], limit, self.config.sampling, seeds=[seed])
         return as_run(self.tokenizer, text, now(self.lm.device) - start)
+
+    def _by_transformers(self, prompt: list[int], limit: int, seed: int) -> MethodRun:
+        """Sampled with noise of its own."""
+        eos_ids = self.lm.eos_ids()
+        text = generate(self.lm, prompt, limit, self.config.sampling, seed=seed, eos_ids=eos_ids)
+        return as_run(self.tokenizer, text, text.seconds)
 
 
 def check_lossless(result: dict[str, Any], output: Path) -> None:

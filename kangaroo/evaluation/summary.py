@@ -1,7 +1,7 @@
 """Turns records into `summary.json`, for a method and for its baselines."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -84,9 +84,11 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
     }
 
 
-def shared_settings(run: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run or summary that methods must have in common: all but the drafter's."""
-    return {k: v for k, v in run["settings"].items() if k.split(".")[0] != "drafter"}
+def shared_settings(run: dict[str, Any], free: Collection[str | None] = ()) -> dict[str, Any]:
+    """The settings of a run or summary that methods must have in common: all but the drafter's and
+    the `free` ones."""
+    settings = run["settings"].items()
+    return {k: v for k, v in settings if k.split(".")[0] != "drafter" and k not in free}
 
 
 def write_baseline(baseline: Baseline, method: Path, output: Path) -> None:

@@ -4,9 +4,9 @@ The next chunk is of the prompt whose first token is due first: its arrival plus
 alone. So a short prompt does not wait for a long one that arrived just before it, and a long one is
 overtaken only by prompts that arrive while it could have been read.
 
-An error in one job's own work ends that job. A step runs all rows: if it fails, a new batch is
-opened, and each job makes one step alone, continuing its text. A job that fails alone is ended; the
-others continue together with the same texts, since noise depends only on seed, position and token.
+An error in one job's own work ends that job. A step runs all rows: if it fails, each job makes one
+step alone, continuing its text in a new batch. A job that fails alone is ended; the others continue
+together with the same texts, since noise depends only on seed, position and token.
 """
 
 import logging
@@ -72,7 +72,6 @@ class Job:
         self.generation: Generation | None = None  # None until the prefill is complete
         self.written: list[int] = []
         self.resumed = replace(self.request, written=self.written)  # continues the written tokens
-        self.suspect = False  # it took part in a failed step, and has made none alone since
 
     @property
     def state(self) -> str:
@@ -95,6 +94,7 @@ class Scheduler:
         self.idle = list(range(self.max_batch_size))  # free rows, the least recently used first
         self.read_tokens = 0  # by all prefills
         self.read_seconds = 0.0
+        self.alone: Job | None = None  # the only one to be served after a failed step
         self.closing = False
         self.failure = ""  # the error that ended the decoding thread
         self.thread = threading.Thread(target=self._run, name="decoding", daemon=True)
@@ -154,8 +154,7 @@ class Scheduler:
                 if not self.jobs:
                     return
                 if not self._round(session):
-                    self._suspect_all()
-                    session = self._open()
+                    session = self._recover()
         except Exception as error:  # no job may wait for a dead thread
             log.exception("decoding has failed")
             with self.changed:
@@ -172,11 +171,14 @@ class Scheduler:
             time.sleep(PAUSE)
         return self.engine.open(self.max_batch_size, self.max_model_len, Sampling())
 
+    def _served(self) -> list[Job]:
+        return [job for job in list(self.jobs) if self.alone in (None, job)]
+
     def _round(self, session: Session) -> bool:
         """Prefill a chunk of one prompt, and step all texts. Returns whether that succeeded. (After
         the return, no traceback holds memory of the failed step.)"""
         try:
-            for job in list(self.jobs):
+            for job in self._served():
                 if job.cancelled or time.monotonic() > job.deadline:
                     self._end(job, CANCELLED if job.cancelled else TIMEOUT, session)
             self._prefill(session)
@@ -186,14 +188,19 @@ class Scheduler:
             return False
         return True
 
-    def _suspect_all(self) -> None:
-        """Take all jobs from their rows, to step each alone; end a job that was alone already."""
+    def _recover(self) -> Session:
+        """Open a session after a failed step, in which each text has made a step alone before; end
+        the jobs that fail."""
         for job in [job for job in self.jobs if job.row is not None]:
-            if job.suspect:
-                self._end(job, FAILED)
-            else:
-                self._leave(job)
-                job.suspect = True
+            self._leave(job)
+            self.alone = job
+            session = self._open()
+            while job in self.jobs and (job.generation is None or len(job.generation.steps) < 2):
+                if not self._round(session):
+                    self._end(job, FAILED)
+            self._leave(job)
+        self.alone = None
+        return self._open()
 
     def _leave(self, job: Job) -> int | None:
         """Take a job from its row, and return the row, which the session has to stop."""
@@ -222,13 +229,9 @@ class Scheduler:
             self._end(job, FAILED, session)
 
     def _readable(self) -> list[Job]:
-        """The jobs whose prompts can be read now; a suspect is alone in the batch."""
-        jobs = list(self.jobs)
-        waiting = [job for job in jobs if job.state == "waiting"]
-        entering = [job for job in jobs if job.state == "entering"]
-        if suspects := [job for job in jobs if job.suspect]:
-            return entering if len(waiting) < len(jobs) else suspects[:1]
-        return entering + (waiting if self.idle else [])
+        """The jobs whose prompts can be read now."""
+        states = ("entering", "waiting") if self.idle else ("entering",)
+        return [job for job in self._served() if job.state in states]
 
     def _prefill(self, session: Session) -> None:
         """Read the next chunk of the prompt that is due first."""
@@ -266,23 +269,16 @@ class Scheduler:
 
     def _step(self, session: Session) -> None:
         """Step all texts. They draft nothing while a prompt can be read, since longer steps between
-        its chunks would delay its first token. A suspect drafts, since that may be what failed."""
-        running = [(job, job.generation) for job in self.jobs if job.state == "running"]
+        its chunks would delay its first token."""
+        running = [(job, job.generation) for job in self._served() if job.state == "running"]
         if not running:
             return
-        suspect = running[0][0] if running[0][0].suspect else None
-        records = session.step(drafts=suspect is not None or not self._readable())
+        records = session.step(drafts=not self._readable())
         for job, generation in running:
             assert job.row is not None and generation is not None
             with self._ending(session, job):
                 session.record(job.row, records[job.row], job.request, generation)
                 self._record(job, generation, records[job.row])
-        if suspect is not None:
-            suspect.suspect = False
-            row = suspect.row
-            if row is not None and any(job.suspect for job in self.jobs):
-                self._leave(suspect)  # until the others have made their steps
-                session.batch.stop(row)
 
     def _record(self, job: Job, generation: Generation, record: StepRecord) -> None:
         """Notify a job of its step; after the last one, free its row."""

@@ -15,7 +15,7 @@ from kangaroo.models.prompts import Tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.serving.scheduler import Scheduler
 from kangaroo.utils import memory
-from kangaroo.utils.errors import ConfigError, MissingPackage
+from kangaroo.utils.errors import ConfigError, MissingPackage, explained
 from kangaroo.utils.folders import install
 from kangaroo.utils.ranges import Count, NotNegative, Positive, Range, Ranged
 
@@ -53,13 +53,9 @@ class ServeConfig(Ranged):
 def listen(config: ServeConfig) -> socket.socket:
     """A listening socket. Errors: `ConfigError` where nothing can listen at this address."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    try:
+    problem = f"nothing can listen on {config.host}:{config.port}"
+    with explained(ConfigError, problem, "Pass another port= or host=."):
         return socket.create_server((config.host, config.port), family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigError(
-            f"nothing can listen on {config.host}:{config.port}: {error.strerror}. Pass another "
-            "port= or host=."
-        ) from error
 
 
 def check_memory(lm: TargetModel, max_batch_size: int, max_model_len: int) -> None:

@@ -26,7 +26,7 @@ from kangaroo.training.backend import DeepSpeedBackend, TorchBackend
 from kangaroo.training.recipe import AdapterRecipe, Trainee, TrainerConfig
 from kangaroo.training.targets import shard
 from kangaroo.utils import memory
-from kangaroo.utils.errors import ConfigError, CorruptFile, Diverged
+from kangaroo.utils.errors import ConfigError, CorruptFile, Diverged, explained
 from kangaroo.utils.provenance import check_same, provenance
 from kangaroo.utils.ranks import ALONE, Ranks, default_device
 from kangaroo.utils.terminal import progress_bar
@@ -325,9 +325,6 @@ def resolve_sizes(
 def load_checkpoint(folder: Path) -> dict[str, Any]:
     """The last checkpoint of a run; empty if there is none. Errors: `CorruptFile`."""
     path = folder / CHECKPOINT
-    try:
+    problem = f"checkpoint '{path}' cannot be read"
+    with explained(CorruptFile, problem, "Delete it to train anew."):
         return torch.load(path, weights_only=True) if path.exists() else {}
-    except (RuntimeError, EOFError, OSError) as error:
-        raise CorruptFile(
-            f"checkpoint '{path}' cannot be read ({error}); delete it to train anew."
-        ) from error

@@ -16,13 +16,7 @@ from kangaroo.engine.backend import Backend
 from kangaroo.heads.layer import Layer
 from kangaroo.models import layer_weights
 from kangaroo.models.gguf_file import is_gguf
-from kangaroo.models.loading import (
-    ModelConfig,
-    Weights,
-    load_target,
-    load_tokenizer,
-    meta_model,
-)
+from kangaroo.models.loading import ModelConfig, Weights, load_target, load_tokenizer, meta_model
 from kangaroo.models.random_models import RANDOM
 from kangaroo.models.target import TargetModel
 from kangaroo.training.recipe import AdapterRecipe, TrainerConfig, named_exits

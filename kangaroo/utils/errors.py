@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# what reading a file raises that is damaged, or not what it should be
+DAMAGED = OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError
+
 
 class KangarooError(Exception):
     """An error that the user can fix; the command line shows its message without a traceback."""
@@ -16,6 +19,18 @@ def naming(option: str) -> Iterator[None]:
     except KangarooError as error:
         message = str(error).replace("drafter.", f"{option}.")
         raise type(error)(f"{option}: {message}") from error
+
+
+@contextmanager
+def explained(
+    kind: type[Exception], problem: str, fix: str, causes: tuple[type[Exception], ...] = DAMAGED
+) -> Iterator[None]:
+    """Turn exceptions of these kinds into an error that says problem, reason and fix."""
+    try:
+        yield
+    except causes as error:
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise kind(f"{problem}: {reason}. {fix}") from error
 
 
 class ModelNotFound(KangarooError):

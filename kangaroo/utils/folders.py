@@ -16,7 +16,7 @@ from uuid import uuid4
 from filelock import FileLock, Timeout
 from platformdirs import user_cache_dir
 
-from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.errors import ConfigError, explained
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path("adapters")  # `SHIPPED / NAME` is the default adapter of the model NAME
@@ -79,11 +79,9 @@ def cache_folder() -> Path:
 def models_folder() -> Path:
     """The cache of models. Errors: `ConfigError` where there can be no such folder."""
     folder = cache_folder() / "models"
-    try:
+    problem = f"the cache folder '{folder}' cannot be made"
+    with explained(ConfigError, problem, "Set KANGAROO_CACHE to another."):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = f"the cache folder '{folder}' cannot be made: {error.strerror}"
-        raise ConfigError(f"{reason}. Set KANGAROO_CACHE to another.") from error
     return folder
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kangaroo.utils.errors import ConfigError
+from kangaroo.utils.errors import ConfigError, explained
 from kangaroo.utils.folders import install
 from kangaroo.utils.provenance import flatten
 
@@ -76,12 +76,9 @@ class Wandb(NoTracker):
     mode: str | None = None  # "online", or "offline" for `wandb sync`; None takes `$WANDB_MODE`
 
     def check(self) -> None:
-        try:
+        fix = f"{install('wandb')}, or logger=none."
+        with explained(ConfigError, "logger=wandb needs the package wandb", fix, (ImportError,)):
             import wandb
-        except ImportError as error:
-            raise ConfigError(
-                f"logger=wandb needs the package wandb: {install('wandb')}, or logger=none."
-            ) from error
         mode = self.mode or os.environ.get("WANDB_MODE", "online")
         if mode not in MODES:
             raise ConfigError(f"logger.mode={mode} is none of {', '.join(MODES)}.")

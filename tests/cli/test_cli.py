@@ -197,7 +197,7 @@ def test_what_an_evaluation_cannot_do_is_said_before_its_model_is_loaded(tmp_pat
     assert all(logged) and not (tmp_path / "outputs").exists()
     before = sorted((tmp_path / "out").rglob("*.json*"))
     for options, message in (
-        ([*few, "max_new_tokens=5"], "'out/again' holds a run .*=4 there, 5 now"),
+        ([*few, "max_new_tokens=5"], "'out/again' was begun with .*=4 there, 5 now"),
         ([*few, "max_new_tokens=40000"], "40000 leaves no room for a prompt in the context of t"),
         ([*few, "max_new_tokens=4"], "the model would be loaded"),
     ):

@@ -84,7 +84,7 @@ def test_shards_stay_for_more_and_other_filters_and_other_settings_are_refused(t
     assert about["asked"] == 12 == len(samples) + sum(about["dropped"].values())
     shard = tmp_path / "data.shards/00001.jsonl"
     shard.write_text(shard.read_text()[:-40])
-    with pytest.raises(CorruptFile, match=r"00001\.jsonl cannot be read.*delete it"):
+    with pytest.raises(CorruptFile, match=r"00001\.jsonl cannot be read.*Delete it"):
         settings(tmp_path / "data", filters=FilterConfig(1)).make(*target)
 
 
@@ -211,7 +211,7 @@ def test_records_that_are_not_those_of_the_samples_are_named(target, tmp_path):
     with pytest.raises(DataError, match="not what its provenance"):
         store.load(tmp_path / "data")
     (tmp_path / "data.shards/00001.npy").unlink()
-    with pytest.raises(CorruptFile, match=r"delete .*00001\.jsonl"):
+    with pytest.raises(CorruptFile, match=r"Delete .*00001\.jsonl"):
         settings(tmp_path / "data", teacher=4, filters=NO_FILTERS).make(*target)
 
 

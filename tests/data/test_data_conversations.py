@@ -103,7 +103,7 @@ def test_a_benchs_questions_and_a_column_that_is_named_are_read(tmp_path, target
         ('{"messages": [{"role": "user", "content": ["x"]}]}', r"a part .* no text \(part 1, str"),
         ('{"conversations": [{"from": "human", "text": "x"}]}', "a turn .*'value' is null"),
         ("[" * 100_000, "is not JSON"),
-        ('{"messages": "größe"}'.encode("latin-1"), "not UTF-8"),
+        ('{"messages": "größe"}'.encode("latin-1"), "is not JSON in UTF-8"),
         (None, "there is no"),
     ],
 )

@@ -112,7 +112,7 @@ def test_what_is_finished_is_not_run_again_and_other_settings_refused(finished, 
     monkeypatch.setattr(Engine, "generate", None)
     assert evaluate_tiny(output, bench) == summary
     assert (output / "summary.json").exists()
-    fix = r"max_new_tokens=16 there, 17 now\. Pass another output=, or resume=false"
+    fix = r"max_new_tokens=16 there, 17 now\)\. Go on with the same ones, pass resume=false"
     with pytest.raises(ConfigError, match=fix):
         evaluate_tiny(output, bench, max_new_tokens=17)
     with pytest.raises(ConfigError, match=r"sampling\.temperature=0\.0 there, 0\.5 now"):
@@ -189,7 +189,9 @@ def test_answers_end_where_the_context_does_and_a_first_turn_needs_room(tmp_path
     assert turn.prompt_tokens + turn.max_new_tokens == 120
     write_questions(file, [{"turns": ["Why?"]}, {"question_id": 7, "turns": ["x" * 200]}])
     monkeypatch.setattr(Engine, "generate", None)
-    with pytest.raises(PromptError, match=r"question 7, turn 1 has .* the model's context is 120"):
+    with pytest.raises(
+        PromptError, match=r"question 7, turn 1: .* has .* the model's context is 120"
+    ):
         evaluate_tiny(tmp_path / "none", file, lm)
     assert not (tmp_path / "none").exists()
 

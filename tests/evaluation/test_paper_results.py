@@ -125,7 +125,7 @@ def test_what_was_not_measured_is_left_out_and_what_was_asked_otherwise_refused(
     with pytest.raises(ConfigError, match="were not asked the same questions"):
         read_study(STUDY, results)
     finish(results / "other", answered(1.0), max_new_tokens=99)
-    with pytest.raises(ConfigError, match=r"'other'.* cannot be in one study: max_new_tokens=8 "):
+    with pytest.raises(ConfigError, match=r"'other'.* with other settings: max_new_tokens=8 "):
         read_study(STUDY, results)
     finish(tmp_path / "alone/kangaroo", [record(1, (run([3], [2], [4], [1.0]), None))])
     with pytest.raises(ConfigError, match="needs vanilla decoding"):

@@ -190,7 +190,7 @@ def test_what_changes_no_weight_may_change_on_resuming_and_all_else_is_refused_b
         train(tiny(), samples(6), config(), tmp_path, NoTracker(), {"fingerprint": "other"})
     path = tmp_path / CHECKPOINT
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CorruptFile, match=r"checkpoint\.pt.*delete it"):
+    with pytest.raises(CorruptFile, match=r"checkpoint\.pt.*Delete it"):
         train(tiny(), samples(6), config(), tmp_path)
 
 

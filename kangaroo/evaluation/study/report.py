@@ -27,6 +27,7 @@ from kangaroo.evaluation.metrics import CTAR, Estimate
 from kangaroo.evaluation.plots import FAINT, HF, INK
 from kangaroo.evaluation.records import AGAIN
 from kangaroo.evaluation.study.study import AGREES, DISAGREES, HERE, OPEN, Place, Study
+from kangaroo.evaluation.summary import shared_settings
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line, write_json
@@ -224,7 +225,8 @@ def provenance_lines(study: Study) -> list[str]:
     lines = [f"`{provenance['command']}`" for provenance in provenances]
     lines += [f"git {provenance['git_revision']}" for provenance in provenances]
     lines += [line for provenance in provenances for line in environment_lines(provenance)]
-    lines.append(settings_line(study.config.common_settings(study.methods[0].summary)))
+    places = (study.config.x, study.config.curve)
+    lines.append(settings_line(shared_settings(study.methods[0].summary, free=places)))
     lines += [f"{point.model}: {PAPER}, {point.source}" for point in study.published]
     return list(dict.fromkeys(lines))
 

@@ -12,9 +12,7 @@ import yaml
 from kangaroo.evaluation.comparison import summaries_in
 from kangaroo.evaluation.metrics import CTAR, Estimate, estimate, pairs, value_of
 from kangaroo.evaluation.records import Baseline, Record, read
-from kangaroo.evaluation.summary import shared_settings
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.provenance import differences
 
 PUBLISHED = Path(__file__).with_name("published.yaml")
 OVERALL = "overall"  # all tasks together
@@ -79,10 +77,6 @@ class StudyConfig:
             return self.labels.get(value, value)
         return float(value) if isinstance(value, int | float) else value
 
-    def common_settings(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """The settings in a method's summary that all methods of the study must share."""
-        return {k: v for k, v in shared_settings(summary).items() if k not in (self.x, self.curve)}
-
 
 class Measured(NamedTuple):
     """A method that has answered all questions; `name` is its folder's path in the results."""
@@ -123,41 +117,28 @@ class Study(NamedTuple):
 
 
 def read_study(config: StudyConfig, folder: Path) -> Study | None:
-    """The study of the results below `folder`; None if there are none. Errors: `ConfigError`."""
-    methods = measured_methods(config, folder)
-    if not methods:
-        return None
-    points = [point for method in methods for point in measured_points(config, method)]
-    checked = [check(claim, methods) for claim in config.claims]
-    return Study(
-        config,
-        methods,
-        points=points,
-        published=published_points(config),
-        checked=[claim for claim in checked if claim],
-    )
-
-
-def measured_methods(config: StudyConfig, folder: Path) -> list[Measured]:
-    """All methods with results below `folder`, in the order of the study's labels."""
+    """The study of the results below `folder`, in the order of its labels; None if there are none.
+    Errors: `ConfigError`; those of `summaries_in`."""
     methods = [
         Measured(name, summary, read(path if (path := folder / name).is_dir() else folder))
-        for name, summary in summaries_in(folder).items()
+        for name, summary in summaries_in(folder, free=(config.x, config.curve)).items()
         if Path(name).name not in [baseline.value for baseline in Baseline]
     ]
-    for method in methods[1:]:
-        first = config.common_settings(methods[0].summary)
-        changed = differences(first, config.common_settings(method.summary))
-        if changed:
-            raise ConfigError(
-                f"'{method.name}' and '{methods[0].name}' in '{folder}' cannot be in one study: "
-                f"{changed}. Move one of them elsewhere."
-            )
+    if not methods:
+        return None
     has_speedups = "speedup" in config.metrics and config.x != "position"
     if has_speedups and any(x.summary["overall"]["speedup"] is None for x in methods):
         raise ConfigError("a study of speedups needs vanilla decoding: add it to baselines=.")
     order = {name: i for i, name in enumerate(config.labels)}
-    return sorted(methods, key=lambda method: order.get(method.name, len(order)))
+    methods.sort(key=lambda method: order.get(method.name, len(order)))
+    checked = [check(claim, methods) for claim in config.claims]
+    return Study(
+        config,
+        methods,
+        points=[point for method in methods for point in measured_points(config, method)],
+        published=published_points(config),
+        checked=[claim for claim in checked if claim],
+    )
 
 
 def measured_points(config: StudyConfig, method: Measured) -> list[Point]:
@@ -201,13 +182,12 @@ def published_points(config: StudyConfig) -> list[Point]:
         for curve, row in table["points"].items():
             for x, numbers in row.items():
                 values = zip(table["metrics"], numbers, strict=True)
-                estimates = {metric: Estimate(n) for metric, n in values if n is not None}
                 point = Point(
                     table["model"],
                     table["source"],
                     curve=config.place(curve),
                     x=config.place(x),
-                    values=estimates,
+                    values={metric: Estimate(n) for metric, n in values if n is not None},
                 )
                 points.append(point)
     return points
