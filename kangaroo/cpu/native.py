@@ -289,9 +289,7 @@ class Fusing:
     """Joins shallow states and the deep ones before them for a fused adapter; without a weight in
     rounds alone, where both lie side by side for EAGLE-3's layer."""
 
-    def __init__(
-        self, library: CDLL, norms: Sequence[Tensor], weight: Tensor | None, sizes: Sizes
-    ):
+    def __init__(self, library: CDLL, norms: Sequence[Tensor], weight: Tensor | None, sizes: Sizes):
         self.norms = norms
         self.weight = weight
         self.sizes = sizes

@@ -113,12 +113,9 @@ class Layer(Trainable):
                 return fast_layers(x_BND, past.cache, meta, layers, final_norm=norm_D, pairs=pairs)
             meta = meta.within(self.attention_window)
         for norm, attention in self.attentions:
-            if pairs is None:
-                read_BND = x_BND if norm is None else norm(x_BND)
-            else:
-                read_BND = pairs
+            normed_BND = x_BND if norm is None else norm(x_BND)
             attended_BND, _ = attention(
-                hidden_states=read_BND,
+                hidden_states=normed_BND if pairs is None else pairs,
                 position_embeddings=meta.rope,
                 attention_mask=past if isinstance(past, DraftSteps) else meta.bias_R1TE,
                 past_key_values=past,
