@@ -22,6 +22,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import KVCache
 from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.heads.eagle3_head import Eagle3Head, NormedHead
 from kangaroo.models.target import TargetModel
 
 UNREAD = 4  # unread tokens that a draft model reads while drafting; if there are more, as a prompt
@@ -111,7 +112,7 @@ class LayerDrafting(Drafting):
             deep=native.pointer(drafter.deep_BSD),
             taps=self.taps.ctypes.data,
             n_taps=len(self.taps),
-            mix=native.pointer(adapter.deep_mix),
+            mix=native.pointer(adapter.fuse.weight) if isinstance(adapter, Eagle3Head) else 0,
             unseen=adapter.first_seen,
         )
         if isinstance(adapter.fast_fusing, native.Fusing):
@@ -130,7 +131,8 @@ class LayerDrafting(Drafting):
             return self.int8.head.as_struct()
         head = self.drafter.head
         assert isinstance(head.fast, native.Head)
-        return head.fast.as_struct(head.norm_D, ids_O=head.vocabulary_K)
+        norm_D = head.norm_D if isinstance(head, NormedHead) else None
+        return head.fast.as_struct(norm_D, ids_O=head.vocabulary_K)
 
     def catch_up(self, buffers: DraftBuffers, batch: Batch) -> None:
         """Let the drafter catch up, and update the head that native code uses."""

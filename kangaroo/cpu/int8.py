@@ -18,6 +18,7 @@ from kangaroo.cpu.huge_pages import move_to_huge_pages
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.backend import LayerWeights
 from kangaroo.heads.draft_head import BLOCK, DraftHead, TextHead
+from kangaroo.heads.eagle3_head import NormedHead
 
 
 def rounded(weight_OD: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +69,8 @@ class Int8Head:
             self.steps_RD[new] = steps_OD
             self.scale_R[new] = scale_O[: len(steps_OD)]
         assert isinstance(head.fast, native.Head)
-        struct = head.fast.as_struct(head.norm_D, ids_O=head.vocabulary_K)
+        norm_D = head.norm_D if isinstance(head, NormedHead) else None
+        struct = head.fast.as_struct(norm_D, ids_O=head.vocabulary_K)
         struct.weight, struct.scales = map(native.pointer, (self.steps_RD, self.scale_R))
         struct.kind = IN_BYTES
         struct.passing = int(self.steps_RD.nbytes > native.staying_bytes())

@@ -78,8 +78,7 @@ class Layers(Protocol):
         pairs: Tensor | None = None,
     ) -> Tensor:
         """The output of the last layer, after the norm if one is given; keys and values are written
-        at the block's slots. With `keys_alone` a single layer writes these, and no more. Queries,
-        keys and values of a single layer may read `pairs`, `[R, T, 2 D]`, if the backend does."""
+        at the block's slots, with `keys_alone` no more. A single layer may read `Layer.pairs`."""
 
 
 class Head(Protocol):
@@ -112,15 +111,14 @@ class Backend:
         name: in identities of what was measured.
         is_compiled: whether it decodes in code made for this machine.
         runs_layers: whether `layers`, `head` and `fusing` give anything.
-        reads_pairs: whether a layer's queries, keys and values may read something else than states.
+        reads_pairs: whether a layer's attention may read `Layer.pairs`.
         records: whether a step's work is recorded, for which tensors need few shapes.
         attends_last: whether it attends from the last tokens of a text without a mask.
         attends_by_position: whether it needs no mask where tokens see all positions up to theirs.
     """
 
     name = "eager"
-    is_compiled = runs_layers = reads_pairs = records = False
-    attends_last = attends_by_position = False
+    is_compiled = runs_layers = reads_pairs = records = attends_last = attends_by_position = False
 
     def layers(self, weights: Sequence[LayerWeights[Matrix]], window: int = 0) -> Layers | None:
         """Layers of these weights, which look back `window` positions; None leaves them to
@@ -133,8 +131,7 @@ class Backend:
         return None
 
     def fusing(self, norms: Sequence[Tensor], weight: Tensor | None) -> Fusing | None:
-        """What joins states by two norms, `[D]`, and a projection `[D, 2 D]`; in native rounds
-        alone, without one."""
+        """What joins states by two norms, `[D]`, and a projection `[D, 2 D]`, if there is one."""
         return None
 
     def multiplies_bytes(self, dtype: torch.dtype) -> bool:

@@ -36,7 +36,6 @@ class DraftHead:
         else:  # of a part of the vocabulary a copy
             self.weight_KD = weight_rows(lm.head, self.vocabulary_K)
         self.table_KR: Tensor | None = None  # multiplies the last R numbers of each state
-        self.norm_D: Tensor | None = None  # of a norm before it
         self.finish = lm.finish_logits
         self.fast: Head | None = None  # a backend's
 

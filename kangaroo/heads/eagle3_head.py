@@ -56,7 +56,7 @@ class NormedHead(DraftHead):
 
     @property
     def weights(self) -> list[Tensor]:
-        return [*super().weights, self.norm.get_parameter("weight")]
+        return [*super().weights, self.norm_D]
 
     def __call__(self, adapted_MD: Tensor) -> Tensor:
         return super().__call__(self.norm(adapted_MD))
@@ -132,10 +132,6 @@ class Eagle3Head(Layer):
             norms = [self.embedding_norm.weight, self.state_norm.weight]
             self.fast_fusing = lm.backend.fusing(norms, None)
         return self
-
-    @property
-    def deep_mix(self) -> Tensor:
-        return self.fuse.weight
 
     def read_deep(self, lm: TargetModel, states: Sequence[Tensor]) -> Tensor:
         return self.fuse(torch.cat([state.to(self.fuse.weight.device) for state in states], -1))

@@ -76,19 +76,12 @@ class Layer(Trainable):
         """The block as this layer reads it."""
         return meta
 
-    @property
-    def deep_mix(self) -> Tensor | None:
-        """The weight that mixes the states at `deep_taps`, side by side; None where the only one is
-        normed."""
-        return None
-
     @abstractmethod
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         """The layer's input `[B, N, D]`; see `forward`."""
 
     def pairs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor | None:
-        """What queries, keys and values read instead of the normed input, `[B, N, 2 D]`, if they
-        do."""
+        """What attention reads instead of the normed input, `[B, N, 2 D]`, if it does."""
         return None
 
     def forward(
@@ -109,8 +102,7 @@ class Layer(Trainable):
             meta = meta.for_layer(self.windowed)
             if fast_layers and past is not None and fast_layers.takes(x_BND, past.cache, meta):
                 norm_D = getattr(self.norm, "weight", None)
-                layers = range(self.depth)
-                return fast_layers(x_BND, past.cache, meta, layers, final_norm=norm_D, pairs=pairs)
+                return fast_layers(x_BND, past.cache, meta, range(self.depth), norm_D, pairs=pairs)
             meta = meta.within(self.attention_window)
         for norm, attention in self.attentions:
             normed_BND = x_BND if norm is None else norm(x_BND)
@@ -139,8 +131,8 @@ class Layer(Trainable):
             if below:
                 x_BND = fast_layers(x_BND, past.cache, meta, range(last))
             pairs = self.pairs(f_BND, deep_BND)
-            layers = range(last, last + 1)
-            fast_layers(x_BND, past.cache, meta, layers, keys_alone=True, pairs=pairs)
+            only = range(last, last + 1)
+            fast_layers(x_BND, past.cache, meta, only, keys_alone=True, pairs=pairs)
         else:
             self(f_BND, deep_BND, meta, past)
 
