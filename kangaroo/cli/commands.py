@@ -1,6 +1,7 @@
 """The commands: `evaluate`, `speed`, `tune`, `chat` and `serve` run drafters; `make_data` and
 `train` make adapters; `convert` exchanges them; `prepare` makes what some drafters need besides."""
 
+import json
 import logging
 from collections import Counter
 from dataclasses import asdict
@@ -320,6 +321,10 @@ def convert_export(config: schema.ExportCommand) -> None:
         log.info("%s is a checkpoint: a draft model for vLLM, SGLang and transformers", output)
         use = evaluate_command(config.model, drafter="draft_model", drafter__model=output)
         log.info("here: %s", use)
+    elif config.to is schema.Layout.speculators:
+        export.write_speculators(config.source, meta_model(config.model), output)
+        options = json.dumps({"model": str(output), "method": "eagle3"})
+        log.info("for vLLM: vllm serve %s --speculative-config '%s'", config.model.path, options)
     else:
         export.write_for_vllm(config.source, meta_model(config.model), output, VLLM_THRESHOLD)
         log.info("%s is for the plugin kangaroo-vllm", output)

@@ -149,6 +149,7 @@ class Layout(Enum):
 
     draft_model = "draft_model"  # with the target's first layers, for vLLM, SGLang, transformers
     vllm = "vllm"  # only the adapter, for the plugin kangaroo-vllm
+    speculators = "speculators"  # a head of EAGLE-3, for vLLM itself
 
     def __str__(self) -> str:
         return self.value  # in the name of the output folder

@@ -23,7 +23,7 @@ class CpuBackend(Backend):
     sizes: Sizes
 
     name = "native"
-    is_compiled = runs_layers = True
+    is_compiled = runs_layers = reads_pairs = True
 
     def layers(self, weights: Sequence[LayerWeights[Matrix]], window: int = 0) -> Stack:
         return Stack(self.library, native_layers(self.library, weights), self.sizes, window)
@@ -41,7 +41,7 @@ class CpuBackend(Backend):
             head.round(weight_OD)
         return head
 
-    def fusing(self, norms: Sequence[Tensor], weight: Tensor) -> Fusing:
+    def fusing(self, norms: Sequence[Tensor], weight: Tensor | None) -> Fusing:
         return Fusing(self.library, norms, weight, self.sizes)
 
     def machine(self, device: torch.device) -> list[str | int]:

@@ -15,6 +15,7 @@ from kangaroo.cpu import native, structs
 from kangaroo.cpu.backend import CpuBackend
 from kangaroo.cpu.blocks import PLAIN, size_of
 from kangaroo.drafters.block import Block
+from kangaroo.drafters.eagle import EagleTree
 from kangaroo.drafters.kangaroo_tree import KangarooTree
 from kangaroo.engine.cache import KVCache
 from kangaroo.models.layer_weights import matrix_of
@@ -62,7 +63,7 @@ class DraftBuffers:
         self.chances = np.zeros((size, native.CHOICES), np.float32)
         self.states_BND = torch.zeros(size, capacity, hidden, dtype=lm.dtype)
         self.unread_BUD = torch.empty(size, most_unread, hidden, dtype=lm.dtype)
-        fused = capacity if drafting and drafting.fusing.weight else 0
+        fused = capacity if drafting and drafting.n_taps else 0
         self.adapted_BND = torch.empty(size, fused, hidden, dtype=lm.dtype)
         rows = structs.Rows(
             batch=size,
@@ -186,6 +187,7 @@ class DraftBuffers:
             len(worth),
             worths.ctypes.data,
             drafter.min_confidence is None,  # whether half of the leaves are pruned
+            isinstance(drafter, EagleTree),
         )
 
     def _ask(self, rows: Sequence[int]) -> None:

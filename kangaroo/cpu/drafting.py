@@ -22,6 +22,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import KVCache
 from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.heads.eagle3_head import Eagle3Head, NormedHead
 from kangaroo.models.target import TargetModel
 
 UNREAD = 4  # unread tokens that a draft model reads while drafting; if there are more, as a prompt
@@ -94,6 +95,7 @@ class LayerDrafting(Drafting):
         assert isinstance(lm.backend, CpuBackend)
         in_int8 = drafter.adapter.int8 and lm.backend.multiplies_bytes(lm.dtype)
         self.int8: Int8Weights | None = int8_weights(drafter) if in_int8 else None
+        self.taps = np.array(drafter.deep_taps, np.int64)  # kept while native code reads them
         self.cost_share = 0.75 if in_int8 else 1.0
 
     def layer(self, cache: KVCache) -> structs.Drafting:
@@ -102,11 +104,16 @@ class LayerDrafting(Drafting):
         int8 = self.int8
         stack = int8.layer if int8 else native.stack_of(adapter.fast_layers)
         struct = structs.Drafting(
-            stack=stack.as_struct(drafter.cache, range(adapter.depth)),
+            stack=stack.as_struct(
+                drafter.cache, range(adapter.depth), first_slot=adapter.first_seen
+            ),
             norm=native.pointer(getattr(adapter.norm, "weight", None)),
             head=self.head(),
             deep=native.pointer(drafter.deep_BSD),
-            deep_tap=adapter.deep_tap or 0,
+            taps=self.taps.ctypes.data,
+            n_taps=len(self.taps),
+            mix=native.pointer(adapter.fuse.weight) if isinstance(adapter, Eagle3Head) else 0,
+            unseen=adapter.first_seen,
         )
         if isinstance(adapter.fast_fusing, native.Fusing):
             struct.fusing = adapter.fast_fusing.as_struct()
@@ -124,7 +131,8 @@ class LayerDrafting(Drafting):
             return self.int8.head.as_struct()
         head = self.drafter.head
         assert isinstance(head.fast, native.Head)
-        return head.fast.as_struct(ids_O=head.vocabulary_K)
+        norm_D = head.norm_D if isinstance(head, NormedHead) else None
+        return head.fast.as_struct(norm_D, ids_O=head.vocabulary_K)
 
     def catch_up(self, buffers: DraftBuffers, batch: Batch) -> None:
         """Let the drafter catch up, and update the head that native code uses."""

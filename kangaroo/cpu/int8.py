@@ -18,6 +18,7 @@ from kangaroo.cpu.huge_pages import move_to_huge_pages
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.backend import LayerWeights
 from kangaroo.heads.draft_head import BLOCK, DraftHead, TextHead
+from kangaroo.heads.eagle3_head import NormedHead
 
 
 def rounded(weight_OD: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +69,8 @@ class Int8Head:
             self.steps_RD[new] = steps_OD
             self.scale_R[new] = scale_O[: len(steps_OD)]
         assert isinstance(head.fast, native.Head)
-        struct = head.fast.as_struct(ids_O=head.vocabulary_K)
+        norm_D = head.norm_D if isinstance(head, NormedHead) else None
+        struct = head.fast.as_struct(norm_D, ids_O=head.vocabulary_K)
         struct.weight, struct.scales = map(native.pointer, (self.steps_RD, self.scale_R))
         struct.kind = IN_BYTES
         struct.passing = int(self.steps_RD.nbytes > native.staying_bytes())
@@ -96,7 +98,9 @@ class Int8Weights:
         below = target_stack.layers[: drafter.exit_layer] if target_stack.is_plain else ()
         shallow = rounded_layers(below)
         layer = rounded_layers(adapter_stack.layers[: adapter.depth])
-        self.fuse = rounded(adapter.get_parameter("fuse.weight")) if drafter.reads_deep else ()
+        fusing = adapter.fast_fusing
+        fuse_weight = fusing.weight if isinstance(fusing, native.Fusing) else None
+        self.fuse = () if fuse_weight is None else rounded(fuse_weight)
         self.head = Int8Head(drafter.head)
         matrices = [x for y in (*shallow, *layer) for x in vars(y).values() if x is not None]
         matrices = [x for x in matrices if x.dtype == torch.int8]

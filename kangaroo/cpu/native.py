@@ -54,7 +54,7 @@ MATRICES = "q", "k", "v", "o", "gate", "up", "down"
 
 
 Addresses = tuple[Array[Any], Array[Any]]
-_addresses: WeakKeyDictionary[KVCache, Addresses] = WeakKeyDictionary()
+_addresses: WeakKeyDictionary[KVCache, dict[int, Addresses]] = WeakKeyDictionary()
 
 
 def pointer(tensor: Weight | None) -> int:
@@ -62,13 +62,17 @@ def pointer(tensor: Weight | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def addresses(cache: KVCache) -> Addresses:
-    """The addresses of each layer's keys and values, which live as long as the cache."""
-    if cache not in _addresses:
+def addresses(cache: KVCache, first: int = 0) -> Addresses:
+    """The addresses of each layer's keys and values from the slot `first` on, which live as long
+    as the cache."""
+    known = _addresses.setdefault(cache, {})
+    if first not in known:
         pointers = ctypes.c_void_p * len(cache.keys)
-        keys = pointers(*map(Tensor.data_ptr, cache.keys))
-        _addresses[cache] = keys, pointers(*map(Tensor.data_ptr, cache.values))
-    return _addresses[cache]
+        known[first] = (
+            pointers(*(keys[first:].data_ptr() for keys in cache.keys)),
+            pointers(*(values[first:].data_ptr() for values in cache.values)),
+        )
+    return known[first]
 
 
 def sizes_struct(sizes: Sizes) -> structs.Sizes:
@@ -120,13 +124,16 @@ class Stack:
             return few and self.longest_prompt > 0 and len(x_RTD) == rows == 1
         return few and len(bias) == rows == len(x_RTD) and bias.dtype == x_RTD.dtype
 
-    def as_struct(self, cache: KVCache, layers: range, keys_alone: bool = False) -> structs.Stack:
+    def as_struct(
+        self, cache: KVCache, layers: range, keys_alone: bool = False, first_slot: int = 0
+    ) -> structs.Stack:
         """Some of the layers with their keys and values, valid while the cache exists; with
-        `keys_alone` each layer writes these, and leaves the states as they are."""
+        `keys_alone` each layer writes these, and leaves the states as they are. Slots are counted
+        from the first one."""
         table = self.keys_table if keys_alone else self.table
         weights = ctypes.addressof(table) + layers.start * self.per_layer
         offset = layers.start * ctypes.sizeof(ctypes.c_void_p)
-        keys, values = (ctypes.addressof(array) + offset for array in addresses(cache))
+        keys, values = (ctypes.addressof(array) + offset for array in addresses(cache, first_slot))
         return structs.Stack(
             layers=weights,
             count=len(layers),
@@ -145,6 +152,7 @@ class Stack:
         layers: range,
         final_norm: Tensor | None = None,
         keys_alone: bool = False,
+        pairs: Tensor | None = None,
     ) -> Tensor:
         """See `backend.Layers`."""
         assert cache is not None
@@ -154,11 +162,12 @@ class Stack:
         if bias_R1TE is None:
             bias_R1TE = x_RTD.new_full((tokens, tokens), -torch.inf).triu_(1)
         held = [t.contiguous() for t in (bias_R1TE, *meta.rope, meta.slots_RT)]
+        pairs = None if pairs is None else pairs.contiguous()
         self.call(
             byref(sizes_struct(self.sizes)),
             byref(self.as_struct(cache, layers, keys_alone)),
             *(rows, tokens, meta.extent, meta.rows.start),
-            *map(pointer, (x_RTD, *held, final_norm)),
+            *map(pointer, (x_RTD, pairs, *held, final_norm)),
         )
         return x_RTD
 
@@ -277,13 +286,14 @@ class Head:
 
 
 class Fusing:
-    """Joins shallow states and the deep ones before them for a fused adapter."""
+    """Joins shallow states and the deep ones before them for a fused adapter; without a weight in
+    rounds alone, where both lie side by side for EAGLE-3's layer."""
 
-    def __init__(self, library: CDLL, norms: Sequence[Tensor], weight: Tensor, sizes: Sizes):
+    def __init__(self, library: CDLL, norms: Sequence[Tensor], weight: Tensor | None, sizes: Sizes):
         self.norms = norms
         self.weight = weight
         self.sizes = sizes
-        self.call = function(library, "fuse", weight.dtype)
+        self.call = function(library, "fuse", norms[0].dtype)
 
     def as_struct(self) -> structs.Fusing:
         """The weights for native code."""
@@ -305,14 +315,14 @@ class Fusing:
 # The arguments of the functions of `decode.cpp`: pointers, integers, floats, and booleans.
 TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "b": ctypes.c_int}
 ARGUMENTS = {
-    "run_block": "ppiiiipppppp",
+    "run_block": "ppiiiippppppp",
     "read_out": "pppip",
     "round_head": "ppp",
     "choose_likeliest": "ppppip",
     "fuse": "ppppi",
     "draft": "pppifp",
     "draft_block": "ppppifp",
-    "draft_trees": "pppiifpipb",
+    "draft_trees": "pppiifpipbb",
     "verify": "ppp",
     "find_outcomes": "p",
     "outcomes_back": "ppp",

@@ -62,7 +62,7 @@ class Drafting(Structure):
     """A drafting layer on its cache, and the shallow layers as drafts read them (rows.h)."""
 
     _fields_ = [
-        *_fields("p norm deep, i deep_tap"),
+        *_fields("p norm deep taps, i n_taps, p mix, i unseen"),
         ("stack", Stack),
         ("head", Head),
         ("fusing", Fusing),

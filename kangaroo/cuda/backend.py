@@ -55,8 +55,8 @@ class CudaBackend(Backend):
 
         return Head(weight_OD, self.kernel_sizes)
 
-    def fusing(self, norms: Sequence[Tensor], weight: Tensor) -> Fusing | None:
-        if self.kernel_sizes is None:
+    def fusing(self, norms: Sequence[Tensor], weight: Tensor | None) -> Fusing | None:
+        if self.kernel_sizes is None or weight is None:
             return None
         from kangaroo.cuda.layers import fuse
 

@@ -170,8 +170,9 @@ class Stack:
         layers: range,
         final_norm: Tensor | None = None,
         keys_alone: bool = False,
+        pairs: Tensor | None = None,
     ) -> Tensor:
-        """See `backend.Layers`."""
+        """See `backend.Layers`; there are no `pairs`."""
         if cache is None:
             return self.run_text(x_RTD, meta, layers)
         path = paths(meta, cache.n_slots)

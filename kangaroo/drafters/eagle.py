@@ -44,6 +44,12 @@ class EagleTree(KangarooTree):
     """EAGLE-2's dynamic tree. As in Kangaroo's, the most confident nodes of a level get candidates.
     Then candidates of all levels are ranked, and the best are verified from their embeddings on."""
 
+    def __init__(
+        self, lm: TargetModel, adapter: Layer, options: KangarooTreeConfig, head: DraftHead
+    ):
+        super().__init__(lm, adapter, options, head)
+        self.max_nodes = max(self.max_nodes, self.nodes)  # more than the levels have
+
     def candidates(self, levels: list[Level]) -> Nodes:
         parents = [levels[0].parents_BL]
         first = 0

@@ -185,9 +185,10 @@ class HalfStack:
         layers: range,
         final_norm: Tensor | None = None,
         keys_alone: bool = False,
+        pairs: Tensor | None = None,
     ) -> Tensor:
         halves_cache = cache and halved(cache)
-        return self.stack(x_RTD, halves_cache, meta, layers, final_norm, keys_alone)
+        return self.stack(x_RTD, halves_cache, meta, layers, final_norm, keys_alone, pairs)
 
 
 def halved(cache: KVCache) -> KVCache:

@@ -75,9 +75,10 @@ class Layers(Protocol):
         layers: range,
         final_norm: Tensor | None = None,
         keys_alone: bool = False,
+        pairs: Tensor | None = None,
     ) -> Tensor:
         """The output of the last layer, after the norm if one is given; keys and values are written
-        at the block's slots. With `keys_alone` a single layer writes these, and no more."""
+        at the block's slots, with `keys_alone` no more. A single layer may read `Layer.pairs`."""
 
 
 class Head(Protocol):
@@ -110,13 +111,14 @@ class Backend:
         name: in identities of what was measured.
         is_compiled: whether it decodes in code made for this machine.
         runs_layers: whether `layers`, `head` and `fusing` give anything.
+        reads_pairs: whether a layer's attention may read `Layer.pairs`.
         records: whether a step's work is recorded, for which tensors need few shapes.
         attends_last: whether it attends from the last tokens of a text without a mask.
         attends_by_position: whether it needs no mask where tokens see all positions up to theirs.
     """
 
     name = "eager"
-    is_compiled = runs_layers = records = attends_last = attends_by_position = False
+    is_compiled = runs_layers = reads_pairs = records = attends_last = attends_by_position = False
 
     def layers(self, weights: Sequence[LayerWeights[Matrix]], window: int = 0) -> Layers | None:
         """Layers of these weights, which look back `window` positions; None leaves them to
@@ -128,8 +130,8 @@ class Backend:
         and the weight must not change."""
         return None
 
-    def fusing(self, norms: Sequence[Tensor], weight: Tensor) -> Fusing | None:
-        """What joins states by two norms, `[D]`, and a projection `[D, 2 D]`."""
+    def fusing(self, norms: Sequence[Tensor], weight: Tensor | None) -> Fusing | None:
+        """What joins states by two norms, `[D]`, and a projection `[D, 2 D]`, if there is one."""
         return None
 
     def multiplies_bytes(self, dtype: torch.dtype) -> bool:

@@ -20,13 +20,12 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from typing_extensions import Self
 
 from kangaroo.engine.backend import Chosen
-from kangaroo.engine.cache import BlockCache, ForwardMeta, Taps
+from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.heads import base
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.eagle_layer import as_released
 from kangaroo.heads.layer import Layer
 from kangaroo.models.attention import ATTENTION
-from kangaroo.models.draft_steps import DraftSteps
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Count, Positive
 
@@ -53,10 +52,11 @@ class NormedHead(DraftHead):
     def __init__(self, lm: TargetModel, head: nn.Module, norm: nn.Module, few_K: Tensor | None):
         super().__init__(lm, head, few_K)
         self.norm = norm
+        self.norm_D = norm.get_parameter("weight")
 
     @property
     def weights(self) -> list[Tensor]:
-        return [*super().weights, self.norm.get_parameter("weight")]
+        return [*super().weights, self.norm_D]
 
     def __call__(self, adapted_MD: Tensor) -> Tensor:
         return super().__call__(self.norm(adapted_MD))
@@ -74,7 +74,6 @@ class Eagle3Head(Layer):
     """A layer that starts at random, with a head like the target's; see `HeadConfig.build`."""
 
     architecture: Eagle3HeadConfig
-    mixes_natively = False
 
     def __init__(
         self,
@@ -87,7 +86,10 @@ class Eagle3Head(Layer):
         self.deep_taps = fused_taps(lm.n_layers)
         self.taps = 0, *self.deep_taps
         self.windowed = False
+        self.residual_multiplier = 1
         self.first_seen = 1
+        own_sizes = parts.feed_forward_size not in (None, lm.config.intermediate_size)
+        self.mixes_natively = not own_sizes and parts.rope_base is None
         size, eps = lm.config.hidden_size, lm.config.rms_norm_eps
         llama = LlamaConfig(
             hidden_size=size,
@@ -124,39 +126,26 @@ class Eagle3Head(Layer):
         return [NormedHead(lm, self.head, self.head_norm, vocabulary_K)]
 
     def accelerate(self, lm: TargetModel) -> Self:
-        """No backend has a layer like this one."""
+        """Draft by a backend that has such layers, in sizes and with a rotation of the target's."""
+        if lm.backend.reads_pairs and self.mixes_natively:
+            super().accelerate(lm)
+            norms = [self.embedding_norm.weight, self.state_norm.weight]
+            self.fast_fusing = lm.backend.fusing(norms, None)
         return self
 
     def read_deep(self, lm: TargetModel, states: Sequence[Tensor]) -> Tensor:
         return self.fuse(torch.cat([state.to(self.fuse.weight.device) for state in states], -1))
 
     def placed(self, meta: ForwardMeta) -> ForwardMeta:
-        return as_released(meta, sees_first=False, rope_base=self.architecture.rope_base)
+        rope_base = self.architecture.rope_base
+        return as_released(meta.for_layer(self.windowed), sees_first=False, rope_base=rope_base)
 
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
-        """What queries, keys and values read, `[B, N, 2 D]`."""
-        return torch.cat([self.embedding_norm(f_BND), self.state_norm(deep_BND)], -1)
+        assert deep_BND is not None
+        return deep_BND
 
-    def forward(
-        self,
-        f_BND: Tensor,
-        deep_BND: Tensor | None,
-        meta: ForwardMeta,
-        past: BlockCache | DraftSteps | None,
-    ) -> Tensor:
-        """The states for the head's norm, and for the next token; see `Layer.forward`."""
-        assert self.attention and self.feed_forward and self.middle_norm and deep_BND is not None
-        if not isinstance(past, DraftSteps):
-            meta = meta.within(self.attention_window)
-        meta = self.placed(meta)
-        attended_BND, _ = self.attention(
-            hidden_states=self.mix_inputs(f_BND, deep_BND),
-            position_embeddings=meta.rope,
-            attention_mask=past if isinstance(past, DraftSteps) else meta.bias_R1TE,
-            past_key_values=past,
-        )
-        x_BND = deep_BND + attended_BND
-        return x_BND + self.feed_forward(self.middle_norm(x_BND))
+    def pairs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
+        return torch.cat([self.embedding_norm(f_BND), self.state_norm(deep_BND)], -1)
 
     def states(self, taps: Taps, deep_BTD: Tensor, meta: ForwardMeta, steps: int) -> list[Tensor]:
         """See `Trainable.states`; what is fused are `taps`, since `fuse` is trained, too."""

@@ -7,6 +7,10 @@ transformers an assistant. In memory it shares the target's weights; on disk it 
 The plugin (`integrations/vllm`) reads the adapter's weights, by their names here, and "vocabulary",
 the token ids of a smaller draft vocabulary. `config.json` is the target's with one layer, and
 settings of the plugin under "kangaroo".
+
+A head of EAGLE-3 becomes a folder of the library speculators, which vLLM itself serves.
+
+Shapes: K draft vocabulary, V vocabulary.
 """
 
 from dataclasses import replace
@@ -15,11 +19,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel
 
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.base import HeadConfig
+from kangaroo.heads.eagle3_head import Eagle3Head
+from kangaroo.heads.published import EAGLE3
 from kangaroo.models import loading as models
 from kangaroo.models.layer_weights import packed_linears
 from kangaroo.models.supported import usual_attention, with_layers
@@ -28,6 +34,8 @@ from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import new_folder, write_json
 
 PLUGIN_FORMAT = 1
+SPECULATORS = "0.9.0"  # the version whose format is written
+DRAFTED = 5  # tokens of a chain in vLLM, unless it is told otherwise
 
 
 def check(parts: HeadConfig, vocabulary: int | None) -> None:
@@ -148,6 +156,63 @@ def write_for_vllm(path: str, lm: TargetModel, folder: Path, threshold: float) -
     }
     if vocabulary_K is not None:
         weights["vocabulary"] = vocabulary_K
+    with new_folder(folder) as partial:
+        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+        write_json(partial / "config.json", fields)
+
+
+def write_speculators(path: str, lm: TargetModel, folder: Path) -> None:
+    """Write the EAGLE-3 head at `path`, made for `lm`, which may be a `meta_model`, as a folder of
+    the library speculators. Embeddings are left out: who reads it takes the target's. Errors:
+    `ConfigError` for another adapter or an existing folder; those of `load_as_saved`."""
+    head, vocabulary_K = adapter_files.load_as_saved(path, lm)
+    if not isinstance(head, Eagle3Head):
+        kind = head.architecture.kind()
+        raise ConfigError(
+            f"adapter '{path}' is a trained {kind}, and speculators has no such format. Export one "
+            "of adapter=eagle3, or this one with to=draft_model or to=vllm."
+        )
+    ours = head.state_dict()
+    weights = {
+        f"{theirs.replace('midlayer', 'layers.0')}.weight": ours[f"{name}.weight"].contiguous()
+        for theirs, name in EAGLE3.items()
+    }
+    size = lm.config.vocab_size
+    if vocabulary_K is not None:
+        weights["d2t"] = vocabulary_K - torch.arange(len(vocabulary_K))
+        weights["t2d"] = torch.zeros(size, dtype=torch.bool).index_fill_(0, vocabulary_K, True)
+    parts = head.architecture
+    rope = lm.config.rope_parameters
+    layer = LlamaConfig(
+        vocab_size=size,
+        hidden_size=lm.config.hidden_size,
+        intermediate_size=parts.feed_forward_size or lm.config.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=lm.config.num_attention_heads,
+        num_key_value_heads=lm.config.num_key_value_heads,
+        head_dim=lm.sizes().head_size,
+        max_position_embeddings=lm.config.max_position_embeddings,
+        rms_norm_eps=lm.config.rms_norm_eps,
+        rope_parameters=dict(rope) if parts.rope_base is None else {"rope_theta": parts.rope_base},
+        bos_token_id=lm.config.bos_token_id,
+        eos_token_id=lm.config.eos_token_id,
+    )
+    fields = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DRAFTED}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": lm.name, "architectures": [type(lm.hf).__name__]},
+        },
+        "transformer_layer_config": layer.to_dict(),
+        "draft_vocab_size": len(weights["lm_head.weight"]),
+        "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": list(head.deep_taps),
+        "dtype": str(weights["fc.weight"].dtype).removeprefix("torch."),
+    }
     with new_folder(folder) as partial:
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
         write_json(partial / "config.json", fields)

@@ -80,6 +80,10 @@ class Layer(Trainable):
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         """The layer's input `[B, N, D]`; see `forward`."""
 
+    def pairs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor | None:
+        """What attention reads instead of the normed input, `[B, N, 2 D]`, if it does."""
+        return None
+
     def forward(
         self,
         f_BND: Tensor,
@@ -91,17 +95,19 @@ class Layer(Trainable):
         states of the previous tokens, zeros at the start of a text. Keys and values go to `past`,
         in training (`DraftSteps`) step by step; None attends to the block alone."""
         x_BND = self.mix_inputs(f_BND, deep_BND)
+        pairs = self.pairs(f_BND, deep_BND)
         meta = self.placed(meta)
         fast_layers = self.fast_layers
         if not isinstance(past, DraftSteps):
             meta = meta.for_layer(self.windowed)
             if fast_layers and past is not None and fast_layers.takes(x_BND, past.cache, meta):
                 norm_D = getattr(self.norm, "weight", None)
-                return fast_layers(x_BND, past.cache, meta, range(self.depth), norm_D)
+                return fast_layers(x_BND, past.cache, meta, range(self.depth), norm_D, pairs=pairs)
             meta = meta.within(self.attention_window)
         for norm, attention in self.attentions:
+            normed_BND = x_BND if norm is None else norm(x_BND)
             attended_BND, _ = attention(
-                hidden_states=x_BND if norm is None else norm(x_BND),
+                hidden_states=normed_BND if pairs is None else pairs,
                 position_embeddings=meta.rope,
                 attention_mask=past if isinstance(past, DraftSteps) else meta.bias_R1TE,
                 past_key_values=past,
@@ -124,7 +130,9 @@ class Layer(Trainable):
             *below, last = range(self.depth)
             if below:
                 x_BND = fast_layers(x_BND, past.cache, meta, range(last))
-            fast_layers(x_BND, past.cache, meta, range(last, last + 1), keys_alone=True)
+            pairs = self.pairs(f_BND, deep_BND)
+            only = range(last, last + 1)
+            fast_layers(x_BND, past.cache, meta, only, keys_alone=True, pairs=pairs)
         else:
             self(f_BND, deep_BND, meta, past)
 

@@ -156,9 +156,13 @@ def test_drafters_are_exact_on_blocks_of_a_gguf_file(drafter, sampling):
 
 
 # These, and what is made of them, are drafted by tensors alone.
-TENSORS = "cascade clasp draft_verify eagle kangaroo-fused-two kangaroo-two lookahead medusa swift"
+TENSORS = "cascade clasp draft_verify eagle- kangaroo-fused-two kangaroo-two lookahead medusa swift"
 BEGINNINGS = (*TENSORS.split(), *cases.SCRIPTED)
-NATIVE = {name: build for name, build in DRAFTERS.items() if not name.startswith(BEGINNINGS)} | {
+NATIVE = {
+    name: build
+    for name, build in DRAFTERS.items()
+    if name != "eagle" and not name.startswith(BEGINNINGS)
+} | {
     "cascade of texts": DRAFTERS["cascade-token-recycling-tree"],
     "cascade to a tree": lambda case: Cascade(
         PromptLookup(2, 4), helpers.tree_of(case.lm, case.adapter, 3, 0.1, None, 3, 5, 0.01)
@@ -168,7 +172,9 @@ NATIVE = {name: build for name, build in DRAFTERS.items() if not name.startswith
 
 
 IN_INT8 = [
-    x for x in NATIVE if x.startswith(("kangaroo", "block", "hybrid", "layerskip", "cascade to"))
+    x
+    for x in NATIVE
+    if x.startswith(("kangaroo", "block", "eagle3", "hybrid", "layerskip", "cascade to"))
 ]
 
 

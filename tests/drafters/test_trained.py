@@ -22,7 +22,7 @@ from helpers import (
 )
 from training_cases import run, sample
 
-from kangaroo.drafters.eagle import EagleConfig
+from kangaroo.drafters.eagle import EagleConfig, EagleTree
 from kangaroo.drafters.eagle3 import Eagle3Config
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.medusa import MedusaConfig, sparse_tree
@@ -273,3 +273,17 @@ def test_training_saves_a_head_that_decodes(
     assert tree.head.size == (vocabulary or VOCABULARY)
     for drafter in (chain, tree):
         assert helpers.texts_by(Engine(lm, drafter), [text[:6] for text in texts], 30) == texts
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_tree_may_have_more_nodes_than_its_levels(compiled):
+    """Two levels of six nodes offer 42 children, and all are verified."""
+    lm = tiny().compile_for_decoding() if compiled else tiny()
+    prompts = random_prompts(5, 9, 1)
+    texts = helpers.vanilla_texts(lm, prompts, 14)
+    head = eagle3_for(lm)
+    drafter = helpers.tree_of(lm, head, 2, 0, None, 6, 40, 0.0, kind=EagleTree)
+    engine = Engine(lm, drafter)
+    done = engine.generate(prompts, 14, batch_size=2)
+    assert [p + x.tokens for p, x in zip(prompts, done, strict=True)] == texts
+    assert {step.drafted for x in done for step in x.steps[1:-1]} == {40}

@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kangaroo.drafters.draft_model import DraftModelConfig
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.heads.export import draft_model, save, write_for_vllm
+from kangaroo.heads.eagle3_head import fused_taps
+from kangaroo.heads.export import draft_model, save, write_for_vllm, write_speculators
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.models.loading import Dtype, ModelConfig, byte_tokenizer, load
 from kangaroo.models.target import TargetModel
@@ -120,6 +121,68 @@ def test_an_own_head_over_some_tokens_is_refused(tmp_path):
         save(path, ModelConfig("mine", str(tmp_path)), tmp_path / "draft")
     with pytest.raises(ConfigError, match="knows 3 tokens"):
         draft_model(lm, adapter)
+
+
+FEW_K = torch.tensor([3, 5, 7])
+
+
+def as_speculators(folder, few_K):
+    """A head of EAGLE-3, its target, and what is written of it."""
+    lm = tiny()
+    head = eagle3_for(lm, few_K)
+    path = saved(lm, head, folder / "head", None if few_K is None else len(few_K))
+    write_speculators(path, lm, folder / "out")
+    return lm, head, load_file(folder / "out/model.safetensors")
+
+
+@pytest.mark.parametrize("few_K", [FEW_K, None], ids=["some", "all"])
+def test_a_head_of_eagle3_is_written_as_vllm_reads_it(tmp_path, few_K):
+    """Taps are numbers of layers below; d2t holds offsets; embeddings are the target's."""
+    lm, head, weights = as_speculators(tmp_path, few_K)
+    fields = json.loads((tmp_path / "out/config.json").read_text())
+    parts = ("self_attn.q_proj", "mlp.up_proj", "input_layernorm", "hidden_norm")
+    assert {f"layers.0.{part}.weight" for part in parts} | {"fc.weight", "norm.weight"} < {*weights}
+    assert len(weights) == len(head.state_dict()) + (0 if few_K is None else 2)
+    if few_K is not None:
+        assert torch.equal(torch.arange(3) + weights["d2t"], few_K)
+        assert torch.equal(weights["t2d"].nonzero()[:, 0], few_K)
+    assert fields["eagle_aux_hidden_state_layer_ids"] == list(fused_taps(lm.n_layers))
+    assert fields["draft_vocab_size"] == (64 if few_K is None else 3)
+    assert fields["speculators_config"]["verifier"]["name_or_path"] == lm.name
+    layer = fields["transformer_layer_config"]
+    assert (layer["model_type"], layer["vocab_size"]) == ("llama", 64)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("few_K", [FEW_K, None], ids=["some", "all"])
+def test_the_library_speculators_reads_the_head_and_computes_the_same(tmp_path, few_K):
+    library = pytest.importorskip("speculators")
+    lm, ours, weights = as_speculators(tmp_path, few_K)
+    config = library.Eagle3SpeculatorConfig.from_pretrained(tmp_path / "out")
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs = library.Eagle3DraftModel(config)
+    report = theirs.load_state_dict(weights, strict=False)
+    verifiers = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
+    assert {*report.missing_keys} == verifiers and not report.unexpected_keys
+    states_1TD = torch.randn(1, 7, 3 * lm.config.hidden_size)
+    e_1TD, fused_1TD = lm.embed(torch.tensor([[9, 8, 7, 6, 5, 4, 3]])), ours.fuse(states_1TD)
+    expected_1TD = ours(e_1TD, fused_1TD, lm.chunk(0, 7, 0, 7), None)[
+        :, 1:
+    ]  # the first has no pair
+    (head,) = ours.draft_heads(lm, few_K)
+    pairs_1TD = torch.cat([e_1TD, theirs.fc(states_1TD)], -1)[:, 1:]
+    rope = theirs.rotary_emb(pairs_1TD, 1 + torch.arange(6)[None])
+    mask_11TT = torch.full((1, 1, 6, 6), -torch.inf).triu(1)
+    got_1TD = theirs.layers[0](pairs_1TD, mask_11TT, position_embeddings=rope)
+    torch.testing.assert_close(got_1TD, expected_1TD)
+    torch.testing.assert_close(theirs.lm_head(theirs.norm(got_1TD))[0], head(expected_1TD[0]))
+
+
+def test_no_other_adapter_becomes_one_of_the_library_speculators(tmp_path):
+    lm = tiny()
+    path = saved(lm, adapter_for(lm), tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"trained adapter, and speculators .*adapter=eagle3"):
+        write_speculators(path, lm, tmp_path / "out")
 
 
 def test_no_export_is_written_over_a_folder_that_is_there(tmp_path):

@@ -214,7 +214,9 @@ def test_an_imported_head_drafts_what_its_formulas_give(tmp_path, kind, fields, 
     engine = Engine(lm, drafter, prefill_chunk=8, always_drafts=True)
     prompts = random_prompts(1, 2, 7, 19, 30)
     texts = helpers.texts_by(engine, prompts, 16, batch_size=2)
-    assert texts == helpers.vanilla_texts(lm, prompts, 16) and lengths == {4}
+    assert texts == helpers.vanilla_texts(lm, prompts, 16)
+    in_native_rounds = compiled and kind == "eagle3"  # which draft as tensors do: test_conformance
+    assert lengths == (set() if in_native_rounds else {4})
     # not only its best token
     (text,) = random_prompts(12, seed=3)
     for count in (1, 2, 3):

@@ -16,23 +16,26 @@ namespace {
 
 template <class T>
 void run_block(const Sizes& s, const Stack<T>& stack, i64 rows, i64 tokens, i64 extent, i64 first_row,
-               T* x, const T* bias, const T* cos, const T* sin, const i64* slots, const T* final_norm) {
+               T* x, const T* pairs, const T* bias, const T* cos, const T* sin, const i64* slots,
+               const T* final_norm) {
   static thread_local Sight sight;
   static thread_local Masks<T> masks;
   static thread_local std::vector<i64> angles;
   masks.read(bias, rows, tokens, extent, first_row, sight);
   sight.arrange(stack.window);
   for (i64 m = angles.size(); m < rows * tokens; m++) angles.push_back(m);
-  run_layers(s, stack, Tokens<T>{rows * tokens, slots, angles.data(), cos, sin}, sight, x, final_norm);
+  const Tokens<T> all{rows * tokens, slots, angles.data(), cos, sin, pairs};
+  run_layers(s, stack, all, sight, x, final_norm);
 }
 
 }  // namespace
 
 #define EXPORT(suffix, T)                                                                                \
   extern "C" void run_block_##suffix(const Sizes* s, const Stack<T>* stack, i64 rows, i64 tokens,        \
-                                     i64 extent, i64 first_row, T* x, const T* bias, const T* cos,       \
-                                     const T* sin, const i64* slots, const T* final_norm) {              \
-    run_block<T>(*s, *stack, rows, tokens, extent, first_row, x, bias, cos, sin, slots, final_norm);     \
+                                     i64 extent, i64 first_row, T* x, const T* pairs, const T* bias,     \
+                                     const T* cos, const T* sin, const i64* slots, const T* final_norm) {\
+    run_block<T>(*s, *stack, rows, tokens, extent, first_row, x, pairs, bias, cos, sin, slots,           \
+                 final_norm);                                                                            \
   }                                                                                                      \
   extern "C" void read_out_##suffix(const Sizes* s, const Head<T>* head, const T* x, i64 tokens,         \
                                     float* logits) {                                                     \
@@ -61,9 +64,9 @@ void run_block(const Sizes& s, const Stack<T>& stack, i64 rows, i64 tokens, i64 
   extern "C" void draft_trees_##suffix(const Target<T>* target, const Drafting<T>* drafting,             \
                                        Rows<T>* rows, i64 steps, i64 width, float threshold,             \
                                        const float* least, i64 nodes, const float* worth,                \
-                                       int halves_leaves) {                                              \
-    Round<T>(*target, drafting, *rows)                                                                   \
-        .draft_trees(steps, width, threshold, least, {nodes, worth, halves_leaves != 0});                \
+                                       int halves_leaves, int of_offered) {                              \
+    const Pruning pruning{nodes, worth, halves_leaves != 0, of_offered != 0};                            \
+    Round<T>(*target, drafting, *rows).draft_trees(steps, width, threshold, least, pruning);             \
   }                                                                                                      \
   extern "C" void verify_##suffix(const Target<T>* target, const Drafting<T>* drafting, Rows<T>* rows) { \
     Round<T>(*target, drafting, *rows).verify();                                                         \

@@ -36,11 +36,13 @@ template <class T> struct Stack {
   }
 };
 
-// The tokens of a pass: where their keys go, and which rows of the tables of cosines and sines are theirs.
+// The tokens of a pass: where their keys go, which rows of the tables of cosines and sines are theirs, and what queries,
+// keys and values read instead of normed states, [M, 2 D], or null.
 template <class T> struct Tokens {
   i64 total;
   const i64 *slots, *angles;
   const T *cos, *sin;
+  const T* pairs = nullptr;
 };
 
 template <class T> void rms_norm(const T* x, const T* weight, i64 size, double eps, T* out) {
@@ -71,7 +73,7 @@ template <class T> class Pass {
        Barrier& barrier, Shares& shares, T* x)
       : s(sizes), tokens(tokens), sight(sight), n_slots(stack.n_slots), scratch(scratch), barrier(barrier),
         shares(shares), x(x), attention(sizes, sight, n_slots), plain(stack.plain),
-        wide(takes_wide(sizes, stack, tokens.total)), groups(blocks(tokens.total)) {
+        wide(!tokens.pairs && takes_wide(sizes, stack, tokens.total)), groups(blocks(tokens.total)) {
     if (!wide) normed.resize(tokens.total * s.hidden);
     for (i64 group = groups.first; wide && group < groups.last; group++)
       side_by_side(Matrix<T>{x, tokens.total, s.hidden}, group, &scratch.states[group * s.hidden / 2]);
@@ -145,10 +147,12 @@ template <class T> class Pass {
   // Where this thread begins to read a layer's matrices: blocks of queries, keys and values are divided as one matrix.
   const char* first_of(const Layer<T>& layer) const {
     if (!layer.k) return first_gate(layer);
-    const Projections all(s, layer);
+    const Projections all(s, layer, read_width());
     const Block first = all.block(shares.own_first(all.count, shares.at_a_time(all.count)));
     return first.w->template block<T>(first.n);
   }
+
+  i64 read_width() const { return tokens.pairs ? 2 * s.hidden : s.hidden; }  // of queries, keys and values
 
   const char* first_gate(const Layer<T>& layer) const {
     const i64 first = shares.own_first(2 * blocks(s.feed_forward), 2) / 2;
@@ -216,11 +220,11 @@ template <class T> class Pass {
   struct Projections {
     struct Projection { Weights w; const T* bias; i64 before, first; } parts[3];
     i64 skipped, count;
-    Projections(const Sizes& s, const Layer<T>& layer) {
+    Projections(const Sizes& s, const Layer<T>& layer, i64 width) {
       const i64 of_q = s.heads * s.head_size, of_k = s.kv_heads * s.head_size;
-      parts[0] = {weights(layer, layer.q, of_q, s.hidden), layer.q_bias, 0, 0};
-      parts[1] = {weights(layer, layer.k, of_k, s.hidden), layer.k_bias, blocks(of_q), of_q};
-      parts[2] = {weights(layer, layer.v, of_k, s.hidden), layer.v_bias, blocks(of_q) + blocks(of_k), of_q + of_k};
+      parts[0] = {weights(layer, layer.q, of_q, width), layer.q_bias, 0, 0};
+      parts[1] = {weights(layer, layer.k, of_k, width), layer.k_bias, blocks(of_q), of_q};
+      parts[2] = {weights(layer, layer.v, of_k, width), layer.v_bias, blocks(of_q) + blocks(of_k), of_q + of_k};
       skipped = layer.q ? 0 : blocks(of_q);
       count = blocks(of_q) + 2 * blocks(of_k) - skipped;
     }
@@ -232,9 +236,11 @@ template <class T> class Pass {
   };
 
   void project(const Layer<T>& layer) {
-    const Input<T> in = norm(layer.attention_norm, {layer.q ? layer.q.kind : layer.k.kind, layer.k.kind, layer.v.kind});
+    const Kinds kinds{layer.q ? layer.q.kind : layer.k.kind, layer.k.kind, layer.v.kind};
+    const Matrix<T> pairs{tokens.pairs, tokens.total, read_width()};
+    const Input<T> in = tokens.pairs ? prepared(pairs, kinds) : norm(layer.attention_norm, kinds);
     const i64 of_q = s.heads * s.head_size, all = of_q + 2 * s.kv_heads * s.head_size;
-    const Projections projections(s, layer);
+    const Projections projections(s, layer, read_width());
     // of `count` tokens from m on: sums_of(i), of the i-th
     auto keep = [&](i64 i, i64 m, i64 count, auto sums_of) {
       auto& part = projections.part_of(i);
@@ -365,7 +371,7 @@ void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, 
   grow(scratch.queries, of_heads);
   grow(scratch.attended, of_heads);
   grow(scratch.activated, tokens.total * s.feed_forward);
-  const i64 widest = std::max({s.hidden, s.heads * s.head_size, s.feed_forward});
+  const i64 widest = std::max({tokens.pairs ? 2 * s.hidden : s.hidden, s.heads * s.head_size, s.feed_forward});
   if (TURNS && tokens.total >= TURNED_FROM) grow(scratch.turned, turned_words(tokens.total, (widest + 31) / 32 * 32));
   if (!stack.plain && tokens.total >= MANY) grow(scratch.turned, portion_words(tokens.total, (widest + 31) / 32 * 32));
   if (Pass<T>::takes_wide(s, stack, tokens.total)) {

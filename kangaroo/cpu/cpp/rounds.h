@@ -11,12 +11,19 @@ struct Pruning {
   i64 nodes;
   const float* worth;
   bool halves_leaves;  // the less likely half of the nodes without a child goes first, as in the paper
+  bool of_offered;     // of all children that were offered, in a level or not, from their embeddings on (EAGLE-2)
+};
+
+// A child of a node of a row, and which node it is, 0 if it is in no level.
+struct Child {
+  float chance;
+  i64 parent, token, node;
 };
 
 template <class T> class Round {
  public:
   Round(const Target<T>& target, const Drafting<T>* drafting, Rows<T>& rows)
-      : t(target), d(drafting), r(rows), D(target.sizes.hidden) {}
+      : t(target), d(drafting), r(rows), D(target.sizes.hidden), zeros(D) {}
 
   // The chains of the rows that ask grow by up to `steps` tokens, until the confidence in one is no more
   // than the threshold, or the product of those in the first n no more than the row's least[n]. A token that
@@ -54,7 +61,7 @@ template <class T> class Round {
       if (r.count[row] && r.asking[row] && 1.0f > least[row * steps]) active.push_back(row);
     if (active.empty()) return;
     find_states();
-    clear();
+    clear(d->unseen);
     for (i64 row : active) {
       add_unread(row, r.base[row], before);
       firsts.push_back(pass.rows.size());
@@ -62,10 +69,10 @@ template <class T> class Round {
         pass.add_text(row, r.base[row] + n);
         append(pass.x, r.state(row, 0), 1);
         if (n) add(pass.x.data() + pass.x.size() - D, p.places + (n - 1) * D);
-        if (reads_deep()) append(before, d->deep_at(row, r.base[row] - 1, D), 1);
+        if (reads_deep()) append(before, before_text(row, r.base[row]), 1);
       }
     }
-    if (reads_deep()) d->fusing(t.sizes, pass.x.data(), before.data(), pass.rows.size());
+    fuse(before);
     pass.run(t.sizes, d->stack, t, d->norm);
     i64 width = d->head.outputs, rows = active.size();
     for (i64 i = 0; i < rows; i++)  // the places alone, side by side
@@ -98,6 +105,7 @@ template <class T> class Round {
   void draft_trees(i64 steps, i64 width, float threshold, const float* least, const Pruning& pruning) {
     std::vector<RowNode> level;
     std::vector<float> chances(r.batch * r.capacity, 1.0f);  // that a node's whole path is right
+    std::vector<std::vector<Child>> offered(r.batch);
     for (i64 row = 0; row < r.batch; row++)
       if (r.count[row] && r.asking[row] && least[row * steps] < 1) level.push_back({row, 0});
     const std::vector<RowNode> roots = level;
@@ -108,14 +116,17 @@ template <class T> class Round {
       for (i64 first = 0, last; first < i64(level.size()); first = last) {
         i64 row = level[first].row;
         for (last = first; last < i64(level.size()) && level[last].row == row;) last++;
-        grow(&level[first], &choices[first], last - first, width, &chances[r.at(row, 0)]);
+        grow(&level[first], &choices[first], last - first, width, &chances[r.at(row, 0)], offered[row]);
         i64 best = r.count[row] - width;
         if (step == steps || chances[r.at(row, best)] <= std::max(threshold, least[row * steps + step])) continue;
         for (i64 node = best; node < r.count[row]; node++) next.push_back({row, node});
       }
       level = next;
     }
-    for (const RowNode& root : roots) prune(root.row, &chances[r.at(root.row, 0)], pruning);
+    for (const RowNode& root : roots) {
+      if (pruning.of_offered) replace_by_best(root.row, offered[root.row], pruning);
+      else prune(root.row, &chances[r.at(root.row, 0)], pruning);
+    }
   }
 
   // What the target writes after each node; the longest path that it would have written itself.
@@ -133,21 +144,26 @@ template <class T> class Round {
       if (r.keeps_states()) std::copy_n(r.state(row, node), D, to);
       else t.embed(r.token[r.at(row, node)], to);
     }
-    std::vector<T> deep;
-    if (reads_deep()) {
-      pass.run(t.sizes, t.stack.range(r.exit, d->deep_tap), t);
-      deep = pass.x;
-    }
-    pass.run(t.sizes, t.stack.range(reads_deep() ? d->deep_tap : r.exit, t.stack.count), t);
+    const i64 taps = d ? d->n_taps : 0;
+    std::vector<T> deep(total * taps * D);
+    i64 done = r.exit;
+    for (i64 layer = done; layer <= t.stack.count; layer++)
+      for (i64 tap = 0; tap < taps; tap++) {
+        if (d->taps[tap] != layer) continue;
+        pass.run(t.sizes, t.stack.range(done, layer), t);
+        for (i64 m = 0; m < total; m++) std::copy_n(pass.x.data() + m * D, D, deep.data() + (m * taps + tap) * D);
+        done = layer;
+      }
+    pass.run(t.sizes, t.stack.range(done, t.stack.count), t);
     std::vector<Choice> choices = target_choices(total);
     for (i64 row = 0, m = 0; row < r.batch; m += r.count[row], row++)
-      if (r.count[row]) accept(row, choices.data() + m, reads_deep() ? deep.data() + m * D : nullptr);
+      if (r.count[row]) accept(row, choices.data() + m, deep.data() + m * taps * D, taps * D);
   }
 
  private:
-  void clear() { pass.clear(r.batch * r.capacity, r.capacity); }
+  void clear(i64 unseen = 0) { pass.clear(r.batch * r.capacity, r.capacity, unseen); }
 
-  bool reads_deep() const { return d && d->fusing.weight; }
+  bool reads_deep() const { return d && d->n_taps; }
 
   // Whether states that were found while drafting are not quite the target's.
   bool drafts_in_bytes() const { return d && d->shallow.count; }
@@ -175,7 +191,7 @@ template <class T> class Round {
 
   // What the drafting layer would write after these nodes, those of a row side by side: so many choices.
   std::vector<Choice> grade(const std::vector<RowNode>& nodes, i64 wanted) {
-    clear();
+    clear(d->unseen);
     std::vector<i64> last;
     std::vector<T> before;
     for (auto [row, node] : nodes) {
@@ -185,7 +201,7 @@ template <class T> class Round {
       if (reads_deep()) append(before, before_node(row, node), 1);
       last.push_back(pass.rows.size() - 1);
     }
-    if (reads_deep()) d->fusing(t.sizes, pass.x.data(), before.data(), pass.rows.size());
+    fuse(before);
     pass.run(t.sizes, d->stack, t, d->norm);
     for (i64 i = 0; i < i64(last.size()); i++) {  // these alone, side by side
       std::copy_n(pass.x.data() + last[i] * D, D, pass.x.data() + i * D);
@@ -196,33 +212,39 @@ template <class T> class Round {
     return chosen(d->head, pass.x.data(), last.size(), std::min(wanted, d->head.outputs), false);
   }
 
-  // Adds the likeliest children of some nodes of a row, the likeliest first.
-  void grow(const RowNode* parents, const Choice* choices, i64 count, i64 width, float* chances) {
-    struct Child { float chance; i64 parent, rank; };
-    std::vector<Child> children;
+  // What the drafting layer reads of the pass' tokens, with the deep states before them, if it reads such.
+  void fuse(std::vector<T>& before) {
+    if (!reads_deep()) return;
+    const i64 total = pass.rows.size();
+    if (d->fusing.weight) return d->fusing(t.sizes, pass.x.data(), before.data(), total);
+    pass.pairs = d->fusing.pairs(t.sizes, pass.x.data(), before.data(), total);
+    pass.x.swap(before);
+  }
+
+  // Adds the likeliest children of some nodes of a row, the likeliest first, and to `offered` all of them.
+  void grow(const RowNode* parents, const Choice* choices, i64 count, i64 width, float* chances,
+            std::vector<Child>& offered) {
+    const i64 known = offered.size();
     for (i64 i = 0; i < count; i++)
-      for (i64 rank = 0; rank < width; rank++)
-        children.push_back({chances[parents[i].node] * choices[i].chances[rank], i, rank});
+      for (i64 rank = 0; rank < width; rank++) {
+        const float chance = chances[parents[i].node] * choices[i].chances[rank];
+        offered.push_back({chance, parents[i].node, choices[i].tokens[rank], 0});
+      }
+    std::vector<Child*> children;
+    for (i64 i = known; i < i64(offered.size()); i++) children.push_back(&offered[i]);
     std::stable_sort(children.begin(), children.end(),
-                     [](const Child& a, const Child& b) { return a.chance > b.chance; });
+                     [](const Child* a, const Child* b) { return a->chance > b->chance; });
     children.resize(width);
-    for (const Child& child : children) {
-      const RowNode& parent = parents[child.parent];
-      i64 node = r.append(parent.row, parent.node, choices[child.parent].tokens[child.rank]);
-      chances[node] = child.chance;
+    for (Child* child : children) {
+      child->node = r.append(parents->row, child->parent, child->token);
+      chances[child->node] = child->chance;
     }
   }
 
   // Leaves of a row's tree the likeliest nodes, as many as are worth most: no parent is less likely than its child.
   void prune(i64 row, const float* chances, const Pruning& pruning) {
     std::vector<i64> order = candidates(row, chances, pruning.halves_leaves);
-    std::stable_sort(order.begin(), order.end(), [&](i64 a, i64 b) { return chances[a] > chances[b]; });
-    i64 best = 0;
-    float gain = 0, most = 0;
-    for (i64 n = 0; n < std::min<i64>(pruning.nodes, order.size()); n++)
-      if ((gain += chances[order[n]] - pruning.worth[n]) > most) most = gain, best = n + 1;
-    order.resize(best);
-    std::sort(order.begin(), order.end());
+    keep_worthy(order, pruning, [&](i64 node) { return chances[node]; });
     std::vector<i64> number(r.count[row], 0);  // that a node has from now on
     r.count[row] = 1;
     for (i64 node : order) {
@@ -232,6 +254,29 @@ template <class T> class Round {
       r.place[to] = r.place[from];
       r.has_state[to] = r.has_state[from];
     }
+  }
+
+  // The same where all that was offered may be verified; its parents are in a level.
+  void replace_by_best(i64 row, const std::vector<Child>& offered, const Pruning& pruning) {
+    std::vector<i64> order(offered.size()), number(r.count[row], 0);
+    std::iota(order.begin(), order.end(), 0);
+    keep_worthy(order, pruning, [&](i64 i) { return offered[i].chance; });
+    r.count[row] = 1;
+    for (i64 i : order) {
+      const i64 node = r.append(row, number[offered[i].parent], offered[i].token);
+      if (offered[i].node) number[offered[i].node] = node;
+    }
+  }
+
+  // Leaves of an ascending order the likeliest, as many as are worth most.
+  template <class ChanceOf> void keep_worthy(std::vector<i64>& order, const Pruning& pruning, ChanceOf chance_of) {
+    std::stable_sort(order.begin(), order.end(), [&](i64 a, i64 b) { return chance_of(a) > chance_of(b); });
+    i64 best = 0;
+    float gain = 0, most = 0;
+    for (i64 n = 0; n < std::min<i64>(pruning.nodes, order.size()); n++)
+      if ((gain += chance_of(order[n]) - pruning.worth[n]) > most) most = gain, best = n + 1;
+    order.resize(best);
+    std::sort(order.begin(), order.end());
   }
 
   // The nodes beside the root, where it is asked for without the less likely half of those that have no child.
@@ -251,14 +296,21 @@ template <class T> class Round {
 
   // What was not read lies just below `end`.
   void add_unread(i64 row, i64 end, std::vector<T>& before) {
-    for (i64 i = 0; i < r.unread[row]; i++) pass.add_text(row, end - r.unread[row] + i);
+    for (i64 position = end - r.unread[row]; position < end; position++) {
+      pass.add_text(row, position);
+      if (reads_deep()) append(before, before_text(row, position), 1);
+    }
     append(pass.x, r.unread_states + row * r.most_unread * D, r.unread[row]);
-    if (reads_deep()) append(before, d->deep_at(row, end - r.unread[row] - 1, D), r.unread[row]);
     r.unread[row] = 0;
   }
 
   const T* before_node(i64 row, i64 node) const {
-    return node ? r.made_at(row, r.parent[r.at(row, node)]) : d->deep_at(row, r.base[row] - 1, D);
+    return node ? r.made_at(row, r.parent[r.at(row, node)]) : before_text(row, r.base[row]);
+  }
+
+  // The deep state before a position of the text; zeros before the first.
+  const T* before_text(i64 row, i64 position) const {
+    return position ? d->deep_at(row, position - 1, D) : zeros.data();
   }
 
   void add(T* to, const T* more) {
@@ -323,19 +375,21 @@ template <class T> class Round {
     return choices;
   }
 
-  void accept(i64 row, const Choice* choices, const T* deep) {
+  // With what the drafting layer reads of deep states, so many numbers a node.
+  void accept(i64 row, const Choice* choices, const T* deep, i64 numbers) {
+    std::vector<T> on_path;
     i64 *written = r.written + row * r.capacity, depth = 0, node = 0;
     T* unread = r.unread_states + (row * r.most_unread + r.unread[row]) * D;
     while (true) {
       if (r.keeps_states()) std::copy_n(r.state(row, node), D, unread + depth * D);
-      if (reads_deep())
-        rms_norm(deep + node * D, t.head.norm, D, t.sizes.eps, d->deep_at(row, r.base[row] + depth, D));
+      on_path.insert(on_path.end(), deep + node * numbers, deep + (node + 1) * numbers);
       written[depth] = choices[node].tokens[0];
       r.path[r.at(row, depth)] = node;
       node = r.child(row, node, choices[node].tokens[0]);
       if (node < 0) break;
       move(row, r.base[row] + r.place[r.at(row, node)], r.base[row] + ++depth);
     }
+    if (reads_deep()) d->keep_deep(t, on_path.data(), depth + 1, d->deep_at(row, r.base[row], D));
     r.accepted[row] = depth;
     if (r.keeps_states()) r.unread[row] += depth + 1;
   }
@@ -351,6 +405,7 @@ template <class T> class Round {
   const Drafting<T>* d;
   Rows<T>& r;
   i64 D;
+  const std::vector<T> zeros;
   static thread_local Gathered<T> pass;
   static thread_local std::vector<float> logits;
 };

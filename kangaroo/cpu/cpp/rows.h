@@ -29,24 +29,32 @@ template <class T> struct Target {
   }
 };
 
-// How a drafting layer reads the deep state of the token before: x + weight [norm(x), norm(before)].
+// How a drafting layer reads the deep state of the token before: x + weight [norm(x), norm(before)]. Without a weight
+// both norms are what its queries, keys and values read, and its state goes on from the deep one.
 template <class T> struct Fusing {
   const T *shallow_norm, *deep_norm;  // [D]
   const void* weight;                 // [D, 2 D]
   i64 kind;
   const float* scales;  // as of a head
 
-  void operator()(const Sizes& s, T* x, const T* before, i64 total) const {
+  // [total, 2 D]
+  std::vector<T> pairs(const Sizes& s, const T* x, const T* before, i64 total) const {
     i64 D = s.hidden;
-    Sizes wide = s;
-    wide.hidden = 2 * D;
     std::vector<T> both(total * 2 * D);
-    std::vector<float> fused(total * D);
 #pragma omp parallel for num_threads(s.threads) if (total >= MANY)
     for (i64 m = 0; m < total; m++) {
       rms_norm(x + m * D, shallow_norm, D, s.eps, both.data() + m * 2 * D);
       rms_norm(before + m * D, deep_norm, D, s.eps, both.data() + m * 2 * D + D);
     }
+    return both;
+  }
+
+  void operator()(const Sizes& s, T* x, const T* before, i64 total) const {
+    i64 D = s.hidden;
+    Sizes wide = s;
+    wide.hidden = 2 * D;
+    const std::vector<T> both = pairs(s, x, before, total);
+    std::vector<float> fused(total * D);
     read_out(wide, Head<T>{nullptr, weight, kind, D, nullptr, 0, scales}, both.data(), total, fused.data());
     for (i64 i = 0; i < total * D; i += LANES) {
       i64 left = total * D - i;
@@ -56,17 +64,33 @@ template <class T> struct Fusing {
 };
 
 // A layer that drafts from the target's states at the exit, and with `fusing` from a deep state of the token before:
-// the target's after `deep_tap` layers, through its final norm, or its own where that token is drafted.
+// its own where that token is drafted, else a mix of the target's after so many layers as the `taps` say, or the only
+// one of these through the target's final norm.
 template <class T> struct Drafting {
   const T* norm;
   T* deep;  // states of the text, [batch, n_slots, D]
-  i64 deep_tap;
+  const i64* taps;
+  i64 n_taps;
+  const T* mix;  // [D, n_taps * D], or null
+  i64 unseen;    // how many of a text's first tokens no later one sees: slots of keys and values are counted from there
   Stack<T> stack;
   Head<T> head;
-  Fusing<T> fusing;  // all null where it reads no deep states
+  Fusing<T> fusing;  // all null where it reads no deep states, and there are no taps
   Stack<T> shallow;  // of bytes, the layers below the exit as drafts read them; without layers they read the target's
 
   T* deep_at(i64 row, i64 slot, i64 hidden) const { return deep + (row * stack.n_slots + slot) * hidden; }
+
+  // What the layer reads of `total` tokens' states, [total, n_taps * D], to [total, D].
+  void keep_deep(const Target<T>& t, const T* states, i64 total, T* to) const {
+    const i64 D = t.sizes.hidden;
+    for (i64 m = 0; m < total && !mix; m++) rms_norm(states + m * D, t.head.norm, D, t.sizes.eps, to + m * D);
+    if (!mix) return;
+    Sizes wide = t.sizes;
+    wide.hidden = n_taps * D;
+    std::vector<float> mixed(total * D);
+    read_out(wide, Head<T>{nullptr, mix, PLAIN, D, nullptr}, states, total, mixed.data());
+    for (i64 i = 0; i < total * D; i += LANES) put(to + i, get(&mixed[i], total * D - i), total * D - i);
+  }
 };
 
 // What makes a whole draft of one pass: the n-th place reads the pending token's state plus places[n - 1], and a
@@ -134,12 +158,14 @@ template <class T> struct Rows {
 // Tokens gathered for one pass.
 template <class T> struct Gathered {
   std::vector<i64> rows, nodes, slots, angles, paths;
-  std::vector<T> x;
+  std::vector<T> x, pairs;  // as in `Tokens`, if any
+  i64 unseen = 0;           // as in `Drafting`
   Sight sight;
 
-  void clear(i64 most, i64 deepest) {
-    rows.clear(), nodes.clear(), slots.clear(), angles.clear(), paths.clear(), x.clear();
+  void clear(i64 most, i64 deepest, i64 not_seen = 0) {
+    rows.clear(), nodes.clear(), slots.clear(), angles.clear(), paths.clear(), x.clear(), pairs.clear();
     sight.seen.clear();
+    unseen = not_seen;
     paths.reserve(most * (deepest + 1));  // pointers into it are kept
   }
 
@@ -148,24 +174,26 @@ template <class T> struct Gathered {
     paths.resize(paths.size() + depth + 1);
     i64* path = paths.data() + paths.size() - depth - 1;
     for (i64 i = depth, up = node; i >= 0; i--, up = r.parent[r.at(row, up)])
-      path[i] = base + r.place[r.at(row, up)];
-    sight.seen.push_back({row, base, base + depth + 1, path});
-    add(row, node, path[depth], base + depth);
+      path[i] = base + r.place[r.at(row, up)] - unseen;
+    add(row, node, path[depth], base + depth, {row, base - unseen, base + depth + 1 - unseen, path});
   }
 
   void add_text(i64 row, i64 position) {
-    sight.seen.push_back({row, position + 1, position + 1, nullptr});
-    add(row, -1, position, position);
+    const i64 count = position + 1 - unseen;
+    add(row, -1, count - 1, position, {row, count, count, nullptr});
   }
 
   void run(const Sizes& s, const Stack<T>& stack, const Target<T>& target, const T* norm = nullptr) {
     sight.arrange(stack.window);
-    Tokens<T> tokens{i64(rows.size()), slots.data(), angles.data(), target.cos, target.sin};
+    const T* read = pairs.empty() ? nullptr : pairs.data();
+    Tokens<T> tokens{i64(rows.size()), slots.data(), angles.data(), target.cos, target.sin, read};
     run_layers(s, stack, tokens, sight, x.data(), norm);
   }
 
  private:
-  void add(i64 row, i64 node, i64 slot, i64 position) {
+  void add(i64 row, i64 node, i64 slot, i64 position, Seen seen) {
+    static const i64 first = -1;
+    sight.seen.push_back(seen.count ? seen : Seen{row, 0, 1, &first});  // a text's first token sees itself
     rows.push_back(row), nodes.push_back(node), slots.push_back(slot), angles.push_back(position);
   }
 };
