@@ -138,7 +138,7 @@ def soak(
     written."""
     settings = {"seed": seed, "device": device, "dtype": dtype.value}
     if model:
-        settings["model"] = model
+        settings |= {"model": model, "dtype": str(loaded(model).dtype).removeprefix("torch.")}
     folder.mkdir(parents=True, exist_ok=True)
     records.start_run(folder, settings | {"git_revision": git_revision()}, {}, True)
     began, cells = records.read_run(folder)["provenance"], kept(folder)
