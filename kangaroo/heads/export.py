@@ -207,7 +207,7 @@ def write_speculators(path: str, lm: TargetModel, folder: Path) -> None:
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": lm.name, "architectures": [type(lm.hf).__name__]},
         },
-        "transformer_layer_config": layer.to_dict(),
+        "transformer_layer_config": layer.to_diff_dict(),
         "draft_vocab_size": len(weights["lm_head.weight"]),
         "norm_before_residual": False,
         "eagle_aux_hidden_state_layer_ids": list(head.deep_taps),
