@@ -15,6 +15,7 @@ from kangaroo.drafters.autoregressive import Autoregressive, WholeHead
 from kangaroo.drafters.base import ChainConfig, Drafter
 from kangaroo.engine import prefill
 from kangaroo.engine.batch import Batch
+from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import ForwardMeta, KVCache, Taps
 from kangaroo.engine.tree import Draft, Verdict
 from kangaroo.heads import adapter_files
@@ -26,6 +27,8 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.memory import weight_bytes
 from kangaroo.utils.ranges import DraftSize
+
+NODES_READ = 63  # nodes of a pass that tells what reading a prompt costs
 
 
 @dataclass
@@ -74,6 +77,17 @@ class DraftModelConfig(ChainConfig):
     @property
     def trained(self) -> str | None:
         return self.adapter
+
+
+def repays(budget: Budget, unread: int, left: int, steps: int, drafting: float) -> bool:
+    """Whether `left` tokens of a text, were all drafts right, would gain what a draft model takes
+    to read `unread` tokens first. It costs the share `drafting` of what the target takes."""
+    if unread <= steps or budget.always:
+        return True
+    reading = drafting * unread * budget.cost(1, NODES_READ)[-1] / (NODES_READ + 1)
+    costs = budget.cost(1, steps)
+    saved = max(1 - (costs[n] + n * drafting) / (n + 1) for n in range(1, steps + 1))
+    return left * saved > reading
 
 
 def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
@@ -182,7 +196,7 @@ class DraftModel(Autoregressive):
         for row in rows if self.auto else ():
             length = len(batch.texts[row])
             unread, left = length - self.n_read[row], batch.limits[row] - length
-            if not batch.budget.repays(unread, left, self.steps, share * self.draft_cost):
+            if not repays(batch.budget, unread, left, self.steps, share * self.draft_cost):
                 limits[row] = 1
         return limits
 

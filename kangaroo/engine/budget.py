@@ -16,7 +16,6 @@ ROW_PRIOR_RIGHT = 5  # right ones
 FORGETTING = 0.95  # of a row's counts in a round without a draft, so that drafting is tried again
 # A text alone with fewer tried tokens drafts one at any cost: else nothing would be learnt.
 UNTRIED = 0.1
-NODES_READ = 63  # nodes of a pass that tells what reading a prompt costs
 TRY = 0.99  # the limit of this token
 
 
@@ -89,16 +88,6 @@ class Budget:
     def min_gain_per_step(self, rows: int) -> float:
         """The tokens that drafting has to gain in the time of a vanilla step of `rows` rows."""
         return MIN_GAIN_ALONE if rows <= 1 or self.always else MIN_GAIN
-
-    def repays(self, unread: int, left: int, nodes: int, drafting: float) -> bool:
-        """Whether `left` tokens of a text, were all drafts right, would gain what a drafter takes
-        to read `unread` tokens first; it costs `drafting` of what the target takes."""
-        if unread <= nodes or self.always:
-            return True
-        reading = drafting * unread * self.cost(1, NODES_READ)[-1] / (NODES_READ + 1)
-        costs = self.cost(1, nodes)
-        saved = max(1 - (costs[n] + n * drafting) / (n + 1) for n in range(1, nodes + 1))
-        return left * saved > reading
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
         """Learn from a row's verdict."""

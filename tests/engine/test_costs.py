@@ -10,6 +10,7 @@ from cases import DRAFTERS, Case
 from helpers import adapter_for, chain_of, graphed, random_prompts, tiny, tree_of, vanilla_texts
 
 from kangaroo.cpu.huge_pages import LINE, PAGE, move_to_huge_pages
+from kangaroo.drafters.draft_model import repays
 from kangaroo.engine import costs
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.costs import VerifyCosts
@@ -144,11 +145,11 @@ def test_a_row_that_was_wrong_needs_surer_tokens_until_another_text_takes_it():
 def test_a_draft_model_reads_no_prompt_that_its_drafts_cannot_repay(monkeypatch, compiled):
     dear = VerifyCosts([1, 2, 64], [1.0, 1.0, 20.0], 0.5)  # a token of a prompt costs a third
     budget = Budget(dear.curve)
-    assert not budget.repays(300, 20, nodes=4, drafting=0.4)
-    assert budget.repays(300, 2000, nodes=4, drafting=0.4)
-    assert budget.repays(3, 1, nodes=4, drafting=0.4)  # its own last tokens
-    assert not Budget(STEEP.curve).repays(300, 1_000_000, nodes=4, drafting=0.4)
-    assert Budget(STEEP.curve, always=True).repays(300, 20, nodes=4, drafting=0.4)
+    assert not repays(budget, 300, 20, steps=4, drafting=0.4)
+    assert repays(budget, 300, 2000, steps=4, drafting=0.4)
+    assert repays(budget, 3, 1, steps=4, drafting=0.4)  # its own last tokens
+    assert not repays(Budget(STEEP.curve), 300, 1_000_000, steps=4, drafting=0.4)
+    assert repays(Budget(STEEP.curve, always=True), 300, 20, steps=4, drafting=0.4)
 
     lm = tiny().compile_for_decoding() if compiled else tiny()
     drafter = DRAFTERS["draft-model-auto"](Case(lm, adapter_for(lm), []))
