@@ -359,7 +359,7 @@ def markdown(summary: dict[str, Any]) -> str:
         if row["of_vanilla_range"] is not None:
             lowest, highest = row["of_vanilla_range"]
             cell["lowest-highest x"] = f"{lowest:.2f}-{highest:.2f}"
-        cell["tokens a part"] = number(row["tokens_per_part"])
+        cell["tokens a part"] = number(row["tokens_per_part"]) if row["tokens_per_part"] else "-"
         equal = row["as_vanilla"]
         table.append(cell | {"as vanilla's": "-" if equal is None else f"{equal[0]}/{equal[1]}"})
     provenance = summary["provenance"]

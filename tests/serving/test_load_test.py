@@ -39,6 +39,13 @@ def written(texts: dict[str, str], speed: float = 10.0, tokens: int = 5, **chang
     return json.dumps({"benchmarks": [{"requests": requests, "metrics": metrics}]})
 
 
+def summary_of(measured, **settings):
+    settings |= {"bench": "demo", "max_new_tokens": 5}
+    begun = {"command": "it", "git_revision": "abc", "time": "now"}
+    begun["hardware"] = {"cpu": "x", "threads": 2, "cuda": None}
+    return load_test.summarise(measured, {"settings": settings, "provenance": begun})
+
+
 def test_methods_take_turns_and_ratios_are_taken_within_rounds(tmp_path):
     assert [(c.round, c.users, c.method) for c in load_test.cells(2, [1, 8], ["a", "b"])] == [
         *((0, 1, "a"), (0, 1, "b"), (0, 8, "a"), (0, 8, "b")),
@@ -50,11 +57,7 @@ def test_methods_take_turns_and_ratios_are_taken_within_rounds(tmp_path):
         speed = SPEED[cell.method][cell.users] / (1 + cell.round)
         (tmp_path / "cell.json").write_text(written(texts, speed))
         measured[cell] = load_test.read(tmp_path / "cell.json", 2, 5)
-    settings = {"requests": 2, "bench": "demo", "max_new_tokens": 5}
-    settings |= {"temperature": 0.0, "stream": True}
-    begun = {"command": "it", "git_revision": "abc", "time": "now"}
-    begun["hardware"] = {"cpu": "x", "threads": 2, "cuda": None}
-    summary = load_test.summarise(measured, {"settings": settings, "provenance": begun})
+    summary = summary_of(measured, requests=2, temperature=0.0, stream=True)
     page = load_test.markdown(summary)
     assert "| 4 | ours | 16.5 (1.10x) | 60.6 (0.91x) | 30.3 (0.91x) | 0.5 (0.91x) |" in page
     assert "| 6/6 |" in page and "| 3/6 |" in page
@@ -65,7 +68,7 @@ def test_methods_take_turns_and_ratios_are_taken_within_rounds(tmp_path):
     assert "| 0.95-0.95 |" in page and "temperature 0, streamed" in page
     load_test.curves(summary).savefig(tmp_path / "load.png")
     alone = {cell: numbers for cell, numbers in measured.items() if cell.method == "ours"}
-    summary = load_test.summarise(alone, {"settings": settings, "provenance": begun})
+    summary = summary_of(alone, requests=2, temperature=0.0, stream=True)
     assert summary["verdicts"] == [] and "x)" not in load_test.markdown(summary)
     load_test.curves(summary).savefig(tmp_path / "load.png")
 
@@ -74,18 +77,18 @@ def test_answers_that_are_not_streamed_have_no_first_token(tmp_path):
     measured = {}
     for cell in load_test.cells(1, [1], list(SPEED)):
         file = json.loads(written({"why": "so"}, SPEED[cell.method][1]))
-        for name in ("time_to_first_token_ms", "inter_token_latency_ms"):
+        for name in (
+            "time_to_first_token_ms",
+            "inter_token_latency_ms",
+            "iter_tokens_per_iteration",
+        ):
             file["benchmarks"][0]["metrics"][name]["successful"]["mean"] = 0
         (tmp_path / "cell.json").write_text(json.dumps(file))
         measured[cell] = load_test.read(tmp_path / "cell.json", 1, 5)
-    settings = {"requests": 1, "bench": "demo", "max_new_tokens": 5}
-    settings |= {"temperature": 1.0, "stream": False}
-    begun = {"command": "it", "git_revision": "abc", "time": "now"}
-    begun["hardware"] = {"cpu": "x", "threads": 2, "cuda": None}
-    summary = load_test.summarise(measured, {"settings": settings, "provenance": begun})
+    summary = summary_of(measured, requests=1, temperature=1.0, stream=False)
     page = load_test.markdown(summary)
     assert "temperature 1, not streamed" in page
-    assert "| 1 | ours | 15.0 (1.50x) | - | - | 0.5 (0.67x) |" in page
+    assert "| 1 | ours | 15.0 (1.50x) | - | - | 0.5 (0.67x) | 1.50-1.50 | - |" in page
     assert len(load_test.curves(summary).axes) == 2
 
 
