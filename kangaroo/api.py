@@ -101,10 +101,10 @@ def drafter_names() -> list[str]:
     return sorted(file.stem for file in (CONFIGS / "drafter").glob("*.yaml"))
 
 
-def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> DrafterConfig:
-    """The config of a drafter in `configs/drafter` for a target that `model`'s adapters serve; a
-    config stays as it is. In a cascade's settings drafters' names stand for configs. Errors:
-    `ConfigError`."""
+def drafter_config(drafter: object, served_by: str, settings: dict[str, Any]) -> DrafterConfig:
+    """The config of a drafter in `configs/drafter` for a target that the adapters of the model
+    `served_by` serve (`adapters_of`); a config stays as it is. In a cascade's settings drafters'
+    names stand for configs. Errors: `ConfigError`."""
     if isinstance(drafter, DrafterConfig):
         if settings:
             raise ConfigError(f"{', '.join(settings)} given beside drafter=; set it there.")
@@ -118,7 +118,7 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
         names = ", ".join(drafter_names())
         raise ConfigError(f"there is no drafter {drafter!r}. Pass one of: {names}.")
     file = CONFIGS / "drafter" / f"{drafter}.yaml"
-    text = file.read_text("utf-8").replace("${adapters_of:${model}}", model)
+    text = file.read_text("utf-8").replace("${adapters_of:${model}}", served_by)
     sizes = OmegaConf.load(CONFIGS / "groups" / "hardware.yaml")
     hardware = OmegaConf.select(sizes, hardware_here())  # which `${...}` in the file may name
     config = OmegaConf.create({"drafter": OmegaConf.create(text), "hardware": hardware}).drafter
@@ -127,7 +127,7 @@ def drafter_config(drafter: object, model: str, settings: dict[str, Any]) -> Dra
     for group in groups:
         for key, default in group.items() if isinstance(group, dict) else ():  # of a cascade
             name = key.partition("@")[2]
-            values[name] = drafter_config(values.get(name, default), model, {})
+            values[name] = drafter_config(values.get(name, default), served_by, {})
     return build(
         classes("kangaroo.drafters", DrafterConfig)[schema.removesuffix("_schema")], values
     )
