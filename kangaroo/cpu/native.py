@@ -35,11 +35,6 @@ from kangaroo.models.packed import PackedMatrix
 log = logging.getLogger(__name__)
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-# Formats of GGUF files that native code multiplies as they lie, and those that it widens once.
-PACKED = {
-    *(Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K),
-    *(Kind.F32, Kind.F16, Kind.BF16),
-}
 MOST_TOKENS = 256  # in a pass
 PROMPT_CHUNK = 128  # tokens of a prompt in a pass, so that intermediate results stay in the cache
 WIDE_CHUNK = 256  # the same where many tokens share more work: turned rows, or a matrix unit

@@ -19,7 +19,7 @@ from kangaroo.models.supported import check_supported
 from kangaroo.utils.errors import UnsupportedModel
 
 READ = "llama", "qwen2", "qwen3"  # architectures; others are left to transformers
-# Formats that stay packed.
+# Formats that stay packed: native code multiplies them as they lie.
 PACKABLE = {
     *(Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0),
     *(Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS),

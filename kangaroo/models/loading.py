@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import yaml
+from gguf import GGMLQuantizationType as Kind
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kangaroo.cpu import native
@@ -28,7 +29,7 @@ from kangaroo.models.checkpoints import (
 )
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
 from kangaroo.models.gguf_file import GGUFFile, gguf_path, is_gguf
-from kangaroo.models.gguf_models import read_config, read_model
+from kangaroo.models.gguf_models import PACKABLE, read_config, read_model
 from kangaroo.models.layer_weights import is_plain, packed_linears
 from kangaroo.models.prompts import Tokenizer, chat_template, turn_end
 from kangaroo.models.quantizing import (
@@ -329,7 +330,7 @@ def _read_gguf(config: ModelConfig, device: str) -> tuple[PreTrainedModel, Token
     packed = config.weights is Weights.packed
     chosen = config.weights is None and config.quantization is None
     if chosen and config.compiled and device == "cpu":
-        packed = file.kinds() <= native.PACKED and native.library() is not None
+        packed = file.kinds() <= {*PACKABLE, Kind.F32} and native.library() is not None
     model = read_model(file, config.dtype.torch, packed)
     check_tokenizer(tokenizer, model, config.path)
     return model.to(device), tokenizer  # type: ignore[arg-type]

@@ -60,6 +60,6 @@ template <class F> void check_form(F form, i64 kind) {
 }  // namespace
 
 int main() {
-  for (i64 kind : {2, 3, 6, 7, 8, 12, 13, 14}) with_form(kind, [&](auto form) { check_form(form, kind); });
+  for (i64 kind : {2, 3, 6, 7, 8, 12, 13, 14, 20, 23}) with_form(kind, [&](auto form) { check_form(form, kind); });
   return failures > 0;
 }

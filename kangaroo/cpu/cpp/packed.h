@@ -16,9 +16,10 @@ using Half = std::uint16_t;  // float16
 // How sixteen rows of a kind lie: stretches of `parts` parts, which share a header.
 //   scaled: whether parts have scales of their own, in whole numbers, of what the stretch's d is worth.
 //   shifted: whether m is in the file; otherwise it is -offset s.
-template <int BITS, int COLUMNS, int PARTS_, bool SCALED, bool SHIFTED, int OFFSET> struct Form {
+//   coded: whether its bits are the place of q in `CODES`.
+template <int BITS, int COLUMNS, int PARTS_, bool SCALED, bool SHIFTED, int OFFSET, bool CODED = false> struct Form {
   static constexpr int bits = BITS, columns = COLUMNS, parts = PARTS_, offset = OFFSET;
-  static constexpr bool scaled = SCALED, shifted = SHIFTED;
+  static constexpr bool scaled = SCALED, shifted = SHIFTED, coded = CODED;
   static constexpr int planes = columns / 4;                   // words of a part
   static constexpr int per_block = parts * columns;            // numbers of a stretch, which is a block of each row
   static constexpr i64 of_part = i64(bits) * columns * LANES / 8;
@@ -36,6 +37,8 @@ struct FormQ8_0 : Form<8, 16, 2, false, false, 128> { static constexpr int block
 struct FormQ4_K : Form<4, 32, 8, true, true, 0> { static constexpr int block = 144; };
 struct FormQ5_K : Form<5, 32, 8, true, true, 0> { static constexpr int block = 176; };
 struct FormQ6_K : Form<6, 16, 16, true, false, 32> { static constexpr int block = 210; };
+struct FormIQ4_NL : Form<4, 16, 2, false, false, 128, true> { static constexpr int block = 18; };
+struct FormIQ4_XS : Form<4, 16, 16, true, false, 128, true> { static constexpr int block = 136; };
 
 // f(form) of a kind, by GGUF's number; nothing for others.
 template <class F> void with_form(i64 kind, F f) {
@@ -48,6 +51,8 @@ template <class F> void with_form(i64 kind, F f) {
     case 12: return f(FormQ4_K{});
     case 13: return f(FormQ5_K{});
     case 14: return f(FormQ6_K{});
+    case 20: return f(FormIQ4_NL{});
+    case 23: return f(FormIQ4_XS{});
   }
 }
 
@@ -57,6 +62,11 @@ i64 packed_bytes(i64 kind, i64 width) {
   with_form(kind, [&](auto form) { bytes = width / form.per_block * form.bytes; });
   return bytes;
 }
+
+// The sixteen numbers of IQ4's codes, the offset added; and their lower and upper four bits.
+constexpr Octet CODES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+constexpr Octet LOW_CODES[16] = {1, 8, 13, 15, 15, 13, 10, 6, 1, 13, 9, 6, 5, 5, 9, 1};
+constexpr Octet HIGH_CODES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 11, 12, 13, 15};
 
 // One block of a row, as a file has it, in whole numbers.
 struct Unpacked {
@@ -114,6 +124,17 @@ void unpack_6_k(const Octet* from, Unpacked& to) {
       to.q[128 * half + i] = (i < 64 ? low[i] & 15 : low[i - 64] >> 4) | (high[i % 32] >> i / 32 * 2 & 3) << 4;
 }
 
+void unpack_iq4_xs(const Octet* from, Unpacked& to) {
+  to.d = half_at(from);
+  const Half high = half_at(from + 2);
+  for (int part = 0; part < 16; part++) {
+    const int i = part / 2;
+    to.scales[part] = ((from[4 + i / 2] >> i % 2 * 4 & 15) | (high >> 2 * i & 3) << 4) - 32;
+  }
+  for (int i = 0; i < 8; i++) nibbles(from + 8 + 16 * i, 16, to.q + 32 * i);
+}
+
+void unpack(FormIQ4_XS, const Octet* from, Unpacked& to) { unpack_iq4_xs(from, to); }
 void unpack(FormQ4_K, const Octet* from, Unpacked& to) { unpack_k<FormQ4_K>(from, to); }
 void unpack(FormQ5_K, const Octet* from, Unpacked& to) { unpack_k<FormQ5_K>(from, to); }
 void unpack(FormQ6_K, const Octet* from, Unpacked& to) { unpack_6_k(from, to); }
@@ -152,7 +173,10 @@ template <class T> void widen_row(i64 kind, const Octet* from, i64 i, i64 width,
       if (F::scaled && F::shifted) m *= block.minima[part];
       for (int j = 0; j < F::columns; j += LANES) {
         Floats numbers;
-        for (int n = 0; n < LANES; n++) numbers[n] = s * (block.q[part * F::columns + j + n] - F::offset) + m;
+        for (int n = 0; n < LANES; n++) {
+          const Octet q = block.q[part * F::columns + j + n];
+          numbers[n] = s * ((F::coded ? CODES[q] : q) - F::offset) + m;
+        }
         put(to + k + j, numbers);
       }
     }
@@ -248,7 +272,7 @@ template <class T> void round_token(const T* from, i64 width, i64 m, i64 tokens,
 // Four bytes of each row, and how many registers hold a part's: eight bits are two times four where sums of two
 // products have sixteen.
 #ifdef DOTS_OF_TWO
-template <class F> constexpr int REGISTERS = F::bits == 8 ? 2 * F::planes : F::planes;
+template <class F> constexpr int REGISTERS = F::bits == 8 || F::coded ? 2 * F::planes : F::planes;
 #else
 template <class F> constexpr int REGISTERS = F::planes;
 #endif
@@ -257,6 +281,22 @@ RegisterWords words_at(const Octet* from) {
   RegisterWords words;
   std::memcpy(&words, from, sizeof words);
   return words;
+}
+
+// Each byte, below 16, replaced by the table's number there.
+inline RegisterWords looked_up(const Octet* table, RegisterWords places) {
+#if defined(__AVX512BW__)
+  const __m512i numbers = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
+  return (RegisterWords)_mm512_shuffle_epi8(numbers, (__m512i)places);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i numbers = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+  return (RegisterWords)_mm256_shuffle_epi8(numbers, (__m256i)places);
+#else
+  Octet bytes[sizeof places];
+  std::memcpy(bytes, &places, sizeof bytes);
+  for (Octet& byte : bytes) byte = table[byte];
+  return words_at(bytes);
+#endif
 }
 
 // Whole numbers of a part of WIDE rows.
@@ -275,6 +315,11 @@ template <class F> inline __attribute__((always_inline)) void numbers_of(const O
     const RegisterWords both = words_at(from + i * 4 * LANES);
     q[2 * i] = both & nibble;
     q[2 * i + 1] = both >> 4 & nibble;
+  }
+#pragma GCC unroll 4
+  for (int i = 0; F::coded && i < F::planes; i++) {
+    if (REGISTERS<F> > F::planes) q[F::planes + i] = looked_up(HIGH_CODES, q[i]);
+    q[i] = looked_up(REGISTERS<F> > F::planes ? LOW_CODES : CODES, q[i]);
   }
   if (F::bits == 4) return;
   constexpr std::uint32_t more = F::bits == 6 ? 0x30303030 : 0x10101010;
