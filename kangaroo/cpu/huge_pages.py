@@ -1,7 +1,7 @@
 """Huge pages for weights, in the order they are read, and for caches: prefetching stops at each
 page of 4 kB, which costs some processors a third of the memory's bandwidth."""
 
-import ctypes
+import math
 import mmap
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -36,12 +36,10 @@ def huge_pages(sizes: Sequence[int]) -> list[Tensor]:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of zeros, on huge pages where it is large and the system has them."""
-    empty = torch.empty(shape, dtype=dtype, device=device)
-    if device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
-        start = -(-empty.data_ptr() // PAGE) * PAGE
-        end = (empty.data_ptr() + empty.nbytes) // PAGE * PAGE
-        if start < end:  # if the system refuses, nothing changes
-            madvise = ctypes.CDLL(None, use_errno=True).madvise
-            madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
-    return empty.zero_()
+    """A tensor of zeros. A large one on a CPU takes memory where it is written, on huge pages if
+    the system has any."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    (memory,) = huge_pages([size])
+    return memory.view(dtype).view(shape)

@@ -4,12 +4,13 @@ import json
 import os
 from itertools import pairwise
 
+import psutil
 import pytest
 import torch
 from cases import DRAFTERS, Case
 from helpers import adapter_for, chain_of, graphed, random_prompts, tiny, tree_of, vanilla_texts
 
-from kangaroo.cpu.huge_pages import LINE, PAGE, move_to_huge_pages
+from kangaroo.cpu.huge_pages import LINE, PAGE, move_to_huge_pages, zeros
 from kangaroo.drafters.draft_model import repays
 from kangaroo.engine import costs
 from kangaroo.engine.budget import Budget
@@ -177,3 +178,11 @@ def test_weights_on_huge_pages_are_the_same_and_lie_in_order():
     places = [tensor.data_ptr() for tensor in tensors]
     assert places[0] % PAGE == 0 and all(place % LINE == 0 for place in places)
     assert [b - a for a, b in pairwise(places)] == [128, 2816]
+
+
+def test_a_large_cache_takes_memory_only_where_it_is_written():
+    before = psutil.Process().memory_info().rss
+    cache = zeros((256, 2**20), torch.uint8, torch.device("cpu"))
+    cache[7] = 1
+    assert psutil.Process().memory_info().rss - before < 2**25
+    assert cache.sum() == 2**20
