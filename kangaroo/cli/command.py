@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 import hydra
+import torch
 import transformers
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -79,14 +80,12 @@ def command(
                     sys.stderr.write(f"\nStopped.{advice if resumable else ''}\n")
                 end = SystemExit(INTERRUPTED)
             except Exception as error:
-                is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-                fixable = is_full or isinstance(error, KangarooError | MissingMandatoryValue)
-                if not (fixable or in_sweep):
+                fix = remedy(error)
+                if fix is None and not in_sweep:
                     raise
-                fix = ". Free some space, and run the same command again." if is_full else ""
-                end = SystemExit(f"{type(error).__name__}: {error}{fix}")
+                end = SystemExit(f"{type(error).__name__}: {error}{fix or ''}")
                 if in_sweep:  # Hydra continues, and fails after the last job
-                    log.error("this job failed: %s", end, exc_info=not fixable)
+                    log.error("this job failed: %s", end, exc_info=fix is None)
                     end = CompactHydraException(str(end))
             # outside the handler, whose traceback holds the target: the next job needs its memory
             gc.collect()
@@ -109,6 +108,17 @@ def command(
         return start
 
     return decorate
+
+
+def remedy(error: Exception) -> str | None:
+    """What a user can do about an error, unless its message says so; None for a fault of ours."""
+    if isinstance(error, KangarooError | MissingMandatoryValue):
+        return ""
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        return ". Free some space, and run the same command again."
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return " Free memory, or use less: fewer texts at a time, shorter ones, a smaller dtype."
+    return None
 
 
 def check_ranges(config: DictConfig, prefix: str = "") -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kangaroo.cpu.huge_pages import zeros
 from kangaroo.drafters.base import ChainConfig
 from kangaroo.drafters.chain import EarlyStopping
 from kangaroo.engine import costs
@@ -70,7 +71,8 @@ class EarlyExit(EarlyStopping):
             devices = [self.adapter.home(self.lm)] * self.adapter.depth
             self.cache = self.lm.new_cache(size, batch.n_slots, devices)
             if self.reads_deep:
-                self.deep_BSD = self.deep_BSD.new_zeros(size, batch.n_slots, hidden)
+                shape = (size, batch.n_slots, hidden)
+                self.deep_BSD = zeros(shape, self.lm.dtype, self.deep_BSD.device)
         self.shallow_BWD = self.deep_BSD.new_zeros(size, self.window, hidden)
 
     def _measured_cost(self, vanilla_seconds: float) -> float:

@@ -1,6 +1,7 @@
 """The command line: every config composes, typos are refused, errors come without a traceback; and
 the sizes of trees, drafts and windows are small on a CPU, elsewhere the papers'."""
 
+import errno
 import json
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from dataclasses import asdict
 
 import pytest
+import torch
 import yaml
 from commands import ROOT, typed, write_inputs
 from commands import python as run
@@ -18,6 +20,7 @@ from omegaconf import OmegaConf
 import kangaroo
 from kangaroo import __main__
 from kangaroo.cli import commands
+from kangaroo.cli.command import remedy
 from kangaroo.drafters.base import DrafterConfig
 from kangaroo.drafters.cascade import CascadeConfig
 from kangaroo.drafters.kangaroo import KangarooConfig
@@ -331,3 +334,9 @@ def test_every_command_has_them_also_in_a_cascade_and_the_command_line_wins(hard
     config = composed("evaluate", *options, f"hardware={hardware}")
     tree, both = config.more.tree, config.drafter
     assert (tree.top_k, tree.nodes, both.first.num_pred_tokens, both.second.nodes) == expected
+
+
+def test_a_full_disk_and_a_full_memory_say_what_to_do_and_a_fault_of_ours_keeps_its_traceback():
+    assert "Free some space" in remedy(OSError(errno.ENOSPC, "No space left on device"))
+    assert "fewer texts" in remedy(torch.OutOfMemoryError("CUDA out of memory."))
+    assert remedy(OSError(errno.EIO, "Input/output error")) is None
