@@ -121,6 +121,7 @@ if __name__ == "__main__":
         opened = os.open(job["streams"][name], os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, number)
         os.close(opened)
+    sys.stdin = os.fdopen(0)  # the server has read from the old one
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["cwd"])

@@ -96,8 +96,14 @@ def adapters_of(path: str, name: str) -> str:
     likeness = {x: SequenceMatcher(None, x.lower(), name.lower()).ratio() for x in sorted(others)}
     alike = max(likeness, key=likeness.__getitem__, default=name)
     if alike != name:
-        log.info("the adapters of '%s' serve '%s', which has the same shapes", alike, name)
+        _name_serving(alike, name)
     return alike
+
+
+@cache
+def _name_serving(serving: str, served: str) -> None:
+    """Log once whose adapters serve a model."""
+    log.info("the adapters of '%s' serve '%s', which has the same shapes", serving, served)
 
 
 def describe(
