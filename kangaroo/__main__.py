@@ -21,8 +21,8 @@ COMMANDS = {
 
 
 def main(script: str = "") -> None:
-    """Run the command that the first words name; a `script` such as `convert.py` gives the first one.
-    The other words are the command's."""
+    """Run the command that the first words name; a `script` such as `convert.py` gives the first
+    word. The others are the command's."""
     words = [*script.split(), *sys.argv[1:]]
     if sys.argv[1:2] in ([], ["-h"], ["--help"]):
         lines = [f"  {n:17}  {what}\n" for n, what in COMMANDS.items() if n.startswith(script)]

@@ -157,10 +157,8 @@ def ask(
     stream: bool,
 ) -> None:
     """Let guidellm send every request once, as a chat with a fixed seed, and write its results to
-    `output` atomically.
-
-    Errors: `ProcessLost` with the end of a log where guidellm or the server has failed.
-    """
+    `output` atomically. Errors: `ProcessLost` with the end of a log where guidellm or the server
+    has failed."""
     output.parent.mkdir(parents=True, exist_ok=True)
     log, plan = output.with_suffix(".log"), output.with_suffix(".scenario.json")
     partial = output.with_suffix(".partial.json")
@@ -206,11 +204,9 @@ def ask(
 
 
 def read(file: Path, requests: int, max_new_tokens: int) -> dict[str, Any]:
-    """A cell's results: `METRICS`, `tokens_per_part`, and `texts` by their questions.
-
-    Errors: `TooFew` where the client did not make all requests; `DataError` where requests failed
-    or answers have a wrong length.
-    """
+    """A cell's results: `METRICS`, `tokens_per_part`, and `texts` by their questions. Errors:
+    `TooFew` where the client did not make all requests; `DataError` where requests failed or
+    answers have a wrong length."""
     try:
         (benchmark,) = json.loads(file.read_text(encoding="utf-8"))["benchmarks"]
         requested, metrics = benchmark["requests"], benchmark["metrics"]

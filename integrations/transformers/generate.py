@@ -89,10 +89,8 @@ def _is_set(value: Any) -> bool:
 
 
 def _custom_generate() -> str:
-    """The folder or repository of this file, a local variable of transformers' `generate`.
-
-    Errors: `ConfigError` where it is not found.
-    """
+    """The folder or repository of this file, a local variable of transformers' `generate`. Errors:
+    `ConfigError` where it is not found."""
     frame = inspect.currentframe()
     for _ in range(2):  # our `generate`, and transformers'
         frame = frame and frame.f_back
@@ -194,10 +192,8 @@ def _sampling(config: GenerationConfig, processors: Sequence[Any]) -> Sampling:
 
 
 def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """The rows without their padding.
-
-    Errors: `PromptError` for no rows, or one that is empty or not padded on the left.
-    """
+    """The rows without their padding. Errors: `PromptError` for no rows, or one that is empty or
+    not padded on the left."""
     if not input_ids.numel():
         raise PromptError(f"input_ids of shape {[*input_ids.shape]} hold no token; pass a prompt.")
     if attention_mask is None:

@@ -57,7 +57,6 @@ class Trainer:
     """A run, from its first step or its last checkpoint on. On CPUs one that was interrupted ends
     with the same weights as one that was not, even if the number of processes changes. The first
     process saves each adapter in a folder of `output`, with `data`, the provenance of the samples.
-
     Errors: `DataError` for a sample without trainable tokens, `ConfigError` if nothing is left to
     train on or `output` has the checkpoint of other settings."""
 

@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers between inclusive (`least`, `most`) or exclusive (`above`, `below`) bounds, and
-    with `auto` the word "auto". For a list, the range of its length."""
+    """Finite numbers between inclusive (`least`, `most`) or exclusive (`above`, `below`) bounds;
+    with `auto`, also the word "auto". For a list, the range of its length."""
 
     least: float = -math.inf
     most: float = math.inf
