@@ -331,7 +331,7 @@ class Evaluator:
         return as_run(self.tokenizer, text, now(self.lm.device) - start)
 
     def _by_transformers(self, prompt: list[int], limit: int, seed: int) -> MethodRun:
-        """Sampled with noise of its own."""
+        """transformers' answer, sampled with noise of its own."""
         eos_ids = self.lm.eos_ids()
         text = generate(self.lm, prompt, limit, self.config.sampling, seed=seed, eos_ids=eos_ids)
         return as_run(self.tokenizer, text, text.seconds)

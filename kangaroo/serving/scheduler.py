@@ -167,7 +167,7 @@ class Scheduler:
             try:
                 return self.engine.open(self.max_batch_size, self.max_model_len, Sampling())
             except Exception:
-                log.exception("no session could be opened; once more")
+                log.exception("no session could be opened; it is tried again")
             time.sleep(PAUSE)
         return self.engine.open(self.max_batch_size, self.max_model_len, Sampling())
 
@@ -189,8 +189,8 @@ class Scheduler:
         return True
 
     def _recover(self) -> Session:
-        """Open a session after a failed step, in which each text has made a step alone before; end
-        the jobs that fail."""
+        """After a failed step, let each text make a step alone, and end the jobs that fail. Returns
+        a new session for the others."""
         for job in [job for job in self.jobs if job.row is not None]:
             self._leave(job)
             self.alone = job
@@ -293,5 +293,5 @@ class Scheduler:
         try:
             job.notify(event)
         except Exception:
-            log.exception("nobody hears of a request any more")
+            log.exception("a request's client cannot be told of its steps; the request ends")
             job.cancelled = True

@@ -142,8 +142,8 @@ def longest_text(data: SynthesisConfig | ConversationsConfig, lm: TargetModel) -
 
 
 def _length(turns: Sequence[Message], data: ConversationsConfig, vocab_size: int) -> int:
-    """About so many tokens has a conversation, by its letters, half of each limit for answers that
-    the target will write. In a small vocabulary a token is a byte."""
+    """About how many tokens a conversation has, by its characters, with half of the limit for each
+    answer that the target will write. In a small vocabulary a token is a byte."""
     kept = [m for m in turns if m["role"] != "assistant" or not data.regenerate]
     tokens = sum(len(m["content"]) for m in kept) // (CHARACTERS if vocab_size > 1024 else 1)
     asked = sum(m["role"] == "user" for m in kept)

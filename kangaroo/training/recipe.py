@@ -165,8 +165,8 @@ def trainees(
     seed: int = 0,
 ) -> list[Trainee]:
     """Adapters in float32, before training, one for each recipe and exit layer; `seed` is that of
-    random weights. `spread` is called once they have started from the target's weights. Where it
-    has none (`targets.shard`) they stay random. Errors: those of `named_exits` and `load_start`."""
+    random weights. `spread` is called once they have started from the target's weights; for a
+    target without weights they stay random. Errors: those of `named_exits` and `load_start`."""
     adapters: dict[str, tuple[AdapterRecipe, Trainable]] = {}
     for name, (recipe, layer) in named_exits(recipes, lm).items():
         with torch.random.fork_rng(devices=[]):  # the same weights in every process

@@ -89,9 +89,10 @@ def layers_read(
 
 def shard(lm: TargetModel, device: torch.device, ranks: Ranks) -> None:
     """Spread the layers' weights over all processes; this one computes on `device`. The first has
-    them, in host memory, and gives the others their parts layer by layer; theirs may be without
-    (`meta_model`). All have to run the same layers in the same order. The rest is whole everywhere:
-    the loss reads the head more than once a batch. Errors: `ConfigError` for a quantized target."""
+    them, in host memory, and gives the others their parts layer by layer; the others' targets may
+    have none (`meta_model`). All have to run the same layers in the same order. Everything but the
+    layers is whole in each process, since the loss reads the head more than once a batch. Errors:
+    `ConfigError` for a quantized target."""
     # these imports take most of a second, and only training at scale needs them
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
