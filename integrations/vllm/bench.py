@@ -41,8 +41,8 @@ Results = dict[str, dict[int, list[Result]]]
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", help="a folder or hub id; the embedded model if not given")
-    parser.add_argument("--kangaroo", required=True, help="folder of export.py to=vllm")
-    parser.add_argument("--draft-model", help="folder of export.py to=draft_model")
+    parser.add_argument("--kangaroo", required=True, help="folder of `convert.py export to=vllm`")
+    parser.add_argument("--draft-model", help="folder of `convert.py export to=draft_model`")
     parser.add_argument("--questions", type=int, default=16, help="of the demo bench")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 8])
@@ -169,8 +169,7 @@ def serve(pipe: Connection, target: str, args: argparse.Namespace, options: dict
 
 
 def measure(args: argparse.Namespace) -> tuple[Results, dict[str, list[float]]]:
-    """All results, and for each method the `gaps` where its texts differ from vLLM's own; of the
-    first pass, as in the table."""
+    """All results, and by method the `gaps` where texts of the first pass differ from vLLM's."""
     from kangaroo.models.embedded import embedded_checkpoint
 
     target = args.target or str(embedded_checkpoint())

@@ -145,9 +145,8 @@ def settings_of(config: EvaluateConfig, questions: list[Question], limit: int) -
 def check(
     config: EvaluateConfig, model: ModelConfig, drafters: Mapping[str, DrafterConfig], below: Path
 ) -> None:
-    """Check what can be known before the model is loaded: questions, adapters, room for texts, and
-    that all runs `below` a folder had the same settings. Errors: `ConfigError`, and those of
-    questions, adapters and runs."""
+    """Check before the model is loaded: questions, adapters, room for texts, and that all runs
+    `below` a folder had the same settings. Errors: `ConfigError`; those of each of these."""
     questions, limit = select_questions(config)
     shared = settings_of(config, questions, limit) | flatten({"model": asdict(model)})
     shared["model"] = model.name

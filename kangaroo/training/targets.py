@@ -67,9 +67,8 @@ def writes_nothing(data: Data, lm: TargetModel) -> bool:
 def layers_read(
     lm: TargetModel, recipes: Sequence[AdapterRecipe], config: TrainerConfig, data: Data
 ) -> int | None:
-    """How many of the target's first layers a training reads; None for all. With a finished dataset
-    that keeps distributions it reads those that adapters read or start from, and the embeddings and
-    the head. `lm` needs no weights."""
+    """How many of the target's first layers a training reads; None for all. If a finished dataset
+    keeps distributions, those are read that adapters read or start from. `lm` needs no weights."""
     folder = Path(data.path)
     is_checkpoint = not (lm.name.startswith(RANDOM) or is_gguf(lm.name))
     is_made = store.is_complete(folder) and writes_nothing(data, lm)

@@ -110,8 +110,7 @@ class Options:
 
 
 def options(vllm_config: Any) -> Options:
-    """This package's options. Errors: `Unsupported` for invalid ones, and for unsupported options
-    of vLLM."""
+    """This package's options. Errors: `Unsupported` for invalid ones, and for some of vLLM's."""
     parallel = vllm_config.parallel_config
     refused = {
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
