@@ -354,7 +354,8 @@ def prepare_layers(config: schema.LayersCommand) -> None:
     samples, _ = store.load(Path(config.data.path), lm.config.vocab_size)
     subset = layer_search.search(lm, samples, config.search, Path(config.output))
     agreement = 100 * subset.search["agreement"]
-    log.info("skipping %s agrees in %.1f%%; it is in %s", subset.skip, agreement, config.output)
+    skipping = "without %s the likeliest token is the same in %.1f%% of places; written to %s"
+    log.info(skipping, subset.skip, agreement, config.output)
 
 
 @command()

@@ -41,7 +41,7 @@ def target_with_data(
     shape = meta_model(model)
     count = layers_read(shape, recipes, config, data)
     if count is not None:
-        log.info("adapters read %d of %d layers: others are not loaded", count, shape.n_layers)
+        log.info("adapters read %d of %d layers: the others are not loaded", count, shape.n_layers)
     if config.shard_target:  # it moves to the GPUs in parts, just before training
         model = replace(model, device="cpu", device_map=None)
     if config.shard_target and writes_nothing(data, shape) and not ranks.is_first:
