@@ -62,18 +62,15 @@ def drafting_methods(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     if args.draft_model:
         draft_model = {"method": "draft_model", "model": args.draft_model}
         methods["draft model"] = {"speculative_config": draft_model | steps}
-    custom = steps | {"method": "custom_class", "model": "kangaroo_vllm.Kangaroo"}
+    custom = {
+        "speculative_config": steps | {"method": "custom_class", "model": "kangaroo_vllm.Kangaroo"}
+    }
     ours = {"kangaroo": args.kangaroo}
     if args.threshold is not None:
         ours["kangaroo_threshold"] = args.threshold
-    for name, largest in (
-        ("", {}),
-        (f", up to {args.largest}", {"kangaroo_max_batch": args.largest}),
-    ):
-        methods[f"Kangaroo{name}"] = {
-            "speculative_config": custom,
-            "additional_config": ours | largest,
-        }
+    limited = ours | {"kangaroo_max_batch": args.largest}
+    methods["Kangaroo"] = custom | {"additional_config": ours}
+    methods[f"Kangaroo, up to {args.largest}"] = custom | {"additional_config": limited}
     return methods
 
 
