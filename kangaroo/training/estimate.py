@@ -49,11 +49,12 @@ FIXES = {  # by the part that needs the most memory
     "a micro-batch": "Pass a smaller trainer.batch_tokens= or trainer.max_length=",
     "logits": "Pass a smaller trainer.loss_chunk=, or trainer.vocabulary=",
 }
-# Assumed, the last two for future data, with all lengths equally often.
+# Assumed of text that does not exist yet. Up to the longest, all lengths are equally frequent.
 TEMPLATE = 32  # tokens around a question and its answer
 CHARACTERS = 4  # of a token
 CONVERSATIONS = 68_000  # ShareGPT's
 LEARNT = 0.75  # the assistant's share
+
 CACHES = 1 << 27  # bytes of weights, so many that a processor reads them anew for every pass
 WRITTEN = 8  # tokens of each text that are written to measure
 UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
