@@ -90,7 +90,7 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
     more = {name: x for name, x in config.more.items() if not isinstance(x, dict)}
     drafters = variants | more
     check_adapters(config.model, *variants.values(), more=more)
-    # a study's results may differ in what it says
+    # the runs of a study may differ in the settings that it compares
     check(config, config.model, drafters, output if config.study else sweep or output)
     lm, tokenizer = load_target(config.model)
     methods = [MethodSpec.of(name, x, lm, asdict(config.model)) for name, x in drafters.items()]
