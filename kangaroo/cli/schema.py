@@ -207,9 +207,11 @@ def register() -> None:
         for name, config in sections(f"groups/{file.name}").items():
             if file.stem == "model":
                 _add_model(name, config)
-            else:
-                package = "_global_" if file.stem == "recipe" else None
-                store(group=file.stem, name=name, node=config, package=package)
+                continue
+            if file.stem in ("adapter", "bench"):
+                config = {"defaults": ["schema"], "name": name, **config}
+            package = "_global_" if file.stem == "recipe" else None
+            store(group=file.stem, name=name, node=config, package=package)
 
 
 def output_or(overrides: list[str], default: str) -> str:
