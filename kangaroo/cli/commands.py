@@ -157,7 +157,7 @@ def tune(config: schema.TuneCommand) -> None:
     tried = {config.drafter.name: config.drafter} | config.more
     names = {*tried, *drafter_names()}
     for name in config.search.keys() - names:
-        raise ConfigError(f"search.{name} names no drafter; there are {', '.join(sorted(names))}.")
+        raise ConfigError(f"search.{name} is no drafter; there are {', '.join(sorted(names))}.")
     for name, drafter in tried.items():
         variants = combinations(drafter, config.search.get(name, {}), f"search.{name}")
         for variant, settings in variants.items():
