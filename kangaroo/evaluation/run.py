@@ -146,7 +146,7 @@ def check(
     config: EvaluateConfig, model: ModelConfig, drafters: Mapping[str, DrafterConfig], below: Path
 ) -> None:
     """Check before the model is loaded: questions, adapters, room for texts, and that all runs
-    `below` a folder had the same settings. Errors: `ConfigError`; those of each of these."""
+    `below` a folder had the same settings. Errors: `ConfigError`, and those of each."""
     questions, limit = select_questions(config)
     shared = settings_of(config, questions, limit) | flatten({"model": asdict(model)})
     shared["model"] = model.name

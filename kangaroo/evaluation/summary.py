@@ -44,7 +44,8 @@ def by_trait(records: Sequence[Record], trait: Callable[[Turn], Any]) -> dict[An
 
 
 def by_length(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Records by prompt length, rounded to 1k, 2k, 4k, ... tokens; empty unless two occur."""
+    """Records by the prompt length, of 1k, 2k, 4k, ..., that is nearest by ratio; empty unless two
+    of these occur."""
     powers = by_trait(records, lambda x: max(-1, round(math.log2(x.prompt_tokens / 1024))))
     if sum(p >= 0 for p in powers) < 2:
         return {}

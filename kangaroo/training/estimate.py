@@ -49,7 +49,7 @@ FIXES = {  # by the part that needs the most memory
     "a micro-batch": "Pass a smaller trainer.batch_tokens= or trainer.max_length=",
     "logits": "Pass a smaller trainer.loss_chunk=, or trainer.vocabulary=",
 }
-# Assumed of text that is not tokenized or not written yet; there, each length is as frequent.
+# Assumed of text that is not tokenized or not written yet. Its lengths are spread evenly.
 TEMPLATE = 32  # tokens around a question and its answer
 CHARACTERS = 4  # of a token
 CONVERSATIONS = 68_000  # ShareGPT's

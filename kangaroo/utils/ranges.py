@@ -71,7 +71,7 @@ def check_nodes(count: int, **options: int) -> None:
     """Errors: `ConfigError` where a drafter's options make more nodes than a draft may have."""
     if count > MOST_NODES:
         settings = ", ".join(f"drafter.{name}={value}" for name, value in options.items())
-        raise ConfigError(f"{settings} make {count} nodes; at most {MOST_NODES} can be. Lower one.")
+        raise ConfigError(f"{settings} make {count} nodes, over {MOST_NODES}. Lower one.")
 
 
 def check(kind: type, values: Mapping[str, Any], prefix: str = "") -> None:
