@@ -1,4 +1,4 @@
-"""Fine-tune a model on Python files, to see what drafts for it still get right (docs/training.md):
+"""Fine-tune a model on Python files, to see how well its adapters still draft (docs/training.md):
 
 python examples/fine_tune.py --output outputs/fine_tuned --files FOLDER FOLDER
 """

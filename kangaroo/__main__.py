@@ -11,7 +11,7 @@ COMMANDS = {
     "speed": "time decoding against the memory's limit",
     "train": "let a model write its data, and train adapters on it; say first what that takes",
     "make_data": "the first part of train alone: write the data",
-    "convert import": "turn a checkpoint of the authors' code into an adapter",
+    "convert import": "turn a published adapter or head into an adapter of this project",
     "convert export": "write an adapter for other software",
     "convert pack": "write an adapter with its model card as a repository for the hub",
     "prepare datastore": "make documents searchable, for drafters that look things up",
@@ -21,8 +21,8 @@ COMMANDS = {
 
 
 def main(script: str = "") -> None:
-    """Run the command that the first words name, of which a `script` such as `convert.py` stands
-    for the first one; the rest is its own."""
+    """Run the command that the first words name; a `script` such as `convert.py` gives the first
+    word. The others are the command's."""
     words = [*script.split(), *sys.argv[1:]]
     if sys.argv[1:2] in ([], ["-h"], ["--help"]):
         lines = [f"  {n:17}  {what}\n" for n, what in COMMANDS.items() if n.startswith(script)]
@@ -39,7 +39,7 @@ def main(script: str = "") -> None:
     from kangaroo.cli import commands  # here, since it takes seconds
 
     program = f"{sys.argv[0]} {words[1]}" if script else f"kangaroo {name}"
-    sys.argv = [program, *words[count:]]  # what Hydra reads, and what results say they came from
+    sys.argv = [program, *words[count:]]  # which Hydra reads, and results record as their command
     getattr(commands, name.replace(" ", "_"))()
 
 

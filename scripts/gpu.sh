@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What wants a GPU, in two parts, for a card that is lent for minutes: each stage has its limit, the longest and least
-# sure are last. After every stage the page docs/results/gpu.md says what is known. A stage that is done is not done
-# again; one that fails or runs out of its time stops no other, and the same command tries it again.
+# The checks that need a GPU, in two parts, for a GPU that is there for minutes only: each stage has a time limit, and
+# the longest and least certain ones are last. After every stage the page docs/results/gpu.md says what is known. A
+# stage that is done does not run again; one that fails or takes too long stops no other, and the same command retries it.
 #
 #   scripts/gpu.sh part1                # at most 300 s, into outputs/gpu
 #   scripts/gpu.sh part2                # at most 480 s

@@ -38,11 +38,8 @@ def check_installed() -> None:
 
 def gguf_file(lm: TargetModel) -> Path:
     """The file of this target in the cache folder, written at first use. Its name has a hash of the
-    weights and the config.
-
-    Errors: `MissingPackage`; `UnsupportedModel` where llama.cpp's `llama` architecture does not
-    compute what the target computes.
-    """
+    weights and the config. Errors: `MissingPackage`; `UnsupportedModel` where llama.cpp's `llama`
+    architecture does not compute what the target computes."""
     check_installed()
     check_convertible(lm)
     name = re.sub(r"[^\w.-]+", "-", lm.name)

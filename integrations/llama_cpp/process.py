@@ -12,8 +12,7 @@ import xllamacpp  # of the extra `benchmark`
 
 
 def serve(gguf: str, threads: int, context: int) -> None:
-    """Serve a model from its memory-mapped file, one text at a time, with at most `context` tokens
-    of prompt and answer."""
+    """Serve a memory-mapped file, one text at a time, with at most `context` tokens in all."""
     params = xllamacpp.CommonParams()
     params.model.path = gguf
     params.n_ctx = context

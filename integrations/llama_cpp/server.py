@@ -30,11 +30,8 @@ def server(
     gguf: Path, context: int, binary: str | None = None, flags: Sequence[str] = ()
 ) -> Iterator[str]:
     """Host and port of a llama.cpp that has loaded the file, with our number of threads: of the
-    package xllamacpp, or the program `binary` (llama-server) with these further options. It uses no
-    processor time while it is idle.
-
-    Errors: `ProcessLost` where it does not start.
-    """
+    package xllamacpp, or of the program `binary` (llama-server) with further options. It is idle
+    between requests. Errors: `ProcessLost` where it does not start."""
     threads, pipe = str(torch.get_num_threads()), subprocess.PIPE
     command = [sys.executable, str(PROCESS), str(gguf), threads, str(context)]
     if binary is not None:
@@ -80,11 +77,8 @@ def is_loaded(process: subprocess.Popen[str], port: str) -> bool:
 
 
 def ask(address: str, prompt: list[int], new_tokens: int, is_cached: bool = False) -> Generation:
-    """Decode greedily past any EOS; `is_cached` keeps what was read of an equal beginning.
-    Lines are parsed after the last one, so as not to delay any.
-
-    Errors: `ProcessLost` where the server has ended, or refuses.
-    """
+    """Decode greedily past any EOS; with `is_cached` an equal beginning is read once. Lines are
+    parsed after the last, to delay none. Errors: `ProcessLost` if the server ended or refuses."""
     request = {
         "prompt": prompt,
         "n_predict": new_tokens,

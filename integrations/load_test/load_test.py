@@ -157,10 +157,7 @@ def ask(
     stream: bool,
 ) -> None:
     """Let guidellm send every request once, as a chat with a fixed seed, and write its results to
-    `output` atomically.
-
-    Errors: `ProcessLost` with the end of a log where guidellm or the server has failed.
-    """
+    `output`, whole. Errors: `ProcessLost`, with the end of the log of guidellm or the server."""
     output.parent.mkdir(parents=True, exist_ok=True)
     log, plan = output.with_suffix(".log"), output.with_suffix(".scenario.json")
     partial = output.with_suffix(".partial.json")
@@ -206,11 +203,8 @@ def ask(
 
 
 def read(file: Path, requests: int, max_new_tokens: int) -> dict[str, Any]:
-    """A cell's results: `METRICS`, `tokens_per_part`, and `texts` by their questions.
-
-    Errors: `TooFew` where the client did not make all requests; `DataError` where requests failed
-    or answers have a wrong length.
-    """
+    """A cell's results: `METRICS`, `tokens_per_part`, and `texts` by their questions. Errors:
+    `TooFew` for missing requests; `DataError` for failed ones and answers of a wrong length."""
     try:
         (benchmark,) = json.loads(file.read_text(encoding="utf-8"))["benchmarks"]
         requested, metrics = benchmark["requests"], benchmark["metrics"]
@@ -377,8 +371,7 @@ def markdown(summary: dict[str, Any]) -> str:
 
 
 def curves(summary: dict[str, Any]) -> Figure:
-    """Tokens/s, the first token and the whole answer against the users; bars are the lowest and the
-    highest round."""
+    """Tokens/s, the first token and the whole answer by users; bars end at the extreme rounds."""
     shown = [
         name for name in ("tokens_per_second", "first_token", "total") if summary["rows"][0][name]
     ]

@@ -37,11 +37,8 @@ def kangaroo_forward(
     Returns prompt and answer as ids `[1, T]`; the number of new tokens, EOS included; the number of
     forward passes of the target, prefill included; and for each pass the accepted draft tokens plus
     1, so 1 for the prefill. Their sum is the number of new tokens, or one more where an EOS or the
-    limit cut off the bonus token.
-
-    Errors: `KangarooError`, also for torch's errors, since `run_eval` would catch a `RuntimeError`,
-    write "ERROR" with the time of the previous turn, and continue.
-    """
+    limit cut off the bonus token. Errors: `KangarooError`, also for torch's errors: for a
+    `RuntimeError`, `run_eval` would write "ERROR" with the previous turn's time, and continue."""
     prompt: list[int] = inputs.input_ids[0].tolist()
     room = max(1, engine.lm.context - len(prompt))
     # the seed that run_eval has set: the text depends on it alone, not on what was drawn before

@@ -1,10 +1,9 @@
 """Decode for transformers: `model.generate(..., custom_generate=FOLDER_OR_REPOSITORY)`.
 
 `convert pack` puts this file into an adapter's repository as `custom_generate/generate.py`, which
-transformers downloads and calls in place of its own generation. The caller's model is restored to
-its previous state afterwards.
+transformers downloads and calls in place of its own generation. It leaves the model as it was.
 
-Shapes: B rows, T tokens of the longest prompt, N new tokens.
+Shapes: B rows, T tokens of the longest prompt.
 """
 
 import inspect
@@ -89,10 +88,8 @@ def _is_set(value: Any) -> bool:
 
 
 def _custom_generate() -> str:
-    """The folder or repository of this file, a local variable of transformers' `generate`.
-
-    Errors: `ConfigError` where it is not found.
-    """
+    """The folder or repository of this file, a local variable of transformers' `generate`. Errors:
+    `ConfigError` where it is not found."""
     frame = inspect.currentframe()
     for _ in range(2):  # our `generate`, and transformers'
         frame = frame and frame.f_back
@@ -194,10 +191,8 @@ def _sampling(config: GenerationConfig, processors: Sequence[Any]) -> Sampling:
 
 
 def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """The rows without their padding.
-
-    Errors: `PromptError` for no rows, or one that is empty or not padded on the left.
-    """
+    """The rows without their padding on the left. Errors: `PromptError` for no rows, an empty one,
+    or other padding."""
     if not input_ids.numel():
         raise PromptError(f"input_ids of shape {[*input_ids.shape]} hold no token; pass a prompt.")
     if attention_mask is None:

@@ -41,8 +41,8 @@ Results = dict[str, dict[int, list[Result]]]
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", help="a folder or hub id; the embedded model if not given")
-    parser.add_argument("--kangaroo", required=True, help="folder of export.py to=vllm")
-    parser.add_argument("--draft-model", help="folder of export.py to=draft_model")
+    parser.add_argument("--kangaroo", required=True, help="folder of `convert.py export to=vllm`")
+    parser.add_argument("--draft-model", help="folder of `convert.py export to=draft_model`")
     parser.add_argument("--questions", type=int, default=16, help="of the demo bench")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 8])
@@ -62,18 +62,15 @@ def drafting_methods(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     if args.draft_model:
         draft_model = {"method": "draft_model", "model": args.draft_model}
         methods["draft model"] = {"speculative_config": draft_model | steps}
-    custom = steps | {"method": "custom_class", "model": "kangaroo_vllm.Kangaroo"}
+    custom = {
+        "speculative_config": steps | {"method": "custom_class", "model": "kangaroo_vllm.Kangaroo"}
+    }
     ours = {"kangaroo": args.kangaroo}
     if args.threshold is not None:
         ours["kangaroo_threshold"] = args.threshold
-    for name, largest in (
-        ("", {}),
-        (f", up to {args.largest}", {"kangaroo_max_batch": args.largest}),
-    ):
-        methods[f"Kangaroo{name}"] = {
-            "speculative_config": custom,
-            "additional_config": ours | largest,
-        }
+    limited = ours | {"kangaroo_max_batch": args.largest}
+    methods["Kangaroo"] = custom | {"additional_config": ours}
+    methods[f"Kangaroo, up to {args.largest}"] = custom | {"additional_config": limited}
     return methods
 
 
@@ -169,8 +166,7 @@ def serve(pipe: Connection, target: str, args: argparse.Namespace, options: dict
 
 
 def measure(args: argparse.Namespace) -> tuple[Results, dict[str, list[float]]]:
-    """All results, and for each method the `gaps` where its texts differ from vLLM's own; of the
-    first pass, as in the table."""
+    """All results, and by method the `gaps` where texts of the first pass differ from vLLM's."""
     from kangaroo.models.embedded import embedded_checkpoint
 
     target = args.target or str(embedded_checkpoint())

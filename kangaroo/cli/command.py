@@ -47,8 +47,8 @@ os.environ.setdefault("HYDRA_FULL_ERROR", "1")
 def command(
     shared: bool = False, resumable: bool = False
 ) -> Callable[[Callable[[Any], float | None]], Callable[[], None]]:
-    """Decorates the main function of a command, whose config has its name. Errors that a user can
-    fix take one line. A search (`hydra/sweeper=optuna`) optimizes the returned value.
+    """A decorator for the main function of a command, which has its config's name. Errors that a
+    user can fix take one line. A search (`hydra/sweeper=optuna`) optimizes the returned value.
 
     Args:
         shared: several processes of torchrun share the work.
@@ -62,7 +62,7 @@ def command(
 
         @hydra.main(version_base="1.3", config_path=CONFIGS, config_name=name)
         def main(config: DictConfig) -> float | None:
-            sys.argv = typed  # what results say they came from
+            sys.argv = typed  # which results record as their command
             logging.captureWarnings(True)
             transformers.utils.logging.disable_progress_bar()
             rank = int(os.environ.get("RANK", 0))
@@ -158,7 +158,8 @@ def combinations(
     drafter: DrafterConfig, options: dict[str, list[Any]], where: str
 ) -> dict[str, DrafterConfig]:
     """The drafter with every combination of these options' values, by its name and the values.
-    Errors: `ConfigError` names `where` an option or a value is that the drafter does not take."""
+    Errors: `ConfigError` for an option or a value that the drafter does not take; it begins with
+    `where` they were given."""
     drafters = {}
     with naming(where):
         if missing := [option for option, values in options.items() if not values]:

@@ -33,7 +33,6 @@ from kangaroo.heads import adapter_files, export, published
 from kangaroo.hub import transfer
 from kangaroo.hub.transfer import PackConfig
 from kangaroo.models.loading import ModelConfig, evaluate_command, meta_model
-from kangaroo.models.target import TargetModel
 from kangaroo.serving.serve import serve as run_server
 from kangaroo.training import backend, loop
 from kangaroo.training.estimate import Devices, forecast
@@ -66,11 +65,11 @@ def evaluate(config: schema.EvaluateCommand) -> float | None:
     if not results.is_dir():
         raise ConfigError(f"results={results} is no folder; pass the output= of a run.")
     if config.page is None:
-        raise ConfigError(f"results={results} needs page=, the Markdown page that tells them.")
+        raise ConfigError(f"results={results} needs page=, the Markdown page that shows them.")
     has_comparison = (results / comparison.COMPARISON).is_file()
     publish = comparison.publish if has_comparison else study_report.publish
     publish(results, Path(config.page))
-    log.info("%s tells the results of %s", config.page, results)
+    log.info("%s shows the results of %s", config.page, results)
     return None
 
 
@@ -91,7 +90,7 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
     more = {name: x for name, x in config.more.items() if not isinstance(x, dict)}
     drafters = variants | more
     check_adapters(config.model, *variants.values(), more=more)
-    # a study's results may differ in what it says
+    # the runs of a study may differ in the settings that it compares
     check(config, config.model, drafters, output if config.study else sweep or output)
     lm, tokenizer = load_target(config.model)
     methods = [MethodSpec.of(name, x, lm, asdict(config.model)) for name, x in drafters.items()]
@@ -158,7 +157,7 @@ def tune(config: schema.TuneCommand) -> None:
     tried = {config.drafter.name: config.drafter} | config.more
     names = {*tried, *drafter_names()}
     for name in config.search.keys() - names:
-        raise ConfigError(f"search.{name} is of no drafter; there are {', '.join(sorted(names))}.")
+        raise ConfigError(f"search.{name} is no drafter; there are {', '.join(sorted(names))}.")
     for name, drafter in tried.items():
         variants = combinations(drafter, config.search.get(name, {}), f"search.{name}")
         for variant, settings in variants.items():
@@ -200,18 +199,17 @@ def train(config: schema.TrainCommand) -> float | None:
         logger = select_tracker(config.logger, config.model.name, ranks)
         backend.check(config.trainer, ranks)
         check_format(config.model, config.trainer.muon)
-        recipes = [config.adapter, *config.more.values()]
         output = Path(config.output)
-        loop.check(meta_model(config.model), recipes, config.trainer, output)
+        loop.check(meta_model(config.model), config.recipes, config.trainer, output)
         _log_estimate(config, ranks)
         if config.estimate:
             return None
-        lm = _target_with_data(config, ranks)
+        lm = target_with_data(config.model, config.data, config.recipes, config.trainer, ranks)
         samples, about = store.load(Path(config.data.path), lm.config.vocab_size)
         origin = {"dataset": about, "provenance": provenance()}
         # before the tracker starts a run, since this may refuse
         trainer = Trainer(
-            lm, samples, recipes, config.trainer, output=output, data=about, ranks=ranks
+            lm, samples, config.recipes, config.trainer, output=output, data=about, ranks=ranks
         )
         with logger.start(plain(config) | origin, output) as tracker:
             folders = trainer.train(tracker)
@@ -229,18 +227,18 @@ def make_data(config: schema.TrainCommand) -> None:
     with join() as ranks:
         _log_estimate(config, ranks, trains=False)
         if not config.estimate:
-            _target_with_data(config, ranks)
+            target_with_data(config.model, config.data, config.recipes, config.trainer, ranks)
 
 
 def check_format(model: ModelConfig, muon: bool = False) -> None:
-    """Warn where training would be slow in the model's number format, or in bfloat16 for Muon."""
+    """Warn where training would be slow in the model's number format, or in Muon's bfloat16."""
     multiplied = torch.bfloat16 if muon else model.dtype.torch
     if Devices.of(model).device == "cpu" and not torch_multiplies(multiplied):
         log.warning(
-            f"PyTorch is slow in {multiplied} on this processor: training takes some five times "
-            "as long as with model.dtype=float32, or more, and ten times with trainer.muon=true. "
-            f"The text can be written in bfloat16 first ({command_line('make_data')}), and the "
-            "adapter serves each format."
+            f"PyTorch is slow in {multiplied} on this processor: training takes at least five "
+            "times as long as with model.dtype=float32, and ten times with trainer.muon=true. The "
+            f"text can be written in bfloat16 first ({command_line('make_data')}), and the adapter "
+            "serves each format."
         )
 
 
@@ -248,13 +246,12 @@ def _log_estimate(config: schema.TrainCommand, ranks: Ranks, trains: bool = True
     """Log the time and memory that a run needs on its devices; `trains` is false where it only
     writes data. Errors: `ConfigError` where it cannot fit, or would hold out all data."""
     lm = meta_model(config.model)
-    recipes = [config.adapter, *config.more.values()]
-    if any(x.exit_layers is None and x.architecture.fixed_exit(lm) is None for x in recipes):
+    if any(x.exit_layers is None and x.architecture.fixed_exit(lm) is None for x in config.recipes):
         rule = "by the paper's rule (1/16 to 1/10 of the layers)"
         log.info("exit layer %d of %d, %s", paper_exit(lm), lm.n_layers, rule)
     lines = forecast(
         lm,
-        recipes,
+        config.recipes,
         model=config.model,
         data=config.data,
         trainer=config.trainer,
@@ -264,11 +261,6 @@ def _log_estimate(config: schema.TrainCommand, ranks: Ranks, trains: bool = True
     for line in lines:
         log.info("%s", line)
     ranks.wait()  # a target that is loaded earlier would take memory that other processes count
-
-
-def _target_with_data(config: schema.TrainCommand, ranks: Ranks) -> TargetModel:
-    recipes = [config.adapter, *config.more.values()]
-    return target_with_data(config.model, config.data, recipes, config.trainer, ranks)
 
 
 def _report(folder: Path, model: ModelConfig, tracker: NoTracker) -> dict[str, float]:
@@ -362,7 +354,8 @@ def prepare_layers(config: schema.LayersCommand) -> None:
     samples, _ = store.load(Path(config.data.path), lm.config.vocab_size)
     subset = layer_search.search(lm, samples, config.search, Path(config.output))
     agreement = 100 * subset.search["agreement"]
-    log.info("skipping %s agrees in %.1f%%; it is in %s", subset.skip, agreement, config.output)
+    skipping = "without %s the likeliest token is the same in %.1f%% of places; written to %s"
+    log.info(skipping, subset.skip, agreement, config.output)
 
 
 @command()

@@ -1,5 +1,5 @@
-"""Helps on the command line: `--help` lists every option with its value, what it means and what it
-takes, as the configs' dataclasses say; a name that is not known is answered with the nearest."""
+"""Help on the command line: `--help` lists every option with its value, meaning and range, as the
+configs' dataclasses say; an unknown name is answered with the nearest ones."""
 
 import functools
 import inspect
@@ -25,7 +25,7 @@ from kangaroo.utils.ranges import MOST, requirement
 WIDTH = 80  # columns of a terminal
 ENTRY = r"^ {4}([\w, ]+): (.*(?:\n {8}.*)*)"  # of a docstring's list of options
 ROOTLESS = ("experiment", "recipe")  # groups that are no section of a config
-HIDDEN = ("hardware", "hydra")  # for no user
+HIDDEN = ("hardware", "hydra")  # not for users
 COMMENT = r"^ {4}(\w+): [^#\n]*  # (.*)$"  # beside a field
 
 
@@ -83,7 +83,7 @@ def _public(names: Iterable[str]) -> list[str]:
 
 
 def _nearest(word: str, names: list[str]) -> str:
-    """A question for the names whose last part is nearest to a word."""
+    """A hint at the names whose last part is nearest to a word."""
     ends = {name: name.rpartition(".")[2] for name in names}
     nearest = get_close_matches(word, ends.values(), n=1)
     near = [repr(name) for name, end in ends.items() if end in nearest]

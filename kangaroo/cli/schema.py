@@ -41,7 +41,7 @@ DRAFT_MODELS = {"vicuna": "double7/vicuna-68m", "llama-2": "JackFram/llama-68m"}
 
 @dataclass
 class TrainCommand:
-    """`train.py`: a target, its data, the recipe and the logger."""
+    """`train.py`: a target, its data, the recipes and the logger."""
 
     model: ModelConfig = MISSING
     data: Any = MISSING
@@ -51,6 +51,11 @@ class TrainCommand:
     logger: Any = MISSING
     output: str = MISSING  # folder of adapters; a run that was stopped goes on there
     estimate: bool = False  # only log the needed time and memory, and whether they fit
+
+    @property
+    def recipes(self) -> list[AdapterRecipe]:
+        """The recipes of all adapters of the run."""
+        return [self.adapter, *self.more.values()]
 
 
 @dataclass
@@ -202,9 +207,11 @@ def register() -> None:
         for name, config in sections(f"groups/{file.name}").items():
             if file.stem == "model":
                 _add_model(name, config)
-            else:
-                package = "_global_" if file.stem == "recipe" else None
-                store(group=file.stem, name=name, node=config, package=package)
+                continue
+            if file.stem in ("adapter", "bench"):
+                config = {"defaults": ["schema"], "name": name, **config}
+            package = "_global_" if file.stem == "recipe" else None
+            store(group=file.stem, name=name, node=config, package=package)
 
 
 def output_or(overrides: list[str], default: str) -> str:
@@ -222,11 +229,10 @@ def sections(file: str) -> dict[str, dict[str, Any]]:
 
 
 def select_models(words: list[str]) -> list[str]:
-    """The words of a command line with the models in them as choices of Hydra's group `model`, so
-    that `model=` takes what `kangaroo.load` takes. Here alone, and before Hydra reads the command
-    line, a folder or a hub id becomes a choice beside the sections of `groups/model.yaml`, called
-    by its last part: results, folders and adapters have that name, also in sweeps. `model.path=`
-    without `model=` is such a path, too. Errors: `ConfigError` for two models of one name."""
+    """A command line whose models are choices of Hydra's group `model`, so that `model=` takes what
+    `kangaroo.load` takes: a folder or a hub id becomes a choice here, before Hydra reads the words.
+    It is called by its last part, as are its results and adapters. `model.path=` without `model=`
+    is such a path, too. Errors: `ConfigError` for two models of one name."""
     option = "model=" if any(x.startswith("model=") for x in words) else "model.path="
     paths: dict[str, str] = {}  # by name
     return [_selected(x, paths) if x.startswith(option) else x for x in words]

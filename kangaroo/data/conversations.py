@@ -58,8 +58,9 @@ class ConversationsConfig(WrittenConfig, Source):
             )
 
     def make(self, lm: TargetModel, tokenizer: Tokenizer, ranks: Ranks = ALONE) -> None:
-        """Write what is missing of the dataset to `path`, in processes as in `SynthesisConfig`.
-        Errors: `DataError` if none can be used; `ConfigError` for a template that hides answers."""
+        """Write what is missing of the dataset to `path`; processes share it as for
+        `SynthesisConfig.make`. Errors: `DataError` if no conversation can be used; `ConfigError`
+        for a template that hides answers."""
         dropped: Counter[str] = Counter()
         check = partial(self._check_tokens, tokenizer, lm.config.vocab_size)
         is_longer = max(tokenizer.get_vocab().values()) >= lm.config.vocab_size

@@ -14,7 +14,7 @@ from kangaroo.utils.ranges import Chance, CountOrZero, Ranged
 NGRAM = 4  # tokens or words of a phrase; any text repeats shorter ones
 SHINGLE = 5  # characters, not words: some languages have no spaces between words
 BANDS = 16  # of the MinHash
-ROWS = 4  # of a band; two texts of similarity 0.7 share a band with 98.8 %
+ROWS = 4  # of a band; two texts of similarity 0.7 share one with a chance of 98.8%
 LATER_TURNS = "later turns: "  # before the reason for which a conversation was cut
 _PRIME = (1 << 31) - 1
 

@@ -1,5 +1,4 @@
-"""Read conversations in ShareGPT or chat form from a file or any `datasets` id, and split questions
-into training and held-out ones."""
+"""Reads conversations from files and `datasets`, and holds out some questions from training."""
 
 import itertools
 import json
@@ -71,8 +70,7 @@ def read(
     check: Check | None = None,
 ) -> list[list[Message]]:
     """The first `limit` conversations of a source, unchanged. `unreadable` counts records that
-    cannot be read or that `check` refuses, by reason; without it they are errors. Errors:
-    `DataError`."""
+    cannot be read or that `check` refuses, by reason; without it they are a `DataError`."""
     records = itertools.islice(read_records(origin, unreadable, check), limit)
     conversations = [messages for _, messages in records]
     if not conversations:

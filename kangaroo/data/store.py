@@ -176,8 +176,8 @@ def documents(
     dataset: str | None, texts: Sequence[str], tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """The token ids of a datastore's documents, which are the dataset's conversations and the text
-    files, and the origin of all as JSON values. Errors: `DataError`, also for a token outside a
-    vocabulary of this size."""
+    files, and their origin as JSON values. Errors: `DataError`, also for tokens beyond
+    `vocab_size`."""
     if dataset is None and not texts:
         raise DataError("nothing to build a datastore of; pass data= or texts=[file, ...].")
     token_ids: list[list[int]] = []

@@ -151,7 +151,6 @@ class DialogueWriter:
         longest: int | None = None,
     ) -> list[Generation]:
         """The last generation in place of each request (`after` as in `Engine.completions`)."""
-
         last: dict[int, Generation] = {}
         completions = self.engine.completions(
             requests,

@@ -30,7 +30,7 @@ FORM = (
     f'A question looks like {{"turns": ["Why?"]}} or {FORMS}; of other tables bench.question= and '
     "bench.category= name the columns to read."
 )
-# Columns of the report, beside which no task may have that name.
+# Columns of the report; no task may have one of these names.
 COLUMNS = "method", "overall"
 # MT-bench's eight categories, which are one task of Spec-Bench.
 MTBENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}

@@ -58,8 +58,7 @@ Questions = Sequence[dict[str, Any]]  # `by_question` of a summary
 
 
 def compare(folder: Path) -> Comparison | None:
-    """All finished evaluations below `folder`, the fastest first; None if there are none. Errors:
-    those of `summaries_in`."""
+    """The finished evaluations in `folder`, fastest first, if any. Errors as in `summaries_in`."""
     summaries = summaries_in(folder)
     if not summaries:
         return None

@@ -19,8 +19,8 @@ FAINT = "#dddddd"
 
 
 def speedup_bars(rows: Sequence[tuple[str, dict[str, Any]]], subtitle: str) -> Figure:
-    """Speedups with intervals, and compression rates, their upper bounds; the first row is on top,
-    emphasized."""
+    """Speedups with intervals, and their upper bounds, the compression rates; the first row is on
+    top and emphasized."""
     figure = Figure(figsize=(7.6, 1.9 + 0.42 * len(rows)), layout="constrained")
     axes = figure.subplots()
     axes.set_title(f"Speedup over vanilla decoding, {subtitle}", fontsize=8, loc="left")

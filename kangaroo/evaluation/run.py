@@ -145,9 +145,8 @@ def settings_of(config: EvaluateConfig, questions: list[Question], limit: int) -
 def check(
     config: EvaluateConfig, model: ModelConfig, drafters: Mapping[str, DrafterConfig], below: Path
 ) -> None:
-    """Check what can be known before the model is loaded: questions, adapters, room for texts, and
-    that all runs `below` a folder had the same settings. Errors: `ConfigError`, and those of
-    questions, adapters and runs."""
+    """Check before the model is loaded: questions, adapters, room for texts, and that all runs
+    `below` a folder had the same settings. Errors: `ConfigError`, and those of each."""
     questions, limit = select_questions(config)
     shared = settings_of(config, questions, limit) | flatten({"model": asdict(model)})
     shared["model"] = model.name
@@ -331,7 +330,7 @@ class Evaluator:
         return as_run(self.tokenizer, text, now(self.lm.device) - start)
 
     def _by_transformers(self, prompt: list[int], limit: int, seed: int) -> MethodRun:
-        """Sampled with noise of its own."""
+        """transformers' answer, sampled with noise of its own."""
         eos_ids = self.lm.eos_ids()
         text = generate(self.lm, prompt, limit, self.config.sampling, seed=seed, eos_ids=eos_ids)
         return as_run(self.tokenizer, text, text.seconds)

@@ -83,8 +83,8 @@ class SpeedConfig(Ranged):
 def measure(
     lm: TargetModel, tokenizer: Tokenizer, drafter: Drafter, config: SpeedConfig
 ) -> Results:
-    """Run the benchmark and return its results, for `write`. Errors: `ConfigError` if `drafter` is
-    no Kangaroo or no context fits."""
+    """The benchmark's results, for `write`. Errors: `ConfigError` for another drafter than Kangaroo
+    or if no context fits."""
     if not isinstance(drafter, Kangaroo):
         raise ConfigError(
             "the speed benchmark looks at Kangaroo's steps; pass drafter=kangaroo. evaluate.py "
@@ -156,8 +156,7 @@ def memory_bandwidth(device: torch.device, megabytes: int) -> float:
 def throughput(
     engines: Sequence[Engine], prompts: Prompts, new_tokens: int, sizes: Sequence[int]
 ) -> list[Results]:
-    """Tokens/s of two engines, vanilla's and Kangaroo's, at every batch size whose cache fits into
-    memory."""
+    """Tokens/s of vanilla's and Kangaroo's engines, at every batch size whose cache fits."""
     results = []
     lm = engines[0].lm
     row = lm.new_cache(1, 1).bytes() * (max(map(len, prompts)) + new_tokens)

@@ -44,8 +44,8 @@ def by_trait(records: Sequence[Record], trait: Callable[[Turn], Any]) -> dict[An
 
 
 def by_length(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Records by prompt length, rounded by ratio to 1k, 2k, 4k, ... tokens. Empty unless two of
-    these lengths occur."""
+    """Records by the prompt length, of 1k, 2k, 4k, ..., that is nearest by ratio; empty unless two
+    of these occur."""
     powers = by_trait(records, lambda x: max(-1, round(math.log2(x.prompt_tokens / 1024))))
     if sum(p >= 0 for p in powers) < 2:
         return {}
@@ -85,8 +85,7 @@ def lossless(records: Sequence[Record], settings: dict[str, Any]) -> dict[str, A
 
 
 def shared_settings(run: dict[str, Any], free: Collection[str | None] = ()) -> dict[str, Any]:
-    """The settings of a run or summary that methods must have in common: all but the drafter's and
-    the `free` ones."""
+    """The settings that runs must have in common: all but the drafter's and the `free` ones."""
     settings = run["settings"].items()
     return {k: v for k, v in settings if k.split(".")[0] != "drafter" and k not in free}
 

@@ -85,7 +85,7 @@ def tune(
     tried = []
     for start in range(0, len(names), GROUP):
         group = names[start : start + GROUP]
-        log.info("settings %d to %d of %d", start + 1, start + len(group), len(names))
+        log.info("measuring settings %d to %d of %d", start + 1, start + len(group), len(names))
         tried += evaluate(f"tried/group-{start // GROUP}", group, tuning)
     tried.sort(key=lambda summary: -summary["overall"]["speedup"])
     best = tried[0]["drafter"]

@@ -57,7 +57,7 @@ async def explain(request: Request, error: Exception) -> Response:
         code = CODES.get(error.status_code)
         route = f"{request.method} {request.url.path}: " if code else ""
         detail = error.detail
-        if error.__cause__ is not None:  # which names a byte, too many digits or too deep lists
+        if error.__cause__ is not None:  # a wrong byte, too many digits, lists in too many lists
             detail = f"the body is not JSON: {str(error.__cause__).partition(';')[0]}"
         return error_response(error.status_code, route + detail, code)
     return error_response(500, f"the server has failed ({type(error).__name__}); see its log.")
@@ -219,7 +219,7 @@ class EventStream(StreamingResponse):
 
 
 async def events(answer: Answer, options: StreamOptions) -> AsyncIterator[str]:
-    """The server-sent events of an answer, the last of a failed one being its error."""
+    """The server-sent events of an answer; if it fails, the last one is the error."""
     with_usage = options.include_usage and options.continuous_usage_stats
     async for choice, text, drafted in answer.steps():
         if choice.finish in FAILURES:

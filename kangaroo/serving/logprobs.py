@@ -1,7 +1,7 @@
 """The logarithms of tokens' probabilities in answers, as OpenAI's objects.
 
-They are of the target's distribution before temperature and filters, where the text is restricted
-under its restriction.
+They are of the target's distribution before temperature and filters, but under the restriction of a
+text that has one.
 """
 
 import math
@@ -17,10 +17,10 @@ UNLIKELY = -9999.0  # in OpenAI's API, that of a token which is not among the li
 
 @dataclass
 class Logprobs:
-    """Of one answer.
+    """The logprobs of one answer.
 
     Args:
-        top: how many of the likeliest tokens are told in each place.
+        top: how many of the likeliest tokens are listed for each token.
         is_chat: whether the object is a chat's, or a completion's.
     """
 
@@ -37,7 +37,8 @@ class Logprobs:
         assert step.topk is not None
         for token, record in zip(step.tokens, step.topk, strict=False):
             pairs = zip(record["tokens"].tolist(), record["chances"].tolist(), strict=True)
-            logprobs = {other: log_of(chance) for other, chance in pairs}
+            # the logarithm of 0 is no number of JSON
+            logprobs = {other: math.log(x) if x > 0 else UNLIKELY for other, x in pairs}
             entry = self._entry(token, logprobs.get(token, UNLIKELY))
             entries = [self._entry(other, logprob) for other, logprob in logprobs.items()]
             self.tokens.append(entry | {"top_logprobs": entries[: self.top]})
@@ -67,8 +68,3 @@ class Logprobs:
         text = plain_text(self.tokenizer, [token])
         encoded = None if UNFINISHED in text else list(text.encode())
         return {"token": text, "logprob": logprob, "bytes": encoded}
-
-
-def log_of(chance: float) -> float:
-    """The logarithm of a probability, which JSON can hold."""
-    return math.log(chance) if chance > 0 else UNLIKELY

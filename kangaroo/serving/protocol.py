@@ -165,7 +165,7 @@ class TextPart(Strict):
 class ChatMessage(Strict):
     """A turn of a conversation."""
 
-    # fields of an earlier answer
+    # clients send earlier answers back with these fields
     unsupported = by_field(("refusal audio function_call", []), ("annotations tool_calls", [[]]))
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart]

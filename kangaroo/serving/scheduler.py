@@ -167,7 +167,7 @@ class Scheduler:
             try:
                 return self.engine.open(self.max_batch_size, self.max_model_len, Sampling())
             except Exception:
-                log.exception("no session could be opened; once more")
+                log.exception("no session could be opened; it is tried again")
             time.sleep(PAUSE)
         return self.engine.open(self.max_batch_size, self.max_model_len, Sampling())
 
@@ -189,8 +189,8 @@ class Scheduler:
         return True
 
     def _recover(self) -> Session:
-        """Open a session after a failed step, in which each text has made a step alone before; end
-        the jobs that fail."""
+        """A new session after a failed step. Before, each text makes a step alone, and jobs that
+        fail are ended."""
         for job in [job for job in self.jobs if job.row is not None]:
             self._leave(job)
             self.alone = job
@@ -256,8 +256,7 @@ class Scheduler:
                 self._record(job, generation, generation.steps[0])
 
     def _admit(self, session: Session, job: Job) -> Prompt:
-        """Give a waiting job the free row whose text it continues, or the least recently used one.
-        Returns its prompt there."""
+        """Begin a job's prompt in the free row that it continues, else the least recently used."""
         shared = {row: session.batch.common_prefix(row, job.resumed.text) for row in self.idle}
         row = max(shared, key=shared.__getitem__)
         if 2 * shared[row] <= len(session.batch.texts[row]):
@@ -293,5 +292,5 @@ class Scheduler:
         try:
             job.notify(event)
         except Exception:
-            log.exception("nobody hears of a request any more")
+            log.exception("a request's client cannot be told of its steps; the request ends")
             job.cancelled = True

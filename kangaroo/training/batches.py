@@ -88,8 +88,8 @@ def frequent_tokens(samples: Sequence[Sample]) -> Tensor:
 
 
 def plan(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Micro-batches of at most `batch_tokens` padded tokens (or one sample) of similar lengths, in
-    shuffled order."""
+    """Shuffled micro-batches of samples of similar lengths, with at most `batch_tokens` padded
+    tokens or one sample."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     # samples of one length are shuffled, so that a micro-batch differs from epoch to epoch
     shuffled = torch.randperm(len(lengths), generator=generator).tolist()

@@ -49,11 +49,12 @@ FIXES = {  # by the part that needs the most memory
     "a micro-batch": "Pass a smaller trainer.batch_tokens= or trainer.max_length=",
     "logits": "Pass a smaller trainer.loss_chunk=, or trainer.vocabulary=",
 }
-# Assumed, the last two for future data, with all lengths equally often.
+# Assumed of text that is not tokenized or not written yet. Its lengths are spread evenly.
 TEMPLATE = 32  # tokens around a question and its answer
 CHARACTERS = 4  # of a token
 CONVERSATIONS = 68_000  # ShareGPT's
 LEARNT = 0.75  # the assistant's share
+
 CACHES = 1 << 27  # bytes of weights, so many that a processor reads them anew for every pass
 WRITTEN = 8  # tokens of each text that are written to measure
 UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
@@ -142,8 +143,8 @@ def longest_text(data: SynthesisConfig | ConversationsConfig, lm: TargetModel) -
 
 
 def _length(turns: Sequence[Message], data: ConversationsConfig, vocab_size: int) -> int:
-    """About so many tokens has a conversation, by its letters, half of each limit for answers that
-    the target will write. In a small vocabulary a token is a byte."""
+    """About how many tokens a conversation has, by its characters, with half of the limit for each
+    answer that the target will write. In a small vocabulary a token is a byte."""
     kept = [m for m in turns if m["role"] != "assistant" or not data.regenerate]
     tokens = sum(len(m["content"]) for m in kept) // (CHARACTERS if vocab_size > 1024 else 1)
     asked = sum(m["role"] == "user" for m in kept)

@@ -57,7 +57,6 @@ class Trainer:
     """A run, from its first step or its last checkpoint on. On CPUs one that was interrupted ends
     with the same weights as one that was not, even if the number of processes changes. The first
     process saves each adapter in a folder of `output`, with `data`, the provenance of the samples.
-
     Errors: `DataError` for a sample without trainable tokens, `ConfigError` if nothing is left to
     train on or `output` has the checkpoint of other settings."""
 
@@ -87,8 +86,8 @@ class Trainer:
         self.frequent_K = batches.frequent_tokens(self.work.training)
         size = config.vocabulary
         if size is not None and size > len(self.frequent_K):
-            most = f"the assistant wrote only {len(self.frequent_K)} other tokens"
-            log.info(f"trainer.vocabulary={size}: {most}")
+            most = len(self.frequent_K)
+            log.info(f"trainer.vocabulary={size}: the assistant wrote only {most} different tokens")
         vocabulary_K = None if size is None else self.frequent_K[:size].sort()[0]
         spread = partial(shard, lm, default_device(), ranks) if config.shard_target else None
         self.trainees = recipe.trainees(lm, recipes, vocabulary_K, spread, config.seed)
@@ -299,7 +298,7 @@ def uses_stored_logits(
         return False
     model = (data.get("teacher") or {"model": lm.name})["model"]
     if all("teacher" in sample for sample in samples) and model == lm.name:
-        log.info("learning from kept distributions: the target runs as far as adapters read")
+        log.info("learning from kept distributions: only the layers that adapters read are run")
         return True
     if config.use_stored_logits:
         raise ConfigError(

@@ -30,22 +30,21 @@ class TrainerConfig(Ranged):
     Args:
         learning_rate: the peak, reached after `warmup_steps` optimizer steps; then a cosine to 0.
         batch_tokens: padded tokens of a micro-batch (or one sample).
-        use_stored_logits: learn from the distributions stored when the data was written
-            (`data.teacher`), without the target's head and the layers that no adapter reads. None
-            uses them if the data has them.
+        use_stored_logits: learn from distributions that the data has (`data.teacher`), without the
+            target's head and the layers that no adapter reads; None does so where it can.
         muon: train linear layers except LM heads with Muon, and everything else with AdamW.
         accumulate: micro-batches of an optimizer step, over all processes; None is one for each
             process, or the number that a resumed run began with.
         clip: largest gradient norm of each adapter.
         max_length: tokens after which samples are cut.
         holdout: samples at the end of the data that are never trained on.
-        loss_chunk: learnt positions whose logits are in memory at a time; None
-            follows the device's memory, or the number that a resumed run began with.
+        loss_chunk: learnt positions whose logits are in memory at a time; None follows the device's
+            memory, or the number that a resumed run began with.
         evaluate_every, save_every: in optimizer steps; also after the last step.
         seed: seed of the samples' order and of random weights.
         vocabulary: draft from this many of the data's most frequent tokens; None is from all.
-        zero_stage: 0 is plain torch, with all of AdamW's state in each process; 1 and 2 are
-            DeepSpeed ZeRO, which spreads it.
+        zero_stage: DeepSpeed ZeRO's, which spreads AdamW's state over the processes; 0 is plain
+            torch, with all of it in each.
         shard_target: each process holds a part of the target's layers and gathers one at a time.
     """
 
@@ -136,8 +135,7 @@ def paper_exit(lm: TargetModel) -> int:
 def named_exits(
     recipes: Sequence[AdapterRecipe], lm: TargetModel
 ) -> dict[str, tuple[AdapterRecipe, int]]:
-    """The recipe and exit layer of each adapter by its name. Errors: `ConfigError` for two adapters
-    of the same name."""
+    """The recipe and exit layer of each adapter by name. Errors: `ConfigError` for equal names."""
     exits: dict[str, tuple[AdapterRecipe, int]] = {}
     for recipe in recipes:
         for name, layer in recipe.named_exits(lm).items():
@@ -165,8 +163,8 @@ def trainees(
     seed: int = 0,
 ) -> list[Trainee]:
     """Adapters in float32, before training, one for each recipe and exit layer; `seed` is that of
-    random weights. `spread` is called once they have started from the target's weights. Where it
-    has none (`targets.shard`) they stay random. Errors: those of `named_exits` and `load_start`."""
+    random weights. `spread` is called once they have started from the target's weights; for a
+    target without weights they stay random. Errors: those of `named_exits` and `load_start`."""
     adapters: dict[str, tuple[AdapterRecipe, Trainable]] = {}
     for name, (recipe, layer) in named_exits(recipes, lm).items():
         with torch.random.fork_rng(devices=[]):  # the same weights in every process

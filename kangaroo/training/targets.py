@@ -41,7 +41,7 @@ def target_with_data(
     shape = meta_model(model)
     count = layers_read(shape, recipes, config, data)
     if count is not None:
-        log.info("adapters read %d of %d layers: others are not loaded", count, shape.n_layers)
+        log.info("adapters read %d of %d layers: the others are not loaded", count, shape.n_layers)
     if config.shard_target:  # it moves to the GPUs in parts, just before training
         model = replace(model, device="cpu", device_map=None)
     if config.shard_target and writes_nothing(data, shape) and not ranks.is_first:
@@ -67,9 +67,8 @@ def writes_nothing(data: Data, lm: TargetModel) -> bool:
 def layers_read(
     lm: TargetModel, recipes: Sequence[AdapterRecipe], config: TrainerConfig, data: Data
 ) -> int | None:
-    """How many of the target's first layers a training reads; None for all. With a finished dataset
-    that keeps distributions it reads those that adapters read or start from, and the embeddings and
-    the head. `lm` needs no weights."""
+    """How many of the target's first layers a training reads; None for all. If a finished dataset
+    keeps distributions, those are read that adapters read or start from. `lm` needs no weights."""
     folder = Path(data.path)
     is_checkpoint = not (lm.name.startswith(RANDOM) or is_gguf(lm.name))
     is_made = store.is_complete(folder) and writes_nothing(data, lm)
@@ -89,9 +88,10 @@ def layers_read(
 
 def shard(lm: TargetModel, device: torch.device, ranks: Ranks) -> None:
     """Spread the layers' weights over all processes; this one computes on `device`. The first has
-    them, in host memory, and gives the others their parts layer by layer; theirs may be without
-    (`meta_model`). All have to run the same layers in the same order. The rest is whole everywhere:
-    the loss reads the head more than once a batch. Errors: `ConfigError` for a quantized target."""
+    them, in host memory, and gives the others their parts layer by layer; the others' targets may
+    have none (`meta_model`). All have to run the same layers in the same order. Everything but the
+    layers is whole in each process, since the loss reads the head more than once a batch. Errors:
+    `ConfigError` for a quantized target."""
     # these imports take most of a second, and only training at scale needs them
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# what reading a file raises that is damaged, or not what it should be
+# what reading raises if a file is damaged, or of another kind
 DAMAGED = OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError
 
 
@@ -13,7 +13,7 @@ class KangarooError(Exception):
 
 @contextmanager
 def naming(option: str) -> Iterator[None]:
-    """Let errors of one of several drafters, or prompts, name its `option`, such as `more.rest`."""
+    """Let errors of one of several drafters or prompts begin with its `option`, as `more.rest`."""
     try:
         yield
     except KangarooError as error:

@@ -64,7 +64,7 @@ def _quoted(value: str | bool | Path) -> str:
 
 
 def resolve_path(name: str) -> Path:
-    """The path of that name; `adapters/NAME`, where it does not exist, is the shipped adapter."""
+    """A name as a path; an `adapters/NAME` that does not exist is the shipped adapter."""
     path = Path(name).expanduser()
     shipped = project_folder("adapters") / path.name
     is_shipped = path.parent == SHIPPED and not path.exists() and shipped.exists()
@@ -142,7 +142,7 @@ def write_json(file: Path, value: dict[str, Any]) -> None:
 
 def overrides_suffix(overrides: list[str], excluded: list[str], part: str) -> str:
     """Command-line overrides (`drafter.steps=4`) as the end of a folder's name, each after a comma:
-    for `part` "drafter" the drafter's options by their short names, otherwise all others."""
+    for the `part` "drafter" its options, by their short names; otherwise all others."""
     words = [override.lstrip("+~").removeprefix("drafter@") for override in overrides]
     words = [word for word in words if word.partition("=")[0] not in excluded]
     words = [word for word in words if word.startswith("drafter.") == (part == "drafter")]
@@ -151,8 +151,8 @@ def overrides_suffix(overrides: list[str], excluded: list[str], part: str) -> st
 
 
 def fitting_name(text: str) -> str:
-    """The text as one folder's name: without slashes, and too long for file systems it is cut, and
-    a hash of the whole is added."""
+    """The text as the name of one folder, without slashes. A text that is too long for file systems
+    is cut, and ends in a hash of the whole."""
     name = text.replace("/", "-").encode()
     if len(name) <= LONGEST_NAME:
         return name.decode()

@@ -70,7 +70,7 @@ class Footprint(NamedTuple):
 
 def footprint(drafter: object, shared: Sequence[object]) -> Footprint:
     """The memory of `drafter` beyond `shared` objects such as the target. Each allocation counts
-    once, in full; Python objects and what only closures or CUDA graphs hold do not count."""
+    once, in full. Python objects do not count, nor does what only closures or CUDA graphs hold."""
     visited: set[int] = set()
     shared_addresses = {address for address, _, _ in _allocations(shared, visited)}
     sizes: dict[tuple[str, int], tuple[int, int]] = {}

@@ -19,7 +19,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Range:
     """Finite numbers between inclusive (`least`, `most`) or exclusive (`above`, `below`) bounds;
-    with `auto`, the word "auto", too. For a list, the range of its length."""
+    with `auto`, also the word "auto". For a list, the range of its length."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -71,7 +71,7 @@ def check_nodes(count: int, **options: int) -> None:
     """Errors: `ConfigError` where a drafter's options make more nodes than a draft may have."""
     if count > MOST_NODES:
         settings = ", ".join(f"drafter.{name}={value}" for name, value in options.items())
-        raise ConfigError(f"{settings} make {count} nodes, of {MOST_NODES} at most. Lower one.")
+        raise ConfigError(f"{settings} make {count} nodes, over {MOST_NODES}. Lower one.")
 
 
 def check(kind: type, values: Mapping[str, Any], prefix: str = "") -> None:

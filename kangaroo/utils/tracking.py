@@ -58,7 +58,7 @@ class NoTracker:
 
 @contextmanager
 def at_no_cost() -> Iterator[None]:
-    """Decorates what may fail without an end to the run, whose results need no tracker."""
+    """Log a failure in this context, and let the run go on: its results need no tracker."""
     try:
         yield
     except Exception as error:
@@ -83,7 +83,7 @@ class Wandb(NoTracker):
         if mode not in MODES:
             raise ConfigError(f"logger.mode={mode} is none of {', '.join(MODES)}.")
         has_key = mode in OFFLINE
-        with suppress(Exception):  # of many kinds: no key and no terminal that asks, a wrong key
+        with suppress(Exception):  # of many kinds: no key and no terminal to ask, a wrong key
             has_key = has_key or wandb.login(verify=False)
         if not has_key:
             raise ConfigError(

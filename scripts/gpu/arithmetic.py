@@ -1,18 +1,19 @@
-"""What the kernels of `kangaroo/cuda` should take: `python scripts/gpu/arithmetic.py`.
+"""The time that the kernels of `kangaroo/cuda` should take: `python scripts/gpu/arithmetic.py`.
 
-This is arithmetic, but for the column that says so. A product takes the longest of: its weights
-from memory, its operands from the second-level cache, its instructions. The kernels of 2026-11-26
-had 16 tokens an instruction, and a program waited for its loads in each step, so there the times
-add up. Two numbers are fitted: the time between two kernels, so that a token's verification at 7B
-takes what it took, and that of reading a piece of attention, by a token's growth from 256 to 8,144
-positions at 8B. Not counted: the host, and what runs beside layers and head.
+One column was measured, as it says; the others are arithmetic. A product takes the longest of: its
+weights from memory, its operands from the second-level cache, its instructions. The kernels of
+2026-11-26 had 16 tokens an instruction, and a program waited for its loads in each step, so there
+the times add up. Two numbers are fitted: the time between two kernels, so that a token's
+verification at 7B takes what it took, and that of reading a piece of attention, by a token's growth
+from 256 to 8,144 positions at 8B. Not counted: the host, and what runs beside layers and head.
 
 Shapes: K inputs and O outputs of a product.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 from unittest.mock import patch
 
 import torch
@@ -55,7 +56,7 @@ MODELS = {
 
 @dataclass
 class Cost:
-    """Of some kernels: seconds, bytes from memory, operations, launches."""
+    """The cost of some kernels: seconds, bytes from memory, operations, launches."""
 
     seconds: float = 0.0
     bytes: float = 0.0
@@ -63,26 +64,16 @@ class Cost:
     launches: int = 0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.seconds + other.seconds,
-            self.bytes + other.bytes,
-            self.operations + other.operations,
-            self.launches + other.launches,
-        )
+        return Cost(*map(add, astuple(self), astuple(other)))
 
     def times(self, count: int) -> Cost:
         """The same kernels so many times."""
-        return Cost(
-            count * self.seconds,
-            count * self.bytes,
-            count * self.operations,
-            count * self.launches,
-        )
+        return Cost(*(count * value for value in astuple(self)))
 
 
 def old_product(tokens: int, inputs: int, outputs: int, parts: int, reads: float) -> Cost:
-    """Of 2026-11-26: weights are read again for each 64 tokens; 64 weights by 16 tokens take 20
-    clocks, since the weights come from shared memory each time."""
+    """The cost on 2026-11-26: weights are read again for each 64 tokens; 64 weights by 16 tokens
+    take 20 clocks, since the weights come from shared memory each time."""
     programs = cdiv(tokens, 64)
     columns = programs * next(x for x in (1, 2, 4) if min(tokens, 64) <= 16 * x)
     clocks = inputs / 16 * outputs / 64 * columns * 20
@@ -93,7 +84,7 @@ def old_product(tokens: int, inputs: int, outputs: int, parts: int, reads: float
 
 
 def new_product(tokens: int, inputs: int, outputs: int, parts: int, reads: float) -> Cost:
-    """Of today, with the tiles that are launched."""
+    """The cost with today's kernels and the tiles that they launch."""
     weight = torch.empty(1, inputs, dtype=torch.bfloat16, device="meta")
     folds = parts > 1 and folds_parts(weight, outputs, tokens)
     shape = tile(weight, outputs, tokens, parts, folds=folds)
@@ -109,7 +100,7 @@ def new_product(tokens: int, inputs: int, outputs: int, parts: int, reads: float
 
 
 def attention(model: Model, work: Work, reads: float, new: bool) -> Cost:
-    """Of a layer; the last positions of the context are the tokens' own."""
+    """The cost in a layer; the last positions of the context are the tokens' own."""
     total = work.rows * work.tokens
     seen = work.context - (work.tokens - 1) / 2
     keys = 4 * work.rows * work.context * model.kv_heads * model.head_size
@@ -143,7 +134,7 @@ class Work:
 
 
 def cost_of(work: Work, name: str, gpu: str, new: bool) -> Cost:
-    """Of this work for a model on a GPU, today or then."""
+    """The cost of this work for a model on a GPU, today or then."""
     if work.is_prompt:
         passes = cdiv(work.tokens, 1024)
         chunk = min(work.tokens, cdiv(work.tokens, 128 * passes) * 128) if new else 128

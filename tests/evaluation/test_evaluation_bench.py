@@ -109,8 +109,7 @@ NAMED = {
 
 def named(name, **changes):
     settings = yaml.safe_load((ROOT / "configs/groups/bench.yaml").read_text())[name]
-    del settings["defaults"]
-    return BenchConfig(**settings | changes)
+    return BenchConfig(**{"name": name} | settings | changes)
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -298,9 +297,7 @@ def test_the_seed_of_a_turn_has_64_bits_and_small_ones_are_as_ever():
 
 @pytest.mark.skipif(not SPEC_BENCH.is_file(), reason="needs Spec-Bench's questions")
 def test_spec_bench_has_480_questions_and_560_turns(caplog):
-    settings = yaml.safe_load((ROOT / "configs/groups/bench.yaml").read_text())["spec_bench"]
-    del settings["defaults"]
-    questions = load_questions(BenchConfig(**settings, path=str(SPEC_BENCH)))
+    questions = load_questions(named("spec_bench", path=str(SPEC_BENCH)))
     assert not caplog.records  # its checksum is the right one
     assert len(questions) == 480
     assert sum(len(question.turns) for question in questions) == 560

@@ -33,10 +33,8 @@ class AdapterFacts:
 
 
 def read(config: Any) -> AdapterFacts:
-    """The adapter that a folder's config describes.
-
-    Errors: `Unsupported` for a folder of other software, or an adapter of another kind.
-    """
+    """The adapter that a folder's config describes. Errors: `Unsupported` for a folder of other
+    software, or an adapter of another kind."""
     section = getattr(config, "kangaroo", None)
     if not isinstance(section, dict) or section.get("format") != FORMAT:
         raise Unsupported(
@@ -74,10 +72,8 @@ def read(config: Any) -> AdapterFacts:
 
 
 def check_target(adapter: AdapterFacts, config: Any, target: Any) -> None:
-    """Compare the config of the adapter with that of the target.
-
-    Errors: `Unsupported` for a target that the adapter was not trained for.
-    """
+    """Compare the config of the adapter with that of the target. Errors: `Unsupported` for a target
+    that the adapter was not trained for."""
     differences = [
         f"{name} {actual!r}, not {expected!r}"
         for name in SHAPE
@@ -114,10 +110,7 @@ class Options:
 
 
 def options(vllm_config: Any) -> Options:
-    """This package's options.
-
-    Errors: `Unsupported` for invalid ones, and for unsupported options of vLLM.
-    """
+    """This package's options. Errors: `Unsupported` for invalid ones, and for some of vLLM's."""
     parallel = vllm_config.parallel_config
     refused = {
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,

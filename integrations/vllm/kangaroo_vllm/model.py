@@ -34,10 +34,7 @@ from kangaroo_vllm.checks import Unsupported
 def load_adapter(
     vllm_config: VllmConfig, options: checks.Options, target: nn.Module
 ) -> KangarooAdapter:
-    """The adapter in the folder or hub repository of these options, for this target.
-
-    Errors: `Unsupported`.
-    """
+    """The adapter that these options name, for this target. Errors: `Unsupported`."""
     config = AutoConfig.from_pretrained(options.folder)
     facts = checks.read(config)
     room = options.room(facts)
@@ -173,10 +170,7 @@ class KangarooAdapter(nn.Module):
 
 
 def rows_of(head: Any, ids_K: Tensor) -> Tensor:
-    """These rows of a head, `[K, D]`, gathered from all processes.
-
-    Errors: `Unsupported` for a quantized head.
-    """
+    """Rows of a head, `[K, D]`, from all processes. Errors: `Unsupported` for a quantized head."""
     weight = getattr(head, "weight", None)
     if weight is None or not weight.is_floating_point() or weight.element_size() < 2:
         raise Unsupported(

@@ -24,9 +24,7 @@ class Kangaroo:
 
     def load_model(self, target: nn.Module) -> None:
         """Load the adapter, and replace the target's stack of layers by one cut at the exit.
-
-        Errors: `Unsupported`; here, since vLLM would wrap errors of `__init__`.
-        """
+        Errors: `Unsupported`; here, since vLLM would wrap errors of `__init__`."""
         touched.check()
         self.options = checks.options(self.vllm_config)
         if not HAS_TRITON:

@@ -56,10 +56,8 @@ CODE = {
 
 
 def check() -> None:
-    """Warn of a vLLM that is not among `TESTED`.
-
-    Errors: `Unsupported` where it has changed something that this package builds on.
-    """
+    """Warn of a vLLM that is not among `TESTED`. Errors: `Unsupported` where it has changed
+    something that this package builds on."""
     import vllm
 
     changed = changes()
