@@ -15,7 +15,6 @@ RUNS = {
     "stream.py": (f"{TINY} --max-new-tokens 8", r"^> What is the capital.*\n\n> And what is it"),
     "train_adapter.py": ("--output {here}", r"attention-exit2 is trained; with it .*\n'.+'\n$"),
     "add_a_drafter.py": ("--model tiny", "writes the same: True"),
-    "h100_speedups.py": ("", r"hybrid, fused adapter \| \d\.\d\d \| \d\.\d\d \("),
     # if it says 3 passes twice, transformers is mended: drop `with_mask` of the tests, too
     "assistant_mask.py": ("", r"5\]: 3 passes\n.*5\]: \d{2} passes\n$"),
     "fine_tune.py": (
@@ -31,7 +30,7 @@ RUNS = {
         r"tiny on demo: methods compared(?=.*kangaroo)(?=.*prompt_lookup)",
     ),
 }
-FAST = {"assistant_mask.py", "h100_speedups.py"}
+FAST = {"assistant_mask.py"}
 EXAMPLES = [path.name for path in (ROOT / "examples").glob("*.py")]
 
 
