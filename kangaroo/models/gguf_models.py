@@ -22,7 +22,7 @@ READ = "llama", "qwen2", "qwen3"  # architectures; others are left to transforme
 # Formats that stay packed: native code multiplies them as they lie.
 PACKABLE = {
     *(Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0),
-    *(Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS),
+    *(Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS),
 }
 TABLE = "token_embd.weight"
 HEAD = "output.weight"

@@ -22,12 +22,12 @@ from kangaroo.engine.backend import Sizes
 from kangaroo.models.packed import PackedLinear
 
 KINDS = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
-KINDS += [Kind.IQ4_NL, Kind.IQ4_XS]
+KINDS += [Kind.Q2_K, Kind.Q3_K, Kind.IQ4_NL, Kind.IQ4_XS]
 WIDTH, OUTPUTS = 512, 37  # no multiple of the sixteen rows that lie side by side
 SIZES = Sizes(WIDTH, heads=8, kv_heads=2, head_size=64, feed_forward=64, eps=1e-5, scaling=0.125)
 # Where the scales of blocks are that have no writer in Python.
 HALVES = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
-HALVES |= {Kind.IQ4_NL: (0,), Kind.IQ4_XS: (0,)}
+HALVES |= {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.IQ4_NL: (0,), Kind.IQ4_XS: (0,)}
 
 
 def blocks_of(kind: Kind, seed: int = 0) -> np.ndarray:

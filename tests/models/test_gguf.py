@@ -21,7 +21,7 @@ from kangaroo.heads.adapter_files import adapters_of
 from kangaroo.heads.target_hash import target_hashes
 from kangaroo.models import embedded, loading
 from kangaroo.models.gguf_file import GGUFFile, gguf_path
-from kangaroo.models.gguf_models import read_config, read_model
+from kangaroo.models.gguf_models import PACKABLE, read_config, read_model
 from kangaroo.models.gguf_tokenizer import read_tokenizer
 from kangaroo.models.layer_weights import fingerprint
 from kangaroo.models.loading import Dtype, ModelConfig, Weights, load, model_config
@@ -82,8 +82,7 @@ def test_a_file_is_the_model_it_was_written_from(tmp_path, family, kinds):
 def test_every_format_that_stays_packed_is_what_gguf_widens(tmp_path):
     """K types have no writer in Python: their blocks are random, with small scales."""
     rng = np.random.default_rng(0)
-    for name in "F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split():
-        kind = Kind[name]
+    for kind in PACKABLE:
         numbers, size = gguf.GGML_QUANT_SIZES[kind]
         blocks_OB = rng.integers(0, 60, (6, size * (512 // numbers)), dtype=np.uint8)
         matrix = PackedMatrix(torch.from_numpy(blocks_OB), kind, torch.float32)

@@ -34,6 +34,9 @@ struct FormQ4_1 : Form<4, 32, 1, false, true, 0> { static constexpr int block = 
 struct FormQ5_0 : Form<5, 32, 1, false, false, 16> { static constexpr int block = 22; };
 struct FormQ5_1 : Form<5, 32, 1, false, true, 0> { static constexpr int block = 24, kind = 7; };
 struct FormQ8_0 : Form<8, 16, 2, false, false, 128> { static constexpr int block = 34; };
+// Two and three bits take four here.
+struct FormQ2_K : Form<4, 16, 16, true, true, 0> { static constexpr int block = 84; };
+struct FormQ3_K : Form<4, 16, 16, true, false, 4> { static constexpr int block = 110; };
 struct FormQ4_K : Form<4, 32, 8, true, true, 0> { static constexpr int block = 144; };
 struct FormQ5_K : Form<5, 32, 8, true, true, 0> { static constexpr int block = 176; };
 struct FormQ6_K : Form<6, 16, 16, true, false, 32> { static constexpr int block = 210; };
@@ -48,6 +51,8 @@ template <class F> void with_form(i64 kind, F f) {
     case 6: return f(FormQ5_0{});
     case FormQ5_1::kind: return f(FormQ5_1{});
     case 8: return f(FormQ8_0{});
+    case 10: return f(FormQ2_K{});
+    case 11: return f(FormQ3_K{});
     case 12: return f(FormQ4_K{});
     case 13: return f(FormQ5_K{});
     case 14: return f(FormQ6_K{});
@@ -82,6 +87,11 @@ Half half_at(const Octet* from) {
 
 void nibbles(const Octet* from, int count, Octet* to) {
   for (int i = 0; i < count; i++) to[i] = from[i] & 15, to[i + count] = from[i] >> 4;
+}
+
+// 128 numbers of two bits: 32 bytes hold the first 32, then above them the next.
+void pairs_of_bits(const Octet* from, Octet* to) {
+  for (int i = 0; i < 128; i++) to[i] = from[i % 32] >> i / 32 * 2 & 3;
 }
 
 template <class F> void unpack_32(const Octet* from, Unpacked& to) {
@@ -119,9 +129,28 @@ void unpack_6_k(const Octet* from, Unpacked& to) {
   const Octet *low = from, *high = from + 128;
   std::memcpy(to.scales, from + 192, 16);
   to.d = half_at(from + 208);
-  for (int half = 0; half < 2; half++, low += 64, high += 32)
-    for (int i = 0; i < 128; i++)
-      to.q[128 * half + i] = (i < 64 ? low[i] & 15 : low[i - 64] >> 4) | (high[i % 32] >> i / 32 * 2 & 3) << 4;
+  for (int half = 0; half < 2; half++, low += 64, high += 32) {
+    Octet more[128];
+    pairs_of_bits(high, more);
+    nibbles(low, 64, to.q + 128 * half);
+    for (int i = 0; i < 128; i++) to.q[128 * half + i] |= more[i] << 4;
+  }
+}
+
+void unpack_2_k(const Octet* from, Unpacked& to) {
+  for (int part = 0; part < 16; part++) to.scales[part] = from[part] & 15, to.minima[part] = from[part] >> 4;
+  for (int half = 0; half < 2; half++) pairs_of_bits(from + 16 + 32 * half, to.q + 128 * half);
+  to.d = half_at(from + 80);
+  to.m = half_at(from + 82) ^ 0x8000;  // subtracted in the file
+}
+
+void unpack_3_k(const Octet* from, Unpacked& to) {
+  const Octet *high = from, *low = from + 32, *scales = from + 96;
+  for (int half = 0; half < 2; half++) pairs_of_bits(low + 32 * half, to.q + 128 * half);
+  for (int i = 0; i < 256; i++) to.q[i] |= (high[i % 32] >> i / 32 & 1) << 2;
+  for (int part = 0; part < 16; part++)
+    to.scales[part] = ((scales[part % 8] >> part / 8 * 4 & 15) | (scales[8 + part % 4] >> part / 4 * 2 & 3) << 4) - 32;
+  to.d = half_at(from + 108);
 }
 
 void unpack_iq4_xs(const Octet* from, Unpacked& to) {
@@ -134,10 +163,12 @@ void unpack_iq4_xs(const Octet* from, Unpacked& to) {
   for (int i = 0; i < 8; i++) nibbles(from + 8 + 16 * i, 16, to.q + 32 * i);
 }
 
-void unpack(FormIQ4_XS, const Octet* from, Unpacked& to) { unpack_iq4_xs(from, to); }
+void unpack(FormQ2_K, const Octet* from, Unpacked& to) { unpack_2_k(from, to); }
+void unpack(FormQ3_K, const Octet* from, Unpacked& to) { unpack_3_k(from, to); }
 void unpack(FormQ4_K, const Octet* from, Unpacked& to) { unpack_k<FormQ4_K>(from, to); }
 void unpack(FormQ5_K, const Octet* from, Unpacked& to) { unpack_k<FormQ5_K>(from, to); }
 void unpack(FormQ6_K, const Octet* from, Unpacked& to) { unpack_6_k(from, to); }
+void unpack(FormIQ4_XS, const Octet* from, Unpacked& to) { unpack_iq4_xs(from, to); }
 template <class F> void unpack(F, const Octet* from, Unpacked& to) { unpack_32<F>(from, to); }
 
 float widen_half(Half half) {
