@@ -56,6 +56,7 @@ class Batch:
         # how many of the likeliest tokens after each verified node a drafter wants, as it says in
         # `begin`; and by row the nodes' tokens with these, until the drafter clears them
         self.likeliest = 0
+        self.ahead = 0  # tokens that the device may have written after each text
         self.verified: list[list[tuple[int, list[int]]]] = [[] for _ in range(size)]
         self.default = replace(self.default, seed=0)
         self.samplings = [self.default] * size
@@ -91,8 +92,8 @@ class Batch:
 
     @property
     def used(self) -> int:
-        """The length of the longest row."""
-        return max(self.lengths)
+        """The length of the longest row, at most."""
+        return max(self.lengths) + self.ahead
 
     @property
     def base_B(self) -> Tensor:

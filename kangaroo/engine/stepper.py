@@ -49,6 +49,14 @@ class Verification(NamedTuple):
     logits_BNV: Tensor | None
 
 
+def append(batch: Batch, row: int, written: list[int], record: StepRecord) -> None:
+    """Append to a row's text what a step wrote (`batch.written`), and note it in the record."""
+    count, record.drafted, *tokens = written
+    record.tokens = batch.append(row, tokens[:count])
+    record.accepted = min(count - 1, len(record.tokens))
+    batch.budget.observe(row, record.drafted, record.accepted)
+
+
 class TensorStepper:
     """Steps with any drafter on any device; for `keep` see `Engine.open`."""
 
@@ -76,7 +84,7 @@ class TensorStepper:
             draft.valid_BN[:, 1:] &= torch.tensor(batch.drafts).to(draft.valid_BN)[:, None]
         proposed = mark(self.lm.device)
         draft.meta = draft.meta or self._place(draft)
-        verification = self._verify(draft)
+        verification = self.verify(draft)
         verdict = verification.verdict
         if not draft.tree.is_chain:
             self._keep_path(draft.meta, verdict)
@@ -101,11 +109,7 @@ class TensorStepper:
             for row_topk in topk
         ]
         for row in batch.active:
-            record = records[row]
-            count, record.drafted, *tokens = rows[row]
-            record.tokens = batch.append(row, tokens[:count])
-            record.accepted = min(count - 1, len(record.tokens))
-            batch.budget.observe(row, record.drafted, record.accepted)
+            append(batch, row, rows[row], records[row])
         return records
 
     def _place(self, draft: Draft) -> ForwardMeta:
@@ -124,7 +128,7 @@ class TensorStepper:
             recorded=("verify", self.batch.cache),
         )
 
-    def _verify(self, draft: Draft) -> Verification:
+    def verify(self, draft: Draft) -> Verification:
         """Run the target over a draft, choose a token after each node, and walk by the choices."""
         lm = self.lm
         batch = self.batch
