@@ -195,8 +195,13 @@ def test_what_a_step_writes_is_read_while_the_next_one_runs(monkeypatch):
     assert in_flight.count(2) > count - 8
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS[:2], ids=str)
-@pytest.mark.parametrize("name", ["vanilla", "kangaroo", "kangaroo-on-embeddings-fused", "block"])
+ENTERING = ["kangaroo", "kangaroo-on-embeddings-fused", "block"]
+
+
+@pytest.mark.parametrize(
+    "name, sampling",
+    [("vanilla", x) for x in SAMPLINGS[:2]] + in_turn(ENTERING, [(x,) for x in SAMPLINGS[:2]]),
+)
 def test_texts_that_end_and_prompts_that_enter_meet_steps_in_flight(name, sampling):
     """By EOS, by their limits, by hand; a prompt in chunks, with steps between these."""
     case, eager = model(), tiny()
