@@ -118,7 +118,7 @@ def paths(meta: ForwardMeta, n_slots: int) -> Paths:
     """The paths of a block from its mask, if it has one. After the first hidden slot, a token may
     see up to `LONGEST_PATH` slots, or as many as the row has tokens."""
     rows, tokens = meta.slots_RT.shape
-    slots_N = meta.slots_RT.flatten()
+    slots_N = meta.slots_RT.flatten().contiguous()
     slots_N = slots_N if meta.row_1 is None else slots_N + meta.row_1 * n_slots
     cos, sin = (flat(x.expand(rows, -1, -1)) for x in meta.rope)
     if meta.bias_R1TE is None or isinstance(meta.bias_R1TE, CausalBias):
