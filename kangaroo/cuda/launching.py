@@ -23,7 +23,7 @@ MOST_SUMS = 1 << 26  # numbers of attention that may go through memory
 LONG = 64  # blocks of attention; of longer texts a program has RUN
 RUN = 4
 STAGES = 4  # loads in flight, of which one is being multiplied
-Argument = Tensor | int | float | None  # of a kernel
+Arg = Tensor | int | float | None  # of a kernel
 NO_PDL = "KANGAROO_NO_PDL"  # an environment variable: kernels wait for the end of the one before
 
 
@@ -150,7 +150,7 @@ def card_of(device: torch.device) -> Card:
     return Card(gpu.multi_processor_count, shared, rows, gpu.major >= 9)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Argument, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, /, *args: Arg, **options: Any) -> None:
     """Launch a kernel on the device of `x`, its first argument; None stands for a tensor that it
     does not read. No multiply-adds are fused, as a compiler might do in some variants only."""
     overlaps = x.device.type != "cpu" and card_of(x.device).overlaps and not os.environ.get(NO_PDL)
