@@ -72,13 +72,9 @@ class EarlyStopping(Drafter):
             start_B - self.window,
             used=batch.used + room,
             n_slots=batch.n_slots,
-            below=self.below(batch),
+            below=0 if min(batch.lengths) > self.window else self.window,
             recorded=("draft" if path_B is None else "path", batch.cache),
         )
-
-    def below(self, batch: Batch) -> int:
-        """How far the window of a row may lie before the start of its text."""
-        return 0 if min(batch.lengths) > self.window else self.window
 
     def path_meta(self, batch: Batch, draft: Draft) -> ForwardMeta:
         """The block of a committed draft's accepted path, with the window before it, for a cache
@@ -131,7 +127,7 @@ class Chain(EarlyStopping):
         probs += probs[-1:] * padding
         tokens_BN = torch.cat(ids, 1)
         valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
-        if lengths.min() < self.steps:  # else nothing comes from the host
+        if may_stop or not active.all():  # else nothing comes from the host
             lengths_B1 = torch.from_numpy(lengths[:, None]).to(tokens_BN.device)
             valid_BN = torch.arange(len(ids), device=tokens_BN.device) <= lengths_B1
         draft = Draft(

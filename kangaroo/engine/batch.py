@@ -48,6 +48,7 @@ class Batch:
         self.texts: list[list[int]] = [[0] for _ in range(size)]
         self.limits = [1] * size
         self.seeds = [0] * size
+        self.ahead = 0  # tokens that the device may have written after each text
         self.done = [True] * size
         self.prompt_read = [False] * size  # whether the row's prompt was read to its end
         self.constraints: list[Constraint | None] = [None] * size
@@ -56,7 +57,6 @@ class Batch:
         # how many of the likeliest tokens after each verified node a drafter wants, as it says in
         # `begin`; and by row the nodes' tokens with these, until the drafter clears them
         self.likeliest = 0
-        self.ahead = 0  # tokens that the device may have written after each text
         self.verified: list[list[tuple[int, list[int]]]] = [[] for _ in range(size)]
         self.default = replace(self.default, seed=0)
         self.samplings = [self.default] * size

@@ -23,7 +23,7 @@ from kangaroo.engine.cache import Chunk
 from kangaroo.engine.clock import Mark, between, mark
 from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.sampling import pick
-from kangaroo.engine.stepper import TensorStepper, append
+from kangaroo.engine.stepper import TensorStepper
 from kangaroo.engine.tree import Tree
 from kangaroo.models.target import TargetModel
 
@@ -118,8 +118,11 @@ class LateStepper:
         seconds = between(launched.start, launched.stop)  # of all: a graph is not divided
         records = [StepRecord([], verify_seconds=seconds) for _ in rows]
         for row in active:
-            written = rows[row] if self.chain else [1, 0, *rows[row]]
-            append(batch, row, written, records[row])
+            record = records[row]
+            count, record.drafted, *tokens = rows[row] if self.chain else (1, 0, *rows[row])
+            record.tokens = batch.append(row, tokens[:count])
+            record.accepted = min(count - 1, len(record.tokens))
+            batch.budget.observe(row, record.drafted, record.accepted)
         self.lengths = batch.lengths
         return records
 
@@ -174,16 +177,19 @@ class LateStepper:
         batch = copy(self.batch)
         batch.ahead = ahead
         start = mark(lm.device)
-        below = 0 if chain is None else chain.below(batch)
-        extent = lm.extent(batch.n_slots, batch.used + self.most - 1 + below)
-        work = partial(self._write_token, batch, extent)
-        caches = [batch.cache]
-        if chain is not None:
+        used = batch.used + self.most - 1
+        below = 0
+        if chain is None:
+            work = partial(self._write_token, batch, lm.extent(batch.n_slots, used))
+            caches = [batch.cache]
+        else:
             work = partial(self._write_chain, batch, chain)
-            caches.append(chain.cache)
+            caches = [batch.cache, chain.cache]
+            if min(batch.lengths) <= chain.window:  # as in `chain_meta`
+                below = chain.window
         self.state = lm.backend.replay(
             caches,
-            ("step", self.most, extent, below, batch.sampling.kind),
+            ("step", self.most, lm.extent(batch.n_slots, used + below), below, batch.sampling.kind),
             work,
             self.state.rows_B4,
             batch.settings_B3,

@@ -49,14 +49,6 @@ class Verification(NamedTuple):
     logits_BNV: Tensor | None
 
 
-def append(batch: Batch, row: int, written: list[int], record: StepRecord) -> None:
-    """Append to a row's text what a step wrote (`batch.written`), and note it in the record."""
-    count, record.drafted, *tokens = written
-    record.tokens = batch.append(row, tokens[:count])
-    record.accepted = min(count - 1, len(record.tokens))
-    batch.budget.observe(row, record.drafted, record.accepted)
-
-
 class TensorStepper:
     """Steps with any drafter on any device; for `keep` see `Engine.open`."""
 
@@ -109,7 +101,11 @@ class TensorStepper:
             for row_topk in topk
         ]
         for row in batch.active:
-            append(batch, row, rows[row], records[row])
+            record = records[row]
+            count, record.drafted, *tokens = rows[row]
+            record.tokens = batch.append(row, tokens[:count])
+            record.accepted = min(count - 1, len(record.tokens))
+            batch.budget.observe(row, record.drafted, record.accepted)
         return records
 
     def _place(self, draft: Draft) -> ForwardMeta:
@@ -163,15 +159,8 @@ class TensorStepper:
             return Verification(verdict, written(draft, verdict), tapped, kept_BNV)
 
         topology = (draft.tree.is_chain, draft.tree.max_depth)
-        key = (
-            "verify",
-            *self.taps,
-            keeps_logits,
-            biases_BNV is None,
-            draft.entry,
-            topology,
-            sampling.kind,
-        )
+        parts = (keeps_logits, biases_BNV is None, draft.entry)
+        key = ("verify", *self.taps, parts, topology, sampling.kind)
         return lm.backend.replay(
             (batch.cache,), key, work, draft, batch.seeds_B, batch.settings_B3, biases_BNV
         )
