@@ -122,7 +122,9 @@ class Attention:
         stages = 1
         if folds or run > 1:
             size = power_of_two(sizes.head_size) * q_NO.itemsize
-            stages = max(1, min(3, (card.shared - height * size) // (2 * 64 * size)))
+            blocks_held = (card.shared - height * size) // (2 * 64 * size)
+            # of a run the compiler holds one more beside wgmma
+            stages = max(1, min(3, blocks_held - (card.rows == 64 and not folds)))
         warps = 8 if height > 64 or sizes.head_size > 128 else 4
         options = {"ROWS": height, "RUN": run, "FOLDS": folds, "PATHS": places > 0}
         options |= {"STAGES": stages, "num_stages": stages, "num_warps": warps}
