@@ -9,14 +9,19 @@ whose last tape was freed cannot be recorded into again, nor can work that waits
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kangaroo.cuda import launching
@@ -29,6 +34,9 @@ start = launching.start
 REFUSED = (
     "_local_scalar_dense item is_nonzero nonzero masked_select equal _unique2 lift_fresh".split()
 )
+# On a CPU these read or share memory without an operator.
+UNSEEN = (Tensor, "tolist"), (Tensor, "numpy"), (Tensor, "__array__"), (Tensor, "cpu")
+UNSEEN += ((torch, "from_numpy"),)
 
 
 class CaptureError(RuntimeError):
@@ -113,6 +121,25 @@ class Tape(TorchDispatchMode):
                 ctypes.memset(address, 0xFF, storage.nbytes())
 
 
+@contextmanager
+def refusing_unseen() -> Iterator[None]:
+    """Refuse what a tape does not see, but for Triton's interpreter, which runs without modes."""
+
+    def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _get_current_dispatch_mode() is not None:
+                raise CaptureError(f"{name} waits for the device or reads from the host")
+            return original(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name in UNSEEN:
+            call = refusing(name, getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, call))
+        yield
+
+
 def _address(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
@@ -154,7 +181,7 @@ class StrictRecorder:
             raise CaptureError("use_count > 0 INTERNAL ASSERT FAILED: this pool's graphs are gone")
         tape, self.begun = Tape(), True
         self.tapes.add(tape)
-        with tape, patch.object(launching, "start", tape.launch):
+        with tape, patch.object(launching, "start", tape.launch), refusing_unseen():
             work()
         tape.spoil()
         return tape.replay

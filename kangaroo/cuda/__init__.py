@@ -1,6 +1,4 @@
-"""Decoding with Triton kernels on a CUDA device. `layers` needs the package triton, so it is
-imported only where it can decode.
-"""
+"""Triton kernels on a CUDA device. `layers` needs the package triton, so it is imported late."""
 
 import logging
 import os
@@ -55,8 +53,7 @@ def runs_layers(
 
 
 def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device, graphs: Graphs | None) -> None:
-    """Run a layer and a small head, since compiling may fail, and record the layer. Errors:
-    Triton's, and the driver's."""
+    """Run a layer and a small head, and record the layer. Errors: Triton's, and the driver's."""
     from kangaroo.cuda.layers import Head, Stack
 
     size = sizes.head_size
@@ -72,12 +69,8 @@ def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device, graphs: Grap
     slots_RT = torch.zeros(1, 1, dtype=torch.int64, device=device)
     rope = (zeros(1, 1, size), zeros(1, 1, size))
     bias = zeros(1, 1, 1, 1)
-    meta = ForwardMeta(
-        slots_RT, slots_RT, bias, extent=1, rows=slice(0, 1), rope=rope, recordable=True
-    )
-    cache = KVCache.empty(
-        1, 1, n_heads=sizes.kv_heads, head_size=size, dtype=dtype, devices=[device]
-    )
+    meta = ForwardMeta(slots_RT, slots_RT, bias, extent=1, rows=slice(0, 1), rope=rope)
+    cache = KVCache.empty(1, 1, sizes.kv_heads, head_size=size, dtype=dtype, devices=[device])
     with torch.no_grad():
         stack = Stack([layer], sizes)
         run = partial(stack, zeros(1, 1, hidden), cache, meta, range(1), final_norm=norm)
@@ -113,9 +106,7 @@ def reason_against(sizes: Sizes, is_plain: bool, device: torch.device) -> str | 
     if group > LARGEST_GROUP:
         return f"{group} query heads share a key head; the kernels take up to {LARGEST_GROUP}"
     if not is_plain:
-        return (
-            "the model has hooks, another activation than SiLU, or weights beside those of its kind"
-        )
+        return "the model has hooks, another activation than SiLU, or more weights than its kind"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return "the GPU's compute capability is below {}.{}".format(*MIN_CAPABILITY)
     return None

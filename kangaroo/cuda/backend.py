@@ -1,7 +1,4 @@
-"""CUDA as a backend: graphs of a step's work, and layers and heads in Triton kernels.
-
-The kernels need the package triton, so `kangaroo.cuda.layers` is imported where they run.
-"""
+"""CUDA as a backend: graphs of a step's work, and layers and heads in Triton kernels."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,8 +41,7 @@ class CudaBackend(Backend):
             return None
         from kangaroo.cuda.layers import Stack
 
-        # kernels run plain models alone
-        plain = cast(Sequence[LayerWeights], weights)
+        plain = cast(Sequence[LayerWeights], weights)  # kernels run plain models alone
         return Stack(plain, self.kernel_sizes, window)
 
     def head(self, weight_OD: Matrix, rounds: bool = False) -> "Head | None":
@@ -83,8 +79,7 @@ class CudaBackend(Backend):
         keep: bool = False,
         rehearsal: tuple[Tensor, ...] | None = None,
     ) -> Any:
-        """Work is recorded where all blocks among the inputs are `recordable` and tokens are
-        few."""
+        """Recorded where all blocks among the inputs are `recordable` and tokens are few."""
         count = tokens or tensors_in(inputs[0])[0].shape[:2].numel()
         parts = (x.meta if isinstance(x, Draft) else x for x in inputs)
         blocks = [x for x in parts if isinstance(x, ForwardMeta)]

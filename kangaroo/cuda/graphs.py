@@ -68,10 +68,9 @@ class Graphs:
         rehearsal: Tensors | None = None,
     ) -> Any:
         """`Backend.replay`, always recorded. The work must do the same in every call with this key:
-        only tensors in inputs and results (`tensors_in`) change from call to call. The next call
-        with this key overwrites the results; the graph is deleted with any of the caches. Without
-        work the inputs become tensors that stay in place from call to call, so that other work
-        with these inputs need not copy them."""
+        only tensors in inputs and results (`tensors_in`) change. The next call with this key
+        overwrites the results; the graph is deleted with any of the caches. Without work the inputs
+        become tensors that stay in place, so that other work with them need not copy them."""
         while self.dead:
             self._forget(self.dead.pop())
         tensors = tensors_in(inputs)
@@ -100,12 +99,16 @@ class Graphs:
             def run() -> Any:
                 return work(*with_tensors(inputs, iter(buffers)))  # new: a tree caches masks
 
+            def run_and_copy() -> None:
+                for value, output in zip(tensors_in(run()), outputs, strict=True):
+                    output.copy_(value)
+
             self.recording = True
             try:
                 results = run()
                 outputs = [torch.empty_like(x) for x in tensors_in(results)]
                 graph.results = with_tensors(results, iter(outputs))
-                graph.replay = self.record(lambda: _copy(tensors_in(run()), outputs))
+                graph.replay = self.record(run_and_copy)
             finally:
                 self.recording = False
         for tensor in tensors_in(graph.results):
@@ -133,11 +136,6 @@ class Graphs:
             self._wait()  # a step that nobody reads may still run
         for key in keys:
             del self.recorded[key]
-
-
-def _copy(values: list[Tensor], outputs: list[Tensor]) -> None:
-    for value, output in zip(values, outputs, strict=True):
-        output.copy_(value)
 
 
 def _on_freed(reference: weakref.ref[Graphs], serial: int) -> None:

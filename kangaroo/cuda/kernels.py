@@ -106,9 +106,8 @@ def norm_kernel(
 
 @triton.jit(do_not_specialize=["T", "ROW"])
 def rotate_kernel(
-    x_ptr, norm_ptr, cos_ptr, sin_ptr, T, ROW, eps,
-    H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, norm_ptr, cos_ptr, sin_ptr, T, ROW, eps, H: tl.constexpr, HP: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm queries or keys `[N, H, D]` if NORMS, and rotate them, in place. ROW is the stride
     between the cosines `[T, D]` of rows. Programs: N."""
@@ -116,17 +115,16 @@ def rotate_kernel(
     n = tl.program_id(0).to(tl.int64)
     head, d = tl.arange(0, HP)[:, None], tl.arange(0, HALF)[None, :]
     half = D // 2
+    FORMAT: tl.constexpr = x_ptr.dtype.element_ty
     offset, inside = (n * H + head) * D + d, (head < H) & (d < half)
     a = read(x_ptr + offset, inside).to(tl.float32)
     b = read(x_ptr + offset + half, inside).to(tl.float32)
     if NORMS:
         factor = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
-        a = rounded(a * factor, x_ptr.dtype.element_ty).to(tl.float32)
-        b = rounded(b * factor, x_ptr.dtype.element_ty).to(tl.float32)
-        a *= read(norm_ptr + d, d < half).to(tl.float32)
-        b *= read(norm_ptr + d + half, d < half).to(tl.float32)
-        a = rounded(a, x_ptr.dtype.element_ty).to(tl.float32)
-        b = rounded(b, x_ptr.dtype.element_ty).to(tl.float32)
+        norm1 = read(norm_ptr + d, d < half).to(tl.float32)
+        norm2 = read(norm_ptr + d + half, d < half).to(tl.float32)
+        a = rounded(rounded(a * factor, FORMAT).to(tl.float32) * norm1, FORMAT).to(tl.float32)
+        b = rounded(rounded(b * factor, FORMAT).to(tl.float32) * norm2, FORMAT).to(tl.float32)
     rope_offset = (n // T) * ROW + (n % T) * D + d
     cos = read(cos_ptr + rope_offset, d < half).to(tl.float32)
     sin = read(sin_ptr + rope_offset, d < half).to(tl.float32)

@@ -32,25 +32,19 @@ def path_kernel(
     n = tl.program_id(0)
     bias_ptr += (n // T).to(tl.int64) * ROW_STRIDE + (n % T).to(tl.int64) * TOKEN_STRIDE
     path_ptr += n.to(tl.int64) * P
-    e = tl.arange(0, BE)
-    lead = E
-    start = 0
+    lead = E // 64 * 64
+    places = 0
+    start = 0  # BE is a number of blocks: the first one of a path is known when it is read
     while start < E:  # the interpreter's ranges need constant ends
-        slot = start + e
+        slot = start + tl.arange(0, BE)
         is_seen = (slot < E) & (read(bias_ptr + slot, slot < E).to(tl.float32) == 0)
-        lead = tl.minimum(lead, tl.min(tl.where(is_seen, E, slot)))
+        lead = tl.minimum(lead, tl.min(tl.where(is_seen, E, slot)) // 64 * 64)
+        on_path = (is_seen & (slot >= lead)).to(tl.int32)
+        place = places + tl.cumsum(on_path, 0) - 1
+        tl.store(path_ptr + place, slot, mask=(on_path > 0) & (place < P))
+        places += tl.sum(on_path)
         start += BE
-    lead = lead // 64 * 64
-    count = lead
-    start = lead
-    while start < E:
-        slot = start + e
-        is_seen = (slot < E) & (read(bias_ptr + slot, slot < E).to(tl.float32) == 0)
-        place = count - lead + tl.cumsum(is_seen.to(tl.int32), 0) - 1
-        tl.store(path_ptr + place, slot, mask=is_seen & (place < P))
-        count += tl.sum(is_seen.to(tl.int32))
-        start += BE
-    tl.store(count_ptr + n, count)
+    tl.store(count_ptr + n, lead + places)
     tl.store(lead_ptr + n, lead)
 
 
@@ -84,10 +78,9 @@ def store_piece(sum_ptr, weight_ptr, piece, top, total, out, inside, D: tl.const
 @triton.jit(do_not_specialize=["T", "S", "P", "B", "TILES", "RUNS", "WINDOW"])
 def attend_kernel(
     q_ptr, keys_ptr, values_ptr, S, row_ptr, count_ptr, lead_ptr, path_ptr, out_ptr, sum_ptr,
-    weight_ptr, T, P, B, TILES, RUNS, WINDOW, scale,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
-    RUN: tl.constexpr, FOLDS: tl.constexpr, PATHS: tl.constexpr, ANY_ROW: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    weight_ptr, T, P, B, TILES, RUNS, WINDOW, scale, H: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr, FOLDS: tl.constexpr,
+    PATHS: tl.constexpr, ANY_ROW: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Pieces of attention, or with FOLDS and without PATHS all of it, `out` `[N, H, D]`.
 
@@ -183,9 +176,8 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["B", "WINDOW"])
 def combine_kernel(
-    sum_ptr, weight_ptr, count_ptr, lead_ptr, out_ptr, B, WINDOW,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, FOLDED: tl.constexpr, AT_ONCE: tl.constexpr,
-    PDL: tl.constexpr,
+    sum_ptr, weight_ptr, count_ptr, lead_ptr, out_ptr, B, WINDOW, H: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, FOLDED: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge a token's pieces, in order, to `[N, H, D]`; 0 without any. AT_ONCE pieces are read at a
     time. With FOLDED the first one is of all shared blocks. Programs: N, H."""

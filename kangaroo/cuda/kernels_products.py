@@ -32,9 +32,8 @@ def begin(row_ptrs, first, K: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr)
 
 @triton.jit
 def sums_of(
-    x_ptr, N, row_ptrs, part,
-    K: tl.constexpr, PARTS: tl.constexpr, BK: tl.constexpr, TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
+    x_ptr, N, row_ptrs, part, K: tl.constexpr, PARTS: tl.constexpr, BK: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Products `[TOKENS, BO]` of the program's tokens and rows of weights, over a part of the
     inputs."""
@@ -62,17 +61,14 @@ def sums_of(
 @triton.jit
 def halves(sums):
     """The even and the odd columns, which the same thread has."""
-    M: tl.constexpr = sums.shape[0]
-    W: tl.constexpr = sums.shape[1]
-    return tl.split(tl.reshape(sums, [M, W // 2, 2]))
+    return tl.split(tl.reshape(sums, [sums.shape[0], sums.shape[1] // 2, 2]))
 
 
 @triton.jit(do_not_specialize=["N"])
 def linear_kernel(
-    x_ptr, w_ptr, bias_ptr, y_ptr, N, O,
-    K: tl.constexpr, PARTS: tl.constexpr, FOLDS: tl.constexpr, BIASED: tl.constexpr,
-    BO: tl.constexpr, BK: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, y_ptr, N, O, K: tl.constexpr, PARTS: tl.constexpr, FOLDS: tl.constexpr,
+    BIASED: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, TOKENS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Products `[P, N, O]`, each part over its share of the inputs; with FOLDS their sum, in order,
     `[1, N, O]`. Programs: tokens, tiles, P."""
@@ -96,9 +92,8 @@ def linear_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def gate_up_kernel(
-    x_ptr, gate_ptr, up_ptr, y_ptr, N, O,
-    K: tl.constexpr, ALIGNED: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
-    TOKENS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, gate_ptr, up_ptr, y_ptr, N, O, K: tl.constexpr, ALIGNED: tl.constexpr, BO: tl.constexpr,
+    BK: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`silu(gate x) * up x`, `[N, O]`. Programs: tokens, tiles. A tile has rows of both matrices in
     turn; ALIGNED says that each begins at a multiple of 16 bytes."""
@@ -163,14 +158,12 @@ def qkv_kernel(
     inside = (tokens < N)[:, None] & inside_head[None, :]
     if NORMS:
         if head < H + G:
-            squares = tl.where(inside_head[None, :], a * a, 0.0)
-            squares += tl.where(inside_head[None, :], b * b, 0.0)
+            squares = tl.where(inside_head[None, :], a * a + b * b, 0.0)
             factor = tl.rsqrt(tree_sum(squares) / D + eps)[:, None]
             norm1 = read(norm_ptr + d, inside_head).to(tl.float32)[None, :]
             norm2 = read(norm_ptr + d + HALF, inside_head).to(tl.float32)[None, :]
-            a = rounded(rounded(a * factor, FORMAT).to(tl.float32) * norm1, FORMAT)
-            b = rounded(rounded(b * factor, FORMAT).to(tl.float32) * norm2, FORMAT)
-            a, b = a.to(tl.float32), b.to(tl.float32)
+            a = rounded(rounded(a * factor, FORMAT).to(tl.float32) * norm1, FORMAT).to(tl.float32)
+            b = rounded(rounded(b * factor, FORMAT).to(tl.float32) * norm2, FORMAT).to(tl.float32)
     if head < H + G:
         offset = tokens[:, None].to(tl.int64) * D + d[None, :]
         cos = read(cos_ptr + offset, inside).to(tl.float32)
@@ -191,9 +184,8 @@ def qkv_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def choose_kernel(
-    x_ptr, w_ptr, best_ptr, id_ptr, N, O, B,
-    K: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, w_ptr, best_ptr, id_ptr, N, O, B, K: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """For each tile of an LM head the largest logit and the sum of exponentials relative to it,
     `best` `[N, 2, B]`, and that logit's output, `id` `[N, B]`. Programs: tokens, B."""

@@ -23,6 +23,7 @@ MOST_SUMS = 1 << 26  # numbers of attention that may go through memory
 LONG = 64  # blocks of attention; of longer texts a program has RUN
 RUN = 4
 STAGES = 4  # loads in flight, of which one is being multiplied
+Arg = Tensor | int | float | None  # of a kernel
 NO_PDL = "KANGAROO_NO_PDL"  # an environment variable: kernels wait for the end of the one before
 
 
@@ -85,8 +86,7 @@ def tile(
     # mma.sync has the numbers of a step in registers
     stages = max(1, min(STAGES, loads + (card.rows == 16)))
     options = {"K": weight_OK.shape[1], "BO": columns, "BK": inputs, "TOKENS": rows}
-    warps = 8 if rows > 64 else 4
-    return options | {"STAGES": stages, "num_warps": warps, "num_stages": stages}
+    return options | {"STAGES": stages, "num_stages": stages, "num_warps": 8 if rows > 64 else 4}
 
 
 def folds_parts(weight_OK: Tensor, outputs: int, tokens: int) -> bool:
@@ -122,7 +122,9 @@ class Attention:
         stages = 1
         if folds or run > 1:
             size = power_of_two(sizes.head_size) * q_NO.itemsize
-            stages = max(1, min(3, (card.shared - height * size) // (2 * 64 * size)))
+            blocks_held = (card.shared - height * size) // (2 * 64 * size)
+            # of a run the compiler holds one more beside wgmma
+            stages = max(1, min(3, blocks_held - (card.rows == 64 and not folds)))
         warps = 8 if height > 64 or sizes.head_size > 128 else 4
         options = {"ROWS": height, "RUN": run, "FOLDS": folds, "PATHS": places > 0}
         options |= {"STAGES": stages, "num_stages": stages, "num_warps": warps}
@@ -150,22 +152,17 @@ def card_of(device: torch.device) -> Card:
     return Card(gpu.multi_processor_count, shared, rows, gpu.major >= 9)
 
 
-def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Tensor | int | float | None, **options: Any
-) -> None:
-    """Launch a kernel on the device of its first tensor; None stands for a tensor that it does not
-    read. No multiply-adds are fused, as a compiler might do in some variants of a kernel only."""
-    any_tensor = next(x for x in args if isinstance(x, Tensor))
-    device = any_tensor.device
-    overlaps = device.type != "cpu" and card_of(device).overlaps and not os.environ.get(NO_PDL)
+def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, /, *args: Arg, **options: Any) -> None:
+    """Launch a kernel on the device of `x`, its first argument; None stands for a tensor that it
+    does not read. No multiply-adds are fused, as a compiler might do in some variants only."""
+    overlaps = x.device.type != "cpu" and card_of(x.device).overlaps and not os.environ.get(NO_PDL)
     if overlaps:
         options["launch_pdl"] = True
-    filled = tuple(any_tensor if x is None else x for x in args)
+    filled = (x, *(x if arg is None else arg for arg in args))
     start(kernel, grid, filled, options | {"PDL": overlaps, "enable_fp_fusion": False})
 
 
 def start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: Any) -> None:
     """Call Triton; tests replace this function."""
-    device = next(x.device for x in args if isinstance(x, Tensor))
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with torch.cuda.device(args[0].device) if args[0].is_cuda else nullcontext():
         kernel[grid](*args, **options)

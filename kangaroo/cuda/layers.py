@@ -1,7 +1,5 @@
 """Decoder layers and heads in Triton kernels, for `cuda/backend.py`.
 
-A token's bits do not depend on what is decoded beside it.
-
 Shapes: R rows, T tokens a row, N tokens of all rows, M tokens, D hidden size, O outputs, P places
 of a path, H heads, C head size.
 """
@@ -120,11 +118,11 @@ def paths(meta: ForwardMeta, n_slots: int) -> Paths:
     """The paths of a block from its mask, if it has one. After the first hidden slot, a token may
     see up to `LONGEST_PATH` slots, or as many as the row has tokens."""
     rows, tokens = meta.slots_RT.shape
-    slots_N = flat(meta.slots_RT[..., None])[:, 0]
+    slots_N = meta.slots_RT.flatten().contiguous()
     slots_N = slots_N if meta.row_1 is None else slots_N + meta.row_1 * n_slots
     cos, sin = (flat(x.expand(rows, -1, -1)) for x in meta.rope)
     if meta.bias_R1TE is None or isinstance(meta.bias_R1TE, CausalBias):
-        count_N = flat(meta.positions_RT[..., None])[:, 0].int() + 1
+        count_N = meta.positions_RT.flatten().int() + 1
         path_NP = count_N.new_empty(len(count_N), 0)
         return Paths(meta, count_N, count_N, path_NP, slots_N, (cos, sin))
     bias_RTE = meta.bias_R1TE[:, 0].expand(rows, -1, -1)
@@ -134,8 +132,7 @@ def paths(meta: ForwardMeta, n_slots: int) -> Paths:
     launch(
         kernels_attention.path_kernel,
         (len(slots_N),),
-        *(bias_RTE, count_N, lead_N, path_NP, tokens, meta.extent, places),
-        *bias_RTE.stride()[:2],
+        *(bias_RTE, count_N, lead_N, path_NP, tokens, meta.extent, places, *bias_RTE.stride()[:2]),
         BE=1024,
     )
     return Paths(meta, count_N, lead_N, path_NP, slots_N, (cos, sin))
@@ -205,26 +202,24 @@ class Stack:
         assert layer.q is not None
         sizes = self.sizes
         tokens = len(x_ND)
-        heads = sizes.heads
-        kv_heads = sizes.kv_heads
-        half = sizes.head_size // 2
+        size = sizes.head_size
+        all_heads = sizes.heads + 2 * sizes.kv_heads
         has_norms = layer.q_norm is not None
-        q_NO = x_ND.new_empty(tokens, heads * sizes.head_size)
-        outputs = (heads + 2 * kv_heads) * 2 * half
-        most = 2 * tile_size(half) if has_norms else min(2 * tile_size(half), 128)
-        shape = tile(layer.q, outputs, tokens, most=most, whole=has_norms)
-        first = heads if keys_alone else 0
-        tiles = cdiv(2 * half, shape["BO"]) * (heads + 2 * kv_heads - first)
+        q_NO = x_ND.new_empty(tokens, sizes.heads * size)
+        whole = 2 * tile_size(size // 2)
+        most = whole if has_norms else min(whole, 128)
+        shape = tile(layer.q, all_heads * size, tokens, most=most, whole=has_norms)
+        first = sizes.heads if keys_alone else 0
         launch(
             kernels_products.qkv_kernel,
-            (cdiv(tokens, shape["TOKENS"]), tiles),
+            (cdiv(tokens, shape["TOKENS"]), cdiv(size, shape["BO"]) * (all_heads - first)),
             *(x_ND, layer.q, layer.k, layer.v, layer.q_bias, layer.k_bias, layer.v_bias),
             *(layer.q_norm, layer.k_norm, *path.rope, path.slots_N, path.count_N, q_NO, *past),
             *(tokens, path.meta.slots_RT.shape[1], sizes.eps),
-            H=heads,
-            G=kv_heads,
+            H=sizes.heads,
+            G=sizes.kv_heads,
             FIRST=first,
-            D=sizes.head_size,
+            D=size,
             BIASED=layer.q_bias is not None,
             NORMS=has_norms,
             **shape,
@@ -236,21 +231,21 @@ class Stack:
         meta = path.meta
         places = path.path_NP.shape[1]
         rows, tokens = meta.slots_RT.shape
-        heads = self.sizes.heads
-        kv_heads = self.sizes.kv_heads
-        size = self.sizes.head_size
+        sizes = self.sizes
+        heads = sizes.heads
+        size = sizes.head_size
         shape = {"H": heads, "D": size, "DP": tile_size(size)}
-        plan = Attention.of(q_NO, self.sizes, rows, meta.extent, places)
+        plan = Attention.of(q_NO, sizes, rows, meta.extent, places)
         sums = q_NO.new_empty(len(q_NO), heads, plan.pieces, size, dtype=torch.float32)
         weights = q_NO.new_empty(len(q_NO), heads, plan.pieces, 2, dtype=torch.float32)
         out_NO = torch.empty_like(q_NO)
         launch(
             kernels_attention.attend_kernel,
-            (plan.tiles * plan.runs + tokens * places // 64, kv_heads, rows),
+            (plan.tiles * plan.runs + tokens * places // 64, sizes.kv_heads, rows),
             *(q_NO, *past, meta.row_1, path.count_N, path.lead_N, path.path_NP),
             *(out_NO, sums, weights, tokens, places, plan.pieces, plan.tiles, plan.runs),
-            *(self.window, self.sizes.scaling),
-            G=kv_heads,
+            *(self.window, sizes.scaling),
+            G=sizes.kv_heads,
             ANY_ROW=meta.row_1 is not None,
             **shape,
             **plan.options,
@@ -285,15 +280,15 @@ class Stack:
             x_ND, normed_ND = add_and_norm(x_ND, added_1ND, layer.feed_forward_norm, eps)
             gate_NO = F.linear(normed_ND, layer.gate)
             up_NO = F.linear(normed_ND, layer.up)
-            count = gate_NO.numel()
-            grid = (cdiv(count, GATE_BLOCK),)
-            launch(kernels.gate_kernel, grid, gate_NO, up_NO, count, BLOCK=GATE_BLOCK)
+            grid = (cdiv(gate_NO.numel(), GATE_BLOCK),)
+            launch(kernels.gate_kernel, grid, gate_NO, up_NO, gate_NO.numel(), BLOCK=GATE_BLOCK)
             added_1ND = F.linear(gate_NO, layer.down)[None]
         return add_and_norm(x_ND, added_1ND, None, eps)[0].view(x_RTD.shape)
 
     def _heads(self, x_RTD: Tensor, meta: ForwardMeta, layer: LayerWeights) -> list[Tensor]:
         """Queries, keys and values of whole texts, each `[R, H, T, C]`."""
         sizes = self.sizes
+        half = tile_size(sizes.head_size // 2)
         projected = []
         rows, tokens, _ = x_RTD.shape
         cos_RTC, sin_RTC = (x.contiguous() for x in meta.rope)
@@ -302,16 +297,13 @@ class Stack:
             part_RTO = F.linear(x_RTD, getattr(layer, name), getattr(layer, f"{name}_bias"))
             norm = getattr(layer, f"{name}_norm", None)
             if name != "v":
+                shape = {"H": heads, "HP": tile_size(heads), "D": sizes.head_size, "HALF": half}
                 launch(
                     kernels.rotate_kernel,
                     (rows * tokens,),
                     *(part_RTO, norm, cos_RTC, sin_RTC, tokens, stride, sizes.eps),
-                    H=heads,
-                    HP=tile_size(heads),
-                    D=sizes.head_size,
-                    HALF=tile_size(sizes.head_size // 2),
                     NORMS=norm is not None,
-                    num_warps=4,
+                    **shape,
                 )
             projected.append(part_RTO.unflatten(-1, (heads, -1)).transpose(1, 2))
         return projected
@@ -374,11 +366,10 @@ def fuse(
     norms: Sequence[Tensor], weight: Tensor, eps: float, f_BND: Tensor, deep_BND: Tensor
 ) -> Tensor:
     """See `backend.Fusing`."""
-    size = f_BND.shape[-1]
     f_MD = flat(f_BND)
     deep_MD = flat(deep_BND.expand_as(f_BND))
-    both_ME = f_MD.new_empty(len(f_MD), 2 * size)
-    for i, (x_MD, norm) in enumerate(zip((f_MD, deep_MD), norms, strict=True)):
-        add_and_norm(x_MD, None, norm, eps, out=both_ME[:, i * size : (i + 1) * size])
+    both_ME = f_MD.new_empty(len(f_MD), 2 * f_MD.shape[1])
+    for x_MD, norm, out in zip((f_MD, deep_MD), norms, both_ME.chunk(2, 1), strict=True):
+        add_and_norm(x_MD, None, norm, eps, out=out)
     fused_MD, _ = add_and_norm(f_MD, product(both_ME, weight, parts=PARTS), None, eps)
     return fused_MD.view(f_BND.shape)

@@ -125,11 +125,15 @@ class Chain(EarlyStopping):
         padding = self.lm.backend.width(len(ids), self.steps + 1) - len(ids)
         ids += ids[-1:] * padding
         probs += probs[-1:] * padding
-        lengths_B1 = torch.from_numpy(lengths[:, None]).to(batch.length_B.device)
+        tokens_BN = torch.cat(ids, 1)
+        valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
+        if may_stop or not active.all():  # else nothing comes from the host
+            lengths_B1 = torch.from_numpy(lengths[:, None]).to(tokens_BN.device)
+            valid_BN = torch.arange(len(ids), device=tokens_BN.device) <= lengths_B1
         draft = Draft(
-            tokens_BN=torch.cat(ids, 1),
-            tree=Tree.chain(len(ids), batch.length_B.device),
-            valid_BN=torch.arange(len(ids), device=lengths_B1.device) <= lengths_B1,
+            tokens_BN=tokens_BN,
+            tree=Tree.chain(len(ids), tokens_BN.device),
+            valid_BN=valid_BN,
             probs_BNV=torch.cat([torch.zeros_like(probs[0]), *probs], 1) if probs else None,
         )
         return self.finish(draft, meta.narrow(self.window, len(ids)))

@@ -48,6 +48,7 @@ class Batch:
         self.texts: list[list[int]] = [[0] for _ in range(size)]
         self.limits = [1] * size
         self.seeds = [0] * size
+        self.ahead = 0  # tokens that the device may have written after each text
         self.done = [True] * size
         self.prompt_read = [False] * size  # whether the row's prompt was read to its end
         self.constraints: list[Constraint | None] = [None] * size
@@ -91,8 +92,8 @@ class Batch:
 
     @property
     def used(self) -> int:
-        """The length of the longest row."""
-        return max(self.lengths)
+        """The length of the longest row, at most."""
+        return max(self.lengths) + self.ahead
 
     @property
     def base_B(self) -> Tensor:

@@ -8,13 +8,12 @@ import torch
 from kangaroo.cpu.drafting import native_drafting
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters.base import Drafter
-from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import BUCKET, KVCache
 from kangaroo.engine.costs import verify_costs
-from kangaroo.engine.late_stepper import LateStepper
+from kangaroo.engine.late_stepper import LateStepper, needs_no_host
 from kangaroo.engine.requests import Generation, Request, Stream
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.session import Session
@@ -161,7 +160,7 @@ class Engine:
         stepper: Stepper
         if native is not None:
             stepper = CpuStepper(lm, native, batch, keep)
-        elif isinstance(drafter, Vanilla) and lm.backend.records and not keep:
+        elif lm.backend.records and not keep and needs_no_host(drafter):
             stepper = LateStepper(lm, drafter, batch)
         else:
             stepper = TensorStepper(lm, drafter, batch, keep)

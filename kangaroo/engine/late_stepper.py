@@ -1,14 +1,23 @@
-"""Vanilla steps on a GPU: each is one graph, and its tokens are read while the next one runs.
+"""Steps on a GPU that need no host: each is one graph, and what it wrote is read while the next one
+runs. They are those of vanilla decoding, and of chains that never stop early.
 
-Shapes: B rows.
+Shapes: B rows, X as of `batch.written`, W window, D hidden size.
 """
 
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.block import Block
+from kangaroo.drafters.hybrid import Hybrid
+from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import Chunk
 from kangaroo.engine.clock import Mark, between, mark
@@ -19,83 +28,130 @@ from kangaroo.engine.tree import Tree
 from kangaroo.models.target import TargetModel
 
 
+class State(NamedTuple):
+    """What a step leaves to the next one on the device: each row's pending token, length, limit and
+    seed, and the drafter's window; what it wrote, if it drafted, and the window before it."""
+
+    rows_B4: Tensor
+    window_BWD: Tensor | None = None
+    written_BX: Tensor | None = None
+    window_before_BWD: Tensor | None = None
+
+
 @dataclass
 class Launched:
-    """A step that the device was given: its tokens, on the way to the host, and its bounds."""
+    """A step that the device was given: what it writes, on the way to the host, its bounds, and the
+    drafter's window before it."""
 
-    tokens_B: Tensor
+    written_BX: Tensor
+    window_BWD: Tensor | None
     start: Mark
     stop: Mark
 
-    def read(self) -> list[int]:
+    def read(self) -> list[list[int]]:
         """Wait for the step alone, and not for what was launched after it."""
         event = self.stop[0]
         if isinstance(event, torch.cuda.Event):
             event.synchronize()
-        return self.tokens_B.tolist()
+        rows: list[list[int]] = self.written_BX.tolist()
+        return rows
+
+
+def needs_no_host(drafter: Drafter) -> bool:
+    """Whether the host need not read a round's drafts, so that `LateStepper` runs them."""
+    match drafter:
+        case Hybrid():  # it reads every token
+            return False
+        case Kangaroo() | Block():
+            return not drafter.auto and drafter.threshold == 0
+    return isinstance(drafter, Vanilla)
 
 
 class LateStepper:
-    """Steps without drafts. The device has each row's pending token and length for itself, so that
-    a step can be launched before the tokens of the last one are known. What that writes beyond a
-    text's end is scratch, and then the row is held at its end. Where another text has entered a
-    row, the device gets all anew, and what was launched for the rows before is dropped."""
-
-    leaves_other_rows = True
-    rereads = 0
+    """Steps whose drafts, if any, have a fixed length. The device has each row's pending token and
+    length for itself, so that a step can be launched before what the last one wrote is known. What
+    that writes beyond a text's end is scratch, and then the row is held at its end. Where another
+    text has entered a row, or a batch's budget or a request asks for other drafts, the device gets
+    all anew, and what was launched for the rows before is dropped."""
 
     def __init__(self, lm: TargetModel, drafter: Drafter, batch: Batch):
         self.lm = lm
         self.batch = batch
         self.tensors = TensorStepper(lm, drafter, batch, keep=0)
+        self.chain = drafter if isinstance(drafter, Kangaroo | Block) else None
+        self.leaves_other_rows = self.chain is None
+        self.rereads = drafter.rereads
+        self.most = 1 + drafter.max_nodes  # tokens that a step writes in a row
         self.texts: list[list[int]] = []  # those that the device has
         self.lengths: list[int] = []  # theirs when the next tokens are read
         self.running = set[int]()  # rows whose texts had not ended
-        self.state_B4 = torch.empty(0)  # pending tokens, lengths, limits and seeds
+        self.state = State(torch.empty(0))
         self.ahead: Launched | None = None
 
     def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
-        """See `Stepper`: nothing reads prefixes."""
+        """See `Stepper`: the drafter reads `rereads` tokens again."""
         return []
 
     def step(self, drafts: bool) -> list[StepRecord]:
         """See `Stepper`. The step after a change is read at once, since prompts that are read in
-        chunks would change the batch again."""
+        chunks would change the batch again; so is one that may write a text's last token."""
         batch = self.batch
-        if batch.constrained or batch.keep:  # texts that tensors know, or that need logits
-            return self._step_now()
+        active = batch.active
+        # texts that tensors know, or that need logits
+        if batch.constrained or batch.keep or not self._has_fixed_drafts(drafts):
+            return self._step_now(drafts)
         is_known = self._is_known()
         if not is_known:
             self._upload()
-        for row in self.running.difference(batch.active):
-            self.state_B4[row, 2] = len(batch.texts[row])  # else it outgrows what attention reads
+        for row in self.running.difference(active):
+            # else it outgrows what attention reads
+            self.state.rows_B4[row, 2] = len(batch.texts[row])
             self.running.remove(row)
-        launched = self.ahead or self._launch(batch.used)
-        active = batch.active
-        goes_on = any(len(batch.texts[row]) + 1 < batch.limits[row] for row in active)
-        self.ahead = self._launch(batch.used + 1) if is_known and goes_on else None
-        tokens = launched.read()
-        seconds = between(launched.start, launched.stop)
-        records = [StepRecord([], verify_seconds=seconds) for _ in tokens]
+        launched = self.ahead or self._launch(0)
+        goes_on = any(len(batch.texts[row]) + self.most < batch.limits[row] for row in active)
+        self.ahead = self._launch(self.most) if is_known and goes_on else None
+        if self.chain is not None:  # the drafter's window is that of the texts
+            window_BWD = self.ahead.window_BWD if self.ahead else self.state.window_BWD
+            assert window_BWD is not None
+            self.chain.shallow_BWD = window_BWD
+        rows = launched.read()
+        seconds = between(launched.start, launched.stop)  # of all: a graph is not divided
+        records = [StepRecord([], verify_seconds=seconds) for _ in rows]
         for row in active:
-            records[row].tokens = batch.append(row, [tokens[row]])
+            record = records[row]
+            count, record.drafted, *tokens = rows[row] if self.chain else (1, 0, *rows[row])
+            record.tokens = batch.append(row, tokens[:count])
+            record.accepted = min(count - 1, len(record.tokens))
+            batch.budget.observe(row, record.drafted, record.accepted)
         self.lengths = batch.lengths
         return records
 
-    def _step_now(self) -> list[StepRecord]:
+    def _has_fixed_drafts(self, drafts: bool) -> bool:
+        """Whether each active row may draft, and a batch's budget stops none of them."""
+        batch = self.batch
+        active = batch.active
+        if self.chain is None:
+            return True
+        may_draft = drafts and all(batch.drafts[row] for row in active)
+        return may_draft and not self.chain.limits(batch, active)[active].any()
+
+    def _step_now(self, drafts: bool) -> list[StepRecord]:
         """A step whose tokens are read at once."""
         batch = self.batch
-        self.texts = []  # the device's are old after this
-        self.ahead = None
-        for row in batch.active:
+        for row in batch.active if self.texts else ():  # else tensors took the last step, too
             batch.tokens_BS[row, len(batch.texts[row]) - 1] = batch.texts[row][-1]
             batch.length_B[row] = len(batch.texts[row])
-        return self.tensors.step(drafts=False)
+        self.texts = []  # the device's are old after this
+        self.ahead = None
+        return self.tensors.step(drafts)
 
     def _is_known(self) -> bool:
-        """Whether the device has the texts that are in the rows now, as far as they are written."""
+        """Whether the device has the texts that are in the rows now, as far as they are written.
+        A draft vocabulary follows those that are being written."""
         batch = self.batch
         if not self.texts or self.lengths != batch.lengths:
+            return False
+        if self.chain is not None and self.running != set(batch.active):
             return False
         return all(x is y for x, y in zip(batch.texts, self.texts, strict=True))
 
@@ -108,33 +164,87 @@ class LateStepper:
         for row, text in enumerate(batch.texts):
             limit = len(text) if batch.done[row] else batch.limits[row]
             rows.append([text[-1], len(text), limit, batch.seeds[row]])
-        self.state_B4 = torch.tensor(rows).to(self.lm.device)
+        window_BWD = None
+        if self.chain is not None:
+            self.chain.catch_up(batch)
+            window_BWD = self.chain.shallow_BWD
+        self.state = State(torch.tensor(rows).to(self.lm.device), window_BWD)
 
-    def _launch(self, used: int) -> Launched:
-        """Let the device write a token in each row; all committed tokens lie below `used`."""
+    def _launch(self, ahead: int) -> Launched:
+        """Let the device write in each row, which may have `ahead` tokens more than its text."""
         lm = self.lm
-        batch = self.batch
+        chain = self.chain
+        batch = copy(self.batch)
+        batch.ahead = ahead
         start = mark(lm.device)
-        extent = lm.extent(batch.n_slots, used)
-
-        def work(state_B4: Tensor, settings_B3: Tensor) -> Tensor:
-            token_B, length_B, limit_B, seed_B = state_B4.unbind(1)
-            tree = Tree.chain(1, lm.device)
-            meta = lm.forward_meta(tree, length_B - 1, extent, batch.n_slots)
-            x_B1D = lm.embed(token_B[:, None])
-            x_B1D, _ = lm.run(x_B1D, batch.cache, meta, range(lm.n_layers))
-            if batch.sampling.greedy:
-                choice_B1 = lm.likeliest(x_B1D)
-            else:
-                sampling = batch.sampling.reading(settings_B3)
-                choice_B1 = pick(lm.logits(x_B1D), length_B[:, None], sampling, seed_B)
-            length_B = torch.minimum(length_B + 1, limit_B)
-            return torch.stack([choice_B1[:, 0], length_B, limit_B, seed_B], 1)
-
-        key = ("step", extent, batch.sampling.kind)
-        self.state_B4 = lm.backend.replay(
-            (batch.cache,), key, work, self.state_B4, batch.settings_B3, tokens=batch.size
+        used = batch.used + self.most - 1
+        below = 0
+        if chain is None:
+            work = partial(self._write_token, batch, lm.extent(batch.n_slots, used))
+            caches = [batch.cache]
+        else:
+            work = partial(self._write_chain, batch, chain)
+            caches = [batch.cache, chain.cache]
+            if min(batch.lengths) <= chain.window:  # as in `chain_meta`
+                below = chain.window
+        self.state = lm.backend.replay(
+            caches,
+            ("step", self.most, lm.extent(batch.n_slots, used + below), below, batch.sampling.kind),
+            work,
+            self.state.rows_B4,
+            batch.settings_B3,
+            self.state.window_BWD,
+            tokens=batch.size * self.most,
         )
-        tokens_B = torch.empty(batch.size, dtype=torch.long, pin_memory=lm.device.type == "cuda")
-        tokens_B.copy_(self.state_B4[:, 0], non_blocking=True)
-        return Launched(tokens_B, start, mark(lm.device))
+        new_BX = self.state.rows_B4[:, :1] if chain is None else self.state.written_BX
+        assert new_BX is not None
+        pinned = lm.device.type == "cuda"
+        written_BX = torch.empty(new_BX.shape, dtype=torch.long, pin_memory=pinned)
+        written_BX.copy_(new_BX, non_blocking=True)
+        return Launched(written_BX, self.state.window_before_BWD, start, mark(lm.device))
+
+    def _write_token(
+        self, batch: Batch, extent: int, rows_B4: Tensor, settings_B3: Tensor, window: None
+    ) -> State:
+        """A vanilla step, with less to launch than that of tensors."""
+        lm = self.lm
+        token_B, length_B, limit_B, seed_B = rows_B4.unbind(1)
+        tree = Tree.chain(1, lm.device)
+        meta = lm.forward_meta(tree, length_B - 1, extent, batch.n_slots)
+        x_B1D = lm.embed(token_B[:, None])
+        x_B1D, _ = lm.run(x_B1D, batch.cache, meta, range(lm.n_layers))
+        if batch.sampling.greedy:
+            choice_B1 = lm.likeliest(x_B1D)
+        else:
+            sampling = batch.sampling.reading(settings_B3)
+            choice_B1 = pick(lm.logits(x_B1D), length_B[:, None], sampling, seed_B)
+        length_B = torch.minimum(length_B + 1, limit_B)
+        return State(torch.stack([choice_B1[:, 0], length_B, limit_B, seed_B], 1))
+
+    def _write_chain(
+        self,
+        batch: Batch,
+        chain: Kangaroo | Block,
+        rows_B4: Tensor,
+        settings_B3: Tensor,
+        window_BWD: Tensor,
+    ) -> State:
+        """A round as `TensorStepper` has it, on the device's rows; `batch` is a copy."""
+        token_B, length_B, limit_B, seed_B = rows_B4.unbind(1)
+        batch.tokens_BS = token_B[:, None].expand(-1, batch.n_slots)  # a chain reads only this one
+        batch.length_B = length_B
+        batch.seeds_B = seed_B
+        batch.settings_B3 = settings_B3
+        batch.sampling = batch.sampling.reading(settings_B3)
+        chain.shallow_BWD = window_BWD
+        tensors = TensorStepper(self.lm, chain, batch, keep=0)
+        chain.proposed = chain.draft(batch, np.zeros((batch.size, chain.steps), np.float32))
+        verification = tensors.verify(chain.proposed)
+        taps = dict(zip(tensors.taps, verification.tapped, strict=True))
+        chain.observe(batch, chain.proposed, verification.verdict, taps)
+        written_BX = verification.written_BX
+        count_B1 = written_BX[:, :1]
+        token_B = written_BX.gather(1, 1 + count_B1)[:, 0]
+        length_B = torch.minimum(length_B + count_B1[:, 0], limit_B)
+        rows_B4 = torch.stack([token_B, length_B, limit_B, seed_B], 1)
+        return State(rows_B4, chain.shallow_BWD, written_BX, window_BWD)

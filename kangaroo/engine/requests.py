@@ -62,7 +62,8 @@ class Request(Ranged):
 @dataclass
 class StepRecord:
     """What a step, or the prefill, wrote in one row; `accepted` of its tokens were drafted, of
-    `drafted` ones. Seconds are those of the whole step, for all rows. `topk` holds a record of each
+    `drafted` ones. Seconds are those of the whole step, for all rows; of one that is a graph
+    (`late_stepper.py`) all that the device took are `verify_seconds`. `topk` holds a record of each
     token (`topk_logits.py`), or of more, where they were asked for."""
 
     tokens: list[int]

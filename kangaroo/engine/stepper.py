@@ -76,7 +76,7 @@ class TensorStepper:
             draft.valid_BN[:, 1:] &= torch.tensor(batch.drafts).to(draft.valid_BN)[:, None]
         proposed = mark(self.lm.device)
         draft.meta = draft.meta or self._place(draft)
-        verification = self._verify(draft)
+        verification = self.verify(draft)
         verdict = verification.verdict
         if not draft.tree.is_chain:
             self._keep_path(draft.meta, verdict)
@@ -124,7 +124,7 @@ class TensorStepper:
             recorded=("verify", self.batch.cache),
         )
 
-    def _verify(self, draft: Draft) -> Verification:
+    def verify(self, draft: Draft) -> Verification:
         """Run the target over a draft, choose a token after each node, and walk by the choices."""
         lm = self.lm
         batch = self.batch
@@ -159,15 +159,8 @@ class TensorStepper:
             return Verification(verdict, written(draft, verdict), tapped, kept_BNV)
 
         topology = (draft.tree.is_chain, draft.tree.max_depth)
-        key = (
-            "verify",
-            *self.taps,
-            keeps_logits,
-            biases_BNV is None,
-            draft.entry,
-            topology,
-            sampling.kind,
-        )
+        parts = (keeps_logits, biases_BNV is None, draft.entry)
+        key = ("verify", *self.taps, parts, topology, sampling.kind)
         return lm.backend.replay(
             (batch.cache,), key, work, draft, batch.seeds_B, batch.settings_B3, biases_BNV
         )

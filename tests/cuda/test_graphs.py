@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import helpers
+import numpy as np
 import pytest
 import torch
 from cases import DRAFTERS, Case
@@ -27,10 +28,9 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import clock
 from kangaroo.engine.cache import KVCache
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.late_stepper import Launched
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
-from kangaroo.engine.session import Prompt, Session
+from kangaroo.engine.session import Session
 from kangaroo.engine.tree import Tree
 from kangaroo.engine.warm_up import warm_up
 from kangaroo.heads.adapter import AdapterHeadConfig
@@ -50,6 +50,9 @@ WAITS = {
     "mask": lambda x: x[x > 0],
     "from the host": lambda x: x + torch.tensor([1.0]),
     "if": lambda x: x if x.any() else -x,
+    "list": lambda x: x * x.tolist()[0],
+    "array": lambda x: x * x.numpy()[0],
+    "shared with the host": lambda x: x + torch.from_numpy(np.ones(2, np.float32)),
 }
 
 
@@ -159,7 +162,8 @@ def test_a_prompt_in_chunks_is_not_recorded_without_kernels():
     assert key[1] == "step" and recorded[key].inputs[0].shape == (2, 4)
 
 
-def test_recording_takes_none_of_the_steps_time(monkeypatch):
+@pytest.mark.parametrize("threshold, recorded", [(0.0, 2000), (0.3, 4000)])
+def test_recording_takes_none_of_the_steps_time(monkeypatch, threshold, recorded):
     seconds, strict = [0.0], StrictRecorder()
 
     def record(work):
@@ -170,9 +174,9 @@ def test_recording_takes_none_of_the_steps_time(monkeypatch):
         monkeypatch.setattr(module.time, "perf_counter", lambda: seconds[0])
     lm = tiny()
     lm.decode_by(CudaBackend(Graphs(lm.device, record)))
-    engine = Engine(lm, helpers.chain_of(lm, adapter_for(lm), 3, 0.0))
+    engine = Engine(lm, helpers.chain_of(lm, adapter_for(lm), 3, threshold))
     (done,) = engine.generate(PROMPTS[:1], 20)
-    assert seconds[0] >= 4000 and done.seconds == pytest.approx(0, abs=1e-6)
+    assert seconds[0] >= recorded and done.seconds == pytest.approx(0, abs=1e-6)
 
 
 def written_out(session: Session, prompts: list[list[int]], **options) -> None:
@@ -190,7 +194,9 @@ def growing(session: Session, seed: int) -> None:
         written_out(session, [text[:length]], max_new_tokens=8)
 
 
-@pytest.mark.parametrize("name, most", [("kangaroo", 36), ("hybrid-tree", 100)])
+@pytest.mark.parametrize(
+    "name, most", [("kangaroo", 4), ("kangaroo-stops", 60), ("hybrid-tree", 100)]
+)
 def test_a_growing_text_is_recorded_anew_at_powers_of_two_alone(name, most):
     lm = graphed(tiny(max_position_embeddings=4096))
     engine = Engine(lm, DRAFTERS[name](Case(lm, adapter_for(lm), [])))
@@ -199,15 +205,16 @@ def test_a_growing_text_is_recorded_anew_at_powers_of_two_alone(name, most):
     recorded = lm.backend.graphs.recorded
     growing(session, seed=0)
     shapes = [part for key in recorded for part in key if isinstance(part, torch.Size)]
-    masks = {shape[-1] for shape in shapes if len(shape) == 4 and shape[1] == 1}
-    assert masks == {256, 512, 1024, batch.n_slots} and len(recorded) <= most
+    extents = {shape[-1] for shape in shapes if len(shape) == 4 and shape[1] == 1}  # of masks
+    extents |= {key[3] for key in recorded if key[1] == "step"}
+    assert extents == {256, 512, 1024, batch.n_slots} and len(recorded) <= most
     before = set(recorded)
     growing(session, seed=1)
     further = len(set(recorded) - before)
     assert further <= (0 if name == "kangaroo" else most // 4)  # of other widths
 
 
-LAUNCHES = {"vanilla": (1, 4), "kangaroo": (8, 29)}
+LAUNCHES = {"vanilla": (1, 4), "kangaroo": (1, 4), "kangaroo-stops": (8, 30)}
 LAUNCHES |= {"hybrid-tree": (11, 47), "eagle-tree": (11, 34)}
 
 
@@ -244,57 +251,8 @@ def test_a_round_is_few_launches(name, monkeypatch):
             counts.append((len(replays), len(others)))
     assert len(counts) > 6
     graphs, operators = LAUNCHES[name]
-    steady = counts[1:]  # vanilla decoding then begins to launch a step ahead
+    steady = counts[1:]  # a step is launched ahead from then on
     assert all(x <= graphs and y <= operators for x, y in steady), counts
-
-
-def test_a_vanilla_steps_tokens_are_read_while_the_next_one_runs(monkeypatch):
-    """But for a text's first step and its last."""
-    events = []
-    replay, read = Tape.replay, Launched.read
-    monkeypatch.setattr(Tape, "replay", lambda tape: events.append("launch") or replay(tape))
-    monkeypatch.setattr(Launched, "read", lambda step: events.append("read") or read(step))
-    session = Engine(graphed(tiny()), Vanilla()).open(1, 60, Sampling())
-    written_out(session, PROMPTS[:1], max_new_tokens=6)
-    launch_and_read = ["launch", "read"]
-    assert events == [*launch_and_read, "launch", *launch_and_read * 3, "read"]
-    written_out(session, PROMPTS[1:2], max_new_tokens=2)
-    assert events[-2:] == launch_and_read
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.3, seed=5)], ids=str)
-def test_texts_that_end_and_prompts_that_enter_meet_steps_in_flight(sampling):
-    """By EOS, by their limits, by hand; a prompt in chunks, with steps between these."""
-    lm, eager = graphed(tiny()), tiny()
-    prompts = random_prompts(40, 3, 21, 3)
-    engine = Engine(lm, Vanilla(), prefill_chunk=8)
-    texts = texts_by(engine, prompts * 2, 17, sampling=sampling, batch_size=3)
-    assert texts == texts_by(Engine(eager, Vanilla()), prompts * 2, 17, sampling=sampling)
-    session = engine.open(2, 200, sampling)
-    requests = [Request(x, 100, seed=number, ignore_eos=True) for number, x in enumerate(prompts)]
-    wanted = [Engine(eager, Vanilla()).open(1, 200, sampling) for _ in requests]
-    for alone, request in zip(wanted, requests, strict=True):
-        alone.admit(0, request)
-        for _ in range(60):
-            alone.step()
-    for row in (0, 1):
-        session.admit(row, requests[1 + row])
-    for _ in range(9):
-        session.step()
-    session.batch.stop(1)
-    for _ in range(5):
-        session.step()
-    assert session.stepper.state_B4[1, 1] == len(session.batch.texts[1])
-    prompt = Prompt(session, 1, requests[0])
-    while prompt.advance() is None:
-        for _ in range(2):
-            session.step()
-    for _ in range(20):
-        session.step()
-    for row, number in ((0, 1), (1, 0)):
-        text = session.batch.texts[row]
-        assert len(text) > len(prompts[number]) + 20
-        assert text == wanted[number].batch.texts[0][: len(text)]
 
 
 def test_what_was_warmed_up_is_not_recorded_again():
