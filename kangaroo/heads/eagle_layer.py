@@ -25,6 +25,8 @@ def as_released(meta: ForwardMeta, sees_first: bool, rope_base: float | None) ->
     at_RT1, bias = meta.positions_RT[..., None], meta.bias_R1TE
     if bias is None or isinstance(bias, CausalBias):  # slots are positions
         bias = (torch.arange(meta.extent, device=at_RT1.device) <= at_RT1)[:, None]
+        if meta.recordable:  # in decoding; kernels add a mask to scores
+            bias = torch.zeros_like(bias, dtype=meta.rope[0].dtype).masked_fill(~bias, -torch.inf)
     slots_E = torch.arange(bias.shape[-1], device=at_RT1.device)
     hidden_R1TE = ((slots_E == 0) & (at_RT1 > 0))[:, None]
     hidden = False if bias.dtype == torch.bool else -torch.inf

@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, N draft nodes, M positions, D hidden size, V and K (dr
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import helpers
@@ -149,6 +150,10 @@ def test_no_token_but_the_first_sees_the_first():
     head, meta = eagle3_for(lm), lm.chunk(0, 9, row=0, n_slots=9)
     e_1TD, deep_1TD = lm.embed(torch.tensor(random_prompts(9))), torch.randn(1, 9, 32)
     states = head(e_1TD, deep_1TD, meta, None)
+    # in decoding the mask is added to scores, as kernels take it
+    decoding = replace(meta, recordable=True)
+    assert head.placed(decoding).bias_R1TE.dtype == lm.dtype
+    assert torch.equal(head(e_1TD, deep_1TD, decoding, None), states)
     for place in (0, 3):
         changed_1TD = e_1TD.clone()
         changed_1TD[:, place] += 1
