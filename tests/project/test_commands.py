@@ -23,7 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from test_architecture import TREES
 
 from kangaroo.cli import commands as cli
-from kangaroo.heads import official, published
+from kangaroo.heads import published
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.adapter_files import WEIGHTS
 from kangaroo.heads.eagle3_head import Eagle3Head
@@ -121,7 +121,8 @@ def prepared(begun, tmp_path_factory):
     lm, checkpoint = tiny_target(), here / "kangaroo-tiny-v1.3"  # of the authors' code
     checkpoint.mkdir()
     state = adapter_for(lm).state_dict()
-    named = {name: state[ours] for name, ours in official.NAMES.items()}
+    names = published.KANGAROO.items()
+    named = {f"{theirs}.weight": state[f"{ours}.weight"] for theirs, ours in names}
     torch.save(named, checkpoint / published.WEIGHTS)
     lm.config.to_json_file(checkpoint / published.CONFIG)
     return here
