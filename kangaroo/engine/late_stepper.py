@@ -21,14 +21,14 @@ from kangaroo.models.target import TargetModel
 
 @dataclass
 class Launched:
-    """A step that the device was given: its tokens, on the way to the host, and its bounds."""
+    """A step that the device was given: its tokens, on their way to the host, and when it runs."""
 
     tokens_B: Tensor
     start: Mark
     stop: Mark
 
     def read(self) -> list[int]:
-        """Wait for the step alone, and not for what was launched after it."""
+        """The tokens of each row. Waits for this step, and not for what was launched after it."""
         event = self.stop[0]
         if isinstance(event, torch.cuda.Event):
             event.synchronize()
@@ -36,10 +36,10 @@ class Launched:
 
 
 class LateStepper:
-    """Steps without drafts. The device has each row's pending token and length for itself, so that
-    a step can be launched before the tokens of the last one are known. What that writes beyond a
-    text's end is scratch, and then the row is held at its end. Where another text has entered a
-    row, the device gets all anew, and what was launched for the rows before is dropped."""
+    """Steps without drafts. The device keeps each row's pending token and length, so that a step
+    can be launched before the tokens of the last one are known. What a step writes beyond a text's
+    end is scratch; then the row is held at its end. If another text enters a row, all rows are
+    uploaded again, and what was launched before is dropped."""
 
     leaves_other_rows = True
     rereads = 0
@@ -49,8 +49,8 @@ class LateStepper:
         self.batch = batch
         self.tensors = TensorStepper(lm, drafter, batch, keep=0)
         self.texts: list[list[int]] = []  # those that the device has
-        self.lengths: list[int] = []  # theirs when the next tokens are read
-        self.running = set[int]()  # rows whose texts had not ended
+        self.lengths: list[int] = []  # of these texts, before the next tokens are read
+        self.running = set[int]()  # rows whose texts have not ended on the device
         self.state_B4 = torch.empty(0)  # pending tokens, lengths, limits and seeds
         self.ahead: Launched | None = None
 
@@ -59,16 +59,16 @@ class LateStepper:
         return []
 
     def step(self, drafts: bool) -> list[StepRecord]:
-        """See `Stepper`. The step after a change is read at once, since prompts that are read in
+        """See `Stepper`. After an upload no step is launched ahead, since prompts that are read in
         chunks would change the batch again."""
         batch = self.batch
-        if batch.constrained or batch.keep:  # texts that tensors know, or that need logits
+        if batch.constrained or batch.keep:  # they need logits
             return self._step_now()
         is_known = self._is_known()
         if not is_known:
             self._upload()
         for row in self.running.difference(batch.active):
-            self.state_B4[row, 2] = len(batch.texts[row])  # else it outgrows what attention reads
+            self.state_B4[row, 2] = len(batch.texts[row])  # or it would outgrow the extent
             self.running.remove(row)
         launched = self.ahead or self._launch(batch.used)
         active = batch.active
@@ -83,9 +83,9 @@ class LateStepper:
         return records
 
     def _step_now(self) -> list[StepRecord]:
-        """A step whose tokens are read at once."""
+        """A step on tensors, whose tokens are read at once."""
         batch = self.batch
-        self.texts = []  # the device's are old after this
+        self.texts = []  # those of the device are outdated after this
         self.ahead = None
         for row in batch.active:
             batch.tokens_BS[row, len(batch.texts[row]) - 1] = batch.texts[row][-1]
@@ -93,7 +93,7 @@ class LateStepper:
         return self.tensors.step(drafts=False)
 
     def _is_known(self) -> bool:
-        """Whether the device has the texts that are in the rows now, as far as they are written."""
+        """Whether the device has the texts that are in the rows now, up to their ends."""
         batch = self.batch
         if not self.texts or self.lengths != batch.lengths:
             return False

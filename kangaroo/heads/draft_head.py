@@ -1,4 +1,4 @@
-"""A drafter's LM head, over the whole vocabulary or a part of it, which may follow the texts.
+"""A drafter's LM head, over the whole vocabulary or a part of it that may follow the texts.
 
 Shapes: B rows, N tokens of a block, M tokens, D hidden size, K draft vocabulary, V vocabulary, R
 rank of a table, or room for the largest draft vocabulary.
@@ -17,8 +17,8 @@ from kangaroo.engine.sampling import BatchSampling, candidates
 from kangaroo.models.packed import weight_rows
 from kangaroo.models.target import TargetModel
 
-ROOM = 512  # tokens of the texts besides the frequent ones
-BLOCK = 16  # matrix rows that native code multiplies together
+ROOM = 512  # most tokens of the texts besides the frequent ones
+BLOCK = 16  # rows of a matrix that native code multiplies together
 
 
 class DraftHead:
@@ -33,7 +33,7 @@ class DraftHead:
         self.vocabulary_K = None if vocabulary_K is None else vocabulary_K.to(lm.device)
         if own_head is not None:
             self.weight_KD: Tensor = own_head.get_parameter("weight")
-        else:  # of a part of the vocabulary a copy
+        else:  # a copy, if it is a part of the vocabulary
             self.weight_KD = weight_rows(lm.head, self.vocabulary_K)
         self.table_KR: Tensor | None = None  # multiplies the last R numbers of each state
         self.finish = lm.finish_logits
@@ -55,11 +55,11 @@ class DraftHead:
         return self
 
     def follow(self, texts: Sequence[list[int]]) -> bool:
-        """Follow the texts in decoding; return whether the draft vocabulary changed."""
+        """Follow the texts that are being written; true if the draft vocabulary changed."""
         return False
 
     def __call__(self, adapted_MD: Tensor) -> Tensor:
-        """Logits `[M, K]` of adapted states; in float32 from a compiled backend."""
+        """Logits `[M, K]` of adapted states `[M, D]`; in float32 from a compiled backend."""
         if self.fast and self.fast.takes(adapted_MD):
             return self.fast(adapted_MD)
         size = self.weight_KD.shape[1]
@@ -76,7 +76,7 @@ class DraftHead:
         return self.fast.choose(adapted_MD[:, None], ids_O=self.vocabulary_K)
 
     def token_of(self, index: Tensor) -> Tensor:
-        """Token ids of indices into the draft vocabulary."""
+        """The token ids of indices into the draft vocabulary."""
         return index if self.vocabulary_K is None else self.vocabulary_K[index]
 
     def spread(self, logits_MK: Tensor) -> Tensor:
@@ -102,8 +102,9 @@ class DraftHead:
 
 
 class TextHead(DraftHead):
-    """Drafts from frequent tokens, ascending, and up to `room` rare ones of the texts: nearly as
-    good as the whole head, with 1% of its rows (docs/methods.md). CUDA graphs fill all the room."""
+    """Drafts from frequent tokens, in ascending order, and up to `room` rare tokens of the texts:
+    nearly as good as the whole head, with 1% of its rows (docs/methods.md). Other rare tokens, the
+    fillers, fill a block; where CUDA graphs need a fixed size, all the room."""
 
     def __init__(self, lm: TargetModel, frequent_K: Tensor, room: int = ROOM):
         super().__init__(lm, None, frequent_K)
@@ -122,8 +123,8 @@ class TextHead(DraftHead):
         self.ids_R = F.pad(ids_K, (0, free))
         self.rows_RD = F.pad(rows_KD, (0, 0, 0, free))
         rare = (token for token in range(self.vocab_size) if token not in self.frequent)
-        self.fillers = list(islice(rare, 2 * free))  # at most half of them are in the texts, too
-        # each text, how many of its tokens were read, and its rare tokens in order
+        self.fillers = list(islice(rare, 2 * free))  # at most half of these are in the texts, too
+        # each text, how many of its tokens were read, and its rare tokens in their order
         self.texts = list[tuple[list[int], int, dict[int, None]]]()
         self._add_rare({})
 
@@ -146,7 +147,7 @@ class TextHead(DraftHead):
         return True
 
     def _add_rare(self, tokens: dict[int, None]) -> None:
-        """Draft from the frequent and these rare tokens, with fillers up to a whole block."""
+        """Draft from the frequent tokens, these rare ones, and fillers."""
         start = len(self.frequent)
         free = len(self.ids_R) - start - len(tokens) if self.fills_room else -len(tokens) % BLOCK
         fillers = islice((token for token in self.fillers if token not in tokens), free)

@@ -1,4 +1,4 @@
-"""Hashes of what a target computes, by which its adapters know it."""
+"""Hashes of what a target computes, by which an adapter recognises its target."""
 
 import hashlib
 import json
@@ -20,9 +20,9 @@ HASHED_IF_SET = """
 
 
 def target_hashes(config: PretrainedConfig) -> list[str]:
-    """Hashes of the config fields that determine what a target computes. Its adapters may be known
-    under each of them, and new ones are under the first: the hub's checkpoint and the GGUF files of
-    a model differ in whether the head is tied, and in how they write two of the numbers."""
+    """Hashes of the config fields that determine what a target computes. New adapters get the first
+    one, and any of them fits: the hub's checkpoint and the GGUF files of a model differ in whether
+    the head is tied, and in how they write two of the numbers."""
     values = config.to_dict()
     hashes = []
     rope = values["rope_parameters"]
