@@ -1,6 +1,7 @@
 """Drafting with a layer on top of the target's shallow layers, and the layer's KV cache.
 
-Shapes: B rows, N draft nodes, P nodes of a path, T tokens of a chunk, W window, D hidden size.
+Shapes: B rows, N draft nodes, P nodes of a path, T tokens of a chunk, W window, S slots, D hidden
+size.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -27,12 +28,12 @@ class EarlyExit(EarlyStopping):
     """Drafts on the target's own cache and hands its shallow states to verification.
 
     The layer's first pass of a round reads the pending token and a *window* of committed tokens
-    before it: one, which the layer has not seen if the last draft was accepted whole; or, if it
-    reads deep states, as many as a draft has, whose deep states verification has computed. Writing
-    the keys of the others again changes nothing and keeps shapes static. After a tree, or another
-    drafter's draft, the layer reads the accepted path."""
+    before it. That is one token, which the layer has not seen if the last draft was accepted whole;
+    or, if it reads deep states, as many as a draft has, since verification has computed theirs.
+    Writing the keys of the others again changes nothing, and keeps shapes static. After a tree, or
+    another drafter's draft, the layer reads the accepted path."""
 
-    tokens_of_pass = 1  # draft tokens that a pass gives
+    tokens_of_pass = 1  # draft tokens from one pass
 
     def __init__(
         self, lm: TargetModel, adapter: Layer, options: ChainConfig, head: DraftHead | None = None
@@ -45,28 +46,28 @@ class EarlyExit(EarlyStopping):
         self.shallow = range(adapter.exit_layer)
         self.reads_deep = bool(self.deep_taps)
         self.taps = (self.exit_layer, *self.deep_taps)
-        # unless measured, costs are shares of the target's weights, here those of a draft token
+        # unless it is measured, the cost of a draft token is the share of weights that it reads
         total = weight_bytes(*lm.layers, lm.head)
         self.shallow_cost = weight_bytes(*lm.layers[: self.exit_layer]) / total
         drafting = {*adapter.parameters(), *self.head.weights}
         self.draft_cost = self.shallow_cost + sum(weight.nbytes for weight in drafting) / total
         self.window = self.steps if self.reads_deep else 1
-        self.rereads = self.window - 1  # the window's shallow states; a prompt's last token is new
+        self.rereads = self.window - 1  # the window's states; the prompt's last token is new
         self.cache = lm.new_cache(0, 0, [])
-        # what the layer reads of the target's deep states at each slot of the text, if it does
+        # at each slot of the text what the layer reads of the target's deep states, if it does
         self.deep_BSD = torch.zeros(0, 0, 0, dtype=lm.dtype, device=adapter.home(lm))
-        # by row, states of a prompt that the layer has not read, and their first position
+        # by row, the exit states of a prompt that the layer has not read, and their first position
         self.prompts: dict[int, tuple[Tensor, int]] = {}
 
     def begin(self, batch: Batch) -> None:
-        """Make the layer's cache, unless the last one fits, and empty windows."""
+        """Make the layer's cache, unless the last one fits, and clear the windows."""
         self.prompts.clear()
         if batch.budget.vanilla_seconds is not None and (self.needs_costs or batch.size > 1):
             self.draft_cost = self._measured_cost(batch.budget.vanilla_seconds())
         size = batch.size
         hidden = self.lm.config.hidden_size
         if (self.cache.batch_size, self.cache.n_slots) != (size, batch.n_slots):
-            self.cache = self.lm.new_cache(0, 0, [])  # the new one may need the old one's memory
+            self.cache = self.lm.new_cache(0, 0, [])  # frees the old one's memory for the new one
             devices = [self.adapter.home(self.lm)] * self.adapter.depth
             self.cache = self.lm.new_cache(size, batch.n_slots, devices)
             if self.reads_deep:
@@ -79,7 +80,7 @@ class EarlyExit(EarlyStopping):
 
     @cached_property
     def draft_seconds(self) -> float:
-        """The measured time of a token in a chain after a text of usual length."""
+        """The measured time of a chain's token after a text of usual length."""
         lm = self.lm
         head = self.head
         length = costs.context(lm)
@@ -103,10 +104,10 @@ class EarlyExit(EarlyStopping):
             self.deep_BSD[row, :count] = self.deep_BSD[source, :count]
 
     def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
-        """Keep the chunk's states; the layer reads them when the next chunk comes, or a draft."""
+        """Keep the chunk's states; the layer reads them before the next chunk or draft."""
         f_1TD = taps[self.exit_layer]
         deep = [taps[tap] for tap in self.deep_taps if tap in taps]
-        if deep:  # else they are kept already
+        if deep:  # otherwise they are kept already
             self.keep_deep(meta.slots_RT, deep, meta.rows)
         first = int(meta.slots_RT[0, 0])
         row = meta.rows.start
@@ -117,7 +118,7 @@ class EarlyExit(EarlyStopping):
         self.shallow_BWD[meta.rows] = shallow_1XD[:, -self.window :]
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
-        """Update the windows, and after a tree or another drafter's draft the layer's cache."""
+        """Update the windows; after a tree or another drafter's draft the layer's cache, too."""
         path: ForwardMeta | None = None
         if draft is not self.proposed or not draft.tree.is_chain:
             self.read_prompts()
@@ -145,7 +146,8 @@ class EarlyExit(EarlyStopping):
         states: list[Tensor],
         path: ForwardMeta | None,
     ) -> Tensor:
-        """The new window; deep states of accepted tokens and, for a `path`, keys are kept."""
+        """Keep the deep states of accepted tokens and, for a `path`, the layer's keys and values.
+        Returns the new window."""
         new_BPD, *deep = (x if is_chain else take(x, verdict.path_BP.to(x.device)) for x in states)
         if deep:
             path_P = torch.arange(deep[0].shape[1], device=root_B1.device)
@@ -158,7 +160,7 @@ class EarlyExit(EarlyStopping):
         return take(f_BND, first_B1 + torch.arange(window_BWD.shape[1], device=f_BND.device))
 
     def begin_round(self, batch: Batch, meta: ForwardMeta) -> tuple[ForwardMeta, Tensors]:
-        """The inputs of all steps of a round: its block and `Batch.draws`."""
+        """The inputs of all steps of a round: its block, and `Batch.draws`."""
         self.catch_up(batch)
         tokens = batch.size * self.window
         return self.replay(batch, ("round",), None, meta, batch.draws, tokens=tokens)
@@ -172,22 +174,24 @@ class EarlyExit(EarlyStopping):
     def start(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The pending token's shallow state, and the layer's first input: the window's and this
-        state, `[B, W + 1, D]`, and deep states, if it reads such. `meta` begins with the window."""
+        """The pending token's shallow state, and the layer's first input: the states of the window
+        and of this token, `[B, W + 1, D]`, and the deep states before them if it reads such. `meta`
+        begins with the window."""
         f_B1D = self.run_shallow(pending_B1, batch, meta.narrow(self.window, 1))
         deep_BND = self.deep_before(meta.narrow(0, self.window + 1).to(f_B1D.device))
         return f_B1D, torch.cat([window_BWD, f_B1D], 1), deep_BND
 
     def catch_up(self, batch: Batch) -> bool:
-        """Read new prompts, and let the head follow the texts; true if its vocabulary changed."""
+        """Read new prompts, and let the head follow the texts; true if the draft vocabulary
+        changed."""
         self.read_prompts()
         return self.head.follow([batch.texts[row] for row in batch.active])
 
     def read_prompts(self, rows: Collection[int] | None = None) -> None:
-        """Write the layer's keys of new prompts, by default in all rows."""
+        """Write the layer's keys and values of new prompts, by default in all rows."""
         for row in list(self.prompts) if rows is None else rows:
             f_1TD, first = self.prompts.pop(row)
-            for part_1TD in f_1TD.split(self.lm.prompt_chunk(1), 1):  # a chunk for keys alone
+            for part_1TD in f_1TD.split(self.lm.prompt_chunk(1), 1):
                 end = first + part_1TD.shape[1]
                 meta = self.lm.chunk(first, end, row, self.cache.n_slots).to(f_1TD.device)
                 self.adapter.write_kv(part_1TD, self.deep_before(meta), meta, self.cache.at(meta))
@@ -207,7 +211,8 @@ class EarlyExit(EarlyStopping):
         deep_RSD.scatter_(1, slots_RN1.expand_as(new_RND), new_RND)
 
     def deep_before(self, meta: ForwardMeta) -> Tensor | None:
-        """What is kept of the tokens before these, zeros at first; None if the layer reads none."""
+        """What is kept (`keep_deep`) of the token before each of these, zeros before the first;
+        None if the layer reads no deep states."""
         if not self.reads_deep:
             return None
         deep_RSD = self.deep_BSD[meta.rows]
@@ -216,5 +221,5 @@ class EarlyExit(EarlyStopping):
 
 
 def take(x_BNX: Tensor, index_BL: Tensor) -> Tensor:
-    """`x[b, index[b, l]]`."""
+    """`x[b, index[b, l]]`, `[B, L, X]`."""
     return x_BNX.gather(1, index_BL[..., None].expand(-1, -1, x_BNX.shape[-1]))

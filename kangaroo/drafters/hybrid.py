@@ -6,7 +6,6 @@ Shapes: B rows, C choices for a token, K draft vocabulary.
 import logging
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,10 +57,8 @@ class HybridConfig(EarlyExitConfig):
         if (reason := adapter_files.absence(self.adapter)) is not None:
             _warn_once(f"drafter=hybrid drafts from the text alone: {reason}")
             return TextHybrid(self)
-        return super().build(lm)
-
-    def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
-        return Hybrid(lm, trained, self, heads[0])
+        layer, head = self.load(lm)
+        return Hybrid(lm, layer, self, head)
 
 
 class FromSources(Drafter):

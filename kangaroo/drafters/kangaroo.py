@@ -1,4 +1,4 @@
-"""Kangaroo (arXiv 2404.18911): shallow layers and a small adapter draft until confidence falls.
+"""Kangaroo (arXiv 2404.18911): shallow layers and a small adapter draft while they are confident.
 
 Shapes: B rows, N draft nodes, D hidden size.
 """
@@ -6,7 +6,6 @@ Shapes: B rows, N draft nodes, D hidden size.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Tensors
 from kangaroo.engine.tree import Draft
-from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 
 
@@ -27,14 +25,16 @@ class KangarooConfig(EarlyExitConfig):
 
     name: str = "kangaroo"
 
-    def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
-        return Kangaroo(lm, trained, self, heads[0])
+    def build(self, lm: TargetModel) -> Drafter:
+        layer, head = self.load(lm)
+        return Kangaroo(lm, layer, self, head)
 
 
 class Kangaroo(EarlyExit, Chain):
     """The draft model of section 3.1: the target's layers below the exit, the adapter, and the
     target's head. It drafts until the confidence falls to the threshold (section 3.2, in
-    `Chain.draft`); verification continues from the shallow states. EAGLE has another layer."""
+    `Chain.draft`); verification continues from the shallow states. EAGLE's chain is the same with
+    another layer in place of the adapter."""
 
     hidden: list[Tensor]  # shallow states of the round's nodes
 
@@ -45,7 +45,7 @@ class Kangaroo(EarlyExit, Chain):
         f_B1D, f_BND, deep_BND = root
         self.hidden = [f_B1D]
         for step in range(1, self.steps + 1):
-            # a graph a step, so that none overwrites what the round still reads of another
+            # a graph for each step, so that none overwrites what the round still reads of another
             key = ("draft", step, batch.sampling.kind)
             work = partial(self.draft_token, batch, step)
             token, f_BND, deep_BND = self.replay(batch, key, work, f_BND, meta, draws, deep_BND)
@@ -61,10 +61,15 @@ class Kangaroo(EarlyExit, Chain):
         draws: Tensors,
         deep_BND: Tensor | None,
     ) -> tuple[DraftToken, Tensor, Tensor | None]:
-        """One token of section 3.1: adapter, head, and the shallow layers on what was drafted. `f`
-        are shallow states of the last token, in the first step after those of the window, `deep`
-        those that a fused adapter reads too, and `meta` is the block of window, pending token and
-        draft. Returns the token, its shallow state and, if fused, the adapter's, `[B, 1, D]`."""
+        """One token of section 3.1: adapter, head, and the shallow layers on what was drafted.
+
+        Args:
+            f_BND: the last token's shallow state, in the first step after those of the window.
+            meta: the block of the window, the pending token and the draft.
+            deep_BND: the states that a fused adapter reads beside them.
+
+        Returns the token, its shallow state and, for a fused adapter, the adapter's, `[B, 1, D]`.
+        """
         end = self.window + step
         read = meta.narrow(0, end) if step == 1 else meta.narrow(end - 1, 1)
         read = read.to(f_BND.device)

@@ -7,7 +7,7 @@ nodes to verify.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,8 +48,9 @@ class KangarooTreeConfig(EarlyExitConfig):
         super().__post_init__()
         check_nodes(self.top_k * self.steps, top_k=self.top_k, steps=self.steps)
 
-    def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
-        return KangarooTree(lm, trained, self, heads[0])
+    def build(self, lm: TargetModel) -> Drafter:
+        layer, head = self.load(lm)
+        return KangarooTree(lm, layer, self, head)
 
 
 # What the layer reads next: shallow states, and deep states or None.
