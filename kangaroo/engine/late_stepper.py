@@ -10,11 +10,10 @@ from torch import Tensor
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import Chunk
 from kangaroo.engine.clock import Mark, between, mark
 from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.sampling import pick
-from kangaroo.engine.stepper import TensorStepper
+from kangaroo.engine.stepper import Stepper, TensorStepper
 from kangaroo.engine.tree import Tree
 from kangaroo.models.target import TargetModel
 
@@ -35,7 +34,7 @@ class Launched:
         return self.tokens_B.tolist()
 
 
-class LateStepper:
+class LateStepper(Stepper):
     """Steps without drafts. The device keeps each row's pending token and length, so that a step
     can be launched before the tokens of the last one are known. What a step writes beyond a text's
     end is scratch; then the row is held at its end. If another text enters a row, all rows are
@@ -53,10 +52,6 @@ class LateStepper:
         self.running = set[int]()  # rows whose texts have not ended on the device
         self.state_B4 = torch.empty(0)  # pending tokens, lengths, limits and seeds
         self.ahead: Launched | None = None
-
-    def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
-        """See `Stepper`: nothing reads prefixes."""
-        return []
 
     def step(self, drafts: bool) -> list[StepRecord]:
         """See `Stepper`. After an upload no step is launched ahead, since prompts that are read in

@@ -36,7 +36,9 @@ class Stepper(Protocol):
         each row, without host time."""
 
     def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
-        """What the drafter has not read of a prefix that a prompt in `row` shares with `source`."""
+        """What the drafter has not read, beyond `rereads`, of a prefix that a prompt in `row`
+        shares with the row `source`."""
+        return []
 
 
 class Verification(NamedTuple):
@@ -49,7 +51,7 @@ class Verification(NamedTuple):
     logits_BNV: Tensor | None
 
 
-class TensorStepper:
+class TensorStepper(Stepper):
     """Steps with any drafter on any device; for `keep` see `Engine.open`."""
 
     leaves_other_rows = False  # it moves the drafter's windows of inactive rows, too
@@ -61,10 +63,6 @@ class TensorStepper:
         self.keep = keep
         self.rereads = drafter.rereads
         self.taps = sorted(set(drafter.taps))
-
-    def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
-        """See `Stepper`: the drafter reads `rereads` tokens again."""
-        return []
 
     def step(self, drafts: bool) -> list[StepRecord]:
         """Propose, verify, commit and observe."""

@@ -22,8 +22,10 @@ BLOCK = 16  # rows of a matrix that native code multiplies together
 
 
 class DraftHead:
-    """Logits over the draft vocabulary, by the target's head or an adapter's own head. With only
+    """Logits over the draft vocabulary, by the target's head or an adapter's own. With only
     frequent tokens, in ascending order, fewer rows are read (FR-Spec, arXiv 2502.14856)."""
+
+    norm_D: Tensor | None = None  # the weight of a norm before the head
 
     def __init__(
         self, lm: TargetModel, own_head: nn.Module | None = None, vocabulary_K: Tensor | None = None

@@ -59,7 +59,7 @@ class NormedHead(DraftHead):
 
     @property
     def weights(self) -> list[Tensor]:
-        return [*super().weights, self.norm_D]
+        return [*super().weights, self.norm.get_parameter("weight")]
 
     def __call__(self, adapted_MD: Tensor) -> Tensor:
         return super().__call__(self.norm(adapted_MD))
