@@ -33,10 +33,8 @@ class DraftBuffers:
         end: the node at the end of a row's chain, `[B]`.
         biases: addresses of what is added to the logits after each node, `[B, N]`, 0 for nothing.
         choices: the best choices for the last draft token, `[B, C]`, the drafted one first.
-        chances: the probabilities of the C likeliest tokens, before temperature and noise, `[B,
-            C]`.
-        written, path: the `accepted` + 1 tokens that a step writes, and the node before each,
-            `[B, N]`.
+        chances: the probabilities of the C likeliest tokens, before temperature and noise.
+        written, path: the `accepted` + 1 tokens that a step writes, and the node before each one.
 
     Args:
         capacity: the most nodes of a row.

@@ -89,8 +89,7 @@ class EarlyStopping(Drafter):
 
 
 class DraftToken(NamedTuple):
-    """The next token of each row's chain, its logits (empty if kernels chose), and
-    `Chain.reading`."""
+    """The next token of each row's chain, its logits (none from kernels), and `Chain.reading`."""
 
     id_B1: Tensor
     logits_BK: Tensor
@@ -98,9 +97,8 @@ class DraftToken(NamedTuple):
 
 
 class Chain(EarlyStopping):
-    """Drafts at most `steps` tokens, until the confidence of each row has fallen to the threshold;
-    with `auto` until another token would not pay (`Budget.limits`). The token at which a row stops
-    is verified, too."""
+    """Drafts at most `steps` tokens, until every row's confidence has fallen to the threshold; with
+    `auto` until another token would not pay (`Budget.limits`). The last token is verified, too."""
 
     head: DraftHead
     reads_logits = False  # whether greedy decoding needs more of the logits than the best token

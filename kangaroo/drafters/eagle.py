@@ -43,8 +43,7 @@ class EagleConfig(KangarooTreeConfig):
 
 class EagleTree(KangarooTree):
     """EAGLE-2's dynamic tree. As in Kangaroo's, the most confident nodes of a level get candidates.
-    Then the candidates of all levels are ranked, and the best ones are verified from their
-    embeddings on."""
+    Then candidates of all levels are ranked, and the best are verified from their embeddings on."""
 
     def __init__(
         self, lm: TargetModel, adapter: Layer, options: KangarooTreeConfig, head: DraftHead

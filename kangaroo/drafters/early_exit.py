@@ -182,8 +182,7 @@ class EarlyExit(EarlyStopping):
         return f_B1D, torch.cat([window_BWD, f_B1D], 1), deep_BND
 
     def catch_up(self, batch: Batch) -> bool:
-        """Read new prompts, and let the head follow the texts; true if the draft vocabulary
-        changed."""
+        """Read new prompts, and let the head follow the texts; true if its vocabulary changed."""
         self.read_prompts()
         return self.head.follow([batch.texts[row] for row in batch.active])
 

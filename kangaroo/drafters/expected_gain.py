@@ -89,8 +89,7 @@ class DraftedChain(ChainSource):
         self.confidence = 1.0
 
     def add(self, ranked: Sequence[tuple[int, float]]) -> None:
-        """Append the first of these tokens, with the others as alternatives; all have their
-        probabilities."""
+        """Append the first of these tokens with probabilities; the others are alternatives."""
         (best, self.confidence), *others = ranked
         clipped = min(max(self.confidence, 1 - MAX_CONFIDENCE), MAX_CONFIDENCE)
         rest = 1 - self.confidence

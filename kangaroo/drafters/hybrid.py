@@ -168,8 +168,7 @@ class Hybrid(FromSources, Kangaroo):
     def reading(
         self, logits_BK: Tensor, sampling: BatchSampling, positions_B1: Tensor, seeds_B: Tensor
     ) -> Tensor:
-        """Each row's best candidates, and the probabilities of their ranks before temperature and
-        noise, `[B, C, 2]`."""
+        """Each row's best candidates, and their ranks' probabilities without noise, `[B, C, 2]`."""
         count = min(CHOICES, self.head.size)
         probs_BC = logits_BK.float().softmax(-1).topk(count).values
         ids_BC = self.head.candidates(logits_BK[:, None], positions_B1, sampling, seeds_B, count)

@@ -1,8 +1,8 @@
 """Kangaroo with a tree: an adapter drafts the likeliest continuations until all are unlikely.
 
-Shapes: B rows, N draft nodes (node 0 is the pending token), L nodes of a level, C candidates of
-a node, M candidates of a level, E occupied slots, W window, D hidden size, K draft vocabulary, G
-most nodes to verify.
+Shapes: B rows, N draft nodes (node 0 is the pending token), L nodes of a level, C candidates of a
+node, M of a level, E occupied slots, W window, D hidden size, K draft vocabulary, G most nodes to
+verify.
 """
 
 from dataclasses import dataclass, replace
@@ -85,8 +85,8 @@ class Nodes(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """The most nodes that a row keeps; all nodes with the kept ones first; which are kept; and
-    their parents."""
+    """The most nodes that a row keeps; all nodes, kept ones first; which are kept; their
+    parents."""
 
     largest: Tensor
     order_BN: Tensor

@@ -122,8 +122,7 @@ class Backend:
     is_compiled = runs_layers = reads_pairs = records = attends_last = attends_by_position = False
 
     def layers(self, weights: Sequence[LayerWeights[Matrix]], window: int = 0) -> Layers | None:
-        """Layers of these weights, which look back `window` positions; None leaves them to
-        modules."""
+        """Layers of these weights, which look back `window` positions; None for modules."""
         return None
 
     def head(self, weight_OD: Matrix, rounds: bool = False) -> Head | None:

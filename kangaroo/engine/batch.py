@@ -100,8 +100,7 @@ class Batch:
         return self.length_B - 1
 
     def last(self, count: int) -> Tensor:
-        """The last `count` committed tokens of each row, `[B, count]`; before its start
-        anything."""
+        """The last `count` committed tokens of each row, `[B, count]`; any before its start."""
         index = self.length_B[:, None] + torch.arange(-count, 0, device=self.length_B.device)
         return self.tokens_BS.gather(1, index.clamp(min=0))
 

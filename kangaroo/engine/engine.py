@@ -74,8 +74,7 @@ class Engine:
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
     ) -> Stream:
-        """Decode a prompt in a new session, token by token as steps write them. Errors:
-        `PromptError`."""
+        """Decode a prompt in a new session, token by token. Errors: `PromptError`."""
         sampling = sampling or Sampling()
         request = Request(prompt, max_new_tokens, sampling.seed, stop)
         self.check(request)

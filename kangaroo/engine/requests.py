@@ -86,9 +86,8 @@ def compression_rate(steps: Sequence[StepRecord]) -> float:
 
 @dataclass
 class Generation:
-    """The answer to a request. The first of `steps` is the prefill, which writes a token. `finish`
-    is "eos", "length" or "stop", and empty until the text ends. `reused` tokens of the prompt were
-    in the cache already."""
+    """The answer to a request. The first of `steps` is the prefill; `finish` is "eos", "length" or
+    "stop", and empty until the text ends; `reused` tokens of the prompt were in the cache."""
 
     tokens: list[int] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)

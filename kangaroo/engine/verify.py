@@ -32,8 +32,7 @@ def write(
     draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor
 ) -> Tensor:
     """What the target writes after each node of a chain, `[B, N]`, by the rule of `sampling`;
-    `positions` are those of what is written. Errors: `ConfigError` for a tree or a draft without
-    probabilities."""
+    `positions` are those of these tokens. Errors: `ConfigError` for a tree, or without `probs`."""
     if not draft.tree.is_chain or draft.probs_BNV is None:
         raise ConfigError(
             f"sampling.rule={sampling.rule.value} needs a drafter of chains that keeps the "

@@ -60,8 +60,7 @@ class HeadConfig(Ranged, ABC):
         return self.fixed_steps
 
     def graded_steps(self, most: int) -> int:
-        """How many of the first `most` draft steps have states of their own; later ones repeat the
-        last of these."""
+        """How many of the first `most` draft steps have states of their own, unlike later ones."""
         return self.fixed_steps or most
 
     def passes(self, steps: int) -> int:
@@ -112,8 +111,7 @@ class Trainable(nn.Module, ABC):
     def tally(
         self, heads: Sequence[DraftHead], states: Sequence[Tensor], valid: Tensor, top_M: Tensor
     ) -> Tensor:
-        """Counts on held-out texts, from whose sum `facts` are made; `top_M` are the target's
-        tokens."""
+        """Counts on held-out texts, to be summed for `facts`; `top_M` are the target's tokens."""
         return torch.zeros(0)
 
     def facts(self, tally: Tensor) -> dict[str, Any]:

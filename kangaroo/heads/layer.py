@@ -21,9 +21,8 @@ from kangaroo.models.target import TargetModel
 
 class Layer(Trainable):
     """Attention layers, a feed-forward part, or both, which a subclass makes, with norms before
-    them and at the end. There are no norms after attention, even if the target has some (OLMo 2,
-    Gemma); residuals are scaled as in the target (Granite). Window and RoPE are those of the
-    target's layer `like`.
+    them and at the end. It has no norms after attention, even if the target does (OLMo 2, Gemma),
+    but scales residuals like the target (Granite). Window and RoPE are those of its layer `like`.
 
     Attributes:
         deep_taps: the target's states of the previous token that it also reads, each by the number

