@@ -175,7 +175,7 @@ class HybridDrafting(LayerDrafting):
         sources = {row: drafter.update_sources(batch, row) for row in rows}
         growing = [row for row, source in sources.items() if drafter.pays(source)]
         for row in growing:  # one pass computes the states of these and of the pending token
-            buffers.add(row, sources[row].likeliest_lookup.tokens)
+            buffers.add(row, sources[row].lookup.tokens)
         one_token = np.zeros((batch.size, 1), np.float32)  # no limit, since `drafter.pays` decides
         for _ in range(drafter.steps):
             if not growing:

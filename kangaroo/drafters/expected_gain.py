@@ -123,23 +123,18 @@ class Recycled(TokenSource):
 class Sources:
     """The sources for a row's text; `length` is the text's length when they were last updated."""
 
-    lookups: list[Lookup]
+    lookup: Lookup
     chain: DraftedChain
     recycled: Recycled | None = None
     length: int = 0
 
     def __post_init__(self) -> None:
-        self.all: list[TokenSource] = [x for x in (*self.lookups, self.chain, self.recycled) if x]
+        self.all: list[TokenSource] = [x for x in (self.lookup, self.chain, self.recycled) if x]
 
     @property
     def places(self) -> Places:
         """The place of the root in each source."""
         return [(source, source.start) for source in self.all]
-
-    @property
-    def likeliest_lookup(self) -> Lookup:
-        """The lookup with the likeliest first token."""
-        return max(self.lookups, key=lambda lookup: [chance for _, chance in lookup.choices(0)])
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Shift each source, by whether it predicted the tokens that were written instead."""
@@ -253,7 +248,7 @@ def drafting_pays(costs: Costs, sources: Sources, max_nodes: int) -> bool:
     chance = NEXT_CHANCE
     cost = costs.draft
     predicted = max((choices[0][1] for _, choices in predictions), default=0.0)
-    if any(source in sources.lookups for source, _ in predictions):
+    if any(source is sources.lookup for source, _ in predictions):
         chance = NEXT_CHANCE_WITH_LOOKUP
         cost -= costs.states * predicted  # a chain mostly agrees with a lookup that is right
     gains = [node.gain for node in nodes[1:]]

@@ -94,7 +94,7 @@ class FromSources(Drafter):
 
     def _start_text(self, row: int, text: list[int]) -> Sources:
         recycled = Recycled(successors_in(text, 1)) if self.options.recycle else None
-        return Sources([Lookup()], DraftedChain(), recycled, len(text))
+        return Sources(Lookup(), DraftedChain(), recycled, len(text))
 
     def update_sources(self, batch: Batch, row: int) -> Sources:
         """A row's sources for a new round; they have learned from the last one, without a chain."""
@@ -104,8 +104,8 @@ class FromSources(Drafter):
         sources.length = len(text)
         automaton = self.automata.get(row, text)
         automaton.follow(text)
-        (lookup,) = sources.lookups
-        lookup.set_match(automaton.length, automaton.continuation(self.nodes, batch.ends[row]))
+        continuation = automaton.continuation(self.nodes, batch.ends[row])
+        sources.lookup.set_match(automaton.length, continuation)
         sources.chain.set_tokens([])
         if sources.recycled is not None:
             sources.recycled.start = text[-1]
