@@ -137,7 +137,7 @@ def random_sources(rng: random.Random) -> Sources:
     (store := Lookup()).set_match(rng.randrange(1, 20), matches[1])
     (recycled := Recycled(MATRIX)).start = rng.randrange(4)
     sources = Sources(sources.lookup, sources.chain, recycled)
-    sources.all.append(store)
+    sources.all.insert(1, store)
     return sources
 
 

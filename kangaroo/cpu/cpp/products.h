@@ -132,9 +132,9 @@ inline i64 part_size(i64 width, i64 most, i64 of_register) {
   return ((width + parts - 1) / parts + of_register - 1) / of_register * of_register;
 }
 
-// out[i][j] = x[m + i] . w[n + j], for the first `wanted` tokens
+// out[i][j] = x[m + i] . w[n + j], for the first `wanted` tokens.
 template <class T, int tokens, Prefetch fetch>
-void times(const Matrix<Number<T>>& x, i64 m, const Block& block, float* out, int wanted = tokens) {
+void times(const Matrix<Number<T>>& x, i64 m, const Block& block, float* out, int wanted) {
   using V = Vector<T>;
   constexpr int beside = rows_beside(tokens);
   constexpr i64 most = CLOSE_BY / sizeof(Number<T>) / tokens;
@@ -182,23 +182,12 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block& block, float* out, in
     }
 }
 
-template <class T, Prefetch fetch>
+// The same for `count` tokens, which become a constant.
+template <class T, Prefetch fetch, int tokens = 1>
 void times_group(const Matrix<Number<T>>& x, i64 m, i64 count, const Block& block, float* out) {
-  constexpr int most = fetch == Prefetch::none ? GROUP : ALONE;
-  switch (count) {
-    case 1: return times<T, 1, fetch>(x, m, block, out);
-    case 2: return times<T, std::max(2, FEWEST), fetch>(x, m, block, out, 2);
-    case 3: return times<T, std::max(3, FEWEST), fetch>(x, m, block, out, 3);
-    case 4: return times<T, 4, fetch>(x, m, block, out);
-    case 5: return times<T, 5, fetch>(x, m, block, out);
-    case 6: return times<T, std::min(6, most), fetch>(x, m, block, out);
-    case 7: return times<T, std::min(7, most), fetch>(x, m, block, out);
-    case 8: return times<T, std::min(8, most), fetch>(x, m, block, out);
-    case 9: return times<T, std::min(9, most), fetch>(x, m, block, out);
-    case 10: return times<T, std::min(10, most), fetch>(x, m, block, out);
-    case 11: return times<T, std::min(11, most), fetch>(x, m, block, out);
-    default: return times<T, most, fetch>(x, m, block, out);
-  }
+  if constexpr (tokens < (fetch == Prefetch::none ? GROUP : ALONE))
+    if (count > tokens) return times_group<T, fetch, tokens + 1>(x, m, count, block, out);
+  times<T, tokens == 1 ? 1 : std::max(tokens, FEWEST), fetch>(x, m, block, out, tokens);
 }
 
 // Some tokens as products read them; what is null is not read. For plain weights: in numbers for vectors, each padded

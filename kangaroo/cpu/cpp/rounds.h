@@ -209,7 +209,8 @@ template <class T> class Round {
       pass.rows[i] = pass.rows[last[i]];
       pass.angles[i] = pass.angles[last[i]];
     }
-    return chosen(d->head, pass.x.data(), last.size(), std::min(wanted, d->head.outputs), false);
+    find_logits(d->head, pass.x.data(), last.size());
+    return choices_of(d->head, last.size(), std::min(wanted, d->head.outputs), false);
   }
 
   // What the drafting layer reads of the pass' tokens, with the deep states before them, if it reads such.
@@ -356,11 +357,6 @@ template <class T> class Round {
   void find_logits(const Head<T>& head, const T* x, i64 total) {
     if (i64(logits.size()) < total * head.outputs) logits.resize(total * head.outputs);
     read_out(t.sizes, head, x, total, logits.data());
-  }
-
-  std::vector<Choice> chosen(const Head<T>& head, const T* x, i64 total, i64 graded, bool keeps) {
-    find_logits(head, x, total);
-    return choices_of(head, total, graded, keeps);
   }
 
   // By the logits of all tokens of the pass.

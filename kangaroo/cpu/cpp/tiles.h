@@ -164,19 +164,12 @@ struct TileUse {
   ~TileUse() {}
 };
 template <class T> bool has_tiles() { return false; }
-template <int, int>
-void times_tiles(const Words*, i64, i64, i64, const bf16* const*, Ahead*, Floats*) {}
-void scores_by_keys(const bf16*, i64, const Words*, i64, float*) {}
-void values_by_tiles(const bf16*, const std::uint32_t*, i64, float*) {}
 
 #endif
 
-// Other numbers have none.
-template <int, int>
-void times_tiles(const Words*, i64, i64, i64, const float* const*, Ahead*, Floats*) {}
-template <int, int>
-void times_tiles(const Words*, i64, i64, i64, const Byte* const*, Ahead*, Floats*) {}
-void scores_by_keys(const float*, i64, const Words*, i64, float*) {}
-void values_by_tiles(const float*, const std::uint32_t*, i64, float*) {}
+// Never called: other numbers, and other processors, have no tiles.
+template <int, int, class T> void times_tiles(const Words*, i64, i64, i64, const T* const*, Ahead*, Floats*) {}
+template <class T> void scores_by_keys(const T*, i64, const Words*, i64, float*) {}
+template <class T> void values_by_tiles(const T*, const std::uint32_t*, i64, float*) {}
 
 }  // namespace
