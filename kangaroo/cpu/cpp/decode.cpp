@@ -1,13 +1,12 @@
-// Decoding on a CPU: what Python calls, in float32 and bfloat16.
+// Decoding on a CPU: the functions that Python calls, for float32 and bfloat16.
 //
-// At a few tokens the time is that of reading the weights, so the code is made to stream them: each weight
-// is read once whatever the number of tokens, ahead of its use, and nothing happens in between but a
-// barrier. What a token gets does not depend on how many others are computed beside it, nor on where in the
-// cache a draft lies: sums are always taken in the same order. The verification of a chain or a tree
-// therefore gives, bit by bit, what decoding token by token would have given, in bfloat16 too.
+// For few tokens the time is that of reading the weights, so the code streams them: each weight is read once, whatever
+// the number of tokens, and ahead of its use, with nothing but barriers in between. A token's results depend neither on
+// how many others are computed beside it nor on where in the cache a draft lies, since sums are always taken in the
+// same order. So verifying a chain or a tree gives the bits of decoding token by token, in bfloat16 too.
 //
-// Names: R rows of the batch, T tokens a row, M tokens together, D hidden size, H query heads, K key/value
-// heads, G = H / K, C head size, F feed-forward size, E slots that a mask covers, N outputs.
+// Names: R rows of the batch, T tokens a row, M tokens together, D hidden size, H query heads, K key/value heads,
+// G = H / K, C head size, F feed-forward size, E slots that a mask covers, N outputs.
 
 #include "outcomes.h"
 #include "rounds.h"
@@ -70,7 +69,7 @@ void run_block(const Sizes& s, const Stack<T>& stack, i64 rows, i64 tokens, i64 
     outcomes_back<T>(*outcomes, gradients, to);                                                                        \
   }
 
-// The sizes of what Python fills in, in the order of `CHECKED` in structs.py.
+// The sizes of the structures that Python fills in, in the order of `CHECKED` in structs.py.
 extern "C" const i64* struct_sizes() {
   static const i64 sizes[] = {sizeof(Sizes),          sizeof(Stack<float>),    sizeof(Head<float>),
                               sizeof(Rough),          sizeof(Fusing<float>),   sizeof(Target<float>),
@@ -86,7 +85,7 @@ extern "C" int multiplies_bfloat16() { return std::is_same_v<Number<bf16>, bf16>
 extern "C" int multiplies_bytes() { return BYTES; }
 extern "C" int turns_rows() { return TURNS; }
 
-// Bytes of a matrix of GGUF's blocks as it lies here; 0 where this kind is not multiplied as it lies.
+// The bytes of a matrix of GGUF's blocks in native code's layout; 0 for a kind that is not multiplied as it lies.
 extern "C" i64 packed_size(i64 kind, i64 rows, i64 width) { return blocks(rows) * packed_bytes(kind, width); }
 
 extern "C" void pack(i64 kind, const Octet* from, i64 row_bytes, i64 rows, i64 width, Octet* to, i64 threads) {
