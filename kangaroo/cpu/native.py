@@ -80,9 +80,9 @@ def sizes_struct(sizes: Sizes) -> structs.Sizes:
 
 
 class Stack:
-    """Layers that run in one call. Their weights have one dtype of `DTYPES` and are not copied, or
-    they are `Blocks`, or, in native drafts alone, bytes (`int8.py`). Attention looks back `window`
-    positions (`ForwardMeta.within`)."""
+    """`backend.Layers` that run in one call. Their weights have one dtype of `DTYPES` and are not
+    copied, or they are `Blocks`, or, in native drafts alone, bytes (`int8.py`). Attention looks
+    back `window` positions (`ForwardMeta.within`)."""
 
     def __init__(
         self, library: CDLL, layers: Sequence[LayerWeights[Weight]], sizes: Sizes, window: int = 0
@@ -109,11 +109,9 @@ class Stack:
         self.is_plain = not any(map(kind_of, matrices))
 
     def prompt_chunk(self, length: int) -> int | None:
-        """See `backend.Layers`."""
         return self.chunk if length <= self.longest_prompt else None
 
     def takes(self, x_RTD: Tensor, cache: KVCache | None, meta: ForwardMeta) -> bool:
-        """See `backend.Layers`."""
         if cache is None:
             return False
         few = x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS and not torch.is_grad_enabled()
@@ -152,7 +150,6 @@ class Stack:
         keys_alone: bool = False,
         pairs: Tensor | None = None,
     ) -> Tensor:
-        """See `backend.Layers`."""
         assert cache is not None
         rows, tokens, _ = x_RTD.shape
         x_RTD = x_RTD.clone(memory_format=torch.contiguous_format)
@@ -195,7 +192,7 @@ def stack_of(layers: Layers | None) -> Stack:
 
 
 class Head:
-    """A matrix from hidden states to logits."""
+    """See `backend.Head`."""
 
     def __init__(self, library: CDLL, weight_OD: Weight, sizes: Sizes):
         self.weight_OD = weight_OD
@@ -206,11 +203,9 @@ class Head:
         self.call = function(library, "read_out", weight_OD.dtype)
 
     def read(self, weight_OD: Tensor) -> None:
-        """See `backend.Head`."""
         self.weight_OD = weight_OD
 
     def takes(self, x_MD: Tensor) -> bool:
-        """See `backend.Head`."""
         return x_MD.shape[0] <= MOST_TOKENS and not torch.is_grad_enabled()
 
     def as_struct(self, norm: Tensor | None = None, ids_O: Tensor | None = None) -> structs.Head:
@@ -225,7 +220,6 @@ class Head:
         )
 
     def __call__(self, x_MD: Tensor, norm: Tensor | None = None) -> Tensor:
-        """See `backend.Head`."""
         x_MD = x_MD.contiguous()
         logits_MO = x_MD.new_empty(len(x_MD), len(self.weight_OD), dtype=torch.float32)
         self.call(
@@ -263,7 +257,6 @@ class Head:
             call(sizes, blocks_OB.data_ptr(), blocks_OB.shape[1], outputs, byref(self.rough))
 
     def likeliest(self, x_MD: Tensor, norm: Tensor) -> Tensor | None:
-        """See `backend.Head`."""
         if not self.rough.weight:
             return None
         x_MD = x_MD.contiguous()
@@ -274,8 +267,7 @@ class Head:
     def choose(
         self, x_RTD: Tensor, norm: Tensor | None = None, ids_O: Tensor | None = None
     ) -> None:
-        """See `backend.Head`; the probabilities take all logits."""
-        return None
+        return None  # the probabilities take all logits
 
     def _call(self, name: str, *arguments: int, norm: Tensor | None = None) -> None:
         call = function(self.library, name, self.weight_OD.dtype)
@@ -284,8 +276,9 @@ class Head:
 
 
 class Fusing:
-    """Joins shallow states and the deep ones before them for a fused adapter. Without a weight it
-    is for native rounds alone, which put both side by side for EAGLE-3's layer."""
+    """A `backend.Fusing`: joins shallow states and the deep ones before them for a fused adapter.
+    Without a weight it is for native rounds alone, which put both side by side for EAGLE-3's
+    layer."""
 
     def __init__(self, library: CDLL, norms: Sequence[Tensor], weight: Tensor | None, sizes: Sizes):
         self.norms = norms
@@ -298,7 +291,6 @@ class Fusing:
         return structs.Fusing(*map(pointer, self.norms), weight=pointer(self.weight))
 
     def __call__(self, f_BND: Tensor, deep_BND: Tensor) -> Tensor:
-        """See `backend.Fusing`."""
         x_BND = f_BND.clone(memory_format=torch.contiguous_format)
         deep_BND = deep_BND.expand_as(f_BND).contiguous()
         tokens = x_BND.shape[0] * x_BND.shape[1]

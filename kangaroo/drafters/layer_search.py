@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.clock import running
-from kangaroo.heads.target_hash import target_hashes
 from kangaroo.models.loading import model_options
 from kangaroo.models.prompts import Sample
+from kangaroo.models.supported import target_hashes
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 from kangaroo.utils.folders import command_line, resolve_path, write_json

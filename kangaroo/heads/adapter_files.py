@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kangaroo.heads.base import HeadConfig, Trainable
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.heads.target_hash import target_hashes
 from kangaroo.models.loading import ModelConfig, known_model, model_options, shape_of
+from kangaroo.models.supported import target_hashes
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import (

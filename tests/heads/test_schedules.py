@@ -11,7 +11,7 @@ from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.heads.export import draft_model
-from kangaroo.heads.target_hash import target_hashes
+from kangaroo.models.supported import target_hashes
 from kangaroo.utils.errors import ConfigError
 
 WINDOWS = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]

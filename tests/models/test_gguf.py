@@ -17,7 +17,6 @@ import kangaroo
 from kangaroo.cli.schema import select_models
 from kangaroo.drafters.draft_model import DraftModelConfig
 from kangaroo.heads.adapter_files import adapters_of
-from kangaroo.heads.target_hash import target_hashes
 from kangaroo.models import embedded, loading
 from kangaroo.models.gguf_file import GGUFFile, gguf_path
 from kangaroo.models.gguf_models import read_config, read_model
@@ -27,6 +26,7 @@ from kangaroo.models.loading import Dtype, ModelConfig, Weights, load, model_con
 from kangaroo.models.packed import PackedLinear, PackedMatrix
 from kangaroo.models.quantizing import Quantization
 from kangaroo.models.random_models import byte_tokenizer, random_model
+from kangaroo.models.supported import target_hashes
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
 

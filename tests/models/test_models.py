@@ -14,10 +14,9 @@ from transformers import T5Config
 
 from kangaroo.api import load_target
 from kangaroo.heads import adapter_files
-from kangaroo.heads.target_hash import target_hashes
 from kangaroo.models import embedded, loading
 from kangaroo.models.loading import EMBEDDED, TINY, Dtype, ModelConfig, byte_tokenizer, load
-from kangaroo.models.supported import PLAIN
+from kangaroo.models.supported import PLAIN, target_hashes
 from kangaroo.utils import errors
 from kangaroo.utils.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
 
