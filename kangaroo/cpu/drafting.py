@@ -29,15 +29,10 @@ UNREAD = 4  # most unread tokens that a draft model reads in a round; more are r
 
 
 class Drafting:
-    """A drafter in native code for one batch; the base class is vanilla decoding.
+    """A drafter in native code for one batch; the base class is vanilla decoding."""
 
-    Attributes:
-        nodes: the most places that its nodes take in a round.
-        exit_layer: how many layers give the states that it reads and verification uses again;
-            None if it reads no states.
-    """
-
-    nodes = 0
+    nodes = 0  # the most places that its nodes take in a round
+    # how many layers give the states that it reads and verification uses again; None if it has none
     exit_layer: int | None = None
 
     def layer(self, cache: KVCache) -> structs.Drafting | None:

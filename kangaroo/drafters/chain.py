@@ -63,12 +63,8 @@ class EarlyStopping(Drafter):
     def chain_meta(
         self, batch: Batch, steps: int, room: int, path_B: Tensor | None = None
     ) -> ForwardMeta:
-        """The block of a chain: the window, the pending token and `steps` draft tokens.
-
-        Args:
-            room: the number of slots needed from the pending token on.
-            path_B: the slots of the roots, if the chain is an accepted path.
-        """
+        """The block of a chain: the window, the pending token and `steps` draft tokens. It needs
+        `room` slots from the pending token on; the root of an accepted path is at `path_B`."""
         tree = Tree.chain(self.window + 1 + steps, batch.length_B.device)
         start_B = batch.base_B if path_B is None else path_B
         return self.lm.forward_meta(
@@ -169,8 +165,7 @@ class Chain(EarlyStopping):
     def reading(
         self, logits_BK: Tensor, sampling: BatchSampling, positions_B1: Tensor, seeds_B: Tensor
     ) -> Tensor:
-        """What the host reads of a token: by default the confidence `[B]`, which is the largest
-        probability before temperature and filters."""
+        """What the host reads: by default the confidence `[B]`, before temperature and filters."""
         return logits_BK.float().softmax(-1).amax(-1)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:

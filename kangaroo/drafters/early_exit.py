@@ -1,7 +1,6 @@
 """Drafting with a layer on top of the target's shallow layers, and the layer's KV cache.
 
-Shapes: B rows, N draft nodes, P nodes of a path, T tokens of a chunk, W window, S slots, D hidden
-size.
+Shapes: B rows, N draft nodes, P nodes of a path, T tokens, W window, S slots, D hidden size.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -28,10 +27,10 @@ class EarlyExit(EarlyStopping):
     """Drafts on the target's own cache and hands its shallow states to verification.
 
     The layer's first pass of a round reads the pending token and a *window* of committed tokens
-    before it. That is one token, which the layer has not seen if the last draft was accepted whole;
-    or, if it reads deep states, as many as a draft has, since verification has computed theirs.
-    Writing the keys of the others again changes nothing, and keeps shapes static. After a tree, or
-    another drafter's draft, the layer reads the accepted path."""
+    before it: one, which the layer has not seen if the last draft was accepted whole; or, if it
+    reads deep states, as many as a draft has, since verification has computed theirs. Writing the
+    keys of the others again changes nothing, and keeps shapes static. After a tree, or another
+    drafter's draft, the layer reads the accepted path."""
 
     tokens_of_pass = 1  # draft tokens from one pass
 
@@ -146,8 +145,7 @@ class EarlyExit(EarlyStopping):
         states: list[Tensor],
         path: ForwardMeta | None,
     ) -> Tensor:
-        """Keep the deep states of accepted tokens and, for a `path`, the layer's keys and values.
-        Returns the new window."""
+        """The new window. The deep states of accepted tokens and a `path`'s keys are kept."""
         new_BPD, *deep = (x if is_chain else take(x, verdict.path_BP.to(x.device)) for x in states)
         if deep:
             path_P = torch.arange(deep[0].shape[1], device=root_B1.device)
@@ -174,9 +172,8 @@ class EarlyExit(EarlyStopping):
     def start(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The pending token's shallow state, and the layer's first input: the states of the window
-        and of this token, `[B, W + 1, D]`, and the deep states before them if it reads such. `meta`
-        begins with the window."""
+        """The pending token's shallow state, and the layer's first input: the window's and this
+        state, `[B, W + 1, D]`, and deep states, if it reads such. `meta` begins with the window."""
         f_B1D = self.run_shallow(pending_B1, batch, meta.narrow(self.window, 1))
         deep_BND = self.deep_before(meta.narrow(0, self.window + 1).to(f_B1D.device))
         return f_B1D, torch.cat([window_BWD, f_B1D], 1), deep_BND
@@ -210,8 +207,7 @@ class EarlyExit(EarlyStopping):
         deep_RSD.scatter_(1, slots_RN1.expand_as(new_RND), new_RND)
 
     def deep_before(self, meta: ForwardMeta) -> Tensor | None:
-        """What is kept (`keep_deep`) of the token before each of these, zeros before the first;
-        None if the layer reads no deep states."""
+        """What is kept of the token before each of these, zeros at first; None if nothing is."""
         if not self.reads_deep:
             return None
         deep_RSD = self.deep_BSD[meta.rows]

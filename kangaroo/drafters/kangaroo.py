@@ -33,8 +33,7 @@ class KangarooConfig(EarlyExitConfig):
 class Kangaroo(EarlyExit, Chain):
     """The draft model of section 3.1: the target's layers below the exit, the adapter, and the
     target's head. It drafts until the confidence falls to the threshold (section 3.2, in
-    `Chain.draft`); verification continues from the shallow states. EAGLE's chain is the same with
-    another layer in place of the adapter."""
+    `Chain.draft`); verification continues from the shallow states. EAGLE has another layer."""
 
     hidden: list[Tensor]  # shallow states of the round's nodes
 
@@ -61,15 +60,10 @@ class Kangaroo(EarlyExit, Chain):
         draws: Tensors,
         deep_BND: Tensor | None,
     ) -> tuple[DraftToken, Tensor, Tensor | None]:
-        """One token of section 3.1: adapter, head, and the shallow layers on what was drafted.
-
-        Args:
-            f_BND: the last token's shallow state, in the first step after those of the window.
-            meta: the block of the window, the pending token and the draft.
-            deep_BND: the states that a fused adapter reads beside them.
-
-        Returns the token, its shallow state and, for a fused adapter, the adapter's, `[B, 1, D]`.
-        """
+        """One token of section 3.1: adapter, head, and the shallow layers on what was drafted. `f`
+        is the last token's shallow state, in the first step after the window's; `deep` are what a
+        fused adapter reads beside; `meta` is the block of window, pending token and draft. Returns
+        the token, its shallow state and, from a fused adapter, the adapter's, `[B, 1, D]`."""
         end = self.window + step
         read = meta.narrow(0, end) if step == 1 else meta.narrow(end - 1, 1)
         read = read.to(f_BND.device)

@@ -12,8 +12,10 @@ from torch import Tensor
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import KVCache, Tensors
 from kangaroo.engine.constraint import Constraint
-from kangaroo.engine.sampling import Sampling, combine, settings
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Rule, Sampling, combine, settings
 from kangaroo.engine.tree import Draft, Verdict
+from kangaroo.utils.errors import ConfigError
 
 
 @dataclass(eq=False)
@@ -98,6 +100,44 @@ class Batch:
     def base_B(self) -> Tensor:
         """Slot and position of each row's pending token."""
         return self.length_B - 1
+
+    def begin(self, row: int, prompt_T: Tensor, request: Request) -> None:
+        """Let a row begin the text of a request whose prompt was read. Errors: `ConfigError` for
+        sampling of its own, unless its rule and the batch's is matched noise."""
+        sampling = request.sampling
+        if sampling and (self.default.rule, sampling.rule) != (Rule.match, Rule.match):
+            raise ConfigError(
+                f"a text cannot have its own sampling in a batch with sampling.rule="
+                f"{self.default.rule.value}; with sampling.rule=match it can."
+            )
+        self.budget.admit(row)
+        self.tokens_BS[row, : len(prompt_T)] = prompt_T
+        self.length_B[row] = len(prompt_T)
+        self.texts[row] = prompt_T.tolist()
+        self.verified[row] = []
+        self.limits[row] = len(request.prompt) + request.max_new_tokens
+        self.seeds_B[row] = self.seeds[row] = request.seed
+        self.ends[row] = frozenset() if request.ignore_eos else self.eos_ids
+        self.drafts[row] = request.drafts
+        self.keeps[row] = request.keep
+        constraint = request.constraint() if request.constraint else None
+        if constraint is not None:
+            constraint.advance(request.written)
+        self.constraints[row] = constraint
+        self.done_B[row] = self.done[row] = False
+        self.samplings[row] = sampling or self.default
+        if sampling is None and self.all_default:  # nothing changes
+            return
+        self.all_default = False
+        self.settings_B3[row] = torch.tensor(settings(self.samplings[row]))
+        self.sampling = combine([self.samplings[x] for x in self.active], self.settings_B3)
+
+    def write_first(self, row: int, token: int) -> None:
+        """Append a row's first new token, which is pending."""
+        self.tokens_BS[row, len(self.texts[row])] = token
+        self.length_B[row] += 1
+        self.append(row, [token])
+        self.prompt_read[row] = True
 
     def last(self, count: int) -> Tensor:
         """The last `count` committed tokens of each row, `[B, count]`; any before its start."""

@@ -10,8 +10,7 @@ import numpy as np
 # Tokens that drafting has to gain in the time of a vanilla step: in a batch, and in a text alone.
 MIN_GAIN = 2.0
 MIN_GAIN_ALONE = 1.0
-# Counts before anything was tried: drafts, and those whose first token was right; draft tokens of
-# a row's text, and those that were right.
+# Counts before anything was tried, and right ones: of drafts' first tokens, and of a row's tokens.
 PRIOR = 20
 PRIOR_RIGHT = 9
 ROW_PRIOR = 10
@@ -28,8 +27,8 @@ class Budget:
     Args:
         curve: `VerifyCosts.curve`; the costs are measured at the first call.
         always: every row drafts as if it was alone.
-        vanilla_seconds: the time of a vanilla step, if drafters are to measure what a draft costs;
-            None leaves that to the bytes that they read.
+        vanilla_seconds: the time of a vanilla step, by which drafters measure what drafts cost;
+            None trusts their estimate.
     """
 
     curve: Callable[[int, int], list[float]]
@@ -55,9 +54,9 @@ class Budget:
     def limits(self, rows: Sequence[int], nodes: int, drafting: float, auto: bool) -> np.ndarray:
         """The limits, `[rows, nodes]`, that the product of the confidences in the first n tokens of
         a row's chain has to exceed for one more token, which costs `drafting` vanilla steps. With
-        `auto` the chance that this token is right, which is taken as that product times the share
-        of right tokens in the text, has to pay for drafting and verifying it. Otherwise the
-        drafter's threshold decides, within what a batch allows."""
+        `auto` that product times the share of right tokens in the text, the chance that this one
+        is right, has to pay for drafting and verifying it. Otherwise the drafter's threshold
+        decides, within what a batch allows."""
         if not auto:
             chances = self.min_chain_chances(len(rows), nodes, drafting)
             return np.tile(np.array(chances, np.float32), (len(rows), 1))

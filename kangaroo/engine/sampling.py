@@ -21,8 +21,7 @@ from kangaroo.utils.ranges import CountOrZero, NoiseSeed, NotNegative, Ranged, S
 # Logits divided by a far lower temperature are infinite in float32, by a far higher one all equal.
 GREEDY_BELOW = 1e-6
 HOTTEST = 1e30
-# The coefficients, from the highest power on, of a polynomial for 2^30 * 2^g, 0 <= g < 1, whose
-# relative error is 1e-7.
+# Coefficients of a polynomial for 2^30 * 2^g, 0 <= g < 1, the highest power first; 1e-7 accurate.
 POWERS_OF_TWO = 2004817, 9681959, 59914703, 257874614, 744265554, 1 << 30
 
 
@@ -79,14 +78,9 @@ class Sampling(Ranged):
 
 @dataclass(frozen=True, eq=False)
 class BatchSampling:
-    """How the texts of a batch are drawn.
-
-    Args:
-        settings_B3: temperature, top_p (infinite if it keeps all tokens) and top_k of each row.
-        greedy: whether all texts are greedy.
-        most_k: a power of two that no top_k exceeds; 0 if no text has one.
-        filters_p: whether the top_p of a text removes tokens.
-    """
+    """How the texts of a batch are drawn. The settings of each row are its temperature, top_p
+    (infinite if it keeps all tokens) and top_k. `greedy` is true if all texts are, and `filters_p`
+    if a top_p removes tokens; `most_k` is a power of two that no top_k exceeds, 0 without any."""
 
     settings_B3: Tensor
     greedy: bool
@@ -183,8 +177,7 @@ def warp(logits_BNV: Tensor, sampling: BatchSampling) -> Tensor:
 
 def whole_exp(x: Tensor) -> Tensor:
     """Whole numbers near 2^44 e^x for x <= 0, whose sums are the same in any order and batch. They
-    are computed in whole numbers too, since each library has an exp of its own; `whole_exp` in
-    `cpp/sampling.h` gives the same bits."""
+    are computed in whole numbers too, since each library has its own exp (`cpp/sampling.h`)."""
     power = (x.clamp(min=-32) * 24204406.0).long()  # e^x is 2^(power / 2^24)
     part = power & 0xFFFFFF
     scaled = torch.zeros_like(power)

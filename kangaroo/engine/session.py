@@ -15,7 +15,7 @@ from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import Chunk
 from kangaroo.engine.clock import now, running
 from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
-from kangaroo.engine.sampling import Rule, combine, pick, settings
+from kangaroo.engine.sampling import pick
 from kangaroo.engine.stepper import Stepper
 from kangaroo.engine.streaming import UNFINISHED
 from kangaroo.utils.errors import ConfigError
@@ -198,7 +198,7 @@ class Prompt:
         """Begin the row's text and write its first token, from the last layer's output."""
         session = self.session
         batch = session.batch
-        begin_text(batch, self.row, self.tokens_T, self.request)
+        batch.begin(self.row, self.tokens_T, self.request)
         rows = slice(self.row, self.row + 1)
         at_11 = torch.full((1, 1), len(self.tokens_T), device=last_11D.device)
         logits_11V = session.engine.lm.logits(last_11D)
@@ -206,50 +206,10 @@ class Prompt:
             logits_11V = logits_11V + torch.from_numpy(constraint.after([0], [0])).to(logits_11V)
         sampling = batch.sampling.reading(batch.settings_B3[rows])
         token = int(pick(logits_11V, at_11, sampling, batch.seeds_B[rows]))
-        write_first(batch, self.row, token)
+        batch.write_first(self.row, token)
         keep = session.keep or self.request.keep
         path_11 = torch.zeros_like(at_11)
         (topk,) = topk_logits.likeliest(logits_11V, path_11, keep, exact=not session.keep)
         generation = Generation(list(self.request.written), reused=self.reused)
         session.record(self.row, StepRecord([token], topk=topk), self.request, generation)
         return generation
-
-
-def begin_text(batch: Batch, row: int, prompt_T: Tensor, request: Request) -> None:
-    """Let a row begin the text of a request whose prompt was read. Errors: `ConfigError` for
-    sampling of its own, unless its rule and the batch's is matched noise."""
-    sampling = request.sampling
-    if sampling and (batch.default.rule, sampling.rule) != (Rule.match, Rule.match):
-        raise ConfigError(
-            f"in a batch with sampling.rule={batch.default.rule.value} no text can have sampling "
-            "of its own; with sampling.rule=match it can."
-        )
-    batch.budget.admit(row)
-    batch.tokens_BS[row, : len(prompt_T)] = prompt_T
-    batch.length_B[row] = len(prompt_T)
-    batch.texts[row] = prompt_T.tolist()
-    batch.verified[row] = []
-    batch.limits[row] = len(request.prompt) + request.max_new_tokens
-    batch.seeds_B[row] = batch.seeds[row] = request.seed
-    batch.ends[row] = frozenset() if request.ignore_eos else batch.eos_ids
-    batch.drafts[row] = request.drafts
-    batch.keeps[row] = request.keep
-    constraint = request.constraint() if request.constraint else None
-    if constraint is not None:
-        constraint.advance(request.written)
-    batch.constraints[row] = constraint
-    batch.done_B[row] = batch.done[row] = False
-    batch.samplings[row] = sampling or batch.default
-    if sampling is None and batch.all_default:  # nothing changes, which saves time in large batches
-        return
-    batch.all_default = False
-    batch.settings_B3[row] = torch.tensor(settings(batch.samplings[row]))
-    batch.sampling = combine([batch.samplings[x] for x in batch.active], batch.settings_B3)
-
-
-def write_first(batch: Batch, row: int, token: int) -> None:
-    """Append a row's first new token, which is pending."""
-    batch.tokens_BS[row, len(batch.texts[row])] = token
-    batch.length_B[row] += 1
-    batch.append(row, [token])
-    batch.prompt_read[row] = True

@@ -88,8 +88,7 @@ class Draft:
         valid_BN: false marks padding, which never matches; node 0 is always true.
         hidden_BND: the output of the target's layer `entry - 1` at each node, if the drafter has it
             (Kangaroo's shallow layers); None starts from the embeddings.
-        probs_BNV: the distribution that each node's token was drawn from, for rules of acceptance
-            that need it (`verify.py`).
+        probs_BNV: the distribution that each node's token was drawn from, for `verify.py`.
         meta: where the nodes lie; None leaves that to the stepper.
     """
 
@@ -151,8 +150,7 @@ class Verdict(NamedTuple):
 
 def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
     """Accept the longest path that the target would have written itself, by its choice after each
-    node. Source: Leviathan et al. 2023 (arXiv 2211.17192), section 2.3; for matched noise arXiv
-    2408.07978."""
+    node. Sources: Leviathan et al. 2023, section 2.3; for matched noise arXiv 2408.07978."""
     tree = draft.tree
     steps_P = torch.arange(tree.max_depth + 1, device=choice_BN.device)
     if tree.is_chain:  # a node's number is its depth

@@ -104,9 +104,8 @@ class DraftHead:
 
 
 class TextHead(DraftHead):
-    """Drafts from frequent tokens, in ascending order, and up to `room` rare tokens of the texts:
-    nearly as good as the whole head, with 1% of its rows (docs/methods.md). Other rare tokens, the
-    fillers, fill a block; where CUDA graphs need a fixed size, all the room."""
+    """Drafts from frequent tokens, ascending, and up to `room` rare ones of the texts: nearly as
+    good as the whole head, with 1% of its rows (docs/methods.md). CUDA graphs fill all the room."""
 
     def __init__(self, lm: TargetModel, frequent_K: Tensor, room: int = ROOM):
         super().__init__(lm, None, frequent_K)
@@ -149,7 +148,7 @@ class TextHead(DraftHead):
         return True
 
     def _add_rare(self, tokens: dict[int, None]) -> None:
-        """Draft from the frequent tokens, these rare ones, and fillers."""
+        """Draft from the frequent and these rare tokens, with fillers up to a whole block."""
         start = len(self.frequent)
         free = len(self.ids_R) - start - len(tokens) if self.fills_room else -len(tokens) % BLOCK
         fillers = islice((token for token in self.fillers if token not in tokens), free)

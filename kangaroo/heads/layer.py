@@ -24,18 +24,13 @@ class Layer(Trainable):
     them and at the end. It has no norms after attention, even if the target does (OLMo 2, Gemma),
     but scales residuals like the target (Granite). Window and RoPE are those of its layer `like`.
 
-    Attributes:
-        deep_taps: the target's states of the previous token that it also reads, each by the number
-            of layers below it; within a draft it reads its own state of that token instead.
-        attention_window: tokens that drafting looks back at most (`ForwardMeta.within`); 0 is all.
-        int8: whether native code drafts with weights in eight bits.
-        mixes_natively: whether native code can compute `mix_inputs` and `pairs`.
-        first_seen: the first token of a text that others see.
-    """
+    With `deep_taps` it also reads the target's states there of the previous token, or within a
+    draft its own state of that token. In drafting it looks back `attention_window` tokens at most
+    (`ForwardMeta.within`); with `int8` native code reads its weights in eight bits."""
 
     int8 = False
-    mixes_natively = True
-    first_seen = 0
+    mixes_natively = True  # whether native code computes `mix_inputs` and `pairs`
+    first_seen = 0  # the first token of a text that others see
 
     def __init__(
         self, lm: TargetModel, parts: HeadConfig, exit_layer: int, deep_tap: int | None, like: int

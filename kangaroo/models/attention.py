@@ -30,15 +30,10 @@ def attention(
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention that never expands grouped keys and values: a group's query
-    heads become further query positions of its key head.
-
-    Args:
-        bias_R1TE: as in `ForwardMeta`; or, in training, the draft steps up to this one.
-        softcap: bounds the scores before masking (Gemma 2, arXiv 2408.00118).
-
-    Returns the output `[R, T, H, C]` and, as transformers expects, no weights. Errors: `ValueError`
-    for a mask that is missing.
-    """
+    heads become further query positions of its key head. `bias_R1TE` is that of `ForwardMeta`, or
+    in training the draft steps up to this one; `softcap` bounds the scores before masking (Gemma 2,
+    arXiv 2408.00118). Returns the output `[R, T, H, C]` and, as transformers expects, no weights.
+    Errors: `ValueError` without a mask that is needed."""
     if isinstance(bias_R1TE, DraftSteps):
         steps = bias_R1TE
         layer: Any = module.layer_idx
