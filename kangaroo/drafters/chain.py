@@ -77,8 +77,7 @@ class EarlyStopping(Drafter):
         )
 
     def path_meta(self, batch: Batch, draft: Draft) -> ForwardMeta:
-        """The block of a committed draft's accepted path and the window before it, for a cache that
-        lacks the tokens that another drafter proposed."""
+        """The block of an accepted path, after the window, for a cache that lacks its tokens."""
         assert draft.meta is not None
         depth = draft.tree.max_depth
         return self.chain_meta(batch, depth, depth + 1, path_B=draft.meta.slots_RT[:, 0])

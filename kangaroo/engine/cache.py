@@ -90,9 +90,8 @@ class ForwardMeta:
         return replace(self, bias_R1TE=bias_R1TE, rope=(cos, sin), windowed=())
 
     def within(self, window: int) -> ForwardMeta:
-        """The block for a layer of modules that looks back `window` positions, or, since it sees
-        whole blocks of 64, up to 63 more; 0 is no limit. A slot's number is taken as its position,
-        which is wrong only for drafted tokens, and these are near."""
+        """The block for a layer of modules that looks back `window` positions (0: all), rounded up
+        to whole blocks of 64. Slots are positions, except for drafted tokens, which are near."""
         is_far = 0 < window < self.extent - BUCKET
         if not is_far and (self.bias_R1TE is not None or self.extent == self.slots_RT.shape[1]):
             return self

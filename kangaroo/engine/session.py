@@ -78,8 +78,7 @@ class Session:
             generation.finish = "length"
 
     def _stop_end(self, tokens: list[int], before: int, stop: Sequence[str]) -> int | None:
-        """The number of tokens up to the first one, not before `before`, that completes a stop
-        string; None if none does."""
+        """The end of the first token, from `before` on, that completes a stop string."""
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None
         # a string of n bytes spans at most n tokens; SentencePiece strips the first one's space
@@ -111,8 +110,8 @@ class Session:
                 yield Token(token, drafted=i < record.accepted)
 
     def match_prefix(self, row: int, prompt: Sequence[int]) -> tuple[int, int]:
-        """The row that has read the longest prefix of a prompt, preferably `row`, and how many
-        tokens of that need not be read again."""
+        """The row with the longest prefix of a prompt, preferably `row`, and how many tokens of
+        that need not be read again."""
         if not self.engine.prefix_cache:
             return row, 0
         lengths = {x: self.batch.common_prefix(x, prompt) for x in (row, *range(self.batch.size))}

@@ -36,8 +36,7 @@ class Stepper(Protocol):
         each row, without host time."""
 
     def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
-        """What the drafter has not read, beyond `rereads`, of a prefix that a prompt in `row`
-        shares with the row `source`."""
+        """What the drafter has not read of a prefix that a row's prompt shares with `source`."""
         return []
 
 

@@ -25,8 +25,6 @@ class DraftHead:
     """Logits over the draft vocabulary, by the target's head or an adapter's own. With only
     frequent tokens, in ascending order, fewer rows are read (FR-Spec, arXiv 2502.14856)."""
 
-    norm_D: Tensor | None = None  # the weight of a norm before the head
-
     def __init__(
         self, lm: TargetModel, own_head: nn.Module | None = None, vocabulary_K: Tensor | None = None
     ):
@@ -39,6 +37,7 @@ class DraftHead:
             self.weight_KD = weight_rows(lm.head, self.vocabulary_K)
         self.table_KR: Tensor | None = None  # multiplies the last R numbers of each state
         self.finish = lm.finish_logits
+        self.norm_D: Tensor | None = None  # of a norm before the head
         self.fast: Head | None = None  # a backend's
 
     @property
