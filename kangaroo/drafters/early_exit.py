@@ -146,7 +146,9 @@ class EarlyExit(EarlyStopping):
         path: ForwardMeta | None,
     ) -> Tensor:
         """The new window. The deep states of accepted tokens and a `path`'s keys are kept."""
-        new_BPD, *deep = (x if is_chain else take(x, verdict.path_BP.to(x.device)) for x in states)
+        if not is_chain:
+            states = [x.take_along_dim(verdict.path_BP[..., None].to(x.device), 1) for x in states]
+        new_BPD, *deep = states
         if deep:
             path_P = torch.arange(deep[0].shape[1], device=root_B1.device)
             self.keep_deep(root_B1 + path_P, deep)
@@ -155,7 +157,8 @@ class EarlyExit(EarlyStopping):
             path = path.to(new_BPD.device)
             self.adapter.write_kv(f_BND, self.deep_before(path), path, self.cache.at(path))
         first_B1 = verdict.count_B.to(f_BND.device)[:, None] + 1  # of the new window
-        return take(f_BND, first_B1 + torch.arange(window_BWD.shape[1], device=f_BND.device))
+        new_BW = first_B1 + torch.arange(window_BWD.shape[1], device=f_BND.device)
+        return f_BND.take_along_dim(new_BW[..., None], 1)
 
     def begin_round(self, batch: Batch, meta: ForwardMeta) -> tuple[ForwardMeta, Tensors]:
         """The inputs of all steps of a round: its block, and `Batch.draws`."""
@@ -212,9 +215,4 @@ class EarlyExit(EarlyStopping):
             return None
         deep_RSD = self.deep_BSD[meta.rows]
         before_RT = (meta.positions_RT - 1).clamp(min=0).expand(len(deep_RSD), -1)
-        return take(deep_RSD, before_RT) * (meta.positions_RT > 0)[..., None]
-
-
-def take(x_BNX: Tensor, index_BL: Tensor) -> Tensor:
-    """`x[b, index[b, l]]`, `[B, L, X]`."""
-    return x_BNX.gather(1, index_BL[..., None].expand(-1, -1, x_BNX.shape[-1]))
+        return deep_RSD.take_along_dim(before_RT[..., None], 1) * (meta.positions_RT > 0)[..., None]

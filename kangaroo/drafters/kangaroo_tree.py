@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kangaroo.drafters.base import Drafter, EarlyExitConfig
-from kangaroo.drafters.early_exit import EarlyExit, take
+from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import ForwardMeta, Tensors
@@ -201,7 +201,8 @@ class KangarooTree(EarlyExit):
         first = 1 + (step - 1) * self.top_k  # the place of the first node in the draft
         numbers_L = torch.arange(first, first + self.top_k, device=length_B.device)
         slots_BL = length_B[:, None] - 1 + numbers_L
-        hidden_BLE = take(last.hidden_BLE, above_BL).scatter(2, slots_BL[..., None], False)
+        hidden_BLE = last.hidden_BLE.take_along_dim(above_BL[..., None], 1)
+        hidden_BLE = hidden_BLE.scatter(2, slots_BL[..., None], False)
         tokens_BL = children_BM.gather(1, places_BL)
         block = self.lm.forward_meta_of(
             slots_BL,
@@ -221,7 +222,7 @@ class KangarooTree(EarlyExit):
             places_BL=places_BL,
             meta=block,
         )
-        deep_BLD = take(adapted_BLD, above_BL) if self.reads_deep else None
+        deep_BLD = adapted_BLD.take_along_dim(above_BL[..., None], 1) if self.reads_deep else None
         return level, score_BL.amax(1), deep_BLD
 
     def positions(self, length_B: Tensor, extent: int) -> Tensor | None:
@@ -281,7 +282,7 @@ class KangarooTree(EarlyExit):
         tokens_BN = torch.cat(nodes.tokens, 1).gather(1, index_BN)
         draft = Draft(tokens_BN, tree, keep_BN, entry=self.exit_layer)
         if nodes.states:
-            draft.hidden_BND = take(torch.cat(nodes.states, 1), index_BN)
+            draft.hidden_BND = torch.cat(nodes.states, 1).take_along_dim(index_BN[..., None], 1)
             draft.meta = ForwardMeta.join(nodes.blocks).take(index_BN)
         return draft
 

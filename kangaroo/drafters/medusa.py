@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kangaroo.drafters.base import Drafter, TrainedConfig
-from kangaroo.drafters.early_exit import take
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.engine.tree import Draft, Tree, Verdict
@@ -123,4 +122,5 @@ class Medusa(Drafter):
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         states_BND = taps[self.lm.n_layers]
-        self.final_BD = take(states_BND, verdict.path_BP[:, -1:].to(states_BND.device))[:, 0]
+        last_B11 = verdict.path_BP[:, -1:, None].to(states_BND.device)
+        self.final_BD = states_BND.take_along_dim(last_B11, 1)[:, 0]

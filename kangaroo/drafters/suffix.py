@@ -20,7 +20,7 @@ class SuffixAutomaton:
     length = 0  # of the match; 0 without a match
     place = 0  # where its earlier occurrence ends
 
-    def __init__(self, tokens: Sequence[int] = ()):
+    def __init__(self) -> None:
         self.tokens: list[int] = []
         # by state: the next states by token, the suffix link, the longest string's length and end
         self.following: list[dict[int, int]] = [{}]
@@ -28,7 +28,6 @@ class SuffixAutomaton:
         self.lengths = [0]
         self.ends = [0]
         self._whole = 0  # the state of the whole text
-        self.extend(tokens)
 
     def continuation(self, count: int, ends: Container[int] = ()) -> list[int]:
         """What followed the match: `count` tokens, or those up to one of `ends`; none without a
@@ -39,15 +38,11 @@ class SuffixAutomaton:
         return tokens[: next((i for i, token in enumerate(tokens, 1) if token in ends), None)]
 
     def follow(self, text: Sequence[int]) -> None:
-        """Append the tokens that a text has beyond this one's."""
-        self.extend(text[len(self.tokens) :])
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
+        """Append the tokens that a text has beyond those of this one."""
         following = self.following
         link = self.link
         lengths = self.lengths
-        for token in tokens:
+        for token in text[len(self.tokens) :]:
             self.tokens.append(token)
             end = len(self.tokens)
             state = self._whole

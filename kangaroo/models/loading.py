@@ -5,7 +5,6 @@ with a tokenizer over bytes, for commands that take seconds. `random:PATH` has r
 the shape of a path in `shapes.yaml`; `random:small:PATH` has few and small layers of its family.
 """
 
-import copy
 import logging
 import os
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from kangaroo.models.quantizing import (
     weight_bits,
 )
 from kangaroo.models.random_models import RANDOM, TINY, byte_tokenizer, known_shape, random_model
-from kangaroo.models.supported import eos_ids
+from kangaroo.models.supported import eos_ids, with_layers
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, ModelNotFound, UnsupportedModel
 from kangaroo.utils.folders import command_line, project_folder
@@ -198,7 +197,7 @@ def load(config: ModelConfig, layers: int | None = None) -> tuple[PreTrainedMode
         if layers is None or config.quantization or quantization_fields(shape_of(config)):
             model, tokenizer = read_checkpoint(source, config.revision, **options)
         else:
-            options["config"] = first_layers(shape_of(config), layers)
+            options["config"] = with_layers(shape_of(config), range(layers))
             model, tokenizer = read_checkpoint(source, config.revision, **options)
             with torch.device("meta"):
                 whole: Any = AutoModelForCausalLM.from_config(shape_of(config))
@@ -282,16 +281,6 @@ def shape_of(config: ModelConfig) -> PretrainedConfig:
             f"gave its config: {first_line(error)}. Go online, pass model.path= a local folder, or "
             f"choose one of {', '.join(random_models.SHAPES)}."
         ) from error
-
-
-def first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
-    """The config of a model's first `count` layers."""
-    first = copy.deepcopy(config)
-    for name, value in vars(config).items():  # some fields have a value for each layer
-        if isinstance(value, list) and len(value) == config.num_hidden_layers:
-            setattr(first, name, value[:count])
-    first.num_hidden_layers = count
-    return first
 
 
 def meta_model(config: ModelConfig) -> TargetModel:

@@ -27,7 +27,8 @@ def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed
     length, _ = longest_earlier_match(text)
     lookup, chain = Lookup(), DraftedChain()
     lookup.shift, chain.shift = trusted.lookup.shift, trusted.chain.shift
-    lookup.set_match(length, SuffixAutomaton(text).continuation(NODES))
+    (automaton := SuffixAutomaton()).follow(text)
+    lookup.set_match(length, automaton.continuation(NODES))
     sources = Sources(lookup, chain)
     while len(chain.tokens) < STEPS and expected_gain.drafting_pays(COSTS, sources, NODES):
         chain.add(choices_without_cache(case, text, chain.tokens, sampling, seed, 3))
