@@ -85,8 +85,7 @@ class Nodes(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """The most nodes that a row keeps; all nodes, kept ones first; which are kept; their
-    parents."""
+    """The most nodes that a row keeps; all nodes, kept ones first; which are kept; and parents."""
 
     largest: Tensor
     order_BN: Tensor
