@@ -216,7 +216,7 @@ def test_a_file_on_the_hub_is_named_by_its_owner_and_offline_one_line_says_so():
 
 def test_weights_that_a_model_cannot_have_are_refused_before_it_is_loaded():
     with pytest.raises(
-        ConfigError, match=r"model\.weights=packed is for GGUF files, and 'some/model'"
+        ConfigError, match=r"model\.weights=packed is for GGUF files; for 'some/model'"
     ):
         ModelConfig("x", "some/model", weights=Weights.packed)
     with pytest.raises(ConfigError, match=r"leave out model\.quantization=int8"):
