@@ -1,7 +1,7 @@
 """Lossless self-speculative decoding: begin with `kangaroo.load` (see `kangaroo/api.py`).
 
-What is imported in `__init__.pyi`, which type checkers read, is imported here when first used
-(PEP 562), so that `import kangaroo` alone loads no torch.
+What `__init__.pyi` imports, for type checkers, is imported here when it is first used (PEP 562), so
+that `import kangaroo` alone loads no torch.
 """
 
 import ast

@@ -1,4 +1,4 @@
-# What can be imported from `kangaroo`, which loads it when it is first used.
+# What can be imported from `kangaroo`; it is loaded when it is first used.
 from kangaroo.api import Model as Model
 from kangaroo.api import load as load
 from kangaroo.drafters.base import DrafterConfig as DrafterConfig

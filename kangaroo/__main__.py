@@ -1,4 +1,4 @@
-"""`kangaroo COMMAND ...` or `python -m kangaroo`: what the scripts of a checkout do, anywhere."""
+"""`kangaroo COMMAND ...` or `python -m kangaroo ...`: what a checkout's scripts do, anywhere."""
 
 import sys
 from difflib import get_close_matches
@@ -10,7 +10,7 @@ COMMANDS = {
     "tune": "find the fastest drafter for a model, and its settings",
     "speed": "time decoding against the memory's limit",
     "train": "let a model write its data, and train adapters on it; say first what that takes",
-    "make_data": "the first part of train alone: write the data",
+    "make_data": "write training data, which is the first part of train",
     "convert import": "turn a published adapter or head into an adapter of this project",
     "convert export": "write an adapter for other software",
     "convert pack": "write an adapter with its model card as a repository for the hub",
@@ -21,8 +21,8 @@ COMMANDS = {
 
 
 def main(script: str = "") -> None:
-    """Run the command that the first words name; a `script` such as `convert.py` gives the first
-    word. The others are the command's."""
+    """Run the command that the first words name; the other words are its arguments. The name of a
+    `script` such as `convert.py` stands for the first word."""
     words = [*script.split(), *sys.argv[1:]]
     if sys.argv[1:2] in ([], ["-h"], ["--help"]):
         lines = [f"  {n:17}  {what}\n" for n, what in COMMANDS.items() if n.startswith(script)]
@@ -36,10 +36,10 @@ def main(script: str = "") -> None:
         near = get_close_matches(name.split()[-1], last_words, n=1)
         hint = f"Did you mean '{last_words[near[0]]}'? " if near else ""
         raise SystemExit(f"there is no command '{name}'. {hint}`kangaroo --help` lists them all.")
-    from kangaroo.cli import commands  # here, since it takes seconds
+    from kangaroo.cli import commands  # here, since importing it takes seconds
 
     program = f"{sys.argv[0]} {words[1]}" if script else f"kangaroo {name}"
-    sys.argv = [program, *words[count:]]  # which Hydra reads, and results record as their command
+    sys.argv = [program, *words[count:]]  # for Hydra, and for the provenance of results
     getattr(commands, name.replace(" ", "_"))()
 
 

@@ -30,7 +30,8 @@ from kangaroo.utils.ranges import Count, Ranged
 
 CONFIGS = project_folder("configs")  # settings of known models, drafters and hardware
 
-# A user's text, or a conversation: one or several messages as in OpenAI's API, the last a user's.
+# A user's text, or a conversation: one or more messages as in OpenAI's API, of which the last is a
+# user's.
 Prompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 Settings = TypeVar("Settings")
 
@@ -45,11 +46,12 @@ def load(
     """A model that is ready to answer.
 
     Args:
-        model: a name in `configs/groups/model.yaml`, a hub id, a folder, or a `ModelConfig`.
+        model: a name in `configs/groups/model.yaml`, a hub id, a folder, a GGUF file, or a
+            `ModelConfig`.
         adapter: folder or hub id of the drafter's adapter; None takes the model's own:
             `adapters/NAME` in the working folder or as shipped, or what training saved.
         drafter: a name in `configs/drafter`, with the settings of the command line; or a config,
-            without `adapter` and `settings`.
+            then without `adapter` and `settings`.
         chat_template: name of a template in `models/templates`; None takes the model's own.
         settings: fields of the drafter's config, such as `steps` and `threshold`.
 
@@ -70,7 +72,7 @@ def load(
 def load_target_for(
     model: ModelConfig, *drafters: DrafterConfig, more: Mapping[str, DrafterConfig] | None = None
 ) -> tuple[TargetModel, Tokenizer]:
-    """`load_target`, which may download gigabytes, once `check_adapters` found nothing missing."""
+    """`check_adapters` and then `load_target`, which may download gigabytes."""
     check_adapters(model, *drafters, more=more)
     return load_target(model)
 
@@ -78,8 +80,8 @@ def load_target_for(
 def check_adapters(
     model: ModelConfig, *drafters: DrafterConfig, more: Mapping[str, DrafterConfig] | None = None
 ) -> None:
-    """Errors: `AdapterNotFound` names what these drafters, or those of `more.NAME=`, lack, and all
-    drafters that lack nothing."""
+    """Raise `AdapterNotFound` if one of these drafters, or of those of `more.NAME=`, lacks a file;
+    it names that file, and all drafters that lack nothing."""
     try:
         for name, drafter in (more or {}).items():
             with naming(f"more.{name}"):
@@ -102,12 +104,12 @@ def drafter_names() -> list[str]:
 
 
 def drafter_config(drafter: object, served_by: str, settings: dict[str, Any]) -> DrafterConfig:
-    """The config of a drafter in `configs/drafter` for a target that the adapters of the model
-    `served_by` serve (`adapters_of`); a config stays as it is. In a cascade's settings drafters'
-    names stand for configs. Errors: `ConfigError`."""
+    """The config of a drafter in `configs/drafter`, for a target that the adapters of the model
+    `served_by` fit (`adapters_of`); a config stays as it is. A cascade's settings may be names of
+    drafters. Errors: `ConfigError`."""
     if isinstance(drafter, DrafterConfig):
         if settings:
-            raise ConfigError(f"{', '.join(settings)} given beside drafter=; set it there.")
+            raise ConfigError(f"{', '.join(settings)}: set this in the config given by drafter=.")
         if getattr(drafter, "adapter", None) == "???":
             raise ConfigError(
                 f"{type(drafter).__name__} needs adapter=, a folder or a hub id; "
@@ -120,7 +122,7 @@ def drafter_config(drafter: object, served_by: str, settings: dict[str, Any]) ->
     file = CONFIGS / "drafter" / f"{drafter}.yaml"
     text = file.read_text("utf-8").replace("${adapters_of:${model}}", served_by)
     sizes = OmegaConf.load(CONFIGS / "groups" / "hardware.yaml")
-    hardware = OmegaConf.select(sizes, hardware_here())  # which `${...}` in the file may name
+    hardware = OmegaConf.select(sizes, hardware_here())  # for `${...}` in the file
     config = OmegaConf.create({"drafter": OmegaConf.create(text), "hardware": hardware}).drafter
     values = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True)) | settings
     schema, *groups = values.pop("defaults")  # Hydra's
@@ -144,7 +146,7 @@ def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
         hint = get_type_hints(kind)[name]
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kinds = [get_origin(part) or part for part in parts]
-        # a `Ranged` dataclass checks its numbers itself, and `Sampling` its rule
+        # a `Ranged` dataclass itself checks its numbers, and `Sampling` its rule
         if not any(part in (int, float, Any, Rule) or isinstance(value, part) for part in kinds):
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; it takes {hint}.")
         values[name] = value.item() if isinstance(value, np.generic) else value
@@ -152,13 +154,13 @@ def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
 
 
 def hardware_here() -> str:
-    """The section of `configs/groups/hardware.yaml` that fits this machine."""
+    """The section of `configs/groups/hardware.yaml` for this machine."""
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass
 class Limits(Ranged):
-    """The maximal length of an answer, and how many are decoded at a time."""
+    """The most tokens of an answer, and how many answers are decoded at a time."""
 
     max_new_tokens: Count | None
     batch_size: Count | None = None
@@ -185,13 +187,14 @@ class Model:
 
         Args:
             prompts: a user's text or a conversation, or a list of them.
-            max_new_tokens: of an answer; None is, and takes memory for, the rest of the context.
+            max_new_tokens: of an answer; None is the rest of the context, for all of which memory
+                is taken.
             batch_size: prompts decoded at a time; None is all.
-            stop: one or more strings; an answer ends before the first, as in OpenAI's API.
-            json_schema: an answer is JSON that follows this schema.
+            stop: one string or more; an answer ends before the first, as in OpenAI's API.
+            json_schema: answers are JSON that follows this schema.
             logit_bias: what is added to the logits of tokens, by id.
-            sampling: fields of `Sampling`. The prompts of a list get `seed`, `seed + 1`, ...; None
-                is a random seed.
+            sampling: fields of `Sampling`. The prompts of a list get `seed`, `seed + 1`, ...;
+                `seed=None` is random.
 
         Errors: `PromptError` for a prompt that is empty, too long, or not a text or conversation;
         `ConfigError` for an unknown or invalid setting.
@@ -227,7 +230,7 @@ class Model:
 
     @cached_property
     def restrictions(self) -> Restrictions:
-        """Makes what restricts an answer."""
+        """Makes the restrictions of answers."""
         vocab_size = self.engine.lm.config.vocab_size
         return Restrictions(self.tokenizer, vocab_size, self.engine.eos_ids)
 
@@ -252,7 +255,7 @@ def _stops(stop: Any) -> list[str]:
     strings = [stop] if isinstance(stop, str) or not isinstance(stop, Iterable) else list(stop)
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise ConfigError(f"stop={stop!r}: {string!r} is no text that can end an answer.")
+            raise ConfigError(f"stop={stop!r}: {string!r} must be a text that is not empty.")
         with explained(ConfigError, f"stop={stop!r}", "Pass other text.", (ValueError,)):
             valid_text(string)
     return strings

@@ -26,7 +26,7 @@ class ChatConfig(Ranged):
 
 
 def questions(console: Console) -> Iterator[str]:
-    """The lines that the user types, until end of file."""
+    """The lines that the user types, until the end of input."""
     if isinstance(sys.stdin, io.TextIOWrapper):  # invalid UTF-8 does not end the conversation
         sys.stdin.reconfigure(errors="surrogateescape")
     while True:
@@ -37,7 +37,7 @@ def questions(console: Console) -> Iterator[str]:
 
 
 def summary(generation: Generation) -> str:
-    """One line on an answer's length, speed, and tokens per forward of the target."""
+    """One line on an answer's length, speed, compression rate and acceptance."""
     count = len(generation.tokens)
     steps = generation.steps
     drafted = sum(step.drafted for step in steps)
@@ -56,7 +56,7 @@ def chat(
     questions: Iterator[str],
 ) -> None:
     """Answer each question as a turn of one conversation. An empty question begins a new one, and
-    Ctrl-C stops an answer. A question that was stopped, is too long, or is no text is dropped."""
+    Ctrl-C stops an answer; that question is dropped, as is one that is too long or no text."""
     system = [] if config.system is None else [Message(role="system", content=config.system)]
     messages = list(system)
     session = None
@@ -72,7 +72,7 @@ def chat(
             engine.check(request)
             longest = len(prompt) + config.max_new_tokens
             if session is None or session.batch.longest < longest:
-                # twice the room, since a new session has to read the whole conversation again
+                # room for twice as much, since a new session reads the whole conversation again
                 room = max(longest, min(2 * longest, engine.lm.context))
                 session = engine.open(1, room, sampling)
             stream = session.stream(request)

@@ -1,4 +1,4 @@
-"""A CPU as a backend: layers and heads in native code."""
+"""The backend for CPUs: layers and heads in native code."""
 
 from collections.abc import Sequence
 from ctypes import CDLL

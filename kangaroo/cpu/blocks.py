@@ -1,4 +1,4 @@
-"""GGUF's blocks as native code multiplies them: sixteen rows side by side (`cpp/packed.h`).
+"""GGUF's blocks as native code multiplies them, sixteen rows side by side (`cpp/packed.h`).
 
 Shapes: O rows of a matrix, B bytes of a row in a file.
 """
@@ -18,8 +18,8 @@ PLAIN, IN_BYTES = 0, 1  # kinds that are not GGUF's, as in `products.h`
 
 
 class Blocks:
-    """A matrix in native code's order. Like a tensor of numbers it has a type, that of the states
-    which it multiplies, a length and an address."""
+    """A matrix in native code's order. Like a tensor it has a length, an address and a dtype: that
+    of the states that it multiplies."""
 
     def __init__(self, matrix: PackedMatrix, memory: Tensor):
         self.kind, self.shape, self.dtype = int(matrix.kind), matrix.shape, matrix.dtype
@@ -42,7 +42,7 @@ _known: WeakKeyDictionary[PackedMatrix, Weight] = WeakKeyDictionary()
 
 
 def kind_of(weight: Weight | None) -> int:
-    """What native code multiplies: numbers, bytes, or GGUF's number of a kind of blocks."""
+    """The format for native code: numbers, bytes, or GGUF's number of a kind of blocks."""
     if isinstance(weight, Blocks):
         return weight.kind
     return IN_BYTES if weight is not None and weight.dtype == torch.int8 else PLAIN
@@ -56,8 +56,8 @@ def size_of(library: CDLL, kind: int, shape: torch.Size) -> int:
 
 
 def native_weights(library: CDLL, matrices: Iterable[PackedMatrix]) -> list[Weight]:
-    """The matrices as native code reads them, in this order on huge pages; each is made once. Those
-    of a kind that it does not multiply, and of plain numbers, are widened."""
+    """The matrices as native code reads them, on huge pages in this order; each is made once. Those
+    of a kind that it does not multiply, and those of plain numbers, are widened."""
     matrices = list(matrices)
     new = list({id(matrix): matrix for matrix in matrices if matrix not in _known}.values())
     packed = [size_of(library, int(matrix.kind), matrix.shape) for matrix in new]
@@ -80,7 +80,7 @@ def native_weights(library: CDLL, matrices: Iterable[PackedMatrix]) -> list[Weig
 def native_layers(
     library: CDLL, layers: Sequence[LayerWeights[Matrix]]
 ) -> list[LayerWeights[Weight]]:
-    """Layers without packed matrices: these are `native_weights`."""
+    """The layers with `native_weights` in place of packed matrices."""
     packed = [w for layer in layers for w in vars(layer).values() if isinstance(w, PackedMatrix)]
     found = dict(zip(packed, native_weights(library, packed), strict=True))
     return [

@@ -1,4 +1,4 @@
-"""The plain arrays that native code reads and writes.
+"""The arrays that native code reads and writes.
 
 Shapes: B rows of the batch, N nodes of a row, C choices for a token, U states that a drafter has
 not read, D hidden size, S slots.
@@ -24,7 +24,7 @@ from kangaroo.models.target import TargetModel
 
 
 class DraftBuffers:
-    """The nodes of all rows, and a model with its cache.
+    """The nodes of all rows, and a model on its cache.
 
     Attributes:
         base: the slot and position of each row's node 0, `[B]`.
@@ -34,11 +34,11 @@ class DraftBuffers:
         biases: addresses of what is added to the logits after each node, `[B, N]`, 0 for nothing.
         choices: the best choices for the last draft token, `[B, C]`, the drafted one first.
         chances: the probabilities of the C likeliest tokens, before temperature and noise.
-        written, path: the `accepted` + 1 tokens that a step writes, and the nodes before, `[B, N]`.
+        written, path: the `accepted` + 1 tokens that a step writes, and the node before each one.
 
     Args:
-        capacity: nodes that a row may have.
-        exit_layer: the layers below it give the states that `drafting` reads; None for no states.
+        capacity: the most nodes of a row.
+        exit_layer: how many layers give the states that `drafting` reads; None if it reads none.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class DraftBuffers:
     ):
         size = cache.batch_size
         hidden = lm.config.hidden_size
-        # room for committed tokens that the drafting layer has not read; unused memory is free
+        # for states of committed tokens that the drafting layer has not read; unused, it costs
+        # nothing
         most_unread = 0 if exit_layer is None else cache.n_slots
         self.base, self.count, self.asking = np.zeros((3, size), np.int64)
         self.draw = np.zeros(size, structs.DRAW)
@@ -88,7 +89,7 @@ class DraftBuffers:
         self._verify = call("verify")
 
     def _target(self, lm: TargetModel, cache: KVCache) -> structs.Target:
-        """The target on its cache."""
+        """The model on its cache, for native code."""
         self.rope = lm.rope_table(cache.n_slots)  # kept while native code uses it
         head = lm.fast_head
         table = matrix_of(lm.hf.model.embed_tokens)
@@ -111,7 +112,7 @@ class DraftBuffers:
         )
 
     def keep(self, count: int) -> None:
-        """Let verification keep so many likeliest tokens after each node, and their chances."""
+        """Let verification keep the `count` likeliest tokens after each node, and their chances."""
         if count == self.rows.keep and self.rows.kept:
             return
         self.kept = np.zeros((*self.token.shape, count), np.int32)
@@ -121,7 +122,7 @@ class DraftBuffers:
         self.rows.kept_chances = self.kept_chances.ctypes.data
 
     def verify(self) -> None:
-        """Let the target choose after all nodes, and walk: sets `accepted`, `written`, `path`."""
+        """Let the target choose after all nodes, and set `accepted`, `written` and `path`."""
         self._verify(*self.pointers)
 
     def add(self, row: int, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
@@ -134,14 +135,14 @@ class DraftBuffers:
         self.count[row] = end
 
     def replace_with_tree(self, row: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        """Replace a row's nodes by a tree; nodes that it had already keep their places."""
+        """Replace a row's nodes by a tree; nodes that it had already keep their states."""
         nodes = slice(1, int(self.count[row]))
         keys = zip(self.parent[row, nodes].tolist(), self.token[row, nodes].tolist(), strict=True)
         old_nodes = {key: node for node, key in enumerate(keys, start=1)}
         places = self.place[row].tolist()
         states = self.has_state[row].tolist()
-        same = [0]  # each new node's old number, or -1
-        free = nodes.stop  # the next place that no node has
+        same = [0]  # the old number of each new node, or -1
+        free = nodes.stop  # the next free place
         self.add(row, tokens, parents)
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), start=1):
             same.append(old := old_nodes.get((same[parent], token), -1))
@@ -173,10 +174,10 @@ class DraftBuffers:
     def draft_trees(
         self, rows: Sequence[int], drafter: KangarooTree, limits: np.ndarray, worth: Sequence[float]
     ) -> None:
-        """Grow trees in rows that have only node 0. After n levels a row's tree grows if the
-        likeliest node of the last level is likelier than its n-th limit (`Budget.limits`); `worth`
-        prunes it as in `kangaroo_tree.kept`."""
-        worths = np.array(worth, np.float32)  # alive during the call
+        """Grow trees in rows that have only node 0. After n levels a row's tree goes on growing if
+        the likeliest node of the last level exceeds its n-th limit (`Budget.limits`); `worth` are
+        the costs in `kangaroo_tree.kept_nodes`, which prunes it."""
+        worths = np.array(worth, np.float32)  # kept alive during the call
         self._ask(rows)
         self._draft_trees(
             *self.pointers,
@@ -191,6 +192,6 @@ class DraftBuffers:
         )
 
     def _ask(self, rows: Sequence[int]) -> None:
-        """Let the next call draft in these rows."""
+        """Let the next call draft in these rows alone."""
         self.asking[:] = 0
         self.asking[list(rows)] = 1

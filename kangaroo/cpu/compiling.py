@@ -24,8 +24,8 @@ def compiler() -> str:
 
 
 def supported(compiler: str, *choices: list[str]) -> tuple[list[str], str]:
-    """The first choice of flags that the compiler supports, and the macros it then defines. Errors:
-    `CalledProcessError` if it supports none."""
+    """The first choice of flags that the compiler supports, and the macros that it then defines.
+    Errors: `CalledProcessError` if it supports none."""
     for flags in choices:
         command = [compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull]
         result = subprocess.run(command, capture_output=True, text=True)
@@ -43,7 +43,7 @@ def build(compiler: str, target: list[str]) -> Path:
     file = cache_folder() / "native" / f"decode-{key}.so"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")  # renamed at the end: others may build too
+        partial = file.with_suffix(f".{os.getpid()}")  # renamed at the end: others may build, too
         command = [compiler, *FLAGS, *machine, "-shared", "-fPIC", str(MAIN), "-o", str(partial)]
         subprocess.run(command, check=True, capture_output=True, text=True)
         os.replace(partial, file)

@@ -1,4 +1,4 @@
-"""How drafters draft in native code, by their classes; the reference is a drafter's `propose`."""
+"""How drafters draft in native code, by their classes; a drafter's `propose` defines the result."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from kangaroo.cpu import native, structs
 from kangaroo.cpu.backend import CpuBackend
 from kangaroo.cpu.blocks import IN_BYTES
 from kangaroo.cpu.buffers import DraftBuffers
-from kangaroo.cpu.int8 import Int8Weights, int8_weights
+from kangaroo.cpu.int8 import Int8Weights, head_struct, int8_weights
 from kangaroo.drafters.base import Drafter, TreesFromText
 from kangaroo.drafters.block import Block
 from kangaroo.drafters.cascade import Cascade
@@ -22,21 +22,21 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import KVCache
 from kangaroo.engine.sampling import Rule, Sampling
-from kangaroo.heads.eagle3_head import Eagle3Head, NormedHead
+from kangaroo.heads.eagle3_head import Eagle3Head
 from kangaroo.models.target import TargetModel
 
-UNREAD = 4  # unread tokens that a draft model reads while drafting; if there are more, as a prompt
+UNREAD = 4  # most unread tokens that a draft model reads in a round; more are read as a prompt
 
 
 class Drafting:
     """A drafter in native code for one batch; the base class is vanilla decoding."""
 
     nodes = 0  # the most places that its nodes take in a round
-    # the layers below this one give the states that it reads and verification reuses; None for none
+    # how many layers give the states that it reads and verification uses again; None if it has none
     exit_layer: int | None = None
 
     def layer(self, cache: KVCache) -> structs.Drafting | None:
-        """The drafting layer beside the target's cache, if there is one; its own must exist."""
+        """The drafting layer, if there is one, whose cache must exist; `cache` is the target's."""
         return None
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
@@ -44,7 +44,7 @@ class Drafting:
 
 
 def native_drafting(lm: TargetModel, drafter: Drafter, sampling: Sampling) -> Drafting | None:
-    """The native drafting for a batch of a drafter; None if it has to decode on tensors."""
+    """How a drafter drafts natively for a batch; None if the batch has to decode on tensors."""
     by_match = sampling.greedy or sampling.rule is Rule.match
     if not (isinstance(lm.backend, CpuBackend) and by_match):
         return None
@@ -82,10 +82,9 @@ class TextDrafting(Drafting):
 
 
 class LayerDrafting(Drafting):
-    """Drafting with a layer on the target's shallow states, in eight bits where it may.
-
-    `cost_share` is what a draft token costs of one in the model's numbers: attention and barriers
-    take what they took."""
+    """Drafting with a layer on the target's shallow states, in eight bits if that is allowed. Then
+    a draft token costs the `cost_share` of one in the model's numbers: more than half, since
+    attention and barriers take as long."""
 
     def __init__(self, drafter: EarlyExit):
         self.drafter = drafter
@@ -127,15 +126,10 @@ class LayerDrafting(Drafting):
 
     def head(self) -> structs.Head:
         """The drafter's head with its draft vocabulary."""
-        if self.int8:
-            return self.int8.head.as_struct()
-        head = self.drafter.head
-        assert isinstance(head.fast, native.Head)
-        norm_D = head.norm_D if isinstance(head, NormedHead) else None
-        return head.fast.as_struct(norm_D, ids_O=head.vocabulary_K)
+        return self.int8.head.as_struct() if self.int8 else head_struct(self.drafter.head)
 
     def catch_up(self, buffers: DraftBuffers, batch: Batch) -> None:
-        """Let the drafter catch up, and update the head that native code uses."""
+        """Let the drafter catch up, and update native code's head if the vocabulary changed."""
         if self.drafter.catch_up(batch):
             assert buffers.drafting is not None
             buffers.drafting.head = self.head()
@@ -175,9 +169,9 @@ class HybridDrafting(LayerDrafting):
         drafter.update_costs(batch.budget, len(rows), shared_states=True, share=self.cost_share)
         sources = {row: drafter.update_sources(batch, row) for row in rows}
         growing = [row for row, source in sources.items() if drafter.pays(source)]
-        for row in growing:  # one pass computes their states and the pending token's
-            buffers.add(row, sources[row].likeliest_lookup.tokens)
-        one_token = np.zeros((batch.size, 1), np.float32)  # at no limit: `drafter.pays` decides
+        for row in growing:  # one pass computes the states of these and of the pending token
+            buffers.add(row, sources[row].lookup.tokens)
+        one_token = np.zeros((batch.size, 1), np.float32)  # no limit, since `drafter.pays` decides
         for _ in range(drafter.steps):
             if not growing:
                 break
@@ -253,7 +247,7 @@ class DraftModelDrafting(Drafting):
         )
 
     def _catch_up(self, chains: DraftBuffers, text: list[int], row: int) -> None:
-        """A row's nodes are the tokens that are not read yet, the pending one the last of them."""
+        """Make a row's unread tokens its nodes; the pending token is the last one."""
         drafter = self.drafter
         last = len(text) - 1
         for token in drafter.drafted[row]:

@@ -1,5 +1,5 @@
-"""Huge pages for weights, in the order they are read, and for caches: prefetching stops at each
-page of 4 kB, which costs some processors a third of the memory's bandwidth."""
+"""Huge pages for weights, in the order in which they are read, and for caches. Prefetching stops at
+the end of a page: with pages of 4 kB some processors lose a third of the memory's bandwidth."""
 
 import math
 import mmap
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 PAGE = 2**21
-LINE = 64  # each tensor begins at a multiple of a cache line
+LINE = 64  # bytes of a cache line, at whose beginning each tensor starts
 
 
 def move_to_huge_pages(parameters: Iterable[Tensor]) -> None:
@@ -24,9 +24,9 @@ def move_to_huge_pages(parameters: Iterable[Tensor]) -> None:
 
 
 def huge_pages(sizes: Sequence[int]) -> list[Tensor]:
-    """Memory of so many bytes each, one after another, on huge pages if the system has any."""
+    """Tensors of so many bytes, one after another, on huge pages if the system has any."""
     *offsets, total = accumulate((-(-size // LINE) * LINE for size in sizes), initial=0)
-    # private, since most systems give shared memory no huge pages; allocated when first written
+    # private, since most systems have no huge pages for shared memory; allocated when first written
     mapped = mmap.mmap(-1, total + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapped.madvise(mmap.MADV_HUGEPAGE)

@@ -1,5 +1,5 @@
-"""Weights in eight bits, for drafts alone: half as many bytes are read for a draft token. What they
-get wrong, verification, which reads the target's own weights, does not accept.
+"""Weights in eight bits, for drafts alone: a draft token reads half as many bytes. Verification,
+which reads the target's own weights, does not accept what they get wrong.
 
 Shapes: O outputs of a matrix, R room for a draft vocabulary, D hidden size.
 """
@@ -18,19 +18,18 @@ from kangaroo.cpu.huge_pages import move_to_huge_pages
 from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.backend import LayerWeights
 from kangaroo.heads.draft_head import BLOCK, DraftHead, TextHead
-from kangaroo.heads.eagle3_head import NormedHead
 
 
 def rounded(weight_OD: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers of at most 127, int8 `[O, D]`, and what 1 is worth in each row, `[O]`, with
-    zeros behind it up to a whole block."""
+    """The weights in whole numbers up to 127, int8 `[O, D]`, and the scale of each row, `[O]`,
+    padded with zeros to whole blocks."""
     scale_O = weight_OD.abs().amax(1).float().clamp(min=1e-30) / 127
     steps_OD = (weight_OD / scale_O[:, None]).round().to(torch.int8)
     return steps_OD, F.pad(scale_O, (0, -len(scale_O) % BLOCK))
 
 
 def rounded_layers(layers: Sequence[LayerWeights[Weight]]) -> list[LayerWeights[Weight]]:
-    """Layers whose matrices are bytes, with their scales behind them."""
+    """The layers with their matrices in bytes, each followed by its scales."""
 
     def matrix(weight: Tensor | None) -> Tensor | None:
         if weight is None or weight.ndim == 1:
@@ -42,10 +41,16 @@ def rounded_layers(layers: Sequence[LayerWeights[Weight]]) -> list[LayerWeights[
 
 
 def with_layers(stack: native.Stack, layers: Sequence[LayerWeights[Weight]]) -> native.Stack:
-    """A stack of rounded layers that are like its own."""
+    """The stack with rounded layers in place of its own."""
     stack = copy(stack)
     stack.read(layers)
     return stack
+
+
+def head_struct(head: DraftHead) -> structs.Head:
+    """A drafter's head for native code, with its draft vocabulary."""
+    assert isinstance(head.fast, native.Head)
+    return head.fast.as_struct(head.norm_D, ids_O=head.vocabulary_K)
 
 
 class Int8Head:
@@ -68,9 +73,7 @@ class Int8Head:
             steps_OD, scale_O = rounded(head.weight_KD[new])
             self.steps_RD[new] = steps_OD
             self.scale_R[new] = scale_O[: len(steps_OD)]
-        assert isinstance(head.fast, native.Head)
-        norm_D = head.norm_D if isinstance(head, NormedHead) else None
-        struct = head.fast.as_struct(norm_D, ids_O=head.vocabulary_K)
+        struct = head_struct(head)
         struct.weight, struct.scales = map(native.pointer, (self.steps_RD, self.scale_R))
         struct.kind = IN_BYTES
         struct.passing = int(self.steps_RD.nbytes > native.staying_bytes())
@@ -105,6 +108,6 @@ class Int8Weights:
         matrices = [x for y in (*shallow, *layer) for x in vars(y).values() if x is not None]
         matrices = [x for x in matrices if x.dtype == torch.int8]
         move_to_huge_pages([*matrices, *self.fuse, self.head.steps_RD, self.head.scale_R])
-        # packed layers are read by drafts as they lie
+        # drafts read packed layers as they lie
         self.shallow = with_layers(target_stack, shallow) if shallow else None
         self.layer = with_layers(adapter_stack, layer)

@@ -1,7 +1,7 @@
 """Decoder layers in native code on a CPU: calls the library built from `cpp/decode.cpp`.
 
-A step of decoding takes the time of reading the weights once, and a token's result does not depend,
-bit by bit, on what is computed beside it. The library is built at first use, for this processor.
+A step of decoding takes the time of reading the weights once. The bits of a token's result do not
+depend on what is computed beside it. The library is built at first use, for this processor.
 
 Shapes: R rows, T tokens a row, D hidden size, O outputs.
 """
@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_TOKENS = 256  # in a pass
 PROMPT_CHUNK = 128  # tokens of a prompt in a pass, so that intermediate results stay in the cache
-WIDE_CHUNK = 256  # the same where many tokens share more work: turned rows, or a matrix unit
-LONGEST_PROMPT = 2048  # with a matrix unit: for longer ones PyTorch's attention is faster
-WIDEST_HEAD = 1024  # of `attention.h`
-CHOICES = 3  # of `sampling.h`
-MOST_CHOICES = 16  # of `sampling.h`, too
+WIDE_CHUNK = 256  # the same where tokens share more work: transposed rows, or a matrix unit
+LONGEST_PROMPT = 2048  # tokens, with a matrix unit; PyTorch's attention is faster for longer ones
+WIDEST_HEAD = 1024  # as in `attention.h`
+CHOICES = 3  # as in `sampling.h`
+MOST_CHOICES = 16  # as in `sampling.h`
 
 # The weights that a layer's keys and values need.
 KEY_WEIGHTS = "attention_norm", "k", "v", "k_bias", "v_bias", "k_norm"
@@ -58,8 +58,7 @@ def pointer(tensor: Weight | None) -> int:
 
 
 def addresses(cache: KVCache, first: int = 0) -> Addresses:
-    """The addresses of each layer's keys and values from the slot `first` on, which live as long
-    as the cache."""
+    """The addresses of each layer's keys and values from slot `first` on, while the cache lives."""
     known = _addresses.setdefault(cache, {})
     if first not in known:
         pointers = ctypes.c_void_p * len(cache.keys)
@@ -76,9 +75,9 @@ def sizes_struct(sizes: Sizes) -> structs.Sizes:
 
 
 class Stack:
-    """Layers that run in one call. Their weights have one dtype of `DTYPES` and are not copied, or
-    they are `Blocks`; attention looks back `window` positions (`ForwardMeta.within`). Native drafts
-    alone read matrices in bytes (`int8.py`)."""
+    """`backend.Layers` that run in one call. Their weights have one dtype of `DTYPES` and are not
+    copied, or they are `Blocks`, or, in native drafts alone, bytes (`int8.py`). Attention looks
+    back `window` positions (`ForwardMeta.within`)."""
 
     def __init__(
         self, library: CDLL, layers: Sequence[LayerWeights[Weight]], sizes: Sizes, window: int = 0
@@ -105,11 +104,9 @@ class Stack:
         self.is_plain = not any(map(kind_of, matrices))
 
     def prompt_chunk(self, length: int) -> int | None:
-        """See `backend.Layers`."""
         return self.chunk if length <= self.longest_prompt else None
 
     def takes(self, x_RTD: Tensor, cache: KVCache | None, meta: ForwardMeta) -> bool:
-        """See `backend.Layers`. In training texts have one mask for all rows, or a boolean one."""
         if cache is None:
             return False
         few = x_RTD.shape[0] * x_RTD.shape[1] <= MOST_TOKENS and not torch.is_grad_enabled()
@@ -122,9 +119,8 @@ class Stack:
     def as_struct(
         self, cache: KVCache, layers: range, keys_alone: bool = False, first_slot: int = 0
     ) -> structs.Stack:
-        """Some of the layers with their keys and values, valid while the cache exists; with
-        `keys_alone` each layer writes these, and leaves the states as they are. Slots are counted
-        from the first one."""
+        """Some of the layers on their keys and values, valid while the cache exists. With
+        `keys_alone` the layers only write these. Slots are counted from `first_slot` on."""
         table = self.keys_table if keys_alone else self.table
         weights = ctypes.addressof(table) + layers.start * self.per_layer
         offset = layers.start * ctypes.sizeof(ctypes.c_void_p)
@@ -149,7 +145,6 @@ class Stack:
         keys_alone: bool = False,
         pairs: Tensor | None = None,
     ) -> Tensor:
-        """See `backend.Layers`."""
         assert cache is not None
         rows, tokens, _ = x_RTD.shape
         x_RTD = x_RTD.clone(memory_format=torch.contiguous_format)
@@ -170,8 +165,8 @@ class Stack:
 def layer_table(
     layers: Sequence[LayerWeights[Weight]], names: Collection[str] | None = None
 ) -> Array[Any]:
-    """The layers as `layers.h` reads them, with all weights or those of these names. As many of the
-    first layers as fit stay in the last-level cache, since a draft reads them for each token."""
+    """The layers as `layers.h` reads them, with all weights or those of these names. As many first
+    layers as fit stay in the last-level cache, since a draft reads these for each token."""
     entries = []
     size = 0
     for layer in layers:
@@ -186,13 +181,13 @@ def layer_table(
 
 
 def stack_of(layers: Layers | None) -> Stack:
-    """The layers of a target or a drafting layer that runs in native code."""
+    """The layers of a target, or a drafting layer, which run in native code."""
     assert isinstance(layers, Stack)
     return layers
 
 
 class Head:
-    """A matrix from hidden states to logits."""
+    """See `backend.Head`."""
 
     def __init__(self, library: CDLL, weight_OD: Weight, sizes: Sizes):
         self.weight_OD = weight_OD
@@ -203,15 +198,13 @@ class Head:
         self.call = function(library, "read_out", weight_OD.dtype)
 
     def read(self, weight_OD: Tensor) -> None:
-        """See `backend.Head`."""
         self.weight_OD = weight_OD
 
     def takes(self, x_MD: Tensor) -> bool:
-        """See `backend.Head`."""
         return x_MD.shape[0] <= MOST_TOKENS and not torch.is_grad_enabled()
 
     def as_struct(self, norm: Tensor | None = None, ids_O: Tensor | None = None) -> structs.Head:
-        """The head for native code, after a norm if one is given; by `ids` for some tokens only."""
+        """The head for native code, after a norm if one is given; `ids` are the rows' tokens."""
         return structs.Head(
             norm=pointer(norm),
             weight=pointer(self.weight_OD),
@@ -222,7 +215,6 @@ class Head:
         )
 
     def __call__(self, x_MD: Tensor, norm: Tensor | None = None) -> Tensor:
-        """See `backend.Head`."""
         x_MD = x_MD.contiguous()
         logits_MO = x_MD.new_empty(len(x_MD), len(self.weight_OD), dtype=torch.float32)
         self.call(
@@ -233,14 +225,14 @@ class Head:
         return logits_MO
 
     def round(self, matrix: PackedMatrix | None = None) -> None:
-        """Let greedy decoding read rows in fewer bits, and in full only those of tokens that may be
-        the likeliest (`Rough` in `cpp/sampling.h`): in bytes, or of a `matrix` of Q8_0's blocks in
-        five bits. The weights must not change after this."""
+        """Let choices read all rows in fewer bits, and in full only those of tokens that may win
+        (`Rough` in `cpp/sampling.h`): in bytes, or those of a `matrix` of Q8_0's blocks in five
+        bits. After this the weights must not change."""
         outputs, width = self.weight_OD.shape
         kind = IN_BYTES if matrix is None else int(Kind.Q5_1)
         size = outputs * width if matrix is None else size_of(self.library, kind, matrix.shape)
         self.few_bits = torch.empty(size, dtype=torch.int8)
-        # what 1 is worth in a row of bytes, and how wrong a row may be
+        # of each row the scale of its bytes, and the limit of its error
         self.limits_2O = torch.empty(2, -(-outputs // 16) * 16)
         move_to_huge_pages([self.few_bits, self.limits_2O])
         self.rough = structs.Rough(
@@ -260,7 +252,6 @@ class Head:
             call(sizes, blocks_OB.data_ptr(), blocks_OB.shape[1], outputs, byref(self.rough))
 
     def likeliest(self, x_MD: Tensor, norm: Tensor) -> Tensor | None:
-        """See `backend.Head`; by the `rough` head, if there is one."""
         if not self.rough.weight:
             return None
         x_MD = x_MD.contiguous()
@@ -271,8 +262,7 @@ class Head:
     def choose(
         self, x_RTD: Tensor, norm: Tensor | None = None, ids_O: Tensor | None = None
     ) -> None:
-        """See `backend.Head`: chances need the logits."""
-        return None
+        return None  # the probabilities take all logits
 
     def _call(self, name: str, *arguments: int, norm: Tensor | None = None) -> None:
         call = function(self.library, name, self.weight_OD.dtype)
@@ -281,8 +271,9 @@ class Head:
 
 
 class Fusing:
-    """Joins shallow states and the deep ones before them for a fused adapter; without a weight in
-    rounds alone, where both lie side by side for EAGLE-3's layer."""
+    """A `backend.Fusing`: joins shallow states and the deep ones before them for a fused adapter.
+    Without a weight it is for native rounds alone, which put both side by side for EAGLE-3's
+    layer."""
 
     def __init__(self, library: CDLL, norms: Sequence[Tensor], weight: Tensor | None, sizes: Sizes):
         self.norms = norms
@@ -295,7 +286,6 @@ class Fusing:
         return structs.Fusing(*map(pointer, self.norms), weight=pointer(self.weight))
 
     def __call__(self, f_BND: Tensor, deep_BND: Tensor) -> Tensor:
-        """See `backend.Fusing`."""
         x_BND = f_BND.clone(memory_format=torch.contiguous_format)
         deep_BND = deep_BND.expand_as(f_BND).contiguous()
         tokens = x_BND.shape[0] * x_BND.shape[1]
@@ -326,7 +316,7 @@ ARGUMENTS = {
 
 def function(library: CDLL, name: str, dtype: torch.dtype) -> Callable[..., None]:
     """A function of the library for numbers of this format."""
-    call: Any = library[f"{name}_{DTYPES[dtype]}"]  # a new object: `getattr` would share it
+    call: Any = library[f"{name}_{DTYPES[dtype]}"]  # a new object, which `getattr` would share
     call.argtypes = [TYPES[letter] for letter in ARGUMENTS[name]]
     call.restype = None
     return call
@@ -346,8 +336,8 @@ def longest_prompt(library: CDLL, dtype: torch.dtype, sizes: Sizes) -> int:
 
 @cache
 def torch_multiplies(dtype: torch.dtype) -> bool:
-    """Whether PyTorch multiplies fast in this format here. On x86 it claims to know bfloat16 where
-    there is AVX-512, and takes five times as long as for float32 without products of bfloat16."""
+    """Whether PyTorch multiplies fast in this format here. On x86 it claims so of bfloat16 wherever
+    there is AVX-512; without instructions for bfloat16 it takes five times as long as float32."""
     if dtype == torch.float32 or not torch.backends.mkldnn.is_available():
         return dtype == torch.float32
     if dtype == torch.bfloat16 and platform.machine() in ("x86_64", "AMD64"):
@@ -359,8 +349,7 @@ def torch_multiplies(dtype: torch.dtype) -> bool:
 @cache
 def staying_bytes() -> int:
     """How many bytes of a model's layers, or of a head, stay in the last-level cache between
-    passes: half of its size, so that weights fetched past it (`products.h`) do not push them out.
-    There is no limit where Linux does not tell the size."""
+    passes: half of its size, or all if Linux does not tell it. Others are fetched past it."""
     sizes = [0]
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with suppress(OSError, ValueError):
@@ -370,7 +359,7 @@ def staying_bytes() -> int:
 
 @cache
 def library() -> CDLL | None:
-    """The native library; None, with a warning that says why, if it cannot be built."""
+    """The native library; None, with a warning, if it cannot be built."""
     try:
         name = compiler()
         target, _ = supported(name, ["-march=native"], ["-mcpu=native"])
@@ -378,5 +367,5 @@ def library() -> CDLL | None:
     except (OSError, subprocess.CalledProcessError) as error:
         lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         reason = next((line for line in lines if "error:" in line), lines[0])
-        log.warning("decoding stays eager, which is slower: %s", reason)
+        log.warning("decoding runs in PyTorch, which is slower, not in native code: %s", reason)
         return None

@@ -1,4 +1,4 @@
-"""What `kangaroo/training/distill.py` needs of stored distributions, in native code.
+"""What `kangaroo/training/distill.py` computes of stored distributions, in native code.
 
 Shapes: C positions of a chunk, K draft vocabulary, J stored tokens, O outcomes.
 """
@@ -13,15 +13,15 @@ from kangaroo.cpu import native, structs
 
 
 def takes(logits_CK: Tensor) -> bool:
-    """Whether native code reads logits of this device and format."""
+    """Whether native code takes logits on this device and in this format."""
     on_cpu = logits_CK.device.type == "cpu" and logits_CK.dtype in native.DTYPES
     return on_cpu and native.library() is not None
 
 
 class Outcomes(torch.autograd.Function):
-    """`distill.outcomes`, with the logits' gradient in one pass. With g the outcomes' gradients, s
-    their sum and q the probabilities, a token among the outcomes has the gradient `g - s q`, any
-    other `(g_rest / q_rest - s) q`."""
+    """`distill.outcomes`, with the gradient of the logits in one pass. With g the gradients of the
+    outcomes, s their sum and q the probabilities, the gradient is `g - s q` for a token among the
+    outcomes, and `(g_rest / q_rest - s) q` for any other."""
 
     @staticmethod
     def forward(
@@ -45,11 +45,11 @@ class Outcomes(torch.autograd.Function):
 
 
 def _call(name: str, fields: list[Tensor], *arguments: Tensor) -> None:
-    """Call native code with the `fields` of `structs.Outcomes`, in order, and arguments."""
+    """Call native code with the `fields` of `structs.Outcomes`, in their order, and arguments."""
     library = native.library()
     assert library is not None
     rows, logits = fields[0].shape
-    tensors = [tensor.contiguous() for tensor in (*fields, *arguments)]  # alive during the call
+    tensors = [tensor.contiguous() for tensor in (*fields, *arguments)]  # kept alive
     pointers = [native.pointer(tensor) for tensor in tensors]
     sizes = (rows, logits, fields[1].shape[1], torch.get_num_threads())
     structure = structs.Outcomes(*sizes, *pointers[: len(fields)])

@@ -1,4 +1,4 @@
-"""A step in native code (`cpp/rounds.h`): one call drafts, one verifies."""
+"""A step in native code (`cpp/rounds.h`): one call drafts, another verifies."""
 
 from collections.abc import Iterator
 
@@ -47,7 +47,7 @@ class CpuStepper:
         if drafts and drafting:
             self.drafting.draft(buffers, batch, drafting)
         drafted = running()
-        biases = list(self._biases())  # alive while native code reads them
+        biases = list(self._biases())  # kept alive while native code reads them
         buffers.verify()
         del biases
         verified = running()
@@ -80,7 +80,7 @@ class CpuStepper:
         return records
 
     def _biases(self) -> Iterator[np.ndarray]:
-        """Tell native code what restricted texts add to the logits after their nodes."""
+        """What restricted texts add to the logits after their nodes, set for native code."""
         buffers = self.buffers
         buffers.biases[:] = 0
         for row, constraint in self.batch.constrained:
@@ -98,7 +98,7 @@ class CpuStepper:
         buffers.count[:] = buffers.end[:] = 0
         for row in active:
             text = batch.texts[row]
-            if text is not self.texts[row]:  # another prompt has taken the row
+            if text is not self.texts[row]:  # another text has taken the row
                 self.texts[row] = text
                 sampling = batch.samplings[row]
                 filters = (sampling.temperature, sampling.top_p, sampling.top_k)
@@ -110,7 +110,7 @@ class CpuStepper:
             buffers.has_state[row, 0] = 0
 
     def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
-        """Chunks of a shared prefix that the drafting layer has not read, with the kept states."""
+        """See `Stepper`: tokens that the drafting layer has not read, with their kept states."""
         buffers = self.buffers
         end = len(prefix_T)
         exit_layer = self.drafting.exit_layer

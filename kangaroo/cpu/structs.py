@@ -1,6 +1,6 @@
-"""The structures of `cpp/`, field by field; a test compares their sizes with C++'s.
+"""The structures of `cpp/`, field by field; a test compares their sizes with those in C++.
 
-An address is 0 for none; whoever fills one in keeps its memory alive.
+An address of 0 stands for nothing. Whoever sets an address keeps the memory alive.
 """
 
 from ctypes import Structure, c_double, c_int64, c_void_p
@@ -11,7 +11,7 @@ TYPES = {"p": c_void_p, "i": c_int64, "d": c_double}
 
 
 def _fields(text: str) -> list[tuple[str, type]]:
-    """Fields in the order of the structure, by type: p an address, i an integer, d a double."""
+    """Fields in their order, after the letter of their type: p address, i integer, d double."""
     groups = (group.split() for group in text.split(","))
     return [(name, TYPES[kind]) for kind, *names in groups for name in names]
 
@@ -41,7 +41,7 @@ class Rough(Structure):
 
 
 class Fusing(Structure):
-    """What joins shallow and deep states (rows.h)."""
+    """Weights that join shallow and deep states (rows.h)."""
 
     _fields_ = _fields("p shallow_norm deep_norm weight, i kind, p scales")
 
@@ -71,7 +71,7 @@ class Drafting(Structure):
 
 
 class Places(Structure):
-    """What a block has beside an adapter (rows.h)."""
+    """What a block has besides an adapter (rows.h)."""
 
     _fields_ = _fields("p places neighbours table, i rank")
 
@@ -87,7 +87,7 @@ class Rows(Structure):
 
 
 class Outcomes(Structure):
-    """Logits in training, and what is found of them (outcomes.h)."""
+    """Logits in training, and what is computed of them (outcomes.h)."""
 
     _fields_ = _fields(
         "i rows logits tokens threads, p scores index inside log_q largest rest best"

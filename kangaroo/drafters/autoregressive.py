@@ -1,4 +1,4 @@
-"""Chains drafted by a model's own head: draft models, and targets that skip some layers.
+"""Chains that a model's own head drafts: draft models, and targets that skip some of their layers.
 
 Shapes: B rows, N tokens of a pass, M tokens of all rows, D hidden size, V vocabulary.
 """
@@ -27,8 +27,8 @@ from kangaroo.utils.memory import weight_bytes
 
 
 class WholeHead(DraftHead):
-    """Final norm and head of a model that drafts for one with `size` tokens: more, which it never
-    drafts, or fewer (`padding` below 0)."""
+    """The final norm and head of a model that drafts for a target with `size` tokens. If that has
+    more tokens, it never drafts these; if it has fewer, `padding` is below 0."""
 
     def __init__(self, lm: TargetModel, size: int):
         super().__init__(lm)
@@ -44,12 +44,12 @@ class WholeHead(DraftHead):
 
 
 class Autoregressive(Chain):
-    """Each token is the input of the next pass; the first pass reads the window too. By default the
-    target drafts with some of its layers on its own cache: the committed keys are those of all
-    layers, and verification writes those of the draft again.
+    """Each token is the input of the next pass; the first pass reads the window, too. By default
+    the target drafts with some of its layers on its own cache: the committed keys are those of the
+    whole model, and verification writes those of the draft again.
 
     Attributes:
-        layered: the model whose layers are numbered: the target, or the same in smaller layers.
+        layered: the model whose layers run: the target, or the same model in smaller layers.
         runs: ranges of layers that run, each with the rows that run it, `[B, 1, 1]`; None for all.
     """
 
@@ -81,7 +81,7 @@ class Autoregressive(Chain):
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
         input_BN = batch.last(self.window + 1)
         for step in range(1, self.steps + 1):
-            # a graph a step, so that none overwrites what the round still reads of another
+            # a graph for each step, so that none overwrites what the round still reads of another
             key = ("draft", step, batch.sampling.kind)
             work = partial(self.draft_token, batch, step)
             caches = self.caches(batch)
@@ -92,7 +92,7 @@ class Autoregressive(Chain):
     def draft_token(
         self, batch: Batch, step: int, input_BN: Tensor, meta: ForwardMeta, draws: Tensors
     ) -> DraftToken:
-        """One token of the chain; `meta` is the block of window, pending token and draft."""
+        """One token of the chain; `meta` is the block of the window, pending token and draft."""
         first = 0 if step == 1 else self.window + step - 1
         x_BND = self.run(batch, input_BN, meta.narrow(first, input_BN.shape[1]))
         return self.draw(batch, step, x_BND[:, -1:], draws)
@@ -107,9 +107,9 @@ class Choice:
 
 
 class LayerChoice(Autoregressive):
-    """Each row's drafts skip layers of their own; every text begins with `first`. A layer that any
-    row needs runs for all rows, and its output is dropped in those that skip it. Each layer is a
-    graph of its own, since the skipped layers change too often for graphs of whole tokens."""
+    """The drafts of each row skip layers of their own, at first `first`. A layer that any row needs
+    runs for all rows, and its output is dropped in rows that skip it. Each layer is a CUDA graph of
+    its own, since the skipped layers change too often for graphs of whole tokens."""
 
     rows: RowStates[Any]
 
@@ -126,13 +126,13 @@ class LayerChoice(Autoregressive):
         return 1 - sum(self.shares[layer] for layer in skip)
 
     def start(self, row: int, text: list[int]) -> Choice:
-        """The first choice for a text that has only its prompt and first token."""
+        """The first choice for a text, which has its prompt and first token."""
         return Choice(self.first)
 
     @abstractmethod
     def improve(self, batch: Batch, choices: dict[int, Choice]) -> None:
-        """Set, in `skip`, the layers that the next drafts of these rows skip; this may run up to
-        `max_nodes` tokens of a row at once."""
+        """Set the layers that the next drafts of these rows skip (`Choice.skip`). For that it may
+        run up to `max_nodes` tokens of a row at once."""
 
     def begin(self, batch: Batch) -> None:
         self.rows = RowStates(self.start)
@@ -146,7 +146,7 @@ class LayerChoice(Autoregressive):
         return super().propose(batch)
 
     def choose_runs(self, skips: dict[int, Subset], batch: Batch) -> None:
-        """Set `runs` by the layers that each of these rows skips, and the cost of a draft token."""
+        """Set `runs` and the cost of a draft token, by the layers that each of these rows skips."""
         layers = range(self.layered.n_layers)
         skipping = [{row for row, skip in skips.items() if layer in skip} for layer in layers]
         self.draft_cost = self.cost_without([x for x in layers if len(skipping[x]) == len(skips)])

@@ -1,6 +1,6 @@
 """The interface between the engine and its drafters, and what several drafters share.
 
-Shapes: B rows of the batch, T tokens of a prefill chunk.
+Shapes: T tokens of a prefill chunk.
 """
 
 from abc import ABC, abstractmethod
@@ -23,19 +23,19 @@ from kangaroo.utils.errors import AdapterMismatch
 from kangaroo.utils.ranges import AUTO, AutoThreshold, CountOrZero, DraftSize, Ranged
 
 State = TypeVar("State")
-# The chance that a token of a lookup is right after right ones; the first one's is in the budget.
+# The chance that a token of a lookup is right if those before it are; the budget knows the first's.
 LOOKUP_CHANCE = 0.8
 
 
 class Drafter(Protocol):
     """Proposes tokens, and never decides what is written. By default it has no state and no taps.
 
-    Args:
+    Attributes:
         taps: the target's hidden states that it reads, each by the number of layers below it.
         max_nodes: the most nodes of a round without the root. As many slots are reserved for them,
             and for positions before the start of a text (`TargetModel.forward_meta`, `below`).
-        rereads: `prefill` may get a prompt without the beginning that the row's previous text had,
-            or that `copy_prefix` copied, but with so many of that beginning's last tokens.
+        rereads: how many cached prefix tokens `prefill` has to see again, if a prompt begins like
+            the row's previous text or like one that `copy_prefix` copied.
         needs_costs: whether it asks the budget even if only one text is decoded.
     """
 
@@ -49,13 +49,13 @@ class Drafter(Protocol):
         return
 
     def copy_prefix(self, source: int, row: int, count: int) -> None:
-        """Copy the state of another row's first `count` tokens, with which the prompt that enters
-        `row` begins. The target's keys are copied already."""
+        """Copy another row's state of the first `count` tokens, with which the prompt that enters
+        `row` begins. The target's keys and values are copied already."""
         return
 
     def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
-        """Take a chunk of a row's prompt that has entered the target's cache. Chunks come in order;
-        the first generated token is pending and not among them."""
+        """Take a chunk of a row's prompt that is in the target's cache. Chunks come in order. The
+        first generated token is pending, and in none of them."""
         return
 
     @abstractmethod
@@ -69,7 +69,7 @@ class Drafter(Protocol):
 
 @dataclass
 class DrafterConfig(Ranged, ABC):
-    """The settings of a drafter. `name` is its name in results and on the command line."""
+    """The settings of a drafter."""
 
     name: str = "???"  # in results and on the command line
 
@@ -83,13 +83,13 @@ class DrafterConfig(Ranged, ABC):
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Everything that determines the drafts, so that results of unlike runs are not mixed."""
+        """All that determines the drafts, so that results of different drafters are not mixed."""
         weights = {"weights": adapter_files.weights_hash(self.trained)} if self.trained else {}
         return asdict(self) | weights
 
     def made_by(self) -> dict[str, Any]:
-        """The training behind the drafter: `epochs`, and `trained_positions`, the positions in the
-        loss over all epochs; empty for a method without training."""
+        """The drafter's training: `epochs`, and `trained_positions`, the positions in the loss over
+        all epochs; empty for a method without training."""
         return adapter_files.made_by(self.trained) if self.trained else {}
 
 
@@ -99,7 +99,7 @@ class ChainConfig(DrafterConfig):
 
     Args:
         steps: the most draft tokens of a chain (gamma, d or K in papers).
-        threshold: drafting stops once the confidence, the top-1 probability, falls to this
+        threshold: stop drafting when the confidence, the top-1 probability, falls to this value
             (Kangaroo's eta); 0 never stops early. `auto` stops when another token would not pay, by
             its cost on this device and by how often such tokens were right in this text.
     """
@@ -110,7 +110,7 @@ class ChainConfig(DrafterConfig):
 
 @dataclass
 class TrainedConfig(DrafterConfig):
-    """The settings of a drafter trained for its target; `adapter` is a folder or hub id."""
+    """The settings of a drafter that is trained for its target."""
 
     adapter: str = "???"  # folder or hub id of the adapter
 
@@ -124,17 +124,17 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
     """The settings of a trained layer that drafts.
 
     Args:
-        adapter: folder or hub id of the adapter; `untrained:` and an exit layer stands for one that
-            drafts nonsense in the time of a trained one.
-        exit_layer: refuse an adapter of another exit layer; null takes the adapter's own.
+        adapter: folder or hub id of the adapter. `untrained:N` stands for an untrained one at exit
+            layer N, which takes the time of a trained one.
+        exit_layer: refuse an adapter of another exit layer; null takes any.
         vocabulary: draft only from this many of the most frequent tokens, so that a draft step
             reads only their part of the head (FR-Spec, arXiv 2502.14856); 0 is all tokens. null
             takes what the adapter was saved with, which may be fewer if `text_vocabulary` is not 0.
         text_vocabulary: draft also from up to this many other tokens of the text itself; 0 is none.
             Adapters with a head of their own ignore it.
-        attention_window: how far the adapter's attention looks back; null is as it was trained.
-        int8: draft with weights rounded to eight bits, where native code decodes bfloat16 (a CPU);
-            verification reads the model's own.
+        attention_window: tokens that the adapter's attention looks back; null is as it was trained.
+        int8: draft with weights rounded to eight bits, where native code decodes in bfloat16 (on a
+            CPU); verification reads the model's own.
     """
 
     exit_layer: CountOrZero | None = None
@@ -146,15 +146,9 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
     layer_type: ClassVar[type[Layer]] = Adapter
     layer_config: ClassVar[type[HeadConfig]] = AdapterHeadConfig  # of an untrained layer
 
-    @abstractmethod
-    def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
-        """The drafter with the layer and heads that `load` returns. Errors: `ConfigError`."""
-
-    def build(self, lm: TargetModel) -> Drafter:
-        return self.build_from(lm, *self.load(lm))
-
-    def load(self, lm: TargetModel) -> tuple[Layer, list[DraftHead]]:
-        """The layer, and the heads that draft. Errors: as `adapter_files.load`."""
+    def load(self, lm: TargetModel) -> tuple[Any, DraftHead]:
+        """The layer, of `layer_type`, and its head (the first one, if there are several). Errors:
+        as `adapter_files.load`."""
         exit_layer = self._untrained()
         if exit_layer is None:
             config = adapter_files.read_config(self.adapter)
@@ -178,7 +172,7 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
         if self.attention_window is not None:
             layer.attention_window = self.attention_window
         layer.int8 = self.int8
-        return layer, heads
+        return layer, heads[0]
 
     def _untrained(self) -> int | None:
         """The exit layer of an untrained adapter; None for a trained one."""
@@ -191,14 +185,14 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
 
 
 class RowStates(Generic[State]):
-    """A state for the text of each row."""
+    """A state for the text in each row."""
 
     def __init__(self, make: Callable[[int, list[int]], State]):
         self._make = make
         self._rows = dict[int, tuple[list[int], State]]()
 
     def get(self, row: int, text: list[int]) -> State:
-        """The row's state, made anew if another text has taken the row."""
+        """The row's state, a new one if another text has taken the row."""
         if row not in self._rows or self._rows[row][0] is not text:
             self._rows[row] = text, self._make(row, text)
         return self._rows[row][1]

@@ -1,13 +1,13 @@
 """Block: one pass of the shallow layers, the adapter and the head makes a whole draft.
 
 Shapes: B rows, N places of the draft, W window, D hidden size, K draft vocabulary, V vocabulary, R
-rank of the table of neighbours.
+rank of the table.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,22 +27,23 @@ from kangaroo.models.target import TargetModel
 
 @dataclass
 class BlockConfig(EarlyExitConfig):
-    """A chain from one pass, no longer than the head has places; `adapter` is a trained head
-    (`python train.py adapter=block`)."""
+    """A chain from one pass, of at most as many tokens as the head has places; `adapter` is a head
+    that `python train.py adapter=block` trained."""
 
     name: str = "block"
 
     layer_type: ClassVar[type[BlockHead]] = BlockHead
     layer_config: ClassVar[type[BlockHeadConfig]] = BlockHeadConfig
 
-    def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
-        return Block(lm, trained, self, heads[0])
+    def build(self, lm: TargetModel) -> Drafter:
+        layer, head = self.load(lm)
+        return Block(lm, layer, self, head)
 
 
 class Block(EarlyExit, Chain):
-    """The shallow layers run only on the pending token; verification runs them on the draft. The
-    adapter's keys of the places are scratch: the next pass writes those of the draft's tokens, so
-    the window is as long as a draft."""
+    """The shallow layers run on the pending token alone; verification runs them on the draft. The
+    adapter's keys of the places are scratch: the next pass writes the keys of the draft's tokens,
+    so the window is as long as a draft."""
 
     adapter: BlockHead
 
@@ -60,7 +61,7 @@ class Block(EarlyExit, Chain):
         self.draft_cost /= steps
         self.tokens_of_pass = steps
         table_VD = weight_rows(lm.hf.model.embed_tokens)
-        parts = table_VD.to(adapter.home(lm)).split(4096)  # tokens at a time
+        parts = table_VD.to(adapter.home(lm)).split(4096)  # bounds memory
         neighbours_VR = torch.cat([adapter.neighbours(part_XD) for part_XD in parts])
         self.neighbours_VR = neighbours_VR.detach().to(lm.device)
         self.table_KR = adapter.table.weight.detach().to(lm.device)
@@ -70,13 +71,13 @@ class Block(EarlyExit, Chain):
         work = partial(self.run_block, batch)
         logits_BNK = self.replay(batch, ("block",), work, batch.last(1), meta, self.shallow_BWD)
         tokens = self.tokens_from(batch, logits_BNK, draws)
-        # with graphs all tokens are chosen before the host reads the first
+        # with CUDA graphs all tokens are chosen before the host reads the first one
         yield from list(tokens) if self.lm.backend.records else tokens
 
     def run_block(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
     ) -> Tensor:
-        """Logits of all places, which do not depend on the tokens before them yet."""
+        """Logits of all places, `[B, N, K]`, without the influence of the tokens before them."""
         _, f_BND, deep_BND = self.start(batch, pending_B1, meta, window_BWD)
         f_BND, deep_BND = self.adapter.add_places(f_BND, deep_BND, self.steps - 1)
         read = meta.narrow(0, self.window + self.steps).to(f_BND.device)
@@ -84,7 +85,7 @@ class Block(EarlyExit, Chain):
         return self.head(states_BND.flatten(0, 1)).unflatten(0, states_BND.shape[:2])
 
     def tokens_from(self, batch: Batch, logits_BNK: Tensor, draws: Tensors) -> Iterator[DraftToken]:
-        """The draft's tokens, each by the one before it."""
+        """The draft's tokens, each of which depends on the one before it."""
         previous_B1 = batch.last(1)
         for step in range(1, self.steps + 1):
             key = ("place", step, batch.sampling.kind)

@@ -20,11 +20,11 @@ from kangaroo.utils.errors import naming
 
 @dataclass
 class CascadeConfig(DrafterConfig):
-    """Two drafters in one (after CAS-Spec, arXiv 2510.26843), any two values of `drafter=`.
+    """Two drafters in one (after CAS-Spec, arXiv 2510.26843): any two values of `drafter=`.
 
     Args:
-        first: a cheap drafter that finds nothing at times, as a lookup does.
-        second: drafts in rows where the first found nothing.
+        first: a cheap drafter that sometimes drafts nothing, such as a lookup.
+        second: drafts in rows where the first drafted nothing.
     """
 
     name: str = "cascade"
@@ -83,8 +83,8 @@ class Cascade(Drafter):
 
 
 def either(first_B: Tensor, first: Draft, second: Draft) -> Draft:
-    """The first draft in the rows of `first_B`, the second in others. Verification starts from the
-    embeddings, since either drafter's states of its nodes may lie where the other's nodes are."""
+    """The first draft in rows where `first_B` is true, the second in others. Verification starts
+    from the embeddings, since the states of one drafter may lie where the other's nodes are."""
     size = max(first.tree.size, second.tree.size)
 
     def merged(*both: Tensor) -> Tensor:

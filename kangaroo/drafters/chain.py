@@ -1,6 +1,6 @@
-"""Drafting until one more step would not pay; in chains for Kangaroo, EAGLE, smaller models.
+"""Drafting until one more step would not pay, and chains: for Kangaroo, EAGLE and draft models.
 
-Shapes: B rows, D hidden size, V vocabulary, K draft vocabulary.
+Shapes: B rows, N draft nodes, D hidden size, V vocabulary, K draft vocabulary.
 """
 
 from abc import abstractmethod
@@ -25,12 +25,12 @@ class EarlyStopping(Drafter):
     """Drafts step by step, at most `steps`, until another step would not pay.
 
     Attributes:
-        lm: the model that drafts, or the target if its layers draft.
+        lm: the model that drafts: another one, or the target if its layers draft.
         proposed: the round's draft, until it is observed.
-        threshold: the confidence at which a draft stops; 0 for none.
-        auto: whether the budget stops a draft.
+        threshold: the confidence at which a draft stops; at 0 none does.
+        auto: whether the budget stops drafts.
         draft_cost: the cost of a draft token, in vanilla steps.
-        window: committed tokens before the pending one that a round's first pass reads again.
+        window: how many committed tokens before the pending one a round's first pass reads again.
     """
 
     draft_cost: float
@@ -46,7 +46,7 @@ class EarlyStopping(Drafter):
 
     @abstractmethod
     def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
-        """A draft below each row's pending token; at least one row may draft by its `limits`."""
+        """A draft below each row's pending token; by its `limits` one row or more may draft."""
 
     def propose(self, batch: Batch) -> Draft:
         limits = self.limits(batch, batch.active)
@@ -54,7 +54,7 @@ class EarlyStopping(Drafter):
         return self.proposed or Draft.nothing(batch.last(1))
 
     def limits(self, batch: Batch, rows: Sequence[int], share: float = 1.0) -> np.ndarray:
-        """`Budget.limits` of these rows, `[B, steps]`; 1, which is never exceeded, for others. A
+        """`Budget.limits` of these rows, `[B, steps]`, and 1, which nothing exceeds, for others. A
         token costs this `share` of `draft_cost`."""
         limits = np.ones((batch.size, self.steps), np.float32)
         limits[rows] = batch.budget.limits(rows, self.steps, share * self.draft_cost, self.auto)
@@ -63,8 +63,8 @@ class EarlyStopping(Drafter):
     def chain_meta(
         self, batch: Batch, steps: int, room: int, path_B: Tensor | None = None
     ) -> ForwardMeta:
-        """The block of a chain: the window, the pending token and `steps` draft tokens. `room` is
-        the number of slots needed after the pending token; an accepted path begins at `path_B`."""
+        """The block of a chain: the window, the pending token and `steps` draft tokens. It needs
+        `room` slots from the pending token on; the root of an accepted path is at `path_B`."""
         tree = Tree.chain(self.window + 1 + steps, batch.length_B.device)
         start_B = batch.base_B if path_B is None else path_B
         return self.lm.forward_meta(
@@ -77,15 +77,14 @@ class EarlyStopping(Drafter):
         )
 
     def path_meta(self, batch: Batch, draft: Draft) -> ForwardMeta:
-        """The block of a committed draft's accepted path, with the window before it, for a cache
-        without the tokens that another drafter proposed."""
+        """The block of an accepted path, after the window, for a cache that lacks its tokens."""
         assert draft.meta is not None
         depth = draft.tree.max_depth
         return self.chain_meta(batch, depth, depth + 1, path_B=draft.meta.slots_RT[:, 0])
 
 
 class DraftToken(NamedTuple):
-    """The next token of every row's chain, its logits (empty from kernels), and `Chain.reading`."""
+    """The next token of each row's chain, its logits (none from kernels), and `Chain.reading`."""
 
     id_B1: Tensor
     logits_BK: Tensor
@@ -104,7 +103,7 @@ class Chain(EarlyStopping):
         sampling = batch.sampling
         keeps_probs = sampling.rule is not Rule.match and not sampling.greedy
         meta = self.chain_meta(batch, self.steps, self.steps)
-        # on the host, which reads one number of each row and token if chains may stop
+        # the host decides: if chains may stop, it reads one number of each row and token
         may_stop = self.threshold > 0 or limits[active].any()
         lengths = np.zeros(batch.size, np.int64)
         chance = np.ones(batch.size, np.float32)
@@ -144,7 +143,7 @@ class Chain(EarlyStopping):
         block of the window, the pending token and `steps` draft tokens."""
 
     def draw(self, batch: Batch, step: int, x_B1D: Tensor, draws: Tensors) -> DraftToken:
-        """The chain's token number `step`, from the head's input and `Batch.draws`."""
+        """The chain's token number `step`, by the head's input and `Batch.draws`."""
         x_BD = x_B1D[:, 0]
         if batch.sampling.greedy and not self.reads_logits:
             choice = self.head.choose(x_BD)
@@ -153,9 +152,9 @@ class Chain(EarlyStopping):
         return self.draw_from(batch, step, self.head(x_BD), draws)
 
     def draw_from(self, batch: Batch, step: int, logits_BK: Tensor, draws: Tensors) -> DraftToken:
-        """The chain's token number `step`, from logits over the draft vocabulary."""
+        """The chain's token number `step`, by logits over the draft vocabulary."""
         length_B, seeds_B, settings_B3 = draws
-        if batch.sampling.rule is Rule.block:  # acceptance depends on tokens drafted later
+        if batch.sampling.rule is Rule.block:  # acceptance depends on later draft tokens
             seeds_B = draft_seeds(seeds_B, length_B)
         sampling = batch.sampling.reading(settings_B3)
         positions_B1 = length_B[:, None] + step - 1
@@ -173,5 +172,5 @@ class Chain(EarlyStopping):
         return logits_BK.float().softmax(-1).amax(-1)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
-        """The draft for verification, with what is known of its nodes; `meta` is their block."""
+        """The draft, with what verification need not compute again; `meta` is the nodes' block."""
         return draft

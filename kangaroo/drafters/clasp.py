@@ -1,4 +1,4 @@
-"""CLaSp: drafts skip the layers without which the last token's final state changes least.
+"""CLaSp: drafts skip the layers whose absence changes the last token's final state least.
 
 Shapes: B rows, J counts of skipped layers, D hidden size.
 """
@@ -20,7 +20,7 @@ from kangaroo.utils.ranges import Count, Share
 
 @dataclass
 class ClaspConfig(ChainConfig):
-    """CLaSp (arXiv 2505.24196): after a verification a dynamic programme over the layers chooses
+    """CLaSp (arXiv 2505.24196): after a verification, dynamic programming over the layers chooses
     those that drafts skip. It computes the whole model's states itself, in the same pass as those
     with skipped layers, and needs nothing from verification or prefill.
 
@@ -39,10 +39,10 @@ class ClaspConfig(ChainConfig):
 
 
 class Clasp(LayerChoice):
-    """The programme keeps one state of the last verified token for each i layers of which j are
-    skipped. It is either the state for i - 1 and j after layer i, or the one for i - 1 and j - 1:
-    that with the direction nearer to the whole model's after i layers. All states of a layer are
-    tokens of one pass; each sees the text before it, and itself."""
+    """For the first i layers, of which j are skipped, the programme keeps one state of the last
+    verified token: either the state for i - 1 and j after layer i, or the one for i - 1 and j - 1,
+    whichever points more in the direction of the whole model's state after i layers. All states of
+    a layer are tokens of one pass, each of which sees the text before it and itself."""
 
     def __init__(self, lm: TargetModel, options: ClaspConfig):
         self.interval = options.interval
@@ -52,7 +52,7 @@ class Clasp(LayerChoice):
                 f"drafter.skip_share={options.skip_share} is {self.count} of the target's "
                 f"{lm.n_layers} layers; drafts must skip some, and not all."
             )
-        # replaced by a choice before the first draft
+        # `improve` replaces these before the first draft
         super().__init__(lm, lm, tuple(range(1, 1 + self.count)), options)
         self.max_nodes = max(self.steps, self.count + 1)
 
@@ -78,16 +78,16 @@ class Clasp(LayerChoice):
             whole_B1D = through_BJD[:, :1].float()
             kept_BJ = torch.cosine_similarity(through_BJD.float(), whole_B1D, -1)
             keep_BJ = kept_BJ >= torch.cosine_similarity(skip_BJD.float(), whole_B1D, -1)
-            keep_BJ[:, layer + 1 :] = False  # all layers so far are skipped
-            keep_BJ[:, 0] = True  # no layer is skipped
+            keep_BJ[:, layer + 1 :] = False  # here all layers so far are skipped
+            keep_BJ[:, 0] = True  # here none is
             x_BJD = torch.where(keep_BJ[..., None], through_BJD, skip_BJD)
             keeps.append(keep_BJ.to(lm.device))
         return torch.stack(keeps, 1)
 
 
 def skipped(keeps: Sequence[Sequence[bool]], count: int) -> Subset:
-    """The layers that the final state skips, `count` of them; `keeps[layer][j]` says whether the
-    state with j skipped layers up to this one went through it."""
+    """The `count` layers that the final state skips; `keeps[layer][j]` says whether the state with
+    j skipped layers up to this one went through it."""
     layers = []
     for layer in reversed(range(len(keeps))):
         if not keeps[layer][count]:

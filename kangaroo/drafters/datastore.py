@@ -1,4 +1,4 @@
-"""A searchable store of documents: one array of their tokens, and its suffix array.
+"""A searchable store of documents: an array of their tokens, and its suffix array.
 
 Shapes: L tokens, with a separator after each document.
 """
@@ -29,7 +29,7 @@ ABOUT = "datastore.json"
 @dataclass
 class Datastore:
     """Tokens of documents, each followed by the separator, which is above every token; the starts
-    of their suffixes in sorted order; and counts, the fingerprint, and the documents' origin."""
+    of their suffixes in sorted order; and counts, a fingerprint, and the documents' origin."""
 
     tokens_L: np.ndarray
     suffixes_L: np.ndarray
@@ -37,7 +37,7 @@ class Datastore:
     about: dict[str, Any]
 
     def find(self, gram: Sequence[int]) -> range:
-        """The places in `suffixes_L` of an n-gram after which its document goes on."""
+        """The places in `suffixes_L` of an n-gram's occurrences that are not a document's end."""
         low = 0
         high = len(self.suffixes_L)
         places = range(high)
@@ -49,10 +49,10 @@ class Datastore:
         return range(low, bisect_left(places, self.separator, low, high, key=after))
 
     def longest(self, text: Sequence[int], max_tokens: int, min_tokens: int) -> tuple[int, range]:
-        """The length of the longest suffix of a text that is found, of `min_tokens` to `max_tokens`
-        tokens, and its places (`find`); 0 and no places if there is none."""
+        """The length of the longest suffix of a text that occurs, from `min_tokens` to `max_tokens`
+        tokens, and its places (`find`); 0 and no places if none occurs."""
         spans = range(min_tokens, min(max_tokens, len(text)) + 1)
-        # what is found is found without its first token, too
+        # if a suffix occurs, then the shorter ones do, too
         count = bisect_left(spans, True, key=lambda span: not self.find(text[-span:]))
         return (spans[count - 1], self.find(text[-spans[count - 1] :])) if count else (0, range(0))
 
@@ -94,8 +94,8 @@ def index(documents: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
 
 
 def save(store: Datastore, lm: TargetModel, folder: Path, facts: dict[str, Any]) -> Path:
-    """Write a datastore of `lm`'s vocabulary with `facts`, as JSON values. The folder appears when
-    it is complete and replaces an older datastore. Errors: `DataError` if it is something else."""
+    """Write a datastore of `lm`'s vocabulary, with `facts` in its JSON. The folder appears when it
+    is complete, and replaces an older datastore. Errors: `DataError` if it is something else."""
     if folder.exists() and not (folder / ABOUT).is_file():
         raise DataError(f"'{folder}' exists and is no datastore; pass another output=.")
     with new_folder(folder, replace=True) as new:
@@ -106,8 +106,8 @@ def save(store: Datastore, lm: TargetModel, folder: Path, facts: dict[str, Any])
 
 
 def load(path: str, lm: TargetModel) -> Datastore:
-    """A datastore of `lm`'s vocabulary; its arrays stay on the disk until they are read. Errors:
-    `DataError` if there is none, or of another vocabulary; `CorruptFile`."""
+    """A datastore of `lm`'s vocabulary, whose arrays stay on the disk until they are read. Errors:
+    `DataError` if there is none, or one of another vocabulary; `CorruptFile`."""
     about = read_about(path)
     folder = resolve_path(path)
     expected = identity(lm)
@@ -120,7 +120,7 @@ def load(path: str, lm: TargetModel) -> Datastore:
             f"{command_line('prepare datastore', **model_options(lm.name))}"
         )
     try:
-        # as plain arrays: a memmap's own indexing is several times slower
+        # plain arrays, since indexing a memmap takes several times as long
         tokens_L = np.asarray(np.load(folder / TOKENS, mmap_mode="r"))
         suffixes_L = np.asarray(np.load(folder / SUFFIXES, mmap_mode="r"))
     except (OSError, ValueError, EOFError) as error:
@@ -147,7 +147,7 @@ def read_about(path: str) -> dict[str, Any]:
 
 
 def identity(lm: TargetModel) -> dict[str, Any]:
-    """What distinguishes vocabularies as far as a model without its tokenizer knows."""
+    """What tells vocabularies apart, as far as a model without its tokenizer knows."""
     return {"vocab_size": lm.config.vocab_size, "bos_token_id": lm.config.bos_token_id}
 
 

@@ -28,7 +28,7 @@ from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.memory import weight_bytes
 from kangaroo.utils.ranges import DraftSize
 
-NODES_READ = 63  # nodes of a pass that tells what reading a prompt costs
+NODES_READ = 63  # nodes of the pass whose cost tells that of reading a prompt
 
 
 @dataclass
@@ -38,7 +38,7 @@ class DraftModelConfig(ChainConfig):
 
     Args:
         model: hub id, folder, or any other `model.path` of a model with the target's tokens.
-        adapter: an adapter of the target, which is such a model together with the layers below it.
+        adapter: an adapter of the target; with the layers below it, it is such a model.
         quantization: of `model`'s layers; None keeps the checkpoint's format.
     """
 
@@ -80,8 +80,8 @@ class DraftModelConfig(ChainConfig):
 
 
 def repays(budget: Budget, unread: int, left: int, steps: int, drafting: float) -> bool:
-    """Whether `left` tokens of a text, were all drafts right, would gain what a draft model takes
-    to read `unread` tokens first. It costs the share `drafting` of what the target takes."""
+    """Whether the `left` tokens of a text, if all drafts were right, would save the time in which a
+    draft model first reads `unread` tokens. A token takes the share `drafting` of the target's."""
     if unread <= steps or budget.always:
         return True
     reading = drafting * unread * budget.cost(1, NODES_READ)[-1] / (NODES_READ + 1)
@@ -123,9 +123,9 @@ def _tokens(config: PretrainedConfig) -> dict[int, str] | None:
 
 
 class DraftModel(Autoregressive):
-    """Keeps a KV cache of its own, and reads a text when it drafts. The first pass of a round reads
-    the last two committed tokens, since a draft's last token is in no cache if all are accepted.
-    Its vocabulary may be padded to another size than the target's."""
+    """Has a KV cache of its own, and reads a text only when it drafts. The first pass of a round
+    reads the last two committed tokens, since the last token of a draft that is accepted whole is
+    in no cache. Its vocabulary may be padded to another size than the target's."""
 
     def __init__(
         self, lm: TargetModel, draft_lm: TargetModel, steps: int = 4, threshold: float | str = 0.0
@@ -138,13 +138,13 @@ class DraftModel(Autoregressive):
         self.head = WholeHead(draft_lm, lm.config.vocab_size)
 
     def begin(self, batch: Batch) -> None:
-        # how many tokens each row's cache has read, the last draft's included; native rounds list
-        # those of the draft apart
+        # how many tokens each row's cache has read, with those of the last draft, which native
+        # rounds list apart
         self.texts = batch.texts
         self.n_read = [0] * batch.size
         self.drafted: list[list[int]] = [[]] * batch.size
         if (self.cache.batch_size, self.cache.n_slots) != (batch.size, batch.n_slots):
-            self.cache = self.lm.new_cache(0, 0)  # the new one may need the old one's memory
+            self.cache = self.lm.new_cache(0, 0)  # frees the old one's memory for the new one
             self.cache = self.lm.new_cache(batch.size, batch.n_slots)
 
     def copy_prefix(self, source: int, row: int, count: int) -> None:
@@ -159,7 +159,7 @@ class DraftModel(Autoregressive):
         self.drafted[row] = []
 
     def read_text(self, row: int, end: int) -> None:
-        """Write the keys that a row's cache lacks for the tokens of its text before `end`."""
+        """Write the keys and values that a row's cache lacks for its text before `end`."""
         chunk = self.lm.prompt_chunk(end)
         while (start := self.n_read[row]) < end:
             tokens = self.texts[row][start:end][:chunk]
@@ -169,7 +169,7 @@ class DraftModel(Autoregressive):
             self.drafted[row] = []
 
     def catch_up(self, batch: Batch, drafted: int) -> None:
-        """Read what the caches lack before the window; a pass then reads `drafted` draft tokens."""
+        """Read what the caches lack before the window; passes then read `drafted` draft tokens."""
         for row in batch.active:
             self.read_text(row, len(batch.texts[row]) - 1 - self.window)
             self.n_read[row] = len(batch.texts[row]) + drafted
@@ -182,11 +182,11 @@ class DraftModel(Autoregressive):
         return self.lm.run(x_BND, self.cache, meta, range(self.lm.n_layers))[0]
 
     def _clamp(self, tokens_BN: Tensor) -> Tensor:
-        """The tokens with padding ids of the target, which texts hardly ever hold, replaced."""
+        """The tokens, with others for ids that only the target's padding has."""
         return tokens_BN.clamp(max=self.vocab_size - 1) if self.head.padding > 0 else tokens_BN
 
     def propose(self, batch: Batch) -> Draft:
-        for row in batch.active:  # beyond the window the last draft may have been rejected
+        for row in batch.active:  # the last draft, after the window, may have been rejected
             self.n_read[row] = min(self.n_read[row], len(batch.texts[row]) - 1 - self.window)
         self.proposed = super().propose(batch)
         return self.proposed
@@ -205,7 +205,7 @@ class DraftModel(Autoregressive):
         return super().draft(batch, limits)
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
-        if draft is not self.proposed:  # another drafter's: its tokens are in no cache here
+        if draft is not self.proposed:  # another drafter's, whose tokens this cache lacks
             self.catch_up(batch, draft.tree.max_depth)
             meta = self.path_meta(batch, draft)
             self.run(batch, batch.tokens_BS.gather(1, meta.positions_RT), meta)

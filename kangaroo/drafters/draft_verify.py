@@ -1,4 +1,4 @@
-"""Draft & Verify: the target drafts for itself and skips some of its layers."""
+"""Draft & Verify: the target itself drafts, and skips some of its layers."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

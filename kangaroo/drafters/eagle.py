@@ -1,10 +1,10 @@
-"""EAGLE: one layer continues from the target's final states, with a chain or EAGLE-2's tree.
+"""EAGLE: a layer continues from the target's final states, and drafts a chain or EAGLE-2's tree.
 
 Shapes: B rows, L nodes of a level, M candidates of a level.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
@@ -25,7 +25,7 @@ class EagleConfig(KangarooTreeConfig):
         adapter: folder or hub id of a trained head (`python train.py adapter=eagle`).
         top_k: candidates of a node, and nodes of a level that get candidates; 1 is a chain.
         nodes: the most nodes of the verified tree, without the pending token (the paper's m).
-        min_confidence: as in Kangaroo's tree; the paper's 0 verifies the most confident `nodes`.
+        min_confidence: as in Kangaroo's tree; 0, as in the paper, verifies the best `nodes`.
     """
 
     name: str = "eagle"
@@ -35,9 +35,10 @@ class EagleConfig(KangarooTreeConfig):
     layer_type: ClassVar[type[Layer]] = EagleHead
     layer_config: ClassVar[type[HeadConfig]] = EagleHeadConfig
 
-    def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
+    def build(self, lm: TargetModel) -> Drafter:
+        layer, head = self.load(lm)
         kind = Kangaroo if self.top_k == 1 else EagleTree
-        return kind(lm, trained, self, heads[0])
+        return kind(lm, layer, self, head)
 
 
 class EagleTree(KangarooTree):
@@ -48,7 +49,7 @@ class EagleTree(KangarooTree):
         self, lm: TargetModel, adapter: Layer, options: KangarooTreeConfig, head: DraftHead
     ):
         super().__init__(lm, adapter, options, head)
-        self.max_nodes = max(self.max_nodes, self.nodes)  # more than the levels have
+        self.max_nodes = max(self.max_nodes, self.nodes)  # there are more candidates than nodes
 
     def candidates(self, levels: list[Level]) -> Nodes:
         parents = [levels[0].parents_BL]

@@ -18,8 +18,6 @@ class Eagle3Config(EagleConfig):
         adapter: folder or hub id of a trained head (`python train.py adapter=eagle3`), or an
             imported one (`python scripts/convert.py import`).
         steps: the tree's depth (the released code's `depth`, which counts from 0, is 7).
-        top_k: candidates of a node, and nodes of a level that get candidates; 1 is a chain.
-        nodes: the most nodes of the verified tree, without the pending token.
     """
 
     name: str = "eagle3"

@@ -1,6 +1,6 @@
 """Drafting with a layer on top of the target's shallow layers, and the layer's KV cache.
 
-Shapes: B rows, N draft nodes, P nodes of a path, T tokens of a chunk, W window, D hidden size.
+Shapes: B rows, N draft nodes, P nodes of a path, T tokens, W window, S slots, D hidden size.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -29,11 +29,11 @@ class EarlyExit(EarlyStopping):
 
     The layer's first pass of a round reads the pending token and a *window* of committed tokens
     before it: one, which the layer has not seen if the last draft was accepted whole; or, if it
-    reads deep states, as many as a draft has, whose deep states verification has computed. Writing
-    the keys of the others again changes nothing and keeps shapes static. After a tree, or another
+    reads deep states, as many as a draft has, since verification has computed theirs. Writing the
+    keys of the others again changes nothing, and keeps shapes static. After a tree, or another
     drafter's draft, the layer reads the accepted path."""
 
-    tokens_of_pass = 1  # draft tokens that a pass gives
+    tokens_of_pass = 1  # draft tokens from one pass
 
     def __init__(
         self, lm: TargetModel, adapter: Layer, options: ChainConfig, head: DraftHead | None = None
@@ -46,28 +46,28 @@ class EarlyExit(EarlyStopping):
         self.shallow = range(adapter.exit_layer)
         self.reads_deep = bool(self.deep_taps)
         self.taps = (self.exit_layer, *self.deep_taps)
-        # unless measured, costs are shares of the target's weights, here those of a draft token
+        # unless it is measured, the cost of a draft token is the share of weights that it reads
         total = weight_bytes(*lm.layers, lm.head)
         self.shallow_cost = weight_bytes(*lm.layers[: self.exit_layer]) / total
         drafting = {*adapter.parameters(), *self.head.weights}
         self.draft_cost = self.shallow_cost + sum(weight.nbytes for weight in drafting) / total
         self.window = self.steps if self.reads_deep else 1
-        self.rereads = self.window - 1  # the window's shallow states; a prompt's last token is new
+        self.rereads = self.window - 1  # the window's states; the prompt's last token is new
         self.cache = lm.new_cache(0, 0, [])
-        # what the layer reads of the target's deep states at each slot of the text, if it does
+        # at each slot of the text what the layer reads of the target's deep states, if it does
         self.deep_BSD = torch.zeros(0, 0, 0, dtype=lm.dtype, device=adapter.home(lm))
-        # by row, states of a prompt that the layer has not read, and their first position
+        # by row, the exit states of a prompt that the layer has not read, and their first position
         self.prompts: dict[int, tuple[Tensor, int]] = {}
 
     def begin(self, batch: Batch) -> None:
-        """Make the layer's cache, unless the last one fits, and empty windows."""
+        """Make the layer's cache, unless the last one fits, and clear the windows."""
         self.prompts.clear()
         if batch.budget.vanilla_seconds is not None and (self.needs_costs or batch.size > 1):
             self.draft_cost = self._measured_cost(batch.budget.vanilla_seconds())
         size = batch.size
         hidden = self.lm.config.hidden_size
         if (self.cache.batch_size, self.cache.n_slots) != (size, batch.n_slots):
-            self.cache = self.lm.new_cache(0, 0, [])  # the new one may need the old one's memory
+            self.cache = self.lm.new_cache(0, 0, [])  # frees the old one's memory for the new one
             devices = [self.adapter.home(self.lm)] * self.adapter.depth
             self.cache = self.lm.new_cache(size, batch.n_slots, devices)
             if self.reads_deep:
@@ -81,7 +81,7 @@ class EarlyExit(EarlyStopping):
 
     @cached_property
     def draft_seconds(self) -> float:
-        """The measured time of a token in a chain after a text of usual length."""
+        """The measured time of a chain's token after a text of usual length."""
         lm = self.lm
         head = self.head
         length = costs.context(lm)
@@ -105,10 +105,10 @@ class EarlyExit(EarlyStopping):
             self.deep_BSD[row, :count] = self.deep_BSD[source, :count]
 
     def prefill(self, batch: Batch, tokens_1T: Tensor, meta: ForwardMeta, taps: Taps) -> None:
-        """Keep the chunk's states; the layer reads them when the next chunk comes, or a draft."""
+        """Keep the chunk's states; the layer reads them before the next chunk or draft."""
         f_1TD = taps[self.exit_layer]
         deep = [taps[tap] for tap in self.deep_taps if tap in taps]
-        if deep:  # else they are kept already
+        if deep:  # otherwise they are kept already
             self.keep_deep(meta.slots_RT, deep, meta.rows)
         first = int(meta.slots_RT[0, 0])
         row = meta.rows.start
@@ -119,7 +119,7 @@ class EarlyExit(EarlyStopping):
         self.shallow_BWD[meta.rows] = shallow_1XD[:, -self.window :]
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
-        """Update the windows, and after a tree or another drafter's draft the layer's cache."""
+        """Update the windows; after a tree or another drafter's draft the layer's cache, too."""
         path: ForwardMeta | None = None
         if draft is not self.proposed or not draft.tree.is_chain:
             self.read_prompts()
@@ -147,8 +147,10 @@ class EarlyExit(EarlyStopping):
         states: list[Tensor],
         path: ForwardMeta | None,
     ) -> Tensor:
-        """The new window; deep states of accepted tokens and, for a `path`, keys are kept."""
-        new_BPD, *deep = (x if is_chain else take(x, verdict.path_BP.to(x.device)) for x in states)
+        """The new window. The deep states of accepted tokens and a `path`'s keys are kept."""
+        if not is_chain:
+            states = [x.take_along_dim(verdict.path_BP[..., None].to(x.device), 1) for x in states]
+        new_BPD, *deep = states
         if deep:
             path_P = torch.arange(deep[0].shape[1], device=root_B1.device)
             self.keep_deep(root_B1 + path_P, deep)
@@ -157,10 +159,11 @@ class EarlyExit(EarlyStopping):
             path = path.to(new_BPD.device)
             self.adapter.write_kv(f_BND, self.deep_before(path), path, self.cache.at(path))
         first_B1 = verdict.count_B.to(f_BND.device)[:, None] + 1  # of the new window
-        return take(f_BND, first_B1 + torch.arange(window_BWD.shape[1], device=f_BND.device))
+        new_BW = first_B1 + torch.arange(window_BWD.shape[1], device=f_BND.device)
+        return f_BND.take_along_dim(new_BW[..., None], 1)
 
     def begin_round(self, batch: Batch, meta: ForwardMeta) -> tuple[ForwardMeta, Tensors]:
-        """The inputs of all steps of a round: its block and `Batch.draws`."""
+        """The inputs of all steps of a round: its block, and `Batch.draws`."""
         self.catch_up(batch)
         tokens = batch.size * self.window
         return self.replay(batch, ("round",), None, meta, batch.draws, tokens=tokens)
@@ -186,10 +189,10 @@ class EarlyExit(EarlyStopping):
         return self.head.follow([batch.texts[row] for row in batch.active])
 
     def read_prompts(self, rows: Collection[int] | None = None) -> None:
-        """Write the layer's keys of new prompts, by default in all rows."""
+        """Write the layer's keys and values of new prompts, by default in all rows."""
         for row in list(self.prompts) if rows is None else rows:
             f_1TD, first = self.prompts.pop(row)
-            for part_1TD in f_1TD.split(self.lm.prompt_chunk(1), 1):  # a chunk for keys alone
+            for part_1TD in f_1TD.split(self.lm.prompt_chunk(1), 1):
                 end = first + part_1TD.shape[1]
                 meta = self.lm.chunk(first, end, row, self.cache.n_slots).to(f_1TD.device)
                 self.adapter.write_kv(part_1TD, self.deep_before(meta), meta, self.cache.at(meta))
@@ -209,14 +212,9 @@ class EarlyExit(EarlyStopping):
         deep_RSD.scatter_(1, slots_RN1.expand_as(new_RND), new_RND)
 
     def deep_before(self, meta: ForwardMeta) -> Tensor | None:
-        """What is kept of the tokens before these, zeros at first; None if the layer reads none."""
+        """What is kept of the token before each of these, zeros at first; None if nothing is."""
         if not self.reads_deep:
             return None
         deep_RSD = self.deep_BSD[meta.rows]
         before_RT = (meta.positions_RT - 1).clamp(min=0).expand(len(deep_RSD), -1)
-        return take(deep_RSD, before_RT) * (meta.positions_RT > 0)[..., None]
-
-
-def take(x_BNX: Tensor, index_BL: Tensor) -> Tensor:
-    """`x[b, index[b, l]]`."""
-    return x_BNX.gather(1, index_BL[..., None].expand(-1, -1, x_BNX.shape[-1]))
+        return deep_RSD.take_along_dim(before_RT[..., None], 1) * (meta.positions_RT > 0)[..., None]

@@ -1,6 +1,6 @@
-"""Chooses the tokens of several sources to verify: those likely enough to be worth their cost.
+"""Chooses which tokens of several sources to verify: those that are likely enough for their cost.
 
-Plain lists and floats, a tenth of a millisecond a round: this runs between two passes of a model.
+It runs between two passes of a model, so it uses plain lists and floats: 0.1 ms a round.
 """
 
 from abc import ABC, abstractmethod
@@ -15,24 +15,24 @@ from typing import NamedTuple
 
 from kangaroo.engine.tree import Nodes
 
-MAX_CONFIDENCE = 0.98  # confidences above it, or below 1 minus it, are not more informative
-RATE = 0.2  # how far a right or wrong token moves a source's log-odds
+MAX_CONFIDENCE = 0.98  # confidences above this, or below 1 minus this, tell nothing more
+RATE = 0.2  # how much a right or wrong token moves a source's log-odds
 NEXT_CHANCE = 0.65  # that a chain's next token is right
-NEXT_CHANCE_WITH_LOOKUP = 0.45  # the same for a place where a lookup predicts a token too
+NEXT_CHANCE_WITH_LOOKUP = 0.45  # the same where a lookup predicts a token, too
 
-# Tokens, the best first, each with its chance to be right; further ones if those before are wrong.
+# Tokens, the best first. Each has the chance that it is right if those before it are wrong.
 Choices = list[tuple[int, float]]
-Places = list[tuple["TokenSource", int]]  # a node's places in the sources that go on there
+Places = list[tuple["TokenSource", int]]  # where a node is in each source that continues after it
 
 
 class TokenSource(ABC):
     """Predicts the token after each place of a draft. `shift` is added to the log-odds of its best
-    choices: a text begins with the value of its class, fitted on held-out conversations of
+    choices. A text begins with the class's value, which was fitted on held-out conversations of
     SmolLM2-135M; right and wrong predictions then move it."""
 
     shift: float
-    last_resort = False  # used only at nodes without another source's prediction
-    start = 0  # the root's place
+    last_resort = False  # used only at nodes for which no other source has a prediction
+    start = 0  # the place of the root
 
     @abstractmethod
     def choices(self, place: int) -> Choices:
@@ -40,7 +40,7 @@ class TokenSource(ABC):
 
     @abstractmethod
     def next_place(self, place: int, token: int) -> int | None:
-        """The place after `token`, which follows `place`; None if the source does not go on."""
+        """The place after `token`, which follows `place`; None if the source ends there."""
 
     def chance(self, log_odds: float) -> float:
         """The probability for log-odds without the shift."""
@@ -48,8 +48,8 @@ class TokenSource(ABC):
 
 
 class ChainSource(TokenSource):
-    """A chain of tokens, perhaps with alternatives to each; a place is the number of tokens before
-    it. `log_odds` are those of a token if the ones before it are right."""
+    """A chain of tokens, perhaps with alternatives; a place is the number of tokens before it.
+    `log_odds` are those that a token is right if the ones before it are."""
 
     def __init__(self) -> None:
         self.set_tokens([])
@@ -70,7 +70,7 @@ class ChainSource(TokenSource):
 
 
 class Lookup(ChainSource):
-    """The tokens that followed the text's end at an earlier place of the text."""
+    """The tokens that followed where the end of the text occurred before."""
 
     shift = -0.74
 
@@ -80,7 +80,7 @@ class Lookup(ChainSource):
 
 
 class DraftedChain(ChainSource):
-    """The chain that a model drafts; `confidence` is the last token's probability, 1 at first."""
+    """The chain that a model drafts; `confidence` is the last token's probability, at first 1."""
 
     shift = 0.5  # an adapter is right more often than its confidence says
 
@@ -89,7 +89,7 @@ class DraftedChain(ChainSource):
         self.confidence = 1.0
 
     def add(self, ranked: Sequence[tuple[int, float]]) -> None:
-        """Append the next token, the first of the likeliest ones with their probabilities."""
+        """Append the first of these tokens with probabilities; the others are alternatives."""
         (best, self.confidence), *others = ranked
         clipped = min(max(self.confidence, 1 - MAX_CONFIDENCE), MAX_CONFIDENCE)
         rest = 1 - self.confidence
@@ -103,11 +103,11 @@ class DraftedChain(ChainSource):
 
 
 class Recycled(TokenSource):
-    """The likeliest token where each token last stood, from a matrix that is updated elsewhere; a
-    place is the token before it."""
+    """The token that was likeliest after each token's last occurrence, from a matrix that others
+    update; a place is the token before it."""
 
     shift = -0.6
-    last_resort = True  # a lookup knows the same, and a chain more
+    last_resort = True  # a lookup knows as much, and a chain more
 
     def __init__(self, matrix: dict[int, list[int]]):
         self.matrix = matrix
@@ -121,28 +121,23 @@ class Recycled(TokenSource):
 
 @dataclass
 class Sources:
-    """The sources of a row's text; `length` is that of the text at their last update."""
+    """The sources for a row's text; `length` is the text's length when they were last updated."""
 
-    lookups: list[Lookup]
+    lookup: Lookup
     chain: DraftedChain
     recycled: Recycled | None = None
     length: int = 0
 
     def __post_init__(self) -> None:
-        self.all: list[TokenSource] = [x for x in (*self.lookups, self.chain, self.recycled) if x]
+        self.all: list[TokenSource] = [x for x in (self.lookup, self.chain, self.recycled) if x]
 
     @property
     def places(self) -> Places:
-        """The root's place in each source."""
+        """The place of the root in each source."""
         return [(source, source.start) for source in self.all]
 
-    @property
-    def likeliest_lookup(self) -> Lookup:
-        """The lookup with the likeliest first token."""
-        return max(self.lookups, key=lambda lookup: [chance for _, chance in lookup.choices(0)])
-
     def learn(self, tokens: Sequence[int]) -> None:
-        """Shift each source by whether it predicted the tokens that the text now has here."""
+        """Shift each source, by whether it predicted the tokens that were written instead."""
         places = self.places
         for token in tokens:
             for source, choices in predictions_at(places):
@@ -152,7 +147,7 @@ class Sources:
 
 
 def predictions_at(places: Places) -> list[tuple[TokenSource, Choices]]:
-    """Every source that has candidates for a node, with them."""
+    """The sources that have candidates for a node, each with these."""
     predictions: list[tuple[TokenSource, Choices]] = []
     for source, place in places:
         if not (predictions and source.last_resort) and (choices := source.choices(place)):
@@ -173,9 +168,9 @@ class Costs:
     Args:
         verify: costs of verifying 0, 1, 2, ... nodes beside the root.
         draft: cost of drafting a token of the chain.
-        min_gain_per_step: tokens that work has to gain for each vanilla step that it costs.
-        states: the part of `draft` that is saved if a lookup predicts the same token, whose states
-            were computed together with the pending token's.
+        min_gain_per_step: tokens that work has to gain for each vanilla step that it takes.
+        states: the part of `draft` that is saved if a lookup predicts the same token, since its
+            states were computed with those of the pending token.
     """
 
     verify: Sequence[float]
@@ -185,17 +180,17 @@ class Costs:
 
     @cached_property
     def min_node_gain(self) -> float:
-        """Tokens that every node has to gain at least."""
+        """Tokens that a node has to gain at least."""
         return self.min_gain_per_step * min(b - a for a, b in pairwise(self.verify))
 
     def min_gain(self, count: int) -> float:
-        """Tokens that so many nodes have to gain."""
+        """Tokens that this number of nodes has to gain."""
         return self.min_gain_per_step * (self.verify[count] - self.verify[0])
 
 
 class Node(NamedTuple):
     """A node of a tree; `gain` is the chance that its whole path is right, and `parent` the number
-    of its parent, 0 for the root."""
+    of its parent (the root is 0)."""
 
     gain: float
     token: int
@@ -204,8 +199,8 @@ class Node(NamedTuple):
 
 
 def best_nodes(costs: Costs, sources: Sources, max_nodes: int) -> list[Node]:
-    """The root and the nodes with the highest gain, the best first, while any may pay. A child's
-    gain is no higher than its parent's, so the first n are the best tree of n."""
+    """The root and the nodes with the highest gain, the best first, as long as one may pay. No gain
+    exceeds the parent's, so the first n nodes are the best tree of n nodes."""
     nodes = [Node(1.0, -1, 0, sources.places)]
     candidates = list[tuple[float, int, int, int]]()
     for number in range(max_nodes):
@@ -213,7 +208,7 @@ def best_nodes(costs: Costs, sources: Sources, max_nodes: int) -> list[Node]:
         for token, chance in next_tokens(predictions_at(node.places)):
             gain = node.gain * chance
             if gain > costs.min_node_gain:
-                # of equal gains the earlier candidate is first
+                # of equal gains the earlier candidate comes first
                 heappush(candidates, (-gain, len(nodes) + len(candidates), token, number))
         if not candidates:
             break
@@ -224,7 +219,7 @@ def best_nodes(costs: Costs, sources: Sources, max_nodes: int) -> list[Node]:
 
 def next_tokens(predictions: Sequence[tuple[TokenSource, Choices]]) -> Choices:
     """The tokens for a place, each with its chance. At most one of the sources' best choices is
-    right, and one of several sources is trusted more; alternatives share the remaining chance."""
+    right, a token of several sources is likelier, and alternatives share the remaining chance."""
     if len(predictions) == 1 == len(predictions[0][1]):  # a shortcut
         return predictions[0][1]
     wrong: dict[int, float] = {}
@@ -253,9 +248,9 @@ def drafting_pays(costs: Costs, sources: Sources, max_nodes: int) -> bool:
     chance = NEXT_CHANCE
     cost = costs.draft
     predicted = max((choices[0][1] for _, choices in predictions), default=0.0)
-    if any(source in sources.lookups for source, _ in predictions):
+    if any(source is sources.lookup for source, _ in predictions):
         chance = NEXT_CHANCE_WITH_LOOKUP
-        cost -= costs.states * predicted  # where the lookup is right the chain mostly agrees
+        cost -= costs.states * predicted  # a chain mostly agrees with a lookup that is right
     gains = [node.gain for node in nodes[1:]]
     _, before = best_size(costs, gains)
     gains.append(end.gain * chance * (1 - predicted))
@@ -264,14 +259,14 @@ def drafting_pays(costs: Costs, sources: Sources, max_nodes: int) -> bool:
 
 
 def best_tree(costs: Costs, sources: Sources, max_nodes: int) -> Nodes:
-    """The tree of at most `max_nodes` nodes that gains most beyond its cost."""
+    """The tree of at most `max_nodes` nodes whose gain minus its cost is largest."""
     nodes = best_nodes(costs, sources, max_nodes)[1:]
     count, _ = best_size(costs, [node.gain for node in nodes])
     return [node.token for node in nodes[:count]], [node.parent for node in nodes[:count]]
 
 
 def best_size(costs: Costs, gains: Sequence[float]) -> tuple[int, float]:
-    """How many nodes gain most beyond their cost, and how much; `gains` are in descending order."""
+    """The number of nodes with the largest gain minus cost, and this; `gains` are descending."""
     sums = accumulate(gains, initial=0.0)
     worth = [gain - costs.min_gain(size) for size, gain in enumerate(sums)]
     return max(enumerate(worth), key=itemgetter(1))

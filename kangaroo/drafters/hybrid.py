@@ -1,4 +1,4 @@
-"""Hybrid: one tree from lookups in the text and from Kangaroo's chain.
+"""Hybrid: one tree, from lookups in the text and from Kangaroo's chain.
 
 Shapes: B rows, C choices for a token, K draft vocabulary.
 """
@@ -6,7 +6,6 @@ Shapes: B rows, C choices for a token, K draft vocabulary.
 import logging
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,15 +33,15 @@ _warn_once = cache(logging.getLogger(__name__).warning)
 
 @dataclass
 class HybridConfig(EarlyExitConfig):
-    """One tree from several sources, its nodes chosen by expected gain. Where the default adapter
-    is missing, no chain is among them.
+    """One tree from several sources, its nodes chosen by expected gain. Without the default adapter
+    there is no chain among the sources.
 
     Args:
         threshold: as in Kangaroo; with `auto` and 0 only the expected gain ends the chain.
         nodes: the most nodes of the verified tree, without the pending token.
         min_gain_per_step: tokens that work in a round must gain per vanilla step that it takes.
-        recycle: at nodes without candidates of other sources, take the likeliest token where the
-            last token stood before, as in Token Recycling (arXiv 2408.08696).
+        recycle: at nodes for which other sources have no candidates, take the token that was
+            likeliest after the last token before, as in Token Recycling (arXiv 2408.08696).
     """
 
     name: str = "hybrid"
@@ -58,20 +57,18 @@ class HybridConfig(EarlyExitConfig):
         if (reason := adapter_files.absence(self.adapter)) is not None:
             _warn_once(f"drafter=hybrid drafts from the text alone: {reason}")
             return TextHybrid(self)
-        return super().build(lm)
-
-    def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
-        return Hybrid(lm, trained, self, heads[0])
+        layer, head = self.load(lm)
+        return Hybrid(lm, layer, self, head)
 
 
 class FromSources(Drafter):
-    """Verifies the candidates of its sources that are worth their cost."""
+    """Drafts the candidates of its sources that are worth their cost."""
 
     costs: Costs  # of the round
     draft_cost = shallow_cost = 0.0  # of a drafted token
 
     def use(self, options: HybridConfig) -> None:
-        """Take the options, when the drafter is made."""
+        """Set the options of a new drafter."""
         self.options = options
         self.nodes = options.nodes
         self.needs_costs = True
@@ -85,9 +82,9 @@ class FromSources(Drafter):
     def update_costs(
         self, budget: Budget, rows: int, shared_states: bool, share: float = 1.0
     ) -> None:
-        """Set the costs for a round of so many rows, in which drafting takes this `share` of what
-        it costs on tensors. With `shared_states` the states of a lookup's tokens are computed
-        together with the pending token's."""
+        """Set the costs of a round with so many rows, in which drafting takes this `share` of what
+        it costs on tensors. With `shared_states` one pass computes the shallow states of the
+        lookup's tokens and of the pending token."""
         self.costs = Costs(
             verify=budget.cost(rows, self.nodes),
             draft=share * self.draft_cost,
@@ -97,18 +94,18 @@ class FromSources(Drafter):
 
     def _start_text(self, row: int, text: list[int]) -> Sources:
         recycled = Recycled(successors_in(text, 1)) if self.options.recycle else None
-        return Sources([Lookup()], DraftedChain(), recycled, len(text))
+        return Sources(Lookup(), DraftedChain(), recycled, len(text))
 
     def update_sources(self, batch: Batch, row: int) -> Sources:
-        """A row's sources for a new round, with an empty chain; they learn from the last round."""
+        """A row's sources for a new round; they have learned from the last one, without a chain."""
         text = batch.texts[row]
         sources = self.rows.get(row, text)
         sources.learn(text[sources.length :])
         sources.length = len(text)
         automaton = self.automata.get(row, text)
         automaton.follow(text)
-        (lookup,) = sources.lookups
-        lookup.set_match(automaton.length, automaton.continuation(self.nodes, batch.ends[row]))
+        continuation = automaton.continuation(self.nodes, batch.ends[row])
+        sources.lookup.set_match(automaton.length, continuation)
         sources.chain.set_tokens([])
         if sources.recycled is not None:
             sources.recycled.start = text[-1]
@@ -129,7 +126,7 @@ class TextHybrid(FromSources, TreesFromText):
 
 
 class Hybrid(FromSources, Kangaroo):
-    """The hybrid with an adapter. It drafts nothing if a lookup is nearly sure."""
+    """The hybrid with an adapter, which drafts nothing if a lookup is nearly sure."""
 
     reads_logits = True  # for the alternatives
 
@@ -150,7 +147,7 @@ class Hybrid(FromSources, Kangaroo):
         return Draft.listed(batch.last(1), trees)
 
     def _draft_chains(self, batch: Batch, sources: dict[int, Sources]) -> None:
-        """Grow the chain of each row as long as that pays."""
+        """Grow each row's chain as long as that pays."""
         growing = [row for row in sources if self.pays(sources[row])]
         if not growing:
             return
@@ -171,8 +168,7 @@ class Hybrid(FromSources, Kangaroo):
     def reading(
         self, logits_BK: Tensor, sampling: BatchSampling, positions_B1: Tensor, seeds_B: Tensor
     ) -> Tensor:
-        """Each row's best candidates and the probabilities of their ranks, `[B, C, 2]`; temperature
-        and noise are not in the probabilities."""
+        """Each row's best candidates, and their ranks' probabilities without noise, `[B, C, 2]`."""
         count = min(CHOICES, self.head.size)
         probs_BC = logits_BK.float().softmax(-1).topk(count).values
         ids_BC = self.head.candidates(logits_BK[:, None], positions_B1, sampling, seeds_B, count)

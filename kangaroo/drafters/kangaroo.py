@@ -1,4 +1,4 @@
-"""Kangaroo (arXiv 2404.18911): shallow layers and a small adapter draft until confidence falls.
+"""Kangaroo (arXiv 2404.18911): shallow layers and a small adapter draft while they are confident.
 
 Shapes: B rows, N draft nodes, D hidden size.
 """
@@ -6,7 +6,6 @@ Shapes: B rows, N draft nodes, D hidden size.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Tensors
 from kangaroo.engine.tree import Draft
-from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 
 
@@ -27,8 +25,9 @@ class KangarooConfig(EarlyExitConfig):
 
     name: str = "kangaroo"
 
-    def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
-        return Kangaroo(lm, trained, self, heads[0])
+    def build(self, lm: TargetModel) -> Drafter:
+        layer, head = self.load(lm)
+        return Kangaroo(lm, layer, self, head)
 
 
 class Kangaroo(EarlyExit, Chain):
@@ -45,7 +44,7 @@ class Kangaroo(EarlyExit, Chain):
         f_B1D, f_BND, deep_BND = root
         self.hidden = [f_B1D]
         for step in range(1, self.steps + 1):
-            # a graph a step, so that none overwrites what the round still reads of another
+            # a graph for each step, so that none overwrites what the round still reads of another
             key = ("draft", step, batch.sampling.kind)
             work = partial(self.draft_token, batch, step)
             token, f_BND, deep_BND = self.replay(batch, key, work, f_BND, meta, draws, deep_BND)
@@ -62,9 +61,9 @@ class Kangaroo(EarlyExit, Chain):
         deep_BND: Tensor | None,
     ) -> tuple[DraftToken, Tensor, Tensor | None]:
         """One token of section 3.1: adapter, head, and the shallow layers on what was drafted. `f`
-        are shallow states of the last token, in the first step after those of the window, `deep`
-        those that a fused adapter reads too, and `meta` is the block of window, pending token and
-        draft. Returns the token, its shallow state and, if fused, the adapter's, `[B, 1, D]`."""
+        is the last token's shallow state, in the first step after the window's; `deep` are what a
+        fused adapter reads beside; `meta` is the block of window, pending token and draft. Returns
+        the token, its shallow state and, from a fused adapter, the adapter's, `[B, 1, D]`."""
         end = self.window + step
         read = meta.narrow(0, end) if step == 1 else meta.narrow(end - 1, 1)
         read = read.to(f_BND.device)

@@ -1,13 +1,13 @@
 """Kangaroo with a tree: an adapter drafts the likeliest continuations until all are unlikely.
 
-Shapes: B rows, N draft nodes (node 0 is the pending token), L nodes of a level, C candidates of
-each, M candidates of a level, E occupied slots, W window, D hidden size, K draft vocabulary, G most
-nodes to verify.
+Shapes: B rows, N draft nodes (node 0 is the pending token), L nodes of a level, C candidates of a
+node, M of a level, E occupied slots, W window, D hidden size, K draft vocabulary, G most nodes to
+verify.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kangaroo.drafters.base import Drafter, EarlyExitConfig
-from kangaroo.drafters.early_exit import EarlyExit, take
+from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import ForwardMeta, Tensors
@@ -30,13 +30,13 @@ from kangaroo.utils.ranges import Count, DraftSize, Threshold, check_nodes
 @dataclass
 class KangarooTreeConfig(EarlyExitConfig):
     """Kangaroo's tree (arXiv 2404.18911): a node's confidence is the product of the probabilities
-    on its path, and drafting stops once the best of a level falls to `threshold`.
+    on its path, and drafting stops when the best confidence of a level falls to `threshold`.
 
     Args:
         top_k: nodes of a level, and candidates of each node (the paper's K).
         nodes: the most nodes to verify, the most confident ones that pruning leaves.
-        min_confidence: verify nodes with a higher confidence; null is the paper's pruning, all but
-            the less confident half of the childless nodes. Not used with `threshold=auto`.
+        min_confidence: verify nodes with a higher confidence; null prunes as the paper does, the
+            less confident half of the nodes without a child. Not used with `threshold=auto`.
     """
 
     name: str = "kangaroo_tree"
@@ -48,18 +48,19 @@ class KangarooTreeConfig(EarlyExitConfig):
         super().__post_init__()
         check_nodes(self.top_k * self.steps, top_k=self.top_k, steps=self.steps)
 
-    def build_from(self, lm: TargetModel, trained: Any, heads: list[DraftHead]) -> Drafter:
-        return KangarooTree(lm, trained, self, heads[0])
+    def build(self, lm: TargetModel) -> Drafter:
+        layer, head = self.load(lm)
+        return KangarooTree(lm, layer, self, head)
 
 
-# What the layer reads next: shallow states, and deep states or None.
+# What the layer reads next: shallow states, and deep states if it reads such.
 Read = tuple[Tensor, Tensor | None]
 
 
 class Level(NamedTuple):
-    """Nodes of one depth, with their shallow states: their parents' places in the draft, tokens,
-    confidence, states, and the slots that are hidden from them; all candidates for the level, their
-    confidence, and the nodes' places among them; and the nodes' block."""
+    """Nodes of one depth: their parents' places in the draft, tokens, confidence, shallow states,
+    and the slots that are hidden from them; all candidates for the level, their confidence, and the
+    nodes' places among them; and the nodes' block."""
 
     parents_BL: Tensor
     tokens_BL: Tensor
@@ -73,9 +74,8 @@ class Level(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """The nodes that may be verified, level by level: `[B, L]` parents' places in the draft,
-    confidence and tokens; and their states `[B, L, D]` and blocks, or none if the shallow layers
-    have not run over them."""
+    """The nodes that may be verified, by level: their parents' places in the draft, confidence and
+    tokens, `[B, L]`; and shallow states `[B, L, D]` and blocks, empty if there are no states."""
 
     parents: list[Tensor]
     score: list[Tensor]
@@ -85,8 +85,7 @@ class Nodes(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """How many nodes a row keeps at most, all nodes with the kept ones first, which are kept, and
-    their parents."""
+    """The most nodes that a row keeps; all nodes, kept ones first; which are kept; and parents."""
 
     largest: Tensor
     order_BN: Tensor
@@ -95,9 +94,9 @@ class Ranking(NamedTuple):
 
 
 class KangarooTree(EarlyExit):
-    """Drafts until all nodes are unlikely; `top_k=1` is a chain whose confidence is a product. With
-    sampling a node's children are the tokens that the target is likeliest to choose under the noise
-    of their position; their confidence is the probability of their rank without noise."""
+    """Drafts until all nodes are unlikely; `top_k=1` is a chain whose confidence is a product. When
+    sampling, a node's children are the tokens that the drafter's distribution ranks highest under
+    the noise of their position; their confidence is the probability of their rank without noise."""
 
     def __init__(
         self,
@@ -118,12 +117,12 @@ class KangarooTree(EarlyExit):
         self.max_nodes = self.top_k * self.steps
 
     def min_node_chances(self, budget: Budget, rows: int) -> list[float]:
-        """The confidence that the n-th likeliest node must exceed to be verified, n from 0 on."""
+        """The confidence that the n-th likeliest node must exceed to be verified, from n = 0 on."""
         chances = budget.min_node_chances(rows, self.nodes, self.auto)
         return [max(chance, self.min_confidence or 0.0) for chance in chances]
 
     def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
-        # on the host, which reads one number of each row and level if there is a threshold
+        # the host decides: if there is a limit, it reads one number of each row and level
         active = limits[:, 0] < 1
         limits = np.maximum(limits, np.float32(self.threshold))
         meta, draws = self.begin_round(batch, self.chain_meta(batch, 0, self.max_nodes))
@@ -132,7 +131,7 @@ class KangarooTree(EarlyExit):
         levels = [root]
         valid = [np.ones_like(active)]
         for step in range(1, self.steps + 1):
-            # a graph a level, so that none overwrites what the round still reads of another
+            # a graph for each level, so that none overwrites what the round still reads of another
             key = ("level", step, batch.sampling.kind)
             work = partial(self.grow, batch, step)
             level, best_B, deep_BND = self.replay(batch, key, work, read, meta, draws, levels[-1])
@@ -151,12 +150,12 @@ class KangarooTree(EarlyExit):
     def start_tree(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
     ) -> tuple[Level, Read]:
-        """The pending token as a level, and what the layer's first pass reads; `meta` is the block
-        of the window and this token."""
+        """The pending token as a level, and what the layer's first pass reads. `meta` is the block
+        of the window and of this token."""
         f_B1D, f_BND, deep_BND = self.start(batch, pending_B1, meta, window_BWD)
         root = meta.narrow(self.window, 1)
         hidden_B1E = torch.arange(meta.extent, device=pending_B1.device) > root.slots_RT[..., None]
-        # anew, since it may have no mask, and those of later levels do
+        # a new block with a mask, which later levels have
         place = self.lm.forward_meta_of
         root = place(root.slots_RT, root.positions_RT, hidden_B1E, batch.n_slots)
         zero_B1 = torch.zeros_like(pending_B1)
@@ -177,9 +176,9 @@ class KangarooTree(EarlyExit):
     def grow(
         self, batch: Batch, step: int, read: Read, meta: ForwardMeta, draws: Tensors, last: Level
     ) -> tuple[Level, Tensor, Tensor | None]:
-        """The most confident children of the last level, the confidence of the best `[B]`, and the
-        layer's states of their parents if it reads such next. Now it reads `read`: the last level,
-        and with the root the window."""
+        """The most confident children of the last level, the confidence of the best `[B]`, and, if
+        the layer reads deep states, its states of their parents. It reads `read`: the last level,
+        and for the root the window, too."""
         length_B, seeds_B, settings_B3 = draws
         width = last.score_BL.shape[1]
         f_BND, deep_BND = read
@@ -197,11 +196,12 @@ class KangarooTree(EarlyExit):
         confidence_BLC = logits_BLK.float().softmax(-1).topk(self.top_k).values
         chances_BM = (last.score_BL[..., None] * confidence_BLC).flatten(1)
         score_BL, places_BL = chances_BM.topk(self.top_k)
-        above_BL = places_BL // self.top_k  # the parents' places in the last level
-        first = 1 + (step - 1) * self.top_k  # the first node's place in the draft
+        above_BL = places_BL // self.top_k  # the places of the parents in the last level
+        first = 1 + (step - 1) * self.top_k  # the place of the first node in the draft
         numbers_L = torch.arange(first, first + self.top_k, device=length_B.device)
         slots_BL = length_B[:, None] - 1 + numbers_L
-        hidden_BLE = take(last.hidden_BLE, above_BL).scatter(2, slots_BL[..., None], False)
+        hidden_BLE = last.hidden_BLE.take_along_dim(above_BL[..., None], 1)
+        hidden_BLE = hidden_BLE.scatter(2, slots_BL[..., None], False)
         tokens_BL = children_BM.gather(1, places_BL)
         block = self.lm.forward_meta_of(
             slots_BL,
@@ -221,11 +221,11 @@ class KangarooTree(EarlyExit):
             places_BL=places_BL,
             meta=block,
         )
-        deep_BLD = take(adapted_BLD, above_BL) if self.reads_deep else None
+        deep_BLD = adapted_BLD.take_along_dim(above_BL[..., None], 1) if self.reads_deep else None
         return level, score_BL.amax(1), deep_BLD
 
     def positions(self, length_B: Tensor, extent: int) -> Tensor | None:
-        """The positions of the tokens in the slots, `[B, E]`; None without attention windows."""
+        """The positions of the tokens in all slots, `[B, E]`; None without sliding windows."""
         if self.lm.window is None:
             return None
         slots_E = torch.arange(extent, device=length_B.device)
@@ -234,8 +234,8 @@ class KangarooTree(EarlyExit):
         return torch.minimum(slots_E, length_B1 - 1 + depth_BE.clamp(min=0))
 
     def _pruned(self, batch: Batch, levels: list[Level], valid: np.ndarray) -> Draft:
-        """The draft of the nodes worth verifying: ranked and pruned in two graphs, with one sync a
-        round between them for how many these are."""
+        """The draft of the nodes that are worth verifying. It is ranked and pruned in two graphs;
+        between them one sync reads how many nodes there are."""
         nodes = self.candidates(levels)
         sizes = [score_BL.shape[1] for score_BL in nodes.score]
         costs_G = torch.tensor(self.min_node_chances(batch.budget, len(batch.active)))
@@ -246,7 +246,7 @@ class KangarooTree(EarlyExit):
         size = self.lm.backend.width(int(ranking.largest), min(self.nodes + 1, sum(sizes)))
         prune = partial(self.prune, size, min(len(levels), size) - 1)
         draft = self.replay(batch, ("prune", len(levels), size), prune, ranking, nodes)
-        # copies, since the next replay returns the same objects, and a tree keeps its masks
+        # new objects, since the next replay returns the same ones, and a tree caches its masks
         return replace(draft, tree=replace(draft.tree))
 
     def candidates(self, levels: list[Level]) -> Nodes:
@@ -260,12 +260,12 @@ class KangarooTree(EarlyExit):
         )
 
     def rank(self, valid_BN: Tensor, costs_G: Tensor, nodes: Nodes) -> Ranking:
-        """Which nodes are kept; see `kept_nodes`."""
+        """The order in which nodes are kept; see `kept_nodes`."""
         parents_BN = torch.cat(nodes.parents, 1)
         score_BN = torch.cat(nodes.score, 1)
         halves = self.min_confidence is None
         keep_BN = kept_nodes(score_BN, parents_BN, valid_BN, costs_G, halves=halves)
-        # kept nodes in their order, then others, which fill up rows with fewer
+        # kept nodes in their order, then others, which pad rows with fewer
         order_BN = (~keep_BN).int().argsort(dim=1, stable=True)
         return Ranking(keep_BN.sum(1).max(), order_BN, keep_BN, parents_BN)
 
@@ -281,7 +281,7 @@ class KangarooTree(EarlyExit):
         tokens_BN = torch.cat(nodes.tokens, 1).gather(1, index_BN)
         draft = Draft(tokens_BN, tree, keep_BN, entry=self.exit_layer)
         if nodes.states:
-            draft.hidden_BND = take(torch.cat(nodes.states, 1), index_BN)
+            draft.hidden_BND = torch.cat(nodes.states, 1).take_along_dim(index_BN[..., None], 1)
             draft.meta = ForwardMeta.join(nodes.blocks).take(index_BN)
         return draft
 
@@ -290,8 +290,8 @@ def kept_nodes(
     score_BN: Tensor, parents_BN: Tensor, valid_BN: Tensor, costs_G: Tensor, halves: bool
 ) -> Tensor:
     """The nodes to verify, `[B, N]`: the root and the most confident nodes, as many as maximise the
-    sum of their scores less `costs_G`, that of the n-th node; with `halves` none of the less
-    confident half of the childless nodes. They are a tree: no score is higher than the parent's."""
+    sum of their scores minus the sum of their `costs_G`; with `halves` without the less confident
+    half of the nodes that have no child. These are a tree, since no score exceeds the parent's."""
     keep_BN = valid_BN
     if halves:
         children_BN = torch.zeros_like(parents_BN).scatter_add(1, parents_BN, valid_BN.long())
@@ -306,5 +306,5 @@ def kept_nodes(
 
 
 def ranks(key_BN: Tensor) -> Tensor:
-    """Places in ascending order; of equal keys the earlier is first, so a parent before a child."""
+    """Ranks in ascending order; of equal keys the earlier is first, so parents before children."""
     return key_BN.argsort(dim=1, stable=True).argsort(1)

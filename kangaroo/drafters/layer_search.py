@@ -1,6 +1,6 @@
-"""A search for the layers of a target that drafts may skip, and the file with its result.
+"""A search for the layers of a target that drafts skip, and the file with its result.
 
-Shapes: B rows, T tokens of a conversation, M assistant positions, D hidden size, E occupied slots.
+Shapes: B rows, T tokens of a conversation, M positions, D hidden size, E occupied slots.
 """
 
 import json
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.engine.clock import running
-from kangaroo.heads.target_hash import target_hashes
 from kangaroo.models.loading import model_options
 from kangaroo.models.prompts import Sample
+from kangaroo.models.supported import target_hashes
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 from kangaroo.utils.folders import command_line, resolve_path, write_json
@@ -38,7 +38,7 @@ class SearchConfig(Ranged):
         budget: the number of subsets to try.
         conversations: the number of conversations to try them on, the last ones of the data.
         max_length: the most tokens of a conversation.
-        steps: the longest draft that the expected speedup allows for.
+        steps: the longest draft, in tokens, that the expected speedup assumes.
         seed: the seed of the order in which subsets are tried.
     """
 
@@ -51,8 +51,8 @@ class SearchConfig(Ranged):
 
 @dataclass
 class JudgedText:
-    """A conversation in the target's cache, with its tokens at the assistant's positions, the
-    target's choices after them, and the block in which layers run on them again."""
+    """A conversation in the target's cache; its tokens at the assistant's positions, the target's
+    choices after them, and the block in which layers run on them again."""
 
     tokens_1M: Tensor
     top_M: Tensor
@@ -62,8 +62,8 @@ class JudgedText:
 
 @dataclass
 class LayerSubset:
-    """The result of a search: layers to skip, counted from 0; the target as in an adapter's config;
-    and the search's settings, results and provenance."""
+    """The result of a search: the layers to skip, counted from 0; the target, as in an adapter's
+    config; and the search's settings, results and provenance."""
 
     skip: list[int]
     target: str
@@ -85,8 +85,8 @@ def draft_cost(lm: TargetModel, skip: Collection[int]) -> float:
 
 
 def read(path: str, lm: TargetModel | None = None) -> LayerSubset:
-    """The result that a search for `lm`, or for any target, wrote. Errors: `AdapterNotFound`,
-    `CorruptFile`; `AdapterMismatch` if it is for another target."""
+    """The result of a search in a file. Errors: `AdapterNotFound`, `CorruptFile`; `AdapterMismatch`
+    if it is for another target than `lm`, which None does not check."""
     model = Path(path).name.removesuffix("-draft_verify.json")
     command = command_line("prepare layers", **model_options(model), output=path)
     try:
@@ -101,7 +101,7 @@ def read(path: str, lm: TargetModel | None = None) -> LayerSubset:
         ) from error
     if lm is not None and subset.target_hash not in target_hashes(lm.config):
         raise AdapterMismatch(
-            f"'{path}' was searched for {subset.target} (config {subset.target_hash}); this target "
+            f"'{path}' was found for {subset.target} (config {subset.target_hash}); this target "
             f"is {lm.name} (config {target_hashes(lm.config)[0]}). Search one for it: "
             f"{command_line('prepare layers', **model_options(lm.name))}"
         )
@@ -111,14 +111,14 @@ def read(path: str, lm: TargetModel | None = None) -> LayerSubset:
 def search(
     lm: TargetModel, samples: Sequence[Sample], config: SearchConfig, file: Path
 ) -> LayerSubset:
-    """The subset with the best expected speedup of those that a local search tries, written to a
-    file. A change of one layer or two is kept unless it is worse. Errors: `ConfigError`."""
+    """The subset with the best expected speedup that a local search finds, which is also written to
+    a file. A change of one or two layers is kept unless it is worse. Errors: `ConfigError`."""
     if lm.n_layers < 2:
         raise ConfigError(f"the target must have 2 layers or more, not {lm.n_layers}.")
     started = running()
     texts = [judge(lm, sample, config.max_length) for sample in samples[-config.conversations :]]
     rng = random.Random(config.seed)
-    budget = min(config.budget, 2**lm.n_layers - 2)  # without the empty set and that of all layers
+    budget = min(config.budget, 2**lm.n_layers - 2)  # neither no layer nor all layers
     best = subset = tuple(range(1, lm.n_layers - 1, 2)) or (0,)  # every other layer
     speedup = agreement = 0.0
     tried: set[Subset] = set()
@@ -151,7 +151,7 @@ def search(
 
 
 def neighbour(subset: Subset, n_layers: int, rng: random.Random) -> Subset:
-    """A subset with one layer added or removed, or two such changes."""
+    """A subset with one layer added or removed, or two."""
     skipped = set(subset) ^ {rng.randrange(n_layers)}
     if rng.random() < 0.5:
         skipped ^= {rng.randrange(n_layers)}
@@ -186,8 +186,8 @@ def judge(lm: TargetModel, sample: Sample, max_length: int) -> JudgedText:
 def first_drafts(
     lm: TargetModel, positions_BM: Tensor, start_B: Tensor, used: int, n_slots: int
 ) -> ForwardMeta:
-    """A block of committed tokens at the free slots from `start_B` to `used`, each as if it was the
-    first token of a draft: it sees the keys of the text before it, and its own."""
+    """A block of committed tokens at the free slots from `start_B` to `used`, each like the first
+    token of a draft: it sees the keys of the text before it, and its own."""
     slots_BM = start_B[:, None] + torch.arange(positions_BM.shape[1], device=start_B.device)
     slots_E = torch.arange(lm.extent(n_slots, used), device=start_B.device)
     hidden_BME = (slots_E >= positions_BM[..., None]) & (slots_E != slots_BM[..., None])

@@ -20,12 +20,12 @@ from kangaroo.utils.ranges import Count
 @dataclass
 class LayerSkipConfig(ChainConfig):
     """LayerSkip's self-speculative decoding (arXiv 2404.16710, section 4.3): Kangaroo without an
-    adapter, for models that were trained with losses at early exits; others draft nonsense. The
-    paper's never stops early, as with `threshold=0`.
+    adapter, for models that were trained with losses at early exits (others draft nonsense). In the
+    paper drafts never stop early, as with `threshold=0`.
 
     Args:
-        exit_layer: how many layers draft (the paper's E); null is a quarter, as 8 of Llama-2-7B's.
-        int8: as of `EarlyExitConfig`.
+        exit_layer: how many layers draft (the paper's E); null is a quarter, 8 for Llama-2-7B.
+        int8: draft with weights rounded to eight bits, where native code decodes in bfloat16.
     """
 
     name: str = "layerskip"
@@ -58,6 +58,6 @@ class FinalNorm(Layer):
         return f_BND.to(self.norm.get_parameter("weight").device)
 
     def accelerate(self, lm: TargetModel) -> Self:
-        """Norm with the target's layers, of which it runs none."""
+        """Let the target's layers norm: none of them runs."""
         self.fast_layers = lm.fast_layers
         return self

@@ -1,4 +1,4 @@
-"""LLMA: prompt lookup that also copies from documents which the user gives as references."""
+"""LLMA: prompt lookup that also copies from documents that the user gives as references."""
 
 from dataclasses import dataclass
 from itertools import takewhile
@@ -16,14 +16,12 @@ class LlmaConfig(DrafterConfig):
     """LLMA, inference with reference (arXiv 2304.04487).
 
     Args:
-        trigger_length: the fewest tokens at the end of the text that must stand in a reference for
-            a copy (n).
-        longest_trigger: of longer ends that stand there the longest counts, up to this many tokens;
-            the released code has five.
+        trigger_length: the fewest tokens at the end of the text that must occur in a reference (n).
+        longest_trigger: the most tokens at the end of the text to look up; the longest that occur
+            count. 5 in the released code.
         copy_length: the most tokens to copy, which are the draft of a round (k).
-        references: the folder of documents to copy from beside the text so far, from
-            `scripts/prepare.py datastore`; None is the text alone, with the documents of its
-            prompt.
+        references: the folder, from `scripts/prepare.py datastore`, of documents to copy from; None
+            copies from the text alone, with the documents of its prompt.
     """
 
     name: str = "llma"
@@ -42,8 +40,8 @@ class LlmaConfig(DrafterConfig):
 
 
 class Llma(PromptLookup):
-    """Copies what follows the longest trigger where it first stands: in the references in their
-    order, else in the text, with its prompt. A copy ends with its document, and before an EOS."""
+    """Copies what follows the first occurrence of the longest trigger: in the references, in their
+    order, or else in the text. A copy ends with its document, and before an EOS."""
 
     def __init__(self, options: LlmaConfig, references: datastore.Datastore | None = None):
         longest = max(options.longest_trigger, options.trigger_length)

@@ -1,7 +1,7 @@
-"""Lookahead: a Jacobi window fills a pool with n-grams, and fitting ones are verified beside it.
+"""Lookahead: a Jacobi window fills a pool of n-grams, of which fitting ones are verified beside it.
 
-Shapes: B rows, N draft nodes or tokens of an n-gram, W columns of the window, J = `ngram` - 1
-levels of it, P n-grams of the pool, G guesses.
+Shapes: B rows, N draft nodes or tokens of an n-gram, W columns and J = `ngram` - 1 levels of the
+window, P n-grams of the pool, G guesses.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class LookaheadConfig(DrafterConfig):
     (window + guesses) * (ngram - 1) nodes.
 
     Args:
-        window: positions ahead of the text that are guessed at a time (the paper's W).
+        window: positions ahead of the text that are guessed in parallel (the paper's W).
         ngram: tokens of an n-gram (N).
         guesses: n-grams to verify in a round (G), the newest that start with the pending token.
     """
@@ -51,10 +51,10 @@ class LookaheadConfig(DrafterConfig):
 
 
 class Lookahead(Drafter):
-    """The window's level j holds tokens for the position j + 1 after the pending token and those
-    that follow, one a column. Level 0 is a chain, and each column hangs below its token there. The
-    target's choices after the last level complete an n-gram in each column and become the new last
-    level; the first is dropped. A row's window and pool depend only on its text."""
+    """Level j of the window holds a token in each column, for the position j + 1 after the pending
+    token and for the following ones. Level 0 is a chain, and each column hangs below its token
+    there. The target's choices after the last level complete an n-gram in each column and are the
+    new last level; the first one is dropped. A row's window and pool depend on its text alone."""
 
     def __init__(self, options: LookaheadConfig):
         self.options = options
@@ -80,7 +80,7 @@ class Lookahead(Drafter):
         index_BG = index_BP.topk(guesses, largest=False, sorted=True).values
         hit_BG = index_BG < POOL_SIZE
         index_BGJ = (index_BG * hit_BG)[..., None].expand(-1, -1, self.levels)
-        # padding, too, must be in the vocabulary
+        # padding must be in the vocabulary, too
         guess_BGJ = self.pool_BPN[..., 1:].gather(1, index_BGJ).clamp(min=0)
         tokens_BN = torch.cat([pending_B1, self.window_BJW.flatten(1), guess_BGJ.flatten(1)], 1)
         valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
@@ -89,7 +89,7 @@ class Lookahead(Drafter):
         return self.proposed
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
-        if draft is not self.proposed:  # another drafter's nodes, which are not the window
+        if draft is not self.proposed:  # another drafter's nodes: not those of the window
             return
         last = 1 + (self.levels - 1) * self.options.window
         new_BW = verdict.choice_BN[:, last : last + self.options.window]

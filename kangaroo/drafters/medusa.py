@@ -1,4 +1,4 @@
-"""Medusa: heads on the target's final state guess the next tokens, which form a static tree.
+"""Medusa: heads on the target's final state guess the next tokens, which are put into a fixed tree.
 
 Shapes: B rows, N draft nodes, D hidden size, K draft vocabulary.
 """
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kangaroo.drafters.base import Drafter, TrainedConfig
-from kangaroo.drafters.early_exit import take
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.engine.tree import Draft, Tree, Verdict
@@ -23,7 +22,7 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import Count, DraftSize
 
-Path = tuple[int, ...]  # of a node: the rank of each token among its head's guesses
+Path = tuple[int, ...]  # a node: the rank of each token on its path among the head's guesses
 Paths = Sequence[Path]
 
 
@@ -33,7 +32,7 @@ class MedusaConfig(TrainedConfig):
 
     Args:
         adapter: folder or hub id of trained heads (`python train.py adapter=medusa`).
-        nodes: the size of the tree without the pending token (the paper: 63).
+        nodes: the size of the tree without the pending token (63 in the paper).
         top_k: the most guesses of each head in the tree; 1 is a chain.
     """
 
@@ -53,9 +52,9 @@ class MedusaConfig(TrainedConfig):
 
 
 def likeliest_paths(chances: Sequence[Sequence[float]]) -> Iterator[tuple[Path, float]]:
-    """Paths, each with the chance that all of it is right, the likeliest first and a path after its
-    prefixes. `chances[k][i]` is how often guess i of head k is right by itself."""
-    heap: list[tuple[float, int, Path]] = [(-1.0, 0, ())]  # of equals the shallower is first
+    """Paths, each with the chance that all of it is right: the likeliest first, and a path after
+    its prefixes. `chances[k][i]` is how often guess i of head k is right, by itself."""
+    heap: list[tuple[float, int, Path]] = [(-1.0, 0, ())]  # of equals the shallower comes first
     while heap:
         value, depth, path = heapq.heappop(heap)
         if path:
@@ -67,19 +66,19 @@ def likeliest_paths(chances: Sequence[Sequence[float]]) -> Iterator[tuple[Path, 
 
 def sparse_tree(chances: Sequence[Sequence[float]], nodes: int) -> Paths:
     """The tree of `nodes` nodes with the highest expected acceptance (Medusa, arXiv 2401.10774,
-    appendix on optimised tree construction). Errors: `ConfigError` without chances."""
+    the appendix on optimised trees). Errors: `ConfigError` without chances."""
     if not chances or not chances[0]:
         raise ConfigError(
-            "the heads' config.json does not say how often their guesses are right; train them "
-            "again."
+            "the heads' config.json does not say how often their guesses are right: train the "
+            "heads again."
         )
     paths = [path for path, _ in islice(likeliest_paths(chances), nodes)]
     return sorted(paths, key=lambda path: (len(path), path))
 
 
 class Medusa(Drafter):
-    """Reads the target's final state of the last token in the cache. `lm_heads` has an LM head for
-    each of the heads, or one for all; `paths` has the nodes of the tree, parents first."""
+    """Guesses from the target's final state of the last token in the cache. `lm_heads` has an LM
+    head for each of the heads, or one for all; `paths` has the tree's nodes, parents first."""
 
     def __init__(
         self, lm: TargetModel, heads: MedusaHeads, lm_heads: Sequence[DraftHead], paths: Paths
@@ -123,4 +122,5 @@ class Medusa(Drafter):
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
         states_BND = taps[self.lm.n_layers]
-        self.final_BD = take(states_BND, verdict.path_BP[:, -1:].to(states_BND.device))[:, 0]
+        last_B11 = verdict.path_BP[:, -1:, None].to(states_BND.device)
+        self.final_BD = states_BND.take_along_dim(last_B11, 1)[:, 0]

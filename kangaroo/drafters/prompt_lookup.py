@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts what followed the text's last tokens where they occurred before."""
+"""Prompt lookup: drafts what followed where the text's last tokens occurred before."""
 
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -14,8 +14,8 @@ class PromptLookupConfig(DrafterConfig):
     """Prompt lookup decoding (Saxena 2023).
 
     Args:
-        max_matching_ngram_size: the most tokens at the end of the text to look up; if they occur
-            nowhere else, fewer, down to a single one.
+        max_matching_ngram_size: the most tokens at the end of the text to look up; if these occur
+            nowhere else, fewer are looked up, down to a single one.
         num_pred_tokens: the most draft tokens of a round.
     """
 
@@ -28,8 +28,8 @@ class PromptLookupConfig(DrafterConfig):
 
 
 class PromptLookup(FromText):
-    """Drafts as transformers' `PromptLookupCandidateGenerator` does, token for token: the first
-    occurrence of the longest n-gram counts, and a draft ends before an EOS."""
+    """Drafts the tokens of transformers' `PromptLookupCandidateGenerator`: the first occurrence of
+    the longest n-gram counts, and a draft ends before an EOS."""
 
     def __init__(
         self, max_matching_ngram_size: int = 3, num_pred_tokens: int = 10, min_ngram: int = 1
@@ -47,7 +47,7 @@ class PromptLookup(FromText):
         return self.before_eos(row, text[end : end + self.max_nodes])
 
     def match(self, row: int, text: list[int]) -> tuple[int, int]:
-        """The tokens of the longest n-gram at the text's end that stood before, and where it first
+        """The size of the longest n-gram at the text's end that occurred before, and where it first
         ended; 0 and the text's end if there is none."""
         ends = self.ngrams.get(row, text).find_ends()
         for n in range(min(self.max_ngram, len(text) - 1), self.min_ngram - 1, -1):
@@ -71,7 +71,7 @@ class Ngrams:
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def find_ends(self) -> dict[tuple[int, ...], int]:
-        """Where each n-gram first ends, except at the text's end, where nothing follows yet."""
+        """Where each n-gram first ends; not at the text's end, where nothing follows yet."""
         for end in range(self.n_read + 1, len(self.text)):
             for n in range(1, min(self.max_ngram, end) + 1):
                 self.ends.setdefault(tuple(self.text[end - n : end]), end)

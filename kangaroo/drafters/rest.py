@@ -1,4 +1,4 @@
-"""REST: a tree of what follows the text's last tokens in a datastore.
+"""REST: a tree of what follows the last tokens of the text in a datastore.
 
 Shapes: M occurrences, S steps, K prefixes of what follows them.
 """
@@ -15,7 +15,7 @@ from kangaroo.engine.tree import Nodes
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Count, DraftSize
 
-MIN_TOKENS = 2  # to look up
+MIN_TOKENS = 2  # fewest tokens to look up
 
 
 @dataclass
@@ -24,12 +24,12 @@ class RestConfig(DrafterConfig):
 
     Args:
         datastore: its folder, from `scripts/prepare.py datastore`.
-        max_token_span: the most tokens at the end of the text to look up; if they do not occur,
-            fewer, but at least two.
-        max_matches: the most occurrences to read. Of more, evenly spaced ones in the order of what
-            follows them are read, which keeps its distribution.
+        max_token_span: the most tokens at the end of the text to look up; if these do not occur,
+            fewer are looked up, down to two.
+        max_matches: the most occurrences to read. If there are more, evenly spaced ones are read,
+            in the order of what follows them, which keeps its distribution.
         steps: tokens to read after each occurrence.
-        num_draft: nodes of the tree without the root, the most frequent prefixes of what was read.
+        num_draft: nodes of the tree without the root: the most frequent prefixes of what was read.
     """
 
     name: str = "rest"
@@ -57,15 +57,15 @@ class Rest(TreesFromText):
         self.max_nodes = options.num_draft
 
     def tree_of(self, batch: Batch, row: int) -> Nodes:
-        """The most frequent prefixes. Of equally frequent ones the shallower comes first, then the
-        one that stands earlier in the datastore, so that parents come before their children."""
+        """The most frequent prefixes. Of equally frequent ones the shorter comes first, so that
+        parents come before their children, and then the one that is earlier in the datastore."""
         starts_M, tokens_MS, valid_MS = self._occurrences(batch.texts[row])
         if not len(starts_M):
             return [], []
         # occurrences are in the order of what follows them, so equal prefixes are side by side
         differs_MS = np.ones_like(valid_MS)
         differs_MS[1:] = tokens_MS[1:] != tokens_MS[:-1]
-        is_first_MS = np.logical_or.accumulate(differs_MS, axis=1)  # of those with its prefix
+        is_first_MS = np.logical_or.accumulate(differs_MS, axis=1)  # of all with its prefix
         tokens = []
         parents = []
         ranks = []
@@ -84,7 +84,7 @@ class Rest(TreesFromText):
             parent_M = np.repeat(node_K, counts_K)
             nodes += int(valid_K.sum())
         rank_K = np.concatenate(ranks)
-        # sorting thousands of nodes would cost most of a step
+        # to sort thousands of nodes would take most of a step
         last = max(nodes - self.options.num_draft, 0)
         chosen = np.flatnonzero(rank_K >= np.partition(rank_K, last)[last])
         order = np.lexsort((np.concatenate(starts)[chosen], -rank_K[chosen]))
@@ -94,7 +94,8 @@ class Rest(TreesFromText):
         return np.concatenate(tokens)[chosen].tolist(), chosen_parents
 
     def _occurrences(self, text: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The start of what follows each occurrence, its tokens, and which are of the document."""
+        """For each occurrence where its continuation starts, the tokens from there on, and which of
+        these belong to its document."""
         store = self.store
         options = self.options
         min_tokens = min(MIN_TOKENS, options.max_token_span)

@@ -1,4 +1,4 @@
-"""Drafts what followed the longest suffix of the text that occurred before, by an automaton."""
+"""Suffix: drafts what followed the longest suffix of the text that occurred before."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ class SuffixAutomaton:
     the longest suffix of the text that occurred before.
 
     A state stands for all strings that end at the same places. The state of the whole text ends
-    only at its last token; its suffix link leads to the longest suffix that also ends elsewhere,
-    without a search. Source: Blumer et al. 1985; for drafting, SAM-Decoding (arXiv 2411.10666)."""
+    only at its last token, and its suffix link leads, without a search, to the longest suffix that
+    also ends elsewhere. Sources: Blumer et al. 1985; SAM-Decoding (arXiv 2411.10666)."""
 
-    length = 0  # of the match; 0 without one
-    place = 0  # after its earlier occurrence
+    length = 0  # of the match; 0 without a match
+    place = 0  # where its earlier occurrence ends
 
-    def __init__(self, tokens: Sequence[int] = ()):
+    def __init__(self) -> None:
         self.tokens: list[int] = []
         # by state: the next states by token, the suffix link, the longest string's length and end
         self.following: list[dict[int, int]] = [{}]
@@ -28,26 +28,21 @@ class SuffixAutomaton:
         self.lengths = [0]
         self.ends = [0]
         self._whole = 0  # the state of the whole text
-        self.extend(tokens)
 
     def continuation(self, count: int, ends: Container[int] = ()) -> list[int]:
-        """What followed the match: `count` tokens, or up to one of `ends`; none without a match.
-        Where the text ends before that, the continuation repeats itself, so that a loop goes on."""
+        """What followed the match: `count` tokens, or those up to one of `ends`; none without a
+        match. If the text ends first, the continuation is repeated, so that a loop goes on."""
         tokens = self.tokens[self.place : self.place + count] if self.length else []
         while 0 < len(tokens) < count:
             tokens += tokens[: count - len(tokens)]
         return tokens[: next((i for i, token in enumerate(tokens, 1) if token in ends), None)]
 
     def follow(self, text: Sequence[int]) -> None:
-        """Append what a text has more than this one."""
-        self.extend(text[len(self.tokens) :])
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
+        """Append the tokens that a text has beyond those of this one."""
         following = self.following
         link = self.link
         lengths = self.lengths
-        for token in tokens:
+        for token in text[len(self.tokens) :]:
             self.tokens.append(token)
             end = len(self.tokens)
             state = self._whole
@@ -90,8 +85,8 @@ class SuffixAutomaton:
 
 @dataclass
 class SuffixConfig(DrafterConfig):
-    """A suffix automaton's chain, longer for a longer match (SAM-Decoding, arXiv 2411.10666, with
-    the length of a draft as in SuffixDecoding, arXiv 2411.04975).
+    """A suffix automaton's chain, which is longer for a longer match (SAM-Decoding, arXiv
+    2411.10666, with the length of drafts as in SuffixDecoding, arXiv 2411.04975).
 
     Args:
         num_pred_tokens: the most draft tokens of a round.

@@ -1,4 +1,4 @@
-"""SWIFT: drafts skip attention and feed-forward parts, which are searched while decoding.
+"""SWIFT: drafts skip attention and feed-forward parts that a search chooses while decoding.
 
 Shapes: M positions of a text, R rows, T tokens a row, D hidden size.
 """
@@ -22,8 +22,8 @@ from kangaroo.models.layer_weights import layer_weights
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Chance, CountOrZero, DraftSize, Seed, Share
 
-FEED_FORWARD = "feed_forward_norm", "gate", "up", "down"  # weights
-MIN_TOKENS = 8  # generated tokens that it takes to try a set
+FEED_FORWARD = "feed_forward_norm", "gate", "up", "down"  # the weights of this part
+MIN_TOKENS = 8  # generated tokens needed to try a set
 
 
 @dataclass
@@ -32,16 +32,16 @@ class SwiftConfig(ChainConfig):
     generated tokens, in one pass, and replaces the current set if it is better.
 
     The paper tries random sets of a fixed size, and every 25th time one from Bayesian optimisation;
-    the matchness decides. Here a set is a neighbour of the best one so far, of any size, and its
-    expected speedup decides. Each text has a search of its own, so that its drafts do not depend on
-    earlier texts, and drafts are chains without further candidates.
+    the share of matching tokens decides. Here a set is a neighbour of the best one so far, of any
+    size, and the expected speedup decides. Each text has its own search, so that its drafts do not
+    depend on earlier texts. Drafts are chains without further candidates.
 
     Args:
         skip_share: the share of attention and feed-forward parts that are skipped at first (the
-            paper's r), evenly spaced, none of the first and the last layer.
-        window: generated tokens that a set is tried on (gamma); early in a text fewer, at least 8.
-        proposals: sets that are tried in a text (S), the one that it begins with included.
-        goal: the matchness that ends the search.
+            paper's r), evenly spaced, none in the first and the last layer.
+        window: generated tokens on which a set is tried (gamma); early in a text fewer, 8 at least.
+        proposals: how many sets are tried in a text (S), the first one included.
+        goal: the share of matching tokens that ends the search.
         seed: the seed of the sets that are tried.
     """
 
@@ -68,6 +68,8 @@ class Search(Choice):
 
 
 class Swift(LayerChoice):
+    """Numbers the parts of layers like layers: two for each layer, attention first."""
+
     def __init__(self, lm: TargetModel, options: SwiftConfig):
         halves = HalfLayers(lm)
         self.options = options
@@ -103,7 +105,7 @@ class Swift(LayerChoice):
                 search.proposals_left *= matchness < self.options.goal
 
     def matchness(self, batch: Batch, row: int, skip: Subset, count: int) -> float:
-        """The share of a row's last `count` tokens that would have been right as first drafts."""
+        """The share of a row's last `count` tokens that a draft of one token would have matched."""
         lm = self.lm
         text = batch.texts[row]
         rows = slice(row, row + 1)
@@ -122,18 +124,18 @@ class Swift(LayerChoice):
 
 
 def evenly(layers: range, share: float, total: int) -> Subset:
-    """Evenly spaced ones of these layers, as many as that share of `total`, or all."""
+    """Evenly spaced layers of these: as many as this share of `total`, or all."""
     count = min(round(share * total), len(layers))
     return tuple(layers[int((i + 0.5) * len(layers) / count)] for i in range(count))
 
 
 class HalfLayers(TargetModel):
     """The same model and weights as twice as many layers, each an attention or a feed-forward part.
-    It runs on the target's cache, as fast as the target."""
+    It runs on the target's cache."""
 
     def __init__(self, lm: TargetModel):
         super().__init__(lm.hf)
-        removed = "mlp", "self_attn"  # from the two halves of a layer
+        removed = "mlp", "self_attn"  # from the first and the second half of a layer
         self.layers = nn.ModuleList(without(layer, name) for layer in lm.layers for name in removed)
         self.layer_devices = [device for device in lm.layer_devices for _ in range(2)]
         self.windowed = [windowed for windowed in lm.windowed for _ in range(2)]
@@ -145,7 +147,7 @@ class HalfLayers(TargetModel):
 
 
 class Nothing(nn.Module):
-    """Takes the place of a removed part, and adds nothing."""
+    """Takes the place of a removed part, and adds zeros."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -157,14 +159,14 @@ class Nothing(nn.Module):
 
 
 def without(layer: nn.Module, name: str) -> nn.Module:
-    """A copy of the layer without that part, which shares the others."""
+    """A copy of the layer without the part of this name, which shares all others."""
     half = copy(layer)
     half._modules = layer._modules | {name: Nothing(name)}
     return half
 
 
 def halves(layer: LayerWeights[Matrix]) -> list[LayerWeights[Matrix]]:
-    """A layer's weights with the attention alone, and with the feed-forward part alone."""
+    """A layer's weights of the attention alone, and of the feed-forward part alone."""
     others = vars(layer).keys() - set(FEED_FORWARD)
     return [replace(layer, **dict.fromkeys(names)) for names in (FEED_FORWARD, others)]
 

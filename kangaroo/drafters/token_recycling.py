@@ -1,4 +1,4 @@
-"""Token Recycling: a tree of the tokens that were likeliest where each token last stood."""
+"""Token Recycling: a tree of the tokens that were likeliest after each token's last occurrence."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -11,7 +11,7 @@ from kangaroo.engine.tree import Nodes
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import DraftSize
 
-# The chance that a successor is right, by its rank, for SmolLM2-135M on 17 of the demo's questions.
+# How often a successor is right, by its rank, of SmolLM2-135M in 17 of the demo's questions.
 CHANCES = (0.43, 0.09, 0.07, 0.03, 0.017, 0.016, 0.013, 0.013)
 
 Successors = dict[int, list[int]]  # after each token, the likeliest first
@@ -19,19 +19,18 @@ Successors = dict[int, list[int]]  # after each token, the likeliest first
 
 @dataclass
 class TokenRecyclingConfig(DrafterConfig):
-    """Token Recycling (arXiv 2408.08696) with a matrix for each text, filled first from its prompt;
-    `nodes` is the size of the static tree without the pending token (the paper: 80)."""
+    """Token Recycling (arXiv 2408.08696) with a matrix for each text, at first from its prompt."""
 
     name: str = "token_recycling"
-    nodes: DraftSize = 80  # of the static tree, without the pending token
+    nodes: DraftSize = 80  # size of the fixed tree without the pending token (80 in the paper)
 
     def build(self, lm: TargetModel) -> Drafter:
         return TokenRecycling(self.nodes, lm.config.vocab_size)
 
 
 class TokenRecycling(TreesFromText):
-    """The matrix holds the tokens that were likeliest when a token was last verified. It has only
-    rows of tokens that occurred; the paper's has the whole vocabulary."""
+    """Its matrix holds the tokens that were likeliest after a token when that was last verified. It
+    has rows for tokens that occurred; the paper's has rows for the whole vocabulary."""
 
     def __init__(self, nodes: int = 80, vocab_size: int = 1 << 31):
         self.max_nodes = nodes
@@ -74,12 +73,12 @@ def successors_in(text: list[int], top_k: int) -> Successors:
 
 
 def recycle(matrix: Successors, batch: Batch, row: int) -> None:
-    """Update the matrix with what was verified since."""
+    """Update the matrix with what was verified since the last call."""
     matrix.update(batch.verified[row])
     batch.verified[row].clear()
 
 
 @cache
 def static_tree(nodes: int) -> list[tuple[tuple[int, ...], float]]:
-    """The likeliest paths of ranks, in order, each with the chance that all of it is right."""
+    """The likeliest paths of ranks, each with the chance that all of it is right."""
     return list(islice(likeliest_paths([CHANCES] * nodes), nodes))

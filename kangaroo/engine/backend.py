@@ -1,4 +1,4 @@
-"""The seam between models and what runs them: PyTorch alone, native code, Triton with CUDA graphs.
+"""The interface between models and what runs them: PyTorch, native code, or Triton and CUDA graphs.
 
 Shapes: B rows of a batch, N tokens of a block, R rows of a block, T tokens of a row, M tokens of
 all rows, D hidden size, O outputs, V vocabulary.
@@ -18,14 +18,14 @@ from kangaroo.models.packed import PackedMatrix
 Matrix = Tensor | PackedMatrix
 W = TypeVar("W", default=Tensor)  # what a backend's matrices are
 Chosen = tuple[Tensor, Tensor]  # the likeliest tokens and their probabilities
-Key = tuple[Any, ...]  # names recorded work, and everything about it that is not in a tensor
+Key = tuple[Any, ...]  # names recorded work, with everything about it that is not in a tensor
 # Joins shallow states and the deep ones before them to a fused adapter's input, all `[B, N, D]`.
 Fusing = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
 class LayerWeights(Generic[W]):
-    """The weights of one layer, in the order of `cpp/layers.h`'s `Layer`; None is without."""
+    """The weights of one layer, in the order of `Layer` in `cpp/layers.h`; None if it has none."""
 
     attention_norm: Tensor | None = None
     q: W | None = None
@@ -46,7 +46,7 @@ class LayerWeights(Generic[W]):
 
 @dataclass
 class Sizes:
-    """Sizes of every layer of a model; `eps` of the norms, `scaling` of attention's scores."""
+    """The sizes of every layer of a model, the `eps` of its norms, and the `scaling` of scores."""
 
     hidden: int
     heads: int
@@ -61,11 +61,11 @@ class Layers(Protocol):
     """A stretch of layers, of a target or a drafter."""
 
     def prompt_chunk(self, length: int) -> int | None:
-        """How many tokens of a prompt of this length run in a pass; None leaves it to PyTorch."""
+        """How many tokens of a prompt of this length run in a pass; None leaves it to modules."""
 
     def takes(self, x_RTD: Tensor, cache: KVCache | None, meta: ForwardMeta) -> bool:
-        """Whether the layers run such a block: a step of decoding or a chunk of a prompt; without
-        a cache whole texts, in training. Modules run all others."""
+        """Whether the layers run such a block: a step of decoding or a chunk of a prompt, or,
+        without a cache, whole texts in training. Modules run all others."""
 
     def __call__(
         self,
@@ -77,15 +77,16 @@ class Layers(Protocol):
         keys_alone: bool = False,
         pairs: Tensor | None = None,
     ) -> Tensor:
-        """The output of the last layer, after the norm if one is given; keys and values are written
-        at the block's slots, with `keys_alone` no more. A single layer may read `Layer.pairs`."""
+        """The output of the last layer, after the norm if one is given. Keys and values are written
+        to the block's slots; with `keys_alone` nothing else is computed. A single layer may read
+        `pairs` (`heads.layer.Layer.pairs`)."""
 
 
 class Head(Protocol):
-    """A matrix from hidden states to logits; its rows may be replaced by others."""
+    """A matrix from hidden states to logits, whose rows may be replaced by others."""
 
     def takes(self, x_MD: Tensor) -> bool:
-        """Whether these states are of a step of decoding."""
+        """Whether it takes these states: few, and none that are trained on."""
 
     def read(self, weight_OD: Tensor) -> None:
         """Read this weight from now on."""
@@ -94,44 +95,43 @@ class Head(Protocol):
         """Logits `[M, O]` in float32, after a norm if one is given."""
 
     def likeliest(self, x_MD: Tensor, norm: Tensor) -> Tensor | None:
-        """The outputs `[M]` with the largest logits, without logits; None if it needs them."""
+        """The outputs `[M]` with the largest logits; None if that takes all logits."""
 
     def choose(
         self, x_RTD: Tensor, norm: Tensor | None = None, ids_O: Tensor | None = None
     ) -> Chosen | None:
-        """The likeliest tokens, the first of equal ones, and their probabilities, both `[R, T]`,
-        without logits; None if it needs them. `ids_O` are the outputs' tokens; None is all."""
+        """The likeliest tokens, the first of equal ones, and their probabilities, both `[R, T]`;
+        None if that takes all logits. `ids_O` are the tokens of the outputs; None is all tokens."""
 
 
 class Backend:
-    """What a target and its drafters run on. This one is the definition: transformers' modules and
-    tensors, on any device. `kangaroo/cpu` and `kangaroo/cuda` have the others.
+    """What a target and its drafters run on. This one defines the results: transformers' modules
+    and tensors, on any device. The others are in `kangaroo/cpu` and `kangaroo/cuda`.
 
     Attributes:
-        name: in identities of what was measured.
+        name: part of the identity of what is measured.
         is_compiled: whether it decodes in code made for this machine.
-        runs_layers: whether `layers`, `head` and `fusing` give anything.
-        reads_pairs: whether a layer's attention may read `Layer.pairs`.
-        records: whether a step's work is recorded, for which tensors need few shapes.
-        attends_last: whether it attends from the last tokens of a text without a mask.
-        attends_by_position: whether it needs no mask where tokens see all positions up to theirs.
+        runs_layers: whether `layers`, `head` and `fusing` return something.
+        reads_pairs: whether a layer's attention may read `heads.layer.Layer.pairs`.
+        records: whether it records CUDA graphs, for which tensors should have few shapes.
+        attends_last: whether the last tokens of a text can attend to all of it without a mask.
+        attends_by_position: whether tokens that see all positions up to their own need no mask.
     """
 
     name = "eager"
     is_compiled = runs_layers = reads_pairs = records = attends_last = attends_by_position = False
 
     def layers(self, weights: Sequence[LayerWeights[Matrix]], window: int = 0) -> Layers | None:
-        """Layers of these weights, which look back `window` positions; None leaves them to
-        modules."""
+        """Layers of these weights, which look back `window` positions; None for modules."""
         return None
 
     def head(self, weight_OD: Matrix, rounds: bool = False) -> Head | None:
-        """A head of this weight; with `rounds` it may keep a copy in fewer bits for `likeliest`,
-        and the weight must not change."""
+        """A head of this weight. With `rounds` it may keep a copy in fewer bits for `likeliest`;
+        then the weight must not change."""
         return None
 
     def fusing(self, norms: Sequence[Tensor], weight: Tensor | None) -> Fusing | None:
-        """What joins states by two norms, `[D]`, and a projection `[D, 2 D]`, if there is one."""
+        """What joins states by two norms `[D]` and, if one is given, a projection `[D, 2 D]`."""
         return None
 
     def multiplies_bytes(self, dtype: torch.dtype) -> bool:
@@ -149,7 +149,7 @@ class Backend:
         return False
 
     def width(self, tokens: int, most: int) -> int:
-        """The width of a pass over `tokens`: if it is recorded, a power of two or `most`."""
+        """The width of a pass over `tokens`; if it is recorded, a power of two or `most`."""
         return tokens
 
     def replay(
@@ -162,13 +162,13 @@ class Backend:
         keep: bool = False,
         rehearsal: Tensors | None = None,
     ) -> Any:
-        """`work(*inputs)`, or the inputs if there is none; recorded and replayed where the backend
-        does so (`cuda/graphs.py`).
+        """`work(*inputs)`, or the inputs if there is no work; a backend that `records` records it
+        once and then replays it (`cuda/graphs.py`).
 
         Args:
-            caches: all that the work reads or writes.
-            tokens: those of the work; by default of the first input, `[B, N, ...]`.
-            keep: the results outlive the next call with this key.
-            rehearsal: inputs for a trial, if a second run would leave another state than one.
+            caches: all caches that the work reads or writes.
+            tokens: the number of tokens of the work; by default that of the first input.
+            keep: let the results outlive the next call with this key.
+            rehearsal: inputs for the recording, if running the work twice would do harm.
         """
         return inputs if work is None else work(*inputs)

@@ -1,6 +1,6 @@
-"""The rows being decoded: their tokens, lengths and limits; and how a verdict is committed.
+"""The texts that are being decoded, and how a verdict is committed.
 
-Shapes: B rows, S slots a row, P = 1 + the draft's largest depth.
+Shapes: B rows, S slots a row, P = 1 + the draft's largest depth, X = 2 + P.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,10 @@ from torch import Tensor
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import KVCache, Tensors
 from kangaroo.engine.constraint import Constraint
-from kangaroo.engine.sampling import Sampling, combine, settings
+from kangaroo.engine.requests import Request
+from kangaroo.engine.sampling import Rule, Sampling, combine, settings
 from kangaroo.engine.tree import Draft, Verdict
+from kangaroo.utils.errors import ConfigError
 
 
 @dataclass(eq=False)
@@ -21,11 +23,11 @@ class Batch:
     """Texts of different lengths in the rows of one cache; another text may take a free row.
 
     The last committed token of a row is *pending*: it is in no cache yet, and it is the root of the
-    next draft. Slots from `length - 1` up are scratch.
+    next draft. Slots from `length - 1` on are scratch.
 
     Args:
         longest: tokens of the longest text, prompt included.
-        default: the sampling of texts that have none of their own; its seed does not matter.
+        default: the sampling of texts without their own; its seed does not matter.
     """
 
     cache: KVCache
@@ -43,7 +45,7 @@ class Batch:
         self.length_B = torch.ones(size, dtype=torch.long, device=device)
         self.seeds_B = self.length_B.clone()
         self.done_B = torch.ones(size, dtype=torch.bool, device=device)
-        # copies on the host, so that extents and drafters that read the text need no sync
+        # copies on the host: extents, and drafters that read the text, need no sync
         self.ends = [self.eos_ids] * size  # the tokens that end each row's text
         self.texts: list[list[int]] = [[0] for _ in range(size)]
         self.limits = [1] * size
@@ -54,8 +56,8 @@ class Batch:
         self.constraints: list[Constraint | None] = [None] * size
         self.drafts = [True] * size  # whether drafters may help
         self.keeps = [0] * size  # `Request.keep`
-        # how many of the likeliest tokens after each verified node a drafter wants, as it says in
-        # `begin`; and by row the nodes' tokens with these, until the drafter clears them
+        # How many likeliest tokens after each verified node the drafter wants (set by its `begin`);
+        # and by row the nodes' tokens, each with these, until the drafter clears them.
         self.likeliest = 0
         self.verified: list[list[tuple[int, list[int]]]] = [[] for _ in range(size)]
         self.default = replace(self.default, seed=0)
@@ -66,7 +68,7 @@ class Batch:
 
     @property
     def draws(self) -> Tensors:
-        """Lengths, seeds and settings, which decide how tokens are drawn."""
+        """Lengths, seeds and settings: what a draw depends on, besides the logits."""
         return self.length_B, self.seeds_B, self.settings_B3
 
     @property
@@ -82,7 +84,7 @@ class Batch:
 
     @property
     def keep(self) -> int:
-        """How many likeliest tokens the texts being written want."""
+        """The largest `Request.keep` of the texts being written."""
         return max((self.keeps[row] for row in self.active), default=0)
 
     @property
@@ -100,16 +102,54 @@ class Batch:
         """Slot and position of each row's pending token."""
         return self.length_B - 1
 
+    def begin(self, row: int, prompt_T: Tensor, request: Request) -> None:
+        """Let a row begin the text of a request whose prompt was read. Errors: `ConfigError` for
+        sampling of its own, unless its rule and the batch's is matched noise."""
+        sampling = request.sampling
+        if sampling and (self.default.rule, sampling.rule) != (Rule.match, Rule.match):
+            raise ConfigError(
+                f"a text cannot have its own sampling in a batch with sampling.rule="
+                f"{self.default.rule.value}; with sampling.rule=match it can."
+            )
+        self.budget.admit(row)
+        self.tokens_BS[row, : len(prompt_T)] = prompt_T
+        self.length_B[row] = len(prompt_T)
+        self.texts[row] = prompt_T.tolist()
+        self.verified[row] = []
+        self.limits[row] = len(request.prompt) + request.max_new_tokens
+        self.seeds_B[row] = self.seeds[row] = request.seed
+        self.ends[row] = frozenset() if request.ignore_eos else self.eos_ids
+        self.drafts[row] = request.drafts
+        self.keeps[row] = request.keep
+        constraint = request.constraint() if request.constraint else None
+        if constraint is not None:
+            constraint.advance(request.written)
+        self.constraints[row] = constraint
+        self.done_B[row] = self.done[row] = False
+        self.samplings[row] = sampling or self.default
+        if sampling is None and self.all_default:  # nothing changes
+            return
+        self.all_default = False
+        self.settings_B3[row] = torch.tensor(settings(self.samplings[row]))
+        self.sampling = combine([self.samplings[x] for x in self.active], self.settings_B3)
+
+    def write_first(self, row: int, token: int) -> None:
+        """Append a row's first new token, which is pending."""
+        self.tokens_BS[row, len(self.texts[row])] = token
+        self.length_B[row] += 1
+        self.append(row, [token])
+        self.prompt_read[row] = True
+
     def last(self, count: int) -> Tensor:
-        """The last `count` committed tokens of each row, `[B, count]`; before its start any."""
+        """The last `count` committed tokens of each row, `[B, count]`; any before its start."""
         index = self.length_B[:, None] + torch.arange(-count, 0, device=self.length_B.device)
         return self.tokens_BS.gather(1, index.clamp(min=0))
 
     def commit(self, written_BX: Tensor) -> None:
-        """Append what a step wrote, on the device, where texts do not end."""
+        """Append what a step wrote (`written`) on the device, which does not see texts end."""
         new_BP = written_BX[:, 2:]
         index_BP = self.length_B[:, None] + torch.arange(new_BP.shape[1], device=new_BP.device)
-        self.tokens_BS.scatter_(1, index_BP, new_BP)  # what lies beyond the count is scratch
+        self.tokens_BS.scatter_(1, index_BP, new_BP)  # tokens beyond the count are scratch
         self.length_B = torch.where(self.done_B, self.length_B, self.length_B + written_BX[:, 0])
 
     def append(self, row: int, tokens: list[int]) -> list[int]:
@@ -134,8 +174,8 @@ class Batch:
         self.length_B[row] = len(self.texts[row])
 
     def common_prefix(self, row: int, prompt: Sequence[int]) -> int:
-        """How many tokens of a prompt a row's text begins with. The text's last two do not count,
-        which some drafters have not read, nor does the prompt's last, which predicts a token."""
+        """How many of a prompt's first tokens a row's text begins with, without the text's last two
+        (some drafters have not read these) and the prompt's last (it predicts a token)."""
         if not self.prompt_read[row]:
             return 0
         text = self.texts[row]
@@ -144,7 +184,7 @@ class Batch:
 
 
 def written(draft: Draft, verdict: Verdict) -> Tensor:
-    """What a step writes in each row, `[B, 2 + P]`: how many tokens are new, how many were drafted,
-    and the target's choices along the accepted path, which end with the bonus token."""
+    """What a step writes in each row, `[B, X]`: how many tokens are new, how many were drafted, and
+    the target's choices along the accepted path, of which the last is the bonus token."""
     counts_B2 = torch.stack([verdict.count_B + 1, draft.valid_BN.sum(1) - 1], 1)
     return torch.cat([counts_B2, verdict.choice_BN.gather(1, verdict.path_BP)], 1)

@@ -1,4 +1,4 @@
-"""What a batch may draft, by the cost of verification and by how often its drafts were right."""
+"""How much a batch may draft, by the cost of verification and by how often drafts were right."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -7,16 +7,17 @@ from functools import cache
 
 import numpy as np
 
-MIN_GAIN = 2.0  # tokens that drafting has to gain in the time of a vanilla step, in a batch
-MIN_GAIN_ALONE = 1.0  # and where a text is decoded alone: what it costs
-PRIOR = 20  # drafts, before any was tried
-PRIOR_RIGHT = 9  # those whose first token was right
-ROW_PRIOR = 10  # draft tokens of a row's text, before any was tried
-ROW_PRIOR_RIGHT = 5  # right ones
-FORGETTING = 0.95  # of a row's counts in a round without a draft, so that drafting is tried again
-# A text alone with fewer tried tokens drafts one at any cost: else nothing would be learnt.
-UNTRIED = 0.1
-TRY = 0.99  # the limit of this token
+# Tokens that drafting has to gain in the time of a vanilla step: in a batch, and in a text alone.
+MIN_GAIN = 2.0
+MIN_GAIN_ALONE = 1.0
+# Counts before anything was tried, and right ones: of drafts' first tokens, and of a row's tokens.
+PRIOR = 20
+PRIOR_RIGHT = 9
+ROW_PRIOR = 10
+ROW_PRIOR_RIGHT = 5
+FORGETTING = 0.95  # factor of a row's counts in a round without a draft, so that it tries again
+UNTRIED = 0.1  # a text alone that tried fewer tokens drafts one at any cost, in order to learn
+TRY = 0.99  # the limit for this token
 
 
 @dataclass(eq=False)
@@ -25,9 +26,9 @@ class Budget:
 
     Args:
         curve: `VerifyCosts.curve`; the costs are measured at the first call.
-        always: every row drafts as a text alone does.
-        vanilla_seconds: the time of a vanilla step, where the time of drafts is measured, too; None
-            trusts the drafter.
+        always: every row drafts as if it was alone.
+        vanilla_seconds: the time of a vanilla step, by which drafters measure what drafts cost;
+            None trusts their estimate.
     """
 
     curve: Callable[[int, int], list[float]]
@@ -37,8 +38,8 @@ class Budget:
     def __post_init__(self) -> None:
         self.curve = cache(self.curve)
         self.first_tried = 0  # drafts
-        self.first_right = 0  # those whose first token was right
-        # by row: draft tokens in its text after right ones only, and how many of these were right
+        self.first_right = 0  # drafts whose first token was right
+        # by row: draft tokens with only right ones before them, and how many of these were right
         self.tried = defaultdict[int, float](float)
         self.right = defaultdict[int, float](float)
 
@@ -53,9 +54,9 @@ class Budget:
     def limits(self, rows: Sequence[int], nodes: int, drafting: float, auto: bool) -> np.ndarray:
         """The limits, `[rows, nodes]`, that the product of the confidences in the first n tokens of
         a row's chain has to exceed for one more token, which costs `drafting` vanilla steps. With
-        `auto` that product times the share of right tokens in this text is the chance that the next
-        one is right, which has to pay for drafting and verifying it. Otherwise the drafter's
-        threshold decides, within what a batch allows."""
+        `auto` that product times the share of right tokens in the text, the chance that this one
+        is right, has to pay for drafting and verifying it. Otherwise the drafter's threshold
+        decides, within what a batch allows."""
         if not auto:
             chances = self.min_chain_chances(len(rows), nodes, drafting)
             return np.tile(np.array(chances, np.float32), (len(rows), 1))
@@ -69,8 +70,8 @@ class Budget:
         return limits
 
     def min_chain_chances(self, rows: int, nodes: int, drafting: float = 0.0) -> list[float]:
-        """The chance, by n, that the first n tokens of a chain need to be right for one more to
-        pay; 0 for a text alone, where the drafter's own rule decides."""
+        """By n, how likely the first n tokens of a chain have to be right for one more to pay; 0
+        for a text alone, where the drafter's own rule decides."""
         if self.min_gain_per_step(rows) == MIN_GAIN_ALONE:
             return [0.0] * nodes
         costs = self.cost(rows, nodes)
@@ -78,8 +79,8 @@ class Budget:
         return [MIN_GAIN * (drafting + costs[n + 1] - costs[n]) / right for n in range(nodes)]
 
     def min_node_chances(self, rows: int, nodes: int, auto: bool = False) -> list[float]:
-        """The chance that each of `nodes` nodes needs to be right to pay for its verification; 0
-        for a text alone, unless it is `auto`."""
+        """How likely each of `nodes` nodes has to be right to pay for its verification; 0 for a
+        text alone, unless it is `auto`."""
         if not auto and self.min_gain_per_step(rows) == MIN_GAIN_ALONE:
             return [0.0] * nodes
         costs = self.cost(rows, nodes)

@@ -20,8 +20,8 @@ from torch.nn.attention.bias import CausalBias
 from kangaroo.cpu.huge_pages import zeros
 
 Tensors = tuple[Tensor, ...]
-BUCKET = 64  # attention reads the occupied slots rounded up to this, so few shapes occur
-MIN_RECORDED = 256  # where each extent is recorded as a graph: this, or a larger power of two
+BUCKET = 64  # attention reads the occupied slots rounded up to a multiple of this: few shapes occur
+MIN_RECORDED = 256  # where CUDA graphs are recorded, the smallest extent; others are powers of two
 
 
 def tensors_in(x: Any, tensors: list[Tensor] | None = None) -> list[Tensor]:
@@ -61,15 +61,15 @@ class ForwardMeta:
 
     Args:
         slots_RT: slot of each token within its row.
-        positions_RT: for RoPE, with the cosine and sine in `rope`, and for the sampling noise.
-        bias_R1TE: added to attention's scores (0 or -inf); or a boolean mask, true where a token is
-            seen; or a `CausalBias`, for the last T tokens of a prompt; None where a token sees all
-            positions up to its own: with modules in a block that fills slots 0..T-1 of its rows
-            (`Backend.attends_by_position`; `within`).
+        positions_RT: for RoPE, whose cosine and sine are in `rope`, and for the sampling noise.
+        bias_R1TE: what is added to the scores (0, or -inf for a slot that is not seen); or a
+            boolean mask, true for a slot that is seen; or a `CausalBias`, for the last T tokens of
+            a prompt. None lets each token see all positions up to its own; modules take it only
+            for a block in slots 0 to T - 1 (other backends: `Backend.attends_by_position`).
         extent: how many slots attention reads.
-        recordable: whether the block is a step of decoding, which may be recorded as a graph.
-        windowed: mask, cosine and sine for layers with a window, if the model has any.
-        row_1: an offset to `rows`, where one recording serves any row.
+        recordable: whether the block is a step of decoding, which may be recorded as a CUDA graph.
+        windowed: mask, cosine and sine for layers with a sliding window, if the model has any.
+        row_1: an offset to `rows` in a tensor, so that one recorded graph serves any row.
     """
 
     slots_RT: Tensor
@@ -90,25 +90,31 @@ class ForwardMeta:
         return replace(self, bias_R1TE=bias_R1TE, rope=(cos, sin), windowed=())
 
     def within(self, window: int) -> ForwardMeta:
-        """The block for a layer of modules that looks back `window` positions; 0 is no limit. A
-        token sees whole blocks of 64 positions, from the one that lies `window` before it. Slots
-        below the drafted tokens, which are nearer, are positions."""
+        """The block for a layer of modules that looks back `window` positions (0: all), rounded up
+        to whole blocks of 64. Slots are positions, except for drafted tokens, which are near."""
         is_far = 0 < window < self.extent - BUCKET
-        bias = self.bias_R1TE
-        if not is_far and (bias is not None or self.extent == self.slots_RT.shape[1]):
+        if not is_far and (self.bias_R1TE is not None or self.extent == self.slots_RT.shape[1]):
             return self
         at_RT1 = self.positions_RT[..., None]
         slots_E = torch.arange(self.extent, device=at_RT1.device)
-        if bias is None or isinstance(bias, CausalBias):
-            bias = (slots_E <= at_RT1)[:, None]
-        if not is_far:
-            return replace(self, bias_R1TE=bias)
-        far_R1TE = (slots_E < (at_RT1 - window) // BUCKET * BUCKET)[:, None]
-        hidden = False if bias.dtype == torch.bool else -torch.inf
-        return replace(self, bias_R1TE=bias.masked_fill(far_R1TE, hidden))
+        nearest = window if is_far else self.extent
+        return self.hiding(slots_E < (at_RT1 - nearest) // BUCKET * BUCKET)
+
+    def hiding(self, hidden_RTE: Tensor) -> ForwardMeta:
+        """The block with these slots hidden from its tokens, too."""
+        bias = self.bias_R1TE
+        if bias is None or isinstance(bias, CausalBias):  # slots are positions
+            slots_E = torch.arange(hidden_RTE.shape[-1], device=hidden_RTE.device)
+            seen_R1TE = (slots_E <= self.positions_RT[..., None])[:, None]
+            bias = seen_R1TE
+            if self.recordable:  # in decoding; kernels add a mask to scores
+                bias = torch.zeros_like(seen_R1TE, dtype=self.rope[0].dtype)
+                bias = bias.masked_fill(~seen_R1TE, -torch.inf)
+        nothing = False if bias.dtype == torch.bool else -torch.inf
+        return replace(self, bias_R1TE=bias.masked_fill(hidden_RTE[:, None], nothing))
 
     def narrow(self, start: int, width: int) -> ForwardMeta:
-        """Views of the `width` tokens from `start` on, or of as many as there are."""
+        """The block of the `width` tokens from `start` on, or of as many as there are, as views."""
         width = min(width, self.slots_RT.shape[1] - start)
         return self._each(lambda x, axis: x.narrow(axis, start, width))
 
@@ -151,7 +157,7 @@ class KVCache:
     """Keys and values of some layers, each `[B * S, K, C]` on its layer's device, so that one
     `index_copy_` writes any rows and slots, and attention reads rows as strided views."""
 
-    serials = itertools.count()  # a cache's own is unique in this process
+    serials = itertools.count()  # a cache's serial number is unique in this process
 
     def __init__(self, batch_size: int, n_slots: int, keys: list[Tensor], values: list[Tensor]):
         self.serial = next(self.serials)
@@ -207,7 +213,7 @@ class BlockCache:
 
     @cached_property
     def index(self) -> Tensor:
-        """The places of the block's tokens in the cache's flat first axis."""
+        """Where the block's tokens lie in the cache's flat first axis, `[R * T]`."""
         meta = self.meta
         rows = torch.arange(meta.rows.start, meta.rows.stop, device=meta.slots_RT.device)
         return (meta.slots_RT + rows[:, None] * self.cache.n_slots).flatten()
@@ -226,7 +232,7 @@ class BlockCache:
 
 
 def occupied(n_slots: int, used: int, recorded: bool = False) -> int:
-    """How many slots attention reads to cover `used`: few values, even fewer if `recorded`."""
+    """How many slots attention reads to cover `used`; fewer values occur if it is `recorded`."""
     if recorded:
         return min(max(MIN_RECORDED, power_of_two(used)), n_slots)
     return min(math.ceil(used / BUCKET) * BUCKET, n_slots)

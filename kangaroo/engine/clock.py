@@ -1,4 +1,4 @@
-"""The time that decoding takes: it includes a device's work, and leaves out recording graphs."""
+"""The time of decoding: with the device's work, and without the recording of CUDA graphs."""
 
 import time
 from typing import Any
@@ -7,11 +7,11 @@ import torch
 
 from kangaroo.cuda.graphs import Graphs
 
-Mark = tuple[Any, float]  # a time or a GPU's event, and the seconds spent on recording before it
+Mark = tuple[Any, float]  # a time or a GPU's event, and the seconds of recording before it
 
 
 def running() -> float:
-    """Seconds on a clock that stands still while graphs are recorded."""
+    """Seconds on a clock that stands still while CUDA graphs are recorded."""
     return time.perf_counter() - Graphs.seconds
 
 
@@ -23,7 +23,7 @@ def now(device: torch.device) -> float:
 
 
 def mark(device: torch.device) -> Mark:
-    """Mark this moment, on a GPU in its stream of work, so that nothing waits."""
+    """Mark this moment; on a GPU in its stream of work, so that nothing waits."""
     if device.type != "cuda":
         return running(), 0.0
     event = torch.cuda.Event(enable_timing=True)
@@ -32,7 +32,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def between(start: Mark, stop: Mark) -> float:
-    """Seconds between two marks, after the device has been waited for."""
+    """Seconds between two marks, once the device has reached both."""
     first, recording_before = start
     last, recording_after = stop
     passed: float = last - first if isinstance(first, float) else first.elapsed_time(last) / 1000

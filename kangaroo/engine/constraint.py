@@ -1,7 +1,7 @@
-"""What restricts a text beside its distribution: biases of tokens, and a grammar that it follows.
+"""Restrictions of texts: biases of tokens, and a grammar that a text follows.
 
-Biases are added to the target's logits wherever it chooses, so a draft is accepted where the target
-would have written it under the same restriction. Drafters know nothing of it.
+They change the target's logits wherever it chooses, so a draft is accepted if the target would have
+written it under the same restriction. Drafters know nothing of them.
 
 Shapes: N nodes of a draft, V vocabulary.
 """
@@ -25,10 +25,10 @@ class Constraint:
 
     Args:
         vocab_size: the number of logits.
-        biases: what is added to tokens' logits, by id.
-        matcher: llguidance's `LLMatcher`, whose mask forbids all other tokens.
+        biases: what is added to the logits of tokens, by id; -inf bans a token.
+        matcher: llguidance's `LLMatcher`, which masks the tokens that its grammar forbids.
 
-    Errors: `ConfigError` for an id that is no token, or a bias that is no number; -inf bans.
+    Errors: `ConfigError` for an id outside the vocabulary or a bias that is no number.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Constraint:
                 raise ConfigError(
                     f"logit_bias: {token!r} is no token; they are 0 to {vocab_size - 1}."
                 )
-            if not (isinstance(bias, int | float) and bias < math.inf):  # nor where it is NaN
+            if not (isinstance(bias, int | float) and bias < math.inf):  # NaN is not, either
                 raise ConfigError(f"logit_bias: {bias!r} of token {token} is no finite number.")
             self.biases_V[token] = bias
 
@@ -51,8 +51,8 @@ class Constraint:
             self.matcher.try_consume_tokens(list(tokens))
 
     def after(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray:
-        """The biases after each node of a draft, `[N, V]`. Node 0 is the text's last token; a
-        node's parent is an earlier one."""
+        """The biases after each node of a draft, `[N, V]`. Node 0 is the text's last token, and a
+        parent comes before its children."""
         biases_NV = np.tile(self.biases_V, (len(tokens), 1))
         if self.matcher is None:
             return biases_NV
@@ -61,7 +61,7 @@ class Constraint:
             if node:
                 paths.append([*paths[parents[node]], tokens[node]])
             read = self.matcher.try_consume_tokens(paths[node])
-            if read == len(paths[node]):  # else the node is not accepted, and nothing follows it
+            if read == len(paths[node]):  # otherwise the node is not accepted
                 words = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
                 allowed_V = np.unpackbits(words, bitorder="little")[: len(self.biases_V)]
                 biases_NV[node, allowed_V == 0] = -np.inf
@@ -71,10 +71,10 @@ class Constraint:
 
 @dataclass
 class Restrictions:
-    """Makes the constraints of a model's texts, from any thread.
+    """Makes the constraints of a model's texts; any thread may call it.
 
     Args:
-        tokenizer: None serves biases alone.
+        tokenizer: needed for grammars; None allows biases alone.
         vocab_size: the number of logits.
         eos_ids: tokens that end a text.
     """
@@ -84,14 +84,14 @@ class Restrictions:
     eos_ids: Collection[int]
 
     def __post_init__(self) -> None:
-        self.lock = threading.Lock()  # around what makes grammars
+        self.lock = threading.Lock()  # held while a grammar is made
 
     def of(
         self, biases: Mapping[int, float] | None = None, schema: Mapping[str, Any] | None = None
     ) -> Callable[[], Constraint] | None:
-        """What makes the constraint of a text with these biases, or JSON that follows a schema;
-        None where nothing restricts it. Errors: `ConfigError` for a token or a schema that is
-        none; `MissingPackage` without llguidance."""
+        """What makes the constraint of a text with these `biases`, of JSON that follows a `schema`,
+        or of both; None without a restriction. Errors: `ConfigError` for an invalid token, bias or
+        schema; `MissingPackage` without llguidance."""
         if schema is None and not biases:
             return None
         matcher: Any = None
@@ -102,12 +102,12 @@ class Restrictions:
         def constraint() -> Constraint:
             return Constraint(self.vocab_size, biases, matcher and matcher.deep_copy())
 
-        constraint()  # now, for its errors
+        constraint()  # for its errors
         return constraint
 
     @cached_property
     def _tokens(self) -> Any:
-        """The vocabulary of grammars, which takes a second to make."""
+        """The vocabulary for grammars, which takes a second to make."""
         from llguidance import hf
 
         if not isinstance(self.tokenizer, PreTrainedTokenizerFast):

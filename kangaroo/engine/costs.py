@@ -1,8 +1,9 @@
 """The time of a verification by its number of tokens, measured once on the machine that decodes;
 and on a GPU that of drafting a token.
 
-Where reading the weights takes the time, more tokens are nearly free. On a virtual CPU that depends
-on its neighbours, so half of the hidden arithmetic is counted (docs/methods.md); on a GPU none is.
+While reading the weights takes the time, more tokens are nearly free: the read hides their
+arithmetic. How much it hides depends, on a virtual CPU, on the machine's other users, so half of
+what was hidden is counted (docs/methods.md); on a GPU nothing is.
 
 Shapes: N tokens of a pass.
 """
@@ -31,12 +32,12 @@ from kangaroo.utils.memory import weight_bytes
 log = logging.getLogger(__name__)
 
 WIDTHS = [1, 2, 4, 8, 12, 16, 32, 64, 128]
-CONTEXT = 256
-ROUND = 16  # tokens, after which a measured text repeats itself
-REPEATS = 30  # passes of a width
-MOST_SECONDS = 0.5  # after this no more passes of a width
-KEPT_SECONDS = 86400.0  # a stored measurement is repeated after this: neighbours come and go
-STEADY = 1.1  # if times differ by a larger factor, the machine is busy, and they are not stored
+CONTEXT = 256  # tokens
+ROUND = 16  # tokens after which a measured text repeats itself
+REPEATS = 30  # passes of a width,
+MOST_SECONDS = 0.5  # but none after this time
+KEPT_SECONDS = 86400.0  # after this time a stored measurement is repeated: other users come and go
+STEADY = 1.1  # if times differ by more than this factor, the machine is busy: they are not stored
 
 Work = Callable[[Tensor, ForwardMeta], Tensor]  # a pass over the states of its tokens
 
@@ -44,21 +45,21 @@ Work = Callable[[Tensor, ForwardMeta], Tensor]  # a pass over the states of its 
 @dataclass(frozen=True)
 class VerifyCosts:
     """Seconds of a pass through the whole target by its number of tokens, both ascending. Of the
-    arithmetic's time that memory hides, the share `shown` is expected to show later."""
+    arithmetic that reading memory hides, the share `shown` counts."""
 
     widths: list[int]
     seconds: list[float]
     shown: float
 
     def at(self, tokens: int) -> float:
-        """Linear interpolation between measured widths, extrapolated beyond the last."""
+        """The measured time, interpolated between widths and extrapolated beyond the last."""
         i = min(bisect_left(self.widths, tokens, 1), len(self.widths) - 1)
         low, high = self.widths[i - 1 : i + 1]
         below, above = self.seconds[i - 1 : i + 1]
         return below + (above - below) * (tokens - low) / (high - low)
 
     def expected(self, tokens: int) -> float:
-        """The measured time, plus the shown share of the arithmetic's time that memory hid."""
+        """The measured time, plus the share `shown` of the arithmetic that memory hid."""
         first, last = self.widths[-2:]
         per_token = (self.at(last) - self.at(first)) / (last - first)
         unhidden = self.at(1) + (tokens - 1) * per_token
@@ -78,7 +79,8 @@ def verify_costs(lm: TargetModel) -> VerifyCosts:
     the cache folder, where they stay for a day unless the machine was busy."""
     if lm in _verify_costs:
         return _verify_costs[lm]
-    model = [lm.config.to_json_string(), str(lm.dtype), weight_bytes(lm.hf)]  # packed or widened
+    # the bytes tell packed weights from widened ones
+    model = [lm.config.to_json_string(), str(lm.dtype), weight_bytes(lm.hf)]
     identity = [*model, *lm.backend.machine(lm.device)]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     file = cache_folder() / "costs" / f"{key}.json"
@@ -109,9 +111,9 @@ def measure(lm: TargetModel) -> tuple[VerifyCosts, bool]:
 def verifications(
     lm: TargetModel, widths: list[int], layers: range, length: int
 ) -> dict[int, list[float]]:
-    """Seconds of passes by width, ascending, of layers, head and choice after `length` tokens. A
-    text goes round in a circle, so that the next token is sure: of a head in fewer bits
-    (`cpu/cpp/sampling.h`), rows that may be the likeliest are read again, in a real text a few."""
+    """Seconds of passes by width, ascending: layers, head and choice, after `length` tokens. The
+    text repeats itself, so that the next token is sure, as mostly in a real text: a head in fewer
+    bits (`cpu/cpp/sampling.h`) reads the rows of all tokens that may be the likeliest again."""
     cache = lm.new_cache(1, length + widths[-1] + BUCKET)
     for start in range(0, length, CONTEXT):
         x_1ND, meta = circle(lm, start, min(CONTEXT, length - start), cache)
@@ -139,7 +141,7 @@ def context(lm: TargetModel) -> int:
 def timed(
     lm: TargetModel, widths: list[int], length: int, caches: Sequence[KVCache], work: Work
 ) -> dict[int, list[float]]:
-    """Seconds of each pass `work(x, meta)` by width, after `length` tokens; widths take turns."""
+    """Seconds of each pass `work(x, meta)`, by width, after `length` tokens. Widths take turns."""
     seconds: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(REPEATS):
         for width in [width for width in widths if sum(seconds[width]) <= MOST_SECONDS]:
@@ -151,7 +153,7 @@ def timed(
 
 
 def circle(lm: TargetModel, start: int, count: int, cache: KVCache) -> tuple[Tensor, ForwardMeta]:
-    """A chain of tokens that go round, from a position on: their embeddings, and the block."""
+    """A chain of a text that repeats itself, from position `start` on: embeddings and block."""
     tokens_1N = torch.arange(start, start + count, device=lm.device)[None] % ROUND
     chain = Tree.chain(count, lm.device)
     meta = lm.forward_meta(

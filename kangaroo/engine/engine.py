@@ -1,4 +1,4 @@
-"""Decode whole requests: prefill a row, step until its text ends, take the next request."""
+"""Decodes whole requests: prefill a row, step until its text ends, take the next request."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class Engine:
     Args:
         tokenizer: needed only for stop strings.
         prefill_chunk: the most tokens of a prompt in a pass; None leaves it to the target.
-        prefix_cache: read a prompt that begins like a row's text from where they differ.
-        always_drafts: every row of a batch drafts as a text alone does, even where it does not pay.
+        prefix_cache: read a prompt that begins like a row's text only from where they differ.
+        always_drafts: every row of a batch drafts as if it was alone, even where that does not pay.
     """
 
     lm: TargetModel
@@ -45,9 +45,8 @@ class Engine:
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be 1 or more tokens, not {self.prefill_chunk}.")
         self.eos_ids = frozenset(self.lm.eos_ids())
-        self.session: Session | None = None  # the one that was opened last
-        # reused by the next session unless that needs a larger one
-        self.cache: KVCache | None = None
+        self.session: Session | None = None  # the last one
+        self.cache: KVCache | None = None  # for the next session, too, unless it needs more
 
     def generate(
         self,
@@ -58,8 +57,8 @@ class Engine:
         seeds: Sequence[int] | None = None,
         stop: Sequence[str] = (),
     ) -> list[Generation]:
-        """Decode all prompts, `batch_size` at a time or at once; by default with the seeds
-        `sampling.seed`, `sampling.seed + 1`, ... Errors: `PromptError`, `ConfigError`."""
+        """Decode all prompts, `batch_size` at a time (by default all), with `seeds` (by default
+        `sampling.seed`, `sampling.seed + 1`, ...). Errors: `PromptError`, `ConfigError`."""
         sampling = sampling or Sampling()
         seeds = seeds or range(sampling.seed, sampling.seed + len(prompts))
         pairs = zip(prompts, seeds, strict=True)
@@ -74,8 +73,7 @@ class Engine:
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
     ) -> Stream:
-        """Decode one prompt in a new session, token by token as steps write them. Errors:
-        `PromptError`."""
+        """Decode a prompt in a new session, token by token. Errors: `PromptError`."""
         sampling = sampling or Sampling()
         request = Request(prompt, max_new_tokens, sampling.seed, stop)
         self.check(request)
@@ -90,9 +88,15 @@ class Engine:
         after: Callable[[int, Generation], Request | None] = lambda index, generation: None,
         longest: int | None = None,
     ) -> Iterator[tuple[int, Generation]]:
-        """Decode all requests, `batch_size` at a time, and yield (index, generation) as each ends.
-        `after` gives the request that follows in the same row, the next turn of a conversation;
-        `longest` is the number of tokens of the longest text, by default of `requests`."""
+        """Decode all requests, `batch_size` at a time, and yield (index, generation) when one ends.
+
+        Args:
+            keep: as in `open`.
+            after: gives the request that follows in the same row, a conversation's next turn.
+            longest: tokens of the longest text, prompt included; by default of `requests`.
+
+        Errors: `PromptError`, `ConfigError`.
+        """
         for request in requests:
             self.check(request)
         if batch_size < 1:
@@ -124,8 +128,8 @@ class Engine:
 
     @torch.no_grad()
     def open(self, batch_size: int, longest: int, sampling: Sampling, keep: int = 0) -> Session:
-        """A session of free rows for texts of at most `longest` tokens, prompts included; it closes
-        the last one. The `keep` likeliest tokens of each token's distribution are kept
+        """A session of free rows for texts of at most `longest` tokens, prompts included. It closes
+        the last session. Of each token's distribution the `keep` likeliest tokens are kept
         (`Generation.teacher`)."""
         lm = self.lm
         drafter = self.drafter
@@ -133,16 +137,16 @@ class Engine:
             self.session.is_closed = True
             self.session = None
         native = native_drafting(lm, drafter, sampling)
-        # beside the longest text: a draft's nodes, as many slots before a text, and the bonus token
+        # for a draft's nodes, as many slots before a text, and the bonus token
         spare = max(2 * drafter.max_nodes, native.nodes if native else 0) + 2
-        # rounded up, since attention kernels need aligned rows of a mask
+        # attention kernels need masks with aligned rows
         n_slots = -(-(longest + spare) // BUCKET) * BUCKET
         same_size = self.cache is not None and self.cache.batch_size == batch_size
         if self.cache is None or not same_size or n_slots > self.cache.n_slots:
-            self.cache = None  # the new one may need its memory
+            self.cache = None  # frees its memory for the new one
             self.cache = lm.new_cache(batch_size, n_slots)
         budget = Budget(lambda rows, nodes: verify_costs(lm).curve(rows, nodes), self.always_drafts)
-        if lm.backend.records and lm.device.type == "cuda":  # else weights say what drafts cost
+        if lm.backend.records and lm.device.type == "cuda":  # else drafts cost what they read
             budget.vanilla_seconds = lambda: verify_costs(lm).seconds[0]
         batch = Batch(
             self.cache,
@@ -155,7 +159,7 @@ class Engine:
         drafter.begin(batch)
         in_batch = batch_size > 1 and drafter.max_nodes and not self.always_drafts
         if drafter.needs_costs or in_batch:
-            budget.cost(batch_size, 1)  # measured now, since it may take a second
+            budget.cost(batch_size, 1)  # measure now, which may take a second
         keep = min(keep, topk_logits.MOST, lm.config.vocab_size)
         stepper: Stepper
         if native is not None:
@@ -170,10 +174,10 @@ class Engine:
     def check(self, request: Request) -> None:
         """Errors: `PromptError` for a request that cannot be served."""
         if not request.prompt:
-            raise PromptError("the prompt is empty; give at least one token (the BOS, say).")
+            raise PromptError("the prompt is empty; give one token or more (such as the BOS).")
         if fault := unknown_token(request.prompt, self.lm.config.vocab_size, self.tokenizer):
-            fix = "was it encoded by another model's tokenizer?"
-            raise PromptError(f"the prompt holds {fault}; {fix}")
+            fix = "Encode it with this model's tokenizer."
+            raise PromptError(f"the prompt holds {fault}. {fix}")
         if request.max_new_tokens < 1:
             raise PromptError(f"max_new_tokens must be 1 or more, not {request.max_new_tokens}.")
         request.check_fits("the model's context is", self.lm.context)

@@ -19,11 +19,10 @@ from kangaroo.drafters.hybrid import Hybrid
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import Chunk
 from kangaroo.engine.clock import Mark, between, mark
 from kangaroo.engine.requests import StepRecord
 from kangaroo.engine.sampling import pick
-from kangaroo.engine.stepper import TensorStepper
+from kangaroo.engine.stepper import Stepper, TensorStepper
 from kangaroo.engine.tree import Tree
 from kangaroo.models.target import TargetModel
 
@@ -67,7 +66,7 @@ def needs_no_host(drafter: Drafter) -> bool:
     return isinstance(drafter, Vanilla)
 
 
-class LateStepper:
+class LateStepper(Stepper):
     """Steps whose drafts, if any, have a fixed length. The device has each row's pending token and
     length for itself, so that a step can be launched before what the last one wrote is known. What
     that writes beyond a text's end is scratch, and then the row is held at its end. Where another
@@ -87,10 +86,6 @@ class LateStepper:
         self.running = set[int]()  # rows whose texts had not ended
         self.state = State(torch.empty(0))
         self.ahead: Launched | None = None
-
-    def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
-        """See `Stepper`: the drafter reads `rereads` tokens again."""
-        return []
 
     def step(self, drafts: bool) -> list[StepRecord]:
         """See `Stepper`. The step after a change is read at once, since prompts that are read in

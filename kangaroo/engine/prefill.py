@@ -12,7 +12,7 @@ from torch import Tensor
 from kangaroo.engine.cache import Chunk, ForwardMeta, KVCache, Taps, power_of_two
 from kangaroo.models.target import TargetModel
 
-MIN_CHUNK = 16  # tokens that a recorded chunk has at least
+MIN_CHUNK = 16  # tokens of the shortest recorded chunk
 
 
 def read(
@@ -33,7 +33,7 @@ def read(
 def replay(
     lm: TargetModel, tokens_1T: Tensor, start: int, cache: KVCache, row: int, taps: Collection[int]
 ) -> tuple[Tensor, Taps]:
-    """`run` by one graph for all rows and positions; chunks are padded in front, at position -1."""
+    """As `run`, by one CUDA graph for all rows and places; padding comes first, at position -1."""
     count = tokens_1T.shape[1]
     stop = start + count
     width = max(MIN_CHUNK, power_of_two(count))
@@ -65,7 +65,8 @@ def run(
     taps: Collection[int],
 ) -> tuple[Tensor, Taps]:
     """The last layer's output for the last token, whose block is `ending`, and the tapped states.
-    If that layer is not tapped, fast layers compute only keys and values there for other tokens."""
+    A backend's layers compute nothing but keys and values for the other tokens in the last layer,
+    unless its output is tapped."""
     x_1TD = lm.embed(tokens_1T)
     layers = lm.fast_layers
     last = lm.n_layers - 1

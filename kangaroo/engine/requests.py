@@ -21,10 +21,10 @@ class Request(Ranged):
         max_new_tokens: exactly this many are written unless an EOS or a stop string comes first.
         seed: with the sampling settings it determines the text.
         stop: the text ends with the token that completes one of these strings.
-        ignore_eos: an EOS is a token like any other, so that texts to be timed are equally long.
-        sampling: None uses the batch's, whose rule of acceptance always holds.
-        written: the first new tokens, where another batch has written them already.
-        constraint: makes what restricts the text, anew each time that it is written.
+        ignore_eos: an EOS does not end the text (timed texts have to be equally long).
+        sampling: None is the batch's; the rule of acceptance is always the batch's.
+        written: the first new tokens, if another batch has written them already.
+        constraint: makes the restriction of the text, a new one each time that it is written.
         drafts: whether a drafter may help.
         keep: how many likeliest tokens of each distribution are kept, with exact probabilities.
     """
@@ -61,10 +61,10 @@ class Request(Ranged):
 
 @dataclass
 class StepRecord:
-    """What a step, or the prefill, wrote in one row; `accepted` of its tokens were drafted, of
-    `drafted` ones. Seconds are those of the whole step, for all rows; of one that is a graph
-    (`late_stepper.py`) all that the device took are `verify_seconds`. `topk` holds a record of each
-    token (`topk_logits.py`), or of more, where they were asked for."""
+    """What a step, or the prefill, wrote in one row: `accepted` of its tokens were among the
+    `drafted` ones (all nodes of a tree). Seconds are those of the whole step, for all rows; of one
+    that is a single graph (`late_stepper.py`) all are `verify_seconds`. If they were asked for,
+    `topk` has a record (`topk_logits.py`) of each token, and perhaps more."""
 
     tokens: list[int]
     accepted: int = 0
@@ -87,8 +87,8 @@ def compression_rate(steps: Sequence[StepRecord]) -> float:
 
 @dataclass
 class Generation:
-    """The answer to a request. The prefill, its first step, took `prefill_seconds`; `finish` is
-    "eos", "length", "stop", or empty before; `reused` tokens of the prompt were in the cache."""
+    """The answer to a request. The first of `steps` is the prefill; `finish` is "eos", "length" or
+    "stop", and empty until the text ends; `reused` tokens of the prompt were in the cache."""
 
     tokens: list[int] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Generation:
 
     @property
     def teacher(self) -> np.ndarray | None:
-        """A record of each token (`topk_logits.py`), where they were asked for."""
+        """A record of each token (`topk_logits.py`); None if they were not asked for."""
         steps = [s.topk[: len(s.tokens)] for s in self.steps if s.topk is not None]
         return np.concatenate(steps) if steps else None
 
@@ -118,7 +118,7 @@ class Token:
 
 @dataclass
 class Stream:
-    """The tokens of one request as steps write them; `generation` grows along with them."""
+    """The tokens of one request as steps write them; `generation` grows with them."""
 
     generation: Generation
     tokens: Iterator[Token]
@@ -129,9 +129,9 @@ class Stream:
 
 @dataclass
 class Acceptance:
-    """How many draft tokens were accepted: a histogram of rounds by accepted tokens, the number of
-    draft tokens (all nodes of a tree), and the most of a round. JSON keys are those of vLLM's
-    request statistics (`metrics.speculative_decoding`, vLLM's pull request 48915)."""
+    """How many draft tokens were accepted: the number of rounds by accepted tokens (`histogram`),
+    the number of draft tokens (all nodes of trees), and that of the longest draft. JSON keys are
+    those of vLLM's request statistics (`metrics.speculative_decoding`, pull request 48915)."""
 
     histogram: Counter[int] = field(default_factory=Counter)
     drafted: int = 0
@@ -161,7 +161,7 @@ class Acceptance:
         return [sum(n for k, n in self.histogram.items() if k > i) for i in range(most)]
 
     def as_json(self) -> dict[str, Any]:
-        """The statistics by vLLM's names; the mean length counts the target's own token, too."""
+        """The statistics by vLLM's names; its mean length includes the target's own token."""
         return {
             "mean_acceptance_length": 1 + self.accepted / max(self.rounds, 1),
             "draft_acceptance_rate": self.accepted / max(self.drafted, 1),

@@ -1,7 +1,7 @@
-"""Choose tokens by filters, and noise that is a pure function of (seed, position, token).
+"""Chooses tokens by filters and by noise that is a pure function of (seed, position, token).
 
-A target and a drafter that see the same distribution choose the same token, and a text depends on
-its seed, not on drafter, batch or step (drafter-invariant decoding, arXiv 2408.07978).
+A target and a drafter that see the same distribution choose the same token. A text depends on its
+seed, and not on drafter, batch or step (drafter-invariant decoding, arXiv 2408.07978).
 
 Shapes: B rows, N nodes, V vocabulary, K likeliest tokens.
 """
@@ -18,18 +18,18 @@ from kangaroo.engine.cache import power_of_two
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranges import CountOrZero, NoiseSeed, NotNegative, Ranged, Share
 
-# Temperatures: logits divided by far less are infinite in float32, by far more they are all equal.
+# Logits divided by a far lower temperature are infinite in float32, by a far higher one all equal.
 GREEDY_BELOW = 1e-6
 HOTTEST = 1e30
-# 2^30 times a polynomial for 2^g, 0 <= g < 1, from its highest power on; 1e-7 of the value away.
+# Coefficients of a polynomial for 2^30 * 2^g, 0 <= g < 1, the highest power first; 1e-7 accurate.
 POWERS_OF_TWO = 2004817, 9681959, 59914703, 257874614, 744265554, 1 << 30
 
 
 class Rule(Enum):
     """How sampled drafts are accepted."""
 
-    match = "match"  # the target's own choice under shared noise
-    rejection = "rejection"  # Leviathan et al. 2023, algorithm 1
+    match = "match"  # where they are the target's own choice under shared noise
+    rejection = "rejection"  # Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1
     block = "block"  # block verification, arXiv 2403.10444, algorithm 2
 
 
@@ -46,7 +46,7 @@ class Sampling(Ranged):
     """How tokens are chosen from the target's distribution.
 
     Args:
-        temperature: below 1e-6 it becomes 0, which is greedy; 1e30 is the highest.
+        temperature: divides the logits; below 1e-6 it becomes 0, which is greedy; at most 1e30.
         top_p: keep the smallest set of tokens, of at least one, whose probability reaches this.
         top_k: keep this many of the likeliest tokens; 0 keeps all.
         seed: rows get `seed`, `seed + 1`, ... unless each has its own seed.
@@ -78,9 +78,9 @@ class Sampling(Ranged):
 
 @dataclass(frozen=True, eq=False)
 class BatchSampling:
-    """How the texts of a batch are drawn. Their settings are on the device: temperature, top_p
-    (infinite where it keeps all) and top_k. `greedy` is true if all texts are, and `filters_p` if a
-    top_p removes tokens; `most_k` is a power of two that no top_k exceeds, 0 without any."""
+    """How the texts of a batch are drawn. The settings of each row are its temperature, top_p
+    (infinite if it keeps all tokens) and top_k. `greedy` is true if all texts are, and `filters_p`
+    if a top_p removes tokens; `most_k` is a power of two that no top_k exceeds, 0 without any."""
 
     settings_B3: Tensor
     greedy: bool
@@ -94,7 +94,7 @@ class BatchSampling:
         return self.greedy, self.most_k, self.filters_p, self.rule
 
     def reading(self, settings_B3: Tensor) -> "BatchSampling":
-        """The same with these settings, a copy in other memory or some of the rows."""
+        """The same with these settings: a copy of its own in other memory, or some of its rows."""
         return replace(self, settings_B3=settings_B3)
 
     @property
@@ -176,9 +176,9 @@ def warp(logits_BNV: Tensor, sampling: BatchSampling) -> Tensor:
 
 
 def whole_exp(x: Tensor) -> Tensor:
-    """Whole numbers near 2^44 e^x for x <= 0, whose sums are the same in any order and batch. Made
-    of whole numbers too, since each library has its own exp; the same is in `cpp/sampling.h`."""
-    power = (x.clamp(min=-32) * 24204406.0).long()  # of two, times 2^24
+    """Whole numbers near 2^44 e^x for x <= 0, whose sums are the same in any order and batch. They
+    are computed in whole numbers too, since each library has its own exp (`cpp/sampling.h`)."""
+    power = (x.clamp(min=-32) * 24204406.0).long()  # e^x is 2^(power / 2^24)
     part = power & 0xFFFFFF
     scaled = torch.zeros_like(power)
     for coefficient in POWERS_OF_TWO:
@@ -189,14 +189,14 @@ def whole_exp(x: Tensor) -> Tensor:
 def perturb(
     log_p_BNV: Tensor, seeds_B: Tensor, at_BN: Tensor, stream: NoiseStream = NoiseStream.choice
 ) -> Tensor:
-    """Add Gumbel noise: the argmax is then a sample of each unnormalised log-distribution."""
+    """Add Gumbel noise: then the argmax is a sample of each (unnormalised) distribution."""
     race = -torch.log1p(-uniform(seeds_B, at_BN, stream, log_p_BNV.shape[-1]))
     return log_p_BNV - race.log_()
 
 
 def uniform(seeds_B: Tensor, positions_BN: Tensor, stream: NoiseStream, size: int) -> Tensor:
     """`[B, N, size]` numbers in (0, 1), fixed by (seed, position, index, stream)."""
-    # of an int64 number `int` keeps the lower 32 bits
+    # `int` keeps the lower 32 bits of an int64 number
     key_B = _mix(seeds_B.int() ^ _mix(((seeds_B >> 32) + 0x9E3779B9 * stream.value).int()))
     key_BN = _mix((positions_BN * 0x9E3779B1).int() + key_B[:, None])
     index_V = torch.arange(size, device=positions_BN.device, dtype=torch.int32)

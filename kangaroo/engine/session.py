@@ -1,6 +1,6 @@
-"""A batch that decodes: prompts enter its rows, steps write all of its texts.
+"""A batch that decodes: prompts enter its rows, and steps write all of its texts.
 
-Shapes: T tokens of a prompt, V vocabulary.
+Shapes: T tokens of a prompt, D hidden size, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import Chunk
 from kangaroo.engine.clock import now, running
 from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
-from kangaroo.engine.sampling import Rule, combine, pick, settings
+from kangaroo.engine.sampling import pick
 from kangaroo.engine.stepper import Stepper
 from kangaroo.engine.streaming import UNFINISHED
 from kangaroo.utils.errors import ConfigError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Session:
-    """The rows of a batch, each with a text, until the engine opens another session.
+    """A batch of texts, until the engine opens another session.
 
     Args:
         keep: how many likeliest tokens of each distribution are kept (`Generation.teacher`).
@@ -36,11 +36,11 @@ class Session:
     batch: Batch
     stepper: Stepper
     keep: int
-    is_closed: bool = False  # another session has the drafter's state now
+    is_closed: bool = False  # another session owns the drafter's state now
 
     def admit(self, row: int, request: Request) -> Generation:
         """Put a request into a free row and write its first token. Errors: `PromptError` if it
-        cannot be served, or not here; `ConfigError` in a closed session."""
+        cannot be served, or does not fit into this batch; `ConfigError` in a closed session."""
         prompt = Prompt(self, row, request)
         while (generation := prompt.advance()) is None:
             pass
@@ -48,21 +48,21 @@ class Session:
 
     @torch.inference_mode()
     def step(self, drafts: bool = True) -> list[StepRecord]:
-        """Write at least a token in each active row, and return a record of each row; without
-        drafts exactly one. Errors: `ConfigError` in a closed session."""
+        """Write one token or more in each active row, without drafts exactly one. Returns a record
+        of each row. Errors: `ConfigError` in a closed session."""
         self.check_open()
         start = running()
         records = self.stepper.step(drafts)
         seconds = running() - start
         for record in records:
             on_device = record.draft_seconds + record.verify_seconds
-            record.host_seconds = max(seconds - on_device, 0.0)  # it may have begun before
+            record.host_seconds = max(seconds - on_device, 0.0)  # the device may have begun before
         return records
 
     def record(
         self, row: int, record: StepRecord, request: Request, generation: Generation
     ) -> None:
-        """Append a step to a row's generation, and set its `finish` if that ends it."""
+        """Append a step to a row's generation, and set its `finish` if the text ends."""
         before = len(generation.tokens)
         generation.steps.append(record)
         generation.tokens += record.tokens
@@ -90,12 +90,12 @@ class Session:
                 if any(s in tail for s in stop):
                     return end
                 if UNFINISHED not in tail:
-                    break  # else it may begin inside a character, and hide those next to it
+                    break  # otherwise it may begin inside a character, and hide the next ones
         return None
 
     def stream(self, request: Request) -> Stream:
-        """Decode a request in the only row, token by token as steps write them; a conversation's
-        next turn may follow. Errors: as `admit`."""
+        """Decode a request in the only row, token by token as steps write them; the next turn of
+        the conversation may follow. Errors: as `admit`."""
         assert self.batch.size == 1
         generation = self.admit(0, request)
         return Stream(generation, self._tokens(self.batch.texts[0], request, generation))
@@ -103,15 +103,15 @@ class Session:
     def _tokens(self, text: list[int], request: Request, generation: Generation) -> Iterator[Token]:
         yield Token(generation.tokens[0], drafted=False)
         while not generation.finish:
-            self.check_open(self.batch.texts[0] is text)  # not another stream's
+            self.check_open(self.batch.texts[0] is text)  # and not that of another stream
             (record,) = self.step()
             self.record(0, record, request, generation)
             for i, token in enumerate(record.tokens):
                 yield Token(token, drafted=i < record.accepted)
 
     def match_prefix(self, row: int, prompt: Sequence[int]) -> tuple[int, int]:
-        """The row that has the longest prefix of a prompt, preferably `row`, and how many of its
-        tokens need not be read."""
+        """The row with the longest prefix of a prompt, preferably `row`, and how many tokens of
+        that need not be read again."""
         if not self.engine.prefix_cache:
             return row, 0
         lengths = {x: self.batch.common_prefix(x, prompt) for x in (row, *range(self.batch.size))}
@@ -128,8 +128,8 @@ class Session:
 
 
 class Prompt:
-    """A prompt that enters a row in chunks, so that other rows may step in between. Who drops it
-    leaves its row free. Errors: as `Session.admit`."""
+    """A prompt that enters a row in chunks, so that other rows may step in between. The row stays
+    free until the last chunk is read. Errors: as `Session.admit`."""
 
     def __init__(self, session: Session, row: int, request: Request):
         batch = session.batch
@@ -141,12 +141,13 @@ class Prompt:
         self.request = request
         self.tokens_T = torch.tensor(request.text, device=batch.device)
         self.seconds = 0.0
-        self.reused = self.read = -1  # tokens that a row has read already; that are read now
-        self.unread: list[Chunk] = []  # by the drafter
+        self.reused = -1  # tokens that a row had read already
+        self.read = -1  # tokens that are read now
+        self.unread: list[Chunk] = []  # those that the drafter has not read
 
     @torch.inference_mode()
     def advance(self) -> Generation | None:
-        """Read a chunk. Returns the generation, with its first token, after the last one."""
+        """Read a chunk. Returns the generation, with its first token, after the last chunk."""
         self.session.check_open()
         engine = self.session.engine
         batch = self.session.batch
@@ -162,7 +163,7 @@ class Prompt:
         )
         self.unread.append(chunk_read)
         self.read += part_1T.shape[1]
-        # else later, since a step in between would change a drafter's state for the row
+        # otherwise later, since a step in between would change the drafter's state of the row
         if batch.size == 1 or self.session.stepper.leaves_other_rows or self.read == end:
             for tokens_1T, meta, taps in self.unread:
                 engine.drafter.prefill(batch, tokens_1T, meta, taps)
@@ -170,7 +171,7 @@ class Prompt:
         generation = None
         if self.read == end:
             generation = self._write_first(last_11D)
-        else:  # steps in between write only above the tokens that were read
+        else:  # so that steps in between write only above the tokens that were read
             batch.tokens_BS[row, : self.read] = self.tokens_T[: self.read]
             batch.texts[row] = [*self.request.text[: self.read], 0]
             batch.length_B[row] = self.read + 1
@@ -180,7 +181,7 @@ class Prompt:
         return generation
 
     def _share_prefix(self) -> None:
-        """Begin where the row, or another one, has read the same text."""
+        """Begin behind the prefix that this row, or another one, has read."""
         session = self.session
         row = self.row
         source, self.reused = session.match_prefix(row, self.request.text)
@@ -196,7 +197,7 @@ class Prompt:
         """Begin the row's text and write its first token, from the last layer's output."""
         session = self.session
         batch = session.batch
-        begin_text(batch, self.row, self.tokens_T, self.request)
+        batch.begin(self.row, self.tokens_T, self.request)
         rows = slice(self.row, self.row + 1)
         at_11 = torch.full((1, 1), len(self.tokens_T), device=last_11D.device)
         logits_11V = session.engine.lm.logits(last_11D)
@@ -204,50 +205,10 @@ class Prompt:
             logits_11V = logits_11V + torch.from_numpy(constraint.after([0], [0])).to(logits_11V)
         sampling = batch.sampling.reading(batch.settings_B3[rows])
         token = int(pick(logits_11V, at_11, sampling, batch.seeds_B[rows]))
-        write_first(batch, self.row, token)
+        batch.write_first(self.row, token)
         keep = session.keep or self.request.keep
         path_11 = torch.zeros_like(at_11)
         (topk,) = topk_logits.likeliest(logits_11V, path_11, keep, exact=not session.keep)
         generation = Generation(list(self.request.written), reused=self.reused)
         session.record(self.row, StepRecord([token], topk=topk), self.request, generation)
         return generation
-
-
-def begin_text(batch: Batch, row: int, prompt_T: Tensor, request: Request) -> None:
-    """Let a row begin the text of a request, which was read. Errors: `ConfigError` for sampling of
-    its own where the batch's rule is not matched noise."""
-    sampling = request.sampling
-    if sampling and (batch.default.rule, sampling.rule) != (Rule.match, Rule.match):
-        raise ConfigError(
-            f"a text of a batch under sampling.rule={batch.default.rule.value} cannot have "
-            "sampling of its own; matched noise (sampling.rule=match) can."
-        )
-    batch.budget.admit(row)
-    batch.tokens_BS[row, : len(prompt_T)] = prompt_T
-    batch.length_B[row] = len(prompt_T)
-    batch.texts[row] = prompt_T.tolist()
-    batch.verified[row] = []
-    batch.limits[row] = len(request.prompt) + request.max_new_tokens
-    batch.seeds_B[row] = batch.seeds[row] = request.seed
-    batch.ends[row] = frozenset() if request.ignore_eos else batch.eos_ids
-    batch.drafts[row] = request.drafts
-    batch.keeps[row] = request.keep
-    constraint = request.constraint() if request.constraint else None
-    if constraint is not None:
-        constraint.advance(request.written)
-    batch.constraints[row] = constraint
-    batch.done_B[row] = batch.done[row] = False
-    batch.samplings[row] = sampling or batch.default
-    if sampling is None and batch.all_default:  # nothing to change, in a batch of thousands
-        return
-    batch.all_default = False
-    batch.settings_B3[row] = torch.tensor(settings(batch.samplings[row]))
-    batch.sampling = combine([batch.samplings[x] for x in batch.active], batch.settings_B3)
-
-
-def write_first(batch: Batch, row: int, token: int) -> None:
-    """Append a row's first new token, which is pending."""
-    batch.tokens_BS[row, len(batch.texts[row])] = token
-    batch.length_B[row] += 1
-    batch.append(row, [token])
-    batch.prompt_read[row] = True

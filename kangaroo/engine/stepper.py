@@ -1,6 +1,6 @@
-"""A step of a batch on tensors, the reference for faster backends (`kangaroo/cpu`).
+"""A step of a batch on tensors, which defines what faster backends compute (`kangaroo/cpu`).
 
-Shapes: B rows, N draft nodes, P nodes of a path, V vocabulary.
+Shapes: B rows, N draft nodes, P nodes of a path, X as in `batch.written`, V vocabulary.
 """
 
 from typing import NamedTuple, Protocol
@@ -24,24 +24,25 @@ class Stepper(Protocol):
     """What steps a batch.
 
     Attributes:
-        leaves_other_rows: whether a step leaves the state of a prompt that is being read.
-        rereads: cached prefix tokens that a drafter's `prefill` must see again.
+        leaves_other_rows: whether a step leaves the drafter's state of inactive rows alone.
+        rereads: how many cached prefix tokens the drafter's `prefill` has to see again.
     """
 
     leaves_other_rows: bool
     rereads: int
 
     def step(self, drafts: bool) -> list[StepRecord]:
-        """A step of all active rows, without drafts of one token each. Returns a record of each
-        row, without host time."""
+        """A step of all active rows; without `drafts` it writes one token each. Returns a record of
+        each row, without host time."""
 
     def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
-        """Chunks that the drafter has to read of a prefix that a prompt shares with a row."""
+        """What the drafter has not read of a prefix that a row's prompt shares with `source`."""
+        return []
 
 
 class Verification(NamedTuple):
-    """What the target says of a draft: its verdict, what the rows write of it (`written`), the
-    states that the drafter reads, in the order of their taps, and the logits if they are kept."""
+    """What the target says of a draft: its verdict, what the rows write (`batch.written`), the
+    states at the drafter's taps in ascending order, and the logits if they are kept."""
 
     verdict: Verdict
     written_BX: Tensor
@@ -49,10 +50,10 @@ class Verification(NamedTuple):
     logits_BNV: Tensor | None
 
 
-class TensorStepper:
+class TensorStepper(Stepper):
     """Steps with any drafter on any device; for `keep` see `Engine.open`."""
 
-    leaves_other_rows = False  # it shifts the windows of rows that are not active, too
+    leaves_other_rows = False  # it moves the drafter's windows of inactive rows, too
 
     def __init__(self, lm: TargetModel, drafter: Drafter, batch: Batch, keep: int):
         self.lm = lm
@@ -61,10 +62,6 @@ class TensorStepper:
         self.keep = keep
         self.rereads = drafter.rereads
         self.taps = sorted(set(drafter.taps))
-
-    def unread(self, source: int, row: int, prefix_T: Tensor) -> list[Chunk]:
-        """See `Stepper`: the drafter reads `rereads` tokens again."""
-        return []
 
     def step(self, drafts: bool) -> list[StepRecord]:
         """Propose, verify, commit and observe."""
@@ -109,7 +106,7 @@ class TensorStepper:
         return records
 
     def _place(self, draft: Draft) -> ForwardMeta:
-        """The block of a draft, which is padded to a recorded shape if it has only tokens."""
+        """The block of a draft. If that has only tokens, it is padded to a recorded shape."""
         width = self.lm.backend.width
         size = width(draft.tree.size, self.drafter.max_nodes + 1)
         depth = size - 1 if draft.tree.is_chain else width(draft.tree.max_depth, size - 1)
@@ -166,8 +163,8 @@ class TensorStepper:
         )
 
     def _biases(self, draft: Draft) -> Tensor | None:
-        """What restricted texts add to the logits after each node, `[B, N, V]`; None without any.
-        The nodes are read by the host."""
+        """What restricted texts add to the logits after each node, `[B, N, V]`; None without such
+        texts. One sync: the host reads the nodes."""
         constrained = self.batch.constrained
         if not constrained:
             return None
@@ -179,7 +176,7 @@ class TensorStepper:
         return biases_BNV.to(self.lm.device)
 
     def _add_likeliest(self, draft: Draft, logits_BNV: Tensor) -> None:
-        """Give the likeliest tokens after each node to a drafter that wants them: one sync."""
+        """Give a drafter that wants them the likeliest tokens after each node. One sync."""
         batch = self.batch
         likeliest_BNK = logits_BNV.topk(batch.likeliest).indices
         nodes_BN2 = torch.stack([draft.valid_BN.long(), draft.tokens_BN], -1)

@@ -1,4 +1,4 @@
-"""Text from tokens that arrive one by one."""
+"""Turns tokens that arrive one by one into text."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -9,7 +9,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence de
 
 
 class UntilStop:
-    """Passes text on up to the first stop string, which is left out."""
+    """Passes text on up to the first stop string, which it leaves out."""
 
     def __init__(self, stop: Sequence[str]):
         self.stop = stop
@@ -31,14 +31,14 @@ class UntilStop:
         return held[:end]
 
     def end(self) -> str:
-        """The text that is held back, when no more follows."""
+        """The text that was held back, when no more follows."""
         return self.held
 
 
 class Pieces:
-    """Decodes tokens to text up to the first stop string; a character of several tokens waits for
-    the last one. A piece is decoded together with the one before it, since SentencePiece strips a
-    text's first space."""
+    """Decodes tokens to text up to the first stop string; a character of several tokens appears
+    with the last of them. A piece is decoded together with the one before it, since SentencePiece
+    strips the first space of a text."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
         self.tokenizer = tokenizer
@@ -47,7 +47,7 @@ class Pieces:
         self.pending: list[int] = []
 
     def push(self, token: int) -> str:
-        """The text that can be shown with this token; it may be empty."""
+        """The text that can be shown after this token; perhaps none."""
         self.pending.append(token)
         text = self._pending_text()
         if not text or text.endswith(UNFINISHED):
@@ -68,7 +68,7 @@ class Pieces:
 def pieces(
     tokens: Iterable[Token], tokenizer: Tokenizer, stop: Sequence[str] = ()
 ) -> Iterator[tuple[str, bool]]:
-    """Pairs (text, drafted) of whole characters as tokens arrive, up to the first stop string."""
+    """Pairs (text, drafted) in whole characters as tokens arrive, up to the first stop string."""
     decoding = Pieces(tokenizer, stop)
     drafted = False
     for token in tokens:
@@ -82,7 +82,7 @@ def pieces(
 def whole_text(tokens: list[int], tokenizer: Tokenizer, stop: Sequence[str] = ()) -> str:
     """The pieces of these tokens, joined."""
     text = plain_text(tokenizer, tokens)
-    if not stop and UNFINISHED not in text:  # the same, and quick
+    if not stop and UNFINISHED not in text:  # a shortcut
         return text
-    # where a byte is no character, SentencePiece's decoder drops those next to it, too
+    # near a byte that is no character, SentencePiece's decoder drops characters
     return "".join(text for text, _ in pieces((Token(i, False) for i in tokens), tokenizer, stop))

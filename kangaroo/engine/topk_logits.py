@@ -1,5 +1,5 @@
-"""Records of the target's distributions while it writes: the likeliest tokens where each token was
-chosen, at temperature 1 and without noise.
+"""Records of the distributions from which the target chose each token: the likeliest tokens and
+their probabilities, at temperature 1 and without noise.
 
 Shapes: B rows, N nodes, P nodes of a path, M tokens, K likeliest tokens of each, V vocabulary.
 """
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from kangaroo.utils.ranges import Range
 
-MOST = 64  # of `sampling.h`
+MOST = 64  # tokens of a record, as in `sampling.h`
 Likeliest = Annotated[int, Range(0, MOST)]
-Rows = Sequence[np.ndarray | None]  # records of each row; None where nothing is kept
+Rows = Sequence[np.ndarray | None]  # records of each row; None for a row that keeps nothing
 
 
 def records(
     tokens: np.ndarray, chances: np.ndarray, vocab_size: int, exact: bool = False
 ) -> np.ndarray:
-    """Records `[...]` of `tokens` and `chances`, `[..., K]`, the likeliest first. Unless they
-    are `exact`, chances are in half precision: within 1/2048, and 0 below 3e-8."""
+    """Records `[...]` of `tokens` and their `chances`, `[..., K]`, the likeliest first. Unless they
+    are `exact`, chances are in half precision: right to 1/2048 of the value, and 0 below 3e-8."""
     token = np.uint16 if vocab_size <= 1 << 16 else np.int32
     shape = tokens.shape[-1:]
     layout = np.dtype(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kangaroo.engine.cache import ForwardMeta
 
-# A row's tokens below the pending one, and their parents: 0 is the pending one, i the i-th of them.
+# A row's tokens below the pending one, and their parents: 0 is the pending token, i the i-th here.
 Nodes = tuple[Sequence[int], Sequence[int]]
 
 
@@ -27,7 +27,7 @@ class Tree:
 
     Args:
         max_depth: the largest depth that any row can have, known on the host.
-        is_chain: node i is below node i - 1 in every row, so that slots need no moving.
+        is_chain: node i is the child of node i - 1 in every row, so keys need not be moved.
     """
 
     parents_BN: Tensor
@@ -52,11 +52,11 @@ class Tree:
 
     @cached_property
     def depth_BN(self) -> Tensor:
-        """Edges from the root to each node."""
+        """The number of edges from the root to each node, `[B, N]`."""
         return self.ancestors_BNN.sum(-1) - 1
 
     def place(self, start_B: Tensor, extent: int, below: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The nodes' slots and positions, `[B, N]`, and a mask of the slots that each does not see,
+        """The nodes' slots and positions, `[B, N]`, and the slots that are hidden from each,
         `[B, N, extent]`; for the arguments see `TargetModel.forward_meta`."""
         start_B1 = start_B[:, None]
         device = start_B.device
@@ -72,7 +72,7 @@ class Tree:
         return slots_BN, (start_B1 + self.depth_BN).clamp(min=0), ~seen_BNE
 
     @staticmethod
-    @cache  # without a limit, since graphs hold its address
+    @cache  # without a limit, since CUDA graphs hold the tensor's address
     def chain(size: int, device: torch.device) -> Tree:
         """`size` nodes in a line."""
         parents_N = (torch.arange(size, device=device) - 1).clamp(min=0)
@@ -88,8 +88,8 @@ class Draft:
         valid_BN: false marks padding, which never matches; node 0 is always true.
         hidden_BND: the output of the target's layer `entry - 1` at each node, if the drafter has it
             (Kangaroo's shallow layers); None starts from the embeddings.
-        probs_BNV: the distribution each node's token was drawn from, for acceptance by rejection.
-        meta: where the nodes lie; None leaves it to the engine.
+        probs_BNV: the distribution that each node's token was drawn from, for `verify.py`.
+        meta: where the nodes lie; None leaves that to the stepper.
     """
 
     tokens_BN: Tensor
@@ -101,7 +101,7 @@ class Draft:
     meta: ForwardMeta | None = None
 
     def widen(self, size: int, depth: int) -> None:
-        """Pad a draft that has only tokens to `size` nodes and a tree of this depth."""
+        """Pad a draft without states and probabilities to `size` nodes and a tree of this depth."""
         padding = 0, size - self.tree.size
         self.tokens_BN = F.pad(self.tokens_BN, padding)
         self.valid_BN = F.pad(self.valid_BN, padding)
@@ -118,7 +118,7 @@ class Draft:
 
     @staticmethod
     def listed(pending_B1: Tensor, nodes: Mapping[int, Nodes]) -> Draft:
-        """A draft from lists on the host, by row; the other rows have none."""
+        """A draft from lists on the host, by row; rows without a list draft nothing."""
         by_row = [nodes.get(row, ((), ())) for row in range(len(pending_B1))]
         tokens, parents = zip(*by_row, strict=True)
         size = 1 + max(map(len, tokens))
@@ -141,7 +141,7 @@ class Draft:
 
 class Verdict(NamedTuple):
     """The result of verification: the target's token after each node, the number of accepted draft
-    tokens, and the accepted path's nodes from the root on, of which the last is repeated."""
+    tokens, and the nodes of the accepted path from the root on; the last one fills up the row."""
 
     choice_BN: Tensor
     count_B: Tensor
@@ -150,7 +150,7 @@ class Verdict(NamedTuple):
 
 def accept(draft: Draft, choice_BN: Tensor) -> Verdict:
     """Accept the longest path that the target would have written itself, by its choice after each
-    node. Source: Leviathan et al. 2023, section 2.3; for matched noise arXiv 2408.07978."""
+    node. Sources: Leviathan et al. 2023, section 2.3; for matched noise arXiv 2408.07978."""
     tree = draft.tree
     steps_P = torch.arange(tree.max_depth + 1, device=choice_BN.device)
     if tree.is_chain:  # a node's number is its depth

@@ -1,4 +1,4 @@
-"""Acceptance by rejection and by blocks: texts have the target's distribution, but vary by draft.
+"""Acceptance by rejection and by blocks: texts have the target's distribution, and vary by draft.
 
 Shapes: B rows, N draft nodes, V vocabulary.
 """
@@ -15,8 +15,8 @@ from kangaroo.utils.errors import ConfigError
 
 
 class Chances(NamedTuple):
-    """The target's and the drafter's distributions after each node, p and q, and the node's child,
-    the token drafted from q; without a child q is 0."""
+    """The target's and the drafter's distributions after each node, p and q; and the node's child,
+    which is the token drafted from q. Without a child q is 0."""
 
     p_BNV: Tensor
     q_BNV: Tensor
@@ -24,7 +24,7 @@ class Chances(NamedTuple):
     has_child_BN: Tensor
 
     def child(self, chances_BNV: Tensor) -> Tensor:
-        """The child's chance in one of the distributions, `[B, N]`."""
+        """The child's probability in one of the distributions, `[B, N]`."""
         return chances_BNV.gather(-1, self.child_BN[..., None])[..., 0]
 
 
@@ -36,8 +36,8 @@ def write(
     if not draft.tree.is_chain or draft.probs_BNV is None:
         raise ConfigError(
             f"sampling.rule={sampling.rule.value} needs a drafter of chains that keeps the "
-            "probabilities it drew from, such as kangaroo; this one does not. sampling.rule=match "
-            "takes any."
+            "probabilities it drew from, such as kangaroo. Choose such a drafter, or "
+            "sampling.rule=match, which takes any."
         )
     p_BNV = warp(logits_BNV, sampling).softmax(-1)
     has_child_BN = F.pad(draft.valid_BN[:, 1:], (0, 1))
@@ -48,14 +48,15 @@ def write(
 
 
 def draft_seeds(seeds_B: Tensor, length_B: Tensor) -> Tensor:
-    """Seeds for the draft of a round, by the length of the text when it begins."""
+    """Seeds for the draft of a round, by the length of the text when the round begins."""
     return seeds_B + ((length_B + 1) << 40)
 
 
 def rejection(chances: Chances, positions_BN: Tensor, seeds_B: Tensor) -> Tensor:
     """Classic speculative sampling: the drafted child x of a node is kept with probability
-    min(1, p(x) / q(x)), or a token is drawn from the residual max(p - q, 0). Nodes without a valid
-    child draw from p, all by noise of their own. Source: Leviathan et al. 2023, algorithm 1."""
+    min(1, p(x) / q(x)); otherwise a token is drawn from the residual max(p - q, 0). Nodes without a
+    valid child draw from p. Each draw has its own noise. Source: Leviathan et al. 2023 (arXiv
+    2211.17192), algorithm 1."""
     p_BNV, q_BNV, child_BN, has_child_BN = chances
     u_BN = uniform(seeds_B, positions_BN, NoiseStream.accept, 1)[..., 0]
     keep_BN = has_child_BN & (u_BN * chances.child(q_BNV) < chances.child(p_BNV))
@@ -71,17 +72,17 @@ def block(chances: Chances, positions_BN: Tensor, seeds_B: Tensor) -> Tensor:
     that passes ends the accepted part, and the next token is drawn from its residual. Nodes after
     it draw from p; where that gives the drafted token, the walk goes on.
 
-    What is accepted depends on later tokens and tests, so each round has noise of its own: the
-    tests' has the round's first position, the draft's `draft_seeds`."""
+    What is accepted depends on later tokens and tests, so each round has noise of its own: tests by
+    the round's first position, drafts by `draft_seeds`."""
     p_BNV, q_BNV, child_BN, has_child_BN = chances
     ratios_BN = chances.child(p_BNV) / chances.child(q_BNV)
     weights = [torch.ones_like(ratios_BN[:, 0])]
-    for ratio_B in ratios_BN[:, :-1].unbind(1):  # beyond the chain's end they do not matter
+    for ratio_B in ratios_BN[:, :-1].unbind(1):  # those beyond the chain's end do not matter
         weights.append((weights[-1] * ratio_B).nan_to_num(0.0).clamp(max=1))
     w_BN = torch.stack(weights, 1)
     residual_BNV = (w_BN[..., None] * p_BNV - q_BNV).clamp(min=0)
     sum_BN = residual_BNV.sum(-1)
-    # 0 / 0 where p equals q: the next token passes, or this is the last one
+    # 0 / 0 where p equals q: then the next token passes, or this is the last one
     passing_BN = (sum_BN / (sum_BN + 1 - w_BN)).nan_to_num(1.0)
     u_BN = uniform(seeds_B, positions_BN[:, :1], NoiseStream.accept, w_BN.shape[1])[:, 0]
     node_N = torch.arange(w_BN.shape[1], device=w_BN.device)

@@ -1,4 +1,4 @@
-"""Record the graphs that decoding will replay, before anybody waits for them."""
+"""Records the CUDA graphs that decoding will replay, before anybody waits for them."""
 
 import logging
 import time
@@ -13,8 +13,8 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 
 LONGEST = 1 << 14  # tokens of the longest prompt
-SHORT = 128  # tokens of the prompts in other rows, and new tokens
-STEPS = 6  # for each prompt: drafts have several lengths
+SHORT = 128  # tokens of the prompts in other rows, and of answers
+STEPS = 6  # of each batch: drafts have several lengths
 SAMPLINGS = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9)
 
 log = logging.getLogger(__name__)
@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 def warm_up(engine: Engine, rows: int, longest: int) -> None:
     """Decode a few steps of random texts in `rows` rows: one text and all, greedy and sampled, with
-    short prompts and a longer one for each extent up to `longest`. What these do not need is
-    recorded at its first use. The cache is kept for the next batch."""
+    short prompts and a longer one for each extent up to `longest`. Other graphs are recorded when
+    they are first used. The cache is kept for the next session."""
     if not engine.lm.backend.records or longest < 2:
         return
     start = time.perf_counter()
@@ -34,7 +34,7 @@ def warm_up(engine: Engine, rows: int, longest: int) -> None:
         for size in (most, *[min(most, SHORT)] * (rows - 1))
     ]
     extents = [MIN_RECORDED << i for i in range(most.bit_length())]
-    widths = [MIN_CHUNK, 2 * MIN_CHUNK, *extents]  # chunks of prompts are recorded, too
+    widths = [MIN_CHUNK, 2 * MIN_CHUNK, *extents]  # prompts are recorded in chunks, too
     lengths = [1, *(width + 1 for width in widths if width + 1 < most)]
     session = engine.open(rows, longest, Sampling())
     for length, sampling, active in product(lengths, SAMPLINGS, sorted({1, rows})):

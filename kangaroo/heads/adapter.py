@@ -1,8 +1,8 @@
-"""The adapter: turns the exit layer's hidden states into states that an LM head can read.
+"""The adapter, which turns the exit layer's hidden states into states that an LM head can read.
 
 The paper's is `f' = f + Attention(Norm(f))` with the logits `Head(Norm(f'))`: one attention layer,
 two norms, no feed-forward part, and the target's LM head (Kangaroo, arXiv 2404.18911, section 3.2).
-Its ablations add or swap parts; `fused` is ours.
+The paper's ablations add or swap parts; `fused` is ours.
 
 Shapes: B rows, N tokens of a block, D hidden size, K draft vocabulary.
 """
@@ -26,12 +26,13 @@ class AdapterHeadConfig(base.HeadConfig):
     """An adapter's parts; the defaults are the paper's.
 
     Args:
-        attention, attention_layers: stacked attention layers of the target's shape. Another layer
-            costs a third of a feed-forward part and gains more (docs/training.md).
+        attention: have attention layers of the target's shape.
+        attention_layers: how many, one after another. A further layer costs a third of a
+            feed-forward part and gains more (docs/training.md).
         feed_forward: a feed-forward part like the target's, after attention or alone.
-        own_head: an LM head initialized from the target's, instead of the target's.
-        fused: also read the input of the target's last layer at the previous token, or for a draft
-            token its own state (after EAGLE-3, arXiv 2503.01840). Prompts compute it anyway.
+        own_head: a trained LM head, initialized from the target's, instead of the target's.
+        fused: also read the input of the target's last layer at the previous token, or the
+            adapter's own state if that token is drafted (after EAGLE-3, arXiv 2503.01840).
     """
 
     attention: bool = True
@@ -46,7 +47,7 @@ class AdapterHeadConfig(base.HeadConfig):
         super().__post_init__()
         if not (self.attention or self.feed_forward):
             raise ConfigError(
-                "an adapter of no part drafts nothing: leave adapter.architecture.attention or "
+                "an adapter without parts drafts nothing: leave adapter.architecture.attention or "
                 "feed_forward on."
             )
         if self.attention_layers > 1 and not self.attention:
@@ -59,7 +60,7 @@ class AdapterHeadConfig(base.HeadConfig):
         if draft_steps > 1 and not self.fused and self.fixed_steps is None:
             raise ConfigError(
                 f"adapter.draft_steps={draft_steps} needs adapter.architecture.fused=true: the "
-                "states that other adapters read are the same at every draft step."
+                "states that other adapters read are the same in every draft step."
             )
         return super().steps(draft_steps)
 
@@ -104,9 +105,9 @@ class Adapter(Layer):
         self.head = base.new_head(lm, vocabulary_K) if parts.own_head else None
 
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
-        """Copy the layers above the exit and, damped, the target's final norm. Undamped, the
-        untrained adapter is confidently wrong: on SmolLM2 the loss starts at 18 nats instead of 8,
-        and after 35 k tokens it is 9.0 instead of 6.2."""
+        """Copy the layers above the exit, and the target's final norm times 0.3. With the whole
+        norm the untrained adapter is confidently wrong: on SmolLM2 the loss starts at 18 nats
+        instead of 8, and after 35,000 tokens it is 9.0 instead of 6.2."""
         self.copy_layers(lm, self.exit_layer)
         assert self.norm is not None
         self.norm.load_state_dict(lm.hf.model.norm.state_dict())
@@ -115,7 +116,7 @@ class Adapter(Layer):
             weight = self.norm.get_parameter("weight")
             weight.copy_((weight + offset) * 0.3 - offset)
             if self.architecture.fused:
-                self.fuse.weight.zero_()  # reads the shallow state alone at first
+                self.fuse.weight.zero_()  # at first it reads the shallow state alone
         if self.head is not None:
             base.copy_head(self.head, lm, vocabulary_K)
         return self

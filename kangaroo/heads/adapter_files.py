@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kangaroo.heads.base import HeadConfig, Trainable
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.heads.target_hash import target_hashes
 from kangaroo.models.loading import ModelConfig, known_model, model_options, shape_of
+from kangaroo.models.supported import target_hashes
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.errors import (
@@ -72,9 +72,9 @@ class AdapterConfig:
 
 
 def adapters_of(path: str, name: str) -> str:
-    """The model whose adapters serve the target of a `model.path`: itself, called `name`, if it is
-    a known one or has some; else one of the same shapes, such as another quantization of it; of
-    several the one whose name is most alike."""
+    """The model whose adapters fit the target of a `model.path`: that target, called `name`, if it
+    is a known one or has adapters; otherwise one of the same shapes, such as another quantization,
+    and of several the one with the most similar name."""
     places = [SHIPPED, project_folder("adapters"), TRAINED]
     own = [place / f"{name}{kind}" for place in places for kind in ("", "-fused")]
     if known_model(path) or any(folder.is_dir() for folder in own):
@@ -85,7 +85,7 @@ def adapters_of(path: str, name: str) -> str:
         return name
     try:
         hashes = target_hashes(shape_of(ModelConfig(name, path)))
-    except KangarooError:  # it says so where the model is loaded
+    except KangarooError:  # reported when the model is loaded
         return name
     others = set[str]()
     for file in configs:
@@ -155,14 +155,14 @@ def find(
     revision: str | None = None,
 ) -> Path:
     """The folder of an adapter: a local one, or a hub id whose `files` are downloaded. A missing
-    `adapters/NAME` is the shipped one, or what training saved for the model NAME; the Medusa heads
-    for `adapters/NAME-medusa`. A missing `adapters/NAME-fused` is `adapters/NAME`. Errors:
-    `AdapterNotFound`."""
+    `adapters/NAME` stands for the shipped one, or for what training saved for the model NAME (for
+    `adapters/NAME-medusa` the Medusa heads); a missing `adapters/NAME-fused` for `adapters/NAME`.
+    Errors: `AdapterNotFound`."""
     folder = resolve_path(path)
     if folder.parent == SHIPPED:
         if (reason := absence(path)) is not None:
             raise AdapterNotFound(reason)
-        folder = _own(folder)[0]
+        folder = _default(folder) or folder
         if folder.parent == SHIPPED:
             _name_trained(folder)
     if folder.is_dir():
@@ -176,10 +176,10 @@ def find(
 
 
 def absence(path: str) -> str | None:
-    """The reason and the remedy if a default `adapters/NAME` stands for no adapter. Errors:
-    `AdapterNotFound` if it may stand for several."""
+    """Why a default `adapters/NAME` stands for no adapter, and what to do; None if it stands for
+    one. Errors: `AdapterNotFound` if it may stand for several."""
     folder = resolve_path(path)
-    if folder.parent != SHIPPED or _own(folder):
+    if folder.parent != SHIPPED or _default(folder):
         return None
     name, drafter, _ = _saved_by_training(folder)
     target = model_options(name)
@@ -195,19 +195,20 @@ def absence(path: str) -> str | None:
     )
 
 
-def _own(folder: Path) -> list[Path]:
-    """The folder that a default `adapters/NAME` stands for; none where there is no adapter."""
+def _default(folder: Path) -> Path | None:
+    """The folder that a default `adapters/NAME` stands for; None without an adapter. Errors:
+    `AdapterNotFound` if training saved several."""
     plain = folder.with_name(folder.name.removesuffix("-fused"))
     for place in (folder, plain):
         if place.is_dir():
-            return [place]
+            return place
     saved = _saved_by_training(plain)[2]
     if len(saved) > 1:
         raise AdapterNotFound(
-            f"no adapter at '{plain}', and training left several: {', '.join(map(str, saved))}. "
+            f"no adapter at '{plain}', and training saved several: {', '.join(map(str, saved))}. "
             "Pass drafter.adapter= one of them."
         )
-    return saved
+    return saved[0] if saved else None
 
 
 def _saved_by_training(folder: Path) -> tuple[str, str, list[Path]]:
@@ -222,10 +223,10 @@ def _saved_by_training(folder: Path) -> tuple[str, str, list[Path]]:
 @cache
 def _name_trained(shipped: Path) -> None:
     """Log once that a shipped adapter drafts although training has saved others."""
-    with suppress(CorruptFile):  # of an adapter that nobody asked for
+    with suppress(CorruptFile):  # nobody asked for the damaged adapter
         if saved := _saved_by_training(shipped)[2]:
             paths = ", ".join(map(str, saved))
-            log.info(f"'{shipped}' drafts; what was trained here does by drafter.adapter={paths}")
+            log.info(f"'{shipped}' drafts; drafter.adapter= takes what was trained here: {paths}")
 
 
 def weights_hash(path: str) -> str:
@@ -234,7 +235,7 @@ def weights_hash(path: str) -> str:
 
 
 def made_by(path: str) -> dict[str, Any]:
-    """The effort of training and the adapter it started from, as far as the config knows."""
+    """What training took, and the adapter that it started from, as far as the config knows."""
     training = read_config(path).training
     progress = training.get("progress", {})
     facts = {
@@ -271,7 +272,7 @@ def load(
     path: str, lm: TargetModel, kind: type[Kind], vocabulary: int | None = None
 ) -> tuple[Kind, list[DraftHead]]:
     """An adapter in the dtype and on the device for drafting, and its draft heads. Errors: those of
-    `load_as_saved`; `AdapterMismatch` if it is not of this kind (any is a `Trainable`)."""
+    `load_as_saved`; `AdapterMismatch` if it is not of this kind (`Trainable` takes any)."""
     adapter, vocabulary_K = load_as_saved(path, lm, vocabulary)
     if not isinstance(adapter, kind):
         head = adapter.architecture
@@ -305,9 +306,9 @@ def load_as_saved(
     if config.target_weights and lm.fingerprint not in (None, config.target_weights):
         log.warning(
             f"adapter '{path}' was trained for {config.target} (weights {config.target_weights}); "
-            f"this target is {lm.name} (weights {lm.fingerprint}). Texts stay the same, but it may "
-            "draft worse: drafter.adapter= one trained for it, or train one (python train.py "
-            "model=...)."
+            f"this target is {lm.name} (weights {lm.fingerprint}). Texts stay the same, but drafts "
+            "may be worse. Pass drafter.adapter= one trained for this target, or train one: "
+            f"{command_line('train', **model_options(lm.name))}"
         )
     trained_size = config.vocabulary or 0
     size = trained_size if vocabulary is None else vocabulary
@@ -316,8 +317,8 @@ def load_as_saved(
         adapter = config.architecture.build(lm, config.exit_layer, vocabulary_K)
     if adapter.own_heads() and size != trained_size:
         raise ConfigError(
-            f"adapter '{path}' has a head of its own over {config.vocabulary or 'all'} tokens, so "
-            f"drafter.vocabulary={size} cannot be; leave it unset."
+            f"adapter '{path}' has a head of its own over {config.vocabulary or 'all'} tokens: "
+            f"leave drafter.vocabulary={size} out."
         )
     adapter.attention_window = config.attention_window
     adapter = assign_weights(adapter, state, f"adapter '{path}' does not fit this target")
@@ -325,7 +326,7 @@ def load_as_saved(
 
 
 def assign_weights(adapter: Kind, state: Mapping[str, Tensor], fault: str) -> Kind:
-    """Put these tensors, not copies, into an adapter and make it ready to draft. Errors:
+    """Put these tensors (no copies) into an adapter and make it ready to draft. Errors:
     `AdapterMismatch`, which begins with `fault` and names what does not match."""
     try:
         adapter.load_state_dict(state, strict=True, assign=True)
@@ -371,7 +372,8 @@ def read_config(path: str) -> AdapterConfig:
 
 
 def _complete(folder: Path) -> Path:
-    """A folder with the files of an adapter; of a training run's folder the error names those."""
+    """The folder, if it holds an adapter's files. Errors: `AdapterNotFound`, which names the
+    adapters in a training run's folder."""
     for name in (WEIGHTS, CONFIG):
         if not (folder / name).is_file():
             trained = [str(file.parent) for file in sorted(folder.glob(f"*/{WEIGHTS}"))]

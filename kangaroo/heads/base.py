@@ -1,4 +1,4 @@
-"""Base classes of drafters' trained parts (docs/add-a-drafter.md adds one).
+"""Base classes of the trained parts of drafters (docs/add-a-drafter.md adds one).
 
 Shapes: B rows, T tokens of a text, M trained positions, D hidden size, K draft vocabulary.
 """
@@ -27,7 +27,7 @@ class HeadConfig(Ranged, ABC):
 
     @classmethod
     def kind(cls) -> str:
-        """The name in config.json, which is the module's."""
+        """The name in config.json: that of the module."""
         return cls.__module__.rpartition(".")[2]
 
     def as_json(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class HeadConfig(Ranged, ABC):
         ascending; None is all. Errors: `AdapterMismatch` for an exit layer outside the target."""
 
     def fixed_exit(self, lm: TargetModel) -> int | None:
-        """The exit layer if there is no choice, else None."""
+        """The exit layer if this kind has only one; None if it can be chosen."""
         return None
 
     @property
@@ -49,28 +49,29 @@ class HeadConfig(Ranged, ABC):
         return None
 
     def steps(self, draft_steps: int) -> int:
-        """Draft steps in training, if `draft_steps` are asked for. Errors: `ConfigError`."""
+        """The draft steps to train, if `draft_steps` are asked for. Errors: `ConfigError`."""
         if self.fixed_steps is None:
             return draft_steps
         if draft_steps > 1:
             raise ConfigError(
-                f"adapter.draft_steps={draft_steps} is not for a {self.kind()}: leave it out, its "
-                "adapter.architecture says how many."
+                f"adapter.draft_steps={draft_steps} is not for a {self.kind()}: leave it out, the "
+                "adapter.architecture says how many steps there are."
             )
         return self.fixed_steps
 
     def graded_steps(self, most: int) -> int:
-        """How many of `most` draft steps differ in their states; all later ones are the same."""
+        """How many of the first `most` draft steps have states of their own, unlike later ones."""
         return self.fixed_steps or most
 
     def passes(self, steps: int) -> int:
-        """How often each weight is applied to a token in training with so many draft steps."""
+        """How often training with so many draft steps applies each weight to a token."""
         return steps
 
 
 class Trainable(nn.Module, ABC):
-    """The trained part of a drafter, above `exit_layer` layers of a frozen target. It reads hidden
-    states at `taps` (numbers of layers below) and, after the final norm, at `deep_tap`, if any."""
+    """The trained part of a drafter, above `exit_layer` layers of a frozen target. In training it
+    reads the target's hidden states at `taps` (numbers of layers below them) and, if there is one,
+    at `deep_tap` after the final norm."""
 
     def __init__(
         self, architecture: HeadConfig, exit_layer: int, taps: Sequence[int], deep_tap: int | None
@@ -83,38 +84,38 @@ class Trainable(nn.Module, ABC):
         self.attention_window = 0  # tokens that attention looks back; 0 is unlimited
 
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
-        """Initialize with weights of the target where that is better than random ones."""
+        """Initialize with weights of the target, where these are better than random ones."""
         return self
 
     @abstractmethod
     def states(self, taps: Taps, deep_BTD: Tensor, meta: ForwardMeta, steps: int) -> list[Tensor]:
-        """The states `[B, T, D]` that its heads read at each draft step, over whole texts. At step
-        k they are of drafts that began k - 1 tokens earlier, so that all steps predict the same
-        tokens. Without a `deep_tap` the `deep` states have width 0."""
+        """The states `[B, T, D]` that its heads read in each draft step, over whole texts. In step
+        k, drafts began k - 1 tokens earlier, so that all steps predict the same tokens. Without a
+        `deep_tap` the `deep` states have width 0."""
 
     def own_heads(self) -> list[nn.Module]:
-        """Its own LM heads (`new_head`): one for each draft step, or one for all, or none."""
+        """The LM heads (`new_head`) that it has: one for each draft step, one for all, or none."""
         return []
 
     def draft_heads(self, lm: TargetModel, vocabulary_K: Tensor | None) -> list[DraftHead]:
-        """A draft head for each draft step; the last one serves all further steps."""
+        """A head for each draft step; the last one serves all further steps."""
         if heads := self.own_heads():
             return [DraftHead(lm, head, vocabulary_K) for head in heads]
         return [DraftHead(lm) if vocabulary_K is None else TextHead(lm, vocabulary_K)]
 
     def side_loss(self, states: Sequence[Tensor], valid: Tensor, deep_MD: Tensor) -> Tensor | None:
-        """An additional loss, summed over positions, on the states `[M, D]` of each draft step
-        where a draft reaches it (`valid`, `[steps, M]`); None if there is none."""
+        """An additional loss on the states `[M, D]` of each draft step, summed over the positions
+        that drafts reach (`valid`, `[steps, M]`); None if there is none."""
         return None
 
     def tally(
         self, heads: Sequence[DraftHead], states: Sequence[Tensor], valid: Tensor, top_M: Tensor
     ) -> Tensor:
-        """Counts on held-out texts for `facts`, to be summed; `top_M` are the target's tokens."""
+        """Counts on held-out texts, to be summed for `facts`; `top_M` are the target's tokens."""
         return torch.zeros(0)
 
     def facts(self, tally: Tensor) -> dict[str, Any]:
-        """Facts in config.json that its drafter needs besides the weights."""
+        """What its drafter needs besides the weights, for config.json."""
         return {}
 
     def home(self, lm: TargetModel) -> torch.device:

@@ -1,9 +1,9 @@
 """The block head: an adapter that computes the states of a whole draft in one pass.
 
 For every further place of the draft it reads the exit state of the pending token again, plus a
-learnt vector for the place. Places attend to the text and to the places before them. The previous
-token enters once it is chosen, through a low-rank table of neighbours: `logits = Head(state) +
-Table(Before(previous token's embedding))`. After P-EAGLE (2602.01469) and DSpark (2607.05147).
+learned vector for the place. Places attend to the text and to the places before them. The previous
+token enters once it is chosen, through a low-rank table: `logits = Head(state) + Table(Before(the
+previous token's embedding))`. After P-EAGLE (arXiv 2602.01469) and DSpark (arXiv 2607.05147).
 
 Shapes: B rows, N tokens of a block, T tokens of a text, D hidden size, K draft vocabulary, R rank.
 """
@@ -28,10 +28,10 @@ from kangaroo.utils.ranges import Count, DraftSize
 
 @dataclass
 class BlockHeadConfig(AdapterHeadConfig):
-    """An adapter's parts, the longest draft in tokens, and the rank of the neighbours' table."""
+    """An adapter's parts, and those of a block."""
 
     places: DraftSize = 6  # the longest draft, in tokens
-    rank: Count = 32  # of the neighbours' table
+    rank: Count = 32  # of the table by which the previous token moves the logits
 
     drafter: ClassVar[str] = "block"
 
@@ -44,8 +44,8 @@ class BlockHeadConfig(AdapterHeadConfig):
 
 
 class BlockHead(Adapter):
-    """An adapter whose states from the second place on are `[B, N, D + R]`, with the neighbour's
-    part last, for its second draft head; see `HeadConfig.build`."""
+    """An adapter whose states from the second place on are `[B, N, D + R]`: the last R numbers are
+    the table's input, for the second draft head. See `HeadConfig.build`."""
 
     architecture: BlockHeadConfig
 
@@ -63,7 +63,7 @@ class BlockHead(Adapter):
         self.table = new_head(lm, vocabulary_K, architecture.rank)
 
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
-        """Initialize as an adapter that ignores neighbours and treats all places like the first."""
+        """Initialize an adapter that ignores previous tokens and treats all places as the first."""
         super().start_from(lm, vocabulary_K)
         nn.init.zeros_(self.table.weight)
         return self
@@ -79,7 +79,7 @@ class BlockHead(Adapter):
         return [first, further]
 
     def neighbours(self, embedded_XD: Tensor) -> Tensor:
-        """The table's inputs `[X, R]` for any tokens X; embeddings are small, and so normed."""
+        """The table's inputs `[X, R]` for tokens X. Embeddings are small, so they are normed."""
         return self.before(F.rms_norm(embedded_XD, embedded_XD.shape[-1:]))
 
     def add_places(
@@ -96,7 +96,6 @@ class BlockHead(Adapter):
         past = self.draft_steps(meta)
         f_BTD = taps[self.exit_layer]
         positions_RT = meta.positions_RT
-        meta = meta.for_layer(self.windowed)
         deep_BTD = shift_right(deep_BTD, positions_RT)
         states = [self(f_BTD, deep_BTD, meta, past)]
         neighbours_BTR = self.neighbours(taps[0])

@@ -1,4 +1,4 @@
-"""A drafter's LM head, over the whole vocabulary or a part of it, which may follow the texts.
+"""A drafter's LM head, over the whole vocabulary or a part of it that may follow the texts.
 
 Shapes: B rows, N tokens of a block, M tokens, D hidden size, K draft vocabulary, V vocabulary, R
 rank of a table, or room for the largest draft vocabulary.
@@ -17,12 +17,12 @@ from kangaroo.engine.sampling import BatchSampling, candidates
 from kangaroo.models.packed import weight_rows
 from kangaroo.models.target import TargetModel
 
-ROOM = 512  # tokens of the texts besides the frequent ones
-BLOCK = 16  # matrix rows that native code multiplies together
+ROOM = 512  # most tokens of the texts besides the frequent ones
+BLOCK = 16  # rows of a matrix that native code multiplies together
 
 
 class DraftHead:
-    """Logits over the draft vocabulary, by the target's head or an adapter's own head. With only
+    """Logits over the draft vocabulary, by the target's head or an adapter's own. With only
     frequent tokens, in ascending order, fewer rows are read (FR-Spec, arXiv 2502.14856)."""
 
     def __init__(
@@ -33,10 +33,11 @@ class DraftHead:
         self.vocabulary_K = None if vocabulary_K is None else vocabulary_K.to(lm.device)
         if own_head is not None:
             self.weight_KD: Tensor = own_head.get_parameter("weight")
-        else:  # of a part of the vocabulary a copy
+        else:  # a copy, if it is a part of the vocabulary
             self.weight_KD = weight_rows(lm.head, self.vocabulary_K)
         self.table_KR: Tensor | None = None  # multiplies the last R numbers of each state
         self.finish = lm.finish_logits
+        self.norm_D: Tensor | None = None  # of a norm before the head
         self.fast: Head | None = None  # a backend's
 
     @property
@@ -55,11 +56,11 @@ class DraftHead:
         return self
 
     def follow(self, texts: Sequence[list[int]]) -> bool:
-        """Follow the texts in decoding; return whether the draft vocabulary changed."""
+        """Follow the texts that are being written; true if the draft vocabulary changed."""
         return False
 
     def __call__(self, adapted_MD: Tensor) -> Tensor:
-        """Logits `[M, K]` of adapted states; in float32 from a compiled backend."""
+        """Logits `[M, K]` of adapted states `[M, D]`; in float32 from a compiled backend."""
         if self.fast and self.fast.takes(adapted_MD):
             return self.fast(adapted_MD)
         size = self.weight_KD.shape[1]
@@ -76,7 +77,7 @@ class DraftHead:
         return self.fast.choose(adapted_MD[:, None], ids_O=self.vocabulary_K)
 
     def token_of(self, index: Tensor) -> Tensor:
-        """Token ids of indices into the draft vocabulary."""
+        """The token ids of indices into the draft vocabulary."""
         return index if self.vocabulary_K is None else self.vocabulary_K[index]
 
     def spread(self, logits_MK: Tensor) -> Tensor:
@@ -122,8 +123,8 @@ class TextHead(DraftHead):
         self.ids_R = F.pad(ids_K, (0, free))
         self.rows_RD = F.pad(rows_KD, (0, 0, 0, free))
         rare = (token for token in range(self.vocab_size) if token not in self.frequent)
-        self.fillers = list(islice(rare, 2 * free))  # at most half of them are in the texts, too
-        # each text, how many of its tokens were read, and its rare tokens in order
+        self.fillers = list(islice(rare, 2 * free))  # at most half of these are in the texts, too
+        # each text, how many of its tokens were read, and its rare tokens in their order
         self.texts = list[tuple[list[int], int, dict[int, None]]]()
         self._add_rare({})
 

@@ -1,12 +1,13 @@
 """EAGLE-3's head: one decoder layer on embeddings and on a mix of three of the target's states.
 
-`fuse` makes one state of the target's at three depths. Queries, keys and values read a token's
-normed embedding beside the normed fused state of the token before it, or in a draft beside the
-layer's own state of that token; the residual connection carries that state alone. The logits are
+`fuse` joins the target's states at three depths to one. Queries, keys and values read a token's
+normed embedding, and beside it the normed state of the token before it: the fused one, or within a
+draft the layer's own. The residual connection carries that state alone. The logits are
 `Head(Norm(state))`, with a norm and an LM head of its own (EAGLE-3, arXiv 2503.01840, section 3,
 and its released code, whose layer is Llama's for every target).
 
-Shapes: B rows, N tokens of a block, T tokens of a text, M tokens, D hidden size.
+Shapes: B rows, N tokens of a block, T tokens of a text, M tokens, D hidden size, K draft
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from kangaroo.engine.backend import Chosen
 from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.heads import base
 from kangaroo.heads.draft_head import DraftHead
-from kangaroo.heads.eagle_layer import as_released
+from kangaroo.heads.eagle_head import as_released
 from kangaroo.heads.layer import Layer
 from kangaroo.models.attention import ATTENTION
 from kangaroo.models.target import TargetModel
@@ -32,10 +33,10 @@ from kangaroo.utils.ranges import Count, Positive
 
 @dataclass
 class Eagle3HeadConfig(base.HeadConfig):
-    """The sizes in which an imported head may differ from the target's; null is the target's."""
+    """In what an imported head may differ from the target; null is as in the target."""
 
     feed_forward_size: Count | None = None  # of the layer's feed-forward part
-    rope_base: Positive | None = None  # of the layer's rotation
+    rope_base: Positive | None = None  # of the layer's RoPE
 
     drafter: ClassVar[str] = "eagle3"
 
@@ -47,16 +48,18 @@ class Eagle3HeadConfig(base.HeadConfig):
 
 
 class NormedHead(DraftHead):
-    """A draft head that norms states first, since the layer goes on with states as they are."""
+    """A draft head that norms states first: the next step of the layer reads them without norm."""
 
-    def __init__(self, lm: TargetModel, head: nn.Module, norm: nn.Module, few_K: Tensor | None):
-        super().__init__(lm, head, few_K)
+    def __init__(
+        self, lm: TargetModel, head: nn.Module, norm: nn.Module, vocabulary_K: Tensor | None
+    ):
+        super().__init__(lm, head, vocabulary_K)
         self.norm = norm
         self.norm_D = norm.get_parameter("weight")
 
     @property
     def weights(self) -> list[Tensor]:
-        return [*super().weights, self.norm_D]
+        return [*super().weights, self.norm.get_parameter("weight")]
 
     def __call__(self, adapted_MD: Tensor) -> Tensor:
         return super().__call__(self.norm(adapted_MD))
@@ -66,7 +69,7 @@ class NormedHead(DraftHead):
 
 
 def fused_taps(n_layers: int) -> tuple[int, int, int]:
-    """The numbers of layers below the fused states; some coincide in small models."""
+    """The numbers of layers below the three fused states; some coincide in small models."""
     return min(2, n_layers), n_layers // 2, max(n_layers - 3, 0)
 
 
@@ -111,8 +114,8 @@ class Eagle3Head(Layer):
         self.head = base.new_head(lm, vocabulary_K)
 
     def start_from(self, lm: TargetModel, vocabulary_K: Tensor | None = None) -> Self:
-        """Copy the target's head and final norm; with `adapter.start=random` they are random, too,
-        as in the released code."""
+        """Copy the target's head and final norm. (With `adapter.start=random` these, too, are
+        random, as in the released code.)"""
         base.copy_head(self.head, lm, vocabulary_K)
         offset = 1 - lm.new_norm().get_parameter("weight")  # Gemma multiplies by 1 + weight
         with torch.no_grad():
@@ -126,7 +129,7 @@ class Eagle3Head(Layer):
         return [NormedHead(lm, self.head, self.head_norm, vocabulary_K)]
 
     def accelerate(self, lm: TargetModel) -> Self:
-        """Draft by a backend that has such layers, in sizes and with a rotation of the target's."""
+        """Draft by a backend that has such layers, if sizes and RoPE are the target's."""
         if lm.backend.reads_pairs and self.mixes_natively:
             super().accelerate(lm)
             norms = [self.embedding_norm.weight, self.state_norm.weight]
@@ -137,8 +140,7 @@ class Eagle3Head(Layer):
         return self.fuse(torch.cat([state.to(self.fuse.weight.device) for state in states], -1))
 
     def placed(self, meta: ForwardMeta) -> ForwardMeta:
-        rope_base = self.architecture.rope_base
-        return as_released(meta.for_layer(self.windowed), sees_first=False, rope_base=rope_base)
+        return as_released(meta, sees_first=False, rope_base=self.architecture.rope_base)
 
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         assert deep_BND is not None
@@ -148,6 +150,6 @@ class Eagle3Head(Layer):
         return torch.cat([self.embedding_norm(f_BND), self.state_norm(deep_BND)], -1)
 
     def states(self, taps: Taps, deep_BTD: Tensor, meta: ForwardMeta, steps: int) -> list[Tensor]:
-        """See `Trainable.states`; what is fused are `taps`, since `fuse` is trained, too."""
+        """See `Trainable.states`; the states at `deep_taps` are fused here, to train `fuse`."""
         fused_BTD = self.fuse(torch.cat([taps[tap] for tap in self.deep_taps], -1))
         return super().states(taps, fused_BTD, meta, steps)

@@ -1,14 +1,14 @@
 """EAGLE's head: one decoder layer that continues from the target's final states.
 
-One linear map joins a token's embedding and the previous token's normed final state, the target's
-or in a draft its own. The target's LM head reads the layer's output (EAGLE-1, arXiv 2401.15077,
-section 3). As in the released code there is no norm at the beginning or the end.
+A linear map joins a token's embedding and the previous token's normed final state: the target's, or
+within a draft the head's own. The target's LM head reads the layer's output (EAGLE-1, arXiv
+2401.15077, section 3). As in the released code there is no norm at the beginning or the end.
 
-Shapes: B rows, N tokens of a block, M positions, D hidden size.
+Shapes: B or R rows, N or T tokens of a block, M positions, C head size, D hidden size.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -18,7 +18,6 @@ from typing_extensions import Self
 
 from kangaroo.engine.cache import ForwardMeta
 from kangaroo.heads import base
-from kangaroo.heads.eagle_layer import as_released
 from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import NotNegative, Positive
@@ -32,7 +31,7 @@ class EagleHeadConfig(base.HeadConfig):
         regression: weight of the mean smooth L1 distance to the target's final states in training;
             the loss on tokens has weight 1. The paper has weights of 1 and 0.1.
         sees_first: whether tokens see the text's first one, before which there is no state.
-        rope_base: base of the layer's rotation; null rotates like the target.
+        rope_base: base of the layer's RoPE; null is the target's.
     """
 
     regression: NotNegative = 10.0
@@ -70,10 +69,7 @@ class EagleHead(Layer):
         return super().accelerate(lm) if parts.sees_first and parts.rope_base is None else self
 
     def placed(self, meta: ForwardMeta) -> ForwardMeta:
-        parts = self.architecture
-        if parts.sees_first and parts.rope_base is None:
-            return meta
-        return as_released(meta.for_layer(self.windowed), parts.sees_first, parts.rope_base)
+        return as_released(meta, self.architecture.sees_first, self.architecture.rope_base)
 
     def mix_inputs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor:
         assert deep_BND is not None
@@ -88,3 +84,21 @@ class EagleHead(Layer):
             for state_MD, valid_M in zip(states, valid, strict=True)
         ]
         return weight * torch.stack(losses).sum()
+
+
+def as_released(meta: ForwardMeta, sees_first: bool, rope_base: float | None) -> ForwardMeta:
+    """The block as the released layers of EAGLE-1 and EAGLE-3 read it: with RoPE of their own base,
+    if one is given, and, without `sees_first`, with a text's first token hidden from all others.
+    There a pair of an embedding and the state before it takes the place of that state, so no pair
+    holds the first token."""
+    if rope_base is not None:
+        like = meta.rope[0]
+        places_X = torch.arange(0, like.shape[-1], 2, device=like.device)
+        angles_RTX = meta.positions_RT[..., None] * rope_base ** (-places_X / like.shape[-1])
+        angles_RTC = torch.cat([angles_RTX, angles_RTX], -1)
+        meta = replace(meta, rope=(angles_RTC.cos().to(like), angles_RTC.sin().to(like)))
+    if sees_first:
+        return meta
+    at_RT1 = meta.positions_RT[..., None]
+    slots_E = torch.arange(meta.extent, device=at_RT1.device)
+    return meta.hiding((slots_E == 0) & (at_RT1 > 0))

@@ -1,16 +1,16 @@
-"""Exports adapters for software that does not support them, and for the plugin `kangaroo-vllm`.
+"""Exports adapters for other software, in three formats.
 
-A draft model is an ordinary transformers model: the target's layers below the exit and a layer for
-each of the adapter's attention layers. vLLM calls it a draft model, SGLang a standalone one, and
-transformers an assistant. In memory it shares the target's weights; on disk it is complete.
+A *draft model* is an ordinary transformers model: the target's layers below the exit and a layer
+for each of the adapter's attention layers. vLLM calls it a draft model, SGLang a standalone one,
+and transformers an assistant. In memory it shares the target's weights; on disk it is complete.
 
-The plugin (`integrations/vllm`) reads the adapter's weights, by their names here, and "vocabulary",
-the token ids of a smaller draft vocabulary. `config.json` is the target's with one layer, and
-settings of the plugin under "kangaroo".
+The vLLM *plugin* `kangaroo-vllm` (`integrations/vllm`) reads the adapter's weights, by their names
+here, and "vocabulary", the token ids of a smaller draft vocabulary. `config.json` is the target's
+with one layer, and the plugin's settings under "kangaroo".
 
-A head of EAGLE-3 becomes a folder of the library speculators, which vLLM itself serves.
+A head of EAGLE-3 becomes a folder of the library *speculators*, which vLLM itself serves.
 
-Shapes: K draft vocabulary, V vocabulary.
+Shapes: K draft vocabulary.
 """
 
 from dataclasses import replace
@@ -34,13 +34,13 @@ from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import new_folder, write_json
 
 PLUGIN_FORMAT = 1
-SPECULATORS = "0.9.0"  # the version whose format is written
-DRAFTED = 5  # tokens of a chain in vLLM, unless it is told otherwise
+SPECULATORS = "0.9.0"  # the version of the library whose format is written
+DRAFTED = 5  # tokens that vLLM drafts by default
 
 
 def check(parts: HeadConfig, vocabulary: int | None) -> None:
-    """Raise `ConfigError` for an adapter that is no layer on the target's first ones, or whose own
-    head covers only part of the vocabulary."""
+    """Raise `ConfigError` for an adapter that cannot become a draft model, since it reads more than
+    the exit layer's states, drafts in one pass, or has a head over part of the `vocabulary`."""
     if not isinstance(parts, AdapterHeadConfig):
         reason = f"it is a trained {parts.kind()}, which reads the target's final states"
     elif parts.drafter != "kangaroo":
@@ -48,7 +48,7 @@ def check(parts: HeadConfig, vocabulary: int | None) -> None:
     elif parts.fused:
         reason = "it is fused: it reads deep states of the target"
     elif parts.own_head and vocabulary:
-        reason = f"its own head knows {vocabulary} tokens, and a model's head needs all of them"
+        reason = f"its own head knows {vocabulary} tokens, and a model's head needs them all"
     else:
         return
     raise ConfigError(
@@ -63,7 +63,7 @@ def save(path: str, model: models.ModelConfig, folder: Path) -> None:
     Errors: those of `check` and `adapter_files.load`; `ConfigError` for an existing folder."""
     config = adapter_files.read_config(path)
     check(config.architecture, config.vocabulary)
-    # on the CPU the checkpoint's files are mapped, and most of them is never read
+    # on the CPU the checkpoint's files are memory-mapped, and most of their bytes are never read
     hf, tokenizer = models.load(
         replace(model, device="cpu", device_map=None, weights=models.Weights.widened)
     )
@@ -82,7 +82,7 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
     check(adapter.architecture, vocabulary)
     reason = "its weights are quantized" if packed_linears(lm.layers) else None
     if hasattr(lm.layers[0], "post_feedforward_layernorm"):
-        reason = f"{lm.config.model_type} layers have norms after their parts, and an adapter none"
+        reason = f"{lm.config.model_type} layers have norms after their parts, an adapter has none"
     if reason is not None:
         raise ConfigError(
             f"an adapter of {lm.name} cannot become a draft model: {reason}. Decode with it here "
@@ -116,18 +116,18 @@ def draft_model(lm: TargetModel, adapter: Adapter) -> PreTrainedModel:
     )
     model.load_state_dict(state, strict=True, assign=True)
     model.tie_weights()
-    # sampling options are left out: a draft does not need them, and transformers rejects some
+    # without sampling options: a draft does not need any, and transformers rejects some
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     token_ids = {name: getattr(lm.hf.generation_config, name) for name in names}
     model.generation_config = GenerationConfig(**token_ids)
-    # buffers that are not in the state, such as RoPE's frequencies, are on the CPU until here
+    # buffers outside the state dict, such as RoPE's frequencies, are on the CPU until here
     return model.eval().requires_grad_(False).to(lm.device)
 
 
 def write_for_vllm(path: str, lm: TargetModel, folder: Path, threshold: float) -> None:
-    """Write the adapter at `path`, made for `lm`, which may be a `meta_model`, for the plugin, with
-    its default `threshold` to stop drafts. Errors: `ConfigError` for what the plugin cannot run or
-    an existing folder; those of `adapter_files.load_as_saved`."""
+    """Write the adapter at `path` for the plugin, with the `threshold` at which it stops drafts by
+    default. It was made for `lm`, which may be a `meta_model`. Errors: `ConfigError` for what the
+    plugin cannot run or an existing folder; those of `adapter_files.load_as_saved`."""
     if lm.config.model_type != "llama":
         raise ConfigError(
             f"{lm.name} is a {lm.config.model_type} model; the plugin kangaroo-vllm runs Llama "
@@ -162,9 +162,9 @@ def write_for_vllm(path: str, lm: TargetModel, folder: Path, threshold: float) -
 
 
 def write_speculators(path: str, lm: TargetModel, folder: Path) -> None:
-    """Write the EAGLE-3 head at `path`, made for `lm`, which may be a `meta_model`, as a folder of
-    the library speculators. Embeddings are left out: who reads it takes the target's. Errors:
-    `ConfigError` for another adapter or an existing folder; those of `load_as_saved`."""
+    """Write the EAGLE-3 head at `path` as a folder of the library speculators. It was made for
+    `lm`, which may be a `meta_model`. Embeddings are left out, since readers take the target's.
+    Errors: `ConfigError` for another adapter or an existing folder; those of `load_as_saved`."""
     head, vocabulary_K = adapter_files.load_as_saved(path, lm)
     if not isinstance(head, Eagle3Head):
         kind = head.architecture.kind()

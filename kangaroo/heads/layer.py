@@ -20,16 +20,16 @@ from kangaroo.models.target import TargetModel
 
 
 class Layer(Trainable):
-    """Attention layers, a feed-forward part, or both, with norms before them and at the end, made
-    by a subclass. With `deep_taps` it also reads such states of the previous token, or its own
-    state in a draft. It has no norms after attention, even if the target does (OLMo 2, Gemma), but
-    scales residuals like the target (Granite). Its window and rotation are those of the target's
-    layer `like`; in drafting it looks back `attention_window` tokens at most
-    (`ForwardMeta.within`), and with `int8` native code reads weights in eight bits, where it can
-    mix the layer's inputs."""
+    """Attention layers, a feed-forward part, or both, which a subclass makes, with norms before
+    them and at the end. It has no norms after attention, even if the target does (OLMo 2, Gemma),
+    but scales residuals like the target (Granite). Window and RoPE are those of its layer `like`.
+
+    With `deep_taps` it also reads the target's states there of the previous token, or within a
+    draft its own state of that token. In drafting it looks back `attention_window` tokens at most
+    (`ForwardMeta.within`); with `int8` native code reads its weights in eight bits."""
 
     int8 = False
-    mixes_natively = True
+    mixes_natively = True  # whether native code computes `mix_inputs` and `pairs`
     first_seen = 0  # the first token of a text that others see
 
     def __init__(
@@ -50,7 +50,7 @@ class Layer(Trainable):
         self.fast_fusing: Fusing | None = None
 
     def new_attention(self, lm: TargetModel, place: int = 0) -> nn.Module:
-        """An attention part of the target's own kind, whose keys are those of layer `place`."""
+        """An attention part of the target's own class, for layer `place` of the layer's cache."""
         attention: Any = type(lm.layers[self.like].self_attn)(lm.config, layer_idx=self.like)
         attention.layer_idx = place  # in the cache; the index above decides on SmolLM3's rotation
         return attention
@@ -62,18 +62,18 @@ class Layer(Trainable):
 
     @property
     def attentions(self) -> list[tuple[nn.Module | None, nn.Module]]:
-        """The attention layers, from the lowest, each with the norm before it."""
+        """The attention layers from the lowest on, each with the norm before it."""
         if self.attention is None:
             return []
         further = [(x.get_submodule("norm"), x.get_submodule("attention")) for x in self.further]
         return [(self.input_norm, self.attention), *further]
 
     def read_deep(self, lm: TargetModel, states: Sequence[Tensor]) -> Tensor:
-        """The deep state `[B, N, D]` that it reads, from the target's at `deep_taps`."""
+        """What it reads, `[B, N, D]`, of the target's states at `deep_taps`."""
         return lm.norm(states[0])
 
     def placed(self, meta: ForwardMeta) -> ForwardMeta:
-        """The block as this layer reads it."""
+        """The block as this layer's attention reads it."""
         return meta
 
     @abstractmethod
@@ -81,7 +81,7 @@ class Layer(Trainable):
         """The layer's input `[B, N, D]`; see `forward`."""
 
     def pairs(self, f_BND: Tensor, deep_BND: Tensor | None) -> Tensor | None:
-        """What attention reads instead of the normed input, `[B, N, 2 D]`, if it does."""
+        """What attention reads instead of the normed input, `[B, N, 2 D]`; None for that one."""
         return None
 
     def forward(
@@ -91,15 +91,14 @@ class Layer(Trainable):
         meta: ForwardMeta,
         past: BlockCache | DraftSteps | None,
     ) -> Tensor:
-        """The states `[B, N, D]` for a head, from the exit states `f` and, with a `deep_tap`, deep
-        states of the previous tokens, zeros at the start of a text. Keys and values go to `past`,
-        in training (`DraftSteps`) step by step; None attends to the block alone."""
+        """The states `[B, N, D]` that a head reads, from the exit states `f` and, with `deep_taps`,
+        the deep states of the previous tokens (zeros at the start of a text). Keys and values go
+        to `past`, in training (`DraftSteps`) step by step; None attends to the block alone."""
         x_BND = self.mix_inputs(f_BND, deep_BND)
         pairs = self.pairs(f_BND, deep_BND)
-        meta = self.placed(meta)
+        meta = self.placed(meta.for_layer(self.windowed))
         fast_layers = self.fast_layers
         if not isinstance(past, DraftSteps):
-            meta = meta.for_layer(self.windowed)
             if fast_layers and past is not None and fast_layers.takes(x_BND, past.cache, meta):
                 norm_D = getattr(self.norm, "weight", None)
                 return fast_layers(x_BND, past.cache, meta, range(self.depth), norm_D, pairs=pairs)
@@ -137,18 +136,17 @@ class Layer(Trainable):
             self(f_BND, deep_BND, meta, past)
 
     def draft_steps(self, meta: ForwardMeta) -> DraftSteps:
-        """What its attention reads of the draft steps of whole texts, before the first."""
+        """The keys and values of all draft steps of whole texts; empty before the first step."""
         meta = meta.for_layer(self.windowed)
         causal_from = self.first_seen if meta.bias_R1TE is None else None
         return DraftSteps(self.placed(meta).bias_R1TE, causal_from)
 
     def states(self, taps: Taps, deep_BTD: Tensor, meta: ForwardMeta, steps: int) -> list[Tensor]:
-        """Drafts read the target's deep states up to their start, then the layer's own. As in
-        decoding, keys before a draft are those of step 1, and in it those of each token's step
-        (training-time test, EAGLE-3, arXiv 2503.01840)."""
+        """See `Trainable.states`. Drafts read the target's deep states up to their start, then the
+        layer's own. As in decoding, the keys before a draft are those of step 1, and those within
+        it of each token's own step (training-time test, EAGLE-3, arXiv 2503.01840)."""
         f_BTD = taps[self.exit_layer]
         past = self.draft_steps(meta)
-        meta = meta.for_layer(self.windowed)
         states: list[Tensor] = []
         for _ in range(steps):
             deep_BTD = shift_right(deep_BTD, meta.positions_RT)

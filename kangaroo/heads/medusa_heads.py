@@ -1,11 +1,11 @@
-"""Medusa's heads: each reads the target's final state and guesses a token further ahead.
+"""Medusa's heads, each of which reads the target's final state and guesses a token further ahead.
 
-`Head_k(SiLU(W_k h) + h)` for k = 1, ..., where h is the normed final state of the last token in the
-cache. The target's head predicts the next token, and Medusa's k-th the one k tokens after that
+Head k computes `Head_k(SiLU(W_k h) + h)`, where h is the normed final state of the last token in
+the cache. The target's head predicts the next token, and Medusa's k-th head the one k tokens later
 (Medusa-1, arXiv 2401.10774, section 2.1).
 
-Shapes: B rows, T tokens, N tokens of a block, M positions, C of them in a chunk, G guesses, D
-hidden size, K draft vocabulary.
+Shapes: B rows, T tokens, N tokens of a block, M positions, C positions of a chunk, G guesses, H
+heads, D hidden size, K draft vocabulary.
 """
 
 from collections.abc import Sequence
@@ -24,17 +24,17 @@ from kangaroo.heads.layer import shift_right
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Layers
 
-GUESSES = 10  # per head; the drafter's tree takes the best
-CHUNK = 256  # positions whose logits are in memory at a time
+GUESSES = 10  # of each head; the drafter's tree takes the best ones
+CHUNK = 256  # positions whose logits are in memory at the same time
 
 
 @dataclass
 class MedusaHeadsConfig(base.HeadConfig):
     """The number of heads, and their parts."""
 
-    heads: Layers = 4  # each drafts one token further
-    own_head: bool = True  # whether each has an LM head, initialized from the target's
-    bias: bool = False  # whether the blocks have one, as the released heads do
+    heads: Layers = 4  # each guesses one token further ahead
+    own_head: bool = True  # give each an LM head of its own, initialized from the target's
+    bias: bool = False  # give the linear layers a bias, as in the released heads
 
     drafter: ClassVar[str] = "medusa"
 
@@ -42,7 +42,7 @@ class MedusaHeadsConfig(base.HeadConfig):
         return MedusaHeads(lm, self, vocabulary_K)
 
     def fixed_exit(self, lm: TargetModel) -> int:
-        return lm.n_layers  # they read the same states as the target's head
+        return lm.n_layers  # the heads read the same states as the target's head
 
     @property
     def fixed_steps(self) -> int:
@@ -81,7 +81,7 @@ class MedusaHeads(base.Trainable):
         return F.silu(self.blocks[index](h_BND)) + h_BND
 
     def states(self, taps: Taps, deep_BTD: Tensor, meta: ForwardMeta, steps: int) -> list[Tensor]:
-        """See `Trainable.states`; draft step k is that of head k, k tokens earlier."""
+        """See `Trainable.states`; draft step k is head k on the state k tokens earlier."""
         states = []
         for index in range(steps):
             deep_BTD = shift_right(deep_BTD, meta.positions_RT)
@@ -94,7 +94,7 @@ class MedusaHeads(base.Trainable):
     def tally(
         self, heads: Sequence[DraftHead], states: Sequence[Tensor], valid: Tensor, top_M: Tensor
     ) -> Tensor:
-        """`[H, GUESSES + 1]`: per head, how often each guess is right, and of how many."""
+        """How often each guess of a head is right, and the number of positions, `[H, G + 1]`."""
         rows = []
         for step, (state_MD, valid_M) in enumerate(zip(states, valid, strict=True)):
             head = heads[min(step, len(heads) - 1)]
@@ -107,6 +107,6 @@ class MedusaHeads(base.Trainable):
         return torch.stack(rows)
 
     def facts(self, tally: Tensor) -> dict[str, Any]:
-        """`guesses[k][i]`: how often guess i of head k, counted from 0, was the target's choice on
-        held-out texts, as a share. The drafter's tree is made from it."""
+        """`guesses[k][i]` is how often, as a share, guess i of head k (from 0 on) was the target's
+        choice on held-out texts. The drafter makes its tree of it."""
         return {"guesses": (tally[:, :-1] / tally[:, -1:]).tolist()}

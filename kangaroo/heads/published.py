@@ -1,11 +1,13 @@
-"""Published heads, recognised by their tensors: those of Medusa-1 (FasterDecoding/Medusa on GitHub)
-and of EAGLE-1, -2 and -3 (SafeAILab/EAGLE), and the adapters of Kangaroo's authors.
+"""Imports published heads, recognised by their tensors: those of Medusa-1 (FasterDecoding/Medusa on
+GitHub) and of EAGLE-1, -2 and -3 (SafeAILab/EAGLE), and the adapters of Kangaroo's authors
+(Equationliu/Kangaroo). The latter contain neither the target's name nor the exit layer.
 
-Shapes: K draft vocabulary, V vocabulary.
+Shapes: D hidden size, K draft vocabulary, V vocabulary.
 """
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from kangaroo.heads import adapter_files, official
+from kangaroo.heads import adapter_files
+from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.base import Trainable
 from kangaroo.heads.eagle3_head import Eagle3Head, Eagle3HeadConfig, fused_taps
 from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
@@ -31,17 +34,22 @@ SAFETENSORS = "model.safetensors"  # saved by newer versions of accelerate inste
 FILES = (WEIGHTS, SAFETENSORS, "medusa_lm_head.pt", "medusa_lm_head.safetensors")
 WRAPPED = "module."  # prefix of all names if training in several processes saved the checkpoint
 FREQUENCIES = "rotary_emb.inv_freq"  # saved by older versions of transformers
-LAYER = {  # the parts of a decoder layer, and their names here
-    **{f"self_attn.{x}_proj": f"attention.{x}_proj" for x in "qkvo"},
-    **{f"mlp.{x}_proj": f"feed_forward.{x}_proj" for x in ("gate", "up", "down")},
-    "post_attention_layernorm": "middle_norm",
-}
+# The parts of heads in published checkpoints, and their names here.
+ATTENTION = {f"self_attn.{x}_proj": f"attention.{x}_proj" for x in "qkvo"}
+LAYER = ATTENTION | {f"mlp.{x}_proj": f"feed_forward.{x}_proj" for x in ("gate", "up", "down")}
+LAYER["post_attention_layernorm"] = "middle_norm"
+KANGAROO = {f"layers.0.{name}": ours for name, ours in ATTENTION.items()}
+KANGAROO |= {"layers.0.input_layernorm": "input_norm", "norm": "norm"}
 EAGLE = {"fc": "join"} | {f"layers.0.{name}": ours for name, ours in LAYER.items()}
 EAGLE3 = {"fc": "fuse", "norm": "head_norm", "lm_head": "head"} | {
     f"midlayer.{name}": ours
     for name, ours in LAYER.items()
     | {"input_layernorm": "embedding_norm", "hidden_norm": "state_norm"}.items()
 }
+EXIT_LAYERS = {"lmsys/vicuna-7b-v1.3": 2, "lmsys/vicuna-13b-v1.3": 3}  # of released adapters
+ROPE_BASE = 10000.0  # of adapters in the code of Kangaroo's authors, for any target
+# Fields of a head's config that the target's must equal, and that do not show in a tensor's shape.
+COMPARED = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size")
 # How often the guesses of Medusa's heads for Vicuna-7B are right, by rank; from the accuracies that
 # their authors measured (assets/medusa_acc.csv of their repository, "7b").
 GUESSES = [
@@ -57,8 +65,8 @@ State = dict[str, Tensor]
 
 @dataclass
 class Imported:
-    """A published head in its own dtype, the tokens that it drafts from, ascending (None is all),
-    facts for its config, and its provenance."""
+    """A published head in its own dtype, the tokens that it drafts from in ascending order (None is
+    all), facts for its config, and where it came from."""
 
     adapter: Trainable
     vocabulary_K: Tensor | None = None
@@ -68,7 +76,7 @@ class Imported:
 
 def read(source: str, lm: TargetModel, exit_layer: int | None = None) -> Imported:
     """The head in a folder or of a hub id, for a target that may be a `meta_model`; `exit_layer` is
-    for adapters of Kangaroo. Errors: `AdapterNotFound`, `CorruptFile`, `AdapterMismatch`, and
+    for adapters of Kangaroo. Errors: `AdapterNotFound`, `CorruptFile`, `AdapterMismatch`;
     `ConfigError` for the exit layer."""
     fix = "Pass source= a folder or hub id."
     folder = adapter_files.find(source, (*FILES, CONFIG), fix)
@@ -79,9 +87,8 @@ def read(source: str, lm: TargetModel, exit_layer: int | None = None) -> Importe
     state = {name: tensor for name, tensor in state.items() if not name.endswith(FREQUENCIES)}
     is_layer = any(name.startswith("layers.0.self_attn.") for name in state)
     if is_layer and "fc.weight" not in state:
-        layer = official.exit_layer(exit_layer, lm)
-        adapter = official.fitted(path, state, _read_config(path), lm, layer)
-        imported = Imported(adapter)
+        _read_config(path, lm)  # for its errors
+        imported = Imported(kangaroo_adapter(path, state, lm, exit_layer))
     elif exit_layer is not None:
         raise ConfigError(
             f"exit_layer={exit_layer} is for adapters of Kangaroo, and '{path}' holds another "
@@ -105,6 +112,33 @@ def read(source: str, lm: TargetModel, exit_layer: int | None = None) -> Importe
     return imported
 
 
+def kangaroo_adapter(path: Path, state: State, lm: TargetModel, exit_layer: int | None) -> Adapter:
+    """The adapter of a checkpoint by Kangaroo's authors, by default at the exit layer of the one
+    that they released for `lm`. Errors: `ConfigError` without an exit layer; `AdapterMismatch`, too
+    for a target that their code computes in another way."""
+    layer = exit_layer if exit_layer is not None else EXIT_LAYERS.get(lm.name)
+    if layer is None:
+        released = ", ".join(f"{layer} for {name}" for name, layer in EXIT_LAYERS.items())
+        raise ConfigError(
+            "a checkpoint of Kangaroo's authors does not say at which exit layer it was trained, "
+            f"and of {lm.name} it is not known (it is {released}). Pass exit_layer= the number of "
+            "the target's layers below the adapter."
+        )
+    target, rope = lm.config, lm.config.rope_parameters
+    is_llama = target.model_type == "llama" and not target.attention_bias
+    has_rope = is_llama and rope["rope_type"] == "default" and rope["rope_theta"] == ROPE_BASE
+    if not has_rope or target.head_dim * target.num_attention_heads != target.hidden_size:
+        raise AdapterMismatch(
+            f"{lm.name} is a {target.model_type} model with {rope}. The code of Kangaroo's authors "
+            "has one kind of attention for its adapters: Llama's without biases, all heads "
+            f"together as wide as the hidden state, RoPE of base {ROPE_BASE:g}. Pass model= a "
+            "target of that kind."
+        )
+    with torch.device("meta"):
+        adapter = Adapter(lm, layer)
+    return _fitted(adapter, path, state, KANGAROO, lm)
+
+
 def _medusa(path: Path, state: State, lm: TargetModel) -> Imported:
     """`Head_k(x + SiLU(W_k x + b_k))`, saved as a list of sequences of a block and a head."""
     count = 1 + max(int(name.split(".")[0]) for name in state)
@@ -118,7 +152,7 @@ def _medusa(path: Path, state: State, lm: TargetModel) -> Imported:
 
 
 def _eagle(path: Path, state: State, lm: TargetModel) -> Imported:
-    config = _fitting_config(path, lm)
+    config = _read_config(path, lm)
     parts = EagleHeadConfig(sees_first=False, rope_base=_rope_base(path, config, lm))
     with torch.device("meta"):
         head = EagleHead(lm, parts)
@@ -126,7 +160,7 @@ def _eagle(path: Path, state: State, lm: TargetModel) -> Imported:
 
 
 def _eagle3(path: Path, state: State, lm: TargetModel) -> Imported:
-    config = _fitting_config(path, lm)
+    config = _read_config(path, lm)
     outputs = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
     taps = fused_taps(lm.n_layers)
     if outputs and tuple(layer + 1 for layer in outputs) != taps:
@@ -144,8 +178,8 @@ def _eagle3(path: Path, state: State, lm: TargetModel) -> Imported:
 
 
 def _draft_vocabulary(path: Path, state: State, lm: TargetModel) -> Tensor | None:
-    """The tokens of the head's rows, which are put in ascending order; None if it has all. `d2t`
-    holds what each row's number lacks to its token, and `t2d` which tokens are among them."""
+    """The tokens of the head's rows, which are put in ascending order; None if it has all. `d2t` is
+    the difference between each row's token and its number, `t2d` says which tokens have a row."""
     inside_V, size = state.pop("t2d", None), lm.config.vocab_size
     if "d2t" not in state:
         return None
@@ -172,8 +206,8 @@ def _draft_vocabulary(path: Path, state: State, lm: TargetModel) -> Tensor | Non
 def _fitted(
     adapter: Kind, path: Path, state: State, names: Mapping[str, str], lm: TargetModel
 ) -> Kind:
-    """The adapter with a checkpoint's weights, whose parts have other `names` there. Biases that it
-    lacks are zero; embeddings are the target's. Errors: `AdapterMismatch`."""
+    """The adapter with a checkpoint's weights; `names` has the parts' names there and here. Biases
+    that the checkpoint lacks are zero; embeddings are the target's. Errors: `AdapterMismatch`."""
     theirs = {ours: name for name, ours in names.items()}
     shapes = {"embed_tokens.weight": (lm.config.vocab_size, lm.config.hidden_size)}
     weights, faults = dict[str, Tensor](), list[str]()
@@ -197,29 +231,24 @@ def _fitted(
     return adapter_files.assign_weights(adapter, weights, f"'{path}' cannot be used")
 
 
-def _fitting_config(path: Path, lm: TargetModel) -> LlamaConfig:
-    config = _read_config(path)
-    official.check_config(path, config, lm)
-    return config
-
-
 def _rope_base(path: Path, config: LlamaConfig, lm: TargetModel) -> float | None:
-    """The base of the head's rotation; None if it rotates like the target. The released code has
-    10,000 where its config gives none, for any target."""
+    """The base of the head's RoPE; None if it is the target's. The released code takes 10,000 where
+    a config gives none, for any target."""
     ropes = (x.rope_parameters.items() for x in (config, lm.config))
     rope, own = ({k: v for k, v in fields if k != "type"} for fields in ropes)
     if rope == own:
         return None
     if rope["rope_type"] != "default":
         raise AdapterMismatch(
-            f"the {CONFIG} beside '{path}' rotates by {rope}, and {lm.name} by {own}. Scaled RoPE "
-            "has to be the target's: pass model= the target that it was trained for."
+            f"the {CONFIG} beside '{path}' has the RoPE {rope}, and {lm.name} has {own}. Scaled "
+            "RoPE has to be the target's: pass model= the target that it was trained for."
         )
     return float(rope["rope_theta"])
 
 
-def _read_config(path: Path) -> LlamaConfig:
-    """The config beside a checkpoint."""
+def _read_config(path: Path, lm: TargetModel) -> LlamaConfig:
+    """The config beside a checkpoint. Errors: `AdapterNotFound`, `CorruptFile`; `AdapterMismatch`
+    for that of another target."""
     file = path.with_name(CONFIG)
     if not file.is_file():
         raise AdapterNotFound(
@@ -227,9 +256,17 @@ def _read_config(path: Path) -> LlamaConfig:
             "the one that was trained with (for Kangaroo its data/vicuna_7B_config.json) there."
         )
     try:
-        return LlamaConfig(**json.loads(file.read_text()))
+        config = LlamaConfig(**json.loads(file.read_text()))
     except (ValueError, TypeError, StrictDataclassError) as error:  # no JSON, or no such Llama
         raise _unreadable(file, str(error)) from error
+    for name in COMPARED:
+        value, expected = getattr(config, name), getattr(lm.config, name)
+        if not math.isclose(value, expected, rel_tol=1e-6):  # an epsilon may be a rounded float32
+            raise AdapterMismatch(
+                f"the {CONFIG} beside '{path}' says {name}={value}; {lm.name} has {expected}. "
+                f"Pass model= the target that it was trained for, not {lm.name}."
+            )
+    return config
 
 
 def _read_state(path: Path) -> State:
@@ -255,5 +292,5 @@ def _misfit(path: Path, lm: TargetModel, faults: list[str]) -> AdapterMismatch:
 
 
 def _few(words: list[str]) -> str:
-    """The first of them."""
+    """The first four of these words, and how many more there are."""
     return ", ".join(words[:4]) + (f" and {len(words) - 4} more" if len(words) > 4 else "")

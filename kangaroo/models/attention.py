@@ -1,4 +1,4 @@
-"""Attention over a KV cache; only this module decides which kernel runs.
+"""Attention over a KV cache for transformers' modules; here it is decided which kernel runs.
 
 Shapes: R rows, T tokens, E occupied slots, H query heads, K key/value heads, C head size.
 """
@@ -31,9 +31,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention that never expands grouped keys and values: a group's query
     heads become further query positions of its key head. `bias_R1TE` is that of `ForwardMeta`, or
-    in training all draft steps, which then have the keys and values of this one, too. `softcap`
-    bounds the scores before masking (Gemma 2, arXiv 2408.00118). Returns the output
-    `[R, T, H, C]` and, as transformers expects, no weights."""
+    in training the draft steps up to this one; `softcap` bounds the scores before masking (Gemma 2,
+    arXiv 2408.00118). Returns the output `[R, T, H, C]` and, as transformers expects, no weights.
+    Errors: `ValueError` without a mask that is needed."""
     if isinstance(bias_R1TE, DraftSteps):
         steps = bias_R1TE
         layer: Any = module.layer_idx
@@ -45,7 +45,7 @@ def attention(
     kv_heads, extent = k_RKEC.shape[1:3]
     group = heads // kv_heads
     attend = partial(fused_attention, scale=scaling)
-    if bias_R1TE is None and extent != width:  # transformers' generate would be silently wrong
+    if bias_R1TE is None and extent != width:  # it would make transformers' generate wrong
         raise ValueError(
             f"{width} queries without a mask for {extent} keys: for transformers' own "
             "generate call set_attn_implementation('sdpa') first."
@@ -67,8 +67,8 @@ def attention(
 def fused_attention(
     q_RHTC: Tensor, k_RKEC: Tensor, v_RKEC: Tensor, bias: Tensor | None, **options: Any
 ) -> Tensor:
-    """PyTorch's attention without cuDNN, which plans anew for every shape: in training, a masked
-    step of a new shape took half a second on an H100."""
+    """PyTorch's attention without cuDNN, which makes a plan for every new shape: in training a step
+    with a mask of a new shape took half a second on an H100."""
     with sdpa_kernel(BACKENDS) if q_RHTC.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(q_RHTC, k_RKEC, v_RKEC, bias, **options)
 
@@ -84,5 +84,5 @@ def capped_attention(
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a kernel attends from the last tokens of a text without a mask."""
+    """Whether there is a kernel by which the last tokens of a text attend without a mask."""
     return device.type == "cuda" and dtype.itemsize == 2

@@ -1,5 +1,4 @@
-"""Reads checkpoints with transformers, from a folder or the hub, and explains failures. Weights
-that fit on no device are refused too, since `device_map` silently moves them elsewhere."""
+"""Reads checkpoints by transformers, from a folder or the hub, and explains failures."""
 
 import json
 import logging
@@ -28,7 +27,7 @@ BEGINNINGS = {
     b"<": "it is a web page",
 }
 FETCH = "Put the tokenizer there that was saved with the model (tokenizer.json and its config)."
-MOST_PADDING = 1024  # rows of an embedding without a token, beside a tenth of it
+MOST_PADDING = 1024  # rows of an embedding that may lack a token, besides a tenth of all
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +35,9 @@ log = logging.getLogger(__name__)
 def read_checkpoint(
     source: str, revision: str | None, **options: Any
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    """The model and tokenizer of a folder or hub id; `options` are those of `from_pretrained`, with
-    a `config` for less than the checkpoint has.
-    Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`, `MissingPackage`."""
+    """The model and tokenizer of a folder or hub id. `options` are those of `from_pretrained`; a
+    `config` among them is for a part of the checkpoint. Errors: `ModelNotFound`, `CorruptFile`,
+    `UnsupportedModel`, `MissingPackage`."""
     is_hub_id = re.fullmatch(r"[^/.][^/]*(/[^/]+)?", source)
     if not is_hub_id and not os.path.isdir(source):
         raise errors.ModelNotFound(
@@ -51,13 +50,13 @@ def read_checkpoint(
         check_supported(config)
         fields = quantization_fields(config)
         tokenizer = read_tokenizer(source, revision)
-        if "config" in options:  # it would list what is left out
+        if "config" in options:  # transformers would list all that is left out
             transformers_logging.set_verbosity_error()
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             revision=revision,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the report lists them
+            ignore_mismatched_sizes=True,  # `report` lists them
             **options,
         )
     except (errors.KangarooError, MemoryError, torch.OutOfMemoryError):
@@ -77,14 +76,14 @@ def read_checkpoint(
     if mismatched:
         name, size, expected = mismatched[0]
         raise errors.CorruptFile(
-            f"the weight '{name}' of the checkpoint '{source}' has the shape {list(size)}, but by "
-            f"its config.json it would be {list(expected)}; so it is with {len(mismatched)} "
-            "weights. Fetch or save both again."
+            f"the weight '{name}' of the checkpoint '{source}' has the shape {list(size)}, and by "
+            f"config.json it should be {list(expected)}: {len(mismatched)} weights do not fit. "
+            "Fetch or save both again."
         )
     check_tokenizer(tokenizer, model, source)
     if fields and not quantization_fields(model.config):  # FP8 where no GPU multiplies it
         _check_blocks(model, source, fields.get("weight_block_size"))
-        for parameter in model.parameters():  # transformers leaves norms and head in the file's
+        for parameter in model.parameters():  # norms and head still have the file's dtype
             parameter.data = parameter.data.to(model.config.dtype)
     return model, tokenizer
 
@@ -104,8 +103,8 @@ def read_tokenizer(source: str, revision: str | None) -> Tokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer, model: PreTrainedModel, source: str) -> None:
-    """Compare a tokenizer with the model beside it. Warns of what hardly ever belongs together.
-    Errors: `CorruptFile` for the tokenizer of another model."""
+    """Compare a tokenizer with the model beside it; warns if the two hardly fit. Errors:
+    `CorruptFile` for the tokenizer of another model."""
     vocabulary = tokenizer.get_vocab()
     size = model.config.vocab_size
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
@@ -130,8 +129,8 @@ def check_tokenizer(tokenizer: Tokenizer, model: PreTrainedModel, source: str) -
 
 
 def check_placed(model: PreTrainedModel) -> None:
-    """Raise `ModelTooLarge` if weights do not fit: accelerate offloads them to the disk or the CPU,
-    on `meta` until a hook fetches them, and leaves a model that fits no GPU on the CPU."""
+    """Raise `ModelTooLarge` if weights did not fit: with `device_map` accelerate offloads them to
+    the disk or the CPU (on `meta` until a hook fetches them) or leaves the model on the CPU."""
     weights = dict(model.named_parameters())
     offload_devices = ("meta", "cpu") if torch.cuda.is_available() else ("meta",)
     offloaded = [name for name, weight in weights.items() if weight.device.type in offload_devices]
@@ -152,8 +151,8 @@ def check_placed(model: PreTrainedModel) -> None:
 
 
 def _check_blocks(model: PreTrainedModel, source: str, blocks: list[int] | None) -> None:
-    """Raise `UnsupportedModel` for linears with a last block that is smaller: transformers takes
-    all blocks of a dequantized weight as equally large, and would multiply by wrong scales."""
+    """Raise `UnsupportedModel` for a linear layer with a smaller last block: transformers
+    dequantizes a weight as if all blocks had the same size, and would multiply by wrong scales."""
     for name, part in model.model.layers.named_modules():
         if not isinstance(part, nn.Linear):
             continue

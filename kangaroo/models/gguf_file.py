@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file and maps its weights; the layout is described at
+"""Reads the header of a GGUF file and maps its weights into memory. The layout is described at
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 Shapes: O rows of a matrix, B bytes of a row.
@@ -24,7 +24,7 @@ VERSIONS = 2, 3
 
 @dataclass
 class StoredTensor:
-    """Where a tensor lies in a file: its format, its shape with rows first, and its bytes."""
+    """Where a tensor lies in a file, in bytes; its format, and its shape with rows first."""
 
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -33,13 +33,13 @@ class StoredTensor:
 
 
 class GGUFFile:
-    """A mapped GGUF file: `fields` of metadata and `tensors`, both by name. A file that another
-    replaces stays as it was here. Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`."""
+    """A mapped GGUF file: `fields` of metadata and `tensors`, both by name. If another file takes
+    its place, this one stays mapped. Errors: `ModelNotFound`, `CorruptFile`, `UnsupportedModel`."""
 
     def __init__(self, path: Path):
         self.path = path
         try:
-            with path.open("rb") as stream:  # a private copy: torch takes no read-only memory
+            with path.open("rb") as stream:  # copy-on-write: torch takes no read-only memory
                 self.data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # of an empty file
             raise ModelNotFound(
@@ -72,11 +72,11 @@ class GGUFFile:
         return str(self.fields.get("general.architecture"))
 
     def damage(self, reason: str) -> CorruptFile:
-        """The error for a file that is not whole."""
+        """The error for an incomplete file."""
         return CorruptFile(f"the GGUF file '{self.path}' is not whole: {reason}. Fetch it again.")
 
     def field(self, name: str, default: Any = None) -> Any:
-        """A field of the architecture, such as `block_count`. Errors: `CorruptFile` where it is
+        """A field of the architecture, such as `block_count`. Errors: `CorruptFile` if it is
         missing and has no default."""
         value = self.fields.get(f"{self.architecture}.{name}", default)
         if value is None:
@@ -88,7 +88,7 @@ class GGUFFile:
         return {stored.kind for stored in self.tensors.values() if len(stored.shape) == 2}
 
     def blocks(self, name: str) -> Tensor:
-        """The bytes of a tensor's rows, `[O, B]`, as they are mapped. Errors: `CorruptFile`."""
+        """The bytes of a tensor's rows, `[O, B]`, a view of the file. Errors: `CorruptFile`."""
         if name not in self.tensors:
             raise self.damage(f"it lacks the weight '{name}'")
         stored = self.tensors[name]
@@ -124,7 +124,7 @@ class GGUFFile:
             self.tensors[name] = StoredTensor(kind, tuple(shape), first + start, n_bytes)
 
     def _check(self) -> None:
-        """Raise for a file that is not whole: a part of several, or the beginning of one."""
+        """Raise for an incomplete file: one of several parts, or the beginning of one."""
         parts = self.fields.get("split.count", 0)
         if parts > 1:
             raise UnsupportedModel(

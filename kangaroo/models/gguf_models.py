@@ -1,4 +1,4 @@
-"""Models from GGUF files: their matrices stay packed, or are widened once.
+"""Models from GGUF files, whose matrices stay packed or are widened once.
 
 Shapes: O rows of a matrix (outputs), B bytes of a row, F frequencies of RoPE.
 """
@@ -18,16 +18,15 @@ from kangaroo.models.packed import PackedEmbedding, PackedLinear, PackedMatrix
 from kangaroo.models.supported import check_supported
 from kangaroo.utils.errors import UnsupportedModel
 
-READ = "llama", "qwen2", "qwen3"  # architectures; others are left to transformers
-# Formats that stay packed: native code multiplies them as they lie.
-PACKABLE = {
+READ = "llama", "qwen2", "qwen3"  # architectures read here; others are left to transformers
+PACKABLE = {  # formats that may stay packed, since native code multiplies them as they lie
     *(Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0),
     *(Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS),
 }
 TABLE = "token_embd.weight"
 HEAD = "output.weight"
 ROPE_FACTORS = "rope_freqs.weight"
-# What Llama 3 scales RoPE by, besides the factor, which is all that a file says of it.
+# How Llama 3 scales RoPE, besides the factor, which is all that a file says of it.
 LLAMA_3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -48,8 +47,8 @@ def read_config(file: GGUFFile) -> Config:
     head_size = file.field("attention.key_length", 0)
     if not all(isinstance(x, int) for x in (heads, key_heads, hidden, head_size)):
         raise UnsupportedModel(
-            f"the layers of '{file.path}' are unlike each other (attention.head_count is a list). "
-            "Pass model= another one."
+            f"the layers of '{file.path}' have different shapes (attention.head_count is a list). "
+            "Pass model= another file."
         )
     if TABLE not in file.tensors:
         raise file.damage(f"it lacks the weight '{TABLE}'")
@@ -94,14 +93,14 @@ def read_model(file: GGUFFile, dtype: torch.dtype, packed: bool) -> PreTrainedMo
     """The model in a file, on the CPU, with states in `dtype`.
 
     Args:
-        packed: keep the matrices as they lie in the file, where the format is in `PACKABLE`.
+        packed: keep matrices as they lie in the file, if their format is in `PACKABLE`.
 
     Errors: `UnsupportedModel`, `CorruptFile`.
     """
     if file.architecture not in READ:
         if packed:
-            reason = f"packed ones are {', '.join(READ)}"
-            log.warning(f"{file.architecture} models are widened to {dtype}: {reason}")
+            reason = f"only {', '.join(READ)} models stay packed"
+            log.warning(f"'{file.path}' is widened to {dtype}: {reason}")
         return _left_to_transformers(
             file, AutoModelForCausalLM, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
         )
@@ -120,8 +119,8 @@ def read_model(file: GGUFFile, dtype: torch.dtype, packed: bool) -> PreTrainedMo
 
 
 def _fill(file: GGUFFile, model: Any, dtype: torch.dtype, packed: bool) -> None:
-    """Put the file's weights into a model without any. Warns of matrices that do not stay packed.
-    Errors: `UnsupportedModel` for weights that the model has no place for, `CorruptFile`."""
+    """Put the file's weights into a model on the meta device. Warns of matrices that do not stay
+    packed. Errors: `UnsupportedModel` for weights without a place in the model; `CorruptFile`."""
     architecture = next(x for x, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture)
     names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
     unused = {*file.tensors} - {ROPE_FACTORS}
@@ -174,8 +173,8 @@ def _fill(file: GGUFFile, model: Any, dtype: torch.dtype, packed: bool) -> None:
 
 
 def _order(file: GGUFFile, name: str, n_rows: int) -> Tensor | None:
-    """Which row of the file is which of transformers': a llama file has those of queries and keys
-    permuted within each head, since llama.cpp rotates neighbours there."""
+    """The file's row for each row in transformers; None if it is the same. In llama files the rows
+    of queries and keys are permuted within each head, since llama.cpp rotates neighbours."""
     if file.architecture != "llama" or not name.endswith(("q_proj", "k_proj")):
         return None
     heads = file.field("attention.head_count")
@@ -208,8 +207,8 @@ def _check_rope(file: GGUFFile, frequencies_F: Tensor) -> None:
     expected_F = plain_F[:-1] / _numbers(file, ROPE_FACTORS)
     if not torch.allclose(frequencies_F, expected_F, rtol=1e-3):
         raise UnsupportedModel(
-            f"'{file.path}' scales RoPE otherwise than Llama 3 ({ROPE_FACTORS}). Pass model= "
-            "another one."
+            f"'{file.path}' scales RoPE in another way than Llama 3 ({ROPE_FACTORS}). Pass model= "
+            "another file."
         )
 
 
@@ -221,6 +220,6 @@ def _left_to_transformers(file: GGUFFile, kind: Any, **options: Any) -> Any:
     except (ValueError, NotImplementedError, KeyError, TypeError) as error:
         raise UnsupportedModel(
             f"'{file.path}' is a {file.architecture} model, which cannot be read from a GGUF file "
-            f"({error}). Read are {', '.join(READ)}, and what transformers reads and runs here."
+            f"({error}). Pass model= a file of {', '.join(READ)}, or one that transformers reads."
         ) from error
     return read

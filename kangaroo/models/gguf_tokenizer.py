@@ -1,4 +1,4 @@
-"""Tokenizers from GGUF files, with the ids of llama.cpp; and byte-level ones of any vocabulary."""
+"""Tokenizers from GGUF files, which give llama.cpp's ids; and byte-level ones of any vocabulary."""
 
 import logging
 from typing import Any
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 
 def splits(pre: str) -> list[PreTokenizer] | None:
-    """What splits a text before its tokens are merged, by the file's name for it; None for an
-    unknown name. (Transformers ignores smollm's.)"""
+    """What splits a text before its tokens are merged, by the name in the file; None for an unknown
+    name. (Transformers ignores the name smollm.)"""
     if pre == "smollm":
         return [Digits(individual_digits=True), GPT_2]
     if pre in ("qwen2", "deepseek-r1-qwen"):
@@ -84,8 +84,8 @@ def _read(file: GGUFFile) -> prompts.Tokenizer:
 def _left_to_transformers(file: GGUFFile, kind: str, pre: str) -> prompts.Tokenizer:
     if kind == "gpt2":
         log.warning(
-            f"the tokenizer of '{file.path}' splits texts by '{pre}', which is not known here: "
-            "transformers reads it, and some texts may become other tokens than in llama.cpp"
+            f"the tokenizer of '{file.path}' splits texts by '{pre}', which is not known here. "
+            "Transformers reads it, and some texts may become other tokens than in llama.cpp."
         )
     try:
         return AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
@@ -99,7 +99,7 @@ def _left_to_transformers(file: GGUFFile, kind: str, pre: str) -> prompts.Tokeni
 def byte_level_tokenizer(
     bpe: BPE, splits: list[PreTokenizer], specials: list[str], **options: Any
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer over GPT-2's byte characters, to which the last of `splits` maps the bytes."""
+    """A tokenizer over GPT-2's characters for bytes, to which the last of `splits` maps bytes."""
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.ByteLevel()

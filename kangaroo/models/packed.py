@@ -1,5 +1,4 @@
-"""Matrices as they lie in a GGUF file: blocks of whole numbers with their scales, which are
-widened where they are used.
+"""Matrices as they lie in a GGUF file: blocks of whole numbers with scales, widened when used.
 
 Shapes: O rows of a matrix (outputs, or tokens), B bytes of a row, I numbers of a row, R some rows.
 """
@@ -19,7 +18,7 @@ class PackedMatrix(nn.Module):
     Args:
         blocks_OB: the bytes of each row; they may be a view of a mapped file.
         kind: the format of the blocks.
-        dtype: number format of the states beside it, to which its numbers are rounded.
+        dtype: the number format of widened matrices, and of states.
     """
 
     blocks_OB: Tensor
@@ -34,16 +33,16 @@ class PackedMatrix(nn.Module):
         self.shape = torch.Size((len(blocks_OB), blocks_OB.shape[1] // size * numbers))
 
     def widened(self, rows_R: Tensor | None = None) -> Tensor:
-        """The matrix, or these rows of it, `[R, I]` in `dtype`."""
+        """The matrix, or these rows of it, `[R, I]`, in `dtype`."""
         if self.kept_OI is not None:
             return self.kept_OI if rows_R is None else self.kept_OI[rows_R]
         blocks_RB = self.blocks_OB if rows_R is None else self.blocks_OB[rows_R]
         numbers_RI = dequantize(blocks_RB.cpu().numpy(), self.kind)
-        # a copy: numbers of float32 would be a view of the file
+        # a copy, since float32 numbers would be a view of the file
         return torch.from_numpy(np.array(numbers_RI)).to(self.blocks_OB.device, self.dtype)
 
     def beginning(self, count: int) -> Tensor:
-        """The first rows with so many numbers."""
+        """The first rows, with `count` numbers or more."""
         n_rows = min(self.shape[0], -(-count // self.shape[1]))
         return self.widened(torch.arange(n_rows))
 
@@ -90,7 +89,7 @@ class PackedLinear(PackedMatrix):
 
 
 class PackedEmbedding(PackedMatrix):
-    """A table of tokens' rows, of which only those asked for are widened."""
+    """An embedding whose rows are packed; only those that are looked up are widened."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.widened(tokens.flatten()).unflatten(0, tokens.shape)

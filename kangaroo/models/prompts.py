@@ -21,8 +21,8 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the assistant's
 
 
 def valid_text(text: str) -> str:
-    """Return the text. Errors: `ValueError` for a lone surrogate, which Python, JSON and a
-    terminal's bytes can hold but tokenizers refuse."""
+    """Return the text. Errors: `ValueError` for a lone surrogate, which strings of Python and JSON
+    can hold, and tokenizers refuse."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -38,8 +38,8 @@ def sanitized(text: str) -> str:
 
 
 class Message(TypedDict):
-    """One turn, with the role "system", "user" or "assistant"; an answer of weight 0 (of OpenAI's
-    fine-tuning files) is read, but not learnt."""
+    """One turn, with the role "system", "user" or "assistant". An answer of weight 0 (as in
+    OpenAI's fine-tuning files) is read, and not learned."""
 
     role: str
     content: str
@@ -47,7 +47,7 @@ class Message(TypedDict):
 
 
 def content_text(content: Any) -> str:
-    """A message's content: a string, or the joined strings of OpenAI's text parts. Errors:
+    """A message's content: a string, or OpenAI's text parts, which are joined. Errors:
     `ValueError`, whose text continues a sentence that begins with "content"."""
     if isinstance(content, str):
         return content
@@ -65,7 +65,7 @@ def content_text(content: Any) -> str:
 
 
 def conversation(prompt: Any) -> list[Message]:
-    """The messages of a prompt of `api.Prompt`. Errors: `PromptError` for anything else."""
+    """The messages of an `api.Prompt`. Errors: `PromptError` for anything else."""
     if isinstance(prompt, str):
         return [Message(role="user", content=prompt)]
     if not isinstance(prompt, list | tuple | Mapping):
@@ -87,8 +87,9 @@ def conversation(prompt: Any) -> list[Message]:
 
 
 class Sample(TypedDict):
-    """A tokenized conversation. `loss_mask[i]` is 1 where the assistant wrote `input_ids[i]`, end
-    of turn included; `teacher` has records of the distributions to learn, at positions i - 1."""
+    """A tokenized conversation. `loss_mask[i]` is 1 if the assistant wrote `input_ids[i]`, ends of
+    turns included; `teacher` has records of the distributions to learn, that of token i at i -
+    1."""
 
     messages: list[Message]
     input_ids: list[int]
@@ -102,13 +103,13 @@ def prompt_ids(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
     if not messages or not messages[-1]["content"].strip():
         raise PromptError("the prompt is empty; ask something.")
     text = _render(tokenizer, messages, add_generation_prompt=True)
-    # not verbose: the engine says itself what is too long
+    # not verbose, since the engine itself reports what is too long
     return tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text to continue: with the BOS that the tokenizer puts before it, and without
-    the EOS that some append, which would end it."""
+    """Token ids of a text to continue: with the tokenizer's BOS, without the EOS that some
+    append."""
     encoded = tokenizer(text, return_special_tokens_mask=True, verbose=False)
     ids: list[int] = encoded["input_ids"]
     end = len(ids)
@@ -127,7 +128,7 @@ def chat_template(name: str) -> str:
 
 
 def unknown_token(ids: Sequence[int], vocab_size: int, tokenizer: Tokenizer | None = None) -> str:
-    """Names the first of these ids that is none of the model's `vocab_size` tokens; "" for none."""
+    """Describes the first of these ids that is outside the vocabulary; "" if there is none."""
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return ""
     token = next(i for i in ids if not 0 <= i < vocab_size)
@@ -137,8 +138,8 @@ def unknown_token(ids: Sequence[int], vocab_size: int, tokenizer: Tokenizer | No
 
 
 def plain_text(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """The text of one sequence as it was written, without special tokens. (A tokenizer's clean-up
-    would make "git add ." another command, and text that was streamed would change.)"""
+    """The text of these tokens as it was written, without special tokens. (A tokenizer's clean-up
+    would make "git add ." another command, and change text that was streamed before.)"""
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     return cast(str, tokenizer.decode(ids, **options))
 
@@ -146,8 +147,8 @@ def plain_text(tokenizer: Tokenizer, ids: list[int]) -> str:
 def user_header(
     tokenizer: Tokenizer, history: list[Message] | None = None
 ) -> tuple[list[int], str]:
-    """The tokens before the user's next turn, after which an aligned model writes a question itself
-    (Magpie, arXiv 2406.08464), and the text that ends a user turn. Errors: `ConfigError`."""
+    """The tokens before the user's next turn, after which an aligned model itself writes a question
+    (Magpie, arXiv 2406.08464), and the text that ends a user's turn. Errors: `ConfigError`."""
     turns = [*(history or []), Message(role="user", content=_SENTINEL)]
     before, _, after = _render(tokenizer, turns, add_generation_prompt=True).partition(_SENTINEL)
     if not after.strip():
@@ -160,7 +161,7 @@ def user_header(
 
 
 def turn_end(tokenizer: Tokenizer) -> int | None:
-    """The special token that ends an assistant's turn in the template; None if there is none."""
+    """The special token by which the template ends an assistant's turn; None if there is none."""
     turns = [Message(role=role, content=_SENTINEL) for role in ("user", "assistant")]
     try:
         text = _render(tokenizer, turns, add_generation_prompt=False)
@@ -175,11 +176,11 @@ def masked_ids(
     tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool = False
 ) -> tuple[list[int], list[int]]:
     """Token ids and loss mask of a complete conversation. The assistant's part ends with the
-    end-of-turn token, unless the template has `{% generation %}` markers. A token across its
-    beginning belongs to the template, since no model writes it after the prompt; else the ids
-    before the last answer are those of `prompt_ids` (some tokenizers split the end of a prompt
-    differently if text follows). Errors: `PromptError` if the template refuses the conversation,
-    `ConfigError` if it does not show the assistant's part."""
+    end-of-turn token, unless the template has `{% generation %}` markers. A token across the part's
+    beginning belongs to the template, since no model writes it after the prompt. Otherwise the ids
+    before the last answer are those of `prompt_ids`, though some tokenizers split the end of a
+    prompt differently if text follows. Errors: `PromptError` if the template refuses the
+    conversation, `ConfigError` if it does not show the assistant's part."""
     ids, mask = _masked_text(tokenizer, messages, add_generation_prompt)
     if messages[-1]["role"] == "assistant" and any(mask):
         prompt, prompt_mask = _masked_text(tokenizer, messages[:-1], add_generation_prompt=True)
@@ -217,13 +218,13 @@ def _masked_text(
         if not (text.startswith(after) and after.startswith(before.rstrip())):
             raise ConfigError(
                 f"the chat template of '{tokenizer.name_or_path}' writes turn {index + 1} of a "
-                "conversation in another way if more turns follow. Mark what the assistant wrote "
+                "conversation differently if more turns follow. Mark what the assistant wrote "
                 "with {% generation %} in it, pass model.chat_template= another one, or use "
                 "conversations of one turn."
             )
         start = len(before if after.startswith(before) else before.rstrip())
         for i, (first, last) in enumerate(encoded["offset_mapping"]):
-            # `last > start`: the header's trimmed blank has no width in byte-level tokenizers
+            # `last > start`, since byte-level tokenizers give trimmed blanks no width
             if start <= first < len(after) and last > start:
                 mask[i] = 1
     return encoded["input_ids"], mask

@@ -1,5 +1,5 @@
-"""Quantizes the weights of a target's layers. Activations, embeddings, norms and the LM head, of
-which drafters read rows, are not quantized."""
+"""Quantizes the weights of a target's layers; not activations, embeddings, norms and the LM head,
+of which drafters read rows."""
 
 from enum import Enum
 from importlib.util import find_spec
@@ -19,9 +19,9 @@ NF4_GROUP = 64  # the same of nf4
 
 
 class Quantization(Enum):
-    """Format of a layer's weights: `int8` with a scale per output, `int4` with one per `GROUP`
-    numbers (on a CPU, torchao uses a byte for each), or bitsandbytes' `nf4`, whose 16 values follow
-    a normal distribution (QLoRA, arXiv 2305.14314)."""
+    """Format of a layer's weights: `int8` with a scale per output; `int4` with one per `GROUP`
+    numbers, of which each takes a byte on a CPU; or bitsandbytes' `nf4`, whose 16 values follow a
+    normal distribution (QLoRA, arXiv 2305.14314)."""
 
     int8 = "int8"
     int4 = "int4"
@@ -116,14 +116,14 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 def check_linears(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModel` if a token's products depend on the other tokens of its batch."""
+    """Raise `UnsupportedModel` if a token's results depend on the other tokens of a pass."""
     for linear in packed_linears(model).values():
         if getattr(getattr(linear, "state", None), "threshold", 0):
             raise UnsupportedModel(
-                f"'{model.config.name_or_path}' is quantized by LLM.int8, which looks for outliers "
-                "in all tokens of a pass together: verified drafts would not be what the model "
-                "writes alone. Quantize it with llm_int8_threshold=0, or pass the checkpoint that "
-                "it was made from with model.quantization=int8."
+                f"'{model.config.name_or_path}' is quantized by LLM.int8(), whose outliers depend "
+                "on all tokens of a pass: drafting would change what the model writes. Quantize it "
+                "with llm_int8_threshold=0, or pass the checkpoint that it was made from, with "
+                "model.quantization=int8."
             )
 
 
@@ -134,7 +134,7 @@ def quantization_fields(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def weight_bits(config: PretrainedConfig, quantization: Quantization | None) -> int | None:
-    """Bits per number of the layers' weights in memory; None if they are not quantized there."""
+    """Bits of each number of the layers' weights in memory; None if they are not quantized."""
     if quantization is not None:
         return 8 if quantization is Quantization.int8 else 4
     fields = quantization_fields(config)

@@ -20,15 +20,15 @@ SIZES = """
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads max_position_embeddings
 """.split()
-# Fields of transformers' config by `model.path`
+# By `model.path`, fields of transformers' config.
 SHAPES = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text("utf-8"))
 for _fields in SHAPES.values():
     _fields.update(zip(SIZES, _fields.pop("sizes"), strict=True))
 
 
 def known_shape(path: str) -> dict[str, Any] | None:
-    """Fields of transformers' config for a path of `SHAPES`; None for an unknown one. The prefix
-    `small:` makes the sizes small and keeps family, groups of heads and context."""
+    """Fields of transformers' config for a path in `SHAPES`; None for any other. The prefix
+    `small:` makes the sizes small, and keeps family, groups of heads and context."""
     shape = SHAPES.get(path.removeprefix(SMALL))
     if shape is None or not path.startswith(SMALL):
         return shape
@@ -48,10 +48,14 @@ def random_model(
     **overrides: Any,
 ) -> PreTrainedModel:
     """A small model with random weights, in eval mode, for the tokens of `byte_tokenizer`. Its
-    weights are larger than usual, so that the output depends on the input. `architecture` is
-    transformers' `model_type`, and `overrides` are fields of its config. `deep_scale` multiplies
-    what the last two thirds of the layers add to the residual stream: if it is small, a shallow
-    drafter is often right, as in a trained model."""
+    weights are larger than usual, so that the output depends on the input.
+
+    Args:
+        architecture: transformers' `model_type`.
+        deep_scale: multiplies what the last two thirds of the layers add to the residual stream: if
+            it is small, a shallow drafter is often right, as in a trained model.
+        overrides: fields of transformers' config.
+    """
     fields = dict[str, Any](zip(SIZES, (259, 64, 128, 6, 4, 2, 8192), strict=True))
     fields |= {"head_dim": 16, "initializer_range": 0.25, "sliding_window": None}
     fields |= {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
@@ -64,7 +68,7 @@ def random_model(
             if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
                 weight.data *= deep_scale
             elif hasattr(layer, "post_feedforward_layernorm") and name.startswith("post_"):
-                weight.data += deep_scale - 1  # from 1, or in Gemma from 0, which stands for 1
+                weight.data += deep_scale - 1  # it was 1, or in Gemma 0, which stands for 1
     # RoPE's frequencies stay float32, as in a loaded checkpoint
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -73,13 +77,13 @@ def random_model(
 
 
 def random_target(path: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The random model of a path with the prefix `RANDOM`. Errors: `ConfigError`."""
+    """The random model of a path that begins with `RANDOM`. Errors: `ConfigError`."""
     if path == TINY:
         return random_model(deep_scale=0.15, dtype=dtype).to(device)  # type: ignore[arg-type]
     shape = known_shape(path.removeprefix(RANDOM))
     if shape is None:
         names = ", ".join(SHAPES)
-        raise ConfigError(f"model.path={path}: that shape is not known; known are {names}.")
+        raise ConfigError(f"model.path={path} names no known shape; these are {names}.")
     with torch.device(device), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=dtype)

@@ -1,9 +1,14 @@
-"""Decides by a model's config whether the engine can run it."""
+"""What a model's config says: whether the engine can run it, its windows, context, ends and
+hash."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from copy import deepcopy
+from itertools import product
 from typing import Any
 
+import numpy as np
 from transformers import PretrainedConfig, PreTrainedModel
 
 from kangaroo.utils.errors import UnsupportedModel
@@ -12,9 +17,19 @@ PLAIN = ("llama", "mistral", "qwen2", "qwen3", "smollm3")  # run by native code 
 BY_MODULES = ("gemma2", "gemma3_text", "granite", "mixtral", "olmo2", "olmo3", "phi3", "qwen3_moe")
 SUPPORTED = (*PLAIN, *BY_MODULES)
 FIXES = {"gemma3": "Pass a checkpoint of its text model alone (a gemma3_text model)."}
-UNIFORM = ("mistral", "mixtral", "phi3", "qwen3_moe")  # all layers have the window, or none has it
+UNIFORM = ("mistral", "mixtral", "phi3", "qwen3_moe")  # all layers have the window, or none has
 FULL = "full_attention"  # a layer's type in configs
 WINDOWED = "sliding_attention"
+# Fields of a target's config that determine what it computes, in all families and in some.
+HASHED = """
+    model_type hidden_size intermediate_size num_hidden_layers vocab_size num_attention_heads
+    num_key_value_heads head_dim rope_parameters rms_norm_eps tie_word_embeddings
+""".split()
+HASHED_IF_SET = """
+    sliding_window query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
+    embedding_multiplier residual_multiplier attention_multiplier logits_scaling
+    num_experts num_local_experts num_experts_per_tok moe_intermediate_size no_rope_layers
+""".split()
 
 
 def check_supported(config: PretrainedConfig) -> None:
@@ -27,7 +42,7 @@ def check_supported(config: PretrainedConfig) -> None:
         )
     if getattr(config, "use_bidirectional_attention", None):
         raise UnsupportedModel(
-            f"'{name}' attends to later tokens too (use_bidirectional_attention), so it is made to "
+            f"'{name}' attends to later tokens, too (use_bidirectional_attention): it is made to "
             "embed texts, not to write them. Pass a model that writes."
         )
     for rope in ropes(config):
@@ -36,7 +51,8 @@ def check_supported(config: PretrainedConfig) -> None:
         if rope_type in ("dynamic", "longrope"):
             raise UnsupportedModel(
                 f"'{name}' uses '{rope_type}' RoPE, whose frequencies change with the length of "
-                "the text, so cached keys would not fit. Supported: default, linear, llama3, yarn."
+                "the text, so cached keys would not fit. Pass a model whose RoPE is default, "
+                "linear, llama3 or yarn."
             )
         if rope_type != "default" and part != 1.0:  # the default type ignores it
             raise UnsupportedModel(
@@ -47,8 +63,8 @@ def check_supported(config: PretrainedConfig) -> None:
 
 
 def windows(config: PretrainedConfig) -> tuple[int | None, list[bool]]:
-    """The window's size in tokens, the current one included, and for each layer whether it has the
-    window. The size is None where no text outgrows it."""
+    """The size of the sliding window in tokens, the current one included, and for each layer
+    whether it has the window. The size is None if no text can outgrow it."""
     window = getattr(config, "sliding_window", None)
     longest = context(config)
     kinds = None if config.model_type in UNIFORM else getattr(config, "layer_types", None)
@@ -60,8 +76,8 @@ def windows(config: PretrainedConfig) -> tuple[int | None, list[bool]]:
 
 def context(config: PretrainedConfig) -> int:
     """The most positions that the model is made for. `max_position_embeddings` mostly is this
-    length, and sometimes still the one before RoPE was scaled: with YaRN as Qwen's model cards
-    switch it on, and in Vicuna's long versions, whose own field then has the length."""
+    length. Sometimes it is still the one before RoPE was scaled: with YaRN as in Qwen's model
+    cards, and in the long versions of Vicuna, which have a field of their own for the length."""
     longest = max(config.max_position_embeddings, getattr(config, "max_sequence_length", None) or 0)
     for rope in ropes(config):
         rope_type = rope["rope_type"]
@@ -75,14 +91,14 @@ def context(config: PretrainedConfig) -> int:
 
 
 def ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """The RoPE parameters of each layer type; one if the types share them."""
+    """The RoPE parameters of each type of layer; a single one if all types share it."""
     parameters = config.rope_parameters
     return [parameters] if "rope_type" in parameters else list(parameters.values())
 
 
 def with_layers(config: PretrainedConfig, layers: Sequence[int]) -> Any:
-    """The config of a model made of these layers, each with its window, its rotation (SmolLM3) and
-    its experts (Qwen3-MoE)."""
+    """The config of a model made of these layers, each with its window, its RoPE (SmolLM3) and its
+    experts (Qwen3-MoE)."""
     changed: Any = deepcopy(config)
     changed.num_hidden_layers = len(layers)
     for name in ("layer_types", "no_rope_layers"):
@@ -99,13 +115,33 @@ def with_layers(config: PretrainedConfig, layers: Sequence[int]) -> Any:
 
 
 def usual_attention(hf: PreTrainedModel) -> str:
-    """The attention implementation for transformers' own generation: torch's if supported."""
+    """The attention for transformers' own generation: that of torch, if the model supports it."""
     return "sdpa" if hf._supports_sdpa else "eager"
 
 
 def eos_ids(config: PretrainedConfig, eos: int | list[int] | None) -> list[int]:
-    """The tokens that end a text, by the `eos` of the generation config if it has one, as Llama 3
-    has several; else by the config. An id outside the vocabulary, such as -1, ends none."""
+    """The tokens that end a text: `eos` of the generation config, which may be several (Llama 3),
+    or else those of the config. An id outside the vocabulary, such as -1, ends none."""
     eos = config.eos_token_id if eos is None else eos
     ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
     return [i for i in ids if 0 <= i < config.vocab_size]
+
+
+def target_hashes(config: PretrainedConfig) -> list[str]:
+    """Hashes of the config fields that determine what a target computes. New adapters get the first
+    one, and any of them fits: the hub's checkpoint and the GGUF files of a model differ in whether
+    the head is tied, and in how they write two of the numbers."""
+    values = config.to_dict()
+    hashes = []
+    rope = values["rope_parameters"]
+    eps = np.float32(values["rms_norm_eps"])
+    kinds = (float, int) if "rope_theta" in rope else ()
+    thetas = [{"rope_theta": kind(rope["rope_theta"])} for kind in kinds] or [{}]
+    for tied, epsilon, theta in product((True, False), (float(eps), float(str(eps))), thetas):
+        values |= {"tie_word_embeddings": tied, "rms_norm_eps": epsilon}
+        values["rope_parameters"] = rope | theta
+        fields = {name: values.get(name) for name in HASHED}
+        fields |= {name: values[name] for name in HASHED_IF_SET if values.get(name) is not None}
+        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+        hashes.append(digest[:16])
+    return hashes

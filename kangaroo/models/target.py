@@ -48,7 +48,7 @@ class TargetModel(nn.Module):
 
     def __init__(self, hf: PreTrainedModel):
         super().__init__()
-        cuda.fix_precision()  # here, since every command and `kangaroo.load` makes a target
+        cuda.fix_precision()  # here, since all commands and `kangaroo.load` make a target
         check_supported(hf.config)
         check_head(hf)
         check_linears(hf)
@@ -69,11 +69,11 @@ class TargetModel(nn.Module):
 
     def compile_for_decoding(self, huge_pages: bool = True) -> Self:
         """Decode in native code on a CPU, if it knows the model and there is a compiler, or with
-        Triton kernels and CUDA graphs on one GPU. `huge_pages` makes reading weights faster.
-        Training stays in PyTorch, and so do prompts that it reads faster."""
+        Triton kernels and CUDA graphs on one GPU. With `huge_pages` weights are read faster.
+        Training stays in PyTorch, and so do prompts that PyTorch reads faster."""
         sizes = self.sizes()
         devices = {*self.layer_devices, self.head_device}
-        device, *other_devices = devices - {torch.device("meta")}  # training may need few layers
+        device, *other_devices = devices - {torch.device("meta")}  # of layers that are not loaded
         if device.type == "cuda" and not other_devices:
             graphs = Graphs(self.device) if weights.can_record(self.hf) else None
             is_plain = self._is_plain()
@@ -100,7 +100,7 @@ class TargetModel(nn.Module):
         return weights.is_plain(self.hf, or_blocks) and self.config.hidden_act == "silu"
 
     def decode_by(self, backend: Backend) -> Self:
-        """Decode with the layers and the head of this backend, if it has them."""
+        """Decode by the layers and the head of this backend, if it has any."""
         self.backend = backend
         self.fast_layers: Layers | None = None
         if backend.runs_layers:
@@ -139,7 +139,7 @@ class TargetModel(nn.Module):
         return len(self.layers)
 
     def prompt_chunk(self, length: int) -> int:
-        """How many tokens of a prompt of this length run at a time, at most."""
+        """The most tokens of a prompt of this length that run in a pass."""
         chunk = self.fast_layers.prompt_chunk(length) if self.fast_layers else None
         return chunk or PROMPT_CHUNK
 
@@ -182,10 +182,10 @@ class TargetModel(nn.Module):
         """The block of a tree whose nodes take consecutive slots.
 
         Args:
-            start_B: first slot, which is also the position of the root.
+            start_B: the first slot, which is also the position of the root.
             used: all committed tokens and nodes lie below this slot.
-            below: how far below 0 `start` may lie; nodes there go to hidden free slots at the end.
-            recorded: purpose and cache of a recorded step; the next block of both overwrites it.
+            below: how far below 0 `start` may be. Nodes there go to hidden free slots at the end.
+            recorded: purpose and cache of a recorded step, whose next block overwrites this one.
         """
         extent = self.extent(n_slots, used + below)
         by_position = self.backend.attends_by_position and self.window is None
@@ -214,8 +214,8 @@ class TargetModel(nn.Module):
         n_slots: int,
         positions_BE: Tensor | None = None,
     ) -> ForwardMeta:
-        """A block of all rows. `hidden_BNE` is true for slots that a token does not see;
-        `positions_BE` are the slots' positions, needed if drafted tokens lie outside the block."""
+        """A block of all rows. `hidden_BNE` is true for slots that a token does not see. The slots'
+        `positions_BE` are needed if drafted tokens lie outside the block."""
         meta = ForwardMeta(
             slots_BN,
             positions_BN,
@@ -228,7 +228,7 @@ class TargetModel(nn.Module):
         return self._with_window(meta, n_slots, hidden_BNE, positions_BE)
 
     def chunk(self, start: int, stop: int, row: int, n_slots: int) -> ForwardMeta:
-        """A prefill chunk: positions `start` to `stop` of one row."""
+        """The block of a prefill chunk: positions `start` to `stop` of a row."""
         positions_1T = torch.arange(start, stop, device=self.device)[None]
         bias: Any = None
         extent = stop
@@ -258,7 +258,7 @@ class TargetModel(nn.Module):
         hidden_RTE: Tensor | None,
         positions_RE: Tensor | None,
     ) -> ForwardMeta:
-        """Add the mask and rotation of windowed layers; without `hidden` the block is causal."""
+        """Add mask and RoPE of layers with a window; without `hidden` the block is causal."""
         if self.window is None:
             return meta
         if positions_RE is None:
@@ -279,8 +279,8 @@ class TargetModel(nn.Module):
         return cos_SC[positions_RT], sin_SC[positions_RT]
 
     def rope_table(self, n_slots: int, windowed: bool = False) -> Pair:
-        """The rotary embedding's cosine and sine, each `[S, C]`, for at least `n_slots` positions.
-        They are kept, since graphs read them in place."""
+        """RoPE's cosine and sine, each `[S, C]`, for at least `n_slots` positions. They are kept,
+        since CUDA graphs read them in place."""
         key = power_of_two(n_slots), windowed and self.has_two_ropes
         if key not in self.rope_tables:
             layer_type = WINDOWED if windowed or all(self.windowed) else FULL
@@ -305,8 +305,8 @@ class TargetModel(nn.Module):
         layers: range,
         taps: Collection[int] = (),
     ) -> tuple[Tensor, Taps]:
-        """Run a range of layers over a block and write its keys and values into the block's slots.
-        Without a cache the block is causal and complete (training). Returns the output of the last
+        """Run a range of layers over a block, and write keys and values to the block's slots.
+        Without a cache the block is a causal whole text (training). Returns the output of the last
         layer, before the final norm, and the tapped states by the number of layers below them."""
         tapped = {layers.start: x_BND} if layers.start in taps else {}
         bounds = sorted({tap for tap in taps if tap in layers} | {layers.start, layers.stop})
@@ -358,7 +358,7 @@ class TargetModel(nn.Module):
         return self.read_out(self.norm(x_BND))
 
     def choose(self, x_BND: Tensor) -> Chosen | None:
-        """The likeliest next tokens and their chances, both `[B, N]`; None if it takes logits."""
+        """As `Head.choose`: the likeliest next tokens and their probabilities, both `[B, N]`."""
         head = self.fast_head
         return None if head is None else head.choose(x_BND, self.hf.model.norm.weight)
 
@@ -374,12 +374,12 @@ class TargetModel(nn.Module):
         return chosen_M.unflatten(0, x_BND.shape[:2])
 
     def norm(self, x_BND: Tensor) -> Tensor:
-        """The final norm, on its own device, of the last layer's output."""
+        """The final norm of the last layer's output, on the norm's device."""
         return self.hf.model.norm(x_BND.to(self.hf.model.norm.weight.device))
 
     def read_out(self, normed_BND: Tensor) -> Tensor:
         """Logits `[B, N, V]` of normed states."""
-        # as a matrix: torch's 3-d matmul would copy the head's whole weight for a strided slice
+        # a matrix, since torch's 3-d matmul would copy the whole head for a strided slice
         logits = self.head(normed_BND.flatten(0, 1).to(self.head_device)).to(self.device)
         return self.finish_logits(logits).unflatten(0, normed_BND.shape[:2])
 

@@ -31,8 +31,9 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 from kangaroo.heads.base import Trainable
-from kangaroo.models.loading import ModelConfig, first_layers
+from kangaroo.models.loading import ModelConfig
 from kangaroo.models.prompts import Message, Sample
+from kangaroo.models.supported import with_layers
 from kangaroo.models.target import TargetModel
 from kangaroo.training import batches, recipe, results
 from kangaroo.training.backend import TorchBackend
@@ -291,7 +292,7 @@ def _some_layers(lm: TargetModel, device: str) -> TargetModel:
     """The first layers of a target, random: at least two, and more than caches hold."""
     fitting = CACHES * lm.n_layers // (_count(lm.layers) * lm.dtype.itemsize)
     count = min(lm.n_layers, max(2, fitting + 1))
-    config = first_layers(lm.config, count)
+    config = with_layers(lm.config, range(count))
     with torch.device(device), torch.random.fork_rng(devices=[]):
         return TargetModel(AutoModelForCausalLM.from_config(config, dtype=lm.dtype))
 

@@ -26,9 +26,10 @@ def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed
     trusted = drafter.rows.get(row, text)
     length, _ = longest_earlier_match(text)
     lookup, chain = Lookup(), DraftedChain()
-    lookup.shift, chain.shift = trusted.lookups[0].shift, trusted.chain.shift
-    lookup.set_match(length, SuffixAutomaton(text).continuation(NODES))
-    sources = Sources([lookup], chain)
+    lookup.shift, chain.shift = trusted.lookup.shift, trusted.chain.shift
+    (automaton := SuffixAutomaton()).follow(text)
+    lookup.set_match(length, automaton.continuation(NODES))
+    sources = Sources(lookup, chain)
     while len(chain.tokens) < STEPS and expected_gain.drafting_pays(COSTS, sources, NODES):
         chain.add(choices_without_cache(case, text, chain.tokens, sampling, seed, 3))
         if chain.confidence <= drafter.threshold:
@@ -68,7 +69,7 @@ def test_a_draft_ends_with_what_ends_the_text():
         session = engine.open(1, 60, Sampling())
         batch = session.batch
         admit_text(session, 0, [1, 2, 3, 5, 4, 1, 2], ignore_eos=ignored)
-        assert drafter.update_sources(batch, 0).lookups[0].tokens == expected
+        assert drafter.update_sources(batch, 0).lookup.tokens == expected
 
 
 STARTS = [Lookup.shift, DraftedChain.shift, Recycled.shift]
@@ -116,8 +117,8 @@ MATRIX = {0: [1], 1: [0], 2: [2]}
 
 
 def sources_of(length: int, lookup: list[int], *chain: list[tuple[int, float]]) -> Sources:
-    sources = Sources([Lookup()], DraftedChain())
-    sources.lookups[0].set_match(length, lookup)
+    sources = Sources(Lookup(), DraftedChain())
+    sources.lookup.set_match(length, lookup)
     for ranked in chain:
         sources.chain.add(ranked)
     return sources
@@ -136,7 +137,9 @@ def random_sources(rng: random.Random) -> Sources:
         return sources
     (store := Lookup()).set_match(rng.randrange(1, 20), matches[1])
     (recycled := Recycled(MATRIX)).start = rng.randrange(4)
-    return Sources([*sources.lookups, store], sources.chain, recycled)
+    sources = Sources(sources.lookup, sources.chain, recycled)
+    sources.all.insert(1, store)
+    return sources
 
 
 def gains(sources: Sources, depth: int) -> dict[tuple[int, ...], float]:
@@ -181,7 +184,8 @@ def test_nothing_that_a_source_says_is_lost_and_chances_are_a_distribution():
     rng = random.Random(7)
     for _ in range(200):
         sources = random_sources(rng)
-        named = {tuple(line.tokens[: n + 1]) for line in sources.lookups for n in range(4)}
+        lookups = [source for source in sources.all if isinstance(source, Lookup)]
+        named = {tuple(line.tokens[: n + 1]) for line in lookups for n in range(4)}
         for depth, further in enumerate(sources.chain.alternatives):
             start = tuple(sources.chain.tokens[:depth])
             named |= {(*start, sources.chain.tokens[depth]), *((*start, x) for x, _ in further)}
@@ -196,9 +200,9 @@ def test_nothing_that_a_source_says_is_lost_and_chances_are_a_distribution():
 
 def test_recycled_tokens_are_candidates_where_others_are_silent():
     (recycled := Recycled({7: [3], 5: [8], 6: [2]})).start = 7
-    sources = Sources([Lookup()], DraftedChain(), recycled)
+    sources = Sources(Lookup(), DraftedChain(), recycled)
     assert paths(*expected_gain.best_tree(CHEAP, sources, 5)) == [(3,)]
-    sources.lookups[0].set_match(9, [5])
+    sources.lookup.set_match(9, [5])
     sources.chain.add([(6, 0.4), (1, 0.2)])
     expected = [(5,), (5, 8), (6,), (6, 2), (1,)]
     assert sorted(paths(*expected_gain.best_tree(CHEAP, sources, 9))) == sorted(expected)
@@ -211,15 +215,15 @@ def test_a_text_teaches_how_far_to_trust_each_source_and_only_what_it_shows():
     assert raised[0] > Lookup.shift and raised[1] > DraftedChain.shift
     sources.learn([])
     assert shifts(sources) == raised
-    chance = sources.lookups[0].choices(0)[0][1]
+    chance = sources.lookup.choices(0)[0][1]
     sources.learn([8, 6, 7])  # from where a source is wrong, what it says next shows nothing
-    assert sources.lookups[0].shift == raised[0] - expected_gain.RATE * chance
+    assert sources.lookup.shift == raised[0] - expected_gain.RATE * chance
     for _ in range(99):
         sources.learn([8])
     assert all(source.choices(0)[0][1] < 0.1 for source in sources.all)
     (recycled := Recycled({7: [3], 3: [4]})).start = 7
-    sources = Sources([Lookup()], DraftedChain(), recycled)
-    sources.lookups[0].set_match(1, [3])
+    sources = Sources(Lookup(), DraftedChain(), recycled)
+    sources.lookup.set_match(1, [3])
     sources.learn([3, 4, 4])
     assert recycled.shift > Recycled.shift, "it was right where it alone spoke"
 

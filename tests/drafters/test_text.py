@@ -117,8 +117,8 @@ def test_what_followed_the_longest_end_that_stood_before_is_known_after_every_to
     """A continuation that reaches the end of the text goes on with itself."""
     automaton, matched = SuffixAutomaton(), 0
     (text,) = random_texts(alphabet, [120], seed=alphabet)
-    for end, token in enumerate(text, start=1):
-        automaton.extend([token])
+    for end in range(1, len(text) + 1):
+        automaton.follow(text[:end])
         assert automaton.tokens == text[:end]
         length, place = automaton.length, automaton.place
         expected, places = longest_earlier_match(text[:end])
@@ -130,7 +130,8 @@ def test_what_followed_the_longest_end_that_stood_before_is_known_after_every_to
 
 
 def test_the_last_of_several_places_counts():
-    assert SuffixAutomaton([1, 2, 7, 1, 2, 8, 1, 2]).continuation(3) == [8, 1, 2]
+    (automaton := SuffixAutomaton()).follow([1, 2, 7, 1, 2, 8, 1, 2])
+    assert automaton.continuation(3) == [8, 1, 2]
 
 
 def test_a_draft_is_as_long_as_the_match_allows_and_ends_with_an_eos():

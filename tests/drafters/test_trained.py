@@ -108,7 +108,7 @@ def test_the_sparse_tree_is_the_best_of_its_size():
 def test_settings_that_cannot_work_are_refused_by_name(tmp_path):
     lm = tiny("llama")
     folder = saved_adapter(lm, heads_for(lm), tmp_path, range(VOCABULARY), facts={"guesses": []})
-    with pytest.raises(ConfigError, match="train them again"):
+    with pytest.raises(ConfigError, match="train the heads again"):
         MedusaConfig(adapter=str(folder)).build(lm)
     with pytest.raises(ConfigError, match=r"draft_steps=3 is not for a medusa_heads"):
         _ = AdapterRecipe("medusa", MedusaHeadsConfig(), draft_steps=3).steps

@@ -94,7 +94,7 @@ def test_a_missing_adapter_is_the_one_that_training_saved(lm, saved, tmp_path, m
     shutil.copytree(left, "adapters/mine")
     with caplog.at_level("INFO"):
         assert find("adapters/mine") == Path("adapters/mine")
-    message = f"'adapters/mine' drafts; what was trained here does by drafter.adapter={left}"
+    message = f"'adapters/mine' drafts; drafter.adapter= takes what was trained here: {left}"
     assert message in caplog.text
 
 

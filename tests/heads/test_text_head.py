@@ -67,7 +67,7 @@ def test_an_adapter_that_reads_the_targets_head_gets_one(tmp_path):
 
     def head_of(name, adapter, **options):
         folder = str(saved_adapter(lm, adapter, tmp_path / name, frequent, vocabulary=16))
-        return KangarooConfig(adapter=folder, **options).load(lm)[1][0]
+        return KangarooConfig(adapter=folder, **options).load(lm)[1]
 
     assert head_of("plain", plain).room == 512
     without = head_of("plain", plain, text_vocabulary=0)

@@ -34,12 +34,11 @@ from kangaroo.engine.engine import Engine
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.export import draft_model
-from kangaroo.heads.target_hash import target_hashes
 from kangaroo.models import loading, quantizing
 from kangaroo.models.layer_weights import can_record, is_plain, packed_linears
 from kangaroo.models.loading import TINY, Dtype, ModelConfig, load_target, meta_model, random_model
 from kangaroo.models.quantizing import Quantization, quantize
-from kangaroo.models.supported import windows
+from kangaroo.models.supported import target_hashes, windows
 from kangaroo.models.target import TargetModel
 from kangaroo.training.estimate import target_bytes
 from kangaroo.training.results import read_metrics

@@ -18,7 +18,6 @@ import kangaroo
 from kangaroo.cli.schema import select_models
 from kangaroo.drafters.draft_model import DraftModelConfig
 from kangaroo.heads.adapter_files import adapters_of
-from kangaroo.heads.target_hash import target_hashes
 from kangaroo.models import embedded, loading
 from kangaroo.models.gguf_file import GGUFFile, gguf_path
 from kangaroo.models.gguf_models import PACKABLE, read_config, read_model
@@ -27,6 +26,7 @@ from kangaroo.models.layer_weights import fingerprint
 from kangaroo.models.loading import Dtype, ModelConfig, Weights, load, model_config
 from kangaroo.models.packed import PackedLinear, PackedMatrix
 from kangaroo.models.quantizing import Quantization
+from kangaroo.models.supported import target_hashes
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
 
@@ -156,7 +156,7 @@ def test_a_file_on_the_hub_is_named_by_its_owner_and_offline_one_line_says_so():
 
 def test_weights_that_a_model_cannot_have_are_refused_before_it_is_loaded():
     with pytest.raises(
-        ConfigError, match=r"model\.weights=packed is for GGUF files, and 'some/model'"
+        ConfigError, match=r"model\.weights=packed is for GGUF files; for 'some/model'"
     ):
         ModelConfig("x", "some/model", weights=Weights.packed)
     with pytest.raises(ConfigError, match=r"leave out model\.quantization=int8"):

@@ -24,7 +24,7 @@ from test_architecture import TREES
 from tiny_gguf import write as write_gguf
 
 from kangaroo.cli import commands as cli
-from kangaroo.heads import official, published
+from kangaroo.heads import published
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.adapter_files import WEIGHTS
 from kangaroo.heads.eagle3_head import Eagle3Head
@@ -135,7 +135,8 @@ def prepared(begun, tmp_path_factory):
     lm, checkpoint = tiny_target(), here / "kangaroo-tiny-v1.3"  # of the authors' code
     checkpoint.mkdir()
     state = adapter_for(lm).state_dict()
-    named = {name: state[ours] for name, ours in official.NAMES.items()}
+    names = published.KANGAROO.items()
+    named = {f"{theirs}.weight": state[f"{ours}.weight"] for theirs, ours in names}
     torch.save(named, checkpoint / published.WEIGHTS)
     lm.config.to_json_file(checkpoint / published.CONFIG)
     return here

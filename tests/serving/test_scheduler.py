@@ -12,7 +12,6 @@ import pytest
 import serving_cases
 from serving_cases import Heard, alone, answered, engine_of, job_of, scheduling, target, written
 
-import kangaroo.engine.session
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request, StepRecord
@@ -239,7 +238,7 @@ CALLS: dict[str, Callable[[Engine, int, tuple], bool]] = {
     "match_prefix": lambda engine, number, args: args[2] == GUILTY,
     "common_prefix": lambda engine, number, args: args[1] == GUILTY,
     "write_first": lambda engine, number, args: (  # when the row takes part in steps already
-        args[0] is engine.session.batch and args[0].texts[args[1]] == GUILTY
+        engine.session.batch.texts[args[0]] == GUILTY
     ),
     "step": lambda engine, number, args: steps_guilty(engine) and args[1],  # where it drafts
     "record": lambda engine, number, args: number > 6 and args[3].prompt == GUILTY,
@@ -251,8 +250,7 @@ def test_what_fails_for_one_request_ends_that_one_alone(monkeypatch, method):
     engine = engine_of(target())
     with scheduling(engine) as scheduler:
         written(scheduler, [3, 4])  # the batch is open
-        owners = engine.session.batch, Session, kangaroo.engine.session
-        owner = next(owner for owner in owners if hasattr(owner, method))
+        owner = engine.session.batch if hasattr(engine.session.batch, method) else Session
         of_engine = engine if owner is Session else None
         failed = failing(monkeypatch, owner, method, partial(CALLS[method], engine), of_engine)
         check_crowd(scheduler, FAILED, *crowd())

@@ -1,4 +1,4 @@
-// Attention of a few tokens over cached keys and values, in pieces of CHUNK positions.
+// Attention of a few tokens to cached keys and values, in pieces of CHUNK positions.
 
 #pragma once
 
@@ -8,15 +8,15 @@
 namespace {
 
 constexpr i64 WIDEST_HEAD = 1024;
-constexpr bool BY_ROWS = WIDE < 16;  // scores are products with rows: turning keys needs long registers
-constexpr int BESIDE = 4;            // queries that share one reading of a key or a value,
-constexpr int MOST_BESIDE = WIDE == 16 && !std::is_same_v<Number<bf16>, bf16> ? 8 : BESIDE;  // or so many that widen it
-constexpr int AT_ONCE = 4;           // sixteens of queries that take each step together on a matrix unit
-constexpr int TOGETHER = 12;         // queries whose scores are not turned: those of sixteen cost as much then
+constexpr bool BY_ROWS = WIDE < 16;  // scores are products with rows: transposing keys needs long registers
+constexpr int BESIDE = 4;            // queries that share one reading of a key or value; more if it is widened for them
+constexpr int MOST_BESIDE = WIDE == 16 && !std::is_same_v<Number<bf16>, bf16> ? 8 : BESIDE;
+constexpr int AT_ONCE = 4;           // groups of sixteen queries that take each step together on a matrix unit
+constexpr int TOGETHER = 12;         // from so many queries on, scores are softened side by side, without transposing
 constexpr i64 TOKEN_BLOCK = 32;      // tokens of a prompt whose partial sums stay in a core's cache
-constexpr i64 TURNING = 4;           // queries that take as long as turning and pairing a chunk
+constexpr i64 TURNING = 4;           // how many queries take as long as transposing and pairing a chunk
 
-struct Sizes {  // what all layers share, as Python fills it in
+struct Sizes {  // of all layers; Python fills it in
   i64 hidden, heads, kv_heads, head_size, feed_forward, threads;
   double eps, scaling;
   i64 group() const { return heads / kv_heads; }
@@ -33,12 +33,12 @@ template <class T> class Lines {
   std::vector<Words> words;
 };
 
-// One thread's part of the work. Queries are [tokens, H, C]; partial sums [tokens, K, chunks, G, 2 + C]:
-// the largest score, the sum of weights, the weighted values.
+// A thread's part of the work. Queries are [tokens, H, C]; partial sums are [tokens, K, chunks, G, 2 + C]: the largest
+// score, the sum of weights, and the weighted values (as in FlashAttention).
 //
-// In a step of decoding a thread takes some pieces, and their sums are merged when all threads are done. In a prompt
-// it takes some blocks of tokens with all pieces that these see, and merges at once, while the sums are in its cache.
-// The results are the same.
+// In a step of decoding a thread takes some pieces, and all sums are merged when all threads are done. In a prompt it
+// takes some blocks of tokens with all pieces that these see, and merges at once, while the sums are in its cache. The
+// results are the same.
 template <class T> class Attention {
  public:
   Attention(const Sizes& sizes, const Sight& sight, i64 n_slots)
@@ -51,21 +51,21 @@ template <class T> class Attention {
         turned_queries(AT_ONCE * (sizes.head_size / 2 + LANES)),
         of_block(block * s.group() * sight.chunks * (s.head_size + 2)) {}
 
-  // The tokens of a block; 0 in a step of decoding, or with a matrix unit, where it was not measured.
+  // The tokens of a block; 0 in a step of decoding, and with a matrix unit, with which blocks were not measured.
   static i64 block_size(const Sizes& s, const Sight& sight) {
     const i64 total = sight.seen.size();
     if (total < MANY || sight.seen.front().row != sight.seen.back().row || has_tiles<T>()) return 0;
     return std::clamp(total * s.kv_heads / (4 * s.threads), TOKEN_BLOCK / 4, TOKEN_BLOCK);
   }
 
-  // Of the partial sums that all threads share.
+  // The size of the partial sums that all threads share.
   static i64 partial_size(const Sizes& s, const Sight& sight) {
     return block_size(s, sight) ? 0 : i64(sight.seen.size()) * s.heads * sight.chunks * (s.head_size + 2);
   }
 
   bool by_blocks() const { return block; }
 
-  // When all threads have done so, `merge` follows.
+  // Partial sums of this thread's pieces; `merge` follows when all threads are done.
   void attend(const T* queries, const T* keys, const T* values, float* partial) {
     held = nullptr;
     for (i64 item = mine.first; item < mine.last; item++) {
@@ -78,14 +78,14 @@ template <class T> class Attention {
     }
   }
 
-  // To [tokens, H, C].
+  // Merges partial sums, to [tokens, H, C].
   void merge(float* partial, T* attended) const {
     Part items(i64(sight.seen.size()) * s.heads);
     for (i64 item = items.first; item < items.last; item++)
       merge_query(item / s.heads, item % s.heads, {partial, 0, 0, s.kv_heads}, attended);
   }
 
-  // All of it for this thread's blocks, to [tokens, H, C].
+  // The whole attention of this thread's blocks, to [tokens, H, C].
   void attend_blocks(const T* queries, const T* keys, const T* values, T* attended) {
     for (i64 item = mine.first; item < mine.last; item++) {
       const i64 head = item / blocks_of_tokens(), first = item % blocks_of_tokens() * block;
@@ -109,9 +109,9 @@ template <class T> class Attention {
   }
 
  private:
-  using Asked = std::conditional_t<BY_ROWS, T, Number<T>>;  // what queries are multiplied in
+  using Asked = std::conditional_t<BY_ROWS, T, Number<T>>;  // the format of queries in products
 
-  // Partial sums, from a token and a key head on; `heads` are stored of each token.
+  // Partial sums from a token and a key head on; `heads` key heads of each token are stored.
   struct Partial {
     float* to;
     i64 token, head, heads;
@@ -122,8 +122,8 @@ template <class T> class Attention {
     return partial.to + ((row * sight.chunks + chunk) * s.group() + query) * (s.head_size + 2);
   }
 
-  // Fetches what is read soon, line by line: a key head's share of a piece's keys and values of all heads, in
-  // one part of memory, which memory likes. The fewer at a time, the less is waited for.
+  // Fetches what is read soon, line by line: a key head's share of a piece's keys and values of all heads, one stretch
+  // of memory each. The fewer lines at a time, the less is waited for.
   struct Fetch {
     const char *keys = nullptr, *values = nullptr, *last_key = nullptr, *last_value = nullptr;
     void key() {
@@ -136,7 +136,7 @@ template <class T> class Attention {
 
   i64 blocks_of_tokens() const { return (i64(sight.seen.size()) + block - 1) / block; }
 
-  // The time that an item takes, that of a query being 1.
+  // The time that an item takes, in that of a query.
   i64 cost_of_piece(i64 item) const {
     return TURNING + sight.piece_and_head(item, s.kv_heads).first->n_members * s.group();
   }
@@ -149,7 +149,7 @@ template <class T> class Attention {
     return positions * s.group() / CHUNK + 1;
   }
 
-  // Some members of a piece, with a key head.
+  // Attention of some members of a piece, with a key head.
   void attend_piece(const Piece& piece, i64 head, i64 first_member, i64 last_member, const T* queries, const T* keys,
                     const T* values, const Partial& partial, Fetch& fetch) {
     const i64 size = s.head_size, group = s.group(), stride = s.kv_heads * size;
@@ -173,7 +173,7 @@ template <class T> class Attention {
     }
   }
 
-  // The chunks of a query, in their order.
+  // Merges the chunks of a query in their order.
   void merge_query(i64 m, i64 of_all, const Partial& partial, T* attended) const {
     const i64 size = s.head_size, head = of_all / s.group(), query = of_all % s.group();
     const i64 first = sight.seen[m].first(sight.window) / CHUNK, chunks = (sight.seen[m].count + CHUNK - 1) / CHUNK;
@@ -195,14 +195,14 @@ template <class T> class Attention {
     }
   }
 
-  // Up to sixteen queries of a piece, one after another for each of its members, from the `first` on.
+  // Up to sixteen queries of a piece, member by member.
   struct Asking {
     const T* queries[LANES];
     float* out[LANES];
     i64 widths[LANES], count;
   };
 
-  // From a query of a member on, both counted in queries, up to the `last` one.
+  // The queries from `first` to `last`, which are counted over all members.
   Asking ask(const Piece& piece, i64 head, i64 first, i64 last, const T* queries, const Partial& partial) const {
     Asking a;
     a.count = std::min<i64>(LANES, last - first);
@@ -217,8 +217,8 @@ template <class T> class Attention {
     return a;
   }
 
-  // Some sixteens of queries on a chunk of keys, each `stride` numbers after the one before, and of paired values. What
-  // vectors write is not read by tiles at once: those wait until it has reached the cache.
+  // Attention of groups of sixteen queries to a chunk of keys, which are `stride` numbers apart, and of paired values.
+  // Each step is for all groups, since tiles wait until what vectors write has reached the cache.
   void attend_tiled(const Asking* asking, int n, const T* keys, i64 stride) {
     const i64 size = s.head_size, words = size / 2 + LANES;
     for (int i = 0; i < n; i++) turn_queries(asking[i], &turned_queries[i * words]);
@@ -240,7 +240,7 @@ template <class T> class Attention {
     });
   }
 
-  // Calls work(first, how many) for a few queries after the others; at the end there may be fewer.
+  // Calls work(first, how many) for a few queries after the other; the last ones may be fewer.
   template <class Work> static void each_few(i64 count, Work work) {
     i64 j = 0;
     for (; count - j > BESIDE; j += MOST_BESIDE) work(j, std::integral_constant<int, MOST_BESIDE>());
@@ -258,14 +258,14 @@ template <class T> class Attention {
     return {(const char*)(keys + from), (const char*)(values + from), (const char*)(keys + to), (const char*)(values + to)};
   }
 
-  // A chunk of keys one after another, in the room of turned ones, where the first ones are known.
+  // A chunk of keys one after another, in the memory of turned ones; the first `known` ones are there already.
   void gather(const T* keys, i64 stride, const Piece& piece, const i64* slots, i64 known) {
     T* to = (T*)&turned[0];
     for (i64 n = known; n < piece.width; n++)
       std::copy_n(keys + slot_of(piece, slots, n) * stride, s.head_size, to + n * s.head_size);
   }
 
-  // Products of up to sixteen queries with the gathered keys, as with rows of weights.
+  // Scores of up to sixteen queries by products with the gathered keys, as with rows of weights.
   void score_by_rows(const T* const* asking, i64 count, i64 width) {
     for (i64 j = 0; j < count; j++) std::copy_n(asking[j], s.head_size, &asked[j * s.head_size]);
     Input<T> in{count, s.head_size};
@@ -280,7 +280,7 @@ template <class T> class Attention {
     }
   }
 
-  // A chunk of keys with its positions side by side: turned[word][position], a word being 4 bytes of a key.
+  // Turns a chunk of keys: turned[word][position], a word being 4 bytes of a key.
   void turn(const T* keys, i64 stride, const Piece& piece, const i64* slots, i64 known, Fetch& fetch) {
     constexpr i64 per_word = 4 / sizeof(T), step = LANES * per_word;
     for (i64 c = 0; c < s.head_size; c += step)
@@ -306,7 +306,7 @@ template <class T> class Attention {
       }
   }
 
-  // A chunk of values with those of two positions side by side: pairs[position / 2][c], a word being both.
+  // Puts the values of two positions side by side: pairs[position / 2][c], a word being both.
   void pair(const T* values, i64 stride, const Piece& piece, const i64* slots, i64 known, Fetch& fetch) {
     i64 size = s.head_size;
     auto value = [&](i64 n, i64 c) {
@@ -330,7 +330,7 @@ template <class T> class Attention {
       }
   }
 
-  // Side by side, a word being two numbers; the last one again where there are fewer.
+  // Sixteen queries side by side, a word being two numbers; if there are fewer, the last one is repeated.
   void turn_queries(const Asking& a, Words* to) const {
     for (i64 k = 0; k < s.head_size / 2; k += LANES, to += LANES) {
       for (i64 i = 0; i < LANES; i++) std::memcpy(&to[i], a.queries[std::min(i, a.count - 1)] + 2 * k, sizeof(Words));
@@ -376,7 +376,7 @@ template <class T> class Attention {
     }
   }
 
-  // A query's scores become weights, 0 from its width on; out = (largest score, sum of weights).
+  // Makes weights (softmax's numerators) of a query's scores, 0 from its width on; out = (largest score, their sum).
   void soften(float* scores, i64 width, T* weights, float* out) const {
     Floats part[CHUNK / LANES], largest = Floats{} + NEVER, sum{};
     for (int i = 0; i < CHUNK / LANES; i++) part[i] = get(scores + i * LANES) * float(s.scaling);
@@ -397,7 +397,7 @@ template <class T> class Attention {
     out[1] = sum_of(sum);
   }
 
-  // The same for up to sixteen queries, whose scores lie side by side for each position; sums are in the same order.
+  // The same for up to sixteen queries, whose scores lie side by side for each position. The order of sums is the same.
   void soften_tiled(const Asking& a, Floats* scores, T* weights) {
     if (a.count < TOGETHER) {
       for (i64 n = 0; n < CHUNK; n += LANES) transpose((Words*)scores + n);
@@ -433,7 +433,7 @@ template <class T> class Attention {
     }
   }
 
-  // The values weighted by a few queries, from `query` on, two positions at a time.
+  // Values weighted for a few queries, from `query` on, two positions at a time.
   void weigh_pairs(i64 width, i64 query, i64 count, float* const* out) const {
     i64 c = 0;
     for (; c + 4 * LANES <= s.head_size; c += 4 * LANES) weigh_part<4>(width, query, count, c, out);
@@ -459,7 +459,7 @@ template <class T> class Attention {
           sum[i][r] = Vector<bf16>::dot(sum[i][r], value[r], RegisterWords{} + word);
       }
     }
-    // a compiler keeps an array in registers only if it sees which register is meant
+    // the compiler keeps an array in registers only if all indices are constants
     float done[BESIDE][registers * LANES];
 #pragma GCC unroll 4
     for (int i = 0; i < BESIDE; i++)
@@ -469,7 +469,7 @@ template <class T> class Attention {
       std::memcpy(out[query + i] + 2 + c, done[i], sizeof done[i]);
   }
 
-  // The same where values are widened one by one.
+  // The same with values that are widened one by one.
   template <int few>
   void weigh(const T* values, i64 stride, const Piece& piece, const i64* slots, i64 query, i64 count,
              float* const* out) const {
@@ -505,12 +505,12 @@ template <class T> class Attention {
   const Sizes& s;
   const Sight& sight;
   i64 n_slots;
-  const bool tiled, paired;  // paired: weights are multiplied with values of two positions at a time
+  const bool tiled, paired;  // paired: values of two positions are weighted at a time
   const i64 block;
-  const Part mine;  // of pieces or blocks, each with every head
-  const Piece* held = nullptr;  // the keys and values that are turned and paired
+  const Part mine;  // of all pairs of a piece or block and a head
+  const Piece* held = nullptr;  // whose keys and values are turned and paired
   i64 held_head = -1;
-  alignas(64) float scores[LANES][CHUNK] = {};  // of sixteen queries, then their weights
+  alignas(64) float scores[LANES][CHUNK] = {};  // scores of sixteen queries, then their weights
   alignas(64) T weights[AT_ONCE][LANES * CHUNK] = {};
   Lines<Asked> asked;
   Lines<float> weighted;

@@ -1,7 +1,7 @@
-// What each token attends over, in the order of positions.
+// Which positions each token attends to, in their order.
 //
-// Sums over positions are taken in chunks of CHUNK, a token's own path through a tree of drafts included,
-// wherever its keys lie. So a token gets the same bits in a chain, in a tree, and once its path is text.
+// Sums over positions are taken in chunks of CHUNK, a token's own path through a draft tree included, wherever its keys
+// lie. So a token gets the same bits in a chain, in a tree, and when its path has become text.
 
 #pragma once
 
@@ -14,13 +14,13 @@ namespace {
 
 constexpr i64 CHUNK = 64;  // positions whose attention is one piece of work
 
-// The positions below `shared` lie in the slots of the same numbers, the others, up to `count`, in those
-// listed from `path` on.
+// What a token of a row sees: positions below `shared` lie in slots of the same number, the others, up to `count`, in
+// the slots listed at `path`.
 struct Seen {
   i64 row, shared, count;
   const i64* path;
   i64 slot(i64 position) const { return position < shared ? position : path[position - shared]; }
-  // The first position that is seen by a layer which looks back so far, 0 being everywhere: whole chunks are.
+  // The first position that a layer sees which looks back `window` positions (0: all), rounded down to a whole chunk.
   i64 first(i64 window) const { return window ? std::max<i64>(count - 1 - window, 0) / CHUNK * CHUNK : 0; }
 };
 
@@ -28,11 +28,11 @@ struct Member {  // a token, and how many positions of a piece it sees
   i64 token, width;
 };
 
-struct Piece {  // some tokens of a row on positions `first` to `first + width`
+struct Piece {  // attention of some tokens of a row to the positions from `first` to `first + width`
   i64 row, first, width;
-  i64 group;  // the list of slots from `start` on; -1 where slots are positions
+  i64 group;  // which list has the slots, from `start` on; -1 if slots are positions
   i64 start, members, n_members;
-  i64 alike, n_alike;  // the first of those on the same positions, of all paths through a tree; how many they are
+  i64 alike, n_alike;  // the first piece at these positions, of all paths through a tree; how many there are
 };
 
 struct Sight {
@@ -42,7 +42,7 @@ struct Sight {
   std::vector<std::vector<i64>> lists;
   i64 n_lists = 0, chunks = 0, window = 0;
 
-  // After `seen` is filled in, for layers that look back so far; tokens of a row stand together.
+  // Makes the pieces of `seen`, where tokens of a row stand together, for layers that look back so many positions.
   void arrange(i64 looks_back) {
     window = looks_back;
     pieces.clear();
@@ -55,14 +55,15 @@ struct Sight {
     }
   }
 
-  // Of the pieces by heads: those on the same positions side by side for each head, since they have keys in common.
+  // The item-th pair of a piece and a head. For each head, pieces at the same positions follow each other, since they
+  // have keys in common.
   std::pair<const Piece*, i64> piece_and_head(i64 item, i64 heads) const {
     const Piece& some = pieces[item / heads];
     i64 i = item - some.alike * heads;
     return {&pieces[some.alike + i % some.n_alike], i / some.n_alike};
   }
 
-  // How many of the first slots of two pieces on the same positions are the same.
+  // How many first slots two pieces at the same positions have in common.
   i64 in_common(const Piece& a, const Piece& b) const {
     const i64 *of_a = slots(a), *of_b = slots(b), both = std::min(a.width, b.width);
     i64 n = 0;
@@ -75,7 +76,7 @@ struct Sight {
   }
 
  private:
-  std::vector<i64> list_of;  // of each token of a row
+  std::vector<i64> list_of;  // by token of a row, the list of its slots
 
   void arrange_row(i64 first, i64 last) {
     i64 common = seen[first].shared;
@@ -102,7 +103,7 @@ struct Sight {
     }
   }
 
-  // The part from `at` on of a list of slots, for the tokens of a row whose list it is.
+  // Adds the piece from `at` on of a list of slots, for the tokens of a row that have this list.
   void add_piece(i64 first, i64 last, i64 common, i64 list, i64 at) {
     i64 length = lists[list].size(), in_place = 0;
     while (in_place < length && lists[list][in_place] == common + in_place) in_place++;
@@ -121,7 +122,7 @@ struct Sight {
     if (piece.n_members) pieces.push_back(piece);
   }
 
-  // The list that a token's slots from `common` on are the beginning of, or a new one.
+  // The list that begins with a token's slots from `common` on, or a new one.
   i64 join(const Seen& token, i64 common, i64 own) {
     i64 count = token.count - common;
     for (i64 list = own; list < n_lists; list++) {
@@ -140,15 +141,15 @@ struct Sight {
   }
 };
 
-// From a mask: the slots that a token sees, in their order, are its positions, since a node of a tree lies
-// after its parent.
+// Reads what tokens see from a mask. The slots that a token sees are in the order of its positions, since a node of a
+// tree lies after its parent.
 template <class T> struct Masks {
   std::vector<i64> paths;
 
   void read(const T* bias, i64 rows, i64 tokens, i64 extent, i64 first_row, Sight& sight) {
     sight.seen.clear();
     paths.clear();
-    paths.reserve(rows * tokens * extent);  // pointers into it are kept
+    paths.reserve(rows * tokens * extent);  // others point into it
     for (i64 m = 0; m < rows * tokens; m++) {
       const T* mask = bias + m * extent;
       auto sees = [&](i64 slot) { return widen(mask[slot]) > NEVER; };

@@ -1,8 +1,8 @@
-// Threads of a parallel region wait for each other.
+// A barrier, at which the threads of a parallel region wait for each other.
 //
-// A pass has seven such places in every layer, and OpenMP's own barrier puts threads to sleep where it counts
-// more of them in the program than there are processors: a thread that does nothing but exist, since it has
-// decoded once, is enough. With that barrier a second Python thread decoded half as fast (docs/architecture.md).
+// A pass has seven of them in every layer. OpenMP's own barrier puts threads to sleep if it counts more threads in the
+// program than there are processors, and counts those that have decoded once and now do nothing: with it a second
+// Python thread decoded half as fast.
 
 #pragma once
 
@@ -17,11 +17,11 @@
 
 namespace {
 
-constexpr int PATIENCE = 2000;  // looks until the processor is offered to others: some hundredths of a millisecond
+constexpr int PATIENCE = 2000;  // looks before the processor is yielded to others: some hundredths of a millisecond
 
 class Barrier {
  public:
-  // Called by all threads of the region that it is shared by.
+  // Every thread of the region calls it.
   void wait() {
     const int threads = thread_count();
     const unsigned before = passed.load(std::memory_order_relaxed);

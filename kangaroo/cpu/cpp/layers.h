@@ -1,4 +1,4 @@
-// Decoder layers for the few tokens of a decoding step: all layers of a range in one parallel region.
+// Decoder layers for few tokens: all layers of a range run in one parallel region.
 
 #pragma once
 
@@ -14,30 +14,30 @@ struct LayerMatrix {
   explicit operator bool() const { return data; }
 };
 
-// As Python fills it in; null where a layer lacks the part. Without queries it writes keys and values, and no more.
+// Python fills it in; a part that a layer lacks is null. Without queries the layer only writes keys and values.
 template <class T> struct Layer {
   const T* attention_norm;
   LayerMatrix q, k, v, o;
   const T *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm, *feed_forward_norm;
   LayerMatrix gate, up, down;
-  i64 passing;  // of all of its matrices
+  i64 passing;  // as in `Weights`, for all matrices
 };
 
-// Layers, where each keeps keys and values, [rows * n_slots, K, C], and how far they look back, 0 being everywhere.
+// Layers, their keys and values, [rows * n_slots, K, C], and how many positions they look back (0: all).
 template <class T> struct Stack {
   const Layer<T>* layers;
   i64 count;
   T *const *keys, *const *values;
   i64 n_slots, window;
-  i64 plain;  // whether all matrices are
+  i64 plain;  // whether all matrices are PLAIN
 
   Stack range(i64 first, i64 last) const {
     return {layers + first, last - first, keys + first, values + first, n_slots, window, plain};
   }
 };
 
-// The tokens of a pass: where their keys go, which rows of the tables of cosines and sines are theirs, and what queries,
-// keys and values read instead of normed states, [M, 2 D], or null.
+// The tokens of a pass: the slots of their keys, their rows in the tables of cosines and sines (`angles`), and what
+// queries, keys and values read instead of normed states, [M, 2 D], or null.
 template <class T> struct Tokens {
   i64 total;
   const i64 *slots, *angles;
@@ -58,15 +58,15 @@ template <class T> void rms_norm(const T* x, const T* weight, i64 size, double e
     put_few(out + i, few(weight + i, size - i) * stored_few<T>(few(x + i, size - i) * scale), size - i);
 }
 
-// Memory that all threads share, kept for the next pass.
+// Memory that all threads share, and that is kept for the next pass.
 template <class T> struct Scratch {
   std::vector<T> qkv, queries, attended, activated;  // [M, H + 2K, C], [M, H, C] twice, [M, F]
-  std::vector<Words> states, normed, read;           // side by side: [M, D] twice, and what is added next, [M, F or H C]
+  std::vector<Words> states, normed, read;           // side by side: [M, D] twice, and what `add` reads, [M, F or H C]
   std::vector<Words> turned;                         // what products read (transposed_gemm.h)
   std::vector<float> partial;
 };
 
-// T: of states, keys and values.
+// A pass of some tokens through layers; T is the format of states, keys and values.
 template <class T> class Pass {
  public:
   Pass(const Sizes& sizes, const Stack<T>& stack, const Tokens<T>& tokens, const Sight& sight, Scratch<T>& scratch,
@@ -79,13 +79,13 @@ template <class T> class Pass {
       side_by_side(Matrix<T>{x, tokens.total, s.hidden}, group, &scratch.states[group * s.hidden / 2]);
   }
 
-  // Whether all that lies between two products stays as a matrix unit reads it; the results are the same.
+  // Whether states stay in a matrix unit's layout between products (side_by_side.h). The results are the same.
   static bool takes_wide(const Sizes& s, const Stack<T>& stack, i64 total) {
     const bool fits = s.head_size % 32 == 0 && s.feed_forward % 32 == 0;
     return stack.plain && total >= MANY && takes_tiles<T>(s.hidden) && fits;
   }
 
-  // `next` has the layer after this one, or this one again.
+  // `next` is the layer after this one, or, at the end, this one.
   void run(const Layer<T>& layer, const Layer<T>& next, T* keys, T* values) {
     if (layer.k) {
       project(layer);
@@ -122,7 +122,7 @@ template <class T> class Pass {
     }
   }
 
-  // Without a weight there is no norm.
+  // The final norm, if there is a weight.
   void finish(const T* weight) {
     auto norm_token = [&](i64 m) {
       if (weight) rms_norm(x + m * s.hidden, weight, s.hidden, s.eps, x + m * s.hidden);
@@ -144,7 +144,7 @@ template <class T> class Pass {
     return {of.data, of.kind, rows, width, layer.passing, scales};
   }
 
-  // Where this thread begins to read a layer's matrices: blocks of queries, keys and values are divided as one matrix.
+  // Where this thread begins to read a layer's matrices. Queries, keys and values are divided like one matrix.
   const char* first_of(const Layer<T>& layer) const {
     if (!layer.k) return first_gate(layer);
     const Projections all(s, layer, read_width());
@@ -152,7 +152,7 @@ template <class T> class Pass {
     return first.w->template block<T>(first.n);
   }
 
-  i64 read_width() const { return tokens.pairs ? 2 * s.hidden : s.hidden; }  // of queries, keys and values
+  i64 read_width() const { return tokens.pairs ? 2 * s.hidden : s.hidden; }  // what queries, keys and values read
 
   const char* first_gate(const Layer<T>& layer) const {
     const i64 first = shares.own_first(2 * blocks(s.feed_forward), 2) / 2;
@@ -163,7 +163,7 @@ template <class T> class Pass {
     return w.block<T>(shares.own_first(blocks(w.rows), shares.at_a_time(blocks(w.rows))) * LANES);
   }
 
-  // Which tokens this thread norms and prepares for all threads, where these share the work; otherwise all tokens.
+  // The tokens that this thread norms and prepares for all threads, if these share that work; otherwise all tokens.
   Part prepared_here(const Matrix<T>& in, const Kinds& kinds) const {
     if (!shares_input(in, kinds)) return {0, in.rows};
     if (!kinds.plain) return Part(in.rows);
@@ -175,8 +175,8 @@ template <class T> class Pass {
     return plain ? takes_turned(in) : in.rows >= MANY && !kinds.plain && !kinds.bytes;
   }
 
-  // Every thread norms a few tokens for itself: that is less than a barrier costs. Without a weight
-  // there is no norm; the copy stands, since x itself changes before all threads have read it.
+  // Each thread norms few tokens for itself, which takes less time than a barrier. Without a weight they are copied,
+  // since x changes before all threads have read it.
   Input<T> norm(const T* weight, const Kinds& kinds) {
     if (wide) return norm_wide(weight);
     const Matrix<T> in{normed.data(), tokens.total, s.hidden};
@@ -204,7 +204,7 @@ template <class T> class Pass {
     return result;
   }
 
-  // Of many tokens each thread norms some.
+  // Each thread norms some of many tokens.
   Input<T> norm_wide(const T* weight) {
     const i64 words = s.hidden / 2;
     for (i64 group = groups.first; group < groups.last; group++) {
@@ -216,7 +216,7 @@ template <class T> class Pass {
     return {tokens.total, s.hidden, {}, scratch.normed.data()};
   }
 
-  // The blocks of queries, keys and values, one after another; of keys and values alone where there are no queries.
+  // The blocks of queries, keys and values, one after another; without queries those of keys and values alone.
   struct Projections {
     struct Projection { Weights w; const T* bias; i64 before, first; } parts[3];
     i64 skipped, count;
@@ -241,7 +241,7 @@ template <class T> class Pass {
     const Input<T> in = tokens.pairs ? prepared(pairs, kinds) : norm(layer.attention_norm, kinds);
     const i64 of_q = s.heads * s.head_size, all = of_q + 2 * s.kv_heads * s.head_size;
     const Projections projections(s, layer, read_width());
-    // of `count` tokens from m on: sums_of(i), of the i-th
+    // stores the i-th block's sums_of(j) for the j-th of `count` tokens from m on
     auto keep = [&](i64 i, i64 m, i64 count, auto sums_of) {
       auto& part = projections.part_of(i);
       i64 n = projections.first_row(i), width = part.w.rows - n;
@@ -258,7 +258,7 @@ template <class T> class Pass {
         [&](i64 i, const float* sums) { keep(i, 0, tokens.total, [&](i64 j) { return get(sums + j * LANES); }); });
   }
 
-  // Rotary positions of queries and keys; keys and values to their slots.
+  // Rotates queries and keys (RoPE), and writes keys and values to their slots.
   void rotate(const Layer<T>& layer, T* keys, T* values) {
     i64 skipped = layer.q ? 0 : s.heads, all = s.heads + 2 * s.kv_heads, per_token = all - skipped;
     i64 size = s.head_size, half = size / 2;
@@ -296,7 +296,7 @@ template <class T> class Pass {
     const Input<T> in = norm(layer.feed_forward_norm, {layer.gate.kind, layer.up.kind});
     const Weights gate = weights(layer, layer.gate, s.feed_forward, s.hidden);
     const Weights up = weights(layer, layer.up, s.feed_forward, s.hidden);
-    // a gate comes with its `up`, which follows
+    // a block of gates and then its block of `up`, together
     multiply(
         in, 2 * blocks(s.feed_forward), 2, [&](i64 i) { return Block{i % 2 ? &up : &gate, i / 2 * LANES}; },
         first_row(weights(layer, layer.down, s.hidden, s.feed_forward)),
@@ -313,7 +313,7 @@ template <class T> class Pass {
         });
   }
 
-  // x += in . w; of many tokens, what lies side by side
+  // x += in . w + bias; if `wide`, `in` is what lies side by side
   void add(const Matrix<T>& in, const Weights& w, const T* bias, const char* after) {
     multiply(
         wide ? Input<T>{in.rows, in.width, {}, scratch.read.data()} : prepared(in, {w.kind}), blocks(s.hidden),
@@ -332,7 +332,7 @@ template <class T> class Pass {
         });
   }
 
-  // Products with the blocks that this thread takes, stored by the first where tokens lie side by side.
+  // Products with the blocks that this thread takes, which the first function stores if tokens lie side by side.
   template <class BlockOf, class StoreWide, class Store>
   void multiply(const Input<T>& in, i64 count, i64 at_a_time, BlockOf block_of, const char* after, StoreWide store_wide,
                 Store store) {
@@ -346,7 +346,7 @@ template <class T> class Pass {
   const Tokens<T>& tokens;
   const Sight& sight;
   i64 n_slots;
-  Scratch<T>& scratch;  // as the next two, of all threads; what follows is each thread's own
+  Scratch<T>& scratch;  // this and the next two are shared by all threads; the rest is each thread's own
   Barrier& barrier;
   Shares& shares;
   T* x;
@@ -359,7 +359,7 @@ template <class T> class Pass {
   TileUse tiles;
 };
 
-// x [M, D] through some layers, normed at the end where a norm is given.
+// Runs x, [M, D], through some layers, and norms it at the end if a norm is given.
 template <class T>
 void run_layers(const Sizes& s, const Stack<T>& stack, const Tokens<T>& tokens, const Sight& sight, T* x,
                 const T* final_norm = nullptr) {

@@ -17,9 +17,9 @@ namespace {
 
 using i64 = std::int64_t;
 using bf16 = std::uint16_t;
-using Byte = std::int8_t;  // of weights in eight bits, and
-using Short = std::int16_t;  // of a token that is multiplied with them
-typedef float Floats __attribute__((vector_size(64)));  // 16 of them
+using Byte = std::int8_t;    // of weights in eight bits
+using Short = std::int16_t;  // of tokens that are multiplied with these
+typedef float Floats __attribute__((vector_size(64)));  // 16 numbers
 typedef std::int32_t Ints __attribute__((vector_size(64)));
 typedef std::uint32_t Words __attribute__((vector_size(64)));
 typedef bf16 Halves __attribute__((vector_size(32)));
@@ -27,7 +27,7 @@ typedef Short Shorts __attribute__((vector_size(32)));
 
 constexpr int LANES = 16;
 
-// What the inner loops count in: as many numbers as a register holds. gcc keeps longer vectors in memory.
+// How many numbers a register holds: inner loops use registers, since gcc keeps longer vectors in memory.
 #if defined(__AVX512F__)
 constexpr int WIDE = 16;
 #elif defined(__AVX__)
@@ -53,13 +53,13 @@ float widen(bf16 x) {
 
 Words words_of(Halves halves) {
 #ifdef __AVX512F__
-  return (Words)_mm512_cvtepu16_epi32((__m256i)halves);  // gcc 12 makes six instructions of the other
+  return (Words)_mm512_cvtepu16_epi32((__m256i)halves);  // gcc 12 makes six instructions of the line below
 #else
   return __builtin_convertvector(halves, Words);
 #endif
 }
 
-// Sixteen numbers, or what is left of them.
+// Sixteen numbers, or what is left of them padded with zeros.
 Floats get(const float* from) {
   Floats v;
   std::memcpy(&v, from, sizeof v);
@@ -102,7 +102,7 @@ template <class T> inline Register few(const T* from, i64 count) {
   return few(padded);
 }
 
-// f of sixteen numbers, a register at a time: gcc keeps longer vectors in memory between two operations.
+// f of sixteen numbers, register by register: gcc keeps longer vectors in memory between two operations.
 template <class F, class... More> inline __attribute__((always_inline)) Floats by_registers(F f, Floats v, More... more) {
   auto part = [](const Floats& all, int i) { return few((const float*)&all + i * WIDE); };
   Floats out;
@@ -114,7 +114,7 @@ template <class F, class... More> inline __attribute__((always_inline)) Floats b
   return out;
 }
 
-// The bits of numbers in bfloat16, to nearest, ties to even.
+// The bits of numbers rounded to bfloat16: to nearest, ties to even.
 inline RegisterWords narrow_bits(Register v) {
   RegisterWords bits = (RegisterWords)v;
   bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -158,7 +158,7 @@ template <class T> void put(T* to, Floats v, i64 count) {
   std::memcpy(to, padded, count * sizeof(T));
 }
 
-// What numbers become when they are stored in between, as the model's own modules store them.
+// What numbers become when they are stored in T, as the model's own modules store them between operations.
 template <class T> inline __attribute__((always_inline)) Register stored_few(Register v) {
   if constexpr (std::is_same_v<T, float>) return v;
 #ifdef __AVX512BF16__
@@ -169,7 +169,7 @@ template <class T> inline __attribute__((always_inline)) Register stored_few(Reg
 }
 template <class T> Floats stored(Floats v) { return by_registers(stored_few<T>, v); }
 
-// Two numbers of bfloat16 in a word, of sixteen words.
+// Of sixteen words, which hold two numbers of bfloat16 each.
 Floats first_of(Words pairs) { return (Floats)(pairs << 16); }
 Floats second_of(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
 Words pair_of(Floats first, Floats second) {
@@ -195,7 +195,7 @@ template <class Merge> inline __attribute__((always_inline)) float fold_few(Regi
   return v[0];
 }
 
-// Number i is merged with number i + 8, the results with those four places on, and so on.
+// Merges number i with number i + 8, then the results with those four places on, and so on.
 template <class Merge> inline __attribute__((always_inline)) float fold(Register* sixteen, Merge merge) {
   for (int half = LANES / WIDE / 2; half > 0; half /= 2)
     for (int i = 0; i < half; i++) sixteen[i] = merge(sixteen[i], sixteen[i + half]);
@@ -212,7 +212,7 @@ template <class V> float sum_of(V v) {
 inline Register larger_few(Register a, Register b) { return a > b ? a : b; }
 Floats larger(Floats a, Floats b) { return by_registers(larger_few, a, b); }
 
-// The numbers of two registers, in whichever order is quick to read, and put in order again.
+// The numbers of two registers: read in the order that is quickest, and put in order again.
 struct Pair { Register a, b; };
 Pair apart(const float* from) {
   Register a, b;
@@ -237,7 +237,7 @@ void together(Pair p, bf16, float* to) {
 #endif
 }
 
-// Row i, word j becomes row j, word i.
+// Word j of row i becomes word i of row j.
 inline __attribute__((always_inline)) void transpose(Words* r) {
   for (int i = 0; i < 8; i++) {
     Words a = r[i], b = r[i + 8];

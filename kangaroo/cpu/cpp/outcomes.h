@@ -1,5 +1,5 @@
-// Training from kept distributions: a student's probabilities of a few tokens and of all others together,
-// and the gradient of its logits. kangaroo/training/distill.py is the definition.
+// Training from kept distributions: a student's probabilities of a few tokens and of all others together, and the
+// gradient of its logits. kangaroo/training/distill.py defines the results.
 //
 // Names: C rows of logits, K logits of each, J tokens of each, O = J + 1 outcomes.
 
@@ -15,14 +15,14 @@ template <class T> struct Outcomes {
   i64 rows, logits, tokens, threads;
   const T* scores;             // [C, K]
   const i64* index;            // [C, J]
-  const std::uint8_t* inside;  // [C, J]: whether a token is among those of the logits
+  const std::uint8_t* inside;  // [C, J]: whether the logits include a token
   float* log_q;                // [C, O]
-  float *largest, *rest;       // [C]: of the logits; the exponentials of all others, measured by it
-  i64* best;                   // [C]: where the largest is
+  float *largest, *rest;       // [C]: the largest logit; the sum of exp(logit - largest) over all other tokens
+  i64* best;                   // [C]: where the largest logit is
 
   bool has(i64 i) const { return inside[i] && std::uint64_t(index[i]) < std::uint64_t(logits); }
 
-  // Of one row. `room` is for K numbers.
+  // Sets all results of a row. `room` is memory for K numbers.
   void find(i64 row, float* room) const {
     const T* from = scores + row * logits;
     Floats most = Floats{} + NEVER;
@@ -34,7 +34,7 @@ template <class T> struct Outcomes {
     }
     largest[row] = fold(most, larger_few);
     i64 place = std::find(room, room + logits, largest[row]) - room;
-    best[row] = std::min(place, logits - 1);  // a place, where nothing is a number
+    best[row] = std::min(place, logits - 1);  // a valid place even if all are NaN
     float *own = log_q + row * (tokens + 1), ours = 0;
     for (i64 j = 0; j < tokens; j++) {
       i64 i = row * tokens + j;
@@ -51,7 +51,7 @@ template <class T> struct Outcomes {
     for (i64 j = 0; j <= tokens; j++) own[j] -= total;
   }
 
-  // The gradient of a row of logits, from that of its outcomes.
+  // The gradient of a row's logits, by that of its outcomes.
   void back(i64 row, const float* gradients, T* to) const {
     const float *g = gradients + row * (tokens + 1), *own = log_q + row * (tokens + 1);
     float sum = g[tokens];

@@ -1,8 +1,8 @@
 // GGUF's blocks of weights, and tokens in eight bits that are multiplied with them.
 //
-// At load sixteen rows are put side by side: a word is four neighbouring numbers of one row, a lane is a row. So sums
-// never cross lanes, and none depends on the number of tokens. All kinds are of one form: a part of a row, 16 or 32
-// numbers, is worth s q + m, where q are whole numbers from 0 on; within a part sums are whole numbers.
+// At load sixteen rows are put side by side: a lane of a register is a row, and its word four neighbouring numbers. So
+// sums never cross lanes, and none depends on the number of tokens. All kinds have one form: a part of a row, 16 or 32
+// numbers, is s q + m, where q are whole numbers from 0 on. Within a part sums are whole numbers.
 
 #pragma once
 
@@ -13,19 +13,19 @@ namespace {
 using Octet = std::uint8_t;
 using Half = std::uint16_t;  // float16
 
-// How sixteen rows of a kind lie: stretches of `parts` parts, which share a header.
-//   scaled: whether parts have scales of their own, in whole numbers, of what the stretch's d is worth.
+// How sixteen rows of a kind lie: in stretches of `parts` parts that share a header.
+//   scaled: whether each part has a scale of its own, a whole number that multiplies the stretch's d.
 //   shifted: whether m is in the file; otherwise it is -offset s.
 //   coded: whether its bits are the place of q in `CODES`.
 template <int BITS, int COLUMNS, int PARTS_, bool SCALED, bool SHIFTED, int OFFSET, bool CODED = false> struct Form {
   static constexpr int bits = BITS, columns = COLUMNS, parts = PARTS_, offset = OFFSET;
   static constexpr bool scaled = SCALED, shifted = SHIFTED, coded = CODED;
   static constexpr int planes = columns / 4;                   // words of a part
-  static constexpr int per_block = parts * columns;            // numbers of a stretch, which is a block of each row
+  static constexpr int per_block = parts * columns;            // numbers of a row in a stretch: one of its blocks
   static constexpr i64 of_part = i64(bits) * columns * LANES / 8;
   static constexpr i64 header = (2 + (scaled ? parts : 0)) * LANES * (shifted ? 2 : 1);
   static constexpr i64 bytes = header + parts * of_part;
-  // In a header: d of each row; m of each; scales of each part; their minima.
+  // In a header: d of each row; m of each row; scales of each part; minima of each part.
   static constexpr i64 scales_at = 2 * LANES * (shifted ? 2 : 1), minima_at = scales_at + parts * LANES;
 };
 
@@ -43,7 +43,7 @@ struct FormQ6_K : Form<6, 16, 16, true, false, 32> { static constexpr int block 
 struct FormIQ4_NL : Form<4, 16, 2, false, false, 128, true> { static constexpr int block = 18; };
 struct FormIQ4_XS : Form<4, 16, 16, true, false, 128, true> { static constexpr int block = 136; };
 
-// f(form) of a kind, by GGUF's number; nothing for others.
+// Calls f with the form of a kind, by GGUF's number; does nothing for other kinds.
 template <class F> void with_form(i64 kind, F f) {
   switch (kind) {
     case 2: return f(FormQ4_0{});
@@ -61,7 +61,7 @@ template <class F> void with_form(i64 kind, F f) {
   }
 }
 
-// The bytes of sixteen rows, as they lie here.
+// The bytes of sixteen rows in this layout.
 i64 packed_bytes(i64 kind, i64 width) {
   i64 bytes = 0;
   with_form(kind, [&](auto form) { bytes = width / form.per_block * form.bytes; });
@@ -73,7 +73,7 @@ constexpr Octet CODES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166
 constexpr Octet LOW_CODES[16] = {1, 8, 13, 15, 15, 13, 10, 6, 1, 13, 9, 6, 5, 5, 9, 1};
 constexpr Octet HIGH_CODES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 11, 12, 13, 15};
 
-// One block of a row, as a file has it, in whole numbers.
+// A block of a row in a file, as whole numbers.
 struct Unpacked {
   Octet q[256], scales[16], minima[16];
   Half d, m;
@@ -118,7 +118,7 @@ void unpack_scales(const Octet* from, Unpacked& to) {
 
 template <class F> void unpack_k(const Octet* from, Unpacked& to) {
   to.d = half_at(from);
-  to.m = half_at(from + 2) ^ 0x8000;  // subtracted in the file
+  to.m = half_at(from + 2) ^ 0x8000;  // the file's is subtracted
   unpack_scales(from + 4, to);
   const Octet *high = from + 16, *low = high + (F::bits == 5 ? 32 : 0);
   for (int group = 0; group < 4; group++) nibbles(low + 32 * group, 32, to.q + 64 * group);
@@ -178,11 +178,11 @@ float widen_half(Half half) {
     return number;
   };
   const std::uint32_t bits = half & 0x7fff, sign = half & 0x8000;
-  if (bits >= 0x7c00) return as_float(bits << 13 | 0x7f800000 | sign << 16);  // infinite, or no number
+  if (bits >= 0x7c00) return as_float(bits << 13 | 0x7f800000 | sign << 16);  // infinity or NaN
   return as_float(bits << 13) * (sign ? -0x1p112f : 0x1p112f);
 }
 
-// The nearest float16 towards zero; infinite where there is none.
+// The nearest float16 towards zero; infinity if there is none.
 Half narrow_half(float number) {
   std::uint32_t bits;
   const float small = std::abs(number) * 0x1p-112f;
@@ -190,7 +190,7 @@ Half narrow_half(float number) {
   return std::min<std::uint32_t>(bits >> 13, 0x7c00) | (number < 0 ? 0x8000 : 0);
 }
 
-// Row i of blocks as a file has them, in numbers.
+// Row i of a file's blocks, as numbers.
 template <class T> void widen_row(i64 kind, const Octet* from, i64 i, i64 width, T* to) {
   with_form(kind, [&](auto form) {
     using F = decltype(form);
@@ -214,7 +214,7 @@ template <class T> void widen_row(i64 kind, const Octet* from, i64 i, i64 width,
   });
 }
 
-// Puts a block of a row among its sixteen.
+// Puts a block of a row beside those of the other fifteen rows.
 template <class F> void place(const Unpacked& from, int row, Octet* to) {
   std::memcpy(to + 2 * row, &from.d, 2);
   if (F::shifted) std::memcpy(to + 2 * LANES + 2 * row, &from.m, 2);
@@ -238,7 +238,7 @@ template <class F> void place(const Unpacked& from, int row, Octet* to) {
   }
 }
 
-// Sixteen rows of blocks; where there are fewer, the last one again.
+// Puts sixteen rows of blocks side by side; if there are fewer, the last one is repeated.
 template <class F> void repack(F form, const Octet* from, i64 row_bytes, i64 rows, i64 width, Octet* to) {
   Unpacked block;
   for (i64 i = 0; i < width / F::per_block; i++, to += F::bytes)
@@ -248,13 +248,13 @@ template <class F> void repack(F form, const Octet* from, i64 row_bytes, i64 row
     }
 }
 
-// 32 numbers of a token in eight bits, what 1 is worth in them, and their sum: all, and each half.
+// 32 numbers of a token in eight bits, their scale, and their sum: of all, and of each half.
 struct alignas(16) Portion {
   std::uint32_t words[8];  // of four numbers
   float scale, sum, halves[2];
 };
 
-// 32 whole numbers in bytes.
+// Stores 32 whole numbers as bytes.
 inline void put_bytes(const Register* from, std::uint32_t* to) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   auto whole = [&](int i) { return (__m256i)__builtin_convertvector(from[i], RegisterInts); };
@@ -270,7 +270,7 @@ inline void put_bytes(const Register* from, std::uint32_t* to) {
 #endif
 }
 
-// Of many tokens, the m-th: [width / 32, tokens].
+// Rounds the m-th of some tokens, which lie as [width / 32, tokens].
 template <class T> void round_token(const T* from, i64 width, i64 m, i64 tokens, Portion* to) {
   constexpr int count = 32 / WIDE;
   for (i64 k = 0; k < width; k += 32) {
@@ -300,8 +300,8 @@ template <class T> void round_token(const T* from, i64 width, i64 m, i64 tokens,
 #define DOTS_OF_TWO 1
 #endif
 
-// Four bytes of each row, and how many registers hold a part's: eight bits are two times four where sums of two
-// products have sixteen.
+// How many registers, with four bytes of each row, hold a part. Numbers of eight bits are split into two of four bits
+// if an instruction sums two products in sixteen bits.
 #ifdef DOTS_OF_TWO
 template <class F> constexpr int REGISTERS = F::bits == 8 || F::coded ? 2 * F::planes : F::planes;
 #else
@@ -330,7 +330,7 @@ inline RegisterWords looked_up(const Octet* table, RegisterWords places) {
 #endif
 }
 
-// Whole numbers of a part of WIDE rows.
+// The whole numbers q of a part of WIDE rows.
 template <class F> inline __attribute__((always_inline)) void numbers_of(const Octet* from, RegisterWords* q) {
   constexpr std::uint32_t nibble = 0x0f0f0f0f;
   if (F::bits == 8) {
@@ -362,7 +362,7 @@ template <class F> inline __attribute__((always_inline)) void numbers_of(const O
   }
 }
 
-// Products of a part of WIDE rows with a token's.
+// Products of a part of WIDE rows with that part of a token.
 template <class F> inline __attribute__((always_inline)) RegisterInts dot_of(const RegisterWords* q, const std::uint32_t* x) {
 #if defined(DOTS_OF_FOUR)
   __m512i sum[2] = {};
@@ -371,7 +371,7 @@ template <class F> inline __attribute__((always_inline)) RegisterInts dot_of(con
     sum[i % 2] = _mm512_dpbusd_epi32(sum[i % 2], (__m512i)q[i], _mm512_set1_epi32(x[i]));
   return (RegisterInts)_mm512_add_epi32(sum[0], sum[1]);
 #elif defined(DOTS_OF_TWO)
-  constexpr int together = F::bits == 6 ? 2 : F::bits == 5 ? 4 : F::planes;  // that fit into sixteen bits
+  constexpr int together = F::bits == 6 ? 2 : F::bits == 5 ? 4 : F::planes;  // sums that fit into sixteen bits
   RegisterInts sum{};
 #pragma GCC unroll 8
   for (int i = 0; i < REGISTERS<F>; i += together) {
@@ -417,7 +417,7 @@ Register halves_at(const Octet* from) {
 #endif
 }
 
-// A byte of each row, with a sign or without one.
+// A byte of each row, signed or not.
 template <bool SIGNED> Register octets_at(const Octet* from) {
 #if defined(__AVX512F__)
   const __m128i few = _mm_loadu_si128((const __m128i*)from);
@@ -434,7 +434,7 @@ template <bool SIGNED> Register octets_at(const Octet* from) {
 
 constexpr i64 FETCHED_AHEAD = 4096;  // bytes between the weights in use and those being fetched
 
-// out[m][j] = x[m] . w[j] of sixteen rows, whose weights begin at `w`.
+// out[m][j] = x[m] . w[j] for sixteen rows, whose weights begin at `w`.
 template <class F> void times_packed(F, const Octet* w, i64 width, const Portion* x, i64 tokens, float* out) {
   std::fill_n(out, tokens * LANES, 0.0f);
   for (i64 k = 0; k < width; k += F::per_block, w += F::bytes)

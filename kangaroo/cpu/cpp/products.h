@@ -1,10 +1,9 @@
 // Matrix products of a few tokens with weights that are streamed from memory, each weight once.
 //
-// A block is sixteen rows of weights, which lie one after another. Its rows are multiplied in their order,
-// a few at a time, while what lies ahead of them in that order is fetched: side by side, many rows
-// confuse the processor's own prefetching. Where tokens are too long for the first-level cache, so are their
-// parts with the same parts of all rows, and then the next ones. The sums of a row and a token are taken in
-// the same order whatever the number of tokens.
+// A block is sixteen consecutive rows of weights. Its rows are multiplied in their order, a few at a time, while what
+// lies ahead of them is fetched: many rows side by side would confuse the processor's own prefetching. If tokens are
+// too long for the first-level cache, a part of each token is multiplied with that part of all rows, then the next
+// part. The sums of a row and a token are taken in the same order, whatever the number of tokens.
 
 #pragma once
 
@@ -21,7 +20,7 @@
 
 namespace {
 
-// Products of bfloat16 in registers and no matrix unit; Zen 5 has `avxvnni` too.
+// Processors with instructions for bfloat16 and no matrix unit; of these Zen 5 has AVX-VNNI, too.
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 #ifdef __AVXVNNI__
 constexpr bool ZEN_4 = false, ZEN_5 = true;
@@ -31,39 +30,39 @@ constexpr bool ZEN_4 = true, ZEN_5 = false;
 #else
 constexpr bool ZEN_4 = false, ZEN_5 = false;
 #endif
-// Tokens that share one reading of a weight, as registers allow; how many are one group where memory takes the time
-// anyway; and how many are multiplied at least, the last one again and again, unless it is one alone: on Zen 4 two or
-// three take up to a fifth longer than four, wherever and however early their weights are fetched.
+// How many tokens share one reading of a weight, as registers allow; how many are a group if memory takes the time
+// anyway; and how many are multiplied at least, unless there is only one: on Zen 4 two or three tokens take up to a
+// fifth longer than four, however their weights are fetched, so others are multiplied and dropped.
 constexpr int GROUP = WIDE < 16 ? 5 : PARTS == 1 ? 8 : 12, ALONE = WIDE == 16 ? 12 : 6, FEWEST = ZEN_4 ? 4 : 2;
 // Bytes between the weight in use and the one being fetched, for one token and for several; and the cache that it is
-// fetched into, 3 being the first level and 2 the second. With the second, eight tokens take half as long on Zen 4, and
-// a twentieth less on Intel.
+// fetched into (3 is the first level, 2 the second). With the second level, eight tokens take half as long on Zen 4,
+// and a twentieth less on Intel.
 constexpr i64 AHEAD_OF_ONE = ZEN_4 ? 2048 : 8192;
 constexpr int CLOSE = WIDE < 16 || ZEN_5 ? 3 : 2;
 constexpr i64 AHEAD = 8192;
-// How what lies ahead is fetched: not at all; so that it stays in the last-level cache; or past that, where it
-// does not fit and would push out what is read again soon. Measured on Zen 5 alone.
+// How weights ahead are fetched: not at all; so that they stay in the last-level cache; or past that cache, if they do
+// not fit and would push out what is read again soon. Measured on Zen 5 alone.
 enum class Prefetch { none, to_stay, passing };
 constexpr bool CAN_PASS = ZEN_5;
-// Bytes of all tokens that are multiplied with a part of each row of a block: they stay in the first-level cache.
+// Bytes of all tokens together that are multiplied with a part of each row: they stay in the first-level cache.
 constexpr i64 CLOSE_BY = 32768;
-constexpr i64 PART = 288;  // numbers of a row of which 32 rows and 32 tokens fit into the first-level cache
+constexpr i64 PART = 288;  // numbers: so many of 32 rows and 32 tokens fit into the first-level cache
 
 // Tokens one after another.
 template <class T> struct Matrix {
   const T* data;
   i64 rows, width;
-  const float* scales = nullptr;  // of the rows, where numbers are of sixteen bits
+  const float* scales = nullptr;  // of the rows, if numbers have sixteen bits
   const T* row(i64 i) const { return data + i * width; }
 };
 
 i64 blocks(i64 rows) { return (rows + LANES - 1) / LANES; }
 
-// What weights are: numbers as states are; bytes, with a scale for each row; or, by GGUF's number, packed (packed.h).
+// Kinds of weights: numbers like those of states; bytes, with a scale for each row; or packed, by GGUF's number.
 constexpr i64 PLAIN = 0, IN_BYTES = 1;
 template <class T> constexpr bool TAKES_BYTES = BYTES && std::is_same_v<T, bf16>;
 
-// Weights, rows one after another unless they are packed.
+// Weights, row after row unless they are packed.
 struct Weights {
   const void* data;
   i64 kind, rows, width;
@@ -72,20 +71,21 @@ struct Weights {
 
   template <class T> const T* row(i64 i) const { return (const T*)data + std::min(i, rows - 1) * width; }
 
-  // Where the block of row n begins, of states T.
+  // Where the block of row n begins; T is the format of states.
   template <class T> const char* block(i64 n) const {
     if (kind == PLAIN) return (const char*)((const T*)data + n * width);
     return (const char*)data + (kind == IN_BYTES ? n * width : n / LANES * packed_bytes(kind, width));
   }
 };
 
-// One block of weights, and where this thread reads on after it, if anywhere.
+// A block of weights, and where this thread reads on after it, if anywhere.
 struct Block {
   const Weights* w;
   i64 n;  // its first row
   const char* next = nullptr;
 
-  // Numbers k to `last` of row i, counted on where there are no more rows: in the next numbers, or in the next block.
+  // Where the numbers from k to `last` of row i lie. Beyond the last row these are the next numbers of the first rows,
+  // or the next block.
   template <class T> const char* ahead(i64 i, i64 k, i64 last) const {
     const T *own = (const T*)w->data + n * w->width, *from = own;
     if (i >= LANES) i -= LANES, from = last < w->width ? own : (const T*)next, k = last < w->width ? last : 0;
@@ -95,7 +95,7 @@ struct Block {
 
 template <class T> using Number = typename Vector<T>::Number;
 
-// The part of some tokens' products with some rows that starts at k, of whose weights `count` are left.
+// Adds a step of some tokens' products with some rows: the numbers from k on, of which `count` are left.
 template <class T, int tokens, int beside>
 inline __attribute__((always_inline)) void step(const Number<T>* const* x, const T* const* w, i64 k, i64 count,
                                                 typename Vector<T>::Sum (&sum)[tokens][beside]) {
@@ -118,28 +118,28 @@ inline __attribute__((always_inline)) void step(const Number<T>* const* x, const
   }
 }
 
-// Rows that are multiplied side by side: enough sums that none waits for the one before, in registers. Where these
-// multiply bfloat16, up to four tokens are quicker with one row.
+// How many rows are multiplied side by side: so many that no sum waits for the one before, and all are in registers.
+// With instructions for bfloat16, up to four tokens are quicker with one row.
 constexpr int rows_beside(int tokens) {
   if (WIDE == 16) return tokens <= (PARTS == 1 ? 4 : 1) ? 1 : 2;
   return tokens <= 2 ? 4 : 2;
 }
 
-// The numbers of equal parts of a row, which is whole where `most` numbers are enough for it. Sums are put by after
-// each part, and weights pass through the cache meanwhile: parts are half as large as a whole row may be.
+// The numbers of each of a row's equal parts; a row of at most `most` numbers is one part. Otherwise parts are half as
+// long as a whole row may be, since sums are stored after each part and weights pass through the cache meanwhile.
 inline i64 part_size(i64 width, i64 most, i64 of_register) {
   const i64 parts = width <= most ? 1 : (2 * width + most - 1) / most;
   return ((width + parts - 1) / parts + of_register - 1) / of_register * of_register;
 }
 
-// out[i][j] = x[m + i] . w[n + j], for the first `wanted` tokens
+// out[i][j] = x[m + i] . w[n + j], for the first `wanted` tokens.
 template <class T, int tokens, Prefetch fetch>
-void times(const Matrix<Number<T>>& x, i64 m, const Block& block, float* out, int wanted = tokens) {
+void times(const Matrix<Number<T>>& x, i64 m, const Block& block, float* out, int wanted) {
   using V = Vector<T>;
   constexpr int beside = rows_beside(tokens);
   constexpr i64 most = CLOSE_BY / sizeof(Number<T>) / tokens;
   const i64 width = block.w->width, part = part_size(width, most, V::width);
-  // Between the row in use and the one being fetched.
+  // Rows between the one in use and the one being fetched.
   const i64 rows = std::max<i64>(1, (tokens == 1 ? AHEAD_OF_ONE : AHEAD) / i64(part * sizeof(T)) / beside) * beside;
   const Number<T>* from_x[tokens];
   const T* from_w[beside];
@@ -182,27 +182,16 @@ void times(const Matrix<Number<T>>& x, i64 m, const Block& block, float* out, in
     }
 }
 
-template <class T, Prefetch fetch>
+// The same for `count` tokens, which become a constant.
+template <class T, Prefetch fetch, int tokens = 1>
 void times_group(const Matrix<Number<T>>& x, i64 m, i64 count, const Block& block, float* out) {
-  constexpr int most = fetch == Prefetch::none ? GROUP : ALONE;
-  switch (count) {
-    case 1: return times<T, 1, fetch>(x, m, block, out);
-    case 2: return times<T, std::max(2, FEWEST), fetch>(x, m, block, out, 2);
-    case 3: return times<T, std::max(3, FEWEST), fetch>(x, m, block, out, 3);
-    case 4: return times<T, 4, fetch>(x, m, block, out);
-    case 5: return times<T, 5, fetch>(x, m, block, out);
-    case 6: return times<T, std::min(6, most), fetch>(x, m, block, out);
-    case 7: return times<T, std::min(7, most), fetch>(x, m, block, out);
-    case 8: return times<T, std::min(8, most), fetch>(x, m, block, out);
-    case 9: return times<T, std::min(9, most), fetch>(x, m, block, out);
-    case 10: return times<T, std::min(10, most), fetch>(x, m, block, out);
-    case 11: return times<T, std::min(11, most), fetch>(x, m, block, out);
-    default: return times<T, most, fetch>(x, m, block, out);
-  }
+  if constexpr (tokens < (fetch == Prefetch::none ? GROUP : ALONE))
+    if (count > tokens) return times_group<T, fetch, tokens + 1>(x, m, count, block, out);
+  times<T, tokens == 1 ? 1 : std::max(tokens, FEWEST), fetch>(x, m, block, out, tokens);
 }
 
-// Some tokens as products read them; what is null is not read. For plain weights: in numbers for vectors, each padded
-// to whole ones, for tiles with 16 tokens side by side, or turned. For bytes in sixteen bits, for blocks in eight.
+// Tokens as products read them; what is null is not read. For plain weights: padded numbers for vectors, 16 tokens side
+// by side for tiles, or turned. For bytes in sixteen bits, for blocks in eight.
 template <class T> struct Input {
   i64 rows, width;
   Matrix<Number<T>> x{};
@@ -211,9 +200,9 @@ template <class T> struct Input {
   Matrix<Short> shorts{};
   const Portion* portions = nullptr;  // [width / 32, tokens]
 };
-using Rooms = std::vector<Words>[3];  // of these forms
+using Rooms = std::vector<Words>[3];  // memory for these forms
 
-// Each token with whole pairs of registers, zeros after its last number.
+// Each token padded with zeros to whole pairs of registers.
 Matrix<float> widened(const Matrix<bf16>& x, std::vector<Words>& room) {
   constexpr i64 both = 2 * WIDE;
   const i64 width = (x.width + both - 1) / both * both;
@@ -229,8 +218,8 @@ Matrix<float> widened(const Matrix<bf16>& x, std::vector<Words>& room) {
   return {(const float*)room.data(), x.rows, width};
 }
 
-// Each token from the beginning of a cache line on: it is read for every few rows of weights, and a register that
-// lies in two lines takes two readings.
+// Each token at the beginning of a cache line: tokens are read for every few rows of weights, and a register that lies
+// in two lines takes two reads.
 template <class T> Matrix<T> lined_up(const Matrix<T>& x, std::vector<Words>& room) {
   constexpr i64 line = sizeof(Words) / sizeof(T);
   const i64 lines = (x.width + line - 1) / line;
@@ -242,10 +231,10 @@ template <class T> Matrix<T> lined_up(const Matrix<T>& x, std::vector<Words>& ro
 
 constexpr float NO_FRACTION = 12582912.0f;  // 1.5 * 2^23, which rounds what it is added to
 
-// The steps of a token's largest number in sixteen bits: as many as leave sums with bytes whole numbers of 32 bits.
+// The steps of a token's largest number in sixteen bits: so many that sums of products with bytes fit into 32 bits.
 inline i64 most_steps(i64 width) { return std::min<i64>(0x7fff, 0x7fffffff / (127 * width)); }
 
-// Tokens in sixteen bits, each by its largest number.
+// Tokens in sixteen bits, each scaled by its largest number.
 template <class T> Matrix<Short> rounded(const Matrix<T>& x, std::vector<Words>& room) {
   constexpr i64 line = sizeof(Words) / sizeof(Short);
   const i64 lines = (x.width + line - 1) / line;
@@ -270,7 +259,7 @@ template <class T> Matrix<Short> rounded(const Matrix<T>& x, std::vector<Words>&
   return {(const Short*)room.data(), x.rows, lines * line, scales};
 }
 
-// Whether tokens are so many that it pays to turn them, and the rows.
+// Whether there are so many tokens that it pays to turn them and the rows.
 template <class T> bool takes_turned(const Matrix<T>& x) {
   const i64 enough = x.width < WIDE_ROW ? TURNED_FROM : WIDE_TURNED_FROM;
   return TURNS && std::is_same_v<T, bf16> && x.rows >= enough && x.width % 32 == 0;
@@ -278,7 +267,7 @@ template <class T> bool takes_turned(const Matrix<T>& x) {
 
 i64 turned_words(i64 rows, i64 width) { return (rows + TURNED_GROUP - 1) / TURNED_GROUP * OF_GROUP * width / 32; }
 
-// Some tokens of them, whole groups; `to` has room for all.
+// Turns some of the tokens, whole groups; `to` has room for all.
 template <class T> void turn(const Matrix<T>& x, Part tokens, Words* to) {
   const i64 groups = (x.rows + TURNED_GROUP - 1) / TURNED_GROUP;
   turn_tokens([&](i64 m) { return x.row(m); }, tokens, groups, x.width, (std::uint32_t*)to);
@@ -286,7 +275,7 @@ template <class T> void turn(const Matrix<T>& x, Part tokens, Words* to) {
 
 template <class T> bool takes_tiles(i64 width) { return has_tiles<T>() && width % 32 == 0; }
 
-// Sixteen tokens side by side, a word being two numbers; zeros where there is none.
+// Sixteen tokens side by side, a word being two numbers; padded with zeros.
 template <class T> void side_by_side(const Matrix<T>& x, i64 group, Words* to) {
   const i64 count = std::min<i64>(LANES, x.rows - group * LANES);
   for (i64 k = 0; k < x.width / 2; k += LANES) {
@@ -297,7 +286,7 @@ template <class T> void side_by_side(const Matrix<T>& x, i64 group, Words* to) {
   }
 }
 
-// The kinds of some matrices that multiply the same tokens.
+// The kinds of matrices that multiply the same tokens.
 struct Kinds {
   bool plain = false, bytes = false, packed = false;
   Kinds(std::initializer_list<i64> kinds) {
@@ -305,7 +294,7 @@ struct Kinds {
   }
 };
 
-// For plain weights.
+// Tokens for plain weights.
 template <class T> void numbers_for(const Matrix<T>& x, Input<T>& in, std::vector<Words>& room) {
   if (takes_turned(x)) {
     room.resize(turned_words(x.rows, x.width));
@@ -341,11 +330,11 @@ template <class T> Input<T> input(const Matrix<T>& x, const Kinds& kinds, Rooms&
   return in;
 }
 
-// out[m][j] = x[m] . w[n + j] for all rows of x; the first group of tokens fetches ahead, the others find
-// the block in the cache.
+// out[m][j] = x[m] . w[n + j] for all rows of x. The first group of tokens fetches ahead; the others find the block in
+// the cache.
 template <class T> void by_vectors(const Matrix<Number<T>>& x, const Block& block, float* out) {
   const i64 rows = x.rows, groups = rows <= ALONE ? 1 : (rows + GROUP - 1) / GROUP;
-  // of short registers, one token left alone takes two thirds of the time of four
+  // with short registers a single last token would take two thirds of the time of four
   const i64 size = groups == 1 || WIDE == 16 ? (rows + groups - 1) / groups : GROUP;
   if (CAN_PASS && block.w->passing && groups == 1)
     return times_group<T, CAN_PASS ? Prefetch::passing : Prefetch::to_stay>(x, 0, rows, block, out);
@@ -354,12 +343,11 @@ template <class T> void by_vectors(const Matrix<Number<T>>& x, const Block& bloc
     times_group<T, Prefetch::none>(x, m, std::min(size, rows - m), block, out + m * LANES);
 }
 
-// Whether sixteen rows begin in as many sets of a first-level cache of 64 sets. Others push each other out of it.
+// Whether sixteen rows begin in different sets of a first-level cache with 64 sets. If not, they push each other out.
 bool stays_close(i64 width) { return 64 / std::gcd(width / 32, i64(64)) >= LANES; }
 
-// Products of one or two blocks by tiles. Where there are many tokens, rows are multiplied in parts, so that a part
-// of a block stays in the first-level cache for all tokens; and what comes next is fetched evenly over all of them,
-// since memory gives a line at a time.
+// Products of one or two blocks by tiles. For many tokens rows are multiplied in parts, so that a part of a block stays
+// in the first-level cache for all tokens, and the next block is fetched evenly meanwhile.
 //   sums: [pairs of groups, blocks, groups of the pair, 16 rows, 16 tokens]
 template <class T, int count> void sum_tiles(const Input<T>& in, const Block* block, Floats* sums) {
   const i64 width = in.width, rows = in.rows;
@@ -380,7 +368,7 @@ template <class T, int count> void sum_tiles(const Input<T>& in, const Block* bl
   }
 }
 
-// Where the sums of one of `count` blocks with the sixteen tokens from m on begin.
+// Where the sums of one of `count` blocks with sixteen tokens, from m on, begin.
 i64 sums_at(i64 count, i64 m, i64 rows, i64 block) {
   i64 pair = m / (2 * LANES) * 2 * LANES, groups = pair + LANES < rows ? 2 : 1;
   return pair * count + block * groups * LANES + (m - pair);
@@ -399,21 +387,21 @@ void by_tiles(const Input<T>& in, const Block* block, Floats* sums, float* out) 
     }
 }
 
-struct Room {  // of the sums of two blocks, and of turned rows, kept from one to the next
+struct Room {  // memory for the sums of two blocks and for turned rows, kept for the next blocks
   std::vector<float> out;
   std::vector<Floats> sums;
   std::vector<Words> rows;
   void hold(i64 size, i64 width) {
-    const i64 words = width + width / 8;  // two turned blocks, and their numbers of a place
+    const i64 words = width + width / 8;  // two turned blocks, and their numbers at a place
     if (i64(rows.size()) < words) rows.resize(words);
     if (i64(out.size()) >= size) return;
     out.resize(size);
-    sums.resize(4 * (size / LANES + 2 * LANES));  // four times as many wait where rows are turned
+    sums.resize(4 * (size / LANES + 2 * LANES));  // of turned rows four times as many wait
   }
 };
 
-// The same for one or two blocks that are turned first, while those after them are fetched. Place by place, so that
-// the rows' numbers of a place stay close by for all tokens.
+// The same for one or two blocks that are turned first, while those after them are fetched. It goes place by place, so
+// that the rows' numbers at a place stay in the cache for all tokens.
 template <int count, class T> void by_turned(const Input<T>& in, const Block* block, Room& room, float* out) {
   const i64 width = in.width, steps = width / 32, groups = (in.rows + TURNED_GROUP - 1) / TURNED_GROUP;
   Words* rows = room.rows.data();
@@ -440,14 +428,14 @@ template <int count, class T> void by_turned(const Input<T>& in, const Block* bl
   }
 }
 
-// Where block i begins, or what this thread reads on at after the last one; null beyond.
+// Where block i begins, or where this thread reads on after the last block; null beyond.
 template <class T, class BlockOf> const char* start_of(i64 i, i64 last, BlockOf block_of, const char* after) {
   if (i >= last) return i == last ? after : nullptr;
   const Block block = block_of(i);
   return block.w->block<T>(block.n);
 }
 
-// Products of all tokens with one block that is not plain.
+// Products of all tokens with a block that is not plain.
 template <class T> void by_kind(const Input<T>& in, const Block& block, float* out) {
   if constexpr (TAKES_BYTES<T>)
     if (block.w->kind == IN_BYTES) return by_vectors<Byte>(in.shorts, block, out);
@@ -457,9 +445,9 @@ template <class T> void by_kind(const Input<T>& in, const Block& block, float* o
   });
 }
 
-// Products of all tokens with one or two blocks, of which `block_of(i)` tells the i-th, though not what follows it:
-// after its share, this thread reads on at `after`.
-//   store(i, sums): of block i, [M, 16]; those of the block before it lie before them, if there is one.
+// Products of all tokens with one or two blocks. `block_of(i)` is the i-th, without `next`; after its share this thread
+// reads on at `after`.
+//   store(i, sums): sums of block i, [M, 16]; of two blocks those of the first lie before those of the second.
 template <class T, class BlockOf, class Store>
 void products(const Input<T>& in, const Item& item, BlockOf block_of, const char* after, Room& room, Store store) {
   const i64 size = in.rows * LANES, i = item.first, count = item.last - i;
@@ -472,7 +460,7 @@ void products(const Input<T>& in, const Item& item, BlockOf block_of, const char
   auto read_on = [&](i64 ahead) {
     for (i64 b = 0; b < count; b++) block[b].next = start_of<T>(i + ahead + b, item.end, block_of, after);
   };
-  // what arithmetic takes is less for two blocks together, what memory takes is less for one by one
+  // two blocks together save arithmetic, one by one they save memory
   if (count == 2 && turned(0) && turned(1)) {
     read_on(2);
     by_turned<2>(in, block, room, out);

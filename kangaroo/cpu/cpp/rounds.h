@@ -1,4 +1,4 @@
-// Rounds of speculative decoding on plain arrays: a draft is one call, a verification is one.
+// Rounds of speculative decoding on arrays: one call drafts, another verifies.
 
 #pragma once
 
@@ -6,15 +6,16 @@
 
 namespace {
 
-// Which nodes of a tree are verified: the n-th likeliest has to be likelier than worth[n] says; `nodes` at most.
+// Which nodes of a tree are verified: as many of the likeliest as maximise the sum of chance minus worth[n]; at most
+// `nodes`.
 struct Pruning {
   i64 nodes;
   const float* worth;
-  bool halves_leaves;  // the less likely half of the nodes without a child goes first, as in the paper
-  bool of_offered;     // of all children that were offered, in a level or not, from their embeddings on (EAGLE-2)
+  bool halves_leaves;  // drop the less likely half of the nodes without a child before, as in the paper
+  bool of_offered;     // of all children that were offered, in a level or not, and without their states (EAGLE-2)
 };
 
-// A child of a node of a row, and which node it is, 0 if it is in no level.
+// A child of a node; `node` is its own number, 0 if it is in no level.
 struct Child {
   float chance;
   i64 parent, token, node;
@@ -25,9 +26,9 @@ template <class T> class Round {
   Round(const Target<T>& target, const Drafting<T>* drafting, Rows<T>& rows)
       : t(target), d(drafting), r(rows), D(target.sizes.hidden), zeros(D) {}
 
-  // The chains of the rows that ask grow by up to `steps` tokens, until the confidence in one is no more
-  // than the threshold, or the product of those in the first n no more than the row's least[n]. A token that
-  // is a node already, of another source, is not a second one.
+  // Chains of the rows that ask grow by up to `steps` tokens, until the confidence in one falls to the threshold, or
+  // the product of those in the first n to the row's least[n]. A token that is a node already, of another source, is
+  // not added again.
   void draft(i64 steps, float threshold, const float* least) {
     std::vector<i64> active;
     std::vector<float> gain(r.batch, 1.0f);
@@ -53,7 +54,7 @@ template <class T> class Round {
     }
   }
 
-  // The same of rows without a chain, by one pass of the drafting layer.
+  // The same for rows without a chain, by one pass of the drafting layer.
   void draft_block(const Places<T>& p, i64 steps, float threshold, const float* least) {
     std::vector<i64> active, firsts;
     std::vector<T> before;
@@ -75,7 +76,7 @@ template <class T> class Round {
     fuse(before);
     pass.run(t.sizes, d->stack, t, d->norm);
     i64 width = d->head.outputs, rows = active.size();
-    for (i64 i = 0; i < rows; i++)  // the places alone, side by side
+    for (i64 i = 0; i < rows; i++)  // leaves the places alone, one after another
       std::copy_n(pass.x.data() + firsts[i] * D, steps * D, pass.x.data() + i * steps * D);
     std::vector<float> logits(rows * steps * width), near(width);
     read_out(t.sizes, d->head, pass.x.data(), rows * steps, logits.data());
@@ -100,11 +101,11 @@ template <class T> class Round {
     }
   }
 
-  // A tree below the pending token of each row that asks. Each level is the likeliest continuations of the one
-  // before, `width` of them, until the likeliest is no likelier than the threshold, or than the row's least[levels].
+  // A tree below the pending token of each row that asks. Each level has the `width` likeliest continuations of the one
+  // before, until the likeliest falls to the threshold or to the row's least[levels].
   void draft_trees(i64 steps, i64 width, float threshold, const float* least, const Pruning& pruning) {
     std::vector<RowNode> level;
-    std::vector<float> chances(r.batch * r.capacity, 1.0f);  // that a node's whole path is right
+    std::vector<float> chances(r.batch * r.capacity, 1.0f);  // of nodes: that the whole path is right
     std::vector<std::vector<Child>> offered(r.batch);
     for (i64 row = 0; row < r.batch; row++)
       if (r.count[row] && r.asking[row] && least[row * steps] < 1) level.push_back({row, 0});
@@ -129,7 +130,7 @@ template <class T> class Round {
     }
   }
 
-  // What the target writes after each node; the longest path that it would have written itself.
+  // Finds what the target writes after each node, and the longest path that it would have written itself.
   void verify() {
     if (drafts_in_bytes()) forget_states();
     find_states(false);
@@ -165,14 +166,14 @@ template <class T> class Round {
 
   bool reads_deep() const { return d && d->n_taps; }
 
-  // Whether states that were found while drafting are not quite the target's.
+  // Whether states found while drafting are rounded, and so not the target's.
   bool drafts_in_bytes() const { return d && d->shallow.count; }
 
   void forget_states() {
     for (i64 row = 0; row < r.batch; row++) std::fill_n(r.has_state + r.at(row, 0), r.count[row], 0);
   }
 
-  // States of the nodes that have none yet, by the layers below the exit.
+  // Finds the states of nodes that have none yet, by the layers below the exit.
   void find_states(bool drafting = true) {
     if (!r.keeps_states()) return;
     clear();
@@ -189,7 +190,7 @@ template <class T> class Round {
       std::copy_n(pass.x.data() + m * D, D, r.state(pass.rows[m], pass.nodes[m]));
   }
 
-  // What the drafting layer would write after these nodes, those of a row side by side: so many choices.
+  // As many choices of the drafting layer as are wanted, after each of these nodes; those of a row stand together.
   std::vector<Choice> grade(const std::vector<RowNode>& nodes, i64 wanted) {
     clear(d->unseen);
     std::vector<i64> last;
@@ -203,16 +204,17 @@ template <class T> class Round {
     }
     fuse(before);
     pass.run(t.sizes, d->stack, t, d->norm);
-    for (i64 i = 0; i < i64(last.size()); i++) {  // these alone, side by side
+    for (i64 i = 0; i < i64(last.size()); i++) {  // leaves these nodes alone, one after another
       std::copy_n(pass.x.data() + last[i] * D, D, pass.x.data() + i * D);
       if (reads_deep()) std::copy_n(pass.x.data() + i * D, D, r.made_at(nodes[i].row, nodes[i].node));
       pass.rows[i] = pass.rows[last[i]];
       pass.angles[i] = pass.angles[last[i]];
     }
-    return chosen(d->head, pass.x.data(), last.size(), std::min(wanted, d->head.outputs), false);
+    find_logits(d->head, pass.x.data(), last.size());
+    return choices_of(d->head, last.size(), std::min(wanted, d->head.outputs), false);
   }
 
-  // What the drafting layer reads of the pass' tokens, with the deep states before them, if it reads such.
+  // Joins the states of the pass with the deep states before them, if the drafting layer reads such.
   void fuse(std::vector<T>& before) {
     if (!reads_deep()) return;
     const i64 total = pass.rows.size();
@@ -221,7 +223,7 @@ template <class T> class Round {
     pass.x.swap(before);
   }
 
-  // Adds the likeliest children of some nodes of a row, the likeliest first, and to `offered` all of them.
+  // Adds the likeliest children of some nodes of a row as nodes, the likeliest first, and all children to `offered`.
   void grow(const RowNode* parents, const Choice* choices, i64 count, i64 width, float* chances,
             std::vector<Child>& offered) {
     const i64 known = offered.size();
@@ -241,11 +243,11 @@ template <class T> class Round {
     }
   }
 
-  // Leaves of a row's tree the likeliest nodes, as many as are worth most: no parent is less likely than its child.
+  // Prunes a row's tree to its likeliest nodes, as many as are worth most. No parent is less likely than its child.
   void prune(i64 row, const float* chances, const Pruning& pruning) {
     std::vector<i64> order = candidates(row, chances, pruning.halves_leaves);
     keep_worthy(order, pruning, [&](i64 node) { return chances[node]; });
-    std::vector<i64> number(r.count[row], 0);  // that a node has from now on
+    std::vector<i64> number(r.count[row], 0);  // the new number of each node
     r.count[row] = 1;
     for (i64 node : order) {
       i64 from = r.at(row, node), to = r.at(row, number[node] = r.count[row]++);
@@ -256,7 +258,7 @@ template <class T> class Round {
     }
   }
 
-  // The same where all that was offered may be verified; its parents are in a level.
+  // The same if all children that were offered may be verified; their parents are in a level.
   void replace_by_best(i64 row, const std::vector<Child>& offered, const Pruning& pruning) {
     std::vector<i64> order(offered.size()), number(r.count[row], 0);
     std::iota(order.begin(), order.end(), 0);
@@ -268,7 +270,7 @@ template <class T> class Round {
     }
   }
 
-  // Leaves of an ascending order the likeliest, as many as are worth most.
+  // Cuts `order` to the likeliest ones, as many as are worth most, in ascending order.
   template <class ChanceOf> void keep_worthy(std::vector<i64>& order, const Pruning& pruning, ChanceOf chance_of) {
     std::stable_sort(order.begin(), order.end(), [&](i64 a, i64 b) { return chance_of(a) > chance_of(b); });
     i64 best = 0;
@@ -279,7 +281,7 @@ template <class T> class Round {
     std::sort(order.begin(), order.end());
   }
 
-  // The nodes beside the root, where it is asked for without the less likely half of those that have no child.
+  // The nodes without the root, and, if `halves_leaves`, without the less likely half of those that have no child.
   std::vector<i64> candidates(i64 row, const float* chances, bool halves_leaves) const {
     std::vector<i64> leaves, dropped;
     std::vector<bool> has_child(r.count[row]);
@@ -294,7 +296,7 @@ template <class T> class Round {
     return left;
   }
 
-  // What was not read lies just below `end`.
+  // Adds the tokens before `end` that the drafting layer has not read.
   void add_unread(i64 row, i64 end, std::vector<T>& before) {
     for (i64 position = end - r.unread[row]; position < end; position++) {
       pass.add_text(row, position);
@@ -319,7 +321,7 @@ template <class T> class Round {
 
   void append(std::vector<T>& to, const T* states, i64 count) { to.insert(to.end(), states, states + count * D); }
 
-  // What the target writes after each token of the pass.
+  // The target's choices after all tokens of the pass.
   std::vector<Choice> target_choices(i64 total) {
     bool by_limits = total > 0 && t.rough.pays(total) && !r.keep;
     std::vector<Noise> noises;
@@ -336,7 +338,7 @@ template <class T> class Round {
     return choices_of(t.head, total, 0, r.keep > 0);
   }
 
-  // Those that decide what is accepted. Nobody asks what follows a wrong token, and there many tokens are likely.
+  // The choices that decide what is accepted. What follows a wrong token does not matter, and there many are likely.
   std::vector<Choice> choices_on_path(const Candidates<T>& candidates) {
     std::vector<Choice> choices(candidates.tokens);
     std::vector<bool> is_right(candidates.tokens);
@@ -358,12 +360,7 @@ template <class T> class Round {
     read_out(t.sizes, head, x, total, logits.data());
   }
 
-  std::vector<Choice> chosen(const Head<T>& head, const T* x, i64 total, i64 graded, bool keeps) {
-    find_logits(head, x, total);
-    return choices_of(head, total, graded, keeps);
-  }
-
-  // By the logits of all tokens of the pass.
+  // Choices by `logits`, for the first `total` tokens of the pass.
   std::vector<Choice> choices_of(const Head<T>& head, i64 total, i64 graded, bool keeps) {
     const float* scores = logits.data();
     std::vector<Choice> choices(total);
@@ -375,7 +372,7 @@ template <class T> class Round {
     return choices;
   }
 
-  // With what the drafting layer reads of deep states, so many numbers a node.
+  // Walks by the choices, and keeps what is accepted: keys, states, and of each node's deep states so many `numbers`.
   void accept(i64 row, const Choice* choices, const T* deep, i64 numbers) {
     std::vector<T> on_path;
     i64 *written = r.written + row * r.capacity, depth = 0, node = 0;

@@ -1,8 +1,8 @@
-// What rounds work on: the target, a drafting layer, the nodes of all rows, and those gathered for one pass.
+// What rounds work on: the target, a drafting layer, the nodes of all rows, and tokens gathered for a pass.
 //
-// The nodes of row b are its pending token, node 0, and the drafted ones, each after its parent. The keys of
-// node i lie in slot base + place[i], and its state, the output of the layer below the exit, in row place[i]
-// of the states. Places ascend along a path, from 0. The text itself is below base.
+// The nodes of a row are its pending token, node 0, and the drafted tokens, each after its parent. The keys of node i
+// lie in slot base + place[i], and its state, the output of the layer below the exit, in row place[i] of the states.
+// Places ascend along a path, from 0. The text before the pending token is below base.
 
 #pragma once
 
@@ -11,15 +11,15 @@
 namespace {
 
 template <class T> struct Target {
-  const void* embedding;  // rows for tokens: numbers, or blocks as a file has them
+  const void* embedding;  // a row for each token: numbers, or blocks as a GGUF file has them
   i64 embedding_kind, vocabulary;
-  const T *cos, *sin;  // rows for positions
+  const T *cos, *sin;  // a row for each position
   Sizes sizes;
   Stack<T> stack;
   Head<T> head;
   Rough rough;  // null where there is none
 
-  // A row of a table over the tokens: a draft may hold any number, and what is no token is never accepted.
+  // The row of a table of tokens. Drafts may hold any number; one that is no token is never accepted.
   i64 row_of(i64 token) const { return std::min<std::uint64_t>(token, vocabulary - 1); }
 
   void embed(i64 token, T* to) const {
@@ -30,12 +30,12 @@ template <class T> struct Target {
 };
 
 // How a drafting layer reads the deep state of the token before: x + weight [norm(x), norm(before)]. Without a weight
-// both norms are what its queries, keys and values read, and its state goes on from the deep one.
+// its queries, keys and values read both norms side by side, and its residual connection carries the deep state.
 template <class T> struct Fusing {
   const T *shallow_norm, *deep_norm;  // [D]
   const void* weight;                 // [D, 2 D]
   i64 kind;
-  const float* scales;  // as of a head
+  const float* scales;  // as in a head
 
   // [total, 2 D]
   std::vector<T> pairs(const Sizes& s, const T* x, const T* before, i64 total) const {
@@ -64,23 +64,23 @@ template <class T> struct Fusing {
 };
 
 // A layer that drafts from the target's states at the exit, and with `fusing` from a deep state of the token before:
-// its own where that token is drafted, else a mix of the target's after so many layers as the `taps` say, or the only
-// one of these through the target's final norm.
+// its own if that token is drafted; otherwise a mix of the target's states at the `taps` (numbers of layers below), or
+// the only one of these after the target's final norm.
 template <class T> struct Drafting {
   const T* norm;
   T* deep;  // states of the text, [batch, n_slots, D]
   const i64* taps;
   i64 n_taps;
   const T* mix;  // [D, n_taps * D], or null
-  i64 unseen;    // how many of a text's first tokens no later one sees: slots of keys and values are counted from there
+  i64 unseen;    // how many first tokens of a text no later one sees; slots of keys and values are counted from there
   Stack<T> stack;
   Head<T> head;
-  Fusing<T> fusing;  // all null where it reads no deep states, and there are no taps
-  Stack<T> shallow;  // of bytes, the layers below the exit as drafts read them; without layers they read the target's
+  Fusing<T> fusing;  // null if it reads no deep states; then there are no taps
+  Stack<T> shallow;  // the layers below the exit in bytes, for drafts; without layers these read the target's
 
   T* deep_at(i64 row, i64 slot, i64 hidden) const { return deep + (row * stack.n_slots + slot) * hidden; }
 
-  // What the layer reads of `total` tokens' states, [total, n_taps * D], to [total, D].
+  // To [total, D], what the layer reads of `total` tokens' states, [total, n_taps * D].
   void keep_deep(const Target<T>& t, const T* states, i64 total, T* to) const {
     const i64 D = t.sizes.hidden;
     for (i64 m = 0; m < total && !mix; m++) rms_norm(states + m * D, t.head.norm, D, t.sizes.eps, to + m * D);
@@ -93,8 +93,8 @@ template <class T> struct Drafting {
   }
 };
 
-// What makes a whole draft of one pass: the n-th place reads the pending token's state plus places[n - 1], and a
-// token moves the logits of the place after it by table * neighbours[token].
+// How one pass makes a whole draft: the n-th place reads the pending token's state plus places[n - 1], and a token adds
+// table * neighbours[token] to the logits of the place after it.
 template <class T> struct Places {
   const T *places, *neighbours, *table;  // [N - 1, D], [V, rank], [outputs, rank]
   i64 rank;
@@ -102,32 +102,29 @@ template <class T> struct Places {
 
 template <class T> struct Rows {
   i64 batch, capacity, hidden, most_unread;
-  i64 exit;  // layers below this give the states that a drafter reads
-  // of each row: the pending token's position; how many nodes there are; whether a draft is wanted; the node
-  // where the chain ends; how its tokens are drawn
+  i64 exit;  // how many layers give the states that a drafter reads
+  // by row: the pending token's position; the number of nodes; whether a draft is wanted; the node at the chain's end;
+  // how tokens are drawn
   i64 *base, *count, *asking, *end;
   const Draw* draw;
-  // of each node, `capacity` a row
+  // by node, `capacity` for each row
   i64 *token, *parent, *place, *has_state;
-  i64* choices;    // for the chain's last token, [batch, CHOICES], and
+  i64* choices;    // the best ones for the chain's last token, [batch, CHOICES]
   float* chances;  // the probabilities of as many likeliest tokens
   T* states;       // [batch, capacity, D]
-  // states of the last tokens before the pending one, which the drafting layer has not read:
-  // [batch, most_unread, D]
+  // how many tokens before the pending one the drafting layer has not read, and their states, [batch, most_unread, D]
   i64* unread;
   T* unread_states;
-  T* made;  // what the drafting layer made at each node, as `states`, where it reads deep states
-  const float** biases;  // of restricted texts after each node, [outputs], or null
-  // what a verification gives: how many nodes were accepted, with the bonus what was written, and after which
-  // nodes
+  T* made;  // the drafting layer's output at each node, like `states`, if it reads deep states
+  const float** biases;  // what a restricted text adds to the logits after each node, [outputs], or null
+  // results of a verification: the number of accepted nodes, the written tokens with the bonus, and the nodes before
   i64 *accepted, *written, *path;
-  // and the likeliest tokens of the distribution after each node, with their probabilities:
-  // [batch, capacity, keep]
-  i64 keep;  // 0 where they are not wanted
+  // and the likeliest tokens after each node, with their probabilities, [batch, capacity, keep]
+  i64 keep;  // 0 if these are not wanted
   std::int32_t* kept;
   float* kept_chances;
 
-  bool keeps_states() const { return most_unread > 0; }  // else no drafter reads them
+  bool keeps_states() const { return most_unread > 0; }  // otherwise no drafter reads them
   i64 at(i64 row, i64 node) const { return row * capacity + node; }
   Kept kept_at(i64 row, i64 node) const {
     i64 first = at(row, node) * keep;
@@ -155,10 +152,10 @@ template <class T> struct Rows {
   }
 };
 
-// Tokens gathered for one pass.
+// Tokens gathered for a pass.
 template <class T> struct Gathered {
   std::vector<i64> rows, nodes, slots, angles, paths;
-  std::vector<T> x, pairs;  // as in `Tokens`, if any
+  std::vector<T> x, pairs;  // states; `pairs` as in `Tokens`, if any
   i64 unseen = 0;           // as in `Drafting`
   Sight sight;
 
@@ -166,7 +163,7 @@ template <class T> struct Gathered {
     rows.clear(), nodes.clear(), slots.clear(), angles.clear(), paths.clear(), x.clear(), pairs.clear();
     sight.seen.clear();
     unseen = not_seen;
-    paths.reserve(most * (deepest + 1));  // pointers into it are kept
+    paths.reserve(most * (deepest + 1));  // others point into it
   }
 
   void add_node(const Rows<T>& r, i64 row, i64 node) {

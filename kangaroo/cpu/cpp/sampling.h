@@ -1,5 +1,5 @@
-// The head, and the token that is chosen by its logits: the likeliest, or under noise that is a pure
-// function of (seed, position, token), as kangaroo/engine/sampling.py defines it.
+// The head, and the token that is chosen by its logits: the likeliest one, or one under noise that is a pure function
+// of (seed, position, token), as kangaroo/engine/sampling.py defines it.
 
 #pragma once
 
@@ -10,14 +10,14 @@
 namespace {
 
 template <class T> struct Head {
-  const T* norm;  // without one where it is null
+  const T* norm;  // before the head; null for none
   const void* weight;
   i64 kind, outputs;
-  const i64* ids;   // the token of each output; null where they are all tokens, in order
-  i64 passing = 0;  // as of a matrix
-  const float* scales = nullptr;  // of the rows of bytes
+  const i64* ids;   // the token of each output; null if outputs are all tokens in order
+  i64 passing = 0;  // as in `Weights`, and the next
+  const float* scales = nullptr;
   i64 token(i64 output) const { return ids ? ids[output] : output; }
-  // Of sixteen outputs; beyond the last one, any.
+  // The tokens of sixteen outputs; beyond the last output they are arbitrary.
   Words tokens16(i64 first) const {
     Words tokens = Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + std::uint32_t(first);
     for (i64 j = 0; ids && j < LANES; j++) tokens[j] = ids[std::min(first + j, outputs - 1)];
@@ -25,8 +25,9 @@ template <class T> struct Head {
   }
 };
 
-// Products of all tokens, whose states are normed, with `count` blocks of a head, the i-th from row row_of(i) on.
-//   store(i, sums): of the i-th block, [tokens, 16]
+// Products of all tokens, whose states are normed, with `count` blocks of a head, of which the i-th begins at row
+// row_of(i).
+//   store(i, sums): sums of the i-th block, [tokens, 16].
 template <class T, class RowOf, class Store>
 void multiply_head(const Sizes& s, const Head<T>& head, const T* normed, i64 tokens, i64 count, RowOf row_of,
                    Store store) {
@@ -72,7 +73,7 @@ Words mix(Words x) {  // the 32-bit finaliser of MurmurHash3
   return x ^ (x >> 16);
 }
 
-// What the noise of one position is drawn from.
+// What determines the noise at a position.
 Words noise_key(i64 seed, i64 position) {
   Words low = Words{} + std::uint32_t(seed), high = mix(Words{} + std::uint32_t(seed >> 32));
   return mix((Words{} + std::uint32_t(position) * 0x9e3779b1u) + mix(low ^ high));
@@ -92,12 +93,12 @@ Floats race16(Floats u) {  // the logarithm of exponentially distributed noise, 
   return log16(race);
 }
 
-// Whether one of sixteen may exceed a score under such noise, without logarithms: the margin is far above rounding.
+// Whether one of sixteen may exceed a score under this noise, without logarithms. The margin far exceeds rounding.
 bool may_exceed(float least, Floats warped, Floats u) {
   return !(fold(u - exp16(warped - std::max(least, -1e30f)) * 1.001f, smaller) >= 0);
 }
 
-// Sixteen numbers or what is left of them, and so small ones that none is chosen.
+// Sixteen numbers, or what is left of them padded with -inf.
 Floats get_or_never(const float* from, i64 count) {
   Floats part = get(from, count);
   for (i64 j = count; j < LANES; j++) part[j] = NEVER;
@@ -111,21 +112,21 @@ struct Draw {
   bool filtered(i64 outputs) const { return (top_k > 0 && top_k < outputs) || top_p < 1; }
 };
 
-// A head in fewer bits, bytes or blocks, without norm, and how wrong the logits of its rows may be, as a share of the
-// state's length; the last row's again up to a whole block.
+// A head in fewer bits (bytes, or blocks), without norm; and by how much the logits of each row may be wrong, as a
+// share of the state's length. Both repeat the last row up to a whole block.
 struct Rough {
   void* weight;
   i64 kind;
   float *scales, *errors;
   i64 passing;
 
-  // Whether it saves time for so many tokens. Where an instruction multiplies bfloat16, many take the time of
-  // arithmetic, which bytes do not save.
+  // Whether it saves time for so many tokens. With instructions for bfloat16, many tokens take the time of arithmetic,
+  // which bytes do not save.
   bool pays(i64 tokens) const { return weight && (kind != IN_BYTES || PARTS > 1 || tokens <= ALONE); }
 };
 
-// Fills in the bytes, scales and errors of a head. A state is rounded, too, by half a step at most of each number
-// (`rounded`), and sums are in float32.
+// Sets the bytes, scales and errors of a head. The errors include the rounding of states, by at most half a step of
+// each number (`rounded`), and of sums in float32.
 template <class T> void round_head(const Sizes& s, const Head<T>& head, const Rough& rough) {
   const i64 width = s.hidden, whole = blocks(head.outputs) * LANES;
   const T* weight = (const T*)head.weight;
@@ -147,14 +148,14 @@ template <class T> void round_head(const Sizes& s, const Head<T>& head, const Ro
     }
     const float size = std::sqrt(sum_of(sizes)) * scale, error = std::sqrt(sum_of(errors));
     const float all = 1.001f * (error + (size + error) * (state + sums));
-    const bool limited = std::isfinite(all);  // not where weights are infinite or no numbers
+    const bool limited = std::isfinite(all);  // false if weights are infinite or NaN
     rough.scales[n] = limited ? scale : 0;
     rough.errors[n] = limited ? all : INFINITY;
   };
 }
 
-// The same for a head of Q8_0's blocks, of which the upper five bits are kept (Q5_1's form). Both have the same tokens in
-// eight bits, which are longer than the states by a 43rd at most; sums of whole numbers from 0 on are in float32.
+// The same for a head of Q8_0's blocks, of which the upper five bits are kept in Q5_1's form. Both multiply the same
+// tokens in eight bits, which are at most a 43rd longer than the states; sums are in float32.
 void round_blocks(const Sizes& s, const Octet* head, i64 row_bytes, i64 outputs, const Rough& rough) {
   constexpr float longer = 1.024f;
   const i64 width = s.hidden, bytes = packed_bytes(FormQ5_1::kind, width);
@@ -172,7 +173,7 @@ void round_blocks(const Sizes& s, const Octet* head, i64 row_bytes, i64 outputs,
           const float rest = step * (full.q[j] - 128) - (widen_half(few.d) * few.q[j] + widen_half(few.m));
           errors[i] += rest * rest;
         }
-        sizes[i] += 32 * 384 * 384 * step * step;  // of 255 and of 128 steps, whatever their signs
+        sizes[i] += 32 * 384 * 384 * step * step;  // of 255 steps and 128 steps, whatever their signs
         place<FormQ5_1>(few, i, to);
       }
     for (int i = 0; i < LANES; i++) {
@@ -185,7 +186,7 @@ void round_blocks(const Sizes& s, const Octet* head, i64 row_bytes, i64 outputs,
   };
 }
 
-// What makes scores of a state's logits: at a temperature of 0 they are these themselves, otherwise noise is added.
+// How a state's logits become scores: at a temperature of 0 they are the scores, otherwise noise is added.
 struct Noise {
   float temperature = 0;
   Words key{};
@@ -193,13 +194,13 @@ struct Noise {
   Noise(const Draw& draw, i64 position) : temperature(draw.temperature), key(noise_key(draw.seed, position)) {}
 };
 
-// Which tokens may have the largest score after some states, by all rows in fewer bits.
+// Which tokens may have the largest score after some states, by all rows of a head in fewer bits.
 template <class T> struct Candidates {
   const Sizes& s;
   const Head<T>& head;
-  const i64 tokens, count;  // states; blocks of rows
+  const i64 tokens, count;  // number of states, and of blocks of rows
   std::vector<T> states;
-  std::vector<float> most, least;  // the most that a block's score may be, [tokens, count]; the least of the largest
+  std::vector<float> most, least;  // upper bounds of scores by block, [tokens, count]; lower bounds of the largest one
 
   Candidates(const Sizes& s, const Head<T>& head, const Rough& rough, const T* x, const std::vector<Noise>& noises)
       : s(s), head(head), tokens(noises.size()), count(blocks(head.outputs)), states(normed(s, head.norm, x, tokens)),
@@ -240,12 +241,12 @@ template <class T> struct Candidates {
       for (i64 thread = 1; thread < s.threads; thread++) least[m] = std::max(least[m], least[thread * tokens + m]);
   }
 
-  // Those after `few` states from the first on, in ascending order, and their logits, [few, ids]; by the rows in full.
+  // The candidates after `few` states from `first` on, in ascending order, and their logits by full rows, [few, ids].
   std::vector<i64> read(i64 first, i64 few, std::vector<float>& logits) const {
     std::vector<i64> rows, ids;
     for (i64 i = 0; i < count; i++) {
       bool may = false;
-      for (i64 m = first; m < first + few; m++) may |= !(most[m * count + i] < least[m]);  // nor where one is no number
+      for (i64 m = first; m < first + few; m++) may |= !(most[m * count + i] < least[m]);  // true for NaN, too
       if (may) rows.push_back(i * LANES);
     }
     for (i64 row : rows)
@@ -260,7 +261,8 @@ template <class T> struct Candidates {
   }
 };
 
-constexpr i64 CHOICES = 3, MOST_CHOICES = 16, MOST = 64;  // of a chain's last token; of a tree's node; kept
+// Choices for a chain's last token; the most choices of a tree's node; and the most likeliest tokens that are kept.
+constexpr i64 CHOICES = 3, MOST_CHOICES = 16, MOST = 64;
 
 // The best choices, and the probabilities of as many likeliest tokens, before temperature and noise.
 struct Choice {
@@ -268,14 +270,14 @@ struct Choice {
   float chances[MOST_CHOICES] = {};
 };
 
-// Where the likeliest tokens of a distribution go, and their probabilities, as those of `Choice`.
+// Where the likeliest tokens of a distribution go, and their probabilities, which are those of `Choice`.
 struct Kept {
-  i64 count = 0;  // MOST at most
+  i64 count = 0;  // at most MOST
   std::int32_t* tokens = nullptr;
   float* chances = nullptr;
 };
 
-// The largest numbers seen, in their order; of equals the first.
+// The largest numbers seen, in descending order; of equal ones the first.
 struct Best {
   float values[MOST];
   i64 places[MOST];
@@ -297,14 +299,14 @@ struct Best {
     values[i] = value, places[i] = place;
   }
 
-  // Sixteen numbers, the first of which lies at `place`.
+  // The same for sixteen numbers from `place` on.
   void see(Floats part, i64 place) {
     if (fold(part, larger_few) > least())
       for (i64 j = 0; j < LANES; j++) see(part[j], place + j);
   }
 };
 
-// Whole numbers near 2^44 e^x for x <= 0, with the same bits as `whole_exp` in kangaroo/engine/sampling.py.
+// A whole number near 2^44 e^x for x <= 0, the same as by `whole_exp` in kangaroo/engine/sampling.py.
 i64 whole_exp(float x) {
   const std::int32_t power = (x > -32.0f ? x : -32.0f) * 24204406.0f;
   const std::uint64_t part = power & 0xffffff;
@@ -314,16 +316,16 @@ i64 whole_exp(float x) {
   return scaled << 14 >> -(power >> 24);
 }
 
-// The places that top-k and top-p leave of these logits, the likeliest first; as `warp` does, in its order
-// and with its rounding: those tied with the k-th stay, and of equals at the end of top-p the first.
+// The places that top-k and top-p leave of these logits, the likeliest first, by the order and rounding of `warp`:
+// those tied with the k-th stay, and of equal ones at the end of top-p the first.
 std::vector<i64> unfiltered(const float* logits, i64 n, const Draw& draw) {
   std::vector<float> warped(n);
   for (i64 i = 0; i < n; i += LANES) put(&warped[i], get(logits + i, n - i) / float(draw.temperature), n - i);
   auto before = [&](i64 a, i64 b) { return warped[a] != warped[b] ? warped[a] > warped[b] : a < b; };
   std::vector<i64> places(n);
   std::iota(places.begin(), places.end(), 0);
-  i64 sorted = 0, left = n;  // of them, those that may stay
-  auto sort_until = [&](i64 count) {  // a few at a time: mostly a few are all that is asked for
+  i64 sorted = 0, left = n;  // how many are sorted, and how many may stay
+  auto sort_until = [&](i64 count) {  // a few at a time, since mostly a few are enough
     while (sorted < std::min(count, n)) {
       i64 next = std::min(n, std::max<i64>(128, 8 * sorted));
       std::partial_sort(places.begin() + sorted, places.begin() + next, places.end(), before);
@@ -354,7 +356,7 @@ std::vector<i64> unfiltered(const float* logits, i64 n, const Draw& draw) {
   return places;
 }
 
-// The best under noise.
+// The best ones under noise.
 template <class T>
 void draw_from_all(const Head<T>& head, const float* logits, const Draw& draw, Words key, Best& best) {
   constexpr float MOST_NOISE = 24;  // none exceeds 22.9
@@ -367,12 +369,12 @@ void draw_from_all(const Head<T>& head, const float* logits, const Draw& draw, W
   }
 }
 
-// The best under noise of what the filters leave. Where that is too little, the likeliest others follow.
+// The best ones under noise that the filters leave. If these are too few, the likeliest others follow.
 template <class T>
 void draw_from_few(const Head<T>& head, const float* logits, const Draw& draw, Words key,
                    const Best& likeliest, Best& best) {
   std::vector<i64> places = unfiltered(logits, head.outputs, draw);
-  std::sort(places.begin(), places.end());  // of equals the first wins
+  std::sort(places.begin(), places.end());  // of equal ones the first wins
   for (i64 i = 0; i < i64(places.size()); i += LANES) {
     i64 count = std::min<i64>(LANES, places.size() - i);
     Floats warped = Floats{} + NEVER;
@@ -390,8 +392,8 @@ void draw_from_few(const Head<T>& head, const float* logits, const Draw& draw, W
   }
 }
 
-// Of one row of logits.
-//   graded: so many choices are wanted, with probabilities; 0 is one choice alone.
+// The choice by one row of logits.
+//   graded: how many choices are wanted, with probabilities; 0 is a single choice without one.
 template <class T>
 Choice choose(const Head<T>& head, const float* logits, const Draw& draw, i64 position, i64 graded,
               const Kept& kept) {

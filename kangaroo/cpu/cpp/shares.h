@@ -1,8 +1,8 @@
-// Blocks of weights that threads divide among themselves as they go.
+// Blocks of weights that threads divide among themselves as they go (work stealing).
 //
-// Each begins with an equal share. Who is done takes what is left of another's, from its end: a core may be slower
-// than the others by construction, or since a neighbour on the same machine uses its memory. Who does what changes
-// no result.
+// Each thread begins with an equal share. When it is done, it takes blocks from the end of another's share: a core may
+// be slower than the others by design, or because another user of the machine uses its memory. Which thread does what
+// changes no result.
 
 #pragma once
 
@@ -13,21 +13,22 @@
 
 namespace {
 
-struct Item {  // some blocks that are multiplied together; and where the share ends that this thread goes on with
-  i64 first, last, end;
+struct Item {
+  i64 first, last;  // blocks that are multiplied together
+  i64 end;          // of the share from which this thread goes on
 };
 
 class Shares {
  public:
   explicit Shares(i64 threads) : left(threads) {}
 
-  // How many blocks are taken together: two, which share a reading of the tokens, unless threads would have few.
+  // How many blocks are taken together: two, which share a reading of the tokens, or one if there are few.
   i64 at_a_time(i64 blocks) const { return blocks >= 4 * i64(left.size()) ? 2 : 1; }
 
   // The first block of this thread's own share.
   i64 own_first(i64 blocks, i64 together) const { return Part((blocks + together - 1) / together).first * together; }
 
-  // Calls work(item) until all are taken. Every thread calls it for the same work, with a barrier before the next.
+  // Calls work(item) until all are taken. All threads call it for the same work, with a barrier before the next.
   template <class Work> void divide(i64 blocks, i64 together, Work work) {
     const i64 items = (blocks + together - 1) / together, threads = left.size(), own = thread_number();
     const std::uint64_t round = ++left[own].rounds;
@@ -42,7 +43,7 @@ class Shares {
   }
 
  private:
-  // What is left of an owner's share in a round: who comes first in a round finds the word of another one there.
+  // What is left of an owner's share in a round. The first thread of a round finds the word of an earlier one there.
   struct alignas(64) Left {
     std::atomic<std::uint64_t> word{0};  // round, first, last
     std::uint64_t rounds = 0;            // of this thread
@@ -50,7 +51,7 @@ class Shares {
   static constexpr int BITS = 21;
   static constexpr std::uint64_t MASK = (1 << BITS) - 1;
 
-  // The first item left, or the last; below 0 where there is none.
+  // The first item that is left, or the last one; below 0 if there is none.
   i64 take(i64 owner, std::uint64_t round, const Part& share, bool last_one) {
     std::uint64_t seen = left[owner].word.load(std::memory_order_relaxed), rest;
     i64 item;

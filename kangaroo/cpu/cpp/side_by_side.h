@@ -1,8 +1,8 @@
-// Sixteen tokens side by side, as a matrix unit reads them: a word holds two numbers of a token that follow each other.
+// Sixteen tokens side by side, as a matrix unit reads them: a word holds two consecutive numbers of a token.
 //
-// Products with sixteen rows of weights leave sixteen numbers of sixteen tokens, a register being one number of all of
-// them. What comes next, sums with the states, norms, activations, can be done on those as they lie, and is packed
-// into such words again without being turned; in the same order of sums as for a token by itself (`rms_norm`).
+// Products with sixteen rows of weights are sixteen numbers of sixteen tokens; a register holds one number of each
+// token. Sums with the states, norms and activations are computed in this layout, and packed into words again, without
+// a transposition. The order of sums is that for a token by itself (`rms_norm`).
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace {
 
-// What `side_by_side` in products.h undoes: the tokens of a group one after another.
+// The inverse of `side_by_side` in products.h: the tokens of a group one after another.
 template <class T> void one_by_one(const Words* from, i64 group, const Matrix<T>& x, T* to) {
   const i64 count = std::min<i64>(LANES, x.rows - group * LANES);
   for (i64 k = 0; k < x.width / 2; k += LANES) {
@@ -21,7 +21,7 @@ template <class T> void one_by_one(const Words* from, i64 group, const Matrix<T>
   }
 }
 
-// `rms_norm` of sixteen tokens; the sums of a token that lie beside each other there are one after another here.
+// `rms_norm` of sixteen tokens. The partial sums of a token, which lie side by side there, lie one after another here.
 template <class T> void norm_side_by_side(const Words* x, const T* weight, i64 size, double eps, Words* out) {
   Floats squares[LANES] = {};
   for (i64 k = 0; k < size / 2; k += LANES / 2)
@@ -40,7 +40,7 @@ template <class T> void norm_side_by_side(const Words* x, const T* weight, i64 s
                     widen(weight[2 * k + 1]) * stored<T>(second_of(x[k]) * scale));
 }
 
-// x += the sums of sixteen rows, of which `bias` has a number each, if it is there.
+// x += the sums of sixteen rows, plus their `bias` if there is one.
 template <class T> void add_side_by_side(const Floats* sums, const T* bias, Words* x) {
   auto added = [&](Floats before, int row) {
     Floats shift = bias ? Floats{} + widen(bias[row]) : Floats{};
@@ -63,9 +63,9 @@ template <class T> void activate_side_by_side(const Floats* gates, const Floats*
     to[i] = pair_of(gated<T>(gates[2 * i], ups[2 * i]), gated<T>(gates[2 * i + 1], ups[2 * i + 1]));
 }
 
-// Products of all tokens with one or two blocks, as `products`, by tiles.
-//   store(i, m, sums, before): [16 rows, 16 tokens] of block i with the tokens from m on; and those of the block before
-//   it, if there is one.
+// As `products`, by tiles: products of all tokens with one or two blocks.
+//   store(i, m, sums, before): sums of block i with the tokens from m on, [16 rows, 16 tokens], and those of the block
+//   before it or null.
 template <class T, class BlockOf, class Store>
 void products_side_by_side(const Input<T>& in, const Item& item, BlockOf block_of, const char* after, Room& room,
                            Store store) {

@@ -1,8 +1,8 @@
-// Threads that share a piece of work: OpenMP's, or, where a compiler has none, those of the standard library.
+// Threads that share a piece of work: OpenMP's, or those of the standard library if the compiler has no OpenMP.
 //
-// After PARALLEL or PARALLEL_FOR comes a block with a semicolon behind it, the same for both. Without OpenMP it
-// is a lambda's, and its threads end with it: to start them takes some hundredths of a millisecond, but none is
-// left for a fork, or for the end of the program, to meet. Which thread does what changes no result.
+// A block and a semicolon follow PARALLEL or PARALLEL_FOR in both cases. Without OpenMP the block is that of a lambda,
+// and its threads end with it: starting them takes some hundredths of a millisecond, but none is left when the process
+// forks or ends. Which thread does what changes no result.
 
 #pragma once
 
@@ -26,13 +26,13 @@ i64 thread_number() { return own_number; }
 i64 thread_count() { return own_count; }
 #endif
 
-struct Part {  // what one thread does of `count` pieces of work
+struct Part {  // what a thread does of `count` pieces of work
   i64 first, last;
   Part(i64 first, i64 last) : first(first), last(last) {}
   explicit Part(i64 count) : Part(count, thread_number(), thread_count()) {}
   Part(i64 count, i64 thread, i64 threads) : Part(count * thread / threads, count * (thread + 1) / threads) {}
 
-  // Of pieces that cost differently: those whose middle lies in this thread's part of all costs.
+  // The same for pieces of different costs: those whose middle lies in this thread's part of the total cost.
   template <class Cost> static Part by_cost(i64 count, Cost cost) {
     i64 all = 0, before = 0;
     for (i64 i = 0; i < count; i++) all += cost(i);
@@ -57,7 +57,7 @@ struct Part {  // what one thread does of `count` pieces of work
 #else
 
 struct Team {
-  i64 threads, count;  // of pieces of work
+  i64 threads, count;  // `count` pieces of work
   template <class Work> void operator+(const Work& work) const {
     auto run = [&](i64 number) {
       own_number = number, own_count = threads;
@@ -72,7 +72,7 @@ struct Team {
   }
 };
 
-#define PARALLEL(threads) Team{threads, threads} + [&](i64)  // a piece for each
+#define PARALLEL(threads) Team{threads, threads} + [&](i64)  // a piece for each thread
 #define PARALLEL_FOR(threads, i, count) Team{threads, count} + [&](i64 i)
 #define SHARED_FOR(i, count) for (i64 i = Part(count).first; i < Part(count).last; i++)
 

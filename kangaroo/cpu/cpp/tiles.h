@@ -1,6 +1,6 @@
-// Products of sixteen rows with sixteen by a processor's matrix unit (AMX), where it has one: then sixteen
-// tokens take hardly longer than one. Its sums are of another order than the vectors', but the same for any
-// number of tokens, so a matrix is multiplied by one or the other throughout.
+// Products of sixteen rows with sixteen tokens by a processor's matrix unit (AMX), in which sixteen tokens take hardly
+// longer than one. Its order of sums differs from that of vectors, but is the same for any number of tokens. So a
+// matrix is multiplied by tiles alone, or by vectors alone.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace {
 
-// Memory that is fetched a few lines at a time, into the cache of this level, 3 being the first.
+// Memory that is fetched a few lines at a time, into the cache of a level (`close`: 3 is the first level).
 struct Ahead {
   const char* at;
   i64 left, at_a_time;  // lines
@@ -32,18 +32,18 @@ struct alignas(64) TileConfig {
   std::uint8_t rows[16] = {};
 };
 
-// Whether the system lets this process use tiles; it has to be asked.
+// Whether the system lets this process use tiles: a process has to ask.
 bool tiles_allowed() {
   constexpr long REQUEST = 0x1023, TILE_DATA = 18;
   static const bool allowed = !syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
   return allowed;
 }
 
-// The compiler does not know which memory the instructions for tiles read: all that was written before this
-// is there for them.
+// The compiler does not know which memory the instructions for tiles read. What was written before this is there for
+// them.
 inline void all_written() { asm volatile("" ::: "memory"); }
 
-// Sums are in tiles 0 to 3.
+// The sums, in tiles 0 to 3.
 inline void zero_sums() {
   _tile_zero(0);
   _tile_zero(1);
@@ -51,7 +51,7 @@ inline void zero_sums() {
   _tile_zero(3);
 }
 
-// A thread uses tiles as long as this lives.
+// A thread may use tiles while this object lives.
 struct TileUse {
   TileUse() {
     if (!tiles_allowed()) return;
@@ -66,16 +66,16 @@ struct TileUse {
   }
 };
 
-// Products of `blocks` times sixteen rows of weights with `groups` times sixteen tokens, one or two each, for
-// numbers `first` to `last` of both.
-//   tokens: sixteen of a group side by side, a word being two numbers; a group after the other.
-//   width: of a row of weights, and of a token.
+// Products of `blocks` (1 or 2) times sixteen rows of weights with `groups` (1 or 2) times sixteen tokens, over the
+// numbers from `first` to `last` of both.
+//   tokens: group after group, sixteen tokens of each side by side, a word being two numbers.
+//   width: numbers of a row of weights, and of a token.
 //   ahead: for each block, what is fetched meanwhile.
 //   out: [blocks][groups][16 rows][16 tokens]; added to, unless `first` is 0.
 template <int blocks, int groups>
 void times_tiles(const Words* tokens, i64 first, i64 last, i64 width, const bf16* const* weights, Ahead* ahead,
                  Floats* out) {
-  constexpr int close = groups > 1 ? 2 : 3;  // for two groups the first-level cache is full with what is in use
+  constexpr int close = groups > 1 ? 2 : 3;  // two groups fill the first-level cache
   const i64 stride = width * sizeof(bf16);
   const Words* more = tokens + width / 2;
   all_written();
@@ -110,7 +110,7 @@ void times_tiles(const Words* tokens, i64 first, i64 last, i64 width, const bf16
 }
 
 // Products of 64 positions' keys with sixteen queries: out[n][i] for each position n and query i.
-//   step: numbers from key to key; queries: side by side, a word being two numbers.
+//   step: numbers from a key to the next; queries: side by side, a word being two numbers.
 void scores_by_keys(const bf16* keys, i64 step, const Words* queries, i64 width, float* out) {
   const i64 stride = step * sizeof(bf16);
   all_written();
@@ -132,8 +132,8 @@ void scores_by_keys(const bf16* keys, i64 step, const Words* queries, i64 width,
   _tile_stored(3, out + 768, 64);
 }
 
-// Sixteen rows of weights of 64 positions times the positions' values: out[i][c].
-//   weights: [16, 64]; paired: [32, width], a word being the values of two positions.
+// Sixteen rows of weights of 64 positions times the values at these positions: out[i][c].
+//   weights: [16, 64]; paired: [32, width], a word holding the values of two positions.
 void values_by_tiles(const bf16* weights, const std::uint32_t* paired, i64 width, float* out) {
   const i64 stride = width * sizeof(float);
   all_written();
@@ -164,19 +164,12 @@ struct TileUse {
   ~TileUse() {}
 };
 template <class T> bool has_tiles() { return false; }
-template <int, int>
-void times_tiles(const Words*, i64, i64, i64, const bf16* const*, Ahead*, Floats*) {}
-void scores_by_keys(const bf16*, i64, const Words*, i64, float*) {}
-void values_by_tiles(const bf16*, const std::uint32_t*, i64, float*) {}
 
 #endif
 
-// Other numbers have none.
-template <int, int>
-void times_tiles(const Words*, i64, i64, i64, const float* const*, Ahead*, Floats*) {}
-template <int, int>
-void times_tiles(const Words*, i64, i64, i64, const Byte* const*, Ahead*, Floats*) {}
-void scores_by_keys(const float*, i64, const Words*, i64, float*) {}
-void values_by_tiles(const float*, const std::uint32_t*, i64, float*) {}
+// Never called: other numbers, and other processors, have no tiles.
+template <int, int, class T> void times_tiles(const Words*, i64, i64, i64, const T* const*, Ahead*, Floats*) {}
+template <class T> void scores_by_keys(const T*, i64, const Words*, i64, float*) {}
+template <class T> void values_by_tiles(const T*, const std::uint32_t*, i64, float*) {}
 
 }  // namespace

@@ -1,9 +1,9 @@
-// Products of many tokens with rows of bfloat16, where registers are of sixteen numbers and there is no matrix unit.
+// Products of many tokens with rows of bfloat16, if a register holds sixteen numbers and there is no matrix unit.
 //
 // For a few tokens a register holds sixteen pairs of one row, and the sixteen places of each sum are added up at the
-// end (`sums` in vectors.h): for many tokens that is much of the time. Here the rows are turned first, so a register
-// holds one pair of sixteen rows, and nothing is added within a register. The pairs that share a place there are
-// multiplied one after the other, then the places are added in the order of `sums`: the results are the same bits.
+// end (`sums` in vectors.h). For many tokens that would take much of the time. Here the rows are transposed ("turned")
+// first, so a register holds one pair of sixteen rows, and nothing is added within a register. Pairs that would share
+// a place are multiplied one after the other, then the places are added in the order of `sums`: the bits are the same.
 
 #pragma once
 
@@ -18,7 +18,7 @@ constexpr bool TURNS = true;
 constexpr bool TURNS = false;
 #endif
 
-// What is multiplied at a time: pairs, or first one number of each and then the other, as in vectors.h.
+// What is multiplied at a time: pairs, or first the one number of each pair and then the other, as in vectors.h.
 #ifdef __AVX512BF16__
 using Numbers = Words;
 constexpr int PARTS = 1;
@@ -33,11 +33,11 @@ inline Numbers part_of(Words pairs, int part) { return part ? second_of(pairs) :
 inline __attribute__((always_inline)) Floats dot(Floats sum, Numbers a, Numbers b) { return sum + a * b; }
 #endif
 
-constexpr i64 MANY = 64;                             // tokens that are worked on as a prompt's are
-// Tokens for which it pays to turn the rows, and those of many numbers, for which vectors take parts.
+constexpr i64 MANY = 64;                             // tokens that are treated like a prompt
+// From how many tokens on it pays to turn the rows; and for rows of WIDE_ROW numbers, which vectors multiply in parts.
 constexpr i64 TURNED_FROM = PARTS == 1 ? MANY : 32, WIDE_TURNED_FROM = PARTS == 1 ? MANY : 64, WIDE_ROW = 2048;
-constexpr int TURNED_GROUP = 8;                      // tokens that share one reading of two registers of rows
-constexpr int OF_GROUP = PARTS * TURNED_GROUP;       // words of a pair of each of its tokens
+constexpr int TURNED_GROUP = 8;                 // tokens that share one reading of two registers of rows
+constexpr int OF_GROUP = PARTS * TURNED_GROUP;  // words for one pair of each token of a group
 
 // Sixteen rows with their pairs side by side: to[place][step][row], pair `16 * step + place` of each.
 template <class Row> void turn_rows(Row row, i64 width, Words* to) {
@@ -50,8 +50,8 @@ template <class Row> void turn_rows(Row row, i64 width, Words* to) {
   }
 }
 
-// Tokens likewise, in groups: to[place][group][step][part][token], zeros where there is none. The parts of a pair are
-// its two numbers where registers do not multiply pairs. Those of `tokens`, whole groups; `to` has room for all.
+// Tokens likewise, in groups: to[place][group][step][part][token], padded with zeros. The parts of a pair are its two
+// numbers, if registers do not multiply pairs. Only `tokens`, whole groups, are turned; `to` has room for all.
 template <class Row> void turn_tokens(Row row, Part tokens, i64 groups, i64 width, std::uint32_t* to) {
   const i64 steps = width / 32;
   for (i64 first = tokens.first; first < tokens.last; first += TURNED_GROUP)
@@ -69,13 +69,13 @@ template <class Row> void turn_tokens(Row row, Part tokens, i64 groups, i64 widt
     }
 }
 
-// The places of a register in the order in which `sums` adds them up, and what waits there for as many places more:
-// sums of 1, 2, 4 and 8 places, of a group of tokens with `blocks` times sixteen rows.
+// The places of a register in the order in which `sums` adds them up, and the sums of 1, 2, 4 and 8 places that wait
+// for as many further places, of a group of tokens with `blocks` times sixteen rows.
 constexpr int PLACES[LANES] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
 template <int blocks> using Waiting = Floats[4][TURNED_GROUP][blocks];
 
-// Products of a group of tokens, or as many of them as there are, with the rows, at their n-th place.
-//   out: of each block, [token][row], where this was the last place.
+// Products of a group of tokens (of which there are `count` left) with the rows, at their n-th place.
+//   out: for each block, [token][row]; set at the last place.
 template <int blocks>
 void times_turned(int n, const std::uint32_t* token, i64 count, const Numbers* row, i64 steps,
                   Waiting<blocks>& waiting, float* const* out) {

@@ -1,4 +1,4 @@
-// A row of weights and a token, as registers hold and multiply them.
+// How registers hold and multiply weights and tokens.
 
 #pragma once
 
@@ -6,11 +6,11 @@
 
 namespace {
 
-// What a register holds of a row of weights, and what it is multiplied with.
-//   Number: what a token is made of there. Without an instruction for products of bfloat16, a token is widened
-//   once for all rows of weights: of each 2 * WIDE numbers first the even ones.
-//   parts: of a register of weights, that are multiplied one after the other.
-//   Sum: of products.
+// What a register holds of a row of weights, and what that is multiplied by.
+//   Number: the format of a token. Without an instruction for products of bfloat16, a token is widened once for all
+//   rows of weights, the even ones of each 2 * WIDE numbers first.
+//   parts: how many parts of a register of weights are multiplied one after the other.
+//   Sum: the format of sums of products.
 template <class T> struct Vector;
 
 template <class T, class V> struct Loads {
@@ -32,7 +32,7 @@ template <> struct Vector<float> : Loads<float, Register> {
 };
 
 template <> struct Vector<bf16> : Loads<bf16, RegisterWords> {
-  using Type = RegisterWords;  // of pairs
+  using Type = RegisterWords;  // each word a pair of numbers
   using Sum = Register;
   static constexpr int width = 2 * WIDE;
 #ifdef __AVX512BF16__
@@ -55,8 +55,8 @@ template <> struct Vector<bf16> : Loads<bf16, RegisterWords> {
 #endif
 };
 
-// Weights in eight bits, as they are read, and tokens in sixteen, whose sums of products are whole numbers: they are
-// the same in any order, on any machine.
+// Weights in eight bits, and tokens in sixteen: sums of products are whole numbers, the same in any order and on any
+// machine.
 #ifdef __AVX2__
 constexpr bool BYTES = true;
 #else
@@ -88,16 +88,16 @@ template <> struct Vector<Byte> {
   }
 };
 
-// Keeps a compiler from reading a number from memory again for each row of weights: there are two such reads a
-// cycle at most, as many as products.
+// Keeps the compiler from reading a number from memory again for each row of weights: there are at most two reads a
+// cycle, as many as products.
 template <class V> inline __attribute__((always_inline)) void hold(V& v) {
 #ifdef __AVX__
   asm("" : "+v"(v));
 #endif
 }
 
-// The sums of as many registers as a register holds numbers, in their order. Each is added up in the same
-// order wherever it stands.
+// The sums of as many registers as a register holds numbers, in the registers' order. The order of addition is the same
+// for each of them.
 #if defined(__AVX512F__)
 template <class R> R sums(const R* v) {
   static constexpr int order[16] = {0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15};
