@@ -105,11 +105,9 @@ class ForwardMeta:
         bias = self.bias_R1TE
         if bias is None or isinstance(bias, CausalBias):  # slots are positions
             slots_E = torch.arange(hidden_RTE.shape[-1], device=hidden_RTE.device)
-            seen_R1TE = (slots_E <= self.positions_RT[..., None])[:, None]
-            bias = seen_R1TE
+            bias = (slots_E <= self.positions_RT[..., None])[:, None]
             if self.recordable:  # in decoding; kernels add a mask to scores
-                bias = torch.zeros_like(seen_R1TE, dtype=self.rope[0].dtype)
-                bias = bias.masked_fill(~seen_R1TE, -torch.inf)
+                bias = self.rope[0].new_zeros(bias.shape).masked_fill(~bias, -torch.inf)
         nothing = False if bias.dtype == torch.bool else -torch.inf
         return replace(self, bias_R1TE=bias.masked_fill(hidden_RTE[:, None], nothing))
 
