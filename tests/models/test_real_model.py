@@ -18,8 +18,8 @@ from kangaroo.models.target import TargetModel
 
 ADAPTER = str(ROOT / "adapters/smollm2-135m")
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, seed=5)}
-# but block, for which nothing trained is shipped
-SHIPPED = [f"drafter={name}" for name in sorted(set(DRAFTERS) - {"vanilla", "block"})]
+# but those for which nothing trained is shipped
+SHIPPED = [f"drafter={name}" for name in sorted(set(DRAFTERS) - {"vanilla", "block", "eagle3"})]
 SHIPPED.append(f"drafter=kangaroo drafter.adapter={ADAPTER}-fused")
 FAST = SHIPPED[-1], *(f"drafter={x}" for x in ("kangaroo_tree", "hybrid", "cascade"))
 
