@@ -95,7 +95,7 @@ def check_adapters(
             with suppress(KangarooError):
                 drafter_config(name, served_by, {}).settings()
                 ready.append(name)
-        raise AdapterNotFound(f"{error} Nothing is missing for {', '.join(ready)}.") from error
+        raise AdapterNotFound(f"{error} Drafters that are ready: {', '.join(ready)}.") from error
 
 
 def drafter_names() -> list[str]:

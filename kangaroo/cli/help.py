@@ -63,7 +63,8 @@ def explanation(error: CompactHydraException) -> str:
         files = Path(CONFIGS, group).glob("*.yaml")
         names = sorted(file.stem for file in files) or _public(error.options)
         hint = f"{_nearest(choice, names)} There are {', '.join(names)}."
-        return f"ConfigError: there is no '{choice}' of {group}=.{hint}"
+        typed = error.missing_cfg_file.replace("/", "=", 1)
+        return f"ConfigError: there is no {typed}.{hint}"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.parent_node is not None:
         where = str(cause.full_key).removesuffix(str(cause.key))
         values: Any = OmegaConf.to_container(cause.parent_node)

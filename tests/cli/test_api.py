@@ -172,7 +172,7 @@ def test_a_folder_without_an_adapter_is_told_which_drafters_need_none(tmp_path, 
     (tmp_path / "mine").mkdir()
     with pytest.raises(AdapterNotFound) as missing:
         kangaroo.load("mine", drafter="kangaroo")
-    drafters = re.findall(r"\w+", str(missing.value).rpartition("Nothing is missing for ")[2])
+    drafters = re.findall(r"\w+", str(missing.value).rpartition("Drafters that are ready: ")[2])
     assert {"hybrid", "prompt_lookup", "suffix", "token_recycling", "vanilla"} < set(drafters)
     for drafter in set(DRAFTERS) - set(drafters):
         with pytest.raises(errors.KangarooError, match="mine"):
@@ -207,7 +207,7 @@ def test_a_missing_adapter_names_its_method_and_the_option(tmp_path, monkeypatch
         name: drafter_config(x, "mine", {})
         for name, x in {"ours": "cascade", "theirs": "suffix"}.items()
     }
-    said = r"more.ours.second: no adapter.* pass more.ours.second.adapter= .*Nothing is missing for"
+    said = r"more.ours.second: no adapter.* pass more.ours.second.adapter= .*Drafters that are"
     with pytest.raises(AdapterNotFound, match=said):
         load_target_for(model_config("tiny"), VanillaConfig(), more=drafters)
     with pytest.raises(AdapterNotFound, match=r"^drafter.second: .* drafter.second.adapter="):
