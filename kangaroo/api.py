@@ -64,7 +64,7 @@ def load(
     if chat_template is not None:
         config = replace(config, chat_template=chat_template)
     settings = ({} if adapter is None else {"adapter": adapter}) | settings
-    drafter = drafter_config(drafter, adapters_of(config.path, config.name), settings)
+    drafter = drafter_config(drafter, config, settings)
     lm, tokenizer = load_target_for(config, drafter)
     return Model(Engine(lm, drafter.build(lm), tokenizer), tokenizer)
 
@@ -90,10 +90,9 @@ def check_adapters(
             drafter.settings()
     except AdapterNotFound as error:
         ready = []
-        served_by = adapters_of(model.path, model.name)
         for name in drafter_names():
             with suppress(KangarooError):
-                drafter_config(name, served_by, {}).settings()
+                drafter_config(name, model, {}).settings()
                 ready.append(name)
         raise AdapterNotFound(f"{error} Drafters that are ready: {', '.join(ready)}.") from error
 
@@ -103,10 +102,9 @@ def drafter_names() -> list[str]:
     return sorted(file.stem for file in (CONFIGS / "drafter").glob("*.yaml"))
 
 
-def drafter_config(drafter: object, served_by: str, settings: dict[str, Any]) -> DrafterConfig:
-    """The config of a drafter in `configs/drafter`, for a target that the adapters of the model
-    `served_by` fit (`adapters_of`); a config stays as it is. A cascade's settings may be names of
-    drafters. Errors: `ConfigError`."""
+def drafter_config(drafter: object, model: ModelConfig, settings: dict[str, Any]) -> DrafterConfig:
+    """The config of a drafter in `configs/drafter`, with the adapters that serve the model; a
+    config stays as it is. A cascade's settings may be names of drafters. Errors: `ConfigError`."""
     if isinstance(drafter, DrafterConfig):
         if settings:
             raise ConfigError(f"{', '.join(settings)}: set this in the config given by drafter=.")
@@ -120,7 +118,8 @@ def drafter_config(drafter: object, served_by: str, settings: dict[str, Any]) ->
         names = ", ".join(drafter_names())
         raise ConfigError(f"there is no drafter {drafter!r}. Pass one of: {names}.")
     file = CONFIGS / "drafter" / f"{drafter}.yaml"
-    text = file.read_text("utf-8").replace("${adapters_of:${model}}", served_by)
+    text = file.read_text("utf-8")
+    text = text.replace("${adapters_of:${model}}", adapters_of(model.path, model.name))
     sizes = OmegaConf.load(CONFIGS / "groups" / "hardware.yaml")
     hardware = OmegaConf.select(sizes, hardware_here())  # for `${...}` in the file
     config = OmegaConf.create({"drafter": OmegaConf.create(text), "hardware": hardware}).drafter
@@ -129,7 +128,7 @@ def drafter_config(drafter: object, served_by: str, settings: dict[str, Any]) ->
     for group in groups:
         for key, default in group.items() if isinstance(group, dict) else ():  # of a cascade
             name = key.partition("@")[2]
-            values[name] = drafter_config(values.get(name, default), served_by, {})
+            values[name] = drafter_config(values.get(name, default), model, {})
     return build(
         classes("kangaroo.drafters", DrafterConfig)[schema.removesuffix("_schema")], values
     )

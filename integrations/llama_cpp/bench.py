@@ -21,7 +21,6 @@ from kangaroo.engine.requests import Generation
 from kangaroo.evaluation.bench import BenchConfig, question_prompts
 from kangaroo.evaluation.metrics import Results, estimate
 from kangaroo.evaluation.speed import Texts, take_turns, write_by_engine
-from kangaroo.heads.adapter_files import adapters_of
 from kangaroo.models.embedded import EMBEDDED, embedded_gguf
 from kangaroo.models.gguf_file import gguf_path, is_gguf
 from kangaroo.models.loading import ModelConfig
@@ -39,9 +38,8 @@ def main() -> None:
     drafters: dict[str, dict[str, str]] = {name: {} for name in options.drafter}
     if options.draft_model:
         drafters["draft_model"] = {"model": options.draft_model}
-    served_by = adapters_of(config.path, config.name)
     for name, settings in drafters.items():
-        drafter = drafter_config(name, served_by, settings).build(lm)
+        drafter = drafter_config(name, config, settings).build(lm)
         methods[name] = partial(write_by_engine, Engine(lm, drafter))
     context = max(map(len, prompts)) + options.tokens
     with ExitStack() as processes:

@@ -25,6 +25,7 @@ from kangaroo.utils.errors import AdapterNotFound, ConfigError, PromptError
 ADAPTER = "untrained:2"
 QUESTIONS = ["Why is the sky blue?", "And at night?", "Why?"]
 SAMPLED = {"temperature": 0.8, "top_k": 20, "seed": 3}
+MINE, NOBODYS = (ModelConfig(name, name) for name in ("mine", "nobodys"))
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,8 @@ def test_another_drafter_writes_the_same(model, settings):
 def test_a_drafters_name_stands_for_what_the_command_line_takes_it_for():
     more = (f"+drafter@more.{name}={name}" for name in DRAFTERS)
     command = OmegaConf.to_object(composed("evaluate", "model=vicuna-7b", *more).more)
-    assert command == {name: drafter_config(name, "vicuna-7b", {}) for name in DRAFTERS}
+    vicuna = model_config("vicuna-7b")
+    assert command == {name: drafter_config(name, vicuna, {}) for name in DRAFTERS}
 
 
 def test_a_folder_without_an_adapter_is_told_which_drafters_need_none(tmp_path, monkeypatch):
@@ -176,7 +178,7 @@ def test_a_folder_without_an_adapter_is_told_which_drafters_need_none(tmp_path, 
     assert {"hybrid", "prompt_lookup", "suffix", "token_recycling", "vanilla"} < set(drafters)
     for drafter in set(DRAFTERS) - set(drafters):
         with pytest.raises(errors.KangarooError, match="mine"):
-            drafter_config(drafter, "mine", {}).settings()
+            drafter_config(drafter, MINE, {}).settings()
     for drafter in drafters:
         with pytest.raises(errors.UnsupportedModel, match="/mine' cannot be a target"):
             kangaroo.load(tmp_path / "mine", drafter=drafter)  # which is asked for
@@ -187,7 +189,7 @@ def test_a_hybrid_without_an_adapter_drafts_from_the_text_and_says_so_once(
     model, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.chdir(tmp_path)
-    config = drafter_config("hybrid", "nobodys", {"recycle": True})
+    config = drafter_config("hybrid", NOBODYS, {"recycle": True})
     texts = [kangaroo.load("tiny", drafter=config).generate(QUESTIONS, 40) for _ in range(2)]
     assert texts == [model.generate(QUESTIONS, 40)] * 2
     assert config.settings()["adapter"] == "adapters/nobodys-fused" and not config.made_by()
@@ -204,7 +206,7 @@ def test_a_hybrid_without_an_adapter_drafts_from_the_text_and_says_so_once(
 def test_a_missing_adapter_names_its_method_and_the_option(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     drafters = {
-        name: drafter_config(x, "mine", {})
+        name: drafter_config(x, MINE, {})
         for name, x in {"ours": "cascade", "theirs": "suffix"}.items()
     }
     said = r"more.ours.second: no adapter.* pass more.ours.second.adapter= .*Drafters that are"
