@@ -114,10 +114,12 @@ def remedy(error: Exception) -> str | None:
     """What a user can do about an error, unless its message says so; None for a fault of ours."""
     if isinstance(error, KangarooError | MissingMandatoryValue):
         return ""
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+    code = getattr(error, "errno", None)
+    if code in (errno.ENOSPC, errno.EDQUOT):
         return ". Free some space, and run the same command again."
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return " Free memory, or use less: fewer texts at a time, shorter ones, a smaller dtype."
+    is_full = isinstance(error, MemoryError | torch.OutOfMemoryError) or code == errno.ENOMEM
+    if is_full or "DefaultCPUAllocator" in str(error):  # torch's, for a CPU a mere RuntimeError
+        return ". Free memory, or use less: fewer texts at a time, shorter ones, a smaller dtype."
     return None
 
 

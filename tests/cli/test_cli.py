@@ -338,5 +338,9 @@ def test_every_command_has_them_also_in_a_cascade_and_the_command_line_wins(hard
 
 def test_a_full_disk_and_a_full_memory_say_what_to_do_and_a_fault_of_ours_keeps_its_traceback():
     assert "Free some space" in remedy(OSError(errno.ENOSPC, "No space left on device"))
-    assert "fewer texts" in remedy(torch.OutOfMemoryError("CUDA out of memory."))
+    assert "fewer texts" in remedy(torch.OutOfMemoryError("CUDA out of memory"))
+    assert "fewer texts" in remedy(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert "fewer texts" in remedy(raised.value)
     assert remedy(OSError(errno.EIO, "Input/output error")) is None
