@@ -1,5 +1,6 @@
 // Products of GGUF's blocks without Python, for processors that are not here: any bytes are blocks, a token has the
-// same bits whatever is beside it, and products are those of the numbers. Ends with 0 if all that holds.
+// same bits whatever is beside it, products are those of the numbers, and none is a number if one of the token's is not.
+// Ends with 0 if all that holds.
 #include "packed.h"
 
 #include <cstdio>
@@ -43,6 +44,11 @@ template <class F> void check_form(F form, i64 kind) {
       std::memcpy(&file[block + at + 2 * half], &scale, sizeof scale);
     }
   const std::vector<float> together = products(form, file, x);
+  for (float odd : {NAN, INFINITY, -INFINITY}) {
+    std::vector<float> token(x.begin(), x.begin() + WIDTH);
+    token[random() % WIDTH] = odd;
+    for (float product : products(form, file, token)) check(product != product, kind, "an odd number is lost");
+  }
   for (i64 m = 0; m < TOKENS; m++) {
     const std::vector<float> token(x.begin() + m * WIDTH, x.begin() + (m + 1) * WIDTH);
     const std::vector<float> alone = products(form, file, token);

@@ -33,15 +33,15 @@ struct FormQ4_0 : Form<4, 32, 1, false, false, 8> { static constexpr int block =
 struct FormQ4_1 : Form<4, 32, 1, false, true, 0> { static constexpr int block = 20; };
 struct FormQ5_0 : Form<5, 32, 1, false, false, 16> { static constexpr int block = 22; };
 struct FormQ5_1 : Form<5, 32, 1, false, true, 0> { static constexpr int block = 24, kind = 7; };
-struct FormQ8_0 : Form<8, 16, 2, false, false, 128> { static constexpr int block = 34; };
+struct FormQ8_0 : Form<8, 32, 1, false, false, 128> { static constexpr int block = 34; };
 // Two and three bits take four here.
 struct FormQ2_K : Form<4, 16, 16, true, true, 0> { static constexpr int block = 84; };
 struct FormQ3_K : Form<4, 16, 16, true, false, 4> { static constexpr int block = 110; };
 struct FormQ4_K : Form<4, 32, 8, true, true, 0> { static constexpr int block = 144; };
 struct FormQ5_K : Form<5, 32, 8, true, true, 0> { static constexpr int block = 176; };
 struct FormQ6_K : Form<6, 16, 16, true, false, 32> { static constexpr int block = 210; };
-struct FormIQ4_NL : Form<4, 16, 2, false, false, 128, true> { static constexpr int block = 18; };
-struct FormIQ4_XS : Form<4, 16, 16, true, false, 128, true> { static constexpr int block = 136; };
+struct FormIQ4_NL : Form<4, 32, 1, false, false, 128, true> { static constexpr int block = 18; };
+struct FormIQ4_XS : Form<4, 32, 8, true, false, 128, true> { static constexpr int block = 136; };
 
 // Calls f with the form of a kind, by GGUF's number; does nothing for other kinds.
 template <class F> void with_form(i64 kind, F f) {
@@ -68,10 +68,8 @@ i64 packed_bytes(i64 kind, i64 width) {
   return bytes;
 }
 
-// The sixteen numbers of IQ4's codes, the offset added; and their lower and upper four bits.
+// The sixteen numbers of IQ4's codes, the offset added.
 constexpr Octet CODES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-constexpr Octet LOW_CODES[16] = {1, 8, 13, 15, 15, 13, 10, 6, 1, 13, 9, 6, 5, 5, 9, 1};
-constexpr Octet HIGH_CODES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 11, 12, 13, 15};
 
 // A block of a row in a file, as whole numbers.
 struct Unpacked {
@@ -156,10 +154,7 @@ void unpack_3_k(const Octet* from, Unpacked& to) {
 void unpack_iq4_xs(const Octet* from, Unpacked& to) {
   to.d = half_at(from);
   const Half high = half_at(from + 2);
-  for (int part = 0; part < 16; part++) {
-    const int i = part / 2;
-    to.scales[part] = ((from[4 + i / 2] >> i % 2 * 4 & 15) | (high >> 2 * i & 3) << 4) - 32;
-  }
+  for (int i = 0; i < 8; i++) to.scales[i] = ((from[4 + i / 2] >> i % 2 * 4 & 15) | (high >> 2 * i & 3) << 4) - 32;
   for (int i = 0; i < 8; i++) nibbles(from + 8 + 16 * i, 16, to.q + 32 * i);
 }
 
@@ -248,10 +243,11 @@ template <class F> void repack(F form, const Octet* from, i64 row_bytes, i64 row
     }
 }
 
-// 32 numbers of a token in eight bits, their scale, and their sum: of all, and of each half.
+// 32 numbers of a token in eight bits, their scale and sum, and for each half the sum of the whole numbers.
 struct alignas(16) Portion {
   std::uint32_t words[8];  // of four numbers
-  float scale, sum, halves[2];
+  float scale, sum;
+  Short halves[2];
 };
 
 // Stores 32 whole numbers as bytes.
@@ -281,16 +277,18 @@ template <class T> void round_token(const T* from, i64 width, i64 m, i64 tokens,
       most = larger_few(most, larger_few(part[i], -part[i]));
     }
     const float largest = fold_few(most, larger_few), per_step = largest > 0 ? 127 / largest : 0;
-    portion.scale = largest / 127;
     Register sums[2]{};
     for (int i = 0; i < count; i++) {
       part[i] = part[i] * per_step + 12582912.0f - 12582912.0f;  // no fraction
       sums[2 * i / count] += part[i];
     }
     put_bytes(part, portion.words);
-    for (int half = 0; half < 2; half++)
-      portion.halves[half] = fold_few(sums[half], [](Register a, Register b) { return a + b; }) * portion.scale;
-    portion.sum = portion.halves[0] + portion.halves[1];
+    auto sum_few = [](Register v) { return fold_few(v, [](Register a, Register b) { return a + b; }); };
+    const float first = sum_few(sums[0]), second = sum_few(sums[1]), all = first + second;
+    const bool numbers = all == all;  // if one is infinite or NaN, products are NaN
+    portion.scale = numbers ? largest / 127 : all;
+    portion.sum = all * portion.scale;
+    portion.halves[0] = numbers ? first : 0, portion.halves[1] = numbers ? second : 0;
   }
 }
 
@@ -300,12 +298,12 @@ template <class T> void round_token(const T* from, i64 width, i64 m, i64 tokens,
 #define DOTS_OF_TWO 1
 #endif
 
-// How many registers, with four bytes of each row, hold a part. Numbers of eight bits are split into two of four bits
-// if an instruction sums two products in sixteen bits.
+// Two products with numbers above 128 have no room in sixteen bits. There numbers of eight bits have no offset, but a
+// sign, which the token's numbers take over.
 #ifdef DOTS_OF_TWO
-template <class F> constexpr int REGISTERS = F::bits == 8 || F::coded ? 2 * F::planes : F::planes;
+template <class F> constexpr bool WITH_SIGN = F::offset == 128;
 #else
-template <class F> constexpr int REGISTERS = F::planes;
+template <class F> constexpr bool WITH_SIGN = false;
 #endif
 
 RegisterWords words_at(const Octet* from) {
@@ -334,11 +332,8 @@ inline RegisterWords looked_up(const Octet* table, RegisterWords places) {
 template <class F> inline __attribute__((always_inline)) void numbers_of(const Octet* from, RegisterWords* q) {
   constexpr std::uint32_t nibble = 0x0f0f0f0f;
   if (F::bits == 8) {
-#pragma GCC unroll 4
-    for (int i = 0; i < F::planes; i++) {
-      q[i] = words_at(from + i * 4 * LANES);
-      if (REGISTERS<F> > F::planes) q[F::planes + i] = q[i] >> 4 & nibble, q[i] &= nibble;
-    }
+#pragma GCC unroll 8
+    for (int i = 0; i < F::planes; i++) q[i] = words_at(from + i * 4 * LANES);
     return;
   }
 #pragma GCC unroll 4
@@ -347,11 +342,8 @@ template <class F> inline __attribute__((always_inline)) void numbers_of(const O
     q[2 * i] = both & nibble;
     q[2 * i + 1] = both >> 4 & nibble;
   }
-#pragma GCC unroll 4
-  for (int i = 0; F::coded && i < F::planes; i++) {
-    if (REGISTERS<F> > F::planes) q[F::planes + i] = looked_up(HIGH_CODES, q[i]);
-    q[i] = looked_up(REGISTERS<F> > F::planes ? LOW_CODES : CODES, q[i]);
-  }
+#pragma GCC unroll 8
+  for (int i = 0; F::coded && i < F::planes; i++) q[i] = looked_up(CODES, q[i]);
   if (F::bits == 4) return;
   constexpr std::uint32_t more = F::bits == 6 ? 0x30303030 : 0x10101010;
   const RegisterWords high = words_at(from + F::planes / 2 * 4 * LANES);
@@ -362,46 +354,47 @@ template <class F> inline __attribute__((always_inline)) void numbers_of(const O
   }
 }
 
-// Products of a part of WIDE rows with that part of a token.
-template <class F> inline __attribute__((always_inline)) RegisterInts dot_of(const RegisterWords* q, const std::uint32_t* x) {
-#if defined(DOTS_OF_FOUR)
-  __m512i sum[2] = {};
-#pragma GCC unroll 8
-  for (int i = 0; i < F::planes; i++)
-    sum[i % 2] = _mm512_dpbusd_epi32(sum[i % 2], (__m512i)q[i], _mm512_set1_epi32(x[i]));
-  return (RegisterInts)_mm512_add_epi32(sum[0], sum[1]);
-#elif defined(DOTS_OF_TWO)
-  constexpr int together = F::bits == 6 ? 2 : F::bits == 5 ? 4 : F::planes;  // sums that fit into sixteen bits
-  RegisterInts sum{};
-#pragma GCC unroll 8
-  for (int i = 0; i < REGISTERS<F>; i += together) {
-    RegisterShorts twos{};
-#pragma GCC unroll 8
-    for (int j = i; j < i + together; j++) {
-      const RegisterWords of_token = RegisterWords{} + x[j % F::planes];
-#ifdef __AVX512BW__
-      twos += (RegisterShorts)_mm512_maddubs_epi16((__m512i)q[j], (__m512i)of_token);
-#else
-      twos += (RegisterShorts)_mm256_maddubs_epi16((__m256i)q[j], (__m256i)of_token);
-#endif
-    }
-    const Short unit = i < F::planes ? 1 : 16;
-    const RegisterShorts worth = RegisterShorts{} + unit;
-#ifdef __AVX512BW__
-    sum += (RegisterInts)_mm512_madd_epi16((__m512i)twos, (__m512i)worth);
-#else
-    sum += (RegisterInts)_mm256_madd_epi16((__m256i)twos, (__m256i)worth);
-#endif
-  }
-  return sum;
-#else
-  RegisterInts sum{};
-  for (int i = 0; i < F::planes; i++)
-    for (int j = 0; j < 4; j++)
-      sum += (RegisterInts)(q[i] >> 8 * j & 255) * std::int32_t(Byte(x[i] >> 8 * j));
-  return sum;
-#endif
+// Two numbers of sixteen bits in each word.
+inline RegisterWords pairs_of(RegisterInts lower, RegisterInts upper) {
+  return ((RegisterWords)lower & 0xffff) | (RegisterWords)upper << 16;
 }
+inline RegisterWords pairs_of(const Short* pair) {
+  std::uint32_t both;
+  std::memcpy(&both, pair, sizeof both);
+  return RegisterWords{} + both;
+}
+
+// Sizes of bytes; bytes that change their sign where `like` is negative; and in each word the sum of two products, of
+// neighbouring bytes (the first without a sign) and of sixteen bits.
+#if defined(__AVX512BW__)
+inline RegisterWords size_of(RegisterWords bytes) { return (RegisterWords)_mm512_abs_epi8((__m512i)bytes); }
+inline RegisterWords with_sign(RegisterWords bytes, RegisterWords like) {
+  const __m512i zero = _mm512_setzero_si512();
+  return (RegisterWords)_mm512_mask_sub_epi8((__m512i)bytes, _mm512_movepi8_mask((__m512i)like), zero, (__m512i)bytes);
+}
+inline RegisterWords products_of_bytes(RegisterWords a, RegisterWords b) {
+  return (RegisterWords)_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
+}
+inline RegisterInts products_of_pairs(RegisterWords a, RegisterWords b) {
+  return (RegisterInts)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+}
+#elif defined(DOTS_OF_TWO)
+inline RegisterWords size_of(RegisterWords bytes) { return (RegisterWords)_mm256_abs_epi8((__m256i)bytes); }
+inline RegisterWords with_sign(RegisterWords bytes, RegisterWords like) {
+  return (RegisterWords)_mm256_sign_epi8((__m256i)bytes, (__m256i)like);
+}
+inline RegisterWords products_of_bytes(RegisterWords a, RegisterWords b) {
+  return (RegisterWords)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+}
+inline RegisterInts products_of_pairs(RegisterWords a, RegisterWords b) {
+  return (RegisterInts)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+}
+#else
+inline RegisterInts products_of_pairs(RegisterWords a, RegisterWords b) {
+  auto lower = [](RegisterWords pairs) { return (RegisterInts)(pairs << 16) >> 16; };
+  return lower(a) * lower(b) + ((RegisterInts)a >> 16) * ((RegisterInts)b >> 16);
+}
+#endif
 
 Register halves_at(const Octet* from) {
 #if defined(__AVX512F__)
@@ -418,55 +411,131 @@ Register halves_at(const Octet* from) {
 }
 
 // A byte of each row, signed or not.
-template <bool SIGNED> Register octets_at(const Octet* from) {
+template <bool SIGNED> RegisterInts octets_at(const Octet* from) {
 #if defined(__AVX512F__)
   const __m128i few = _mm_loadu_si128((const __m128i*)from);
-  return (Register)_mm512_cvtepi32_ps(SIGNED ? _mm512_cvtepi8_epi32(few) : _mm512_cvtepu8_epi32(few));
+  return (RegisterInts)(SIGNED ? _mm512_cvtepi8_epi32(few) : _mm512_cvtepu8_epi32(few));
 #elif defined(__AVX2__)
   const __m128i few = _mm_loadl_epi64((const __m128i*)from);
-  return (Register)_mm256_cvtepi32_ps(SIGNED ? _mm256_cvtepi8_epi32(few) : _mm256_cvtepu8_epi32(few));
+  return (RegisterInts)(SIGNED ? _mm256_cvtepi8_epi32(few) : _mm256_cvtepu8_epi32(few));
 #else
-  Register numbers;
+  RegisterInts numbers;
   for (int i = 0; i < WIDE; i++) numbers[i] = SIGNED ? Byte(from[i]) : from[i];
   return numbers;
 #endif
 }
 
+inline Register as_floats(RegisterInts numbers) { return __builtin_convertvector(numbers, Register); }
+
+// 32 numbers of WIDE rows, as tokens are multiplied with them: a part, or two of 16 numbers. Two parts are summed as whole
+// numbers, each times its scale, and the offset with them.
+template <class F> struct Parts {
+  static constexpr int count = 32 / F::columns;
+  static constexpr bool has_m = F::shifted || !WITH_SIGN<F>;  // of a single part
+  RegisterWords q[8], signs[8];
+  RegisterWords factors[count];
+  RegisterWords of_halves;  // minima or offsets of two parts, which multiply a token's sums
+  Register s, m;
+
+  // `w`: where the stretch of sixteen rows begins.
+  inline __attribute__((always_inline)) Parts(const Octet* w, int first, int lane) {
+    s = halves_at(w + 2 * lane), m = Register{};
+    if (F::shifted) m = halves_at(w + 2 * (LANES + lane));
+    RegisterInts scales[count], minima[count];
+#pragma GCC unroll 2
+    for (int i = 0; i < count; i++) {
+      numbers_of<F>(w + F::header + (first + i) * F::of_part + 4 * lane, q + i * F::planes);
+      const i64 at = (first + i) * LANES + lane;
+      if (F::scaled) scales[i] = octets_at<!F::shifted>(w + F::scales_at + at);
+      if (F::scaled && F::shifted) minima[i] = octets_at<false>(w + F::minima_at + at);
+    }
+    if constexpr (count == 2) {
+      for (int i = 0; i < 2; i++) factors[i] = factor_of(scales[i]);
+      of_halves = F::shifted ? pairs_of(minima[0], minima[1]) : pairs_of(scales[0] * -F::offset, scales[1] * -F::offset);
+    } else {
+      factors[0] = factor_of(RegisterInts{} + 1);
+      if (F::scaled) s *= as_floats(scales[0]);
+      if (F::scaled && F::shifted) m *= as_floats(minima[0]);
+      if (!F::shifted) m = s * float(-F::offset);
+    }
+#ifdef DOTS_OF_TWO
+#pragma GCC unroll 8
+    for (int i = 0; WITH_SIGN<F> && i < 8; i++) {
+      signs[i] = q[i] ^ 0x80808080;
+      q[i] = size_of(signs[i]);
+    }
+#endif
+  }
+
+  // Adds the products with a token.
+  inline __attribute__((always_inline)) Register add(Register sum, const Portion& x) const {
+    RegisterInts dots = dot_of(x.words, 0);
+    if (count == 2) dots += dot_of(x.words, 1);
+    if (count == 2 && !F::shifted) dots += products_of_pairs(of_halves, pairs_of(x.halves));
+    sum += as_floats(dots) * (s * x.scale);
+    if (count == 2 && F::shifted) sum += as_floats(products_of_pairs(of_halves, pairs_of(x.halves))) * (m * x.scale);
+    if (count == 1 && has_m) sum += m * x.sum;
+    return sum;
+  }
+
+ private:
+#ifdef DOTS_OF_TWO
+  static RegisterWords factor_of(RegisterInts number) { return pairs_of(number, number); }
+#else
+  static RegisterWords factor_of(RegisterInts number) { return (RegisterWords)number; }
+#endif
+
+  // Products of a part with that part of a token, times a factor of each row.
+  inline __attribute__((always_inline)) RegisterInts dot_of(const std::uint32_t* words, int part) const {
+    const RegisterWords* own = q + part * F::planes;
+    const std::uint32_t* x = words + part * F::planes;
+#if defined(DOTS_OF_FOUR)
+    __m512i sum[2] = {};
+#pragma GCC unroll 8
+    for (int i = 0; i < F::planes; i++)
+      sum[i % 2] = _mm512_dpbusd_epi32(sum[i % 2], (__m512i)own[i], _mm512_set1_epi32(x[i]));
+    const RegisterInts all = (RegisterInts)_mm512_add_epi32(sum[0], sum[1]);
+    return count == 2 ? all * (RegisterInts)factors[part] : all;
+#elif defined(DOTS_OF_TWO)
+    // sums that fit into sixteen bits
+    constexpr int together = WITH_SIGN<F> ? 1 : F::bits == 6 ? 2 : F::bits == 5 ? 4 : F::planes;
+    RegisterInts sum{};
+#pragma GCC unroll 8
+    for (int i = 0; i < F::planes; i += together) {
+      RegisterShorts twos{};
+#pragma GCC unroll 8
+      for (int j = i; j < i + together; j++) {
+        const RegisterWords of_token = RegisterWords{} + x[j];
+        twos += (RegisterShorts)products_of_bytes(own[j], WITH_SIGN<F> ? with_sign(of_token, signs[j]) : of_token);
+      }
+      sum += products_of_pairs((RegisterWords)twos, factors[part]);
+    }
+    return sum;
+#else
+    RegisterInts sum{};
+    for (int i = 0; i < F::planes; i++)
+      for (int j = 0; j < 4; j++)
+        sum += (RegisterInts)(own[i] >> 8 * j & 255) * std::int32_t(Byte(x[i] >> 8 * j));
+    return count == 2 ? sum * (RegisterInts)factors[part] : sum;
+#endif
+  }
+};
+
 constexpr i64 FETCHED_AHEAD = 4096;  // bytes between the weights in use and those being fetched
 
 // out[m][j] = x[m] . w[j] for sixteen rows, whose weights begin at `w`.
 template <class F> void times_packed(F, const Octet* w, i64 width, const Portion* x, i64 tokens, float* out) {
+  constexpr int count = Parts<F>::count;
   std::fill_n(out, tokens * LANES, 0.0f);
   for (i64 k = 0; k < width; k += F::per_block, w += F::bytes)
-    for (int part = 0; part < F::parts; part++) {
+    for (int part = 0; part < F::parts; part += count) {
       const Portion* portions = x + (k + part * F::columns) / 32 * tokens;
-      constexpr int per_portion = 32 / F::columns;
-      const int half = part % per_portion;
       const Octet* numbers = w + F::header + part * F::of_part;
-      for (i64 line = 0; line < F::bytes / F::parts; line += 64) __builtin_prefetch(numbers + FETCHED_AHEAD + line);
+      for (i64 line = 0; line < F::bytes / F::parts * count; line += 64) __builtin_prefetch(numbers + FETCHED_AHEAD + line);
       for (int lane = 0; lane < LANES; lane += WIDE) {
-        RegisterWords q[REGISTERS<F>];
-        numbers_of<F>(numbers + 4 * lane, q);
-        Register s = halves_at(w + 2 * lane), m;
-        if (F::shifted) m = halves_at(w + 2 * (LANES + lane));
-        if constexpr (F::scaled && F::shifted) {
-          s *= octets_at<false>(w + F::scales_at + part * LANES + lane);
-          m *= octets_at<false>(w + F::minima_at + part * LANES + lane);
-        } else if constexpr (F::scaled) {
-          s *= octets_at<true>(w + F::scales_at + part * LANES + lane);
-        }
-        if (!F::shifted) m = s * float(-F::offset);
+        const Parts<F> rows(w, part, lane);
         float* to = out + lane;
-        for (i64 i = 0; i < tokens; i++, to += LANES) {
-          const Portion& portion = portions[i];
-          const Register dots =
-              __builtin_convertvector(dot_of<F>(q, portion.words + half * F::planes), Register);
-          Register sum;
-          std::memcpy(&sum, to, sizeof sum);
-          sum += dots * (s * portion.scale);
-          sum += m * (per_portion == 1 ? portion.sum : portion.halves[half]);
-          std::memcpy(to, &sum, sizeof sum);
-        }
+        for (i64 i = 0; i < tokens; i++, to += LANES) put_few(to, rows.add(few(to), portions[i]));
       }
     }
 }
