@@ -32,7 +32,7 @@ from kangaroo.evaluation.study.study import read_study
 from kangaroo.heads import adapter_files, export, published
 from kangaroo.hub import transfer
 from kangaroo.hub.transfer import PackConfig
-from kangaroo.models.loading import ModelConfig, evaluate_command, meta_model
+from kangaroo.models.loading import ModelConfig, checkpoint_at, evaluate_command, meta_model
 from kangaroo.serving.serve import serve as run_server
 from kangaroo.training import backend, loop
 from kangaroo.training.estimate import Devices, forecast
@@ -316,7 +316,8 @@ def convert_export(config: schema.ExportCommand) -> None:
     elif config.to is schema.Layout.speculators:
         export.write_speculators(config.source, meta_model(config.model), output)
         options = json.dumps({"model": str(output), "method": "eagle3"})
-        log.info("for vLLM: vllm serve %s --speculative-config '%s'", config.model.path, options)
+        target = checkpoint_at(config.model.path)
+        log.info("for vLLM: vllm serve %s --speculative-config '%s'", target, options)
     else:
         export.write_for_vllm(config.source, meta_model(config.model), output, VLLM_THRESHOLD)
         log.info("%s is for the plugin kangaroo-vllm", output)

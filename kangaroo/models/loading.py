@@ -194,7 +194,7 @@ def load(config: ModelConfig, layers: int | None = None) -> tuple[PreTrainedMode
     else:
         options: dict[str, Any] = {"dtype": config.dtype.torch}
         options["device_map"] = config.device_map or ("cpu" if config.quantization else device)
-        source = _source(config.path)
+        source = checkpoint_at(config.path)
         if layers is None or config.quantization or quantization_fields(shape_of(config)):
             model, tokenizer = read_checkpoint(source, config.revision, **options)
         else:
@@ -307,7 +307,7 @@ def load_tokenizer(path: str, revision: str | None) -> Tokenizer | None:
         return byte_tokenizer() if path == TINY else None
     if is_gguf(path):
         return gguf_tokenizer.read_tokenizer(GGUFFile(gguf_path(path, revision)))
-    return read_tokenizer(_source(path), revision)
+    return read_tokenizer(checkpoint_at(path), revision)
 
 
 def _read_gguf(config: ModelConfig, device: str) -> tuple[PreTrainedModel, Tokenizer]:
@@ -323,5 +323,6 @@ def _read_gguf(config: ModelConfig, device: str) -> tuple[PreTrainedModel, Token
     return model.to(device), tokenizer  # type: ignore[arg-type]
 
 
-def _source(path: str) -> str:
+def checkpoint_at(path: str) -> str:
+    """What other software loads for a `ModelConfig.path`: a folder, a file or a hub id."""
     return str(embedded_checkpoint()) if path == EMBEDDED else os.path.expanduser(path)

@@ -282,6 +282,7 @@ def test_conversion_happens_once_however_many_ask_and_again_if_its_weights_are_g
     assert len(conversions) == 1 and weights.read_text() == "whole"
     weights.unlink()
     assert embedded.embedded_checkpoint() == folder
+    assert loading.checkpoint_at(EMBEDDED) == str(folder)  # what commands for vLLM name
     assert len(conversions) == 2 and weights.read_text() == "whole"
     names = sorted(path.name for path in folder.parent.iterdir())
     assert names == [folder.name, f"{folder.name}.lock"]

@@ -18,7 +18,7 @@ VOCABULARY = 128
 EXIT = 2
 
 
-def tiny(tied: bool = False) -> TargetModel:
+def tiny(tied: bool = False, layers: int = 4) -> TargetModel:
     """A random Llama that writes 48 tokens without EOS, whose shallow layers are often right.
 
     Its sizes can be split over two processes, and the attention kernel takes its heads.
@@ -26,6 +26,7 @@ def tiny(tied: bool = False) -> TargetModel:
     hf = random_model(
         deep_scale=0.15,
         vocab_size=VOCABULARY,
+        num_hidden_layers=layers,
         hidden_size=128,
         intermediate_size=192,
         head_dim=32,
