@@ -67,52 +67,27 @@ def test_speed_benchs_questions_come_from_parquet_files_or_the_hub(tmp_path, mon
         load_questions(BenchConfig("speed_bench", path=str(tmp_path), subset="4k+8k"))
 
 
-# Rows of each named bench's columns, written by us, with the category and the turns they make.
+# A row of some of each named bench's columns, written by us, with its category and its turns.
 NAMED = {
     "gsm8k": ({"question": "1 + 1?", "answer": "#### 2"}, "gsm8k", ["1 + 1?"]),
-    "math500": (
-        {"problem": "$x^2 = 4$", "solution": "2", "answer": "2", "subject": "Algebra", "level": 1},
-        *("Algebra", ["$x^2 = 4$"]),
-    ),
-    "humaneval": (
-        {"task_id": "T/0", "prompt": "def one():\n", "canonical_solution": "1", "test": "pass"},
-        *("humaneval", ["def one():\n"]),
-    ),
-    "mbpp": (
-        {"task_id": 11, "text": "Write f.", "code": "", "test_list": []},
-        "mbpp",
-        ["Write f."],
-    ),
-    "livecodebench": (
-        {"question_content": "Sum.", "question_id": "a", "difficulty": "easy", "platform": "p"},
-        *("easy", ["Sum."]),
-    ),
-    "mt_bench": (
-        {"prompt": ["Write.", "Again."], "prompt_id": 9, "category": "writing", "reference": []},
-        *("writing", ["Write.", "Again."]),
-    ),
-    "alpaca": (
-        {"instruction": "Sort.", "input": "b, a", "output": "a, b", "text": "..."},
-        *("alpaca", ["Sort.\n\nb, a"]),
-    ),
-    "arena_hard": (
-        {"uid": "0", "category": "hard_prompt", "subcategory": "x", "prompt": "Prove it."},
-        *("hard_prompt", ["Prove it."]),
-    ),
-    "cnn_dailymail": (
-        {"article": "(CNN) A dog.", "highlights": "Dog.", "id": "0"},
-        *("cnn_dailymail", ["Summarize: (CNN) A dog."]),
-    ),
+    "math500": ({"problem": "$x^2 = 4$", "subject": "Algebra"}, "Algebra", ["$x^2 = 4$"]),
+    "humaneval": ({"task_id": "T/0", "prompt": "def one():\n"}, "humaneval", ["def one():\n"]),
+    "mbpp": ({"task_id": 11, "text": "Write f.", "test_list": []}, "mbpp", ["Write f."]),
+    "livecodebench": ({"question_content": "Sum.", "difficulty": "easy"}, "easy", ["Sum."]),
+    "mt_bench": ({"prompt": ["A?", "B?"], "category": "writing"}, "writing", ["A?", "B?"]),
+    "alpaca": ({"instruction": "Sort.", "input": "b, a"}, "alpaca", ["Sort.\n\nb, a"]),
+    "arena_hard": ({"category": "hard_prompt", "prompt": "Why?"}, "hard_prompt", ["Why?"]),
+    "cnn_dailymail": ({"article": "A dog."}, "cnn_dailymail", ["Summarize: A dog."]),
     "speculator_benchmarks": ({"prompt": "Why?"}, "HumanEval", ["Why?"]),
 }
+BENCHES = yaml.safe_load((ROOT / "configs/groups/bench.yaml").read_text())
 
 
 def named(name, **changes):
-    settings = yaml.safe_load((ROOT / "configs/groups/bench.yaml").read_text())[name]
-    return BenchConfig(**{"name": name} | settings | changes)
+    return BenchConfig(**{"name": name} | BENCHES[name] | changes)
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", [name for name, x in BENCHES.items() if "question" in x])
 def test_named_benches_read_their_columns_from_the_hub_and_from_files(name, tmp_path, monkeypatch):
     row, category, turns = NAMED[name]
     config, asked = named(name), []
@@ -136,22 +111,14 @@ def test_named_benches_read_their_columns_from_the_hub_and_from_files(name, tmp_
     monkeypatch.setattr("kangaroo.data.reading.hf_hub_download", download)
     of_hub = load_questions(config)
     one_file = named(name, subset=config.subset.split("+")[0] if is_lines else config.subset)
-    of_file, of_folder = (
-        load_questions(replace(one_file, path=str(path))) for path in (file, tmp_path)
-    )
-    assert of_file == of_folder == of_hub[:2]
-    assert [(question.category, question.turns) for question in of_file] == [
-        (category, turns),
-        (category, ["Sort."] if name == "alpaca" else turns),
-    ]
+    of_file = load_questions(replace(one_file, path=str(file)))
+    assert of_file == load_questions(replace(one_file, path=str(tmp_path))) == of_hub[:2]
+    without_input = ["Sort."] if name == "alpaca" else turns
+    assert {question.category for question in of_file} == {category}
+    assert [question.turns for question in of_file] == [turns, without_input]
     parts = config.subset.split("+") if config.subset else [None]
     assert asked == [(config.hub, part, "dataset" if is_lines else config.split) for part in parts]
     assert [question.question_id for question in of_hub] == [*range(1, 2 * len(parts) + 1)]
-
-
-def test_every_named_bench_has_its_stand_in():
-    benches = yaml.safe_load((ROOT / "configs/groups/bench.yaml").read_text())
-    assert {name for name, settings in benches.items() if "question" in settings} == {*NAMED}
 
 
 @pytest.mark.parametrize(
@@ -161,8 +128,6 @@ def test_every_named_bench_has_its_stand_in():
         ("math500", {"problem": "x", "answer": "y"}, "no column 'subject', only problem, answer"),
         ("alpaca", {"instruction": "x"}, "no column 'input', only instruction"),
         ("gsm8k", {"question": 5}, "question is neither text nor a list of turns"),
-        ("gsm8k", {"question": ""}, "at least one user's turn"),
-        ("gsm8k", [[]], "it is no JSON object"),
     ],
 )
 def test_a_column_that_is_not_there_is_named_with_its_file(name, row, reason, tmp_path):
@@ -190,10 +155,8 @@ def test_a_system_turn_comes_first_and_counts_in_the_fingerprint(tmp_path):
         file.write_text(json.dumps(line))
         (question,) = questions = load_questions(BenchConfig(path=str(file)))
         begins = talk if question.system else talk[1:]
-        assert (
-            question.conversation() == begins[:-2]
-            and question.conversation(["assistant"]) == begins
-        )
+        assert question.conversation() == begins[:-2]
+        assert question.conversation(["assistant"]) == begins
         hashes.append(fingerprint(questions))
     assert hashes[0] == hashes[1] != hashes[2] == hashes[3]
 
@@ -228,12 +191,7 @@ def test_a_download_is_kept_and_wrong_checksums_refused_but_of_local_files(tmp_p
         (BenchConfig("dmeo"), ConfigError, r"no bench 'dmeo' is shipped, only demo"),
         (BenchConfig("far", url="http://127.0.0.1:9/x"), DataError, r"127.* .*bench\.path="),
         (BenchConfig(path="none.jsonl"), DataError, r"there is no source '.*none\.jsonl'"),
-        (BenchConfig(path="no.parquet"), DataError, r"there is no source '.*no\.parquet'"),
-        (
-            BenchConfig("b", hub="a/b", subset="c"),
-            DataError,
-            r"bench\.hub=a/b \(subset c, .* cannot be read",
-        ),
+        (BenchConfig("b", hub="a/b", subset="c"), DataError, r"hub=a/b \(subset c, .* be read"),
     ],
 )
 def test_questions_that_are_nowhere_are_named_with_the_way_out(config, error, message, cache):
@@ -249,19 +207,11 @@ def test_questions_that_are_nowhere_are_named_with_the_way_out(config, error, me
         (json.dumps(GOOD | {"question_id": 2**63}), "question_id must be an integer of 64 bits"),
         (json.dumps(GOOD | {"category": 5}), "category must be a string"),
         (json.dumps(GOOD | {"category": "overall"}), "may not be called method or overall"),
-        (json.dumps(GOOD | {"category": "method"}), "may not be called method or overall"),
         (json.dumps({"messages": [USER, SYSTEM]}), "a system turn must be a string, before all"),
         (json.dumps({"messages": [USER, SYSTEM | {"role": "tool"}]}), "a turn of role 'tool'"),
-        (
-            json.dumps({"messages": [SYSTEM | {"content": 5}, USER]}),
-            "a turn whose 'content' or",
-        ),
-        ("[" * 100_000, "a line that is not JSON"),
+        (json.dumps({"messages": [SYSTEM | {"content": 5}, USER]}), "a turn whose 'content' or"),
         (json.dumps(GOOD | {"turns": []}), "at least one user's turn"),
-        (
-            json.dumps({"messages": ["Why?", {"role": "user"}]}),
-            "a turn that is a str, not an object",
-        ),
+        (json.dumps({"messages": ["Why?", USER]}), "a turn that is a str, not an object"),
         (json.dumps(GOOD | {"turns": ["Why?", " "]}), "none that is blank"),
         (json.dumps(GOOD), "question_id 1 again"),
     ],
