@@ -26,25 +26,23 @@ from helpers import (
 )
 from torch import Tensor
 
+from kangaroo import ClaspConfig, LayerSkipConfig, SwiftConfig
 from kangaroo.cuda.backend import CudaBackend
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.block import Block
 from kangaroo.drafters.cascade import Cascade
-from kangaroo.drafters.clasp import ClaspConfig
 from kangaroo.drafters.datastore import Datastore, index
 from kangaroo.drafters.draft_model import DraftModel
 from kangaroo.drafters.draft_verify import DraftVerify
 from kangaroo.drafters.eagle import EagleTree
 from kangaroo.drafters.expected_gain import Costs
 from kangaroo.drafters.hybrid import Hybrid, HybridConfig, TextHybrid
-from kangaroo.drafters.layerskip import LayerSkipConfig
 from kangaroo.drafters.llma import Llma, LlmaConfig
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.drafters.medusa import Medusa
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.drafters.rest import Rest, RestConfig
 from kangaroo.drafters.suffix import Suffix
-from kangaroo.drafters.swift import SwiftConfig
 from kangaroo.drafters.token_recycling import TokenRecycling
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine

@@ -18,14 +18,16 @@ from helpers import adapter_for, saved_adapter, tiny_target
 from omegaconf import OmegaConf
 
 import kangaroo
-from kangaroo import __main__
+from kangaroo import (
+    CascadeConfig,
+    DrafterConfig,
+    KangarooConfig,
+    MedusaConfig,
+    RestConfig,
+    __main__,
+)
 from kangaroo.cli import commands
 from kangaroo.cli.command import remedy
-from kangaroo.drafters.base import DrafterConfig
-from kangaroo.drafters.cascade import CascadeConfig
-from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.drafters.medusa import MedusaConfig
-from kangaroo.drafters.rest import RestConfig
 from kangaroo.utils import errors
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.folders import fitting_name, sole_writer

@@ -242,16 +242,6 @@ def test_the_error_for_what_the_hub_does_not_give_gives_the_fix(source):
         read(Source(source, subset="en"), None)
 
 
-KEPT = "ua:ua au:u sua:sua saua:sua uau:uau uua:u uaa:ua s:s a: : suas:sua uaeua:ua ue:u eua:"
-
-
-@pytest.mark.parametrize(("roles", "kept"), [pair.split(":") for pair in KEPT.split()])
-def test_turns_are_kept_as_far_as_they_alternate(roles, kept):
-    names = {"u": "user", "a": "assistant", "s": "system", "e": "user"}
-    messages = [{"role": names[r], "content": " " if r == "e" else "x"} for r in roles]
-    assert [m["role"][0] for m in alternating_turns(messages)[0]] == list(kept)
-
-
 def test_text_as_it_is_gets_the_templates_mask(target, tmp_path):
     lm, tokenizer = target
     config(tmp_path, written(tmp_path, TALKS), regenerate=False).make(lm, tokenizer)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import cases
 import pytest
-from cases import NEW_TOKENS, PROMPTS, Case, accepted, case_of, choices_without_cache, rounds_of
+from cases import NEW_TOKENS, PROMPTS, Case, accepted, choices_without_cache, rounds_of
 from helpers import adapter_for, admit_text, check_drafts, longest_earlier_match, paths_of, tiny
 
 from kangaroo.drafters import expected_gain
@@ -14,7 +14,6 @@ from kangaroo.drafters.hybrid import Hybrid, HybridConfig
 from kangaroo.drafters.suffix import SuffixAutomaton
 from kangaroo.drafters.token_recycling import TokenRecycling
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 
 NODES, STEPS = 6, 3
@@ -72,32 +71,8 @@ def test_a_draft_ends_with_what_ends_the_text():
         assert drafter.update_sources(batch, 0).lookup.tokens == expected
 
 
-STARTS = [Lookup.shift, DraftedChain.shift, Recycled.shift]
-
-
 def shifts(sources: Sources) -> list[float]:
     return [source.shift for source in sources.all]
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["tensors", "native"])
-def test_what_a_text_has_taught_is_forgotten_with_it(compiled):
-    case = case_of("llama-compiled" if compiled else "llama", "sampled")
-    options = HybridConfig(threshold=0, nodes=NODES, recycle=True)
-    drafter = Hybrid(case.lm, case.adapter, options)
-    engine = Engine(case.lm, cases.with_costs(drafter, COSTS))
-    session, steps = engine.open(1, 80, Sampling()), []
-    batch = session.batch
-    for _ in range(3):
-        session.admit(0, Request(PROMPTS[1], NEW_TOKENS))
-        sources = drafter.update_sources(batch, 0)
-        assert shifts(sources) == STARTS
-        assert len(sources.recycled.matrix) == len(set(batch.texts[0][:-1]))
-        steps.append(0)
-        while not batch.done[0]:
-            session.step()
-            steps[-1] += 1
-        assert shifts(drafter.update_sources(batch, 0)) != STARTS
-    assert steps[0] == steps[1] == steps[2]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from kangaroo.drafters.medusa import MedusaConfig, sparse_tree
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import candidates, combine
 from kangaroo.heads import adapter_files
-from kangaroo.heads.eagle3_head import Eagle3Head, Eagle3HeadConfig, fused_taps
+from kangaroo.heads.eagle3_head import Eagle3Head, Eagle3HeadConfig
 from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
 from kangaroo.heads.medusa_heads import GUESSES, MedusaHeads, MedusaHeadsConfig
 from kangaroo.models.target import TargetModel
@@ -139,12 +139,6 @@ def test_the_loss_on_states_is_added_with_its_weight():
         torch.testing.assert_close(both[name], expected, rtol=3e-5, atol=1e-5)
 
 
-def test_it_fuses_the_inputs_of_the_layers_that_the_released_code_names():
-    """Layers 2, L / 2 and L - 3; and of small models whatever there is."""
-    assert fused_taps(32) == (2, 16, 29) and fused_taps(40) == (2, 20, 37)
-    assert fused_taps(4) == (2, 2, 1) and fused_taps(1) == (1, 0, 0)
-
-
 def test_no_token_but_the_first_sees_the_first():
     lm = tiny()
     head, meta = eagle3_for(lm), lm.chunk(0, 9, row=0, n_slots=9)
@@ -184,22 +178,6 @@ def test_every_part_learns_also_the_norm_before_the_head():
     for name, parameter in head.named_parameters():
         assert parameter.grad.abs().max() > 0, name
         torch.testing.assert_close(got[name], parameter.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_states_are_normed_before_the_head_whoever_multiplies():
-    lm = tiny()
-    trained = eagle3_for(lm)
-    (head,) = trained.draft_heads(lm, None)
-    x_MD = 3 * torch.randn(5, 32)
-    expected_MK = torch.nn.functional.linear(trained.head_norm(x_MD), trained.head.weight)
-    assert torch.equal(head(x_MD), expected_MK) and head.choose(x_MD) is None
-
-    class Kernels:
-        def choose(self, x_RTD: torch.Tensor, ids_O: object) -> tuple[torch.Tensor, object]:
-            return x_RTD, ids_O
-
-    head.fast = Kernels()
-    assert torch.equal(head.choose(x_MD)[0][:, 0], trained.head_norm(x_MD))
 
 
 @pytest.fixture(scope="module")

@@ -140,19 +140,6 @@ def test_a_text_goes_on_in_another_batch_as_it_would_have(case, name, count):
     assert (stopped.tokens, stopped.finish) == (texts[0][: count + 1], "stop")
 
 
-def test_a_prompt_that_is_given_up_halfway_leaves_its_row_free(case):
-    engine = Engine(case.lm, DRAFTERS["kangaroo"](case), prefill_chunk=2)
-    session = engine.open(1, 60, HOT)
-    batch = session.batch
-    parts = Prompt(session, 0, Request(PROMPTS[-1], NEW_TOKENS))
-    parts.advance()
-    assert batch.done == [True] and not session.step()[0].tokens
-    written = [session.admit(0, requests_of(NEW_TOKENS)[0]).tokens]
-    while not all(batch.done):
-        step(session, written)
-    assert written == continuations(case)[:1]
-
-
 def test_a_stream_is_the_generation_and_tells_drafted_tokens_from_the_targets_own(case):
     drafter = Scripted(case.texts, lambda position: position % 3 > 0, steps=4)
     streamed = list(Engine(case.lm, drafter).stream(PROMPTS[0], NEW_TOKENS, HOT))
@@ -160,19 +147,6 @@ def test_a_stream_is_the_generation_and_tells_drafted_tokens_from_the_targets_ow
     length = len(PROMPTS[0])
     for position, token in enumerate(streamed, start=length):
         assert token.drafted == (position > length and position % 3 > 0)
-
-
-def test_a_stream_stops_at_a_stop_string_and_its_generation_grows_along(case):
-    tokens = continuations(case)[0]
-    place = fresh_place(tokens)
-    engine = Engine(case.lm, oracle(case.texts), Letters())
-    stream = engine.stream(PROMPTS[0], NEW_TOKENS, HOT, stop=[f"<{tokens[place]}>"])
-    streamed = []
-    for token in stream:
-        streamed.append(token.id)
-        assert stream.generation.tokens[: len(streamed)] == streamed
-    assert streamed == stream.generation.tokens == tokens[: place + 1]
-    assert stream.generation.finish == "stop" and stream.generation.steps
 
 
 def test_streams_take_turns_and_one_whose_place_is_taken_is_refused_not_mixed_up():

@@ -93,17 +93,6 @@ def test_an_eos_may_lie_anywhere_in_a_draft_or_after_it(name, place, monkeypatch
     assert late[0].finish == "eos" and len(late[0].tokens) <= place + 1
 
 
-@pytest.mark.parametrize("name, length", in_turn(CHAINS, [(45,), (62,), (63,)]))
-def test_a_draft_may_reach_beyond_the_context(name, length):
-    case = model(max_position_embeddings=64)
-    (prompt,) = random_prompts(length)
-    run = partial(Engine.generate, prompts=[prompt], max_new_tokens=64 - length)
-    late, on_tensors = by_both(case, name, run)
-    assert rounds_of(late) == rounds_of(on_tensors)
-    vanilla = vanilla_texts(tiny(max_position_embeddings=64), [prompt], 64 - length)
-    assert [prompt + late[0].tokens] == vanilla
-
-
 def mixed(engine: Engine) -> list:
     """Steps with and without drafts, beside texts that want none or logits, each row's rounds."""
     engine.drafter.draft_cost = 0.02  # which pays here

@@ -130,16 +130,6 @@ def test_the_tokens_that_top_p_keeps_depend_on_a_row_alone_however_sums_are_made
         assert all((x == math.ceil(size * top_p)).all() for x in kept), (count, kept)
 
 
-def test_chances_in_whole_numbers_are_the_exponentials_and_never_less_for_more():
-    x = -torch.linspace(0, 40, 100_001)
-    chances = sampler.whole_exp(x)
-    assert (chances.diff() <= 0).all() and chances[0] == 1 << 44 and chances[-1] == 0
-    torch.testing.assert_close(
-        chances.double() * 2.0**-44, x.double().exp(), rtol=3e-6, atol=2.0**-44
-    )
-    assert sampler.whole_exp(torch.tensor(-torch.inf)) == 0
-
-
 # Settings at their ends, and whether they leave but the likeliest token.
 LARGEST = sys.float_info.max
 EXTREMES = [
@@ -202,25 +192,6 @@ def test_native_code_has_the_same_whole_numbers(tmp_path):
     call = ctypes.CDLL(str(library)).whole
     call(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(len(x)), ctypes.c_void_p(chances.data_ptr()))
     assert torch.equal(chances, sampler.whole_exp(x))
-
-
-def test_texts_of_unlike_settings_are_drawn_each_by_its_own():
-    rows = [Sampling(), *SAMPLINGS]
-    mixed = combine(rows)
-    assert not mixed.greedy
-    logits_BNV = 3 * torch.randn(len(rows), 5, 50, generator=torch.Generator().manual_seed(0))
-    positions_BN = torch.arange(5).expand(len(rows), -1) + torch.arange(len(rows))[:, None]
-    seeds_B = torch.arange(len(rows)) + 7
-    third = slice(2, 3)
-    for choose in (pick, lambda *options: candidates(*options, 3)):
-        chosen = choose(logits_BNV, positions_BN, mixed, seeds_B)
-        for row, sampling in enumerate(rows):
-            part = slice(row, row + 1)
-            alone = choose(logits_BNV[part], positions_BN[part], combine([sampling]), seeds_B[part])
-            assert torch.equal(chosen[part], alone)
-        shared = choose(logits_BNV, positions_BN[third], mixed, seeds_B)  # positions of all rows
-        alone = choose(logits_BNV[third], positions_BN[third], combine([rows[2]]), seeds_B[third])
-        assert torch.equal(shared[third], alone)
 
 
 def test_where_the_filters_leave_too_few_candidates_the_likeliest_others_follow():

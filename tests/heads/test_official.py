@@ -108,16 +108,6 @@ def test_an_imported_checkpoint_drafts_what_its_formulas_give(lm, tmp_path, file
     assert accepted == {(True, True), (True, False), (False, False)}  # whole, in part, not at all
 
 
-def test_what_training_by_the_official_code_adds_to_names_is_dropped(lm, tmp_path):
-    """`module.` of several processes, and the frequencies of an older transformers."""
-    state = random_state(lm)
-    saved = state | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    wrapped = {f"module.{name}": tensor for name, tensor in saved.items()}
-    for i, kind in enumerate((saved, wrapped)):
-        adapter, _ = read(checkpoint(tmp_path / str(i), kind, config_of(lm)), lm, EXIT)
-        assert all(torch.equal(adapter.get_parameter(NAMES[n]), state[n]) for n in state)
-
-
 def test_the_released_checkpoints_fit_vicuna_by_shape_alone(tmp_path):
     """At the exit layers of the authors' code, with the paper's number of parameters."""
     for name, size, layer in (("7b", 4096, 2), ("13b", 5120, 3)):

@@ -338,12 +338,6 @@ def test_many_faults_are_counted_and_what_is_no_number_is_refused(tmp_path):
         published.read(str(tmp_path), lm)
 
 
-def test_code_in_a_file_of_heads_is_not_run(tmp_path):
-    source = checkpoint(tmp_path, {"0.0.linear.weight": print}, "medusa_lm_head.pt")
-    with pytest.raises(CorruptFile, match=r"medusa_lm_head\.pt"):
-        published.read(source, tiny())
-
-
 def test_eagle3_has_the_released_size_for_llama_3_1():
     """Its head has 32,000 of 128,256 tokens; 849 MB in float16."""
     lm = meta_model(ModelConfig("8b", "meta-llama/Llama-3.1-8B-Instruct", dtype=Dtype.bfloat16))

@@ -18,11 +18,12 @@ import pytest
 import torch
 from commands import BRIEF, FILES, PAGES, ROOT, SHORT, free_port, python, shown, typed, write_inputs
 from composing import of_command
-from helpers import adapter_for, saved_adapter, tiny_target
+from helpers import adapter_for, random_model, saved_adapter, tiny_target
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from test_architecture import TREES
 from tiny_gguf import write as write_gguf
 
+from kangaroo.__main__ import COMMANDS
 from kangaroo.cli import commands as cli
 from kangaroo.heads import published
 from kangaroo.heads.adapter import AdapterHeadConfig
@@ -30,6 +31,7 @@ from kangaroo.heads.adapter_files import WEIGHTS
 from kangaroo.heads.eagle3_head import Eagle3Head
 from kangaroo.heads.eagle_head import EagleHead
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
+from kangaroo.models.random_models import byte_tokenizer
 from kangaroo.utils import folders
 
 # What stands in for the models, in every line; a recipe, a shape or a name stays the model's own.
@@ -154,7 +156,7 @@ FAST = {
     "torchrun --nproc-per-node=8 train.py model=vicuna-7b",
 }
 
-# test_own_model.py runs the lines of one page in their order.
+# A test below runs the lines of one page in their order.
 OTHERS = [page for page in PAGES if page.name != "your-own-model.md"]
 LINES = {" ".join(words[1:]) for page in OTHERS for words in shown(page, "python")}
 SHOWN = sorted(line for line in LINES if not ELSEWHERE.search(line))
@@ -359,3 +361,36 @@ def test_a_folder_of_any_name_arrives_as_it_is():
         word = shlex.split(folders.command_line("evaluate", drafter__adapter=name))[-1]
         assert parser.parse_override(word).value() == name
     assert of_command("evaluate", [word]).drafter.adapter == name
+
+
+PAGE = ROOT / "docs/your-own-model.md"
+# What is appended to each command, so that it takes seconds.
+SMALLER = {
+    "scripts/prepare.py": "held=4",
+    "evaluate.py": "max_new_tokens=6 warmup=1",
+    "train.py": f"{BRIEF} {FILES} trainer.vocabulary=64",
+    "scripts/tune.py": TUNED,
+    # one asks at a terminal, the other never ends
+    "scripts/chat.py": "--cfg job",
+    "scripts/serve.py": "--cfg job",
+}
+
+
+@pytest.mark.slow
+def test_the_commands_of_your_own_model_follow_from_each_other(tmp_path):
+    random_model("llama", deep_scale=0.15).save_pretrained(tmp_path / "models/mine")
+    byte_tokenizer().save_pretrained(tmp_path / "models/mine")
+    questions = [{"category": "sums", "turns": [f"What is {i} and {i}?"]} for i in range(40)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)) + "\n")
+    lines = shown(PAGE, "python")
+    assert len(lines) == 10
+    for _, script, *options in lines:
+        typed(script, *options, *SMALLER.get(script, "").split(), cwd=tmp_path)
+    assert (tmp_path / "outputs/tune/mine/drafter/tuned.yaml").is_file()
+    assert (tmp_path / "outputs/pack/USER/NAME/config.json").is_file()
+
+
+def test_the_commands_of_your_own_model_are_known():
+    for _, script, *options in shown(PAGE, "python"):
+        action = [x for x in options[:1] if "=" not in x and not x.startswith("-")]
+        assert " ".join([Path(script).stem, *action]) in COMMANDS

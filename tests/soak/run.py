@@ -17,20 +17,18 @@ from cases import DRAFTERS, SCRIPTED, Case
 from helpers import ARCHITECTURES, BY_MODULES, VOCABULARY, adapter_for, tiny_model
 from tqdm import tqdm
 
+from kangaroo import ConfigError, Dtype, NotLossless, Rule, Sampling
 from kangaroo.api import load_target, model_config
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.clock import running
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
-from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.evaluation import records
 from kangaroo.evaluation.comparison import bullet_list, environment_lines
 from kangaroo.evaluation.lossless import fork
-from kangaroo.models.loading import Dtype
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import tables
-from kangaroo.utils.errors import ConfigError, NotLossless
 from kangaroo.utils.provenance import git_revision, provenance
 from kangaroo.utils.tables import share
 

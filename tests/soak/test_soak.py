@@ -13,16 +13,13 @@ import torch
 from cases import case_of
 from helpers import adapter_for
 
-from kangaroo.drafters.base import DrafterConfig
+from kangaroo import ConfigError, DrafterConfig, Dtype, NotLossless, Rule
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
 from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Rule
 from kangaroo.engine.tree import accept
 from kangaroo.evaluation import records
-from kangaroo.models.loading import Dtype
 from kangaroo.utils.discovery import classes
-from kangaroo.utils.errors import ConfigError, NotLossless
 from soak import run
 from soak.run import FAMILIES, SAMPLINGS, SOAKED, setting_of
 
