@@ -13,17 +13,7 @@ from typing import Any
 import helpers
 import pytest
 import torch
-from helpers import (
-    EXIT,
-    VOCABULARY,
-    adapter_for,
-    block_for,
-    chain_of,
-    eagle3_for,
-    eagle_for,
-    tiny,
-    tree_of,
-)
+from helpers import EXIT, VOCABULARY, adapter_for, chain_of, eagle_for, tiny, tree_of
 from torch import Tensor
 
 from kangaroo import ClaspConfig, LayerSkipConfig, SwiftConfig
@@ -107,7 +97,7 @@ def medusa(
 
 
 def block(case: Case, steps: int, threshold: Any, few: Any = None, **parts: Any) -> Block:
-    head = block_for(case.lm, few, **parts)
+    head = helpers.block_for(case.lm, few, **parts)
     draft_head = None if few is None else head.draft_heads(case.lm, few)[0]
     return chain_of(case.lm, head, steps, threshold, draft_head, kind=Block)
 
@@ -139,7 +129,7 @@ def eagle_tree(case: Case, *least: float, **kind: type) -> Drafter:
 
 
 def eagle3_tree(case: Case, top_k: int, nodes: int, few: Any = None) -> Drafter:
-    trained = eagle3_for(case.lm, few)
+    trained = helpers.eagle3_for(case.lm, few)
     (head,) = trained.draft_heads(case.lm, few)
     return tree_of(case.lm, trained, 3, 0, head, top_k, nodes, 0.0, kind=EagleTree)
 
@@ -234,7 +224,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "eagle-tree": lambda case: eagle_tree(case),
     "eagle-2-tree": lambda case: eagle_tree(case, 0.0, kind=EagleTree),
     "eagle3": lambda case: eagle3_tree(case, 3, 9),
-    "eagle3-chain": lambda case: chain_of(case.lm, eagle3_for(case.lm), 4, threshold=0.2),
+    "eagle3-chain": lambda case: chain_of(case.lm, helpers.eagle3_for(case.lm), 4, threshold=0.2),
     "eagle3-vocabulary": lambda case: eagle3_tree(case, 3, 9, EVEN_K),
     "prompt-lookup": lambda case: PromptLookup(),
     "prompt-lookup-short": lambda case: PromptLookup(2, 4),

@@ -105,10 +105,9 @@ def write_inputs(folder: Path) -> None:
         for i in range(100, 124)
     ]
     (folder / "ShareGPT.json").write_text(json.dumps([{"conversations": talk} for talk in talks]))
-    questions = [
-        {"question_id": i, "category": "qa", "turns": [f"What is {i} and {i}?"]} for i in range(5)
-    ]
-    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)) + "\n")
+    asked = [{"category": "qa", "turns": [f"What is {i} and {i}?"]} for i in range(5)]
+    lines = [json.dumps({"question_id": i} | question) for i, question in enumerate(asked)]
+    (folder / "questions.jsonl").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -185,10 +185,8 @@ def eagle3_for(lm: TargetModel, vocabulary_K: Tensor | None = None) -> Eagle3Hea
     """Untrained: it goes on with the highest state it was given, changed by all its parts."""
     with torch.random.fork_rng():
         torch.manual_seed(4)
-        head, size = (
-            Eagle3Head(lm, None, vocabulary_K).start_from(lm, vocabulary_K),
-            lm.config.hidden_size,
-        )
+        head = Eagle3Head(lm, None, vocabulary_K).start_from(lm, vocabulary_K)
+    size = lm.config.hidden_size
     with torch.no_grad():
         head.fuse.weight *= 0.3
         head.fuse.weight[:, -size:] += torch.eye(size)

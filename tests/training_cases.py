@@ -50,9 +50,8 @@ def train(lm, data, settings, folder, tracker=None, about=ABOUT, recipes=None, r
 
 def run(lm, folder, adapter=None, data=None, **changes):
     """The folder of an adapter that is trained."""
-    (saved,) = train(
-        lm, data or samples(8), config(**changes), folder, recipes=[adapter or recipe()]
-    )
+    recipes, data = [adapter or recipe()], data or samples(8)
+    (saved,) = train(lm, data, config(**changes), folder, recipes=recipes)
     return saved
 
 

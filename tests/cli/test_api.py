@@ -1,5 +1,6 @@
 """`import kangaroo`: three lines write what the engine writes, and errors name what was wrong."""
 
+import random
 import re
 
 import numpy as np
@@ -15,6 +16,7 @@ from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.drafters.vanilla import VanillaConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Rule, Sampling
+from kangaroo.engine.streaming import UntilStop
 from kangaroo.models.loading import ModelConfig
 from kangaroo.models.prompts import prompt_ids
 from kangaroo.utils import errors
@@ -112,6 +114,23 @@ def test_numbers_of_numpy_are_numbers_and_a_rule_goes_by_its_name(rule):
     assert chain.generate("Why?", np.int64(24), **numbers, rule=rule.name) == expected
 
 
+@pytest.mark.parametrize("stop", [[], ["ab"], ["aab", "ba"], ["aa", "aaa"], ["abab"]])
+def test_text_ends_before_the_first_stop_string_however_it_comes(stop):
+    rng = random.Random(2)
+    for _ in range(300):
+        text = "".join(rng.choice("abc") for _ in range(rng.randrange(12)))
+        places = [at for at in map(text.find, stop) if at >= 0]
+        until, shown, at = UntilStop(stop), "", 0
+        while at < len(text) and not until.stopped:
+            size = rng.randrange(1, 4)
+            shown += until.push(text[at : at + size])
+            at += size
+        assert until.stopped == bool(places)
+        whole = shown + until.end()
+        # pushed piece by piece, a stop that is complete earlier may win over one that begins before
+        assert whole == text[: min(places)] if places and len(stop) < 2 else text.startswith(whole)
+
+
 def test_a_name_stands_for_what_the_command_line_takes_it_for(tmp_path, monkeypatch):
     for name in MODELS:
         config = OmegaConf.to_object(composed("serve", f"model={name}").model)
@@ -186,10 +205,8 @@ def test_a_hybrid_without_an_adapter_drafts_from_the_text_and_says_so_once(
 
 def test_a_missing_adapter_names_its_method_and_the_option(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    drafters = {
-        name: drafter_config(x, MINE, {})
-        for name, x in {"ours": "cascade", "theirs": "suffix"}.items()
-    }
+    drafters = {"ours": drafter_config("cascade", MINE, {})}
+    drafters["theirs"] = drafter_config("suffix", MINE, {})
     said = r"more.ours.second: no adapter.* pass more.ours.second.adapter= .*Drafters that are"
     with pytest.raises(AdapterNotFound, match=said):
         load_target_for(model_config("tiny"), VanillaConfig(), more=drafters)

@@ -18,14 +18,8 @@ from helpers import adapter_for, saved_adapter, tiny_target
 from omegaconf import OmegaConf
 
 import kangaroo
-from kangaroo import (
-    CascadeConfig,
-    DrafterConfig,
-    KangarooConfig,
-    MedusaConfig,
-    RestConfig,
-    __main__,
-)
+from kangaroo import CascadeConfig, DrafterConfig, KangarooConfig, MedusaConfig, RestConfig
+from kangaroo import __main__ as program
 from kangaroo.cli import commands
 from kangaroo.cli.command import remedy
 from kangaroo.utils import errors
@@ -34,9 +28,9 @@ from kangaroo.utils.folders import fitting_name, sole_writer
 
 
 def test_every_command_has_a_script_and_a_function():
-    assert all(callable(getattr(commands, n.replace(" ", "_"))) for n in __main__.COMMANDS)
+    assert all(callable(getattr(commands, n.replace(" ", "_"))) for n in program.COMMANDS)
     scripts = [ROOT / "train.py", ROOT / "evaluate.py", *(ROOT / "scripts").glob("*.py")]
-    assert {name.split()[0] for name in __main__.COMMANDS} == {path.stem for path in scripts}
+    assert {name.split()[0] for name in program.COMMANDS} == {path.stem for path in scripts}
 
 
 def test_the_package_and_the_list_of_its_commands_load_no_torch():
@@ -47,7 +41,7 @@ def test_the_package_and_the_list_of_its_commands_load_no_torch():
     code += "; assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, "--help"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name, what in __main__.COMMANDS.items():
+    for name, what in program.COMMANDS.items():
         assert f"{name} " in shown and what in shown
 
 
@@ -73,10 +67,10 @@ def test_a_command_runs_under_its_name(monkeypatch, capsys, script, argv, expect
     command_lines = []
     monkeypatch.setattr(commands, "convert_export", lambda: command_lines.append(sys.argv))
     monkeypatch.setattr(sys, "argv", argv)
-    __main__.main(script)
+    program.main(script)
     assert command_lines == [[expected, "to=vllm"]]
     monkeypatch.setattr(sys, "argv", argv[:1])
-    __main__.main(script)  # a script with several commands lists its own
+    program.main(script)  # a script with several commands lists its own
     shown = capsys.readouterr().out
     assert "convert pack " in shown and ("train " in shown) == (script == "")
 
@@ -93,7 +87,7 @@ def test_a_command_runs_under_its_name(monkeypatch, capsys, script, argv, expect
 def test_an_unknown_command_is_refused_with_the_nearest_name(script, words, message, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["kangaroo", *words.split()])
     with pytest.raises(SystemExit, match=re.escape(message)):
-        __main__.main(script)
+        program.main(script)
 
 
 @pytest.mark.parametrize("path, adapter", [("", "adapters/tiny"), ("org/small", None)])
@@ -196,11 +190,10 @@ def test_what_an_evaluation_cannot_do_is_said_before_its_model_is_loaded(tmp_pat
     few = "baselines=[] question_end=1 warmup=0 drafter=prompt_lookup".split()
     two = [*few, "+drafter@more.again=prompt_lookup"]
     typed("evaluate.py", "model=tiny", "output=out", *two, "max_new_tokens=4", cwd=tmp_path)
-    logged = [
-        (tmp_path / "out" / name).is_file() for name in ("evaluate.log", ".hydra/config.yaml")
-    ]
-    assert all(logged) and not (tmp_path / "outputs").exists()
-    before = sorted((tmp_path / "out").rglob("*.json*"))
+    out = tmp_path / "out"
+    assert (out / "evaluate.log").is_file() and (out / ".hydra/config.yaml").is_file()
+    assert not (tmp_path / "outputs").exists()
+    before = sorted(out.rglob("*.json*"))
     for options, message in (
         ([*few, "max_new_tokens=5"], "'out/again' was begun with .*=4 there, 5 now"),
         ([*few, "max_new_tokens=40000"], "40000 leaves no room for a prompt in the context of t"),
@@ -209,7 +202,7 @@ def test_what_an_evaluation_cannot_do_is_said_before_its_model_is_loaded(tmp_pat
         result = run_changed("evaluate", UNLOADED, *options, cwd=tmp_path)
         assert re.search(message, result.stderr), result.stderr
         assert "Traceback" not in result.stderr
-    assert sorted((tmp_path / "out").rglob("*.json*")) == before
+    assert sorted(out.rglob("*.json*")) == before
 
 
 def test_a_datastore_of_a_text_says_what_it_is_of(tmp_path):

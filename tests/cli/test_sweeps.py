@@ -91,9 +91,7 @@ def test_a_choice_composes_to_what_was_chosen(name, monkeypatch):
 
 @pytest.mark.slow
 def test_optuna_searches_for_what_a_command_returns(tmp_path):
-    pytest.importorskip(
-        "hydra_plugins.hydra_optuna_sweeper.config", reason="needs the extra optuna"
-    )
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper.config", reason="needs optuna")
     page = (ROOT / "docs/training.md").read_text()
     (shown,) = re.findall(r"^python (.*search=optuna.*)$", page, flags=re.M)
     shrunk = "model=tiny drafter.adapter=untrained:2 hydra.sweeper.n_trials=4 baselines=[vanilla]"

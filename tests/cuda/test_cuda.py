@@ -139,9 +139,8 @@ def compiled(capability: int, kernel, args, options):
             continue
         value = next(left)
         is_tensor = isinstance(value, torch.Tensor)
-        types[name] = (
-            f"*{TYPES[value.dtype]}" if is_tensor else "i32" if isinstance(value, int) else "fp32"
-        )
+        of_number = "i32" if isinstance(value, int) else "fp32"
+        types[name] = f"*{TYPES[value.dtype]}" if is_tensor else of_number
         whole = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
         if is_tensor or whole:
             known[(place,)] = [["tt.divisibility", 16]]

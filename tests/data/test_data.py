@@ -21,9 +21,11 @@ from kangaroo.data import store
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.filters import FilterConfig, answer_spans
 from kangaroo.data.making import MixConfig
+from kangaroo.data.writing import Dialogue
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import topk_logits
 from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Generation, StepRecord
 from kangaroo.engine.sampling import Sampling
 from kangaroo.models.loading import TINY
 from kangaroo.models.prompts import prompt_ids, user_header
@@ -142,6 +144,28 @@ def test_a_model_that_never_ends_a_question_is_an_error(target, tmp_path):
     limits = {"max_question_tokens": 1, "keep_unfinished_questions": False}
     with pytest.raises(DataError, match=r"none of 2 .* usable \(2 no finished question\)"):
         settings(tmp_path / "d", shards=1, shard_size=2, **limits).make(*target)
+
+
+def generation(text, numbers):
+    """A generation whose records are told apart by their likeliest token."""
+    tokens = np.array(numbers)[:, None]
+    kept = topk_logits.records(tokens, np.ones_like(tokens), 64)
+    return Generation(text, [StepRecord(text, 0, 0, 0.0, 0.0, 0.0, kept)])
+
+
+def test_earlier_answers_keep_their_records_as_far_as_their_tokens_are_the_same():
+    for question, again, expected in (
+        *((1, [7, 8, 9], [1, 2, 3]), (1, [7, 5, 9], [1, 2, 0]), (1, [7], [1]), (1, [4], [1])),
+        (5, [7, 8, 9], [0, 0, 0]),  # another question
+    ):
+        dialogue = Dialogue(0)
+        dialogue.append([1, 2], [0, 0], generation([7, 8, 9], [1, 2, 3]))
+        assert dialogue.topk_logits["tokens"][:, 0].tolist() == [1, 2, 3]
+        mask = [0, 0, *[1] * len(again), 0]
+        dialogue.append([question, 2, *again, 3], mask, generation([6, 6], [4, 5]))
+        assert dialogue.topk_logits["tokens"][:, 0].tolist() == [*expected, 4, 5]
+        has_record = [number > 0 for number in expected]
+        assert topk_logits.nonempty(dialogue.topk_logits).tolist() == [*has_record, True, True]
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -202,21 +202,14 @@ def test_an_answer_of_weight_0_is_read_and_not_learnt(target, tmp_path):
     config(tmp_path, written(tmp_path, records), regenerate=False, filters=filters).make(*target)
     samples, about = store.load(tmp_path / "data")
     assert about["dropped"] == {"no answer": 1, "duplicate": 1}
-    learnt = [
-        [sample["input_ids"][i:j] for i, j in answer_spans(sample["loss_mask"])]
-        for sample in samples
-    ]
-    texts = [[target[1].decode(ids) for ids in spans] for spans in learnt]
-    assert texts == [
-        ["Right, right.<|im_end|>"],
-        ["I do.<|im_end|>"],
-        ["Right, right. So?<|im_end|>"],
-    ]
+    texts = []
+    for sample in samples:
+        spans = answer_spans(sample["loss_mask"])
+        texts += [target[1].decode(sample["input_ids"][i:j]) for i, j in spans]
+    assert texts == [f"{x}<|im_end|>" for x in ("Right, right.", "I do.", "Right, right. So?")]
     for sample in samples[::2]:  # both are cut behind what is learnt
-        assert (
-            "Wrong, wrong." in target[1].decode(sample["input_ids"])
-            and len(sample["messages"]) == 4
-        )
+        assert "Wrong, wrong." in target[1].decode(sample["input_ids"])
+        assert len(sample["messages"]) == 4
     with pytest.raises(DataError, match="a turn whose 'weight' is 7, neither 0 nor 1"):
         read_from(tmp_path, [*chat("Why?"), bad | {"weight": 7}])
 
@@ -240,6 +233,16 @@ FILES = [f"hf://datasets/{path}" for path in ("some/talks/talks.json", "some/tal
 def test_the_error_for_what_the_hub_does_not_give_gives_the_fix(source):
     with pytest.raises(DataError, match=rf"data\.source={source} .*Pass a \.json.*network"):
         read(Source(source, subset="en"), None)
+
+
+KEPT = "ua:ua au:u sua:sua saua:sua uau:uau uua:u uaa:ua s:s a: : suas:sua uaeua:ua ue:u eua:"
+
+
+@pytest.mark.parametrize(("roles", "kept"), [pair.split(":") for pair in KEPT.split()])
+def test_turns_are_kept_as_far_as_they_alternate(roles, kept):
+    names = {"u": "user", "a": "assistant", "s": "system", "e": "user"}
+    messages = [{"role": names[r], "content": " " if r == "e" else "x"} for r in roles]
+    assert [m["role"][0] for m in alternating_turns(messages)[0]] == list(kept)
 
 
 def test_text_as_it_is_gets_the_templates_mask(target, tmp_path):
@@ -347,10 +350,8 @@ def test_who_shares_a_passage_with_a_held_out_question_is_not_learnt(passage, le
 def test_records_without_a_question_are_left_out_and_bad_ones_are_named(tmp_path):
     empty, bad = chat("", "Hello")[1:], {"text": "a"}
     two, unreadable = [question("a"), question("b")], Counter()
-    for parts in (
-        parts_of(tmp_path, [empty, *two]),
-        parts_of(tmp_path, [bad, *two], unreadable=unreadable),
-    ):
+    without_bad = parts_of(tmp_path, [bad, *two], unreadable=unreadable)
+    for parts in (parts_of(tmp_path, [empty, *two]), without_bad):
         assert len(parts.training) == len(parts.held_out) == 1
     assert unreadable.total() == 1
     for records, held, message in (

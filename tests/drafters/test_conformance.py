@@ -171,11 +171,8 @@ NATIVE = {
 }
 
 
-IN_INT8 = [
-    x
-    for x in NATIVE
-    if x.startswith(("kangaroo", "block", "eagle3", "hybrid", "layerskip", "cascade to"))
-]
+LAYERS = "kangaroo", "block", "eagle3", "hybrid", "layerskip", "cascade to"
+IN_INT8 = [name for name in NATIVE if name.startswith(LAYERS)]
 
 
 @pytest.mark.parametrize("name, sampling", cases.in_turn(IN_INT8, [("sampled",), ("greedy",)]))
@@ -263,13 +260,8 @@ def graph_case(device: str, dtype: torch.dtype, sampling: str) -> Case:
 
 
 # On the CPU each method has one of these in turn; drafters of the tests alone draft on the CPU.
-ON_CPU = [
-    (HALF, "greedy"),
-    (HALF16, "sampled"),
-    (WHOLE, "top-p"),
-    (HALF, "top-p"),
-    (HALF16, "greedy"),
-]
+ON_CPU = [(HALF, "greedy"), (HALF16, "sampled"), (WHOLE, "top-p")]
+ON_CPU += [(HALF, "top-p"), (HALF16, "greedy")]
 ON_CUDA = [(WHOLE, "greedy"), (WHOLE, "top-p"), (HALF, "sampled"), (HALF16, "sampled")]
 GRAPHS = [
     pytest.param(drafter, "cpu", *how, marks=() if is_fast else pytest.mark.slow)

@@ -6,30 +6,12 @@ Shapes: B rows, N draft nodes.
 
 from dataclasses import replace
 
+import cases
+import helpers
 import pytest
 import torch
-from cases import (
-    CHUNK,
-    GREEDY_OR_NOT,
-    NEW_TOKENS,
-    PROMPTS,
-    SAMPLINGS,
-    Case,
-    accepted,
-    choices_without_cache,
-    in_turn,
-)
-from helpers import (
-    adapter_for,
-    chain_of,
-    check_drafts,
-    eagle3_for,
-    eagle_for,
-    paths_of,
-    random_prompts,
-    tiny,
-    tree_of,
-)
+from cases import CHUNK, GREEDY_OR_NOT, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, in_turn
+from helpers import adapter_for, chain_of, eagle3_for, eagle_for, paths_of, tiny, tree_of
 
 from kangaroo.drafters import lookahead
 from kangaroo.drafters.eagle import EagleTree
@@ -70,7 +52,7 @@ def tree_by_definition(
         offered = [
             ((*path, token), score * sure)
             for path, score in level.items()
-            for token, sure in choices_without_cache(case, text, path, sampling, seed, top_k)
+            for token, sure in cases.choices_without_cache(case, text, path, sampling, seed, top_k)
         ]
         level = dict(sorted(offered, key=lambda node: -node[1])[:top_k])
         scores |= dict(offered) if isinstance(drafter, EagleTree) else level
@@ -97,7 +79,7 @@ def tree_by_definition(
     indirect=["sampling"],
 )
 def test_the_tree_is_the_one_of_the_definition(case, head, threshold, nodes, sampling):
-    """Also after drafts that were accepted on a branch."""
+    """Also after drafts that were cases.accepted on a branch."""
     sizes, beside, is_eagle = set(), [], head in HEADS
     rows = 1 if nodes == 14 else 2
     case = replace(case, adapter=HEADS.get(head, adapter_for)(case.lm))
@@ -110,8 +92,8 @@ def test_the_tree_is_the_one_of_the_definition(case, head, threshold, nodes, sam
         sizes.add(len(drafted) - 1)
         beside.append(sum(len(path) == 2 for path in drafted) > drafter.top_k)
 
-    check_drafts(drafter, check)
-    assert len(accepted(drafter, case.lm, sampling, rows)) > 2
+    helpers.check_drafts(drafter, check)
+    assert len(cases.accepted(drafter, case.lm, sampling, rows)) > 2
     assert max(sizes) <= nodes and (threshold != 0.2 or len(sizes) > 1)
     assert any(beside) == (is_eagle and nodes == 14)  # nodes that no level took
 
@@ -211,7 +193,7 @@ def test_drafts_are_those_of_the_algorithm_in_lists(case, monkeypatch, options, 
         for row, (_, reference) in references.items():
             reference.observe(verdict.choice_BN[row].tolist())
 
-    check_drafts(drafter, check)
+    helpers.check_drafts(drafter, check)
     monkeypatch.setattr(drafter, "observe", observed)
     engine = Engine(case.lm, drafter, prefill_chunk=CHUNK)
     engine.generate([*PROMPTS, [3] * 12], NEW_TOKENS, sampling, batch_size=2)
@@ -224,7 +206,7 @@ def test_a_draft_of_its_own_that_was_not_verified_changes_nothing():
     engine = Engine(lm, drafter)
     session = engine.open(1, 60, Sampling())
     batch = session.batch
-    session.admit(0, Request(random_prompts(9)[0], 20))
+    session.admit(0, Request(helpers.random_prompts(9)[0], 20))
     first = drafter.propose(batch)
     window, pool = drafter.window_BJW.clone(), drafter.pool_BPN.clone()
     drafter.observe(batch, Draft.listed(batch.last(1), {0: ([1, 2], [0, 1])}), None, {})

@@ -146,9 +146,8 @@ def test_a_draft_is_as_long_as_the_match_allows_and_ends_with_an_eos():
 
 def batch_of(drafter: TokenRecycling, *texts: list[int], costs: VerifyCosts | None = None):
     budget = Budget((costs or VerifyCosts([1, 2], [1.0, 1.0], 0.5)).curve, always=costs is None)
-    batch = SimpleNamespace(
-        texts=list(texts), size=len(texts), active=range(len(texts)), budget=budget
-    )
+    active = range(len(texts))
+    batch = SimpleNamespace(texts=[*texts], size=len(texts), active=active, budget=budget)
     batch.likeliest, batch.verified = 0, [[] for _ in texts]
     drafter.begin(batch)
     return batch

@@ -6,21 +6,14 @@ Shapes: B rows, T tokens, N draft nodes, M positions, D hidden size, V and K (dr
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import helpers
 import pytest
 import torch
 from cases import accepted, case_of, medusa
-from helpers import (
-    VOCABULARY,
-    eagle3_for,
-    eagle_for,
-    hidden_states,
-    random_prompts,
-    saved_adapter,
-    tiny,
-)
+from helpers import VOCABULARY, eagle3_for, eagle_for, hidden_states, random_prompts, tiny
 from training_cases import run, sample
 
 from kangaroo.drafters.eagle import EagleConfig, EagleTree
@@ -94,11 +87,8 @@ def test_the_sparse_tree_is_the_best_of_its_size():
         return sum(math.prod(guesses[d][r] for d, r in enumerate(path)) for path in paths)
 
     for size in (1, 3, 5, 8):
-        trees = [
-            tree
-            for tree in itertools.combinations(nodes, size)
-            if all(len(path) == 1 or path[:-1] in tree for path in tree)
-        ]
+        some = itertools.combinations(nodes, size)
+        trees = [x for x in some if all(len(path) == 1 or path[:-1] in x for path in x)]
         best = sparse_tree(guesses, size)
         assert tuple(best) in trees and worth(best) == pytest.approx(max(map(worth, trees)))
     assert sparse_tree(guesses, 99) == nodes
@@ -107,7 +97,8 @@ def test_the_sparse_tree_is_the_best_of_its_size():
 
 def test_settings_that_cannot_work_are_refused_by_name(tmp_path):
     lm = tiny("llama")
-    folder = saved_adapter(lm, heads_for(lm), tmp_path, range(VOCABULARY), facts={"guesses": []})
+    heads, facts = heads_for(lm), {"guesses": []}
+    folder = helpers.saved_adapter(lm, heads, tmp_path, range(VOCABULARY), facts=facts)
     with pytest.raises(ConfigError, match="train the heads again"):
         MedusaConfig(adapter=str(folder)).build(lm)
     with pytest.raises(ConfigError, match=r"draft_steps=3 is not for a medusa_heads"):
@@ -178,6 +169,14 @@ def test_every_part_learns_also_the_norm_before_the_head():
     for name, parameter in head.named_parameters():
         assert parameter.grad.abs().max() > 0, name
         torch.testing.assert_close(got[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_kernels_choose_from_normed_states():
+    trained = eagle3_for(lm := tiny())
+    (head,) = trained.draft_heads(lm, None)
+    head.fast = SimpleNamespace(choose=lambda x_RTD, ids_O: (x_RTD, ids_O))
+    x_MD = 3 * torch.randn(5, 32)
+    assert torch.equal(head.choose(x_MD)[0][:, 0], trained.head_norm(x_MD))
 
 
 @pytest.fixture(scope="module")

@@ -79,9 +79,8 @@ def vanilla_texts(family: str, sampling: str) -> list[list[int]]:
 
 def test_the_restricted_target_writes_its_likeliest_allowed_token():
     lm = tiny()
-    for request, text in zip(
-        requests(Sampling()), texts(lm, Vanilla(), Sampling(), 1), strict=True
-    ):
+    written = texts(lm, Vanilla(), Sampling(), 1)
+    for request, text in zip(requests(Sampling()), written, strict=True):
         restriction = request.constraint() if request.constraint else Constraint(VOCABULARY)
         for n, token in enumerate(text):
             logits_V = forward_logits(lm, [*request.prompt, *text[:n]])[-1]

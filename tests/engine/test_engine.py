@@ -149,6 +149,19 @@ def test_a_stream_is_the_generation_and_tells_drafted_tokens_from_the_targets_ow
         assert token.drafted == (position > length and position % 3 > 0)
 
 
+def test_a_stream_stops_at_a_stop_string_and_its_generation_grows_along(case):
+    tokens = continuations(case)[0]
+    place = fresh_place(tokens)
+    engine = Engine(case.lm, oracle(case.texts), Letters())
+    stream = engine.stream(PROMPTS[0], NEW_TOKENS, HOT, stop=[f"<{tokens[place]}>"])
+    streamed = []
+    for token in stream:
+        streamed.append(token.id)
+        assert stream.generation.tokens[: len(streamed)] == streamed
+    assert streamed == stream.generation.tokens == tokens[: place + 1]
+    assert stream.generation.finish == "stop" and stream.generation.steps
+
+
 def test_streams_take_turns_and_one_whose_place_is_taken_is_refused_not_mixed_up():
     lm, (first, second) = tiny(), random_prompts(4, 9)
     engine = Engine(lm, helpers.chain_of(lm, adapter_for(lm)), prefix_cache=True)
@@ -203,10 +216,8 @@ def test_a_request_may_ignore_eos_while_others_in_the_batch_end_with_it(case, en
     ends_with(eos)
     engine = Engine(case.lm, DRAFTERS[name](case))
     for ignoring in (0, 1):  # a row keeps nothing of the request before
-        requests = [
-            Request(PROMPTS[0], NEW_TOKENS, seed=HOT.seed, ignore_eos=row == ignoring)
-            for row in range(2)
-        ]
+        request = Request(PROMPTS[0], NEW_TOKENS, seed=HOT.seed)
+        requests = [replace(request, ignore_eos=row == ignoring) for row in range(2)]
         done = dict(engine.completions(requests, HOT, batch_size=2))
         assert done[ignoring].tokens == continuations(case)[0]
         assert done[1 - ignoring].tokens == until(continuations(case)[0], {eos})

@@ -20,6 +20,7 @@ from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.engine.session import Prompt, Session
 from kangaroo.engine.stepper import TensorStepper
 
+LAYERSKIP = LayerSkipConfig(exit_layer=2, steps=3, threshold=0)
 CHAINS: dict[str, Callable[[Case], Drafter]] = {
     name: DRAFTERS[name]
     for name in (
@@ -27,9 +28,7 @@ CHAINS: dict[str, Callable[[Case], Drafter]] = {
         "block"
     ).split()
 }
-CHAINS["layerskip"] = lambda case: LayerSkipConfig(exit_layer=2, steps=3, threshold=0).build(
-    case.lm
-)
+CHAINS["layerskip"] = lambda case: LAYERSKIP.build(case.lm)
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=1.3, seed=5),
@@ -91,6 +90,17 @@ def test_an_eos_may_lie_anywhere_in_a_draft_or_after_it(name, place, monkeypatch
     assert rounds_of(late) == rounds_of(on_tensors)
     assert [x.finish for x in late] == [x.finish for x in on_tensors]
     assert late[0].finish == "eos" and len(late[0].tokens) <= place + 1
+
+
+@pytest.mark.parametrize("name, length", in_turn(CHAINS, [(45,), (62,), (63,)]))
+def test_a_draft_may_reach_beyond_the_context(name, length):
+    case = model(max_position_embeddings=64)
+    (prompt,) = random_prompts(length)
+    run = partial(Engine.generate, prompts=[prompt], max_new_tokens=64 - length)
+    late, on_tensors = by_both(case, name, run)
+    assert rounds_of(late) == rounds_of(on_tensors)
+    vanilla = vanilla_texts(tiny(max_position_embeddings=64), [prompt], 64 - length)
+    assert [prompt + late[0].tokens] == vanilla
 
 
 def mixed(engine: Engine) -> list:
@@ -200,10 +210,9 @@ def test_texts_that_end_and_prompts_that_enter_meet_steps_in_flight(name, sampli
     assert texts == vanilla_texts(eager, prompts * 2, NEW_TOKENS, sampling)
     session = engine.open(2, 200, sampling)
     requests = [Request(x, 100, seed=number, ignore_eos=True) for number, x in enumerate(prompts)]
-    wanted = [
-        vanilla_texts(eager, [x], 100, replace(sampling, seed=number))[0]
-        for number, x in enumerate(prompts)
-    ]
+    seeded = [replace(sampling, seed=number) for number in range(len(prompts))]
+    pairs = zip(prompts, seeded, strict=True)
+    wanted = [vanilla_texts(eager, [prompt], 100, how)[0] for prompt, how in pairs]
     for row in (0, 1):
         session.admit(row, requests[1 + row])
     for _ in range(3):

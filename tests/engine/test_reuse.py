@@ -6,6 +6,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
+import torch
 from cases import DRAFTERS, METHODS, SAMPLINGS, SCRIPTED, Case, lm_of, rounds_of
 from helpers import adapter_for, chain_of, random_prompts, vanilla_texts
 
@@ -14,6 +15,7 @@ from kangaroo.engine import prefill
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling
+from kangaroo.heads.adapter import AdapterHeadConfig
 
 LONGEST = 160
 CHUNK = 16
@@ -164,6 +166,43 @@ def test_so_it_does_in_every_sampling(drafter, family):
     for sampling in SAMPLINGS:
         check(drafter, family, sampling)
         check_shared(drafter, family, sampling)
+
+
+def test_a_layer_reads_what_was_written_without_drafts():
+    """Its keys and the target's are those of a prompt that was read whole."""
+    lm, (first, more), keys = lm_of("llama-compiled"), random_prompts(20, 7), []
+    (text,) = vanilla_texts(lm, [first], 30)
+    for engine in engines("kangaroo", Case(lm, adapter_for(lm), [])):
+        session = engine.open(1, LONGEST, Sampling())
+        batch = session.batch
+        generation = session.admit(0, Request(first, 30))
+        while not generation.finish:
+            (record,) = session.step(drafts=False)
+            session.record(0, record, Request(first, 30), generation)
+        assert engine.session.stepper.buffers.unread[0] == 29
+        generation = session.admit(0, Request(text + more, 10))
+        assert generation.reused == (len(text) - 2) * engine.prefix_cache
+        session.step()
+        both = (batch.cache, engine.drafter.cache)
+        keys.append([x for cache in both for x in (*cache.keys, *cache.values)])
+    for read, reused in zip(*keys, strict=True):
+        length = len(text + more)
+        torch.testing.assert_close(reused[:length], read[:length], rtol=1e-4, atol=1e-4)
+
+
+def test_a_fused_layers_keys_go_on_from_the_deep_states_of_another_row():
+    lm, (first, more), keys = lm_of("llama"), random_prompts(20, 7), []
+    for prefix_cache in (False, True):
+        drafter = chain_of(lm, adapter_for(lm, architecture=AdapterHeadConfig(fused=True)))
+        engine = Engine(lm, drafter, prefix_cache=prefix_cache)
+        session = engine.open(2, LONGEST, Sampling())
+        session.admit(0, Request(first, 30))
+        generation = session.admit(1, Request(first + more, 10))
+        assert bool(generation.reused) == prefix_cache
+        drafter.read_prompts()
+        row = slice(drafter.cache.n_slots, drafter.cache.n_slots + len(first + more))
+        keys.append(drafter.cache.keys[0][row])
+    torch.testing.assert_close(keys[1], keys[0], rtol=1e-4, atol=1e-4)
 
 
 def test_prompts_that_nobody_drafts_from_do_not_pile_up():

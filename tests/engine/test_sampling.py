@@ -57,9 +57,8 @@ def test_tokens_follow_the_warped_softmax_over_positions_and_over_seeds(sampling
 
 
 def test_uniform_numbers_are_uniform_and_strictly_inside_0_and_1():
-    numbers = sampler.uniform(
-        torch.arange(10), torch.arange(100).expand(10, -1), NoiseStream.choice, 1000
-    )
+    positions_BN = torch.arange(100).expand(10, -1)
+    numbers = sampler.uniform(torch.arange(10), positions_BN, NoiseStream.choice, 1000)
     assert numbers.min() > 0 and numbers.max() < 1
     assert kstest(numbers.flatten()[::10].numpy(), "uniform").pvalue > SMALL
     # the smallest decide the race over a large vocabulary: they are as fine as they are small
@@ -67,9 +66,8 @@ def test_uniform_numbers_are_uniform_and_strictly_inside_0_and_1():
     assert kstest(small.numpy(), "uniform").pvalue > SMALL
     assert len(small.unique()) > 0.99 * len(small)
     # the largest one is below 1, though float32 would round it up; position and index by search
-    (numbers_V,) = sampler.uniform(
-        torch.tensor([0]), torch.tensor([[329851]]), NoiseStream.choice, 32
-    )[0]
+    seed_1, at_11 = torch.tensor([0]), torch.tensor([[329851]])
+    numbers_V = sampler.uniform(seed_1, at_11, NoiseStream.choice, 32)[0, 0]
     assert numbers_V[16] == 1 - 2.0**-24
     assert torch.isfinite(torch.log(-torch.log1p(-numbers_V))).all()
 

@@ -54,9 +54,8 @@ def test_speed_benchs_questions_come_from_parquet_files_or_the_hub(tmp_path, mon
         assert len({question.question_id for question in questions}) == 2
         assert "1 question of" in caplog.text and "bench.path=" in caplog.text
         caplog.clear()
-    assert requests == [
-        (("nvidia/SPEED-Bench", "qualitative"), {"split": "test", "revision": None})
-    ]
+    options = {"split": "test", "revision": None}
+    assert requests == [(("nvidia/SPEED-Bench", "qualitative"), options)]
     (tmp_path / "8k").mkdir()
     more.to_parquet(tmp_path / "8k/test.parquet")
     parts = {"hub": "nvidia/SPEED-Bench", "subset": "throughput_1k+throughput_8k"}

@@ -189,9 +189,7 @@ def test_answers_end_where_the_context_does_and_a_first_turn_needs_room(tmp_path
     assert turn.prompt_tokens + turn.max_new_tokens == 120
     write_questions(file, [{"turns": ["Why?"]}, {"question_id": 7, "turns": ["x" * 200]}])
     monkeypatch.setattr(Engine, "generate", None)
-    with pytest.raises(
-        PromptError, match=r"question 7, turn 1: .* has .* the model's context is 120"
-    ):
+    with pytest.raises(PromptError, match=r"question 7, turn 1: .* the model's context is 120"):
         evaluate_tiny(tmp_path / "none", file, lm)
     assert not (tmp_path / "none").exists()
 

@@ -73,9 +73,7 @@ def test_an_untrained_adapters_logits_are_three_tenths_of_its_targets(architectu
 def test_a_missing_adapter_is_the_one_that_training_saved(lm, saved, tmp_path, monkeypatch, caplog):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    with pytest.raises(
-        AdapterNotFound, match=r"train\.py model=FOLDER model\.name=mine\).*convert\.py import"
-    ):
+    with pytest.raises(AdapterNotFound, match=r"train\.py .* model\.name=mine\).*convert\.py imp"):
         load("adapters/mine", lm, Adapter)
     with pytest.raises(AdapterNotFound, match=r"train\.py model=FOLDER .* adapter=medusa"):
         load("adapters/mine-medusa", lm, MedusaHeads)
@@ -225,10 +223,8 @@ def test_the_adapter_says_how_much_to_draft_from_unless_the_drafter_does(lm, tmp
     assert KangarooConfig(adapter=folder).build(lm).head.vocabulary_K.tolist() == [3, 7]
     assert KangarooConfig(adapter=folder, vocabulary=1).build(lm).head.vocabulary_K.tolist() == [7]
     assert KangarooConfig(adapter=folder, vocabulary=0).build(lm).head.vocabulary_K is None
-    fewer = saved_adapter(
-        *(lm, adapter_for(lm), tmp_path / "fewer", (7, 3, 60)),
-        **dict(vocabulary=2, facts={"vocabulary_beside_texts": 1}),
-    )
+    about = {"vocabulary": 2, "facts": {"vocabulary_beside_texts": 1}}
+    fewer = saved_adapter(lm, adapter_for(lm), tmp_path / "fewer", (7, 3, 60), **about)
     for options, tokens in ({}, [7]), ({"text_vocabulary": 0}, [3, 7]), ({"vocabulary": 2}, [3, 7]):
         drafter = KangarooConfig(adapter=str(fewer), **options).build(lm)
         assert drafter.head.vocabulary_K.tolist() == tokens

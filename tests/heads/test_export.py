@@ -5,21 +5,12 @@ import json
 import re
 from dataclasses import asdict
 
+import helpers
 import pytest
 import torch
 from cases import in_turn
 from commands import ROOT
-from helpers import (
-    ARCHITECTURES,
-    EXIT,
-    adapter_for,
-    eagle3_for,
-    eagle_for,
-    forward_logits,
-    saved_adapter,
-    states_after,
-    tiny,
-)
+from helpers import EXIT, adapter_for, eagle3_for, eagle_for, saved_adapter, states_after, tiny
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -67,9 +58,8 @@ def test_a_saved_draft_model_is_whole_and_says_what_the_adapter_says(tmp_path, f
     adapter = adapter_for(lm, architecture=AdapterHeadConfig(**parts))
     path = saved(lm, adapter, tmp_path / "adapter", None if "own_head" in parts else 2)
     save(path, model, tmp_path / "draft")
-    exported, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "draft", dtype=torch.float32, output_loading_info=True
-    )
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    exported, report = AutoModelForCausalLM.from_pretrained(tmp_path / "draft", **options)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert exported.config.tie_word_embeddings == (tied and "own_head" not in parts)
     tokens = [5, 250, 17, 99, 100, 3]
@@ -77,7 +67,7 @@ def test_a_saved_draft_model_is_whole_and_says_what_the_adapter_says(tmp_path, f
         theirs = exported(torch.tensor([tokens])).logits[0]
         x_1TD = adapter(states_after(lm, tokens, EXIT), None, lm.chunk(0, 6, 0, 6), None)
     drafter = DraftModelConfig(adapter=path).build(lm)  # which drafts from the whole vocabulary
-    assert torch.equal(theirs, forward_logits(drafter.lm, tokens))
+    assert torch.equal(theirs, helpers.forward_logits(drafter.lm, tokens))
     torch.testing.assert_close(theirs, DraftHead(lm, adapter.head)(x_1TD[0]), atol=1e-5, rtol=0)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "draft")
     talk = [{"role": "user", "content": "Hello"}]
@@ -172,9 +162,8 @@ def test_the_library_speculators_reads_the_head_and_computes_the_same(tmp_path, 
     assert {*report.missing_keys} == verifiers and not report.unexpected_keys
     states_1TD = torch.randn(1, 7, 3 * lm.config.hidden_size)
     e_1TD, fused_1TD = lm.embed(torch.tensor([[9, 8, 7, 6, 5, 4, 3]])), ours.fuse(states_1TD)
-    expected_1TD = ours(e_1TD, fused_1TD, lm.chunk(0, 7, 0, 7), None)[
-        :, 1:
-    ]  # the first has no pair
+    all_1TD = ours(e_1TD, fused_1TD, lm.chunk(0, 7, 0, 7), None)
+    expected_1TD = all_1TD[:, 1:]  # the first has no pair
     (head,) = ours.draft_heads(lm, few_K)
     pairs_1TD = torch.cat([e_1TD, theirs.fc(states_1TD)], -1)[:, 1:]
     rope = theirs.rotary_emb(pairs_1TD, 1 + torch.arange(6)[None])
@@ -244,8 +233,8 @@ def test_what_the_plugin_cannot_run_is_refused(tmp_path, build):
 
 WINDOWS = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-# The schedules of `ARCHITECTURES`, and others that configs of these families may have.
-SCHEDULES = ARCHITECTURES | {
+# The schedules of `helpers.ARCHITECTURES`, and others that configs of these families may have.
+SCHEDULES = helpers.ARCHITECTURES | {
     "smollm3-listed": ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}),
     "smollm3-windows": ("smollm3", {"sliding_window": 7, "use_sliding_window": True}),
     "qwen2-windows": ("qwen2", {"sliding_window": 7, "use_sliding_window": True}),

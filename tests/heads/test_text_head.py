@@ -37,6 +37,15 @@ def test_it_drafts_from_the_tokens_of_the_texts_and_fills_up_the_last_block():
     assert head.follow([[3]]) and rare(head) == []
 
 
+def test_a_long_text_takes_no_more_than_the_room():
+    head = TextHead(tiny(), FREQUENT, room=17)
+    head.follow([list(range(63, -1, -1))])
+    assert rare(head)[:17] == list(range(63, 46, -1)) and len(rare(head)) == 32
+    head = TextHead(tiny(), torch.arange(60), room=512)
+    head.follow([list(range(64))])
+    assert head.vocabulary_K.tolist() == list(range(64))  # there is no more to fill up with
+
+
 @pytest.mark.parametrize("accelerated", [TargetModel.compile_for_decoding, graphed])
 def test_a_text_of_rare_tokens_is_drafted_from_them_whatever_was_decoded_before(accelerated):
     lm = accelerated(tiny())

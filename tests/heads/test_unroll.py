@@ -8,16 +8,7 @@ import helpers
 import pytest
 import torch
 from cases import deep_states, last_state, rounds_of
-from helpers import (
-    EXIT,
-    adapter_for,
-    block_for,
-    eagle3_for,
-    eagle_for,
-    random_prompts,
-    states_after,
-    tiny,
-)
+from helpers import EXIT, adapter_for, eagle3_for, eagle_for, states_after, tiny
 from torch import Tensor
 
 from kangaroo.drafters.block import Block, BlockConfig
@@ -42,7 +33,7 @@ def test_every_draft_step_of_training_is_that_of_drafting(kind):
     lm = tiny("mistral", sliding_window=6) if kind == "window" else tiny()
     parts = AdapterHeadConfig(fused=True, **(kind if kind in FUSED else {}))
     adapter = HEADS[kind](lm) if kind in ("eagle", "eagle3") else adapter_for(lm, EXIT, parts)
-    (ids,) = random_prompts(12)
+    (ids,) = helpers.random_prompts(12)
     meta = lm.chunk(0, 12, 0, 12)
     taps = {tap: states_after(lm, ids, tap) for tap in adapter.taps}
     with torch.no_grad():
@@ -61,7 +52,7 @@ PARTS = [{}, {"feed_forward": True, "fused": True}, {"attention_layers": 2}]
 @pytest.fixture(scope="module", params=PARTS, ids=str)
 def trained(request) -> tuple[TargetModel, BlockHead]:
     lm = tiny()
-    return lm, block_for(lm, **request.param)
+    return lm, helpers.block_for(lm, **request.param)
 
 
 @torch.no_grad()
@@ -78,7 +69,7 @@ def places(lm: TargetModel, head: BlockHead, text: list[int]) -> Tensor:
 
 def test_every_step_of_training_is_a_place_of_the_block(trained):
     lm, head = trained
-    (ids,) = random_prompts(12)
+    (ids,) = helpers.random_prompts(12)
     deep_1TD = lm.norm(states_after(lm, ids, lm.n_layers - 1))
     taps = {tap: states_after(lm, ids, tap) for tap in head.taps}
     with torch.no_grad():
@@ -109,13 +100,13 @@ def test_a_draft_is_that_of_the_definition(trained, batch_size):
     lengths = helpers.check_chains(drafter, expected)
     engine = Engine(lm, drafter, prefill_chunk=7, always_drafts=True)
     # one token, in a row used before; 9: two chunks
-    engine.generate(random_prompts(9, 3, 1, 14), 16, batch_size=batch_size)
+    engine.generate(helpers.random_prompts(9, 3, 1, 14), 16, batch_size=batch_size)
     assert len(lengths) > 1 and 4 in lengths  # some stopped at once, some went on to the end
 
 
 def test_it_drafts_from_disk_no_further_than_it_has_places_and_a_chain_too(tmp_path):
     lm = tiny()
-    head, prompts = block_for(lm, torch.arange(0, 64, 2)), random_prompts(9)
+    head, prompts = helpers.block_for(lm, torch.arange(0, 64, 2)), helpers.random_prompts(9)
     folder = helpers.saved_adapter(lm, head, tmp_path / "block", range(0, 64, 2), vocabulary=32)
     drafter = BlockConfig(adapter=str(folder), steps=9).build(lm)
     assert drafter.steps == 5 and drafter.head.size == 32
@@ -142,7 +133,7 @@ def test_it_may_go_on_from_an_adapter_and_is_not_asked_for_more_steps(tmp_path):
 
 WINDOW = 64
 WINDOWED = {"one layer": {}, "fused": {"fused": True, "attention_layers": 2}}
-LONG = random_prompts(200, 151)
+LONG = helpers.random_prompts(200, 151)
 
 
 @torch.no_grad()

@@ -61,9 +61,8 @@ def byte_level():
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
-    )
+    how = {"initial_alphabet": alphabet, "special_tokens": SPECIAL, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=500, **how)
     tokenizer.train_from_iterator(TEXT * 5, trainer)
     return tokenizer
 
@@ -77,9 +76,8 @@ def metaspace():
     decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(decoding)
     octets = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=800, special_tokens=["<unk>", *SPECIAL, *octets], show_progress=False
-    )
+    special = ["<unk>", *SPECIAL, *octets]
+    trainer = trainers.BpeTrainer(vocab_size=800, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator([line for text in TEXT for line in text.split("\n")], trainer)
     return tokenizer
 

@@ -54,31 +54,32 @@ def test_a_step_attends_as_its_mask_says_and_so_do_its_gradients(dtype, shape, w
         bias_11TT[..., 1:, 0] = False
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
     q_RHTC, kept = steps_of(shape, width, dtype)
-    keys, values = kept[:4], kept[4:]
-    steps = DraftSteps(bias_11TT, causal_from=first)
-    for k_RKTC, v_RKTC in zip(keys, values, strict=True):
-        steps.update(k_RKTC, v_RKTC, 0)
+    steps = kept_steps(kept, bias_11TT, first)
     valid = slice(3 + first, None)  # drafts of tokens before these began before the text
-    out_RTHC, _ = attention(LAYER, q_RHTC, keys[3], values[3], steps, scaling=0.3)
+    out_RTHC, _ = attention(LAYER, q_RHTC, kept[3], kept[7], steps, scaling=0.3)
     wanted = [x.detach().float().requires_grad_() for x in (q_RHTC, *kept)]
     expected_RTHC = by_definition(wanted[0], wanted[1:5], wanted[5:], first)
     change_RTHC = torch.randn(out_RTHC.shape, generator=torch.Generator().manual_seed(1))
     change_RTHC[:, : valid.start] = 0
     out_RTHC.backward(change_RTHC.to(dtype))
     expected_RTHC.backward(change_RTHC)
-    torch.testing.assert_close(
-        out_RTHC[:, valid].float(), expected_RTHC[:, valid], rtol=tolerance, atol=tolerance
-    )
+    results = out_RTHC[:, valid].float(), expected_RTHC[:, valid]
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
     for x, like in zip((q_RHTC, *kept), wanted, strict=True):
         torch.testing.assert_close(x.grad.float(), like.grad, rtol=tolerance, atol=2 * tolerance)
+
+
+def kept_steps(kept: list[Tensor], bias_11TT: Tensor | None = None, first: int = 0) -> DraftSteps:
+    steps = DraftSteps(bias_11TT, causal_from=first)
+    for k_RKTC, v_RKTC in zip(kept[:4], kept[4:], strict=True):
+        steps.update(k_RKTC, v_RKTC, 0)
+    return steps
 
 
 def test_what_has_no_kernel_attends_by_the_mask():
     """With a cap so high that it changes nothing, scores are those without one."""
     q_RHTC, kept = steps_of("grouped", 70, torch.float32)
-    steps = DraftSteps(None, causal_from=0)
-    for k_RKTC, v_RKTC in zip(kept[:4], kept[4:], strict=True):
-        steps.update(k_RKTC, v_RKTC, 0)
+    steps = kept_steps(kept)
     plain, capped = (
         attention(LAYER, q_RHTC, kept[3], kept[7], steps, scaling=0.3, softcap=cap)[0]
         for cap in (None, 1e4)
@@ -99,9 +100,7 @@ def test_no_matrix_of_scores_is_made():
             return out
 
     q_RHTC, kept = steps_of("grouped", width, torch.float32)
-    steps = DraftSteps(None, causal_from=0)
-    for k_RKTC, v_RKTC in zip(kept[:4], kept[4:], strict=True):
-        steps.update(k_RKTC, v_RKTC, 0)
+    steps = kept_steps(kept)
     with Sizes():
         out_RTHC, _ = attention(LAYER, q_RHTC, kept[3], kept[7], steps, scaling=0.3)
         out_RTHC.sum().backward()

@@ -13,16 +13,7 @@ import pytest
 import torch
 import transformers
 from cases import HOW, case_for, check_texts
-from helpers import (
-    BY_MODULES,
-    EXIT,
-    VOCABULARY,
-    adapter_for,
-    random_prompts,
-    tiny,
-    tiny_model,
-    vanilla_texts,
-)
+from helpers import EXIT, VOCABULARY, adapter_for, random_prompts, tiny, tiny_model, vanilla_texts
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -149,7 +140,7 @@ def quantized(how: Quantization) -> TargetModel:
     return TargetModel(hf)
 
 
-FAMILIES = {name: partial(tiny, kind, **fields) for name, (kind, fields) in BY_MODULES.items()}
+FAMILIES = {name: partial(tiny, kind, **of) for name, (kind, of) in helpers.BY_MODULES.items()}
 QUANTIZED = {"packed": packed} | {how.value: partial(quantized, how) for how in Quantization}
 QUANTIZED |= {f"compressed-{x}": partial(compressed, x) for x in ("W4A16", "FP8_DYNAMIC")}
 QUANTIZED |= {

@@ -31,13 +31,11 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
 
 QWEN = os.environ.get("KANGAROO_QWEN_GGUF", "")  # Qwen2.5-Coder-0.5B-Instruct, Q4_K_M
+OF_8192 = {"original_max_position_embeddings": 8192}
 FAMILIES = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
-    "llama3-rope": (
-        "llama",
-        {"rope_parameters": LLAMA3_ROPE | {"original_max_position_embeddings": 8192}},
-    ),
+    "llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE | OF_8192}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 128}),
 }
@@ -71,9 +69,8 @@ def test_a_file_is_the_model_it_was_written_from(tmp_path, family, kinds):
         source.config.head_dim = None  # as in the hub's
     made, read = target_hashes(source.config), target_hashes(file_config := read_config(file))
     assert made[0] == read[0] and file_config.vocab_size == 259
-    theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file="x.gguf", quantization_config=GgufConfig(dequantize=True)
-    )
+    options = {"gguf_file": "x.gguf", "quantization_config": GgufConfig(dequantize=True)}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
     if family != "llama3-rope":  # whose factors transformers leaves out
         with torch.no_grad():
             assert torch.equal(theirs.float()(ids).logits, logits)
@@ -112,11 +109,7 @@ DAMAGED = [
     (lambda x: x[:4] + x[4:8][::-1] + x[8:], UnsupportedModel, "other byte order"),
     (lambda x: x[:4] + b"\x01\0\0\0" + x[8:], UnsupportedModel, "GGUF version 1"),
     (lambda x: b"", ModelNotFound, "cannot be read"),
-    (
-        lambda x: x.replace(b"attn_norm", b"attn_morn"),
-        CorruptFile,
-        "lacks the weight 'blk.0.attn_n",
-    ),
+    (lambda x: x.replace(b"attn_norm", b"attn_morn"), CorruptFile, "the weight 'blk.0.attn_n"),
     (lambda x: x.replace(b"llama", b"lamma"), UnsupportedModel, "is a lamma model"),
     (lambda x: x.replace(b"block_count", b"block_const"), CorruptFile, "lacks 'llama.block_count'"),
 ]
@@ -155,9 +148,7 @@ def test_a_file_on_the_hub_is_named_by_its_owner_and_offline_one_line_says_so():
 
 
 def test_weights_that_a_model_cannot_have_are_refused_before_it_is_loaded():
-    with pytest.raises(
-        ConfigError, match=r"model\.weights=packed is for GGUF files; for 'some/model'"
-    ):
+    with pytest.raises(ConfigError, match=r"weights=packed is for GGUF files; for 'some/model'"):
         ModelConfig("x", "some/model", weights=Weights.packed)
     with pytest.raises(ConfigError, match=r"leave out model\.quantization=int8"):
         ModelConfig("x", "x.gguf", weights=Weights.packed, quantization=Quantization.int8)

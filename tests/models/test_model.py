@@ -8,15 +8,8 @@ import helpers
 import pytest
 import torch
 from cases import FAMILIES
-from helpers import (
-    LLAMA3_ROPE,
-    VOCABULARY,
-    adapter_for,
-    forward_logits,
-    random_prompts,
-    tiny,
-    vanilla_texts,
-)
+from helpers import LLAMA3_ROPE, VOCABULARY, adapter_for, random_prompts, tiny, vanilla_texts
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, Gemma3Config, Gemma3TextConfig, GemmaConfig, LlamaConfig
 
@@ -25,6 +18,7 @@ from kangaroo.engine.cache import BUCKET, occupied
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.tree import Tree
 from kangaroo.models import target as model
+from kangaroo.models.attention import attention
 from kangaroo.models.supported import FULL, SUPPORTED, WINDOWED, check_supported, context
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import UnsupportedModel
@@ -70,18 +64,34 @@ def logits_in_pieces(lm: TargetModel, tokens: list[int], chunk: int, tail: int) 
 def test_logits_in_pieces_equal_those_of_transformers_in_one(name):
     lm = MODELS[name]()
     (tokens,) = random_prompts(BUCKET + 20)
-    expected = forward_logits(lm, tokens)
+    expected = helpers.forward_logits(lm, tokens)
     for chunk, tail in ((1000, 0), (16, 9), (1, BUCKET + 19), (BUCKET, 19)):
         logits_TV = logits_in_pieces(lm, tokens, chunk, tail)
         torch.testing.assert_close(logits_TV, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-ungrouped", "gemma2"])
-def test_texts_are_the_same_by_the_gpus_paths(family, monkeypatch):
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("width, extent", [(1, 9), (5, 9), (9, 9)])
+def test_every_mask_and_none_give_the_formula_capped_or_not(width, extent, group, softcap):
+    q, (k, v) = torch.randn(2, 2 * group, width, 8), torch.randn(2, 2, 2, extent, 8)
+    visible = torch.ones(width, extent, dtype=torch.bool).tril(extent - width)
+    scores = q @ k.repeat_interleave(group, 1).mT * 3
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    expected = (weights @ v.repeat_interleave(group, 1)).transpose(1, 2)
+    added = torch.zeros(width, extent).masked_fill(~visible, -torch.inf)[None, None]
+    masks = [visible[None, None], added, causal_lower_right(width, extent)]
+    for mask in [*masks, None] if width == extent else masks:
+        out, _ = attention(torch.nn.Module(), q, k, v, mask, 3.0, softcap=softcap)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+
+
+def test_texts_are_the_same_by_the_gpus_paths(monkeypatch):
     prompts = random_prompts(5, 40, 130)
-    expected = vanilla_texts(FAMILIES[family](), prompts, 16)
+    expected = vanilla_texts(tiny(), prompts, 16)
     monkeypatch.setattr(model, "has_flash", lambda device, dtype: True)
-    adapter = adapter_for(lm := FAMILIES[family]())
+    adapter = adapter_for(lm := tiny())
     drafters = helpers.chain_of(lm, adapter, 4, 0.3), helpers.tree_of(lm, adapter, 3, 0.0)
     for drafter in (Vanilla(), *drafters):
         for rows in (1, 2):

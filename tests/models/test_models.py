@@ -20,11 +20,8 @@ from kangaroo.models.supported import PLAIN, target_hashes
 from kangaroo.utils import errors
 from kangaroo.utils.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
 
-CHAT = [
-    {"role": "user", "content": "Hi!"},
-    {"role": "assistant", "content": "Hello."},
-    {"role": "user", "content": "2+2?"},
-]
+ANSWERED = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hello."}]
+CHAT = [*ANSWERED, {"role": "user", "content": "2+2?"}]
 
 
 def config(path, **changes) -> ModelConfig:
@@ -224,7 +221,7 @@ def test_vicunas_template_of_a_conversation():
         "gives helpful, detailed, and polite answers to the user's questions. "
         "USER: Hi! ASSISTANT: Hello.</s>USER: 2+2? ASSISTANT:"
     )
-    chat = [{"role": "system", "content": "Be brief."}, *CHAT[:2]]
+    chat = [{"role": "system", "content": "Be brief."}, *ANSWERED]
     text = tokenizer.apply_chat_template(chat, tokenize=False)
     assert text == tokenizer.bos_token + "Be brief. USER: Hi! ASSISTANT: Hello.</s>"
 

@@ -48,11 +48,8 @@ SPEED = (
 )
 MIXED = "data.paths=[outputs/data/self_synthesis/tiny,outputs/data/tasks/tiny]"
 # Where earlier lines of a page leave adapters; these stand in for them.
-TRAINED = {
-    "tiny": "outputs/attention/attention-exit2",
-    "tiny-fused": "outputs/fused/fused-exit2",
-    "tiny-eagle3": "outputs/eagle3/eagle3",
-}
+TRAINED = {"tiny": "attention/attention-exit2", "tiny-fused": "fused/fused-exit2"}
+TRAINED["tiny-eagle3"] = "eagle3/eagle3"
 AS_TYPED = {"train.py model=vicuna-7b --cfg job"}  # it needs no weights, and so no stand-in
 
 
@@ -112,7 +109,7 @@ def begun(tmp_path_factory):
     saved_adapter(lm, EagleHead(lm), here / "adapters/tiny-eagle")
     saved_adapter(lm, Eagle3Head(lm), here / "adapters/tiny-eagle3")
     for name, saved in TRAINED.items():
-        shutil.copytree(here / "adapters" / name, here / saved)
+        shutil.copytree(here / "adapters" / name, here / "outputs" / saved)
     write_gguf(here / "FILE.gguf")
     write_inputs(here)
     return here

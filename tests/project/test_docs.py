@@ -36,10 +36,8 @@ def test_the_shown_drafter_writes_what_vanilla_writes(tmp_path, monkeypatch, sam
     (tmp_path / "bigram.py").write_text(CODE)
     monkeypatch.syspath_prepend(tmp_path)
     drafter = importlib.import_module("bigram").BigramConfig().build(case.lm)
-    for engine in (
-        Engine(case.lm, drafter, prefill_chunk=CHUNK),
-        Engine(case.lm, Cascade(drafter, chain_of(case.lm, case.adapter, 4, 0.3))),
-    ):
+    cascade = Cascade(drafter, chain_of(case.lm, case.adapter, 4, 0.3))
+    for engine in (Engine(case.lm, drafter, prefill_chunk=CHUNK), Engine(case.lm, cascade)):
         done = engine.generate(PROMPTS, NEW_TOKENS, SAMPLINGS[sampling], BATCHES[batch])
         assert [p + g.tokens for p, g in zip(PROMPTS, done, strict=True)] == case.texts
 

@@ -61,10 +61,7 @@ def test_methods_take_turns_and_ratios_are_taken_within_rounds(tmp_path):
     page = load_test.markdown(summary)
     assert "| 4 | ours | 16.5 (1.10x) | 60.6 (0.91x) | 30.3 (0.91x) | 0.5 (0.91x) |" in page
     assert "| 6/6 |" in page and "| 3/6 |" in page
-    assert (
-        "ours writes more tokens/s than vanilla in every round with 1, 4 users, fewer with 16."
-        in page
-    )
+    assert "more tokens/s than vanilla in every round with 1, 4 users, fewer with 16." in page
     assert "| 0.95-0.95 |" in page and "temperature 0, streamed" in page
     load_test.curves(summary).savefig(tmp_path / "load.png")
     alone = {cell: numbers for cell, numbers in measured.items() if cell.method == "ours"}
@@ -77,12 +74,9 @@ def test_answers_that_are_not_streamed_have_no_first_token(tmp_path):
     measured = {}
     for cell in load_test.cells(1, [1], list(SPEED)):
         file = json.loads(written({"why": "so"}, SPEED[cell.method][1]))
-        for name in (
-            "time_to_first_token_ms",
-            "inter_token_latency_ms",
-            "iter_tokens_per_iteration",
-        ):
-            file["benchmarks"][0]["metrics"][name]["successful"]["mean"] = 0
+        for name, of_all in file["benchmarks"][0]["metrics"].items():
+            if "token_" in name or name.startswith("iter"):  # of one token after the other
+                of_all["successful"]["mean"] = 0
         (tmp_path / "cell.json").write_text(json.dumps(file))
         measured[cell] = load_test.read(tmp_path / "cell.json", 1, 5)
     summary = summary_of(measured, requests=1, temperature=1.0, stream=False)

@@ -5,7 +5,6 @@ import json
 import pytest
 from helpers import tiny_target
 from openai import BadRequestError, OpenAI
-from serving_cases import serving
 
 import kangaroo
 from kangaroo.drafters.vanilla import Vanilla
@@ -21,12 +20,6 @@ SCHEMA = {
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "pet", "strict": True, "schema": SCHEMA}}
 TALK = [{"role": "user", "content": "Which pet?"}]
-
-
-@pytest.fixture(scope="module")
-def client():
-    with serving() as address:
-        yield OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
 
 
 def answers(client: OpenAI, **fields: object) -> list[str]:

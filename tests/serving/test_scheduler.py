@@ -276,9 +276,8 @@ def test_a_step_that_fails_for_all_together_lets_each_go_on(monkeypatch):
     """As where memory does not hold what two texts at a time take."""
     engine, (jobs, _) = engine_of(target()), crowd()
     with scheduling(engine) as scheduler:
-        failed = failing(
-            monkeypatch, Session, "step", lambda _, args: sum(args[0].batch.done) < 2, engine
-        )
+        fails = lambda _, args: sum(args[0].batch.done) < 2  # noqa: E731
+        failed = failing(monkeypatch, Session, "step", fails, engine)
         scheduler.submit(*jobs)
         check_others(scheduler, jobs)
     assert failed

@@ -12,7 +12,7 @@ import time
 import httpx
 import pytest
 from commands import ROOT
-from openai import BadRequestError, NotFoundError, OpenAI
+from openai import BadRequestError, NotFoundError
 from serving_cases import LONGEST, alone, as_body, error_of, served, server_app, serving, target
 from tokenizers.processors import TemplateProcessing
 
@@ -25,17 +25,6 @@ from kangaroo.serving.scheduler import Scheduler
 from kangaroo.serving.serve import ServeConfig, check_memory, listen
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
-
-
-@pytest.fixture(scope="module")
-def address():
-    with serving() as where:
-        yield where
-
-
-@pytest.fixture(scope="module")
-def client(address):
-    return OpenAI(base_url=f"{address}/v1", api_key="none")
 
 
 def ask(address: str, path: str = "completions", **body: object) -> httpx.Response:
@@ -174,23 +163,16 @@ BAD = [
     ({"prompt": "a" * 300}, "the prompt by 101 or more: one new"),
     ({"prompt": "a", "max_tokens": LONGEST}, "ask for at most"),
     ({"prompt": [1, 10**9]}, "a token outside the model's vocabulary"),
-    ({"prompt": "a", "stop": [""]}, "at least 1 character"),
     ([1, 2], "valid dictionary"),
     ({"prompt": "a", "n": 2, "seed": 2**63 - 1}, f"must be {2**63 - 2} or less where n=2"),
     ({"prompt": "a", "temperature": True}, "temperature: Input should be a valid number"),
     (b'{"prompt": "a', "the body is not JSON: Unterminated string starting at (at 11)"),
     (b"", "the body: Field required"),
     (b'{"prompt": "\xff\xfe"}', "not JSON: 'utf-8' codec can't decode byte 0xff in position 12"),
-    (gzip.compress(b'{"prompt": "a"}'), "'utf-8' codec can't decode byte 0x8b in position 1"),
     (b"[" * 100_000, "the body is not JSON: maximum recursion depth exceeded"),
-    (
-        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
-        "Exceeds the limit (4300 digits) for integer",
-    ),
+    (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "the limit (4300 digits) for integer"),
     (b'{"prompt": "a", "max_tokens": ' + b"9" * 4000 + b"}", "max_tokens: Input should be less"),
     (b'{"prompt": "a", "temperature": 1e999}', "temperature: Input should be a finite number"),
-    (b'{"prompt": "a", "seed": 01}', "the body is not JSON: Expecting ',' delimiter (at 25)"),
-    ({"prompt": []}, "prompt.0: List should have at least 1 item"),
     ({"prompt": ["a", 5]}, "prompt.1: Input should be a valid string"),
     ({"prompt": [[1], [1000]]}, "prompt.1: the prompt holds a token outside the model's"),
     ({"prompt": ["a"] * 300}, "300 texts are more than max_queue=256."),

@@ -199,12 +199,8 @@ def decode(number: int, name: str, setting: Setting, build: Build, seed: int) ->
             done[wave[index]] = generation
     steps = [step for generation in done.values() for step in generation.steps]
     options: Cell = dict(zip(BY, (name, setting.sampling, setting.family, rows), strict=True))
-    options |= {
-        "number": number,
-        "exit_layer": exit_layer,
-        "prefill_chunk": chunk,
-        "always_drafts": always,
-    }
+    options |= {"number": number, "exit_layer": exit_layer}
+    options |= {"prefill_chunk": chunk, "always_drafts": always}
     return options | {
         "texts": len(done),
         "tokens": sum(len(setting.texts[index]) for index in done),

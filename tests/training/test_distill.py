@@ -19,16 +19,9 @@ from kangaroo.heads import eagle3_head, eagle_head, medusa_heads
 from kangaroo.heads.adapter_files import read_config
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
-from kangaroo.training import distill
+from kangaroo.training import batches, distill
 from kangaroo.training.backend import TorchBackend
-from kangaroo.training.batches import (
-    Work,
-    collate,
-    forward_target,
-    learnt_positions,
-    make_students,
-    train_step,
-)
+from kangaroo.training.batches import Work, collate, forward_target, learnt_positions, train_step
 from kangaroo.training.distill import Loss, Student, divergence, overlap
 from kangaroo.training.loop import Trainer
 from kangaroo.training.recipe import trainees
@@ -293,13 +286,11 @@ def test_logits_never_stand_whole_in_memory_and_the_teachers_are_computed_once(s
 
 def test_a_later_draft_step_counts_where_the_assistant_wrote_all_of_the_draft_and_counts_less():
     lm = tiny()
-    (trainee,) = trainees(
-        lm, [recipe(name="a", exit_layers=[EXIT], fused=True, draft_steps=3)], None
-    )
+    (trainee,) = trainees(lm, [recipe(name="a", fused=True, draft_steps=3)], None)
     (ids,) = random_prompts(8)
     text = sample(ids, 2) | {"loss_mask": [0, 0, 1, 1, 1, 0, 1, 1]}
     outputs = forward_target(lm, collate([text], 100, lm.device), [trainee])
-    students = make_students(lm, outputs, trainee, 3, weight=2.0)
+    students = batches.make_students(lm, outputs, trainee, 3, weight=2.0)
     valid = [student.valid_M.int().tolist() for student in students]
     assert valid == [[1, 1, 1, 1, 1], [0, 1, 1, 0, 1], [0, 0, 1, 0, 0]]
     assert [student.weight for student in students] == pytest.approx([2.0, 2 * 0.8, 2 * 0.64])

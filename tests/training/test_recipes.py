@@ -52,14 +52,10 @@ def test_a_large_model_has_the_papers_training_at_an_exit_layer_by_its_rule(mode
     assert layer == PAPER.get(model, layer)
     assert config.adapter.architecture == AdapterHeadConfig() and not config.more
     assert (trainer.epochs, trainer.learning_rate, trainer.warmup_steps) == (10, 5e-5, 2000)
-    assert list(trainer.betas) == [0.9, 0.95] and trainer.weight_decay == 0.01
     rows = trainer.batch_tokens // trainer.max_length
-    assert (rows, trainer.accumulate, trainer.max_length) == (4, 8, 2048)
-    assert (trainer.vocabulary, trainer.zero_stage, trainer.shard_target) == (None, 0, False)
-    data = config.data
-    assert data.name == "conversations" and not data.regenerate
-    assert data.source.startswith("hf://datasets/") and "ShareGPT" in data.source
-    assert data.path == f"outputs/data/sharegpt/{model}"
+    assert (rows, trainer.accumulate, trainer.vocabulary) == (4, 8, None)
+    assert "ShareGPT" in config.data.source and not config.data.regenerate
+    assert config.data.path == f"outputs/data/sharegpt/{model}"
 
 
 @pytest.mark.parametrize("model", sorted(OWN))
@@ -221,14 +217,11 @@ def foreseen(*overrides, processes=1):
 def test_the_papers_training_fits_a_gpu_and_its_time_follows_from_the_speed(machine):
     machine((A100, 80 * GB))
     lines = foreseen("model=vicuna-7b")
-    assert (
-        lines[0] == f"on 1 x {A100}, 80.0 GB free for each" and "(of assumed lengths)" in lines[1]
-    )
+    assert lines[0] == f"on 1 x {A100}, 80.0 GB free for each"
+    assert "(of assumed lengths)" in lines[1]
     total = "12 hours: 2.0 hours for writing the data, 9.5 hours for the target"
     assert lines[2] == f"expect about {total}"
-    assert [
-        duration(s) for s in (0.04, 119, 120, 3e5)
-    ] == "0.0 seconds,119 seconds,2.0 minutes,3.5 days".split(",")
+    assert [*map(duration, (119, 120, 3e5))] == ["119 seconds", "2.0 minutes", "3.5 days"]
 
 
 @pytest.mark.parametrize(
@@ -273,9 +266,8 @@ def test_a_sharded_target_is_read_in_host_memory_and_trained_in_parts(machine, m
 @pytest.mark.parametrize("accumulate", [None, 3])
 def test_the_steps_of_text_that_exists_are_those_of_its_training(accumulate, tmp_path):
     lengths = [5 + 7 * i % 90 for i in range(60)]
-    settings = training_cases.config(
-        accumulate=accumulate, holdout=11, batch_tokens=130, max_length=70
-    )
+    sizes = {"holdout": 11, "batch_tokens": 130, "max_length": 70}
+    settings = training_cases.config(accumulate=accumulate, **sizes)
     data = [sample(ids, 3) for ids in random_prompts(*lengths)]
     adapters = [training_cases.recipe()]
     trainer = Trainer(tiny(), data, adapters, settings, tmp_path, training_cases.ABOUT)
@@ -286,11 +278,7 @@ def test_the_steps_of_text_that_exists_are_those_of_its_training(accumulate, tmp
 
 def test_text_that_lies_here_has_about_its_length():
     talk = [{"role": "user", "content": "x" * 80}, {"role": "assistant", "content": "y" * 120}]
-    for vocab_size, regenerate, expected in (
-        (259, False, 200),
-        (50_000, False, 50),
-        (50_000, True, 30),
-    ):
+    for vocab_size, regenerate, expected in (259, False, 200), (9**5, False, 50), (9**5, True, 30):
         data = ConversationsConfig(path="", regenerate=regenerate, max_answer_tokens=20)
         assert estimate._length([*talk, *talk], data, vocab_size) == 2 * (32 + expected)
 
@@ -348,7 +336,5 @@ def test_a_training_of_smollm2_takes_as_long_as_is_said(smollm2, tmp_path):
 def test_a_sweep_trains_no_exit_that_it_does_not_use():
     for file in (ROOT / "configs/sweep").glob("*.yaml"):
         text = file.read_text()
-        trained = {
-            n for exits in re.findall(r"exit_layers=\[([\d,]+)\]", text) for n in exits.split(",")
-        }
-        assert trained == set(re.findall(r"-exit(\d)", text)), file
+        exits = ",".join(re.findall(r"exit_layers=\[([\d,]+)\]", text))
+        assert set(filter(None, exits.split(","))) == set(re.findall(r"-exit(\d)", text)), file

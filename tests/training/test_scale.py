@@ -23,9 +23,7 @@ from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import Ranks
 
-needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="needs the extra deepspeed"
-)
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 
 
 def plain(settings):

@@ -11,17 +11,7 @@ import training_cases
 from cases import Case, drafted_without_cache
 from helpers import EXIT, adapter_for, random_prompts, tiny, vanilla_texts
 from safetensors.torch import load_file
-from training_cases import (
-    KillsAt,
-    config,
-    curve,
-    recipe,
-    run,
-    sample,
-    samples,
-    stored_samples,
-    train,
-)
+from training_cases import config, recipe, run, sample, samples, stored_samples, train
 
 from kangaroo.cli.commands import check_format
 from kangaroo.cpu.native import torch_multiplies
@@ -182,17 +172,17 @@ def test_an_interrupted_run_ends_with_the_same_weights_and_metrics(kind, tmp_pat
         return train(tiny(), data, config(**settings), tmp_path / name, tracker, recipes=recipes)
 
     (whole,) = run("whole", NoTracker())
-    total = len(curve(tmp_path / "whole"))
+    total = len(training_cases.curve(tmp_path / "whole"))
     for step in (1, total // 2, total - 2):
         with pytest.raises(KeyboardInterrupt):
-            run("stopped", KillsAt(step))
+            run("stopped", training_cases.KillsAt(step))
     with (tmp_path / "stopped" / METRICS).open("a") as file:
         file.write(f'{{"step": {total - 1}, "torn')
     caplog.set_level("INFO")
     (stopped,) = run("stopped", NoTracker())
     assert f"going on after step {(total - 3) // 2 * 2} of {total}" in caplog.text
     assert (whole / WEIGHTS).read_bytes() == (stopped / WEIGHTS).read_bytes()
-    assert curve(tmp_path / "whole") == curve(tmp_path / "stopped")
+    assert training_cases.curve(tmp_path / "whole") == training_cases.curve(tmp_path / "stopped")
 
 
 def test_what_changes_no_weight_may_change_on_resuming_and_all_else_is_refused_by_name(tmp_path):

@@ -122,9 +122,8 @@ def test_a_pass_over_too_many_tokens_has_the_bits_of_a_row_alone(rows, nodes, mo
     assert torch.equal(read(slice(rows - 1, rows), None)[0], together[-1])
 
 
-READ_AS = [("llama", torch.bfloat16, SMALLEST, 66)] + [
-    pytest.param("qwen2", torch.float16, {}, length, marks=slow) for length in (63, 64, 129, 150)
-]
+READ_AS = [("llama", torch.bfloat16, SMALLEST, 66)]
+READ_AS += [pytest.param("qwen2", torch.float16, {}, x, marks=slow) for x in (63, 64, 129, 150)]
 
 
 @pytest.mark.parametrize("name, dtype, options, length", READ_AS)

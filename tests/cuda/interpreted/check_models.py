@@ -43,9 +43,8 @@ FAMILIES = {
     "mistral": {"hidden_size": 72, "intermediate_size": 200, "num_key_value_heads": 1},
 }
 
-of_families = pytest.mark.parametrize(
-    "name", [x if x.startswith("q") else pytest.param(x, marks=slow) for x in FAMILIES]
-)
+NAMES = [x if x.startswith("q") else pytest.param(x, marks=slow) for x in FAMILIES]
+of_families = pytest.mark.parametrize("name", NAMES)
 
 
 def model(name: str, dtype: torch.dtype = torch.float32, **options: object) -> TargetModel:

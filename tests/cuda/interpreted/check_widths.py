@@ -6,19 +6,10 @@ Shapes: N tokens, K inputs, O outputs.
 
 from dataclasses import replace
 
+import check_models
 import pytest
 import torch
-from check_models import (
-    DEVICE,
-    DTYPES,
-    SLOTS,
-    SMALLEST,
-    filled_cache,
-    meta_of,
-    model,
-    random_tokens,
-    slow,
-)
+from check_models import DEVICE, SMALLEST, filled_cache, meta_of, model, random_tokens, slow
 from torch import Tensor
 
 from kangaroo.cuda import launching, layers
@@ -30,7 +21,7 @@ from kangaroo.engine.tree import Tree
 from kangaroo.models.layer_weights import layer_weights
 
 WIDTHS = [1, 3, 16, 64, 128, 256, 520]
-FORMATS = [torch.bfloat16, *(pytest.param(x, marks=slow) for x in DTYPES[:2])]
+FORMATS = [torch.bfloat16, *(pytest.param(x, marks=slow) for x in check_models.DTYPES[:2])]
 INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU has a card of its own")
 
 
@@ -79,11 +70,8 @@ def test_a_products_bits_do_not_depend_on_the_width(name, dtype, on_card):
         assert tiles == {1, PARTS, 64, 128}
 
 
-CARDS = {
-    "pieces": Card(10**6, 227 << 10, rows=16),
-    "one program": Card(0, 227 << 10, rows=16),
-    "high programs": Card(0, 227 << 10, rows=64),
-}
+# By which attention is divided into pieces, into one program, and into a high one.
+CARDS = [Card(processors, 227 << 10, rows) for processors, rows in ((10**6, 16), (0, 16), (0, 64))]
 ATTENDED = [("llama", torch.float32, SMALLEST)] + [  # rounding would hide much
     pytest.param(name, dtype, {"num_hidden_layers": 1} | options, marks=slow)
     for name, dtype, options in (
@@ -106,12 +94,12 @@ def test_attention_has_the_same_bits_however_it_is_divided(name, dtype, options,
     parents = torch.tensor([[0, 0, 0, 1]], device=DEVICE)
     tree = meta_of(lm, Tree(parents, max_depth=4), [3, 190])
     lm.decode_by(CudaBackend(kernel_sizes=lm.sizes()))
-    prompt = lm.chunk(120, 138, 0, SLOTS)
+    prompt = lm.chunk(120, 138, 0, check_models.SLOTS)
     for meta, shape in ((tree, (2, 4)), (prompt, (1, 18))):
         x_RTD = lm.embed(random_tokens(*shape))
         for window in (0, 64) if meta is tree else (0,):
             results = []
-            for card in CARDS.values():
+            for card in CARDS:
                 on_card(card)
                 stack = Stack([layer], lm.sizes(), window)
                 results.append(stack(x_RTD, filled_cache(lm, 2), meta, range(1)))
@@ -119,7 +107,7 @@ def test_attention_has_the_same_bits_however_it_is_divided(name, dtype, options,
 
 
 @slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", check_models.DTYPES, ids=str)
 def test_a_prompt_in_one_pass_has_the_bits_of_its_last_tokens_in_passes_of_fewer(dtype, on_card):
     """Products of 64 to 256 tokens, attention of 64 and 128 queries; and where the least are 16."""
     lm = model("llama", dtype, **SMALLEST)

@@ -22,9 +22,7 @@ if INTERPRETED:
     original = interpreter._patch_lang
     both = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     interpreter._patch_lang = lambda fn: original(both)
-    interpreter.InterpretedFunction.__call__ = lambda self, *args, **named: self.rewrite()(
-        *args, **named
-    )
+    interpreter.InterpretedFunction.__call__ = lambda self, *of, **how: self.rewrite()(*of, **how)
 
     def dot(self, a, b, d, *options):
         """Sums in the order of the inputs. Most rows are no token, and zero."""
