@@ -33,7 +33,6 @@ from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.session import Session
 from kangaroo.engine.tree import Tree
 from kangaroo.engine.warm_up import warm_up
-from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.export import draft_model
 from kangaroo.models.target import TargetModel
 from kangaroo.training.results import read_metrics
@@ -275,21 +274,6 @@ def test_a_target_on_several_devices_is_told_what_serves_it_better(caplog):
     lm.layer_devices[2:] = [torch.device("cuda:1")] * 2
     assert not lm.compile_for_decoding().backend.is_compiled
     assert "lies on 2 devices" in caplog.text and "vLLM" in caplog.text
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", range(max(1, torch.cuda.device_count())))
-def test_cuda_graphs_write_what_eager_decoding_writes(device):
-    def on_gpu() -> TargetModel:
-        return TargetModel(tiny().hf.to(f"cuda:{device}"))
-
-    texts = vanilla_texts(on_gpu(), PROMPTS, 40)
-    lm = on_gpu().compile_for_decoding()
-    adapter = adapter_for(lm, architecture=AdapterHeadConfig(fused=True))
-    for drafter in (Vanilla(), helpers.chain_of(lm, adapter, 4, 0.3)):
-        recorded = Graphs.seconds
-        assert texts_by(Engine(lm, drafter), PROMPTS, 40, batch_size=2) == texts
-        assert Graphs.seconds > recorded
 
 
 @pytest.mark.gpu

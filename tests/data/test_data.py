@@ -17,6 +17,7 @@ import torch
 from data_cases import NO_FILTERS, settings
 from helpers import forward_logits
 
+from kangaroo import ConfigError, CorruptFile, DataError, Sampling
 from kangaroo.data import store
 from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.filters import FilterConfig, answer_spans
@@ -26,10 +27,8 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine import topk_logits
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, StepRecord
-from kangaroo.engine.sampling import Sampling
 from kangaroo.models.loading import TINY
 from kangaroo.models.prompts import prompt_ids, user_header
-from kangaroo.utils.errors import ConfigError, CorruptFile, DataError
 from kangaroo.utils.ranks import Ranks
 
 target = pytest.fixture(scope="module")(data_cases.target)

@@ -122,36 +122,27 @@ def test_steps_without_drafts_in_between_change_no_text(drafter, family):
 
 
 @cache
-def bfloat16_case(sampling: str) -> Case:
-    lm = tiny("llama", dtype=torch.bfloat16).compile_for_decoding()
-    return Case(lm, adapter_for(lm), vanilla_texts(lm, LONGER, NEW_TOKENS, SAMPLINGS[sampling]))
-
-
-@pytest.mark.parametrize("drafter, sampling", cases.in_turn(DRAFTERS, cases.GREEDY_OR_NOT))
-def test_compiled_drafters_are_exact_in_bfloat16_too(drafter, sampling):
-    """No rounding depends on what is computed together, nor on where a tree's nodes lie. The texts
-    are longer than a chunk of attention, whose border their trees cross."""
-    case, how = bfloat16_case(sampling), SAMPLINGS[sampling]
-    engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=cases.CHUNK)
-    assert texts_by(engine, LONGER, NEW_TOKENS, how, batch_size=2) == case.texts
-
-
-@cache
-def packed_case(sampling: str) -> Case:
+def native_case(weights: str, sampling: str) -> Case:
+    """A target whose products do not depend on what is computed together."""
     lm = helpers.packed_tiny()
+    if weights == "bfloat16":
+        lm = tiny("llama", dtype=torch.bfloat16).compile_for_decoding()
     assert lm.backend.name == "native"
     return Case(lm, adapter_for(lm), vanilla_texts(lm, LONGER, NEW_TOKENS, SAMPLINGS[sampling]))
 
 
 # An adapter becomes a draft model beside plain weights alone.
-ON_BLOCKS = [name for name in METHODS if name != "draft-model"]
+EXACT = [(name, "bfloat16") for name in DRAFTERS]
+EXACT += [(name, "blocks of a GGUF file") for name in METHODS if name != "draft-model"]
 
 
-@pytest.mark.parametrize("drafter, sampling", cases.in_turn(ON_BLOCKS, cases.GREEDY_OR_NOT))
-def test_drafters_are_exact_on_blocks_of_a_gguf_file(drafter, sampling):
-    """A token's products with blocks do not depend on what is computed together."""
-    case, how = packed_case(sampling), SAMPLINGS[sampling]
-    engine = Engine(case.lm, DRAFTERS[drafter](case), prefill_chunk=cases.CHUNK)
+@pytest.mark.parametrize("drafter, sampling", cases.in_turn(EXACT, cases.GREEDY_OR_NOT), ids=str)
+def test_compiled_drafters_are_exact_in_bfloat16_and_on_packed_weights_too(drafter, sampling):
+    """No rounding depends on what is computed together, nor on where a tree's nodes lie. The texts
+    are longer than a chunk of attention, whose border their trees cross."""
+    name, weights = drafter
+    case, how = native_case(weights, sampling), SAMPLINGS[sampling]
+    engine = Engine(case.lm, DRAFTERS[name](case), prefill_chunk=cases.CHUNK)
     assert texts_by(engine, LONGER, NEW_TOKENS, how, batch_size=2) == case.texts
 
 
@@ -178,7 +169,7 @@ IN_INT8 = [name for name in NATIVE if name.startswith(LAYERS)]
 @pytest.mark.parametrize("name, sampling", cases.in_turn(IN_INT8, [("sampled",), ("greedy",)]))
 def test_drafts_in_int8_are_exact_too(name, sampling, monkeypatch):
     """Nearly the same drafts, from weights that are rounded, with the target's tokens."""
-    case, how, rounds = bfloat16_case(sampling), SAMPLINGS[sampling], []
+    case, how, rounds = native_case("bfloat16", sampling), SAMPLINGS[sampling], []
     for int8 in (False, True):
         monkeypatch.setattr(Layer, "int8", int8)
         engine = Engine(case.lm, NATIVE[name](case), prefill_chunk=cases.CHUNK)
@@ -251,7 +242,8 @@ def graph_case(device: str, dtype: torch.dtype, sampling: str) -> Case:
     """A model that decodes by graphs: CUDA's, or on the CPU their strict stand-in."""
 
     def on_device() -> TargetModel:
-        return TargetModel(tiny_model("llama", dtype=dtype).to(device))
+        place = device if device == "cpu" else f"cuda:{torch.cuda.device_count() - 1}"
+        return TargetModel(tiny_model("llama", dtype=dtype).to(place))
 
     texts = vanilla_texts(on_device(), PROMPTS, NEW_TOKENS, SAMPLINGS[sampling])
     lm = on_device()

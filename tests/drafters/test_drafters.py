@@ -13,6 +13,7 @@ import torch
 from cases import CHUNK, GREEDY_OR_NOT, NEW_TOKENS, PROMPTS, SAMPLINGS, Case, in_turn
 from helpers import adapter_for, chain_of, eagle3_for, eagle_for, paths_of, tiny, tree_of
 
+from kangaroo import ConfigError, Sampling
 from kangaroo.drafters import lookahead
 from kangaroo.drafters.eagle import EagleTree
 from kangaroo.drafters.kangaroo import Kangaroo
@@ -20,9 +21,7 @@ from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, ke
 from kangaroo.drafters.lookahead import Lookahead, LookaheadConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Draft
-from kangaroo.utils.errors import ConfigError
 
 HEADS = {"eagle": eagle_for, "eagle3": eagle3_for}  # with EAGLE-2's tree
 

@@ -12,14 +12,13 @@ import torch
 from cases import SAMPLINGS, accepted, filled, rounds_of, written_by_some
 from helpers import random_prompts, tiny, tiny_model, vanilla_texts
 
+from kangaroo import ClaspConfig, ConfigError
 from kangaroo.drafters import layer_search
-from kangaroo.drafters.clasp import ClaspConfig
 from kangaroo.drafters.draft_verify import DraftVerify
 from kangaroo.drafters.layer_search import agreement_of, expected_speedup, judge, runs
 from kangaroo.drafters.swift import HalfLayers, Swift, SwiftConfig, evenly
 from kangaroo.engine.engine import Engine
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import ConfigError
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 from helpers import forward_logits, longest_earlier_match, random_prompts, tiny
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+from kangaroo import CorruptFile, DataError, Sampling
 from kangaroo.data.store import documents
 from kangaroo.drafters import datastore
 from kangaroo.drafters.datastore import ABOUT, SUFFIXES, TOKENS, index, load, save
@@ -23,9 +24,7 @@ from kangaroo.engine.budget import Budget
 from kangaroo.engine.costs import VerifyCosts
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Sampling
 from kangaroo.models.loading import byte_tokenizer
-from kangaroo.utils.errors import CorruptFile, DataError
 
 
 def random_texts(alphabet: int, lengths, seed: int = 0) -> list[list[int]]:

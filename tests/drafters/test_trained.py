@@ -16,8 +16,8 @@ from cases import accepted, case_of, medusa
 from helpers import VOCABULARY, eagle3_for, eagle_for, hidden_states, random_prompts, tiny
 from training_cases import run, sample
 
+from kangaroo import ConfigError, Eagle3Config
 from kangaroo.drafters.eagle import EagleConfig, EagleTree
-from kangaroo.drafters.eagle3 import Eagle3Config
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.medusa import MedusaConfig, sparse_tree
 from kangaroo.engine.engine import Engine
@@ -30,7 +30,6 @@ from kangaroo.models.target import TargetModel
 from kangaroo.training.batches import collate, forward_target, train_step
 from kangaroo.training.recipe import AdapterRecipe, trainees
 from kangaroo.training.results import read_metrics
-from kangaroo.utils.errors import ConfigError
 
 FEW_K = torch.arange(0, VOCABULARY, 2)
 

@@ -12,12 +12,11 @@ import torch
 from cases import DRAFTERS, METHODS, NEW_TOKENS, PROMPTS, SAMPLINGS, case_of, lm_of
 from helpers import VOCABULARY, forward_logits, tiny
 
+from kangaroo import ConfigError, Sampling
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.constraint import Constraint
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Sampling
-from kangaroo.utils.errors import ConfigError
 
 BIASES = {3: 4.0, 17: -torch.inf, 40: 1.5}
 

@@ -11,12 +11,11 @@ from cases import DRAFTERS, KINDS, Case, with_each
 from engine_cases import HOT, NEW_TOKENS, PROMPTS, Letters, continuations, fresh_place
 from helpers import Scripted, adapter_for, oracle, random_prompts, texts_by, tiny, vanilla_texts
 
+from kangaroo import ConfigError, PromptError, Rule, Sampling
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.engine.session import Prompt, Session
-from kangaroo.utils.errors import ConfigError, PromptError
 
 
 @cache

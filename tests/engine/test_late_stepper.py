@@ -10,13 +10,12 @@ from cases import DRAFTERS, Case, in_turn, rounds_of
 from helpers import adapter_for, graphed, random_prompts, texts_by, tiny, vanilla_texts
 from strict_graphs import Tape
 
+from kangaroo import LayerSkipConfig, Rule, Sampling
 from kangaroo.drafters.base import Drafter
-from kangaroo.drafters.layerskip import LayerSkipConfig
 from kangaroo.engine.costs import VerifyCosts
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.late_stepper import LateStepper, Launched
 from kangaroo.engine.requests import Generation, Request
-from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.engine.session import Prompt, Session
 from kangaroo.engine.stepper import TensorStepper
 

@@ -155,7 +155,7 @@ def noted(folder, method, load=0.0, **settings):
     return " ".join(notes)
 
 
-def test_a_drafter_that_hardly_drafted_is_named_with_the_reason(tmp_path):
+def test_a_drafter_that_hardly_drafted_and_a_busy_machine_are_named(tmp_path):
     idle, tried = (run([1] * 20, [0] * 20, [n] + [0] * 19, [1.1] * 20) for n in (0, 1))
     reason = ", since one token costs more than it gains here"
     for i, (method, share) in enumerate(((idle, "0%"), (tried, "5%"))):
@@ -163,7 +163,10 @@ def test_a_drafter_that_hardly_drafted_is_named_with_the_reason(tmp_path):
         assert said == f"auto{i} drafted in {share} of its rounds{reason}: it is nearly vanilla."
     assert noted(tmp_path / "b", idle, name="rest").startswith("b drafted in 0% of its rounds: ")
     assert noted(tmp_path / "c", idle, name="vanilla") == ""  # as it should
-    assert noted(tmp_path / "d", run([1, 4], [0, 3], [0, 5], [1.0, 1.0]), name="clasp") == ""
+    drafts = run([1, 4], [0, 3], [0, 5], [1.0, 1.0])
+    assert noted(tmp_path / "d", drafts, name="clasp", load=1.1) == ""
+    busy = "The machine was busy: it had 3.0 processes for each processor."
+    assert noted(tmp_path / "e", drafts, name="clasp", load=3.0) == busy
 
 
 @pytest.mark.parametrize(("seconds", "speedup"), [(1.0, None), (0.72, None), (0.7, "4.29")])
@@ -172,13 +175,6 @@ def test_a_speedup_beyond_what_the_rounds_allow_is_named(seconds, speedup, tmp_p
     said = noted(tmp_path / "a", run([1, 7], [0, 6], [0, 6], [seconds] * 2, prefill=seconds))
     expected = f"a cannot be {speedup} times as fast with 4.00 tokens a round: no round is shorter"
     assert said.startswith(expected) if speedup else said == ""
-
-
-def test_a_machine_that_was_busy_is_named(tmp_path):
-    method = run([4, 4], [3, 3], [3, 3], [1.0, 1.0])
-    assert noted(tmp_path / "a", method, load=1.1) == ""
-    expected = "The machine was busy: it had 3.0 processes for each processor."
-    assert noted(tmp_path / "b", method, load=3.0) == expected
 
 
 @pytest.mark.parametrize(

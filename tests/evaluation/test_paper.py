@@ -14,15 +14,14 @@ from evaluation_cases import record, run, vanilla_run
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from kangaroo import ConfigError, KangarooConfig
 from kangaroo.cli.command import combinations
-from kangaroo.drafters.kangaroo import KangarooConfig
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.metrics import pairs
 from kangaroo.evaluation.records import AGAIN
 from kangaroo.evaluation.run import EvaluateConfig, select_questions
 from kangaroo.evaluation.study.report import STUDY
 from kangaroo.evaluation.study.study import published_points
-from kangaroo.utils.errors import ConfigError
 
 FILES = {path.stem for path in (ROOT / "configs/experiment/paper").glob("*.yaml")}
 NAMES = sorted(FILES - {"base", "adapters"})

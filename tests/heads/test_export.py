@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kangaroo.drafters.draft_model import DraftModelConfig
+from kangaroo import ConfigError, DraftModelConfig
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.eagle3_head import fused_taps
@@ -26,7 +26,6 @@ from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.models.loading import Dtype, ModelConfig, byte_tokenizer, load
 from kangaroo.models.supported import target_hashes
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import ConfigError
 
 # A family, whether its embeddings are tied, and an adapter's parts; all that each of them changes.
 LAYERS = [
@@ -95,18 +94,26 @@ KINDS = {
     "eagle_head": eagle_for,
     "eagle3_head": eagle3_for,
 }
-LAYERS_OF_OUR_KIND = {
+OURS = {  # which are models, but not of the plugin's
     "2 attention layers": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(attention_layers=2)),
     "mlp": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(attention=False, feed_forward=True)),
+    "on embeddings": lambda lm: adapter_for(lm, 0),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_layer_is_refused_before_the_target_is_read(tmp_path, kind):
-    lm = tiny()
-    path = saved(lm, KINDS[kind](lm), tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=f"{kind}.*Export one of adapter=attention"):
-        save(path, ModelConfig("mine", str(tmp_path / "nowhere")), tmp_path / "draft")
+@pytest.mark.parametrize("kind", [*KINDS, *OURS])
+def test_what_cannot_be_exported_is_refused_before_anything_is_read_or_written(tmp_path, kind):
+    lm, out = tiny(), tmp_path / "out"
+    path = saved(lm, (KINDS | OURS)[kind](lm), tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="kangaroo-vllm cannot run"):
+        write_for_vllm(path, lm, out, threshold=0.6)
+    if kind in KINDS:
+        with pytest.raises(ConfigError, match=f"{kind}.*Export one of adapter=attention"):
+            save(path, ModelConfig("mine", str(tmp_path / "nowhere")), out)
+    else:
+        with pytest.raises(ConfigError, match=r"trained adapter, and speculators .*=eagle3"):
+            write_speculators(path, lm, out)
+    assert not out.exists()
 
 
 def test_an_own_head_over_some_tokens_is_refused(tmp_path):
@@ -173,13 +180,6 @@ def test_the_library_speculators_reads_the_head_and_computes_the_same(tmp_path, 
     torch.testing.assert_close(theirs.lm_head(theirs.norm(got_1TD))[0], head(expected_1TD[0]))
 
 
-def test_no_other_adapter_becomes_one_of_the_library_speculators(tmp_path):
-    lm = tiny()
-    path = saved(lm, adapter_for(lm), tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=r"trained adapter, and speculators .*adapter=eagle3"):
-        write_speculators(path, lm, tmp_path / "out")
-
-
 def test_no_export_is_written_over_a_folder_that_is_there(tmp_path):
     model, there = target(tmp_path / "target"), tmp_path / "there"
     lm = TargetModel(load(model)[0])
@@ -217,18 +217,6 @@ def test_the_plugin_is_told_what_it_needs(tmp_path, parts, vocabulary):
     assert config["architectures"] == ["KangarooDraft"] and config["num_hidden_layers"] == 1
     kept = "model_type hidden_size rms_norm_eps vocab_size rope_parameters head_dim".split()
     assert {name: config[name] for name in kept} == {n: getattr(lm.config, n) for n in kept}
-
-
-ON_EMBEDDINGS = {"on embeddings": lambda lm: adapter_for(lm, 0)}
-
-
-@pytest.mark.parametrize("build", (KINDS | LAYERS_OF_OUR_KIND | ON_EMBEDDINGS).values())
-def test_what_the_plugin_cannot_run_is_refused(tmp_path, build):
-    lm = tiny()
-    path = saved(lm, build(lm), tmp_path / "adapter")
-    with pytest.raises(ConfigError, match="kangaroo-vllm cannot run"):
-        write_for_vllm(path, lm, tmp_path / "out", threshold=0.6)
-    assert not (tmp_path / "out").exists()
 
 
 WINDOWS = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]

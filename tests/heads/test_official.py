@@ -14,13 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
-from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile, KangarooConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.heads import adapter_files, published
 from kangaroo.heads.base import Trainable
 from kangaroo.models.loading import Dtype, ModelConfig, meta_model
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 
 FILES = (published.WEIGHTS, published.SAFETENSORS)
 THRESHOLD, STEPS = 0.6, 6

@@ -20,10 +20,10 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LogitsPr
 from transformers.generation.logits_process import MinLengthLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
+from kangaroo import ConfigError, PromptError, Sampling
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.session import Session
 from kangaroo.heads.adapter import AdapterHeadConfig
 from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
@@ -31,7 +31,6 @@ from kangaroo.hub.transfer import PackConfig, pack
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils import errors
-from kangaroo.utils.errors import ConfigError, PromptError
 
 EOS, PAD = [7, 14, 25, 31, 38, 47], 0
 PROMPTS = [[token or 1 for token in p] for p in random_prompts(5, 9, 2, seed=3)]  # none is PAD

@@ -7,10 +7,9 @@ from commands import ROOT
 from composing import DRAFTERS, composed
 from omegaconf import OmegaConf
 
-from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo import KangarooConfig, Sampling
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.sampling import Sampling
 from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.evaluation.run import EvaluateConfig, Evaluator, MethodSpec
 from kangaroo.models.prompts import prompt_ids

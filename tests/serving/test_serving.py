@@ -16,15 +16,14 @@ from openai import BadRequestError, NotFoundError
 from serving_cases import LONGEST, alone, as_body, error_of, served, server_app, serving, target
 from tokenizers.processors import TemplateProcessing
 
+from kangaroo import ConfigError, Sampling
 from kangaroo.engine.requests import Request
-from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.session import Session
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import plain_text, prompt_ids, text_ids
 from kangaroo.serving.scheduler import Scheduler
 from kangaroo.serving.serve import ServeConfig, check_memory, listen
 from kangaroo.utils import memory
-from kangaroo.utils.errors import ConfigError
 
 
 def ask(address: str, path: str = "completions", **body: object) -> httpx.Response:

@@ -13,22 +13,20 @@ from helpers import EXIT, adapter_for, random_prompts, tiny, vanilla_texts
 from safetensors.torch import load_file
 from training_cases import config, recipe, run, sample, samples, stored_samples, train
 
+from kangaroo import ConfigError, CorruptFile, DataError, Diverged, Dtype, ModelConfig, Sampling
 from kangaroo.cli.commands import check_format
 from kangaroo.cpu.native import torch_multiplies
-from kangaroo.engine.sampling import Sampling
 from kangaroo.heads.adapter_files import WEIGHTS, read_config
 from kangaroo.heads.block import BlockHeadConfig
 from kangaroo.heads.eagle3_head import Eagle3HeadConfig
 from kangaroo.heads.eagle_head import EagleHeadConfig
 from kangaroo.heads.medusa_heads import MedusaHeadsConfig
-from kangaroo.models.loading import Dtype, ModelConfig
 from kangaroo.training import backend, batches, results
 from kangaroo.training.batches import collate, forward_target, grade
 from kangaroo.training.distill import Loss
 from kangaroo.training.loop import CHECKPOINT
 from kangaroo.training.recipe import schedule, trainees
 from kangaroo.training.results import METRICS, read_metrics
-from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, Diverged
 from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import NoTracker
 
