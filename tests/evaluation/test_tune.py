@@ -8,14 +8,9 @@ from composing import of_command
 from helpers import adapter_for, saved_adapter, tiny_target
 from omegaconf import OmegaConf
 
-from kangaroo.drafters.cascade import CascadeConfig
-from kangaroo.drafters.hybrid import HybridConfig
-from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
-from kangaroo.drafters.prompt_lookup import PromptLookupConfig
+import kangaroo
 from kangaroo.evaluation.bench import BenchConfig, Question, load_questions
 from kangaroo.evaluation.tune import TuneConfig, split, write_settings
-from kangaroo.utils.errors import ConfigError
 
 
 def test_no_question_is_for_tuning_and_for_reporting():
@@ -25,17 +20,17 @@ def test_no_question_is_for_tuning_and_for_reporting():
     for part in (tuning, reporting):
         assert len({question.task for question in part}) == 6
     bench = [Question(i, "qa", ["?"]) for i in range(5)]
-    with pytest.raises(ConfigError, match="no more than the 5 questions"):
+    with pytest.raises(kangaroo.ConfigError, match="no more than the 5 questions"):
         split(bench, TuneConfig("out", tuning_questions=3, reporting_questions=3))
 
 
-CHAIN = KangarooConfig(adapter="adapters/a", steps=3, threshold=0.4, vocabulary=1024)
+CHAIN = kangaroo.KangarooConfig(adapter="adapters/a", steps=3, threshold=0.4, vocabulary=1024)
 DRAFTERS = [
     CHAIN,
-    HybridConfig(adapter="adapters/a", steps=8, min_gain_per_step=1.25, nodes=7),
-    PromptLookupConfig(num_pred_tokens=8),
-    KangarooTreeConfig(adapter="adapters/a", steps=4, threshold=0.2, top_k=3, nodes=16),
-    CascadeConfig(first=PromptLookupConfig(num_pred_tokens=3), second=CHAIN),
+    kangaroo.HybridConfig(adapter="adapters/a", steps=8, min_gain_per_step=1.25, nodes=7),
+    kangaroo.PromptLookupConfig(num_pred_tokens=8),
+    kangaroo.KangarooTreeConfig(adapter="adapters/a", steps=4, threshold=0.2, top_k=3, nodes=16),
+    kangaroo.CascadeConfig(first=kangaroo.PromptLookupConfig(num_pred_tokens=3), second=CHAIN),
 ]
 
 

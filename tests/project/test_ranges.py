@@ -10,16 +10,11 @@ from helpers import random_prompts, tiny, vanilla_texts
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from kangaroo import __main__
+import kangaroo
+from kangaroo import ConfigError, KangarooConfig, __main__
 from kangaroo.cli.command import check_ranges, combinations
-from kangaroo.drafters.hybrid import HybridConfig
-from kangaroo.drafters.kangaroo import KangarooConfig
-from kangaroo.drafters.kangaroo_tree import KangarooTreeConfig
-from kangaroo.drafters.lookahead import LookaheadConfig
-from kangaroo.drafters.prompt_lookup import PromptLookupConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
-from kangaroo.utils.errors import ConfigError
 
 BESIDES = {  # what a command has if it is asked for
     "train": ["data=conversations", "data.source=x", "adapter=eagle"],
@@ -89,17 +84,18 @@ def test_variants_and_what_is_no_number_are_refused():
             KangarooConfig(threshold=value)
 
 
+WIDE = {"adapter": "untrained:2", "nodes": 1024}
+
+
 @pytest.mark.parametrize(
     "drafter",
     [
         KangarooConfig(adapter="untrained:2", steps=1024, threshold=0.0),
         KangarooConfig(adapter="untrained:1", threshold=1 - 1e-16),
-        KangarooTreeConfig(
-            adapter="untrained:2", steps=16, top_k=64, nodes=1024, min_confidence=0.0
-        ),
-        HybridConfig(adapter="untrained:2", steps=1024, nodes=1024, min_gain_per_step=1e300),
-        LookaheadConfig(window=1, ngram=2, guesses=1),
-        PromptLookupConfig(max_matching_ngram_size=2**31 - 1, num_pred_tokens=1024),
+        kangaroo.KangarooTreeConfig(**WIDE, steps=16, top_k=64, min_confidence=0.0),
+        kangaroo.HybridConfig(**WIDE, steps=1024, min_gain_per_step=1e300),
+        kangaroo.LookaheadConfig(window=1, ngram=2, guesses=1),
+        kangaroo.PromptLookupConfig(max_matching_ngram_size=2**31 - 1, num_pred_tokens=1024),
     ],
     ids=lambda config: config.name,
 )
