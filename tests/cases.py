@@ -116,7 +116,7 @@ def on_embeddings(case: Case) -> Case:
     return replace(case, adapter=adapter_for(case.lm, 0, architecture=parts))
 
 
-def chain_from(case: Case, head: DraftHead) -> Drafter:
+def chain_from(case: Case, head: DraftHead | None) -> Drafter:
     return chain_of(case.lm, case.adapter, 4, 0, head)
 
 
@@ -166,6 +166,7 @@ def cheap(drafter: Any) -> Any:
     return drafter
 
 
+OF_TEXT = HybridConfig(nodes=7, recycle=True)
 # A new drafter adds its line here.
 DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "vanilla": lambda case: Vanilla(),
@@ -182,9 +183,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "kangaroo-fused-layer": lambda case: kangaroo(case.lm, fused=True, feed_forward=True),
     "kangaroo-fused-two-layers": lambda case: kangaroo(case.lm, fused=True, attention_layers=2),
     "kangaroo-on-embeddings": lambda case: chain_of(case.lm, adapter_for(case.lm, 0), 4, 0.3),
-    "kangaroo-on-embeddings-fused": lambda case: chain_of(
-        case.lm, on_embeddings(case).adapter, 4, 0
-    ),
+    "kangaroo-on-embeddings-fused": lambda case: chain_from(on_embeddings(case), None),
     "kangaroo-tree": lambda case: tree(case, 3, 0, None, 3, 8),
     "kangaroo-tree-text-vocabulary": lambda case: tree(case, 3, 0.05, of_text(case), 3, 9),
     "kangaroo-tree-stops": lambda case: tree(case, 4, 0.3, None, 4, 2),
@@ -210,9 +209,7 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "hybrid-tree-fused": lambda case: hybrid(fused(case), 5, 0),
     "hybrid-tree-of-all": lambda case: hybrid(case, 9, 0.01, recycle=True),
     "hybrid-tree-on-embeddings": lambda case: hybrid(on_embeddings(case), 9, 0.01),
-    "text-hybrid": lambda case: with_costs(
-        TextHybrid(HybridConfig(nodes=7, recycle=True)), costs_of(7, 0.01)
-    ),
+    "text-hybrid": lambda case: with_costs(TextHybrid(OF_TEXT), costs_of(7, 0.01)),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
     "medusa-chain": lambda case: medusa(case.lm, [(0,), (0, 0), (0, 0, 0)], own_head=False),
     "block": lambda case: block(case, 4, 0),

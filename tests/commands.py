@@ -97,14 +97,12 @@ def shown(page, program="torchrun"):
 
 def write_inputs(folder: Path) -> None:
     """Conversations in ShareGPT's form, and questions in Spec-Bench's."""
-    talks = [
-        [
-            {"from": "human", "value": f"What is {i} times {i * i}?"},
-            {"from": "gpt", "value": f"It is {i**3}, as {i} to the third."},
-        ]
-        for i in range(100, 124)
-    ]
-    (folder / "ShareGPT.json").write_text(json.dumps([{"conversations": talk} for talk in talks]))
+    talks = []
+    for i in range(100, 124):
+        question = {"from": "human", "value": f"What is {i} times {i * i}?"}
+        answer = {"from": "gpt", "value": f"It is {i**3}, as {i} to the third."}
+        talks.append({"conversations": [question, answer]})
+    (folder / "ShareGPT.json").write_text(json.dumps(talks))
     asked = [{"category": "qa", "turns": [f"What is {i} and {i}?"]} for i in range(5)]
     lines = [json.dumps({"question_id": i} | question) for i, question in enumerate(asked)]
     (folder / "questions.jsonl").write_text("\n".join(lines) + "\n")

@@ -144,12 +144,10 @@ def compiled(capability: int, kernel, args, options):
         whole = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
         if is_tensor or whole:
             known[(place,)] = [["tt.divisibility", 16]]
-    names = "num_warps", "num_stages", "enable_fp_fusion", "launch_pdl"
-    return triton.compile(
-        ASTSource(kernel, types, constants, known),
-        target=GPUTarget("cuda", capability, 32),
-        options={name: options[name] for name in names if name in options},
-    )
+    names = {"num_warps", "num_stages", "enable_fp_fusion", "launch_pdl"}
+    source, target = ASTSource(kernel, types, constants, known), GPUTarget("cuda", capability, 32)
+    how = {name: options[name] for name in names & options.keys()}
+    return triton.compile(source, target=target, options=how)
 
 
 def all_cases():
@@ -158,9 +156,8 @@ def all_cases():
     formats = [("7b", torch.bfloat16), ("8b", torch.float16), ("256", torch.bfloat16)]
     formats += [("smollm2", torch.bfloat16), ("smollm2", torch.float32)]
     cases = [(card, *case) for card, case in itertools.product(CARDS, formats)]
-    return [pytest.param(*case, False, id=f"{case[0]}-quick") for case in quick] + [
-        pytest.param(*case, True, marks=pytest.mark.slow) for case in cases
-    ]
+    fast = [pytest.param(*case, False, id=f"{case[0]}-quick") for case in quick]
+    return fast + [pytest.param(*case, True, marks=pytest.mark.slow) for case in cases]
 
 
 PRODUCTS = {f"{name}_kernel" for name in ("qkv", "linear", "gate_up", "choose")}

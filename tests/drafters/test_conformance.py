@@ -58,15 +58,10 @@ def turns_of(number: int, drafter: str) -> Iterator[tuple[tuple[str, str, str, s
         yield (drafter, family, sampling, rows), family in fast or drafter in EVERYWHERE
 
 
-COVERING = sorted(  # what vanilla writes is computed once in each process for a family
-    (
-        case
-        for names in (METHODS, VARIANTS)
-        for number, drafter in enumerate(names)
-        for case in turns_of(number, drafter)
-    ),
-    key=lambda case: (COVERED.index(case[0][1]), HOW.index(case[0][2])),
-)
+NUMBERED = [*enumerate(METHODS), *enumerate(VARIANTS)]
+COVERING = [case for number, drafter in NUMBERED for case in turns_of(number, drafter)]
+# what vanilla writes is computed once in each process for a family
+COVERING.sort(key=lambda case: (COVERED.index(case[0][1]), HOW.index(case[0][2])))
 
 
 def test_the_covering_has_every_pair_and_the_fast_tests_most_of_them():

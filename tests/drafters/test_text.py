@@ -203,12 +203,9 @@ def test_every_verified_node_says_the_targets_likeliest_tokens(compiled):
 
 def brute_places(store: datastore.Datastore, gram: list[int]) -> set[int]:
     tokens = store.tokens_L.tolist()
-    return {
-        start
-        for start in range(len(tokens) - len(gram))
-        if tokens[start : start + len(gram)] == gram
-        and tokens[start + len(gram)] != store.separator
-    }
+    ends = range(len(gram), len(tokens))
+    places = {end - len(gram) for end in ends if tokens[end - len(gram) : end] == gram}
+    return {start for start in places if tokens[start + len(gram)] != store.separator}
 
 
 # above 2 ** 8 and 2 ** 16 a token has more bytes

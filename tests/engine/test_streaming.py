@@ -36,13 +36,12 @@ def ids_of(words):
 
 PIECES = "<s> do ##n ' ##' t ##t . , ! s ##ing 're".split()
 ENDS = "<s> do</w> n' t</w> .</w> s</w> a".split()
+WORDPIECE = WordPiece(ids_of(PIECES), unk_token="<s>")
 LLAMA = decoders.Sequence([decoders.Replace("▁", " "), *SENTENCEPIECE])
 KINDS = {
     "unigram": tokenizer_of(unigram(WORDS), decoders.Metaspace(), clean_up=True),
-    "wordpiece": tokenizer_of(WordPiece(ids_of(PIECES), unk_token="<s>"), decoders.WordPiece()),
-    "cleaned wordpiece": tokenizer_of(
-        WordPiece(ids_of(PIECES), unk_token="<s>"), decoders.WordPiece(cleanup=False), clean_up=True
-    ),
+    "wordpiece": tokenizer_of(WORDPIECE, decoders.WordPiece()),
+    "cleaned wordpiece": tokenizer_of(WORDPIECE, decoders.WordPiece(cleanup=False), clean_up=True),
     "ends of words": tokenizer_of(WordLevel(ids_of(ENDS), unk_token="<s>"), decoders.BPEDecoder()),
     "byte fallback": tokenizer_of(unigram(WORDS + BYTES, byte_fallback=True), LLAMA),
     "byte-level": byte_tokenizer(),

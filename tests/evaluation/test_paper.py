@@ -1,5 +1,6 @@
 """The paper's experiments: they compose for every model, and each is one command."""
 
+import itertools
 import json
 import re
 import shutil
@@ -48,11 +49,9 @@ def methods_of(name):
     if name != "temperature":
         return names
     params = jobs(name).sweeper.params
-    return [
-        f"temperature={temperature},Rule.{rule}/{names[0]}"
-        for temperature in str(params["sampling.temperature"]).split(",")
-        for rule in params["sampling.rule"].split(",")
-    ]
+    temperatures = str(params["sampling.temperature"]).split(",")
+    settings = itertools.product(temperatures, params["sampling.rule"].split(","))
+    return [f"temperature={x},Rule.{rule}/{names[0]}" for x, rule in settings]
 
 
 def test_every_experiment_of_the_paper_has_a_file_and_a_place_on_the_page():

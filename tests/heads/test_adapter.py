@@ -103,12 +103,8 @@ def test_an_adapter_that_is_nowhere_names_what_was_tried(lm, saved, monkeypatch)
             load(path, lm, Adapter)
 
 
-TRAINED = {
-    KangarooConfig: adapter_for,
-    EagleConfig: eagle_for,
-    Eagle3Config: eagle3_for,
-    MedusaConfig: lambda lm: MedusaHeads(lm, MedusaHeadsConfig()),
-}
+TRAINED = {KangarooConfig: adapter_for, EagleConfig: eagle_for, Eagle3Config: eagle3_for}
+TRAINED[MedusaConfig] = lambda lm: MedusaHeads(lm, MedusaHeadsConfig())
 
 
 @pytest.mark.parametrize("config", TRAINED)
@@ -159,12 +155,8 @@ def test_a_folder_that_holds_no_whole_adapter_says_why(lm, saved, name, content,
         load(str(saved), lm, Adapter)
 
 
-OTHERS = [
-    {"num_hidden_layers": 5},
-    {"num_key_value_heads": 4},
-    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-    {"architecture": "mistral"},
-]
+OTHERS = [{"num_hidden_layers": 5}, {"num_key_value_heads": 4}, {"architecture": "mistral"}]
+OTHERS.append({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
 
 
 @pytest.mark.parametrize("fields", OTHERS, ids=str)

@@ -255,11 +255,9 @@ def test_a_layer_that_copies_the_targets_computes_what_the_target_does(name):
     eagle.copy_layers(lm, last)
     place = meta.for_layer(eagle.windowed)
     x_1TD = states_after(lm, TOKENS, last)
-    outputs = [
-        attention(x_1TD, position_embeddings=place.rope, attention_mask=place.bias_R1TE)[0]
-        for attention in (eagle.attention, lm.layers[last].self_attn)
-    ]
-    assert_close(*outputs, atol=1e-5, rtol=1e-5)
+    how = {"position_embeddings": place.rope, "attention_mask": place.bias_R1TE}
+    output_1TD, _ = eagle.attention(x_1TD, **how)
+    assert_close(output_1TD, lm.layers[last].self_attn(x_1TD, **how)[0], atol=1e-5, rtol=1e-5)
 
 
 def test_an_adapter_is_not_for_a_target_whose_other_layers_rotate():

@@ -162,15 +162,10 @@ def rounds(lm: TargetModel, kind: str, drafter: type, window: int, batch_size: i
     return rounds_of(engine.generate(LONG, 40, batch_size=batch_size))
 
 
-@pytest.mark.parametrize(
-    "kind, drafter",
-    [
-        ("one layer", Kangaroo),
-        ("one layer", KangarooTree),
-        ("fused", Kangaroo),
-        ("eagle", KangarooTree),
-    ],
-)
+BOTH = [("one layer", kind) for kind in (Kangaroo, KangarooTree)]
+
+
+@pytest.mark.parametrize("kind, drafter", [*BOTH, ("fused", Kangaroo), ("eagle", KangarooTree)])
 def test_within_a_window_native_rounds_draft_what_tensors_draft(kind, drafter):
     expected = rounds(tiny(), kind, drafter, WINDOW, 2)
     assert rounds(tiny().compile_for_decoding(), kind, drafter, WINDOW, 1) == expected

@@ -364,11 +364,10 @@ def test_the_estimate_knows_what_a_quantized_checkpoint_takes(tmp_path):
     random_model().config.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     about, whole = json.loads(file.read_text()), meta_model(ModelConfig("m", str(tmp_path)))
-    for fields, bits in (
-        ({"quant_method": "gptq", "bits": 4}, 4),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
-        ({"quant_method": "fp8"}, 8 if torch.cuda.is_available() else 16),
-    ):
+    of_fp8 = 8 if torch.cuda.is_available() else 16
+    methods = {"gptq": ({"bits": 4}, 4), "bitsandbytes": ({"load_in_4bit": True}, 4)}
+    for method, (options, bits) in (methods | {"fp8": ({}, of_fp8)}).items():
+        fields = {"quant_method": method} | options
         file.write_text(json.dumps(about | {"quantization_config": fields}))
         lm = meta_model(ModelConfig("m", str(tmp_path)))
         layers = sum(p.numel() for p in lm.layers.parameters())

@@ -100,13 +100,11 @@ def test_texts_are_the_same_by_the_gpus_paths(monkeypatch):
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+BOTH_WAYS = {"use_bidirectional_attention": True, "num_hidden_layers": 6}
 REFUSED = [
     (GemmaConfig(name_or_path="google/a"), r"google/a' is a gemma model.*llama, mistral, qwen2"),
     (Gemma3Config(name_or_path="google/b"), r"'google/b' is a gemma3 model; .*gemma3_text model"),
-    (
-        Gemma3TextConfig(use_bidirectional_attention=True, num_hidden_layers=6),
-        r"use_bidirectional_attention.*a model that writes",
-    ),
+    (Gemma3TextConfig(**BOTH_WAYS), r"use_bidirectional_attention.*a model that writes"),
     (LlamaConfig(rope_parameters=DYNAMIC, name_or_path="c/d"), "'c/d' uses 'dynamic' RoPE"),
 ]
 

@@ -159,12 +159,9 @@ LINES = {" ".join(words[1:]) for page in OTHERS for words in shown(page, "python
 SHOWN = sorted(line for line in LINES if not ELSEWHERE.search(line))
 
 # Commands within sentences, but for sweeps and those that leave something to fill in.
-WITHIN = {
-    line
-    for page in PAGES
-    for line in re.findall(r"`(?:python )?((?:evaluate|train)\.py [^`]+)`", page.read_text())
-    if not re.search(r"=(X|\.\.\.)?( |$)| -m ", line)
-}
+PAGES_TEXT = "\n".join(page.read_text() for page in PAGES)
+NAMED = re.findall(r"`(?:python )?((?:evaluate|train)\.py [^`]+)`", PAGES_TEXT)
+WITHIN = {line for line in NAMED if not re.search(r"=(X|\.\.\.)?( |$)| -m ", line)}
 
 
 def marked(line: str) -> object:
@@ -187,10 +184,7 @@ def test_the_options_of_a_command_within_a_sentence_exist(line, tmp_path):
 
 
 TARGETS = {  # its options, and what it then prints
-    "demo": (
-        "question_end=1 warmup=1 max_new_tokens=8 output={here}",
-        r"methods compared.*decoding.*kangaroo",
-    ),
+    "demo": ("question_end=1 warmup=1 max_new_tokens=8 output={here}", "compared.*kangaroo"),
     "chat": ("chat.max_new_tokens=8", "an empty"),
 }
 

@@ -9,6 +9,10 @@ from commands import ROOT, typed
 TOUR = ROOT / "examples/tour.ipynb"
 TINY = "--model tiny --adapter untrained:2"
 
+OUTPUT = "--model tiny --output {here}"
+TUNING = f"{OUTPUT}/tuned --files examples --steps 3 --width 64"
+EVALUATION = f"{TINY} --questions 2 --max-new-tokens 8 --output {{here}}"
+
 # What is appended to each, and what it then prints.
 RUNS = {
     "generate.py": (f"{TINY} --max-new-tokens 8", r"\n> Name three rivers.*\n> What is 12"),
@@ -17,18 +21,9 @@ RUNS = {
     "add_a_drafter.py": ("--model tiny", "writes the same: True"),
     # if it says 3 passes twice, transformers is mended: drop `with_mask` of the tests, too
     "assistant_mask.py": ("", r"5\]: 3 passes\n.*5\]: \d{2} passes\n$"),
-    "fine_tune.py": (
-        "--model tiny --output {here}/tuned --files examples --steps 3 --width 64",
-        r"files, \d+ tokens.*tuned is fine-tuned",
-    ),
-    "long_prompts.py": (
-        "--model tiny --output {here}/long.jsonl --lengths 100 200",
-        "4 questions of 100, 200 tokens",
-    ),
-    "evaluate_two_methods.py": (
-        f"{TINY} --questions 2 --max-new-tokens 8 --output {{here}}",
-        r"tiny on demo: methods compared(?=.*kangaroo)(?=.*prompt_lookup)",
-    ),
+    "fine_tune.py": (TUNING, r"files, \d+ tokens.*tuned is fine-tuned"),
+    "long_prompts.py": (f"{OUTPUT}/x.jsonl --lengths 100 200", "4 questions of 100, 200 tokens"),
+    "evaluate_two_methods.py": (EVALUATION, "methods compared(?=.*kangaroo)(?=.*prompt_lookup)"),
 }
 FAST = {"assistant_mask.py"}
 EXAMPLES = [path.name for path in (ROOT / "examples").glob("*.py")]

@@ -23,13 +23,9 @@ def written(texts: dict[str, str], speed: float = 10.0, tokens: int = 5, **chang
         message = {"role": "user", "content": [{"type": "text", "text": text}]}
         return json.dumps({"body": {"messages": [message]}})
 
-    means = {
-        "output_tokens_per_second": speed,
-        "time_to_first_token_ms": 1000 / speed,
-        "inter_token_latency_ms": 500 / speed,
-        "request_latency": 8 / speed,
-        "iter_tokens_per_iteration": 1.5,
-    }
+    means = {"output_tokens_per_second": speed, "time_to_first_token_ms": 1000 / speed}
+    means |= {"inter_token_latency_ms": 500 / speed, "request_latency": 8 / speed}
+    means["iter_tokens_per_iteration"] = 1.5
     done = [
         {"request_args": request(text), "output": out, "output_metrics": {"total_tokens": tokens}}
         for text, out in texts.items()

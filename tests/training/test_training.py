@@ -65,13 +65,7 @@ def test_rows_are_aligned_on_a_gpu_alone():
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"fused": True, "draft_steps": 3},
-        {"own_head": True},
-        EAGLE | {"draft_steps": 2},
-        EAGLE3 | {"draft_steps": 3},
-    ],
+    [{}, {"own_head": True}, *(x | {"draft_steps": 3} for x in ({"fused": True}, EAGLE, EAGLE3))],
     ids=str,
 )
 def test_gradients_do_not_depend_on_how_a_step_is_split(changes):
