@@ -131,11 +131,11 @@ EXACT = [(name, "bfloat16") for name in DRAFTERS]
 EXACT += [(name, "blocks of a GGUF file") for name in METHODS if name != "draft-model"]
 
 
-@pytest.mark.parametrize("drafter, sampling", cases.in_turn(EXACT, cases.GREEDY_OR_NOT), ids=str)
-def test_compiled_drafters_are_exact_in_bfloat16_and_on_packed_weights_too(drafter, sampling):
+@pytest.mark.parametrize("exact, sampling", cases.in_turn(EXACT, cases.GREEDY_OR_NOT), ids=str)
+def test_compiled_drafters_are_exact_in_bfloat16_and_on_packed_weights_too(exact, sampling):
     """No rounding depends on what is computed together, nor on where a tree's nodes lie. The texts
     are longer than a chunk of attention, whose border their trees cross."""
-    name, weights = drafter
+    name, weights = exact
     case, how = native_case(weights, sampling), SAMPLINGS[sampling]
     engine = Engine(case.lm, DRAFTERS[name](case), prefill_chunk=cases.CHUNK)
     assert texts_by(engine, LONGER, NEW_TOKENS, how, batch_size=2) == case.texts

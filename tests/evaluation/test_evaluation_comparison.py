@@ -104,7 +104,8 @@ def test_a_comparison_stands_without_baselines_and_with_a_single_question(tmp_pa
 
 def test_what_a_user_named_stays_in_a_terminal_as_it_is():
     table = tables.terminal([{"task": "a|b", "[bold]": "[/x] :smile:"}], "on [red]", "by [x]")
-    (console := Console(record=True)).print(table)
+    console = Console(record=True)
+    console.print(table)
     text = console.export_text()
     assert all(x in text for x in ("[bold]", "[/x] :smile:", "on [red]", "by [x]", "a|b"))
 

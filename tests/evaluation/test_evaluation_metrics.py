@@ -102,7 +102,9 @@ def test_a_question_is_summed_over_its_turns_and_mt_benchs_categories_are_one_ta
 
 
 def test_a_metric_that_is_added_in_one_place_is_in_every_result(tmp_path, monkeypatch):
-    compute = lambda records: max(max(run.emitted) for run in runs(records))  # noqa: E731
+    def compute(records):
+        return max(max(run.emitted) for run in runs(records))
+
     longest = Metric("longest_round", compute=compute, heading="longest", show=str)
     monkeypatch.setattr(figures, "METRICS", [*METRICS, longest])
     records = [record(1, pair()), record(2, pair(), category="rag")]

@@ -116,9 +116,8 @@ def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
         speed.measure(lm, byte_tokenizer(), Vanilla(), speed.SpeedConfig())
     with pytest.raises(ConfigError, match=r"no context of speed\.contexts=\[9999\] fits"):
         speed.measure(lm, byte_tokenizer(), drafter, speed.SpeedConfig(contexts=[9999]))
-    lengths = {"contexts": [32, 96, 4095], "context_tokens": 6, "max_new_tokens": 8}
-    amount = {"prompts": 2, "repeats": 1, "batches": [1, 3], "bandwidth_megabytes": 1}
-    config = speed.SpeedConfig(**lengths, **amount)
+    config = speed.SpeedConfig(prompts=2, max_new_tokens=8, repeats=1, bandwidth_megabytes=1)
+    config.contexts, config.context_tokens, config.batches = [32, 96, 4095], 6, [1, 3]
     result = speed.measure(lm, byte_tokenizer(), drafter, config)
     console = Console(width=200, record=True)
     speed.write(result, tmp_path, console)

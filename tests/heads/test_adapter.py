@@ -156,7 +156,7 @@ def test_a_folder_that_holds_no_whole_adapter_says_why(lm, saved, name, content,
 
 
 OTHERS = [{"num_hidden_layers": 5}, {"num_key_value_heads": 4}, {"architecture": "mistral"}]
-OTHERS.append({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
+OTHERS += [{"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}]
 
 
 @pytest.mark.parametrize("fields", OTHERS, ids=str)

@@ -63,8 +63,8 @@ def test_a_step_attends_as_its_mask_says_and_so_do_its_gradients(dtype, shape, w
     change_RTHC[:, : valid.start] = 0
     out_RTHC.backward(change_RTHC.to(dtype))
     expected_RTHC.backward(change_RTHC)
-    results = out_RTHC[:, valid].float(), expected_RTHC[:, valid]
-    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+    got_RTHC, wanted_RTHC = out_RTHC[:, valid].float(), expected_RTHC[:, valid]
+    torch.testing.assert_close(got_RTHC, wanted_RTHC, rtol=tolerance, atol=tolerance)
     for x, like in zip((q_RHTC, *kept), wanted, strict=True):
         torch.testing.assert_close(x.grad.float(), like.grad, rtol=tolerance, atol=2 * tolerance)
 
