@@ -92,17 +92,6 @@ def test_work_is_recorded_once_and_replayed_with_new_inputs():
     assert len(graphs.recorded) == 3  # and the last cache is gone already
 
 
-def test_what_is_held_is_not_copied_again():
-    graphs, own = StrictGraphs(), cache()
-    for value in (1.0, 7.0):
-        (held,) = graphs((own,), ("round",), None, torch.tensor([value]))
-        (first,) = graphs((own,), ("first",), lambda x: (x + 1,), held)
-        (second,) = graphs((own,), ("second",), lambda x, y: (x + y,), first, held)
-        assert second.item() == 2 * value + 1
-    _, _, last = graphs.recorded.values()
-    assert last.inputs[0] is first and last.inputs[1] is held
-
-
 def test_what_was_used_longest_ago_gives_way_and_few_graphs_are_enough():
     graphs, own = StrictGraphs(most=2), cache()
     for name in ("a", "b", "a", "c"):
@@ -113,18 +102,6 @@ def test_what_was_used_longest_ago_gives_way_and_few_graphs_are_enough():
     engine = Engine(lm, helpers.chain_of(lm, adapter_for(lm), steps=4, threshold=0.3))
     assert texts_by(engine, PROMPTS[:1], 6) == vanilla_texts(tiny(), PROMPTS[:1], 6)
     assert len(lm.backend.graphs.recorded) == 3
-
-
-def test_engines_made_and_dropped_in_turn_write_the_same_and_leave_nothing():
-    lm = graphed(tiny())
-    expected = vanilla_texts(tiny(), PROMPTS, 12)
-    adapter = adapter_for(lm)
-    for turn in range(4):
-        drafter = Vanilla() if turn % 3 == 0 else helpers.chain_of(lm, adapter, 1 + turn % 3, 0.3)
-        assert texts_by(Engine(lm, drafter), PROMPTS, 12, batch_size=1 + turn % 2) == expected
-    del drafter
-    gc.collect()
-    assert not lm.backend.graphs.recorded and not lm.backend.graphs.watched
 
 
 def test_a_cache_that_was_outgrown_is_freed_before_the_next_is_made(monkeypatch):
