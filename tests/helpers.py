@@ -78,6 +78,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-biased": ("qwen2", {}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
 } | BY_MODULES
+PARTS = ("attention", "attention_layers", "feed_forward", "own_head", "fused")
 
 
 def tiny_model(architecture: str = "llama", deep_scale: float = 0.15, **overrides: object):
@@ -207,9 +208,6 @@ def block_for(lm: TargetModel, vocabulary_K: Tensor | None = None, **parts: int)
     assert head.norm is not None
     head.norm.load_state_dict(lm.hf.model.norm.state_dict())
     return head.to(lm.device, lm.dtype).requires_grad_(False)
-
-
-PARTS = ("attention", "attention_layers", "feed_forward", "own_head", "fused")
 
 
 def recipe_of(name: str = "attention", **options: object) -> AdapterRecipe:

@@ -26,6 +26,8 @@ ADAPTER = "untrained:2"
 QUESTIONS = ["Why is the sky blue?", "And at night?", "Why?"]
 SAMPLED = {"temperature": 0.8, "top_k": 20, "seed": 3}
 MINE, NOBODYS = (ModelConfig(name, name) for name in ("mine", "nobodys"))
+LOOKUP = {"drafter": "prompt_lookup", "max_matching_ngram_size": 2}
+CASCADE = {"drafter": "cascade", "first": VanillaConfig(), "second": "lookahead"}
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +152,6 @@ def test_the_models_adapter_is_the_default_and_looked_for_before_the_model(tmp_p
     saved_adapter(lm, adapter_for(lm), tmp_path / "outputs/train/tiny/attention-exit2")
     drafter = kangaroo.load("tiny", steps=3, threshold=0.2).engine.drafter
     assert (drafter.exit_layer, drafter.steps, drafter.threshold) == (2, 3, 0.2)
-
-
-LOOKUP = {"drafter": "prompt_lookup", "max_matching_ngram_size": 2}
-CASCADE = {"drafter": "cascade", "first": VanillaConfig(), "second": "lookahead"}
 
 
 @pytest.mark.parametrize("settings", [{"drafter": VanillaConfig()}, LOOKUP, CASCADE], ids=str)

@@ -26,6 +26,24 @@ from kangaroo.utils import errors
 from kangaroo.utils.discovery import classes
 from kangaroo.utils.folders import fitting_name, sole_writer
 
+INTERRUPTED = """
+import os, signal
+from kangaroo.data.conversations import ConversationsConfig
+ConversationsConfig.make = lambda *given: os.kill(os.getpid(), signal.SIGINT)
+"""
+UNTRACKED = """
+import sys
+from kangaroo.utils import tracking
+tracking.Wandb.start = lambda self, settings, output: sys.exit("a run has begun")
+"""
+UNLOADED = """
+import sys
+commands.load_target = lambda config: sys.exit("the model would be loaded")
+"""
+CONFIGS = classes("kangaroo.drafters", DrafterConfig)
+CPU, GPU = yaml.safe_load((ROOT / "configs/groups/hardware.yaml").read_text()).values()
+NAMES = sorted(CPU.keys() & CONFIGS.keys())
+
 
 def test_every_command_has_a_script_and_a_function():
     assert all(callable(getattr(commands, n.replace(" ", "_"))) for n in program.COMMANDS)
@@ -136,13 +154,6 @@ def run_changed(name, change, *options, cwd):
     return run(str(script), "model=tiny", "output=out", *options, cwd=cwd)
 
 
-INTERRUPTED = """
-import os, signal
-from kangaroo.data.conversations import ConversationsConfig
-ConversationsConfig.make = lambda *given: os.kill(os.getpid(), signal.SIGINT)
-"""
-
-
 @pytest.mark.parametrize("name, goes_on", [("train", True), ("prepare_datastore", False)])
 def test_what_is_stopped_ends_with_one_line_that_says_how_to_go_on(name, goes_on, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"messages": []}\n' * 3)
@@ -152,13 +163,6 @@ def test_what_is_stopped_ends_with_one_line_that_says_how_to_go_on(name, goes_on
     line = "Stopped." + " What is finished is kept: the same command goes on from there." * goes_on
     assert line in result.stderr.splitlines() and "Traceback" not in result.stderr
     assert result.returncode == 130
-
-
-UNTRACKED = """
-import sys
-from kangaroo.utils import tracking
-tracking.Wandb.start = lambda self, settings, output: sys.exit("a run has begun")
-"""
 
 
 @pytest.mark.parametrize(
@@ -178,12 +182,6 @@ def test_what_is_refused_begins_no_run_in_a_tracker(name, options, message, tmp_
     tracked = "logger=wandb", "logger.mode=offline"
     result = run_changed(name, UNTRACKED, *tracked, *options.split(), cwd=tmp_path)
     assert re.search(f"ConfigError: .*{message}", result.stderr), result.stderr
-
-
-UNLOADED = """
-import sys
-commands.load_target = lambda config: sys.exit("the model would be loaded")
-"""
 
 
 def test_what_an_evaluation_cannot_do_is_said_before_its_model_is_loaded(tmp_path):
@@ -289,11 +287,6 @@ def test_a_sweeps_folder_is_named_by_all_but_the_drafter_and_its_jobs_by_that():
     first, second = (folder.rpartition("/")[2] for folder in folders)
     assert first.startswith("more.variant_0.num_pred_tokens=3,") and first != second
     assert all(len(name.encode()) <= 200 for name in (first, fitting_name("é" * 101)))
-
-
-CONFIGS = classes("kangaroo.drafters", DrafterConfig)
-CPU, GPU = yaml.safe_load((ROOT / "configs/groups/hardware.yaml").read_text()).values()
-NAMES = sorted(CPU.keys() & CONFIGS.keys())
 
 
 def sizes(config):

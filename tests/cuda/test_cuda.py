@@ -27,6 +27,11 @@ pytest.importorskip("triton", reason="needs the package triton")
 
 slow = pytest.mark.slow
 CHECKS = Path(__file__).parent / "interpreted"
+PRODUCTS = {f"{name}_kernel" for name in ("qkv", "linear", "gate_up", "choose")}
+BETWEEN = "attend", "norm", "path", "combine", "choice", "rotate", "gate"
+OTHERS = {f"{name}_kernel" for name in BETWEEN}
+INSTRUCTION = r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*"
+WIDTHS = 1, 17, 64, 128, 520  # the last two are prompts
 
 
 @pytest.mark.parametrize(
@@ -158,13 +163,6 @@ def all_cases():
     cases = [(card, *case) for card, case in itertools.product(CARDS, formats)]
     fast = [pytest.param(*case, False, id=f"{case[0]}-quick") for case in quick]
     return fast + [pytest.param(*case, True, marks=pytest.mark.slow) for case in cases]
-
-
-PRODUCTS = {f"{name}_kernel" for name in ("qkv", "linear", "gate_up", "choose")}
-BETWEEN = "attend", "norm", "path", "combine", "choice", "rotate", "gate"
-OTHERS = {f"{name}_kernel" for name in BETWEEN}
-INSTRUCTION = r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*"
-WIDTHS = 1, 17, 64, 128, 520  # the last two are prompts
 
 
 def kind_of(made) -> frozenset[str]:

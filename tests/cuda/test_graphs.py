@@ -38,6 +38,8 @@ from kangaroo.models.target import TargetModel
 from kangaroo.training.results import read_metrics
 
 PROMPTS = random_prompts(5, 30, 9)
+LAUNCHES = {"vanilla": (1, 4), "kangaroo": (1, 4), "kangaroo-stops": (8, 30)}
+LAUNCHES |= {"hybrid-tree": (11, 47), "eagle-tree": (11, 34)}
 
 
 def cache() -> KVCache:
@@ -188,10 +190,6 @@ def test_a_growing_text_is_recorded_anew_at_powers_of_two_alone(name, most):
     growing(session, seed=1)
     further = len(set(recorded) - before)
     assert further <= (0 if name == "kangaroo" else most // 4)  # of other widths
-
-
-LAUNCHES = {"vanilla": (1, 4), "kangaroo": (1, 4), "kangaroo-stops": (8, 30)}
-LAUNCHES |= {"hybrid-tree": (11, 47), "eagle-tree": (11, 34)}
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

@@ -25,6 +25,10 @@ from kangaroo.utils.errors import DataError, KangarooError, PromptError
 target = pytest.fixture(scope="module")(data_cases.brief)
 QUESTIONS = ["Why is the sky blue?", "How are bridges built?", "Who was Ada Lovelace?"]
 QUESTIONS += ["What does a compiler do?", "Name a dish with lentils."]
+BEYOND = r"a token outside the model's vocabulary of 259: 259 \('\[PAD\]'\)"
+FILES = [f"hf://datasets/{path}" for path in ("some/talks/talks.json", "some/talks", "some", "")]
+KEPT = "ua:ua au:u sua:sua saua:sua uau:uau uua:u uaa:ua s:s a: : suas:sua uaeua:ua ue:u eua:"
+PASSAGE = " ".join(f"word{i}" for i in range(SHARED))
 
 
 def chat(*contents, system=None):
@@ -165,9 +169,6 @@ def test_what_is_left_out_is_counted_by_what_was_wrong(target, tmp_path, caplog)
         config(tmp_path, path, skip_bad=True, **options).make(*target)
 
 
-BEYOND = r"a token outside the model's vocabulary of 259: 259 \('\[PAD\]'\)"
-
-
 def test_a_token_beyond_the_vocabulary_is_named_with_its_record_or_left_out(
     target, tmp_path, caplog
 ):
@@ -226,16 +227,10 @@ def test_one_file_of_a_dataset_on_the_hub_is_fetched_and_read(tmp_path, monkeypa
     assert read(Source("hf://datasets/some/talks/v1/talks.jsonl", revision="main"), None) == TALKS
 
 
-FILES = [f"hf://datasets/{path}" for path in ("some/talks/talks.json", "some/talks", "some", "")]
-
-
 @pytest.mark.parametrize("source", ["some/talks", *FILES])
 def test_the_error_for_what_the_hub_does_not_give_gives_the_fix(source):
     with pytest.raises(DataError, match=rf"data\.source={source} .*Pass a \.json.*network"):
         read(Source(source, subset="en"), None)
-
-
-KEPT = "ua:ua au:u sua:sua saua:sua uau:uau uua:u uaa:ua s:s a: : suas:sua uaeua:ua ue:u eua:"
 
 
 @pytest.mark.parametrize(("roles", "kept"), [pair.split(":") for pair in KEPT.split()])
@@ -306,9 +301,6 @@ def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
     ):
         with pytest.raises(KangarooError, match=message):
             config(tmp_path, written(tmp_path, talks), **options).make(*target)
-
-
-PASSAGE = " ".join(f"word{i}" for i in range(SHARED))
 
 
 def question(text, **more):

@@ -6,6 +6,13 @@ import pytest
 
 from kangaroo.data.filters import FilterConfig, Questions, answer_spans, repetition, select
 
+GOOD, LOOP = list(range(20)), [1, 2, 3] * 20
+QUESTIONS = [
+    "How do I bake a sourdough loaf with a crisp crust in a small oven at home?",
+    "How do I bake a sourdough loaf with a crisp crust in my small oven at home?",
+    "Which three books on the history of the Baltic would you give to a student?",
+]
+
 
 def conversation(*turns):
     """A sample of (question, answer tokens) pairs; a question takes two tokens."""
@@ -16,14 +23,6 @@ def conversation(*turns):
         ids += [0, 0, *answer]
         mask += [0, 0] + [1] * len(answer)
     return {"messages": messages, "input_ids": ids, "loss_mask": mask}
-
-
-GOOD, LOOP = list(range(20)), [1, 2, 3] * 20
-QUESTIONS = [
-    "How do I bake a sourdough loaf with a crisp crust in a small oven at home?",
-    "How do I bake a sourdough loaf with a crisp crust in my small oven at home?",
-    "Which three books on the history of the Baltic would you give to a student?",
-]
 
 
 def kept(*samples, **settings):

@@ -40,6 +40,12 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 
 SAMPLED = SAMPLINGS["sampled"]
+FURTHER = [("kangaroo", "qwen2-biased"), ("kangaroo", "qwen3-tied")]
+FURTHER += [("kangaroo-fused", "mistral-window")]
+LLAMA = [("llama", sampling) for (sampling,) in cases.GREEDY_OR_NOT]
+# By native code, and of the target's first layers or of another model.
+KINDS = itertools.product([True, False], repeat=2)
+SIZES = [((272, 259),), ((264, 272),)]  # the target's, the draft's
 
 
 def another_model() -> TargetModel:
@@ -79,11 +85,6 @@ def definition(case: Case, drafter: Any, how: Sampling) -> Callable:
     return lambda text, seed, count: cases.drafted_without_cache(case, text, count, how, seed)
 
 
-FURTHER = [("kangaroo", "qwen2-biased"), ("kangaroo", "qwen3-tied")]
-FURTHER += [("kangaroo-fused", "mistral-window")]
-LLAMA = [("llama", sampling) for (sampling,) in cases.GREEDY_OR_NOT]
-
-
 @pytest.mark.parametrize(
     "name, family, sampling",
     [*cases.in_turn(CHAINS, LLAMA), *((*chain, "sampled") for chain in FURTHER)],
@@ -98,10 +99,6 @@ def test_a_chain_is_what_its_definition_gives_after_the_whole_text(name, family,
     counts = cases.accepted(whole, case.lm, sampling)
     assert max(lengths) == drafter.steps and (len(lengths) > 1) == (drafter.threshold > 0)
     assert len(counts) > 1 + (not sampling.greedy) or name in ("another model", "last layer alone")
-
-
-# By native code, and of the target's first layers or of another model.
-KINDS = itertools.product([True, False], repeat=2)
 
 
 @pytest.mark.parametrize("kind, idle", cases.in_turn(KINDS, [(3,), (0,), (9,)]), ids=str)
@@ -204,9 +201,6 @@ def test_a_draft_model_may_be_quantized(tmp_path):
     assert texts == vanilla_texts(lm, prompts, 20)
     with pytest.raises(ConfigError, match=r"drafter\.quantization=nf4 is for a drafter\.model"):
         DraftModelConfig(adapter="a", quantization=Quantization.nf4)
-
-
-SIZES = [((272, 259),), ((264, 272),)]  # the target's, the draft's
 
 
 @pytest.mark.parametrize("rule, sizes", cases.in_turn([*Rule, "native"], SIZES), ids=str)

@@ -41,6 +41,11 @@ VARIANTS = [name for name in DRAFTERS if name not in METHODS]
 # frequent.
 TURNS = ["alone", "ragged", "admitted", "ragged", "ragged", "admitted"]
 FEWER_TURNS = ["ragged", "admitted", "alone", "ragged"]
+# An adapter becomes a draft model beside plain weights alone.
+EXACT = [(name, "bfloat16") for name in DRAFTERS]
+EXACT += [(name, "blocks of a GGUF file") for name in METHODS if name != "draft-model"]
+ROUNDS = list(itertools.product(["llama", "qwen3"], SAMPLINGS))
+HALF, HALF16, WHOLE = torch.bfloat16, torch.float16, torch.float32
 
 
 def turns_of(number: int, drafter: str) -> Iterator[tuple[tuple[str, str, str, str], bool]]:
@@ -126,11 +131,6 @@ def native_case(weights: str, sampling: str) -> Case:
     return Case(lm, adapter_for(lm), vanilla_texts(lm, LONGER, NEW_TOKENS, SAMPLINGS[sampling]))
 
 
-# An adapter becomes a draft model beside plain weights alone.
-EXACT = [(name, "bfloat16") for name in DRAFTERS]
-EXACT += [(name, "blocks of a GGUF file") for name in METHODS if name != "draft-model"]
-
-
 @pytest.mark.parametrize("exact, sampling", cases.in_turn(EXACT, cases.GREEDY_OR_NOT), ids=str)
 def test_compiled_drafters_are_exact_in_bfloat16_and_on_packed_weights_too(exact, sampling):
     """No rounding depends on what is computed together, nor on where a tree's nodes lie. The texts
@@ -175,9 +175,6 @@ def test_drafts_in_int8_are_exact_too(name, sampling, monkeypatch):
     uses_int8 = getattr(drafting, "second", drafting).int8 is not None
     assert uses_int8 == case.lm.backend.multiplies_bytes(torch.bfloat16)
     assert rounds[1] <= 1.1 * rounds[0] + 2
-
-
-ROUNDS = list(itertools.product(["llama", "qwen3"], SAMPLINGS))
 
 
 @pytest.mark.parametrize("name, family, sampling", cases.in_turn(NATIVE, ROUNDS))
@@ -227,9 +224,6 @@ def test_native_rounds_leave_rejection_to_the_tensors():
     engine = Engine(lm, cases.kangaroo(lm))
     engine.open(1, 20, Sampling(temperature=1.0, rule=Rule.rejection))
     assert isinstance(engine.session.stepper, TensorStepper)
-
-
-HALF, HALF16, WHOLE = torch.bfloat16, torch.float16, torch.float32
 
 
 @cache

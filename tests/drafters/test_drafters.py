@@ -24,6 +24,12 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.tree import Draft
 
 HEADS = {"eagle": eagle_for, "eagle3": eagle3_for}  # with EAGLE-2's tree
+OPTIONS = [
+    LookaheadConfig(window=4, ngram=4, guesses=3),
+    LookaheadConfig(window=3, ngram=3, guesses=2),  # the pool overflows
+    LookaheadConfig(window=1, ngram=5, guesses=1),
+    LookaheadConfig(),
+]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -160,14 +166,6 @@ class Reference:
         for column in range(window):
             self.insert((*(level[column] for level in self.levels), new[column]))
         self.levels = [*self.levels[1:], new]
-
-
-OPTIONS = [
-    LookaheadConfig(window=4, ngram=4, guesses=3),
-    LookaheadConfig(window=3, ngram=3, guesses=2),  # the pool overflows
-    LookaheadConfig(window=1, ngram=5, guesses=1),
-    LookaheadConfig(),
-]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from kangaroo.engine.sampling import Sampling
 
 NODES, STEPS = 6, 3
 COSTS = Costs([1 + 0.02 * node for node in range(NODES + 1)], 0.05, 1.0)
+CHEAP = Costs([1 + 1e-9 * node for node in range(99)], 0.0, 1.0)
+MATRIX = {0: [1], 1: [0], 2: [2]}
 
 
 def expected_sources(case: Case, drafter: Hybrid, row: int, text, sampling, seed) -> Sources:
@@ -85,10 +87,6 @@ def test_the_same_text_takes_the_same_rounds_alone_and_in_a_batch(case, sampling
     done = [engine.generate(PROMPTS, NEW_TOKENS, sampling, rows) for rows in (1, 4, 1)]
     rounds = list(map(rounds_of, done))
     assert rounds[0] == rounds[1] == rounds[2]
-
-
-CHEAP = Costs([1 + 1e-9 * node for node in range(99)], 0.0, 1.0)
-MATRIX = {0: [1], 1: [0], 2: [2]}
 
 
 def sources_of(length: int, lookup: list[int], *chain: list[tuple[int, float]]) -> Sources:

@@ -20,6 +20,8 @@ from kangaroo.drafters.swift import HalfLayers, Swift, SwiftConfig, evenly
 from kangaroo.engine.engine import Engine
 from kangaroo.models.target import TargetModel
 
+TALKS = random_prompts(6, 9, 12)
+
 
 @torch.no_grad()
 def skipped_by_definition(lm, text, count):
@@ -156,9 +158,6 @@ def test_half_layers_are_the_parts_of_a_layer(family, compiled):
         x_11D = whole
     whole, _ = cut.run(first_11D, cache, meta, range(cut.n_layers))
     torch.testing.assert_close(whole, x_11D)
-
-
-TALKS = random_prompts(6, 9, 12)
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,13 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.models.loading import byte_tokenizer
 
+OPTIONS = [
+    RestConfig(),
+    RestConfig(max_token_span=4, steps=3, num_draft=7),
+    RestConfig(max_token_span=1, steps=4, num_draft=20),
+    RestConfig(max_token_span=3, steps=1, num_draft=2),
+]
+
 
 def random_texts(alphabet: int, lengths, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
@@ -301,14 +308,6 @@ def brute_tree(documents: list[list[int]], text: list[int], options: RestConfig)
 
 def tree_after(rest: Rest, text: list[int]):
     return rest.tree_of(SimpleNamespace(texts=[text]), 0)
-
-
-OPTIONS = [
-    RestConfig(),
-    RestConfig(max_token_span=4, steps=3, num_draft=7),
-    RestConfig(max_token_span=1, steps=4, num_draft=20),
-    RestConfig(max_token_span=3, steps=1, num_draft=2),
-]
 
 
 @pytest.mark.parametrize("alphabet", [2, 5, 30])

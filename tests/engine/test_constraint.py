@@ -19,6 +19,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 
 BIASES = {3: 4.0, 17: -torch.inf, 40: 1.5}
+HOW = [None, (BIASES, False), ({}, True), (BIASES, True)]
 
 
 class Matcher:
@@ -47,9 +48,6 @@ class Matcher:
 
 def constraint(biases: dict[int, float], follows: bool) -> Constraint:
     return Constraint(VOCABULARY, biases, Matcher() if follows else None)
-
-
-HOW = [None, (BIASES, False), ({}, True), (BIASES, True)]
 
 
 def requests(sampling: Sampling, drafts: bool = True) -> list[Request]:

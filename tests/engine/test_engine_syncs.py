@@ -16,6 +16,8 @@ from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Sampling
 
+FILTERED = replace(HOT, top_k=5, top_p=0.9)
+
 
 class Syncs(TorchDispatchMode):
     # in inference mode `_local_scalar_dense` is called `item`
@@ -72,9 +74,6 @@ def test_the_counter_of_syncs_sees_them():
         with Syncs() as syncs:
             code(x[1:2])
         assert syncs.total >= 1
-
-
-FILTERED = replace(HOT, top_k=5, top_p=0.9)
 
 
 @pytest.mark.parametrize(

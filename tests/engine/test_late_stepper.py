@@ -36,6 +36,7 @@ SAMPLINGS = [
 ]
 PROMPTS = random_prompts(40, 3, 21, 3, 1)
 NEW_TOKENS = 17
+ENTERING = ["kangaroo", "kangaroo-on-embeddings-fused", "block"]
 
 
 @cache
@@ -191,9 +192,6 @@ def test_what_a_step_writes_is_read_while_the_next_one_runs(monkeypatch):
     assert events.count("launch") == count > 16  # none was in vain
     in_flight = [events[:i].count("launch") - events[:i].count("read") for i in range(len(events))]
     assert in_flight.count(2) > count - 8
-
-
-ENTERING = ["kangaroo", "kangaroo-on-embeddings-fused", "block"]
 
 
 @pytest.mark.parametrize(

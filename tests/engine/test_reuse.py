@@ -19,6 +19,9 @@ from kangaroo.heads.adapter import AdapterHeadConfig
 
 LONGEST = 160
 CHUNK = 16
+OWN = [name for name in DRAFTERS if name not in SCRIPTED]
+TURNS = ["llama-compiled", "llama", "qwen3-compiled", "llama-graphs"]
+FAST = [name for name in METHODS if name in OWN]  # the slow test has all, in every sampling
 
 
 @dataclass
@@ -91,11 +94,6 @@ def check(drafter: str, family: str, sampling: str) -> None:
                 assert generation.reused == reused_by(engine, turn.reused)
         rounds.append(list(map(rounds_of, done)))
     assert rounds[0] == rounds[1]
-
-
-OWN = [name for name in DRAFTERS if name not in SCRIPTED]
-TURNS = ["llama-compiled", "llama", "qwen3-compiled", "llama-graphs"]
-FAST = [name for name in METHODS if name in OWN]  # the slow test has all, in every sampling
 
 
 def share(engine: Engine, sampling: Sampling) -> tuple[list[tuple[list[int], Generation]], int]:

@@ -19,6 +19,11 @@ from kangaroo.engine.tree import Draft, Tree, accept
 from kangaroo.engine.verify import draft_seeds, write
 
 CPU = torch.device("cpu")
+SIZE, ROWS = 5, 20_000
+ONES_B1 = torch.ones(ROWS, 1, dtype=torch.long)
+SAMPLED = Sampling(temperature=0.9, rule=Rule.rejection)
+FILTERED = Sampling(temperature=0.9, top_k=3, rule=Rule.rejection)
+BLOCK = Sampling(temperature=0.9, rule=Rule.block)
 
 
 def walk(parents: list[int], tokens: list[int], valid: list[bool], choice: list[int]) -> list[list]:
@@ -60,13 +65,6 @@ def test_accept_is_the_longest_walk_on_random_trees_and_chains(size, kind):
             depths.add(count)
     assert tree.is_chain == (kind == "chain")
     assert len(depths) > min(size, 3) - 1  # short and long walks both occur
-
-
-SIZE, ROWS = 5, 20_000
-ONES_B1 = torch.ones(ROWS, 1, dtype=torch.long)
-SAMPLED = Sampling(temperature=0.9, rule=Rule.rejection)
-FILTERED = Sampling(temperature=0.9, top_k=3, rule=Rule.rejection)
-BLOCK = Sampling(temperature=0.9, rule=Rule.block)
 
 
 class Markov:

@@ -15,6 +15,13 @@ from kangaroo.models.loading import byte_tokenizer, random_model
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranks import ALONE
 
+SETTINGS = {"model": "m", "drafter": "d", "bench": "b", "dtype": "float32", "device": "cpu"}
+SETTINGS |= {"max_new_tokens": 8, "sampling.temperature": 0.0, "sampling.rule": "match"}
+SETTINGS["baselines"] = ["vanilla"]
+COST = {"parameters": 10, "training": {"trained_positions": 1200, "epochs": 2}}
+PROVENANCE = {"command": "evaluate.py", "git_revision": "abc", "time": "now"}
+PROVENANCE |= {"versions": {"torch": "2"}, "hardware": {"cpu": "x", "threads": 1, "cuda": None}}
+
 
 def run(emitted, accepted, drafted, seconds, prefill=1.0, tokens=None, retokenised=None):
     """A text; all of a round's `seconds` but a fifth is drafting and verifying, half each."""
@@ -41,14 +48,6 @@ def record(question_id, *pairs, category="qa", fork=None, prompts=(3, 3)):
     ]
     task = "mt_bench" if category in MTBENCH else category
     return Record(question_id, category, turns, finished=0.0, task=task)
-
-
-SETTINGS = {"model": "m", "drafter": "d", "bench": "b", "dtype": "float32", "device": "cpu"}
-SETTINGS |= {"max_new_tokens": 8, "sampling.temperature": 0.0, "sampling.rule": "match"}
-SETTINGS["baselines"] = ["vanilla"]
-COST = {"parameters": 10, "training": {"trained_positions": 1200, "epochs": 2}}
-PROVENANCE = {"command": "evaluate.py", "git_revision": "abc", "time": "now"}
-PROVENANCE |= {"versions": {"torch": "2"}, "hardware": {"cpu": "x", "threads": 1, "cuda": None}}
 
 
 def summarised(records, cost=COST, **settings):

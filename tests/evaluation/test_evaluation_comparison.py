@@ -16,6 +16,10 @@ from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
 
 TASKS = ["qa", "rag", "math_reasoning", "translation", "summarization", "writing"]
+FASTEST = "a is the fastest drafter and, on these questions,"
+HEADINGS = {"Speedup over vanilla": "speedup", "Compression rate": "compression_rate"}
+HEADINGS |= {"Acceptance length": "mean_acceptance_length"}
+HEADINGS |= {f"CTAR({w})": f"ctar{w}" for w in (1, 2, 3)}
 
 
 def job(folder, name, seconds=1.0, fork=None, drafts=True, cost=COST, **settings):
@@ -123,9 +127,6 @@ def test_the_terminals_table_fits_80_columns_and_folds_no_drafters_name(tmp_path
     assert "…" not in text and all(f"{name.split(',')[0]} " in text for name in names)
 
 
-FASTEST = "a is the fastest drafter and, on these questions,"
-
-
 @pytest.mark.parametrize(
     "seconds, sentence",
     [
@@ -208,11 +209,6 @@ def test_a_finished_comparison_becomes_a_page_with_its_numbers_and_its_plot(swee
     assert page.read_text() == report.replace("](speedup.png)", "](img/my_speedup.png)")
     assert (page.parent / "img/my_speedup.png").read_bytes() == (sweep / "speedup.png").read_bytes()
     assert json.loads(page.with_suffix(".json").read_text())["paired"]
-
-
-HEADINGS = {"Speedup over vanilla": "speedup", "Compression rate": "compression_rate"}
-HEADINGS |= {"Acceptance length": "mean_acceptance_length"}
-HEADINGS |= {f"CTAR({w})": f"ctar{w}" for w in (1, 2, 3)}
 
 
 def answered(number, category, accepted, length):

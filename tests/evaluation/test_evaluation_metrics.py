@@ -22,6 +22,8 @@ from kangaroo.evaluation.records import Fork
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.memory import Footprint, footprint
 
+GREEDY = Sampling()
+
 
 def pair():
     """Rounds: 3 drafted, 2 accepted; 2 drafted, none accepted; 3 drafted, all accepted."""
@@ -150,9 +152,6 @@ def test_every_container_is_searched_and_every_piece_of_memory_counts_once(tmp_p
     drafter.itself = drafter
     assert footprint(drafter, []) == Footprint(6, 6 * 4 + 10 * 4 + 6 * 4 + 4 * 8)
     assert footprint(drafter, [{"theirs": table[1:2]}, weight]).bytes == 6 * 4 + 4 * 8
-
-
-GREEDY = Sampling()
 
 
 def logits(*values):

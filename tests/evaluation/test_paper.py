@@ -26,6 +26,8 @@ from kangaroo.evaluation.study.study import published_points
 
 FILES = {path.stem for path in (ROOT / "configs/experiment/paper").glob("*.yaml")}
 NAMES = sorted(FILES - {"base", "adapters"})
+MODELS = [("smollm2-135m", "cpu", 64), ("vicuna-7b", "gpu", 1024)]
+FEW = ("bench.path=questions.jsonl", "max_new_tokens=6", "question_every=1")
 
 
 @cache
@@ -66,9 +68,6 @@ def test_every_experiment_of_the_paper_has_a_file_and_a_place_on_the_page():
     config = composed(first)
     trained = [vars(each).get("adapter") for each in (config.drafter, *config.more.values())]
     assert not any(str(adapter).startswith("outputs/paper") for adapter in trained)
-
-
-MODELS = [("smollm2-135m", "cpu", 64), ("vicuna-7b", "gpu", 1024)]
 
 
 @pytest.mark.parametrize(("name", "model", "hardware", "longest"), in_turn(NAMES, MODELS))
@@ -153,9 +152,6 @@ def test_the_questions_of_one_task_are_counted_among_themselves():
     config.task = "maths"
     with pytest.raises(ConfigError, match="demo has no task 'maths'; it has mt_bench, "):
         select_questions(config)
-
-
-FEW = ("bench.path=questions.jsonl", "max_new_tokens=6", "question_every=1")
 
 
 def page_of(model, here):

@@ -15,6 +15,8 @@ from kangaroo.evaluation.study import report
 from kangaroo.evaluation.study.study import Claim, StudyConfig, read_study, verdict
 from kangaroo.utils.errors import ConfigError
 
+DRAWN = {"position", "table1", "temperature", "threshold"}  # the others are like one of these
+
 
 def answered(seconds, accepted=(3, 1), ids=range(8), category="qa"):
     """Questions whose rounds took so long; each question is harder than the one before."""
@@ -154,9 +156,6 @@ def test_an_interval_that_lies_beside_its_value_ends_there():
     report._draw(axes := Figure().subplots(), [1.0], {1.0: Estimate(2.0, [2.1, 2.5])}, "k", 0)
     (bars,) = axes.collections
     assert bars.get_segments()[0][:, 1].tolist() == [2.0, 2.5]
-
-
-DRAWN = {"position", "table1", "temperature", "threshold"}  # the others are like one of these
 
 
 @pytest.mark.parametrize(

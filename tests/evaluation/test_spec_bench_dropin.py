@@ -20,6 +20,9 @@ QUESTIONS = [
     {"question_id": 82, "category": "writing", "turns": ["Count: one two one two", "Go on"]},
     {"question_id": 81, "category": "qa", "turns": ["Why is the sky blue?"]},
 ]
+# A number as threshold: in a model this small no draft pays, and `auto` would see that.
+CHAIN = ["drafter=kangaroo", "drafter.threshold=0"]
+CASCADE = ["drafter=cascade", "drafter@drafter.second=kangaroo_tree", "drafter.second.threshold=0"]
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +61,6 @@ def answers(checkout, method, monkeypatch):
         return {line["question_id"]: line["choices"] for line in answered}
 
     return run
-
-
-# A number as threshold: in a model this small no draft pays, and `auto` would see that.
-CHAIN = ["drafter=kangaroo", "drafter.threshold=0"]
-CASCADE = ["drafter=cascade", "drafter@drafter.second=kangaroo_tree", "drafter.second.threshold=0"]
 
 
 @pytest.mark.parametrize("drafter", [CHAIN, CASCADE], ids=lambda words: words[0])

@@ -31,6 +31,8 @@ NORM = 4 * 32
 HEAD = 4 * 64 * 32
 ROW = 4 * 32
 KV = 4 * 2 * 2 * 8  # of one token in one layer
+EXTREMES = (-1, 0, 1, 10**9, 1e-9, True, "a", ["a"], [3], [[3]], [[3, -1.0]], {"a": 1})
+FIELDS = sorted(vars(GenerationConfig()).keys() - {"eos_token_id"})  # it ends texts, for all alike
 
 
 def text(seconds=1.0, rounds=((1, 0),) * 4, tokens=None):
@@ -136,10 +138,6 @@ def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
         assert all(list(row) == list(rows[0]) for row in rows)
         for words in (title, *rows[0], *map(speed.cell, rows[-1].values())):
             assert words.replace("_", " ") in shown and words.replace("_", " ") in saved
-
-
-EXTREMES = (-1, 0, 1, 10**9, 1e-9, True, "a", ["a"], [3], [[3]], [[3, -1.0]], {"a": 1})
-FIELDS = sorted(vars(GenerationConfig()).keys() - {"eos_token_id"})  # it ends texts, for all alike
 
 
 @pytest.mark.parametrize("value", EXTREMES, ids=repr)

@@ -22,6 +22,11 @@ from kangaroo.models.target import TargetModel
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
 
+TRAINED = {KangarooConfig: adapter_for, EagleConfig: eagle_for, Eagle3Config: eagle3_for}
+TRAINED[MedusaConfig] = lambda lm: MedusaHeads(lm, MedusaHeadsConfig())
+OTHERS = [{"num_hidden_layers": 5}, {"num_key_value_heads": 4}, {"architecture": "mistral"}]
+OTHERS += [{"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}]
+
 
 @pytest.fixture
 def saved(lm, tmp_path):
@@ -103,10 +108,6 @@ def test_an_adapter_that_is_nowhere_names_what_was_tried(lm, saved, monkeypatch)
             load(path, lm, Adapter)
 
 
-TRAINED = {KangarooConfig: adapter_for, EagleConfig: eagle_for, Eagle3Config: eagle3_for}
-TRAINED[MedusaConfig] = lambda lm: MedusaHeads(lm, MedusaHeadsConfig())
-
-
 @pytest.mark.parametrize("config", TRAINED)
 def test_heads_and_adapters_are_not_taken_for_each_other(config, lm, tmp_path):
     adapter = TRAINED[config](lm)
@@ -153,10 +154,6 @@ def test_a_folder_that_holds_no_whole_adapter_says_why(lm, saved, name, content,
         file.write_bytes(whole[:content] if isinstance(content, int) else content)
     with pytest.raises(error, match=f"{saved}.*{message}"):
         load(str(saved), lm, Adapter)
-
-
-OTHERS = [{"num_hidden_layers": 5}, {"num_key_value_heads": 4}, {"architecture": "mistral"}]
-OTHERS += [{"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}]
 
 
 @pytest.mark.parametrize("fields", OTHERS, ids=str)

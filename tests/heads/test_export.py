@@ -38,6 +38,8 @@ LAYERS = [
     ("qwen2", False, {"attention_layers": 3, "feed_forward": True}),  # as deep as the target
     ("llama", True, {"attention_layers": 3}),
 ]
+FEW_K = torch.tensor([3, 5, 7])
+PARTS = [({},), ({"attention_layers": 3, "feed_forward": True},)]
 
 
 def target(folder, family="llama", **overrides):
@@ -124,9 +126,6 @@ def test_an_own_head_over_some_tokens_is_refused(tmp_path):
         save(path, ModelConfig("mine", str(tmp_path)), tmp_path / "draft")
     with pytest.raises(ConfigError, match="knows 3 tokens"):
         draft_model(lm, adapter)
-
-
-FEW_K = torch.tensor([3, 5, 7])
 
 
 def as_speculators(folder, few_K):
@@ -263,9 +262,6 @@ def test_a_layer_that_copies_the_targets_computes_what_the_target_does(name):
 def test_an_adapter_is_not_for_a_target_whose_other_layers_rotate():
     made = [target_hashes(scheduled(name).config)[0] for name in ("smollm3", "smollm3-listed")]
     assert made[0] != made[1]
-
-
-PARTS = [({},), ({"attention_layers": 3, "feed_forward": True},)]
 
 
 @pytest.mark.parametrize("name, parts", in_turn(SCHEDULES, PARTS))

@@ -24,6 +24,11 @@ from kangaroo.models.target import TargetModel
 FILES = (published.WEIGHTS, published.SAFETENSORS)
 THRESHOLD, STEPS = 0.6, 6
 NAMES = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in published.KANGAROO.items()}
+OTHER_TARGETS = [
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    *({"attention_bias": True}, {"head_dim": 16}, {"architecture": "mistral"}),
+]
 
 
 def read(source: str, lm: TargetModel, exit_layer: int) -> tuple[Trainable, dict[str, str]]:
@@ -171,13 +176,6 @@ def test_anything_but_the_papers_adapter_for_this_target_is_refused_by_name(lm, 
     state = {name: x for name, x in (random_state(lm) | tensors).items() if x is not None}
     with pytest.raises(CorruptFile if what == "not finite" else AdapterMismatch, match=message):
         read(checkpoint(tmp_path, state, config_of(lm, **fields)), lm, EXIT)
-
-
-OTHER_TARGETS = [
-    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-    {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-    *({"attention_bias": True}, {"head_dim": 16}, {"architecture": "mistral"}),
-]
 
 
 @pytest.mark.parametrize("fields", OTHER_TARGETS, ids=str)

@@ -32,6 +32,7 @@ SIZE, HEADS, EPS, BASE = 32, 4, 1e-6, 500.0  # the target's RoPE has another bas
 FEW = 40  # tokens to draft from
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # float32, summed in another order
 State = dict[str, Tensor]
+SAME = {"rope_theta": None}  # the config has none: then the base is 10,000, as the target's
 
 
 def drawn(shapes: dict[str, tuple[int, ...]], seed: int = 1) -> State:
@@ -186,9 +187,6 @@ def imported(lm: TargetModel, source: str, folder: Path) -> str:
     few = None if got.vocabulary_K is None else got.vocabulary_K.tolist()
     about = {"vocabulary": few and len(few), "facts": got.facts}
     return str(saved_adapter(lm, got.adapter, folder, few, {"imported": got.origin}, **about))
-
-
-SAME = {"rope_theta": None}  # the config has none: then the base is 10,000, as the target's
 
 
 @pytest.mark.parametrize("kind", KINDS)

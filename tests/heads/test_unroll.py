@@ -26,6 +26,11 @@ from kangaroo.utils.errors import ConfigError
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32, summed in another order
 HEADS = {"eagle": eagle_for, "eagle3": eagle3_for}
 FUSED = [{}, {"feed_forward": True}, {"attention_layers": 2}]
+PARTS = [{}, {"feed_forward": True, "fused": True}, {"attention_layers": 2}]
+WINDOW = 64
+WINDOWED = {"one layer": {}, "fused": {"fused": True, "attention_layers": 2}}
+LONG = helpers.random_prompts(200, 151)
+BOTH = [("one layer", kind) for kind in (Kangaroo, KangarooTree)]
 
 
 @pytest.mark.parametrize("kind", [*FUSED, "eagle", "eagle3", "window"], ids=str)
@@ -44,9 +49,6 @@ def test_every_draft_step_of_training_is_that_of_drafting(kind):
             torch.testing.assert_close(state_1TD[0, position], expected, **TOLERANCE)
     # it reads the deep state and its own, else this would hold for anything
     assert not torch.allclose(*(last_state(lm, adapter, ids, pending) for pending in (10, 11)))
-
-
-PARTS = [{}, {"feed_forward": True, "fused": True}, {"attention_layers": 2}]
 
 
 @pytest.fixture(scope="module", params=PARTS, ids=str)
@@ -131,11 +133,6 @@ def test_it_may_go_on_from_an_adapter_and_is_not_asked_for_more_steps(tmp_path):
         AdapterRecipe("block", parts, [EXIT], draft_steps=2).steps  # noqa: B018
 
 
-WINDOW = 64
-WINDOWED = {"one layer": {}, "fused": {"fused": True, "attention_layers": 2}}
-LONG = helpers.random_prompts(200, 151)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("length", [128, 129, 200])
 def test_a_token_sees_whole_blocks_from_the_one_where_its_window_begins(length):
@@ -160,9 +157,6 @@ def rounds(lm: TargetModel, kind: str, drafter: type, window: int, batch_size: i
     build, sizes = (helpers.tree_of, (3, 9)) if drafter is KangarooTree else (helpers.chain_of, ())
     engine = Engine(lm, build(lm, adapter, 4, 0.2, None, *sizes), prefill_chunk=70)
     return rounds_of(engine.generate(LONG, 40, batch_size=batch_size))
-
-
-BOTH = [("one layer", kind) for kind in (Kangaroo, KangarooTree)]
 
 
 @pytest.mark.parametrize("kind, drafter", [*BOTH, ("fused", Kangaroo), ("eagle", KangarooTree)])

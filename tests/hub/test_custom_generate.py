@@ -36,6 +36,8 @@ EOS, PAD = [7, 14, 25, 31, 38, 47], 0
 PROMPTS = [[token or 1 for token in p] for p in random_prompts(5, 9, 2, seed=3)]  # none is PAD
 NEW_TOKENS = 24
 NAMED = "outputs/pack/USER/NAME"
+MODELS = "llama:eager:attention mistral:sdpa:attention qwen2:eager:attention qwen3:sdpa:fused "
+MODELS += "llama:sdpa:medusa llama:sdpa:eagle llama:sdpa:eagle3"
 
 
 @pytest.fixture(autouse=True)
@@ -90,10 +92,6 @@ def padded(prompts=PROMPTS) -> dict[str, torch.Tensor]:
 
 def ours(hf, folder: str, **options):
     return hf.generate(**options, custom_generate=folder, trust_remote_code=True)
-
-
-MODELS = "llama:eager:attention mistral:sdpa:attention qwen2:eager:attention qwen3:sdpa:fused "
-MODELS += "llama:sdpa:medusa llama:sdpa:eagle llama:sdpa:eagle3"
 
 
 @pytest.mark.parametrize("model", MODELS.split())

@@ -52,6 +52,11 @@ TEXT = [
     "system user assistant USER: ASSISTANT: [INST] [/INST] You help. 1 2 3 \n\n  \n# A title\n",
     "Größe, naïve café, 日本語のテキスト, и русский; 🦘 jumps.\n",
 ]
+BLANK = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+BLANK += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+BARE = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+ENDS = TEMPLATES | {"bare": (BARE, None), "none": (None, None)}
+FAILS_LATER = "{{ messages[0].content }}{% if messages | length > 1 %}{{ 1 + 'a' }}{% endif %}"
 
 
 def byte_level():
@@ -149,10 +154,6 @@ def test_the_next_user_turn_begins_where_the_header_ends(backend, name):
     assert rest.startswith("Isthatso?" + "".join(end.split())) and end
 
 
-BLANK = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
-BLANK += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-
-
 @pytest.mark.parametrize(
     "template, answer, header, marked",
     [
@@ -185,10 +186,6 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_by_name():
     assert any(mask)
 
 
-BARE = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
-ENDS = TEMPLATES | {"bare": (BARE, None), "none": (None, None)}
-
-
 @pytest.mark.parametrize("name", ENDS)
 def test_the_token_that_ends_a_turn_is_seen_in_the_template_where_there_is_one(backend, name):
     template, end = ENDS[name]
@@ -199,9 +196,6 @@ def test_the_token_that_ends_a_turn_is_seen_in_the_template_where_there_is_one(b
 def test_a_user_turn_that_ends_with_nothing_is_refused(backend):
     with pytest.raises(ConfigError, match="writes nothing after a user's turn"):
         user_header(with_template(backend, BARE))
-
-
-FAILS_LATER = "{{ messages[0].content }}{% if messages | length > 1 %}{{ 1 + 'a' }}{% endif %}"
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,9 @@ from kangaroo.training.results import read_metrics
 from kangaroo.utils.errors import ConfigError, MissingPackage, UnsupportedModel
 from kangaroo.utils.memory import footprint, weight_bytes
 
+QUANTIZED_BY = """kangaroo kangaroo-tree kangaroo-fused-layer eagle-tree block hybrid-tree
+draft_verify medusa kangaroo-vocabulary prompt-lookup-short""".split()
+
 
 class Packed(nn.Module):
     """A linear layer as GPTQ and AWQ have it: it holds no weight, and shows none."""
@@ -232,10 +235,6 @@ def test_an_adapter_begins_as_the_targets_layer_with_all_that_its_family_adds(na
     expected = lm.norm(lm.run(f_1TD, None, meta, range(EXIT, EXIT + 1))[0])
     adapter.norm.load_state_dict(lm.hf.model.norm.state_dict())
     torch.testing.assert_close(adapter(f_1TD, None, meta, None), expected, rtol=1e-4, atol=1e-4)
-
-
-QUANTIZED_BY = """kangaroo kangaroo-tree kangaroo-fused-layer eagle-tree block hybrid-tree
-draft_verify medusa kangaroo-vocabulary prompt-lookup-short""".split()
 
 
 @pytest.mark.slow

@@ -49,6 +49,7 @@ ORDER = [
 CORE = """utils.errors utils.ranges engine.tree engine.cache engine.sampling engine.verify
 models.attention""".split()
 ROWS = {row: i for i, rows in enumerate(ORDER) for row in rows}
+PACKAGE = ROOT / "kangaroo"
 
 
 def part(name: str) -> str:
@@ -156,9 +157,6 @@ def test_a_prompts_way_from_generate_to_tokens_reads_downwards():
     for method in methods:
         names = {ast.unparse(x) for x in ast.walk(method) if isinstance(x, ast.Attribute)}
         assert all(places[name] > method.lineno for name in names & places.keys()), method.name
-
-
-PACKAGE = ROOT / "kangaroo"
 
 
 def executed(engine, sampling):

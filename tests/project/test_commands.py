@@ -51,6 +51,16 @@ MIXED = "data.paths=[outputs/data/self_synthesis/tiny,outputs/data/tasks/tiny]"
 TRAINED = {"tiny": "attention/attention-exit2", "tiny-fused": "fused/fused-exit2"}
 TRAINED["tiny-eagle3"] = "eagle3/eagle3"
 AS_TYPED = {"train.py model=vicuna-7b --cfg job"}  # it needs no weights, and so no stand-in
+TARGETS = {  # its options, and what it then prints
+    "demo": ("question_end=1 warmup=1 max_new_tokens=8 output={here}", "compared.*kangaroo"),
+    "chat": ("chat.max_new_tokens=8", "an empty"),
+}
+# Lines of docs/use.md that end in an error, with what it says first.
+REFUSED = {
+    "evaluate.py drafter.adapter=outputs/train/tiny/attention-exit2": "AdapterMismatch: adapter",
+    "evaluate.py drafter.treshold=0.5": "ConfigError: there is no option 'drafter.treshold'.",
+}
+TORCHRUN = sorted({" ".join(words) for page in PAGES for words in shown(page)})
 
 
 def stand_ins(line: str) -> str:
@@ -183,12 +193,6 @@ def test_the_options_of_a_command_within_a_sentence_exist(line, tmp_path):
     typed(script, *words, "--cfg", "job", cwd=tmp_path)
 
 
-TARGETS = {  # its options, and what it then prints
-    "demo": ("question_end=1 warmup=1 max_new_tokens=8 output={here}", "compared.*kangaroo"),
-    "chat": ("chat.max_new_tokens=8", "an empty"),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not (Path(sys.prefix) / ".installed").exists(), reason="needs make's own .venv")
 @pytest.mark.parametrize("target", TARGETS)
@@ -207,13 +211,6 @@ def test_the_readmes_first_example_answers(smollm2, monkeypatch, capsys):
     assert len(capsys.readouterr().out.split()) > 8
 
 
-# Lines of docs/use.md that end in an error, with what it says first.
-REFUSED = {
-    "evaluate.py drafter.adapter=outputs/train/tiny/attention-exit2": "AdapterMismatch: adapter",
-    "evaluate.py drafter.treshold=0.5": "ConfigError: there is no option 'drafter.treshold'.",
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("line", REFUSED)
 def test_an_error_that_a_page_shows_is_the_one_that_comes(line, here):
@@ -222,9 +219,6 @@ def test_an_error_that_a_page_shows_is_the_one_that_comes(line, here):
     shutil.copytree(here / "adapters/tiny", here / "outputs/train/tiny/attention-exit2")
     done = python(*line.split(), cwd=here)
     assert done.returncode == 1 and REFUSED[line] in done.stderr, done.stderr
-
-
-TORCHRUN = sorted({" ".join(words) for page in PAGES for words in shown(page)})
 
 
 def start(line: str, folder: Path) -> list[subprocess.Popen]:

@@ -28,6 +28,7 @@ else:
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 PAGE = (ROOT / "docs/add-a-drafter.md").read_text()
 (CODE,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 @pytest.mark.parametrize("sampling, batch", [("greedy", "ragged"), ("sampled", "admitted")])
@@ -108,9 +109,6 @@ def of(member: object) -> bool:
     is_ours = (getattr(member, "__module__", None) or "").startswith("kangaroo")
     is_kind = inspect.isclass(member) or inspect.isfunction(member)
     return is_ours and is_kind and not member.__name__.startswith("_")
-
-
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def test_the_workflow_runs_the_supported_python_versions():

@@ -27,6 +27,7 @@ WRONG = [
     ("evaluate", "sampling.temperature=-1"),
     ("serve", "max_batch_size=0"),
 ]
+WIDE = {"adapter": "untrained:2", "nodes": 1024}
 
 
 def composed(command, options):
@@ -82,9 +83,6 @@ def test_variants_and_what_is_no_number_are_refused():
     for value in ("0.5", True):
         with pytest.raises(ConfigError, match=r"KangarooConfig\.threshold=.* must be a number"):
             KangarooConfig(threshold=value)
-
-
-WIDE = {"adapter": "untrained:2", "nodes": 1024}
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ SCHEMA = {
 UNKNOWN = {"name": "x", "schema": {"type": "x"}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "pet", "strict": True, "schema": SCHEMA}}
 TALK = [{"role": "user", "content": "Which pet?"}]
+OPTIONS = {"model": "tiny", "max_tokens": 10, "seed": 3}
 
 
 def answers(client: OpenAI, **fields: object) -> list[str]:
@@ -81,9 +82,6 @@ def test_the_library_answers_in_json_too():
         model.generate("Which pet?", json_schema='{"type": "object"}')
     with pytest.raises(ConfigError, match="logit_bias: -1 is no token"):
         model.generate("Which pet?", logit_bias={-1: 3.0})
-
-
-OPTIONS = {"model": "tiny", "max_tokens": 10, "seed": 3}
 
 
 def expected_V(prompt: list[int], written: list[int]):

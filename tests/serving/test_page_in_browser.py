@@ -35,6 +35,7 @@ GREEN = f"rgba({0x21}, {0x7A}, {0x35}"
 ATTACK = (
     "<img src=x onerror='document.title=\"owned\"'><b>bold</b><script>document.title=1</script>"
 )
+ALLOWED = {"href", "target", "rel", "start", "class"}
 
 
 class Page:
@@ -221,9 +222,6 @@ def test_markdown_becomes_elements(page, stand_in, text):
     page.ask("Why?")
     html = page.one(".assistant").get_property("innerHTML")
     assert not page.all(".error") and MARKDOWN[text] in (None, html)
-
-
-ALLOWED = {"href", "target", "rel", "start", "class"}
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from kangaroo.serving.scheduler import CANCELLED, FAILED, STOPPED, TIMEOUT, Busy
 from kangaroo.utils.errors import PromptError
 
 NOTHING_TO_DO = {"running": 0, "entering": 0, "waiting": 0}
+GUILTY = [250, 251, 252, *range(3, 17)]  # two parts and more, each of eight tokens
 
 
 def test_each_conversation_goes_on_in_the_row_that_has_it():
@@ -192,9 +193,6 @@ def failing(
 
     monkeypatch.setattr(owner, name, call)
     return failed
-
-
-GUILTY = [250, 251, 252, *range(3, 17)]  # two parts and more, each of eight tokens
 
 
 def crowd() -> tuple[list[Heard], Heard]:

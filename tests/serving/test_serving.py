@@ -25,6 +25,11 @@ from kangaroo.serving.scheduler import Scheduler
 from kangaroo.serving.serve import ServeConfig, check_memory, listen
 from kangaroo.utils import memory
 
+PAGE = ROOT / "docs/serving.md"
+TALK = [{"role": "user", "content": "Why?"}]
+LOCAL = ["LOCALHOST:80", "127.0.0.1", "[::1]:8000", "192.168.1.7:8000"]
+STRANGERS = ["evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example", "", "[::1"]
+
 
 def ask(address: str, path: str = "completions", **body: object) -> httpx.Response:
     return httpx.post(f"{address}/v1/{path}", json=body, timeout=60)
@@ -37,10 +42,6 @@ def text_of(address: str, **body: object) -> str:
 def post(address: str, content: object, path: str = "/v1/completions", **headers: str):
     headers = {"content-type": "application/json"} | headers
     return httpx.post(address + path, content=content, headers=headers, timeout=60)
-
-
-PAGE = ROOT / "docs/serving.md"
-TALK = [{"role": "user", "content": "Why?"}]
 
 
 def test_openais_client_is_answered_whole_and_streamed(client):
@@ -207,10 +208,6 @@ def test_a_path_or_method_that_there_is_not_has_openais_error(address):
         assert answer.status_code == status and (error["type"], error["code"]) == kind
         assert error["message"].startswith(f"{method} {path}: ")
     assert "/v1/chat/completions" in httpx.get(f"{address}/").text  # the page
-
-
-LOCAL = ["LOCALHOST:80", "127.0.0.1", "[::1]:8000", "192.168.1.7:8000"]
-STRANGERS = ["evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example", "", "[::1"]
 
 
 def test_a_page_of_another_name_does_not_reach_the_server(address):

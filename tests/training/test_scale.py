@@ -24,6 +24,7 @@ from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import Ranks
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+TRAINED = [name for name in CASES if name not in ("killed", "two_again")]
 
 
 def plain(settings):
@@ -43,9 +44,6 @@ def state(folder):
 
 def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
-
-
-TRAINED = [name for name in CASES if name not in ("killed", "two_again")]
 
 
 def launch(folder, *cases):

@@ -32,6 +32,18 @@ from kangaroo.utils.tracking import NoTracker
 
 EAGLE = {"architecture": EagleHeadConfig()}
 EAGLE3 = {"architecture": Eagle3HeadConfig()}
+PARTS = {  # what is asked for, and what of it is zero at first
+    "feed_forward": (True, "feed_forward.down_proj.weight"),
+    "fused": (True, "fuse.weight"),
+    "attention_layers": (2, "further.0.attention.o_proj.weight"),
+}
+RUNS = {
+    "stored": ({"use_stored_logits": True}, {}),
+    "medusa": ({}, {"architecture": MedusaHeadsConfig(heads=2, own_head=False)}),
+    "block": ({"muon": True, "vocabulary": 40}, {"architecture": BlockHeadConfig(places=3)}),
+}
+MEANS = ["loss", "agreement", "expected_acceptance"]
+RATES = [f"ctar{w}" for w in range(1, 7)] + ["compression_rate"]
 
 
 def test_learning_rate_warms_up_peaks_once_and_ends_at_zero():
@@ -108,13 +120,6 @@ def test_several_adapters_train_as_if_each_were_alone(tmp_path):
         assert read_config(str(folder)).vocabulary == 40
 
 
-PARTS = {  # what is asked for, and what of it is zero at first
-    "feed_forward": (True, "feed_forward.down_proj.weight"),
-    "fused": (True, "fuse.weight"),
-    "attention_layers": (2, "further.0.attention.o_proj.weight"),
-}
-
-
 def test_training_goes_on_from_an_adapter_and_may_add_parts_that_change_nothing_at_first(tmp_path):
     (folder,) = train(tiny(), samples(6), config(learning_rate=1e-2), tmp_path / "first")
     lm, saved = tiny(), load_file(folder / WEIGHTS)
@@ -145,13 +150,6 @@ def test_a_random_start_is_the_seeds_and_not_the_targets():
     assert not torch.equal(started(1), started(2))
     assert not torch.equal(started(1), started(1, start=None))
     assert torch.equal(started(1, start=None), started(2, start=None))
-
-
-RUNS = {
-    "stored": ({"use_stored_logits": True}, {}),
-    "medusa": ({}, {"architecture": MedusaHeadsConfig(heads=2, own_head=False)}),
-    "block": ({"muon": True, "vocabulary": 40}, {"architecture": BlockHeadConfig(places=3)}),
-}
 
 
 @pytest.mark.parametrize("kind", RUNS)
@@ -248,10 +246,6 @@ def test_muon_moves_linear_layers_but_for_heads_and_adamw_all_else():
 def test_a_format_that_this_processor_is_slow_in_is_named(dtype, caplog):
     check_format(ModelConfig(name="tiny", path="tiny", device="cpu", dtype=dtype))
     assert ("model.dtype=float32" in caplog.text) == (not torch_multiplies(dtype.torch))
-
-
-MEANS = ["loss", "agreement", "expected_acceptance"]
-RATES = [f"ctar{w}" for w in range(1, 7)] + ["compression_rate"]
 
 
 def trained(lm, **changes):

@@ -25,6 +25,8 @@ from kangaroo.models.target import TargetModel
 slow = pytest.mark.slow
 PROMPTS = random_prompts(5, 61)
 SAMPLINGS = {"greedy": Sampling(), "t1": Sampling(temperature=1.0, seed=3)}
+READ_AS = [("llama", torch.bfloat16, SMALLEST, 66)]
+READ_AS += [pytest.param("qwen2", torch.float16, {}, x, marks=slow) for x in (63, 64, 129, 150)]
 
 
 @cache
@@ -120,10 +122,6 @@ def test_a_pass_over_too_many_tokens_has_the_bits_of_a_row_alone(rows, nodes, mo
     graphs = StrictGraphs() if DEVICE.type == "cpu" else Graphs(DEVICE)
     together = read(slice(rows), graphs)
     assert torch.equal(read(slice(rows - 1, rows), None)[0], together[-1])
-
-
-READ_AS = [("llama", torch.bfloat16, SMALLEST, 66)]
-READ_AS += [pytest.param("qwen2", torch.float16, {}, x, marks=slow) for x in (63, 64, 129, 150)]
 
 
 @pytest.mark.parametrize("name, dtype, options, length", READ_AS)

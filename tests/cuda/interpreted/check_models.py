@@ -45,6 +45,8 @@ FAMILIES = {
 
 NAMES = [x if x.startswith("q") else pytest.param(x, marks=slow) for x in FAMILIES]
 of_families = pytest.mark.parametrize("name", NAMES)
+TREE = [0, 0, 0, 1, 1, 3, 2, 5]  # of each node its parent
+EVERY = [0, 1], [4, 6, 7]  # rows and leaves
 
 
 def model(name: str, dtype: torch.dtype = torch.float32, **options: object) -> TargetModel:
@@ -111,10 +113,6 @@ def test_a_node_sees_its_whole_path_when_it_is_computed_alone():
     keys = cache.keys[0].clone()
     alone = stack_of(lm)(x_BND[:, -1:], cache, meta.narrow(len(parents) - 1, 1), range(1))
     assert torch.equal(alone[:, 0], together[:, -1]) and torch.equal(cache.keys[0], keys)
-
-
-TREE = [0, 0, 0, 1, 1, 3, 2, 5]  # of each node its parent
-EVERY = [0, 1], [4, 6, 7]  # rows and leaves
 
 
 def path_to(node: int) -> list[int]:
