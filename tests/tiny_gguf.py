@@ -50,15 +50,12 @@ def write(path, architecture="llama", kinds=(Kind.Q8_0,), metadata=None, **field
         place = names.get_name(name, (".weight", ".bias"))
         writer.add_tensor(place, gguf.quantize(numbers, kind), raw_dtype=kind)
     if "factor" in config.rope_parameters:
-        factors = _plain_rope(config) / hf.model.rotary_emb.inv_freq
+        places = torch.arange(0, config.head_dim, 2) / config.head_dim
+        plain = config.rope_parameters["rope_theta"] ** -places
+        factors = plain / hf.model.rotary_emb.inv_freq
         writer.add_tensor("rope_freqs.weight", factors.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return hf
-
-
-def _plain_rope(config):
-    places = torch.arange(0, config.head_dim, 2) / config.head_dim
-    return config.rope_parameters["rope_theta"] ** -places

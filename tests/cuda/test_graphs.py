@@ -40,12 +40,6 @@ from kangaroo.training.results import read_metrics
 PROMPTS = random_prompts(5, 30, 9)
 LAUNCHES = {"vanilla": (1, 4), "kangaroo": (1, 4), "kangaroo-stops": (8, 30)}
 LAUNCHES |= {"hybrid-tree": (11, 47), "eagle-tree": (11, 34)}
-
-
-def cache() -> KVCache:
-    return KVCache.empty(1, 8, 1, 4, torch.float32, [torch.device("cpu")])
-
-
 WAITS = {
     "item": lambda x: x * x.sum().item(),
     "mask": lambda x: x[x > 0],
@@ -55,6 +49,10 @@ WAITS = {
     "array": lambda x: x * x.numpy()[0],
     "shared with the host": lambda x: x + torch.from_numpy(np.ones(2, np.float32)),
 }
+
+
+def cache() -> KVCache:
+    return KVCache.empty(1, 8, 1, 4, torch.float32, [torch.device("cpu")])
 
 
 @pytest.mark.parametrize("work", WAITS.values(), ids=WAITS)

@@ -20,6 +20,7 @@ from kangaroo.engine.requests import Request
 
 BIASES = {3: 4.0, 17: -torch.inf, 40: 1.5}
 HOW = [None, (BIASES, False), ({}, True), (BIASES, True)]
+VARIANTS = [pytest.param(x, marks=pytest.mark.slow) for x in DRAFTERS if x not in METHODS]
 
 
 class Matcher:
@@ -87,11 +88,7 @@ def test_the_restricted_target_writes_its_likeliest_allowed_token():
     assert 17 not in text
 
 
-def tier(drafter: str) -> tuple[pytest.MarkDecorator, ...]:
-    return () if drafter in METHODS else (pytest.mark.slow,)
-
-
-@pytest.mark.parametrize("drafter", [pytest.param(x, marks=tier(x)) for x in DRAFTERS])
+@pytest.mark.parametrize("drafter", [*METHODS, *VARIANTS])
 def test_restricted_texts_are_the_same_with_every_drafter(drafter):
     """By graphs a chain alone: they take the longest."""
     turn = list(DRAFTERS).index(drafter)

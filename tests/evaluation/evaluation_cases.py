@@ -21,6 +21,13 @@ SETTINGS["baselines"] = ["vanilla"]
 COST = {"parameters": 10, "training": {"trained_positions": 1200, "epochs": 2}}
 PROVENANCE = {"command": "evaluate.py", "git_revision": "abc", "time": "now"}
 PROVENANCE |= {"versions": {"torch": "2"}, "hardware": {"cpu": "x", "threads": 1, "cuda": None}}
+QUESTIONS = [
+    {"question_id": 81, "category": "writing", "turns": ["Tell me a tale.", "Shorter."]},
+    {"question_id": 90, "category": "math", "turns": ["What is 2 + 2?", "And 3 + 3?"]},
+    {"question_id": 321, "category": "qa", "turns": ["Who wrote it?"]},
+    {"question_id": 322, "category": "qa", "turns": ["When was that?"]},
+    {"question_id": 481, "category": "rag", "turns": ["Here is a text. What does it say?"]},
+]
 
 
 def run(emitted, accepted, drafted, seconds, prefill=1.0, tokens=None, retokenised=None):
@@ -70,15 +77,6 @@ def shown(compared):
     comparison.show(compared, Console(width=80, file=text))
     assert max(map(len, text.getvalue().partition(":")[0].splitlines())) <= 80
     return " ".join(text.getvalue().split())
-
-
-QUESTIONS = [
-    {"question_id": 81, "category": "writing", "turns": ["Tell me a tale.", "Shorter."]},
-    {"question_id": 90, "category": "math", "turns": ["What is 2 + 2?", "And 3 + 3?"]},
-    {"question_id": 321, "category": "qa", "turns": ["Who wrote it?"]},
-    {"question_id": 322, "category": "qa", "turns": ["When was that?"]},
-    {"question_id": 481, "category": "rag", "turns": ["Here is a text. What does it say?"]},
-]
 
 
 def write_questions(file, questions=QUESTIONS):

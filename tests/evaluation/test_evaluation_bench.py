@@ -16,6 +16,13 @@ from kangaroo.utils.errors import ConfigError, CorruptFile, DataError
 USER, SYSTEM = ({"role": role, "content": "Why?"} for role in ("user", "system"))
 GOOD = {"question_id": 1, "category": "qa", "turns": ["Why?"]}
 SPEC_BENCH = ROOT.parent / "shared" / "spec_bench" / "question.jsonl"
+SPEED_BENCH = {  # of its schema, written by us
+    "question_id": ["coding-1", "qa-2", "qa-3"],
+    "category": ["coding", "qa", "qa"],
+    "turns": [["Write f.", "And g?"], ["Why?"], ["FULL BENCHMARK DATA SHOULD BE FETCHED ..."]],
+    "difficulty": [None, "easy", None],
+    "written": [date(2026, 1, 1)] * 3,  # a column of a file's own; JSON has no dates
+}
 
 
 def test_the_demo_is_shipped_and_the_fingerprint_follows_what_is_asked():
@@ -25,15 +32,6 @@ def test_the_demo_is_shipped_and_the_fingerprint_follows_what_is_asked():
     assert {question.task for question in questions} == set(tasks.split())
     assert fingerprint(questions) == fingerprint(load_questions(BenchConfig("demo")))
     assert fingerprint(questions) != fingerprint(questions[1:])
-
-
-SPEED_BENCH = {  # of its schema, written by us
-    "question_id": ["coding-1", "qa-2", "qa-3"],
-    "category": ["coding", "qa", "qa"],
-    "turns": [["Write f.", "And g?"], ["Why?"], ["FULL BENCHMARK DATA SHOULD BE FETCHED ..."]],
-    "difficulty": [None, "easy", None],
-    "written": [date(2026, 1, 1)] * 3,  # a column of a file's own; JSON has no dates
-}
 
 
 def test_speed_benchs_questions_come_from_parquet_files_or_the_hub(tmp_path, monkeypatch, caplog):

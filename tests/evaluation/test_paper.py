@@ -154,13 +154,6 @@ def test_the_questions_of_one_task_are_counted_among_themselves():
         select_questions(config)
 
 
-def page_of(model, here):
-    """The page of results, written anew from those of a model."""
-    page = shutil.copy(ROOT / "docs/results/paper.md", here / "paper.md")
-    typed("evaluate.py", f"results=outputs/paper/{model}", "page=paper.md", cwd=here)
-    return page.read_text()
-
-
 @pytest.mark.slow
 def test_every_experiment_runs_unchanged_for_vicuna(tmp_path):
     """On random weights of its architecture, which has six layers here."""
@@ -186,4 +179,6 @@ def test_every_experiment_runs_unchanged_for_vicuna(tmp_path):
         folder = "adapter_ablation" if name == "parameters" else name
         results = json.loads((here / f"outputs/paper/vicuna-7b/{folder}/{name}.json").read_text())
         assert results["points"] and results["questions"] == 5
-    assert "Not measured yet" not in page_of("vicuna-7b", here)
+    page = shutil.copy(ROOT / "docs/results/paper.md", here / "paper.md")
+    typed("evaluate.py", "results=outputs/paper/vicuna-7b", "page=paper.md", cwd=here)
+    assert "Not measured yet" not in page.read_text()

@@ -16,6 +16,13 @@ from kangaroo.evaluation.study.study import Claim, StudyConfig, read_study, verd
 from kangaroo.utils.errors import ConfigError
 
 DRAWN = {"position", "table1", "temperature", "threshold"}  # the others are like one of these
+SLOW, FAST = (f"kangaroo,steps=6,threshold={x}" for x in (0, 0.6))
+CLAIMS = [
+    Claim("stopping early is faster", more=FAST, less=SLOW, why="It is not."),
+    Claim("and it is not", more=SLOW, less=FAST, why="It is not."),
+]
+PLACES = {"x": "drafter.threshold", "curve": "drafter.steps", "curve_label": "steps"}
+STUDY = StudyConfig("threshold", "Thresholds", **PLACES, claims=CLAIMS)
 
 
 def answered(seconds, accepted=(3, 1), ids=range(8), category="qa"):
@@ -51,15 +58,6 @@ def results(tmp_path):
             finish(folder, answered(1.0 - 0.3 * i + steps / 100), **settings)
     finish(tmp_path / "vanilla", answered(1.0))
     return tmp_path
-
-
-SLOW, FAST = (f"kangaroo,steps=6,threshold={x}" for x in (0, 0.6))
-CLAIMS = [
-    Claim("stopping early is faster", more=FAST, less=SLOW, why="It is not."),
-    Claim("and it is not", more=SLOW, less=FAST, why="It is not."),
-]
-PLACES = {"x": "drafter.threshold", "curve": "drafter.steps", "curve_label": "steps"}
-STUDY = StudyConfig("threshold", "Thresholds", **PLACES, claims=CLAIMS)
 
 
 def test_rows_are_curves_with_the_papers_below_and_the_baseline_is_none(results):

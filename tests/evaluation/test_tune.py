@@ -12,6 +12,15 @@ import kangaroo
 from kangaroo.evaluation.bench import BenchConfig, Question, load_questions
 from kangaroo.evaluation.tune import TuneConfig, split, write_settings
 
+CHAIN = kangaroo.KangarooConfig(adapter="adapters/a", steps=3, threshold=0.4, vocabulary=1024)
+DRAFTERS = [
+    CHAIN,
+    kangaroo.HybridConfig(adapter="adapters/a", steps=8, min_gain_per_step=1.25, nodes=7),
+    kangaroo.PromptLookupConfig(num_pred_tokens=8),
+    kangaroo.KangarooTreeConfig(adapter="adapters/a", steps=4, threshold=0.2, top_k=3, nodes=16),
+    kangaroo.CascadeConfig(first=kangaroo.PromptLookupConfig(num_pred_tokens=3), second=CHAIN),
+]
+
 
 def test_no_question_is_for_tuning_and_for_reporting():
     tuning, reporting = split(load_questions(BenchConfig()), TuneConfig("out"))
@@ -22,16 +31,6 @@ def test_no_question_is_for_tuning_and_for_reporting():
     bench = [Question(i, "qa", ["?"]) for i in range(5)]
     with pytest.raises(kangaroo.ConfigError, match="no more than the 5 questions"):
         split(bench, TuneConfig("out", tuning_questions=3, reporting_questions=3))
-
-
-CHAIN = kangaroo.KangarooConfig(adapter="adapters/a", steps=3, threshold=0.4, vocabulary=1024)
-DRAFTERS = [
-    CHAIN,
-    kangaroo.HybridConfig(adapter="adapters/a", steps=8, min_gain_per_step=1.25, nodes=7),
-    kangaroo.PromptLookupConfig(num_pred_tokens=8),
-    kangaroo.KangarooTreeConfig(adapter="adapters/a", steps=4, threshold=0.2, top_k=3, nodes=16),
-    kangaroo.CascadeConfig(first=kangaroo.PromptLookupConfig(num_pred_tokens=3), second=CHAIN),
-]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda drafter: drafter.name)

@@ -26,6 +26,13 @@ TRAINED = {KangarooConfig: adapter_for, EagleConfig: eagle_for, Eagle3Config: ea
 TRAINED[MedusaConfig] = lambda lm: MedusaHeads(lm, MedusaHeadsConfig())
 OTHERS = [{"num_hidden_layers": 5}, {"num_key_value_heads": 4}, {"architecture": "mistral"}]
 OTHERS += [{"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}]
+BROKEN = [
+    *((name, None, AdapterNotFound, name) for name in (WEIGHTS, CONFIG)),
+    *((WEIGHTS, length, CorruptFile, "") for length in (0, -1)),
+    *((CONFIG, text, CorruptFile, "") for text in (b"{", b"[1]", b"\xff\xfe\x00")),
+    (CONFIG, b'{"target": "x", "surprise": 1}', CorruptFile, ""),
+    (CONFIG, b'{"architecture": {"kind": "os"}}', CorruptFile, "its kind is os, not one of ada"),
+]
 
 
 @pytest.fixture
@@ -117,15 +124,6 @@ def test_heads_and_adapters_are_not_taken_for_each_other(config, lm, tmp_path):
             other(adapter=folder).build(lm)
     if config is not MedusaConfig:  # whose guesses were not counted
         assert type(config(adapter=folder).build(lm).adapter) is type(adapter)
-
-
-BROKEN = [
-    *((name, None, AdapterNotFound, name) for name in (WEIGHTS, CONFIG)),
-    *((WEIGHTS, length, CorruptFile, "") for length in (0, -1)),
-    *((CONFIG, text, CorruptFile, "") for text in (b"{", b"[1]", b"\xff\xfe\x00")),
-    (CONFIG, b'{"target": "x", "surprise": 1}', CorruptFile, ""),
-    (CONFIG, b'{"architecture": {"kind": "os"}}', CorruptFile, "its kind is os, not one of ada"),
-]
 
 
 @pytest.mark.parametrize("name", ["attention_window", "vocabulary_beside_texts"])

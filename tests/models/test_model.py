@@ -35,6 +35,14 @@ LONG = random_prompts(60)
 TOLERANCE = 5e-5
 
 MODELS = FAMILIES | {f"rope-{n}": lambda r=r: tiny(rope_parameters=r) for n, r in ROPES.items()}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+BOTH_WAYS = {"use_bidirectional_attention": True, "num_hidden_layers": 6}
+REFUSED = [
+    (GemmaConfig(name_or_path="google/a"), r"google/a' is a gemma model.*llama, mistral, qwen2"),
+    (Gemma3Config(name_or_path="google/b"), r"'google/b' is a gemma3 model; .*gemma3_text model"),
+    (Gemma3TextConfig(**BOTH_WAYS), r"use_bidirectional_attention.*a model that writes"),
+    (LlamaConfig(rope_parameters=DYNAMIC, name_or_path="c/d"), "'c/d' uses 'dynamic' RoPE"),
+]
 
 
 @torch.no_grad()
@@ -97,16 +105,6 @@ def test_texts_are_the_same_by_the_gpus_paths(monkeypatch):
         for rows in (1, 2):
             done = Engine(lm, drafter, prefill_chunk=16).generate(prompts, 16, batch_size=rows)
             assert [p + g.tokens for p, g in zip(prompts, done, strict=True)] == expected
-
-
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-BOTH_WAYS = {"use_bidirectional_attention": True, "num_hidden_layers": 6}
-REFUSED = [
-    (GemmaConfig(name_or_path="google/a"), r"google/a' is a gemma model.*llama, mistral, qwen2"),
-    (Gemma3Config(name_or_path="google/b"), r"'google/b' is a gemma3 model; .*gemma3_text model"),
-    (Gemma3TextConfig(**BOTH_WAYS), r"use_bidirectional_attention.*a model that writes"),
-    (LlamaConfig(rope_parameters=DYNAMIC, name_or_path="c/d"), "'c/d' uses 'dynamic' RoPE"),
-]
 
 
 @pytest.mark.parametrize("config, message", REFUSED)

@@ -22,6 +22,15 @@ from kangaroo.utils.errors import ConfigError, CorruptFile, ModelNotFound, Unsup
 
 ANSWERED = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hello."}]
 CHAT = [*ANSWERED, {"role": "user", "content": "2+2?"}]
+# of the hub's safetensors files, in parameters
+PUBLISHED = {
+    "lmsys/vicuna-7b-v1.3": 6_738_415_616,
+    "lmsys/vicuna-33b-v1.3": 32_528_943_616,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+}
 
 
 def config(path, **changes) -> ModelConfig:
@@ -298,17 +307,6 @@ def test_embedded_model_knows_its_tokens_and_answers(smollm2):
     output = model.generate(**prompt, max_new_tokens=16, do_sample=False)
     answer = output[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
-
-
-# of the hub's safetensors files, in parameters
-PUBLISHED = {
-    "lmsys/vicuna-7b-v1.3": 6_738_415_616,
-    "lmsys/vicuna-33b-v1.3": 32_528_943_616,
-    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
-    "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
-    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
-    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
-}
 
 
 @pytest.mark.parametrize("path", PUBLISHED)

@@ -61,6 +61,15 @@ REFUSED = {
     "evaluate.py drafter.treshold=0.5": "ConfigError: there is no option 'drafter.treshold'.",
 }
 TORCHRUN = sorted({" ".join(words) for page in PAGES for words in shown(page)})
+# For options that a message takes from elsewhere, where not any word is one.
+STAND_INS = {"drafter": "kangaroo", "adapter": "medusa", "experiment": "paper/table1"}
+STAND_INS |= {"model": "tiny"}
+CALLS = [
+    pytest.param(node, id=f"{name}:{node.lineno}")
+    for name, tree in TREES.items()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "command_line"
+]
 
 
 def stand_ins(line: str) -> str:
@@ -305,17 +314,6 @@ def test_a_command_for_one_process_refuses_more(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["it.py", f"hydra.run.dir={tmp_path}"])
     with pytest.raises(SystemExit, match=r"it\.py runs in one process, and torchrun started 2"):
         cli.convert_import()
-
-
-# For options that a message takes from elsewhere, where not any word is one.
-STAND_INS = {"drafter": "kangaroo", "adapter": "medusa", "experiment": "paper/table1"}
-STAND_INS |= {"model": "tiny"}
-CALLS = [
-    pytest.param(node, id=f"{name}:{node.lineno}")
-    for name, tree in TREES.items()
-    for node in ast.walk(tree)
-    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "command_line"
-]
 
 
 @pytest.mark.parametrize("call", CALLS)

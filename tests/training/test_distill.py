@@ -28,6 +28,14 @@ from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import ALONE
 
+READING_DEEP = [  # beside adapters of exits, and how many of the four layers then run
+    ([], EXIT),
+    ([recipe(name="mine", fused=True)], 3),
+    ([recipe(name="mine", architecture=eagle_head.EagleHeadConfig())], 4),
+    ([recipe(name="mine", architecture=eagle3_head.Eagle3HeadConfig())], EXIT),
+    ([recipe(name="mine", architecture=medusa_heads.MedusaHeadsConfig(heads=2))], 4),
+]
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1000, 70])
@@ -95,15 +103,6 @@ def test_what_is_not_known_is_not_learnt():
     tokens = collate([begun | {"teacher": records}], 100, lm.device, stored=True)
     assert tokens.learnt_BT[0].tolist() == [True, False, False, True, True, False]
     assert torch.equal(tokens.stored[0], topk_logits.tensors(records[1:])[0])
-
-
-READING_DEEP = [  # beside adapters of exits, and how many of the four layers then run
-    ([], EXIT),
-    ([recipe(name="mine", fused=True)], 3),
-    ([recipe(name="mine", architecture=eagle_head.EagleHeadConfig())], 4),
-    ([recipe(name="mine", architecture=eagle3_head.Eagle3HeadConfig())], EXIT),
-    ([recipe(name="mine", architecture=medusa_heads.MedusaHeadsConfig(heads=2))], 4),
-]
 
 
 @pytest.mark.parametrize(

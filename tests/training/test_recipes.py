@@ -37,6 +37,14 @@ from kangaroo.utils.ranks import Ranks
 OWN = {"smollm2-135m", "tiny"}
 GGUF = {"qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"}
 PAPER = {"vicuna-7b": 2, "vicuna-13b": 3, "llama-2-13b-chat": 3}  # exit layers that it names
+GB, A100 = 10**9, "NVIDIA A100-SXM4-80GB"
+MODEL = ModelConfig(name="tiny", path=TINY, dtype=Dtype.float32, device="cpu")
+RECIPES = [
+    recipe_of(name="attention", exit_layers=[2, 3]),
+    recipe_of(name="own_head", exit_layers=[2], own_head=True),
+    recipe_of(name="mlp", exit_layers=[2], attention=False, feed_forward=True),
+    recipe_of(name="fused", exit_layers=[2], feed_forward=True, fused=True, draft_steps=3),
+]
 
 
 def composed(*overrides):
@@ -122,16 +130,6 @@ def test_every_experiment_trains_a_few_steps_on_a_tiny_model(option, tmp_path):
             folder = f"{recipe.name}-exit{layer}"
             assert math.isfinite(last[f"train/{folder}/loss"])
             assert read_config(tmp_path / "out" / folder).architecture == recipe.architecture
-
-
-GB, A100 = 10**9, "NVIDIA A100-SXM4-80GB"
-MODEL = ModelConfig(name="tiny", path=TINY, dtype=Dtype.float32, device="cpu")
-RECIPES = [
-    recipe_of(name="attention", exit_layers=[2, 3]),
-    recipe_of(name="own_head", exit_layers=[2], own_head=True),
-    recipe_of(name="mlp", exit_layers=[2], attention=False, feed_forward=True),
-    recipe_of(name="fused", exit_layers=[2], feed_forward=True, fused=True, draft_steps=3),
-]
 
 
 def test_memory_of_weights_moments_and_sums_is_that_of_the_backend():

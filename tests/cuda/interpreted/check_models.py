@@ -47,6 +47,14 @@ NAMES = [x if x.startswith("q") else pytest.param(x, marks=slow) for x in FAMILI
 of_families = pytest.mark.parametrize("name", NAMES)
 TREE = [0, 0, 0, 1, 1, 3, 2, 5]  # of each node its parent
 EVERY = [0, 1], [4, 6, 7]  # rows and leaves
+# Name, options, format, starts, and the rows and leaves that are decoded alone.
+BITS = [
+    ("llama", SMALLEST, torch.bfloat16, [3, 62], [1], [6]),
+    ("llama", {"head_dim": 64, "num_attention_heads": 8}, torch.bfloat16, [128, 129], *EVERY),
+    ("qwen3", {"head_dim": 32}, torch.float16, [63, 64], *EVERY),
+    ("qwen2", {"head_dim": 80}, torch.float32, [120, 127], *EVERY),
+    ("mistral", {"num_attention_heads": 8}, torch.float16, [125, 190], *EVERY),
+]
 
 
 def model(name: str, dtype: torch.dtype = torch.float32, **options: object) -> TargetModel:
@@ -117,16 +125,6 @@ def test_a_node_sees_its_whole_path_when_it_is_computed_alone():
 
 def path_to(node: int) -> list[int]:
     return [node] if node == 0 else [*path_to(TREE[node]), node]
-
-
-# Name, options, format, starts, and the rows and leaves that are decoded alone.
-BITS = [
-    ("llama", SMALLEST, torch.bfloat16, [3, 62], [1], [6]),
-    ("llama", {"head_dim": 64, "num_attention_heads": 8}, torch.bfloat16, [128, 129], *EVERY),
-    ("qwen3", {"head_dim": 32}, torch.float16, [63, 64], *EVERY),
-    ("qwen2", {"head_dim": 80}, torch.float32, [120, 127], *EVERY),
-    ("mistral", {"num_attention_heads": 8}, torch.float16, [125, 190], *EVERY),
-]
 
 
 @pytest.mark.parametrize("case", [BITS[0], *(pytest.param(x, marks=slow) for x in BITS[1:])])
