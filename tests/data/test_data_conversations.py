@@ -5,9 +5,8 @@ import json
 import re
 from collections import Counter
 
-import data_cases
 import pytest
-from data_cases import NO_FILTERS
+from data_cases import NO_FILTERS, brief
 from datasets import Dataset
 
 from kangaroo.data import reading, store
@@ -22,7 +21,7 @@ from kangaroo.models.prompts import masked_ids, prompt_ids
 from kangaroo.training.batches import check_trainable
 from kangaroo.utils.errors import DataError, KangarooError, PromptError
 
-target = pytest.fixture(scope="module")(data_cases.brief)
+target = pytest.fixture(scope="module")(brief)
 QUESTIONS = ["Why is the sky blue?", "How are bridges built?", "Who was Ada Lovelace?"]
 QUESTIONS += ["What does a compiler do?", "Name a dish with lentils."]
 BEYOND = r"a token outside the model's vocabulary of 259: 259 \('\[PAD\]'\)"
