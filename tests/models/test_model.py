@@ -30,7 +30,6 @@ ROPES = {
     "yarn": {"rope_type": "yarn", "original_max_position_embeddings": 32} | FACTOR,
 }
 
-LONG = random_prompts(60)
 # float32, four layers: what regrouping sums leaves of logits of size 10
 TOLERANCE = 5e-5
 
