@@ -258,18 +258,16 @@ def test_any_two_drafters_make_a_cascade():
     assert sweep.subdir == "cascade,first=rest,second=medusa"
 
 
-@pytest.mark.parametrize(
-    "command, there", [("evaluate", []), ("tune", ["hybrid", "prompt_lookup"])]
-)
-def test_further_drafters_stand_beside_the_first(command, there):
+@pytest.mark.parametrize("command, own", [("evaluate", []), ("tune", ["hybrid", "prompt_lookup"])])
+def test_further_drafters_stand_beside_the_first(command, own):
     added = ["+drafter@more.mine=kangaroo", "more.mine.steps=3", "+drafter@more.both=cascade"]
     config = composed(command, *added)
     mine, both = OmegaConf.to_object(config.more)["mine"], config.more.both
     assert isinstance(mine, KangarooConfig) and mine.steps == 3
-    assert mine.adapter == "adapters/smollm2-135m" and list(config.more) == [*there, "mine", "both"]
+    assert mine.adapter == "adapters/smollm2-135m" and list(config.more) == [*own, "mine", "both"]
     assert both.first.num_pred_tokens == 5 and both.second.adapter == "adapters/smollm2-135m"
-    for name in there[:1]:
-        assert list(composed(command, f"~drafter@more.{name}").more) == there[1:]
+    for name in own[:1]:
+        assert list(composed(command, f"~drafter@more.{name}").more) == own[1:]
 
 
 def test_a_sweeps_folder_is_named_by_all_but_the_drafter_and_its_jobs_by_that():

@@ -74,9 +74,7 @@ MISTYPED = [
 
 
 @pytest.mark.parametrize("command, option, message", MISTYPED)
-def test_a_mistyped_option_or_group_is_answered_with_the_nearest(
-    command, option, message, monkeypatch, tmp_path
-):
+def test_a_mistyped_name_finds_the_nearest(command, option, message, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", [command, option, f"hydra.run.dir={tmp_path}"])
     GlobalHydra.instance().clear()
     with pytest.raises(SystemExit) as refused:

@@ -213,9 +213,7 @@ def spilled(made) -> int:
     [(90, 1), pytest.param(90, 520, marks=slow)]
     + [pytest.param(x, y, marks=slow) for x in CARDS if x != 90 for y in (1, 520)],
 )
-def test_weights_come_before_the_wait_and_products_overlap_with_loads(
-    monkeypatch, capability, tokens
-):
+def test_weights_come_before_the_wait_and_products_overlap_loads(monkeypatch, capability, tokens):
     """The lines of the first steps are asked for while the kernel before still runs; nothing that
     it writes is read yet. While a step is multiplied, the loads of two more are under way. And
     nothing is spilled."""

@@ -168,9 +168,7 @@ def test_what_is_left_out_is_counted_by_what_was_wrong(target, tmp_path, caplog)
         config(tmp_path, path, skip_bad=True, **options).make(*target)
 
 
-def test_a_token_beyond_the_vocabulary_is_named_with_its_record_or_left_out(
-    target, tmp_path, caplog
-):
+def test_a_token_beyond_the_vocabulary_is_named_by_its_record_or_left_out(target, tmp_path, caplog):
     lm, tokenizer = target[0], byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["[PAD]"]})
     asked, answered = chat("What is [PAD]?", "So."), chat("What is it?", "It is [PAD].")

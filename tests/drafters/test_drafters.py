@@ -24,7 +24,7 @@ from kangaroo.engine.requests import Request
 from kangaroo.engine.tree import Draft
 
 HEADS = {"eagle": eagle_for, "eagle3": eagle3_for}  # with EAGLE-2's tree
-OPTIONS = [
+SIZES = [
     LookaheadConfig(window=4, ngram=4, guesses=3),
     LookaheadConfig(window=3, ngram=3, guesses=2),  # the pool overflows
     LookaheadConfig(window=1, ngram=5, guesses=1),
@@ -168,9 +168,7 @@ class Reference:
         self.levels = [*self.levels[1:], new]
 
 
-@pytest.mark.parametrize(
-    "options, sampling", in_turn(OPTIONS, GREEDY_OR_NOT), indirect=["sampling"]
-)
+@pytest.mark.parametrize("options, sampling", in_turn(SIZES, GREEDY_OR_NOT), indirect=["sampling"])
 def test_drafts_are_those_of_the_algorithm_in_lists(case, monkeypatch, options, sampling):
     monkeypatch.setattr(lookahead, "POOL_SIZE", 7 if options.window == 3 else 64)
     drafter = Lookahead(options)

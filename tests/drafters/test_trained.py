@@ -232,9 +232,7 @@ def test_training_saves_heads_that_decode_as_told(written, tmp_path):
     ],
     ids=["eagle", "eagle3"],
 )
-def test_training_saves_a_head_that_decodes(
-    written, tmp_path, kind, architecture, config, steps, vocabulary
-):
+def test_a_trained_head_decodes(written, tmp_path, kind, architecture, config, steps, vocabulary):
     lm, texts = written
     name = config().name
     recipe = AdapterRecipe(name, architecture, draft_steps=steps, learning_rate=1e-2)

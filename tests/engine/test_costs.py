@@ -40,9 +40,7 @@ def test_costs_lie_on_lines_and_half_of_what_was_hidden_is_expected_to_show():
 
 
 @pytest.mark.parametrize("device, expected", [("cuda", 1.06), ("cpu", 1.21)])
-def test_a_gpu_is_used_alone_so_that_what_it_took_is_what_a_pass_costs(
-    monkeypatch, device, expected
-):
+def test_a_gpu_is_used_alone_so_what_it_took_is_what_a_pass_costs(monkeypatch, device, expected):
     """By the times of 7B on an H100, where memory hides nearly all arithmetic of 16 tokens."""
     seconds = 1.0, 1.02, 1.02, 1.02, 1.04, 1.06, 1.15, 1.6, 3.14
     passes = {width: [time] for width, time in zip(costs.WIDTHS, seconds, strict=True)}

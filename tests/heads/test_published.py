@@ -80,16 +80,14 @@ def medusa_state(heads: int = 3, size: int = SIZE, vocabulary: int = VOCABULARY)
     return drawn(shapes)
 
 
-def checkpoint(
-    folder: Path, state: object, file: str = published.WEIGHTS, **changes: object
-) -> str:
+def checkpoint(folder: Path, state: object, file: str = published.WEIGHTS, **more: object) -> str:
     """As their authors publish it; the config is that of a Llama with one layer."""
     folder.mkdir(exist_ok=True)
     (save_file if file.endswith("safetensors") else torch.save)(state, folder / file)
     config = {"model_type": "llama", "hidden_size": SIZE, "num_attention_heads": HEADS}
     config |= {"num_key_value_heads": 2, "vocab_size": VOCABULARY, "rms_norm_eps": EPS}
     config |= {"num_hidden_layers": 1, "intermediate_size": 64, "rope_theta": BASE}
-    fields = {name: x for name, x in (config | changes).items() if x is not None}
+    fields = {name: x for name, x in (config | more).items() if x is not None}
     (folder / published.CONFIG).write_text(json.dumps(fields))
     return str(folder)
 
