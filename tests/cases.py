@@ -52,6 +52,33 @@ NEW_TOKENS, CHUNK = 12, 16
 PROMPTS = helpers.random_prompts(5, 40, 1, 17)
 LONGER = helpers.random_prompts(5, 55, 1, 120)
 EVEN_K = torch.arange(0, VOCABULARY, 2)  # a draft vocabulary
+SCRIPTED = {"oracle", "adversary", "sometimes", "tree", "tree-shared", "tree-from-exit"}
+
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "sampled": Sampling(temperature=0.8, seed=3),
+    "top-p": Sampling(temperature=1.2, top_p=0.8, seed=4),
+    "top-k": Sampling(temperature=1.5, top_k=5, top_p=0.95, seed=5),
+}
+
+GREEDY_OR_NOT = [("greedy",), ("sampled",)]
+MIXED = "mixed"  # each text by another of these
+
+HOW = [*SAMPLINGS, MIXED]
+BATCHES = {"alone": 1, "ragged": len(PROMPTS), "admitted": 2}  # rows at a time
+
+FAMILIES: dict[str, Callable[[], TargetModel]] = {
+    name: partial(tiny, architecture, **fields)
+    for name, (architecture, fields) in helpers.ARCHITECTURES.items()
+} | {
+    "llama-compiled": lambda: tiny("llama").compile_for_decoding(),
+    "qwen2-compiled": lambda: tiny("qwen2").compile_for_decoding(),
+    "llama-graphs": lambda: helpers.graphed(tiny("llama")),
+    "qwen3-compiled": lambda: tiny("qwen3", head_dim=40).compile_for_decoding(),
+}
+
+
+lm_of = cache(lambda family: FAMILIES[family]())
 
 
 @dataclass
@@ -269,42 +296,11 @@ def with_each(*values: object) -> list[Any]:
     return in_turn(KINDS, [(value,) for value in values])
 
 
-SCRIPTED = {"oracle", "adversary", "sometimes", "tree", "tree-shared", "tree-from-exit"}
-
-SAMPLINGS = {
-    "greedy": Sampling(),
-    "sampled": Sampling(temperature=0.8, seed=3),
-    "top-p": Sampling(temperature=1.2, top_p=0.8, seed=4),
-    "top-k": Sampling(temperature=1.5, top_k=5, top_p=0.95, seed=5),
-}
-
-GREEDY_OR_NOT = [("greedy",), ("sampled",)]
-MIXED = "mixed"  # each text by another of these
-
-HOW = [*SAMPLINGS, MIXED]
-
-
 def samplings(name: str) -> list[Sampling]:
     """Of each prompt, with its seed."""
     kinds = SAMPLINGS.values() if name == MIXED else [SAMPLINGS[name]]
     turns = itertools.islice(itertools.cycle(kinds), len(PROMPTS))
     return [replace(how, seed=how.seed + i) for i, how in enumerate(turns)]
-
-
-BATCHES = {"alone": 1, "ragged": len(PROMPTS), "admitted": 2}  # rows at a time
-
-FAMILIES: dict[str, Callable[[], TargetModel]] = {
-    name: partial(tiny, architecture, **fields)
-    for name, (architecture, fields) in helpers.ARCHITECTURES.items()
-} | {
-    "llama-compiled": lambda: tiny("llama").compile_for_decoding(),
-    "qwen2-compiled": lambda: tiny("qwen2").compile_for_decoding(),
-    "llama-graphs": lambda: helpers.graphed(tiny("llama")),
-    "qwen3-compiled": lambda: tiny("qwen3", head_dim=40).compile_for_decoding(),
-}
-
-
-lm_of = cache(lambda family: FAMILIES[family]())
 
 
 def case_for(lm: TargetModel, sampling: str) -> Case:

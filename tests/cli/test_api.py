@@ -28,6 +28,16 @@ SAMPLED = {"temperature": 0.8, "top_k": 20, "seed": 3}
 MINE, NOBODYS = (ModelConfig(name, name) for name in ("mine", "nobodys"))
 LOOKUP = {"drafter": "prompt_lookup", "max_matching_ngram_size": 2}
 CASCADE = {"drafter": "cascade", "first": VanillaConfig(), "second": "lookahead"}
+REFUSED = [
+    ("smollm", {}, "no model 'smollm'.*smollm2-135m, tiny"),
+    (None, {"drafter": "vanilla"}, "model=None must be a name, a folder, a hub id or a Model"),
+    ("tiny", {"treshold": 0.5}, "'treshold'.*threshold"),
+    ("tiny", {"adapter": 3}, "adapter=3 is a int; it takes <class 'str'>"),
+    ("tiny", {"drafter": VanillaConfig(), "adapter": "x", "steps": 2}, "adapter, steps: set this"),
+    ("tiny", {"drafter": KangarooConfig()}, "KangarooConfig needs adapter=.*drafter='kangaroo' t"),
+    ("tiny", {"adapter": ADAPTER, "threshold": "Auto"}, "threshold='Auto' must be .*, or auto"),
+    ("tiny", {"drafter": "hybird"}, "no drafter 'hybird'. Pass one of: block, cascade, .*hybrid"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -226,18 +236,6 @@ def test_a_chat_template_can_be_chosen():
     other = kangaroo.load("tiny", drafter="vanilla", chat_template="vicuna")
     assert "USER:" in other.tokenizer.chat_template
     assert usual.generate("Why?", 24) != other.generate("Why?", 24)
-
-
-REFUSED = [
-    ("smollm", {}, "no model 'smollm'.*smollm2-135m, tiny"),
-    (None, {"drafter": "vanilla"}, "model=None must be a name, a folder, a hub id or a Model"),
-    ("tiny", {"treshold": 0.5}, "'treshold'.*threshold"),
-    ("tiny", {"adapter": 3}, "adapter=3 is a int; it takes <class 'str'>"),
-    ("tiny", {"drafter": VanillaConfig(), "adapter": "x", "steps": 2}, "adapter, steps: set this"),
-    ("tiny", {"drafter": KangarooConfig()}, "KangarooConfig needs adapter=.*drafter='kangaroo' t"),
-    ("tiny", {"adapter": ADAPTER, "threshold": "Auto"}, "threshold='Auto' must be .*, or auto"),
-    ("tiny", {"drafter": "hybird"}, "no drafter 'hybird'. Pass one of: block, cascade, .*hybrid"),
-]
 
 
 @pytest.mark.parametrize("name, settings, message", REFUSED)

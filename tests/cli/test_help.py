@@ -13,6 +13,17 @@ from omegaconf import OmegaConf
 from kangaroo.cli import commands, help
 
 PARTS = {"model", "drafter", "data", "adapter", "trainer", "logger"}  # groups, whose type is Any
+MISTYPED = [
+    ("evaluate", "drafter.treshold=0", "no option 'drafter.treshold'. Did you mean 'drafter.thre"),
+    ("evaluate", "threshold=0.5", "no option 'threshold'. Did you mean 'drafter.threshold'?"),
+    ("evaluate", "seeed=1", "Did you mean 'sampling.seed' or 'seed'?"),
+    ("evaluate", "experimnt=debug", "no option 'experimnt'. Did you mean 'experiment'?"),
+    ("evaluate", "drafter=hybird", "is no drafter=hybird. Did you mean 'hybrid'? There are bl"),
+    ("evaluate", "experiment=paper/tabel1", "no experiment=paper/tabel1. Did you mean 'table1'?"),
+    ("evaluate", "variants.steps=[1]", "+variants.steps= adds it."),
+    ("train", "trainer.epochs=x", "override trainer.epochs=x: Value 'x' of type 'str' could not"),
+    ("evaluate", "xyzzyx=1", "there is no option 'xyzzyx'. --help lists them all."),
+]
 
 
 def kinds(node):
@@ -58,19 +69,6 @@ def test_help_tells_ranges_choices_and_the_chosen_part(monkeypatch, capsys):
         "drafter=kangaroo block, cascade, clasp",
     ):
         assert words in shown
-
-
-MISTYPED = [
-    ("evaluate", "drafter.treshold=0", "no option 'drafter.treshold'. Did you mean 'drafter.thre"),
-    ("evaluate", "threshold=0.5", "no option 'threshold'. Did you mean 'drafter.threshold'?"),
-    ("evaluate", "seeed=1", "Did you mean 'sampling.seed' or 'seed'?"),
-    ("evaluate", "experimnt=debug", "no option 'experimnt'. Did you mean 'experiment'?"),
-    ("evaluate", "drafter=hybird", "is no drafter=hybird. Did you mean 'hybrid'? There are bl"),
-    ("evaluate", "experiment=paper/tabel1", "no experiment=paper/tabel1. Did you mean 'table1'?"),
-    ("evaluate", "variants.steps=[1]", "+variants.steps= adds it."),
-    ("train", "trainer.epochs=x", "override trainer.epochs=x: Value 'x' of type 'str' could not"),
-    ("evaluate", "xyzzyx=1", "there is no option 'xyzzyx'. --help lists them all."),
-]
 
 
 @pytest.mark.parametrize("command, option, message", MISTYPED)

@@ -31,6 +31,20 @@ SIZE = len(LOGITS_V)
 
 SAMPLINGS = [Sampling(temperature) for temperature in (1.0, 0.6, 2.0)]
 SAMPLINGS += [Sampling(1.0, top_p=0.7), Sampling(1.3, top_k=4), Sampling(1.3, 0.8, top_k=6)]
+# Settings at their ends, and whether they leave but the likeliest token.
+LARGEST = sys.float_info.max
+EXTREMES = [
+    *((Sampling(temperature), True) for temperature in (5e-324, 1e-45, 1e-38, 1e-30, 1e-8)),
+    (Sampling(1e-6), False),
+    *((Sampling(1e-38, top_p=top_p), True) for top_p in (1e-45, 1 - 1e-16)),
+    *((Sampling(1.0, top_p=top_p), True) for top_p in (5e-324, 1e-46, 1e-45, 1e-9)),
+    *((Sampling(LARGEST, top_p=top_p), True) for top_p in (5e-324, 1e-45)),
+    *((Sampling(1.0, top_p), False) for top_p in (1 - 1e-16, 1 - 1e-7)),
+    *((Sampling(hot, top_k=1), True) for hot in (1e-8, 1.0, 1e10, LARGEST)),
+    *((Sampling(1.5, top_k=top_k), False) for top_k in (SIZE, SIZE + 1, 256, 257, 2**31 - 1)),
+    *((Sampling(hot), False) for hot in (1e10, 1e38, 1e39, LARGEST)),
+    (Sampling(LARGEST, 1 - 1e-16, 2**31 - 1), False),
+]
 
 
 def over_positions(sampling: Sampling, seed: int = 0) -> Tensor:
@@ -126,22 +140,6 @@ def test_the_tokens_that_top_p_keeps_depend_on_a_row_alone_however_sums_are_made
         (top_p,) = how.columns[1].flatten().tolist()
         kept = [sampler.warp(torch.zeros(rows, 2, size), how).isfinite().sum(-1) for rows in (1, 5)]
         assert all((x == math.ceil(size * top_p)).all() for x in kept), (count, kept)
-
-
-# Settings at their ends, and whether they leave but the likeliest token.
-LARGEST = sys.float_info.max
-EXTREMES = [
-    *((Sampling(temperature), True) for temperature in (5e-324, 1e-45, 1e-38, 1e-30, 1e-8)),
-    (Sampling(1e-6), False),
-    *((Sampling(1e-38, top_p=top_p), True) for top_p in (1e-45, 1 - 1e-16)),
-    *((Sampling(1.0, top_p=top_p), True) for top_p in (5e-324, 1e-46, 1e-45, 1e-9)),
-    *((Sampling(LARGEST, top_p=top_p), True) for top_p in (5e-324, 1e-45)),
-    *((Sampling(1.0, top_p), False) for top_p in (1 - 1e-16, 1 - 1e-7)),
-    *((Sampling(hot, top_k=1), True) for hot in (1e-8, 1.0, 1e10, LARGEST)),
-    *((Sampling(1.5, top_k=top_k), False) for top_k in (SIZE, SIZE + 1, 256, 257, 2**31 - 1)),
-    *((Sampling(hot), False) for hot in (1e10, 1e38, 1e39, LARGEST)),
-    (Sampling(LARGEST, 1 - 1e-16, 2**31 - 1), False),
-]
 
 
 @pytest.mark.parametrize("sampling, likeliest", EXTREMES, ids=str)

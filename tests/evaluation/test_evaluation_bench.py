@@ -23,6 +23,20 @@ SPEED_BENCH = {  # of its schema, written by us
     "difficulty": [None, "easy", None],
     "written": [date(2026, 1, 1)] * 3,  # a column of a file's own; JSON has no dates
 }
+# A row of some of each named bench's columns, written by us, with its category and its turns.
+NAMED = {
+    "gsm8k": ({"question": "1 + 1?", "answer": "#### 2"}, "gsm8k", ["1 + 1?"]),
+    "math500": ({"problem": "$x^2 = 4$", "subject": "Algebra"}, "Algebra", ["$x^2 = 4$"]),
+    "humaneval": ({"task_id": "T/0", "prompt": "def one():\n"}, "humaneval", ["def one():\n"]),
+    "mbpp": ({"task_id": 11, "text": "Write f.", "test_list": []}, "mbpp", ["Write f."]),
+    "livecodebench": ({"question_content": "Sum.", "difficulty": "easy"}, "easy", ["Sum."]),
+    "mt_bench": ({"prompt": ["A?", "B?"], "category": "writing"}, "writing", ["A?", "B?"]),
+    "alpaca": ({"instruction": "Sort.", "input": "b, a"}, "alpaca", ["Sort.\n\nb, a"]),
+    "arena_hard": ({"category": "hard_prompt", "prompt": "Why?"}, "hard_prompt", ["Why?"]),
+    "cnn_dailymail": ({"article": "A dog."}, "cnn_dailymail", ["Summarize: A dog."]),
+    "speculator_benchmarks": ({"prompt": "Why?"}, "HumanEval", ["Why?"]),
+}
+BENCHES = yaml.safe_load((ROOT / "configs/groups/bench.yaml").read_text())
 
 
 def test_the_demo_is_shipped_and_the_fingerprint_follows_what_is_asked():
@@ -62,22 +76,6 @@ def test_speed_benchs_questions_come_from_parquet_files_or_the_hub(tmp_path, mon
     assert len(load_questions(BenchConfig("speed_bench", path=str(tmp_path), subset="8k"))) == 1
     with pytest.raises(DataError, match=r"has no folder or \.jsonl file '4k', only 8k\. Pass"):
         load_questions(BenchConfig("speed_bench", path=str(tmp_path), subset="4k+8k"))
-
-
-# A row of some of each named bench's columns, written by us, with its category and its turns.
-NAMED = {
-    "gsm8k": ({"question": "1 + 1?", "answer": "#### 2"}, "gsm8k", ["1 + 1?"]),
-    "math500": ({"problem": "$x^2 = 4$", "subject": "Algebra"}, "Algebra", ["$x^2 = 4$"]),
-    "humaneval": ({"task_id": "T/0", "prompt": "def one():\n"}, "humaneval", ["def one():\n"]),
-    "mbpp": ({"task_id": 11, "text": "Write f.", "test_list": []}, "mbpp", ["Write f."]),
-    "livecodebench": ({"question_content": "Sum.", "difficulty": "easy"}, "easy", ["Sum."]),
-    "mt_bench": ({"prompt": ["A?", "B?"], "category": "writing"}, "writing", ["A?", "B?"]),
-    "alpaca": ({"instruction": "Sort.", "input": "b, a"}, "alpaca", ["Sort.\n\nb, a"]),
-    "arena_hard": ({"category": "hard_prompt", "prompt": "Why?"}, "hard_prompt", ["Why?"]),
-    "cnn_dailymail": ({"article": "A dog."}, "cnn_dailymail", ["Summarize: A dog."]),
-    "speculator_benchmarks": ({"prompt": "Why?"}, "HumanEval", ["Why?"]),
-}
-BENCHES = yaml.safe_load((ROOT / "configs/groups/bench.yaml").read_text())
 
 
 def named(name, **changes):

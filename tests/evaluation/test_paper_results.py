@@ -23,6 +23,16 @@ CLAIMS = [
 ]
 PLACES = {"x": "drafter.threshold", "curve": "drafter.steps", "curve_label": "steps"}
 STUDY = StudyConfig("threshold", "Thresholds", **PLACES, claims=CLAIMS)
+PAGE = """Written by hand.
+<!-- summary -->
+<!-- end -->
+<!-- study: threshold -->
+old
+<!-- end -->
+Between.
+<!-- study: tree -->
+<!-- end -->
+"""
 
 
 def answered(seconds, accepted=(3, 1), ids=range(8), category="qa"):
@@ -173,18 +183,6 @@ def test_every_study_has_a_table_and_a_plot_of_all_that_it_measures(name, tmp_pa
     assert f"]({name}.png)" in (tmp_path / f"{name}.md").read_text()
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert " | here | " in (tmp_path / f"{name}.md").read_text() or "| here |" in report.body(study)
-
-
-PAGE = """Written by hand.
-<!-- summary -->
-<!-- end -->
-<!-- study: threshold -->
-old
-<!-- end -->
-Between.
-<!-- study: tree -->
-<!-- end -->
-"""
 
 
 def test_the_page_keeps_its_own_words_and_gets_what_was_measured(results, tmp_path):

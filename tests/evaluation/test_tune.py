@@ -20,6 +20,16 @@ DRAFTERS = [
     kangaroo.KangarooTreeConfig(adapter="adapters/a", steps=4, threshold=0.2, top_k=3, nodes=16),
     kangaroo.CascadeConfig(first=kangaroo.PromptLookupConfig(num_pred_tokens=3), second=CHAIN),
 ]
+COMMAND = """
+    scripts/tune.py model=tiny bench.path=questions.jsonl tuning_questions=3 reporting_questions=2
+    max_new_tokens=8 search.kangaroo.threshold=[0.0,0.6] search.kangaroo.steps=[2]
+    search.hybrid.min_gain_per_step=[1.5] search.hybrid.nodes=[5] ~drafter@more.prompt_lookup
+    +drafter@more.deep=kangaroo more.deep.adapter=adapters/tiny-deep
+"""
+USE = """
+    evaluate.py --config-dir=outputs/tune/tiny drafter=tuned model=tiny bench.path=questions.jsonl
+    question_end=1 max_new_tokens=6 warmup=0 baselines=[vanilla] output=used
+"""
 
 
 def test_no_question_is_for_tuning_and_for_reporting():
@@ -38,18 +48,6 @@ def test_evaluate_takes_the_settings_of_the_best(drafter, tmp_path):
     write_settings(drafter, tmp_path, "python evaluate.py")
     options = ["drafter=tuned", "output=out", f"hydra.searchpath=[file://{tmp_path}]"]
     assert OmegaConf.to_object(of_command("evaluate", options)).drafter == drafter
-
-
-COMMAND = """
-    scripts/tune.py model=tiny bench.path=questions.jsonl tuning_questions=3 reporting_questions=2
-    max_new_tokens=8 search.kangaroo.threshold=[0.0,0.6] search.kangaroo.steps=[2]
-    search.hybrid.min_gain_per_step=[1.5] search.hybrid.nodes=[5] ~drafter@more.prompt_lookup
-    +drafter@more.deep=kangaroo more.deep.adapter=adapters/tiny-deep
-"""
-USE = """
-    evaluate.py --config-dir=outputs/tune/tiny drafter=tuned model=tiny bench.path=questions.jsonl
-    question_end=1 max_new_tokens=6 warmup=0 baselines=[vanilla] output=used
-"""
 
 
 def test_the_command_tunes_and_evaluate_takes_what_it_wrote(tmp_path):

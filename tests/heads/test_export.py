@@ -40,6 +40,17 @@ LAYERS = [
 ]
 FEW_K = torch.tensor([3, 5, 7])
 PARTS = [({},), ({"attention_layers": 3, "feed_forward": True},)]
+KINDS = {
+    "fused": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(fused=True)),
+    "medusa_heads": lambda lm: MedusaHeads(lm, MedusaHeadsConfig(heads=2)),
+    "eagle_head": eagle_for,
+    "eagle3_head": eagle3_for,
+}
+OURS = {  # which are models, but not of the plugin's
+    "2 attention layers": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(attention_layers=2)),
+    "mlp": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(attention=False, feed_forward=True)),
+    "on embeddings": lambda lm: adapter_for(lm, 0),
+}
 
 
 def target(folder, family="llama", **overrides):
@@ -88,19 +99,6 @@ def test_the_pages_example_of_an_assistant_runs(tmp_path, monkeypatch):
     exec(compile(code, "serving.md", "exec"), names)
     alone = names["target"].generate(**names["inputs"], max_new_tokens=64)
     assert torch.equal(names["output"], alone)
-
-
-KINDS = {
-    "fused": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(fused=True)),
-    "medusa_heads": lambda lm: MedusaHeads(lm, MedusaHeadsConfig(heads=2)),
-    "eagle_head": eagle_for,
-    "eagle3_head": eagle3_for,
-}
-OURS = {  # which are models, but not of the plugin's
-    "2 attention layers": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(attention_layers=2)),
-    "mlp": lambda lm: adapter_for(lm, EXIT, AdapterHeadConfig(attention=False, feed_forward=True)),
-    "on embeddings": lambda lm: adapter_for(lm, 0),
-}
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *OURS])

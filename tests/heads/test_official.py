@@ -29,6 +29,19 @@ OTHER_TARGETS = [
     {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     *({"attention_bias": True}, {"head_dim": 16}, {"architecture": "mistral"}),
 ]
+NORM = "layers.0.input_layernorm.weight"
+MISFIT = r" Pass model= .* not tiny/llama"
+# Other tensors, another config, and what is said. No shape shows the last three.
+REFUSED = {
+    "a head": ({"lm_head.weight": torch.ones(64, 32)}, {}, r"lm_head\.weight has no .*" + MISFIT),
+    "whole numbers": ({"norm.weight": torch.ones(32, dtype=torch.int8)}, {}, "floating point"),
+    "one missing": ({NORM: None}, {}, r"lacks .*input_layernorm\.weight\." + MISFIT),
+    "not finite": ({NORM: torch.full((32,), torch.nan)}, {}, r"input_norm\.weight .* not finite"),
+    "a shape": ({NORM: torch.ones(40)}, {}, r"norm\.weight is \[40\], not \[32\]\." + MISFIT),
+    "other heads": ({}, {"num_attention_heads": 8}, "heads=8; tiny/llama has 4.*model="),
+    "another epsilon": ({}, {"rms_norm_eps": 1e-5}, "eps=1e-05; tiny/llama has 1e-06.*model="),
+    "more tokens": ({}, {"vocab_size": 65}, "vocab_size=65; tiny/llama has 64.*model="),
+}
 
 
 def read(source: str, lm: TargetModel, exit_layer: int) -> tuple[Trainable, dict[str, str]]:
@@ -153,21 +166,6 @@ def test_a_file_of_something_else_is_refused(lm, tmp_path, held):
     reason = "Weights only" if "print" in str(held) else "something other than a state dict"
     with pytest.raises(CorruptFile, match=f"{published.WEIGHTS}.* {reason}"):
         read(checkpoint(tmp_path, held, config_of(lm)), lm, EXIT)
-
-
-NORM = "layers.0.input_layernorm.weight"
-MISFIT = r" Pass model= .* not tiny/llama"
-# Other tensors, another config, and what is said. No shape shows the last three.
-REFUSED = {
-    "a head": ({"lm_head.weight": torch.ones(64, 32)}, {}, r"lm_head\.weight has no .*" + MISFIT),
-    "whole numbers": ({"norm.weight": torch.ones(32, dtype=torch.int8)}, {}, "floating point"),
-    "one missing": ({NORM: None}, {}, r"lacks .*input_layernorm\.weight\." + MISFIT),
-    "not finite": ({NORM: torch.full((32,), torch.nan)}, {}, r"input_norm\.weight .* not finite"),
-    "a shape": ({NORM: torch.ones(40)}, {}, r"norm\.weight is \[40\], not \[32\]\." + MISFIT),
-    "other heads": ({}, {"num_attention_heads": 8}, "heads=8; tiny/llama has 4.*model="),
-    "another epsilon": ({}, {"rms_norm_eps": 1e-5}, "eps=1e-05; tiny/llama has 1e-06.*model="),
-    "more tokens": ({}, {"vocab_size": 65}, "vocab_size=65; tiny/llama has 64.*model="),
-}
 
 
 @pytest.mark.parametrize("what", REFUSED)

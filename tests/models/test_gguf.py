@@ -49,6 +49,17 @@ STRINGS = [
     "x" * 50 + " " * 20 + "\n" * 5 + "½²\u200b\u00a0\u3000",
 ]
 KINDS = [((Kind.F32,),), ((Kind.Q4_1, Kind.Q5_0, Kind.F16),), ((Kind.Q8_0,),)]
+DAMAGED = [
+    (lambda x: x[: len(x) // 2], CorruptFile, "not whole: it has .* bytes"),
+    (lambda x: x[:200], CorruptFile, "its header ends too early"),
+    (lambda x: b"version https://git-lfs" + x, CorruptFile, "no GGUF file: it begins with"),
+    (lambda x: x[:4] + x[4:8][::-1] + x[8:], UnsupportedModel, "other byte order"),
+    (lambda x: x[:4] + b"\x01\0\0\0" + x[8:], UnsupportedModel, "GGUF version 1"),
+    (lambda x: b"", ModelNotFound, "cannot be read"),
+    (lambda x: x.replace(b"attn_norm", b"attn_morn"), CorruptFile, "the weight 'blk.0.attn_n"),
+    (lambda x: x.replace(b"llama", b"lamma"), UnsupportedModel, "is a lamma model"),
+    (lambda x: x.replace(b"block_count", b"block_const"), CorruptFile, "lacks 'llama.block_count'"),
+]
 
 
 @pytest.mark.parametrize("family, kinds", in_turn(FAMILIES, KINDS), ids=str)
@@ -100,19 +111,6 @@ def test_a_target_from_a_file_writes_the_same_with_any_drafter(tmp_path, weights
     models = [kangaroo.load(config, drafter=x) for x in ("vanilla", "hybrid", draft_model)]
     texts = [model.generate(["abcabcabc", "x"], max_new_tokens=24) for model in models]
     assert texts[0] and texts[0] == texts[1] == texts[2]
-
-
-DAMAGED = [
-    (lambda x: x[: len(x) // 2], CorruptFile, "not whole: it has .* bytes"),
-    (lambda x: x[:200], CorruptFile, "its header ends too early"),
-    (lambda x: b"version https://git-lfs" + x, CorruptFile, "no GGUF file: it begins with"),
-    (lambda x: x[:4] + x[4:8][::-1] + x[8:], UnsupportedModel, "other byte order"),
-    (lambda x: x[:4] + b"\x01\0\0\0" + x[8:], UnsupportedModel, "GGUF version 1"),
-    (lambda x: b"", ModelNotFound, "cannot be read"),
-    (lambda x: x.replace(b"attn_norm", b"attn_morn"), CorruptFile, "the weight 'blk.0.attn_n"),
-    (lambda x: x.replace(b"llama", b"lamma"), UnsupportedModel, "is a lamma model"),
-    (lambda x: x.replace(b"block_count", b"block_const"), CorruptFile, "lacks 'llama.block_count'"),
-]
 
 
 @pytest.mark.parametrize("damage, error, message", DAMAGED)

@@ -31,6 +31,17 @@ PUBLISHED = {
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
 }
+SCALED = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+GPTQ, PACKED = {"quant_method": "gptq", "bits": 4}, {"quant_method": "compressed-tensors"}
+CHANGES = [
+    ({"vocab_size": 300}, CorruptFile, r"lm_head\.weight' .* \[259, 64\], .* \[300, 64\]"),
+    ({"vocab_size": 200}, CorruptFile, "may not belong together"),
+    ({"intermediate_size": 96}, CorruptFile, r"\[64, 128\].*\[64, 96\].*18 weights"),
+    ({"rope_parameters": SCALED | {"partial_rotary_factor": 0.5}}, UnsupportedModel, "or=0.5 with"),
+    ({"model_type": "no-such-kind"}, UnsupportedModel, "no-such-kind"),
+    ({"quantization_config": GPTQ}, errors.MissingPackage, r"\(gptq\).*gptqmodel and .*=int8"),
+    ({"quantization_config": PACKED}, errors.MissingPackage, r"\(compressed-tensors\).*=int8"),
+]
 
 
 def config(path, **changes) -> ModelConfig:
@@ -122,19 +133,6 @@ def test_a_file_that_a_folder_lacks_is_named(folder):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelNotFound, match=f"{folder.name}' has no tokenizer that can be read"):
         load(config(folder))
-
-
-SCALED = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-GPTQ, PACKED = {"quant_method": "gptq", "bits": 4}, {"quant_method": "compressed-tensors"}
-CHANGES = [
-    ({"vocab_size": 300}, CorruptFile, r"lm_head\.weight' .* \[259, 64\], .* \[300, 64\]"),
-    ({"vocab_size": 200}, CorruptFile, "may not belong together"),
-    ({"intermediate_size": 96}, CorruptFile, r"\[64, 128\].*\[64, 96\].*18 weights"),
-    ({"rope_parameters": SCALED | {"partial_rotary_factor": 0.5}}, UnsupportedModel, "or=0.5 with"),
-    ({"model_type": "no-such-kind"}, UnsupportedModel, "no-such-kind"),
-    ({"quantization_config": GPTQ}, errors.MissingPackage, r"\(gptq\).*gptqmodel and .*=int8"),
-    ({"quantization_config": PACKED}, errors.MissingPackage, r"\(compressed-tensors\).*=int8"),
-]
 
 
 @pytest.mark.parametrize("change, error, message", CHANGES, ids=lambda value: str(value)[:50])

@@ -70,6 +70,17 @@ CALLS = [
     for node in ast.walk(tree)
     if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "command_line"
 ]
+PAGE = ROOT / "docs/your-own-model.md"
+# What is appended to each command, so that it takes seconds.
+SMALLER = {
+    "scripts/prepare.py": "held=4",
+    "evaluate.py": "max_new_tokens=6 warmup=1",
+    "train.py": f"{BRIEF} {FILES} trainer.vocabulary=64",
+    "scripts/tune.py": TUNED,
+    # one asks at a terminal, the other never ends
+    "scripts/chat.py": "--cfg job",
+    "scripts/serve.py": "--cfg job",
+}
 
 
 def stand_ins(line: str) -> str:
@@ -344,19 +355,6 @@ def test_a_folder_of_any_name_arrives_as_it_is():
         word = shlex.split(folders.command_line("evaluate", drafter__adapter=name))[-1]
         assert parser.parse_override(word).value() == name
     assert of_command("evaluate", [word]).drafter.adapter == name
-
-
-PAGE = ROOT / "docs/your-own-model.md"
-# What is appended to each command, so that it takes seconds.
-SMALLER = {
-    "scripts/prepare.py": "held=4",
-    "evaluate.py": "max_new_tokens=6 warmup=1",
-    "train.py": f"{BRIEF} {FILES} trainer.vocabulary=64",
-    "scripts/tune.py": TUNED,
-    # one asks at a terminal, the other never ends
-    "scripts/chat.py": "--cfg job",
-    "scripts/serve.py": "--cfg job",
-}
 
 
 @pytest.mark.slow

@@ -23,6 +23,19 @@ from kangaroo.models.layer_weights import layer_weights
 WIDTHS = [1, 3, 16, 64, 128, 256, 520]
 FORMATS = [torch.bfloat16, *(pytest.param(x, marks=slow) for x in check_models.DTYPES[:2])]
 INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU has a card of its own")
+# By which attention is divided into pieces, into one program, and into a high one.
+CARDS = [Card(processors, 227 << 10, rows) for processors, rows in ((10**6, 16), (0, 16), (0, 64))]
+ATTENDED = [("llama", torch.float32, SMALLEST)] + [  # rounding would hide much
+    pytest.param(name, dtype, {"num_hidden_layers": 1} | options, marks=slow)
+    for name, dtype, options in (
+        ("llama", torch.bfloat16, SMALLEST),
+        ("llama", torch.float16, {"head_dim": 64, "num_attention_heads": 8}),
+        ("qwen2", torch.float32, {"head_dim": 80}),
+        ("qwen3", torch.bfloat16, {"head_dim": 128}),
+        ("llama-biased", torch.float16, {"head_dim": 96}),
+        ("llama-widest", torch.bfloat16, {}),
+    )
+]
 
 
 @pytest.fixture
@@ -68,21 +81,6 @@ def test_a_products_bits_do_not_depend_on_the_width(name, dtype, on_card):
     assert all(torch.equal(run(tokens), widest[:tokens]) for tokens in narrower)
     if name == "linear" and dtype != torch.float32:
         assert tiles == {1, PARTS, 64, 128}
-
-
-# By which attention is divided into pieces, into one program, and into a high one.
-CARDS = [Card(processors, 227 << 10, rows) for processors, rows in ((10**6, 16), (0, 16), (0, 64))]
-ATTENDED = [("llama", torch.float32, SMALLEST)] + [  # rounding would hide much
-    pytest.param(name, dtype, {"num_hidden_layers": 1} | options, marks=slow)
-    for name, dtype, options in (
-        ("llama", torch.bfloat16, SMALLEST),
-        ("llama", torch.float16, {"head_dim": 64, "num_attention_heads": 8}),
-        ("qwen2", torch.float32, {"head_dim": 80}),
-        ("qwen3", torch.bfloat16, {"head_dim": 128}),
-        ("llama-biased", torch.float16, {"head_dim": 96}),
-        ("llama-widest", torch.bfloat16, {}),
-    )
-]
 
 
 @INTERPRETED
