@@ -193,7 +193,6 @@ def cheap(drafter: Any) -> Any:
     return drafter
 
 
-OF_TEXT = HybridConfig(nodes=7, recycle=True)
 # A new drafter adds its line here.
 DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "vanilla": lambda case: Vanilla(),
@@ -234,9 +233,8 @@ DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "hybrid-tree-text-vocabulary": lambda case: hybrid(case, 7, 0.001, head=of_text(case)),
     "hybrid-tree-stops": lambda case: hybrid(case, 15, 0.08),
     "hybrid-tree-fused": lambda case: hybrid(fused(case), 5, 0),
-    "hybrid-tree-of-all": lambda case: hybrid(case, 9, 0.01, recycle=True),
     "hybrid-tree-on-embeddings": lambda case: hybrid(on_embeddings(case), 9, 0.01),
-    "text-hybrid": lambda case: with_costs(TextHybrid(OF_TEXT), costs_of(7, 0.01)),
+    "text-hybrid": lambda case: with_costs(TextHybrid(HybridConfig(nodes=7)), costs_of(7, 0.01)),
     "medusa": lambda case: medusa(case.lm, [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
     "medusa-chain": lambda case: medusa(case.lm, [(0,), (0, 0), (0, 0, 0)], own_head=False),
     "block": lambda case: block(case, 4, 0),

@@ -3,7 +3,6 @@
 It runs between two passes of a model, so it uses plain lists and floats: 0.1 ms a round.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,31 +24,13 @@ Choices = list[tuple[int, float]]
 Places = list[tuple["TokenSource", int]]  # where a node is in each source that continues after it
 
 
-class TokenSource(ABC):
-    """Predicts the token after each place of a draft. `shift` is added to the log-odds of its best
-    choices. A text begins with the class's value, which was fitted on held-out conversations of
+class TokenSource:
+    """A chain of tokens, perhaps with alternatives, of which each has log-odds that it is right if
+    the tokens before it are. A place is the number of tokens before it. `shift` is added to all
+    log-odds. A text begins with the class's value, which was fitted on held-out conversations of
     SmolLM2-135M; right and wrong predictions then move it."""
 
     shift: float
-    last_resort = False  # used only at nodes for which no other source has a prediction
-    start = 0  # the place of the root
-
-    @abstractmethod
-    def choices(self, place: int) -> Choices:
-        """The candidates after a place, the best first."""
-
-    @abstractmethod
-    def next_place(self, place: int, token: int) -> int | None:
-        """The place after `token`, which follows `place`; None if the source ends there."""
-
-    def chance(self, log_odds: float) -> float:
-        """The probability for log-odds without the shift."""
-        return 1 / (1 + exp(-self.shift - log_odds))
-
-
-class ChainSource(TokenSource):
-    """A chain of tokens, perhaps with alternatives; a place is the number of tokens before it.
-    `log_odds` are those that a token is right if the ones before it are."""
 
     def __init__(self) -> None:
         self.set_tokens([])
@@ -61,15 +42,18 @@ class ChainSource(TokenSource):
         self.alternatives: list[Choices] = [[] for _ in tokens]
 
     def choices(self, place: int) -> Choices:
+        """The candidates after a place, the best first."""
         if place == len(self.tokens):
             return []
-        return [(self.tokens[place], self.chance(self.log_odds[place])), *self.alternatives[place]]
+        chance = 1 / (1 + exp(-self.shift - self.log_odds[place]))
+        return [(self.tokens[place], chance), *self.alternatives[place]]
 
     def next_place(self, place: int, token: int) -> int | None:
+        """The place after `token`, which follows `place`; None if the source ends there."""
         return place + 1 if self.tokens[place : place + 1] == [token] else None
 
 
-class Lookup(ChainSource):
+class Lookup(TokenSource):
     """The tokens that followed where the end of the text occurred before."""
 
     shift = -0.74
@@ -79,7 +63,7 @@ class Lookup(ChainSource):
         self.set_tokens(tokens, [1.24 * log(length + depth) for depth in range(len(tokens))])
 
 
-class DraftedChain(ChainSource):
+class DraftedChain(TokenSource):
     """The chain that a model drafts; `confidence` is the last token's probability, at first 1."""
 
     shift = 0.5  # an adapter is right more often than its confidence says
@@ -102,39 +86,21 @@ class DraftedChain(ChainSource):
         self.alternatives.append(alternatives)
 
 
-class Recycled(TokenSource):
-    """The token that was likeliest after each token's last occurrence, from a matrix that others
-    update; a place is the token before it."""
-
-    shift = -0.6
-    last_resort = True  # a lookup knows as much, and a chain more
-
-    def __init__(self, matrix: dict[int, list[int]]):
-        self.matrix = matrix
-
-    def choices(self, place: int) -> Choices:
-        return [(token, self.chance(0.0)) for token in self.matrix.get(place, ())[:1]]
-
-    def next_place(self, place: int, token: int) -> int | None:
-        return token
-
-
 @dataclass
 class Sources:
     """The sources for a row's text; `length` is the text's length when they were last updated."""
 
     lookup: Lookup
     chain: DraftedChain
-    recycled: Recycled | None = None
     length: int = 0
 
     def __post_init__(self) -> None:
-        self.all: list[TokenSource] = [x for x in (self.lookup, self.chain, self.recycled) if x]
+        self.all: list[TokenSource] = [self.lookup, self.chain]
 
     @property
     def places(self) -> Places:
         """The place of the root in each source."""
-        return [(source, source.start) for source in self.all]
+        return [(source, 0) for source in self.all]
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Shift each source, by whether it predicted the tokens that were written instead."""
@@ -148,11 +114,8 @@ class Sources:
 
 def predictions_at(places: Places) -> list[tuple[TokenSource, Choices]]:
     """The sources that have candidates for a node, each with these."""
-    predictions: list[tuple[TokenSource, Choices]] = []
-    for source, place in places:
-        if not (predictions and source.last_resort) and (choices := source.choices(place)):
-            predictions.append((source, choices))
-    return predictions
+    predictions = [(source, source.choices(place)) for source, place in places]
+    return [(source, choices) for source, choices in predictions if choices]
 
 
 def places_after(places: Places, token: int) -> Places:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from kangaroo.drafters import expected_gain
 from kangaroo.drafters.base import Drafter, EarlyExitConfig, RowStates, TreesFromText
-from kangaroo.drafters.expected_gain import Costs, DraftedChain, Lookup, Recycled, Sources
+from kangaroo.drafters.expected_gain import Costs, DraftedChain, Lookup, Sources
 from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.suffix import SuffixAutomaton
-from kangaroo.drafters.token_recycling import recycle, successors_in
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.sampling import BatchSampling
@@ -40,14 +39,11 @@ class HybridConfig(EarlyExitConfig):
         threshold: as in Kangaroo; with `auto` and 0 only the expected gain ends the chain.
         nodes: the most nodes of the verified tree, without the pending token.
         min_gain_per_step: tokens that work in a round must gain per vanilla step that it takes.
-        recycle: at nodes for which other sources have no candidates, take the token that was
-            likeliest after the last token before, as in Token Recycling (arXiv 2408.08696).
     """
 
     name: str = "hybrid"
     nodes: DraftSize = 15
     min_gain_per_step: Positive = 1.25
-    recycle: bool = False
 
     @property
     def trained(self) -> str | None:
@@ -76,8 +72,7 @@ class FromSources(Drafter):
     def begin(self, batch: Batch) -> None:
         super().begin(batch)
         self.automata = RowStates(lambda row, text: SuffixAutomaton())
-        self.rows = RowStates(self._start_text)
-        batch.likeliest = max(batch.likeliest, int(self.options.recycle))
+        self.rows = RowStates(lambda row, text: Sources(Lookup(), DraftedChain(), len(text)))
 
     def update_costs(
         self, budget: Budget, rows: int, shared_states: bool, share: float = 1.0
@@ -92,10 +87,6 @@ class FromSources(Drafter):
             states=share * self.shallow_cost if shared_states else 0.0,
         )
 
-    def _start_text(self, row: int, text: list[int]) -> Sources:
-        recycled = Recycled(successors_in(text, 1)) if self.options.recycle else None
-        return Sources(Lookup(), DraftedChain(), recycled, len(text))
-
     def update_sources(self, batch: Batch, row: int) -> Sources:
         """A row's sources for a new round; they have learned from the last one, without a chain."""
         text = batch.texts[row]
@@ -107,9 +98,6 @@ class FromSources(Drafter):
         continuation = automaton.continuation(self.nodes, batch.ends[row])
         sources.lookup.set_match(automaton.length, continuation)
         sources.chain.set_tokens([])
-        if sources.recycled is not None:
-            sources.recycled.start = text[-1]
-            recycle(sources.recycled.matrix, batch, row)
         return sources
 
 

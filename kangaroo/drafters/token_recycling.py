@@ -44,7 +44,8 @@ class TokenRecycling(TreesFromText):
         text = batch.texts[row]
         successors = self.matrices.get(row, text)
         min_chances = batch.budget.min_node_chances(len(batch.active), self.max_nodes)
-        recycle(successors, batch, row)
+        successors.update(batch.verified[row])  # what was verified since the last call
+        batch.verified[row].clear()
         tokens = [text[-1]]
         parents = []
         numbers: dict[tuple[int, ...], int] = {(): 0}
@@ -70,12 +71,6 @@ def successors_in(text: list[int], top_k: int) -> Successors:
         others = [other for other in matrix.get(token, ()) if other != following]
         matrix[token] = [following, *others[: top_k - 1]]
     return matrix
-
-
-def recycle(matrix: Successors, batch: Batch, row: int) -> None:
-    """Update the matrix with what was verified since the last call."""
-    matrix.update(batch.verified[row])
-    batch.verified[row].clear()
 
 
 @cache

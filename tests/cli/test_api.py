@@ -197,7 +197,7 @@ def test_a_hybrid_without_an_adapter_drafts_from_the_text_and_says_so_once(
     model, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.chdir(tmp_path)
-    config = drafter_config("hybrid", NOBODYS, {"recycle": True})
+    config = drafter_config("hybrid", NOBODYS, {})
     texts = [kangaroo.load("tiny", drafter=config).generate(QUESTIONS, 40) for _ in range(2)]
     assert texts == [model.generate(QUESTIONS, 40)] * 2
     assert config.settings()["adapter"] == "adapters/nobodys-fused" and not config.made_by()

@@ -9,7 +9,7 @@ from cases import NEW_TOKENS, PROMPTS, Case, accepted, choices_without_cache, ro
 from helpers import adapter_for, admit_text, check_drafts, longest_earlier_match, paths_of, tiny
 
 from kangaroo.drafters import expected_gain
-from kangaroo.drafters.expected_gain import Costs, DraftedChain, Lookup, Recycled, Sources
+from kangaroo.drafters.expected_gain import Costs, DraftedChain, Lookup, Sources
 from kangaroo.drafters.hybrid import Hybrid, HybridConfig
 from kangaroo.drafters.suffix import SuffixAutomaton
 from kangaroo.drafters.token_recycling import TokenRecycling
@@ -79,7 +79,7 @@ def shifts(sources: Sources) -> list[float]:
 
 @pytest.mark.parametrize(
     "build",
-    [lambda x: cases.hybrid(x, NODES, 0.02, recycle=True), lambda _: TokenRecycling(6)],
+    [lambda x: cases.hybrid(x, NODES, 0.02), lambda _: TokenRecycling(6)],
     ids=["hybrid", "token recycling"],
 )
 def test_the_same_text_takes_the_same_rounds_alone_and_in_a_batch(case, sampling, build):
@@ -109,8 +109,6 @@ def random_sources(rng: random.Random) -> Sources:
     if rng.random() < 0.5:
         return sources
     (store := Lookup()).set_match(rng.randrange(1, 20), matches[1])
-    (recycled := Recycled(MATRIX)).start = rng.randrange(4)
-    sources = Sources(sources.lookup, sources.chain, recycled)
     sources.all.insert(1, store)
     return sources
 
@@ -171,16 +169,6 @@ def test_nothing_that_a_source_says_is_lost_and_chances_are_a_distribution():
             assert 0 <= gain <= of_paths.get(path, 1.0) + 1e-9
 
 
-def test_recycled_tokens_are_candidates_where_others_are_silent():
-    (recycled := Recycled({7: [3], 5: [8], 6: [2]})).start = 7
-    sources = Sources(Lookup(), DraftedChain(), recycled)
-    assert paths(*expected_gain.best_tree(CHEAP, sources, 5)) == [(3,)]
-    sources.lookup.set_match(9, [5])
-    sources.chain.add([(6, 0.4), (1, 0.2)])
-    expected = [(5,), (5, 8), (6,), (6, 2), (1,)]
-    assert sorted(paths(*expected_gain.best_tree(CHEAP, sources, 9))) == sorted(expected)
-
-
 def test_a_text_teaches_how_far_to_trust_each_source_and_only_what_it_shows():
     sources = sources_of(2, [5, 6, 7], [(5, 0.6)], [(9, 0.6)])
     sources.learn([5])
@@ -194,11 +182,6 @@ def test_a_text_teaches_how_far_to_trust_each_source_and_only_what_it_shows():
     for _ in range(99):
         sources.learn([8])
     assert all(source.choices(0)[0][1] < 0.1 for source in sources.all)
-    (recycled := Recycled({7: [3], 3: [4]})).start = 7
-    sources = Sources(Lookup(), DraftedChain(), recycled)
-    sources.lookup.set_match(1, [3])
-    sources.learn([3, 4, 4])
-    assert recycled.shift > Recycled.shift, "it was right where it alone spoke"
 
 
 @pytest.mark.parametrize(
