@@ -117,7 +117,6 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
 def _track(
     results: list[dict[str, Any]], config: schema.EvaluateCommand, tracker: NoTracker
 ) -> None:
-    """Give a finished run's results to the tracker."""
     overall = {r["drafter"]: r["overall"] for r in results}
     folder = Path(config.output)
     numbers = scalars(results[0]["overall"] if len(results) == 1 else flatten(overall))
@@ -129,7 +128,6 @@ def _track(
 
 
 def _compare(config: schema.EvaluateCommand, folder: Path) -> None:
-    """Print and write the study, or the comparison, of all results in a folder."""
     if config.study is not None:
         study = read_study(config.study, folder)
         if study is not None:

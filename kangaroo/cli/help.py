@@ -92,7 +92,6 @@ def _nearest(word: str, names: list[str]) -> str:
 
 
 def _options(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    """The entries of a config's options, and then of its sections'."""
     kind: Any = OmegaConf.get_type(config)
     about = meanings(kind)
     hints = get_type_hints(kind, include_extras=True)

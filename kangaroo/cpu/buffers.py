@@ -89,7 +89,6 @@ class DraftBuffers:
         self._verify = call("verify")
 
     def _target(self, lm: TargetModel, cache: KVCache) -> structs.Target:
-        """The model on its cache, for native code."""
         self.rope = lm.rope_table(cache.n_slots)  # kept while native code uses it
         head = lm.fast_head
         table = matrix_of(lm.hf.model.embed_tokens)

@@ -125,7 +125,6 @@ class LayerDrafting(Drafting):
         return struct
 
     def head(self) -> structs.Head:
-        """The drafter's head with its draft vocabulary."""
         return self.int8.head.as_struct() if self.int8 else head_struct(self.drafter.head)
 
     def catch_up(self, buffers: DraftBuffers, batch: Batch) -> None:
@@ -230,7 +229,6 @@ class DraftModelDrafting(Drafting):
             buffers.add(row, tokens)
 
     def _buffers(self) -> DraftBuffers:
-        """Buffers for the draft model, which drafts from the states of its last layer."""
         drafter = self.drafter
         lm = drafter.lm
         assert isinstance(lm.fast_head, native.Head)

@@ -66,7 +66,6 @@ class Int8Head:
         self.steps_RD, self.scale_R = rounded(weight_RD)
 
     def as_struct(self) -> structs.Head:
-        """The head for native code, with its draft vocabulary."""
         head = self.head
         new = slice(self.n_fixed, head.size)
         if new.start < new.stop:

@@ -97,7 +97,6 @@ class Stack:
         self.chunk = WIDE_CHUNK if wide else PROMPT_CHUNK
 
     def read(self, layers: Sequence[LayerWeights[Weight]]) -> None:
-        """Read these layers from now on."""
         self.layers = layers
         self.table = layer_table(layers)
         matrices = [vars(layer)[name] for layer in layers for name in MATRICES]
@@ -282,7 +281,6 @@ class Fusing:
         self.call = function(library, "fuse", norms[0].dtype)
 
     def as_struct(self) -> structs.Fusing:
-        """The weights for native code."""
         return structs.Fusing(*map(pointer, self.norms), weight=pointer(self.weight))
 
     def __call__(self, f_BND: Tensor, deep_BND: Tensor) -> Tensor:

@@ -317,26 +317,21 @@ class Head:
         self.sizes = sizes
 
     def read(self, weight_OD: Tensor) -> None:
-        """See `backend.Head`."""
         self.weight_OD = weight_OD
 
     def takes(self, x_MD: Tensor) -> bool:
-        """See `backend.Head`."""
         return not torch.is_grad_enabled()
 
     def __call__(self, x_MD: Tensor, norm: Tensor | None = None) -> Tensor:
-        """See `backend.Head`."""
         _, x_MD = add_and_norm(x_MD.contiguous(), None, norm, self.sizes.eps)
         return product(x_MD, self.weight_OD)[0]
 
     def likeliest(self, x_MD: Tensor, norm: Tensor) -> Tensor:
-        """See `backend.Head`."""
         return self.choose(x_MD[None], norm)[0][0]
 
     def choose(
         self, x_RTD: Tensor, norm: Tensor | None = None, ids_O: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `backend.Head`."""
         _, x_ND = add_and_norm(flat(x_RTD), None, norm, self.sizes.eps)
         tokens = len(x_ND)
         outputs = len(self.weight_OD)

@@ -122,7 +122,6 @@ class ConversationsConfig(WrittenConfig, Source):
     def _write(
         self, number: int, conversations: Sequence[list[Message]], writer: DialogueWriter
     ) -> list[Dialogue]:
-        """Let the target write the answers of one shard."""
         dialogues, temperature = self.begin_shard(number, len(conversations))
         turns_left = {d.seed: iter(c) for d, c in zip(dialogues, conversations, strict=True)}
 

@@ -60,7 +60,6 @@ class EarlyExit(EarlyStopping):
         self.prompts: dict[int, tuple[Tensor, int]] = {}
 
     def begin(self, batch: Batch) -> None:
-        """Make the layer's cache, unless the last one fits, and clear the windows."""
         self.prompts.clear()
         if batch.budget.vanilla_seconds is not None and (self.needs_costs or batch.size > 1):
             self.draft_cost = self._measured_cost(batch.budget.vanilla_seconds())
@@ -76,7 +75,6 @@ class EarlyExit(EarlyStopping):
         self.shallow_BWD = self.deep_BSD.new_zeros(size, self.window, hidden)
 
     def _measured_cost(self, vanilla_seconds: float) -> float:
-        """The cost of a draft token, in vanilla steps of this time."""
         return self.draft_seconds / self.tokens_of_pass / vanilla_seconds
 
     @cached_property

@@ -135,7 +135,6 @@ class Hybrid(FromSources, Kangaroo):
         return Draft.listed(batch.last(1), trees)
 
     def _draft_chains(self, batch: Batch, sources: dict[int, Sources]) -> None:
-        """Grow each row's chain as long as that pays."""
         growing = [row for row in sources if self.pays(sources[row])]
         if not growing:
             return

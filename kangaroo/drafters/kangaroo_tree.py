@@ -250,7 +250,6 @@ class KangarooTree(EarlyExit):
         return replace(draft, tree=replace(draft.tree))
 
     def candidates(self, levels: list[Level]) -> Nodes:
-        """The nodes that may be verified."""
         return Nodes(
             parents=[level.parents_BL for level in levels],
             score=[level.score_BL for level in levels],

@@ -98,7 +98,6 @@ class Lookahead(Drafter):
         self.window_BJW = levels_BNW[:, 1:]
 
     def _start(self, row: int, text: list[int]) -> None:
-        """Fill the window and the pool of a row from its text."""
         options = self.options
         device = self.window_BJW.device
         width = options.window + self.levels - 1

@@ -91,7 +91,6 @@ class Budget:
         return MIN_GAIN_ALONE if rows <= 1 or self.always else MIN_GAIN
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
-        """Learn from a row's verdict."""
         if drafted:
             self.tried[row] += min(accepted + 1, drafted)
             self.right[row] += accepted

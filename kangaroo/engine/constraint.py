@@ -46,7 +46,6 @@ class Constraint:
             self.biases_V[token] = bias
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Let the text go on with these tokens."""
         if self.matcher is not None:
             self.matcher.try_consume_tokens(list(tokens))
 

@@ -131,7 +131,6 @@ class LateStepper(Stepper):
         return may_draft and not self.chain.limits(batch, active)[active].any()
 
     def _step_now(self, drafts: bool) -> list[StepRecord]:
-        """A step whose tokens are read at once."""
         batch = self.batch
         for row in batch.active if self.texts else ():  # else tensors took the last step, too
             batch.tokens_BS[row, len(batch.texts[row]) - 1] = batch.texts[row][-1]

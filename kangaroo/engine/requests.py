@@ -76,7 +76,6 @@ class StepRecord:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
         return self.draft_seconds + self.verify_seconds + self.host_seconds
 
 
@@ -138,7 +137,6 @@ class Acceptance:
     longest: int = 0
 
     def add(self, accepted: int, drafted: int) -> None:
-        """Count a round, if it had a draft."""
         if drafted:
             self.histogram[accepted] += 1
             self.drafted += drafted

@@ -64,7 +64,6 @@ class TensorStepper(Stepper):
         self.taps = sorted(set(drafter.taps))
 
     def step(self, drafts: bool) -> list[StepRecord]:
-        """Propose, verify, commit and observe."""
         batch = self.batch
         started = mark(self.lm.device)
         drafts = drafts and any(batch.drafts[row] for row in batch.active)
@@ -185,7 +184,6 @@ class TensorStepper(Stepper):
                 batch.verified[row] += [(token, after) for valid, token, *after in nodes if valid]
 
     def _keep_path(self, meta: ForwardMeta, verdict: Verdict) -> None:
-        """Move the keys and values of the accepted path to the slots of its positions."""
         cache = self.batch.cache
         path_BP = verdict.path_BP
         dst_BP = self.batch.base_B[:, None] + torch.arange(path_BP.shape[1], device=path_BP.device)

@@ -57,7 +57,6 @@ class Pieces:
         return self.until_stop.push(text)
 
     def end(self) -> str:
-        """The rest of the text, when no more tokens follow."""
         return self.until_stop.push(self._pending_text()) + self.until_stop.end()
 
     def _pending_text(self) -> str:

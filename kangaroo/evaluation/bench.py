@@ -194,7 +194,6 @@ def long_prompt(tokenizer: Tokenizer, length: int) -> list[int]:
 
 
 def _sources(config: BenchConfig) -> list[Source]:
-    """The files and datasets that hold the questions."""
     if config.path is not None:
         path = Path(config.path).absolute()
         if config.sha256 and path.is_file() and sha256(path) != config.sha256:

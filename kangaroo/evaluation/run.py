@@ -90,7 +90,6 @@ class MethodSpec:
     def of(
         cls, name: str, drafter: DrafterConfig, lm: TargetModel, model: dict[str, Any]
     ) -> MethodSpec:
-        """A method from a drafter's config and the target's settings."""
         settings = {"model": model, "drafter": drafter.settings()}
         return cls(name, drafter.build(lm), settings, drafter.made_by())
 
@@ -245,7 +244,6 @@ class Evaluator:
         return results
 
     def _answer(self, log: Log | None) -> None:
-        """Ask the questions of this rank that are not answered already."""
         ranks = self.ranks
         complete = {record.question_id for record in self.records[0]}
         share = list(enumerate(self.questions))[ranks.rank :: ranks.world]

@@ -42,7 +42,6 @@ class DraftHead:
 
     @property
     def size(self) -> int:
-        """The size of the draft vocabulary."""
         return len(self.weight_KD)
 
     @property
@@ -51,7 +50,6 @@ class DraftHead:
         return [x for x in (self.weight_KD, self.table_KR) if x is not None]
 
     def accelerate(self, lm: TargetModel) -> Self:
-        """Draft by the target's backend."""
         self.fast = lm.backend.head(self.weight_KD)
         return self
 

@@ -37,7 +37,6 @@ class DraftSteps:
     def update(
         self, k_RKTC: Tensor, v_RKTC: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> Pair:
-        """Keep the keys and values of a layer's next step, and return them."""
         self.keys[layer_idx].append(k_RKTC.to(v_RKTC.dtype))
         self.values[layer_idx].append(v_RKTC)
         return k_RKTC, v_RKTC

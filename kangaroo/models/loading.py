@@ -138,7 +138,6 @@ def _default_name(path: str) -> str:
 
 
 def _is_path(model: str) -> bool:
-    """Whether `model` is a hub id, a local folder, a GGUF file or a special path."""
     is_special = model == EMBEDDED or model.startswith(RANDOM) or is_gguf(model)
     return is_special or "/" in model or (model != "" and Path(model).expanduser().is_dir())
 
@@ -311,7 +310,6 @@ def load_tokenizer(path: str, revision: str | None) -> Tokenizer | None:
 
 
 def _read_gguf(config: ModelConfig, device: str) -> tuple[PreTrainedModel, Tokenizer]:
-    """The model and tokenizer of a GGUF file."""
     file = GGUFFile(gguf_path(config.path, config.revision))
     tokenizer = gguf_tokenizer.read_tokenizer(file)
     packed = config.weights is Weights.packed

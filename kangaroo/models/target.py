@@ -139,7 +139,6 @@ class TargetModel(nn.Module):
         return len(self.layers)
 
     def prompt_chunk(self, length: int) -> int:
-        """The most tokens of a prompt of this length that run in a pass."""
         chunk = self.fast_layers.prompt_chunk(length) if self.fast_layers else None
         return chunk or PROMPT_CHUNK
 

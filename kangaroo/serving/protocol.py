@@ -173,7 +173,6 @@ class ChatMessage(Strict):
 
     @property
     def text(self) -> str:
-        """The content, as one string."""
         return content_text(self.model_dump()["content"])
 
 
@@ -194,5 +193,4 @@ class Chat(TextRequest):
 
     @property
     def shown_logprobs(self) -> int | None:
-        """As a completion's."""
         return self.top_logprobs if self.logprobs else None

@@ -212,7 +212,6 @@ class Scheduler:
         return row
 
     def _end(self, job: Job, failure: str, session: Session | None = None) -> None:
-        """End a job whose text is unfinished."""
         row = self._leave(job)
         self.jobs.remove(job)
         self._notify(job, Event(StepRecord([]), finish=failure))
@@ -229,7 +228,6 @@ class Scheduler:
             self._end(job, FAILED, session)
 
     def _readable(self) -> list[Job]:
-        """The jobs whose prompts can be read now."""
         states = ("entering", "waiting") if self.idle else ("entering",)
         return [job for job in self._served() if job.state in states]
 

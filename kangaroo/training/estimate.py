@@ -251,7 +251,6 @@ class Plan:
         }
 
     def _typical(self, lm: TargetModel) -> batches.Tokens:
-        """A micro-batch of median size."""
         lengths = sorted(self.training, key=lambda x: len(x) * max(x))[len(self.training) // 2]
         longest = max(max(lengths), 2)
         learnt = max(int(self.text.learnt * longest), 2)

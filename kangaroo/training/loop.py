@@ -140,7 +140,6 @@ class Trainer:
         return [self.output / trainee.name for trainee in self.trainees]
 
     def _step(self) -> dict[str, float]:
-        """Take an optimizer step and return its metrics."""
         work = self.work
         progress = self.progress
         start = running()

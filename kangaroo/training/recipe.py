@@ -123,7 +123,6 @@ class AdapterRecipe(Ranged):
         return {f"{self.name}-exit{layer}": layer for layer in self.exit_layers or [paper_exit(lm)]}
 
     def settings(self) -> dict[str, Any]:
-        """The recipe as plain values."""
         return asdict(self) | {"loss": self.loss.value, "architecture": self.architecture.as_json()}
 
 
