@@ -132,7 +132,6 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
             takes what the adapter was saved with, which may be fewer if `text_vocabulary` is not 0.
         text_vocabulary: draft also from up to this many other tokens of the text itself; 0 is none.
             Adapters with a head of their own ignore it.
-        attention_window: tokens that the adapter's attention looks back; null is as it was trained.
         int8: draft with weights rounded to eight bits, where native code decodes in bfloat16 (on a
             CPU); verification reads the model's own.
     """
@@ -140,7 +139,6 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
     exit_layer: CountOrZero | None = None
     vocabulary: CountOrZero | None = None
     text_vocabulary: CountOrZero = ROOM
-    attention_window: CountOrZero | None = None
     int8: bool = True
 
     layer_type: ClassVar[type[Layer]] = Adapter
@@ -169,8 +167,6 @@ class EarlyExitConfig(ChainConfig, TrainedConfig):
             assert isinstance(untrained, self.layer_type)
             layer = untrained.to(untrained.home(lm), lm.dtype).eval().requires_grad_(False)
             heads = layer.draft_heads(lm, None)
-        if self.attention_window is not None:
-            layer.attention_window = self.attention_window
         layer.int8 = self.int8
         return layer, heads[0]
 

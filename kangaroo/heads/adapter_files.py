@@ -42,6 +42,7 @@ TRAINED = Path("outputs/train")
 PUBLISHED = ("kangaroo", "medusa", "eagle", "eagle3")  # drafters whose checkpoints can be imported
 
 log = logging.getLogger(__name__)
+_say_once = cache(log.info)
 
 
 @dataclass
@@ -96,14 +97,8 @@ def adapters_of(path: str, name: str) -> str:
     likeness = {x: SequenceMatcher(None, x.lower(), name.lower()).ratio() for x in sorted(others)}
     alike = max(likeness, key=likeness.__getitem__, default=name)
     if alike != name:
-        _name_serving(alike, name)
+        _say_once(f"the adapters of '{alike}' serve '{name}', which has the same shapes")
     return alike
-
-
-@cache
-def _name_serving(serving: str, served: str) -> None:
-    """Log once whose adapters serve a model."""
-    log.info("the adapters of '%s' serve '%s', which has the same shapes", serving, served)
 
 
 def describe(
@@ -163,8 +158,12 @@ def find(
         if (reason := absence(path)) is not None:
             raise AdapterNotFound(reason)
         folder = _default(folder) or folder
-        if folder.parent == SHIPPED:
-            _name_trained(folder)
+        with suppress(CorruptFile):  # nobody asked for the damaged adapter
+            if folder.parent == SHIPPED and (saved := _saved_by_training(folder)[2]):
+                trained = ", ".join(map(str, saved))
+                _say_once(
+                    f"'{folder}' drafts; drafter.adapter= takes what was trained here: {trained}"
+                )
     if folder.is_dir():
         return folder
     try:
@@ -218,15 +217,6 @@ def _saved_by_training(folder: Path) -> tuple[str, str, list[Path]]:
     name = folder.name.removesuffix(f"-{drafter}").removesuffix("-fused")
     saved = [file.parent for file in sorted((TRAINED / name).glob(f"*/{WEIGHTS}"))]
     return name, drafter, [x for x in saved if read_config(str(x)).architecture.drafter == drafter]
-
-
-@cache
-def _name_trained(shipped: Path) -> None:
-    """Log once that a shipped adapter drafts although training has saved others."""
-    with suppress(CorruptFile):  # nobody asked for the damaged adapter
-        if saved := _saved_by_training(shipped)[2]:
-            paths = ", ".join(map(str, saved))
-            log.info(f"'{shipped}' drafts; drafter.adapter= takes what was trained here: {paths}")
 
 
 def weights_hash(path: str) -> str:

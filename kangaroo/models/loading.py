@@ -169,10 +169,8 @@ def model_options(model: str, name: str | None = None) -> dict[str, str]:
     return {"model": model if is_path else "FOLDER", **renamed}
 
 
-def evaluate_command(model: str | ModelConfig, *words: str, **options: Any) -> str:
+def evaluate_command(model: ModelConfig, *words: str, **options: Any) -> str:
     """The command line that evaluates a target with these options."""
-    if isinstance(model, str):
-        return command_line("evaluate", *words, **model_options(model), **options)
     return command_line("evaluate", *words, **model_options(model.path, model.name), **options)
 
 

@@ -46,9 +46,6 @@ class PackedMatrix(nn.Module):
         n_rows = min(self.shape[0], -(-count // self.shape[1]))
         return self.widened(torch.arange(n_rows))
 
-    def extra_repr(self) -> str:
-        return f"{self.shape[1]} -> {self.shape[0]}, {self.kind.name}"
-
 
 def keep_widened(module: nn.Module) -> None:
     """Widen the packed matrices inside a module once, for code that reads them at every token."""

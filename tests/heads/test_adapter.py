@@ -135,13 +135,6 @@ def test_a_fact_that_is_no_count_is_a_broken_file(saved, name, count):
         read_config(str(saved))
 
 
-@pytest.mark.parametrize("path", ["saved", f"untrained:{EXIT}"])
-def test_the_window_of_a_drafters_config_is_its_adapters(path, lm, saved):
-    adapter = str(saved) if path == "saved" else path
-    drafter = KangarooConfig(adapter=adapter, attention_window=128).build(lm)
-    assert drafter.adapter.attention_window == 128
-
-
 @pytest.mark.parametrize("name, content, error, message", BROKEN)
 def test_a_folder_that_holds_no_whole_adapter_says_why(lm, saved, name, content, error, message):
     """Without a file, with so many bytes of it, or with others."""

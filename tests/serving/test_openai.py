@@ -13,7 +13,7 @@ from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.engine import Engine
 from kangaroo.models.loading import byte_tokenizer
 from kangaroo.models.prompts import prompt_ids, text_ids
-from kangaroo.serving.logprobs import UNLIKELY
+from kangaroo.serving.answers import UNLIKELY
 from kangaroo.utils.errors import ConfigError
 
 SCHEMA = {
