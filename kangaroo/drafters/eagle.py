@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.kangaroo import Kangaroo
-from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, Level, Nodes
+from kangaroo.drafters.kangaroo_tree import KangarooTree, KangarooTreeConfig, Level
 from kangaroo.heads.base import HeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.heads.eagle_head import EagleHead, EagleHeadConfig
@@ -45,22 +45,21 @@ class EagleTree(KangarooTree):
     """EAGLE-2's dynamic tree. As in Kangaroo's, the most confident nodes of a level get candidates.
     Then candidates of all levels are ranked, and the best are verified from their embeddings on."""
 
+    hands_on_states = False
+
     def __init__(
         self, lm: TargetModel, adapter: Layer, options: KangarooTreeConfig, head: DraftHead
     ):
         super().__init__(lm, adapter, options, head)
         self.max_nodes = max(self.max_nodes, self.nodes)  # there are more candidates than nodes
 
-    def candidates(self, levels: list[Level]) -> Nodes:
+    def candidates(self, levels: list[Level]) -> list[Level]:
         parents = [levels[0].parents_BL]
         first = 0
         for level in levels[:-1]:
             parents.append((first + level.places_BL).repeat_interleave(self.top_k, 1))
             first += level.children_BM.shape[1]
-        return Nodes(
-            parents=parents,
-            score=[level.chances_BM for level in levels],
-            tokens=[level.children_BM for level in levels],
-            states=[],
-            blocks=[],
-        )
+        return [
+            level._replace(parents_BL=x, score_BL=level.chances_BM, tokens_BL=level.children_BM)
+            for level, x in zip(levels, parents, strict=True)
+        ]

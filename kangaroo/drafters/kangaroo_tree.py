@@ -73,17 +73,6 @@ class Level(NamedTuple):
     meta: ForwardMeta
 
 
-class Nodes(NamedTuple):
-    """The nodes that may be verified, by level: their parents' places in the draft, confidence and
-    tokens, `[B, L]`; and shallow states `[B, L, D]` and blocks, empty if there are no states."""
-
-    parents: list[Tensor]
-    score: list[Tensor]
-    tokens: list[Tensor]
-    states: list[Tensor]
-    blocks: list[ForwardMeta]
-
-
 class Ranking(NamedTuple):
     """The most nodes that a row keeps; all nodes, kept ones first; which are kept; and parents."""
 
@@ -97,6 +86,8 @@ class KangarooTree(EarlyExit):
     """Drafts until all nodes are unlikely; `top_k=1` is a chain whose confidence is a product. When
     sampling, a node's children are the tokens that the drafter's distribution ranks highest under
     the noise of their position; their confidence is the probability of their rank without noise."""
+
+    hands_on_states = True  # whether verification continues from the states of its nodes
 
     def __init__(
         self,
@@ -236,39 +227,34 @@ class KangarooTree(EarlyExit):
     def _pruned(self, batch: Batch, levels: list[Level], valid: np.ndarray) -> Draft:
         """The draft of the nodes that are worth verifying. It is ranked and pruned in two graphs;
         between them one sync reads how many nodes there are."""
-        nodes = self.candidates(levels)
-        sizes = [score_BL.shape[1] for score_BL in nodes.score]
+        levels = self.candidates(levels)
+        sizes = [level.score_BL.shape[1] for level in levels]
         costs_G = torch.tensor(self.min_node_chances(batch.budget, len(batch.active)))
         device = batch.length_B.device
         valid_BN = torch.from_numpy(valid.repeat(sizes, 1)).to(device)
         rank_key = ("rank", len(levels))
-        ranking = self.replay(batch, rank_key, self.rank, valid_BN, costs_G.to(device), nodes)
+        ranking = self.replay(batch, rank_key, self.rank, valid_BN, costs_G.to(device), levels)
         size = self.lm.backend.width(int(ranking.largest), min(self.nodes + 1, sum(sizes)))
         prune = partial(self.prune, size, min(len(levels), size) - 1)
-        draft = self.replay(batch, ("prune", len(levels), size), prune, ranking, nodes)
+        draft = self.replay(batch, ("prune", len(levels), size), prune, ranking, levels)
         # new objects, since the next replay returns the same ones, and a tree caches its masks
         return replace(draft, tree=replace(draft.tree))
 
-    def candidates(self, levels: list[Level]) -> Nodes:
-        return Nodes(
-            parents=[level.parents_BL for level in levels],
-            score=[level.score_BL for level in levels],
-            tokens=[level.tokens_BL for level in levels],
-            states=[level.f_BLD for level in levels],
-            blocks=[level.meta for level in levels],
-        )
+    def candidates(self, levels: list[Level]) -> list[Level]:
+        """The levels, with the nodes that may be verified."""
+        return levels
 
-    def rank(self, valid_BN: Tensor, costs_G: Tensor, nodes: Nodes) -> Ranking:
+    def rank(self, valid_BN: Tensor, costs_G: Tensor, levels: list[Level]) -> Ranking:
         """The order in which nodes are kept; see `kept_nodes`."""
-        parents_BN = torch.cat(nodes.parents, 1)
-        score_BN = torch.cat(nodes.score, 1)
+        parents_BN = torch.cat([level.parents_BL for level in levels], 1)
+        score_BN = torch.cat([level.score_BL for level in levels], 1)
         halves = self.min_confidence is None
         keep_BN = kept_nodes(score_BN, parents_BN, valid_BN, costs_G, halves=halves)
         # kept nodes in their order, then others, which pad rows with fewer
         order_BN = (~keep_BN).int().argsort(dim=1, stable=True)
         return Ranking(keep_BN.sum(1).max(), order_BN, keep_BN, parents_BN)
 
-    def prune(self, size: int, depth: int, ranking: Ranking, nodes: Nodes) -> Draft:
+    def prune(self, size: int, depth: int, ranking: Ranking, levels: list[Level]) -> Draft:
         """The draft of the first `size` nodes of a ranking, whose tree is at most `depth` deep."""
         index_BN = ranking.order_BN[:, :size]
         number_BN = ranking.order_BN.argsort(1)  # of each node in the pruned tree
@@ -277,11 +263,12 @@ class KangarooTree(EarlyExit):
         tree = Tree(number_BN.gather(1, parents_BN) * keep_BN, depth)
         if self.top_k == 1:
             tree = Tree.chain(size, index_BN.device)
-        tokens_BN = torch.cat(nodes.tokens, 1).gather(1, index_BN)
+        tokens_BN = torch.cat([level.tokens_BL for level in levels], 1).gather(1, index_BN)
         draft = Draft(tokens_BN, tree, keep_BN, entry=self.exit_layer)
-        if nodes.states:
-            draft.hidden_BND = torch.cat(nodes.states, 1).take_along_dim(index_BN[..., None], 1)
-            draft.meta = ForwardMeta.join(nodes.blocks).take(index_BN)
+        if self.hands_on_states:
+            states_BND = torch.cat([level.f_BLD for level in levels], 1)
+            draft.hidden_BND = states_BND.take_along_dim(index_BN[..., None], 1)
+            draft.meta = ForwardMeta.join([level.meta for level in levels]).take(index_BN)
         return draft
 
 
