@@ -29,7 +29,7 @@ def stored_samples(lm, count=VOCABULARY, samples=12):
         plain = sample(ids, 5)
         at = [i - 1 for i, is_learnt in enumerate(plain["loss_mask"]) if is_learnt]
         (records,) = topk_logits.likeliest(forward_logits(lm, ids)[None], torch.tensor([at]), count)
-        with_records.append(plain | {"teacher": records})
+        with_records.append(plain | {"teacher": topk_logits.rounded(records)})
     return with_records
 
 

@@ -16,16 +16,15 @@ from kangaroo.models.target import TargetModel
 
 
 class CpuStepper:
-    """Steps of a batch that drafts natively; for `keep` see `Engine.open`."""
+    """Steps of a batch that drafts natively."""
 
     leaves_other_rows = True
     rereads = 0
 
-    def __init__(self, lm: TargetModel, drafting: Drafting, batch: Batch, keep: int):
+    def __init__(self, lm: TargetModel, drafting: Drafting, batch: Batch):
         self.lm = lm
         self.drafting = drafting
         self.batch = batch
-        self.keep = keep
         self.buffers = DraftBuffers(
             lm,
             batch.cache,
@@ -40,7 +39,7 @@ class CpuStepper:
         buffers = self.buffers
         active = batch.active
         started = running()
-        keep = self.keep or batch.keep
+        keep = batch.keep
         buffers.keep(max(keep, batch.likeliest))
         self._begin(active)
         drafting = [row for row in active if batch.drafts[row]]
@@ -70,10 +69,7 @@ class CpuStepper:
         if keep:
             path = (np.arange(batch.size)[:, None], buffers.path, slice(keep))
             topk = topk_logits.records(
-                buffers.kept[path],
-                buffers.kept_chances[path],
-                self.lm.config.vocab_size,
-                exact=not self.keep,
+                buffers.kept[path], buffers.kept_chances[path], self.lm.config.vocab_size
             )
             for record, row_topk in zip(records, topk, strict=True):
                 record.topk = row_topk

@@ -10,6 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.engine import topk_logits
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.sampling import Sampling
@@ -42,7 +43,8 @@ class Dialogue:
         """Add an answer to `prompt`, which was tokenised anew from the text. Records of earlier
         answers stay up to the first token that differs; behind it distributions are unknown."""
         if answer.teacher is not None:
-            earlier = np.zeros(sum(mask), answer.teacher.dtype)
+            records = topk_logits.rounded(answer.teacher)
+            earlier = np.zeros(sum(mask), records.dtype)
             if self.topk_logits is not None:
                 pairs = enumerate(zip(self.input_ids, prompt, strict=False))
                 equal = next((i for i, (old, new) in pairs if old != new), len(self.input_ids))
@@ -50,7 +52,7 @@ class Dialogue:
                 masks = [np.array(m[:size], dtype=bool) for m in (self.loss_mask, mask)]
                 old, new = (np.cumsum(m)[masks[0] & masks[1]] - 1 for m in masks)
                 earlier[new] = self.topk_logits[old]
-            self.topk_logits = np.concatenate([earlier, answer.teacher])
+            self.topk_logits = np.concatenate([earlier, records])
         self.input_ids = [*prompt, *answer.tokens]
         self.loss_mask = [*mask, *[1] * len(answer.tokens)]
 
@@ -132,7 +134,7 @@ class DialogueWriter:
 
         requests = [request for _, (request, _) in turns]
         longest = self.longest if proceed else None
-        self._decode(requests, temperature, keep=self.keep, after=after, longest=longest)
+        self._decode(requests, temperature, after=after, longest=longest)
 
     def _prompt(self, dialogue: Dialogue, max_tokens: int) -> tuple[Request, list[int]] | None:
         """The request for the next answer and its loss mask; None if none is due or has room."""
@@ -140,13 +142,14 @@ class DialogueWriter:
             return None
         prompt, mask = masked_ids(self.tokenizer, dialogue.messages, add_generation_prompt=True)
         dialogue.open = len(prompt) + max_tokens <= self.longest
-        return (Request(prompt, max_tokens, dialogue.seed), mask) if dialogue.open else None
+        keep = min(self.keep, self.lm.config.vocab_size)
+        request = Request(prompt, max_tokens, dialogue.seed, keep=keep)
+        return (request, mask) if dialogue.open else None
 
     def _decode(
         self,
         requests: Sequence[Request],
         temperature: float,
-        keep: int = 0,
         after: Callable[[int, Generation], Request | None] = lambda index, generation: None,
         longest: int | None = None,
     ) -> list[Generation]:
@@ -156,7 +159,6 @@ class DialogueWriter:
             requests,
             Sampling(temperature=temperature),
             self.batch_size,
-            keep=keep,
             after=after,
             longest=longest,
         )

@@ -8,7 +8,6 @@ import torch
 from kangaroo.cpu.drafting import native_drafting
 from kangaroo.cpu.stepper import CpuStepper
 from kangaroo.drafters.base import Drafter
-from kangaroo.engine import topk_logits
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import BUCKET, KVCache
@@ -84,14 +83,12 @@ class Engine:
         requests: Sequence[Request],
         sampling: Sampling,
         batch_size: int,
-        keep: int = 0,
         after: Callable[[int, Generation], Request | None] = lambda index, generation: None,
         longest: int | None = None,
     ) -> Iterator[tuple[int, Generation]]:
         """Decode all requests, `batch_size` at a time, and yield (index, generation) when one ends.
 
         Args:
-            keep: as in `open`.
             after: gives the request that follows in the same row, a conversation's next turn.
             longest: tokens of the longest text, prompt included; by default of `requests`.
 
@@ -104,7 +101,7 @@ class Engine:
         if not requests:
             return
         longest = longest or max(len(r.prompt) + r.max_new_tokens for r in requests)
-        session = self.open(min(batch_size, len(requests)), longest, sampling, keep)
+        session = self.open(min(batch_size, len(requests)), longest, sampling)
         waiting = enumerate(requests)
         active: dict[int, tuple[int, Request, Generation]] = {}  # by row
         while True:
@@ -127,10 +124,9 @@ class Engine:
                     yield index, generation
 
     @torch.no_grad()
-    def open(self, batch_size: int, longest: int, sampling: Sampling, keep: int = 0) -> Session:
+    def open(self, batch_size: int, longest: int, sampling: Sampling) -> Session:
         """A session of free rows for texts of at most `longest` tokens, prompts included. It closes
-        the last session. Of each token's distribution the `keep` likeliest tokens are kept
-        (`Generation.teacher`)."""
+        the last session."""
         lm = self.lm
         drafter = self.drafter
         if self.session is not None:
@@ -160,15 +156,14 @@ class Engine:
         in_batch = batch_size > 1 and drafter.max_nodes and not self.always_drafts
         if drafter.needs_costs or in_batch:
             budget.cost(batch_size, 1)  # measure now, which may take a second
-        keep = min(keep, topk_logits.MOST, lm.config.vocab_size)
         stepper: Stepper
         if native is not None:
-            stepper = CpuStepper(lm, native, batch, keep)
-        elif lm.backend.records and not keep and needs_no_host(drafter):
+            stepper = CpuStepper(lm, native, batch)
+        elif lm.backend.records and needs_no_host(drafter):
             stepper = LateStepper(lm, drafter, batch)
         else:
-            stepper = TensorStepper(lm, drafter, batch, keep)
-        self.session = Session(self, batch, stepper, keep)
+            stepper = TensorStepper(lm, drafter, batch)
+        self.session = Session(self, batch, stepper)
         return self.session
 
     def check(self, request: Request) -> None:

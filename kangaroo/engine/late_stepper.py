@@ -76,7 +76,7 @@ class LateStepper(Stepper):
     def __init__(self, lm: TargetModel, drafter: Drafter, batch: Batch):
         self.lm = lm
         self.batch = batch
-        self.tensors = TensorStepper(lm, drafter, batch, keep=0)
+        self.tensors = TensorStepper(lm, drafter, batch)
         self.chain = drafter if isinstance(drafter, Kangaroo | Block) else None
         self.leaves_other_rows = self.chain is None
         self.rereads = drafter.rereads
@@ -231,7 +231,7 @@ class LateStepper(Stepper):
         batch.settings_B3 = settings_B3
         batch.sampling = batch.sampling.reading(settings_B3)
         chain.shallow_BWD = window_BWD
-        tensors = TensorStepper(self.lm, chain, batch, keep=0)
+        tensors = TensorStepper(self.lm, chain, batch)
         chain.proposed = chain.draft(batch, np.zeros((batch.size, chain.steps), np.float32))
         verification = tensors.verify(chain.proposed)
         taps = dict(zip(tensors.taps, verification.tapped, strict=True))

@@ -26,7 +26,7 @@ class Request(Ranged):
         written: the first new tokens, if another batch has written them already.
         constraint: makes the restriction of the text, a new one each time that it is written.
         drafts: whether a drafter may help.
-        keep: how many likeliest tokens of each distribution are kept, with exact probabilities.
+        keep: how many likeliest tokens of each distribution are kept (`Generation.teacher`).
     """
 
     prompt: Sequence[int]

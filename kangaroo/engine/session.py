@@ -26,16 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Session:
-    """A batch of texts, until the engine opens another session.
-
-    Args:
-        keep: how many likeliest tokens of each distribution are kept (`Generation.teacher`).
-    """
+    """A batch of texts, until the engine opens another session."""
 
     engine: "Engine"
     batch: Batch
     stepper: Stepper
-    keep: int
     is_closed: bool = False  # another session owns the drafter's state now
 
     def admit(self, row: int, request: Request) -> Generation:
@@ -206,9 +201,8 @@ class Prompt:
         sampling = batch.sampling.reading(batch.settings_B3[rows])
         token = int(pick(logits_11V, at_11, sampling, batch.seeds_B[rows]))
         batch.write_first(self.row, token)
-        keep = session.keep or self.request.keep
         path_11 = torch.zeros_like(at_11)
-        (topk,) = topk_logits.likeliest(logits_11V, path_11, keep, exact=not session.keep)
+        (topk,) = topk_logits.likeliest(logits_11V, path_11, self.request.keep)
         generation = Generation(list(self.request.written), reused=self.reused)
         session.record(self.row, StepRecord([token], topk=topk), self.request, generation)
         return generation

@@ -51,15 +51,14 @@ class Verification(NamedTuple):
 
 
 class TensorStepper(Stepper):
-    """Steps with any drafter on any device; for `keep` see `Engine.open`."""
+    """Steps with any drafter on any device."""
 
     leaves_other_rows = False  # it moves the drafter's windows of inactive rows, too
 
-    def __init__(self, lm: TargetModel, drafter: Drafter, batch: Batch, keep: int):
+    def __init__(self, lm: TargetModel, drafter: Drafter, batch: Batch):
         self.lm = lm
         self.drafter = drafter
         self.batch = batch
-        self.keep = keep
         self.rereads = drafter.rereads
         self.taps = sorted(set(drafter.taps))
 
@@ -84,10 +83,7 @@ class TensorStepper(Stepper):
         rows = verification.written_BX.tolist()
         topk: topk_logits.Rows = [None] * batch.size
         if verification.logits_BNV is not None:
-            keep = self.keep or batch.keep
-            topk = topk_logits.likeliest(
-                verification.logits_BNV, verdict.path_BP, keep, exact=not self.keep
-            )
+            topk = topk_logits.likeliest(verification.logits_BNV, verdict.path_BP, batch.keep)
             if batch.likeliest:
                 self._add_likeliest(draft, verification.logits_BNV)
         drafting = between(started, proposed)
@@ -125,7 +121,7 @@ class TensorStepper(Stepper):
         lm = self.lm
         batch = self.batch
         sampling = batch.sampling
-        keeps_logits = max(self.keep, batch.likeliest, batch.keep) > 0
+        keeps_logits = max(batch.likeliest, batch.keep) > 0
         biases_BNV = self._biases(draft)
         by_match = sampling.rule is Rule.match or sampling.greedy or draft.tree.size == 1
 

@@ -18,23 +18,23 @@ Likeliest = Annotated[int, Range(0, MOST)]
 Rows = Sequence[np.ndarray | None]  # records of each row; None for a row that keeps nothing
 
 
-def records(
-    tokens: np.ndarray, chances: np.ndarray, vocab_size: int, exact: bool = False
-) -> np.ndarray:
-    """Records `[...]` of `tokens` and their `chances`, `[..., K]`, the likeliest first. Unless they
-    are `exact`, chances are in half precision: right to 1/2048 of the value, and 0 below 3e-8."""
+def records(tokens: np.ndarray, chances: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Records `[...]` of `tokens` and their `chances`, `[..., K]`, the likeliest first."""
     token = np.uint16 if vocab_size <= 1 << 16 else np.int32
     shape = tokens.shape[-1:]
-    layout = np.dtype(
-        [("tokens", token, shape), ("chances", np.float32 if exact else np.float16, shape)]
-    )
-    topk = np.empty(tokens.shape[:-1], layout)
+    topk = np.empty(tokens.shape[:-1], [("tokens", token, shape), ("chances", np.float32, shape)])
     topk["tokens"] = tokens
     topk["chances"] = chances
     return topk
 
 
-def likeliest(logits_BNV: Tensor, path_BP: Tensor, count: int, exact: bool = False) -> Rows:
+def rounded(topk: np.ndarray) -> np.ndarray:
+    """The records with chances in half precision: right to 1/2048 of the value, 0 below 3e-8."""
+    tokens = topk.dtype["tokens"]
+    return topk.astype([("tokens", tokens), ("chances", np.float16, tokens.shape)])
+
+
+def likeliest(logits_BNV: Tensor, path_BP: Tensor, count: int) -> Rows:
     """Each row's records `[P]` of the `count` likeliest tokens after the nodes of its path."""
     if not count:
         return [None] * len(logits_BNV)
@@ -43,7 +43,7 @@ def likeliest(logits_BNV: Tensor, path_BP: Tensor, count: int, exact: bool = Fal
     chances_BNK = (top.values - logits_BNV.logsumexp(-1, keepdim=True)).exp()
     path_BPK = path_BP[..., None].expand(-1, -1, count)
     tokens, chances = (x.gather(1, path_BPK).cpu().numpy() for x in (top.indices, chances_BNK))
-    return list(records(tokens, chances, logits_BNV.shape[-1], exact))
+    return list(records(tokens, chances, logits_BNV.shape[-1]))
 
 
 def nonempty(teacher_M: np.ndarray) -> np.ndarray:
