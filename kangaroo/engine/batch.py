@@ -4,7 +4,7 @@ Shapes: B rows, S slots a row, P = 1 + the draft's largest depth, X = 2 + P.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Batch:
 
     Args:
         longest: tokens of the longest text, prompt included.
-        default: the sampling of texts without their own; its seed does not matter.
+        default: the sampling of texts without their own, but for its seed.
     """
 
     cache: KVCache
@@ -60,9 +60,7 @@ class Batch:
         # and by row the nodes' tokens, each with these, until the drafter clears them.
         self.likeliest = 0
         self.verified: list[list[tuple[int, list[int]]]] = [[] for _ in range(size)]
-        self.default = replace(self.default, seed=0)
         self.samplings = [self.default] * size
-        self.all_default = True
         self.settings_B3 = torch.tensor([settings(self.default)] * size, device=device)
         self.sampling = combine([self.default], self.settings_B3)
 
@@ -127,9 +125,6 @@ class Batch:
         self.constraints[row] = constraint
         self.done_B[row] = self.done[row] = False
         self.samplings[row] = sampling or self.default
-        if sampling is None and self.all_default:  # nothing changes
-            return
-        self.all_default = False
         self.settings_B3[row] = torch.tensor(settings(self.samplings[row]))
         self.sampling = combine([self.samplings[x] for x in self.active], self.settings_B3)
 
