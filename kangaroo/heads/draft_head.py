@@ -23,10 +23,15 @@ BLOCK = 16  # rows of a matrix that native code multiplies together
 
 class DraftHead:
     """Logits over the draft vocabulary, by the target's head or an adapter's own. With only
-    frequent tokens, in ascending order, fewer rows are read (FR-Spec, arXiv 2502.14856)."""
+    frequent tokens, in ascending order, fewer rows are read (FR-Spec, arXiv 2502.14856). With a
+    `norm` it norms states first."""
 
     def __init__(
-        self, lm: TargetModel, own_head: nn.Module | None = None, vocabulary_K: Tensor | None = None
+        self,
+        lm: TargetModel,
+        own_head: nn.Module | None = None,
+        vocabulary_K: Tensor | None = None,
+        norm: nn.Module | None = None,
     ):
         self.device = lm.device
         self.vocab_size = lm.config.vocab_size
@@ -37,7 +42,8 @@ class DraftHead:
             self.weight_KD = weight_rows(lm.head, self.vocabulary_K)
         self.table_KR: Tensor | None = None  # multiplies the last R numbers of each state
         self.finish = lm.finish_logits
-        self.norm_D: Tensor | None = None  # of a norm before the head
+        self.norm = norm or nn.Identity()
+        self.norm_D = None if norm is None else norm.get_parameter("weight")
         self.fast: Head | None = None  # a backend's
 
     @property
@@ -47,7 +53,7 @@ class DraftHead:
     @property
     def weights(self) -> list[Tensor]:
         """The weights that are read for every token."""
-        return [x for x in (self.weight_KD, self.table_KR) if x is not None]
+        return [x for x in (self.weight_KD, self.table_KR, self.norm_D) if x is not None]
 
     def accelerate(self, lm: TargetModel) -> Self:
         self.fast = lm.backend.head(self.weight_KD)
@@ -59,6 +65,7 @@ class DraftHead:
 
     def __call__(self, adapted_MD: Tensor) -> Tensor:
         """Logits `[M, K]` of adapted states `[M, D]`; in float32 from a compiled backend."""
+        adapted_MD = self.norm(adapted_MD)
         if self.fast and self.fast.takes(adapted_MD):
             return self.fast(adapted_MD)
         size = self.weight_KD.shape[1]
@@ -72,7 +79,7 @@ class DraftHead:
         """As `TargetModel.choose`, both `[M, 1]`."""
         if self.fast is None:
             return None
-        return self.fast.choose(adapted_MD[:, None], ids_O=self.vocabulary_K)
+        return self.fast.choose(self.norm(adapted_MD)[:, None], ids_O=self.vocabulary_K)
 
     def token_of(self, index: Tensor) -> Tensor:
         """The token ids of indices into the draft vocabulary."""

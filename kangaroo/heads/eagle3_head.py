@@ -20,7 +20,6 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from typing_extensions import Self
 
-from kangaroo.engine.backend import Chosen
 from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.heads import base
 from kangaroo.heads.draft_head import DraftHead
@@ -45,27 +44,6 @@ class Eagle3HeadConfig(base.HeadConfig):
 
     def fixed_exit(self, lm: TargetModel) -> int:
         return 0  # it reads embeddings
-
-
-class NormedHead(DraftHead):
-    """A draft head that norms states first: the next step of the layer reads them without norm."""
-
-    def __init__(
-        self, lm: TargetModel, head: nn.Module, norm: nn.Module, vocabulary_K: Tensor | None
-    ):
-        super().__init__(lm, head, vocabulary_K)
-        self.norm = norm
-        self.norm_D = norm.get_parameter("weight")
-
-    @property
-    def weights(self) -> list[Tensor]:
-        return [*super().weights, self.norm.get_parameter("weight")]
-
-    def __call__(self, adapted_MD: Tensor) -> Tensor:
-        return super().__call__(self.norm(adapted_MD))
-
-    def choose(self, adapted_MD: Tensor) -> Chosen | None:
-        return super().choose(self.norm(adapted_MD))
 
 
 def fused_taps(n_layers: int) -> tuple[int, int, int]:
@@ -126,7 +104,8 @@ class Eagle3Head(Layer):
         return [self.head]
 
     def draft_heads(self, lm: TargetModel, vocabulary_K: Tensor | None) -> list[DraftHead]:
-        return [NormedHead(lm, self.head, self.head_norm, vocabulary_K)]
+        # its norm is the head's, since the next step of the layer reads states without it
+        return [DraftHead(lm, self.head, vocabulary_K, self.head_norm)]
 
     def accelerate(self, lm: TargetModel) -> Self:
         """Draft by a backend that has such layers, if sizes and RoPE are the target's."""
