@@ -5,7 +5,6 @@ It runs between two passes of a model, so it uses plain lists and floats: 0.1 ms
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from math import exp, log, prod
@@ -47,10 +46,6 @@ class TokenSource:
             return []
         chance = 1 / (1 + exp(-self.shift - self.log_odds[place]))
         return [(self.tokens[place], chance), *self.alternatives[place]]
-
-    def next_place(self, place: int, token: int) -> int | None:
-        """The place after `token`, which follows `place`; None if the source ends there."""
-        return place + 1 if self.tokens[place : place + 1] == [token] else None
 
 
 class Lookup(TokenSource):
@@ -119,9 +114,8 @@ def predictions_at(places: Places) -> list[tuple[TokenSource, Choices]]:
 
 
 def places_after(places: Places, token: int) -> Places:
-    """The sources' places after `token`."""
-    moved = [(source, source.next_place(place, token)) for source, place in places]
-    return [(source, place) for source, place in moved if place is not None]
+    """The sources' places after `token`, of those that continue with it."""
+    return [(source, at + 1) for source, at in places if source.tokens[at : at + 1] == [token]]
 
 
 @dataclass(frozen=True)
@@ -140,11 +134,6 @@ class Costs:
     draft: float
     min_gain_per_step: float
     states: float = 0.0
-
-    @cached_property
-    def min_node_gain(self) -> float:
-        """Tokens that a node has to gain at least."""
-        return self.min_gain_per_step * min(b - a for a, b in pairwise(self.verify))
 
     def min_gain(self, count: int) -> float:
         """Tokens that this number of nodes has to gain."""
@@ -165,12 +154,13 @@ def best_nodes(costs: Costs, sources: Sources, max_nodes: int) -> list[Node]:
     """The root and the nodes with the highest gain, the best first, as long as one may pay. No gain
     exceeds the parent's, so the first n nodes are the best tree of n nodes."""
     nodes = [Node(1.0, -1, 0, sources.places)]
+    least = costs.min_gain_per_step * min(b - a for a, b in pairwise(costs.verify))
     candidates = list[tuple[float, int, int, int]]()
     for number in range(max_nodes):
         node = nodes[number]
         for token, chance in next_tokens(predictions_at(node.places)):
             gain = node.gain * chance
-            if gain > costs.min_node_gain:
+            if gain > least:
                 # of equal gains the earlier candidate comes first
                 heappush(candidates, (-gain, len(nodes) + len(candidates), token, number))
         if not candidates:
