@@ -32,10 +32,6 @@ class Blocks:
         """The address of its memory."""
         return self.memory.data_ptr()
 
-    def is_contiguous(self) -> bool:
-        """True: sixteen rows follow sixteen others."""
-        return True
-
 
 Weight = Tensor | Blocks
 _known: WeakKeyDictionary[PackedMatrix, Weight] = WeakKeyDictionary()

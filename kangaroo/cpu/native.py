@@ -170,7 +170,7 @@ def layer_table(
     size = 0
     for layer in layers:
         weights = vars(layer)
-        assert all(w is None or w.is_contiguous() for w in weights.values())
+        assert all(w.is_contiguous() for w in weights.values() if isinstance(w, Tensor))
         size += sum(w.nbytes for w in weights.values() if w is not None)
         for name, weight in weights.items():
             entries.append(pointer(weight if names is None or name in names else None))
