@@ -16,7 +16,7 @@ from kangaroo.drafters.base import ChainConfig, Drafter
 from kangaroo.drafters.layer_search import Subset, expected_speedup, first_drafts, neighbour, runs
 from kangaroo.engine.backend import Layers, LayerWeights, Matrix
 from kangaroo.engine.batch import Batch
-from kangaroo.engine.cache import ForwardMeta, KVCache
+from kangaroo.engine.cache import KVCache
 from kangaroo.engine.sampling import pick
 from kangaroo.models.layer_weights import layer_weights
 from kangaroo.models.target import TargetModel
@@ -172,7 +172,7 @@ def halves(layer: LayerWeights[Matrix]) -> list[LayerWeights[Matrix]]:
 
 
 class HalfStack:
-    """Half layers on a cache of whole layers."""
+    """Half layers on a cache of whole layers, whose keys and values each have two numbers."""
 
     def __init__(self, stack: Layers):
         self.stack = stack
@@ -180,21 +180,10 @@ class HalfStack:
         self.prompt_chunk = stack.prompt_chunk
 
     def __call__(
-        self,
-        x_RTD: Tensor,
-        cache: KVCache | None,
-        meta: ForwardMeta,
-        layers: range,
-        final_norm: Tensor | None = None,
-        keys_alone: bool = False,
-        pairs: Tensor | None = None,
+        self, x_RTD: Tensor, cache: KVCache | None, *inputs: Any, **options: Any
     ) -> Tensor:
-        halves_cache = cache and halved(cache)
-        return self.stack(x_RTD, halves_cache, meta, layers, final_norm, keys_alone, pairs)
-
-
-def halved(cache: KVCache) -> KVCache:
-    """The same memory with each layer's keys and values under two numbers."""
-    keys = [keys for keys in cache.keys for _ in range(2)]
-    values = [values for values in cache.values for _ in range(2)]
-    return KVCache(cache.batch_size, cache.n_slots, keys, values)
+        assert cache is not None
+        keys = [keys for keys in cache.keys for _ in range(2)]
+        values = [values for values in cache.values for _ in range(2)]
+        halves = KVCache(cache.batch_size, cache.n_slots, keys, values)
+        return self.stack(x_RTD, halves, *inputs, **options)
