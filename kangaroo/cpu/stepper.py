@@ -57,11 +57,8 @@ class CpuStepper:
         for row in active:
             accepted = int(buffers.accepted[row])
             count = int(buffers.count[row])
-            record = records[row]
-            record.tokens = batch.append(row, buffers.written[row, : accepted + 1].tolist())
-            record.accepted = min(accepted, len(record.tokens))
-            record.drafted = count - 1
-            batch.budget.observe(row, record.drafted, accepted)
+            tokens = buffers.written[row, : accepted + 1].tolist()
+            batch.take_step(row, [accepted + 1, count - 1, *tokens], records[row])
             if batch.likeliest:
                 likeliest = buffers.kept[row, :count, : batch.likeliest].tolist()
                 nodes = buffers.token[row, :count].tolist()

@@ -12,7 +12,7 @@ from torch import Tensor
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import KVCache, Tensors
 from kangaroo.engine.constraint import Constraint
-from kangaroo.engine.requests import Request
+from kangaroo.engine.requests import Request, StepRecord
 from kangaroo.engine.sampling import Rule, Sampling, combine, settings
 from kangaroo.engine.tree import Draft, Verdict
 from kangaroo.utils.errors import ConfigError
@@ -161,6 +161,13 @@ class Batch:
         if eos_end or len(text) >= self.limits[row]:
             self.stop(row)
         return tokens
+
+    def take_step(self, row: int, wrote: Sequence[int], record: StepRecord) -> None:
+        """Append what a step wrote in a row (`written`) on the host, and record it."""
+        count, record.drafted, *tokens = wrote
+        record.tokens = self.append(row, tokens[:count])
+        record.accepted = min(count - 1, len(record.tokens))
+        self.budget.observe(row, record.drafted, record.accepted)
 
     @torch.inference_mode()
     def stop(self, row: int) -> None:

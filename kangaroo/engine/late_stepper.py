@@ -113,11 +113,7 @@ class LateStepper(Stepper):
         seconds = between(launched.start, launched.stop)  # of all: a graph is not divided
         records = [StepRecord([], verify_seconds=seconds) for _ in rows]
         for row in active:
-            record = records[row]
-            count, record.drafted, *tokens = rows[row] if self.chain else (1, 0, *rows[row])
-            record.tokens = batch.append(row, tokens[:count])
-            record.accepted = min(count - 1, len(record.tokens))
-            batch.budget.observe(row, record.drafted, record.accepted)
+            batch.take_step(row, rows[row] if self.chain else (1, 0, *rows[row]), records[row])
         self.lengths = batch.lengths
         return records
 

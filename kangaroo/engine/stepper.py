@@ -93,11 +93,7 @@ class TensorStepper(Stepper):
             for row_topk in topk
         ]
         for row in batch.active:
-            record = records[row]
-            count, record.drafted, *tokens = rows[row]
-            record.tokens = batch.append(row, tokens[:count])
-            record.accepted = min(count - 1, len(record.tokens))
-            batch.budget.observe(row, record.drafted, record.accepted)
+            batch.take_step(row, rows[row], records[row])
         return records
 
     def _place(self, draft: Draft) -> ForwardMeta:
