@@ -100,13 +100,15 @@ def read_records(
 
 
 def alternating_turns(messages: list[Message]) -> tuple[list[Message], str]:
-    """The longest beginning of alternating user and assistant turns, which may follow a system
-    turn; and what is wrong with the next turn, if there is one."""
+    """The longest beginning of alternating user and assistant turns, or of user turns if nobody has
+    answered any, which may follow a system turn; and what is wrong with the next turn, if any."""
     usable = [m for m in messages[:1] if m["role"] == "system" and m["content"].strip()]
     turns = list(itertools.dropwhile(lambda m: m["role"] != "user", messages))
     if not turns:
         return usable, "no user turn"
-    for turn, role in zip(turns, itertools.cycle(["user", "assistant"]), strict=False):
+    is_answered = any(turn["role"] == "assistant" for turn in turns)
+    order = itertools.cycle(["user", "assistant"] if is_answered else ["user"])
+    for turn, role in zip(turns, order, strict=False):
         if turn["role"] == "system":
             return usable, "system turn in the middle"
         if turn["role"] != role:
@@ -185,7 +187,8 @@ def _from_json(path: Path) -> Iterator[Any]:
 
 
 def conversation(record: Any, column: str | None = None) -> list[Message]:
-    """The conversation in a record, where it may be JSON text. Errors: `BadRecord`."""
+    """The conversation in a record, where it may be JSON text; it begins with the record's `system`
+    if it has no system turn of its own. Errors: `BadRecord`."""
     if isinstance(record, BadRecord):
         raise record
     if not isinstance(record, dict):
@@ -226,6 +229,11 @@ def conversation(record: Any, column: str | None = None) -> list[Message]:
             raise BadRecord(f"a turn whose 'weight' is {weight!r}, neither 0 nor 1")
         if weight == 0 and message["role"] == "assistant":
             message["weight"] = 0
+    system = record.get("system", "")
+    if not isinstance(system, str):
+        raise BadRecord(f"'system' is a {type(system).__name__}, not text")
+    if system and roles[:1] != ["system"]:
+        messages.insert(0, Message(role="system", content=sanitized(system)))
     return messages
 
 
@@ -256,29 +264,35 @@ def split(origin: Source, held: int, seed: int, unreadable: Counter[str] | None 
     questions = []
     for record, messages in read_records(origin, unreadable):
         turns = [m["content"] for m in messages if m["role"] == "user" and m["content"].strip()]
+        system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
         if turns:
-            questions.append((record, turns))
+            questions.append((record, turns, system))
     if not questions:
         raise DataError(f"{origin.source} holds no questions.")
     random.Random(seed).shuffle(questions)
     by_task = defaultdict(list)
-    for record, turns in questions:
+    for question in questions:
+        record = question[0]
         task = sanitized(str(record.get("task") or record.get("category") or "all"))
-        by_task[task].append((record, turns))
+        by_task[task].append(question)
     for task, task_questions in by_task.items():
         if (count := len(task_questions)) <= held:
             raise DataError(
                 f"task '{task}' of {origin.source} has {count} questions, and {held} were to "
                 f"be held out. Pass held= below {count}, or a file that has more."
             )
-    held_out = [(task, turns) for task in sorted(by_task) for _, turns in by_task[task][:held]]
-    passages = {passage for _, turns in held_out for passage in _passages(turns)}
+    held_out = [
+        (task, turns, system)
+        for task in sorted(by_task)
+        for _, turns, system in by_task[task][:held]
+    ]
+    passages = {passage for _, turns, _ in held_out for passage in _passages(turns)}
     rest = [question for task_questions in by_task.values() for question in task_questions[held:]]
     random.Random(seed).shuffle(rest)
-    training = [record for record, turns in rest if passages.isdisjoint(_passages(turns))]
+    training = [record for record, turns, _ in rest if passages.isdisjoint(_passages(turns))]
     bench = [
-        {"question_id": number, "category": task, "turns": turns}
-        for number, (task, turns) in enumerate(held_out)
+        {"question_id": number, "category": task, "turns": turns, "system": system}
+        for number, (task, turns, system) in enumerate(held_out)
     ]
     return Split(training, bench, len(rest) - len(training))
 

@@ -15,7 +15,7 @@ import numpy as np
 from pyarrow import compute
 
 from kangaroo.models.prompts import Sample, Tokenizer, unknown_token
-from kangaroo.utils.errors import CorruptFile, DataError, explained
+from kangaroo.utils.errors import ConfigError, CorruptFile, DataError, explained
 from kangaroo.utils.folders import write_json, write_whole
 from kangaroo.utils.provenance import check_same, provenance
 
@@ -50,7 +50,11 @@ def is_complete(path: Path) -> bool:
 
 
 def has_settings(path: Path, settings: dict[str, Any]) -> bool:
-    """Whether the folder has a finished dataset with exactly these settings."""
+    """Whether the folder has a finished dataset with exactly these settings. Errors: `ConfigError`
+    where there can be no such folder, before anything is written for it."""
+    for place in (path, *path.parents):
+        if place.is_file():
+            raise ConfigError(f"data.path={path}: '{place}' is a file. Pass a folder.")
     return is_complete(path) and read_provenance(path)["settings"] == settings
 
 

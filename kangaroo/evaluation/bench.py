@@ -295,11 +295,11 @@ def _question(fields: dict[str, Any], category: str, default_id: int) -> Questio
     if category in COLUMNS:
         raise ValueError(f"a category may not be called {' or '.join(COLUMNS)}, as columns are")
     messages = conversation(fields)
-    system = fields.get("system", "")
+    system = ""
     if messages and messages[0]["role"] == "system":
         system = messages.pop(0)["content"]
-    if not isinstance(system, str) or any(turn["role"] == "system" for turn in messages):
-        raise ValueError("a system turn must be a string, before all others")
+    if any(turn["role"] == "system" for turn in messages):
+        raise ValueError("a system turn must come before all others")
     turns = [turn["content"] for turn in messages if turn["role"] == "user"]
     if not turns or not all(map(str.strip, turns)):
         raise ValueError("there must be at least one user's turn, and none that is blank")

@@ -83,7 +83,13 @@ def test_every_form_gives_the_same_conversations(tmp_path):
 def test_a_benchs_questions_and_a_column_that_is_named_are_read(tmp_path, target):
     (messages,) = read_from(tmp_path, {"question_id": 7, "turns": ["Who?", "And then?"]})
     assert [turn["content"] for turn in messages] == ["Who?", "And then?"]
-    assert alternating_turns(messages) == (chat("Who?"), "two user turns in a row")
+    assert alternating_turns(messages) == (messages, "")  # nobody has answered yet
+    (messages,) = read_from(tmp_path, {"turns": ["Who?"], "system": "Rhyme."})
+    assert messages == chat("Who?", system="Rhyme.")
+    (messages,) = read_from(
+        tmp_path, {"messages": chat("Who?", system="Sing."), "system": "Rhyme."}
+    )
+    assert messages == chat("Who?", system="Sing.")
     named = {"prompt": "x", "talk": chat("Why?", "So.")}
     assert read_from(tmp_path, named, column="talk") == [chat("Why?", "So.")]
     with pytest.raises(DataError, match=r"no 'text' among its fields .*column"):
@@ -253,7 +259,9 @@ def test_text_as_it_is_gets_the_templates_mask(target, tmp_path):
 def test_answers_are_the_targets_with_its_earlier_answers_before_them(target, tmp_path):
     lm, tokenizer = target
     talks = [*TALKS, chat("A last question?", system="You are brief.")]
-    config(tmp_path, written(tmp_path, talks)).make(lm, tokenizer)
+    bench = [{"turns": [turn["content"] for turn in talk[::2]]} for talk in TALKS]
+    records = [*bench, talks[-1]]  # questions without answers, and a conversation
+    config(tmp_path, written(tmp_path, records)).make(lm, tokenizer)
     samples, about = store.load(tmp_path / "data")
     assert len(samples) == 6 == about["asked"]
     assert samples[-1]["messages"][0] == {"role": "system", "content": "You are brief."}
@@ -295,6 +303,7 @@ def test_sources_with_nothing_to_learn_from_are_refused(target, tmp_path):
         ([[]], {}, "none of the 1 conversations.*has a user turn"),
         (TALKS, {"max_length": 10}, r"none of 5 conversations is usable \(5 too long\)"),
         (TALKS, {}, "max_length=10 there, 2048 now"),
+        (TALKS, {"path": str(tmp_path / "talks.jsonl/data")}, "'.*/talks.jsonl' is a file"),
     ):
         with pytest.raises(KangarooError, match=message):
             config(tmp_path, written(tmp_path, talks), **options).make(*target)
@@ -325,6 +334,13 @@ def test_every_question_is_on_one_side_as_many_of_each_task_held_out(tmp_path):
     assert len(read(Source(str(tmp_path / "parts" / TRAINING)), None)) == 11
     bench = load_questions(BenchConfig(path=str(tmp_path / "parts" / HELD_OUT)))
     assert [question.turns[0] for question in bench] == held_out
+
+
+def test_a_held_out_question_keeps_its_system_turn(tmp_path):
+    records = [{"messages": chat(text, system="Rhyme.")} for text in ("Who?", "Why?")]
+    parts_of(tmp_path, records).write(tmp_path)
+    (question,) = load_questions(BenchConfig(path=str(tmp_path / HELD_OUT)))
+    assert question.system == "Rhyme." and len(question.turns) == 1
 
 
 @pytest.mark.parametrize(
