@@ -34,6 +34,7 @@ from kangaroo.utils.folders import sole_writer
 from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import NoTracker, Wandb
 
+MISPLACED = errno.ENOTDIR, errno.EISDIR, errno.EEXIST  # a file in a folder's place, or otherwise
 INTERRUPTED = 130  # the exit code after Ctrl-C: 128 plus the signal's number
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,12 @@ def command(
                 raise SystemExit(f"ConfigError: {error}") from error
             except CompactHydraException as error:
                 raise SystemExit(explanation(error)) from error
+            except ValueError as error:
+                if "Config group override" not in str(error):  # Hydra's, which names none
+                    raise
+                nulls = [word.partition("=")[0] for word in typed if word.endswith("=null")]
+                fix = f"~{nulls[-1]} leaves that part out, and --help lists the names it takes."
+                raise SystemExit(f"ConfigError: {nulls[-1]}=null is no choice. {fix}") from error
 
         return start
 
@@ -117,6 +124,8 @@ def remedy(error: Exception) -> str | None:
     code = getattr(error, "errno", None)
     if code in (errno.ENOSPC, errno.EDQUOT):
         return ". Free some space, and run the same command again."
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS, *MISPLACED):
+        return ". Pass another path."
     is_full = isinstance(error, MemoryError | torch.OutOfMemoryError) or code == errno.ENOMEM
     if is_full or "DefaultCPUAllocator" in str(error):  # torch's, for a CPU a mere RuntimeError
         return ". Free memory, or use less: fewer texts at a time, shorter ones, a smaller dtype."

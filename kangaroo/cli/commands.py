@@ -66,6 +66,8 @@ def evaluate(config: schema.EvaluateCommand) -> float | None:
         raise ConfigError(f"results={results} is no folder; pass the output= of a run.")
     if config.page is None:
         raise ConfigError(f"results={results} needs page=, the Markdown page that shows them.")
+    if Path(config.page).suffix != ".md":
+        raise ConfigError(f"page={config.page} must be a Markdown page: its name ends in .md.")
     has_comparison = (results / comparison.COMPARISON).is_file()
     publish = comparison.publish if has_comparison else study_report.publish
     publish(results, Path(config.page))

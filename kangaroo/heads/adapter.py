@@ -64,6 +64,15 @@ class AdapterHeadConfig(base.HeadConfig):
             )
         return super().steps(draft_steps)
 
+    def with_parts_of(self, other: "AdapterHeadConfig") -> "AdapterHeadConfig":
+        """These parts, and those of another adapter."""
+        return replace(
+            self,
+            attention_layers=max(self.attention_layers, other.attention_layers),
+            feed_forward=self.feed_forward or other.feed_forward,
+            fused=self.fused or other.fused,
+        )
+
     def graded_steps(self, most: int) -> int:
         return super().graded_steps(most) if self.fused or self.fixed_steps else 1
 
@@ -123,14 +132,7 @@ class Adapter(Layer):
 
     def grown(self, lm: TargetModel, architecture: AdapterHeadConfig) -> "Adapter":
         """This adapter with further parts of `architecture`, which output zeros until trained."""
-        current = self.architecture
-        parts = replace(
-            current,
-            attention_layers=max(current.attention_layers, architecture.attention_layers),
-            feed_forward=current.feed_forward or architecture.feed_forward,
-            fused=current.fused or architecture.fused,
-        )
-        grown = Adapter(lm, self.exit_layer, parts)
+        grown = Adapter(lm, self.exit_layer, self.architecture.with_parts_of(architecture))
         grown.head = self.head
         grown.copy_layers(lm, self.exit_layer)
         for name, weight in grown.named_parameters():

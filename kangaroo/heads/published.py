@@ -256,9 +256,15 @@ def _read_config(path: Path, lm: TargetModel) -> LlamaConfig:
             "the one that was trained with (for Kangaroo its data/vicuna_7B_config.json) there."
         )
     try:
-        config = LlamaConfig(**json.loads(file.read_text()))
+        fields = json.loads(file.read_text())
+        config = LlamaConfig(**fields)
     except (ValueError, TypeError, StrictDataclassError) as error:  # no JSON, or no such Llama
         raise _unreadable(file, str(error)) from error
+    if "speculators_model_type" in fields:
+        raise AdapterMismatch(
+            f"'{path.parent}' is in the layout of the library speculators, which is written here "
+            "and not read. Pass source= the head as its authors published it."
+        )
     for name in COMPARED:
         value, expected = getattr(config, name), getattr(lm.config, name)
         if not math.isclose(value, expected, rel_tol=1e-6):  # an epsilon may be a rounded float32

@@ -42,6 +42,7 @@ FAILURES = {  # status and message, by how a job ended
     TIMEOUT: (503, "the answer took too long."),
     CANCELLED: (503, "the server is shutting down."),
 }
+LONGEST_VALUE = 40  # characters of a value that an error repeats
 GONE = 499  # for metrics: the client has disconnected
 CODES = {404: "unknown_url", 405: "method_not_supported"}  # OpenAI's, by status
 UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -64,7 +65,7 @@ async def explain(request: Request, error: Exception) -> Response:
 
 
 def field_errors(error: RequestValidationError, content_type: str | None) -> str:
-    """The errors of a request's body, each with its field."""
+    """The errors of a request's body, each with its field, and its value if that is short."""
     if isinstance(error.body, bytes):  # not read as JSON
         sent = f"; '{content_type}' was sent" if content_type else ""
         return f"the header 'Content-Type: application/json' is missing{sent}."
@@ -74,11 +75,17 @@ def field_errors(error: RequestValidationError, content_type: str | None) -> str
         names = (str(part) for part in fault["loc"][1:])
         field = ".".join(name for name in names if "[" not in name)
         message = fault["msg"].removeprefix("Value error, ")
+        value = fault["input"]
+        shown = json.dumps(value) if isinstance(value, int | float | str) else ""
+        if fault["type"] == "extra_forbidden":
+            message = "there is no such field here; leave it out"
         if fault["type"] == "json_invalid":
             message = f"the body is not JSON: {fault['ctx']['error']} (at {field})"
             field = ""
         elif not field and fault["type"] != "value_error":
             field = "the body"
+        if field and 0 < len(shown) <= LONGEST_VALUE:
+            field = f"{field}={shown}"
         messages.append(f"{field}: {message}" if field else message)
     return "; ".join(dict.fromkeys(messages))
 

@@ -38,7 +38,7 @@ from kangaroo.models.target import TargetModel
 from kangaroo.training import batches, recipe, results
 from kangaroo.training.backend import TorchBackend
 from kangaroo.training.recipe import AdapterRecipe, TrainerConfig
-from kangaroo.training.targets import Data, layers_read, writes_nothing
+from kangaroo.training.targets import Data, is_made, layers_read, writes_nothing
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import ALONE
@@ -112,9 +112,8 @@ class Text:
     def of(data: Data, lm: TargetModel) -> Text:
         """The text of existing or future data. Errors: `DataError` where a part of a mix is
         missing, or a local source cannot be read."""
-        is_complete = store.is_complete(Path(data.path))
-        if is_complete or isinstance(data, MixConfig):
-            folders = data.paths if isinstance(data, MixConfig) and not is_complete else [data.path]
+        if isinstance(data, MixConfig) or is_made(data, lm):
+            folders = data.paths if isinstance(data, MixConfig) else [data.path]
             parts = [store.read_provenance(Path(folder)) for folder in folders]
             lengths = [n for folder in folders for n in store.lengths(Path(folder))]
             learnt = sum(part["assistant_tokens"] for part in parts) / sum(lengths)
@@ -368,7 +367,7 @@ def forecast(
         lm, recipes, replace(trainer, loss_chunk=chunk), text=text, processes=processes, kept=kept
     )
     if trains:
-        if not store.is_complete(Path(data.path)):  # old data may still be replaced
+        if not is_made(data, lm):  # else its source may have grown
             batches.check_holdout(trainer.holdout, len(text.lengths))
         devices.check("training", plan.memory())
         needed = max(needed, sum(plan.memory().values()))

@@ -280,9 +280,10 @@ def check(
     """Refuse, for a target without weights, what no data makes possible. Errors: those of `Trainer`
     and of `adapter_files.load_as_saved`."""
     exits = recipe.named_exits(recipes, lm).values()
-    for adapter in recipes:
+    for adapter, exit_layer in exits:
         if adapter.start not in (None, recipe.RANDOM):
             adapter_files.load_as_saved(adapter.start, lm)
+            recipe.check_start(adapter.start, exit_layer, adapter.architecture)
     if saved := load_checkpoint(output):
         known = identity(config, [adapter for adapter, _ in exits]).items()
         given = {k: v for k, v in known if v is not None or k not in FROM_RUN}

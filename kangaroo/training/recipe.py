@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kangaroo.heads import adapter_files
-from kangaroo.heads.adapter import Adapter
-from kangaroo.heads.base import Trainable
-from kangaroo.heads.block import BlockHead
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
+from kangaroo.heads.base import HeadConfig, Trainable
+from kangaroo.heads.block import BlockHead, BlockHeadConfig
 from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.target import TargetModel
 from kangaroo.training.distill import Loss
@@ -187,21 +187,30 @@ def trainees(
     return built
 
 
+def check_start(path: str, exit_layer: int, parts: HeadConfig) -> None:
+    """Whether an adapter with these parts can continue from that in `path`. Errors: `ConfigError`;
+    those of `adapter_files.read_config`."""
+    saved = adapter_files.read_config(path)
+    start = saved.architecture
+    if type(start) is AdapterHeadConfig and isinstance(parts, AdapterHeadConfig):
+        # what a block has besides begins anew
+        start = parts if isinstance(parts, BlockHeadConfig) else start.with_parts_of(parts)
+    kinds = [f"for exit layer {saved.exit_layer} with {start}"]
+    kinds.append(f"for exit layer {exit_layer} with {parts}")
+    if kinds[0] != kinds[1]:
+        raise ConfigError(f"adapter.start={path} is {kinds[0]}; this one is {kinds[1]}.")
+
+
 def load_start(path: str, adapter: Trainable, lm: TargetModel, vocabulary_K: Tensor | None) -> None:
     """Load a trained adapter's weights. Errors: `ConfigError`; those of `adapter_files.load`."""
+    check_start(path, adapter.exit_layer, adapter.architecture)
     trained, _ = adapter_files.load(path, lm, Trainable)  # type: ignore[type-abstract]
+    is_partial = type(trained) is Adapter and isinstance(adapter, BlockHead)
     try:
-        if isinstance(trained, Adapter) and type(adapter) is Adapter:
+        if is_partial:
+            adapter.start_from(lm, vocabulary_K)
+        if type(trained) is Adapter and isinstance(adapter, Adapter):
             trained = trained.grown(lm, adapter.architecture)
-        elif type(trained) is Adapter and isinstance(adapter, BlockHead):
-            trained = trained.grown(lm, adapter.architecture)
-            if trained.exit_layer == adapter.exit_layer:
-                adapter.start_from(lm, vocabulary_K)
-                adapter.load_state_dict(trained.state_dict(), strict=False)
-                trained = adapter
-        kinds = [f"for exit layer {a.exit_layer} with {a.architecture}" for a in (trained, adapter)]
-        if kinds[0] != kinds[1]:
-            raise ConfigError(f"adapter.start={path} is {kinds[0]}; this one is {kinds[1]}.")
-        adapter.load_state_dict(trained.state_dict())
+        adapter.load_state_dict(trained.state_dict(), strict=not is_partial)
     except RuntimeError as error:
         raise ConfigError(f"adapter.start={path} is over another vocabulary: {error}") from error

@@ -64,6 +64,15 @@ def writes_nothing(data: Data, lm: TargetModel) -> bool:
     return isinstance(data, MixConfig) or store.has_settings(Path(data.path), data.settings(lm))
 
 
+def is_made(data: Data, lm: TargetModel) -> bool:
+    """Whether the folder has a finished dataset of these settings, though perhaps of what its
+    source held earlier. A mix follows from its parts, and is made again."""
+    folder = Path(data.path)
+    if isinstance(data, MixConfig) or not store.is_complete(folder):
+        return False
+    return data.settings(lm).items() <= store.read_provenance(folder)["settings"].items()
+
+
 def layers_read(
     lm: TargetModel, recipes: Sequence[AdapterRecipe], config: TrainerConfig, data: Data
 ) -> int | None:
@@ -71,8 +80,8 @@ def layers_read(
     keeps distributions, those are read that adapters read or start from. `lm` needs no weights."""
     folder = Path(data.path)
     is_checkpoint = not (lm.name.startswith(RANDOM) or is_gguf(lm.name))
-    is_made = store.is_complete(folder) and writes_nothing(data, lm)
-    if config.use_stored_logits is False or config.shard_target or not (is_checkpoint and is_made):
+    has_data = store.is_complete(folder) and writes_nothing(data, lm)
+    if config.use_stored_logits is False or config.shard_target or not (is_checkpoint and has_data):
         return None
     teacher = store.read_provenance(folder).get("teacher") or {}
     if teacher.get("model") != lm.name:

@@ -123,11 +123,20 @@ def test_a_folder_is_called_by_the_benchs_file_and_values_make_no_levels():
     assert folder == "outputs/evaluate/tiny/hybrid-demo/drafter.adapter=-a-b-c,seed=1"
 
 
+DEMO = ROOT / "kangaroo/evaluation/benches/demo.jsonl"
+
+
 @pytest.mark.parametrize(
     "command, message",
     [
         ("evaluate.py -m model=tiny output=x", "ConfigError: output=x lies outside the sweep's"),
         (f"train.py model=tiny output={__file__}", "test_cli.py cannot be a folder: File exists."),
+        ("evaluate.py results=. page=.", "ConfigError: page=. must be a Markdown page: its name"),
+        (f"scripts/prepare.py split source={DEMO} held=1 output={__file__}", "Pass another path."),
+        (
+            "train.py model=tiny experiment=null",
+            "ConfigError: experiment=null is no choice. ~exper",
+        ),
         ("scripts/tune.py model=tiny +search.hybird.nodes=[9]", "ConfigError: search.hybird is"),
     ],
 )
@@ -329,4 +338,5 @@ def test_a_full_disk_and_a_full_memory_say_what_to_do_and_a_fault_of_ours_keeps_
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60, dtype=torch.uint8)
     assert "fewer texts" in remedy(raised.value)
+    assert "another path" in remedy(PermissionError(errno.EACCES, "Permission denied", "/x"))
     assert remedy(OSError(errno.EIO, "Input/output error")) is None

@@ -281,6 +281,7 @@ REFUSED = {
     "lacks": (without(GATE, eagle3_state), {}, rf"it lacks {GATE}\. Pass model= .* not tiny/llama"),
     "wide": (eagle_state() | {"fc.weight": WIDE}, {}, r"fc\.weight is \[32, 128\], not \[32, 64\]"),
     "two layers": (eagle_state() | {"layers.1.x": WIDE}, {}, r"layers\.1\.x has no place"),
+    "library": (eagle_state(), {"speculators_model_type": "eagle3"}, "of the library speculators"),
     "vocabulary": (eagle3_state(), {"vocab_size": 99}, "vocab_size=99; tiny/llama has 64"),
     "rope": (eagle_state(), SCALED, "Scaled RoPE has to be the target's"),
     "taps": (eagle3_state(), LAYERS, r"outputs of layers \[0, 1, 2\]; here they are \[1, 1, 0\]"),

@@ -14,14 +14,16 @@ import torch
 import training_cases
 from commands import BRIEF, FILES, ROOT, SHORT, write_inputs
 from composing import MODELS, of_command
-from helpers import random_prompts, recipe_of, tiny
+from helpers import random_prompts, recipe_of, saved_adapter, tiny, tiny_target
 from omegaconf import OmegaConf
 from training_cases import curve, sample
 
 from kangaroo.cli import commands as cli
+from kangaroo.data import store
 from kangaroo.data.conversations import ConversationsConfig
+from kangaroo.data.making import SynthesisConfig
 from kangaroo.engine.clock import running
-from kangaroo.heads.adapter import AdapterHeadConfig
+from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
 from kangaroo.heads.adapter_files import read_config
 from kangaroo.models.loading import EMBEDDED, TINY, Dtype, ModelConfig, load, meta_model
 from kangaroo.models.random_models import SHAPES
@@ -274,6 +276,15 @@ def test_the_steps_of_text_that_exists_are_those_of_its_training(accumulate, tmp
     assert len(plan.held_out) == len(batches.plan(lengths[-11:], 130, 0, 0))
 
 
+def test_text_of_other_settings_is_still_to_be_written(tmp_path):
+    lm = tiny()
+    data = SynthesisConfig(path=str(tmp_path), shards=1, shard_size=8)
+    store.save(training_cases.samples(8), tmp_path, data.settings(lm), {})
+    text = Text.of(data, lm)
+    assert text.unwritten == 0 and text.source == f"as they lie in {tmp_path}"
+    assert Text.of(replace(data, shards=3), lm).unwritten == 24
+
+
 def test_text_that_lies_here_has_about_its_length():
     talk = [{"role": "user", "content": "x" * 80}, {"role": "assistant", "content": "y" * 120}]
     for vocab_size, regenerate, expected in (259, False, 200), (9**5, False, 50), (9**5, True, 30):
@@ -303,10 +314,14 @@ def test_a_part_takes_what_its_work_takes_once_as_often_as_it_is_done(monkeypatc
 def test_settings_that_no_data_makes_right_are_refused_before_there_is_any(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "load_target", lambda model: pytest.fail("the model is loaded"))
     training_cases.run(tiny(), tmp_path, holdout=2, batch_tokens=256)
+    lm = tiny_target()
+    start = f"adapter.start={saved_adapter(lm, Adapter(lm, 1), tmp_path / 'start')}"
     command = ["experiment=debug", f"data.path={tmp_path / 'data'}"]
     for options, refused in (
         ([f"output={tmp_path}"], "was begun with other settings"),
         (["adapter.start=nowhere"], "nowhere"),
+        ([start], "is for exit layer 1 .*; this one is for exit layer 2"),
+        ([start, "adapter=eagle"], "with AdapterHeadConfig.*; this one .* with EagleHeadConfig"),
         (["+adapter@more.b=attention", "more.b.exit_layers=[2]"], "two adapters are called"),
     ):
         with pytest.raises(KangarooError, match=refused):
