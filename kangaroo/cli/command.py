@@ -96,7 +96,9 @@ def command(
         def start() -> None:
             typed[:] = sys.argv
             try:
-                sys.argv = [*typed[:1], *select_models(typed[1:])]
+                # Hydra's parser takes overrides in one piece, and none after an option between them
+                words = sorted(select_models(typed[1:]), key=is_override)
+                sys.argv = [*typed[:1], *words]
                 if not {"-h", "--help"} & {*typed}:
                     return main()
                 overrides = [word for word in sys.argv[1:] if not word.startswith("-")]
@@ -115,6 +117,11 @@ def command(
         return start
 
     return decorate
+
+
+def is_override(word: str) -> bool:
+    """Whether a word of the command line sets, adds or removes something in the config."""
+    return word.startswith("~") or ("=" in word and not word.startswith("-"))
 
 
 def remedy(error: Exception) -> str | None:

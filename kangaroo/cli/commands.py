@@ -88,8 +88,7 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
     variants = combinations(config.drafter, config.variants, "variants")
     for name in variants.keys() & config.more.keys():
         raise ConfigError(f"more.{name} is drafter={name} again.")
-    # ~drafter@more.NAME removes a drafter, but leaves its settings in an experiment as a dict
-    more = {name: x for name, x in config.more.items() if not isinstance(x, dict)}
+    more = _further(config.more)
     drafters = variants | more
     check_adapters(config.model, *variants.values(), more=more)
     # the runs of a study may differ in the settings that it compares
@@ -114,6 +113,17 @@ def _measure(config: schema.EvaluateCommand, ranks: Ranks) -> float | None:
             _track(results, config, tracker)
     overall = results[0]["overall"]
     return overall["tokens_per_second"] if overall["speedup"] is None else overall["speedup"]
+
+
+def _further(more: dict[str, Any]) -> dict[str, DrafterConfig]:
+    """The drafters of `more`. Errors: `ConfigError` for what is none."""
+    # ~drafter@more.NAME removes a drafter, but leaves its settings in an experiment as a dict
+    drafters = {name: x for name, x in more.items() if not isinstance(x, dict)}
+    for name, drafter in drafters.items():
+        if not isinstance(drafter, DrafterConfig):
+            fix = f"Write +drafter@more.{name}={drafter}."
+            raise ConfigError(f"more.{name}={drafter} is no drafter's config. {fix}")
+    return drafters
 
 
 def _track(
@@ -154,7 +164,8 @@ def speed(config: schema.SpeedCommand) -> None:
 def tune(config: schema.TuneCommand) -> None:
     """Find the fastest drafter; write its settings and a report."""
     drafters: dict[str, DrafterConfig] = {}
-    tried = {config.drafter.name: config.drafter} | config.more
+    more = _further(config.more)
+    tried = {config.drafter.name: config.drafter} | more
     names = {*tried, *drafter_names()}
     for name in config.search.keys() - names:
         raise ConfigError(f"search.{name} is no drafter; there are {', '.join(sorted(names))}.")
@@ -162,7 +173,7 @@ def tune(config: schema.TuneCommand) -> None:
         variants = combinations(drafter, config.search.get(name, {}), f"search.{name}")
         for variant, settings in variants.items():
             drafters[name + variant.removeprefix(drafter.name)] = settings
-    lm, tokenizer = load_target_for(config.model, *drafters.values(), more=config.more)
+    lm, tokenizer = load_target_for(config.model, *drafters.values(), more=more)
     use = evaluate_command(config.model, f"--config-dir={config.output}", drafter="tuned")
     model = plain(config)["model"]
     report = tuning.tune(lm, tokenizer, drafters, config.drafter, config, model=model, use=use)

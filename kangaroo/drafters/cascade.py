@@ -15,7 +15,7 @@ from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Taps
 from kangaroo.engine.tree import Draft, Tree, Verdict
 from kangaroo.models.target import TargetModel
-from kangaroo.utils.errors import naming
+from kangaroo.utils.errors import ConfigError, naming
 
 
 @dataclass
@@ -37,6 +37,9 @@ class CascadeConfig(DrafterConfig):
     def settings(self) -> dict[str, Any]:
         parts = {}
         for name, part in {"first": self.first, "second": self.second}.items():
+            if not isinstance(part, DrafterConfig):
+                fix = f"Write drafter@drafter.{name}={part}."
+                raise ConfigError(f"drafter.{name}={part} is no drafter's config. {fix}")
             with naming(f"drafter.{name}"):
                 parts[name] = part.settings()
         return {"name": self.name, **parts}

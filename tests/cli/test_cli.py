@@ -133,6 +133,12 @@ DEMO = ROOT / "kangaroo/evaluation/benches/demo.jsonl"
         (f"train.py model=tiny output={__file__}", "test_cli.py cannot be a folder: File exists."),
         ("evaluate.py results=. page=.", "ConfigError: page=. must be a Markdown page: its name"),
         (f"scripts/prepare.py split source={DEMO} held=1 output={__file__}", "Pass another path."),
+        ("evaluate.py model=tiny drafter=cascade drafter.first=llma", "@drafter.first=llma."),
+        (
+            "scripts/tune.py model=tiny +more.x=llma",
+            "ConfigError: more.x=llma is no drafter's conf",
+        ),
+        ("evaluate.py model=tiny -m drafter=hybrid output=x", "output=x lies outside the sweep's"),
         (
             "train.py model=tiny experiment=null",
             "ConfigError: experiment=null is no choice. ~exper",
