@@ -66,12 +66,10 @@ class AdapterHeadConfig(base.HeadConfig):
 
     def with_parts_of(self, other: "AdapterHeadConfig") -> "AdapterHeadConfig":
         """These parts, and those of another adapter."""
-        return replace(
-            self,
-            attention_layers=max(self.attention_layers, other.attention_layers),
-            feed_forward=self.feed_forward or other.feed_forward,
-            fused=self.fused or other.fused,
-        )
+        layers = max(self.attention_layers, other.attention_layers)
+        feed_forward = self.feed_forward or other.feed_forward
+        fused = self.fused or other.fused
+        return replace(self, attention_layers=layers, feed_forward=feed_forward, fused=fused)
 
     def graded_steps(self, most: int) -> int:
         return super().graded_steps(most) if self.fused or self.fixed_steps else 1
