@@ -17,7 +17,7 @@ from kangaroo.engine.clock import now, running
 from kangaroo.engine.requests import Generation, Request, StepRecord, Stream, Token
 from kangaroo.engine.sampling import pick
 from kangaroo.engine.stepper import Stepper
-from kangaroo.engine.streaming import UNFINISHED
+from kangaroo.models.prompts import UNFINISHED
 from kangaroo.utils.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -3,9 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from kangaroo.engine.requests import Token
-from kangaroo.models.prompts import Tokenizer, plain_text
-
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence decodes to
+from kangaroo.models.prompts import UNFINISHED, Tokenizer, plain_text
 
 
 class UntilStop:

@@ -8,6 +8,7 @@ from typing import Any, TypedDict, cast
 import numpy as np
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from typing_extensions import NotRequired
 
 from kangaroo.utils.errors import ConfigError, PromptError
@@ -16,6 +17,7 @@ Tokenizer = PreTrainedTokenizerBase
 TEMPLATES = Path(__file__).parent / "templates"
 TEMPLATE_NAMES = " or ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence decodes to
 _SENTINEL = "kangarookangaroo"  # the content of a turn while the template around it is read
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the assistant's part in a template
 
@@ -142,6 +144,19 @@ def plain_text(tokenizer: Tokenizer, ids: list[int]) -> str:
     would make "git add ." another command, and change text that was streamed before.)"""
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     return cast(str, tokenizer.decode(ids, **options))
+
+
+def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:
+    """The bytes of a token's text, which may be a part of a character; None if the tokenizer does
+    not name them."""
+    text = plain_text(tokenizer, [token])
+    if UNFINISHED not in text:
+        return list(text.encode())
+    piece = str(tokenizer.convert_ids_to_tokens(token))
+    if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # SentencePiece's
+        return [int(byte[1], 16)]
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    return [byte_of[x] for x in piece] if byte_of.keys() >= set(piece) else None
 
 
 def user_header(

@@ -13,8 +13,8 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from kangaroo.engine.requests import Request, StepRecord
-from kangaroo.engine.streaming import UNFINISHED, Pieces
-from kangaroo.models.prompts import Tokenizer, plain_text, sanitized
+from kangaroo.engine.streaming import Pieces
+from kangaroo.models.prompts import Tokenizer, plain_text, sanitized, token_bytes
 from kangaroo.serving.metrics import Metrics, Usage
 from kangaroo.serving.scheduler import Event, Job, Scheduler
 
@@ -73,7 +73,7 @@ class Logprobs:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = plain_text(self.tokenizer, [token])
-        encoded = None if UNFINISHED in text else list(text.encode())
+        encoded = token_bytes(self.tokenizer, token)
         return {"token": text, "logprob": logprob, "bytes": encoded}
 
 

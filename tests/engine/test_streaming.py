@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from kangaroo.engine.requests import Token
 from kangaroo.engine.session import Session
-from kangaroo.engine.streaming import UNFINISHED, pieces, whole_text
+from kangaroo.engine.streaming import pieces, whole_text
 from kangaroo.models.loading import byte_tokenizer
-from kangaroo.models.prompts import plain_text
+from kangaroo.models.prompts import UNFINISHED, plain_text, token_bytes
 
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 SENTENCEPIECE = [decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -46,6 +46,14 @@ KINDS = {
     "byte fallback": tokenizer_of(unigram(WORDS + BYTES, byte_fallback=True), LLAMA),
     "byte-level": byte_tokenizer(),
 }
+
+
+@pytest.mark.parametrize("kind", ["byte fallback", "byte-level"])
+def test_bytes_of_tokens_join_to_a_character_that_several_tokens_make(kind):
+    tokenizer = KINDS[kind]
+    ids = tokenizer("🦘", add_special_tokens=False).input_ids
+    joined = bytes(byte for token in ids for byte in token_bytes(tokenizer, token))
+    assert len(ids) >= 4 and joined.decode().strip() == "🦘"
 
 
 def streamed(tokenizer, ids, stop=()):
