@@ -57,7 +57,7 @@ METRICS = {
     "between_tokens": ("between tokens, ms", 1000),
     "total": ("total, s", 1),
 }
-COLORS = (VANILLA, METHOD, OTHER, "#5a9367", HF)  # of methods
+COLORS = (VANILLA, METHOD, OTHER, "#5a9367", HF, "#8e5ea2", "#333333")  # of methods
 NOTES = (
     "Means over the requests of a cell, as guidellm measures them, and of these the median of the "
     "rounds; *x* is the median ratio to vanilla in the same round, and for tokens/s the lowest and "
