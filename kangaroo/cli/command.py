@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
@@ -140,10 +140,13 @@ def remedy(error: Exception) -> str | None:
 
 
 def check_ranges(config: DictConfig, prefix: str = "") -> None:
-    """Refuse numbers outside their ranges, by their names on the command line."""
+    """Refuse numbers outside their ranges, and options that `+` has added, by their names on the
+    command line."""
     kind = OmegaConf.get_type(config)
     values = {str(k): config[k] for k in config if not OmegaConf.is_missing(config, k)}
     if kind is not None and is_dataclass(kind):
+        for name in values.keys() - {option.name for option in fields(kind)}:
+            raise ConfigError(f"+{prefix}{name}: there is no such option. Leave it out.")
         ranges.check(kind, values, prefix)
     for name, value in values.items():
         if isinstance(value, DictConfig):

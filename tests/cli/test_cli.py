@@ -143,6 +143,7 @@ DEMO = ROOT / "kangaroo/evaluation/benches/demo.jsonl"
             "train.py model=tiny experiment=null",
             "ConfigError: experiment=null is no choice. ~exper",
         ),
+        ("train.py model=tiny +trainer.epoch=2", "+trainer.epoch: there is no such option"),
         ("scripts/tune.py model=tiny +search.hybird.nodes=[9]", "ConfigError: search.hybird is"),
     ],
 )
