@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
 from kangaroo.api import build
-from kangaroo.cli.help import explanation
+from kangaroo.cli.help import explanation, nameless_choice
 from kangaroo.cli.help import text as help_text
 from kangaroo.cli.schema import CONFIGS, select_models
 from kangaroo.drafters.base import DrafterConfig
@@ -110,9 +110,7 @@ def command(
             except ValueError as error:
                 if "Config group override" not in str(error):  # Hydra's, which names none
                     raise
-                nulls = [word.partition("=")[0] for word in typed if word.endswith("=null")]
-                fix = f"~{nulls[-1]} leaves that part out, and --help lists the names it takes."
-                raise SystemExit(f"ConfigError: {nulls[-1]}=null is no choice. {fix}") from error
+                raise SystemExit(nameless_choice(name, typed)) from error
 
         return start
 

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import CompactHydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -77,6 +78,18 @@ def explanation(error: CompactHydraException) -> str:
         return f"ConfigError: {problem}{hint} --help lists them all."
     reason = f": {str(cause).splitlines()[0]}." if isinstance(cause, OmegaConfBaseException) else ""
     return f"{error}{reason}"
+
+
+def nameless_choice(name: str, typed: list[str]) -> str:
+    """What to say of a part of this command whose choice is no name, but null or a number."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(CONFIGS, version_base="1.3"):
+        groups = compose(name, return_hydra_config=True).hydra.runtime.choices
+    words = [word for word in typed if "=" in word and not word.startswith("-")]
+    given = OverridesParser.create().parse_overrides(words)
+    chosen = next(x for x in given if x.key_or_group in groups and not isinstance(x.value(), str))
+    fix = f"~{chosen.key_or_group} leaves that part out, and --help lists the names it takes."
+    return f"ConfigError: {chosen.input_line} is no choice. {fix}"
 
 
 def _public(names: Iterable[str]) -> list[str]:

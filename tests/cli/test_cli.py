@@ -144,6 +144,7 @@ DEMO = ROOT / "kangaroo/evaluation/benches/demo.jsonl"
             "ConfigError: experiment=null is no choice. ~exper",
         ),
         ("train.py model=tiny +trainer.epoch=2", "+trainer.epoch: there is no such option"),
+        ("evaluate.py model=tiny +drafter@more.x=5", "+drafter@more.x=5 is no choice. ~drafter"),
         ("scripts/tune.py model=tiny +search.hybird.nodes=[9]", "ConfigError: search.hybird is"),
     ],
 )
