@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from kangaroo.cuda import launching
 from kangaroo.cuda.graphs import Graphs
 from kangaroo.engine.backend import Backend, Fusing, Key, LayerWeights, Matrix, Sizes
 from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two, tensors_in, with_tensors
@@ -33,7 +34,7 @@ class CudaBackend(Backend):
     def __post_init__(self) -> None:
         self.records = self.graphs is not None
         self.runs_layers = self.kernel_sizes is not None
-        self.attends_last = self.attends_by_position = self.runs_layers
+        self.attends_last = self.attends_by_position = self.skips = self.runs_layers
         self.name = "kernels" if self.runs_layers else "graphs"
 
     def layers(self, weights: Sequence[LayerWeights[Matrix]], window: int = 0) -> "Stack | None":
@@ -65,6 +66,9 @@ class CudaBackend(Backend):
 
     def records_prompts(self, tokens: int) -> bool:
         return self.runs_layers and self.graphs is not None and self.graphs.takes(tokens)
+
+    def skip_unless(self, needed: Tensor | None) -> None:
+        launching.skip_unless(None if needed is None else needed.any().int())
 
     def width(self, tokens: int, most: int) -> int:
         return tokens if self.graphs is None else max(tokens, min(power_of_two(tokens), most))

@@ -20,14 +20,24 @@ PREFETCHED = tl.constexpr(4)  # steps of a product whose weights are asked for b
 
 
 @triton.jit
-def begin(row_ptrs, first, K: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
+def is_needed(needed_ptr):
+    """0 if nobody needs what a kernel computes (`Backend.skip_unless`); None is always needed."""
+    needed = 1
+    if needed_ptr is not None:
+        needed = tl.load(needed_ptr)
+    return needed
+
+
+@triton.jit
+def begin(needed_ptr, row_ptrs, first, K: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
     """Ask for the weights of the first steps from input `first` on, in the second-level cache. They
-    do not depend on the kernel before, so this comes ahead of the wait for it."""
+    do not depend on the kernel before, so this comes ahead of the wait for it, and `is_needed`."""
     if PDL:
         for step in tl.static_range(PREFETCHED):
             pointers = row_ptrs + tl.minimum(first + step * BK, K - 1)
             tl.inline_asm_elementwise(PREFETCH, "=r,l", [pointers.to(tl.int64)], tl.int32, False, 1)
     wait(PDL)
+    return is_needed(needed_ptr)
 
 
 @triton.jit
@@ -66,9 +76,9 @@ def halves(sums):
 
 @triton.jit(do_not_specialize=["N"])
 def linear_kernel(
-    x_ptr, w_ptr, bias_ptr, y_ptr, N, O, K: tl.constexpr, PARTS: tl.constexpr, FOLDS: tl.constexpr,
-    BIASED: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, TOKENS: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, needed_ptr, w_ptr, bias_ptr, y_ptr, N, O, K: tl.constexpr, PARTS: tl.constexpr,
+    FOLDS: tl.constexpr, BIASED: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
+    TOKENS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Products `[P, N, O]`, each part over its share of the inputs; with FOLDS their sum, in order,
     `[1, N, O]`. Programs: tokens, tiles, P."""
@@ -76,7 +86,8 @@ def linear_kernel(
     rows = tl.program_id(1) * BO + tl.arange(0, BO)
     part = tl.program_id(2)
     row_ptrs = w_ptr + tl.minimum(rows, O - 1).to(tl.int64) * K
-    begin(row_ptrs, part * tl.cdiv(K, BK * PARTS) * BK, K, BK, PDL)
+    if begin(needed_ptr, row_ptrs, part * tl.cdiv(K, BK * PARTS) * BK, K, BK, PDL) == 0:
+        return
     y = tl.zeros([TOKENS, BO], tl.float32)
     if BIASED:
         bias = read(bias_ptr + rows, rows < O).to(tl.float32)
@@ -92,8 +103,9 @@ def linear_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def gate_up_kernel(
-    x_ptr, gate_ptr, up_ptr, y_ptr, N, O, K: tl.constexpr, ALIGNED: tl.constexpr, BO: tl.constexpr,
-    BK: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, needed_ptr, gate_ptr, up_ptr, y_ptr, N, O, K: tl.constexpr, ALIGNED: tl.constexpr,
+    BO: tl.constexpr, BK: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`silu(gate x) * up x`, `[N, O]`. Programs: tokens, tiles. A tile has rows of both matrices in
     turn; ALIGNED says that each begins at a multiple of 16 bytes."""
@@ -103,7 +115,8 @@ def gate_up_kernel(
     row_ptrs = tl.where(place % 2 == 0, gate_ptr, up_ptr) + row.to(tl.int64) * K
     if ALIGNED:
         row_ptrs = tl.multiple_of(row_ptrs, 16)
-    begin(row_ptrs, 0, K, BK, PDL)
+    if begin(needed_ptr, row_ptrs, 0, K, BK, PDL) == 0:
+        return
     sums = sums_of(x_ptr, N, row_ptrs, 0, K, 1, BK, TOKENS, STAGES)
     gate, up = halves(sums)
     gate = rounded(gate, y_ptr.dtype.element_ty).to(tl.float32)
@@ -115,10 +128,10 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["N", "T", "S"])
 def qkv_kernel(
-    x_ptr, q_weight_ptr, k_weight_ptr, v_weight_ptr, q_bias_ptr, k_bias_ptr, v_bias_ptr, q_norm_ptr,
-    k_norm_ptr, cos_ptr, sin_ptr, slot_ptr, count_ptr, q_ptr, keys_ptr, values_ptr, S, N, T, eps,
-    H: tl.constexpr, G: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-    BIASED: tl.constexpr, NORMS: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
+    x_ptr, needed_ptr, q_weight_ptr, k_weight_ptr, v_weight_ptr, q_bias_ptr, k_bias_ptr, v_bias_ptr,
+    q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, slot_ptr, count_ptr, q_ptr, keys_ptr, values_ptr, S,
+    N, T, eps, H: tl.constexpr, G: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr,
+    D: tl.constexpr, BIASED: tl.constexpr, NORMS: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
     TOKENS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Queries `[N, H, D]`, and keys and values at the tokens' slots of the cache. Programs: tokens,
@@ -145,7 +158,8 @@ def qkv_kernel(
     tile = tl.program_id(1) % TILES * (BO // 2)
     row = h * D + tl.minimum(tile + place // 2, HALF - 1) + place % 2 * HALF
     row_ptrs = w_ptr + row.to(tl.int64) * K
-    begin(row_ptrs, 0, K, BK, PDL)
+    if begin(needed_ptr, row_ptrs, 0, K, BK, PDL) == 0:
+        return
     sums = sums_of(x_ptr, N, row_ptrs, 0, K, 1, BK, TOKENS, STAGES)
     a, b = halves(sums)
     d = tile + tl.arange(0, BO // 2)
@@ -184,8 +198,8 @@ def qkv_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def choose_kernel(
-    x_ptr, w_ptr, best_ptr, id_ptr, N, O, B, K: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
-    TOKENS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, needed_ptr, w_ptr, best_ptr, id_ptr, N, O, B, K: tl.constexpr, BO: tl.constexpr,
+    BK: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """For each tile of an LM head the largest logit and the sum of exponentials relative to it,
     `best` `[N, 2, B]`, and that logit's output, `id` `[N, B]`. Programs: tokens, B."""
@@ -193,7 +207,8 @@ def choose_kernel(
     tile = tl.program_id(1)
     rows = tile * BO + tl.arange(0, BO)
     row_ptrs = w_ptr + tl.minimum(rows, O - 1).to(tl.int64) * K
-    begin(row_ptrs, 0, K, BK, PDL)
+    if begin(needed_ptr, row_ptrs, 0, K, BK, PDL) == 0:
+        return
     sums = sums_of(x_ptr, N, row_ptrs, 0, K, 1, BK, TOKENS, STAGES)
     logits = tl.where((rows < O)[None, :], sums, float("-inf"))
     top = tl.max(logits, 1)
@@ -206,14 +221,18 @@ def choose_kernel(
 
 @triton.jit
 def choice_kernel(
-    best_ptr, id_ptr, token_ptr, chosen_ptr, chance_ptr, B, O,
+    best_ptr, needed_ptr, id_ptr, token_ptr, chosen_ptr, chance_ptr, B, O,
     BB: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The likeliest token over all tiles, `chosen` `[N]`, the first of equal ones, and its
     probability, `chance` `[N]`. With LISTED, `token` are the outputs' tokens, ascending. BB is B
     rounded up to a power of two. Programs: N."""
-    wait(PDL)
     n, tile = tl.program_id(0).to(tl.int64), tl.arange(0, BB)
+    wait(PDL)
+    if is_needed(needed_ptr) == 0:
+        tl.store(chosen_ptr + n, 0)  # the next pass reads its embedding
+        tl.store(chance_ptr + n, 0.0)
+        return
     inside = tile < B
     best_ptr += n * 2 * B
     tops = tl.load(best_ptr + tile, mask=inside, other=float("-inf"))

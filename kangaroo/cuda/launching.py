@@ -24,6 +24,7 @@ LONG = 64  # blocks of attention; of longer texts a program has RUN
 RUN = 4
 STAGES = 4  # loads in flight, of which one is being multiplied
 Arg = Tensor | int | float | None  # of a kernel
+_needed: Tensor | None = None
 NO_PDL = "KANGAROO_NO_PDL"  # an environment variable: kernels wait for the end of the one before
 
 
@@ -158,8 +159,20 @@ def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, /, *args: Arg, **optio
     overlaps = x.device.type != "cpu" and card_of(x.device).overlaps and not os.environ.get(NO_PDL)
     if overlaps:
         options["launch_pdl"] = True
-    filled = (x, *(x if arg is None else arg for arg in args))
+    head = options.pop("head", (x,))
+    filled = (*head, *(x if arg is None else arg for arg in args))
     start(kernel, grid, filled, options | {"PDL": overlaps, "enable_fp_fusion": False})
+
+
+def multiply(kernel: Any, grid: tuple[int, ...], x: Tensor, /, *args: Arg, **options: Any) -> None:
+    """Launch a kernel of `kernels_products`, which does nothing if nobody needs it."""
+    launch(kernel, grid, x, *args, head=(x, _needed), **options)
+
+
+def skip_unless(needed: Tensor | None) -> None:
+    """Let further products do nothing where this number, on the device, is 0; None ends that."""
+    global _needed
+    _needed = needed
 
 
 def start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: Any) -> None:

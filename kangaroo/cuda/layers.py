@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
 from kangaroo.cuda import kernels, kernels_attention, kernels_products
-from kangaroo.cuda.launching import PARTS, Attention, cdiv, folds_parts, launch, tile
+from kangaroo.cuda.launching import PARTS, Attention, cdiv, folds_parts, launch, multiply, tile
 from kangaroo.engine.backend import LayerWeights, Sizes
 from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two
 from kangaroo.models.attention import attention
@@ -71,7 +71,7 @@ def product(
     folds = parts > 1 and folds_parts(weight_OK, outputs, tokens)
     shape = tile(weight_OK, outputs, tokens, parts, folds=folds)
     y_PNO = x_NK.new_empty(1 if folds else parts, tokens, outputs, dtype=torch.float32)
-    launch(
+    multiply(
         kernels_products.linear_kernel,
         (cdiv(tokens, shape["TOKENS"]), cdiv(outputs, shape["BO"]), len(y_PNO)),
         *(x_NK, weight_OK, bias_O, y_PNO, tokens, outputs),
@@ -91,7 +91,7 @@ def gate_and_up(x_ND: Tensor, gate_OD: Tensor, up_OD: Tensor) -> Tensor:
     shape = tile(gate_OD, 2 * outputs, tokens)
     row_bytes = gate_OD.shape[1] * gate_OD.itemsize
     aligned = not any(x % 16 for x in (gate_OD.data_ptr(), up_OD.data_ptr(), row_bytes))
-    launch(
+    multiply(
         kernels_products.gate_up_kernel,
         (cdiv(tokens, shape["TOKENS"]), cdiv(2 * outputs, shape["BO"])),
         *(x_ND, gate_OD, up_OD, y_NO, tokens, outputs),
@@ -210,7 +210,7 @@ class Stack:
         most = whole if has_norms else min(whole, 128)
         shape = tile(layer.q, all_heads * size, tokens, most=most, whole=has_norms)
         first = sizes.heads if keys_alone else 0
-        launch(
+        multiply(
             kernels_products.qkv_kernel,
             (cdiv(tokens, shape["TOKENS"]), cdiv(size, shape["BO"]) * (all_heads - first)),
             *(x_ND, layer.q, layer.k, layer.v, layer.q_bias, layer.k_bias, layer.v_bias),
@@ -339,7 +339,7 @@ class Head:
         tiles = cdiv(outputs, shape["BO"])
         best = x_ND.new_empty(tokens, 2, tiles, dtype=torch.float32)
         ids = x_ND.new_empty(tokens, tiles, dtype=torch.int32)
-        launch(
+        multiply(
             kernels_products.choose_kernel,
             (cdiv(tokens, shape["TOKENS"]), tiles),
             *(x_ND, self.weight_OD, best, ids, tokens, outputs, tiles),
@@ -347,7 +347,7 @@ class Head:
         )
         ids_RT = x_ND.new_empty(x_RTD.shape[:2], dtype=torch.int64)
         chances_RT = x_ND.new_empty(x_RTD.shape[:2], dtype=torch.float32)
-        launch(
+        multiply(
             kernels_products.choice_kernel,
             (tokens,),
             *(best, ids, ids_O, ids_RT, chances_RT, tiles, outputs),

@@ -5,7 +5,7 @@ Shapes: B rows, N draft nodes, D hidden size, V vocabulary, K draft vocabulary.
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -99,27 +99,36 @@ class Chain(EarlyStopping):
     reads_logits = False  # whether greedy decoding needs more of the logits than the best token
 
     def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
-        active = limits[:, 0] < 1
+        may_stop = self.threshold > 0 or bool(limits[limits[:, 0] < 1].any())
+        return self.grow(batch, limits, may_stop)
+
+    def grow(self, batch: Batch, limits: np.ndarray | Tensor, may_stop: bool) -> Draft:
+        """The draft by these limits; without `may_stop` no chain stops early. If limits are on the
+        host, it reads one number of each row and token, and the draft ends with its last chain.
+        Otherwise nothing waits for the host, and the backend may skip what nobody needs."""
         sampling = batch.sampling
         keeps_probs = sampling.rule is not Rule.match and not sampling.greedy
         meta = self.chain_meta(batch, self.steps, self.steps)
-        # the host decides: if chains may stop, it reads one number of each row and token
-        may_stop = self.threshold > 0 or limits[active].any()
-        lengths = np.zeros(batch.size, np.int64)
-        chance = np.ones(batch.size, np.float32)
+        # numbers of rows, arrays or tensors as the limits are
+        active: Any = limits[:, 0] < 1
+        lengths: Any = 0
+        chance: Any = 1.0
         ids = [batch.last(1)]
         probs = []
         for token in self.tokens(batch, meta):
             ids.append(token.id_B1)
-            lengths += active
+            lengths = lengths + active
             if keeps_probs:
                 probs.append(warp(self.head.spread(token.logits_BK)[:, None], sampling).softmax(-1))
             if may_stop and len(ids) <= self.steps:  # Kangaroo's section 3.2
-                confidence = np.array(token.reading.tolist(), np.float32)
-                chance *= confidence
-                active &= confidence > np.float32(self.threshold)
-                active &= chance > limits[:, len(ids) - 1]
-                if not active.any():
+                confidence: Any = token.reading
+                if isinstance(limits, np.ndarray):
+                    confidence = np.array(confidence.tolist(), np.float32)
+                chance = chance * confidence
+                active = active & (confidence > self.threshold) & (chance > limits[:, len(ids) - 1])
+                if isinstance(active, Tensor):
+                    self.lm.backend.skip_unless(active)
+                elif not active.any():
                     break
         padding = self.lm.backend.width(len(ids), self.steps + 1) - len(ids)
         ids += ids[-1:] * padding
@@ -127,7 +136,7 @@ class Chain(EarlyStopping):
         tokens_BN = torch.cat(ids, 1)
         valid_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
         if may_stop or not active.all():  # else nothing comes from the host
-            lengths_B1 = torch.from_numpy(lengths[:, None]).to(tokens_BN.device)
+            lengths_B1 = torch.as_tensor(lengths, device=tokens_BN.device)[:, None]
             valid_BN = torch.arange(len(ids), device=tokens_BN.device) <= lengths_B1
         draft = Draft(
             tokens_BN=tokens_BN,

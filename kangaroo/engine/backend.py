@@ -116,10 +116,12 @@ class Backend:
         records: whether it records CUDA graphs, for which tensors should have few shapes.
         attends_last: whether the last tokens of a text can attend to all of it without a mask.
         attends_by_position: whether tokens that see all positions up to their own need no mask.
+        skips: whether `skip_unless` saves time.
     """
 
     name = "eager"
     is_compiled = runs_layers = reads_pairs = records = attends_last = attends_by_position = False
+    skips = False
 
     def layers(self, weights: Sequence[LayerWeights[Matrix]], window: int = 0) -> Layers | None:
         """Layers of these weights, which look back `window` positions; None for modules."""
@@ -147,6 +149,11 @@ class Backend:
     def records_prompts(self, tokens: int) -> bool:
         """Whether chunks of so many tokens of a prompt are recorded."""
         return False
+
+    def skip_unless(self, needed: Tensor | None) -> None:
+        """From now on layers and heads need not compute anything where no element of this is true;
+        then they give no numbers, but tokens that exist. None ends that."""
+        return
 
     def width(self, tokens: int, most: int) -> int:
         """The width of a pass over `tokens`; if it is recorded, a power of two or `most`."""

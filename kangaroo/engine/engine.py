@@ -159,7 +159,7 @@ class Engine:
         stepper: Stepper
         if native is not None:
             stepper = CpuStepper(lm, native, batch)
-        elif lm.backend.records and needs_no_host(drafter):
+        elif lm.backend.records and needs_no_host(lm, drafter, batch_size):
             stepper = LateStepper(lm, drafter, batch)
         else:
             stepper = TensorStepper(lm, drafter, batch)

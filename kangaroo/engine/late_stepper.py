@@ -1,7 +1,8 @@
 """Steps on a GPU that need no host: each is one graph, and what it wrote is read while the next one
-runs. They are those of vanilla decoding, and of chains that never stop early.
+runs. They are those of vanilla decoding, and of chains: of those that never stop early, and where
+the backend can skip what follows their end, of a text alone.
 
-Shapes: B rows, X as of `batch.written`, W window, D hidden size.
+Shapes: B rows, N draft tokens, X as of `batch.written`, W window, D hidden size.
 """
 
 from copy import copy
@@ -56,18 +57,19 @@ class Launched:
         return rows
 
 
-def needs_no_host(drafter: Drafter) -> bool:
+def needs_no_host(lm: TargetModel, drafter: Drafter, rows: int) -> bool:
     """Whether the host need not read a round's drafts, so that `LateStepper` runs them."""
     match drafter:
         case Hybrid():  # it reads every token
             return False
         case Kangaroo() | Block():
-            return not drafter.auto and drafter.threshold == 0
+            never_stops = not drafter.auto and drafter.threshold == 0
+            return never_stops or (rows == 1 and lm.backend.skips)
     return isinstance(drafter, Vanilla)
 
 
 class LateStepper(Stepper):
-    """Steps whose drafts, if any, have a fixed length. The device has each row's pending token and
+    """Steps whose drafts, if any, end without the host. The device has each row's pending token and
     length for itself, so that a step can be launched before what the last one wrote is known. What
     that writes beyond a text's end is scratch, and then the row is held at its end. Where another
     text has entered a row, or a batch's budget or a request asks for other drafts, the device gets
@@ -85,6 +87,8 @@ class LateStepper(Stepper):
         self.lengths: list[int] = []  # theirs when the next tokens are read
         self.running = set[int]()  # rows whose texts had not ended
         self.state = State(torch.empty(0))
+        self.limits = np.zeros(0)  # those that the device has, in `limits_BN`
+        self.limits_BN: Tensor | None = None
         self.ahead: Launched | None = None
 
     def step(self, drafts: bool) -> list[StepRecord]:
@@ -92,8 +96,9 @@ class LateStepper(Stepper):
         chunks would change the batch again; so is one that may write a text's last token."""
         batch = self.batch
         active = batch.active
+        limits = self._limits(drafts)
         # texts that tensors know, or that need logits
-        if batch.constrained or batch.keep or not self._has_fixed_drafts(drafts):
+        if batch.constrained or batch.keep or limits is None:
             return self._step_now(drafts)
         is_known = self._is_known()
         if not is_known:
@@ -102,9 +107,9 @@ class LateStepper(Stepper):
             # else it outgrows what attention reads
             self.state.rows_B4[row, 2] = len(batch.texts[row])
             self.running.remove(row)
-        launched = self.ahead or self._launch(0)
+        launched = self.ahead or self._launch(0, limits)
         goes_on = any(len(batch.texts[row]) + self.most < batch.limits[row] for row in active)
-        self.ahead = self._launch(self.most) if is_known and goes_on else None
+        self.ahead = self._launch(self.most, limits) if is_known and goes_on else None
         if self.chain is not None:  # the drafter's window is that of the texts
             window_BWD = self.ahead.window_BWD if self.ahead else self.state.window_BWD
             assert window_BWD is not None
@@ -117,14 +122,18 @@ class LateStepper(Stepper):
         self.lengths = batch.lengths
         return records
 
-    def _has_fixed_drafts(self, drafts: bool) -> bool:
-        """Whether each active row may draft, and a batch's budget stops none of them."""
+    def _limits(self, drafts: bool) -> np.ndarray | None:
+        """The limits of each row's chain (`EarlyStopping.limits`), which do not know the step in
+        flight. None if a row may not draft, or a batch's budget stops one: a step on tensors
+        verifies no more than was drafted."""
         batch = self.batch
         active = batch.active
         if self.chain is None:
-            return True
-        may_draft = drafts and all(batch.drafts[row] for row in active)
-        return may_draft and not self.chain.limits(batch, active)[active].any()
+            return np.zeros(0)
+        limits = np.zeros((batch.size, self.chain.steps), np.float32)
+        limits[active] = self.chain.limits(batch, active)[active]
+        may_draft = drafts and all(batch.drafts[row] for row in active) and limits[:, 0].max() < 1
+        return limits if may_draft and (batch.size == 1 or not limits.any()) else None
 
     def _step_now(self, drafts: bool) -> list[StepRecord]:
         batch = self.batch
@@ -160,41 +169,49 @@ class LateStepper(Stepper):
             window_BWD = self.chain.shallow_BWD
         self.state = State(torch.tensor(rows).to(self.lm.device), window_BWD)
 
-    def _launch(self, ahead: int) -> Launched:
+    def _launch(self, ahead: int, limits: np.ndarray) -> Launched:
         """Let the device write in each row, which may have `ahead` tokens more than its text."""
         lm = self.lm
+        pinned = lm.device.type == "cuda"  # else a copy waits for the step before
+        if not np.array_equal(limits, self.limits):
+            self.limits = limits
+            limits_BN = torch.tensor(limits, pin_memory=pinned)
+            self.limits_BN = limits_BN.to(lm.device, non_blocking=True)
         chain = self.chain
         batch = copy(self.batch)
         batch.ahead = ahead
         start = mark(lm.device)
         used = batch.used + self.most - 1
         below = 0
+        may_stop = False
         if chain is None:
             work = partial(self._write_token, batch, lm.extent(batch.n_slots, used))
             caches = [batch.cache]
         else:
-            work = partial(self._write_chain, batch, chain)
+            may_stop = chain.threshold > 0 or bool(limits.any())
+            work = partial(self._write_chain, batch, chain, may_stop)
             caches = [batch.cache, chain.cache]
             if min(batch.lengths) <= chain.window:  # as in `chain_meta`
                 below = chain.window
+        extent = lm.extent(batch.n_slots, used + below)
         self.state = lm.backend.replay(
             caches,
-            ("step", self.most, lm.extent(batch.n_slots, used + below), below, batch.sampling.kind),
+            ("step", self.most, extent, below, may_stop, batch.sampling.kind),
             work,
             self.state.rows_B4,
             batch.settings_B3,
             self.state.window_BWD,
+            self.limits_BN,
             tokens=batch.size * self.most,
         )
         new_BX = self.state.rows_B4[:, :1] if chain is None else self.state.written_BX
         assert new_BX is not None
-        pinned = lm.device.type == "cuda"
         written_BX = torch.empty(new_BX.shape, dtype=torch.long, pin_memory=pinned)
         written_BX.copy_(new_BX, non_blocking=True)
         return Launched(written_BX, self.state.window_before_BWD, start, mark(lm.device))
 
     def _write_token(
-        self, batch: Batch, extent: int, rows_B4: Tensor, settings_B3: Tensor, window: None
+        self, batch: Batch, extent: int, rows_B4: Tensor, settings_B3: Tensor, *chain: None
     ) -> State:
         """A vanilla step, with less to launch than that of tensors."""
         lm = self.lm
@@ -215,9 +232,11 @@ class LateStepper(Stepper):
         self,
         batch: Batch,
         chain: Kangaroo | Block,
+        may_stop: bool,
         rows_B4: Tensor,
         settings_B3: Tensor,
         window_BWD: Tensor,
+        limits_BN: Tensor,
     ) -> State:
         """A round as `TensorStepper` has it, on the device's rows; `batch` is a copy."""
         token_B, length_B, limit_B, seed_B = rows_B4.unbind(1)
@@ -228,10 +247,18 @@ class LateStepper(Stepper):
         batch.sampling = batch.sampling.reading(settings_B3)
         chain.shallow_BWD = window_BWD
         tensors = TensorStepper(self.lm, chain, batch)
-        chain.proposed = chain.draft(batch, np.zeros((batch.size, chain.steps), np.float32))
-        verification = tensors.verify(chain.proposed)
+        limits = limits_BN if may_stop else np.zeros((batch.size, chain.steps), np.float32)
+        try:
+            draft = chain.grow(batch, limits, may_stop)
+        finally:
+            self.lm.backend.skip_unless(None)
+        chain.proposed = draft
+        if may_stop and draft.hidden_BND is not None:
+            is_drafted_BN1 = draft.valid_BN[..., None].to(draft.hidden_BND.device)
+            draft.hidden_BND = draft.hidden_BND.where(is_drafted_BN1, 0.0)  # may be no numbers
+        verification = tensors.verify(draft)
         taps = dict(zip(tensors.taps, verification.tapped, strict=True))
-        chain.observe(batch, chain.proposed, verification.verdict, taps)
+        chain.observe(batch, draft, verification.verdict, taps)
         written_BX = verification.written_BX
         count_B1 = written_BX[:, :1]
         token_B = written_BX.gather(1, 1 + count_B1)[:, 0]

@@ -41,7 +41,8 @@ def write(
         )
     p_BNV = warp(logits_BNV, sampling).softmax(-1)
     has_child_BN = F.pad(draft.valid_BN[:, 1:], (0, 1))
-    q_BNV = F.pad(draft.probs_BNV[:, 1:], (0, 0, 0, 1)) * has_child_BN[..., None]
+    q_BNV = F.pad(draft.probs_BNV[:, 1:], (0, 0, 0, 1))
+    q_BNV = q_BNV.where(has_child_BN[..., None], 0.0)  # others may be no numbers
     chances = Chances(p_BNV, q_BNV, draft.tokens_BN.roll(-1, 1), has_child_BN)
     rule = rejection if sampling.rule is Rule.rejection else block
     return rule(chances, positions_BN, seeds_B)

@@ -143,6 +143,9 @@ def compiled(capability: int, kernel, args, options):
             types[name], constants[name] = "constexpr", options[name]
             continue
         value = next(left)
+        if value is None:
+            types[name], constants[name] = "constexpr", None
+            continue
         is_tensor = isinstance(value, torch.Tensor)
         of_number = "i32" if isinstance(value, int) else "fp32"
         types[name] = f"*{TYPES[value.dtype]}" if is_tensor else of_number
@@ -218,6 +221,9 @@ def test_weights_come_before_the_wait_and_products_overlap_loads(monkeypatch, ca
     it writes is read yet. While a step is multiplied, the loads of two more are under way. And
     nothing is spilled."""
     card = CARDS[capability]
+    if tokens == 1:  # and where it may turn out that nobody needs them
+        needed = torch.empty((), dtype=torch.int32, device="meta")
+        monkeypatch.setattr(launching, "_needed", needed)
     names = set()
     for kernel, _, args, options in launches(monkeypatch, capability, "7b", torch.bfloat16, tokens):
         name = kernel.fn.__name__

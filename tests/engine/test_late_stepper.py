@@ -4,20 +4,27 @@ what steps on tensors do, whatever enters, ends and changes meanwhile."""
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 
 import pytest
+import torch
 from cases import DRAFTERS, Case, in_turn, rounds_of
 from helpers import adapter_for, graphed, random_prompts, texts_by, tiny, vanilla_texts
-from strict_graphs import Tape
+from strict_graphs import StrictGraphs, Tape
+from torch import Tensor
 
 from kangaroo import LayerSkipConfig, Rule, Sampling
+from kangaroo.cuda.backend import CudaBackend
 from kangaroo.drafters.base import Drafter
+from kangaroo.drafters.chain import Chain, DraftToken
 from kangaroo.engine.costs import VerifyCosts
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.late_stepper import LateStepper, Launched
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.session import Prompt, Session
 from kangaroo.engine.stepper import TensorStepper
+from kangaroo.heads.layer import Layer
+from kangaroo.models.target import TargetModel
 
 LAYERSKIP = LayerSkipConfig(exit_layer=2, steps=3, threshold=0)
 CHAINS: dict[str, Callable[[Case], Drafter]] = {
@@ -28,6 +35,7 @@ CHAINS: dict[str, Callable[[Case], Drafter]] = {
     ).split()
 }
 CHAINS["layerskip"] = lambda case: LAYERSKIP.build(case.lm)
+STOPPING = "kangaroo-stops eagle-stops block-stops".split()
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=1.3, seed=5),
@@ -51,8 +59,8 @@ def by_both(case: Case, name: str, run: Callable[[Engine], object], **options) -
     for stepper in (LateStepper, TensorStepper):
         with pytest.MonkeyPatch.context() as patches:
             if stepper is TensorStepper:
-                patches.setattr("kangaroo.engine.engine.needs_no_host", lambda drafter: False)
-            engine = Engine(case.lm, CHAINS[name](case), **options)
+                patches.setattr("kangaroo.engine.engine.needs_no_host", lambda *_: False)
+            engine = Engine(case.lm, (DRAFTERS | CHAINS)[name](case), **options)
             results.append(run(engine))
             assert isinstance(engine.session.stepper, stepper)
     return results
@@ -101,6 +109,76 @@ def test_a_draft_may_reach_beyond_the_context(name, length):
     assert rounds_of(late) == rounds_of(on_tensors)
     vanilla = vanilla_texts(tiny(max_position_embeddings=64), [prompt], 64 - length)
     assert [prompt + late[0].tokens] == vanilla
+
+
+class SkippingBackend(CudaBackend):
+    """Gives no numbers, where it may skip what computes them, and leaves other memory as it is."""
+
+    needed: Tensor | None = None
+
+    def skip_unless(self, needed: Tensor | None) -> None:
+        self.needed = None if needed is None else needed.any()
+
+    def spoiled(self, x: Tensor) -> Tensor:
+        return x if self.needed is None else x.where(self.needed, torch.nan)
+
+
+@pytest.fixture
+def skipping(monkeypatch) -> Case:
+    lm = tiny()
+    backend = SkippingBackend(graphs=StrictGraphs())
+    backend.skips = True
+    lm.decode_by(backend)
+    run, adapt, draw = TargetModel.run, Layer.forward, Chain.draw
+
+    def run_or_skip(lm, x_BND, *of, **how):
+        out_BND, taps = run(lm, x_BND.nan_to_num(), *of, **how)
+        return backend.spoiled(out_BND), taps
+
+    def adapt_or_skip(layer, f_BND, deep_BND, *of):
+        deep_BND = deep_BND if deep_BND is None else deep_BND.nan_to_num()
+        return backend.spoiled(adapt(layer, f_BND.nan_to_num(), deep_BND, *of))
+
+    def draw_or_skip(chain, *of):
+        token = draw(chain, *of)
+        if backend.needed is None:
+            return token
+        id_B1 = token.id_B1.where(backend.needed, 0)
+        return DraftToken(id_B1, *map(backend.spoiled, token[1:]))
+
+    monkeypatch.setattr(TargetModel, "run", run_or_skip)
+    monkeypatch.setattr(Layer, "forward", adapt_or_skip)
+    monkeypatch.setattr(Chain, "draw", draw_or_skip)
+    return Case(lm, adapter_for(lm), [])
+
+
+@pytest.mark.parametrize("name, sampling", in_turn(STOPPING, [(x,) for x in SAMPLINGS]))
+def test_a_chain_alone_stops_without_the_host(name, sampling, skipping):
+    def run(engine: Engine) -> list[Generation]:
+        if name == "eagle-stops":
+            engine.drafter.threshold = 0.6  # it is surer than others
+        return engine.generate(PROMPTS, 40, sampling, batch_size=1)
+
+    late, on_tensors = by_both(skipping, name, run)
+    assert rounds_of(late) == rounds_of(on_tensors)
+    lengths = {drafted for text in rounds_of(late) for *_, drafted in text if drafted}
+    assert len(lengths) > 1  # some stopped early
+    if sampling.rule is Rule.match or sampling.greedy:
+        texts = [p + x.tokens for p, x in zip(PROMPTS, late, strict=True)]
+        assert texts == vanilla_texts(tiny(), PROMPTS, 40, sampling)
+
+
+@pytest.mark.parametrize("name", ["kangaroo-auto", "block-auto"])
+@pytest.mark.parametrize("cost", [0.05, 0.6])
+def test_what_a_text_taught_stops_chains_a_step_later(name, cost, skipping):
+    def run(engine: Engine) -> list[Generation]:
+        engine.drafter.draft_cost = cost
+        return engine.generate(PROMPTS, 40, batch_size=1)
+
+    late, on_tensors = by_both(skipping, name, run)
+    assert [x.tokens for x in late] == [x.tokens for x in on_tensors]
+    drafts = [[drafted for *_, drafted in text] for text in rounds_of(late)]
+    assert len({*chain.from_iterable(drafts)}) > 1
 
 
 def mixed(engine: Engine) -> list:

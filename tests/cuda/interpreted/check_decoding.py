@@ -78,6 +78,36 @@ def test_graphs_record_the_kernels():
         replay()
 
 
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_kernels_that_nobody_needs_write_nothing_but_a_token_that_exists(is_needed, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape, **of: filled(x, shape, of))
+    monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, torch.nan))
+    lm, tokens_1T = model("qwen3", torch.bfloat16, **SMALLEST), random_tokens(1, 3)
+    lm.decode_by(CudaBackend(None, lm.sizes()))
+    cache = lm.new_cache(1, 64)
+    x_1TD = lm.embed(tokens_1T)
+    meta = lm.forward_meta(Tree.chain(3, lm.device), torch.zeros(1).long(), 3, cache.n_slots)
+    lm.backend.skip_unless(torch.tensor([[False], [is_needed]], device=lm.device))
+    try:
+        x_1TD, _ = lm.run(x_1TD, cache, meta, range(lm.n_layers))
+        ids_1T, chances_1T = lm.choose(x_1TD)
+        logits = lm.logits(x_1TD)
+    finally:
+        lm.backend.skip_unless(None)
+    assert bool(x_1TD.isfinite().all()) == bool(logits.isfinite().all()) == is_needed
+    assert any(keys.any() for keys in cache.keys) == is_needed
+    assert is_needed or not (ids_1T.any() or chances_1T.any())
+    assert not is_needed or torch.equal(ids_1T, logits.argmax(-1))
+
+
+def filled(x: torch.Tensor, shape: tuple, options: dict) -> torch.Tensor:
+    """Memory that nobody has written: no number, and no index."""
+    dtype = options.get("dtype", x.dtype)
+    rubbish = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max
+    shape = shape[0] if isinstance(shape[0], torch.Size) else shape
+    return torch.full(shape, rubbish, dtype=dtype, device=x.device)
+
+
 @slow
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the stand-in is for the CPU")
 @pytest.mark.parametrize("name", "vanilla kangaroo kangaroo-stops eagle kangaroo-tree".split())
