@@ -37,12 +37,14 @@ class Drafter(Protocol):
         rereads: how many cached prefix tokens `prefill` has to see again, if a prompt begins like
             the row's previous text or like one that `copy_prefix` copied.
         needs_costs: whether it asks the budget even if only one text is decoded.
+        keeps_probs: whether its drafts have `probs_BNV` where the rule of sampling needs them.
     """
 
     max_nodes: int
     taps: tuple[int, ...] = ()
     rereads: int = 0
     needs_costs: bool = False
+    keeps_probs: bool = False
 
     def begin(self, batch: Batch) -> None:
         """Prepare the state of each row for a new batch."""

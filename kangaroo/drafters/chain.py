@@ -96,6 +96,7 @@ class Chain(EarlyStopping):
     `auto` until another token would not pay (`Budget.limits`). The last token is verified, too."""
 
     head: DraftHead
+    keeps_probs = True
     reads_logits = False  # whether greedy decoding needs more of the logits than the best token
 
     def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
@@ -107,7 +108,7 @@ class Chain(EarlyStopping):
         host, it reads one number of each row and token, and the draft ends with its last chain.
         Otherwise nothing waits for the host, and the backend may skip what nobody needs."""
         sampling = batch.sampling
-        keeps_probs = sampling.rule is not Rule.match and not sampling.greedy
+        is_drawn = sampling.rule is not Rule.match and not sampling.greedy
         meta = self.chain_meta(batch, self.steps, self.steps)
         # numbers of rows, arrays or tensors as the limits are
         active: Any = limits[:, 0] < 1
@@ -118,7 +119,7 @@ class Chain(EarlyStopping):
         for token in self.tokens(batch, meta):
             ids.append(token.id_B1)
             lengths = lengths + active
-            if keeps_probs:
+            if is_drawn:
                 probs.append(warp(self.head.spread(token.logits_BK)[:, None], sampling).softmax(-1))
             if may_stop and len(ids) <= self.steps:  # Kangaroo's section 3.2
                 confidence: Any = token.reading

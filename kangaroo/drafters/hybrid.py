@@ -116,6 +116,7 @@ class TextHybrid(FromSources, TreesFromText):
 class Hybrid(FromSources, Kangaroo):
     """The hybrid with an adapter, which drafts nothing if a lookup is nearly sure."""
 
+    keeps_probs = False
     reads_logits = True  # for the alternatives
 
     def __init__(

@@ -14,7 +14,7 @@ from kangaroo.engine.cache import BUCKET, KVCache
 from kangaroo.engine.costs import verify_costs
 from kangaroo.engine.late_stepper import LateStepper, needs_no_host
 from kangaroo.engine.requests import Generation, Request, Stream
-from kangaroo.engine.sampling import Sampling
+from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.engine.session import Session
 from kangaroo.engine.stepper import Stepper, TensorStepper
 from kangaroo.models.prompts import Tokenizer, unknown_token
@@ -126,9 +126,16 @@ class Engine:
     @torch.no_grad()
     def open(self, batch_size: int, longest: int, sampling: Sampling) -> Session:
         """A session of free rows for texts of at most `longest` tokens, prompts included. It closes
-        the last session."""
+        the last session. Errors: `ConfigError` for a rule that the drafter cannot follow."""
         lm = self.lm
         drafter = self.drafter
+        by_match = sampling.greedy or sampling.rule is Rule.match
+        if not by_match and drafter.max_nodes and not drafter.keeps_probs:
+            raise ConfigError(
+                f"sampling.rule={sampling.rule.value} needs a drafter of chains that keeps the "
+                "probabilities it drew from, such as kangaroo. Choose such a drafter, or "
+                "sampling.rule=match, which takes any."
+            )
         if self.session is not None:
             self.session.is_closed = True
             self.session = None

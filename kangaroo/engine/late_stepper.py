@@ -101,6 +101,9 @@ class LateStepper(Stepper):
         if batch.constrained or batch.keep or limits is None:
             return self._step_now(drafts)
         is_known = self._is_known()
+        pays = self.chain is None or limits[:, 0].max() < 1
+        if not pays and not (is_known and self.ahead):
+            return self._step_now(drafts)
         if not is_known:
             self._upload()
         for row in self.running.difference(active):
@@ -109,7 +112,7 @@ class LateStepper(Stepper):
             self.running.remove(row)
         launched = self.ahead or self._launch(0, limits)
         goes_on = any(len(batch.texts[row]) + self.most < batch.limits[row] for row in active)
-        self.ahead = self._launch(self.most, limits) if is_known and goes_on else None
+        self.ahead = self._launch(self.most, limits) if is_known and goes_on and pays else None
         if self.chain is not None:  # the drafter's window is that of the texts
             window_BWD = self.ahead.window_BWD if self.ahead else self.state.window_BWD
             assert window_BWD is not None
@@ -132,7 +135,7 @@ class LateStepper(Stepper):
             return np.zeros(0)
         limits = np.zeros((batch.size, self.chain.steps), np.float32)
         limits[active] = self.chain.limits(batch, active)[active]
-        may_draft = drafts and all(batch.drafts[row] for row in active) and limits[:, 0].max() < 1
+        may_draft = drafts and all(batch.drafts[row] for row in active)
         return limits if may_draft and (batch.size == 1 or not limits.any()) else None
 
     def _step_now(self, drafts: bool) -> list[StepRecord]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kangaroo.engine.sampling import BatchSampling, NoiseStream, Rule, perturb, uniform, warp
 from kangaroo.engine.tree import Draft
-from kangaroo.utils.errors import ConfigError
 
 
 class Chances(NamedTuple):
@@ -31,14 +30,9 @@ class Chances(NamedTuple):
 def write(
     draft: Draft, logits_BNV: Tensor, positions_BN: Tensor, sampling: BatchSampling, seeds_B: Tensor
 ) -> Tensor:
-    """What the target writes after each node of a chain, `[B, N]`, by the rule of `sampling`;
-    `positions` are those of these tokens. Errors: `ConfigError` for a tree, or without `probs`."""
-    if not draft.tree.is_chain or draft.probs_BNV is None:
-        raise ConfigError(
-            f"sampling.rule={sampling.rule.value} needs a drafter of chains that keeps the "
-            "probabilities it drew from, such as kangaroo. Choose such a drafter, or "
-            "sampling.rule=match, which takes any."
-        )
+    """What the target writes after each node of a chain with `probs`, `[B, N]`, by the rule of
+    `sampling`; `positions` are those of these tokens."""
+    assert draft.tree.is_chain and draft.probs_BNV is not None
     p_BNV = warp(logits_BNV, sampling).softmax(-1)
     has_child_BN = F.pad(draft.valid_BN[:, 1:], (0, 1))
     q_BNV = F.pad(draft.probs_BNV[:, 1:], (0, 0, 0, 1))

@@ -51,6 +51,20 @@ def test_each_row_writes_its_own_number_of_tokens_which_are_those_of_its_steps(c
             assert generation.finish == "length"
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_a_rule_that_needs_probabilities_is_refused_where_there_are_none(name, case):
+    engine = Engine(case.lm, DRAFTERS[name](case))
+    sampling = Sampling(temperature=1, rule=Rule.rejection)
+    if engine.drafter.keeps_probs or name == "vanilla":
+        engine.generate(PROMPTS, 8, sampling)
+    else:
+        assert "tree" in name or name.split("-")[0] not in "kangaroo draft_model layerskip".split()
+        with pytest.raises(
+            ConfigError, match=r"rule=rejection needs a drafter of chains .* kangaroo"
+        ):
+            engine.generate(PROMPTS, 8, sampling)
+
+
 @pytest.mark.parametrize("name, length", with_each(45, 62, 63))
 def test_a_text_may_fill_the_context_to_its_last_position(name, length):
     case, prompts, how = full_context(length)
