@@ -32,11 +32,7 @@ def fix_precision() -> None:
 
 
 def runs_layers(
-    dtype: torch.dtype,
-    sizes: Sizes,
-    is_plain: bool,
-    device: torch.device,
-    graphs: Graphs | None = None,
+    dtype: torch.dtype, sizes: Sizes, is_plain: bool, device: torch.device, graphs: Graphs | None
 ) -> bool:
     """Whether the kernels can run such layers here, and `graphs` record them; a warning says why
     not. A plain model uses SiLU, and has no hooks and no other weights than usual."""
@@ -63,13 +59,13 @@ def try_out(dtype: torch.dtype, sizes: Sizes, device: torch.device, graphs: Grap
     key = zeros(sizes.kv_heads * size, hidden)
     norm = zeros(hidden)
     gate = zeros(sizes.feed_forward, hidden)
-    layer = LayerWeights(norm, q, key, key, q.T.contiguous(), feed_forward_norm=norm)
-    layer.gate = layer.up = gate
-    layer.down = gate.T.contiguous()
+    down = gate.T.contiguous()
+    layer = LayerWeights(
+        norm, q, key, key, q.T.contiguous(), feed_forward_norm=norm, gate=gate, up=gate, down=down
+    )
     slots_RT = torch.zeros(1, 1, dtype=torch.int64, device=device)
     rope = (zeros(1, 1, size), zeros(1, 1, size))
-    bias = zeros(1, 1, 1, 1)
-    meta = ForwardMeta(slots_RT, slots_RT, bias, extent=1, rows=slice(0, 1), rope=rope)
+    meta = ForwardMeta(slots_RT, slots_RT, zeros(1, 1, 1, 1), 1, rows=slice(0, 1), rope=rope)
     cache = KVCache.empty(1, 1, sizes.kv_heads, head_size=size, dtype=dtype, devices=[device])
     with torch.no_grad():
         stack = Stack([layer], sizes)

@@ -42,8 +42,7 @@ class CudaBackend(Backend):
             return None
         from kangaroo.cuda.layers import Stack
 
-        plain = cast(Sequence[LayerWeights], weights)  # kernels run plain models alone
-        return Stack(plain, self.kernel_sizes, window)
+        return Stack(cast(Sequence[LayerWeights], weights), self.kernel_sizes, window)
 
     def head(self, weight_OD: Matrix, rounds: bool = False) -> "Head | None":
         if self.kernel_sizes is None or not isinstance(weight_OD, Tensor):

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 """Functions for all kernels, and kernels beside products and attention: norms, and for whole texts
-rotation and gates.
+rotation.
 
 Every kernel computes the same bits for a token, whatever else is in the batch. Sums are in fixed
 blocks in a fixed order, and programs are not specialised for counts of tokens, rows and slots
@@ -9,7 +9,7 @@ blocks in a fixed order, and programs are not specialised for counts of tokens, 
 Triton's interpreter silently has no bfloat16 arithmetic. So `numbers` are float32 there, and
 `rounded` and `write` round as a GPU does.
 
-Shapes: N tokens, T of a row, K inputs, P parts of a sum, H heads, D head size, O outputs.
+Shapes: N tokens, T of a row, K inputs, P parts of a sum, H heads, D head size.
 """
 
 import os
@@ -130,13 +130,3 @@ def rotate_kernel(
     sin = read(sin_ptr + rope_offset, d < half).to(tl.float32)
     write(x_ptr + offset, a * cos - b * sin, inside)
     write(x_ptr + offset + half, b * cos + a * sin, inside)
-
-
-@triton.jit(do_not_specialize=["NUMBERS"])
-def gate_kernel(gate_ptr, up_ptr, NUMBERS, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """`silu(gate) * up`, `[N, O]`, in place of the gate. Programs: blocks of numbers."""
-    wait(PDL)
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = read(gate_ptr + offset, offset < NUMBERS).to(tl.float32)
-    up = read(up_ptr + offset, offset < NUMBERS).to(tl.float32)
-    write(gate_ptr + offset, gate * tl.sigmoid(gate) * up, offset < NUMBERS)

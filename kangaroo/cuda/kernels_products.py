@@ -22,10 +22,7 @@ PREFETCHED = tl.constexpr(4)  # steps of a product whose weights are asked for b
 @triton.jit
 def is_needed(needed_ptr):
     """0 if nobody needs what a kernel computes (`Backend.skip_unless`); None is always needed."""
-    needed = 1
-    if needed_ptr is not None:
-        needed = tl.load(needed_ptr)
-    return needed
+    return tl.load(needed_ptr) if needed_ptr is not None else 1
 
 
 @triton.jit
@@ -231,7 +228,6 @@ def choice_kernel(
     wait(PDL)
     if is_needed(needed_ptr) == 0:
         tl.store(chosen_ptr + n, 0)  # the next pass reads its embedding
-        tl.store(chance_ptr + n, 0.0)
         return
     inside = tile < B
     best_ptr += n * 2 * B

@@ -159,18 +159,13 @@ def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, /, *args: Arg, **optio
     overlaps = x.device.type != "cpu" and card_of(x.device).overlaps and not os.environ.get(NO_PDL)
     if overlaps:
         options["launch_pdl"] = True
-    head = options.pop("head", (x,))
-    filled = (*head, *(x if arg is None else arg for arg in args))
+    first = (x, _needed) if "needed_ptr" in kernel.arg_names else (x,)
+    filled = (*first, *(x if arg is None else arg for arg in args))
     start(kernel, grid, filled, options | {"PDL": overlaps, "enable_fp_fusion": False})
 
 
-def multiply(kernel: Any, grid: tuple[int, ...], x: Tensor, /, *args: Arg, **options: Any) -> None:
-    """Launch a kernel of `kernels_products`, which does nothing if nobody needs it."""
-    launch(kernel, grid, x, *args, head=(x, _needed), **options)
-
-
 def skip_unless(needed: Tensor | None) -> None:
-    """Let further products do nothing where this number, on the device, is 0; None ends that."""
+    """Let kernels that take it do nothing if this number, on the device, is 0; None ends that."""
     global _needed
     _needed = needed
 

@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
 from kangaroo.cuda import kernels, kernels_attention, kernels_products
-from kangaroo.cuda.launching import PARTS, Attention, cdiv, folds_parts, launch, multiply, tile
+from kangaroo.cuda.launching import PARTS, Attention, cdiv, folds_parts, launch, tile
 from kangaroo.engine.backend import LayerWeights, Sizes
 from kangaroo.engine.cache import ForwardMeta, KVCache, power_of_two
 from kangaroo.models.attention import attention
 
 PROMPT_CHUNK = 1024  # tokens of a prompt in a pass
 LONGEST_PATH = 128  # nodes on a path from a draft's root
-GATE_BLOCK = 1024  # numbers of a program
 
 Past = tuple[Tensor, Tensor, int]  # keys and values from the first row on, slots of a row
 
@@ -71,7 +70,7 @@ def product(
     folds = parts > 1 and folds_parts(weight_OK, outputs, tokens)
     shape = tile(weight_OK, outputs, tokens, parts, folds=folds)
     y_PNO = x_NK.new_empty(1 if folds else parts, tokens, outputs, dtype=torch.float32)
-    multiply(
+    launch(
         kernels_products.linear_kernel,
         (cdiv(tokens, shape["TOKENS"]), cdiv(outputs, shape["BO"]), len(y_PNO)),
         *(x_NK, weight_OK, bias_O, y_PNO, tokens, outputs),
@@ -91,7 +90,7 @@ def gate_and_up(x_ND: Tensor, gate_OD: Tensor, up_OD: Tensor) -> Tensor:
     shape = tile(gate_OD, 2 * outputs, tokens)
     row_bytes = gate_OD.shape[1] * gate_OD.itemsize
     aligned = not any(x % 16 for x in (gate_OD.data_ptr(), up_OD.data_ptr(), row_bytes))
-    multiply(
+    launch(
         kernels_products.gate_up_kernel,
         (cdiv(tokens, shape["TOKENS"]), cdiv(2 * outputs, shape["BO"])),
         *(x_ND, gate_OD, up_OD, y_NO, tokens, outputs),
@@ -210,7 +209,7 @@ class Stack:
         most = whole if has_norms else min(whole, 128)
         shape = tile(layer.q, all_heads * size, tokens, most=most, whole=has_norms)
         first = sizes.heads if keys_alone else 0
-        multiply(
+        launch(
             kernels_products.qkv_kernel,
             (cdiv(tokens, shape["TOKENS"]), cdiv(size, shape["BO"]) * (all_heads - first)),
             *(x_ND, layer.q, layer.k, layer.v, layer.q_bias, layer.k_bias, layer.v_bias),
@@ -265,7 +264,7 @@ class Stack:
     @torch.no_grad()
     def run_text(self, x_RTD: Tensor, meta: ForwardMeta, layers: range) -> Tensor:
         """The output of the last layer for whole texts, as training needs it. Products and
-        attention are torch's, with five kernels a layer between them instead of modules' thirty."""
+        attention are torch's, with six kernels a layer between them instead of modules' thirty."""
         x_ND = flat(x_RTD)
         eps = self.sizes.eps
         added_1ND = None
@@ -278,11 +277,8 @@ class Stack:
             attended, _ = attention(torch.nn.Identity(), q, k, v, None, self.sizes.scaling)
             added_1ND = F.linear(attended.reshape(1, len(x_ND), -1), layer.o, layer.o_bias)
             x_ND, normed_ND = add_and_norm(x_ND, added_1ND, layer.feed_forward_norm, eps)
-            gate_NO = F.linear(normed_ND, layer.gate)
-            up_NO = F.linear(normed_ND, layer.up)
-            grid = (cdiv(gate_NO.numel(), GATE_BLOCK),)
-            launch(kernels.gate_kernel, grid, gate_NO, up_NO, gate_NO.numel(), BLOCK=GATE_BLOCK)
-            added_1ND = F.linear(gate_NO, layer.down)[None]
+            gate_NO = F.silu(F.linear(normed_ND, layer.gate), inplace=True)
+            added_1ND = F.linear(gate_NO.mul_(F.linear(normed_ND, layer.up)), layer.down)[None]
         return add_and_norm(x_ND, added_1ND, None, eps)[0].view(x_RTD.shape)
 
     def _heads(self, x_RTD: Tensor, meta: ForwardMeta, layer: LayerWeights) -> list[Tensor]:
@@ -339,7 +335,7 @@ class Head:
         tiles = cdiv(outputs, shape["BO"])
         best = x_ND.new_empty(tokens, 2, tiles, dtype=torch.float32)
         ids = x_ND.new_empty(tokens, tiles, dtype=torch.int32)
-        multiply(
+        launch(
             kernels_products.choose_kernel,
             (cdiv(tokens, shape["TOKENS"]), tiles),
             *(x_ND, self.weight_OD, best, ids, tokens, outputs, tiles),
@@ -347,7 +343,7 @@ class Head:
         )
         ids_RT = x_ND.new_empty(x_RTD.shape[:2], dtype=torch.int64)
         chances_RT = x_ND.new_empty(x_RTD.shape[:2], dtype=torch.float32)
-        multiply(
+        launch(
             kernels_products.choice_kernel,
             (tokens,),
             *(best, ids, ids_O, ids_RT, chances_RT, tiles, outputs),

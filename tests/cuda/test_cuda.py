@@ -28,7 +28,7 @@ pytest.importorskip("triton", reason="needs the package triton")
 slow = pytest.mark.slow
 CHECKS = Path(__file__).parent / "interpreted"
 PRODUCTS = {f"{name}_kernel" for name in ("qkv", "linear", "gate_up", "choose")}
-BETWEEN = "attend", "norm", "path", "combine", "choice", "rotate", "gate"
+BETWEEN = "attend", "norm", "path", "combine", "choice", "rotate"
 OTHERS = {f"{name}_kernel" for name in BETWEEN}
 INSTRUCTION = r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*"
 WIDTHS = 1, 17, 64, 128, 520  # the last two are prompts
@@ -63,7 +63,7 @@ def test_a_warning_names_why_kernels_cannot_run(caplog, monkeypatch, size, is_pl
     if "installed" in named:
         monkeypatch.setattr(cuda, "find_spec", lambda name: None)
     sizes = Sizes(64, 4, 2, size, 128, 1e-5, 0.25)
-    assert not cuda.runs_layers(torch.float16, sizes, is_plain, torch.device("cpu"))
+    assert not cuda.runs_layers(torch.float16, sizes, is_plain, torch.device("cpu"), None)
     (record,) = caplog.records
     assert "goes on in transformers' modules" in record.message and named in record.message
 
