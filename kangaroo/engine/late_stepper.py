@@ -64,7 +64,8 @@ def needs_no_host(lm: TargetModel, drafter: Drafter, rows: int) -> bool:
             return False
         case Kangaroo() | Block():
             never_stops = not drafter.auto and drafter.threshold == 0
-            return never_stops or (rows == 1 and lm.backend.skips)
+            skips = lm.backend.skips and drafter.adapter.fast_layers is not None
+            return never_stops or (rows == 1 and skips)
     return isinstance(drafter, Vanilla)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from kangaroo.drafters.base import Drafter
 from kangaroo.drafters.chain import Chain, DraftToken
 from kangaroo.engine.costs import VerifyCosts
 from kangaroo.engine.engine import Engine
-from kangaroo.engine.late_stepper import LateStepper, Launched
+from kangaroo.engine.late_stepper import LateStepper, Launched, needs_no_host
 from kangaroo.engine.requests import Generation, Request
 from kangaroo.engine.session import Prompt, Session
 from kangaroo.engine.stepper import TensorStepper
@@ -127,8 +128,8 @@ class SkippingBackend(CudaBackend):
 def skipping(monkeypatch) -> Case:
     lm = tiny()
     backend = SkippingBackend(graphs=StrictGraphs())
-    backend.skips = True
     lm.decode_by(backend)
+    monkeypatch.setattr("kangaroo.engine.engine.needs_no_host", lambda *_: True)
     run, adapt, draw = TargetModel.run, Layer.forward, Chain.draw
 
     def run_or_skip(lm, x_BND, *of, **how):
@@ -150,6 +151,21 @@ def skipping(monkeypatch) -> Case:
     monkeypatch.setattr(Layer, "forward", adapt_or_skip)
     monkeypatch.setattr(Chain, "draw", draw_or_skip)
     return Case(lm, adapter_for(lm), [])
+
+
+def test_the_host_reads_where_a_chain_may_stop_unless_the_rest_can_be_skipped():
+    """For a text alone: in a batch a step verifies no more than was drafted."""
+    case = model()
+    for name, stops in (("kangaroo", False), ("kangaroo-stops", True), ("kangaroo-auto", True)):
+        drafter = DRAFTERS[name](case)
+        lm = SimpleNamespace(backend=SimpleNamespace(skips=True))
+        assert needs_no_host(lm, drafter, rows=1) != stops  # the layer runs in modules
+        drafter.adapter.fast_layers = object()
+        assert needs_no_host(lm, drafter, rows=1)
+        assert needs_no_host(lm, drafter, rows=2) != stops
+        lm.backend.skips = False
+        assert needs_no_host(lm, drafter, rows=1) != stops
+        drafter.adapter.fast_layers = None
 
 
 @pytest.mark.parametrize("name, sampling", in_turn(STOPPING, [(x,) for x in SAMPLINGS]))
