@@ -100,8 +100,7 @@ class Chain(EarlyStopping):
     reads_logits = False  # whether greedy decoding needs more of the logits than the best token
 
     def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
-        may_stop = self.threshold > 0 or bool(limits[limits[:, 0] < 1].any())
-        return self.grow(batch, limits, may_stop)
+        return self.grow(batch, limits, self.threshold > 0 or bool(limits[limits[:, 0] < 1].any()))
 
     def grow(self, batch: Batch, limits: np.ndarray | Tensor, may_stop: bool) -> Draft:
         """The draft by these limits; without `may_stop` no chain stops early. If limits are on the
@@ -110,8 +109,7 @@ class Chain(EarlyStopping):
         sampling = batch.sampling
         is_drawn = sampling.rule is not Rule.match and not sampling.greedy
         meta = self.chain_meta(batch, self.steps, self.steps)
-        # numbers of rows, arrays or tensors as the limits are
-        active: Any = limits[:, 0] < 1
+        active: Any = limits[:, 0] < 1  # an array or a tensor, as the limits are
         lengths: Any = 0
         chance: Any = 1.0
         ids = [batch.last(1)]

@@ -153,7 +153,6 @@ class Backend:
     def skip_unless(self, needed: Tensor | None) -> None:
         """From now on layers and heads need not compute anything where no element of this is true;
         then they give no numbers, but tokens that exist. None ends that."""
-        return
 
     def width(self, tokens: int, most: int) -> int:
         """The width of a pass over `tokens`; if it is recorded, a power of two or `most`."""

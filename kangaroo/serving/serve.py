@@ -39,9 +39,7 @@ class ServeConfig(Ranged):
     port: Annotated[int, Range(0, (1 << 16) - 1)] = 8000  # for clients; 0 takes a free one
     allowed_hosts: list[str] = field(default_factory=list)
     max_batch_size: Count = 16  # texts that are decoded at the same time
-    max_model_len: TextLength | None = (
-        None  # tokens of prompt and answer; None is the model's context
-    )
+    max_model_len: TextLength | None = None  # of prompt and answer; None is the model's context
     prefill_chunk: Count | None = None  # tokens read between two steps; None takes what is fast
     prefix_cache: bool = True
     max_queue: Count = 256  # requests that wait for a row; further ones get status 429
