@@ -16,6 +16,7 @@ from kangaroo.cuda.backend import CudaBackend
 from kangaroo.cuda.graphs import Graphs
 from kangaroo.engine.cache import KVCache
 from kangaroo.engine.engine import Engine
+from kangaroo.engine.late_stepper import LateStepper
 from kangaroo.engine.prefill import read
 from kangaroo.engine.sampling import Sampling
 from kangaroo.engine.tree import Tree
@@ -116,7 +117,9 @@ def test_replayed_graphs_write_the_same_text(name):
     for graphed in (False, True):
         lm = by_kernels("llama", torch.float16, graphed, layers=3)
         drafter = DRAFTERS[name](Case(lm, adapter_for(lm, exit_layer=1), []))
-        texts += texts_by(Engine(lm, drafter), PROMPTS[:1], 3)
+        engine = Engine(lm, drafter)
+        texts += texts_by(engine, PROMPTS[:1], 3)
+        assert isinstance(engine.session.stepper, LateStepper) == (graphed and "tree" not in name)
     assert texts[0] == texts[1] and Graphs.seconds > recorded
 
 
