@@ -133,8 +133,8 @@ class Engine:
         if not by_match and drafter.max_nodes and not drafter.keeps_probs:
             raise ConfigError(
                 f"sampling.rule={sampling.rule.value} needs a drafter of chains that keeps the "
-                "probabilities it drew from, such as kangaroo. Choose such a drafter, or "
-                "sampling.rule=match, which takes any."
+                f"probabilities it drew from, such as kangaroo, and {type(drafter).__name__} keeps "
+                "none. Choose such a drafter, or sampling.rule=match, which takes any."
             )
         if self.session is not None:
             self.session.is_closed = True
