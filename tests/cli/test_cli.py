@@ -29,6 +29,7 @@ from kangaroo.utils.folders import fitting_name, sole_writer
 INTERRUPTED = """
 import os, signal
 from kangaroo.data.conversations import ConversationsConfig
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 ConversationsConfig.make = lambda *given: os.kill(os.getpid(), signal.SIGINT)
 """
 UNTRACKED = """
