@@ -19,7 +19,7 @@ import torch
 import transformers
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
+from hydra.errors import CompactHydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
@@ -105,12 +105,15 @@ def command(
                 sys.stdout.write(help_text(name, inspect.getdoc(run) or "", overrides))
             except ConfigError as error:
                 raise SystemExit(f"ConfigError: {error}") from error
-            except CompactHydraException as error:
-                raise SystemExit(explanation(error)) from error
-            except ValueError as error:
-                if "Config group override" not in str(error):  # Hydra's, which names none
+            except OverrideParseException as error:
+                raise SystemExit(str(error)) from error
+            except (CompactHydraException, TypeError, ValueError) as error:
+                # Hydra's of any kind; in a fault of ours all choices are names
+                is_hydra = isinstance(error, CompactHydraException)
+                message = nameless_choice(name, typed) or (explanation(error) if is_hydra else None)
+                if message is None:
                     raise
-                raise SystemExit(nameless_choice(name, typed)) from error
+                raise SystemExit(message) from error
 
         return start
 

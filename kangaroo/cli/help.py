@@ -80,16 +80,22 @@ def explanation(error: CompactHydraException) -> str:
     return f"{error}{reason}"
 
 
-def nameless_choice(name: str, typed: list[str]) -> str:
-    """What to say of a part of this command whose choice is no name, but null or a number."""
+def nameless_choice(name: str, typed: list[str]) -> str | None:
+    """What to say of a part of this command whose choice is no name but null, a number or a list;
+    None where all are names."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(CONFIGS, version_base="1.3"):
         groups = compose(name, return_hydra_config=True).hydra.runtime.choices
     words = [word for word in typed if "=" in word and not word.startswith("-")]
-    given = OverridesParser.create().parse_overrides(words)
-    chosen = next(x for x in given if x.key_or_group in groups and not isinstance(x.value(), str))
-    fix = f"~{chosen.key_or_group} leaves that part out, and --help lists the names it takes."
-    return f"ConfigError: {chosen.input_line} is no choice. {fix}"
+    for override in OverridesParser.create().parse_overrides(words):
+        group, value = override.key_or_group, override.value()
+        if group not in groups or not (value is None or isinstance(value, int | float | list)):
+            continue
+        fix = f"~{group} leaves that part out, and --help lists the names it takes."
+        if isinstance(value, list):
+            fix = f"It takes one name; -m {group}={','.join(map(str, value))} takes each in turn."
+        return f"ConfigError: {override.input_line} is no choice. {fix}"
+    return None
 
 
 def _public(names: Iterable[str]) -> list[str]:

@@ -146,6 +146,9 @@ DEMO = ROOT / "kangaroo/evaluation/benches/demo.jsonl"
         ),
         ("train.py model=tiny +trainer.epoch=2", "+trainer.epoch: there is no such option"),
         ("evaluate.py model=tiny +drafter@more.x=5", "+drafter@more.x=5 is no choice. ~drafter"),
+        ("evaluate.py model=tiny drafter=[5]", "drafter=[5] is no choice. It takes one name; -m"),
+        ("evaluate.py model=tiny drafter=[llma,rest]", "-m drafter=llma,rest takes each in turn."),
+        ("evaluate.py model=tiny drafter=[llma", "no viable alternative at input '[llma'"),
         ("scripts/tune.py model=tiny +search.hybird.nodes=[9]", "ConfigError: search.hybird is"),
     ],
 )
